@@ -108,7 +108,7 @@ def train_filter(arguments: "Namespace") -> int:
 
 def report(folder: Path) -> int:
     """Writes the report on a prepared folder into it."""
-    from pretrain_tools.preparation.cleaning.report import write_report
+    from pretrain_tools.preparation.report import write_report
 
     print(*write_report(folder, folder / "report"), sep="\n")
     return 0
@@ -140,7 +140,9 @@ def prepare_shards(request: "PreparationRequest") -> int:
     from pretrain_tools.preparation.progress import DocumentProgress
     from pretrain_tools.preparation.slices import slice_of
 
-    started, waiting, whole = time.monotonic(), "", request
+    started = time.monotonic()
+    waiting = ""
+    whole = request
     if request.slice:
         request = slice_of(request, *request.slice)
     output = request.output
@@ -167,7 +169,8 @@ def prepare_shards(request: "PreparationRequest") -> int:
 
 def print_next(outcome: "PreparationOutcome", output: str, is_slice: bool, fraction: float) -> None:
     """What to do with what was made. fraction: of validation, as asked."""
-    tally, manifest = outcome.tally, outcome.manifest
+    tally = outcome.tally
+    manifest = outcome.manifest
     if is_slice:
         print("Next: once all slices are prepared, run the same command with --merge_slices N instead of --slice")
         return
@@ -182,7 +185,8 @@ def print_figures(outcome: "PreparationOutcome", options: "PreparationOptions") 
     from pretrain_tools.preparation.cleaning.decontamination import contamination_text
     from pretrain_tools.preparation.prepare import MOST_NAMED
 
-    tally, manifest = outcome.tally, outcome.manifest
+    tally = outcome.tally
+    manifest = outcome.manifest
     ids_bytes = tally.tokens * manifest.bytes_per_id
     rows = {
         "documents": f"{tally.documents:,}; skipped {skipped_text(tally)}",

@@ -271,7 +271,7 @@ def stands_in(item: str, documents: list[str]) -> bool:
 def bench_decontamination(texts: list[bytes], count: int, items: list[str], tokenizer: str, folder: Path) -> list[str]:
     """Prints which planted items were found, and what else. What was missed."""
     from pretrain.data.data_record import numbers_in
-    from pretrain_tools.preparation.cleaning.benchmarks import read_benchmarks
+    from pretrain_tools.preparation.cleaning.decontamination import read_benchmarks
 
     rng = random.Random(1)
     documents = [content.decode()[:DOCUMENT_CHARACTERS] for content in rng.sample(texts, min(count, len(texts)))]

@@ -142,7 +142,6 @@ ROOMS = (
     "pretrain/checkpoint",
     "pretrain/training",
     "pretrain_tools/preparation/documents",
-    "pretrain_tools/preparation/cleaning/compiled",
     "pretrain_tools/preparation/cleaning",
     "pretrain_tools/preparation",
     "pretrain_tools/runs",

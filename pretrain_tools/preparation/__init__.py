@@ -2,15 +2,15 @@
 
 The same input gives the same bytes, whatever the workers and interruptions; plan defines what decides them.
 
-    arguments, request: the command line, and what it asks for
-    plan: the request, and how it differs from what a folder was made from
+    arguments, request: the command line, and the request that it makes
+    plan: the request, and its differences from the one that a folder was made from
     prepare, progress: the resumable preparation
     validation_split: documents held out, or the tail of one
-    encode, long_text: texts to ids
-    worker, ray_workers: a worker's part of the input; workers on other machines
+    encode: texts to ids
+    worker, pools, ray_workers: the encoding of parts; processes of this machine; workers on other machines
     collector, deduplicate, shard_writer, text_files: encoded parts to shards; their documents as text
-    duplicate_work: who performs the tasks of the search for near duplicates
+    near_duplicate_search: near duplicates in prepared folders, on disk
     slices, upload: a preparation over several machines; outputs that are URLs
-    inspect, dry_run: contents of a prepared folder; a report on a few documents before a long preparation
+    inspect, report, dry_run: contents of a prepared folder; a report on it, or on a few documents beforehand
     tokenizer_training: tokenizers from text
 """

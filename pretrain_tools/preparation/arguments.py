@@ -66,7 +66,7 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
 
 
 def parse_arguments(description: str, argv: list[str] | None = None) -> argparse.Namespace:
-    """The command line as it was given."""
+    """Parses the command line."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )

@@ -1,7 +1,6 @@
 """Encoded documents to the shards of both splits: without duplicates, within the limits, counted."""
 
-import itertools
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 import numpy as np
@@ -9,7 +8,6 @@ import numpy as np
 from pretrain.errors import InputError
 from pretrain_tools.preparation.cleaning.account import CleaningAccount
 from pretrain_tools.preparation.deduplicate import SeenDocuments
-from pretrain_tools.preparation.documents.document_index import chosen_ids, tokens_of
 from pretrain_tools.preparation.plan import PreparationOptions
 from pretrain_tools.preparation.shard_writer import ShardWriter
 from pretrain_tools.preparation.worker import EncodedPart, Problem
@@ -17,11 +15,13 @@ from pretrain_tools.preparation.worker import EncodedPart, Problem
 PROBLEMS_NAMED_IN_MANIFEST = 20
 SKIPPED_COUNTS = ("empty_documents", "filtered_documents", "duplicate_documents", "bad_records")
 NEAR_DUPLICATE_COUNTS = ("near_duplicate_documents", "near_duplicate_bytes")
+ADDED_COUNTS = ("empty_documents", "filtered_documents", *NEAR_DUPLICATE_COUNTS, "input_bytes")
+"""Counts of a part that are added up."""
 
 
 @dataclass
 class Tally:
-    """What has been counted so far, over both splits."""
+    """Counts over both splits."""
 
     documents: int = 0
     tokens: int = 0
@@ -39,8 +39,8 @@ class Tally:
     cleaning: CleaningAccount = field(default_factory=CleaningAccount)
 
     def skipped(self) -> dict[str, Any]:
-        """What was left out, as the manifest records it."""
-        # Where none were looked for, the manifest is what it was before they could be.
+        """Returns the counts of what was left out, as the manifest records them."""
+        # Absent unless near duplicates were looked for, as in older manifests.
         near = {name: getattr(self, name) for name in NEAR_DUPLICATE_COUNTS if getattr(self, name)}
         counts = {name: getattr(self, name) for name in SKIPPED_COUNTS} | near
         if self.unread_members:
@@ -49,7 +49,7 @@ class Tally:
 
     @classmethod
     def from_progress(cls, fields: dict[str, Any]) -> Self:
-        """The tally that a preparation's progress recorded."""
+        """Reads the tally that a preparation's progress recorded."""
         return cls(**fields | {"cleaning": CleaningAccount(**fields.get("cleaning", {}))})
 
 
@@ -73,11 +73,14 @@ class Intake:
         source_numbers: dict[str, int],
         seen: SeenDocuments | None,
     ):
-        self.tally, self._writer, self._options = tally, writer, options
-        self._source_numbers, self._seen = source_numbers, seen
+        self.tally = tally
+        self._writer = writer
+        self._options = options
+        self._source_numbers = source_numbers
+        self._seen = seen
 
     def add(self, encoded: EncodedPart) -> bool:
-        """Writes a part's documents, up to the limits; whether a limit has been reached."""
+        """Writes a part's documents, up to the limits; returns whether a limit has been reached."""
         if encoded.disagreement is not None:
             raise DisagreementError(f"gigatoken gives other ids than tokenizers for {encoded.disagreement}")
         tally = self.tally
@@ -88,52 +91,31 @@ class Intake:
         taken = _documents_within_limits(encoded, tally, self._options)
         complete = taken < len(encoded.documents) or tally.documents + taken == self._options.max_documents
         self._check_problems([p for p in encoded.problems if p.documents_before <= taken and not complete])
-        documents = encoded.documents[:taken].copy()
+        part = encoded.keeping(np.arange(len(encoded.documents)) < taken)
+        documents = part.documents.copy()
         numbers = np.array([self._source_numbers[name] for name in encoded.source_names], np.uint32)
         documents["source"] = numbers[documents["source"]]
-        signatures = None if encoded.signatures is None else encoded.signatures[:taken]
-        lines = None if encoded.lines is None else encoded.lines[:taken]
-        validation_tokens = self._write(encoded.ids, documents, encoded.is_validation[:taken], signatures, lines)
+        part = replace(part, documents=documents)
+        for split, chosen in (("train", ~part.is_validation), ("validation", part.is_validation)):
+            if chosen.any():
+                of_split = part.keeping(chosen)
+                ends = of_split.documents["end"]
+                self._writer.write(split, of_split.ids, of_split.documents, of_split.signatures, of_split.lines)
+                tally.tokens += int(ends[-1])
+                tally.validation_tokens += int(ends[-1]) if split == "validation" else 0
         tally.documents += taken
-        tally.tokens += int(documents["end"][-1]) if taken else 0
         tally.text_bytes += int(documents["text_bytes"].sum())
-        tally.validation_tokens += validation_tokens
-        tally.empty_documents += encoded.empty_documents
-        tally.filtered_documents += encoded.filtered_documents
-        tally.near_duplicate_documents += encoded.near_duplicate_documents
-        tally.near_duplicate_bytes += encoded.near_duplicate_bytes
+        for name in ADDED_COUNTS:
+            setattr(tally, name, getattr(tally, name) + getattr(encoded, name))
         for suffix, members in encoded.unread_members.items():
             tally.unread_members[suffix] = tally.unread_members.get(suffix, 0) + members
-        tally.input_bytes += encoded.input_bytes
         if encoded.cleaning is not None:
             tally.cleaning.add(encoded.cleaning)
         return complete
 
-    def _write(
-        self,
-        ids: np.ndarray,
-        documents: np.ndarray,
-        is_validation: np.ndarray,
-        signatures: np.ndarray | None,
-        lines: list[bytes] | None,
-    ) -> int:
-        """Writes documents to the split that each belongs to; the tokens that went to validation."""
-        if not is_validation.any():
-            self._writer.write("train", ids, documents, signatures, lines)
-            return 0
-        tokens = tokens_of(documents)
-        ids = ids[: int(tokens.sum())]
-        for split, chosen in (("train", ~is_validation), ("validation", is_validation)):
-            if chosen.any():
-                of_split = documents[chosen]
-                of_split["end"] = np.cumsum(tokens[chosen])
-                of_signatures = None if signatures is None else signatures[chosen]
-                of_lines = None if lines is None else list(itertools.compress(lines, chosen.tolist()))
-                self._writer.write(split, chosen_ids(ids, tokens, chosen), of_split, of_signatures, of_lines)
-        return int(tokens[is_validation].sum())
-
     def _check_problems(self, problems: list[Problem]) -> None:
-        tally, options = self.tally, self._options
+        tally = self.tally
+        options = self._options
         if not problems:
             return
         if options.on_error == "stop":

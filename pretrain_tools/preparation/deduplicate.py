@@ -13,7 +13,7 @@ HASH_BYTES = 8
 
 
 def document_hashes(ids: np.ndarray, ends: np.ndarray) -> np.ndarray:
-    """(documents,) uint64 hashes (the first 8 bytes of BLAKE2b) of documents that stand end to end in `ids`."""
+    """Hashes documents, end to end in `ids`: (documents,) uint64, the first 8 bytes of BLAKE2b."""
     content = memoryview(np.ascontiguousarray(ids)).cast("B")
     starts = [0, *(ends[:-1] * ids.itemsize).tolist()]
     stops = (ends * ids.itemsize).tolist()
@@ -38,7 +38,7 @@ class SeenDocuments:
         return sum(map(len, self._arrays))
 
     def add(self, hashes: np.ndarray) -> np.ndarray:
-        """(documents,) whether each hash is new: not seen before, and the first of its kind in `hashes`."""
+        """Tells which hashes, (documents,) bool, are new: not seen before, and the first of their kind in `hashes`."""
         new = np.zeros(len(hashes), bool)
         distinct, first = np.unique(hashes, return_index=True)
         unseen = ~np.logical_or.reduce([_contains(array, distinct) for array in self._arrays], initial=False)
@@ -63,7 +63,7 @@ def _contains(array: np.ndarray, wanted: np.ndarray) -> np.ndarray:
 
 
 def seen_in_shards(folder: Path, shards: Iterable[Shard], dtype: str) -> SeenDocuments:
-    """What is in shards that are written already."""
+    """Collects the documents of shards that are already written."""
     seen = SeenDocuments()
     for shard in shards:
         path = folder / shard.file

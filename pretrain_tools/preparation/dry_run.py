@@ -4,27 +4,18 @@ import itertools
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from pretrain_tools.preparation.cleaning.report import write_report
 from pretrain_tools.preparation.documents.records import Reading, Record
-from pretrain_tools.preparation.documents.sources import BEGINNING, InputFile, Part, Position, parts_of
+from pretrain_tools.preparation.documents.sources import BEGINNING, InputFile, Part, Position, given_records, parts_of
 from pretrain_tools.preparation.plan import Documents, Files, PreparationRequest
 from pretrain_tools.preparation.prepare import PreparationOutcome, prepare
+from pretrain_tools.preparation.report import write_report
 
 MOST_FILES = 32
 RECORDS_AT_ONCE = 512
-
-
-@dataclass(frozen=True)
-class SampledPart(Part):
-    """Records that have been read already."""
-
-    found: tuple[tuple[InputFile, Record], ...]
-
-    def _read(self, reading: Reading) -> Iterator[tuple[InputFile, Record]]:
-        return iter(self.found)
 
 
 @dataclass(frozen=True)
@@ -49,13 +40,13 @@ class DrawnDocuments:
         return [sources[len(sources) * number // count] for number in range(count)]
 
     def description(self) -> list[dict[str, Any]]:
-        """What identifies the documents, as that of all."""
+        """Identifies the documents, as for all of them."""
         return (
             replace(self.documents, sources=self.files).description() if self.files else self.documents.description()
         )
 
     def parts(self, reading: Reading, start: Position) -> Iterator[Part]:
-        """What was drawn, in input order."""
+        """Yields the drawn documents in input order."""
         # The part applies the limits of length again; they are left out here, so that what they remove is counted.
         unlimited = replace(reading, min_characters=None, max_characters=None)
         if self.files:
@@ -63,7 +54,8 @@ class DrawnDocuments:
         else:
             readers = [_records(self.documents.parts(reading, BEGINNING), unlimited)]
         drawn: list[list[tuple[InputFile, Record]]] = [[] for _ in readers]
-        left, open_readers = self.number, list(range(len(readers)))
+        left = self.number
+        open_readers = list(range(len(readers)))
         while left and open_readers:
             share = max(1, left // len(open_readers))
             for reader in list(open_readers):
@@ -77,7 +69,7 @@ class DrawnDocuments:
             batch = tuple(itertools.islice(records, RECORDS_AT_ONCE))
             if not batch:
                 return
-            yield SampledPart(Position(0, number), 0, batch)
+            yield Part(Position(0, number), 0, partial(given_records, batch))
 
 
 def _records(parts: Iterator[Part], reading: Reading) -> Iterator[tuple[InputFile, Record]]:

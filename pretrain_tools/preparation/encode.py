@@ -7,17 +7,25 @@ or after a document, and nothing is truncated or padded.
 import json
 import re
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from pretrain.data.tokenizer import LoadedTokenizer, backend_of
 from pretrain.errors import InputError, one_line
-from pretrain_tools.preparation.long_text import encode_long_text
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 ENGINES = ("auto", "fast", "reference")
 # Encodings keep offsets and strings, many times the text: the reference path works through a part in such pieces.
 REFERENCE_BATCH_BYTES = 1 << 20
 LONG_TEXT_BYTES = 1 << 22
+# Overlapping pieces of a long text: the library keeps about a hundred bytes for each byte of one, 24 GB for 200 MB.
+PIECE_CHARACTERS = 1 << 20
+OVERLAP_CHARACTERS = 1 << 13
+# Two pieces are joined where this many tokens in a row are the same on both sides, far from either piece's cut.
+AGREEING_TOKENS = 64
 AGREEMENT_TEXTS = (
     "The quick brown fox jumps over the lazy dog. It's 1,234,567.89 o'clock, isn't it? WE'LL SEE; they'd've gone.",
     "  leading and trailing   \t\tspaces \n\n\r\n  and\u00a0odd\u2003ones\u200b\ufeff \x00\x01\x1f\x7f end \n",
@@ -43,7 +51,7 @@ class ReferenceEncoder:
         return type(self), (self._tokenizer,)
 
     def encode(self, texts: Sequence[bytes]) -> list[np.ndarray]:
-        """One uint32 array of ids per UTF-8 text."""
+        """Encodes each UTF-8 text to a uint32 array of ids."""
         arrays: list[np.ndarray] = []
         for batch in _batches(texts):
             if len(batch[0]) > LONG_TEXT_BYTES:
@@ -55,13 +63,14 @@ class ReferenceEncoder:
 
 
 def _batches(texts: Sequence[bytes]) -> Iterator[Sequence[bytes]]:
-    """Consecutive texts of about REFERENCE_BATCH_BYTES together; a long text comes alone."""
+    """Groups consecutive texts of about REFERENCE_BATCH_BYTES; a long text comes alone."""
     batch: list[bytes] = []
     size = 0
     for text in texts:
         if batch and size + len(text) > REFERENCE_BATCH_BYTES:
             yield batch
-            batch, size = [], 0
+            batch = []
+            size = 0
         batch.append(text)
         size += len(text)
     if batch:
@@ -69,7 +78,7 @@ def _batches(texts: Sequence[bytes]) -> Iterator[Sequence[bytes]]:
 
 
 def _with_special_end(tokenizer: LoadedTokenizer) -> bytes:
-    """tokenizer.json with the end-of-document token marked special, so that it is not found in text."""
+    """Marks the end-of-document token special in tokenizer.json, so that it is not found in text."""
     fields = json.loads(tokenizer.json)
     for added in fields.get("added_tokens") or []:
         if added.get("content") == tokenizer.end_of_document and not added.get("special"):
@@ -95,7 +104,7 @@ class FastEncoder:
         return type(self), (self._tokenizer,)
 
     def encode(self, texts: Sequence[bytes]) -> list[np.ndarray]:
-        """One uint32 array of ids per UTF-8 text, equal to the reference's."""
+        """Encodes each UTF-8 text to a uint32 array of ids, equal to the reference's."""
         arrays = [None if self._has_special(text) else self._encode(text) for text in texts]
         suspected = [number for number, ids in enumerate(arrays) if ids is None]
         for number, ids in zip(suspected, self.reference.encode([texts[n] for n in suspected]), strict=True):
@@ -106,7 +115,7 @@ class FastEncoder:
         return any(suspect in text for suspect in self._suspects) and self._specials.search(text) is not None
 
     def disagreement(self, texts: Sequence[bytes]) -> str | None:
-        """The first text where the fast path gives other ids than the reference, shortened; None when all agree."""
+        """Finds the first text with other ids than the reference's, shortened; None if all agree."""
         for text, expected in zip(texts, self.reference.encode(texts), strict=True):
             if not self._has_special(text) and not np.array_equal(self._encode(text), expected):
                 return repr(text[:60].decode(errors="replace"))
@@ -117,7 +126,7 @@ Encoder = ReferenceEncoder | FastEncoder
 
 
 def make_encoder(tokenizer: LoadedTokenizer, engine: str) -> tuple[Encoder, str | None]:
-    """The encoder for `engine` (auto, fast or reference), and why auto took the reference path, if it did.
+    """Makes the encoder for `engine` (auto, fast or reference); also returns why auto took the reference path.
 
     Raises InputError where `fast` was given and gigatoken cannot load this tokenizer or gives other ids.
     """
@@ -136,3 +145,62 @@ def make_encoder(tokenizer: LoadedTokenizer, engine: str) -> tuple[Encoder, str 
     if engine == "fast":
         raise InputError(f"--engine fast: {reason}; use --engine auto or --engine reference")
     return ReferenceEncoder(tokenizer), reason
+
+
+class _Piece(NamedTuple):
+    """Ids of text[start:stop] with the character at which each begins and ends in the whole text."""
+
+    start: int
+    stop: int
+    ids: np.ndarray
+    begins: np.ndarray
+    ends: np.ndarray
+
+
+def encode_long_text(backend: "Tokenizer", text: str) -> np.ndarray:
+    """Encodes a long text to uint32 ids, those of the whole text without special tokens.
+
+    Pieces that cannot be joined, as within one endless word, are encoded as one.
+    """
+    kept: list[np.ndarray] = []
+    left = _encode(backend, text, 0, PIECE_CHARACTERS)
+    first = 0
+    while left.stop < len(text):
+        right_start = max(left.start, left.stop - OVERLAP_CHARACTERS)
+        right = _encode(backend, text, right_start, right_start + PIECE_CHARACTERS)
+        joint = _joint(left, right, first)
+        if joint is None:
+            left = _encode(backend, text, left.start, left.stop + PIECE_CHARACTERS)
+            continue
+        kept.append(left.ids[first : joint[0]])
+        left = right
+        first = joint[1]
+    kept.append(left.ids[first:])
+    return np.concatenate(kept)
+
+
+def _encode(backend: "Tokenizer", text: str, start: int, stop: int) -> _Piece:
+    stop = min(stop, len(text))
+    encoding = backend.encode(text[start:stop], add_special_tokens=False)
+    spans = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2) + start
+    return _Piece(start, stop, np.array(encoding.ids, dtype=np.uint32), spans[:, 0], spans[:, 1])
+
+
+def _joint(left: _Piece, right: _Piece, first: int) -> tuple[int, int] | None:
+    """Positions in left and right from which the tokens are the same, in the middle of their overlap."""
+    middle = (left.stop + right.start) // 2
+    candidate = max(first, int(np.searchsorted(left.begins, middle)))
+    while candidate + AGREEING_TOKENS < len(left.ids):
+        other = int(np.searchsorted(right.begins, left.begins[candidate]))
+        # Several tokens may share one character; only the first of them is a place to cut.
+        is_first = candidate == 0 or left.ends[candidate - 1] <= left.begins[candidate]
+        if is_first and _agree(left, candidate, right, other):
+            return candidate, other
+        candidate += 1
+    return None
+
+
+def _agree(left: _Piece, i: int, right: _Piece, j: int) -> bool:
+    a = slice(i, i + AGREEING_TOKENS)
+    b = slice(j, j + AGREEING_TOKENS)
+    return all(np.array_equal(getattr(left, name)[a], getattr(right, name)[b]) for name in ("ids", "begins", "ends"))

@@ -1,4 +1,4 @@
-"""What is in a prepared folder, to look at: counts, lengths of documents, tokens, the vocabulary, and a sample."""
+"""The page of --inspect on a prepared folder: counts, lengths of documents, the vocabulary, and a sample."""
 
 import json
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ SAMPLE_CHARACTERS = 300
 
 
 def inspection_text(folder: Path) -> str:
-    """A page about a folder of shards, of which it reads every id. Raises InputError when it is none."""
+    """Describes a folder of shards; reads every id. Raises InputError if it is none."""
     manifest = read_manifest(folder)
     counts = np.zeros(manifest.vocabulary_size, np.int64)
     lengths: list[np.ndarray] = []
@@ -47,7 +47,7 @@ def inspection_text(folder: Path) -> str:
 
 
 def ids_of(manifest: Manifest, shard: Shard) -> Iterator[np.ndarray]:
-    """The ids of a shard, READ_IDS at a time."""
+    """Reads the ids of a shard, READ_IDS at a time."""
     dtype = id_dtype(manifest.dtype)
     with (manifest.folder / shard.file).open("rb") as file:
         while len(ids := np.frombuffer(file.read(READ_IDS * dtype.itemsize), dtype)):
@@ -55,11 +55,12 @@ def ids_of(manifest: Manifest, shard: Shard) -> Iterator[np.ndarray]:
 
 
 def document_lengths(manifest: Manifest, shard: Shard) -> np.ndarray:
-    """(documents,) tokens of each document without its end id."""
+    """Counts the tokens of each document without its end id: (documents,)."""
     index = read_index(manifest.folder / shard.file, shard.documents)
     if index is not None:
         return tokens_of(index) - 1
-    first, ends = 0, []
+    first = 0
+    ends = []
     for ids in ids_of(manifest, shard):
         ends.append(np.flatnonzero(ids == manifest.end_of_document_id) + first)
         first += len(ids)
@@ -92,7 +93,7 @@ def _count_lines(manifest: Manifest) -> list[str]:
 
 
 def histogram_lines(lengths: np.ndarray) -> list[str]:
-    """A histogram by powers of two, as text, with the median and the extremes."""
+    """Prints a histogram by powers of two, with the median and the extremes."""
     if not len(lengths):
         return ["  no documents"]
     bins = np.bincount(np.ceil(np.log2(np.maximum(lengths, 1))).astype(np.int64))
@@ -144,7 +145,7 @@ def _sample_lines(manifest: Manifest, decoder) -> list[str]:
 
 
 def _next_start(ids: np.ndarray, token: int, end: int) -> int:
-    """Where the first document after that token begins; 0 when none does."""
+    """Finds the start of the first document after a token; 0 if there is none."""
     for first in range(token, len(ids), READ_IDS):
         found = np.flatnonzero(ids[first : first + READ_IDS] == end)
         if len(found) and first + int(found[0]) + 1 < len(ids):

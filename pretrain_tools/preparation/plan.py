@@ -1,4 +1,4 @@
-"""What is asked of a preparation, and how that differs from what a folder was made from."""
+"""The request of a preparation, and its differences from the one that a folder was made from."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -15,7 +15,6 @@ from pretrain_tools.preparation.cleaning.stages import Cleaning
 from pretrain_tools.preparation.documents.records import Reading
 from pretrain_tools.preparation.documents.sources import (
     BEGINNING,
-    FilesPart,
     InputFile,
     LargeFile,
     Part,
@@ -32,20 +31,20 @@ SHOWN_DIFFERENCES = 8
 
 
 class Documents(Protocol):
-    """Where documents come from: local files or a dataset. Sizes are None where they cannot be known."""
+    """A source of documents: local files or a dataset. Sizes are None if they cannot be known."""
 
     total_bytes: int | None
     expected_text_bytes: int | None
     maximum_documents: int | None
 
     def description(self) -> list[dict[str, Any]]:
-        """What identifies the documents, for the manifest; no absolute paths."""
+        """Identifies the documents for the manifest; no absolute paths."""
 
     def parts(self, reading: Reading, start: Position) -> Iterator[Part]:
-        """The parts in order, from a position on."""
+        """Yields the parts in order, from a position on."""
 
     def sliced(self, number: int, count: int) -> "Documents":
-        """Those of slice `number` of `count`: a run of parts. Raises InputError where they cannot be divided."""
+        """Returns slice `number` of `count`: a run of parts. Raises InputError if they cannot be divided."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +66,7 @@ class Files:
         return sum(map(expected_bytes, self.sources)) // (self.slice[1] if self.slice else 1)
 
     def description(self) -> list[dict[str, Any]]:
-        """Name, size and fingerprint of every file."""
+        """Lists name, size and fingerprint of every file."""
         sizes = [size_of(source.path) for source in self.sources]
         return [
             {"path": source.name, "bytes": size, "fingerprint": fingerprint(source.path, size)}
@@ -75,11 +74,11 @@ class Files:
         ]
 
     def parts(self, reading: Reading, start: Position) -> Iterator[Part]:
-        """The parts of all files, or of the slice."""
+        """Yields the parts of all files, or of the slice."""
         return parts_of(self.sources, reading, start, self._taken)
 
-    def pieces(self, reading: Reading, start: Position) -> Iterator[FilesPart | LargeFile]:
-        """The same, where large files are divided into parts by the process that reads them."""
+    def pieces(self, reading: Reading, start: Position) -> Iterator[Part | LargeFile]:
+        """Yields parts, and large files to be divided by the process that reads them."""
         return pieces_in(self.sources, reading, start, self._taken)
 
     @property
@@ -87,22 +86,22 @@ class Files:
         return None if self.slice is None else slice_range(*self.slice, sum(map(expected_bytes, self.sources)))
 
     def sliced(self, number: int, count: int) -> "Files":
-        """Slice `number` of `count`: the parts that begin in that share of the bytes."""
+        """Returns slice `number` of `count`: the parts that begin in that share of the bytes."""
         return replace(self, slice=(number, count))
 
     def are_whole_documents(self, reading: Reading) -> bool:
-        """Whether each file is one document of plain text."""
+        """Tells whether each file is one document of plain text."""
         return reading.documents == "file" and all(source.format == "txt" for source in self.sources)
 
     def texts(self, reading: Reading) -> Iterator[bytes]:
-        """Those of all files, whatever the slice, without records that cannot be used."""
+        """Yields the texts of all files, whatever the slice, without records that cannot be used."""
         parts = parts_of(self.sources, reading, BEGINNING)
         return (record.text for part in parts for _, record in part.records(reading) if record.text)
 
 
 @dataclass(frozen=True)
 class PreparationOptions:
-    """What decides the bytes of the folder, beyond documents and tokenizer. Limits are None when there is none."""
+    """The options that decide the bytes of the folder, beside documents and tokenizer. A limit of None is none."""
 
     reading: Reading = field(default_factory=Reading)
     format: str | None = None
@@ -120,7 +119,7 @@ class PreparationOptions:
     slice: str | None = None
 
     def as_plan(self) -> dict[str, Any]:
-        """The options as the manifest records them."""
+        """Returns the options as the manifest records them."""
         # Without what asdict would copy: a stage may hold an index.
         fields = asdict(replace(self, cleaning=None))
         fields["cleaning"] = self.cleaning and self.cleaning.as_plan()
@@ -133,14 +132,14 @@ class PreparationOptions:
         return {**reading, **fields}
 
     def within(self, documents: Documents) -> "PreparationOptions":
-        """These options with the documents' own limit, where they have one."""
+        """Returns these options with the documents' own limit, if they have one."""
         limits = [limit for limit in (self.max_documents, documents.maximum_documents) if limit is not None]
         return replace(self, max_documents=min(limits, default=None))
 
 
 @dataclass(frozen=True)
 class PreparationRequest:
-    """What to prepare in the local folder `output`, which is then copied to `destination`, if any.
+    """A preparation of the local folder `output`, which is then copied to `destination`, if any.
 
     Without a tokenizer, one of `vocabulary_size` is trained on at most `sample_bytes` of the text. `slice`: prepare
     only that (number, count). `workers` None: one per core of the Ray cluster.
@@ -164,14 +163,15 @@ class PreparationRequest:
 
     @cached_property
     def split(self) -> ValidationSplit:
-        """What is held out for validation. Plain-text files may be few and long: then it is the tail of one."""
-        fraction, reading = self.options.validation_fraction, self.options.reading
+        """The documents held out for validation. With few long files of plain text, it is the tail of one."""
+        fraction = self.options.validation_fraction
+        reading = self.options.reading
         if fraction and isinstance(self.documents, Files) and self.documents.are_whole_documents(reading):
             return split_with_tail(self.documents.texts(reading), fraction)
         return ValidationSplit(fraction)
 
     def plan(self) -> dict[str, Any]:
-        """Everything that decides the bytes of the folder, as the manifest records it."""
+        """Returns everything that decides the bytes of the folder, as the manifest records it."""
         return {
             "tokenizer": {"name": self.tokenizer.name, "sha256": self.tokenizer.sha256},
             "vocabulary_size": self.tokenizer.vocabulary_size,
@@ -221,7 +221,7 @@ def refuse_differences(
 
 
 def _value_differences(name: str, before: Any, now: Any) -> list[str]:
-    """What is different of an option or of anything within it, in words; stages of a list go by their names."""
+    """Describes the differences of an option or of anything within it; stages of a list go by their names."""
     if before == now:
         return []
     by_name = [_by_name(value) for value in (before, now)]
@@ -240,7 +240,7 @@ def _value_differences(name: str, before: Any, now: Any) -> list[str]:
 
 
 def _by_name(value: Any) -> dict[str, dict[str, Any]] | None:
-    """A list of stages or benchmarks by their names, None like an empty one; None where it is nothing of the kind."""
+    """Indexes a list of stages or benchmarks by name, None like an empty one; returns None for anything else."""
     items = [] if value is None else value
     if not isinstance(items, list) or not all(isinstance(item, dict) and "name" in item for item in items):
         return None
@@ -248,7 +248,7 @@ def _by_name(value: Any) -> dict[str, dict[str, Any]] | None:
 
 
 def source_differences(before: list[dict[str, Any]], now: list[dict[str, Any]]) -> list[str]:
-    """New, missing and changed sources, in words."""
+    """Describes new, missing and changed sources."""
     old = {source["path"]: source for source in before}
     new = {source["path"]: source for source in now}
     return [

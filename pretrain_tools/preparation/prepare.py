@@ -11,7 +11,6 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -26,17 +25,8 @@ from pretrain.errors import InputError
 from pretrain.files import as_json, sync_files, sync_folder, write_durably
 from pretrain.processes import folder_lock
 from pretrain_tools.preparation.cleaning.account import SAMPLES_FILE, recorded_account
-from pretrain_tools.preparation.cleaning.lists import LengthFilter, UrlList, WordList
-from pretrain_tools.preparation.cleaning.near_duplicate_search import (
-    NEAR_DUPLICATES_FILE,
-    STAGES,
-    DuplicateSearch,
-    StageProgress,
-    report_of,
-)
 from pretrain_tools.preparation.cleaning.repeated_text import RepeatedText, RepetitionCount, write_table
 from pretrain_tools.preparation.cleaning.stages import Cleaning
-from pretrain_tools.preparation.cleaning.user_function import UserFunction
 from pretrain_tools.preparation.collector import (
     NEAR_DUPLICATE_COUNTS,
     SKIPPED_COUNTS,
@@ -46,8 +36,17 @@ from pretrain_tools.preparation.collector import (
 )
 from pretrain_tools.preparation.deduplicate import seen_in_shards
 from pretrain_tools.preparation.documents.sources import BEGINNING, Position
-from pretrain_tools.preparation.duplicate_work import perform_missing
 from pretrain_tools.preparation.encode import Encoder, ReferenceEncoder, make_encoder
+from pretrain_tools.preparation.near_duplicate_search import (
+    NEAR_DUPLICATES_FILE,
+    STAGES,
+    DuplicateSearch,
+    StageProgress,
+    Tasks,
+    perform_missing,
+    report_of,
+    tasks_in_processes,
+)
 from pretrain_tools.preparation.plan import (
     Files,
     PreparationRequest,
@@ -63,18 +62,17 @@ from pretrain_tools.preparation.worker import EncodedPart, EncodingSettings, enc
 UNFINISHED_FOLDER = ".unfinished"
 FIRST_PASS = "documents"
 """The folder, in the unfinished one, of all documents, of which near duplicates are then left out."""
-PLAN_LAYOUT = 3
+PLAN_LAYOUT = 4
 COMMIT_SECONDS = 2.0
-NOT_COMPILED = (UserFunction, WordList, UrlList, LengthFilter)
 COMPILING_SECONDS = 10
-"""Of two cores that are a few years old, for --clean."""
+"""Time for --clean on two cores that are a few years old."""
 MOST_NAMED = 5
 """Sources that are named in a message."""
 
 
 @dataclass(frozen=True)
 class PreparationOutcome:
-    """How a preparation ended. `already_done`: nothing was left to do; `seconds` are this process's."""
+    """The result of a preparation. `already_done`: nothing was left to do; `seconds` are this process's."""
 
     manifest: Manifest
     tally: Tally
@@ -100,16 +98,13 @@ Report = Callable[[Tally], None]
 def prepare(
     request: PreparationRequest, say: Callable[[str], None] = print, report: Report = lambda tally: None
 ) -> PreparationOutcome:
-    """Makes, continues or recognises the prepared folder `request.output`.
+    """Makes, continues or recognizes the prepared folder `request.output`.
 
     Raises InputError for input that cannot be used or a folder that was made from something else, StoppedError when
     a signal ended it early (run it again to continue).
     """
-    output, cleaning = request.output, request.options.cleaning
-    with ThreadPoolExecutor(1) as threads:  # which has ended before workers are forked
-        if cleaning is not None:
-            threads.submit(cleaning.preload)
-        plan = request.plan()
+    output = request.output
+    plan = request.plan()
     slices = require_slices(request)
     state_folder = output / UNFINISHED_FOLDER
     finished = _finished(output, plan)
@@ -144,7 +139,7 @@ def prepare(
 
 
 def timed(items: Iterator[Any], stages: Counter[str], name: str) -> Iterator[Any]:
-    """The items; adds the seconds spent waiting for them to stages[name]."""
+    """Yields the items; adds the seconds spent waiting for them to stages[name]."""
     while True:
         began = time.perf_counter()
         item = next(items, None)
@@ -189,7 +184,10 @@ class _Run:
     """One process's work on an unfinished folder, under its lock."""
 
     def __init__(self, request: PreparationRequest, plan: dict[str, Any], slices: list[Path], report: Report):
-        self.request, self.plan, self.slices, self.report = request, plan, slices, report
+        self.request = request
+        self.plan = plan
+        self.slices = slices
+        self.report = report
         self.output = request.output
         self.removed: np.ndarray | None = None
         self.cleaning = request.options.cleaning
@@ -202,7 +200,8 @@ class _Run:
     def complete(self, say: Callable[[str], None]) -> PreparationOutcome:
         """Tokenises what is left and writes the manifest."""
         started = time.monotonic()
-        tokenizer, engine = self.request.tokenizer, self.request.engine
+        tokenizer = self.request.tokenizer
+        engine = self.request.engine
         progress = self._load_progress()
         if progress is None:
             tokenizer.save(self.output / TOKENIZER_FOLDER)
@@ -242,7 +241,9 @@ class _Run:
 
     def _find_near_duplicates(self, say: Callable[[str], None]) -> PreparationOutcome | None:
         """Prepares all documents, unless they are in slices, and finds those that `_tokenise` then leaves out."""
-        options, state_folder, outcome = self.request.options, self.output / UNFINISHED_FOLDER, None
+        options = self.request.options
+        state_folder = self.output / UNFINISHED_FOLDER
+        outcome = None
         if not self.slices:
             self.slices = [state_folder / FIRST_PASS]
             label = "all documents, before near duplicates are left out"
@@ -266,7 +267,8 @@ class _Run:
                     f"{self.output}: {free:,} bytes are free, and leaving out near duplicates needs {needed:,}; free "
                     "space, then run the same command again: it continues here"
                 )
-            perform_missing(search, list(STAGES), self.request, StageProgress(say, partial(_stop_if_asked, stopped)))
+            progress = StageProgress(say, partial(_stop_if_asked, stopped))
+            perform_missing(search, list(STAGES), _tasks(self.request, progress), progress)
             duplicates = search.duplicates()
             report = report_of(search, duplicates, manifests)
             write_durably(self.output / NEAR_DUPLICATES_FILE, as_json(report))
@@ -275,23 +277,24 @@ class _Run:
         return outcome
 
     def _say_what_is_compiled(self, say: Callable[[str], None]) -> None:
-        """Before the first use of the filters on this machine, which takes long."""
-        if self.cleaning is None or all(isinstance(stage, NOT_COMPILED) for stage in self.cleaning.stages):
+        """Announces the compilation of the filters, which takes long at their first use on this machine."""
+        if self.cleaning is None or not any(stage.is_compiled for stage in self.cleaning.stages):
             return
-        from pretrain_tools.preparation.cleaning.compiled.kept import IS_FIRST_USE
+        from pretrain_tools.preparation.cleaning.compiled import is_compiled
 
-        if IS_FIRST_USE:
+        if not is_compiled():
             say(f"compiling the filters, once on this machine: about {COMPILING_SECONDS} s")
 
     def _count_repeated(self) -> None:
         """Counts lines or paragraphs over all documents, if they are to be removed where they are repeated."""
-        options, of_slice = self.request.options, self.request.slice
+        options = self.request.options
+        of_slice = self.request.slice
         stages = options.cleaning.stages if options.cleaning else ()
         stage = next((stage for stage in stages if isinstance(stage, RepeatedText)), None)
         if stage is None:
             return
         table = self.output / UNFINISHED_FOLDER / "repeated"
-        self.cleaning = Cleaning(tuple(s.with_table(table) if s is stage else s for s in stages))
+        self.cleaning = Cleaning(tuple(replace(s, table=table) if s is stage else s for s in stages))
         if table.is_file():
             return
         identity = hashlib.sha256(
@@ -335,8 +338,8 @@ class _Run:
         return progress
 
     def _tokenise(self, progress: dict[str, Any] | None, encoder: Encoder) -> tuple[Tally, list[Shard]]:
-        options, dtype = self.request.options, self.plan["dtype"]
-        near = options.near_duplicates if options.slice else None
+        options = self.request.options
+        dtype = self.plan["dtype"]
         if self.removed is not None:
             # What the limits left out has not been read; nothing more is to be left out by them.
             options = replace(options, max_documents=None, max_tokens=None)
@@ -348,7 +351,6 @@ class _Run:
             options.shard_tokens,
             progress["writer"] if progress else None,
             options.megatron,
-            near.signature_bytes if near else 0,
             self.output / UNFINISHED_FOLDER / TEXT_FOLDER if options.write_text else None,
         )
         seen = seen_in_shards(self.output, writer.written(), dtype) if options.deduplicate else None
@@ -404,11 +406,12 @@ class _Run:
     def _encoded(
         self, start: Position, encoder: Encoder | None, counting: RepeatedText | None = None
     ) -> Iterator[EncodedPart]:
-        """The encoded parts from a position on: of slices, of a Ray cluster, or of processes of this machine.
+        """Yields encoded parts from a position on, from slices, a Ray cluster, or processes of this machine.
 
         counting: instead of documents, the hashes of their lines for this stage.
         """
-        request, options = self.request, self.request.options
+        request = self.request
+        options = self.request.options
         if self.slices:
             total_bytes = request.documents.total_bytes or 0
             return merged_parts(self.slices, start, total_bytes, options.deduplicate, self.removed)
@@ -469,19 +472,30 @@ def search_of_slice(request: PreparationRequest, say: Callable[[str], None] = pr
     """
     number, count = request.slice
     folders = [slice_of(request, other, count).output for other in range(count)]
-    near, work = request.options.near_duplicates, search_folder(request)
+    near = request.options.near_duplicates
+    work = search_folder(request)
     with _stop_signals() as stopped:
         progress = StageProgress(say, partial(_stop_if_asked, stopped))
         own = DuplicateSearch([read_manifest(folders[number])], near, work, request.tokenizer)
-        perform_missing(own, ["keys"], request, progress)
+        tasks = _tasks(request, progress)
+        perform_missing(own, ["keys"], tasks, progress)
         if waiting := sum(not (folder / MANIFEST_FILE).is_file() for folder in folders):
             return f"{waiting} of {count} slices are not prepared"
         require_slices(replace(request, slice=None, merge_slices=count))
         search = DuplicateSearch([read_manifest(folder) for folder in folders], near, work, request.tokenizer)
         if search.missing("keys"):
             return "other slices have not written their keys"
-        left = perform_missing(search, ["candidates", "pairs"], request, progress, (number, count))
+        left = perform_missing(search, ["candidates", "pairs"], tasks, progress, (number, count))
     return f"{left:,} tasks of other slices in the search for near duplicates are to be done" if left else ""
+
+
+def _tasks(request: PreparationRequest, progress: StageProgress) -> Tasks:
+    """Returns what performs the tasks of the search: processes of this machine, or a Ray cluster."""
+    if request.on_ray:
+        from pretrain_tools.preparation.ray_workers import tasks_on_ray
+
+        return tasks_on_ray(request.workers, request.ray_address)
+    return tasks_in_processes(request.workers, progress.stop_if_asked)
 
 
 def _stop_if_asked(stopped: list[int]) -> None:

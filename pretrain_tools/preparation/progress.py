@@ -16,7 +16,8 @@ class DocumentProgress:
         self._total_bytes = total_bytes
         self._bar: Any = None
         self._first: tuple[float, int, int] | None = None
-        self._last_line, self._last_bytes = time.monotonic(), 0
+        self._last_line = time.monotonic()
+        self._last_bytes = 0
 
     def close(self) -> None:
         """Ends the bar."""
@@ -58,7 +59,8 @@ class DocumentProgress:
         self._bar.update(tally.input_bytes - self._bar.n)
 
     def _line(self, tally: Tally, byte_rate: float, token_rate: float) -> str:
-        done, left = f"{tally.input_bytes / 1e6:,.0f} MB", ""
+        done = f"{tally.input_bytes / 1e6:,.0f} MB"
+        left = ""
         if self._total_bytes:
             done = f"{tally.input_bytes / self._total_bytes:.0%} of {self._total_bytes / 1e6:,.0f} MB"
             remaining = self._total_bytes - tally.input_bytes

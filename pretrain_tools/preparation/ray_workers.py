@@ -3,14 +3,14 @@
 import itertools
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from pretrain.errors import InputError, one_line
-from pretrain_tools.preparation.cleaning.near_duplicate_search import DuplicateSearch
 from pretrain_tools.preparation.documents.records import Reading
 from pretrain_tools.preparation.documents.sources import LargeFile, Part
+from pretrain_tools.preparation.near_duplicate_search import DuplicateSearch, Tasks
 from pretrain_tools.preparation.worker import (
     PARTS_AHEAD_PER_WORKER,
     EncodedPart,
@@ -20,7 +20,7 @@ from pretrain_tools.preparation.worker import (
 )
 
 WORKERS_PER_READER, PARTS_AHEAD_PER_READER = 4, 16
-"""Large files are read ahead by as many processes: one reads faster than so many workers encode."""
+"""A process that reads a large file is faster than so many workers encode."""
 
 
 def encode_parts_on_ray(
@@ -28,7 +28,7 @@ def encode_parts_on_ray(
 ) -> Iterator[EncodedPart]:
     """Encodes parts in order, with `workers` actors (None: one per core of the cluster).
 
-    Large files are read by the cluster as well: what they hold never comes to this process.
+    The cluster reads large files, too: their content never comes to this process.
 
     address: as for ray.init; None starts Ray on this machine, until `stop_ray`. Raises InputError when Ray
     is not installed, cannot be reached, or loses an actor for good.
@@ -44,12 +44,12 @@ def encode_parts_on_ray(
 
 def _read(file: LargeFile, reading: Reading) -> Iterator[Part]:
     for part in file.parts(reading):
-        _ = yield part  # Ray sends a value, which `yield from` would pass on to what takes none
+        _ = yield part  # Ray sends a value, which `yield from` would pass on to a generator that takes none
 
 
 def _parts_of_readers(ray: Any, pieces: Iterable[Part | LargeFile], reading: Reading, readers: int) -> Iterator[Any]:
-    """The parts in order; of large files, references to them. So many files are read ahead."""
-    # They wait for files and for the workers, so they take no core from these.
+    """Yields the parts in order; those of large files as references. `readers` files are read ahead."""
+    # No cores: readers mostly wait, and would take cores from the workers.
     read = ray.remote(_read).options(
         num_cpus=0,
         max_retries=3,
@@ -57,7 +57,8 @@ def _parts_of_readers(ray: Any, pieces: Iterable[Part | LargeFile], reading: Rea
         num_returns="streaming",
         _generator_backpressure_num_objects=PARTS_AHEAD_PER_READER,
     )
-    pieces, waiting = iter(pieces), deque()
+    pieces = iter(pieces)
+    waiting = deque()
     while True:
         for piece in itertools.islice(pieces, readers - len(waiting)):
             waiting.append(read.remote(piece, reading) if isinstance(piece, LargeFile) else (piece,))
@@ -66,16 +67,15 @@ def _parts_of_readers(ray: Any, pieces: Iterable[Part | LargeFile], reading: Rea
         yield from itertools.chain(waiting.popleft())  # which hides `close`: a reader has none
 
 
-@contextmanager
-def tasks_on_ray(
-    search: DuplicateSearch, workers: int | None, address: str | None
-) -> Iterator[Callable[[str, Sequence[int]], Iterator[None]]]:
-    """What performs tasks of a stage on the cluster, and yields after each."""
-    with _cluster(address, workers) as (ray, count):
-        shared = ray.put(search)
-        task_type = ray.remote(DuplicateSearch.perform).options(num_cpus=1, max_retries=3)
+def tasks_on_ray(workers: int | None, address: str | None) -> Tasks:
+    """Returns what performs tasks of the search for near duplicates on the cluster."""
 
-        def perform(stage: str, tasks: Sequence[int]) -> Iterator[None]:
+    def perform(search: DuplicateSearch, stage: str, tasks: Sequence[int]) -> Iterator[None]:
+        if not tasks:
+            return
+        with _cluster(address, workers) as (ray, count):
+            shared = ray.put(search)
+            task_type = ray.remote(DuplicateSearch.perform).options(num_cpus=1, max_retries=3)
             running: list[Any] = []
             for task in tasks:
                 if len(running) >= count * PARTS_AHEAD_PER_WORKER:
@@ -86,17 +86,17 @@ def tasks_on_ray(
                 done, running = ray.wait(running)
                 yield from ray.get(done)
 
-        yield perform
+    return perform
 
 
 @contextmanager
 def _cluster(address: str | None, workers: int | None) -> Iterator[tuple[Any, int]]:
-    """(ray, workers to start) of a cluster in use. Raises InputError as encode_parts_on_ray says."""
+    """Yields (ray, workers to start). Raises InputError like encode_parts_on_ray."""
     ray = _started(address, workers)
     try:
         yield ray, workers or int(ray.cluster_resources().get("CPU", 1))
     except ray.exceptions.RayTaskError as error:
-        # As if it had happened on this machine.
+        # Raised as on one machine.
         raise error.cause if isinstance(error.cause, InputError | OSError) else error from None
     except ray.exceptions.RayError as error:
         raise InputError(

@@ -1,4 +1,4 @@
-"""What the command line of prepare_data.py asks for; everything wrong is reported at once."""
+"""Reads the request from the command line of prepare_data.py; reports everything wrong at once."""
 
 import argparse
 import os
@@ -12,7 +12,7 @@ from pretrain.urls import is_url
 from pretrain_tools.preparation.cleaning.decontamination import REMOVALS, SHORTEST_RUN_WORDS, read_decontamination
 from pretrain_tools.preparation.cleaning.filters import read_cleaning
 from pretrain_tools.preparation.cleaning.near_duplicates import NearDuplicates
-from pretrain_tools.preparation.cleaning.repeated_text import BETWEEN, RepeatedText
+from pretrain_tools.preparation.cleaning.repeated_text import DIVIDERS, RepeatedText
 from pretrain_tools.preparation.cleaning.stages import Cleaning
 from pretrain_tools.preparation.documents.formats import DOCUMENT_UNITS
 from pretrain_tools.preparation.documents.hub_dataset import open_dataset
@@ -29,7 +29,7 @@ CLEAN_NEAR_DUPLICATES = "0.8"
 
 
 def read_request(arguments: argparse.Namespace) -> PreparationRequest:
-    """What the command line asks for. Raises InputError with everything that is wrong with it."""
+    """Reads the request. Raises InputError with everything that is wrong with it."""
     problems = Problems(_missing(arguments))
     options = problems.attempt(_options, arguments)
     documents = problems.attempt(_documents, arguments) if arguments.input or arguments.dataset else None
@@ -41,7 +41,8 @@ def read_request(arguments: argparse.Namespace) -> PreparationRequest:
         destination = problems.attempt(_destination, arguments)
     engine, on_ray = _engine(arguments)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    workers, most = _count(problems, arguments, "workers"), max(256, 16 * cores)
+    workers = _count(problems, arguments, "workers")
+    most = max(256, 16 * cores)
     if (workers or 0) > most and not on_ray:
         problems.append(f"--workers {workers:,}: this machine has {cores} cores; at most {most:,}")
     request = PreparationRequest(
@@ -69,7 +70,7 @@ def read_request(arguments: argparse.Namespace) -> PreparationRequest:
 
 
 def read_examples(arguments: argparse.Namespace) -> tuple[Path, Reading]:
-    """(output, how to read) of --train_classifier. Raises InputError with everything that is wrong."""
+    """Reads (output, reading) of --train_classifier. Raises InputError with everything that is wrong."""
     problems = Problems()
     if not arguments.output or is_url(arguments.output):
         problems.append("give --output FOLDER, a folder of this machine for the classifier")
@@ -81,7 +82,7 @@ def read_examples(arguments: argparse.Namespace) -> tuple[Path, Reading]:
 
 
 def _missing(arguments: argparse.Namespace) -> list[str]:
-    """What is missing from the command line or given twice."""
+    """Lists what is missing from the command line or given twice."""
     problems = []
     if bool(arguments.input) == bool(arguments.dataset):
         problems.append("give either --input 'FILES' or --dataset NAME")
@@ -101,7 +102,7 @@ def _missing(arguments: argparse.Namespace) -> list[str]:
 
 
 def _division_problems(request: PreparationRequest) -> list[str]:
-    """What is wrong with --slice and --merge_slices, and what --dry_run does not go with."""
+    """Lists what is wrong with --slice and --merge_slices, and the options that --dry_run excludes."""
     others = {
         "--slice": request.slice,
         "--merge_slices": request.merge_slices,
@@ -136,13 +137,13 @@ def _destination(arguments: argparse.Namespace) -> Destination:
 
 
 def _engine(arguments: argparse.Namespace) -> tuple[str, bool]:
-    """(how text is tokenised, whether on Ray) of --engine, which may name ray and another, separated by a comma."""
+    """Reads (encoder, on Ray) from --engine, which may name ray and another, separated by a comma."""
     engines = arguments.engine.split(",")
     return ",".join(engine for engine in engines if engine != "ray") or "auto", "ray" in engines
 
 
 def _options(arguments: argparse.Namespace) -> PreparationOptions:
-    """The options that decide the output's bytes. Raises InputError with everything that is wrong with them."""
+    """Reads the options that decide the output's bytes. Raises InputError with everything that is wrong."""
     problems = Problems()
     choices = {
         "documents": (arguments.documents, DOCUMENT_UNITS),
@@ -184,18 +185,16 @@ def _options(arguments: argparse.Namespace) -> PreparationOptions:
 
 
 def _cleaning(arguments: argparse.Namespace, problems: list[str]) -> Cleaning | None:
-    """What is removed where it is repeated, the filters, the decontamination; adds what is wrong to `problems`."""
+    """Reads repeated text, filters and decontamination; adds what is wrong to `problems`."""
     repeated = [
         RepeatedText(unit, _count(problems, arguments, f"repeated_{unit}"))
-        for unit in BETWEEN
+        for unit in DIVIDERS
         if getattr(arguments, f"repeated_{unit}") is not None
     ]
     if len(repeated) > 1:
         problems.append("give either --repeated_lines or --repeated_paragraphs")
-    words, remove = (
-        _count(problems, arguments, "decontaminate_words", smallest=SHORTEST_RUN_WORDS),
-        arguments.decontaminate_remove,
-    )
+    words = _count(problems, arguments, "decontaminate_words", smallest=SHORTEST_RUN_WORDS)
+    remove = arguments.decontaminate_remove
     has_urls = arguments.url_field is not None
     filters = problems.attempt(read_cleaning, arguments.filter, arguments.language, arguments.clean, has_urls)
     decontamination = problems.attempt(read_decontamination, arguments.decontaminate, words, remove)
@@ -204,7 +203,7 @@ def _cleaning(arguments: argparse.Namespace, problems: list[str]) -> Cleaning | 
 
 
 def _reading(arguments: argparse.Namespace, problems: list[str]) -> Reading:
-    """Where the text is and which documents to keep; adds what is wrong to `problems`."""
+    """Reads where the text is and which documents to keep; adds what is wrong to `problems`."""
     template = arguments.template
     if template is not None:
         # A shell passes \n between single quotes through as two characters.
@@ -235,7 +234,7 @@ def _reading(arguments: argparse.Namespace, problems: list[str]) -> Reading:
 
 
 def _count(problems: list[str], arguments: argparse.Namespace, name: str, smallest: int = 1) -> int | None:
-    """A count such as 10e9, 100M, 10B or 2k; None stays None. Adds what is not a count to `problems`."""
+    """Reads a count such as 10e9, 100M, 10B or 2k; None stays None. Adds what is not a count to `problems`."""
     text = getattr(arguments, name)
     if text is None:
         return None

@@ -1,7 +1,7 @@
 """A preparation divided over machines that do not communicate, and the merge of what they made.
 
-Slice i of n takes consecutive parts of the input and makes a prepared folder of its own, FOLDER.slices/i-of-n. The
-merge reads the slices' documents in the order of the input and writes the same bytes as a single machine would.
+Slice i of n takes consecutive parts of the input and makes the prepared folder FOLDER.slices/i-of-n. The merge reads
+the slices' documents in the order of the input and writes the same bytes as a single machine would.
 """
 
 import itertools
@@ -17,7 +17,7 @@ from pretrain.data.shards import ShardReader, read_manifest
 from pretrain.errors import InputError, Problems
 from pretrain_tools.preparation.cleaning.account import recorded_account
 from pretrain_tools.preparation.deduplicate import document_hashes
-from pretrain_tools.preparation.documents.document_index import DOCUMENT, InputOrder, document_table
+from pretrain_tools.preparation.documents.document_index import InputOrder, document_table
 from pretrain_tools.preparation.documents.sources import Position
 from pretrain_tools.preparation.plan import PreparationOptions, PreparationRequest, refuse_differences
 from pretrain_tools.preparation.text_files import has_text, lines_of, stored_lines
@@ -28,7 +28,7 @@ DOCUMENTS_PER_PART = 1 << 16
 
 
 def parse_slice(text: str) -> tuple[int, int]:
-    """'3/16' -> (3, 16). Raises InputError for what is no slice."""
+    """Reads '3/16' as (3, 16). Raises InputError for anything else."""
     number, _, count = text.partition("/")
     if not (number.isdigit() and count.isdigit() and 0 <= int(number) < int(count)):
         raise InputError(f"--slice {text}: must be i/n with i from 0 to n - 1, such as 0/16 to 15/16")
@@ -36,15 +36,15 @@ def parse_slice(text: str) -> tuple[int, int]:
 
 
 def slice_problems(options: PreparationOptions) -> list[str]:
-    """Why a preparation with these options cannot be divided."""
+    """Lists why a preparation with these options cannot be divided."""
     limits = {"max_documents": options.max_documents, "max_tokens": options.max_tokens}
     given = [f"--{name} {value:,}" for name, value in limits.items() if value is not None]
     return [f"--slice: slices do not know of each other, so {' and '.join(given)} must be left out"] if given else []
 
 
 def slice_of(request: PreparationRequest, number: int, count: int) -> PreparationRequest:
-    """The preparation of slice `number` of `count`. Raises InputError where the documents cannot be divided."""
-    # Which document is a copy is known only when all are together.
+    """Returns the preparation of slice `number` of `count`. Raises InputError where documents cannot be divided."""
+    # A copy is known only when all documents are together: the merge looks for them.
     label = f"part {number} of {count}"
     options = replace(request.options, slice=label, deduplicate=False, megatron=False)
     output = slices_folder(request) / f"{number}-of-{count}"
@@ -52,21 +52,22 @@ def slice_of(request: PreparationRequest, number: int, count: int) -> Preparatio
 
 
 def slices_folder(request: PreparationRequest) -> Path:
-    """The folder of all slices of the output."""
+    """Returns the folder of all slices of the output."""
     return request.output.with_name(request.output.name + ".slices")
 
 
 def search_folder(request: PreparationRequest) -> Path:
-    """What all slices see of the search for near duplicates."""
+    """Returns the folder that all slices share in the search for near duplicates."""
     return slices_folder(request) / "near_duplicates"
 
 
 def require_slices(request: PreparationRequest) -> list[Path]:
-    """The folders of the slices to merge. Raises InputError naming each that is unfinished or of something else."""
+    """Lists the folders of the slices to merge. Raises InputError with each that is unfinished or made differently."""
     if request.merge_slices is None:
         return []
     plan = request.plan()
-    folders, problems = [], Problems()
+    folders = []
+    problems = Problems()
     for number in range(request.merge_slices):
         of_slice = slice_of(request, number, request.merge_slices)
         folder = of_slice.output
@@ -89,7 +90,7 @@ def merged_parts(
     deduplicate: bool,
     removed: np.ndarray | None = None,
 ) -> Iterator[EncodedPart]:
-    """The documents of all slices in order, from a position on: (slice, number of its next part).
+    """Yields the documents of all slices in order, from a position on: (slice, number of its next part).
 
     removed: ascending numbers, over all slices, of near duplicates to leave out.
     """
@@ -108,7 +109,7 @@ def merged_parts(
 def slice_parts(
     manifest: Manifest, number: int, input_bytes: int, deduplicate: bool, removed: np.ndarray, first_of_slice: int
 ) -> Iterator[EncodedPart]:
-    """A slice's documents in the order of its input, some at a time; the last part has the counts."""
+    """Yields a slice's documents in the order of its input, some at a time; the last part has the counts."""
     order = InputOrder([manifest])
     readers = {split: ShardReader(manifest, split) for split in SPLITS}
     text = {split: stored_lines(manifest, split) for split in SPLITS} if has_text(manifest) else None
@@ -119,7 +120,9 @@ def slice_parts(
         documents, is_validation = order.table(first, min(first + DOCUMENTS_PER_PART, order.documents))
         ends = np.cumsum(documents["end"].astype(np.int64))
         taken = max(1, int(np.searchsorted(ends, TOKENS_PER_PART, side="right")))
-        documents, is_validation, ends = documents[:taken], is_validation[:taken], ends[:taken]
+        documents = documents[:taken]
+        is_validation = is_validation[:taken]
+        ends = ends[:taken]
         tokens = documents["end"].astype(np.int64)
         ids = np.empty(int(ends[-1]), id_dtype(manifest.dtype))
         runs = np.flatnonzero(np.diff(is_validation)) + 1
@@ -147,26 +150,23 @@ def slice_parts(
             input_bytes=round(input_bytes * len(ids) / all_tokens),
         )
         yield encoded.keeping(kept)
-        part, first = part + 1, first + taken
+        part = part + 1
+        first = first + taken
     yield _counts_of(manifest.folder, manifest, number)
 
 
 def _counts_of(folder: Path, manifest: Manifest, number: int) -> EncodedPart:
-    """A part without documents, which adds what the slice left out to the counts."""
+    """Returns a part without documents that adds what the slice left out to the counts."""
     made = json.loads((folder / MANIFEST_FILE).read_bytes())
     skipped = made["skipped"]
     named = [example.partition(": ") for example in skipped["first_bad_records"]]
     problems = [Problem(0, name, name, reason) for name, _, reason in named]
     if problems:
-        # A slice names as many as the merged folder will, so the others need no name.
+        # A slice names as many as the merged folder will: the last one stands for the others.
         problems[-1] = problems[-1]._replace(records=1 + skipped["bad_records"] - len(problems))
     return EncodedPart(
-        ids=np.empty(0, id_dtype(manifest.dtype)),
-        documents=np.empty(0, DOCUMENT),
-        source_names=(),
-        is_validation=np.empty(0, bool),
-        hashes=np.empty(0, np.uint64),
         after=Position(number + 1, 0),
+        hashes=np.empty(0, np.uint64),
         empty_documents=skipped["empty_documents"],
         filtered_documents=skipped["filtered_documents"],
         unread_members=skipped.get("unread_members", {}),

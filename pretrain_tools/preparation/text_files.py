@@ -1,4 +1,4 @@
-"""The documents themselves, as compressed JSON lines beside the shards: cleaned once, they serve every tokenizer.
+"""The text of documents as compressed JSON lines beside the shards: cleaned once, it serves every tokenizer.
 
 While a shard grows its lines are plain, so that they can be cut off where a preparation continues; they are compressed
 when the shard is full. So the bytes depend on the documents alone, not on parts, workers or kills.
@@ -15,14 +15,14 @@ from pretrain.errors import InputError
 from pretrain_tools.preparation.documents.byte_stream import ByteStream, DamagedFileError
 
 TEXT_FOLDER = "text"
-"""In the prepared folder."""
+"""Folder in the prepared folder."""
 TEXT_SUFFIX = ".jsonl.zst"
 LEVEL = 3
 LINE_BYTES_AT_ONCE = 1 << 20
 
 
 def document_line(text: bytes, source: str, place: int, is_validation: bool, url: str | None = None) -> bytes:
-    """A document as a line of JSON, from which `prepare_data.py` reads the same text."""
+    """Makes a line of JSON from which `prepare_data.py` reads the same text."""
     fields = {"text": text.decode(), "id": f"{source}:{place}", "source": source}
     fields["split"] = "validation" if is_validation else "train"
     if url is not None:
@@ -45,17 +45,17 @@ def compress(plain: Path, path: Path) -> None:
 
 
 def text_name(shard: str) -> str:
-    """The name, in the prepared folder, of the text of a shard: train-00000.bin -> text/train-00000.jsonl.zst."""
+    """Names the text of a shard in the prepared folder: train-00000.bin -> text/train-00000.jsonl.zst."""
     return f"{TEXT_FOLDER}/{Path(shard).stem}{TEXT_SUFFIX}"
 
 
 def has_text(manifest: Manifest) -> bool:
-    """Whether the text of a folder's documents is beside its shards."""
+    """Tells whether the text of a folder's documents is beside its shards."""
     return any(text_name(shard.file) in shard.beside for shard in manifest.shards)
 
 
 def stored_lines(manifest: Manifest, split: str) -> Iterator[bytes]:
-    """The lines of one split in order; InputError where there are none left, for its shards have as many documents."""
+    """Yields the lines of one split in order. Raises InputError at the end: the shards have as many documents."""
     folder = manifest.folder
     try:
         for shard in manifest.of_split(split):
@@ -68,5 +68,5 @@ def stored_lines(manifest: Manifest, split: str) -> Iterator[bytes]:
 
 
 def lines_of(is_validation: Iterable[bool], by_split: dict[str, Iterator[bytes]]) -> list[bytes]:
-    """The lines of documents in input order, from those of both splits."""
+    """Merges the lines of both splits into input order."""
     return [next(by_split["validation" if held_out else "train"]) for held_out in is_validation]

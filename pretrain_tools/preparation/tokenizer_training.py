@@ -58,7 +58,9 @@ def train_tokenizer(request: PreparationRequest) -> None:
     Larger inputs are sampled by the hash of each document's text. Documents of the validation split are never trained
     on; the bytes per token are measured on them. Raises InputError, leaving nothing behind.
     """
-    output, size, limit = request.output, request.vocabulary_size, request.sample_bytes
+    output = request.output
+    size = request.vocabulary_size
+    limit = request.sample_bytes
     if size < SMALLEST_VOCABULARY:
         raise InputError(
             f"--train_tokenizer {size}: must be at least {SMALLEST_VOCABULARY}: "
@@ -115,12 +117,13 @@ def _texts(request: PreparationRequest, sample: Sample) -> Iterator[str]:
 
 
 def _is_drawn(text: bytes, fraction: float) -> bool:
-    """By other bytes of the hash than the validation split's, or the two choices would depend on each other."""
+    """Draws by other bytes of the hash than the validation split, so that the two choices are independent."""
     return int.from_bytes(hashlib.sha256(text).digest()[8:16], "big") < fraction * 2.0**64
 
 
 def _usable_records(request: PreparationRequest, sample: Sample) -> Iterator[Record]:
-    taken, options = 0, request.options
+    taken = 0
+    options = request.options
     for part in request.documents.parts(options.reading, BEGINNING):
         for source, record in part.records(options.reading):
             if record.problem is not None:

@@ -69,7 +69,8 @@ class Destination:
                 return 0
             for name in names:
                 path = self.local / name
-                size, sha256 = path.stat().st_size, sha256_of(path)
+                size = path.stat().st_size
+                sha256 = sha256_of(path)
                 if held.get(name) == size and copied.get(name) == sha256:
                     continue
                 say(f"copying {name} ({size / 1e6:,.1f} MB) to {self.shown}")
@@ -88,7 +89,7 @@ class Destination:
 
 
 def destination_of(url: str, staging: Path, last: str) -> Destination:
-    """The local folder for a URL is below `staging`, named by the parts of its address."""
+    """Places the local folder for a URL below `staging`, named by the parts of its address."""
     protocol, _, rest = shown(url).partition("://")
     parts = [part for part in rest.split("/") if part not in ("", ".", "..")]
     if not parts:
@@ -97,7 +98,7 @@ def destination_of(url: str, staging: Path, last: str) -> Destination:
 
 
 def _files_of(system: "AbstractFileSystem", root: str) -> dict[str, int]:
-    """{name below root: bytes} of all files there."""
+    """Lists {name below root: bytes} of all files."""
     system.invalidate_cache()
     if not system.exists(root):
         return {}

@@ -1,4 +1,4 @@
-"""Which text is for validation: documents, by the hash of their text; where these are too few, the tail of one."""
+"""The validation split: documents by the hash of their text; with too few documents, the tail of one."""
 
 import hashlib
 from collections.abc import Iterable
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 DIVIDERS = (b"\n\n", b"\r\n\r\n", b"\n", b" ")
-"""Where a text is cut, if one is near: between paragraphs, else lines, else words."""
+"""Places to cut a text, if one is near: between paragraphs, else lines, else words."""
 
 
 class Piece(NamedTuple):
@@ -15,7 +15,7 @@ class Piece(NamedTuple):
     text: bytes
     is_validation: bool
     lines_before: int = 0
-    """In the document that it is a part of."""
+    """Lines before it in the whole document."""
 
 
 @dataclass(frozen=True)
@@ -24,12 +24,12 @@ class ValidationSplit:
 
     fraction: float
     divided_sha256: str | None = None
-    """Of the text whose tail is held out; None: no text is divided."""
+    """Hash of the text whose tail is held out; None: no text is divided."""
     tail_from: int = 0
     """First byte of the tail."""
 
     def pieces(self, text: bytes, given: bool | None = None) -> list[Piece]:
-        """The document as it is, or its head for training and its tail for validation.
+        """Returns the document, or its head for training and its tail for validation.
 
         given: whether it is for validation, where a field says so.
         """
@@ -37,32 +37,36 @@ class ValidationSplit:
             return [Piece(text, given)]
         if self.divided_sha256 is None or hashlib.sha256(text).hexdigest() != self.divided_sha256:
             return [Piece(text, is_validation_text(text, self.fraction))]
-        head, tail = text[: self.tail_from], text[self.tail_from :]
+        head = text[: self.tail_from]
+        tail = text[self.tail_from :]
         return [Piece(head, is_validation=False), Piece(tail, is_validation=True, lines_before=head.count(b"\n"))]
 
     def as_plan(self) -> dict:
-        """What a manifest records beyond the fraction; {} where no text is divided, as before there were tails."""
+        """Returns what a manifest records beside the fraction; {} if no text is divided."""
         tail = {"document_sha256": self.divided_sha256, "first_byte": self.tail_from}
         return {"held_out_tail": tail} if self.divided_sha256 else {}
 
 
 def is_validation_text(text: bytes, fraction: float) -> bool:
-    """Whether a document belongs to the validation split, which the first 8 bytes of its text's SHA-256 decide."""
+    """Tells whether a document is for validation, by the first 8 bytes of its text's SHA-256."""
     return int.from_bytes(hashlib.sha256(text).digest()[:8], "big") < fraction * 2.0**64
 
 
 def split_with_tail(texts: Iterable[bytes], fraction: float) -> ValidationSplit:
-    """By hash if that leaves documents to both splits; else the largest gives its tail to validation.
+    """Splits by hash if that leaves documents to both splits; else the largest gives its tail to validation.
 
     The tail has that fraction of all bytes, at most about half of its document. Reads until both splits have a
     document: 1 / fraction of them on average.
     """
-    largest, total, splits = b"", 0, set()
+    largest = b""
+    total = 0
+    splits = set()
     for text in texts:
         splits.add(is_validation_text(text, fraction))
         if len(splits) == 2:
             return ValidationSplit(fraction)
-        largest, total = max(largest, text, key=len), total + len(text)
+        largest = max(largest, text, key=len)
+        total = total + len(text)
     wanted = min(round(fraction * total), len(largest) // 2)
     if not wanted:
         return ValidationSplit(fraction)
@@ -70,7 +74,7 @@ def split_with_tail(texts: Iterable[bytes], fraction: float) -> ValidationSplit:
 
 
 def cut_before(text: bytes, end: int) -> int:
-    """Where to divide a UTF-8 text: after the last divider before `end`, else at the character that `end` is in."""
+    """Finds where to divide a UTF-8 text: after the last divider before `end`, else at the character of `end`."""
     first = end - (len(text) - end) // 2
     for divider in DIVIDERS:
         found = text.rfind(divider, first, end)

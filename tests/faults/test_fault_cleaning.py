@@ -15,7 +15,8 @@ from support.project import start_script
 KILLS = 20
 # prepare_data.py with small parts and a commit every 20 ms, so that its work is divided as that of a large input is.
 IN_SMALL_PARTS = """
-from pretrain_tools.preparation.cleaning import near_duplicate_search, repeated_text
+from pretrain_tools.preparation import near_duplicate_search
+from pretrain_tools.preparation.cleaning import repeated_text
 from pretrain_tools.preparation.documents import byte_stream, formats, sources
 from pretrain_tools.preparation import prepare, slices
 byte_stream.READ_BYTES = formats.PART_BYTES = sources.PART_BYTES = 30_000

@@ -1,10 +1,11 @@
 """The account of a cleaning: documents and bytes by rule and by source, histograms, and samples of each rule.
 
-Accounts of parts add up to that of the whole in any division, so workers, slices and interruptions make no difference.
+The accounts of parts add up to that of the whole however it is divided, so workers, slices and interruptions make no
+difference.
 """
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,7 +15,7 @@ from urllib.parse import urlsplit
 from pretrain.data.data_record import numbers_in
 
 KEPT = "kept"
-"""Stands for a rule where documents were not removed."""
+"""Stands for a rule for documents that were not removed."""
 SAMPLES_PER_RULE = 10
 EXCERPT_BYTES = 1200
 DOMAIN_SAMPLE = 2000
@@ -22,7 +23,7 @@ DOMAIN_SAMPLE = 2000
 MOST_SOURCES_COUNTED = 1000
 OTHER_SOURCES = "other sources"
 SAMPLES_FILE = "cleaning_samples.json"
-"""Beside the manifest of a folder that was cleaned."""
+"""Stands beside the manifest of a folder that was cleaned."""
 EXAMPLES_PER_LIST = 20
 
 
@@ -31,23 +32,23 @@ class Found(NamedTuple):
 
     list_name: str
     number: int
-    """In the list, from 0."""
+    """Its number in the list, from 0."""
     excerpt: str
-    """Of the document, where it stands."""
+    """The text of the document in that place."""
 
 
 @dataclass
 class CleaningAccount:
-    """What has been cleaned so far. JSON types only; [documents, bytes] are counted before any change of the text."""
+    """Counts what has been cleaned. JSON types only; [documents, bytes] are counted before any change of the text."""
 
     rules: dict[str, list[int]] = field(default_factory=dict)
     """{rule, or KEPT: [documents, bytes]}; their sum is what went in."""
     sources: dict[str, dict[str, list[int]]] = field(default_factory=dict)
     """{source: the same}; those after the first MOST_SOURCES_COUNTED count together."""
     changed: dict[str, list[int]] = field(default_factory=dict)
-    """{stage: [documents changed, bytes fewer]}."""
+    """{stage: [changed documents, bytes fewer]}."""
     counts: dict[str, int] = field(default_factory=dict)
-    """{anything that a stage counts: how often}."""
+    """{what a stage counts: how often}."""
     histograms: dict[str, dict[str, int]] = field(default_factory=dict)
     """{measure: {value: documents}}."""
     domains: dict[str, str] = field(default_factory=dict)
@@ -58,37 +59,22 @@ class CleaningAccount:
     """{list: documents that hold any of its entries; entries found at least once, as in "0,4-6"; examples, the first
     EXAMPLES_PER_LIST in input order}."""
 
-    def add_document(self, rule: str, source: str, place: int, text: bytes) -> None:
-        """Counts one document that the rule removed, or KEPT, with the text it had then."""
-        self.add_documents(rule, [source], [place], [text])
-
-    def add_documents(
-        self,
-        rule: str,
-        sources: Sequence[str],
-        places: Sequence[int],
-        texts: Sequence[bytes],
-        measured: Sequence[tuple[float, float] | None] | None = None,
+    def add_document(
+        self, rule: str, source: str, place: int, text: bytes, measured: tuple[float, float] | None = None
     ) -> None:
-        """The same for documents in their order. measured: the value of the rule for each, and its limit."""
-        amounts: dict[str, list[int]] = {}
-        for source, text in zip(sources, texts, strict=True):
-            of_source = amounts.setdefault(source, [0, 0])
-            of_source[0] += 1
-            of_source[1] += len(text)
-        for source, (documents, size) in amounts.items():
-            self.add_counts(rule, source, documents, size)
+        """Counts one document that the rule removed, or KEPT, with its text before the cleaning.
+
+        measured: the value of the rule and its limit.
+        """
+        self.add_counts(rule, source, 1, len(text))
         drawn = self.samples.setdefault(rule, {})
-        largest = max(drawn, default="")
-        for source, place, text, values in zip(sources, places, texts, measured or [None] * len(texts), strict=True):
-            digest = _digest_of(text)
-            if len(drawn) < SAMPLES_PER_RULE or digest < largest:
-                excerpt = text[:EXCERPT_BYTES].decode(errors="ignore")
-                sample = {"source": source, "place": place, "bytes": len(text), "text": excerpt}
-                if values is not None:
-                    sample |= {"value": values[0], "limit": values[1]}
-                _keep_smallest(drawn, {digest: sample})
-                largest = max(drawn)
+        digest = _digest_of(text)
+        if len(drawn) < SAMPLES_PER_RULE or digest < max(drawn):
+            excerpt = text[:EXCERPT_BYTES].decode(errors="ignore")
+            sample = {"source": source, "place": place, "bytes": len(text), "text": excerpt}
+            if measured is not None:
+                sample["value"], sample["limit"] = measured
+            _keep_smallest(drawn, {digest: sample})
 
     def add_counts(self, rule: str, source: str, documents: int, size: int) -> None:
         """Counts documents of `size` bytes together that the rule removed, or KEPT."""
@@ -98,13 +84,13 @@ class CleaningAccount:
         _add(self.sources.setdefault(source, {}), rule, (documents, size))
 
     def add_values(self, measure: str, values: Iterable[str]) -> None:
-        """Counts documents by a value of theirs, such as their language; numbers must be rounded to few values."""
+        """Counts documents by a value such as their language; numbers must be rounded to few values."""
         histogram = self.histograms.setdefault(measure, {})
         for value in values:
             histogram[value] = histogram.get(value, 0) + 1
 
     def add_domains(self, texts: Iterable[bytes], urls: Iterable[str | None]) -> None:
-        """Draws from documents that stay, by their hash, those whose domains are recorded."""
+        """Draws documents that stay, by their hash, to record their domains."""
         for text, url in zip(texts, urls, strict=True):
             if url is not None:
                 digest = _digest_of(text)
@@ -119,7 +105,7 @@ class CleaningAccount:
         _add(self.changed, stage, (1, bytes_fewer))
 
     def add_found(self, found: Iterable[Found], source: str, place: int) -> None:
-        """Counts what one document holds of lists."""
+        """Counts the entries of lists that one document holds."""
         by_list: dict[str, list[Found]] = {}
         for entry in found:
             by_list.setdefault(entry.list_name, []).append(entry)
@@ -159,17 +145,17 @@ class CleaningAccount:
             self._add_list(name, more)
 
     def add_to_counts(self, counts: Mapping[str, int]) -> None:
-        """Adds what a stage counted."""
+        """Adds the counts of a stage."""
         for name, number in counts.items():
             self.counts[name] = self.counts.get(name, 0) + int(number)
 
     @property
     def removed_documents(self) -> int:
-        """By all rules together."""
+        """Documents that any rule removed."""
         return sum(documents for rule, (documents, _) in self.rules.items() if rule != KEPT)
 
     def removed_whole(self) -> dict[str, list[str]]:
-        """{source of whose bytes less than a tenth stays: what each rule removed, with the value of one sample}."""
+        """Returns {source: rules with a value} of sources that keep less than a tenth of their bytes."""
         whole = {}
         for source, rules in self.sources.items():
             stays = rules.get(KEPT, (0, 0))[1]
@@ -185,7 +171,7 @@ class CleaningAccount:
         return f"{rule}{measured and f' ({measured})'}" + (f" and {documents - 1:,} more" if documents > 1 else "")
 
     def as_manifest(self) -> dict[str, Any]:
-        """What the manifest records: everything but the samples, in an order that workers cannot change."""
+        """Returns what the manifest records, in an order that workers cannot change: everything but the samples."""
         removed = {rule: amounts for rule, amounts in self.rules.items() if rule != KEPT}
         return {
             "documents_in": sum(documents for documents, _ in self.rules.values()),
@@ -203,7 +189,7 @@ class CleaningAccount:
 
     @classmethod
     def from_manifest(cls, recorded: dict[str, Any], samples: dict[str, Any]) -> Self:
-        """The account that a manifest and the samples beside it record."""
+        """Reads the account that a manifest and the samples beside it record."""
         account = cls(
             counts=dict(recorded["counts"]),
             changed={stage: list(named.values()) for stage, named in recorded["changed"].items()},
@@ -219,30 +205,31 @@ class CleaningAccount:
 
 
 def measured_text(sample: Mapping[str, Any]) -> str:
-    """'0.42, at least 0.8': the value that a rule measured of a sample, and the limit; '' where there is none."""
+    """Describes the value that a rule measured and the limit: '0.42, at least 0.8'; '' where there is none."""
     if "value" not in sample:
         return ""
-    value, limit = sample["value"], sample["limit"]
+    value = sample["value"]
+    limit = sample["limit"]
     return f"{_number(value, limit)}, {'at least' if value < limit else 'at most'} {_number(limit, value)}"
 
 
 def _number(value: float, other: float) -> str:
-    """With as many digits as tell it from the other."""
+    """Prints as many digits as tell the value from the other."""
     if value == int(value):
         return f"{int(value):,}"
     return next((text for digits in range(3, 16) if float(text := f"{value:.{digits}g}") != other), repr(value))
 
 
 def domain_of(url: str) -> str:
-    """'https://www.example.org/a' -> 'example.org'."""
-    with suppress(ValueError):  # of what is no URL
+    """Returns the host of a URL: 'https://www.example.org/a' -> 'example.org'."""
+    with suppress(ValueError):  # not a URL
         if host := urlsplit(url).hostname:
             return host.removeprefix("www.")
     return "no domain"
 
 
 def recorded_account(folder: Path, manifest: dict[str, Any]) -> CleaningAccount:
-    """The account of a prepared folder, empty where nothing was cleaned. manifest: its fields."""
+    """Reads the account of a prepared folder; empty where nothing was cleaned. manifest: its fields."""
     if "cleaning" not in manifest:
         return CleaningAccount()
     path = folder / SAMPLES_FILE
@@ -250,7 +237,7 @@ def recorded_account(folder: Path, manifest: dict[str, Any]) -> CleaningAccount:
 
 
 def ranges_text(numbers: Iterable[int]) -> str:
-    """{0, 4, 5, 6} -> '0,4-6'."""
+    """Prints numbers as ranges: {0, 4, 5, 6} -> '0,4-6'."""
     ordered = sorted(numbers)
     begins = [n for k, n in enumerate(ordered) if k == 0 or ordered[k - 1] != n - 1]
     ends = [n for k, n in enumerate(ordered) if k + 1 == len(ordered) or ordered[k + 1] != n + 1]
@@ -266,14 +253,14 @@ def _named(amounts: Iterable[int], second: str = "bytes") -> dict[str, int]:
 
 
 def _digest_of(text: bytes) -> str:
-    """By which samples are drawn: the same documents in any division of the work."""
-    from xxhash import xxh3_64_hexdigest  # runs that read an account do not draw
+    """Hashes a text, to draw the same documents in any division of the work."""
+    from xxhash import xxh3_64_hexdigest
 
     return xxh3_64_hexdigest(text[:EXCERPT_BYTES])
 
 
 def _keep_smallest(drawn: dict[str, dict[str, Any]], more: dict[str, dict[str, Any]]) -> None:
-    """Adds to a sample by hash; of equal texts the first in input order stays."""
+    """Adds to a sample by hash. Among equal texts, the first in input order stays."""
     together = more | drawn
     drawn.clear()
     drawn.update((digest, together[digest]) for digest in sorted(together)[:SAMPLES_PER_RULE])

@@ -6,24 +6,32 @@ either, and the comparison is exact (item_index). Answers count together with th
 is only read for the question does not count (lm_eval_items).
 """
 
+import hashlib
+import json
 import re
-from collections.abc import Callable, Sequence
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from pretrain.data.data_record import DECONTAMINATION
-from pretrain.errors import InputError
+from pretrain.errors import InputError, Problems
+from pretrain_tools.preparation.cleaning import lm_eval_items
 from pretrain_tools.preparation.cleaning.account import Found
-from pretrain_tools.preparation.cleaning.benchmarks import Benchmark, read_benchmarks
-from pretrain_tools.preparation.cleaning.stages import TextBatch, Verdicts
+from pretrain_tools.preparation.cleaning.stages import Judge, TextBatch, Verdicts
 
 if TYPE_CHECKING:
-    from pretrain_tools.preparation.cleaning.compiled.item_index import ItemIndex, Run
+    from pretrain_tools.preparation.cleaning.item_index import ItemIndex, Run
 
+FILE_SUFFIXES = (".jsonl", ".ndjson", ".txt")
+TASK_SUFFIXES = (".yaml", ".yml")
 REMOVALS = ("document", "window")
 SHORTEST_RUN_WORDS = 5
-# What GPT-3 cut off around a run, the shortest piece that it kept, and the runs from which on a document went whole.
+# GPT-3's: the margin around a run, the shortest piece that it kept, and the most runs before a document went whole.
 MARGIN_CHARACTERS = 200
 SHORTEST_PIECE_CHARACTERS = 200
 MOST_WINDOWS = 10
@@ -31,10 +39,31 @@ EXCERPT_CHARACTERS = 200
 BLANK = re.compile(rb"\s")
 
 
+class BenchmarkItem(NamedTuple):
+    """The texts of one item: a run of words of any of them is contamination."""
+
+    whole: tuple[str, ...]
+    """Texts that also count when they are shorter than such a run, as a whole."""
+    parts: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """The items of one task or file, in its order."""
+
+    name: str
+    items: tuple[BenchmarkItem, ...]
+
+    @cached_property
+    def sha256(self) -> str:
+        return hashlib.sha256(json.dumps(self.items).encode()).hexdigest()
+
+
 @dataclass(frozen=True)
 class Decontamination:
-    """The stage. words: a run of so many counts; remove: the document, or a window around the run."""
+    """The stage. words: the length of a run that counts. remove: the document, or a window around the run."""
 
+    is_compiled: ClassVar[bool] = True
     benchmarks: tuple[Benchmark, ...]
     words: int = 13
     remove: str = "document"
@@ -44,8 +73,10 @@ class Decontamination:
         return DECONTAMINATION
 
     def as_plan(self) -> dict[str, Any]:
-        """The benchmarks by hash; of `items`, `sought` have a text long enough to be found."""
-        sought = self._sought()
+        """Returns the benchmarks by hash; `sought` counts the items with a text that is long enough to be found."""
+        texts = zip(self._texts, self._index.searchable, strict=True)
+        found = {(benchmark, item) for (benchmark, item, *_), can in texts if can}
+        sought = Counter(benchmark for benchmark, _ in found)
         return {
             "name": DECONTAMINATION,
             "words": self.words,
@@ -58,7 +89,7 @@ class Decontamination:
 
     @cached_property
     def _texts(self) -> list[tuple[int, int, bytes, bool]]:
-        """(benchmark, item, text, whether it counts as a whole), each text of an item once."""
+        """(benchmark, item, text, whether it counts as a whole): each text of an item once."""
         return [
             (number, item_number, text.encode(errors="replace"), text in item.whole)
             for number, benchmark in enumerate(self.benchmarks)
@@ -69,24 +100,19 @@ class Decontamination:
     @cached_property
     def _index(self) -> "ItemIndex":
         try:
-            from pretrain_tools.preparation.cleaning.compiled.item_index import build_index
+            from pretrain_tools.preparation.cleaning.item_index import build_index
         except ImportError:
             raise InputError("--decontaminate: numba is not installed; pip install numba") from None
         return build_index([text[2] for text in self._texts], [text[3] for text in self._texts], self.words)
 
-    def _sought(self) -> list[int]:
-        """Items of each benchmark that can be found."""
-        found = {text[:2] for text, can in zip(self._texts, self._index.searchable, strict=True) if can}
-        return [sum(number == benchmark for benchmark, _ in found) for number in range(len(self.benchmarks))]
-
-    def open(self) -> Callable[[TextBatch], Verdicts]:
-        self._index.find([b"compiled before workers are forked"])
+    def open(self) -> Judge:
+        _ = self._index
         return self._judge
 
     def _judge(self, batch: TextBatch) -> Verdicts:
         verdicts = Verdicts()
         runs: dict[int, list[Run]] = {}
-        for run in self._index.find(batch.texts, batch.joined):
+        for run in self._index.find(batch.texts):
             runs.setdefault(run.document, []).append(run)
         for document, of_document in runs.items():
             text = batch.texts[document]
@@ -101,7 +127,7 @@ class Decontamination:
         return verdicts
 
     def _found(self, text: bytes, runs: Sequence["Run"]) -> list[Found]:
-        """The items of a document, each once, in their own order."""
+        """Lists the items of a document, each once, in the order of the benchmarks."""
         found: dict[tuple[int, int], Found] = {}
         for run in runs:
             benchmark, item = self._texts[run.text][:2]
@@ -111,7 +137,7 @@ class Decontamination:
 
 
 def without_windows(text: bytes, runs: Sequence["Run"]) -> bytes | None:
-    """The text without the runs and MARGIN_CHARACTERS on both sides, cut between words; None: too many runs.
+    """Cuts the runs and MARGIN_CHARACTERS on both sides out of a text, between words; None: too many runs.
 
     Pieces of fewer than SHORTEST_PIECE_CHARACTERS go as well; the others are paragraphs of one document.
     """
@@ -123,10 +149,11 @@ def without_windows(text: bytes, runs: Sequence["Run"]) -> bytes | None:
             windows.append([start, stop])
     if len(windows) > MOST_WINDOWS:
         return None
-    pieces, begin = [], 0
+    pieces = []
+    begin = 0
     for start, stop in windows:
         before = text[begin:start].decode()[:-MARGIN_CHARACTERS].encode()
-        # Back to the last blank, so that no word is cut; without one nothing is left.
+        # Back to the last blank, so that no word is cut; without a blank nothing is left.
         pieces.append(before[: max((m.end() for m in BLANK.finditer(before)), default=0)])
         after = stop + len(text[stop:].decode()[:MARGIN_CHARACTERS].encode())
         blank = BLANK.search(text, after)
@@ -137,16 +164,95 @@ def without_windows(text: bytes, runs: Sequence["Run"]) -> bytes | None:
 
 
 def read_decontamination(given: Sequence[str], words: int, remove: str) -> Decontamination | None:
-    """The stage that the command line asks for, whose names may be joined by commas; None without any."""
+    """Makes the stage that the command line asks for; names may be joined by commas. None without any."""
     names = [name for text in given for name in text.split(",") if name]
     return Decontamination(read_benchmarks(names), words, remove) if names else None
 
 
 def contamination_text(row: dict[str, Any]) -> str:
-    """One benchmark in words."""
+    """Describes the findings of one benchmark."""
     short = row["items"] - row["sought"]
     left_out = f" ({short:,} too short to be sought)" if short else ""
     return (
         f"{row['benchmark']}: {row['found']:,} of {row['items']:,} items{left_out} in {row['documents']:,} "
         f"documents, {row['remove']}s removed"
     )
+
+
+def read_benchmarks(names: Sequence[str]) -> tuple[Benchmark, ...]:
+    """Reads what `--decontaminate` names: tasks, groups and patterns of lm-eval, .yaml files of tasks, .jsonl and .txt
+    files of items, folders of either. Each benchmark comes once.
+
+    Raises InputError with every name that nothing is found for, and every benchmark without items.
+    """
+    problems = Problems()
+    found = []
+    tasks = []
+    for name in names:
+        files = _files_of(name)
+        found += [problems.attempt(_file_benchmark, path) for path in files]
+        tasks += [name] * (not files)
+    if tasks:
+        found += problems.attempt(_task_benchmarks, tasks) or []
+    benchmarks = {benchmark.name: benchmark for benchmark in found if benchmark is not None}
+    problems += [
+        f"--decontaminate {name}: holds no items; give one that does"
+        for name, benchmark in benchmarks.items()
+        if not benchmark.items
+    ]
+    problems.stop_if_any()
+    return tuple(benchmarks.values())
+
+
+def _files_of(name: str) -> list[Path]:
+    """Lists the files of items that a name stands for; none where it stands for tasks."""
+    path = Path(name)
+    if path.is_dir():
+        files = sorted(file for file in path.rglob("*") if file.suffix in (*FILE_SUFFIXES, *TASK_SUFFIXES))
+        return [] if any(file.suffix in TASK_SUFFIXES for file in files) else files
+    return [path] if path.is_file() and path.suffix not in TASK_SUFFIXES else []
+
+
+def _file_benchmark(path: Path) -> Benchmark:
+    """Reads an item per line: text, or a JSON object or string."""
+    if path.suffix not in FILE_SUFFIXES:
+        raise InputError(
+            f"--decontaminate {path}: must be {', '.join(FILE_SUFFIXES)} with an item per line, or a .yaml of lm-eval"
+        )
+    try:
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
+    except (OSError, ValueError) as error:
+        raise InputError(f"--decontaminate {path}: cannot be read ({error}); give a file of UTF-8 text") from None
+    items = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            value = line if path.suffix == ".txt" else json.loads(line)
+        except ValueError as error:
+            raise InputError(f"--decontaminate {path}, line {number:,}: broken JSON ({error}); fix it") from None
+        whole, parts = lm_eval_items.record_texts(value)
+        items.append(BenchmarkItem(tuple(whole), tuple(parts)))
+    return Benchmark(path.name, tuple(items))
+
+
+def _task_benchmarks(names: Sequence[str]) -> list[Benchmark]:
+    """Loads tasks of lm-eval in another process. Raises InputError with every task that cannot be loaded."""
+    command = [sys.executable, "-P", lm_eval_items.__file__, json.dumps(names)]
+    run = subprocess.run(command, capture_output=True, text=True, errors="replace")
+    lines = [json.loads(line) for line in run.stdout.splitlines()] if run.returncode == 0 else []
+    if run.returncode:
+        last = (run.stderr.strip().splitlines() or ["no reason given"])[-1]
+        raise InputError(f"--decontaminate {','.join(names)}: lm-eval cannot be run ({last})")
+    problems = [
+        f"--decontaminate {line['name']}: {line['problem']}; data paths in a task file are relative to the current "
+        "folder, other data comes from the Hub"
+        for line in lines
+        if isinstance(line, dict)
+    ]
+    if problems:
+        raise InputError(*problems)
+    items: dict[str, list[BenchmarkItem]] = {}
+    for task, whole, parts in lines:
+        items.setdefault(task, []).append(BenchmarkItem(tuple(whole), tuple(parts)))
+    return [Benchmark(task, tuple(found)) for task, found in items.items()]

@@ -1,25 +1,27 @@
-"""Filters by name, with their numbers: what --filter may be given."""
+"""Filters by name, with their numbers, and functions of the user's: what --filter may be given."""
 
 import dataclasses
+import hashlib
+import importlib.util
 import re
-from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar, Self
 
-from pretrain.errors import InputError, Problems, did_you_mean
+from pretrain.errors import InputError, Problems, did_you_mean, one_line
 from pretrain_tools.preparation.cleaning.language import LanguageFilter
 from pretrain_tools.preparation.cleaning.lists import CharactersFilter, LengthFilter, PersonalData, UrlList, WordList
 from pretrain_tools.preparation.cleaning.published import C4Quality, FineWebQuality, GopherQuality, GopherRepetition
 from pretrain_tools.preparation.cleaning.quality_classifier import ClassifierFilter
-from pretrain_tools.preparation.cleaning.stages import Cleaning, CleaningStage
-from pretrain_tools.preparation.cleaning.user_function import UserFunction
+from pretrain_tools.preparation.cleaning.stages import Cleaning, CleaningStage, Judge, TextBatch, Verdicts
 
 CLASSES = (
     GopherQuality, GopherRepetition, C4Quality, FineWebQuality, LanguageFilter, LengthFilter, CharactersFilter,
     WordList, UrlList, PersonalData, ClassifierFilter,
 )  # fmt: skip
 FILTERS: dict[str, type] = {filter_class.name: filter_class for filter_class in CLASSES}
-"""Frozen dataclasses that are stages: their fields are the parameters, each with a default or required."""
+"""Stages whose fields are the parameters, required or with a default."""
 OFF = "off"
 """The value of a parameter that switches its rule off."""
 
@@ -27,7 +29,7 @@ OFF = "off"
 def read_cleaning(
     given: Sequence[str], languages: str | None = None, clean: bool = False, has_urls: bool = True
 ) -> Cleaning | None:
-    """The stages of `--filter`, in order, after those of `--language` and `--clean`; None without any.
+    """Reads the stages of `--filter`, in order, after those of `--language` and `--clean`; None without any.
 
     A filter that is given replaces the one of its name in the set of --clean. Raises InputError with everything that
     is wrong.
@@ -49,10 +51,9 @@ def read_cleaning(
 
 
 def sensible_set(is_english: bool) -> list[CleaningStage]:
-    """The filters of --clean, FineWeb's with its numbers; stop words are counted in English only.
+    """Returns the filters of --clean, FineWeb's with its numbers; stop words are counted in English only.
 
-    FineWeb has repetition before quality: the same documents stay, but what quality removes would be searched in vain
-    for repetition, which takes longer.
+    FineWeb has repetition before quality. The same documents stay in either order, and repetition takes longer.
     """
     quality = GopherQuality(max_words=None)
     return [
@@ -65,7 +66,7 @@ def sensible_set(is_english: bool) -> list[CleaningStage]:
 
 
 def parse_filter(text: str) -> CleaningStage:
-    """'gopher_quality', 'gopher_quality(min_words=30, stop_words=off)' or 'mine.py:keep' -> the stage.
+    """Reads 'gopher_quality', 'gopher_quality(min_words=30, stop_words=off)' or 'mine.py:keep'.
 
     A value is a number, off, a word, or several joined by +. One value without a name is the first parameter's.
     Raises InputError naming what is allowed.
@@ -79,7 +80,8 @@ def parse_filter(text: str) -> CleaningStage:
     if name not in FILTERS:
         raise InputError(f"--filter {text}: no such filter{did_you_mean(name, FILTERS)}")
     fields = {field.name: field for field in dataclasses.fields(FILTERS[name])}
-    values, problems = {}, Problems()
+    values = {}
+    problems = Problems()
     for part in filter(None, map(str.strip, (inside or "").split(","))):
         parameter, equals, value = map(str.strip, part.partition("="))
         if not equals:
@@ -99,7 +101,7 @@ def parse_filter(text: str) -> CleaningStage:
 
 
 def _value(what: str, given: str, allowed: Any) -> Any:
-    """A parameter's value, by its field's type: int, float, bool, str, tuple of str; `| None` where it may be off."""
+    """Reads a value by its field's type: int, float, bool, str, tuple of str; `| None` where it may be off."""
     if allowed is bool:
         if given not in ("on", OFF):
             raise InputError(f"{what}={given}: must be on or {OFF}")
@@ -118,3 +120,83 @@ def _value(what: str, given: str, allowed: Any) -> Any:
                 off = "" if allowed is kind else f" or {OFF}"
                 raise InputError(f"{what}={given}: must be {noun}{off}") from None
     return given
+
+
+@dataclass(frozen=True)
+class UserFunction:
+    """`--filter mine.py:keep`: keep(text) gives True to keep the document, False to remove it, or its new text.
+
+    The function must depend on the text alone, or interruptions and workers would change the result.
+    """
+
+    is_compiled: ClassVar[bool] = False
+    path: str
+    function: str
+    sha256: str
+    """The hash of the file: another content is another filter."""
+
+    @classmethod
+    def load(cls, given: str) -> Self:
+        """Loads 'FILE.py:FUNCTION'. Raises InputError where there is no such function."""
+        path, _, function = given.rpartition(":")
+        try:
+            sha256 = hashlib.sha256(Path(path).read_bytes()).hexdigest()
+        except OSError as error:
+            raise InputError(f"--filter {given}: {path}: {error.strerror}; give FILE.py:FUNCTION") from None
+        stage = cls(path, function, sha256)
+        stage._found()
+        return stage
+
+    @property
+    def label(self) -> str:
+        return f"{Path(self.path).stem}.{self.function}"
+
+    def as_plan(self) -> dict[str, Any]:
+        return {"name": f"{Path(self.path).name}:{self.function}", "sha256": self.sha256}
+
+    def open(self) -> Judge:
+        keep = self._found()
+
+        def judge(batch: TextBatch) -> Verdicts:
+            verdicts = Verdicts()
+            for number, text in enumerate(batch.texts):
+                answer = self._answer(keep, text.decode())
+                if isinstance(answer, str):
+                    if (changed := answer.encode()) != text:
+                        verdicts.changed[number] = changed
+                elif not answer:
+                    verdicts.removed[number] = ""
+            return verdicts
+
+        return judge
+
+    def _answer(self, keep: Callable[[str], Any], text: str) -> bool | str:
+        try:
+            answer = keep(text)
+            if isinstance(answer, str):
+                answer.encode()
+        except Exception as error:  # whatever the user's code raises
+            raise InputError(
+                f"--filter {self.path}:{self.function}: {type(error).__name__}: {one_line(error)}, for the text "
+                f"{text[:80]!r}; fix it, then run the same command in a new folder"
+            ) from None
+        if not isinstance(answer, bool | str) and type(answer).__name__ != "bool":  # numpy's is one as well
+            raise InputError(
+                f"--filter {self.path}:{self.function}: gave {answer!r} for the text {text[:80]!r}; "
+                "must give True, False or a text"
+            )
+        return answer
+
+    def _found(self) -> Callable[[str], Any]:
+        spec = importlib.util.spec_from_file_location(Path(self.path).stem, self.path)
+        module = importlib.util.module_from_spec(spec)
+        try:
+            spec.loader.exec_module(module)
+        except Exception as error:  # whatever the user's code raises
+            raise InputError(f"--filter {self.path}: {type(error).__name__}: {one_line(error)}") from None
+        found = getattr(module, self.function, None)
+        if not callable(found):
+            functions = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
+            near = did_you_mean(self.function, functions)
+            raise InputError(f"--filter {self.path}:{self.function}: no such function{near}")
+        return found

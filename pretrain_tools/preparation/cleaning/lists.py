@@ -1,10 +1,10 @@
-"""Documents by lists of words and of addresses, by length and characters, and what is personal in them."""
+"""Filters by lists of words and addresses, by length and characters; replacement of personal data."""
 
 import hashlib
 import ipaddress
 import itertools
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -13,8 +13,8 @@ from urllib.parse import urlsplit
 import numpy as np
 
 from pretrain.errors import InputError
-from pretrain_tools.preparation.cleaning.published import NamedFilter
-from pretrain_tools.preparation.cleaning.stages import TextBatch, Verdicts
+from pretrain_tools.preparation.cleaning.published import NamedFilter, Rule, verdicts_of
+from pretrain_tools.preparation.cleaning.stages import Judge, TextBatch, Verdicts
 
 _NAME = rb"[A-Za-z0-9!#$%&'*+/=?^_`{|}~-]+"
 _LABEL = rb"[A-Za-z0-9](?:[A-Za-z0-9-]*[A-Za-z0-9])?"
@@ -23,20 +23,20 @@ MAIL = re.compile(rb"\b%(name)s(?:\.%(name)s)*@(?:(?:%(label)s\.)+%(label)s|\[%(
     b"name": _NAME, b"label": _LABEL, b"ip": rb"(?:%s\.){3}%s" % (_OCTET, _OCTET)})  # fmt: skip
 IP = re.compile(rb"(?<![0-9.])(?:%s\.){3}%s(?![0-9]|\.[0-9])" % (_OCTET, _OCTET))
 MAYBE_IP = re.compile(rb"\.[0-9]{1,3}\.[0-9]{1,3}\.[0-9]")
-"""Begins with one byte that is rare, so it is searched ten times as fast as IP."""
+"""Begins with one rare byte, so its search is ten times as fast as that of IP."""
 SPACES = b" \t\n\r\v\f"
 VERSION_OR_FILE = re.compile(rb"v?[0-9]+\.[0-9xX*]|[0-9](?:\.[0-9]+)?x\.")
-"""How what stands after the @ of lodash@4.17.21, checkout@v4.1.0 or icon@2x.png begins."""
+"""Begins what follows the @ of lodash@4.17.21, checkout@v4.1.0 or icon@2x.png."""
 NO_DOMAINS = (b".service", b".socket", b".timer", b".mount", b".slice", b".png", b".jpg", b".jpeg", b".gif", b".svg")
 """Ends of names such as getty@tty1.service, none of them a top-level domain."""
 REPOSITORY = re.compile(rb":[A-Za-z0-9._~-]*/")
-"""What follows the host in git@github.com:owner/name."""
+"""Follows the host in git@github.com:owner/name."""
 VERSION_BEFORE = re.compile(
-    # A word of versions or sections, and what may stand between it and the number: "versions 1.2.3.4 and 1.2.3.5".
+    # After a word for versions or sections, perhaps in a list: "versions 1.2.3.4 and 1.2.3.5".
     rb"(?:\b(?:versions?|ver|v|releases?|rel|rev(?:ision)?|builds?|firmware|updates?|upgrade[ds]?(?: to)?|"
     rb"sections?|sect?|chapters?|ch|clauses?|articles?|art|paragraphs?|para|appendix|annex)"
     rb"\b|\xc2\xa7)[.:=#\"'\s]{0,3}(?:[0-9.]+(?:,|\s|and|or|to|through|-)+)*$"
-    # Or it is part of a word, a product (Opera/9.80.1.2), a requirement (==1.2.3.4), an image (library/nginx:1.2.3.4).
+    # Within a word, a product (Opera/9.80.1.2), a requirement (==1.2.3.4), an image (library/nginx:1.2.3.4).
     rb"|(?<!\\)[A-Za-z_]-?$|(?:^|[\s(;,\"'])[A-Za-z_-]+/$|[=<>~!]=\s?$|\^$|/[A-Za-z0-9._-]+:$",
     re.IGNORECASE,
 )
@@ -47,8 +47,9 @@ BEFORE_BYTES = 60
 
 
 class ListFilter(NamedFilter):
-    """A filter by a file of lines; empty ones and those that begin with # do not count."""
+    """A filter by the lines of a file; empty ones and those that begin with # do not count."""
 
+    is_compiled: ClassVar[bool] = False
     file: str
 
     def __post_init__(self) -> None:
@@ -58,7 +59,7 @@ class ListFilter(NamedFilter):
             raise InputError(f"--filter {self.name}: file={self.file}: has no entry; write one on each line")
 
     def entries(self) -> list[str]:
-        """The lines that count."""
+        """Reads the lines that count."""
         try:
             lines = Path(self.file).read_text("utf-8").splitlines()
         except UnicodeDecodeError:
@@ -80,11 +81,11 @@ class WordList(ListFilter):
     hits: int = 1
     anywhere: bool = False
 
-    def open(self) -> Callable[[TextBatch], Verdicts]:
+    def open(self) -> Judge:
         entries = sorted({entry.lower() for entry in self.entries()}, key=lambda entry: (-len(entry), entry))
         either = "|".join(map(re.escape, entries))
         whole = re.compile(either if self.anywhere else rf"(?<!\w)(?:{either})(?!\w)")
-        # Few texts have the first word of an entry; only these are searched.
+        # Few texts have the first word of an entry: only these are searched for whole entries.
         first = {match[0] for entry in entries if (match := re.match(r"\w+", entry))}
         is_plain = not self.anywhere and all(re.match(r"\w", entry) for entry in entries)
         word = re.compile(r"\w+")
@@ -110,7 +111,7 @@ class UrlList(ListFilter):
     name: ClassVar[str] = "url_list"
     file: str
 
-    def open(self) -> Callable[[TextBatch], Verdicts]:
+    def open(self) -> Judge:
         entries = set(self.entries())
         domains = {entry.lower().removeprefix("www.") for entry in entries if "/" not in entry}
 
@@ -127,7 +128,7 @@ class UrlList(ListFilter):
 
 
 def domains_of(url: str) -> Iterator[str]:
-    """Those that a URL belongs to: a.b.example.org, b.example.org, example.org, org."""
+    """Lists the domains of a URL: a.b.example.org, b.example.org, example.org, org."""
     try:
         host = urlsplit(url if "//" in url else f"//{url}").hostname or ""
     except ValueError:
@@ -138,15 +139,16 @@ def domains_of(url: str) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class LengthFilter(NamedFilter):
-    """Removes documents that are shorter or longer; words are what stands between spaces."""
+    """Removes documents that are shorter or longer; words stand between spaces."""
 
     name: ClassVar[str] = "length"
+    is_compiled: ClassVar[bool] = False
     min_characters: int | None = None
     max_characters: int | None = None
     min_words: int | None = None
     max_words: int | None = None
 
-    def open(self) -> Callable[[TextBatch], Verdicts]:
+    def open(self) -> Judge:
         def judge(batch: TextBatch) -> Verdicts:
             verdicts = Verdicts()
             for number, content in enumerate(batch.texts):
@@ -165,37 +167,41 @@ class LengthFilter(NamedFilter):
 
 @dataclass(frozen=True)
 class CharactersFilter(NamedFilter):
-    """Removes documents by what their characters are, of those that are not space.
+    """Removes documents by the kinds of their characters that are not spaces.
 
-    `max_damaged`: replacement and control characters, as of a wrong encoding.
+    `max_damaged`: replacement and control characters, signs of a wrong encoding.
     """
 
     name: ClassVar[str] = "characters"
+    is_compiled: ClassVar[bool] = False
     min_letters: float | None = 0.5
     max_digits: float | None = 0.3
     max_damaged: float | None = 0.001
 
-    def open(self) -> Callable[[TextBatch], Verdicts]:
-        from pretrain_tools.preparation.cleaning.compiled.characters import character_classes
-        from pretrain_tools.preparation.cleaning.compiled.text_statistics import character_statistics
+    def open(self) -> Judge:
+        from pretrain_tools.preparation.cleaning.compiled import ALPHABETIC, DIGIT, SPACE, character_classes
 
         classes = character_classes()
 
         def judge(batch: TextBatch) -> Verdicts:
-            counts = np.zeros((len(batch), 4), np.int64)
-            character_statistics(*batch.joined, classes, counts)
-            _, letters, digits, damaged = counts.T / np.maximum(counts[:, 0], 1)
-            verdicts = Verdicts()
-            for rule, limit, broken in (
-                ("damaged", self.max_damaged, lambda most: damaged > most),
-                ("digits", self.max_digits, lambda most: digits > most),
-                ("few_letters", self.min_letters, lambda least: letters < least),
-            ):
-                if limit is not None:
-                    verdicts.removed |= dict.fromkeys(np.flatnonzero(broken(limit)).tolist(), rule)
-            return verdicts
+            letters, digits, damaged = np.zeros((3, len(batch)))
+            for number, text in enumerate(batch.texts):
+                codes = np.frombuffer(text.decode().encode("utf-32-le"), "<u4")
+                codes = codes[classes[codes] & SPACE == 0]
+                kinds = classes[codes]
+                count = max(1, len(codes))
+                letters[number] = np.count_nonzero(kinds & ALPHABETIC) / count
+                digits[number] = np.count_nonzero(kinds & DIGIT) / count
+                control = (codes < 32) | ((codes >= 127) & (codes < 160))
+                damaged[number] = np.count_nonzero(control | (codes == 0xFFFD)) / count
+            return verdicts_of(
+                [
+                    Rule("few_letters", letters, self.min_letters, is_least=True),
+                    Rule("digits", digits, self.max_digits),
+                    Rule("damaged", damaged, self.max_damaged),
+                ]
+            )
 
-        judge(TextBatch([b"compiled once, before workers are forked"], [None]))
         return judge
 
 
@@ -207,43 +213,43 @@ class PersonalData(NamedFilter):
     """
 
     name: ClassVar[str] = "personal_data"
+    is_compiled: ClassVar[bool] = False
     mail: tuple[str, ...] | None = ("email@example.com", "firstname.lastname@example.org")
     ip: tuple[str, ...] | None = (
         "22.214.171.124", "126.96.36.199", "188.8.131.52", "184.108.40.206", "220.127.116.11", "18.104.22.168"
     )  # fmt: skip
 
-    def open(self) -> Callable[[TextBatch], Verdicts]:
-        from pretrain_tools.preparation.cleaning.compiled.text_statistics import mark_addresses
-
+    def open(self) -> Judge:
         mails = [text.encode() for text in self.mail or ()]
         ips = [text.encode() for text in self.ip or ()]
 
         def judge(batch: TextBatch) -> Verdicts:
-            verdicts, marks = Verdicts(), np.zeros((len(batch), 2), bool)
-            mark_addresses(*batch.joined, marks)
-            for number in np.flatnonzero(marks.any(axis=1)).tolist():
-                text = changed = batch.texts[number]
-                if mails and marks[number, 0]:
-                    changed, count = without_mail(changed, mails)
+            verdicts = Verdicts()
+            for number, text in enumerate(batch.texts):
+                changed = text
+                if mails and b"@" in text:
+                    changed, count = without_mail(text, mails)
                     verdicts.counts["mail_addresses"] += count
                 if ips and MAYBE_IP.search(changed):
                     changed, count = without_ips(changed, ips)
                     verdicts.counts["ip_addresses"] += count
-                if changed is not text and changed != text:
+                if changed != text:
                     verdicts.changed[number] = changed
             verdicts.counts = +verdicts.counts
             return verdicts
 
-        judge(TextBatch([b"compiled once, before workers are forked"], [None]))
         return judge
 
 
 def without_mail(text: bytes, replacements: list[bytes]) -> tuple[bytes, int]:
-    """(text with its mail addresses replaced in turn, how many). Only what stands around an @ is searched."""
-    turn, count, pieces, position = itertools.cycle(replacements), 0, [], 0
+    """Returns (text with its mail addresses replaced in turn, how many). Searches only the runs around an @."""
+    turn = itertools.cycle(replacements)
+    count = 0
+    pieces = []
+    position = 0
     at = text.find(b"@")
     while at >= 0:
-        # A longer run without a space is no address, and would be searched from each of its bytes.
+        # A longer run without a space is no address, and the search would begin at each of its bytes.
         first = max(position, at - 1000)
         start = max(text.rfind(bytes([space]), first, at) for space in SPACES) + 1 or first
         ends = [end for space in SPACES if (end := text.find(bytes([space]), at, at + 1000)) >= 0]
@@ -253,7 +259,8 @@ def without_mail(text: bytes, replacements: list[bytes]) -> tuple[bytes, int]:
         for match in MAIL.finditer(text, start, end):
             if is_mail(match):
                 pieces += [text[position : match.start()], next(turn)]
-                count, position = count + 1, match.end()
+                count = count + 1
+                position = match.end()
         pieces.append(text[position:end])
         position = end
         at = text.find(b"@", end)
@@ -261,14 +268,14 @@ def without_mail(text: bytes, replacements: list[bytes]) -> tuple[bytes, int]:
 
 
 def is_mail(match: re.Match[bytes]) -> bool:
-    """Whether what looks like a mail address is none of a package's version, a file, a unit or a repository."""
+    """Tells a mail address from a package's version, a file, a unit and a repository."""
     name, _, domain = match[0].rpartition(b"@")
     is_other = VERSION_OR_FILE.match(domain) or domain.lower().endswith(NO_DOMAINS)
     return not (is_other or name in (b"git", b"hg", b"svn") or REPOSITORY.match(match.string, match.end()))
 
 
 def is_version(match: re.Match[bytes]) -> bool:
-    """Whether what looks like an IP address is a version or the number of a section, by what stands around it."""
+    """Tells a version or the number of a section from an IP address, by its surroundings."""
     text = match.string
     before = text[max(0, match.start() - BEFORE_BYTES) : match.start()]
     if VERSION_BEFORE.search(before) or VERSION_AFTER.match(text, match.end()):
@@ -278,8 +285,9 @@ def is_version(match: re.Match[bytes]) -> bool:
 
 
 def without_ips(text: bytes, replacements: list[bytes]) -> tuple[bytes, int]:
-    """(text with its public IPv4 addresses replaced in turn, how many)."""
-    turn, count = itertools.cycle(replacements), 0
+    """Returns (text with its public IPv4 addresses replaced in turn, how many)."""
+    turn = itertools.cycle(replacements)
+    count = 0
 
     def replaced(match: re.Match[bytes]) -> bytes:
         nonlocal count

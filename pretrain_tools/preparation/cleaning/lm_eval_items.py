@@ -19,7 +19,7 @@ CHOICE = re.compile(
 )
 """Names of fields that hold answers to choose from."""
 ANSWER_BLANK = re.compile(r"(?<!\w)_+(?!\w)")
-"""Where an answer is to be filled in."""
+"""The place to fill an answer in."""
 CONNECTORS = {"cause": ("because",), "effect": ("so", "therefore")}
 WORD = re.compile(r"\w+")
 FEWEST_COMPARED, MOST_COMPARED, MOST_OF_WORDS = 3, 1000, 0.8
@@ -27,7 +27,7 @@ UNKNOWN = "no such task, and no such file or folder"
 
 
 def main() -> None:
-    """Arguments: JSON of [name of a task, group, tag or pattern, or a .yaml file, or a folder of them]."""
+    """Takes JSON of [name of a task, group, tag or pattern, a .yaml file, or a folder of them]."""
     output = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # the harness prints
     for name in json.loads(sys.argv[1]):
@@ -44,7 +44,7 @@ def main() -> None:
 
 
 def load_tasks(name: str) -> list[Any]:
-    """Every task of one name."""
+    """Loads every task of one name."""
     from lm_eval.tasks import TaskManager
 
     if os.path.isdir(name):
@@ -62,12 +62,13 @@ def load_tasks(name: str) -> list[Any]:
 
 
 def item_texts(task: Any, document: dict[str, Any]) -> tuple[list[str], list[str]]:
-    """(texts that are an item even when short, texts of which only a long run is one).
+    """Returns (texts that are an item even when short, texts of which only a long run is one).
 
     The question is what the task's prompt shows of the item's fields, edited or not, without the prompt's own words;
     an answer counts together with the end of the question, or it would be found wherever its words stand.
     """
-    prompt, choices = task.doc_to_text(document), answers_of(task, document)
+    prompt = task.doc_to_text(document)
+    choices = answers_of(task, document)
     if isinstance(prompt, int):
         # The choices are beginnings of one sentence, and the target is its end.
         target = task.doc_to_target(document)
@@ -87,7 +88,7 @@ def item_texts(task: Any, document: dict[str, Any]) -> tuple[list[str], list[str
 
 
 def question_texts(question: str, choices: Sequence[str], connectors: Sequence[str]) -> list[str]:
-    """The question alone, with each answer behind it, after a connector, or in its blank."""
+    """Returns the question alone, with each answer behind it, after a connector, or in its blank."""
     end = " ".join(question.split()[-12:])
     texts = [question, *(f"{end} {choice}" for choice in choices)]
     texts += [f"{end} {connector} {choice}" for connector in connectors for choice in choices]
@@ -97,19 +98,19 @@ def question_texts(question: str, choices: Sequence[str], connectors: Sequence[s
 
 
 def connectors_in(strings: Iterable[tuple[str, str]]) -> list[str]:
-    """The words that join a premise to its cause or its effect, where a field asks for one of them."""
+    """Lists the words that join a premise to its cause or effect, where a field asks for one of them."""
     return [word for _, text in strings for word in CONNECTORS.get(text.lower(), ())]
 
 
 def connector_after(question: str, prompt: str) -> list[str]:
-    """The few words that a prompt has between question and answer, on the same line; [] if there are none."""
+    """Finds the few words that a prompt has between question and answer, on the same line."""
     pattern = r"\W+".join(map(re.escape, WORD.findall(question)))
     found = re.search(rf"{pattern}[^\w\n]*(\w+(?: \w+){{0,2}})\s*$", prompt, re.IGNORECASE) if pattern else None
     return [found[1]] if found else []
 
 
 def shown_in(prompt: str, strings: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
-    """The fields that a prompt shows, whatever their case and punctuation there; else those of which it shows most.
+    """Selects the fields that a prompt shows, in any case and punctuation, or else those that it shows mostly.
 
     Without those that are part of another.
     """
@@ -126,12 +127,12 @@ def shown_in(prompt: str, strings: Sequence[tuple[str, str]]) -> list[tuple[str,
 
 
 def words_of(text: str) -> list[str]:
-    """The words of a text, to be compared."""
+    """Divides a text into words to compare."""
     return WORD.findall(text.casefold())
 
 
 def stands_in(text: str, other: str, other_words: Sequence[str]) -> bool:
-    """Whether the words of a text stand in another; "cause" does not stand in "because"."""
+    """Tells whether the words of a text stand in another; "cause" does not stand in "because"."""
     words = words_of(text)
     if words and f" {' '.join(words)} " in f" {' '.join(other_words)} ":
         return True
@@ -139,7 +140,7 @@ def stands_in(text: str, other: str, other_words: Sequence[str]) -> bool:
 
 
 def stands_mostly_in(words: Sequence[str], others: Sequence[str]) -> bool:
-    """Whether most of a text's words stand in another, in their order."""
+    """Tells whether most of a text's words stand in another, in their order."""
     if not FEWEST_COMPARED <= len(words) <= MOST_COMPARED or len(others) > MOST_COMPARED:
         return False
     blocks = SequenceMatcher(None, words, others, autojunk=False).get_matching_blocks()
@@ -147,12 +148,13 @@ def stands_mostly_in(words: Sequence[str], others: Sequence[str]) -> bool:
 
 
 def record_texts(value: Any) -> tuple[list[str], list[str]]:
-    """The same of an item in a file: a text, or an object whose fields have the names that benchmarks give them."""
+    """Returns the texts of an item in a file, as item_texts does: a text, or an object with the usual field names."""
     strings = list(strings_of(value))
     choices = [text for name, text in strings_of(value, least=1) if isinstance(value, dict) and CHOICE.match(name)]
     texts = sorted((text for _, text in strings if text not in choices), key=len, reverse=True)
     if not texts:
-        texts, choices = sorted(choices, key=len, reverse=True), []
+        texts = sorted(choices, key=len, reverse=True)
+        choices = []
     if not texts:
         return [], []
     question, *parts = texts
@@ -161,7 +163,7 @@ def record_texts(value: Any) -> tuple[list[str], list[str]]:
 
 
 def answers_of(task: Any, document: dict[str, Any]) -> list[str]:
-    """The answers to choose from, or the one to generate."""
+    """Lists the answers to choose from, or the one to generate."""
     try:
         choices = task.doc_to_choice(document) if getattr(task.config, "doc_to_choice", None) is not None else []
     except Exception:  # a task without choices; the harness asserts
@@ -173,7 +175,7 @@ def answers_of(task: Any, document: dict[str, Any]) -> list[str]:
 
 
 def strings_of(value: Any, name: str = "", least: int = 3) -> Iterator[tuple[str, str]]:
-    """(name of the outermost field, text) of every text in an item of at least so many characters."""
+    """Yields (name of the outermost field, text) of every text in an item with at least `least` characters."""
     if isinstance(value, str):
         if len(value.strip()) >= least:
             yield name, value.strip()

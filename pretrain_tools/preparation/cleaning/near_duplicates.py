@@ -1,8 +1,8 @@
-"""Near duplicates: MinHash signatures of documents, and the exact similarity of two.
+"""Near duplicates: folded words of documents, MinHash signatures, and the exact similarity of two documents.
 
-A document is the set of its shingles, all runs of `shingle_words` words in it, folded as compiled.folded_words does; a
-shorter one is a single shingle. Two documents are near duplicates when the Jaccard similarity of their sets, what they
-share of all that either has, is at least the threshold.
+A document is the set of its shingles, all runs of `shingle_words` folded words in it; a shorter one is a single
+shingle. Two documents are near duplicates if the Jaccard similarity of their sets, the shingles they share among all
+that either has, is at least the threshold.
 
 A signature has a byte per bin: every shingle's hash falls into one bin, the smallest in each counts (one-permutation
 hashing, Li et al. 2012), and an empty bin takes the value of another one, drawn by its number (optimal densification,
@@ -20,17 +20,15 @@ from pretrain.errors import Problems
 
 DEFAULT_BINS, MOST_BINS = 128, 1024
 COMPARED_AT_THRESHOLD = 0.999
-"""The least share of pairs at the threshold that the bands chosen for it compare."""
+"""Least share of pairs at the threshold that the bands chosen for it compare."""
 EMPTY = np.uint32(0xFFFFFFFF)
-LARGEST_TABLE = 1 << 24
-"""Entries, of 5 bytes: two documents of four million words together; larger ones are compared by sorting."""
 DONORS = 8
 """Bins drawn for an empty one, before it takes the next that is not empty."""
 
 
 @dataclass(frozen=True)
 class NearDuplicates:
-    """What near duplicates are and how they are found.
+    """Settings of the search for near duplicates.
 
     Pairs of similarity s are compared with probability 1 - (1 - s^rows)^bands: those that agree in a whole band.
     """
@@ -42,9 +40,9 @@ class NearDuplicates:
 
     @classmethod
     def parse(cls, threshold: str, bands: str | None, shingle_words: str) -> Self:
-        """From the command line: '0.8', '25x5', '5'. Raises InputError with everything that is wrong.
+        """Reads the command line's '0.8', '25x5', '5'. Raises InputError with everything that is wrong.
 
-        bands: None takes as many rows, which compare fewer pairs in vain, as still find those at the threshold.
+        bands: None takes the most rows, which compare the fewest other pairs, that still find those at the threshold.
         """
         problems = Problems()
         try:
@@ -68,32 +66,32 @@ class NearDuplicates:
         return next(choice for choice in choices if choice.compared(similarity) >= COMPARED_AT_THRESHOLD)
 
     def as_plan(self) -> dict[str, Any]:
-        """What the manifest records."""
+        """Returns what the manifest records."""
         return asdict(self) | {"compared_at_threshold": round(self.compared(self.threshold), 4)}
 
     @property
     def signature_bytes(self) -> int:
-        """Of a document."""
+        """Bytes of a document's signature."""
         return self.bands * self.rows
 
     def compared(self, similarity: float) -> float:
-        """The share of pairs of this similarity that are compared."""
+        """Returns the share of pairs of this similarity that are compared."""
         return 1 - (1 - similarity**self.rows) ** self.bands
 
     def words(self, texts: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
-        """(words, ends): uint32 hashes of documents' words, end to end, and where those of each end."""
-        from pretrain_tools.preparation.cleaning.compiled.folded_words import folded_words
+        """Returns (words, ends) of documents, as folded_words does."""
+        from pretrain_tools.preparation.cleaning.folded_words import folded_words
 
         return folded_words(texts, self.shingle_words)
 
     def signatures(self, words: np.ndarray, ends: np.ndarray) -> np.ndarray:
-        """(documents, signature_bytes) uint8 of documents as `words` gives them."""
-        from pretrain_tools.preparation.cleaning.compiled.smallest_hashes import scratch_for, write_smallest
+        """Computes the (documents, signature_bytes) uint8 of documents as `words` gives them."""
+        from pretrain_tools.preparation.cleaning.folded_words import write_smallest
 
         bits = (self.signature_bytes - 1).bit_length()
-        starts = np.concatenate([[0], ends])[:-1]
+        starts = np.append(0, ends)[:-1]
         smallest = np.full((len(ends), 1 << bits), EMPTY)
-        write_smallest(words, ends, self.shingle_words, bits, scratch_for(self.shingle_words), smallest)
+        write_smallest(shingle_hashes(words, self.shingle_words), ends, self.shingle_words, bits, smallest)
         short = np.flatnonzero(ends - starts < self.shingle_words)
         hashes = self._hashes_of_short(words, starts[short], ends[short])
         smallest[short, hashes & np.uint32((1 << bits) - 1)] = hashes >> np.uint32(bits)
@@ -101,27 +99,22 @@ class NearDuplicates:
         return smallest[:, : self.signature_bytes].astype(np.uint8)
 
     def _hashes_of_short(self, words: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
-        """(documents,) uint32 hashes of documents that are shorter than a shingle."""
+        """Hashes documents that are shorter than a shingle: (documents,) uint32."""
         places = starts[:, None] + np.arange(self.shingle_words)
         within = places < ends[:, None]
         padded = np.where(within, words[np.minimum(places, len(words) - 1)], EMPTY)
         return _combined(_mixed(padded).T)
 
     def similarity(self, one: np.ndarray, other: np.ndarray) -> float:
-        """The Jaccard similarity of two documents, given by their words."""
+        """Computes the Jaccard similarity of two documents, given by their words."""
         if min(len(one), len(other)) < self.shingle_words:
             return float(np.array_equal(one, other))
-        size = 1 << (2 * (len(one) + len(other))).bit_length()
-        if size > LARGEST_TABLE:
-            return jaccard(*(np.unique(shingle_hashes(words, self.shingle_words)) for words in (one, other)))
-        from pretrain_tools.preparation.cleaning.compiled.smallest_hashes import scratch_for, shared_shingles
-
-        table, scratch = (np.empty(size, np.uint32), np.zeros(size, np.uint8)), scratch_for(self.shingle_words)
-        shared, either = shared_shingles(one, other, self.shingle_words, scratch, *table)
-        return shared / either
+        sets = [np.unique(shingle_hashes(words, self.shingle_words)) for words in (one, other)]
+        shared = len(np.intersect1d(*sets, assume_unique=True))
+        return shared / (len(sets[0]) + len(sets[1]) - shared)
 
     def band_keys(self, signatures: np.ndarray, band: int) -> np.ndarray:
-        """(documents,) uint64 below 2^40: equal where two signatures agree in a band."""
+        """Computes (documents,) uint64 below 2^40, which are equal where two signatures agree in a band."""
         keys = np.zeros(len(signatures), np.uint64)
         for row in range(band * self.rows, (band + 1) * self.rows):
             keys ^= signatures[:, row]
@@ -131,29 +124,22 @@ class NearDuplicates:
         return keys >> np.uint64(24)
 
 
-def jaccard(one: np.ndarray, other: np.ndarray) -> float:
-    """The similarity of two sorted sets."""
-    together = np.sort(np.concatenate([one, other]), kind="stable")
-    shared = int(np.count_nonzero(together[1:] == together[:-1]))
-    return shared / (len(together) - shared)
-
-
 def shingle_hashes(words: np.ndarray, shingle_words: int) -> np.ndarray:
-    """(words - shingle_words + 1,) uint32 hashes of the runs of words that begin at each place."""
+    """Hashes the runs of words that begin at each place: (words - shingle_words + 1,) uint32."""
     mixed = _mixed(words.copy())
     count = max(0, len(words) - shingle_words + 1)
     return _combined([mixed[place : place + count] for place in range(shingle_words)])
 
 
 def _mixed(words: np.ndarray) -> np.ndarray:
-    """uint32 words, changed in place so that neighbours differ in all bits."""
+    """Mixes uint32 words in place, so that neighbors differ in all bits."""
     words *= np.uint32(0x85EBCA6B)
     words ^= words >> np.uint32(15)
     return words
 
 
 def _combined(columns: list[np.ndarray] | np.ndarray) -> np.ndarray:
-    """Hashes of sequences, of which each column is one place; finished as lowbias32 (Wellons) does."""
+    """Hashes sequences, whose places are the columns; the last steps are those of lowbias32 (Wellons)."""
     hashes = columns[0].copy()
     for column in columns[1:]:
         hashes *= np.uint32(0x9E3779B1)
@@ -167,7 +153,7 @@ def _combined(columns: list[np.ndarray] | np.ndarray) -> np.ndarray:
 
 
 def _fill_empty_bins(values: np.ndarray) -> None:
-    """Gives the empty bins of (documents, bins) the values of others, the same for equal patterns; in place."""
+    """Gives the empty bins of (documents, bins) values of other bins, in place; equal patterns draw the same ones."""
     bins = values.shape[1]
     empty = values == EMPTY
     rows, columns = np.nonzero(empty)
@@ -177,7 +163,8 @@ def _fill_empty_bins(values: np.ndarray) -> None:
         donors = _combined([columns.astype(np.uint32), np.full(len(columns), draw, np.uint32)]) % np.uint32(bins)
         found = ~empty[rows, donors]
         values[rows[found], columns[found]] = values[rows[found], donors[found]]
-        rows, columns = rows[~found], columns[~found]
+        rows = rows[~found]
+        columns = columns[~found]
     if len(rows):
         which, inverse = np.unique(rows, return_inverse=True)
         places = np.where(empty[which], 2 * bins, np.arange(bins))

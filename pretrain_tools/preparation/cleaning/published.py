@@ -2,19 +2,19 @@
 
 Gopher: Rae et al. 2021, https://arxiv.org/abs/2112.11446, A.1.1; C4: Raffel et al. 2020,
 https://arxiv.org/abs/1910.10683, 2.2; FineWeb: Penedo et al. 2024, https://arxiv.org/abs/2406.17557, 3.6. Where the
-papers leave it open, as datatrove has it, which made FineWeb, but that words are what stands between spaces.
+papers leave a choice, the filters do what datatrove does, which made FineWeb, except that words stand between spaces.
 
 The rules were made for web pages. With `by_form`, the default, each rule judges only texts of the forms that it fits.
 """
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from pretrain_tools.preparation.cleaning.stages import TextBatch, Verdicts
+from pretrain_tools.preparation.cleaning.stages import Judge, TextBatch, Verdicts
 
 if TYPE_CHECKING:
     from pretrain_tools.preparation.cleaning.forms import Lines
@@ -22,14 +22,21 @@ if TYPE_CHECKING:
 BULLETS = (ord("-"), ord("•"))
 CITATION = re.compile(rb"\[(?:\d*|edit|citation needed)\]")
 ENDINGS = b".?!\"'"
-"""Of a line that stays under C4's rule of endings."""
+"""Last bytes of a line that stays under C4's rule of endings."""
 STOP_WORDS = ("the", "be", "to", "of", "and", "that", "have", "with")
+PHRASES = (
+    b"cookie policy", b"javascript", b"lorem ipsum", b"privacy policy", b"terms of use", b"use cookies",
+    b"use of cookies", b"uses cookies", b"{",
+)  # fmt: skip
+"""The phrases that C4's rules look for in a line, sorted; those without a rule of their own are about policies."""
 
 
 class NamedFilter:
     """A filter of the registry: its label is its name, and its fields are what the manifest records."""
 
     name: ClassVar[str]
+    is_compiled: ClassVar[bool] = True
+    """True: it calls kernels, which are compiled at their first use on a machine."""
 
     @property
     def label(self) -> str:
@@ -41,7 +48,7 @@ class NamedFilter:
 
 
 class Rule(NamedTuple):
-    """One rule: what it measures of each document, and the limit, beyond which it removes the document."""
+    """A measure of each document and its limit."""
 
     name: str
     values: np.ndarray
@@ -49,9 +56,9 @@ class Rule(NamedTuple):
     limit: float | None
     """None: the rule is off."""
     is_least: bool = False
-    """Whether smaller values are removed; else larger ones."""
+    """True: smaller values are removed. False: larger ones."""
     fits: np.ndarray | None = None
-    """(documents,) bool: those that it is meant for; None for all."""
+    """(documents,) bool: the documents that it judges; None: all."""
 
     @property
     def broken(self) -> np.ndarray:
@@ -63,7 +70,7 @@ class Rule(NamedTuple):
 
 
 def verdicts_of(rules: Sequence[Rule]) -> Verdicts:
-    """Each document is removed by the first rule that it breaks."""
+    """Removes each document by the first rule that it breaks."""
     verdicts = Verdicts()
     for rule in reversed(rules):
         for number in np.flatnonzero(rule.broken).tolist():
@@ -73,8 +80,13 @@ def verdicts_of(rules: Sequence[Rule]) -> Verdicts:
 
 
 def _share(part: np.ndarray, whole: np.ndarray) -> np.ndarray:
-    """0 where nothing is a part of nothing."""
+    """Divides; 0 where both are 0."""
     return part / np.maximum(whole, 1)
+
+
+def _forms(batch: TextBatch, by_form: bool) -> np.ndarray:
+    """Returns (documents,) forms: without `by_form` all are PARAGRAPHS, web pages."""
+    return batch.forms if by_form else np.zeros(len(batch), np.int64)
 
 
 @dataclass(frozen=True)
@@ -94,40 +106,39 @@ class GopherQuality(NamedFilter):
     stop_words: tuple[str, ...] = STOP_WORDS
     by_form: bool = True
 
-    def open(self) -> Callable[[TextBatch], Verdicts]:
-        from pretrain_tools.preparation.cleaning.compiled import words
-        from pretrain_tools.preparation.cleaning.compiled.text_blocks import joined_texts
-        from pretrain_tools.preparation.cleaning.compiled.text_statistics import different_words
-        from pretrain_tools.preparation.cleaning.compiled.words import divided_texts
+    def open(self) -> Judge:
+        from pretrain_tools.preparation.cleaning.compiled import different_words, divided_texts, joined_texts
         from pretrain_tools.preparation.cleaning.forms import CODE
 
         stop_words = divided_texts(*joined_texts([" ".join(self.stop_words).encode()])).hashes
 
         def judge(batch: TextBatch) -> Verdicts:
-            divided, lines = batch.divided, batch.lines
-            counted, characters, alphabetic = divided.totals.T
+            divided = batch.divided
+            lines = batch.lines
+            words, characters, alphabetic = divided.totals.T
             found = np.zeros(len(batch), np.int64)
             if self.min_stop_words:
                 different_words(divided.hashes, divided.word_bounds, stop_words, self.min_stop_words, found)
-            bullets = np.isin(lines.column(words.FIRST_CODE), BULLETS)
-            prose = batch.forms < CODE if self.by_form else np.ones(len(batch), bool)
+            length = _share(characters, words)
+            hash_signs = _share(lines.totals("hash_signs"), words)
+            ellipses = _share(lines.totals("ellipses"), words)
+            bullets = _share(lines.totals(np.isin(lines.table["first_code"], BULLETS)), lines.counts)
+            dots = _share(lines.totals(lines.ends_in_dots), lines.counts)
+            prose = _forms(batch, self.by_form) < CODE
             rules = [
-                Rule("few_words", counted, self.min_words, is_least=True),
-                Rule("many_words", counted, self.max_words),
-                Rule("short_words", _share(characters, counted), self.min_word_length, is_least=True),
-                Rule("long_words", _share(characters, counted), self.max_word_length),
-                Rule("hashes", _share(lines.totals(lines.column(words.HASHES)), counted), self.max_symbols),
-                Rule("ellipses", _share(lines.totals(lines.column(words.ELLIPSES)), counted), self.max_symbols),
-                Rule("bullet_lines", _share(lines.totals(bullets), lines.counts), self.max_bullet_lines),
-                Rule(
-                    "ellipsis_lines", _share(lines.totals(lines.ends_in_dots), lines.counts), self.max_ellipsis_lines
-                ),
-                Rule("few_alphabetic_words", _share(alphabetic, counted), self.min_alphabetic_words, is_least=True),
+                Rule("few_words", words, self.min_words, is_least=True),
+                Rule("many_words", words, self.max_words),
+                Rule("short_words", length, self.min_word_length, is_least=True),
+                Rule("long_words", length, self.max_word_length),
+                Rule("hashes", hash_signs, self.max_symbols),
+                Rule("ellipses", ellipses, self.max_symbols),
+                Rule("bullet_lines", bullets, self.max_bullet_lines),
+                Rule("ellipsis_lines", dots, self.max_ellipsis_lines),
+                Rule("few_alphabetic_words", _share(alphabetic, words), self.min_alphabetic_words, is_least=True),
                 Rule("few_stop_words", found, self.min_stop_words, is_least=True),
             ]
             return verdicts_of([rule._replace(fits=prose) for rule in rules])
 
-        judge(TextBatch([b"compiled once, before workers are forked"], [None]))
         return judge
 
 
@@ -149,43 +160,54 @@ class GopherRepetition(NamedFilter):
     duplicate_8_gram: float | None = 0.12
     duplicate_9_gram: float | None = 0.11
     duplicate_10_gram: float | None = 0.10
-
     by_form: bool = True
 
-    def open(self) -> Callable[[TextBatch], Verdicts]:
-        from pretrain_tools.preparation.cleaning.compiled.text_statistics import GRAM_RULES, Scratch, repetitions
+    def open(self) -> Judge:
+        from pretrain_tools.preparation.cleaning.compiled import GRAM_RULES, repetitions
         from pretrain_tools.preparation.cleaning.forms import CODE, PARAGRAPHS, TABLE
 
         given = (getattr(self, rule) for rule in GRAM_RULES)
         limits = np.array([np.inf if limit is None else limit for limit in given], np.float64)
-        scratch = Scratch()
 
         def judge(batch: TextBatch) -> Verdicts:
-            divided, lines, blocks = batch.divided, batch.lines, batch.lines.blocks
-            forms = batch.forms if self.by_form else np.zeros(len(batch), np.int64)
-            total, prose = lines.characters + lines.counts - 1, forms < CODE
-            (block_count, block_characters), (line_count, line_characters) = blocks.repeated, lines.repeated
-            verdicts = verdicts_of([
-                Rule("duplicate_paragraphs", _share(block_count, blocks.counts), self.duplicate_paragraphs,
-                     fits=forms == PARAGRAPHS),
-                Rule("duplicate_paragraph_characters", _share(block_characters, total),
-                     self.duplicate_paragraph_characters, fits=prose),
-                Rule("duplicate_lines", _share(line_count, lines.counts), self.duplicate_lines,
-                     fits=forms == PARAGRAPHS),
-                Rule("duplicate_line_characters", _share(line_characters, total), self.duplicate_line_characters,
-                     fits=(forms == PARAGRAPHS) | (forms == TABLE)),
-            ])  # fmt: skip
-            broken, values = np.full(len(batch), -1), np.zeros(len(batch))
+            divided = batch.divided
+            lines = batch.lines
+            blocks = batch.lines.blocks
+            forms = _forms(batch, self.by_form)
+            is_page = forms == PARAGRAPHS
+            total = lines.characters + lines.counts - 1
+            block_share = _share(blocks.repeated[0], blocks.counts)
+            block_characters = _share(blocks.repeated[1], total)
+            line_share = _share(lines.repeated[0], lines.counts)
+            line_characters = _share(lines.repeated[1], total)
+            verdicts = verdicts_of(
+                [
+                    Rule("duplicate_paragraphs", block_share, self.duplicate_paragraphs, fits=is_page),
+                    Rule(
+                        "duplicate_paragraph_characters",
+                        block_characters,
+                        self.duplicate_paragraph_characters,
+                        fits=forms < CODE,
+                    ),
+                    Rule("duplicate_lines", line_share, self.duplicate_lines, fits=is_page),
+                    Rule(
+                        "duplicate_line_characters",
+                        line_characters,
+                        self.duplicate_line_characters,
+                        fits=is_page | (forms == TABLE),
+                    ),
+                ]
+            )
             skipped = forms == CODE
             skipped[list(verdicts.removed)] = True
-            repetitions(divided.lengths, divided.hashes, divided.word_bounds, total, limits, skipped,
-                        scratch.tables(divided.word_bounds), broken, values)  # fmt: skip
+            broken = np.full(len(batch), -1)
+            values = np.zeros(len(batch))
+            repetitions(divided.lengths, divided.hashes, divided.word_bounds, total, limits, skipped, broken, values)
             for number in np.flatnonzero(broken >= 0).tolist():
                 verdicts.removed[number] = GRAM_RULES[broken[number]]
                 verdicts.measured[number] = float(values[number]), float(limits[broken[number]])
             return verdicts
 
-        judge(TextBatch([b"compiled once, before workers are forked"], [None]))
         return judge
 
 
@@ -199,31 +221,32 @@ class FineWebQuality(NamedFilter):
     short_line_characters: int = 30
     max_duplicate_characters: float | None = 0.01
     max_newlines_per_word: float | None = 0.3
-
     by_form: bool = True
 
-    def open(self) -> Callable[[TextBatch], Verdicts]:
-        from pretrain_tools.preparation.cleaning.compiled import words
+    def open(self) -> Judge:
         from pretrain_tools.preparation.cleaning.forms import CODE, LINES, PARAGRAPHS
 
         def judge(batch: TextBatch) -> Verdicts:
-            lines, blocks = batch.lines, batch.lines.blocks
-            forms = batch.forms if self.by_form else np.zeros(len(batch), np.int64)
-            is_set, is_page, prose = forms == LINES, forms == PARAGRAPHS, forms < CODE
-            count = np.where(is_set, blocks.counts, lines.counts)
-            ending = np.where(is_set, blocks.totals(blocks.ends_sentence), lines.totals(lines.ends_sentence))
-            short = lines.totals(lines.column(words.CHARACTERS) <= self.short_line_characters)
-            newlines = _share(lines.counts - 1, lines.totals(lines.column(words.WORDS)))
-            return verdicts_of([
-                Rule("empty", lines.counts, 1, is_least=True),
-                Rule("few_ending_lines", _share(ending, count), self.min_ending_lines, is_least=True, fits=prose),
-                Rule("short_lines", _share(short, lines.counts), self.max_short_lines, fits=is_page),
-                Rule("duplicate_characters", _share(lines.repeated[1], lines.characters),
-                     self.max_duplicate_characters, fits=is_page),
-                Rule("many_lines", newlines, self.max_newlines_per_word, fits=is_page),
-            ])  # fmt: skip
+            lines = batch.lines
+            blocks = batch.lines.blocks
+            forms = _forms(batch, self.by_form)
+            is_page = forms == PARAGRAPHS
+            is_set = forms == LINES
+            endings = np.where(is_set, blocks.totals(blocks.ends_sentence), lines.totals(lines.ends_sentence))
+            ending = _share(endings, np.where(is_set, blocks.counts, lines.counts))
+            short = _share(lines.totals(lines.table["characters"] <= self.short_line_characters), lines.counts)
+            duplicate = _share(lines.repeated[1], lines.characters)
+            newlines = _share(lines.counts - 1, lines.totals("words"))
+            return verdicts_of(
+                [
+                    Rule("empty", lines.counts, 1, is_least=True),
+                    Rule("few_ending_lines", ending, self.min_ending_lines, is_least=True, fits=forms < CODE),
+                    Rule("short_lines", short, self.max_short_lines, fits=is_page),
+                    Rule("duplicate_characters", duplicate, self.max_duplicate_characters, fits=is_page),
+                    Rule("many_lines", newlines, self.max_newlines_per_word, fits=is_page),
+                ]
+            )
 
-        judge(TextBatch([b"compiled once, before workers are forked"], [None]))
         return judge
 
 
@@ -247,67 +270,85 @@ class C4Quality(NamedFilter):
     policies: bool = True
     by_form: bool = True
 
-    def open(self) -> Callable[[TextBatch], Verdicts]:
-        from pretrain_tools.preparation.cleaning.compiled import words
-        from pretrain_tools.preparation.cleaning.compiled.text_statistics import mark_brackets
+    def open(self) -> Judge:
         from pretrain_tools.preparation.cleaning.forms import CODE, PARAGRAPHS
 
         def judge(batch: TextBatch) -> Verdicts:
-            forms = batch.forms if self.by_form else np.zeros(len(batch), np.int64)
-            is_page, prose = forms == PARAGRAPHS, forms < CODE
-            cited: dict[int, bytes] = {}
-            if self.citations:
-                marks = np.zeros(len(batch), bool)
-                mark_brackets(*batch.joined, marks)
-                for number in np.flatnonzero(prose & marks).tolist():
-                    without = CITATION.sub(b"", batch.texts[number])
-                    if without != batch.texts[number]:
-                        cited[number] = without
+            forms = _forms(batch, self.by_form)
+            is_page = forms == PARAGRAPHS
+            prose = forms < CODE
+            cited = {}
+            for number, text in enumerate(batch.texts if self.citations else ()):
+                if prose[number] and b"[" in text and (without := CITATION.sub(b"", text)) != text:
+                    cited[number] = without
             lines = batch.lines
             if cited:
                 lines = lines.replaced(list(cited), TextBatch(list(cited.values()), []).lines)
-            dropped, lorem, brackets = self._lines(lines)
-            stays, before, counts = np.ones(len(lines.document), bool), {}, {}
+            lorem, brackets, dropped = self._lines(lines, prose)
+            stays = np.ones(len(lines.table), bool)
+            before = {}
+            counts = {}
             for rule, goes in dropped.items():
                 before[rule] = stays.copy()
-                goes &= stays & is_page[lines.document]
+                goes &= stays & is_page[lines.table["document"]]
                 stays &= ~goes
                 counts[f"lines.{rule}"] = int(np.count_nonzero(goes))
-            lorem, brackets = lines.totals(lorem * before["javascript"]), lines.totals(brackets * before["policy"])
-            sentences = lines.totals(lines.column(words.SENTENCES) * stays)
-            share = _share(brackets, lines.totals(lines.column(words.WORDS)))
-            verdicts = verdicts_of([
-                Rule("lorem_ipsum", lorem, 0 if self.placeholders else None, fits=prose),
-                Rule("curly_bracket", share, self.max_curly_brackets, fits=is_page),
-                Rule("few_sentences", sentences, self.min_sentences, is_least=True, fits=prose),
-            ])  # fmt: skip
-            verdicts.left = lines, stays
+            curly = _share(lines.totals(brackets * before["policy"]), lines.totals("words"))
+            verdicts = verdicts_of(
+                [
+                    Rule(
+                        "lorem_ipsum",
+                        lines.totals(lorem * before["javascript"]),
+                        0 if self.placeholders else None,
+                        fits=prose,
+                    ),
+                    Rule("curly_bracket", curly, self.max_curly_brackets, fits=is_page),
+                    Rule(
+                        "few_sentences",
+                        lines.totals(lines.table["sentences"] * stays),
+                        self.min_sentences,
+                        is_least=True,
+                        fits=prose,
+                    ),
+                ]
+            )
             verdicts.counts.update({rule: count for rule, count in counts.items() if count})
             joined = lines.joined(stays)
-            for number, before in enumerate(batch.texts):
-                text = joined[number] if is_page[number] else cited.get(number, before)
-                if number not in verdicts.removed and text != before:
-                    verdicts.changed[number] = text
+            for number, text in enumerate(batch.texts):
+                new = joined[number] if is_page[number] else cited.get(number, text)
+                if number not in verdicts.removed and new != text:
+                    verdicts.changed[number] = new
+            if verdicts.changed:
+                verdicts.lines = lines.of(range(len(batch)), stays)
             return verdicts
 
-        judge(TextBatch([b"compiled once, before workers are forked"], [None]))
         return judge
 
-    def _lines(self, lines: "Lines") -> tuple[dict[str, np.ndarray], np.ndarray, np.ndarray]:
-        """({rule: lines that it drops}, how often "lorem ipsum" and curly brackets stand in each); all (lines,)."""
-        from pretrain_tools.preparation.cleaning.compiled import words
-        from pretrain_tools.preparation.cleaning.compiled.text_statistics import PHRASE_TABLE, PHRASES, count_phrases
+    def _lines(self, lines: "Lines", prose: np.ndarray) -> tuple[np.ndarray, np.ndarray, dict[str, np.ndarray]]:
+        """Returns "lorem ipsum" and curly brackets per line, and the lines to drop by rule; all (lines,).
 
-        found = np.zeros((len(lines.document), len(PHRASES)), np.int64)
-        count_phrases(lines.text, lines.column(words.START), lines.column(words.STOP), *PHRASE_TABLE, found)
-        javascript, policy, lorem, brackets = found.T
+        prose: (documents,) bool.
+        """
+        from pretrain_tools.preparation.cleaning.compiled import count_phrases
+
+        table = np.array([list(phrase.ljust(16)) for phrase in PHRASES], np.uint8)
+        found = np.zeros((len(lines.table), len(PHRASES)), np.int64)
+        starts = lines.table["start"].copy()
+        # No rule looks into code and tables.
+        stops = np.where(prose[lines.table["document"]], lines.table["stop"], starts)
+        count_phrases(lines.text, starts, stops, table, np.array(list(map(len, PHRASES))), found)
+        counts = dict(zip(PHRASES, found.T, strict=True))
+        javascript, lorem, brackets = map(counts.pop, (b"javascript", b"lorem ipsum", b"{"))
         most = np.inf if self.max_word_characters is None else self.max_word_characters
-        none = np.zeros(len(lines.document), bool)
-        dropped = {
-            "long_word": lines.column(words.LONGEST_WORD) > most,
-            "no_end": ~np.isin(lines.last_bytes, list(ENDINGS)) | lines.ends_in_dots if self.endings else none.copy(),
-            "few_words": lines.column(words.WORDS) < (self.min_words_per_line or 0),
-            "javascript": self.javascript & (javascript > 0),
-            "policy": self.policies & (policy > 0),
-        }
-        return dropped, lorem, brackets
+        no_end = ~np.isin(lines.last_bytes, list(ENDINGS)) | lines.ends_in_dots
+        return (
+            lorem,
+            brackets,
+            {
+                "long_word": lines.table["longest_word"] > most,
+                "no_end": self.endings & no_end,
+                "few_words": lines.table["words"] < (self.min_words_per_line or 0),
+                "javascript": self.javascript & (javascript > 0),
+                "policy": self.policies & (sum(counts.values()) > 0),
+            },
+        )

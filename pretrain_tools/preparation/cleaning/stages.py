@@ -5,7 +5,7 @@ process, before workers are forked, which share it; on Ray each worker opens its
 """
 
 from collections import Counter
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -15,83 +15,66 @@ from pretrain_tools.preparation.cleaning.account import KEPT, CleaningAccount, F
 if TYPE_CHECKING:
     import numpy as np
 
-    from pretrain_tools.preparation.cleaning.compiled.words import DividedTexts
+    from pretrain_tools.preparation.cleaning.compiled import DividedTexts
     from pretrain_tools.preparation.cleaning.forms import Lines
 
 BATCH_BYTES = 1 << 20
-"""What stages see at once: what they make of it stays in the processor's cache, at little work for Python."""
+"""Bytes that stages see at once: intermediate arrays stay in the processor's cache."""
 
 
 @dataclass
 class TextBatch:
-    """Documents that no stage has removed yet. `urls`: None where --url_field is not given."""
+    """Documents that no stage has removed yet; what stages share is computed once."""
 
     texts: list[bytes]
     urls: list[str | None]
-    _joined: "tuple[np.ndarray, np.ndarray] | None" = None
-    _divided: "DividedTexts | None" = None
-    _forms: "np.ndarray | None" = None
-    _lines: "Lines | None" = None
+    """None without --url_field."""
 
     def __len__(self) -> int:
         return len(self.texts)
 
-    @property
-    def joined(self) -> "tuple[np.ndarray, np.ndarray]":
-        """(text, bounds) as of text_blocks.joined_texts, once for all stages."""
-        if self._joined is None:
-            from pretrain_tools.preparation.cleaning.compiled.text_blocks import joined_texts
-
-            self._joined = joined_texts(self.texts)
-        return self._joined
-
-    @property
+    @cached_property
     def divided(self) -> "DividedTexts":
-        """The documents' words and lines, divided once for all stages that count them."""
-        if self._divided is None:
-            from pretrain_tools.preparation.cleaning.compiled.words import divided_texts
+        """The words and lines of the documents."""
+        from pretrain_tools.preparation.cleaning.compiled import divided_texts, joined_texts
 
-            self._divided = divided_texts(*self.joined)
-        return self._divided
+        return divided_texts(*joined_texts(self.texts))
 
-    @property
+    @cached_property
     def lines(self) -> "Lines":
         """The lines that are not blank."""
-        if self._lines is None:
-            from pretrain_tools.preparation.cleaning.forms import Lines
+        from pretrain_tools.preparation.cleaning.forms import Lines
 
-            self._lines = Lines.of(self.divided)
-        return self._lines
+        return Lines(self.divided.text, self.divided.lines, len(self))
 
-    @property
+    @cached_property
     def forms(self) -> "np.ndarray":
-        """(documents,): the form of each text, as it was before any stage changed it."""
-        if self._forms is None:
-            from pretrain_tools.preparation.cleaning.forms import forms_of
+        """(documents,) the form of each text, before any stage changed it."""
+        from pretrain_tools.preparation.cleaning.forms import forms_of
 
-            self._forms = forms_of(self.divided, self.lines)
-        return self._forms
+        return forms_of(self.divided, self.lines)
 
-    def after(
-        self, removed: Container[int], changed: Mapping[int, bytes], left: "tuple[Lines, np.ndarray] | None" = None
-    ) -> "TextBatch":
-        """What stays when a stage has removed and changed documents by number. left: of Verdicts."""
-        stay = [number for number in range(len(self)) if number not in removed]
-        after = TextBatch([changed.get(number, self.texts[number]) for number in stay], [self.urls[n] for n in stay])
-        if not changed:
-            after._joined = self._joined and (self._joined[0], self._joined[1][stay])
-            if self._divided is not None:
-                after._divided, after._lines = self._divided.words_of(stay), self.lines.staying(None, stay)
-        if self._forms is not None:
-            after._forms = self._forms[stay]
-        if left is not None:
-            after._lines = left[0].staying(left[1], stay)
+    def after(self, stay: list[int], verdicts: "Verdicts") -> "TextBatch":
+        """Returns the documents that stay, with their new texts."""
+        texts = [verdicts.changed.get(number, self.texts[number]) for number in stay]
+        after = TextBatch(texts, [self.urls[number] for number in stay])
+        known = self.__dict__
+        if "forms" in known:
+            after.forms = self.forms[stay]
+        # Dividing again would cost more than all rules together.
+        if verdicts.lines is not None:
+            after.lines = verdicts.lines.of(stay)
+        elif not verdicts.changed and known.keys() & {"divided", "lines"}:
+            after.lines = self.lines.of(stay)
+        if not verdicts.changed and "divided" in known:
+            words = self.divided
+            after.divided = words._replace(word_bounds=words.word_bounds[stay], totals=words.totals[stay])
         return after
 
 
 @dataclass
 class Verdicts:
-    """What a stage says of a batch, by the number of a document in it; of documents not named, that they stay."""
+    """The decisions of a stage on a batch, by the number of a document in it. Documents not named stay unchanged."""
 
     removed: dict[int, str] = field(default_factory=dict)
     """{document: the rule that removes it, without the stage's name; '' where the stage has one rule only}."""
@@ -99,28 +82,34 @@ class Verdicts:
     """{document: the value that its rule measured, and the limit}, where the rule has one."""
     changed: dict[int, bytes] = field(default_factory=dict)
     """{document: its new text}; an empty one is removed by the rule `nothing_left`."""
-    left: "tuple[Lines, np.ndarray] | None" = None
-    """The lines of the texts and which of them stay, (lines,) bool, where a stage changes texts by nothing else."""
+    lines: "Lines | None" = None
+    """The lines of the texts afterwards, where the stage knows them."""
     counts: Counter[str] = field(default_factory=Counter)
     """Anything else to add up, under the stage's name, such as e-mail addresses replaced."""
     values: dict[str, Sequence[str]] = field(default_factory=dict)
     """{measure: its value for each document}, such as its language, for a histogram: few different ones."""
     found: dict[int, list[Found]] = field(default_factory=dict)
-    """{document: what it holds of lists that the stage looks for, each once}."""
+    """{document: the entries of lists that it holds, each once}."""
+
+
+Judge = Callable[[TextBatch], Verdicts]
 
 
 class CleaningStage(Protocol):
     """One step of a cleaning."""
 
+    is_compiled: bool
+    """True: it calls kernels, to be compiled before workers are forked."""
+
     @property
     def label(self) -> str:
-        """The name that the rules, changes and counts go by; no other stage of the cleaning has it."""
+        """Names the stage in rules, changes and counts; unique in a cleaning."""
 
     def as_plan(self) -> dict[str, Any]:
-        """Its name and all that decides its verdicts, for the manifest; files by hash, no absolute paths."""
+        """Returns its name and all that decides its verdicts, for the manifest; files by hash, no absolute paths."""
 
-    def open(self) -> Callable[[TextBatch], Verdicts]:
-        """What judges batches. A verdict depends on the document alone."""
+    def open(self) -> Judge:
+        """Returns what judges batches. A verdict depends on the document alone."""
 
 
 class Cleaned(NamedTuple):
@@ -133,24 +122,22 @@ class Cleaned(NamedTuple):
 
 @dataclass(frozen=True)
 class Cleaning:
-    """The stages in order; each sees what those before it left."""
+    """Stages in order; each sees what those before it left."""
 
     stages: tuple[CleaningStage, ...]
 
     def as_plan(self) -> list[dict[str, Any]]:
-        """What the manifest records, with all numbers written out."""
+        """Returns what the manifest records, with all numbers written out."""
         return [stage.as_plan() for stage in self.stages]
 
-    def preload(self) -> None:
-        """Does what a stage can do before it is opened, in a thread beside other work of the start."""
-        for stage in self.stages:
-            if hasattr(stage, "preload"):
-                stage.preload()
-
     @cached_property
-    def opened(self) -> list[tuple[str, Callable[[TextBatch], Verdicts]]]:
-        """(label, what judges) of each stage."""
-        return [(stage.label, stage.open()) for stage in self.stages]
+    def opened(self) -> list[tuple[str, Judge]]:
+        """(label, judge) of each stage, compiled."""
+        opened = [(stage.label, stage.open()) for stage in self.stages]
+        for stage, (_, judge) in zip(self.stages, opened, strict=True):
+            if stage.is_compiled:
+                judge(TextBatch([b"compiled once, before workers are forked"], [None]))
+        return opened
 
     def __getstate__(self) -> dict[str, Any]:
         return {"stages": self.stages}
@@ -162,8 +149,10 @@ class Cleaning:
         self, texts: Sequence[bytes], urls: Sequence[str | None], sources: Sequence[str], places: Sequence[int]
     ) -> Cleaned:
         """Runs all stages over documents. sources, places: where each comes from, for the account."""
-        account, kept, left = CleaningAccount(), [], []
-        for first, stop in _batches(texts):
+        account = CleaningAccount()
+        kept = []
+        left = []
+        for first, stop in batches(texts):
             batch = TextBatch(list(texts[first:stop]), list(urls[first:stop]))
             stay, batch = self._clean(batch, sources[first:stop], places[first:stop], account)
             kept += [first + number for number in stay]
@@ -173,8 +162,9 @@ class Cleaning:
     def _clean(
         self, batch: TextBatch, sources: Sequence[str], places: Sequence[int], account: CleaningAccount
     ) -> tuple[list[int], TextBatch]:
-        """(numbers of the documents that stay, what is left of these)."""
-        texts, kept = batch.texts, list(range(len(batch)))
+        """Returns (numbers of the documents that stay, what is left of these)."""
+        texts = batch.texts
+        kept = list(range(len(batch)))
         for label, judge in self.opened:
             if not kept:
                 break
@@ -186,34 +176,31 @@ class Cleaning:
                 account.add_found(found, sources[kept[number]], places[kept[number]])
             removed = {number: f"{label}.{rule}" if rule else label for number, rule in verdicts.removed.items()}
             for number, text in verdicts.changed.items():
-                if number in removed:
-                    continue
-                account.add_change(label, len(batch.texts[number]) - len(text))
-                if not text:
-                    removed[number] = f"{label}.nothing_left"
-            by_rule: dict[str, list[int]] = {}
+                if number not in removed:
+                    account.add_change(label, len(batch.texts[number]) - len(text))
+                    if not text:
+                        removed[number] = f"{label}.nothing_left"
             for number, rule in removed.items():
-                by_rule.setdefault(rule, []).append(number)
-            for rule, numbers in by_rule.items():
-                originals = [kept[number] for number in numbers]
-                of_rule = ([values[n] for n in originals] for values in (sources, places, texts))
-                account.add_documents(rule, *of_rule, [verdicts.measured.get(number) for number in numbers])
+                place = kept[number]
+                account.add_document(rule, sources[place], places[place], texts[place], verdicts.measured.get(number))
             if removed or verdicts.changed:
-                batch = batch.after(removed, verdicts.changed, verdicts.left)
-                kept = [original for number, original in enumerate(kept) if number not in removed]
-        if kept:
-            account.add_documents(KEPT, *([values[number] for number in kept] for values in (sources, places, texts)))
+                stay = [number for number in range(len(batch)) if number not in removed]
+                batch = batch.after(stay, verdicts)
+                kept = [kept[number] for number in stay]
+        for place in kept:
+            account.add_document(KEPT, sources[place], places[place], texts[place])
         account.add_domains(batch.texts, batch.urls)
         return kept, batch
 
 
-def _batches(texts: Sequence[bytes]) -> Iterator[tuple[int, int]]:
-    """(first, stop) of documents of BATCH_BYTES together, or one that is larger."""
+def batches(texts: Sequence[bytes]) -> Iterator[tuple[int, int]]:
+    """Divides documents into (first, stop) of BATCH_BYTES together, or one that is larger."""
     first = size = 0
     for number, text in enumerate(texts):
         if size and size + len(text) > BATCH_BYTES:
             yield first, number
-            first, size = number, 0
+            first = number
+            size = 0
         size += len(text)
     if first < len(texts):
         yield first, len(texts)

@@ -7,5 +7,5 @@ A new format is one generator in formats, or in containers when it needs a libra
     archives: tar
     records: texts made of fields
     document_index: which documents are in a shard, and where each came from
-    hub_dataset, presets: datasets of the Hub; datasets by name
+    hub_dataset: datasets of the Hub, and presets
 """

@@ -27,7 +27,7 @@ SHOWN_SUFFIX_CHARACTERS = 12
 
 
 class MemberFormat(NamedTuple):
-    """How to read a member: by its name, as if it were a file."""
+    """The reader of a member, chosen by its name, as for a file."""
 
     name: str
     compression: str | None
@@ -78,12 +78,13 @@ class _Sample:
 
 
 def read_tar(stream: ByteStream, reading: Reading, format_of: FormatOf) -> Iterator[Record]:
-    """A document per text member, those of the .json members without a text beside them, and those of other files.
+    """Reads a document per text member, those of .json members without a text beside them, and those of other files.
 
     A text's other fields are those of the .json member that shares its name up to the first dot. Members that are no
     documents are counted in a record at the end. A record's place counts documents and problems.
     """
-    place, others = 0, Counter()
+    place = 0
+    others = Counter()
     damage = None
     try:
         for record in _records(stream, reading, format_of, others):
@@ -129,7 +130,7 @@ def _records(stream: ByteStream, reading: Reading, format_of: FormatOf, others: 
 
 
 def _is_hidden(name: str) -> bool:
-    """Whether patterns of paths pass over such a file, like those that macOS adds to archives."""
+    """Tells files that patterns of paths skip, like those that macOS adds to archives."""
     return any(part.startswith(".") and part not in (".", "..") for part in name.split("/"))
 
 
@@ -146,7 +147,7 @@ def _kind_of(member: tarfile.TarInfo) -> str:
 
 
 def _shown(name: str) -> str:
-    """A member's name to print: it may hold anything."""
+    """Makes a member's name printable."""
     return name.encode(errors="backslashreplace").decode() if name.isprintable() else ascii(name)[1:-1]
 
 
@@ -155,7 +156,7 @@ def _problem(name: str, problem: str) -> Record:
 
 
 def _member_records(name: str, file: io.IOBase, found: MemberFormat, reading: Reading) -> Iterator[Record]:
-    """The records of a member that is a file of documents. Damage to it leaves the rest of the archive readable."""
+    """Reads a member that is a file of documents. If it is damaged, the rest of the archive is still read."""
     with ByteStream(name, found.compression, file) as stream:
         try:
             for record in found.read(stream, reading):
@@ -176,7 +177,8 @@ def _sample_records(sample: _Sample, reading: Reading, format_of: FormatOf, othe
             yield from _member_records(name, io.BytesIO(content), format_of(name), reading)
         elif name.lower().rpartition("/")[2].partition(".")[2] != "json":
             others[".json beside a text"] += 1
-    sample.texts, sample.objects = [], []
+    sample.texts = []
+    sample.objects = []
 
 
 def _text_record(text: bytes, beside: bytes | None, reading: Reading) -> Record:

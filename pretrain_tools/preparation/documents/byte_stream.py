@@ -53,7 +53,7 @@ class ByteStream(io.RawIOBase):
         return count
 
     def blocks(self) -> Iterator[bytes]:
-        """Consecutive pieces of the content, without the copy that a read into a buffer costs."""
+        """Yields consecutive pieces of the content, without copying them into a buffer."""
         return self._blocks
 
     def _read_blocks(self) -> Iterator[bytes]:
@@ -63,11 +63,13 @@ class ByteStream(io.RawIOBase):
 
     def _decompress(self, compression: str) -> Iterator[bytes]:
         new_decompressor, error_class = decompression_of(compression)
-        decompressor, fed = None, False
+        decompressor = None
+        fed = False
         for raw in self._read_blocks():
             while raw:
                 if decompressor is None:
-                    decompressor, fed = new_decompressor(), False
+                    decompressor = new_decompressor()
+                    fed = False
                 try:
                     block = decompressor.decompress(raw)
                 except error_class as error:
@@ -88,7 +90,7 @@ class ByteStream(io.RawIOBase):
 
 
 def decompression_of(compression: str) -> tuple[Callable[[], Any], type[Exception]]:
-    """(what makes a decompressor of gz or zst, the error that it raises for damaged data)."""
+    """Returns (a factory of decompressors of gz or zst, the error that they raise for damaged data)."""
     if compression == "gz":
         return lambda: zlib.decompressobj(wbits=31), zlib.error
     import zstandard

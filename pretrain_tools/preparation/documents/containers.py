@@ -13,7 +13,7 @@ ROWS_AT_ONCE = 256
 
 
 def seekable(stream: ByteStream, at_once: bool = False) -> BinaryIO:
-    """The file itself, or a temporary copy where it is compressed, in an archive, or read front to back by its server.
+    """Opens the file, or a temporary copy if it is compressed, in an archive, or its server cannot seek.
 
     at_once: download a remote file first, for libraries that read many small pieces.
     """
@@ -42,7 +42,7 @@ def _readable_as(kind: str, *errors: type[Exception]) -> Iterator[None]:
 
 
 def read_parquet(stream: ByteStream, reading: Reading) -> Iterator[Record]:
-    """Parquet: a document per row, which is its record's place."""
+    """Reads parquet: a document per row, which is its record's place."""
     from pyarrow import parquet
 
     with seekable(stream) as file:
@@ -52,7 +52,7 @@ def read_parquet(stream: ByteStream, reading: Reading) -> Iterator[Record]:
 
 
 def read_parquet_rows(stream: ByteStream, reading: Reading, row_group: int) -> Iterator[Record]:
-    """The documents of one row group of a parquet file that is not compressed as a whole."""
+    """Reads one row group of a parquet file that is not compressed as a whole."""
     from pyarrow import parquet
 
     with _parquet_errors():
@@ -67,7 +67,7 @@ def _parquet_errors() -> AbstractContextManager[None]:
 
 
 def _parquet_records(table: Any, reading: Reading, row_groups: range) -> Iterator[Record]:
-    """The records of consecutive row groups. What makes them unreadable counts as all the rows that are left."""
+    """Reads consecutive row groups. An unreadable one counts as all the rows that are left."""
     rows = [table.metadata.row_group(number).num_rows for number in range(row_groups.stop)]
     place = rows_before = sum(rows[: row_groups.start])
     try:
@@ -92,7 +92,7 @@ def _parquet_place(path: str) -> str | BinaryIO:
 
 
 def parquet_row_group_bytes(path: str) -> list[int]:
-    """Uncompressed bytes of each row group; [] where they cannot be read one by one."""
+    """Lists the uncompressed bytes of each row group; [] if they cannot be read one by one."""
     import pyarrow as pa
     from pyarrow import parquet
 
@@ -113,7 +113,7 @@ def _columns_of(schema: Any, reading: Reading) -> list[str]:
 
 
 def _column_of(schema: Any, field: str) -> str:
-    """The column to read: the field itself, or the column that holds the nested field."""
+    """Finds the column to read: the field itself, or the column that holds the nested field."""
     for name in (field, field.split(".")[0]):
         if name in schema.names:
             return name
@@ -127,7 +127,7 @@ def _batch_records(batches: Iterator[Any], reading: Reading, rows_before: int = 
 
 
 def table_records(table: Any, reading: Reading, rows_before: int) -> Iterator[Record]:
-    """The records of an arrow batch or table, numbered from rows_before + 1; DamagedFileError without the column."""
+    """Reads an arrow batch or table, numbered from rows_before + 1. Raises DamagedFileError without the column."""
     if reading.is_plain:
         for place, value in enumerate(_values(table, reading.text_field), rows_before + 1):
             yield text_record(place, value, reading.text_field)
@@ -138,7 +138,7 @@ def table_records(table: Any, reading: Reading, rows_before: int) -> Iterator[Re
 
 
 def _values(table: Any, field: str) -> list[Any]:
-    """A column of an arrow batch or table: text as bytes, nulls as None, other types unchanged."""
+    """Returns a column of an arrow batch or table: text as bytes, nulls as None, other types unchanged."""
     import pyarrow as pa
     from pyarrow import compute, types
 
@@ -158,7 +158,7 @@ def _values(table: Any, field: str) -> list[Any]:
 
 
 def read_arrow(stream: ByteStream, reading: Reading) -> Iterator[Record]:
-    """Arrow IPC, file or stream: a document per row."""
+    """Reads Arrow IPC, file or stream: a document per row."""
     import pyarrow as pa
 
     with seekable(stream) as file, _readable_as("arrow IPC", pa.ArrowException, OSError):
@@ -177,7 +177,7 @@ def read_arrow(stream: ByteStream, reading: Reading) -> Iterator[Record]:
 
 
 def read_hdf5(stream: ByteStream, reading: Reading) -> Iterator[Record]:
-    """HDF5: a dataset of strings named like the text field (dots or slashes lead into groups)."""
+    """Reads HDF5: a dataset of strings named like the text field (dots or slashes lead into groups)."""
     import h5py
 
     with (

@@ -32,19 +32,21 @@ SPACE = re.compile(r"\s*")
 
 
 def whole_lines(stream: ByteStream) -> Iterator[tuple[int, bytes]]:
-    """(number of its first line, content) of consecutive pieces of about PART_BYTES that end with a line.
+    """Yields (number of the first line, content) of consecutive pieces of about PART_BYTES that end with a line.
 
     Raises DamagedFileError after the last whole line, or at a line longer than a document may be.
     """
     pending: list[bytes] = []
-    size, line = 0, 1
+    size = 0
+    line = 1
     damage = None
     blocks = stream.blocks()
     while True:
         try:
             block = next(blocks, None)
         except DamagedFileError as error:
-            block, damage = None, error
+            block = None
+            damage = error
         if block is None:
             break
         pending.append(block)
@@ -54,7 +56,8 @@ def whole_lines(stream: ByteStream) -> Iterator[tuple[int, bytes]]:
             content = b"".join([*pending[:-1], head, b"\n"])
             yield line, content
             line += content.count(b"\n")
-            pending, size = [tail], len(tail)
+            pending = [tail]
+            size = len(tail)
         elif size > MAXIMUM_DOCUMENT_BYTES + PART_BYTES:
             raise DamagedFileError(f"line {line} or a later one is longer than {MAXIMUM_DOCUMENT_BYTES:,} bytes")
     content = b"".join(pending)
@@ -67,7 +70,7 @@ def whole_lines(stream: ByteStream) -> Iterator[tuple[int, bytes]]:
 
 
 def records_of_lines(first_line: int, content: bytes, format_name: str, reading: Reading) -> Iterator[Record]:
-    """The records of whole lines of a line format: a JSON object, or a document of plain text, on each."""
+    """Reads whole lines of a line format: a JSON object, or a document of plain text, on each."""
     if first_line == 1:
         content = content.removeprefix(BYTE_ORDER_MARK)
     lines = content.split(b"\n")
@@ -81,13 +84,13 @@ def records_of_lines(first_line: int, content: bytes, format_name: str, reading:
 
 
 def read_jsonl(stream: ByteStream, reading: Reading) -> Iterator[Record]:
-    """JSON Lines: an object per line."""
+    """Reads JSON Lines: an object per line."""
     for first_line, content in whole_lines(stream):
         yield from records_of_lines(first_line, content, "jsonl", reading)
 
 
 def read_text(stream: ByteStream, reading: Reading) -> Iterator[Record]:
-    """Plain text: a document per file, per line, or per block of lines between blank lines."""
+    """Reads plain text: a document per file, per line, or per block of lines between blank lines."""
     if not reading.is_plain:
         raise DamagedFileError(
             "plain text has no fields for --template, --only, --url_field or --split_field; leave these out, or it"
@@ -102,8 +105,9 @@ def read_text(stream: ByteStream, reading: Reading) -> Iterator[Record]:
 
 
 def read_whole(stream: ByteStream, remedy: str) -> bytes:
-    """All of a file. Raises DamagedFileError, with the remedy, when it is larger than a document may be."""
-    blocks, size = [], 0
+    """Reads a whole file. Raises DamagedFileError, with the remedy, if it is larger than a document may be."""
+    blocks = []
+    size = 0
     for block in stream.blocks():
         blocks.append(block)
         size += len(block)
@@ -130,12 +134,13 @@ def _paragraphs(stream: ByteStream) -> Iterator[Record]:
 
 
 def read_json_documents(stream: ByteStream, reading: Reading) -> Iterator[Record]:
-    """JSON: a list of objects, an object that holds one such list, or objects one after another."""
+    """Reads JSON: a list of objects, an object that holds one such list, or objects one after another."""
     try:
         text = read_whole(stream, "convert it to JSON lines").removeprefix(BYTE_ORDER_MARK).decode()
     except UnicodeDecodeError as error:
         raise DamagedFileError(not_utf8(error)) from None
-    position, place = SPACE.match(text).end(), 0
+    position = SPACE.match(text).end()
+    place = 0
     while position < len(text):
         try:
             value, position = JSON.raw_decode(text, position)
@@ -160,7 +165,7 @@ def _elements(value: Any, text_field: str) -> list[Any]:
 
 
 def read_csv(stream: ByteStream, reading: Reading) -> Iterator[Record]:
-    """Comma- or tab-separated values with a header row. A record's place is the line on which its row ends."""
+    """Reads comma- or tab-separated values with a header row. A record's place is the line on which its row ends."""
     csv.field_size_limit(MAXIMUM_DOCUMENT_BYTES)
     # Bytes that are not UTF-8 come through as lone surrogates, so that one bad row is one bad record.
     lines = io.TextIOWrapper(io.BufferedReader(stream), "utf-8", errors="surrogateescape", newline="")
@@ -197,7 +202,7 @@ def read_csv(stream: ByteStream, reading: Reading) -> Iterator[Record]:
 
 
 def _count_of(rows: Iterator[list[str]]) -> int:
-    """How many rows of CSV are left, up to one that is broken."""
+    """Counts the rows of CSV that are left, up to a broken one."""
     count = 0
     with suppress(csv.Error):
         for _ in rows:

@@ -14,12 +14,56 @@ from typing import Any
 from pretrain.errors import InputError
 from pretrain_tools.preparation.documents.byte_stream import DamagedFileError
 from pretrain_tools.preparation.documents.containers import table_records
-from pretrain_tools.preparation.documents.presets import PRESETS, Preset, find_preset
 from pretrain_tools.preparation.documents.records import Reading, Record
-from pretrain_tools.preparation.documents.sources import InputFile, Part, Position, RecordsPart, slice_range
+from pretrain_tools.preparation.documents.sources import InputFile, Part, Position, part_of_records, slice_range
 
 ROWS_PER_PART = 1000
 ROWS_IN_FINGERPRINT = 64
+ARTICLE_HEADING = re.compile(rb"\s= [^=].* =\s*")
+"""WikiText comes line by line: a line such as ' = Title = ' begins an article, ' = = Section = = ' does not."""
+
+
+@dataclass(frozen=True)
+class Preset:
+    """A dataset of the Hub. `streams`: too large to download first; it streams unless the command line says otherwise.
+
+    `document_start`: rows are lines, and those that match it begin a document; None: each row is a document.
+    """
+
+    path: str
+    subset: str | None = None
+    streams: bool = False
+    document_start: re.Pattern[bytes] | None = None
+
+
+FINEWEB_EDU = "HuggingFaceFW/fineweb-edu"
+SMOLLM_CORPUS = "HuggingFaceTB/smollm-corpus"
+PRESETS = {
+    "wikitext-2": Preset("Salesforce/wikitext", "wikitext-2-raw-v1", document_start=ARTICLE_HEADING),
+    "wikitext-103": Preset("Salesforce/wikitext", "wikitext-103-raw-v1", document_start=ARTICLE_HEADING),
+    "tinystories": Preset("roneneldan/TinyStories"),
+    "openwebtext": Preset("Skylion007/openwebtext", "plain_text"),
+    "wikipedia": Preset("wikimedia/wikipedia", "20231101.en"),
+    "fineweb-edu": Preset(FINEWEB_EDU, "default", streams=True),
+    "fineweb-edu-10bt": Preset(FINEWEB_EDU, "sample-10BT", streams=True),
+    "fineweb-edu-100bt": Preset(FINEWEB_EDU, "sample-100BT", streams=True),
+    "fineweb-edu-350bt": Preset(FINEWEB_EDU, "sample-350BT", streams=True),
+    "cosmopedia-v2": Preset(SMOLLM_CORPUS, "cosmopedia-v2", streams=True),
+    "fineweb-edu-dedup": Preset(SMOLLM_CORPUS, "fineweb-edu-dedup", streams=True),
+    "smollm-corpus": Preset(SMOLLM_CORPUS, streams=True),
+    "pile": Preset("monology/pile-uncopyrighted", streams=True),
+    "pile-deduplicated": Preset("EleutherAI/the_pile_deduplicated", streams=True),
+}
+OTHER_NAMES = {
+    "the-pile": "pile",
+    "wikitext-2-raw": "wikitext-2",
+    "wikitext-103-raw": "wikitext-103",
+    "wikitext-2-raw-v1": "wikitext-2",
+    "wikitext-103-raw-v1": "wikitext-103",
+    "fineweb-edu-sample-10bt": "fineweb-edu-10bt",
+    "fineweb-edu-sample-100bt": "fineweb-edu-100bt",
+    "fineweb-edu-sample-350bt": "fineweb-edu-350bt",
+}
 
 
 @dataclass(frozen=True)
@@ -68,13 +112,13 @@ class HubDataset:
 
     @cached_property
     def source_names(self) -> list[str]:
-        """What the documents' places count in: the dataset, or each file of a stream."""
+        """Sources in which places count: the dataset, or each file of a stream."""
         # Documents that are joined from lines may continue in the next file.
         files = self.rows_of.num_shards if self.streaming and self.document_start is None else 1
         return [self.name] if files == 1 else [f"{self.name}/{self.split}/{number:05d}" for number in range(files)]
 
     def description(self) -> list[dict[str, Any]]:
-        """What identifies the dataset: its settings, and its commit or a hash of some of its rows."""
+        """Identifies the dataset by its settings, and its commit or a hash of some of its rows."""
         asked = {"subset": self.subset, "split": self.split, "examples": self.maximum_examples}
         if self.document_start is not None:
             asked["document_start"] = self.document_start.pattern.decode()
@@ -88,7 +132,7 @@ class HubDataset:
         return digest.hexdigest()
 
     def sliced(self, number: int, count: int) -> "HubDataset":
-        """Slice `number` of `count`: consecutive rows, or files of a stream.
+        """Returns slice `number` of `count`: consecutive rows, or files of a stream.
 
         Raises InputError for a stream with a limit, or of documents that are joined from rows.
         """
@@ -100,7 +144,7 @@ class HubDataset:
         return replace(self, slice=(number, count))
 
     def parts(self, reading: Reading, start: Position) -> Iterator[Part]:
-        """The documents in order, of ROWS_PER_PART rows at a time."""
+        """Yields the documents in order, ROWS_PER_PART rows at a time."""
         if self.streaming and self.document_start is None:
             yield from self._parts_of_stream(reading, start)
             return
@@ -113,7 +157,7 @@ class HubDataset:
             parts = self._joined_parts(source, records, starts_inside=first_part > 0)
         else:
             parts = (
-                RecordsPart(Position(0, part), input_bytes, source, tuple(found))
+                part_of_records(Position(0, part), input_bytes, source, found)
                 for part, (found, input_bytes) in enumerate(records, first_part + 1)
             )
         yield from itertools.takewhile(lambda part: part.after.part <= taken.stop, parts)
@@ -135,12 +179,12 @@ class HubDataset:
             for part, (found, input_bytes) in enumerate(records, first + 1):
                 rows_before += len(found)
                 position = Position(number, part, rows_before)
-                yield RecordsPart(position, input_bytes, _source(self.source_names[number]), tuple(found))
+                yield part_of_records(position, input_bytes, _source(self.source_names[number]), found)
 
     def _records(
         self, tables: Iterator[Any], reading: Reading, rows_before: int
     ) -> Iterator[tuple[list[Record], int]]:
-        """(records, bytes) of each table of rows. Raises InputError where the rows lack a field."""
+        """Yields (records, bytes) of each table of rows. Raises InputError if the rows lack a field."""
         total = self._bytes_of_rows
         for table in tables:
             try:
@@ -157,7 +201,7 @@ class HubDataset:
         documents = joined_documents(tables, self.document_start, starts_inside)
         for part, group in itertools.groupby(documents, key=lambda found: (found[0].place - 1) // ROWS_PER_PART):
             found, sizes = zip(*group, strict=True)
-            yield RecordsPart(Position(0, part + 1), sum(sizes), source, found)
+            yield part_of_records(Position(0, part + 1), sum(sizes), source, found)
 
     def _tables(self, first_row: int) -> Iterator[Any]:
         if self.streaming:
@@ -174,7 +218,7 @@ def _source(name: str) -> InputFile:
 def joined_documents(
     tables: Iterator[tuple[list[Record], int]], start: re.Pattern[bytes], starts_inside: bool
 ) -> Iterator[tuple[Record, int]]:
-    """(document, bytes read since the one before) from rows that are lines; those that match `start` begin one.
+    """Yields (document, bytes read since the last one) from rows that are lines; those that match `start` begin one.
 
     A document's place is its first row. starts_inside: skip rows before the first match, which belong to an earlier
     document. Rows with problems come as records of their own.
@@ -191,7 +235,9 @@ def joined_documents(
                 if b"".join(lines).strip():
                     yield Record(place, b"".join(lines)), input_bytes
                     input_bytes = 0
-                lines, place, inside = [record.text], record.place, True
+                lines = [record.text]
+                place = record.place
+                inside = True
             elif record.text and inside:
                 place = place or record.place
                 lines.append(record.text)
@@ -206,7 +252,8 @@ def open_dataset(name_and_limit: str, subset: str | None, split: str, streaming:
     loading fails, with the message of datasets, which names the subsets and splits that exist.
     """
     match = re.fullmatch(r"(.+?)(?::([0-9]+))?", name_and_limit)
-    name, limit = match[1], int(match[2]) if match[2] else None
+    name = match[1]
+    limit = int(match[2]) if match[2] else None
     if limit == 0:
         raise InputError(f"--dataset {name_and_limit}: asks for 0 examples; give at least 1, or no limit")
     preset = find_preset(name) or Preset(name)
@@ -240,7 +287,7 @@ def _where(name: str, preset: Preset) -> str:
 
 
 def _revision(name: str) -> str | None:
-    """The commit of a dataset's repository, so that a resumed preparation reads the same; None if unknown."""
+    """Looks up the commit of a dataset's repository, so that a resumed preparation reads the same; None if unknown."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
@@ -261,3 +308,11 @@ def _load(name: str, subset: str | None, split: str, streaming: bool, revision: 
             saved = saved[split]
         return saved.to_iterable_dataset() if streaming else saved
     return datasets.load_dataset(name, subset, split=split, streaming=streaming, revision=revision)
+
+
+def find_preset(name: str) -> Preset | None:
+    """Finds a preset by its name, in any case, with _ or -; None if there is none, or a folder has that name."""
+    key = name.lower().replace("_", "-")
+    if Path(name).exists():
+        return None
+    return PRESETS.get(OTHER_NAMES.get(key, key))

@@ -27,14 +27,14 @@ class Record(NamedTuple):
     is_validation: bool | None = None
     """By the field that --split_field names; None: the hash of the text decides."""
     problem_records: int = 1
-    """How many records a problem makes useless: a file without the column holds many."""
+    """Number of records that the problem makes useless: a file without the column holds many."""
     not_read: dict[str, int] | None = None
-    """Of an archive, by suffix: how many members are no documents. Then text and problem are None."""
+    """{suffix: members of an archive that are no documents}. Then text and problem are None."""
 
 
 @dataclass(frozen=True)
 class Reading:
-    """Where the text is, in a field (dotted when nested) or a template over several, and which documents to keep.
+    """Settings of reading: the field of the text (dotted when nested) or a template, and the documents to keep.
 
     `only`: (field, values) pairs; each field must have one of its values. The limits count Unicode characters.
     `documents`: what a document of plain text is.
@@ -52,7 +52,7 @@ class Reading:
 
     @cached_property
     def is_plain(self) -> bool:
-        """Whether only the text field is needed."""
+        """True if only the text field is needed."""
         return self.template is None and not self.only and self.url_field is None and self.split_field is None
 
     @cached_property
@@ -70,7 +70,7 @@ class Reading:
         return tuple(dict.fromkeys(names + [name for name in (self.url_field, self.split_field) if name]))
 
     def leaves_out(self, text: bytes) -> bool:
-        """Whether a text is shorter or longer than the limits."""
+        """Tells whether a text is shorter or longer than the limits."""
         if self.min_characters is None and self.max_characters is None:
             return False
         characters = len(text.decode())
@@ -78,7 +78,7 @@ class Reading:
 
 
 def template_problem(template: str) -> str | None:
-    """What is wrong with a template; None when nothing is."""
+    """Describes what is wrong with a template; None: nothing."""
     try:
         pieces = list(string.Formatter().parse(template))
     except ValueError as error:
@@ -91,7 +91,7 @@ def template_problem(template: str) -> str | None:
 
 
 def find_field(value: Any, name: str) -> Any:
-    """A field of a JSON object, by its own name or by dotted steps; MISSING when it is not there."""
+    """Finds a field of a JSON object, by its own name or by dotted steps; MISSING if there is none."""
     found = value.get(name, MISSING)
     if found is MISSING and "." in name:
         found = value
@@ -101,14 +101,14 @@ def find_field(value: Any, name: str) -> Any:
 
 
 def object_record(place: int, value: Any, reading: Reading) -> Record:
-    """The record of one JSON object."""
+    """Makes the record of one JSON object."""
     if not isinstance(value, dict):
         return Record(place, None, f"is {kind_of(value)}, must be an object with the field {reading.fields[0]!r}")
     return fields_record(place, lambda name: find_field(value, name), reading, list(value))
 
 
 def fields_record(place: int, find: Callable[[str], Any], reading: Reading, available: Sequence[str] = ()) -> Record:
-    """The record of a document whose fields `find` gives by name; `available` names those that exist, for messages."""
+    """Makes the record of a document. find: returns a field by its name. available: names for messages."""
     if reading.is_plain:
         found = find(reading.text_field)
         if found is not MISSING:
@@ -149,7 +149,7 @@ def _filled(place: int, values: dict[str, Any], reading: Reading) -> Record:
 
 
 def as_text(value: Any) -> str | None:
-    """A field's value in a template or filter: nulls are empty; None for lists and objects."""
+    """Prints a field's value for a template or filter: nulls are empty; None for lists and objects."""
     if value is None:
         return ""
     if isinstance(value, bytes):
@@ -160,7 +160,7 @@ def as_text(value: Any) -> str | None:
 
 
 def text_record(place: int, value: Any, text_field: str) -> Record:
-    """The record of a field's value, which must be text: a str, or bytes of UTF-8."""
+    """Makes the record of a field's value, which must be text: a str, or bytes of UTF-8."""
     if isinstance(value, bytes):
         return checked(place, value)
     if not isinstance(value, str):
@@ -172,7 +172,7 @@ def text_record(place: int, value: Any, text_field: str) -> Record:
 
 
 def checked(place: int, text: bytes) -> Record:
-    """A record of a text that must be UTF-8 and not too long."""
+    """Makes the record of a text, which must be UTF-8 and not too long."""
     if len(text) > MAXIMUM_DOCUMENT_BYTES:
         return Record(place, None, f"document of {len(text):,} bytes, at most {MAXIMUM_DOCUMENT_BYTES:,} are taken")
     try:
@@ -183,7 +183,7 @@ def checked(place: int, text: bytes) -> Record:
 
 
 def not_utf8(error: UnicodeDecodeError) -> str:
-    """A decoding error in words."""
+    """Describes a decoding error."""
     reason = f"not UTF-8 (byte 0x{error.object[error.start]:02x} at byte {error.start + 1:,} of it)"
     if error.object.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         return f"{reason} but UTF-16; convert it: iconv -f UTF-16 -t UTF-8"
@@ -191,7 +191,7 @@ def not_utf8(error: UnicodeDecodeError) -> str:
 
 
 def json_record(place: int, line: bytes, reading: Reading) -> Record:
-    """The record of a line that holds one JSON object."""
+    """Reads the JSON object on a line."""
     if len(line) > MAXIMUM_DOCUMENT_BYTES:
         return Record(place, None, f"line of {len(line):,} bytes, at most {MAXIMUM_DOCUMENT_BYTES:,} are taken")
     try:
@@ -211,6 +211,6 @@ JSON = json.JSONDecoder(strict=False)
 
 
 def kind_of(value: Any) -> str:
-    """What a JSON value is, in words."""
+    """Names the type of a JSON value."""
     names = {dict: "an object", list: "a list", bool: "true or false", int: "a number", float: "a number"}
     return "null" if value is None else names.get(type(value), f"a {type(value).__name__}")

@@ -1,4 +1,4 @@
-"""Raw documents: which files there are, in which format, and the parts into which they are divided for workers.
+"""Raw documents: files, their formats, and the parts into which they are divided for workers.
 
 Documents come in the order of the files' paths and, within a file, as they stand there. A part is what one worker
 takes at a time; a part's position, (source, part of it), is where an interrupted preparation goes on.
@@ -11,9 +11,9 @@ import itertools
 import os
 import posixpath
 import sys
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,7 +31,7 @@ class Format(NamedTuple):
     suffixes: tuple[str, ...]
     read: Callable[[ByteStream, Reading], Iterator[Record]]
     place: str
-    """What a record's place counts."""
+    """The unit of a record's place."""
 
 
 def _read_tar(stream: ByteStream, reading: Reading) -> Iterator[Record]:
@@ -39,7 +39,7 @@ def _read_tar(stream: ByteStream, reading: Reading) -> Iterator[Record]:
 
 
 def _member_format(name: str) -> archives.MemberFormat | None:
-    """The format of an archive's member, by its name."""
+    """Finds the format of an archive's member by its name."""
     inner, compression = _inner_suffix(name)
     found = _format_of(inner)
     if found is None:
@@ -68,7 +68,7 @@ RECORDS_PER_PART = 4096
 
 
 class Position(NamedTuple):
-    """Where reading goes on: a source's number and the number of its next part; rows of a stream before it."""
+    """A place to continue: the number of a source, of its next part, and of the rows of a stream before that."""
 
     source: int
     part: int
@@ -93,16 +93,16 @@ class InputFile:
         return ByteStream(self.path, self.compression)
 
     def place(self, number: int) -> str:
-        """A place in this file, for messages."""
+        """Describes a place in this file, for messages."""
         return place_text(shown(self.path), self.format, number)
 
     def recorded_place(self, number: int) -> str:
-        """A place in this file, without the machine's folders, for the manifest."""
+        """Describes a place without the machine's folders, for the manifest."""
         return place_text(self.name, self.format, number)
 
 
 def place_text(path: str, format_name: str | None, number: int) -> str:
-    """A place in a file, in words. format_name: None takes it from the suffix; datasets have none."""
+    """Describes a place in a file. format_name: None takes it from the suffix; datasets have none."""
     if format_name is None:
         inner = _inner_suffix(path)[0]
         format_name = _format_of(inner) or "dataset"
@@ -114,12 +114,12 @@ def _format_of(suffix: str) -> str | None:
 
 
 def format_by_name(path: str) -> str | None:
-    """A file's format by its suffix in any case; None for an unknown one."""
+    """Finds a file's format by its suffix in any case; None if unknown."""
     return _format_of(_inner_suffix(path)[0])
 
 
 def _inner_suffix(path: str) -> tuple[str, str | None]:
-    """(suffix without that of the compression, compression) of a file's name."""
+    """Returns (suffix without that of the compression, compression) of a file's name."""
     stem, suffix = os.path.splitext(shown(path).lower())
     compression = COMPRESSIONS.get(suffix)
     return (suffix if compression is None or suffix == ".tgz" else os.path.splitext(stem)[1]), compression
@@ -128,7 +128,7 @@ def _inner_suffix(path: str) -> tuple[str, str | None]:
 def find_sources(
     patterns: Sequence[str], exclude: Sequence[str] = (), format_name: str | None = None, option: str = "--input"
 ) -> list[InputFile]:
-    """The files that match the patterns (paths or URLs; `**` recurses) and not `exclude`, sorted by path.
+    """Finds the files that match the patterns (paths or URLs; `**` recurses) and not `exclude`, sorted by path.
 
     option: of the command line that gave the patterns, for messages.
 
@@ -164,7 +164,7 @@ def find_sources(
 
 
 def files_matching(pattern: str) -> list[str]:
-    """The files that a path, a pattern or a URL stands for. Raises InputError for a URL that cannot be listed."""
+    """Lists the files of a path, a pattern or a URL. Raises InputError for a URL that cannot be listed."""
     if is_url(pattern):
         return find_urls(pattern)
     drive, steps = os.path.splitdrive(os.path.expanduser(pattern))
@@ -173,7 +173,7 @@ def files_matching(pattern: str) -> list[str]:
 
 
 def _matching(folder: str, steps: list[str]) -> Iterator[str]:
-    """The paths below a folder that match the steps of a pattern, as glob has it, but in no folder twice.
+    """Finds the paths below a folder that match the steps of a pattern, like glob, but in no folder twice.
 
     glob follows symbolic links to folders as often as they lead back to where they are.
     """
@@ -187,8 +187,9 @@ def _matching(folder: str, steps: list[str]) -> Iterator[str]:
 
 
 def _folders_below(starts: Sequence[str]) -> Iterator[str]:
-    """Those and all folders in them, each real folder once: by its own path rather than by a link."""
-    waiting, seen = collections.deque(sorted(starts)), set()
+    """Yields folders and all folders in them, each real folder once: by its own path rather than by a link."""
+    waiting = collections.deque(sorted(starts))
+    seen = set()
     linked: collections.deque[str] = collections.deque()
     while waiting or linked:
         folder = (waiting or linked).popleft()
@@ -207,7 +208,7 @@ def _folders_below(starts: Sequence[str]) -> Iterator[str]:
 
 
 def _each_once(paths: Collection[str]) -> list[str]:
-    """The paths in order, of those that lead to one file by links only one: the file's own, or else the first."""
+    """Sorts paths; of those that lead to the same file, it keeps the file's own path, or else the first."""
     by_file: dict[str, str] = {}
     for path in sorted(paths):
         real = path if is_url(path) else os.path.realpath(path)
@@ -217,7 +218,7 @@ def _each_once(paths: Collection[str]) -> list[str]:
 
 
 def _names_below(paths: Sequence[str]) -> list[str]:
-    """The paths below the folder that all of them share: the same on every machine, and without secrets.
+    """Shortens paths to those below the folder that all share: the same on every machine, and without secrets.
 
     Bytes that are not UTF-8 are written out, as in caf\\xe9.txt.
     """
@@ -248,7 +249,7 @@ def _source(path: str, name: str, format_name: str | None) -> tuple[InputFile | 
 
 
 def _holds_lines(source: InputFile) -> bool:
-    """Whether a .json file holds JSON lines, as those of C4 and Dolma do."""
+    """Tells whether a .json file holds JSON lines, like those of C4 and Dolma."""
     try:
         with source.open() as stream:
             block = next(stream.blocks(), b"").removeprefix(formats.BYTE_ORDER_MARK)
@@ -259,7 +260,7 @@ def _holds_lines(source: InputFile) -> bool:
 
 
 def records_of(source: InputFile, reading: Reading, stream: ByteStream | None = None) -> Iterator[Record]:
-    """All records of one file. What makes the rest of it unreadable comes last, as a record with that problem."""
+    """Reads one file. If the rest of it is unreadable, the last record has that problem."""
     stream = stream or source.open()
     reading = replace(reading, tab_separated=".tsv" in Path(source.path).suffixes)
     return _guarded(FORMATS[source.format].read(stream, reading), stream)
@@ -279,16 +280,18 @@ def _guarded(records: Iterator[Record], stream: ByteStream) -> Iterator[Record]:
 
 
 @dataclass(frozen=True)
-class Part(ABC):
-    """What a worker takes at a time."""
+class Part:
+    """Work for one worker at a time."""
 
     after: Position
     input_bytes: int
-    """Of the files as they are stored."""
+    """Bytes of the files as they are stored."""
+    read: Callable[[Reading], Iterator[tuple[InputFile, Record]]]
+    """Yields every record with its source. Picklable."""
 
     def records(self, reading: Reading) -> Iterator[tuple[InputFile, Record]]:
-        """Every record with its source; texts shorter or longer than `reading` allows are left out."""
-        found = self._read(reading)
+        """Yields every record with its source; texts shorter or longer than `reading` allows are left out."""
+        found = self.read(reading)
         if reading.min_characters is None and reading.max_characters is None:
             return found
         return (
@@ -296,80 +299,74 @@ class Part(ABC):
             for source, record in found
         )
 
-    @abstractmethod
-    def _read(self, reading: Reading) -> Iterator[tuple[InputFile, Record]]:
-        """Every record, of any length."""
+
+def part_of_records(after: Position, input_bytes: int, source: InputFile, records: Iterable[Record]) -> Part:
+    """Makes a part of records that this process has read, from what only one process can read."""
+    return Part(after, input_bytes, partial(given_records, tuple((source, record) for record in records)))
 
 
-@dataclass(frozen=True)
-class FilesPart(Part):
-    """Whole files, read by the worker."""
-
-    sources: tuple[InputFile, ...]
-
-    def _read(self, reading: Reading) -> Iterator[tuple[InputFile, Record]]:
-        return ((source, record) for source in self.sources for record in records_of(source, reading))
+def given_records(records: Sequence[tuple[InputFile, Record]], reading: Reading) -> Iterator[tuple[InputFile, Record]]:
+    """Yields records that have been read already."""
+    return iter(records)
 
 
-@dataclass(frozen=True)
-class LinesPart(Part):
-    """Lines of a large file in a line format, read and decompressed by one process, parsed by the worker."""
-
-    source: InputFile
-    first_line: int
-    content: bytes
-
-    def _read(self, reading: Reading) -> Iterator[tuple[InputFile, Record]]:
-        found = formats.records_of_lines(self.first_line, self.content, self.source.format, reading)
-        return ((self.source, record) for record in found)
+def _file_records(sources: Sequence[InputFile], reading: Reading) -> Iterator[tuple[InputFile, Record]]:
+    return ((source, record) for source in sources for record in records_of(source, reading))
 
 
-@dataclass(frozen=True)
-class RowGroupPart(Part):
-    """A row group of a parquet file, read by the worker."""
-
-    source: InputFile
-    row_group: int
-
-    def _read(self, reading: Reading) -> Iterator[tuple[InputFile, Record]]:
-        stream = self.source.open()
-        found = _guarded(containers.read_parquet_rows(stream, reading, self.row_group), stream)
-        return ((self.source, record) for record in found)
+def _line_records(
+    source: InputFile, first_line: int, content: bytes, reading: Reading
+) -> Iterator[tuple[InputFile, Record]]:
+    found = formats.records_of_lines(first_line, content, source.format, reading)
+    return ((source, record) for record in found)
 
 
-@dataclass(frozen=True)
-class RecordsPart(Part):
-    """Records that one process has read from a file that only one process can read."""
-
-    source: InputFile
-    found: tuple[Record, ...]
-
-    def _read(self, reading: Reading) -> Iterator[tuple[InputFile, Record]]:
-        return ((self.source, record) for record in self.found)
+def _row_group_records(source: InputFile, row_group: int, reading: Reading) -> Iterator[tuple[InputFile, Record]]:
+    stream = source.open()
+    found = _guarded(containers.read_parquet_rows(stream, reading, row_group), stream)
+    return ((source, record) for record in found)
 
 
 @dataclass(frozen=True)
 class LargeFile:
-    """A file that is divided into parts, by whichever process reads it; those from number `first` on.
-
-    taken: None, or where a part must begin, in expected bytes over all sources; `offset`: those before the file.
-    """
+    """A file that is divided into parts by the process that reads it."""
 
     source: InputFile
     number: int
     first: int
+    """Number of the first part to make."""
     offset: int
+    """Expected bytes of all sources before the file."""
     taken: range | None
+    """Expected bytes, over all sources, within which a part must begin; None: all."""
 
     def parts(self, reading: Reading) -> Iterator[Part]:
-        """The parts in order."""
-        return _parts_of_large(self.source, self.number, reading, self.first, self.offset, self.taken)
+        """Yields the parts in order."""
+        source = self.source
+        can_split = source.format == "parquet" and not source.compression
+        groups = containers.parquet_row_group_bytes(source.path) if can_split else []
+        if source.format == "jsonl" or (source.format == "txt" and reading.documents == "line"):
+            parts = _line_parts(source, self.number)
+        elif groups and max(groups) <= LARGEST_ROW_GROUP_BYTES:
+            parts = _row_group_parts(source, self.number, groups)
+        else:
+            parts = _record_parts(source, self.number, reading)
+        if self.taken is None:
+            yield from itertools.islice(parts, self.first, None)
+            return
+        offset = self.offset
+        for part_number, part in enumerate(parts):
+            if offset >= self.taken.stop:
+                return
+            if offset >= self.taken.start and part_number >= self.first:
+                yield part
+            offset += part.input_bytes * (expected_bytes(source) // max(1, source.bytes))
 
 
 def parts_of(
     sources: Sequence[InputFile], reading: Reading, start: Position = BEGINNING, taken: range | None = None
 ) -> Iterator[Part]:
-    """The parts of all sources in order, from `start` on, as `pieces_in` gives them."""
+    """Yields the parts of all sources in order, from `start` on, as `pieces_in` does."""
     for piece in pieces_in(sources, reading, start, taken):
         if isinstance(piece, LargeFile):
             yield from piece.parts(reading)
@@ -379,7 +376,7 @@ def parts_of(
 
 def pieces_in(
     sources: Sequence[InputFile], reading: Reading, start: Position = BEGINNING, taken: range | None = None
-) -> Iterator["FilesPart | LargeFile"]:
+) -> Iterator[Part | LargeFile]:
     """Parts of small files, and large files, in order, from `start` on. What a part holds depends on the files alone.
 
     taken: the expected bytes, counted over all sources, within which a part must begin; None: all. Reads nothing.
@@ -393,7 +390,7 @@ def pieces_in(
             group = group[: max(1, sum(1 for size in sizes if size <= PART_BYTES))]
             number += len(group)
             if taken is None or offset in taken:
-                yield FilesPart(Position(number, 0), sum(source.bytes for source in group), tuple(group))
+                yield Part(Position(number, 0), sum(s.bytes for s in group), partial(_file_records, tuple(group)))
             offset += sum(map(expected_bytes, group))
         else:
             source = sources[number]
@@ -406,70 +403,56 @@ def pieces_in(
 
 
 def expected_bytes(source: InputFile) -> int:
-    """About how large a file is when decompressed."""
+    """Estimates how large a file is when decompressed."""
     return source.bytes * (EXPECTED_COMPRESSION_RATIO if source.compression else 1)
 
 
 def _is_small(source: InputFile, reading: Reading) -> bool:
-    """Whether a worker reads the file whole: a small one, or one that is a single document anyway."""
+    """Tells whether a worker reads the file whole: a small one, or one that is a single document anyway."""
     return expected_bytes(source) <= PART_BYTES or (source.format == "txt" and reading.documents == "file")
-
-
-def _parts_of_large(
-    source: InputFile, number: int, reading: Reading, first: int, offset: int, taken: range | None
-) -> Iterator[Part]:
-    """The parts of a file from number `first` on that begin in `taken`, where the file begins at `offset`."""
-    can_split = source.format == "parquet" and not source.compression
-    groups = containers.parquet_row_group_bytes(source.path) if can_split else []
-    if source.format == "jsonl" or (source.format == "txt" and reading.documents == "line"):
-        parts = _line_parts(source, number)
-    elif groups and max(groups) <= LARGEST_ROW_GROUP_BYTES:
-        parts = _row_group_parts(source, number, groups)
-    else:
-        parts = _record_parts(source, number, reading)
-    if taken is None:
-        yield from itertools.islice(parts, first, None)
-        return
-    for part_number, part in enumerate(parts):
-        if offset >= taken.stop:
-            return
-        if offset >= taken.start and part_number >= first:
-            yield part
-        offset += part.input_bytes * (expected_bytes(source) // max(1, source.bytes))
 
 
 def _line_parts(source: InputFile, number: int) -> Iterator[Part]:
     with source.open() as stream:
-        before, line, part, content = 0, 1, 0, b""
+        before = 0
+        line = 1
+        part = 0
+        content = b""
         try:
             for part, (line, content) in enumerate(formats.whole_lines(stream), 1):
-                yield LinesPart(Position(number, part), stream.consumed - before, source, line, content)
+                read = partial(_line_records, source, line, content)
+                yield Part(Position(number, part), stream.consumed - before, read)
                 before = stream.consumed
         except DamagedFileError as error:
             problem = Record(line + content.count(b"\n"), None, f"{error}; nothing after it was read")
-            yield RecordsPart(Position(number, part + 1), source.bytes - before, source, (problem,))
+            yield part_of_records(Position(number, part + 1), source.bytes - before, source, [problem])
 
 
 def _row_group_parts(source: InputFile, number: int, groups: list[int]) -> Iterator[Part]:
     total = sum(groups) or 1
     for row_group, size in enumerate(groups):
-        yield RowGroupPart(Position(number, row_group + 1), source.bytes * size // total, source, row_group)
+        read = partial(_row_group_records, source, row_group)
+        yield Part(Position(number, row_group + 1), source.bytes * size // total, read)
 
 
 def _record_parts(source: InputFile, number: int, reading: Reading) -> Iterator[Part]:
     stream = source.open()
-    before, part, size = 0, 0, 0
+    before = 0
+    part = 0
+    size = 0
     found: list[Record] = []
     for record in records_of(source, reading, stream):
         found.append(record)
         size += len(record.text or b"")
         if size >= PART_BYTES or len(found) >= RECORDS_PER_PART:
             part += 1
-            yield RecordsPart(Position(number, part), stream.consumed - before, source, tuple(found))
-            before, found, size = stream.consumed, [], 0
-    yield RecordsPart(Position(number, part + 1), source.bytes - before, source, tuple(found))
+            yield part_of_records(Position(number, part), stream.consumed - before, source, found)
+            before = stream.consumed
+            found = []
+            size = 0
+    yield part_of_records(Position(number, part + 1), source.bytes - before, source, found)
 
 
 def slice_range(number: int, count: int, total: int) -> range:
-    """The share of slice `number` of `count` in `total` things in order; the last one has what is beyond, too."""
+    """Returns the share of slice `number` of `count` in `total` things in order; the last slice is open-ended."""
     return range(total * number // count, total * (number + 1) // count if number + 1 < count else sys.maxsize)

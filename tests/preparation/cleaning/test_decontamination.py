@@ -14,8 +14,12 @@ from pretrain.data.shards import open_shards
 from pretrain.data.tokenizer import load_decoder
 from pretrain.errors import InputError
 from pretrain_tools.preparation.cleaning.account import CleaningAccount, Found, ranges_text
-from pretrain_tools.preparation.cleaning.benchmarks import Benchmark, BenchmarkItem, read_benchmarks
-from pretrain_tools.preparation.cleaning.decontamination import Decontamination
+from pretrain_tools.preparation.cleaning.decontamination import (
+    Benchmark,
+    BenchmarkItem,
+    Decontamination,
+    read_benchmarks,
+)
 from pretrain_tools.preparation.cleaning.stages import Cleaning, TextBatch
 from support.prepared import content_of, write_jsonl
 

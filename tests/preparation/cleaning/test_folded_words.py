@@ -5,7 +5,7 @@ import unicodedata
 import numpy as np
 import pytest
 
-from pretrain_tools.preparation.cleaning.compiled.folded_words import folded_words
+from pretrain_tools.preparation.cleaning.folded_words import folded_words
 
 
 def words(text, least=1):

@@ -6,7 +6,7 @@ import pytest
 
 from pretrain.errors import InputError
 from pretrain_tools.preparation.cleaning.filters import parse_filter
-from pretrain_tools.preparation.cleaning.language import certain_languages
+from pretrain_tools.preparation.cleaning.language import certain_language
 from pretrain_tools.preparation.cleaning.stages import TextBatch
 from support.fasttext_model import write_fasttext_model
 
@@ -18,18 +18,18 @@ FINNISH = "Laivan piti lähteä keskipäivällä kohti pohjoista, ja kaikki mieh
 
 @pytest.mark.parametrize(("text", "language"), [(ENGLISH, "en"), (GERMAN + GERMAN, "de"), (FRENCH, "fr")])
 def test_function_words_decide_where_they_leave_no_doubt(text, language):
-    assert certain_languages(TextBatch([text.encode()], [None])) == [language]
+    assert certain_language(text.encode()) == language
 
 
 @pytest.mark.parametrize("text", [FINNISH, ENGLISH[:40], ENGLISH + FRENCH, "Cat photo gallery " * 30, "漢字" * 90])
 def test_function_words_do_not_decide_otherwise(text):
-    assert certain_languages(TextBatch([text.encode()], [None])) == [None]
+    assert certain_language(text.encode()) is None
 
 
 def test_a_table_in_the_middle_hides_no_language():
     table = "| V3*C5 | 35,584 | " * 100
-    assert certain_languages(TextBatch([(ENGLISH * 12 + table + ENGLISH * 12).encode()], [None])) == ["en"]
-    assert certain_languages(TextBatch([(ENGLISH + table * 12 + FRENCH).encode()], [None])) == [None]
+    assert certain_language((ENGLISH * 12 + table + ENGLISH * 12).encode()) == "en"
+    assert certain_language((ENGLISH + table * 12 + FRENCH).encode()) is None
 
 
 CHINESE = "这艘船中午要开往北方，船上所有的人都已经向家人告别了。天气很好，海面上没有风浪。"

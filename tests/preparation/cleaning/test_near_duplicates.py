@@ -14,8 +14,8 @@ import pytest
 
 from pretrain.data.manifest import SPLITS
 from pretrain.errors import InputError
-from pretrain_tools.preparation.cleaning import near_duplicate_search, near_duplicates
-from pretrain_tools.preparation.cleaning.compiled.smallest_hashes import scratch_for, write_smallest
+from pretrain_tools.preparation import near_duplicate_search
+from pretrain_tools.preparation.cleaning.folded_words import write_smallest
 from pretrain_tools.preparation.cleaning.near_duplicates import EMPTY, NearDuplicates, shingle_hashes
 from pretrain_tools.preparation.documents.sources import BEGINNING
 from pretrain_tools.preparation.slices import merged_parts
@@ -343,7 +343,7 @@ def test_every_bin_has_the_least_hash_of_its_shingles():
     rng, sizes = np.random.default_rng(1), [1, 4, 5, 6, 60, 2047, 2048, 2053, 7000]
     documents = [rng.integers(0, 1 << 32, size).astype(np.uint32) for size in sizes]
     smallest = np.full((len(documents), 128), EMPTY)
-    write_smallest(np.concatenate(documents), np.cumsum(sizes), 5, 7, scratch_for(5), smallest)
+    write_smallest(shingle_hashes(np.concatenate(documents), 5), np.cumsum(sizes), 5, 7, smallest)
     for row, document in zip(smallest, documents, strict=True):
         expected, hashes = np.full(128, EMPTY), shingle_hashes(document, 5)
         np.minimum.at(expected, hashes & np.uint32(127), hashes >> np.uint32(7))
@@ -351,12 +351,10 @@ def test_every_bin_has_the_least_hash_of_its_shingles():
 
 
 @pytest.mark.parametrize("size", [1, 4, 5, 6, 60, 2052, 5000])
-def test_the_compiled_similarity_is_the_exact_one(size, monkeypatch):
+def test_the_similarity_is_the_exact_one(size):
     near, rng = NearDuplicates(), np.random.default_rng(size)
     one = rng.integers(0, 20, size).astype(np.uint32)  # few words: shingles repeat within a document
     other = np.concatenate([one[: size // 2], rng.integers(0, 20, 40).astype(np.uint32), one[size // 2 :]])
     found = near.similarity(one, other)
     assert found == near.similarity(other, one) == exact(one.tolist(), other.tolist())
     assert near.similarity(one, one) == 1.0
-    monkeypatch.setattr(near_duplicates, "LARGEST_TABLE", 16)
-    assert near.similarity(one, other) == found, "as larger documents are compared"

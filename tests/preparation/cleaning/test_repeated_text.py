@@ -2,7 +2,6 @@
 
 import json
 import random
-import re
 
 import numpy as np
 import pytest
@@ -11,8 +10,6 @@ from xxhash import xxh3_64_intdigest
 
 from pretrain.errors import InputError
 from pretrain_tools.preparation.cleaning import repeated_text
-from pretrain_tools.preparation.cleaning.compiled.piece_hashes import distinct_in_documents, piece_hashes
-from pretrain_tools.preparation.cleaning.compiled.text_blocks import joined_texts
 from support.prepared import content_of, run_killed, stream_of, write_jsonl
 
 NOTICES = ("Accept all cookies", "  Read more ", "Home | About | Contact", "Only in two of them")
@@ -75,34 +72,15 @@ def test_lines_of_many_documents_go_the_same_on_workers_slices_and_with_small_me
     assert manifest["cleaning"]["counts"]["repeated_lines.removed"] == 2 * 60 + 3
 
 
-def test_pieces_and_their_hashes_are_those_of_the_libraries():
-    """Of every length with a branch of its own, and of texts of all kinds of line ends."""
-    rng = np.random.default_rng(0)
-    lines = [bytes(rng.integers(48, 58, size, np.uint8)) for size in (*range(1, 300), 1000, 5000)]
-    for newlines in (b"\n", b"\n\n"):
-        of_spaces = [b" \t" + line + b"\r " for line in lines]
-        texts = [
-            newlines.join(lines),
-            b"",
-            b"\n",
-            newlines.join(of_spaces),
-            b"a\n\n\nb\n",
-            b"\n\n\n\n",
-            "***\né\n \n".encode(),
-        ]
-        pieces, hashes = piece_hashes(*joined_texts(texts), len(newlines))
-        expected = [(number, piece) for number, text in enumerate(texts) for piece in text.split(newlines)]
-        together = b"".join(texts)
-        assert [(number, together[start:end]) for number, start, end in pieces.tolist()] == expected
-        assert hashes.tolist() == [
-            xxh3_64_intdigest(piece.strip()) if re.search(rb"[0-9A-Za-z\x80-\xff]", piece) else 0
-            for _, piece in expected
-        ]
-        distinct = distinct_in_documents(pieces[:, 0], hashes).tolist()
-        by_document = [
-            {h for n, h in zip(pieces[:, 0].tolist(), hashes.tolist(), strict=True) if n == k} - {0} for k in range(7)
-        ]
-        assert sorted(distinct) == sorted(number for of_document in by_document for number in of_document)
+def test_each_piece_counts_once_in_a_document_and_those_without_letters_never():
+    texts = [b"a b\n a b \n***\n\nc", b"", b"a b\n\nc\n", "é\n".encode()]
+    expected = {
+        "lines": [b"a b", b"c", b"a b", b"c", "é".encode()],
+        "paragraphs": [b"a b\n a b \n***", b"c", b"a b", b"c", "é".encode()],
+    }
+    for unit, pieces in expected.items():
+        hashes = repeated_text.RepeatedText(unit, 1).distinct_hashes(texts)
+        assert sorted(hashes.tolist()) == sorted(map(xxh3_64_intdigest, pieces))
 
 
 def test_paragraphs_go_too_and_what_cannot_be_is_refused(tmp_path, run):

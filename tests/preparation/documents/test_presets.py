@@ -9,8 +9,7 @@ import yaml
 import zstandard
 
 from pretrain.data.shards import open_shards
-from pretrain_tools.preparation.documents.hub_dataset import joined_documents
-from pretrain_tools.preparation.documents.presets import ARTICLE_HEADING, PRESETS, find_preset
+from pretrain_tools.preparation.documents.hub_dataset import ARTICLE_HEADING, PRESETS, find_preset, joined_documents
 from pretrain_tools.preparation.documents.records import Record
 from support.hub_server import running_hub
 from support.project import run_script
@@ -91,7 +90,7 @@ def hub(tmp_path_factory):
 READ = """
 import json, sys
 from pretrain_tools.preparation.documents.hub_dataset import open_dataset
-from pretrain_tools.preparation.documents.presets import PRESETS
+from pretrain_tools.preparation.documents.hub_dataset import PRESETS
 from pretrain_tools.preparation.documents.records import Reading
 from pretrain_tools.preparation.documents.sources import BEGINNING
 found = {}

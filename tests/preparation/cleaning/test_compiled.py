@@ -1,13 +1,18 @@
-"""Words are what stands between spaces; lines with what rules ask of them."""
+"""Words stand between spaces; lines with the counts that rules ask for."""
 
 import numpy as np
 import pytest
 
-from pretrain_tools.preparation.cleaning.compiled import words
-from pretrain_tools.preparation.cleaning.compiled.characters import LOWER, SENTENCE_END
-from pretrain_tools.preparation.cleaning.compiled.text_blocks import joined_texts
-from pretrain_tools.preparation.cleaning.compiled.words import divided_texts
+from pretrain_tools.preparation.cleaning.compiled import (
+    LOWER,
+    SENTENCE_END,
+    count_phrases,
+    divided_texts,
+    joined_texts,
+    mark_repeated,
+)
 from pretrain_tools.preparation.cleaning.forms import Lines
+from pretrain_tools.preparation.cleaning.published import PHRASES
 
 TEXTS = [
     "Hello, (world): it's 5p.m. in the U.S.A., isn't it?  He'd've said \"no\"... \t Mr. Smith -- shan't!",
@@ -19,8 +24,14 @@ TEXTS = [
 ]
 
 
+def lines_of(texts):
+    divided = divided_texts(*joined_texts([text.encode() for text in texts]))
+    return Lines(divided.text, divided.lines, len(texts))
+
+
 def columns_of(text, *columns):
-    return divided_texts(*joined_texts([text.encode()])).lines[list(columns)].tolist()
+    lines = divided_texts(*joined_texts([text.encode()])).lines
+    return [lines[column].tolist() for column in columns]
 
 
 @pytest.mark.parametrize("text", TEXTS, ids=range(len(TEXTS)))
@@ -28,27 +39,26 @@ def test_words_and_lines_are_those_of_python(text):
     divided = divided_texts(*joined_texts([b"before", text.encode(), b"after"]))
     first, last = divided.word_bounds[1]
     assert divided.lengths[first:last].tolist() == [len(word) for word in text.split()]
-    first, last = divided.line_bounds[1]
-    lines = divided.lines[:, first:last]
-    found = [divided.text[a:b].tobytes().decode() for a, b in lines[[words.START, words.STOP]].T.tolist()]
+    lines = divided.lines[divided.lines["document"] == 1]
+    bounds = zip(lines["start"].tolist(), lines["stop"].tolist(), strict=True)
+    found = [divided.text[a:b].tobytes().decode() for a, b in bounds]
     assert found == [line.strip() for line in text.splitlines() if line.strip()]
-    assert lines[words.CHARACTERS].tolist() == [len(line) for line in found]
-    assert lines[words.WORDS].tolist() == [len(line.split()) for line in found]
-    assert divided.places[1, first:last].tolist() == [1] * len(found)
+    assert lines["characters"].tolist() == [len(line) for line in found]
+    assert lines["words"].tolist() == [len(line.split()) for line in found]
 
 
 def test_blank_lines_and_documents_divide_blocks():
     divided = divided_texts(*joined_texts([b"\na\nb\n\n \nc\n", b"d\r\ne\r\n\r\nf"]))
-    blocks, documents = divided.places.tolist()
+    blocks, documents = divided.lines["block"].tolist(), divided.lines["document"].tolist()
     assert documents == [0, 0, 0, 1, 1, 1]
     assert [blocks.index(block) for block in blocks] == [0, 0, 2, 3, 3, 5]
 
 
 def test_lines_are_joined_by_one_line_end():
-    lines = Lines.of(divided_texts(*joined_texts(["  é a \n\n b\x0bc".encode(), b"", b"d\n", b"e\nf"])))
+    lines = lines_of(["  é a \n\n b\x0bc", "", "d\n", "e\nf"])
     stays = np.array([True, False, True, True, False, False])
     assert lines.joined(stays) == ["é a\nc".encode(), b"", b"d", b""]
-    rest = lines.staying(stays, [0, 2, 3])
+    rest = lines.of([0, 2, 3], stays)
     assert rest.joined(np.array([False, True, True])) == [b"c", b"d", b""]
 
 
@@ -64,14 +74,11 @@ def test_equal_words_have_equal_hashes_and_documents_do_not_mix():
     divided = divided_texts(*joined_texts([b"the caf\xc3\xa9, the", b"", b"the"]))
     assert divided.word_bounds.tolist() == [[0, 3], [3, 3], [3, 4]]
     assert divided.hashes[0] == divided.hashes[2] == divided.hashes[3] != divided.hashes[1]
-    assert divided.words_of([2]).word_bounds.tolist() == [[3, 4]]
 
 
 def test_words_of_punctuation_alone_do_not_count():
     divided = divided_texts(*joined_texts(["-- well , 1.5 “…” + § then".encode()]))
-    assert dict(zip(words.TOTALS, divided.totals[0].tolist(), strict=True)) == {
-        "words": 4, "word_characters": 4 + 3 + 1 + 4, "alphabetic_words": 2
-    }  # fmt: skip
+    assert divided.totals[0].tolist() == [4, 4 + 3 + 1 + 4, 2]
 
 
 @pytest.mark.parametrize(
@@ -86,27 +93,53 @@ def test_words_of_punctuation_alone_do_not_count():
     ],
 )
 def test_sentences_end_before_spaces_and_with_wide_signs_anywhere(text, sentences):
-    assert columns_of(text, words.SENTENCES) == [[sentences]]
+    assert columns_of(text, "sentences") == [[sentences]]
 
 
 def test_closing_quotes_and_brackets_do_not_hide_the_end_of_a_sentence():
-    (kinds,) = columns_of("“Yes.”\n(No!)\n*Well?*\nand so,\n12.", words.LAST_KIND)
+    (kinds,) = columns_of("“Yes.”\n(No!)\n*Well?*\nand so,\n12.", "last_kind")
     assert [bool(kind & SENTENCE_END) for kind in kinds] == [True, True, True, False, True]
-    (kinds,) = columns_of("he\nHe\n“he", words.FIRST_KIND)
+    (kinds,) = columns_of("he\nHe\n“he", "first_kind")
     assert [bool(kind & LOWER) for kind in kinds] == [True, False, False]
 
 
 def test_signs_are_counted_by_line():
-    counted = (words.GAPS, words.TABS, words.PIPES, words.COMMAS, words.OPENING, words.CLOSED, words.SIGNS)
+    counted = ("gaps", "tabs", "pipes", "commas", "opening", "closed", "signs")
     text = "a  b   c, d\n1\t2\t3\nx | y\nf(a[0]) = {b};"
     assert list(map(list, zip(*columns_of(text, *counted), strict=True))) == [
         [2, 0, 0, 1, 0, 0, 0], [0, 2, 0, 0, 0, 0, 0], [0, 0, 1, 0, 0, 0, 0], [0, 0, 0, 0, 3, 3, 4]
     ]  # fmt: skip
     text = "# one ## ...\na.. ...... b… .\n.\n..."
-    assert columns_of(text, words.HASHES, words.ELLIPSES) == [[3, 0, 0, 0], [1, 3, 0, 1]]
-    assert columns_of("a1 b 2 c", words.NUMBERS) == [[2]]
+    assert columns_of(text, "hash_signs", "ellipses") == [[3, 0, 0, 0], [1, 3, 0, 1]]
+    assert columns_of("a1 b 2 c", "numbers") == [[2]]
 
 
 def test_a_text_of_single_letters_and_one_of_line_ends_have_room():
     assert len(divided_texts(*joined_texts([b"a " * 50_000, b"b"])).lengths) == 50_001
-    assert divided_texts(*joined_texts([b"a\n" * 50_000])).lines.shape[1] == 50_000
+    assert divided_texts(*joined_texts([b"a\n" * 50_000])).lines.shape == (50_000,)
+
+
+def test_phrases_are_counted_within_their_line_in_any_case():
+    rng, phrases = np.random.default_rng(5), [phrase.decode() for phrase in PHRASES]
+    pieces = [*phrases, *(phrase[:-1] for phrase in phrases), *map(str.upper, phrases), "s", "é", " uses ", "[", "u"]
+    lines = ["".join(rng.choice(pieces, rng.integers(0, 40))) for _ in range(300)]
+    text, bounds = joined_texts([line.encode() for line in lines])
+    found = np.zeros((len(lines), len(phrases)), np.int64)
+    table = np.array([list(phrase.ljust(16)) for phrase in PHRASES], np.uint8)
+    starts, stops = np.ascontiguousarray(bounds.T.astype(np.int32))
+    count_phrases(text, starts, stops, table, np.array(list(map(len, PHRASES))), found)
+    assert found.tolist() == [[line.lower().count(phrase) for phrase in phrases] for line in lines]
+    assert found.sum(axis=0).min() > 100
+
+
+def test_a_line_is_repeated_when_its_document_has_it_before():
+    rng = np.random.default_rng(7)
+    document = np.sort(rng.integers(0, 30, 2000)).astype(np.int32)
+    # Hashes that share a slot, too.
+    hashes = rng.integers(0, 40, 2000).astype(np.uint64) << np.uint64(60) | rng.integers(0, 4, 2000).astype(np.uint64)
+    repeated = np.empty(2000, bool)
+    mark_repeated(hashes, document, repeated)
+    seen = set()
+    for pair, is_repeated in zip(zip(document.tolist(), hashes.tolist(), strict=True), repeated, strict=True):
+        assert is_repeated == (pair in seen)
+        seen.add(pair)

@@ -1,21 +1,22 @@
 """The search for near duplicates in prepared folders: on disk, deterministic, continued after a kill.
 
 Three stages of independent tasks, each of which writes a file that is complete or absent. Any process that sees the
-folders can perform a task, and who does changes no byte:
+folders can perform a task; which one does changes no byte:
 
-    keys        of RUN_DOCUMENTS documents, sorted by the key of each band: 8 bytes per document and band
-    candidates  of a range of one band's keys: the pairs of documents that have the same key
-    pairs       of RUN_DOCUMENTS documents: which of their candidates are near duplicates, by the exact similarity
+    keys        sorts the keys of RUN_DOCUMENTS documents in each band: 8 bytes per document and band
+    candidates  finds the pairs of documents that have the same key, in a range of one band's keys
+    pairs       tells the near duplicates among the candidates of RUN_DOCUMENTS documents, by the exact similarity
 
-What remains for one process is to unite the pairs: of each connected component, the first document in the order of
-the input stays. It has 4 bytes per document in memory; a task has about 300 MB, and all 8 per validation document.
+One process then unites the pairs: in each connected component, the first document in the order of the input stays. It
+needs 4 bytes of memory per document; a task needs about 300 MB, and every process 8 bytes per validation document.
 """
 
 import hashlib
 import os
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, wait
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
@@ -28,51 +29,57 @@ from pretrain.errors import InputError
 from pretrain.files import write_durably
 from pretrain_tools.preparation.cleaning.near_duplicates import NearDuplicates
 from pretrain_tools.preparation.documents.document_index import InputOrder
+from pretrain_tools.preparation.pools import POOL_CONTEXT, open_pool
 
 SIGNATURES_SUFFIX = ".signatures"
-"""Of the files beside each shard with a signature per document."""
-KEYS_FOLDER = "near_duplicate_keys"
-"""In each prepared folder."""
+"""Suffix of the files beside each shard with a signature per document."""
+KEYS_FOLDER = "near_duplicate_keys/sorted"
+"""Folder in each prepared folder."""
 STAGES = {"keys": "runs", "candidates": "key ranges", "pairs": "runs"}
-"""What the tasks of each stage are."""
+"""Stages in order, and what their tasks are."""
 DUPLICATE = np.dtype([("document", "<u4"), ("kept", "<u4")])
-"""A document that goes, and the first of its component, which stays; both by their number in the input's order."""
+"""A document that goes, and the first of its component, which stays; both by their number in the input."""
 MOST_DOCUMENTS = 1 << 32
 RUN_DOCUMENTS = 1 << 19
 KEYS_AT_ONCE = 1 << 22
 MOST_PARTITIONS = 256
 PAIRS_AT_ONCE = 1 << 16
 SIGNATURE_MARGIN = 0.3
-"""Documents whose signatures agree in so much less than the threshold are not read."""
+"""Documents are read only if their signatures agree in no less than the threshold minus this."""
 NEAR_DUPLICATES_FILE = "near_duplicates.json"
-"""Beside the manifest: how many components there are of each size, and examples."""
+"""File beside the manifest with the components by size, and examples."""
 EXAMPLES_SHOWN = 100
 EXCERPT_TOKENS = 200
 LINE_SECONDS = 10.0
+STOP_LOOK_SECONDS = 0.5
 
 
 class StageProgress:
-    """Says now and then how far a stage is, its rate and the time left; `stop_if_asked` raises to end the work."""
+    """Reports the progress of a stage, its rate and the time left; `stop_if_asked` raises to end the work."""
 
     def __init__(self, say: Callable[[str], None], stop_if_asked: Callable[[], None]):
-        self.stop_if_asked, self._say = stop_if_asked, say
-        self._stage, self._began, self._first, self._last = "", 0.0, 0, time.monotonic()
+        self.stop_if_asked = stop_if_asked
+        self._say = say
+        self._stage = ""
+        self._began = 0.0
+        self._last = time.monotonic()
 
     def update(self, stage: str, unit: str, done: int, total: int) -> None:
-        """done, total: in `unit`, of the stage."""
+        """Reports `done` of `total` tasks, in `unit`."""
         self.stop_if_asked()
         now = time.monotonic()
         if stage != self._stage:
-            self._stage, self._began, self._first = stage, now, done
-        if now - self._last >= LINE_SECONDS and done > self._first:
-            rate = (done - self._first) / (now - self._began)
+            self._stage = stage
+            self._began = now
+        elif now - self._last >= LINE_SECONDS:
+            rate = done / (now - self._began)
             left = (total - done) / rate
             self._say(f"near duplicates, {stage}: {done:,} of {total:,} {unit}, {rate:,.3g}/s, {left:,.0f} s left")
             self._last = now
 
 
 def no_stop() -> None:
-    """Never asks to stop."""
+    """Lets the work go on."""
 
 
 class DuplicateSearch:
@@ -85,7 +92,8 @@ class DuplicateSearch:
         self, manifests: Sequence[Manifest], settings: NearDuplicates, work: Path, tokenizer: LoadedTokenizer
     ):
         self.order = InputOrder(manifests)
-        self._settings, self._tokenizer = settings, tokenizer
+        self._settings = settings
+        self._tokenizer = tokenizer
         digest = hashlib.sha256(b"".join((manifest.folder / MANIFEST_FILE).read_bytes() for manifest in manifests))
         self._work = work / digest.hexdigest()[:16]
         if self.order.documents >= MOST_DOCUMENTS:
@@ -93,11 +101,11 @@ class DuplicateSearch:
                 f"--near_duplicates: {self.order.documents:,} documents are more than {MOST_DOCUMENTS:,}; prepare "
                 "them in several folders"
             )
-        # As few as keep a partition in memory: a key's partition and 32 more of its 40 bits are compared.
+        # As few as keep a partition in memory: compared are a key's partition and 32 more of its 40 bits.
         wanted = max(1, -(-self.order.documents // KEYS_AT_ONCE))
         self._partitions = min(MOST_PARTITIONS, 1 << (wanted - 1).bit_length())
         self._runs: list[tuple[Path, int, int]] = []
-        """(file of the keys, first document, one after the last), which are all in one folder."""
+        """(file of the keys, first document, one after the last): all documents of a run are in one folder."""
         firsts = [*self.order.first_of_folder, self.order.documents]
         for manifest, begin, end in zip(manifests, firsts, firsts[1:], strict=False):
             for number, first in enumerate(range(begin, end, RUN_DOCUMENTS)):
@@ -106,7 +114,7 @@ class DuplicateSearch:
 
     @property
     def disk_bytes(self) -> int:
-        """What the keys still take."""
+        """Bytes that the missing keys take."""
         missing = [self._runs[number] for number in self.missing("keys")]
         return sum(stop - first for _, first, stop in missing) * 8 * self._settings.bands
 
@@ -115,14 +123,14 @@ class DuplicateSearch:
         return self._work / "duplicates"
 
     def tasks(self, stage: str) -> int:
-        """How many tasks a stage has."""
+        """Returns the number of tasks of a stage."""
         return self._settings.bands * self._partitions if stage == "candidates" else len(self._runs)
 
     def _path(self, stage: str, task: int) -> Path:
         return self._runs[task][0] if stage == "keys" else self._work.absolute() / stage / f"{task:05d}"
 
     def missing(self, stage: str) -> list[int]:
-        """The tasks of a stage that are to be performed."""
+        """Lists the tasks of a stage that are to be performed."""
         if self._duplicates_path.is_file():
             return []
         return [task for task in range(self.tasks(stage)) if not self._path(stage, task).is_file()]
@@ -132,57 +140,51 @@ class DuplicateSearch:
         found = {"keys": self._keys, "candidates": self._candidates, "pairs": self._pairs}[stage](task, stop_if_asked)
         path = self._path(stage, task)
         path.parent.mkdir(parents=True, exist_ok=True)
-        # Under a name of its own: two processes may perform a task at the same time.
+        # Two processes may perform a task at the same time: each writes a file with a name of its own.
         own = path.with_name(f"{path.name}-{socket.gethostname()}-{os.getpid()}")
         write_durably(own, found)
         own.rename(path)
 
     def duplicates(self) -> np.ndarray:
-        """The duplicates, by ascending number: records of type DUPLICATE. All tasks have been performed."""
+        """Returns (duplicates,) DUPLICATE by ascending number, once all tasks have been performed."""
         if not self._duplicates_path.is_file():
             self._work.mkdir(parents=True, exist_ok=True)
             write_durably(self._duplicates_path, self._united().tobytes())
         return np.fromfile(self._duplicates_path, DUPLICATE)
 
     def _keys(self, run: int, stop_if_asked: Callable[[], None]) -> bytes:
-        """(bands, MOST_PARTITIONS + 1) int64 places, then (bands, documents) uint64: 40 bits of key, 24 of number."""
+        """Makes (bands, documents) uint64, sorted in each band: 40 bits of key, 24 of the number in the run."""
         _, first, stop = self._runs[run]
         signatures = self.order.beside(np.arange(first, stop), SIGNATURES_SUFFIX, self._settings.signature_bytes)
-        cuts = np.arange(MOST_PARTITIONS, dtype=np.uint64) << np.uint64(64 - (MOST_PARTITIONS.bit_length() - 1))
-        places = np.full((self._settings.bands, MOST_PARTITIONS + 1), stop - first, "<i8")
         entries = np.empty((self._settings.bands, stop - first), "<u8")
         for band in range(self._settings.bands):
             keys = self._settings.band_keys(signatures, band)
             entries[band] = (keys << np.uint64(24)) | np.arange(stop - first, dtype=np.uint64)
             entries[band].sort()
-            places[band, :-1] = np.searchsorted(entries[band], cuts)
             stop_if_asked()
-        return b"".join([places.data, entries.data])
+        return entries.tobytes()
 
     def _entries(self, band: int, partition: int) -> np.ndarray:
-        """Sorted entries of all runs: keys in the upper, documents in the lower 32 bits."""
-        step = MOST_PARTITIONS // self._partitions
-        pieces = []
+        """Reads sorted entries of all runs: keys in the upper, documents in the lower 32 bits."""
+        shift = 64 - (self._partitions.bit_length() - 1)
+        smallest, largest = np.uint64(partition << shift), np.uint64((partition + 1 << shift) - 1)
+        pieces = [np.empty(0, "<u8")]
         for path, first, stop in self._runs:
-            with path.open("rb") as file:
-                row = band * (MOST_PARTITIONS + 1) + partition * step
-                places = np.fromfile(file, "<i8", step + 1, offset=8 * row)
-                begin, end = int(places[0]), int(places[-1])
-                file.seek(8 * (self._settings.bands * (MOST_PARTITIONS + 1) + band * (stop - first) + begin))
-                piece = np.fromfile(file, "<u8", end - begin)
+            row = np.memmap(path, "<u8", "r", 8 * band * (stop - first), (stop - first,))
+            piece = row[np.searchsorted(row, smallest) : np.searchsorted(row, largest, side="right")]
             documents = (piece & np.uint64((1 << 24) - 1)) + np.uint64(first)
             pieces.append(((piece >> np.uint64(24)) << np.uint64(32)) | documents)
-        entries = np.concatenate([np.empty(0, "<u8"), *pieces])
+        entries = np.concatenate(pieces)
         entries.sort(kind="stable")
         return entries
 
     def _candidates(self, task: int, stop_if_asked: Callable[[], None]) -> bytes:
-        """Sorted uint64: the later document of each pair in the upper, the earlier in the lower 32 bits."""
+        """Makes sorted uint64: the later document of each pair in the upper, the earlier in the lower 32 bits."""
         stop_if_asked()
         return _same_keys(self._entries(*divmod(task, self._partitions))).astype("<u8").tobytes()
 
     def _pairs(self, run: int, stop_if_asked: Callable[[], None]) -> bytes:
-        """(pairs, 2) uint32: near duplicates that connect those of a run with each other and with earlier ones."""
+        """Makes (pairs, 2) uint32: near duplicates that connect those of a run with each other and earlier ones."""
         _, *bounds = self._runs[run]
         pieces = [np.empty(0, "<u8")]
         for task in range(self.tasks("candidates")):
@@ -194,21 +196,24 @@ class DuplicateSearch:
         pairs = np.unique(np.concatenate(pieces))
         pairs = np.stack([pairs & np.uint64(0xFFFFFFFF), pairs >> np.uint64(32)], axis=1).astype(np.int64)
         documents, places = np.unique(pairs, return_inverse=True)
-        places, roots, found = places.reshape(-1, 2), list(range(len(documents))), []
+        places = places.reshape(-1, 2)
+        roots = list(range(len(documents)))
+        found = []
         for first in range(0, len(pairs), PAIRS_AT_ONCE):
             block = slice(first, first + PAIRS_AT_ONCE)
             alike = self._are_alike(pairs[block])
             both = zip(pairs[block][alike].tolist(), places[block][alike].tolist(), strict=True)
             for (one, other), (place, other_place) in both:
                 stop_if_asked()
-                root, other_root = _root(roots, place), _root(roots, other_place)
+                root = _root(roots, place)
+                other_root = _root(roots, other_place)
                 if root != other_root and self.similarity(one, other) >= self._settings.threshold:
                     roots[max(root, other_root)] = min(root, other_root)
                     found.append((one, other))
         return np.array(found, "<u4").tobytes()
 
     def _are_alike(self, pairs: np.ndarray) -> np.ndarray:
-        """(pairs,) whether the signatures agree in about the threshold."""
+        """Tells, (pairs,) bool, whether the signatures agree in about the threshold."""
         documents, inverse = np.unique(pairs, return_inverse=True)
         signatures = self.order.beside(documents, SIGNATURES_SUFFIX, self._settings.signature_bytes)
         inverse = inverse.reshape(-1, 2)
@@ -216,12 +221,12 @@ class DuplicateSearch:
         return agreement >= self._settings.threshold - SIGNATURE_MARGIN
 
     def similarity(self, one: int, other: int) -> float:
-        """The Jaccard similarity of two documents."""
+        """Computes the Jaccard similarity of two documents."""
         return self._settings.similarity(self._words(one), self._words(other))
 
     @cached_property
     def _words(self) -> Callable[[int], np.ndarray]:
-        # Two, for the pairs are sorted; a document may be large.
+        # Two documents only: the pairs are sorted, and a document may be large.
         return lru_cache(2)(lambda number: self._settings.words([self.text(number)])[0])
 
     @cached_property
@@ -232,11 +237,11 @@ class DuplicateSearch:
         return {name: value for name, value in self.__dict__.items() if name not in ("_words", "_decode")}
 
     def text(self, number: int, most_tokens: int | None = None) -> bytes:
-        """The text of a document, or its beginning, as its ids give it."""
+        """Decodes the text of a document, or its beginning, from its ids."""
         return self._decode(self.order.ids(number)[:most_tokens])
 
     def _united(self) -> np.ndarray:
-        from pretrain_tools.preparation.cleaning.compiled.smallest_hashes import unite
+        from pretrain_tools.preparation.cleaning.folded_words import unite
 
         parents = np.arange(self.order.documents, dtype=np.uint32)
         for run in range(len(self._runs)):
@@ -245,7 +250,8 @@ class DuplicateSearch:
             parents = above
         documents = np.flatnonzero(parents != np.arange(len(parents), dtype=np.uint32))
         duplicates = np.empty(len(documents), DUPLICATE)
-        duplicates["document"], duplicates["kept"] = documents, parents[documents]
+        duplicates["document"] = documents
+        duplicates["kept"] = parents[documents]
         return duplicates
 
 
@@ -256,7 +262,7 @@ def _root(roots: list[int], place: int) -> int:
 
 
 def _same_keys(entries: np.ndarray) -> np.ndarray:
-    """The pairs of documents with equal keys: each with the first of them and with the one before it."""
+    """Pairs the documents with equal keys: each with the first of them and with the one before it."""
     keys = entries >> np.uint64(32)
     repeats = np.flatnonzero(keys[1:] == keys[:-1]) + 1
     if not len(repeats):
@@ -271,7 +277,7 @@ def _same_keys(entries: np.ndarray) -> np.ndarray:
 
 
 def report_of(search: DuplicateSearch, duplicates: np.ndarray, manifests: Sequence[Manifest]) -> dict[str, Any]:
-    """Components by size, and at most EXAMPLES_SHOWN of the documents that go, beside those that stay instead.
+    """Reports components by size, and at most EXAMPLES_SHOWN documents that go, with those that stay instead.
 
     The examples are spread evenly over the input; their texts are decoded from the first EXCERPT_TOKENS ids.
     """
@@ -306,3 +312,70 @@ def report_of(search: DuplicateSearch, duplicates: np.ndarray, manifests: Sequen
         "largest_cluster": int(copies.max()) + 1 if len(copies) else 0,
         "examples": examples,
     }
+
+
+Tasks = Callable[[DuplicateSearch, str, Sequence[int]], Iterator[None]]
+"""Performs tasks of a stage and yields after each."""
+
+
+def perform_missing(
+    search: DuplicateSearch,
+    stages: Sequence[str],
+    perform: Tasks,
+    progress: StageProgress,
+    share: tuple[int, int] = (0, 1),
+) -> int:
+    """Performs what is missing of stages, one after another; returns the missing tasks of the last stage begun.
+
+    share: (number, count): every `count`-th task only; a stage begins when the one before is complete.
+    """
+    number, count = share
+    for stage in stages:
+        ours = [task for task in search.missing(stage) if task % count == number]
+        for done, _ in enumerate(perform(search, stage, ours), 1):
+            progress.update(stage, STAGES[stage], done, len(ours))
+        if left := len(search.missing(stage)):
+            return left
+    return 0
+
+
+def tasks_in_processes(workers: int, stop_if_asked: Callable[[], None]) -> Tasks:
+    """Returns what performs tasks in processes of this machine; one worker is this process."""
+
+    def perform(search: DuplicateSearch, stage: str, tasks: Sequence[int]) -> Iterator[None]:
+        if workers == 1 or len(tasks) < 2:
+            for task in tasks:
+                yield search.perform(stage, task, stop_if_asked)
+            return
+        stop = POOL_CONTEXT.Event()
+        name = "a process of the search for near duplicates"
+        with open_pool(name, min(workers, len(tasks)), _Worker, search, stop) as submit:
+            try:
+                waiting = {submit(stage, task) for task in tasks}
+                while waiting:
+                    done, waiting = wait(waiting, STOP_LOOK_SECONDS, FIRST_COMPLETED)
+                    stop_if_asked()
+                    yield from (job.result() for job in done)
+            finally:
+                stop.set()
+
+    return perform
+
+
+class TaskStoppedError(Exception):
+    """The main process asked a task to end."""
+
+
+class _Worker:
+    """Performs tasks in a process of the pool."""
+
+    def __init__(self, search: DuplicateSearch, stop: Any):
+        self._search = search
+        self._stop = stop
+
+    def __call__(self, stage: str, task: int) -> None:
+        self._search.perform(stage, task, self._end_if_stopped)
+
+    def _end_if_stopped(self) -> None:
+        if self._stop.is_set():
+            raise TaskStoppedError

@@ -5,7 +5,7 @@ import unicodedata
 import numpy as np
 import pytest
 
-from pretrain_tools.preparation.cleaning.compiled.item_index import (
+from pretrain_tools.preparation.cleaning.item_index import (
     LEAST_LETTERS,
     SEED_LETTERS,
     build_index,

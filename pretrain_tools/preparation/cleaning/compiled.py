@@ -1,0 +1,498 @@
+"""Kernels of the cleaning, compiled by numba: words and lines of texts, repeated runs of words, features of texts.
+
+Kernels that call each other are in this one module: numba keeps machine code by the source of a function's own module,
+and would not notice a change in another one.
+"""
+
+import functools
+import sys
+import unicodedata
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numba
+import numpy as np
+
+compiled = functools.partial(numba.njit, cache=True, nogil=True, error_model="numpy")
+"""Machine code is kept beside the module or in the user's cache, as numba chooses."""
+FACTOR = np.uint64(0x9E3779B97F4A7C15)
+START = np.uint64(0xCBF29CE484222325)
+ONE = np.uint64(1)
+SPACE, LINE_END, ALPHABETIC, LOWER, DIGIT, VISIBLE, SENTENCE_END, CLOSING, SIGN = (1 << bit for bit in range(9))
+"""Classes of characters. LINE_END: as in str.splitlines. VISIBLE: neither space nor punctuation. CLOSING: quotes and
+brackets that may follow the end of a sentence. SIGN: counted by the fields of LINE."""
+SENTENCE_ENDS = ".!?…。．！？｡؟۔।॥։።၊။។៕᠃᠉‼‽⁇⁈⁉"
+LINE_ENDS = "\n\v\f\r\x1c\x1d\x1e\x85\u2028\u2029"
+SIGNS = ".…#|,;()[]{}<>=_"
+FIRST_WIDE = 0x3000
+"""Signs from here on end sentences without a space."""
+LINE = np.dtype(
+    [
+        (name, "<i4")
+        for name in (
+            "document", "block", "start", "stop", "characters", "words", "sentences", "longest_word",
+            "first_kind", "first_code", "last_kind", "last_code", "numbers", "gaps", "tabs", "pipes", "commas",
+            "semicolons", "opening", "closed", "signs", "hash_signs", "ellipses",
+        )
+    ] + [("digest", "<u8")]
+)  # fmt: skip
+"""A line that is not blank. block: a number for each run of lines without a blank one between. start, stop: bytes of
+the joined texts, without the spaces around the line. digest: a hash of its words. gaps: two spaces or more. numbers:
+words with digits. signs: of code. The kinds are classes; closing quotes and brackets do not count for the last one."""
+GRAM_RULES = ("top_2_gram", "top_3_gram", "top_4_gram", *(f"duplicate_{n}_gram" for n in range(5, 11)))
+
+
+@functools.cache
+def character_classes() -> np.ndarray:
+    """Returns (0x110000,) uint16, the classes of every code point."""
+    # No letters, spaces and punctuation beyond these planes.
+    known = [chr(code) for code in range(0x32000)]
+    categories = list(map(unicodedata.category, known))
+    spaces = np.fromiter(map(str.isspace, known), bool)
+    punctuation = np.fromiter((category[0] == "P" for category in categories), bool)
+    closing = np.fromiter((category in ("Pe", "Pf", "Pi") for category in categories), bool)
+    classes = np.full(sys.maxunicode + 1, VISIBLE, np.uint16)
+    classes[: len(known)] = (
+        SPACE * spaces
+        | ALPHABETIC * np.fromiter(map(str.isalpha, known), bool)
+        | LOWER * np.fromiter(map(str.islower, known), bool)
+        | VISIBLE * ~(spaces | punctuation)
+        | CLOSING * closing
+    )
+    flags = {SENTENCE_ENDS: SENTENCE_END, LINE_ENDS: LINE_END, SIGNS: SIGN, "\"'`*_": CLOSING, "0123456789": DIGIT}
+    for characters, flag in flags.items():
+        classes[list(map(ord, characters))] |= flag
+    return classes
+
+
+def joined_texts(texts: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
+    """Joins texts: ((bytes,) uint8, (texts, 2) int64 of the first byte and the end of each)."""
+    ends = np.cumsum([len(text) for text in texts], dtype=np.int64)
+    bounds = np.stack([ends - np.array([len(text) for text in texts], np.int64), ends], axis=1)
+    # From a bytearray, so that all arrays of bytes are writable and nothing is compiled twice.
+    return np.frombuffer(bytearray().join([*texts, b"\0"]), np.uint8), bounds
+
+
+@compiled
+def code_at(text, position):
+    """Decodes (code point, bytes of it) at a position of UTF-8."""
+    first = np.int64(text[position])
+    if first < 0x80:
+        return first, 1
+    second = np.int64(text[position + 1]) & 0x3F
+    if first < 0xE0:
+        return (first & 0x1F) << 6 | second, 2
+    third = np.int64(text[position + 2]) & 0x3F
+    if first < 0xF0:
+        return (first & 0x0F) << 12 | second << 6 | third, 3
+    return (first & 0x07) << 18 | second << 12 | third << 6 | np.int64(text[position + 3]) & 0x3F, 4
+
+
+@compiled
+def mixed(value):
+    """Mixes a hash so that its low bits depend on all bits."""
+    value ^= value >> np.uint64(32)
+    value *= FACTOR
+    return value ^ value >> np.uint64(29)
+
+
+@compiled
+def _count_sign(text, begin, position, code, line):
+    """Counts a sign in a word that begins at `begin`."""
+    if code == 46:
+        dots = 1
+        while position - dots >= begin and text[position - dots] == 46:
+            dots += 1
+        line.ellipses += dots % 3 == 0
+    elif code == 0x2026:
+        line.ellipses += 1
+    elif code == 124:
+        line.pipes += 1
+    elif code == 44:
+        line.commas += 1
+    elif code == 35:
+        line.hash_signs += 1
+    elif code == 40 or code == 91:
+        line.opening += 1
+    elif code == 41 or code == 93:
+        line.closed += 1
+    else:
+        line.semicolons += code == 59
+        line.opening += code == 123
+        line.closed += code == 125
+        line.signs += 1
+
+
+@compiled
+def _divide(text, bounds, classes, lengths, hashes, word_bounds, totals, lines):
+    """Fills the arrays of DividedTexts and returns the numbers of words and of lines. lines: zeros."""
+    word = count = block = np.int64(0)
+    for document in range(len(bounds)):
+        word_bounds[document, 0] = word
+        position = bounds[document, 0]
+        end = bounds[document, 1]
+        block += 1
+        while position < end:
+            line = lines[count]
+            line.tabs = 0  # those of a blank line before, which is overwritten
+            first_word = word
+            spaces = np.int64(0)
+            is_ended = False
+            size = np.int64(1)
+            last_kind = last_code = np.int64(0)
+            digest = START
+            while position < end:
+                if text[np.uintp(position)] == 32:
+                    spaces += 1
+                    position += 1
+                    continue
+                code, size = code_at(text, position)
+                kind = np.int64(classes[code])
+                if kind & SPACE:
+                    if kind & LINE_END and not (code == 13 and position + 1 < end and text[position + 1] == 10):
+                        break
+                    line.tabs += code == 9
+                    spaces += 1
+                    position += size
+                    continue
+                if word == first_word:
+                    line.start = position
+                    line.first_kind = kind
+                    line.first_code = code
+                else:
+                    line.gaps += spaces > 1
+                    line.sentences += is_ended
+                    line.characters += spaces
+                begin = position
+                length = np.int64(0)
+                kinds = np.int64(0)
+                value = START
+                while True:
+                    if kind & SIGN:
+                        _count_sign(text, begin, position, code, line)
+                    if not kind & CLOSING:
+                        if last_kind & SENTENCE_END and last_code >= FIRST_WIDE and length > 0:
+                            line.sentences += 1
+                        last_kind = kind
+                        last_code = code
+                    value = (value ^ np.uint64(code)) * FACTOR
+                    length = length + 1
+                    kinds = kinds | kind
+                    position += size
+                    if position >= end:
+                        break
+                    # Most characters are of one byte: the call is left out.
+                    code = np.int64(text[np.uintp(position)])
+                    size = np.int64(1)
+                    if code >= 0x80:
+                        code, size = code_at(text, position)
+                    kind = np.int64(classes[np.uintp(code)])
+                    if kind & SPACE:
+                        break
+                value = mixed(value)
+                hashes[word] = value
+                lengths[word] = length
+                digest = (digest ^ value) * FACTOR
+                word += 1
+                spaces = np.int64(0)
+                is_ended = last_kind & SENTENCE_END != 0
+                line.stop = position
+                line.characters += length
+                line.longest_word = max(line.longest_word, length)
+                line.numbers += kinds & DIGIT != 0
+                if kinds & VISIBLE:
+                    totals[document, 0] += 1
+                    totals[document, 1] += length
+                    totals[document, 2] += kinds & ALPHABETIC != 0
+            if word == first_word:
+                block += 1
+            else:
+                line.document = document
+                line.block = block
+                line.words = word - first_word
+                line.digest = mixed(digest)
+                line.last_kind = last_kind
+                line.last_code = last_code
+                line.sentences += 1
+                count += 1
+            position += size
+        word_bounds[document, 1] = word
+    return word, count
+
+
+class DividedTexts(NamedTuple):
+    """Joined documents, their words and their lines."""
+
+    text: np.ndarray
+    """(bytes,) uint8"""
+    lengths: np.ndarray
+    """(words,) int32, characters."""
+    hashes: np.ndarray
+    """(words,) uint64"""
+    word_bounds: np.ndarray
+    """(documents, 2) int64: first word and end of each document."""
+    totals: np.ndarray
+    """(documents, 3) int64: words that are not punctuation alone, their characters, and those with a letter."""
+    lines: np.ndarray
+    """(lines,) LINE, those that are not blank."""
+
+
+def divided_texts(text: np.ndarray, bounds: np.ndarray) -> DividedTexts:
+    """Divides documents of less than 2 GiB together, as joined_texts gives them, into words and lines."""
+    most_words = len(text) // 2 + len(bounds)
+    # No fewer than there are: line ends of several bytes end in 0x85, 0xA8 or 0xA9.
+    ends = np.bincount(text, minlength=256)[[*range(10, 14), *range(28, 31), 0x85, 0xA8, 0xA9]].sum()
+    lengths = np.empty(most_words, np.int32)
+    hashes = np.empty(most_words, np.uint64)
+    word_bounds = np.zeros_like(bounds)
+    totals = np.zeros((len(bounds), 3), np.int64)
+    lines = np.zeros(ends + len(bounds) + 1, LINE)
+    words, count = _divide(text, bounds, character_classes(), lengths, hashes, word_bounds, totals, lines)
+    return DividedTexts(text, lengths[:words], hashes[:words], word_bounds, totals, lines[:count])
+
+
+@compiled
+def count_phrases(text, starts, stops, phrases, sizes, found):
+    """Adds how often each phrase stands in each line, in any case, to `found`, (lines, phrases).
+
+    phrases: (phrases, the longest) uint8, in lower case, by their first letter; sizes: (phrases,).
+    """
+    first = np.full(256, len(phrases), np.int64)
+    for number in range(len(phrases) - 1, -1, -1):
+        first[phrases[number, 0]] = number
+    for line in range(len(starts)):
+        stop = np.int64(stops[line])
+        for begin in range(np.int64(starts[line]), stop):
+            byte = text[np.uintp(begin)]
+            byte |= np.uint8(32) if 65 <= byte <= 90 else np.uint8(0)
+            number = first[byte]
+            while number < len(phrases) and phrases[number, 0] == byte:
+                index = 1
+                size = sizes[number]
+                while index < size and begin + index < stop:
+                    byte_of_text = text[np.uintp(begin + index)]
+                    byte_of_text |= np.uint8(32) if 65 <= byte_of_text <= 90 else np.uint8(0)
+                    if byte_of_text != phrases[number, index]:
+                        break
+                    index += 1
+                found[line, number] += index == size
+                number += 1
+
+
+@compiled
+def join_lines(text, starts, stops, joined):
+    """Writes lines one after another, each with a line end behind it."""
+    position = np.int64(0)
+    for line in range(len(starts)):
+        for place in range(starts[line], stops[line]):
+            joined[np.uintp(position)] = text[np.uintp(place)]
+            position += 1
+        joined[position] = 10
+        position += 1
+
+
+@compiled
+def different_words(hashes, word_bounds, sought, enough, found):
+    """Writes how many different ones of at most 64 sought words each document has; it stops at `enough`."""
+    for document in range(len(word_bounds)):
+        seen = np.uint64(0)
+        for word in range(word_bounds[document, 0], word_bounds[document, 1]):
+            for index in range(len(sought)):
+                if hashes[word] == sought[index] and not seen >> np.uint64(index) & ONE:
+                    seen |= ONE << np.uint64(index)
+                    found[document] += 1
+            if found[document] >= enough:
+                break
+
+
+@compiled
+def _find(keys, stamps, stamp, value):
+    """Returns (slot, whether the value is in it) of a hash table in which entries with another stamp are empty."""
+    mask = np.uint64(len(keys) - 1)
+    slot = value & mask
+    while stamps[slot] == stamp:
+        if keys[slot] == value:
+            return slot, True
+        slot = (slot + ONE) & mask
+    return slot, False
+
+
+@compiled
+def _table_size(count):
+    size = 64
+    while size < 2 * count:
+        size *= 2
+    return size
+
+
+@compiled
+def mark_repeated(hashes, documents, repeated):
+    """Marks the (lines,) whose document, an ascending number, has the same hash before."""
+    keys = np.empty(_table_size(len(hashes)), np.uint64)
+    stamps = np.zeros(_table_size(len(hashes)), np.int64)
+    for line in range(len(hashes)):
+        slot, repeated[line] = _find(keys, stamps, documents[line] + 1, hashes[line])
+        keys[slot] = hashes[line]
+        stamps[slot] = documents[line] + 1
+
+
+@compiled
+def _gram(hashes, start, n):
+    value = np.uint64(0)
+    for index in range(np.uintp(start), np.uintp(start + n)):
+        value = value * FACTOR + hashes[index]
+    return mixed(value)
+
+
+@compiled
+def _top_gram(lengths, hashes, start, end, n, table, stamp):
+    """Returns (characters of the most frequent n-gram times its count, the most characters of any pair, times its).
+
+    Of equally frequent ones, the one that comes first counts. The second is of n = 2 only, with two spaces.
+    """
+    keys, stamps, counts, firsts = table
+    best_count = np.int64(0)
+    best_first = start
+    most = np.int64(0)
+    for position in range(start, end - n + 1):
+        value = _gram(hashes, position, n)
+        slot, seen = _find(keys, stamps, stamp, value)
+        if not seen:
+            keys[slot] = value
+            stamps[slot] = stamp
+            counts[slot] = 0
+            firsts[slot] = position
+        counts[slot] += 1
+        if n == 2:
+            most = max(most, (lengths[position] + lengths[position + 1] + 2) * counts[slot])
+        if counts[slot] > best_count or (counts[slot] == best_count and firsts[slot] < best_first):
+            best_count = counts[slot]
+            best_first = firsts[slot]
+    return (lengths[best_first : best_first + n].sum() + n - 1) * best_count, most
+
+
+@compiled
+def _duplicate_characters(lengths, hashes, start, end, n, table, stamp, overlapping):
+    """Counts the characters in n-grams that have occurred before.
+
+    overlapping: every word in any of them counts once. Otherwise an n-gram that is counted is stepped over.
+    """
+    keys = table[0]
+    stamps = table[1]
+    position = start
+    covered_until = start
+    characters = np.int64(0)
+    while position < end - n + 1:
+        value = _gram(hashes, position, n)
+        slot, seen = _find(keys, stamps, stamp, value)
+        if seen:
+            for index in range(max(position, covered_until), position + n):
+                characters += lengths[index]
+            covered_until = position + n
+        else:
+            keys[slot] = value
+            stamps[slot] = stamp
+        position += n if seen and not overlapping else 1
+    return characters
+
+
+@compiled
+def repetitions(lengths, hashes, word_bounds, characters, limits, skipped, broken, values):
+    """Writes the first of GRAM_RULES whose limit each document exceeds to `broken`, and the share to `values`.
+
+    limits: (9,) shares of `characters`, (documents,); inf where a rule is off. skipped: (documents,) bool.
+    """
+    size = _table_size((word_bounds[:, 1] - word_bounds[:, 0]).max())
+    stamps = np.zeros(size, np.int64)
+    counts = np.empty(size, np.int64)
+    firsts = np.empty(size, np.int64)
+    table = np.empty(size, np.uint64), stamps, counts, firsts
+    stamp = 0
+    for document in range(len(word_bounds)):
+        if skipped[document] or not characters[document]:
+            continue
+        total = characters[document]
+        start = word_bounds[document, 0]
+        end = word_bounds[document, 1]
+        stamp += 2
+        _, most = _top_gram(lengths, hashes, start, end, 2, table, stamp - 1)
+        # No n-gram of five words or more repeats more than the words in repeated fives.
+        covered = _duplicate_characters(lengths, hashes, start, end, 5, table, stamp, True)
+        for rule in range(len(limits)):
+            n = rule + 2
+            # The pairs in an n-gram are no rarer than it, and it is made of two.
+            bound = covered if n > 4 else (most if n == 2 else 2 * most)
+            if bound <= limits[rule] * total:
+                continue
+            stamp += 1
+            if n < 5:
+                repeated, _ = _top_gram(lengths, hashes, start, end, n, table, stamp)
+            else:
+                repeated = _duplicate_characters(lengths, hashes, start, end, n, table, stamp, False)
+            if repeated / total > limits[rule]:
+                broken[document] = rule
+                values[document] = repeated / total
+                break
+
+
+@compiled
+def hashed_features(text, bounds, buckets, features, ends):
+    """Writes the buckets of words, in lower case and without signs, and of pairs of them; returns their number."""
+    count = np.int64(0)
+    mask = np.uint64(buckets - 1)
+    for document in range(len(bounds)):
+        value = START
+        previous = np.uint64(0)
+        inside = False
+        for position in range(bounds[document, 0], bounds[document, 1] + 1):
+            byte = text[position] if position < bounds[document, 1] else np.uint8(32)
+            if 65 <= byte <= 90:
+                byte |= 32
+            if 97 <= byte <= 122 or 48 <= byte <= 57 or byte >= 0x80:
+                value = (value ^ np.uint64(byte)) * FACTOR
+                inside = True
+            elif inside:
+                word = mixed(value) | ONE
+                features[count] = np.int32(word >> np.uint64(9) & mask)
+                count += 1
+                if previous:
+                    features[count] = np.int32((mixed(previous * FACTOR ^ word) | ONE) >> np.uint64(9) & mask)
+                    count += 1
+                value = START
+                previous = word
+                inside = False
+        ends[document] = count
+    return count
+
+
+@compiled
+def fit_logistic(features, ends, labels, shares, weights, squares, epochs, rate, decay):
+    """Fits `weights` to labels of 0 and 1, each with its share of the loss, a document at a time by AdaGrad.
+
+    The last weight is the bias. squares: (len(weights),) float64, the sums of squared gradients.
+    """
+    bias = len(weights) - 1
+    for _ in range(epochs):
+        start = np.int64(0)
+        for document in range(len(ends)):
+            size = max(1, ends[document] - start)
+            total = 0.0
+            for index in range(start, ends[document]):
+                total += weights[features[index]]
+            score = total / size + weights[bias]
+            error = (1.0 / (1.0 + np.exp(-score)) - labels[document]) * shares[document]
+            for index in range(start, ends[document]):
+                feature = features[index]
+                gradient = error / size + decay * weights[feature]
+                squares[feature] += gradient * gradient
+                weights[feature] -= rate * gradient / np.sqrt(squares[feature])
+            squares[bias] += error * error
+            weights[bias] -= rate * error / np.sqrt(squares[bias])
+            start = ends[document]
+
+
+def is_compiled() -> bool:
+    """Tells whether machine code of this module is kept on this machine."""
+    folder = Path(_divide.stats.cache_path)
+    return any(folder.glob(f"{Path(__file__).stem}.*.nbi"))
