@@ -28,7 +28,8 @@ from pretrain.model.initial_weights import InitialWeights
 from pretrain.model.inputs import IGNORED, model_inputs
 from pretrain.model.loss import LanguageModelLoss
 from pretrain.optim.optimizers import OPTIMIZERS
-from pretrain.parallel.context_parallel import SIZE_VARIABLE, ContextParallel
+from pretrain.parallel.context_parallel import ContextParallel
+from pretrain.parallel.launcher import CP_SIZE
 
 LENGTH, END = 64, 1
 VISIBLE = 3.0
@@ -81,7 +82,7 @@ def away(found: torch.Tensor, wanted: torch.Tensor) -> float:
 
 def compare(name: str) -> dict[str, float]:
     kind, parts, attention = CASES[name]
-    os.environ[SIZE_VARIABLE] = str(parts)
+    os.environ[CP_SIZE] = str(parts)
     config = AutoConfig.for_model(**MODELS[kind])
     strategy = ContextParallel("fp32", SimpleNamespace(batch=SimpleNamespace(reduce_once=False)))
     causal_lm = build_meta_model(config, attention=attention)
