@@ -1,0 +1,294 @@
+"""Each row of README's table "Extending", followed literally in a copy of the project: the files it names suffice."""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from support.project import ROOT, events
+from support.tiny_models import TINY_LLAMA
+
+COPIED = ("pretrain", "pretrain_tools", "accelerate_configs", "ds_configs", "model_configs")
+ARCHITECTURE = '''"""Llama under another name."""
+
+from transformers import LlamaConfig, LlamaForCausalLM, LlamaModel
+
+
+class MineConfig(LlamaConfig):
+    model_type = "mine"
+
+
+class MineModel(LlamaModel):
+    config_class = MineConfig
+
+
+class MineForCausalLM(LlamaForCausalLM):
+    config_class = MineConfig
+'''
+SCHEDULE = '''def staircase(schedule: Schedule, step: int) -> float:
+    """Halves the rate at every step."""
+    return 0.5**step
+
+
+'''
+OPTIMIZER = '''class SGDSpec(OptimizerSpec):
+    """Stochastic gradient descent without momentum."""
+
+    def make(self, parameters, settings, learning_rate, seed, device_type) -> torch.optim.SGD:
+        return torch.optim.SGD(self.groups(parameters, settings.weight_decay), lr=learning_rate)
+
+    def state_shapes(self, name):
+        return {}
+
+
+'''
+FORMAT = '''def read_records(stream: ByteStream, reading: Reading) -> Iterator[Record]:
+    """Texts with a percent sign between them."""
+    for place, text in enumerate(read_whole(stream, "split it").split(b"%"), start=1):
+        yield checked(place, text)
+
+
+'''
+TRACKER = '''
+from accelerate.tracking import GeneralTracker, on_main_process, register_tracker_class
+
+
+class ListTracker(GeneralTracker):
+    """Appends what it is told to a file."""
+
+    name = "list"
+    requires_logging_directory = True
+
+    def __init__(self, run_name, logging_dir, **_):
+        super().__init__()
+        self.path = Path(logging_dir) / "list.txt"
+
+    @property
+    def tracker(self):
+        return self.path
+
+    def store_init_configuration(self, values):
+        pass
+
+    def log(self, values, step=None, **_):
+        with open(self.path, "a", encoding="utf-8") as file:
+            file.write(f"{step} {sorted(values)}\\n")
+
+
+register_tracker_class(ListTracker)
+'''
+STRATEGY = '''"""DDP under another name."""
+
+from accelerate.utils import patch_environment
+
+from pretrain.parallel.strategy import Strategy
+
+
+class Mine(Strategy):
+    """DDP that its own size asks for."""
+
+    def make_accelerator(self):
+        with patch_environment(ACCELERATE_USE_PARALLELISM_CONFIG="false"):
+            return super().make_accelerator()
+'''
+LAUNCHER_FILE = """\
+compute_environment: LOCAL_MACHINE
+distributed_type: MULTI_GPU
+parallelism_config: {parallelism_config_cp_size: 2}
+num_machines: 1
+machine_rank: 0
+rdzv_backend: static
+same_network: true
+"""
+
+CONFIG = "pretrain/config.py"
+LOSS = "pretrain/model/loss.py"
+EDITS: dict[str, dict[str, str | list[tuple[str, str]]]] = {
+    "a model that transformers has": {"model_configs/mine_too.json": json.dumps(TINY_LLAMA)},
+    "an architecture": {
+        "pretrain/model/architectures/mine.py": ARCHITECTURE,
+        "model_configs/mine.json": json.dumps(
+            TINY_LLAMA | {"model_type": "mine", "architectures": ["MineForCausalLM"]}
+        ),
+    },
+    "a schedule": {
+        "pretrain/optim/learning_rate.py": [
+            ("SCHEDULES: dict", SCHEDULE + "SCHEDULES: dict"),
+            ('    "infinite": infinite,\n', '    "infinite": infinite,\n    "staircase": staircase,\n'),
+        ],
+        CONFIG: [('"wsd", "infinite"]', '"wsd", "infinite", "staircase"]')],
+    },
+    "an optimizer": {
+        "pretrain/optim/optimizers.py": [
+            ("OPTIMIZERS: dict", OPTIMIZER + "OPTIMIZERS: dict"),
+            ('    "muon": MuonSpec,\n', '    "muon": MuonSpec,\n    "sgd": SGDSpec,\n'),
+        ],
+        CONFIG: [('"muon", "adamw_8bit"]', '"muon", "adamw_8bit", "sgd"]')],
+    },
+    "a data format": {
+        "pretrain_tools/preparation/documents/formats.py": [("def read_whole(", FORMAT + "def read_whole(")],
+        "pretrain_tools/preparation/documents/sources.py": [
+            ("FORMATS = {\n", 'FORMATS = {\n    "records": Format((".rec",), formats.read_records, "record"),\n')
+        ],
+    },
+    "a strategy": {
+        "pretrain/parallel/mine.py": STRATEGY,
+        "pretrain/parallel/registry.py": [
+            ('    "fsdp2":', '    "mine": "pretrain.parallel.mine:Mine",\n    "fsdp2":')
+        ],
+        "pretrain/parallel/launcher.py": [
+            ('    ("MULTI_GPU", "tp")', '    ("MULTI_GPU", "cp"): "mine",\n    ("MULTI_GPU", "tp")')
+        ],
+        "accelerate_configs/mine.yaml": LAUNCHER_FILE,
+    },
+    "a tracker": {"pretrain/training/trackers.py": [("DEFAULT_PROJECT =", TRACKER + "\nDEFAULT_PROJECT =")]},
+    "a loss term": {
+        LOSS: [
+            (
+                "        z_loss: float = 0.0,\n        backend",
+                "        z_loss: float = 0.0,\n        hidden: float = 0.0,\n        backend",
+            ),
+            ("        self.z_loss = z_loss\n", "        self.z_loss = z_loss\n        self.hidden = hidden\n"),
+            (
+                "        return self.loss_of_hidden(outputs.last_hidden_state, targets_BT)\n",
+                "        hidden_BTD = outputs.last_hidden_state\n"
+                "        loss, cross_entropy = self.loss_of_hidden(hidden_BTD, targets_BT)\n"
+                "        return loss + self.hidden * hidden_BTD.square().mean(), cross_entropy\n",
+            ),
+        ],
+        CONFIG: [
+            (
+                "    z_loss: NonNegativeFloat = 0.0\n",
+                "    hidden: NonNegativeFloat = 0.0\n    z_loss: NonNegativeFloat = 0.0\n",
+            )
+        ],
+        "pretrain/training/build.py": [
+            ("z_loss=config.loss.z_loss,", "z_loss=config.loss.z_loss, hidden=config.loss.hidden,")
+        ],
+    },
+}
+"""{row: {file: its text if it is new, else (text that is there, text that takes its place)}}."""
+
+
+def rows() -> dict[str, list[str]]:
+    """Returns {what to add: paths that the row names, of files or folders}."""
+    table = (ROOT / "README.md").read_text().partition("## Extending")[2].partition("\n\n[")[0]
+    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines() if line.startswith("| ")]
+    return {name: re.findall(r"`([\w./]+/[\w./]*)`", how) for name, how, _ in cells[1:]}
+
+
+@pytest.mark.parametrize("row", EDITS)
+def test_a_row_names_every_file(row):
+    named = rows()[row]
+    for path in EDITS[row]:
+        assert any(path == name or (name.endswith("/") and path.startswith(name)) for name in named), path
+    for name in named:
+        assert any(path.startswith(name) for path in EDITS[row]), f"{name} isn't needed"
+
+
+def test_every_row_is_followed():
+    assert list(rows()) == list(EDITS)
+
+
+@pytest.fixture(scope="module")
+def extended(tmp_path_factory) -> Path:
+    """A copy of the project with everything of EDITS."""
+    copy = tmp_path_factory.mktemp("extended")
+    for name in COPIED:
+        shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for script in ("train.py", "prepare_data.py"):
+        shutil.copyfile(ROOT / script, copy / script)
+    for edits in EDITS.values():
+        for path, edit in edits.items():
+            if isinstance(edit, str):
+                assert not (copy / path).exists()
+                (copy / path).write_text(edit)
+                continue
+            text = (copy / path).read_text()
+            for there, instead in edit:
+                assert text.count(there) == 1, f"{path}: {there}"
+                text = text.replace(there, instead)
+            (copy / path).write_text(text)
+    return copy
+
+
+def run(project: Path, *command: object) -> str:
+    """Runs a command in the copy; returns what it printed."""
+    words = [sys.executable, *map(str, command)]
+    done = subprocess.run(words, cwd=project, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def runs(extended, shards, tmp_path_factory) -> tuple[Path, Path]:
+    """Two runs of two steps: of one's own in everything, and of transformers' Llama without the loss term."""
+    folder = tmp_path_factory.mktemp("runs")
+    recipe = {
+        "seed": 1,
+        "precision": "fp32",
+        "data": {"train": [{"shards": str(shards)}], "sequence_length": 64},
+        "budget": {"steps": 2},
+        "batch": {"tokens_per_step": 256, "sequences_per_micro_batch": 1},
+        "compile": "none",
+        "logging": {"every_steps": 1},
+        "optim": {"name": "sgd", "schedule": "staircase", "learning_rate": 0.01, "warmup_steps": 0},
+        "trackers": ["list"],
+    }
+    found = []
+    for name, model, loss in (("own", "mine", {"hidden": 0.5}), ("plain", "mine_too", {})):
+        values = recipe | {"model": f"model_configs/{model}.json", "output": str(folder / name), "loss": loss}
+        (folder / f"{name}.yaml").write_text(yaml.safe_dump(values))
+        run(extended, "train.py", "--config", folder / f"{name}.yaml")
+        found.append(folder / name)
+    return tuple(found)
+
+
+def test_an_architecture_of_ones_own_trains_as_the_one_it_copies(runs):
+    own, plain = (events(folder, "train")[0] for folder in runs)
+    assert own["loss"] == plain["loss"]
+    assert json.loads((runs[0] / "final/config.json").read_text())["model_type"] == "mine"
+    assert (runs[0] / "final/mine.py").exists()
+
+
+def test_a_schedule_of_ones_own_sets_the_learning_rate(runs):
+    assert [event["learning_rate"] for event in events(runs[0], "train")] == [0.01, 0.005]
+
+
+def test_an_optimizer_of_ones_own_updates_the_weights(runs):
+    assert "SGD" in (runs[0] / "train.log").read_text()
+
+
+def test_a_loss_term_of_ones_own_has_gradients(runs):
+    own, plain = (events(folder, "train")[0] for folder in runs)
+    assert own["grad_norm"] != plain["grad_norm"]
+
+
+def test_a_tracker_of_ones_own_gets_the_metrics(runs):
+    lines = (runs[0] / "list.txt").read_text().splitlines()
+    assert [line.split()[0] for line in lines if "train/loss" in line] == ["1", "2"]
+
+
+def test_a_data_format_of_ones_own_is_prepared(extended, shards, tmp_path):
+    (tmp_path / "texts.rec").write_text("one text%another text%a third one")
+    tokenizer = shards / "tokenizer"
+    folder = tmp_path / "prepared"
+    run(extended, "prepare_data.py", "--input", tmp_path / "*.rec", "--tokenizer", tokenizer, "--output", folder)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    assert sum(shard["documents"] for shard in manifest["shards"]) == 3
+
+
+def test_a_strategy_of_ones_own_trains(extended, shards, runs, tmp_path):
+    recipe = yaml.safe_load((runs[1].with_suffix(".yaml")).read_text()) | {"output": str(tmp_path / "run")}
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    launch = ("-m", "accelerate.commands.launch", "--config_file", "accelerate_configs/mine.yaml")
+    run(extended, *launch, "--num_processes", "2", "train.py", "--config", tmp_path / "recipe.yaml")
+    record = json.loads((tmp_path / "run/strategy.json").read_text())
+    assert (record["strategy"], record["ranks"]) == ("mine", 2)
+    losses = [[event["loss"] for event in events(folder, "train")] for folder in (tmp_path / "run", runs[1])]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
