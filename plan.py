@@ -65,7 +65,7 @@ def main() -> None:
         from pretrain_tools.experiments.ladder_report import read_ladder
         from pretrain_tools.planning.budget_report import recipe_of_budget
 
-        expect = read_ladder(request.ladder).expect if request.ladder else None
+        expect = read_ladder(arguments.ladder).expect if arguments.ladder else None
         recipe_of_budget(request, hardware_of(arguments, gpu, given), shlex.join(["plan.py", *sys.argv[1:]]), expect)
         return
     if arguments.config is None:

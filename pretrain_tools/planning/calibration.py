@@ -1,8 +1,13 @@
-"""Runs a few real steps of a recipe on this machine: measures their speed, and the memory of tensors at the peak."""
+"""Runs a few real steps of a recipe on this machine: measures their speed, and the memory of tensors at the peak.
+
+`python -m pretrain_tools.planning.calibration RECIPE SECONDS` times steps and prints {"tokens_per_second"} as JSON.
+"""
 
 import gc
+import json
 import os
 import statistics
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -14,13 +19,15 @@ import torch
 
 from pretrain.config import RunConfig
 from pretrain.data.vocabulary import planned_model_config
-from pretrain.errors import InputError
+from pretrain.errors import InputError, run_script
 from pretrain.hardware import DTYPES, peak_flops
 from pretrain.model.attention import choose_attention, model_inputs
 from pretrain.model.build import build_meta_model
 from pretrain.model.routers import router_losses
+from pretrain.parallel.auto_settings import settled
 from pretrain.parallel.registry import make_strategy
 from pretrain.parallel.strategy import Strategy
+from pretrain.recipe import read_run_config
 from pretrain.terminal import say_stage
 from pretrain.training.build import build_training
 from pretrain.training.prefetch import ReadAhead
@@ -30,10 +37,12 @@ from pretrain_tools.planning.footprints import planned_memory
 
 TOKENS_PER_DOCUMENT = 600
 """In the random text that stands in for missing shards."""
-CALIBRATION_STEPS, MOST_MICRO_STEPS = 20, 4
+CALIBRATION_STEPS = 20
+MOST_MICRO_STEPS = 4
+FEWEST_TIMED_STEPS = 3
 LEARNING_RATE = 1e-4
 FIRST_STEPS = 2
-"""Steps that compile, and create the optimizer's state."""
+"""Steps that compile, and create the optimizer's state; they are not timed."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +57,7 @@ class Calibration:
     update_seconds: float
     """Median."""
     step_seconds: float
-    """Of the recipe's whole step, which may have more micro-steps than those that were run."""
+    """Seconds of the recipe's whole step, which may have more micro-steps than those that were run."""
     tokens_per_second: float
     mfu: float | None
     peak_flops: float | None
@@ -65,7 +74,8 @@ class Steps:
     """
 
     def __init__(self, config: RunConfig, strategy: Strategy):
-        self.config, self.strategy = config, strategy
+        self.config = config
+        self.strategy = strategy
         self.plan, self.data = self._plan()
         self.read_ahead = ReadAhead(strategy)
         built = build_training(config, self.plan, strategy, learning_rate=LEARNING_RATE)
@@ -73,7 +83,7 @@ class Steps:
         self.model.train()
 
     def _plan(self) -> tuple[ModelPlan, str]:
-        """(the run's plan, or the model's alone where a run could not start, where batches are from)."""
+        """Plans the run, or the model alone if a run could not start; also tells where batches are from."""
         config, strategy = self.config, self.strategy
         try:
             return derive(config, strategy.data_ranks * strategy.micro_batches_per_call), "shards"
@@ -142,7 +152,7 @@ class PeakBytes:
 
     @contextmanager
     def counting(self) -> Iterator[None]:
-        """Around everything that makes tensors."""
+        """Stands around everything that makes tensors."""
         if self.is_cuda:
             yield
             return
@@ -161,7 +171,7 @@ class PeakBytes:
 
     @contextmanager
     def marked(self) -> Iterator[None]:
-        """Around the step whose peak counts. Garbage in cycles is collected first, as train.py does."""
+        """Stands around the step whose peak counts. Garbage in cycles is collected first, as train.py does."""
         gc.collect()
         if self.is_cuda:
             torch.cuda.reset_peak_memory_stats()
@@ -190,7 +200,8 @@ def calibrate(config: RunConfig, flops_per_token: float) -> Calibration:
 
     Raises InputError where the recipe cannot run in one process of this machine.
     """
-    strategy, step_tokens = make_strategy(config), config.batch.tokens_per_step
+    strategy = make_strategy(config)
+    step_tokens = config.batch.tokens_per_step
     if strategy.ranks.count != 1:
         raise InputError("--calibrate: runs in one process; start it with python, not with accelerate launch")
     tokens = config.batch.sequences_per_micro_batch * config.data.sequence_length
@@ -216,7 +227,8 @@ def calibrate(config: RunConfig, flops_per_token: float) -> Calibration:
     micro_step_seconds = statistics.median(seconds for all_seconds, _ in timed for seconds in all_seconds)
     update_seconds = statistics.median(seconds for _, seconds in timed)
     step_seconds = step_tokens // tokens * micro_step_seconds + update_seconds
-    rate, (peak, peak_source) = step_tokens / step_seconds, peak_flops(strategy.device, strategy.precision)
+    rate = step_tokens / step_seconds
+    peak, peak_source = peak_flops(strategy.device, strategy.precision)
     return Calibration(
         device=strategy.device.type,
         data=data,
@@ -232,3 +244,24 @@ def calibrate(config: RunConfig, flops_per_token: float) -> Calibration:
             strategy, config.with_batch(tokens_per_step=min(micro_steps, 2) * tokens)
         ).total,
     )
+
+
+def time_steps(recipe: str, seconds: float) -> None:
+    """Runs steps for `seconds`, at least FEWEST_TIMED_STEPS, and prints their speed as a line of JSON."""
+    config = settled(read_run_config(recipe))
+    steps = Steps(config, make_strategy(config))
+    tokens = config.batch.sequences_per_micro_batch * config.data.sequence_length
+    micro_steps = max(1, config.batch.tokens_per_step // tokens)
+    for number in range(FIRST_STEPS):
+        steps.step(number, micro_steps)
+    count = 0
+    began = time.perf_counter()
+    while count < FEWEST_TIMED_STEPS or time.perf_counter() - began < seconds:
+        steps.step(FIRST_STEPS + count, micro_steps)
+        count += 1
+    rate = count * micro_steps * tokens / (time.perf_counter() - began)
+    print(json.dumps({"tokens_per_second": rate}), flush=True)
+
+
+if __name__ == "__main__":  # started by own_text
+    run_script(lambda: time_steps(sys.argv[1], float(sys.argv[2])))
