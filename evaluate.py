@@ -114,7 +114,7 @@ def read_arguments(argv: list[str]) -> argparse.Namespace:
 
 
 def interactive_problems(arguments: argparse.Namespace) -> list[str]:
-    """What --interactive does not go together with."""
+    """Lists options that --interactive excludes."""
     problems = []
     if len(arguments.model) > 1:
         problems.append(f"--interactive: continues text with one model, and --model names {len(arguments.model)}")

@@ -36,7 +36,7 @@ from pretrain.units import duration_text
 from pretrain_tools.planning.footprints import planned_memory
 
 TOKENS_PER_DOCUMENT = 600
-"""In the random text that stands in for missing shards."""
+"""Mean length of documents in the random text that replaces missing shards."""
 CALIBRATION_STEPS = 20
 MOST_MICRO_STEPS = 4
 FEWEST_TIMED_STEPS = 3
@@ -84,7 +84,8 @@ class Steps:
 
     def _plan(self) -> tuple[ModelPlan, str]:
         """Plans the run, or the model alone if a run could not start; also tells where batches are from."""
-        config, strategy = self.config, self.strategy
+        config = self.config
+        strategy = self.strategy
         try:
             return derive(config, strategy.data_ranks * strategy.micro_batches_per_call), "shards"
         except InputError:
@@ -117,7 +118,7 @@ class Steps:
         )
 
     def step(self, number: int, micro_steps: int) -> tuple[list[float], float]:
-        """One optimizer step; returns (seconds of each micro-step, seconds of the update)."""
+        """Runs one optimizer step; returns (seconds of each micro-step, seconds of the update)."""
         self.strategy.begin_step(LEARNING_RATE, micro_steps)
         seconds = []
         for micro_step in range(micro_steps):

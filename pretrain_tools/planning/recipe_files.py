@@ -13,7 +13,7 @@ MADE_BY = "# Made by: "
 
 @dataclass(frozen=True)
 class RecipePlace:
-    """Where a recipe and its parts go: recipes/mine.yaml, model_configs/mine.json, data/mine, runs/mine."""
+    """Paths of a recipe and its parts: recipes/mine.yaml, model_configs/mine.json, data/mine, runs/mine."""
 
     recipe: Path
     shards: Path

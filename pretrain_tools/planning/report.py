@@ -1,4 +1,4 @@
-"""The complete plan and its output: tables for terminals, JSON for programs, a comment for recipes."""
+"""Builds the plan of a run and prints it: tables for terminals, JSON for programs, a comment for recipes."""
 
 import dataclasses
 import json
@@ -48,7 +48,7 @@ from pretrain_tools.planning.step_time import (
 
 TABLE_WIDTH = 132
 PARTS = ("parameters", "gradients", "optimizer", "activations", "buffers", "total")
-"""Of a `Memory`, as columns."""
+"""Parts of a `Memory` that are columns of the table."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Plan:
 
     @property
     def hours(self) -> float | None:
-        """Of the recommended strategy; validation, checkpoints and restarts come on top."""
+        """Hours under the recommended strategy, without validation, checkpoints and restarts."""
         return None if self.recommended is None else self.work.steps * self.recommended.step_seconds / 3600
 
     @property
@@ -84,7 +84,7 @@ class Plan:
 
     @property
     def kilowatt_hours(self) -> float | None:
-        """Of the GPUs at their rated power; the rest of the machines adds a third or so."""
+        """Energy of the GPUs at their rated power; the rest of the machines adds about a third."""
         return None if self.gpu_hours is None else self.gpu_hours * self.hardware.gpu.watts / 1000
 
 
@@ -97,7 +97,7 @@ def build_plan(
     mfu: float | None = None,
     with_calibration: bool = False,
 ) -> Plan:
-    """Raises InputError with what cannot be planned."""
+    """Plans a recipe under every strategy. Raises InputError with what cannot be planned."""
     config = settled(config, processes=1)
     model_config = planned_model_config(config.model, config.data)
     precision = planned_precision(config, hardware.gpu)
@@ -106,7 +106,7 @@ def build_plan(
     at_first = flops_per_token(model_config, config.data.windows[0].sequence_length)
     calibration = calibrate(first, at_first) if with_calibration else None
     if calibration:
-        # What was measured are the windows of the first stage.
+        # Only windows of the first stage were measured.
         rate = calibration.tokens_per_second * at_first / work.flops_per_token
         speed = Speed(calibration.mfu or 0.0, "measured on this machine", rate)
     else:
@@ -124,7 +124,7 @@ def build_plan(
 
 
 def plan_json(plan: Plan) -> str:
-    """The plan as JSON; bytes, seconds, hours and US dollars."""
+    """Formats the plan as JSON, in bytes, seconds, hours and US dollars."""
     recommended = plan.recommended
     values = {
         "parameters": plan.work.sizes.total,
@@ -170,7 +170,7 @@ def candidate_values(candidate: Candidate) -> dict[str, Any]:
 
 
 def print_plan(plan: Plan) -> None:
-    """Tables with rich, which omits colours where the output is not a terminal; a narrow one has fewer columns."""
+    """Prints tables with rich, which omits colors outside a terminal; a narrow terminal has fewer columns."""
     console = Console(soft_wrap=True, highlight=False)
     columns = width_of(sys.stdout)
     console.width = columns or TABLE_WIDTH
@@ -179,7 +179,8 @@ def print_plan(plan: Plan) -> None:
     for name, value in rows.items():
         line = wrapped(f"{name:<{width}}  {value}", columns)
         console.print(f"[bold]{escape(line[:width])}[/]{escape(line[width:])}")
-    hardware, config = plan.hardware, plan.config
+    hardware = plan.hardware
+    config = plan.config
     lengths = {window.sequence_length for window in config.data.windows} - {config.data.sequence_length}
     longest = f", or their tokens in sequences of {', '.join(f'{n:,}' for n in sorted(lengths))}" if lengths else ""
     heading = (
@@ -214,8 +215,10 @@ def memory_row(candidate: Candidate, work: RunWork, parts: Sequence[str]) -> lis
 
 
 def facts(plan: Plan) -> dict[str, str]:
-    """What does not depend on the strategy."""
-    work, gpu, hardware = plan.work, plan.hardware.gpu, plan.hardware
+    """Lists what does not depend on the strategy: {name: value}."""
+    work = plan.work
+    hardware = plan.hardware
+    gpu = hardware.gpu
     rate = gpu.bf16_flops / 1e12
     machines = f" in {hardware.machines} machines" if hardware.machines > 1 else ""
     active = f"{work.active:,} active of " if work.active < work.sizes.total else ""
@@ -251,7 +254,7 @@ def speed_text(plan: Plan) -> str:
 
 
 def remarks(plan: Plan) -> list[str]:
-    """What cannot run and why, the margin, the verdict and the command."""
+    """Lists what cannot run and why, the margin, the verdict and the command."""
     names_of: dict[str, list[str]] = {}
     for candidate in plan.candidates:
         for problem in candidate.problems:
@@ -286,7 +289,9 @@ def remarks(plan: Plan) -> list[str]:
 
 
 def plan_verdict(plan: Plan) -> list[str]:
-    chosen, gpu, micro = plan.recommended, plan.hardware.gpu, plan.config.batch.sequences_per_micro_batch
+    chosen = plan.recommended
+    gpu = plan.hardware.gpu
+    micro = plan.config.batch.sequences_per_micro_batch
     if chosen is None:
         return [
             f"Nothing fits on {plan.hardware.gpus} x {gpu.name}: use more GPUs, --activation_checkpointing full, a "
@@ -312,8 +317,10 @@ def plan_verdict(plan: Plan) -> list[str]:
 
 
 def comment_of(plan: Plan, command: str) -> str:
-    """The plan in a few lines, for the top of a recipe."""
-    chosen, found, work = plan.recommended, plan.calibration, plan.work
+    """Formats the plan in a few lines, for the top of a recipe."""
+    chosen = plan.recommended
+    found = plan.calibration
+    work = plan.work
     disk = f"{bytes_text(plan.storage.total)} of disk"
     lines = [
         f"Plan, by {command}:",

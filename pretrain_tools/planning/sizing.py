@@ -43,7 +43,7 @@ epochs in 2:23. On 1 MB, 4 x 192 ended at 3.622 after 4.6 epochs in three minute
 SPEED_MAY_RISE = 2.0
 """A run may take so many times the expected steps, if the machine turns out to be faster than when it was timed."""
 MOST_TIMES_LARGER = 8.0
-"""Where a small model would leave time over: how much larger than it, in parameters, the chosen one may be."""
+"""Largest ratio of the chosen model's parameters to those of a small model that would leave time over."""
 TIME_USED = 0.9
 """Share of the time from which on it counts as used."""
 

@@ -36,7 +36,7 @@ SHAPES = {
 
 @dataclass(frozen=True)
 class Publication:
-    """How a model is offered, which a run's files cannot say. All None: not published yet."""
+    """The offer of a model, which a run's files do not have. All None: not published yet."""
 
     repository: str | None = None
     """owner/name on the Hub."""
@@ -56,13 +56,13 @@ class Publication:
 
 @dataclass(frozen=True)
 class DataSource:
-    """One folder of shards in the mixture. Counts are of its training split; None where nobody kept them."""
+    """A folder of shards in the mixture. Counts are of its training split; None if they were not kept."""
 
     name: str
     weight: float
     """Share of the sequences of its stage, 0 to 1."""
     stage: str | None
-    """Which stage of a curriculum; None in a run of one mixture."""
+    """Stage of a curriculum; None in a run of one mixture."""
     max_epochs: float | None
     tokens: int | None = None
     documents: int | None = None
@@ -74,9 +74,9 @@ class DataSource:
     vocabulary_size: int | None = None
     hub_datasets: tuple[str, ...] = ()
     contamination: tuple[dict[str, Any], ...] = ()
-    """By benchmark, as `contamination_of` gives it."""
+    """An entry per benchmark, see `contamination_of`."""
     preparation: dict[str, Any] = field(default_factory=dict)
-    """As `preparation_of` gives it."""
+    """See `preparation_of`."""
 
 
 @dataclass(frozen=True)
@@ -91,13 +91,13 @@ class Facts:
     strategy: dict[str, Any]
     environment: dict[str, Any]
     history: History
-    """Up to `step`."""
+    """Events up to `step`."""
     step: int
     total_steps: int | None
     sources: tuple[DataSource, ...] = ()
     scores: tuple[Score, ...] = ()
     lineage: tuple[dict[str, Any], ...] = ()
-    """As in `RunState`: the runs that this one branched from."""
+    """The runs that this one branched from, see `RunState`."""
 
     offer: Publication = Publication()
 
@@ -225,13 +225,14 @@ def read_facts(
 
 
 def read_sources(config: dict[str, Any], records: dict[str, Any]) -> list[DataSource]:
-    """The sources of every stage, in the recipe's order.
+    """Lists the sources of every stage, in the recipe's order.
 
     records: {folder: what the run kept of its manifest}; of a folder that is not in it, the manifest itself is read.
     """
     data = config.get("data") or {}
     stages = data.get("stages") or [{"train": data.get("train") or []}]
-    sources, start = [], 0.0
+    sources = []
+    start = 0.0
     for stage in stages:
         end = float(stage.get("until") or 1)
         total = sum(float(source.get("weight", 1)) for source in stage["train"]) or 1.0
@@ -245,7 +246,7 @@ def read_sources(config: dict[str, Any], records: dict[str, Any]) -> list[DataSo
 
 
 def describe_source(source: dict[str, Any], record: dict[str, Any], weight: float, stage: str | None) -> DataSource:
-    """One source of the recipe, with what is known of it."""
+    """Describes a source of the recipe."""
     totals = setting(record, "totals.train") or {}
     return DataSource(
         Path(source["shards"]).name,
@@ -273,7 +274,7 @@ def manifest_behind(record: dict[str, Any], shards: Path) -> dict[str, Any]:
 
 
 def read_scores(run: Path, events: list[Event], step: int) -> list[Score]:
-    """Scores of the model of this step, from the log and from evaluation*.json; the last measured counts."""
+    """Reads the scores of this step's model, from the log and from evaluation*.json; the last measured counts."""
     found = [event for event in events if event["event"] == "evaluation" and event.get("step") == step]
     for path in sorted(run.glob("evaluation*.json"), key=lambda path: path.stat().st_mtime):
         contents = read_json(path)

@@ -203,7 +203,7 @@ def validation_entries(facts: Facts) -> list[Entry]:
 
 
 def score_entry(score: Score) -> Entry:
-    """One number of an evaluation; where its error is known, with the interval of 95 %."""
+    """A number of an evaluation, with the interval of 95 % if its error is known."""
     about = score_name(score) + (f" {score.split}" if score.split else "")
     entry = {"type": score.metric, "value": f"{score.value:.6g}"}
     entry["slice"] = about if score.is_whole else f"{about}, a part of the task: not comparable"
@@ -240,7 +240,7 @@ def data_reference(source: DataSource) -> str:
 
 
 def dataset_entry(facts: Facts, source: DataSource) -> Entry:
-    """One folder of shards: identified by the hash of its manifest, which has that of every shard."""
+    """A folder of shards, identified by the hash of its manifest, which has that of every shard."""
     made = source.preparation
     parts = [one for one in facts.sources if data_reference(one) == data_reference(source)]
     names = [dataset.get("name") for dataset in made.get("datasets") or []] or list(source.hub_datasets)

@@ -32,7 +32,7 @@ def write_provenance(facts: Facts, folder: Path, *, signed: bool = False) -> Non
 
 
 def provenance_of(facts: Facts) -> dict[str, Any]:
-    """What a model was made from, as the run's files say it; None where they do not."""
+    """Lists what a model was made from, as the run's files have it; None for what they lack."""
     return {
         "model": {
             "run": facts.run_name,
@@ -126,7 +126,7 @@ def published_folder(place: str) -> Path:
 
 
 def provenance_text(folder: Path) -> str:
-    """One line on a folder whose provenance was found whole: how many files, which step, from which code."""
+    """Describes a folder whose provenance is whole in one line: its files, step and code."""
     content = (folder / PROVENANCE_FILE).read_bytes()
     contents = json.loads(content)
     model = contents["model"]

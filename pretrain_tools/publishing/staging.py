@@ -43,7 +43,7 @@ SHORTEST_SECRET = 12
 
 @dataclass(frozen=True)
 class Model:
-    """One model of a run, as it is to be published."""
+    """A model of a run that is to be published."""
 
     folder: Path
     """final/ or a checkpoint."""
@@ -64,7 +64,7 @@ class Model:
 def find_publishable(
     run: Path, *, steps: list[int | str], milestones: bool, final: bool, with_optimizer: bool = False
 ) -> list[Model]:
-    """The models asked for, oldest first, each found intact; final/ where none is named.
+    """Finds the models asked for, oldest first, each intact; final/ if none is named.
 
     steps: of checkpoints; "best" is the one with the lowest validation loss. Raises InputError with everything that
     is missing or damaged.
@@ -78,7 +78,7 @@ def find_publishable(
         if best is None:
             problems.append(f"--checkpoint best: no checkpoint of {run} has a validation loss; give a step")
     if milestones:
-        wanted |= set(problems.attempt(_milestones, run, checkpoints, final) or [])
+        wanted.update(problems.attempt(_milestones, run, checkpoints, final) or [])
     found = [checkpoint_model(checkpoints[step], step) for step in sorted(wanted) if step in checkpoints]
     found = [replace(model, with_optimizer=with_optimizer) for model in found]
     there = ", ".join(map(str, checkpoints)) or "none"
@@ -140,7 +140,8 @@ def stage(run: Path, model: Model, publication: Publication, target: Path, key: 
     unfinished = target.with_name(f".staging-{target.name}")
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)
-    is_rounded, weights = not (model.is_final or model.with_optimizer), {}
+    is_rounded = not (model.is_final or model.with_optimizer)
+    weights = {}
     published = published_names_of(model.folder) if is_rounded else None
     for path in sorted(model.folder.iterdir()):
         if not path.is_file() or path.name in WRITTEN_ANEW:
@@ -177,7 +178,7 @@ def stage(run: Path, model: Model, publication: Publication, target: Path, key: 
 
 
 def link_or_copy(source: Path, target: Path) -> None:
-    """A second name for the same bytes; a copy where the two are on different file systems."""
+    """Gives the same bytes a second name, or copies them to another file system."""
     try:
         os.link(source, target)
     except OSError:
@@ -198,10 +199,11 @@ def round_weights(source: Path, target: Path, dtype: str, published: "PublishedN
 
     from pretrain.hardware import DTYPES
 
-    buffers, tensors = {name for name, _ in published.meta_model.named_buffers()}, {}
+    buffers = {name for name, _ in published.meta_model.named_buffers()}
+    tensors = {}
     for name, tensor in load_file(source).items():
         keeps = name in buffers or not tensor.is_floating_point()
-        tensors |= published.split(name, tensor if keeps else tensor.to(DTYPES[dtype]))
+        tensors.update(published.split(name, tensor if keeps else tensor.to(DTYPES[dtype])))
     save_file(tensors, target, metadata={"format": "pt"})
     return {name: tensor.nbytes for name, tensor in tensors.items()}
 
