@@ -86,6 +86,7 @@ def read_arguments(argv: list[str]) -> argparse.Namespace:
     """The command line, checked as far as it can be without reading anything. Raises InputError with all problems."""
     parser = build_parser()
     arguments, unknown = parser.parse_known_args(argv)
+    # argparse has no public list of its options.
     flags = [flag for action in parser._actions for flag in action.option_strings]
     problems = [f"{word}: unknown{did_you_mean(word, flags)}" for word in unknown if word.startswith("-")]
     stray = [word for word in unknown if not word.startswith("-")]

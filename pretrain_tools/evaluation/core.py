@@ -78,6 +78,7 @@ def read_items(task: BundleTask) -> list[Item]:
         raise InputError(
             f"--eval_bundle {task.file}: {len(items)} items are too few for {task.few_shots} examples and a question"
         )
+    # With --limit, the first items of this order are scored, as nanochat does.
     random.Random(ORDER_SEED).shuffle(items)
     return items
 
@@ -97,6 +98,7 @@ def answers_right(model: Any, task: BundleTask, items: list[Item], ranks: Ranks)
     likeliest.
     """
     mine: dict[int, bool] = {}
+    # Every rank has all items, since the examples before an item are drawn from all of them.
     numbers = range(ranks.rank, len(items), ranks.count)
     for first in range(0, len(numbers), ITEMS_AT_ONCE):
         some = numbers[first : first + ITEMS_AT_ONCE]
@@ -107,6 +109,7 @@ def answers_right(model: Any, task: BundleTask, items: list[Item], ranks: Ranks)
                 requests.append((None, tokens[:start], tokens[start:]))
                 owners.append(number)
         answers: dict[int, list[tuple[float, bool]]] = {}
+        # HFLM has no public way to score tokens, and CORE's prompts are split into tokens as nanochat splits them.
         likelihoods = model._loglikelihood_tokens(requests)
         for number, (_, _, answer), (loglikelihood, greedy) in zip(owners, requests, likelihoods, strict=True):
             answers.setdefault(number, []).append((-loglikelihood / len(answer), greedy))
@@ -131,6 +134,7 @@ def spans(model: Any, task: BundleTask, items: list[Item], number: int) -> list[
         found = [(ids, len(ids) - min(common, shortest - 1)) for ids in tokens]
     else:
         start = min(_common(tokens), shortest - 1) if task.kind == "multiple_choice" else _common(tokens)
+        # Of a context alone, tokens[0], nothing is scored: it shows where the answer begins.
         found = [(ids, start) for ids in (tokens if task.kind == "multiple_choice" else tokens[1:])]
     return [_cropped(ids, start, model.max_length, task) for ids, start in found]
 

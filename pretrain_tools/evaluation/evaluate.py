@@ -66,6 +66,7 @@ def evaluate_models(arguments: argparse.Namespace) -> tuple[list[ModelResults], 
     Raises InputError with every problem before anything is measured.
     """
     jobs, tasks = find_everything(arguments)
+    # Only now: a mistake must not cost the time of starting all processes.
     strategy = evaluation_strategy()  # precision is each model's own; see measure_shards
     if not strategy.ranks.is_main or not sys.stderr.isatty():
         transformers_logging.disable_progress_bar()
@@ -77,6 +78,7 @@ def evaluate_models(arguments: argparse.Namespace) -> tuple[list[ModelResults], 
         evaluation = measure(job, tasks, arguments, strategy)
         evaluations.append(evaluation)
         if strategy.ranks.is_main:
+            # After each model: hours of others may follow, or a crash.
             append_to_run(evaluation)
             track(evaluation)
             if arguments.output:
@@ -98,6 +100,7 @@ def measures_in_bf16(jobs: list[Job], tasks: TaskSelection | None, precision: st
 def track(evaluation: ModelResults) -> None:
     """Sends the scores to the trackers of the model's run, unless it trains now and so fetches them itself."""
     run = evaluation.address.run
+    # A run that trains fetches its evaluations itself.
     if run is None or is_training(run) or evaluation.address.weights != "raw":
         return
     try:

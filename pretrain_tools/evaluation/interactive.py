@@ -90,6 +90,7 @@ class Session:
 
     def generate(self, text: str) -> None:
         """Prints `text` and its continuation token by token; Ctrl-C stops it."""
+        # The newest tokens are kept: a text may be longer than the model's positions.
         room = self.sampling.max_new_tokens
         positions = getattr(self.model.config, "max_position_embeddings", None) or room + 1_000_000
         if room >= positions:
@@ -98,6 +99,7 @@ class Session:
         printed = Collector(self.tokenizer)
         devices = [self._device] if self._device.type == "cuda" else []
         with suppress(KeyboardInterrupt), torch.no_grad(), torch.random.fork_rng(devices):
+            # In a fork of the random state: reading a model must not change what is drawn next.
             torch.manual_seed(self.sampling.seed)
             self.model.generate(
                 ids_BT.to(self._device), streamer=printed, **generation_arguments(self.model, ids_BT, self.sampling)

@@ -85,6 +85,7 @@ def evaluate_package_importable() -> Iterator[None]:
 @contextlib.contextmanager
 def only_main_prints(is_main: bool) -> Iterator[None]:
     """Silences everything on the other ranks: the harness reports from each."""
+    # It takes every rank for the first (see SharedModel.answer_alone), and has no switch for its bars.
     if is_main:
         yield
         return
@@ -200,8 +201,10 @@ def score_tasks(folder: Path, tasks: TaskSelection, strategy: Strategy, settings
             batch_size=batch_size,
             max_batch_size=64,
             trust_remote_code=settings.trust_remote_code,
+            # Pickles can run code when they are loaded.
             use_safetensors=True,
         )
+        # Only after its creation, which needs this process's real rank.
         model.answer_alone()
         if tasks.loaded:
             scores += _score_with_harness(model, tasks, strategy, settings, batch_size)
@@ -257,6 +260,7 @@ def _shared_model(strategy: Strategy) -> type:
             mine = [request for request, owner in zip(requests, owners, strict=True) if owner == strategy.ranks.rank]
             answers = method(mine, disable_tqdm) if mine else []
             parts = [iter(part) for part in strategy.ranks.gather(list(answers))]
+            # Each rank answered its requests in order, so the next answer of a request's owner is its own.
             return [next(parts[owner]) for owner in owners]
 
     return SharedModel
@@ -289,6 +293,7 @@ def _scores(results: dict[str, Any], tasks: TaskSelection) -> list[TaskScore]:
 
 def _mean_of_small(scores: list[TaskScore]) -> TaskScore:
     parts = [score for score in scores if score.task in SMALL_TASKS and BITS_PER_BYTE in score.measures]
+    # Tasks of --include_path may replace those of the harness by name.
     if len(parts) < len(SMALL_TASKS):
         missing = ", ".join(sorted(set(SMALL_TASKS) - {score.task for score in parts}))
         raise InputError(
@@ -343,6 +348,7 @@ def _right_answer(task: Any, document: dict) -> int | None:
     if task.OUTPUT_TYPE == "loglikelihood":
         return 0
     choices = task.doc_to_choice(document)
+    # With several inputs and one answer (as WinoGrande) the text is the number of the right input.
     right = task.doc_to_text(document) if task.multiple_input else task.doc_to_target(document)
     if isinstance(right, str):
         right = choices.index(right) if right in choices else None

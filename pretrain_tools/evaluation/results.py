@@ -139,6 +139,7 @@ def output_problems(flag: str, path: Path | None) -> list[str]:
         return []
     if path.is_dir():
         return [f"{flag} {path}: is a folder; give a file"]
+    # The folder is made when there is something to write.
     existing = next(parent for parent in [path.parent, *path.parent.parents] if parent.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK):
         return [f"{flag} {path}: nothing can be written in {existing}; give another place"]

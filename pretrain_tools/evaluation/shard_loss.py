@@ -192,11 +192,13 @@ def measure_shards(
 
     All ranks together, each with the whole model in fp32; arithmetic in settings.precision as in training.
     """
+    # The run's own kernel and loss backend, so that the numbers are the run's to the last digit.
     use_attention(causal_lm, settings.attention)
     model = LanguageModelLoss(causal_lm, backend=settings.loss_backend).to(strategy.device)
     dtype = AUTOCAST_DTYPES.get(settings.precision)
     results = {}
     for name, reader in readers.items():
+        # A window is a sequence and the token after it.
         windows = settings.window.count_in(reader.tokens)
         sequences = min(settings.sequences or windows, windows)
         autocast = torch.autocast(strategy.device.type, dtype=dtype, enabled=dtype is not None)

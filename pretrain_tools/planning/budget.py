@@ -138,6 +138,7 @@ class ScaledRun(PlannedRun):
 
     def trace(self, call: ForwardPass) -> Activations:
         like = self.traced_shape
+        # The trace is of the other model's own window: its cost is scaled below.
         found = self.traced.trace(replace(call, window=self.traced.config.data.window))
         width = self.shape.width / like.width
         both = width * self.shape.sequence_length / like.sequence_length
@@ -271,6 +272,7 @@ def search_family(budget: RunBudget) -> dict[Shape, Sized]:
     refuse_more_than_the_largest(budget)
     shapes = budget.shapes
     place = shapes.index(guess(budget))
+    # One trace serves the whole search: a trace takes seconds, scaling it nothing.
     like = planned_run(budget, shapes[place]), shapes[place]
     found = {shapes[place]: size(budget, shapes[place], like)}
     while place > 0:  # communication and recomputing leave less than was guessed, or nothing
@@ -373,6 +375,7 @@ def size(
         given = {name: getattr(run, name) for name in ("config", "model_config", "precision", "device_type")}
         run = ScaledRun(**given, shape=shape, traced=like[0], traced_shape=like[1])
     batch = run.config.batch.tokens_per_step
+    # At least one step, for a shape that the budget cannot train; it is not chosen then.
     tokens = max(batch, budget.tokens_at_mfu(shape))
     sizes = sizes_of(run.model_config)
     work = RunWork(
@@ -410,6 +413,7 @@ def planned_run(budget: RunBudget, shape: Shape) -> PlannedRun:
             "data": {"train": [{"shards": "shards"}], "sequence_length": shape.sequence_length},
             "budget": {"tokens": max(1, int(tokens))},
             "batch": {"tokens_per_step": batch_of(budget, shape, tokens), "sequences_per_micro_batch": 1},
+            # The learning rate is the law's once the batch is chosen; the planner needs any valid one.
             "optim": {"name": budget.optimizer, "learning_rate": 1e-3},
             "compile": "none" if is_cpu else "regional",
         }
@@ -442,6 +446,7 @@ def search(
             compared += len(able)
             if able := [*filter(None, [best.get(name)]), *able]:
                 best[name] = quickest(able, enough)
+    # Only the winners' memory is computed again: it is part of the answer.
     best = {name: with_memory(found, run, hardware) for name, found in best.items()}
     fastest = min((found.seconds for found in best.values()), default=0.0)
 

@@ -274,6 +274,7 @@ def alternative_rows(found: Answer) -> list[dict[str, Any]]:
             rows.append({"alternative": name, "fits": False})
             continue
         used = combination or sized.combinations[0]
+        # Another strategy takes the same steps, each slower.
         slower = used.seconds / sized.combinations[0].seconds
         rows.append(
             {
@@ -354,6 +355,7 @@ def print_answer(found: Answer, is_written: bool) -> None:
             f"start it:\n  {found.launch}",
         ]
     for line in lines:
+        # Paths and commands stay on one line, to be pasted.
         console.print(line, soft_wrap=True)
 
 
@@ -384,6 +386,7 @@ def text_of(found: Answer, command: str) -> str:
     """The recipe, with every reason."""
     run = found.chosen
     best = run.combinations[0]
+    # A long run saves more often than SAVES times, so that a crash costs half an hour at most.
     every = max(1, min(run.steps // SAVES, round(SECONDS_BETWEEN_SAVES / best.seconds)))
     sequences = SHARE_FOR_VALIDATION * every * run.batch * 3 / run.shape.sequence_length
     lines = [f"{name:<14} {value}: {reason}" for name, value, reason in choices(found)]

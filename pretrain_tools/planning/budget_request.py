@@ -86,6 +86,7 @@ def place_of(options: argparse.Namespace) -> RecipePlace:
     given = options.vocabulary
     if options.data is not None:
         return RecipePlace(recipe, Path(options.data), output, is_prepared=True)
+    # --vocabulary may name prepared shards, which are then the data too.
     if given is not None and (Path(given) / MANIFEST_NAME).is_file():
         return RecipePlace(recipe, Path(given), output, is_prepared=True)
     tokenizer = given if given is not None and not isinstance(parse_count(given), int) else None
@@ -103,6 +104,7 @@ def option_contradictions(options: argparse.Namespace, rest: list[str], gpu: Gpu
         value = getattr(options, name)
         if value is not None and not (0 < value < math.inf):
             problems.append(f"--{name} {value:g}: must be above 0, and finite")
+    # gpu is None also for an unknown --gpu, which has been reported already.
     price = options.price_per_gpu_hour if options.price_per_gpu_hour is not None else gpu and gpu.price_per_hour
     if options.dollars is not None and not price and (options.gpu == CPU or gpu is not None):
         problems.append(f"--dollars: {options.gpu or 'this machine'} has no price; give --price_per_gpu_hour")

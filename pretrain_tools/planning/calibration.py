@@ -107,6 +107,7 @@ class Steps:
         generator = np.random.default_rng((step, micro_step))
         rows = config.batch.sequences_per_micro_batch * self.strategy.micro_batches_per_call
         shape = (rows, config.data.sequence_length + 1)
+        # 0 ends a document; no other position may hold it.
         ids = generator.integers(1, self.plan.model_config.vocab_size, shape).astype(np.uint32)
         ids[generator.random(shape) < 1 / TOKENS_PER_DOCUMENT] = 0
         return model_inputs(
@@ -127,6 +128,7 @@ class Steps:
             with self.strategy.accumulate(is_last=micro_step == micro_steps - 1):
                 loss, _ = self.model(**batch)
                 self.strategy.backward(loss / micro_steps)
+            # A reference to the last loss would keep its graph alive during the update, and add to the peak.
             del loss, batch, _
             self._wait()
             seconds.append(time.perf_counter() - start)
@@ -162,8 +164,10 @@ class PeakBytes:
 
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
             yield
+        # The profiler's public tables sum allocations per operator; only its raw events have the time of each.
         events = profiler.profiler.kineto_results.events()
         begin, end = next((e.start_ns(), e.end_ns()) for e in events if e.name() == "peak_bytes")
+        # Allocations before the mark count too: weights and optimizer states live through the step.
         live = 0.0
         for when, size in sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]"):
             live += size
@@ -191,6 +195,7 @@ def measure_peak(config: RunConfig, strategy: Strategy, micro_steps: int) -> flo
         for number in range(FIRST_STEPS + 1):
             with peak.marked() if number == FIRST_STEPS else nullcontext():
                 run.step(number, micro_steps)
+            # The average's buffers are made at the first update of a run, and are there at the peak.
             if number == 0 and config.averaging.kind != "none":
                 strategy.update_average(1.0)
     return peak.bytes
@@ -212,6 +217,7 @@ def calibrate(config: RunConfig, flops_per_token: float) -> Calibration:
             f"micro-batch of {tokens:,} tokens; give another --batch.sequences_per_micro_batch"
         )
     micro_steps = min(MOST_MICRO_STEPS, step_tokens // tokens)
+    # The plan may be of shards that are not prepared yet: `data` says what was read.
     steps = Steps(config, strategy)
     data = steps.data
     say_stage(f"Timing {CALIBRATION_STEPS} steps")
@@ -229,6 +235,7 @@ def calibrate(config: RunConfig, flops_per_token: float) -> Calibration:
     update_seconds = statistics.median(seconds for _, seconds in timed)
     step_seconds = step_tokens // tokens * micro_step_seconds + update_seconds
     rate = step_tokens / step_seconds
+    # MFU is relative to the peak in this precision.
     peak, peak_source = peak_flops(strategy.device, strategy.precision)
     return Calibration(
         device=strategy.device.type,

@@ -217,6 +217,7 @@ def strategy_problems(run: PlannedRun, layout: Layout) -> list[str]:
     strategy = strategy_named(layout.name)
     # What this machine lacks says nothing of the one planned for: precision is asked about here.
     portable = run.config.model_copy(update={"precision": "fp32"})
+    # Strategies read the number of processes from the environment, as a launcher sets it.
     with patch_environment(WORLD_SIZE=layout.ranks, **layout.environment):
         problems = strategy.problems(portable, layout.name)
     if run.precision not in strategy.precisions:
@@ -257,6 +258,7 @@ def command_of(
     candidate: Candidate, config_path: str, overrides: list[tuple[str, str]], hardware: Hardware, config: RunConfig
 ) -> str:
     """Formats the command that starts the run, on each machine if there are several."""
+    # The plan's micro-batch replaces the one of the command line.
     settings = [f"--{key} {value}" for key, value in overrides if key != "batch.sequences_per_micro_batch"]
     if candidate.micro_batch != config.batch.sequences_per_micro_batch or len(settings) != len(overrides):
         settings.append(f"--batch.sequences_per_micro_batch {candidate.micro_batch}")
@@ -292,6 +294,7 @@ def storage_of(config: RunConfig, work: RunWork) -> Storage:
     every = settings.every_steps
     if settings.every_tokens:
         every = max(1, round(settings.every_tokens / work.tokens_per_step))
+    # One more is written at the end.
     saves = work.steps // every + 1 if every else 1
     milestones = work.steps // settings.milestones_every if settings.milestones_every else 0
     kept = min(saves, settings.keep_last + settings.keep_best) + milestones

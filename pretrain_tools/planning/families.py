@@ -41,6 +41,7 @@ def filled(published: tuple[tuple[int, int], ...]) -> tuple[tuple[int, int], ...
         for width in range(width_0 + step, width_1, step):
             layers = round(layers_0 + (layers_1 - layers_0) * (width - width_0) / (width_1 - width_0))
             size = layers * width**2
+            # Neither too near to the shape before it nor to the published one after it.
             if size >= LEAST_RISE * rungs[-1][0] * rungs[-1][1] ** 2 and LEAST_RISE * size <= layers_1 * width_1**2:
                 rungs.append((layers, width))
         rungs.append((layers_1, width_1))
@@ -170,6 +171,7 @@ class Shape:
     def layer_parameters(self) -> int:
         """Parameters in the matrices of all layers that a token meets."""
         attention = 2 * self.width * self.head_width * (self.heads + self.key_heads)
+        # A token meets CHOSEN experts of a layer.
         width = self.intermediate if not self.family.experts else CHOSEN * self.expert_width
         router = self.width * self.family.experts
         return self.layers * (attention + (3 if self.family.gated else 2) * self.width * width + router)
@@ -183,6 +185,7 @@ class Shape:
     @property
     def parameters(self) -> int:
         """All parameters, with the experts that a token does not meet."""
+        # Experts that a token is not routed to.
         others = max(0, self.family.experts - CHOSEN)
         return self.active + self.layers * others * 3 * self.width * self.expert_width
 

@@ -44,6 +44,7 @@ def option_problems(options: argparse.Namespace) -> Problems:
         value = getattr(options, name)
         if value is not None and (value < 0 or (value == 0 and name != "price_per_gpu_hour")):
             problems.append(f"--{name} {value}: must be above 0")
+    # Read again by `given_figures`: here so that it is reported with the other problems.
     problems.attempt(parse_size, options.gpu_memory)
     return problems
 

@@ -58,7 +58,7 @@ def judgement(
         missing_validation(config, validation),
         heavy_vocabulary(run),
         few_steps(config, run),
-        small_memory(config, run, device),
+        memory_shortage(config, run, run.precision, device),
         small_disk(config, run),
     )
     warnings = [*cautions(config, run, overridden, device), *filter(None, found)]
@@ -113,6 +113,7 @@ def missing_validation(config: RunConfig, validation: dict[str, ShardReader]) ->
 
 def heavy_vocabulary(run: RunPlan) -> str | None:
     sizes = sizes_of(run.model_config)
+    # Rows above the tokenizer's ids are never used, and count as no embedding.
     used = min(padded_vocabulary(run.batches.vocabulary_size), sizes.vocabulary)
     per_id = sizes.of_vocabulary // sizes.vocabulary
     body = sizes.total - sizes.of_vocabulary
@@ -143,15 +144,12 @@ def few_steps(config: RunConfig, run: RunPlan) -> str | None:
     )
 
 
-def small_memory(config: RunConfig, run: RunPlan, device: torch.device) -> str | None:
-    return memory_shortage(config, run, run.precision, device)
-
-
 def memory_shortage(config: RunConfig, run: ModelPlan, precision: str, device: torch.device) -> str | None:
     """Warns that a step will not fit into the memory here, with what would; of several stages the largest counts."""
     planned = PlannedRun(config, run.model_config, precision, device.type)
     layout = launched_layout(launched_strategy())
     have = memory_bytes(device)
+    # A trace takes seconds, and most checks are of runs that fit.
     if fits_by_far(config, run, have):
         return None
     try:
@@ -190,6 +188,7 @@ def small_disk(config: RunConfig, run: RunPlan) -> str | None:
     """Warns that checkpoints and the final model will not fit on the disk."""
     storage = storage_of(config, work_of_run(config, run.model_config))
     place = next(folder for folder in (config.output.absolute(), *config.output.absolute().parents) if folder.is_dir())
+    # The folder of the run may not exist yet: its nearest parent tells the disk.
     free = shutil.disk_usage(place).free + _bytes_in(config.output)
     if storage.total <= free:
         return None
@@ -225,10 +224,12 @@ def launch_command(config: RunConfig, words: Sequence[str]) -> str:
     """Formats the command of the checked run, on all GPUs of this machine if the batch divides evenly."""
     asked = shlex.join(["train.py", *(word for word in words if word not in CHECK_FLAGS)])
     processes = int(os.environ.get("WORLD_SIZE", "1"))
+    # Under a launcher its own command is not known here.
     if processes > 1:
         return f"the launcher's command that was used here, and {asked}"
     gpus = torch.cuda.device_count() if device_type() == "cuda" else 0
     try:
+        # A batch that the GPUs cannot divide would be refused at the start.
         sequences_of(config, max(1, gpus))
     except InputError:
         gpus = 1

@@ -108,6 +108,7 @@ def with_own_text(arguments: list[str]) -> list[str]:
             f"{asked.command} --check, then the launcher with train.py --config {recipe}"
         )
     problems = Problems()
+    # Everything is checked before the first slow part, so that all problems are reported at once.
     files = problems.attempt(find_text, asked)
     problems.attempt(refuse_files_in_the_way, asked)
     # Settings are checked on another recipe: the one that they are for is minutes away.
@@ -134,6 +135,7 @@ def read_own_text(arguments: Sequence[str]) -> OwnText:
     if given.config:
         raise InputError(f"--text makes the recipe, and --config {given.config} names one; give one of them")
     output = given.output or Path("runs", run_name_of(given.text[0]))
+    # The name becomes part of five paths and of shell commands.
     if not re.fullmatch(r"\w[\w.-]*", output.name):
         raise InputError(
             f"--output {output}: its last part names recipe, shards and model; give one such as runs/mine"
@@ -268,6 +270,7 @@ def make_recipe(asked: OwnText, files: "TextFiles") -> None:
     machine = Machine.measured(asked.minutes)
     row("", machine.in_words())
     place = asked.place
+    # A tokenizer from an interrupted start decides: measured again, the machine might give another vocabulary.
     vocabulary = trained_vocabulary(Path(place.tokenizer)) or vocabulary_for(text_bytes, machine.flops(OF_THE_DEMO))
     row("vocabulary", f"{vocabulary:,} ids, by the size of the text and of the model that the time allows")
     commands = preparation_commands(asked, files, vocabulary, fraction)
@@ -304,6 +307,7 @@ def timed_recipe(place: RecipePlace, machine: "Machine", prepared: "Prepared") -
         if sizing.shape in timed or len(timed) == MOST_TIMINGS:
             return recipe
         row("" if timed else "timing", f"steps of {recipe.in_words()} ...")
+        # The timed speed may lead to another size, whose steps are then timed too.
         machine = machine.timed(sizing.shape, speed_of(recipe))
         timed.append(sizing.shape)
 
@@ -342,6 +346,7 @@ def trained_vocabulary(tokenizer: Path) -> int | None:
 def preparation_commands(asked: OwnText, files: "TextFiles", vocabulary: int, fraction: float) -> list[list[str]]:
     """Arguments of python that train the tokenizer and prepare the shards."""
     same = ["prepare_data.py", *files.arguments, "--validation_fraction", f"{fraction:g}"]
+    # prepare_data.py reads a plain-text file as one document.
     if any(source.format == "txt" and source.bytes > LARGEST_FILE_BYTES for source in files.sources):
         same += ["--documents", "paragraph"]
     return [
@@ -361,12 +366,14 @@ def run_to_its_end(command: list[str]) -> None:
     A signal is the script's to answer: Ctrl-C reaches both, SIGTERM is passed on.
     """
     received: list[int] = []
+    # The handlers only remember the signal: the script must save before this process ends.
     before = {number: signal.signal(number, lambda number, _: received.append(number)) for number in STOPS}
     print(f"\n$ {command_text(command)}", flush=True)
     with subprocess.Popen([sys.executable, str(ROOT / command[0]), *command[1:]]) as process:
         while process.poll() is None:
             if signal.SIGTERM in received:
                 process.terminate()
+            # A short wait, since a signal does not interrupt a longer one.
             with suppress(subprocess.TimeoutExpired):
                 process.wait(CHILD_LOOK_SECONDS)
     for number, handler in before.items():

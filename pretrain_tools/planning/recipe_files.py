@@ -47,6 +47,7 @@ def recipe_text(template: str, **values: Any) -> str:
         keep_trailing_newline=True,
         undefined=jinja2.StrictUndefined,
     )
+    # A JSON string is a YAML string, whatever characters a path or a prompt has.
     templates.filters["quoted"] = lambda value: json.dumps(str(value))
     templates.filters["short"] = lambda value: f"{value:g}"
     return templates.get_template(template).render(values)

@@ -98,10 +98,12 @@ def build_plan(
     with_calibration: bool = False,
 ) -> Plan:
     """Plans a recipe under every strategy. Raises InputError with what cannot be planned."""
+    # auto settings are resolved for one process, as for --check; strategies divide the batch later.
     config = settled(config, processes=1)
     model_config = planned_model_config(config.model, config.data)
     precision = planned_precision(config, hardware.gpu)
     work = work_of_run(config, model_config)
+    # A run with stages is calibrated in its first one, which is what the machine sees first.
     first = config if config.data.windows[0] == config.data.window else config.as_stage(0)
     at_first = flops_per_token(model_config, config.data.windows[0].sequence_length)
     calibration = calibrate(first, at_first) if with_calibration else None
@@ -115,6 +117,7 @@ def build_plan(
     candidates = [consider(name, run, work, hardware, speed) for name in STRATEGIES]
     recommended = recommend(candidates)
     command = command_of(recommended, config_path, overrides, hardware, config) if recommended else None
+    # Missing data is no reason not to plan: it is a remark below the table.
     problems = Problems(assumed_vocabulary(config.model, config.data, model_config))
     sources = problems.attempt(sources_of, config, work) or []
     return Plan(
@@ -165,6 +168,7 @@ def candidate_values(candidate: Candidate) -> dict[str, Any]:
     values = dataclasses.asdict(candidate)
     if candidate.memory is not None:
         values["memory"]["total"] = candidate.memory.total
+    # JSON has no infinity.
     seconds = candidate.step_seconds if math.isfinite(candidate.step_seconds) else None
     return {"strategy": values.pop("name"), **values, "step_seconds": seconds}
 

@@ -64,6 +64,7 @@ class Machine:
             device_type=device.type,
             name=torch.cuda.get_device_name(device) if is_gpu else f"{torch.get_num_threads()} CPU threads",
             precision=precision,
+            # A GPU that is not in the table is measured.
             peak_flops=peak or measured_matrix_flops(DTYPES[precision], device, size=4096),
             memory_bytes=memory_bytes(device),
             minutes=minutes,
@@ -73,6 +74,7 @@ class Machine:
     def seconds(self) -> float:
         """Time for steps."""
         whole = 60 * self.minutes
+        # In a run of seconds the start alone would leave no time for steps.
         return max(SHARE_OF_TIME * whole - START_SECONDS, LEAST_SHARE_OF_TIME * whole)
 
     @property
@@ -116,8 +118,10 @@ class Prepared:
         reader = open_shards(shards, "validation" if validation else "train")
         ids = np.zeros(min(PROMPT_TOKENS, reader.tokens), np.int64)
         reader.read(0, ids)
+        # argmax of the appended sentinel: the whole of `ids` if no document ends in it.
         document = ids[: int(np.argmax(np.append(ids, manifest.end_of_document_id) == manifest.end_of_document_id))]
         text = load_decoder(manifest.tokenizer_folder).decode(document.tolist())
+        # The last token may be a part of a character, which decodes to U+FFFD.
         return cls(manifest.vocabulary_size, training, validation, text.replace("\ufffd", "").strip())
 
 

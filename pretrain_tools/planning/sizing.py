@@ -115,6 +115,7 @@ def parameters_per_token() -> float:
 
 def expected_loss(parameters: float, tokens: float, unique_tokens: float = math.inf) -> float:
     """Nats per token, by the law for repeated data; only to compare models with."""
+    # Parameters beyond the optimum for the unique tokens are worth less, as repeated tokens are.
     unique_parameters = min(parameters, unique_tokens * parameters_per_token())
     effective_parameters = with_repetition(parameters, unique_parameters, EXCESS_PARAMETERS)
     effective_tokens = with_repetition(tokens, min(tokens, unique_tokens), REPEATED_TOKENS)
@@ -146,9 +147,11 @@ def choose_sizing(
     tokens = {shape: min(in_time[shape], most) for shape in shapes}
     smallest = best_shape(tokens, unique_tokens)
     larger = [shape for shape in shapes if 1 <= shape.parameters / smallest.parameters <= MOST_TIMES_LARGER]
+    # `larger` begins with the smallest itself, so there is always a useful one.
     useful = [shape for shape in larger if is_as_good(shape, smallest, tokens, unique_tokens)]
     shape = next((shape for shape in useful if most >= TIME_USED * in_time[shape]), useful[-1])
     batch = batch_for(tokens[shape], max(SMALLEST_BATCH, shape.sequence_length), LARGEST_BATCH)
+    # A multiple of four: validation, checkpoints and samples come with each quarter.
     steps = 4 * max(1, round(tokens[shape] / batch / 4))
     most_steps = max(steps, round(min(most, SPEED_MAY_RISE * in_time[shape]) / batch))
     return Sizing(shape, unique_tokens, batch, steps, most_steps)

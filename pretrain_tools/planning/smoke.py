@@ -54,13 +54,16 @@ def smoke_test(config: RunConfig, strategy: Strategy, train: Callable[[RunConfig
     strategy.ranks.barrier()
     if code := train(config, steps):
         return code
+    # The second training appends to the same log: what it adds begins after these events.
     first = read_metrics(folder)
     if strategy.ranks.is_main:
+        # Without its last checkpoint and final/ the run continues from the middle.
         (folder / "checkpoints" / checkpoint_name(steps)).rename(folder / "first-end")
         shutil.rmtree(folder / "final")
     strategy.ranks.barrier()
     if code := train(config, steps):
         return code
+    # All ranks take part: under ZeRO and FSDP the steps it measures are collective.
     memory = memory_verdict(config, strategy, first, min(2, run.micro_steps(run.total_steps - 1)))
     verdicts = {}
     if strategy.ranks.is_main:
@@ -84,6 +87,7 @@ def smoke_test(config: RunConfig, strategy: Strategy, train: Callable[[RunConfig
             print(f"{'FAIL' if problem else 'ok':<5} {name}{f': {problem}' if problem else ''}", flush=True)
         if unusual := unusual_norms(trained):
             print(f"      {unusual}", flush=True)
+    # Only the main rank has verdicts; every rank returns the same status.
     return FAILED if strategy.ranks.gather(any(verdicts.values()))[0] else 0
 
 

@@ -50,6 +50,7 @@ class Hardware:
     @property
     def usable_bytes(self) -> float:
         """Bytes of a GPU for tensors. On a CPU the system and Python take the share of CUDA."""
+        # NCCL allocates its buffers outside of torch's allocator.
         reserved = CONTEXT_BYTES + (COMMUNICATION_BYTES if self.gpus > 1 else 0.0)
         return self.gpu.memory_bytes * (1 - FRAGMENTATION) - reserved
 
@@ -112,6 +113,7 @@ def mfu_of_size(parameters: int, device_type: str, precision: str) -> float:
     small = mfu_of_small(parameters, device_type, precision)
     if device_type == "cpu":
         return small
+    # The fall of small models, applied to the published MFU.
     return small / MFU_AND_SIZE["cuda", "bf16"][0] * default_mfu(parameters)[0]
 
 
@@ -131,6 +133,7 @@ class Speed:
         if self.tokens_per_second:
             compute = work.tokens_per_step / (self.tokens_per_second * hardware.gpus)
         else:
+            # Recomputation takes time but does not count in MFU.
             flops = work.flops_per_token * work.tokens_per_step * work.recompute
             compute = flops / (hardware.gpus * hardware.gpu.bf16_flops * self.mfu)
         compute *= 1 + idle(config, layout)

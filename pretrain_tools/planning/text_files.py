@@ -81,6 +81,7 @@ def find_text_files(given: Sequence[str], exclude: Sequence[str] = ()) -> TextFi
     searches = []
     unmatched = set(exclude)
     # A folder is left out with everything in it.
+    # fnmatch's * also matches '/', so the rule holds for all levels below.
     rules = {word: f"{glob.escape(word.rstrip('/'))}/*" if os.path.isdir(word) else word for word in exclude}
     for word in given:
         search = problems.attempt(search_for, word, rules, unmatched)
@@ -92,9 +93,11 @@ def find_text_files(given: Sequence[str], exclude: Sequence[str] = ()) -> TextFi
     problems.stop_if_any()
     inputs = list(dict.fromkeys(pattern for search in searches for pattern in search.inputs))
     taken = {path for search in searches for path in search.taken}
+    # A file that one word leaves out may be named by another.
     left_out = {each.path: each for search in searches for each in search.left_out if each.path not in taken}
     excluded = list(dict.fromkeys(rules.values()))
     others = {path for pattern in inputs for path in files_matching(pattern)} - taken
+    # Left-out files that the patterns match are excluded by name, so that the shown command reads the same files.
     excluded += [glob.escape(path) for path in sorted(others) if not matches_any(path, excluded)]
     if len(excluded) > MOST_EXCLUDED:
         raise InputError(f"{left_out_text(left_out.values(), len(taken))}; convert them, or --exclude their folders")
@@ -211,8 +214,10 @@ def encoding_problem(path: str) -> LeftOut | None:
     with source.open() as stream:
         for block in stream.blocks():
             beginning = beginning or block[:BEGINNING_BYTES]
+            # UTF-16 has NUL bytes too; the byte-order mark tells it from binary files below.
             if b"\0" in block:
                 break
+            # Bytes of a character that the last block cut; error.start counts from them.
             held = len(decoder.getstate()[0])
             try:
                 decoder.decode(block)
@@ -232,6 +237,7 @@ def another_encoding(path: str, beginning: bytes, where: str) -> LeftOut:
     """A file that is binary, or else text in an encoding to convert from."""
     encoding = "utf-16" if beginning.startswith(UTF_16_MARKS) else "cp1252"
     without = beginning.translate(None, CONTROL_CHARACTERS)
+    # Any bytes are valid cp1252: control characters tell binary files from text.
     if encoding == "cp1252" and (beginning.startswith(b"%PDF-") or len(without) < len(beginning)):
         return LeftOut(path, "not text (binary)")
     stem, suffix = os.path.splitext(path)

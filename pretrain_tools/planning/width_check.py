@@ -70,11 +70,13 @@ def changes_of(optim: Optim, config: PreTrainedConfig, base_width: int, learning
     model = build_model(config, seed=seed)
     if settings.base_width:
         scales = initial_scales(config, settings.base_width)
+        # build_model initializes as for the standard parametrization; muP's initial scales come on top.
         for name, parameter in model.named_parameters():
             parameter.data *= scales.get(name, 1.0)
     named = list(model.named_parameters())
     spec = OPTIMIZERS[settings.name](ModelShapes.of(model, settings))
     optimizer = spec.make(named, settings, learning_rate, seed, "cpu")
+    # Without the schedule of a run the groups' own scales must be applied here.
     for group in optimizer.param_groups:
         group["lr"] = learning_rate * group.get("learning_rate_scale", 1.0)
     ids_BT = torch.randint(VOCABULARY, (4, 33), generator=torch.Generator().manual_seed(seed))

@@ -176,6 +176,7 @@ class Facts:
         if self.tokens is None or per_token is None:
             return None, False
         steps = [{"hours": 0.0, **event} for event in self.history.of("train")]  # Places needs hours; facts have none
+        # Stages may have sequences of other lengths, whose tokens take other FLOPs.
         places = Places(steps, per_token, self.history.of("stage"))
         return places.of([{"step": self.step}])["flops"][0], is_exact
 
@@ -202,6 +203,7 @@ def read_facts(
         model_folder: holds the model's config.json; None: the run's model.json is read.
     """
     logged = read_metrics(run)
+    # Energy counts every logged step: one that was trained twice has used it twice.
     joules = joules_of(event for event in logged if step is None or (event.get("step") or 0) <= step)
     events = current_events(logged)
     steps = [event["step"] for event in events if event["event"] in ("train", "checkpoint") and "step" in event]
@@ -214,6 +216,7 @@ def read_facts(
         model=model or read_json(run / "model.json"),
         strategy=read_json(run / "strategy.json"),
         environment=read_json(run / "environment.json"),
+        # A rollback is logged after the step that it goes back to, and belongs to the model from that step on.
         history=History(run, [e for e in events if (e.get("to_step") or e.get("step") or 0) <= at], joules),
         step=at,
         total_steps=History(run, events).last("start").get("total_steps"),
@@ -268,6 +271,7 @@ def describe_source(source: dict[str, Any], record: dict[str, Any], weight: floa
 def manifest_behind(record: dict[str, Any], shards: Path) -> dict[str, Any]:
     """The manifest whose totals a run kept, if it still lies there unchanged: runs once kept less of it."""
     if "manifest_sha256" not in record:
+        # Only a run's own record has this key.
         return record  # it is the manifest
     path = shards / MANIFEST_FILE
     return read_json(path) if path.is_file() and sha256_of(path) == record["manifest_sha256"] else {}
@@ -280,6 +284,7 @@ def read_scores(run: Path, events: list[Event], step: int) -> list[Score]:
         contents = read_json(path)
         for model in contents.get("models") or []:
             # A folder of evaluations may hold those of other runs too.
+            # The run is compared by name: its folder may have moved since the evaluation.
             if model.get("step") != step or PurePath(model.get("run") or "").name != run.resolve().name:
                 continue
             for kind, named, limit in (("sources", "source", "sequences"), ("tasks", "task", "limit")):

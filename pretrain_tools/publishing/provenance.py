@@ -27,6 +27,7 @@ def write_provenance(facts: Facts, folder: Path, *, signed: bool = False) -> Non
     files = {name: seal(path) for name, path in sorted(files_of(folder).items())}
     contents = {"seal": UNSEALED, **PROVENANCE_FORMAT, "signed": signed, **provenance_of(facts)}
     contents["files"] = files
+    # The text is hashed with zeros where its own hash goes, and written with the hash there: once, at the top.
     text = json.dumps(contents, indent=1, ensure_ascii=False, default=str) + "\n"
     (folder / PROVENANCE_FILE).write_text(text.replace(UNSEALED, digest_of(text.encode()), 1), encoding="utf-8")
 
@@ -91,6 +92,7 @@ def provenance_problems(folder: Path) -> list[str]:
     elif {key: contents.get(key) for key in PROVENANCE_FORMAT} != PROVENANCE_FORMAT:
         return [f"{PROVENANCE_FILE} is not of {PROVENANCE_FORMAT['format']} version {PROVENANCE_FORMAT['version']}"]
     present = files_of(folder)
+    # `is not`: a value such as 1 was not written here.
     if contents.get("signed") is not (folder / SIGNATURE_FILE).exists():
         problems.append(f"{SIGNATURE_FILE} {'is missing' if contents.get('signed') else 'was added'}")
     problems += [f"{name} was added" for name in sorted(present.keys() - recorded)]

@@ -137,6 +137,7 @@ def stage(run: Path, model: Model, publication: Publication, target: Path, key: 
     """
     dtype = "fp32" if model.with_optimizer else publication.dtype or "bf16"
     publication = replace(publication, revision=model.revision, dtype=dtype)
+    # A crash leaves either no folder of the target's name or a whole one: it is renamed into place at the end.
     unfinished = target.with_name(f".staging-{target.name}")
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)
@@ -156,16 +157,20 @@ def stage(run: Path, model: Model, publication: Publication, target: Path, key: 
             link_or_copy(path, unfinished / path.name)
     if is_rounded:
         note_dtype(unfinished, dtype, weights)
+    # The order matters: each of these files has the hashes of those written before it, and the provenance of all.
+    # The staged config.json is read, which has the dtype of the export.
     facts = read_facts(run, model.step, unfinished, publication)
     write_card(facts, unfinished)
     write_training_content(facts, unfinished)
     write_materials(facts, unfinished)
     if model.with_optimizer:
         sealed = target.with_name(f".sealed-{target.name}")
+        # Known hashes spare a second reading of the weights and the optimizer.
         known = read_json(model.folder / SEAL_FILE)["files"]
         commit(unfinished, sealed, {name: entry for name, entry in known.items() if name not in WRITTEN_ANEW})
         unfinished = sealed
     write_provenance(facts, unfinished, signed=key is not None)
+    # Before signing and renaming: a folder with a secret must not look finished.
     if problems := secret_problems(unfinished):
         shutil.rmtree(unfinished)
         raise InputError(*problems)
@@ -199,6 +204,7 @@ def round_weights(source: Path, target: Path, dtype: str, published: "PublishedN
 
     from pretrain.hardware import DTYPES
 
+    # Buffers stay in fp32, as in final/: a router's bias that is rounded would choose other experts.
     buffers = {name for name, _ in published.meta_model.named_buffers()}
     tensors = {}
     for name, tensor in load_file(source).items():
@@ -217,6 +223,7 @@ def note_dtype(folder: Path, dtype: str, weights: dict[str, dict[str, int]]) -> 
 
     path = folder / "config.json"
     config = json.loads(path.read_text(encoding="utf-8"))
+    # from_pretrained loads in this dtype unless it is told another.
     config["dtype"] = str(DTYPES[dtype]).removeprefix("torch.")
     path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     index_path = folder / "model.safetensors.index.json"
@@ -237,6 +244,7 @@ def secret_problems(folder: Path) -> list[str]:
     return [
         f"{path.name} holds the value of {name}, a secret: remove it from the recipe and publish again"
         for path in sorted(folder.iterdir())
+        # Weights and pictures hold no text, and are too large to search.
         if path.suffix not in (".safetensors", ".png")
         for name, value in secrets.items()
         if value in path.read_bytes()
