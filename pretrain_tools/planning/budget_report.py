@@ -32,10 +32,11 @@ from pretrain_tools.planning.budget import (
 from pretrain_tools.planning.budget_request import OPTIMIZERS_CHOSEN, BudgetRequest
 from pretrain_tools.planning.candidates import command_of
 from pretrain_tools.planning.families import FAMILIES, NANOCHAT, Shape
-from pretrain_tools.planning.recipe_files import MADE_BY, RecipePlace, recipe_text
+from pretrain_tools.planning.recipe_files import MADE_BY, RecipePlace
 from pretrain_tools.planning.report import TABLE_WIDTH
 from pretrain_tools.planning.sizing import MOST_EPOCHS
 from pretrain_tools.planning.step_time import Hardware
+from pretrain_tools.planning.texts import render
 
 SAVES = 10
 """Checkpoints and validations of a run, unless they were further apart than SECONDS_BETWEEN_SAVES."""
@@ -390,7 +391,7 @@ def text_of(found: Answer, command: str) -> str:
     every = max(1, min(run.steps // SAVES, round(SECONDS_BETWEEN_SAVES / best.seconds)))
     sequences = SHARE_FOR_VALIDATION * every * run.batch * 3 / run.shape.sequence_length
     lines = [f"{name:<14} {value}: {reason}" for name, value, reason in choices(found)]
-    return recipe_text(
+    return render(
         "budget.yaml.j2",
         made_by=MADE_BY,
         command=command,

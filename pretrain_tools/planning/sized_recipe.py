@@ -13,9 +13,9 @@ from pretrain.optim.optimizers import OPTIMIZERS
 from pretrain.parallel.strategy import device_type, resolve_precision
 from pretrain.units import count_text, duration_text
 from pretrain_tools.planning.families import Shape
-from pretrain_tools.planning.recipe_files import recipe_text
 from pretrain_tools.planning.sizing import MOST_EPOCHS, TIME_USED, Sizing
 from pretrain_tools.planning.step_time import mfu_of_small
+from pretrain_tools.planning.texts import render
 
 SHARE_OF_TIME = 0.85
 """Share of the minutes for steps; validation, samples, saving and export take the rest."""
@@ -206,4 +206,4 @@ class SizedRecipe:
 
     def text(self, header: str) -> str:
         """The recipe; its first line is `header`."""
-        return recipe_text("own_text.yaml.j2", header=header, recipe=self, machine=self.machine, sizing=self.sizing)
+        return render("own_text.yaml.j2", header=header, recipe=self, machine=self.machine, sizing=self.sizing)
