@@ -12,7 +12,6 @@ from rich.console import Console
 from rich.table import Table
 
 from pretrain.errors import InputError
-from pretrain.gpus import GIB
 from pretrain.model.model_config import padded_vocabulary
 from pretrain.terminal import width_of
 from pretrain.units import count_text, count_upwards, duration_text
@@ -36,7 +35,7 @@ from pretrain_tools.planning.recipe_files import MADE_BY, RecipePlace
 from pretrain_tools.planning.report import TABLE_WIDTH
 from pretrain_tools.planning.sizing import MOST_EPOCHS
 from pretrain_tools.planning.step_time import Hardware
-from pretrain_tools.planning.texts import render
+from pretrain_tools.planning.texts import lines_of, render
 
 SAVES = 10
 """Checkpoints and validations of a run, unless they were further apart than SECONDS_BETWEEN_SAVES."""
@@ -151,69 +150,25 @@ def tried(budget: RunBudget, like: Sized) -> Sized | None:
 
 def choices(found: Answer) -> list[Choice]:
     """Lists every choice and its reason."""
-    return [*choices_of_model(found.chosen), *choices_of_training(found.chosen), *choices_of_launch(found)]
-
-
-def choices_of_model(run: Sized) -> list[Choice]:
-    """The budget, and the sizes that it buys."""
-    shape = run.shape
-    total = run.work.sizes.total
-    flops = f"{run.tokens * run.work.flops_per_token:.3g} FLOPs of training"
-    is_short = run.budget.hours and run.billed_hours < 0.9 * run.budget.hours
-    active = f"{count_text(run.work.active)} active of " if run.work.active < total else ""
-    ratio = f"{run.tokens / shape.active:.3g} per {'active ' if active else ''}parameter"
-    window = "grows with the model: 256 in a demo, GPT-2's 1,024, Llama's 2,048"
-    return [
-        ("budget", run.budget.in_words(), f"{flops}: not all of the time, see tokens" if is_short else flops),
-        ("model", f"{run.budget.family.name}, {active}{count_text(total)} parameters", size_reason(run)),
-        ("shape", f"{shape.layers} layers x {shape.width:,}", shape_reason(shape)),
-        ("tokens", f"{count_text(run.tokens)}, {ratio}", tokens_reason(run)),
-        ("window", f"{shape.sequence_length:,} tokens", window),
-    ]
-
-
-def choices_of_training(run: Sized) -> list[Choice]:
-    """Batch, optimizer and schedule."""
-    optimizer = run.budget.optimizer
-    multiple = f"{run.budget.hardware.gpus} x {run.shape.sequence_length:,}"
-    batch = f"auto's law of the run's tokens; a multiple of {multiple}"
-    why = "fewer tokens than AdamW to the same loss (docs/training.md)" if optimizer == "muon" else "as asked"
-    schedule = f"cosine to a tenth, warmup of {run.warmup_steps:,} steps"
-    return [
-        ("batch", f"{run.batch:,} tokens, {run.steps:,} steps", batch),
-        ("optimizer", optimizer, why),
-        ("learning rate", f"{run.learning_rate:g}", f"auto's law for {optimizer}, this size and batch"),
-        ("weight decay", f"{run.weight_decay:g}", "auto's law of tokens per parameter, batch and rate"),
-        ("schedule", schedule, "a token per parameter, at most a twentieth of the run"),
-        ("precision", run.run.precision, precision_reason(run)),
-    ]
-
-
-def choices_of_launch(found: Answer) -> list[Choice]:
-    """How the run is launched, and its time, cost and loss."""
     run = found.chosen
-    hardware = run.budget.hardware
-    kind = hardware.device_type
-    best = run.combinations[0]
-    memory = f"{best.candidate.memory.total / GIB:.3g} of {hardware.usable_bytes / GIB:.3g} GB"
-    peak = f"per {hardware.unit}, at its peak; enough sequences for {ENOUGH_TOKENS[kind]:,} tokens if they fit"
-    speed = (
-        f"{run.tokens_per_second:,.0f} tokens/s, MFU {run.mfu:.0%}, {run.budget.speed(run.shape).source}; "
-        f"{SECONDS_TO_START[kind]:.0f} s to start and {1 - SHARE_FOR_STEPS[kind]:.0%} for validation and saves"
+    reasons = {
+        "size": size_reason(run),
+        "shape": shape_reason(run.shape),
+        "tokens": tokens_reason(run),
+        "precision": precision_reason(run),
+        "strategy": strategy_reason(run),
+    }
+    lines = lines_of(
+        "choices.j2",
+        "choices",
+        run,
+        reasons,
+        expected=found.expected,
+        enough_tokens=ENOUGH_TOKENS,
+        seconds_to_start=SECONDS_TO_START,
+        share_for_steps=SHARE_FOR_STEPS,
     )
-    rows = [
-        ("strategy", best.in_words(), strategy_reason(run)),
-        ("memory", memory, peak),
-        ("time", duration_text(3600 * run.billed_hours), speed),
-    ]
-    if kind != "cpu" and hardware.gpu.price_per_hour:
-        price = f"{hardware.gpus} x ${hardware.gpu.price_per_hour:.2f} per hour; --price_per_gpu_hour for yours"
-        rows.append(("cost", f"${run.cost:,.2f}", price))
-    if found.expected is None:
-        unknown = "no law holds for all text: runs.py ladder makes yours of small runs, for --ladder"
-        return [*rows, ("loss", "not known", unknown)]
-    loss, low, high, known = found.expected
-    return [*rows, ("loss", f"{loss:.3f} ({low:.3f} to {high:.3f})", known)]
+    return [tuple(line.split(" | ", 2)) for line in lines]
 
 
 def size_reason(run: Sized) -> str:
