@@ -8,10 +8,10 @@ import pytest
 
 from pretrain.model.model_config import load_model_config
 from pretrain.recipe import read_run_config
-from pretrain.runs.history import append_events
 from pretrain.training.run_plan import derive
 from pretrain_tools.planning import smoke
 from pretrain_tools.planning.smoke import memory_problem, spread_verdict, unusual_norms
+from pretrain_tools.runs.history import append_events
 from support.project import launch, run_script
 from support.run_folders import write_run
 
