@@ -86,6 +86,7 @@ def read_arguments(argv: list[str]) -> argparse.Namespace:
     """The command line, checked as far as it can be without reading anything. Raises InputError with all problems."""
     parser = build_parser()
     arguments, unknown = parser.parse_known_args(argv)
+    # argparse has no public list of its options.
     flags = [flag for action in parser._actions for flag in action.option_strings]
     problems = [f"{word}: unknown{did_you_mean(word, flags)}" for word in unknown if word.startswith("-")]
     stray = [word for word in unknown if not word.startswith("-")]
@@ -114,7 +115,7 @@ def read_arguments(argv: list[str]) -> argparse.Namespace:
 
 
 def interactive_problems(arguments: argparse.Namespace) -> list[str]:
-    """What --interactive does not go together with."""
+    """Lists options that --interactive excludes."""
     problems = []
     if len(arguments.model) > 1:
         problems.append(f"--interactive: continues text with one model, and --model names {len(arguments.model)}")

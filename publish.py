@@ -51,6 +51,7 @@ def read_arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """The command line, and what is wrong with it as far as can be told without the run."""
     parser = build_parser()
     arguments, unknown = parser.parse_known_args(argv)
+    # argparse has no public list of its options.
     flags = [flag for action in parser._actions for flag in action.option_strings]
     problems = [f"{word}: unknown{did_you_mean(word, flags)}" for word in unknown]
     steps = [text.replace(",", "").removeprefix("step-") for text in arguments.checkpoint]

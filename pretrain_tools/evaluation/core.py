@@ -4,25 +4,29 @@ Items are those of DCLM's bundle; prompts, examples, answers and the mean are th
 scripts/base_eval.py), so that its published figures compare. The harness's model computes the likelihoods.
 """
 
+import itertools
 import json
 import random
+from collections.abc import Callable
 from typing import Any
 
 from pretrain.errors import InputError
 from pretrain.parallel.ranks import Ranks
+from pretrain_tools.evaluation.results import TaskScore, mean_and_error, mean_of_means
 from pretrain_tools.evaluation.task_names import CORE, BundleTask
-from pretrain_tools.evaluation.task_scores import TaskScore, mean_and_error, mean_of_means
 
 CENTERED = "centered_acc"
-ORDER_SEED, EXAMPLES_SEED = 1337, 1234
+ORDER_SEED = 1337
+EXAMPLES_SEED = 1234
 FIELDS = {
     "multiple_choice": ("query", "choices"),
     "schema": ("continuation", "context_options"),
     "language_modeling": ("context", "continuation"),
 }
-"""Of an item; the last must not be empty. What has choices also has the number of the right one, gold."""
+"""{type of task: fields of its items}; the last must not be empty. Items with choices also have the number of the
+right one, gold."""
 ITEMS_AT_ONCE = 2000
-"""Tokens of more are not in memory together."""
+"""Items whose tokens are in memory together."""
 
 Item = dict[str, Any]
 
@@ -30,7 +34,7 @@ Item = dict[str, Any]
 def score_core(
     model: Any, names: list[str], tasks: list[BundleTask], ranks: Ranks, limit: float | None
 ) -> list[TaskScore]:
-    """Scores of each task, as core/LABEL, and of CORE, if it is among `names`; all ranks together.
+    """Scores each task, as core/LABEL, and CORE, if it is among `names`; all ranks together.
 
     Args:
         model: lm_harness's model.
@@ -57,7 +61,7 @@ def score_core(
 
 
 def read_items(task: BundleTask) -> list[Item]:
-    """The task's items in the order in which nanochat takes them. Raises InputError for a file that is not whole."""
+    """Reads a task's items in the order of nanochat. Raises InputError for a file that is not whole."""
     items = []
     with open(task.file, encoding="utf-8") as file:
         for number, line in enumerate(file, 1):
@@ -74,6 +78,7 @@ def read_items(task: BundleTask) -> list[Item]:
         raise InputError(
             f"--eval_bundle {task.file}: {len(items)} items are too few for {task.few_shots} examples and a question"
         )
+    # With --limit, the first items of this order are scored, as nanochat does.
     random.Random(ORDER_SEED).shuffle(items)
     return items
 
@@ -87,21 +92,24 @@ def _check(task: BundleTask, item: Item) -> None:
 
 
 def answers_right(model: Any, task: BundleTask, items: list[Item], ranks: Ranks) -> list[bool]:
-    """Whether the model answers each item rightly.
+    """Tells of each item if the model answers it correctly.
 
     Choices: the one whose tokens have the lowest mean loss. Language modelling: every token of the answer is the
     likeliest.
     """
     mine: dict[int, bool] = {}
+    # Every rank has all items, since the examples before an item are drawn from all of them.
     numbers = range(ranks.rank, len(items), ranks.count)
     for first in range(0, len(numbers), ITEMS_AT_ONCE):
         some = numbers[first : first + ITEMS_AT_ONCE]
-        requests, owners = [], []
+        requests = []
+        owners = []
         for number in some:
             for tokens, start in spans(model, task, items, number):
                 requests.append((None, tokens[:start], tokens[start:]))
                 owners.append(number)
         answers: dict[int, list[tuple[float, bool]]] = {}
+        # HFLM has no public way to score tokens, and CORE's prompts are split into tokens as nanochat splits them.
         likelihoods = model._loglikelihood_tokens(requests)
         for number, (_, _, answer), (loglikelihood, greedy) in zip(owners, requests, likelihoods, strict=True):
             answers.setdefault(number, []).append((-loglikelihood / len(answer), greedy))
@@ -126,12 +134,13 @@ def spans(model: Any, task: BundleTask, items: list[Item], number: int) -> list[
         found = [(ids, len(ids) - min(common, shortest - 1)) for ids in tokens]
     else:
         start = min(_common(tokens), shortest - 1) if task.kind == "multiple_choice" else _common(tokens)
+        # Of a context alone, tokens[0], nothing is scored: it shows where the answer begins.
         found = [(ids, start) for ids in (tokens if task.kind == "multiple_choice" else tokens[1:])]
     return [_cropped(ids, start, model.max_length, task) for ids, start in found]
 
 
 def _cropped(tokens: list[int], start: int, most: int, task: BundleTask) -> tuple[list[int], int]:
-    """The last `most` tokens."""
+    """Keeps the last `most` tokens."""
     cut = max(0, len(tokens) - most)
     if start - cut < 1:
         raise InputError(
@@ -142,39 +151,39 @@ def _cropped(tokens: list[int], start: int, most: int, task: BundleTask) -> tupl
 
 
 def _common(sequences: Any) -> int:
-    """How many tokens at the beginning are the same in all."""
-    count = 0
-    for column in zip(*sequences, strict=False):
-        if len(set(column)) > 1:
-            break
-        count += 1
-    return count
+    """Counts the tokens at the beginning that are the same in all."""
+    columns = zip(*sequences, strict=False)
+    return sum(1 for _ in itertools.takewhile(lambda column: len(set(column)) == 1, columns))
 
 
 def _start_token(tokenizer: Any) -> int:
-    for token in (tokenizer.bos_token_id, tokenizer.eos_token_id):
-        if token is not None:
-            return token
-    raise InputError(f"--tasks {CORE}: the tokenizer has no token to begin a text with; add bos_token to its files")
+    tokens = [token for token in (tokenizer.bos_token_id, tokenizer.eos_token_id) if token is not None]
+    if not tokens:
+        raise InputError(
+            f"--tasks {CORE}: the tokenizer has no token to begin a text with; add bos_token to its files"
+        )
+    return tokens[0]
 
 
 def examples_for(number: int, items: list[Item], count: int) -> list[Item]:
-    """The examples before an item: others, drawn by its number."""
+    """Draws the examples before an item, which are other items, by its number."""
     drawn = random.Random(EXAMPLES_SEED + number).sample(range(len(items) - 1), count)
     return [items[other + (other >= number)] for other in drawn]
 
 
 def prompts_of(task: BundleTask, item: Item, examples: list[Item]) -> list[str]:
-    """A prompt per choice; of language modelling the prompt without and with its answer."""
+    """Formats a prompt per choice; for language modeling the prompt without and with its answer."""
     between = task.delimiter
+
+    def shots(parts: Callable[[Item], tuple[str, str]]) -> str:
+        return "".join(f"{between.join(parts(shot))}\n\n" for shot in examples)
+
     if task.kind == "multiple_choice":
-        shots = "".join(f"{shot['query']}{between}{shot['choices'][shot['gold']]}\n\n" for shot in examples)
-        return [f"{shots}{item['query']}{between}{choice}" for choice in item["choices"]]
+        before = shots(lambda shot: (shot["query"], shot["choices"][shot["gold"]]))
+        return [f"{before}{item['query']}{between}{choice}" for choice in item["choices"]]
     if task.kind == "schema":
-        shots = "".join(
-            f"{shot['context_options'][shot['gold']]}{between}{shot['continuation']}\n\n" for shot in examples
-        )
-        return [f"{shots}{option}{between}{item['continuation']}" for option in item["context_options"]]
-    shots = "".join(f"{shot['context'].strip()}{between}{shot['continuation']}\n\n" for shot in examples)
-    question = f"{shots}{item['context'].strip()}{between}"
+        before = shots(lambda shot: (shot["context_options"][shot["gold"]], shot["continuation"]))
+        return [f"{before}{option}{between}{item['continuation']}" for option in item["context_options"]]
+    before = shots(lambda shot: (shot["context"].strip(), shot["continuation"]))
+    question = f"{before}{item['context'].strip()}{between}"
     return [question.strip(), f"{question}{item['continuation']}"]

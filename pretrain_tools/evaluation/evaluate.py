@@ -50,7 +50,7 @@ from pretrain_tools.runs.status import is_training
 
 @dataclass
 class Job:
-    """One model, and what is needed to measure it."""
+    """A model, and what is needed to measure it."""
 
     address: ModelAddress
     config: PreTrainedConfig
@@ -66,6 +66,7 @@ def evaluate_models(arguments: argparse.Namespace) -> tuple[list[ModelResults], 
     Raises InputError with every problem before anything is measured.
     """
     jobs, tasks = find_everything(arguments)
+    # Only now: a mistake must not cost the time of starting all processes.
     strategy = evaluation_strategy()  # precision is each model's own; see measure_shards
     if not strategy.ranks.is_main or not sys.stderr.isatty():
         transformers_logging.disable_progress_bar()
@@ -77,6 +78,7 @@ def evaluate_models(arguments: argparse.Namespace) -> tuple[list[ModelResults], 
         evaluation = measure(job, tasks, arguments, strategy)
         evaluations.append(evaluation)
         if strategy.ranks.is_main:
+            # After each model: hours of others may follow, or a crash.
             append_to_run(evaluation)
             track(evaluation)
             if arguments.output:
@@ -89,7 +91,7 @@ def evaluate_models(arguments: argparse.Namespace) -> tuple[list[ModelResults], 
 
 
 def measures_in_bf16(jobs: list[Job], tasks: TaskSelection | None, precision: str) -> bool:
-    """Whether any model's loss or scores are computed in bf16; without a precision asked for, tasks are as saved."""
+    """Tells if any model's loss or scores are computed in bf16; without --precision, tasks are as saved."""
     on_shards = any(job.settings is not None and job.settings.precision == "bf16" for job in jobs)
     saved = any(getattr(job.config, "dtype", None) == torch.bfloat16 for job in jobs)
     return on_shards or (tasks is not None and (precision == "bf16" or (precision == "auto" and saved)))
@@ -98,6 +100,7 @@ def measures_in_bf16(jobs: list[Job], tasks: TaskSelection | None, precision: st
 def track(evaluation: ModelResults) -> None:
     """Sends the scores to the trackers of the model's run, unless it trains now and so fetches them itself."""
     run = evaluation.address.run
+    # A run that trains fetches its evaluations itself.
     if run is None or is_training(run) or evaluation.address.weights != "raw":
         return
     try:
@@ -199,19 +202,36 @@ def add_tokenizer(job: Job, arguments: argparse.Namespace) -> None:
 
 
 def measure(job: Job, tasks: TaskSelection | None, arguments: argparse.Namespace, strategy: Strategy) -> ModelResults:
-    """Everything asked for of one model."""
-    with weights_of(job.address) as folder:
-        return measure_folder(folder, job, tasks, arguments, strategy)
-
-
-def measure_folder(
-    folder: Path, job: Job, tasks: TaskSelection | None, arguments: argparse.Namespace, strategy: Strategy
-) -> ModelResults:
-    """The same of the weights in this folder."""
+    """Measures everything asked for of one model."""
     started = time.perf_counter()
+    result = ModelResults(job.address, parameters=0)
+    with weights_of(job.address) as folder:
+        measure_loss(folder, job, result, arguments, strategy)
+        # The harness loads the model itself, in the dtype that it is saved in; the other must be gone.
+        gc.collect()
+        if strategy.device.type == "cuda":
+            torch.cuda.empty_cache()
+        if tasks is not None:
+            result.limit = arguments.limit
+            settings = TaskSettings(
+                few_shots=arguments.num_fewshot,
+                limit=arguments.limit,
+                batch_size=None if arguments.batch_size is None else str(arguments.batch_size),
+                precision=arguments.precision,
+                trust_remote_code=arguments.trust_remote_code,
+            )
+            result.tasks = score_tasks(folder, tasks, strategy, settings)
+    result.seconds = time.perf_counter() - started
+    return result
+
+
+def measure_loss(
+    folder: Path, job: Job, result: ModelResults, arguments: argparse.Namespace, strategy: Strategy
+) -> None:
+    """Adds the number of parameters, the sample and the losses of the weights in a folder."""
     model = load_pretrained(str(folder), trust_remote_code=arguments.trust_remote_code)
     model.eval()
-    result = ModelResults(job.address, parameters=sum(parameter.numel() for parameter in model.parameters()))
+    result.parameters = sum(parameter.numel() for parameter in model.parameters())
     if job.prompt_ids_BT is not None and strategy.ranks.is_main:
         result.sample = generate_text(
             model.to(strategy.device), job.tokenizer, job.prompt_ids_BT, sampling_of(arguments)
@@ -220,23 +240,6 @@ def measure_folder(
         result.sources = measure_shards(model, job.readers, strategy, job.settings)
         settings = asdict(job.settings)
         result.source_settings = {"split": arguments.split, **settings.pop("window"), **settings}
-    # The harness loads the model itself, in the dtype that it is saved in.
-    del model
-    gc.collect()
-    if strategy.device.type == "cuda":
-        torch.cuda.empty_cache()
-    if tasks is not None:
-        result.limit = arguments.limit
-        settings = TaskSettings(
-            few_shots=arguments.num_fewshot,
-            limit=arguments.limit,
-            batch_size=None if arguments.batch_size is None else str(arguments.batch_size),
-            precision=arguments.precision,
-            trust_remote_code=arguments.trust_remote_code,
-        )
-        result.tasks = score_tasks(folder, tasks, strategy, settings)
-    result.seconds = time.perf_counter() - started
-    return result
 
 
 def sampling_of(arguments: argparse.Namespace) -> Sampling:
@@ -248,7 +251,7 @@ def sampling_of(arguments: argparse.Namespace) -> Sampling:
 
 
 def talk_to_model(arguments: argparse.Namespace) -> None:
-    """Does what `evaluate.py --interactive` says, until the user ends it. Raises InputError."""
+    """Runs `evaluate.py --interactive` until the user ends it. Raises InputError."""
     device = torch.device(device_type())
 
     def load() -> tuple[PreTrainedModel, PreTrainedTokenizerBase, str]:

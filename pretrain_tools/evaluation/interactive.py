@@ -37,7 +37,7 @@ LoadModel = Callable[[], tuple[PreTrainedModel, PreTrainedTokenizerBase, str]]
 
 
 class Session:
-    """One conversation with a model.
+    """A conversation with one model.
 
     Args:
         load: loads the model; called again for `:reload`.
@@ -47,8 +47,11 @@ class Session:
     COMMANDS = ("more", "again", *SETTINGS, "reload", "settings", "help", "quit")
 
     def __init__(self, load: LoadModel, sampling: Sampling, device: torch.device):
-        self._load, self._device, self.sampling = load, device, sampling
-        self.beginning = self.text = ""
+        self._load = load
+        self._device = device
+        self.sampling = sampling
+        self.beginning = ""
+        self.text = ""
         self.reload()
 
     def reload(self) -> None:
@@ -87,13 +90,16 @@ class Session:
 
     def generate(self, text: str) -> None:
         """Prints `text` and its continuation token by token; Ctrl-C stops it."""
+        # The newest tokens are kept: a text may be longer than the model's positions.
         room = self.sampling.max_new_tokens
         positions = getattr(self.model.config, "max_position_embeddings", None) or room + 1_000_000
         if room >= positions:
             raise InputError(f":max_new_tokens {room}: this model has {positions:,} positions")
         ids_BT = encode_prompt(self.tokenizer, text, max_new_tokens=room, max_positions=None)[:, room - positions :]
         printed = Collector(self.tokenizer)
-        with suppress(KeyboardInterrupt), torch.no_grad(), torch.random.fork_rng(devices_of(self._device)):
+        devices = [self._device] if self._device.type == "cuda" else []
+        with suppress(KeyboardInterrupt), torch.no_grad(), torch.random.fork_rng(devices):
+            # In a fork of the random state: reading a model must not change what is drawn next.
             torch.manual_seed(self.sampling.seed)
             self.model.generate(
                 ids_BT.to(self._device), streamer=printed, **generation_arguments(self.model, ids_BT, self.sampling)
@@ -120,11 +126,6 @@ class Collector(TextStreamer):
         super().on_finalized_text(text, stream_end)
 
 
-def devices_of(device: torch.device) -> list[torch.device]:
-    """Those whose random state a generation would change."""
-    return [device] if device.type == "cuda" else []
-
-
 def changed(sampling: Sampling, name: str, value: str) -> Sampling:
     """Raises InputError for a value that is not allowed."""
     kind, least, most = SETTINGS[name]
@@ -142,7 +143,7 @@ def changed(sampling: Sampling, name: str, value: str) -> Sampling:
 
 
 def lines() -> Iterator[str]:
-    """What is typed, with editing and history where there is a terminal."""
+    """Yields the lines that are typed; a terminal has editing and history."""
     is_terminal = sys.stdin.isatty()
     if is_terminal:
         with suppress(ImportError):  # arrow keys and history; not every Python has it

@@ -1,4 +1,4 @@
-"""lm-evaluation-harness on a model folder: the scores of the `lm_eval` command, on any number of processes.
+"""Runs lm-evaluation-harness on a model folder: the scores of the `lm_eval` command, on any number of processes.
 
 With several processes, the harness itself draws other few-shot examples than with one and sums in another order. Here
 every process builds all requests, answers its share, and receives all answers: scores do not depend on their number.
@@ -18,6 +18,7 @@ from pretrain.errors import InputError, Problems
 from pretrain.files import ROOT
 from pretrain.parallel.strategy import Strategy
 from pretrain_tools.evaluation.core import score_core
+from pretrain_tools.evaluation.results import TaskScore, mean_and_error, mean_of_means
 from pretrain_tools.evaluation.task_names import (
     SMALL_TASKS,
     TASK_SETS,
@@ -27,7 +28,6 @@ from pretrain_tools.evaluation.task_names import (
     no_such_task,
     task_problems,
 )
-from pretrain_tools.evaluation.task_scores import TaskScore, mean_and_error, mean_of_means
 from pretrain_tools.runs.history import is_number
 
 TASK_FLAGS = ("--tasks", "--include_path", "--eval_bundle")
@@ -38,7 +38,7 @@ BOOKKEEPING = ("alias", "name", "sample_len", "sample_count")
 
 @dataclass(frozen=True)
 class TaskSettings:
-    """How tasks are scored."""
+    """Settings of all tasks."""
 
     few_shots: int | None = None
     """Examples in the prompt; None: the task's own number."""
@@ -47,7 +47,7 @@ class TaskSettings:
     batch_size: str | None = None
     """A number, "auto" (the largest that fits) or None: auto on a GPU, 1 on a CPU."""
     precision: str = "auto"
-    """Of the weights: auto (as saved), bf16, fp16 or fp32."""
+    """Dtype of the weights: auto (as saved), bf16, fp16 or fp32."""
     trust_remote_code: bool = False
 
 
@@ -61,17 +61,18 @@ class TaskSelection:
     manager: Any = field(repr=False)
     """The lm_eval TaskManager that knows them."""
     core: list[BundleTask] = field(default_factory=list)
-    """Those of a bundle, which the harness does not have."""
+    """Tasks of a bundle, which the harness does not have."""
 
 
 @contextlib.contextmanager
 def evaluate_package_importable() -> Iterator[None]:
-    """Inside, `import evaluate` finds the library of that name and not this project's script, which shadows it.
+    """Makes `import evaluate` find the library of that name and not this project's script, which shadows it.
 
     Some tasks of the harness import the library. pretrain's own modules stay importable: a package's modules are found
     through the package, not through sys.path.
     """
-    path, shadow = list(sys.path), sys.modules.get("evaluate")
+    path = list(sys.path)
+    shadow = sys.modules.get("evaluate")
     sys.path[:] = [entry for entry in path if Path(entry or ".").resolve() != ROOT]
     if shadow is not None and Path(getattr(shadow, "__file__", None) or "/").resolve().parent == ROOT:
         del sys.modules["evaluate"]
@@ -84,6 +85,7 @@ def evaluate_package_importable() -> Iterator[None]:
 @contextlib.contextmanager
 def only_main_prints(is_main: bool) -> Iterator[None]:
     """Silences everything on the other ranks: the harness reports from each."""
+    # It takes every rank for the first (see SharedModel.answer_alone), and has no switch for its bars.
     if is_main:
         yield
         return
@@ -117,36 +119,30 @@ def select_tasks(names: list[str], include_path: Path | None = None, eval_bundle
     return TaskSelection(names, loaded, manager, core)
 
 
-def _task_manager(wanted: list[str], include_path: Path | None):
-    """Knows the local tasks alone where they are enough: reading the harness's own 14,000 takes many seconds."""
+def _task_manager(wanted: list[str], include_path: Path | None) -> Any:
+    """Makes a manager of the local tasks alone if they are enough: reading the harness's own 14,000 takes seconds."""
     from lm_eval.tasks import TaskManager
 
-    if include_path is not None:
-        local = TaskManager(include_path=str(include_path), include_defaults=False)
-        entries = [entry for name in wanted if (entry := local.task_index.get(name))]
-        if len(entries) == len(wanted) and all(_is_complete(entry, local.task_index) for entry in entries):
+    folder = None if include_path is None else str(include_path)
+    if folder is not None:
+        local = TaskManager(include_path=folder, include_defaults=False)
+        if all(_is_complete(name, local) for name in wanted):
             return local
-    return TaskManager(include_path=None if include_path is None else str(include_path))
+    return TaskManager(include_path=folder)
 
 
-def _is_complete(entry, index: dict[str, Any]) -> bool:
-    """Whether a task, or a group with all its tasks, is in the index. A tag may hold more elsewhere."""
-    from lm_eval.tasks._index import Kind
-
-    if entry.kind is not Kind.GROUP:
-        return entry.kind is not Kind.TAG
-    parts = (entry.cfg or {}).get("task", [])
-    names = [part for part in parts if isinstance(part, str)] if isinstance(parts, list) else []
-    return (
-        bool(names)
-        and len(names) == len(parts)
-        and all(name in index and _is_complete(index[name], index) for name in names)
-    )
+def _is_complete(name: str, manager: Any) -> bool:
+    """Tells if a manager knows a task, or a group and all its tasks. A tag may have more tasks elsewhere."""
+    if name not in manager.all_groups:
+        return name in manager.all_subtasks
+    parts = (manager.task_index[name].cfg or {}).get("task")
+    return isinstance(parts, list) and all(isinstance(part, str) and _is_complete(part, manager) for part in parts)
 
 
 def match_names(manager, wanted: list[str]) -> tuple[list[str], list[str]]:
-    """(what the task manager can load, problems) of names, patterns and paths."""
-    specs, problems = [], []
+    """Resolves names, patterns and paths to (names and files that the task manager can load, problems)."""
+    specs = []
+    problems = []
     for name in wanted:
         if name.endswith((".yaml", ".yml")):
             matches = [str(Path(name).absolute())] if Path(name).is_file() else []
@@ -178,7 +174,7 @@ def _load(manager, spec: str) -> list[Any]:
 
 
 def _without_repeats(loaded: list[Any]) -> tuple[list[Any], list[str]]:
-    """(each task once, problems): a task beside a group that holds it goes, one in two groups is refused."""
+    """Returns (each task once, problems): drops a task that is also in a group, refuses one that is in two."""
     groups = [item for item in loaded if hasattr(item, "get_all_tasks")]
     holders: dict[str, list[str]] = {}
     for group in groups:
@@ -205,8 +201,10 @@ def score_tasks(folder: Path, tasks: TaskSelection, strategy: Strategy, settings
             batch_size=batch_size,
             max_batch_size=64,
             trust_remote_code=settings.trust_remote_code,
+            # Pickles can run code when they are loaded.
             use_safetensors=True,
         )
+        # Only after its creation, which needs this process's real rank.
         model.answer_alone()
         if tasks.loaded:
             scores += _score_with_harness(model, tasks, strategy, settings, batch_size)
@@ -243,7 +241,9 @@ def _shared_model(strategy: Strategy) -> type:
     class SharedModel(HFLM):
         def answer_alone(self) -> None:
             """Shows the harness one process: it then builds all requests, in one order, on every rank."""
-            self._rank, self._world_size = 0, 1
+            # HFLM has no public setting for this.
+            self._rank = 0
+            self._world_size = 1
 
         def loglikelihood(self, requests, disable_tqdm=False):
             return self._answer(super().loglikelihood, requests, disable_tqdm)
@@ -260,6 +260,7 @@ def _shared_model(strategy: Strategy) -> type:
             mine = [request for request, owner in zip(requests, owners, strict=True) if owner == strategy.ranks.rank]
             answers = method(mine, disable_tqdm) if mine else []
             parts = [iter(part) for part in strategy.ranks.gather(list(answers))]
+            # Each rank answered its requests in order, so the next answer of a request's owner is its own.
             return [next(parts[owner]) for owner in owners]
 
     return SharedModel
@@ -292,6 +293,7 @@ def _scores(results: dict[str, Any], tasks: TaskSelection) -> list[TaskScore]:
 
 def _mean_of_small(scores: list[TaskScore]) -> TaskScore:
     parts = [score for score in scores if score.task in SMALL_TASKS and BITS_PER_BYTE in score.measures]
+    # Tasks of --include_path may replace those of the harness by name.
     if len(parts) < len(SMALL_TASKS):
         missing = ", ".join(sorted(set(SMALL_TASKS) - {score.task for score in parts}))
         raise InputError(
@@ -304,24 +306,24 @@ def _mean_of_small(scores: list[TaskScore]) -> TaskScore:
 
 def _bits_per_byte(loaded: list[Any]) -> dict[str, list[float]]:
     """{task or group: bits per byte of the right answer of each document}, of those that score continuations."""
-    groups = [item for item in loaded if hasattr(item, "get_all_tasks")]
-    tasks = [item for item in loaded if item not in groups]
     found = {}
-    for task in [*tasks, *(task for group in groups for task in group.get_all_tasks())]:
-        if bits := bits_of_right_answers(task):
-            found[task.task_name] = bits
-    for group in [*groups, *(inner for outer in groups for inner in outer.get_all_groups())]:
-        parts = [task.task_name for task in group.get_all_tasks()]
-        if all(part in found for part in parts):
-            found[group.name] = [value for part in parts for value in found[part]]
+    for item in loaded:
+        is_group = hasattr(item, "get_all_tasks")
+        for task in item.get_all_tasks() if is_group else [item]:
+            if bits := bits_of_right_answers(task):
+                found[task.task_name] = bits
+        for group in [item, *item.get_all_groups()] if is_group else []:
+            parts = [task.task_name for task in group.get_all_tasks()]
+            if all(part in found for part in parts):
+                found[group.name] = [value for part in parts for value in found[part]]
     return found
 
 
 def bits_of_right_answers(task: Any) -> list[float]:
-    """-log2 p(right answer | question) / UTF-8 bytes of the answer, as scored: with the space before it.
+    """Computes -log2 p(right answer | question) / UTF-8 bytes of the answer, as scored: with the space before it.
 
-    Of the likelihoods that the harness has just computed, one value per document; [] for a task of another kind, and
-    for one with several right answers. As in OLMo-in-loop-evals (src/olmo_eval/metrics.py, bpb).
+    Reads the likelihoods that the harness has just computed. Returns one value per document; [] for a task of another
+    kind, and for one with several right answers. As in OLMo-in-loop-evals (src/olmo_eval/metrics.py, bpb).
     """
     if task.OUTPUT_TYPE not in ("loglikelihood", "multiple_choice") or callable(task.config.process_results):
         return []
@@ -342,10 +344,11 @@ def bits_of_right_answers(task: Any) -> list[float]:
 
 
 def _right_answer(task: Any, document: dict) -> int | None:
-    """Number of the request that scores it; None if there is no single one."""
+    """The number of the request that scores the right answer; None if there is no single one."""
     if task.OUTPUT_TYPE == "loglikelihood":
         return 0
     choices = task.doc_to_choice(document)
+    # With several inputs and one answer (as WinoGrande) the text is the number of the right input.
     right = task.doc_to_text(document) if task.multiple_input else task.doc_to_target(document)
     if isinstance(right, str):
         right = choices.index(right) if right in choices else None

@@ -1,8 +1,9 @@
-"""What an evaluation found: a table on screen, JSON on disk, lines in the run's metrics.jsonl, a plot over a run."""
+"""Scores of an evaluation: a table on screen, JSON on disk, lines in the run's metrics.jsonl, a plot over a run."""
 
 import json
 import math
 import os
+import statistics
 import sys
 import time
 from dataclasses import asdict, dataclass, field
@@ -14,7 +15,6 @@ from pretrain.files import write_durably
 from pretrain.training.metrics import finite
 from pretrain.training.run_records import RECORDED_PACKAGES, commit_of, package_versions
 from pretrain.units import count_text
-from pretrain_tools.evaluation.task_scores import TaskScore
 from pretrain_tools.runs.addresses import ModelAddress
 from pretrain_tools.runs.history import Score, append_events, scores_of
 from pretrain_tools.runs.plots import draw_with_band
@@ -23,9 +23,36 @@ PLOT_ENDINGS = (".png", ".svg", ".pdf")
 SOURCE_MEASURES = {"loss": "{:.4f}", "perplexity": "{:.2f}", "bits_per_byte": "{:.4f}"}
 
 
+@dataclass(frozen=True)
+class TaskScore:
+    """The scores of one task or group."""
+
+    task: str
+    measures: dict[str, float | None]
+    """{the harness's name: value}, such as acc and acc_stderr, or exact_match,strict-match and its _stderr."""
+    few_shots: int | None
+    samples: int | None
+    version: str | None
+    is_part: bool = False
+    """Marks a task of a group that has a score of its own, unless it was asked for by name."""
+
+
+def mean_and_error(name: str, values: list[float]) -> dict[str, float | None]:
+    """Computes {name: mean, name_stderr: its standard error}, as the harness does; None for one value."""
+    error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
+    return {name: statistics.fmean(values), f"{name}_stderr": error}
+
+
+def mean_of_means(name: str, scores: list[TaskScore], measure: str) -> dict[str, float | None]:
+    """Computes the mean of tasks, each of the same weight, and its standard error if they have no common items."""
+    errors = [score.measures[f"{measure}_stderr"] for score in scores]
+    error = None if None in errors else math.hypot(*errors) / len(scores)
+    return {name: statistics.fmean(score.measures[measure] for score in scores), f"{name}_stderr": error}
+
+
 @dataclass
 class ModelResults:
-    """Everything measured of one model."""
+    """All measurements of one model."""
 
     address: ModelAddress
     parameters: int
@@ -34,24 +61,29 @@ class ModelResults:
     source_settings: dict[str, Any] | None = None
     tasks: list[TaskScore] = field(default_factory=list)
     limit: float | None = None
-    """Documents per task, where not all were scored."""
+    """Documents per task if not all were scored."""
     sample: str | None = None
     seconds: float = 0.0
 
     def lines(self) -> list[dict[str, Any]]:
-        """One event per source and task, as metrics.jsonl holds them."""
-        about = {"event": "evaluation", "step": self.address.step, "tokens": self.address.tokens}
-        about["model"] = self.address.name
+        """Lists an event per source and task, as metrics.jsonl has them."""
+        address = self.address
+        about = {"event": "evaluation", "step": address.step, "tokens": address.tokens, "model": address.name}
+        now = {"time": round(time.time(), 3)}
         lines = []
         for source, measures in self.sources.items():
             measured = {("evaluated_tokens" if name == "tokens" else name): value for name, value in measures.items()}
             split = (self.source_settings or {}).get("split")
-            lines.append({**about, "source": source, "split": split, **measured})
+            lines.append({**about, "source": source, "split": split, **measured, **now})
         for score in self.tasks:
-            how = {"few_shots": score.few_shots, "samples": score.samples, "limit": self.limit}
-            how["is_part"] = score.is_part
-            lines.append({**about, "task": score.task, **score.measures, **how})
-        return [{**line, "time": round(time.time(), 3)} for line in lines]
+            how = {
+                "few_shots": score.few_shots,
+                "samples": score.samples,
+                "limit": self.limit,
+                "is_part": score.is_part,
+            }
+            lines.append({**about, "task": score.task, **score.measures, **how, **now})
+        return lines
 
     def scores(self) -> list[Score]:
         """Every number, without the parts of groups."""
@@ -68,15 +100,17 @@ class ModelResults:
         }
 
     def as_dict(self) -> dict[str, Any]:
-        """What the JSON file says of this model."""
+        """The entry of this model in the JSON file."""
         return {
             **asdict(self.address),
             "parameters": self.parameters,
             "sources": {source: finite(measures) for source, measures in self.sources.items()},
             "source_settings": self.source_settings,
             "tasks": {
-                score.task: finite(score.measures)
-                | {key: getattr(score, key) for key in ("few_shots", "samples", "version", "is_part")}
+                score.task: {
+                    **finite(score.measures),
+                    **{key: getattr(score, key) for key in ("few_shots", "samples", "version", "is_part")},
+                }
                 for score in self.tasks
             },
             "sample": self.sample,
@@ -85,14 +119,13 @@ class ModelResults:
 
 
 def append_to_run(evaluation: ModelResults) -> None:
-    """Adds the lines to the metrics.jsonl of the model's run, if it has one; nothing that stands there changes.
+    """Adds the lines to the metrics.jsonl of the model's run, if it has one; existing lines stay.
 
-    Not those of averaged weights: its scores are one curve, of the weights that train.
+    Scores of averaged weights are left out: the run's curve is that of the weights that train.
     """
-    if evaluation.address.weights != "raw":
-        return
-    run, lines = evaluation.address.run, [finite(line) for line in evaluation.lines()]
-    if run is None or not lines:
+    run = evaluation.address.run
+    lines = [finite(line) for line in evaluation.lines()]
+    if run is None or not lines or evaluation.address.weights != "raw":
         return
     try:
         append_events(run, lines)
@@ -101,11 +134,12 @@ def append_to_run(evaluation: ModelResults) -> None:
 
 
 def output_problems(flag: str, path: Path | None) -> list[str]:
-    """Why nothing can be written there; [] if it can. Found before hours of evaluation, not after."""
+    """Says why a file cannot be written, before hours of evaluation and not after; [] if it can."""
     if path is None:
         return []
     if path.is_dir():
         return [f"{flag} {path}: is a folder; give a file"]
+    # The folder is made when there is something to write.
     existing = next(parent for parent in [path.parent, *path.parent.parents] if parent.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK):
         return [f"{flag} {path}: nothing can be written in {existing}; give another place"]
@@ -122,7 +156,7 @@ def write_results(path: Path, evaluations: list[ModelResults], settings: dict[st
         "models": [evaluation.as_dict() for evaluation in evaluations],
     }
     path.parent.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(contents, indent=1, ensure_ascii=False, allow_nan=False, default=str)  # str: of paths
+    text = json.dumps(contents, indent=1, ensure_ascii=False, allow_nan=False, default=str)  # default: for paths
     write_durably(path, text + "\n")
 
 
@@ -182,7 +216,7 @@ def _task_text(score: Score | TaskScore) -> str:
 
 
 def plot_problems(path: Path | None, addresses: list[ModelAddress]) -> list[str]:
-    """Why there can be no plot of these models; [] if there can."""
+    """Says why there can be no plot of these models; [] if there can."""
     if path is None:
         return []
     problems = output_problems("--plot", path)
@@ -197,7 +231,7 @@ def plot_problems(path: Path | None, addresses: list[ModelAddress]) -> list[str]
 
 
 def plot_scores(path: Path, evaluations: list[ModelResults]) -> None:
-    """One panel per source and task: its first measure against training tokens, a line per run with an error band."""
+    """Draws a panel per source and task: its first measure against training tokens, a line per run with its error."""
     from matplotlib.figure import Figure
 
     points = [evaluation for evaluation in evaluations if evaluation.address.tokens is not None]

@@ -33,7 +33,7 @@ AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass(frozen=True)
 class ShardSettings:
-    """How a model is measured. For a model of a run they are the run's own, so that the numbers agree."""
+    """Settings of a measurement. For a model of a run they are the run's own, so that the numbers agree."""
 
     window: WindowSpec
     precision: str
@@ -152,7 +152,7 @@ def open_evaluation_shards(
 
 
 def tokenizer_problems(address: ModelAddress, config: PreTrainedConfig, manifest: Manifest) -> list[str]:
-    """Why these shards mean something else to this model than to their tokenizer; [] if they do not."""
+    """Says why these shards mean something else to this model than to their tokenizer; [] if they do not."""
     own_file = address.folder / "tokenizer.json"
     shards_file = manifest.tokenizer_folder / "tokenizer.json"
     shards_text = f"{manifest.folder} was prepared with {manifest.tokenizer_name} ({manifest.vocabulary_size:,} ids)"
@@ -178,7 +178,7 @@ def tokenizer_problems(address: ModelAddress, config: PreTrainedConfig, manifest
 
 
 def _ids_of(tokenizer_json: bytes) -> dict[str, Any]:
-    """What decides the ids of plain text, in one spelling: libraries write the same tokenizer in several."""
+    """Reads the parts that decide the ids of plain text, in one spelling: libraries write a tokenizer in several."""
     from tokenizers import Tokenizer
 
     parts = json.loads(Tokenizer.from_buffer(tokenizer_json).to_str())
@@ -192,11 +192,13 @@ def measure_shards(
 
     All ranks together, each with the whole model in fp32; arithmetic in settings.precision as in training.
     """
+    # The run's own kernel and loss backend, so that the numbers are the run's to the last digit.
     use_attention(causal_lm, settings.attention)
     model = LanguageModelLoss(causal_lm, backend=settings.loss_backend).to(strategy.device)
     dtype = AUTOCAST_DTYPES.get(settings.precision)
     results = {}
     for name, reader in readers.items():
+        # A window is a sequence and the token after it.
         windows = settings.window.count_in(reader.tokens)
         sequences = min(settings.sequences or windows, windows)
         autocast = torch.autocast(strategy.device.type, dtype=dtype, enabled=dtype is not None)
@@ -219,8 +221,14 @@ def _progress(
 ) -> Iterator[None]:
     """A bar in tokens, moved by the model's own forward passes."""
     tokens_per_pass = settings.sequences_per_micro_batch * strategy.ranks.count * settings.window.sequence_length
-    look = {"desc": f"loss on {name}", "unit": "tok", "unit_scale": True, "dynamic_ncols": True}
-    bar = tqdm(total=sequences * settings.window.sequence_length, disable=not strategy.ranks.is_main, **look)
+    bar = tqdm(
+        total=sequences * settings.window.sequence_length,
+        disable=not strategy.ranks.is_main,
+        desc=f"loss on {name}",
+        unit="tok",
+        unit_scale=True,
+        dynamic_ncols=True,
+    )
 
     def advance(*_: Any) -> None:  # a hook that returned something would replace the model's output
         bar.update(min(tokens_per_pass, bar.total - bar.n))

@@ -1,7 +1,8 @@
-"""Before a run: plan.py, train.py --text, --check and --smoke.
+"""Plans a run before it starts: plan.py, train.py --text, --check and --smoke.
 
 Predictions come from footprints and step_time; calibration compares them with a few real steps (docs/runs.md).
 
+    hardware_options: the machines that plan.py is asked about
     budget, budget_request, budget_report: from hours or dollars to a recipe; its options; its table
     candidates, report: which strategies fit, ranked; the report
     layouts: how processes divide a run under each strategy
@@ -9,8 +10,9 @@ Predictions come from footprints and step_time; calibration compares them with a
     optimizer_bytes: what an optimizer keeps, allocates and sends
     memory_advice: what to change when memory runs out
     traffic, step_time: bytes and waiting under each strategy; time and cost
-    calibration: a few real steps
-    own_text, text_files, timed_steps, sized_recipe: train.py --text; what it reads, times and writes
+    calibration: a few real steps, timed
+    own_text, text_files, sized_recipe: train.py --text; what it reads, what it chooses
+    recipe_files, texts: where recipes go that are made here; their text and that of plans, from templates/
     sizing, families: what size to train; its shape
     smoke: a hundred steps, pass or fail per stage
     width_check: whether a learning rate holds at other widths

@@ -1,4 +1,4 @@
-"""From hours, dollars or FLOPs to a run: size, tokens, batch, and the fastest way to train it that fits.
+"""Chooses a run for hours, dollars or FLOPs: size, tokens, batch, and the fastest way to train it that fits.
 
 Every size of a family near the one that the budget would buy at the assumed MFU is searched over strategies,
 micro-batches and activation checkpointing; the size with the lowest expected loss is taken, at its own speed. Memory
@@ -38,25 +38,29 @@ from pretrain_tools.planning.sizing import MOST_EPOCHS, best_shape, expected_los
 from pretrain_tools.planning.step_time import Hardware, RunWork, Speed, mfu_of_size
 
 SHARE_FOR_STEPS = {"cuda": 0.95, "cpu": 0.85}
+"""Share of the time given for steps; validation and checkpoints take the rest."""
 SECONDS_TO_START = {"cuda": 60.0, "cpu": 5.0}
-"""Of the time given, for steps: the rest is validation and checkpoints; and the start, with compiling, takes that."""
+"""Seconds of a start, with compiling."""
 LARGEST_BATCH_CHOSEN = 2**22
-"""Tokens: what Llama was trained with."""
+"""Tokens per step: those of Llama's training."""
 ENOUGH_TOKENS = {"cuda": 16_384, "cpu": 1024}
-"""From there on larger products are hardly faster."""
-ABOUT_AS_FAST, WORTH_A_STRATEGY = 1.01, 1.03
+"""Tokens of a micro-batch from which larger matmuls are hardly faster."""
+ABOUT_AS_FAST = 1.01
+"""Ratio of step times up to which a smaller micro-batch is preferred."""
+WORTH_A_STRATEGY = 1.03
+"""Ratio of step times up to which a simpler strategy is preferred."""
 DATA_PARALLEL = ("single", "ddp", "fsdp2", "zero1", "zero2", "zero3", "hsdp")
 COMPARED = (*DATA_PARALLEL, "tp", "pp", "ep")
 """Offloading is left out: it is for models that fit in no other way, and bound to a machine's own memory and disk."""
 COMPUTE_OPTIMAL = 20.0
 """Tokens per parameter (Hoffmann et al., arXiv 2203.15556)."""
 MOST_TIMES_TOO_LONG = 1.5
-"""Tokens per parameter of the largest model, relative to what was asked for, from which a budget is too large."""
+"""Ratio of the largest model's tokens per parameter to those asked for from which a budget is too large."""
 
 
 @dataclass(frozen=True)
 class RunBudget:
-    """What a run may take, and what it is for."""
+    """The time or computation of a run, and its purpose."""
 
     hardware: Hardware
     family: Family
@@ -64,17 +68,17 @@ class RunBudget:
     """Rows of the embedding."""
     hours: float | None = None
     flops: float | None = None
-    """One of the two."""
+    """Computation; exactly one of hours and flops is given."""
     unique_tokens: float = math.inf
-    """Of the data."""
+    """Tokens of the data."""
     tokens_per_parameter: float | None = None
-    """None: by the law."""
+    """Ratio asked for; None: that of the scaling law."""
     mfu: float | None = None
     optimizer: str = "muon"
 
     @property
     def seconds(self) -> float:
-        """For steps."""
+        """Time for steps."""
         kind = self.hardware.device_type
         return SHARE_FOR_STEPS[kind] * 3600 * self.hours - SECONDS_TO_START[kind]
 
@@ -85,7 +89,7 @@ class RunBudget:
 
     @property
     def shapes(self) -> list[Shape]:
-        """Smallest first."""
+        """The family's models with this vocabulary, smallest first."""
         return [Shape(*rung, self.vocabulary, self.family) for rung in self.family.rungs]
 
     def speed(self, shape: Shape) -> Speed:
@@ -94,17 +98,17 @@ class RunBudget:
         return Speed(mfu_of_size(shape.active, self.hardware.device_type, self.precision), "assumed for this size")
 
     def tokens(self, shape: Shape, tokens_per_second: float) -> float:
-        """That a model can be trained on."""
+        """Tokens that a model can be trained on."""
         affordable = self.flops / shape.flops_per_token if self.flops else self.seconds * tokens_per_second
         return min(affordable, MOST_EPOCHS * self.unique_tokens)
 
     def tokens_at_mfu(self, shape: Shape) -> float:
-        """The same if GPUs did nothing but compute."""
-        gpu, mfu = self.hardware.gpu, self.speed(shape).mfu
-        return self.tokens(shape, self.hardware.gpus * gpu.bf16_flops * mfu / shape.flops_per_token)
+        """Tokens that a model could be trained on if GPUs did nothing but compute."""
+        flops = self.hardware.gpus * self.hardware.gpu.bf16_flops * self.speed(shape).mfu
+        return self.tokens(shape, flops / shape.flops_per_token)
 
     def best(self, tokens: dict[Shape, float]) -> Shape:
-        """By the ratio that was asked for, else by 20; where text would be repeated, by the law for that."""
+        """Chooses by the ratio that was asked for, else by 20; if text would be repeated, by the law for that."""
         nearest = nearest_shape(tokens, self.tokens_per_parameter or COMPUTE_OPTIMAL)
         if self.tokens_per_parameter or tokens[nearest] <= self.unique_tokens:
             return nearest
@@ -119,8 +123,10 @@ class RunBudget:
 
 @dataclass(frozen=True)
 class ScaledRun(PlannedRun):
-    """A run whose activations are those of another model in proportion to width and window: nearly exact within a
-    family, within some tenths beyond it."""
+    """A run whose activations are scaled from another model's, in proportion to width and window.
+
+    This is nearly exact within a family, and within some tenths beyond it.
+    """
 
     shape: Shape | None = None
     traced: PlannedRun | None = None
@@ -132,6 +138,7 @@ class ScaledRun(PlannedRun):
 
     def trace(self, call: ForwardPass) -> Activations:
         like = self.traced_shape
+        # The trace is of the other model's own window: its cost is scaled below.
         found = self.traced.trace(replace(call, window=self.traced.config.data.window))
         width = self.shape.width / like.width
         both = width * self.shape.sequence_length / like.sequence_length
@@ -151,7 +158,7 @@ class Combination:
 
     @property
     def seconds(self) -> float:
-        """Of a step."""
+        """Seconds of a step."""
         return self.candidate.step_seconds
 
     def in_words(self) -> str:
@@ -175,7 +182,7 @@ class Sized:
 
     @property
     def config(self) -> RunConfig:
-        """With the best combination's settings."""
+        """The recipe with the best combination's settings."""
         return self.config_with(self.combinations[0])
 
     def config_with(self, chosen: Combination) -> RunConfig:
@@ -195,7 +202,7 @@ class Sized:
 
     @property
     def affordable(self) -> float:
-        """Tokens, at the speed that was found; 0 where nothing fits."""
+        """Tokens at the speed that was found; 0 if nothing fits."""
         return self.budget.tokens(self.shape, self.tokens_per_second) if self.combinations else 0.0
 
     @property
@@ -208,12 +215,12 @@ class Sized:
 
     @property
     def hours(self) -> float:
-        """Of the steps."""
+        """Hours of the steps."""
         return self.steps * self.combinations[0].seconds / 3600
 
     @property
     def billed_hours(self) -> float:
-        """With start, validation and checkpoints."""
+        """Hours with start, validation and checkpoints."""
         kind = self.budget.hardware.device_type
         return (self.hours + SECONDS_TO_START[kind] / 3600) / SHARE_FOR_STEPS[kind]
 
@@ -224,13 +231,13 @@ class Sized:
 
     @property
     def mfu(self) -> float:
-        """With communication and recomputing."""
+        """MFU with communication and recomputation."""
         hardware = self.budget.hardware
         return self.tokens_per_second * self.work.flops_per_token / (hardware.gpus * hardware.gpu.bf16_flops)
 
     @property
     def expected_loss(self) -> float:
-        """By the law, to compare with."""
+        """Nats per token by the scaling law, only to compare runs."""
         return expected_loss(self.shape.active, self.tokens, self.budget.unique_tokens)
 
     @property
@@ -260,11 +267,12 @@ def choose_run(budget: RunBudget) -> Sized:
 
 
 def search_family(budget: RunBudget) -> dict[Shape, Sized]:
-    """{shape: its run} of those that may be the best one, smallest first."""
+    """Sizes the shapes that may be the best one: {shape: its run}, smallest first."""
     refuse_less_than_a_start(budget)
     refuse_more_than_the_largest(budget)
     shapes = budget.shapes
     place = shapes.index(guess(budget))
+    # One trace serves the whole search: a trace takes seconds, scaling it nothing.
     like = planned_run(budget, shapes[place]), shapes[place]
     found = {shapes[place]: size(budget, shapes[place], like)}
     while place > 0:  # communication and recomputing leave less than was guessed, or nothing
@@ -283,7 +291,8 @@ def guess(budget: RunBudget) -> Shape:
 
 def other_size(like: Sized, factor: float) -> Sized | None:
     """The run of a model that is larger by this factor, within the same budget; None beyond the ladder."""
-    budget, wanted = like.budget, factor * like.shape.parameters
+    budget = like.budget
+    wanted = factor * like.shape.parameters
     shape = min(budget.shapes, key=lambda shape: abs(math.log(shape.parameters / wanted)))
     return None if shape == like.shape else size(budget, shape, (like.run, like.shape))
 
@@ -323,7 +332,8 @@ def best_of(budget: RunBudget, found: dict[Shape, Sized]) -> Sized:
 def too_small(sized: Sized) -> str | None:
     if sized.steps >= FEWEST_STEPS:
         return None
-    budget, shape = sized.budget, sized.shape
+    budget = sized.budget
+    shape = sized.shape
     remedy = "give more of it, fewer GPUs, or a smaller vocabulary"
     if budget.unique_tokens * MOST_EPOCHS <= sized.affordable:
         remedy = f"the data has {count_text(budget.unique_tokens)} tokens: give more text"
@@ -335,8 +345,9 @@ def too_small(sized: Sized) -> str | None:
 
 
 def refuse_more_than_the_largest(budget: RunBudget) -> None:
-    """At the speed of GPUs that do nothing but compute."""
-    largest, asked = budget.shapes[-1], budget.tokens_per_parameter or COMPUTE_OPTIMAL
+    """Raises InputError for a budget above that of the largest model, at the speed of GPUs that only compute."""
+    largest = budget.shapes[-1]
+    asked = budget.tokens_per_parameter or COMPUTE_OPTIMAL
     tokens = budget.tokens_at_mfu(largest)
     ratio = tokens / largest.active
     if ratio > MOST_TIMES_TOO_LONG * asked:
@@ -354,7 +365,7 @@ def size(
     like: tuple[PlannedRun, Shape] | None = None,
     names: Sequence[str] = DATA_PARALLEL,
 ) -> Sized:
-    """The fastest way to train a shape within a budget, by these strategies.
+    """Finds the fastest way to train a shape within a budget, by these strategies.
 
     Args:
         like: a run that is traced and its shape, to scale memory from.
@@ -364,6 +375,7 @@ def size(
         given = {name: getattr(run, name) for name in ("config", "model_config", "precision", "device_type")}
         run = ScaledRun(**given, shape=shape, traced=like[0], traced_shape=like[1])
     batch = run.config.batch.tokens_per_step
+    # At least one step, for a shape that the budget cannot train; it is not chosen then.
     tokens = max(batch, budget.tokens_at_mfu(shape))
     sizes = sizes_of(run.model_config)
     work = RunWork(
@@ -382,13 +394,14 @@ def size(
 
 @functools.cache
 def scratch() -> tempfile.TemporaryDirectory:
-    """For models' JSONs, until this process ends: strategies judge the model that a recipe names."""
+    """A folder for models' JSONs until this process ends: strategies read the model that a recipe names."""
     return tempfile.TemporaryDirectory()
 
 
 def planned_run(budget: RunBudget, shape: Shape) -> PlannedRun:
     """A shape's run with a micro-batch of one sequence: the search chooses it."""
-    hardware, is_cpu = budget.hardware, budget.hardware.device_type == "cpu"
+    hardware = budget.hardware
+    is_cpu = hardware.device_type == "cpu"
     model = Path(scratch().name, f"{shape.family.name}_{shape.layers}_{shape.width}_{shape.vocabulary}.json")
     model.write_text(shape.json_text)
     tokens = budget.tokens_at_mfu(shape)
@@ -400,6 +413,7 @@ def planned_run(budget: RunBudget, shape: Shape) -> PlannedRun:
             "data": {"train": [{"shards": "shards"}], "sequence_length": shape.sequence_length},
             "budget": {"tokens": max(1, int(tokens))},
             "batch": {"tokens_per_step": batch_of(budget, shape, tokens), "sequences_per_micro_batch": 1},
+            # The learning rate is the law's once the batch is chosen; the planner needs any valid one.
             "optim": {"name": budget.optimizer, "learning_rate": 1e-3},
             "compile": "none" if is_cpu else "regional",
         }
@@ -409,7 +423,7 @@ def planned_run(budget: RunBudget, shape: Shape) -> PlannedRun:
 
 
 def batch_of(budget: RunBudget, shape: Shape, tokens: float) -> int:
-    """By the law for so many tokens, a power of two times what all GPUs take together; smaller for FEWEST_STEPS."""
+    """Tokens per step by the law: a power of two times a sequence per GPU, small enough for FEWEST_STEPS."""
     one_each = budget.hardware.gpus * shape.sequence_length
     wanted = min(batch_by_law(tokens), LARGEST_BATCH_CHOSEN, tokens / FEWEST_STEPS)
     return one_each * 2 ** max(0, round(math.log2(max(wanted, 1) / one_each)))
@@ -418,18 +432,21 @@ def batch_of(budget: RunBudget, shape: Shape, tokens: float) -> int:
 def search(
     run: PlannedRun, work: RunWork, hardware: Hardware, speed: Speed, names: Sequence[str]
 ) -> tuple[list[Combination], int]:
-    """(the best combination of every strategy that fits, best first; how many were compared)."""
+    """Returns (the best combination of every strategy that fits, best first; how many were compared)."""
     best: dict[str, Combination] = {}
-    enough, compared = ENOUGH_TOKENS[hardware.device_type] // run.config.data.sequence_length, 0
+    enough = ENOUGH_TOKENS[hardware.device_type] // run.config.data.sequence_length
+    compared = 0
     for checkpointing, recompute in (("none", 1.0), ("full", 4 / 3)):
         config = run.config.model_copy(update={"activation_checkpointing": checkpointing})
-        with_it, its_work = replace(run, config=config), replace(work, recompute=recompute)
+        with_it = replace(run, config=config)
+        its_work = replace(work, recompute=recompute)
         for name in names:
             candidates = fitting_micro_batches(name, with_it, its_work, hardware, speed)
             able = [Combination(candidate, checkpointing) for candidate in candidates]
             compared += len(able)
             if able := [*filter(None, [best.get(name)]), *able]:
                 best[name] = quickest(able, enough)
+    # Only the winners' memory is computed again: it is part of the answer.
     best = {name: with_memory(found, run, hardware) for name, found in best.items()}
     fastest = min((found.seconds for found in best.values()), default=0.0)
 
@@ -443,7 +460,7 @@ def search(
 def fitting_micro_batches(
     name: str, run: PlannedRun, work: RunWork, hardware: Hardware, speed: Speed
 ) -> list[Candidate]:
-    """A run under one strategy with every micro-batch that fits."""
+    """Lists a run under one strategy with every micro-batch that fits."""
     found = consider(name, run, work, hardware, speed)
     if not found.runs:
         return []
@@ -460,8 +477,9 @@ def fitting_micro_batches(
 
 
 def with_memory(found: Combination, run: PlannedRun, hardware: Hardware) -> Combination:
-    """With the memory of its own micro-batch, which was the smallest's."""
-    name, sequences = found.candidate.name, found.candidate.micro_batch
+    """Adds the memory of the combination's own micro-batch, which was the smallest's."""
+    name = found.candidate.name
+    sequences = found.candidate.micro_batch
     config = run.config.model_copy(update={"activation_checkpointing": found.checkpointing})
     config = config.with_batch(reduce_once=found.candidate.reduces_once)
     divided = layout(name, hardware.gpus, hardware.machines)
@@ -470,8 +488,10 @@ def with_memory(found: Combination, run: PlannedRun, hardware: Hardware) -> Comb
 
 
 def quickest(able: Sequence[Combination], enough: int) -> Combination:
-    """The fastest; among those that are about as fast the first without recomputing, whose micro-batch has `enough`
-    sequences or comes nearest to it: a larger one takes memory for nothing."""
+    """Chooses the fastest, and among those that are about as fast one without recomputation.
+
+    Of these its micro-batch is nearest to `enough` sequences: a larger one takes memory for nothing.
+    """
     fastest = min(combination.seconds for combination in able)
     near = [combination for combination in able if combination.seconds <= ABOUT_AS_FAST * fastest]
 

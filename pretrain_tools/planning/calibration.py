@@ -1,8 +1,13 @@
-"""Runs a few real steps of a recipe on this machine: measures their speed, and the memory of tensors at the peak."""
+"""Runs a few real steps of a recipe on this machine: measures their speed, and the memory of tensors at the peak.
+
+`python -m pretrain_tools.planning.calibration RECIPE SECONDS` times steps and prints {"tokens_per_second"} as JSON.
+"""
 
 import gc
+import json
 import os
 import statistics
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -14,13 +19,15 @@ import torch
 
 from pretrain.config import RunConfig
 from pretrain.data.vocabulary import planned_model_config
-from pretrain.errors import InputError
+from pretrain.errors import InputError, run_script
 from pretrain.hardware import DTYPES, peak_flops
 from pretrain.model.attention import choose_attention, model_inputs
 from pretrain.model.build import build_meta_model
 from pretrain.model.routers import router_losses
+from pretrain.parallel.auto_settings import settled
 from pretrain.parallel.registry import make_strategy
 from pretrain.parallel.strategy import Strategy
+from pretrain.recipe import read_run_config
 from pretrain.terminal import say_stage
 from pretrain.training.build import build_training
 from pretrain.training.prefetch import ReadAhead
@@ -29,11 +36,13 @@ from pretrain.units import duration_text
 from pretrain_tools.planning.footprints import planned_memory
 
 TOKENS_PER_DOCUMENT = 600
-"""In the random text that stands in for missing shards."""
-CALIBRATION_STEPS, MOST_MICRO_STEPS = 20, 4
+"""Mean length of documents in the random text that replaces missing shards."""
+CALIBRATION_STEPS = 20
+MOST_MICRO_STEPS = 4
+FEWEST_TIMED_STEPS = 3
 LEARNING_RATE = 1e-4
 FIRST_STEPS = 2
-"""Steps that compile, and create the optimizer's state."""
+"""Steps that compile, and create the optimizer's state; they are not timed."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +57,7 @@ class Calibration:
     update_seconds: float
     """Median."""
     step_seconds: float
-    """Of the recipe's whole step, which may have more micro-steps than those that were run."""
+    """Seconds of the recipe's whole step, which may have more micro-steps than those that were run."""
     tokens_per_second: float
     mfu: float | None
     peak_flops: float | None
@@ -65,7 +74,8 @@ class Steps:
     """
 
     def __init__(self, config: RunConfig, strategy: Strategy):
-        self.config, self.strategy = config, strategy
+        self.config = config
+        self.strategy = strategy
         self.plan, self.data = self._plan()
         self.read_ahead = ReadAhead(strategy)
         built = build_training(config, self.plan, strategy, learning_rate=LEARNING_RATE)
@@ -73,8 +83,9 @@ class Steps:
         self.model.train()
 
     def _plan(self) -> tuple[ModelPlan, str]:
-        """(the run's plan, or the model's alone where a run could not start, where batches are from)."""
-        config, strategy = self.config, self.strategy
+        """Plans the run, or the model alone if a run could not start; also tells where batches are from."""
+        config = self.config
+        strategy = self.strategy
         try:
             return derive(config, strategy.data_ranks * strategy.micro_batches_per_call), "shards"
         except InputError:
@@ -96,6 +107,7 @@ class Steps:
         generator = np.random.default_rng((step, micro_step))
         rows = config.batch.sequences_per_micro_batch * self.strategy.micro_batches_per_call
         shape = (rows, config.data.sequence_length + 1)
+        # 0 ends a document; no other position may hold it.
         ids = generator.integers(1, self.plan.model_config.vocab_size, shape).astype(np.uint32)
         ids[generator.random(shape) < 1 / TOKENS_PER_DOCUMENT] = 0
         return model_inputs(
@@ -107,7 +119,7 @@ class Steps:
         )
 
     def step(self, number: int, micro_steps: int) -> tuple[list[float], float]:
-        """One optimizer step; returns (seconds of each micro-step, seconds of the update)."""
+        """Runs one optimizer step; returns (seconds of each micro-step, seconds of the update)."""
         self.strategy.begin_step(LEARNING_RATE, micro_steps)
         seconds = []
         for micro_step in range(micro_steps):
@@ -116,6 +128,7 @@ class Steps:
             with self.strategy.accumulate(is_last=micro_step == micro_steps - 1):
                 loss, _ = self.model(**batch)
                 self.strategy.backward(loss / micro_steps)
+            # A reference to the last loss would keep its graph alive during the update, and add to the peak.
             del loss, batch, _
             self._wait()
             seconds.append(time.perf_counter() - start)
@@ -142,7 +155,7 @@ class PeakBytes:
 
     @contextmanager
     def counting(self) -> Iterator[None]:
-        """Around everything that makes tensors."""
+        """Stands around everything that makes tensors."""
         if self.is_cuda:
             yield
             return
@@ -151,8 +164,10 @@ class PeakBytes:
 
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
             yield
+        # The profiler's public tables sum allocations per operator; only its raw events have the time of each.
         events = profiler.profiler.kineto_results.events()
         begin, end = next((e.start_ns(), e.end_ns()) for e in events if e.name() == "peak_bytes")
+        # Allocations before the mark count too: weights and optimizer states live through the step.
         live = 0.0
         for when, size in sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]"):
             live += size
@@ -161,7 +176,7 @@ class PeakBytes:
 
     @contextmanager
     def marked(self) -> Iterator[None]:
-        """Around the step whose peak counts. Garbage in cycles is collected first, as train.py does."""
+        """Stands around the step whose peak counts. Garbage in cycles is collected first, as train.py does."""
         gc.collect()
         if self.is_cuda:
             torch.cuda.reset_peak_memory_stats()
@@ -180,6 +195,7 @@ def measure_peak(config: RunConfig, strategy: Strategy, micro_steps: int) -> flo
         for number in range(FIRST_STEPS + 1):
             with peak.marked() if number == FIRST_STEPS else nullcontext():
                 run.step(number, micro_steps)
+            # The average's buffers are made at the first update of a run, and are there at the peak.
             if number == 0 and config.averaging.kind != "none":
                 strategy.update_average(1.0)
     return peak.bytes
@@ -190,7 +206,8 @@ def calibrate(config: RunConfig, flops_per_token: float) -> Calibration:
 
     Raises InputError where the recipe cannot run in one process of this machine.
     """
-    strategy, step_tokens = make_strategy(config), config.batch.tokens_per_step
+    strategy = make_strategy(config)
+    step_tokens = config.batch.tokens_per_step
     if strategy.ranks.count != 1:
         raise InputError("--calibrate: runs in one process; start it with python, not with accelerate launch")
     tokens = config.batch.sequences_per_micro_batch * config.data.sequence_length
@@ -200,6 +217,7 @@ def calibrate(config: RunConfig, flops_per_token: float) -> Calibration:
             f"micro-batch of {tokens:,} tokens; give another --batch.sequences_per_micro_batch"
         )
     micro_steps = min(MOST_MICRO_STEPS, step_tokens // tokens)
+    # The plan may be of shards that are not prepared yet: `data` says what was read.
     steps = Steps(config, strategy)
     data = steps.data
     say_stage(f"Timing {CALIBRATION_STEPS} steps")
@@ -216,7 +234,9 @@ def calibrate(config: RunConfig, flops_per_token: float) -> Calibration:
     micro_step_seconds = statistics.median(seconds for all_seconds, _ in timed for seconds in all_seconds)
     update_seconds = statistics.median(seconds for _, seconds in timed)
     step_seconds = step_tokens // tokens * micro_step_seconds + update_seconds
-    rate, (peak, peak_source) = step_tokens / step_seconds, peak_flops(strategy.device, strategy.precision)
+    rate = step_tokens / step_seconds
+    # MFU is relative to the peak in this precision.
+    peak, peak_source = peak_flops(strategy.device, strategy.precision)
     return Calibration(
         device=strategy.device.type,
         data=data,
@@ -232,3 +252,24 @@ def calibrate(config: RunConfig, flops_per_token: float) -> Calibration:
             strategy, config.with_batch(tokens_per_step=min(micro_steps, 2) * tokens)
         ).total,
     )
+
+
+def time_steps(recipe: str, seconds: float) -> None:
+    """Runs steps for `seconds`, at least FEWEST_TIMED_STEPS, and prints their speed as a line of JSON."""
+    config = settled(read_run_config(recipe))
+    steps = Steps(config, make_strategy(config))
+    tokens = config.batch.sequences_per_micro_batch * config.data.sequence_length
+    micro_steps = max(1, config.batch.tokens_per_step // tokens)
+    for number in range(FIRST_STEPS):
+        steps.step(number, micro_steps)
+    count = 0
+    began = time.perf_counter()
+    while count < FEWEST_TIMED_STEPS or time.perf_counter() - began < seconds:
+        steps.step(FIRST_STEPS + count, micro_steps)
+        count += 1
+    rate = count * micro_steps * tokens / (time.perf_counter() - began)
+    print(json.dumps({"tokens_per_second": rate}), flush=True)
+
+
+if __name__ == "__main__":  # started by own_text
+    run_script(lambda: time_steps(sys.argv[1], float(sys.argv[2])))

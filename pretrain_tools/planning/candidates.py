@@ -1,8 +1,9 @@
-"""What a run will need: work, memory under every strategy, time, disk, data; and which strategy to choose.
+"""Computes what a run needs: work, memory under every strategy, time, disk, data; and chooses the strategy.
 
 Nothing here touches a GPU. Memory is that of footprints.py, time that of step_time.py.
 """
 
+import bisect
 import itertools
 import math
 from dataclasses import dataclass, field, replace
@@ -39,22 +40,22 @@ class Candidate:
     name: str
     """File in accelerate_configs/."""
     problems: list[str]
-    """Why it cannot run."""
+    """Reasons why it cannot run."""
     memory: Memory | None = None
-    """At the recipe's micro-batch."""
+    """Memory at the recipe's micro-batch."""
     fits: bool = False
     largest_micro_batch: int | None = None
     """The largest that fits and divides the batch; None if none does."""
     micro_batch: int | None = None
-    """What the plan uses: the recipe's if it fits, else the largest."""
+    """The plan's micro-batch: the recipe's if it fits, else the largest."""
     step_seconds: float = math.inf
     reduces_once: bool = False
-    """Whether the plan sets batch.reduce_once: communication is worth memory that is there."""
+    """Sets batch.reduce_once: there is memory to reduce gradients once per step."""
     communication_seconds: float = 0.0
-    """Of the step, not hidden behind computing."""
+    """Seconds of the step in which communication is not hidden behind computing."""
     notes: list[str] = field(default_factory=list)
     options: str = ""
-    """For the launcher, where the file itself says something else."""
+    """Options for the launcher that the file itself does not have."""
 
     @property
     def runs(self) -> bool:
@@ -62,7 +63,7 @@ class Candidate:
 
 
 def planned_precision(config: RunConfig, gpu: Gpu) -> str:
-    """The recipe's precision as it will be on this GPU. Raises InputError for one that it does not compute in."""
+    """Resolves the recipe's precision on this GPU. Raises InputError for one that the GPU does not compute in."""
     precision = config.precision
     if precision == "auto":
         precision = "bf16" if gpu.has_bf16 else "fp32"
@@ -75,7 +76,7 @@ def planned_precision(config: RunConfig, gpu: Gpu) -> str:
 
 
 def work_of_run(config: RunConfig, model_config: Any) -> RunWork:
-    """Parameters, tokens, steps and FLOPs. Raises InputError where the budget or the batch cannot be."""
+    """Computes parameters, tokens, steps and FLOPs. Raises InputError for an impossible budget or batch."""
     if problems := too_long(model_config, config.data.sequence_length):
         raise InputError(*problems)
     sizes = sizes_of(model_config)
@@ -101,7 +102,10 @@ def work_of_run(config: RunConfig, model_config: Any) -> RunWork:
 
 
 def mean_flops_per_token(config: RunConfig, model_config: Any) -> float:
-    """Over the run, whose stages may have windows of several lengths. Raises InputError as `configs_of_stages`."""
+    """Averages over the run, whose stages may have windows of several lengths.
+
+    Raises InputError as `configs_of_stages` does.
+    """
     configs_of_stages(model_config, config.data)
     ends = [0.0, *(stage.until or 1.0 for stage in config.data.mixtures)]
     shares = [end - begin for begin, end in itertools.pairwise(ends)]
@@ -114,20 +118,20 @@ def mean_flops_per_token(config: RunConfig, model_config: Any) -> float:
 
 
 def planned_ramp(config: RunConfig, active: int) -> BatchRamp:
-    """The batch over the run, whatever the number of processes. active: see `ramp_of`."""
+    """Computes the batch over the run, for any number of processes. active: see `ramp_of`."""
     sequences = config.batch.tokens_per_step // config.data.sequence_length
     return ramp_of(config, sequences, active)
 
 
 def micro_batches(config: RunConfig, ranks: int, parts: int = 1) -> list[int]:
-    """Every batch.sequences_per_micro_batch with which `derive` accepts the batch, ascending."""
+    """Lists every batch.sequences_per_micro_batch with which `derive` accepts the batch, ascending."""
     per_rank = config.batch.tokens_per_step // (config.data.sequence_length * ranks)
     divisors = [n for n in range(parts, per_rank + 1, parts) if per_rank % n == 0]
     return [n for n in divisors if not batch_problems(config.with_batch(sequences_per_micro_batch=n), ranks, parts)]
 
 
 def consider(name: str, run: PlannedRun, work: RunWork, hardware: Hardware, speed: Speed) -> Candidate:
-    """The run under one strategy, divided in the first of its ways in which the recipe's micro-batch fits."""
+    """Plans the run under one strategy, in the first of its layouts in which the recipe's micro-batch fits."""
     found: list[Candidate] = []
     for layout in layouts(name, hardware.gpus, hardware.machines):
         found.append(replace(consider_layout(layout, run, work, hardware, speed), options=layout.options))
@@ -137,8 +141,10 @@ def consider(name: str, run: PlannedRun, work: RunWork, hardware: Hardware, spee
 
 
 def consider_layout(layout: Layout, run: PlannedRun, work: RunWork, hardware: Hardware, speed: Speed) -> Candidate:
-    """What keeps it from running, memory, the largest micro-batch, seconds per step."""
-    name, strategy, config = layout.name, strategy_named(layout.name), run.config
+    """Plans the run in one layout: problems, memory, the largest micro-batch, seconds per step."""
+    name = layout.name
+    strategy = strategy_named(name)
+    config = run.config
     problems = strategy_problems(run, layout)
     if problems:
         return Candidate(name, problems)
@@ -173,7 +179,7 @@ def consider_layout(layout: Layout, run: PlannedRun, work: RunWork, hardware: Ha
 def reduced_once(
     found: Candidate, layout: Layout, run: PlannedRun, work: RunWork, hardware: Hardware, speed: Speed
 ) -> Candidate:
-    """The same with gradients reduced once per step, where the strategy can, that fits and takes less time."""
+    """Reduces gradients once per step if the strategy can, if that fits and takes less time."""
     config = run.config.with_batch(reduce_once=True)
     if run.config.batch.reduce_once or not reduces_by_choice(found.name, run.precision):
         return found
@@ -190,16 +196,13 @@ def reduced_once(
 
 
 def largest_that_fits(ascending: list[int], fits) -> int | None:
-    """The last of these that fits, where each needs more than the one before."""
-    low, high = 0, len(ascending)
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (middle + 1, high) if fits(ascending[middle]) else (low, middle)
-    return ascending[low - 1] if low else None
+    """Finds the last of these that fits; each needs more than the one before."""
+    count = bisect.bisect_left(ascending, True, key=lambda value: not fits(value))
+    return ascending[count - 1] if count else None
 
 
 def batch_problems(config: RunConfig, ranks: int, parts: int) -> list[str]:
-    """Why the batch cannot be divided among the processes: the words of the check at the start of a run."""
+    """Says why the batch cannot be divided among the processes, as the check at the start of a run does."""
     try:
         sequences_of(config, ranks, parts)
     except InputError as error:
@@ -208,12 +211,13 @@ def batch_problems(config: RunConfig, ranks: int, parts: int) -> list[str]:
 
 
 def strategy_problems(run: PlannedRun, layout: Layout) -> list[str]:
-    """Why a strategy cannot run the recipe on this many GPUs, with the strategy's own messages."""
+    """Says why a strategy cannot run the recipe on this many GPUs, with the strategy's own messages."""
     if layout.problem:
         return [layout.problem]
     strategy = strategy_named(layout.name)
     # What this machine lacks says nothing of the one planned for: precision is asked about here.
     portable = run.config.model_copy(update={"precision": "fp32"})
+    # Strategies read the number of processes from the environment, as a launcher sets it.
     with patch_environment(WORLD_SIZE=layout.ranks, **layout.environment):
         problems = strategy.problems(portable, layout.name)
     if run.precision not in strategy.precisions:
@@ -223,7 +227,7 @@ def strategy_problems(run: PlannedRun, layout: Layout) -> list[str]:
 
 
 def recommend(candidates: list[Candidate]) -> Candidate | None:
-    """The simplest of the fastest, those that take the recipe's micro-batch first; None if none fits."""
+    """Chooses the simplest of the fastest, those with the recipe's micro-batch first; None if none fits."""
     return min(
         fastest_of(candidates),
         key=lambda candidate: (not candidate.fits, SIMPLEST_FIRST[candidate.name]),
@@ -232,14 +236,14 @@ def recommend(candidates: list[Candidate]) -> Candidate | None:
 
 
 def fastest_of(candidates: list[Candidate]) -> list[Candidate]:
-    """The fastest that fits, and those that the estimate cannot tell from it."""
+    """Lists the fastest that fits, and those that the estimate cannot tell from it."""
     able = [candidate for candidate in candidates if candidate.runs]
     least = min((candidate.step_seconds for candidate in able), default=math.inf)
     return [candidate for candidate in able if candidate.step_seconds <= (1 + AS_FAST) * least]
 
 
 def reason_of(chosen: Candidate, candidates: list[Candidate]) -> str:
-    """Why `recommend` chose this one, in a sentence."""
+    """Explains the choice of `recommend` in a sentence."""
     same = [candidate for candidate in fastest_of(candidates) if candidate is not chosen]
     if not same:
         others = sum(candidate.runs for candidate in candidates) - 1
@@ -253,7 +257,8 @@ def reason_of(chosen: Candidate, candidates: list[Candidate]) -> str:
 def command_of(
     candidate: Candidate, config_path: str, overrides: list[tuple[str, str]], hardware: Hardware, config: RunConfig
 ) -> str:
-    """The command that starts the run, ready to paste; one for each machine where there are several."""
+    """Formats the command that starts the run, on each machine if there are several."""
+    # The plan's micro-batch replaces the one of the command line.
     settings = [f"--{key} {value}" for key, value in overrides if key != "batch.sequences_per_micro_batch"]
     if candidate.micro_batch != config.batch.sequences_per_micro_batch or len(settings) != len(overrides):
         settings.append(f"--batch.sequences_per_micro_batch {candidate.micro_batch}")
@@ -277,11 +282,11 @@ class Storage:
     kept: int
     """Checkpoints that stay at the end, milestones included."""
     total: float
-    """At most, with one being written and the final model."""
+    """The maximum, with a checkpoint being written and the final model."""
 
 
 def storage_of(config: RunConfig, work: RunWork) -> Storage:
-    """Disk that checkpoints take under the recipe's retention."""
+    """Computes the disk space of checkpoints under the recipe's retention."""
     settings = config.checkpoint
     model = FP32 * work.sizes.total
     checkpoint = model + FP32 * optimizer_elements(config.optim.name, work.sizes)
@@ -289,6 +294,7 @@ def storage_of(config: RunConfig, work: RunWork) -> Storage:
     every = settings.every_steps
     if settings.every_tokens:
         every = max(1, round(settings.every_tokens / work.tokens_per_step))
+    # One more is written at the end.
     saves = work.steps // every + 1 if every else 1
     milestones = work.steps // settings.milestones_every if settings.milestones_every else 0
     kept = min(saves, settings.keep_last + settings.keep_best) + milestones
@@ -297,13 +303,15 @@ def storage_of(config: RunConfig, work: RunWork) -> Storage:
 
 
 def sources_of(config: RunConfig, work: RunWork) -> list[dict[str, Any]]:
-    """For each source: the tokens drawn from it, and epochs where its shards exist.
+    """Lists for each source the tokens drawn from it, and epochs if its shards exist.
 
-    Raises InputError where the shards cannot serve the run: max_epochs used up, damaged, of different tokenizers.
+    Raises InputError if the shards cannot serve the run: max_epochs used up, damaged, of different tokenizers.
     """
-    shares, begin = {}, 0.0
+    shares = {}
+    begin = 0.0
     for stage in config.data.mixtures:
-        end, weights = stage.until or 1.0, sum(source.weight for source in stage.train)
+        end = stage.until or 1.0
+        weights = sum(source.weight for source in stage.train)
         for source in stage.train:
             share = (end - begin) * source.weight / weights
             shares[str(source.shards)] = shares.get(str(source.shards), 0.0) + share
@@ -312,5 +320,6 @@ def sources_of(config: RunConfig, work: RunWork) -> list[dict[str, Any]]:
     if not all((Path(folder) / MANIFEST_FILE).is_file() for folder in shares):
         return rows
     batches = Batches(config.data, seed=config.seed, ramp=planned_ramp(config, work.active))
-    epochs, readers = batches.epochs_at(work.steps), batches.readers
-    return [row | {"epochs": epochs[row["source"]], "available": readers[row["source"]].tokens} for row in rows]
+    epochs = batches.epochs_at(work.steps)
+    readers = batches.readers
+    return [{**row, "epochs": epochs[row["source"]], "available": readers[row["source"]].tokens} for row in rows]

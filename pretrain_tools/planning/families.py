@@ -12,17 +12,23 @@ from dataclasses import dataclass
 from typing import Any
 
 SMALL_RUNGS = ((2, 128), (4, 128), (4, 192), (4, 256), (6, 320), (6, 384), (8, 512))
+"""(layers, width) below the published shapes, for runs of minutes."""
+LLAMA_RUNGS = (
+    *SMALL_RUNGS, (12, 768), (16, 1024), (24, 1536), (24, 2048), (28, 3072), (32, 4096), (40, 5120)
+)  # fmt: skip
+"""(layers, width) of the published Llamas and of SMALL_RUNGS."""
 STEPS_BY_WIDTH = ((1024, 64), (2048, 128), (math.inf, 256))
 """(width below which it holds, step of the widths between published ones)."""
 LEAST_RISE = 1.15
-"""In size, from a shape to the next."""
-NARROW_HEAD, WIDE_HEAD = 64, 128
+"""Smallest ratio of a shape's size to that of the next smaller one."""
+NARROW_HEAD = 64
+WIDE_HEAD = 128
 WIDE_HEADS_FROM = 2560
 """Width of the model: GPT-3's and Llama's heads are 64 wide in small models and 128 in large ones."""
 UNTIED_FROM_WIDTH = 4096
-"""Of Llama and Qwen3: their models below 5B share the embedding with the head, larger ones do not."""
+"""Width from which Llama and Qwen3 have a head of their own: their models below 5B share it with the embedding."""
 CHOSEN = 8
-"""Experts of a token."""
+"""Experts per token."""
 CONTEXTS = ((2e7, 256), (8e7, 512), (2e8, 1024), (4e9, 2048), (math.inf, 4096))
 """(parameters in layers below which it holds, tokens of a window): the demo's, GPT-2's, Llama's and Llama 2's."""
 
@@ -35,6 +41,7 @@ def filled(published: tuple[tuple[int, int], ...]) -> tuple[tuple[int, int], ...
         for width in range(width_0 + step, width_1, step):
             layers = round(layers_0 + (layers_1 - layers_0) * (width - width_0) / (width_1 - width_0))
             size = layers * width**2
+            # Neither too near to the shape before it nor to the published one after it.
             if size >= LEAST_RISE * rungs[-1][0] * rungs[-1][1] ** 2 and LEAST_RISE * size <= layers_1 * width_1**2:
                 rungs.append((layers, width))
         rungs.append((layers_1, width_1))
@@ -50,26 +57,27 @@ class Family:
     rungs: tuple[tuple[int, int], ...]
     """(layers, width), smallest first."""
     source: str
-    """Whose shapes they are."""
+    """The source of the shapes."""
     gated: bool = True
-    """Whether the feed-forward network has three matrices, else two."""
+    """Gives the feed-forward network three matrices instead of two."""
     feed_forward: float = 8 / 3
     """Its width relative to the model's, to a multiple of 64."""
     ties: bool = True
-    """Whether the head is the embedding, up to UNTIED_FROM_WIDTH."""
+    """Shares the embedding with the head, up to UNTIED_FROM_WIDTH."""
     ties_always: bool = False
     learns_positions: bool = False
     caps_logits: bool = False
-    """So that the loss needs them whole."""
+    """Applies a soft cap to the logits, so that the loss needs them whole."""
     experts: int = 0
-    """In a layer, in the place of its feed-forward network; CHOSEN of them are together as wide as that."""
+    """Experts of a layer, instead of its feed-forward network; CHOSEN of them are together as wide as that."""
 
 
-GPT3, LLAMA_SHAPES = "GPT-3's table 2.1 (arXiv 2005.14165)", "Llama's table 2 (arXiv 2302.13971)"
+GPT3 = "GPT-3's table 2.1 (arXiv 2005.14165)"
 LLAMA = Family(
     "llama",
-    filled((*SMALL_RUNGS, (12, 768), (16, 1024), (24, 1536), (24, 2048), (28, 3072), (32, 4096), (40, 5120))),
-    f"12 x 768, 24 x 1,536, 24 x 2,048 of {GPT3}, 28 x 3,072 of Llama 3.2, 32 x 4,096, 40 x 5,120 of {LLAMA_SHAPES}",
+    filled(LLAMA_RUNGS),
+    f"12 x 768, 24 x 1,536, 24 x 2,048 of {GPT3}, 28 x 3,072 of Llama 3.2, 32 x 4,096, 40 x 5,120 of "
+    "Llama's table 2 (arXiv 2302.13971)",
 )
 QWEN3 = Family(
     "qwen3",
@@ -140,7 +148,7 @@ class Shape:
 
     @property
     def key_heads(self) -> int:
-        """As many as heads; of Qwen3 half of them, and no more than 8."""
+        """Key-value heads: as many as heads; in Qwen3 half of them, and no more than 8."""
         if not self.is_qwen3 or self.heads % 2:
             return self.heads
         return math.gcd(self.heads, 8) if self.heads >= 16 else self.heads // 2
@@ -152,7 +160,7 @@ class Shape:
 
     @property
     def expert_width(self) -> int:
-        """A multiple of 16, for the kernels."""
+        """Width of an expert, a multiple of 16, for the kernels."""
         return math.ceil(self.width * self.family.feed_forward / CHOSEN / 16) * 16
 
     @property
@@ -161,8 +169,9 @@ class Shape:
 
     @property
     def layer_parameters(self) -> int:
-        """Matrices of all layers that a token meets."""
+        """Parameters in the matrices of all layers that a token meets."""
         attention = 2 * self.width * self.head_width * (self.heads + self.key_heads)
+        # A token meets CHOSEN experts of a layer.
         width = self.intermediate if not self.family.experts else CHOSEN * self.expert_width
         router = self.width * self.family.experts
         return self.layers * (attention + (3 if self.family.gated else 2) * self.width * width + router)
@@ -175,18 +184,19 @@ class Shape:
 
     @property
     def parameters(self) -> int:
-        """All of them: with the experts that a token does not meet."""
+        """All parameters, with the experts that a token does not meet."""
+        # Experts that a token is not routed to.
         others = max(0, self.family.experts - CHOSEN)
         return self.active + self.layers * others * 3 * self.width * self.expert_width
 
     @property
     def sequence_length(self) -> int:
-        """Windows grow with the model."""
+        """Tokens of a training sequence, which grows with the model."""
         return next(length for limit, length in CONTEXTS if self.layer_parameters < limit)
 
     @property
     def flops_per_token(self) -> float:
-        """As train.py counts them: 6N + 12 x layers x heads x head width x sequence length."""
+        """FLOPs of training, as train.py counts them: 6N + 12 x layers x heads x head width x sequence length."""
         products = self.layer_parameters + self.vocabulary * self.width
         return 6 * products + 12 * self.layers * self.heads * self.head_width * self.sequence_length
 
@@ -196,7 +206,7 @@ class Shape:
         return json.dumps(self.config_values(2 * self.sequence_length), indent=2) + "\n"
 
     def config_values(self, positions: int) -> dict[str, Any]:
-        """The same as a dict, for that many positions."""
+        """The keys of config.json, for that many positions."""
         if self.family is GPT2:
             return {
                 "model_type": "gpt2",

@@ -1,4 +1,4 @@
-"""What --check says of a recipe that can run: warnings with figures, the time it takes here, the command."""
+"""Judges a recipe that can run, for --check: warnings with figures, the time it takes here, the command."""
 
 import math
 import os
@@ -29,10 +29,10 @@ from pretrain_tools.planning.memory_advice import context_advice, ladder
 from pretrain_tools.planning.step_time import default_mfu
 
 USEFUL_EPOCHS = 4
-"""Beyond which repeated tokens are worth less and less than new ones (arXiv 2305.16264)."""
+"""Epochs beyond which repeated tokens are worth less and less than new ones (arXiv 2305.16264)."""
 FEWEST_STEPS = 100
 GOOD_STEPS = 500
-"""Steps that the advice for too few of them aims at."""
+"""Steps that the advice for too few steps suggests."""
 MOST_OF_VOCABULARY = 0.5
 """Share of the parameters in the embedding and the head above which a warning appears."""
 WARNING_PREFIX = "warning: "
@@ -46,7 +46,7 @@ def judgement(
     validation: dict[str, ShardReader],
     words: Sequence[str],
 ) -> list[str]:
-    """The lines after the banner; measures this machine for a second.
+    """Lists the lines after the banner; measures this machine for a second.
 
     Args:
         validation: what `open_validation` returned.
@@ -58,7 +58,7 @@ def judgement(
         missing_validation(config, validation),
         heavy_vocabulary(run),
         few_steps(config, run),
-        small_memory(config, run, device),
+        memory_shortage(config, run, run.precision, device),
         small_disk(config, run),
     )
     warnings = [*cautions(config, run, overridden, device), *filter(None, found)]
@@ -67,7 +67,7 @@ def judgement(
 
 
 def judgement_without_data(config: RunConfig, words: Sequence[str]) -> list[str]:
-    """The lines of a check of a recipe that lacks its data alone: everything else has been found right."""
+    """Lists the lines for a recipe that lacks only its data: everything else has been checked."""
     model, precision = plan_without_data(config)
     assumed = assumed_vocabulary(config.model, config.data, model.model_config)
     vocabulary = "; ".join(assumed).removeprefix("vocabulary: ")
@@ -82,7 +82,7 @@ def judgement_without_data(config: RunConfig, words: Sequence[str]) -> list[str]
 
 
 def warnings_in_words(lines: Sequence[str]) -> str:
-    """'No problems found', or 'No mistakes, 2 warnings above', of the lines that `judgement` returns."""
+    """Summarizes lines of `judgement`: 'No problems found', or 'No mistakes, 2 warnings above'."""
     count = sum(line.startswith(WARNING_PREFIX) for line in lines)
     return f"No mistakes, {counted(count, 'warning')} above" if count else "No problems found"
 
@@ -113,6 +113,7 @@ def missing_validation(config: RunConfig, validation: dict[str, ShardReader]) ->
 
 def heavy_vocabulary(run: RunPlan) -> str | None:
     sizes = sizes_of(run.model_config)
+    # Rows above the tokenizer's ids are never used, and count as no embedding.
     used = min(padded_vocabulary(run.batches.vocabulary_size), sizes.vocabulary)
     per_id = sizes.of_vocabulary // sizes.vocabulary
     body = sizes.total - sizes.of_vocabulary
@@ -143,15 +144,12 @@ def few_steps(config: RunConfig, run: RunPlan) -> str | None:
     )
 
 
-def small_memory(config: RunConfig, run: RunPlan, device: torch.device) -> str | None:
-    return memory_shortage(config, run, run.precision, device)
-
-
 def memory_shortage(config: RunConfig, run: ModelPlan, precision: str, device: torch.device) -> str | None:
     """Warns that a step will not fit into the memory here, with what would; of several stages the largest counts."""
     planned = PlannedRun(config, run.model_config, precision, device.type)
     layout = launched_layout(launched_strategy())
     have = memory_bytes(device)
+    # A trace takes seconds, and most checks are of runs that fit.
     if fits_by_far(config, run, have):
         return None
     try:
@@ -171,12 +169,13 @@ def memory_shortage(config: RunConfig, run: ModelPlan, precision: str, device: t
 
 
 def fits_by_far(config: RunConfig, run: ModelPlan, have: int) -> bool:
-    """Whether several times what is usual fits into so many bytes, undivided: tracing a step takes seconds.
+    """Tells if several times the usual memory fits into `have` bytes, undivided: tracing a step takes seconds.
 
-    Usual are, in fp32, 34 values of the hidden width per token and layer (arXiv 2205.05198), and scores of all pairs
-    of positions.
+    The usual values, in fp32, are 34 times the hidden width per token and layer (arXiv 2205.05198), and the scores of
+    all pairs of positions.
     """
-    known, length = run.model_config, config.data.longest_window.sequence_length
+    known = run.model_config
+    length = config.data.longest_window.sequence_length
     sizes = [getattr(known, name, None) for name in ("num_hidden_layers", "hidden_size", "num_attention_heads")]
     if not all(isinstance(size, int) for size in sizes):
         return False
@@ -186,9 +185,10 @@ def fits_by_far(config: RunConfig, run: ModelPlan, have: int) -> bool:
 
 
 def small_disk(config: RunConfig, run: RunPlan) -> str | None:
-    """Warns that checkpoints and the final model will not fit beside what is there."""
+    """Warns that checkpoints and the final model will not fit on the disk."""
     storage = storage_of(config, work_of_run(config, run.model_config))
     place = next(folder for folder in (config.output.absolute(), *config.output.absolute().parents) if folder.is_dir())
+    # The folder of the run may not exist yet: its nearest parent tells the disk.
     free = shutil.disk_usage(place).free + _bytes_in(config.output)
     if storage.total <= free:
         return None
@@ -200,7 +200,7 @@ def small_disk(config: RunConfig, run: RunPlan) -> str | None:
 
 
 def _bytes_in(folder: Path) -> int:
-    """Of a run's checkpoints and final model, which the ones to come replace."""
+    """Bytes of a run's checkpoints and final model, which later ones replace."""
     return sum(path.stat().st_size for path in folder.glob("*/**/*.safetensors") if path.is_file())
 
 
@@ -221,13 +221,15 @@ def time_here(config: RunConfig, run: RunPlan, device: torch.device) -> str:
 
 
 def launch_command(config: RunConfig, words: Sequence[str]) -> str:
-    """The command of the run that was checked, on all GPUs of this machine where the batch divides evenly."""
+    """Formats the command of the checked run, on all GPUs of this machine if the batch divides evenly."""
     asked = shlex.join(["train.py", *(word for word in words if word not in CHECK_FLAGS)])
     processes = int(os.environ.get("WORLD_SIZE", "1"))
+    # Under a launcher its own command is not known here.
     if processes > 1:
         return f"the launcher's command that was used here, and {asked}"
     gpus = torch.cuda.device_count() if device_type() == "cuda" else 0
     try:
+        # A batch that the GPUs cannot divide would be refused at the start.
         sequences_of(config, max(1, gpus))
     except InputError:
         gpus = 1

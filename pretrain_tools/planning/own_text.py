@@ -1,10 +1,11 @@
-"""train.py --text: from text files to a recipe for this machine and the minutes given, by the everyday commands.
+"""Makes a recipe for train.py --text: from text files, for this machine and the minutes given, by everyday commands.
 
 Every part is left as it is once it is there, so the same command continues after an interruption at any point. The
 recipe comes last: from then on it is what trains, and its first line tells which command made it.
 """
 
 import argparse
+import json
 import math
 import os
 import re
@@ -16,6 +17,7 @@ import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -28,11 +30,12 @@ from pretrain.errors import (
     Problems,
     leave,
 )
-from pretrain.files import ROOT, write_durably
+from pretrain.files import ROOT
+from pretrain.parallel.launcher import python_path
 from pretrain.recipe import read_command_line
-from pretrain.units import bytes_text
+from pretrain.units import bytes_text, counted
+from pretrain_tools.planning.recipe_files import MADE_BY, RecipePlace
 from pretrain_tools.planning.sizing import OF_THE_DEMO, choose_sizing, padded, vocabulary_for
-from pretrain_tools.planning.timed_steps import tokens_per_second
 
 # Modules that import torch or numpy are imported where they are used: a mistyped command is answered at once.
 if TYPE_CHECKING:
@@ -44,16 +47,18 @@ LARGEST_FILE_BYTES = 250_000_000
 """A larger plain-text file is divided into paragraphs: a document may have 256 MiB."""
 VALIDATION_FRACTIONS = ((2e5, 0.1), (1e7, 0.05), (1e8, 0.02), (math.inf, 0.01))
 """(bytes of text below which it holds, share held out)."""
-MADE_BY = "# Made by: "
 STOPS = {signal.SIGINT: EXIT_INTERRUPTED, signal.SIGTERM: EXIT_PREEMPTED}
 CHILD_LOOK_SECONDS = 0.2
-MOST_TIMINGS, SHARE_FOR_TIMING, MOST_SECONDS_OF_TIMING = 3, 0.01, 10.0
-"""Of real steps, before a model is chosen: each beside the start of a process."""
+MOST_TIMINGS = 3
+"""Models whose steps are timed, at most, until one is chosen."""
+SHARE_FOR_TIMING = 0.01
+"""Share of the minutes for the steps of one timing; starting the process that runs them takes seconds more."""
+MOST_SECONDS_OF_TIMING = 10.0
 
 
 @dataclass(frozen=True)
 class OwnText:
-    """What is asked for, and where the parts go."""
+    """The command line of --text, and where the parts of the recipe go."""
 
     patterns: tuple[str, ...]
     minutes: float
@@ -62,36 +67,22 @@ class OwnText:
     """Arguments that train.py takes with any recipe."""
     exclude: tuple[str, ...] = ()
 
-    @property
-    def name(self) -> str:
-        return self.output.name
+    @cached_property
+    def place(self) -> RecipePlace:
+        name = self.output.name
+        recipe = Path("recipes", f"{name}.yaml")
+        return RecipePlace(recipe, Path("data", name), self.output, tokenizer=str(Path("tokenizers", name)))
 
     @property
     def command(self) -> str:
-        """By which the recipe is recognised; settings of train.py may differ from time to time."""
+        """The command that identifies the recipe; train.py's other settings may differ each time."""
         words = ["--text", *self.patterns, *(["--exclude", *self.exclude] if self.exclude else [])]
         words += ["--minutes", f"{self.minutes:g}", "--output", str(self.output)]
         return f"python train.py {shlex.join(words)}"
 
-    @property
-    def tokenizer(self) -> Path:
-        return Path("tokenizers", self.name)
-
-    @property
-    def shards(self) -> Path:
-        return Path("data", self.name)
-
-    @property
-    def model(self) -> Path:
-        return Path("model_configs", f"{self.name}.json")
-
-    @property
-    def recipe(self) -> Path:
-        return Path("recipes", f"{self.name}.yaml")
-
 
 def with_own_text(arguments: list[str]) -> list[str]:
-    """The command line with --config for --text, once tokenizer, shards and recipe are there; others as they are.
+    """Replaces --text by --config once tokenizer, shards and recipe are there; returns other command lines unchanged.
 
     Raises InputError for text that cannot be trained on and for files in the way; ends the process with the status of
     a preparation that fails or is interrupted.
@@ -99,24 +90,25 @@ def with_own_text(arguments: list[str]) -> list[str]:
     if {"--help", "-h"} & set(arguments) or not any(word.split("=")[0] == "--text" for word in arguments):
         return arguments
     asked = read_own_text(arguments)
-    started = ["--config", str(asked.recipe), *asked.rest]
-    if asked.recipe.exists():
+    recipe = asked.place.recipe
+    is_one_of_several = int(os.environ.get("WORLD_SIZE", "1")) > 1
+    started = ["--config", str(recipe), *asked.rest]
+    if recipe.exists():
         refuse_another_command(asked)
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        if not asked.recipe.exists():
-            raise InputError(
-                "--text: prepares text, tokenizer and recipe in one process, and this is one of several; first run "
-                f"{asked.command} --check, then the launcher with train.py --config {asked.recipe}"
-            )
+        if not is_one_of_several:
+            files = find_text(asked)
+            refuse_other_text(asked, files)
+            if files.left_out:
+                print(files.left_out)
+            print(f"{recipe}: was made by this command; continuing with it", flush=True)
         return started
-    if asked.recipe.exists():
-        files = find_text(asked)
-        refuse_other_text(asked, files)
-        if files.left_out:
-            print(files.left_out)
-        print(f"{asked.recipe}: was made by this command; continuing with it", flush=True)
-        return started
+    if is_one_of_several:
+        raise InputError(
+            "--text: prepares text, tokenizer and recipe in one process, and this is one of several; first run "
+            f"{asked.command} --check, then the launcher with train.py --config {recipe}"
+        )
     problems = Problems()
+    # Everything is checked before the first slow part, so that all problems are reported at once.
     files = problems.attempt(find_text, asked)
     problems.attempt(refuse_files_in_the_way, asked)
     # Settings are checked on another recipe: the one that they are for is minutes away.
@@ -143,6 +135,7 @@ def read_own_text(arguments: Sequence[str]) -> OwnText:
     if given.config:
         raise InputError(f"--text makes the recipe, and --config {given.config} names one; give one of them")
     output = given.output or Path("runs", run_name_of(given.text[0]))
+    # The name becomes part of five paths and of shell commands.
     if not re.fullmatch(r"\w[\w.-]*", output.name):
         raise InputError(
             f"--output {output}: its last part names recipe, shards and model; give one such as runs/mine"
@@ -191,41 +184,37 @@ def find_text(asked: OwnText) -> "TextFiles":
     if total < SMALLEST_TEXT_BYTES:
         left_out = f" ({files.left_out})" if files.left_out else ""
         raise InputError(
-            f"--text {' '.join(asked.patterns)}: {total:,} bytes in {files_text(len(files.sources))} are too few to "
-            f"learn from; give at least {SMALLEST_TEXT_BYTES:,}, better a million{left_out}"
+            f"--text {' '.join(asked.patterns)}: {total:,} bytes in {counted(len(files.sources), 'file')} are too few "
+            f"to learn from; give at least {SMALLEST_TEXT_BYTES:,}, better a million{left_out}"
         )
     return files
 
 
-def files_text(count: int) -> str:
-    return f"{count:,} file{'s' if count != 1 else ''}"
-
-
 def refuse_another_command(asked: OwnText) -> None:
-    """Raises InputError where the recipe was not made by this command."""
-    first = asked.recipe.read_text(encoding="utf-8", errors="replace").split("\n", 1)[0]
+    """Raises InputError for a recipe that another command made."""
+    recipe = asked.place.recipe
+    first = recipe.read_text(encoding="utf-8", errors="replace").split("\n", 1)[0]
     if first == MADE_BY + asked.command:
         return
     if not first.startswith(MADE_BY):
-        raise InputError(
-            f"{asked.recipe}: exists and was not made by train.py --text; give another name, such as "
-            f"--output {another_output(asked)}"
-        )
+        raise InputError(f"{recipe}: exists and was not made by train.py --text; {another_name(asked)}")
     raise InputError(
-        f"{asked.recipe}: was made by another command: {first.removeprefix(MADE_BY)}\nto continue that run, give it "
-        f"again; for a new one, give another name, such as --output {another_output(asked)}; to train the old one "
-        f"for longer, python train.py --config {asked.recipe} --budget.steps N"
+        f"{recipe}: was made by another command: {first.removeprefix(MADE_BY)}\nto continue that run, give it "
+        f"again; for a new one, {another_name(asked)}; to train the old one for longer, python train.py --config "
+        f"{recipe} --budget.steps N"
     )
 
 
-def another_output(asked: OwnText) -> Path:
-    """A name at which nothing is in the way."""
-    numbers = (OwnText((), 0, asked.output.with_name(f"{asked.name}_{n}")) for n in range(2, 1000))
-    return next(other.output for other in numbers if not any(path.exists() for path in in_the_way(other)))
+def another_name(asked: OwnText) -> str:
+    """Suggests a name at which nothing is in the way."""
+    numbers = (OwnText((), 0, asked.output.with_name(f"{asked.output.name}_{n}")) for n in range(2, 1000))
+    free = next(other.output for other in numbers if not any(path.exists() for path in in_the_way(other)))
+    return f"give another name, such as --output {free}"
 
 
 def in_the_way(asked: OwnText) -> list[Path]:
-    return [asked.recipe, asked.model, asked.tokenizer, asked.shards, asked.output]
+    place = asked.place
+    return [place.recipe, place.model, Path(place.tokenizer), place.shards, place.output]
 
 
 def refuse_files_in_the_way(asked: OwnText) -> None:
@@ -237,9 +226,9 @@ def refuse_files_in_the_way(asked: OwnText) -> None:
     from pretrain_tools.preparation.prepare import UNFINISHED_FOLDER
     from pretrain_tools.preparation.tokenizer_training import RECORD_FILE
 
-    own = {asked.tokenizer: {RECORD_FILE}, asked.shards: {MANIFEST_FILE, UNFINISHED_FOLDER}}
+    own = {Path(asked.place.tokenizer): {RECORD_FILE}, asked.place.shards: {MANIFEST_FILE, UNFINISHED_FOLDER}}
     problems = [
-        f"{path}: exists and was not made by this command; give another name, such as --output {another_output(asked)}"
+        f"{path}: exists and was not made by this command; {another_name(asked)}"
         for path in in_the_way(asked)
         if path.exists() and not any((path / name).exists() for name in own.get(path, ()))
     ]
@@ -248,87 +237,98 @@ def refuse_files_in_the_way(asked: OwnText) -> None:
 
 
 def refuse_other_text(asked: OwnText, files: "TextFiles") -> None:
-    """Raises InputError where the files have changed since they were prepared."""
+    """Raises InputError if the files have changed since they were prepared."""
     from pretrain.data.manifest import MANIFEST_FILE
     from pretrain.runs.run_folder import read_json
     from pretrain_tools.preparation.plan import Files, source_differences
 
-    before = (read_json(asked.shards / MANIFEST_FILE) or {}).get("sources", [])
+    before = (read_json(asked.place.shards / MANIFEST_FILE) or {}).get("sources", [])
     changes = source_differences(before, Files(files.sources).description())
     if changes:
         more = f"; and {len(changes) - 3} more" if len(changes) > 3 else ""
         raise InputError(
-            f"{asked.shards}: the text is no longer what it was made from: {'; '.join(changes[:3])}{more}; to train "
-            f"on what there is now, give another name, such as --output {another_output(asked)}; to go on with the "
-            f"earlier text, python train.py --config {asked.recipe}"
+            f"{asked.place.shards}: the text is no longer what it was made from: {'; '.join(changes[:3])}{more}; to "
+            f"train on what there is now, {another_name(asked)}; to go on with the earlier text, python train.py "
+            f"--config {asked.place.recipe}"
         )
 
 
 def make_recipe(asked: OwnText, files: "TextFiles") -> None:
-    """Chooses, prepares and writes; says what and why."""
+    """Chooses, prepares and writes; prints each choice and its reason."""
     from pretrain_tools.preparation.documents.sources import expected_bytes
 
     text_bytes = sum(map(expected_bytes, files.sources))
     fraction = next(share for limit, share in VALIDATION_FRACTIONS if text_bytes < limit)
-    amount = f"{files_text(len(files.sources))}, {bytes_text(text_bytes)}"
+    amount = f"{counted(len(files.sources), 'file')}, {bytes_text(text_bytes)}"
     row("text", f"{amount}; {fraction:.0%} is held out for validation")
     if files.left_out:
         row("", files.left_out)
     row("machine", "measuring ...")
-    # These import torch.
+    # Imported here: these import torch.
     from pretrain_tools.planning.sized_recipe import Machine, Prepared
 
     machine = Machine.measured(asked.minutes)
     row("", machine.in_words())
-    vocabulary = trained_vocabulary(asked.tokenizer) or vocabulary_for(text_bytes, machine.flops(OF_THE_DEMO))
+    place = asked.place
+    # A tokenizer from an interrupted start decides: measured again, the machine might give another vocabulary.
+    vocabulary = trained_vocabulary(Path(place.tokenizer)) or vocabulary_for(text_bytes, machine.flops(OF_THE_DEMO))
     row("vocabulary", f"{vocabulary:,} ids, by the size of the text and of the model that the time allows")
     commands = preparation_commands(asked, files, vocabulary, fraction)
     for command in commands:
         run_to_its_end(command)
-    prepared = Prepared.read(asked.shards)
+    prepared = Prepared.read(place.shards)
     print()
-    recipe = timed_recipe(asked, machine, prepared)
-    for path, text in (
-        (asked.model, recipe.sizing.shape.json_text),
-        (asked.recipe, recipe.text(MADE_BY + asked.command)),
-    ):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_durably(path, text)
+    recipe = timed_recipe(place, machine, prepared)
+    place.write(recipe.sizing.shape.json_text, recipe.text(MADE_BY + asked.command))
     print()
     for name, value in recipe.reasons().items():
         row(name, value)
-    row("written", f"{asked.tokenizer}, {asked.shards}, {asked.model}, {asked.recipe}")
+    row("written", f"{place.tokenizer}, {place.shards}, {place.model}, {place.recipe}")
     print("\nThe same by hand, then its curves, and the model at work:")
-    train, plot = ["train.py", "--config", str(asked.recipe)], ["runs.py", "plot", str(asked.output)]
-    for command in (*commands, train, plot, ["evaluate.py", "--model", str(asked.output), "--interactive"]):
+    commands += [
+        ["train.py", "--config", str(place.recipe)],
+        ["runs.py", "plot", str(place.output)],
+        ["evaluate.py", "--model", str(place.output), "--interactive"],
+    ]
+    for command in commands:
         print(f"  {command_text(command)}")
     print(flush=True)
 
 
-def timed_recipe(asked: OwnText, machine: "Machine", prepared: "Prepared") -> "SizedRecipe":
+def timed_recipe(place: RecipePlace, machine: "Machine", prepared: "Prepared") -> "SizedRecipe":
     """Chooses a model, times its steps, and chooses again by their speed, until it is the one that was timed."""
     from pretrain_tools.planning.sized_recipe import SizedRecipe
 
+    vocabulary = padded(prepared.vocabulary)
     timed = []
     while True:
-        vocabulary = padded(prepared.vocabulary)
         sizing = choose_sizing(machine.flops, prepared.training_tokens, vocabulary, machine.most_parameters)
-        recipe = SizedRecipe(asked.output, asked.model, asked.shards, machine, prepared, sizing)
+        recipe = SizedRecipe(place.output, place.model, place.shards, machine, prepared, sizing)
         if sizing.shape in timed or len(timed) == MOST_TIMINGS:
             return recipe
         row("" if timed else "timing", f"steps of {recipe.in_words()} ...")
+        # The timed speed may lead to another size, whose steps are then timed too.
         machine = machine.timed(sizing.shape, speed_of(recipe))
         timed.append(sizing.shape)
 
 
 def speed_of(recipe: "SizedRecipe") -> float:
-    """Tokens per second of a recipe's steps on this machine."""
+    """Times a recipe's steps on this machine; returns tokens per second. Raises InputError if they fail.
+
+    They run in a process of their own, since a process can make only one strategy.
+    """
+    seconds = min(SHARE_FOR_TIMING * 60 * recipe.machine.minutes, MOST_SECONDS_OF_TIMING)
     with tempfile.TemporaryDirectory() as folder:
-        model, path = Path(folder, "model.json"), Path(folder, "recipe.yaml")
+        model = Path(folder, "model.json")
+        path = Path(folder, "recipe.yaml")
         model.write_text(recipe.sizing.shape.json_text)
         path.write_text(replace(recipe, model=model).text("# To be timed."))
-        seconds = SHARE_FOR_TIMING * 60 * recipe.machine.minutes
-        return tokens_per_second(path, min(seconds, MOST_SECONDS_OF_TIMING))
+        command = [sys.executable, "-m", "pretrain_tools.planning.calibration", str(path), str(seconds)]
+        environment = {**os.environ, "PYTHONPATH": python_path()}
+        done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=False)
+    if done.returncode:
+        raise InputError(f"the steps that were to be timed ended with exit status {done.returncode}; see above")
+    return float(json.loads(done.stdout.splitlines()[-1])["tokens_per_second"])
 
 
 def row(name: str, value: str) -> None:
@@ -346,11 +346,12 @@ def trained_vocabulary(tokenizer: Path) -> int | None:
 def preparation_commands(asked: OwnText, files: "TextFiles", vocabulary: int, fraction: float) -> list[list[str]]:
     """Arguments of python that train the tokenizer and prepare the shards."""
     same = ["prepare_data.py", *files.arguments, "--validation_fraction", f"{fraction:g}"]
+    # prepare_data.py reads a plain-text file as one document.
     if any(source.format == "txt" and source.bytes > LARGEST_FILE_BYTES for source in files.sources):
         same += ["--documents", "paragraph"]
     return [
-        [*same, "--train_tokenizer", str(vocabulary), "--output", str(asked.tokenizer)],
-        [*same, "--tokenizer", str(asked.tokenizer), "--output", str(asked.shards)],
+        [*same, "--train_tokenizer", str(vocabulary), "--output", asked.place.tokenizer],
+        [*same, "--tokenizer", asked.place.tokenizer, "--output", str(asked.place.shards)],
     ]
 
 
@@ -365,12 +366,14 @@ def run_to_its_end(command: list[str]) -> None:
     A signal is the script's to answer: Ctrl-C reaches both, SIGTERM is passed on.
     """
     received: list[int] = []
+    # The handlers only remember the signal: the script must save before this process ends.
     before = {number: signal.signal(number, lambda number, _: received.append(number)) for number in STOPS}
     print(f"\n$ {command_text(command)}", flush=True)
     with subprocess.Popen([sys.executable, str(ROOT / command[0]), *command[1:]]) as process:
         while process.poll() is None:
             if signal.SIGTERM in received:
                 process.terminate()
+            # A short wait, since a signal does not interrupt a longer one.
             with suppress(subprocess.TimeoutExpired):
                 process.wait(CHILD_LOOK_SECONDS)
     for number, handler in before.items():

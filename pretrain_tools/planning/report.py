@@ -1,4 +1,4 @@
-"""The complete plan and its output: tables for terminals, JSON for programs, a comment for recipes."""
+"""Builds the plan of a run and prints it: tables for terminals, JSON for programs, a comment for recipes."""
 
 import dataclasses
 import json
@@ -21,7 +21,7 @@ from pretrain.model.build import FORMULA, flops_per_token
 from pretrain.parallel.auto_settings import settled
 from pretrain.parallel.registry import STRATEGIES
 from pretrain.terminal import width_of, wrapped
-from pretrain.units import bytes_text, co2_text, count_text, duration_text
+from pretrain.units import co2_text
 from pretrain_tools.planning.calibration import Calibration, calibrate
 from pretrain_tools.planning.candidates import (
     Candidate,
@@ -45,10 +45,11 @@ from pretrain_tools.planning.step_time import (
     Speed,
     default_mfu,
 )
+from pretrain_tools.planning.texts import lines_of
 
 TABLE_WIDTH = 132
 PARTS = ("parameters", "gradients", "optimizer", "activations", "buffers", "total")
-"""Of a `Memory`, as columns."""
+"""Parts of a `Memory` that are columns of the table."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,7 @@ class Plan:
 
     @property
     def hours(self) -> float | None:
-        """Of the recommended strategy; validation, checkpoints and restarts come on top."""
+        """Hours under the recommended strategy, without validation, checkpoints and restarts."""
         return None if self.recommended is None else self.work.steps * self.recommended.step_seconds / 3600
 
     @property
@@ -84,7 +85,7 @@ class Plan:
 
     @property
     def kilowatt_hours(self) -> float | None:
-        """Of the GPUs at their rated power; the rest of the machines adds a third or so."""
+        """Energy of the GPUs at their rated power; the rest of the machines adds about a third."""
         return None if self.gpu_hours is None else self.gpu_hours * self.hardware.gpu.watts / 1000
 
 
@@ -97,16 +98,18 @@ def build_plan(
     mfu: float | None = None,
     with_calibration: bool = False,
 ) -> Plan:
-    """Raises InputError with what cannot be planned."""
+    """Plans a recipe under every strategy. Raises InputError with what cannot be planned."""
+    # auto settings are resolved for one process, as for --check; strategies divide the batch later.
     config = settled(config, processes=1)
     model_config = planned_model_config(config.model, config.data)
     precision = planned_precision(config, hardware.gpu)
     work = work_of_run(config, model_config)
+    # A run with stages is calibrated in its first one, which is what the machine sees first.
     first = config if config.data.windows[0] == config.data.window else config.as_stage(0)
     at_first = flops_per_token(model_config, config.data.windows[0].sequence_length)
     calibration = calibrate(first, at_first) if with_calibration else None
     if calibration:
-        # What was measured are the windows of the first stage.
+        # Only windows of the first stage were measured.
         rate = calibration.tokens_per_second * at_first / work.flops_per_token
         speed = Speed(calibration.mfu or 0.0, "measured on this machine", rate)
     else:
@@ -115,6 +118,7 @@ def build_plan(
     candidates = [consider(name, run, work, hardware, speed) for name in STRATEGIES]
     recommended = recommend(candidates)
     command = command_of(recommended, config_path, overrides, hardware, config) if recommended else None
+    # Missing data is no reason not to plan: it is a remark below the table.
     problems = Problems(assumed_vocabulary(config.model, config.data, model_config))
     sources = problems.attempt(sources_of, config, work) or []
     return Plan(
@@ -124,7 +128,7 @@ def build_plan(
 
 
 def plan_json(plan: Plan) -> str:
-    """The plan as JSON; bytes, seconds, hours and US dollars."""
+    """Formats the plan as JSON, in bytes, seconds, hours and US dollars."""
     recommended = plan.recommended
     values = {
         "parameters": plan.work.sizes.total,
@@ -165,12 +169,13 @@ def candidate_values(candidate: Candidate) -> dict[str, Any]:
     values = dataclasses.asdict(candidate)
     if candidate.memory is not None:
         values["memory"]["total"] = candidate.memory.total
+    # JSON has no infinity.
     seconds = candidate.step_seconds if math.isfinite(candidate.step_seconds) else None
     return {"strategy": values.pop("name"), **values, "step_seconds": seconds}
 
 
 def print_plan(plan: Plan) -> None:
-    """Tables with rich, which omits colours where the output is not a terminal; a narrow one has fewer columns."""
+    """Prints tables with rich, which omits colors outside a terminal; a narrow terminal has fewer columns."""
     console = Console(soft_wrap=True, highlight=False)
     columns = width_of(sys.stdout)
     console.width = columns or TABLE_WIDTH
@@ -179,7 +184,8 @@ def print_plan(plan: Plan) -> None:
     for name, value in rows.items():
         line = wrapped(f"{name:<{width}}  {value}", columns)
         console.print(f"[bold]{escape(line[:width])}[/]{escape(line[width:])}")
-    hardware, config = plan.hardware, plan.config
+    hardware = plan.hardware
+    config = plan.config
     lengths = {window.sequence_length for window in config.data.windows} - {config.data.sequence_length}
     longest = f", or their tokens in sequences of {', '.join(f'{n:,}' for n in sorted(lengths))}" if lengths else ""
     heading = (
@@ -214,122 +220,43 @@ def memory_row(candidate: Candidate, work: RunWork, parts: Sequence[str]) -> lis
 
 
 def facts(plan: Plan) -> dict[str, str]:
-    """What does not depend on the strategy."""
-    work, gpu, hardware = plan.work, plan.hardware.gpu, plan.hardware
-    rate = gpu.bf16_flops / 1e12
-    machines = f" in {hardware.machines} machines" if hardware.machines > 1 else ""
-    active = f"{work.active:,} active of " if work.active < work.sizes.total else ""
-    rows = {
-        "model": f"{plan.config.model}, {active}{work.sizes.total:,} parameters: {work.sizes.embedding:,} in "
-        "embeddings, "
-        f"{work.non_embedding:,} in matrix products and norms" + (" (head tied)" if work.sizes.is_tied else ""),
-        "budget": f"{count_text(work.tokens)} tokens, {work.steps:,} steps of {work.tokens_per_step:,}, "
-        f"{work.tokens / work.active:.1f} tokens per {'active ' if active else ''}parameter",
-        "work": f"{work.flops:.3g} FLOPs = tokens x ({FORMULA})",
-        "GPUs": f"{hardware.gpus} x {gpu.name}{machines}, {rate:,.{0 if rate >= 10 else 2}f} TFLOP/s "
-        f"{'measured' if hardware.device_type == 'cpu' else 'dense bf16'}, "
-        f"{gpu.memory_bytes / GIB:.0f} GB",
-        "speed": speed_text(plan),
-        "checkpoints": f"{bytes_text(plan.storage.checkpoint)} each, {plan.storage.kept} kept: "
-        f"{bytes_text(plan.storage.total)} of disk with one being written and the final model",
-    }
-    for row in plan.sources:
-        rows[f"data {row['source']}"] = f"{count_text(row['tokens'])} tokens will be drawn: " + (
-            "not prepared yet"
-            if row["epochs"] is None
-            else f"{row['epochs']:.2f} epochs of {count_text(row['available'])}"
-        )
-    return rows
-
-
-def speed_text(plan: Plan) -> str:
-    if found := plan.calibration:
-        mfu = f", MFU {found.mfu:.1%} of {found.peak_source}" if found.mfu else ""
-        return f"{found.tokens_per_second:,.0f} tokens/s per process, measured here{mfu}"
-    recompute = "; activation checkpointing adds a third of the time" if plan.work.recompute > 1 else ""
-    return f"MFU {plan.speed.mfu:.0%} ({plan.speed.source}; --mfu or --calibrate for yours){recompute}"
+    """Lists what does not depend on the strategy: {name: value}."""
+    return dict(line.split(" | ", 1) for line in lines_of("plan.j2", "facts", plan, formula=FORMULA))
 
 
 def remarks(plan: Plan) -> list[str]:
-    """What cannot run and why, the margin, the verdict and the command."""
+    """Lists what cannot run and why, the margin, the verdict and the command."""
     names_of: dict[str, list[str]] = {}
     for candidate in plan.candidates:
         for problem in candidate.problems:
             names_of.setdefault(problem, []).append(candidate.name)
-    lines = [f"{', '.join(names)}: {problem}" for problem, names in names_of.items()]
-    lines += sorted({note for candidate in plan.candidates for note in candidate.notes})
-    lines += plan.source_problems
-    for candidate in plan.candidates:
-        memory = candidate.memory
-        if memory is not None and (memory.host or memory.disk):
-            disk = f" and {memory.disk / GIB:,.1f} GB of disk (disk for each GPU)" if memory.disk else ""
-            host = memory.host * plan.hardware.gpus_per_machine / GIB
-            lines.append(f"{candidate.name}: needs {host:,.1f} GB additional host memory per machine{disk}")
-    context = "CUDA" if plan.hardware.device_type == "cuda" else "the system"
-    lines.append(
-        f"Not counted as usable: {FRAGMENTATION:.0%} for fragmentation, {CONTEXT_BYTES / GIB:.0f} GB for {context}"
-        + (f", {COMMUNICATION_BYTES / GIB:.0f} GB for NCCL." if plan.hardware.gpus > 1 else ".")
+    margins = lines_of(
+        "plan.j2",
+        "margins",
+        plan,
+        fragmentation=FRAGMENTATION,
+        context_bytes=CONTEXT_BYTES,
+        communication_bytes=COMMUNICATION_BYTES,
     )
-    if found := plan.calibration:
-        difference = found.predicted_peak_bytes / found.measured_peak_bytes - 1
-        lines.append(
-            f"Measured here ({found.data}): {found.step_seconds:.3f} s per step in one process; peak of tensors "
-            f"{bytes_text(found.measured_peak_bytes)}, predicted {bytes_text(found.predicted_peak_bytes)} "
-            f"({difference:+.1%})."
-        )
-        if found.device != plan.hardware.device_type:
-            lines.append(
-                f"warning: the speed is that of this machine's {found.device}, memory and price are those of "
-                f"{plan.hardware.gpu.name}; leave out --gpu to plan for this machine"
-            )
-    return [*lines, "", *plan_verdict(plan)]
+    return [
+        *(f"{', '.join(names)}: {problem}" for problem, names in names_of.items()),
+        *sorted({note for candidate in plan.candidates for note in candidate.notes}),
+        *plan.source_problems,
+        *margins,
+        "",
+        *plan_verdict(plan),
+    ]
 
 
 def plan_verdict(plan: Plan) -> list[str]:
-    chosen, gpu, micro = plan.recommended, plan.hardware.gpu, plan.config.batch.sequences_per_micro_batch
-    if chosen is None:
-        return [
-            f"Nothing fits on {plan.hardware.gpus} x {gpu.name}: use more GPUs, --activation_checkpointing full, a "
-            "shorter sequence, or a smaller model."
-        ]
-    cost = ""
-    if gpu.price_per_hour:
-        cost = f", ${plan.cost:,.0f} at ${gpu.price_per_hour:.2f} per {plan.hardware.unit}-hour"
-    if gpu.watts:
-        cost += f", {plan.kilowatt_hours:,.0f} kWh at rated power"
-        cost += co2_text(plan.kilowatt_hours, plan.config.energy.grid_grams_per_kwh)
-    change = f", with {chosen.micro_batch} sequences per micro-batch instead of {micro}"
-    change = change if chosen.micro_batch != micro else ""
-    if chosen.reduces_once:
-        change += ", gradients reduced once per step, for which there is memory"
-    return [
-        f"Recommended: {chosen.name}{change}: "
-        f"{duration_text(plan.hours * 3600)}, {plan.gpu_hours:,.1f} {plan.hardware.unit}-hours{cost}; validation "
-        "and checkpoints not included.",
-        reason_of(chosen, plan.candidates),
-        f"  {plan.command}",
-    ]
+    """The recommended strategy with time and cost, the reason, and the command."""
+    if plan.recommended is None:
+        return lines_of("plan.j2", "verdict", plan, "", "")
+    co2 = co2_text(plan.kilowatt_hours, plan.config.energy.grid_grams_per_kwh)
+    return lines_of("plan.j2", "verdict", plan, reason_of(plan.recommended, plan.candidates), co2)
 
 
 def comment_of(plan: Plan, command: str) -> str:
-    """The plan in a few lines, for the top of a recipe."""
-    chosen, found, work = plan.recommended, plan.calibration, plan.work
-    disk = f"{bytes_text(plan.storage.total)} of disk"
-    lines = [
-        f"Plan, by {command}:",
-        f"{count_text(work.sizes.total)} parameters, {count_text(work.tokens)} tokens, {work.steps:,} steps, "
-        f"{work.flops:.2g} FLOPs",
-    ]
-    if found:
-        lines.append(
-            f"one process, measured: {found.tokens_per_second:,.0f} tokens/s, "
-            f"{duration_text(work.steps * found.step_seconds)}, {bytes_text(found.measured_peak_bytes)} of tensors "
-            f"(predicted {bytes_text(found.predicted_peak_bytes)}); {disk}"
-        )
-    elif chosen is not None:
-        need = f"{chosen.memory.total / GIB:.1f} GB per GPU, " if chosen.fits else ""
-        lines.append(
-            f"{chosen.name} on {plan.hardware.gpus} x {plan.hardware.gpu.name}: {need}{plan.hours:,.1f} hours at "
-            f"{plan.speed.mfu:.0%} MFU, {plan.gpu_hours:,.0f} GPU-hours, ${plan.cost:,.0f}; {disk}"
-        )
+    """Formats the plan in a few lines, for the top of a recipe."""
+    lines = lines_of("plan.j2", "comment", plan, command)
     return "\n".join(textwrap.fill(line, 117, initial_indent="# ", subsequent_indent="#   ") for line in lines)

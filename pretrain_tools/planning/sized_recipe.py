@@ -1,6 +1,5 @@
-"""The recipe and the model JSON of a text of one's own, for the machine as measured: shape, tokens, batch, rate."""
+"""Sizes the recipe of train.py --text for the machine as measured: shape, tokens, batch, learning rate."""
 
-import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -16,21 +15,28 @@ from pretrain.units import count_text, duration_text
 from pretrain_tools.planning.families import Shape
 from pretrain_tools.planning.sizing import MOST_EPOCHS, TIME_USED, Sizing
 from pretrain_tools.planning.step_time import mfu_of_small
+from pretrain_tools.planning.texts import render
 
-SHARE_OF_TIME, START_SECONDS, LEAST_SHARE_OF_TIME = 0.85, 5.0, 0.4
-"""Of the minutes, for steps: the rest is validation, samples, saving and export; and the start takes seconds."""
-BYTES_PER_PARAMETER, MEMORY_SHARE = 24, 0.5
-"""Weights, gradients, optimizer and a copy for checkpoints, in that share of the memory: activations take the rest."""
+SHARE_OF_TIME = 0.85
+"""Share of the minutes for steps; validation, samples, saving and export take the rest."""
+START_SECONDS = 5.0
+LEAST_SHARE_OF_TIME = 0.4
+"""Share of the minutes for steps in runs so short that the start would take most of them."""
+BYTES_PER_PARAMETER = 24
+"""Bytes of weights, gradients, optimizer state and a copy for checkpoints, per parameter."""
+MEMORY_SHARE = 0.5
+"""Share of the memory for BYTES_PER_PARAMETER; activations take the rest."""
 MICRO_BATCH_TOKENS = {"cpu": 1024, "cuda": 16_384}
 VALIDATION_SHARE = 0.05
+"""Share of the training's computation that five validations take."""
 PROMPT_TOKENS = 12
 COMPILED_FROM_MINUTES = 5.0
-"""On a GPU; compiling takes most of a minute."""
+"""Length of a run on a GPU from which compiling is worth its time, most of a minute."""
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What this machine computes in the minutes given."""
+    """The computation that this machine does in the minutes given."""
 
     device_type: str
     """'cpu' or 'cuda'."""
@@ -44,7 +50,10 @@ class Machine:
 
     @classmethod
     def measured(cls, minutes: float) -> "Machine":
-        """Takes half a second on a CPU and on a GPU that is not listed. Raises InputError for an unusable GPU."""
+        """Measures this machine: half a second on a CPU and on a GPU that is not listed.
+
+        Raises InputError for an unusable GPU.
+        """
         device = torch.device(device_type())
         precision = resolve_precision("auto")
         if device.type == "cpu":
@@ -55,6 +64,7 @@ class Machine:
             device_type=device.type,
             name=torch.cuda.get_device_name(device) if is_gpu else f"{torch.get_num_threads()} CPU threads",
             precision=precision,
+            # A GPU that is not in the table is measured.
             peak_flops=peak or measured_matrix_flops(DTYPES[precision], device, size=4096),
             memory_bytes=memory_bytes(device),
             minutes=minutes,
@@ -62,8 +72,9 @@ class Machine:
 
     @property
     def seconds(self) -> float:
-        """For steps."""
+        """Time for steps."""
         whole = 60 * self.minutes
+        # In a run of seconds the start alone would leave no time for steps.
         return max(SHARE_OF_TIME * whole - START_SECONDS, LEAST_SHARE_OF_TIME * whole)
 
     @property
@@ -71,7 +82,7 @@ class Machine:
         return MEMORY_SHARE * self.memory_bytes / BYTES_PER_PARAMETER
 
     def timed(self, shape: Shape, tokens_per_second: float) -> "Machine":
-        """The same machine, with the speed that a model of that shape was measured to train at."""
+        """Copies the machine, with the speed at which a model of that shape was measured to train."""
         assumed = mfu_of_small(shape.parameters, self.device_type, self.precision) * self.peak_flops
         return replace(self, speed=shape.flops_per_token * tokens_per_second / assumed)
 
@@ -80,18 +91,19 @@ class Machine:
         return self.speed * mfu_of_small(shape.parameters, self.device_type, self.precision)
 
     def flops(self, shape: Shape) -> float:
-        """Of all steps, of a model of that shape."""
+        """FLOPs of all steps together, for a model of that shape."""
         return self.peak_flops * self.mfu(shape) * self.seconds
 
     def in_words(self) -> str:
         peak = f"{self.peak_flops / 1e12:.3g} TFLOP/s in {self.precision}"
-        seconds, minutes = duration_text(self.seconds), duration_text(60 * self.minutes)
+        seconds = duration_text(self.seconds)
+        minutes = duration_text(60 * self.minutes)
         return f"{self.name}, {peak}; {seconds} of {minutes} for steps, the rest for start, validation and saving"
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """What the shards hold."""
+    """The contents of prepared shards."""
 
     vocabulary: int
     training_tokens: int
@@ -106,8 +118,10 @@ class Prepared:
         reader = open_shards(shards, "validation" if validation else "train")
         ids = np.zeros(min(PROMPT_TOKENS, reader.tokens), np.int64)
         reader.read(0, ids)
+        # argmax of the appended sentinel: the whole of `ids` if no document ends in it.
         document = ids[: int(np.argmax(np.append(ids, manifest.end_of_document_id) == manifest.end_of_document_id))]
         text = load_decoder(manifest.tokenizer_folder).decode(document.tolist())
+        # The last token may be a part of a character, which decodes to U+FFFD.
         return cls(manifest.vocabulary_size, training, validation, text.replace("\ufffd", "").strip())
 
 
@@ -139,27 +153,36 @@ class SizedRecipe:
 
     @property
     def validation_sequences(self) -> int:
-        """So many that five validations of them, forward passes alone, take a twentieth of the training."""
+        """Sequences per validation: five validations, forward passes alone, take VALIDATION_SHARE of the training."""
         tokens = VALIDATION_SHARE * self.sizing.tokens * 3 / 5
         return int(min(max(tokens / self.sizing.shape.sequence_length, 4), 128))
 
     @property
+    def warmup_steps(self) -> int:
+        return max(1, min(100, self.sizing.steps // 50))
+
+    @property
+    def is_compiled(self) -> bool:
+        return self.machine.device_type == "cuda" and self.machine.minutes >= COMPILED_FROM_MINUTES
+
+    @property
     def has_validation(self) -> bool:
-        """Whether it fills a window."""
+        """Tells if the held-out text fills a window."""
         return self.prepared.validation_tokens > self.sizing.shape.sequence_length
 
     def in_words(self) -> str:
-        """The model."""
+        """Describes the model."""
         shape = self.sizing.shape
         return f"{shape.layers} layers x {shape.width}, {count_text(shape.parameters)} parameters"
 
     def reasons(self) -> dict[str, str]:
         """{what was chosen: what, and why}."""
-        sizing, shape, prepared = self.sizing, self.sizing.shape, self.prepared
+        sizing = self.sizing
+        shape = sizing.shape
         mfu = self.machine.mfu(shape)
         rate = mfu * self.machine.peak_flops / shape.flops_per_token
         flops = f"{count_text(rate)} a second as timed, {mfu:.0%} of the peak"
-        unique, most = count_text(sizing.unique_tokens), f"{MOST_EPOCHS:.0f}"
+        unique = count_text(sizing.unique_tokens)
         rows = {
             "model": f"{self.in_words()}: the best use of the time for so much text",
             "tokens": f"about {count_text(sizing.tokens)}, {sizing.epochs:.3g} epochs of {unique}: {flops}",
@@ -169,52 +192,18 @@ class SizedRecipe:
         seconds = sizing.tokens / rate
         if seconds < TIME_USED * self.machine.seconds:
             rows["time"] = (
-                f"about {duration_text(seconds)}, not all that was given: beyond {most} epochs a text is "
+                f"about {duration_text(seconds)}, not all that was given: beyond {MOST_EPOCHS:.0f} epochs a text is "
                 "learned by heart; more text is worth more"
             )
         else:
             rows["time"] = f"{self.machine.minutes:g} min: the learning rate decays when they are nearly over"
         if not self.has_validation:
             rows["warning"] = (
-                f"no validation: {prepared.validation_tokens:,} tokens are held out, fewer than one window; "
+                f"no validation: {self.prepared.validation_tokens:,} tokens are held out, fewer than one window; "
                 "give more text"
             )
         return rows
 
     def text(self, header: str) -> str:
         """The recipe; its first line is `header`."""
-        sizing, shape, machine = self.sizing, self.sizing.shape, self.machine
-        comments = "\n".join(f"# {name:<10} {value}" for name, value in self.reasons().items())
-        compiled = machine.device_type == "cuda" and machine.minutes >= COMPILED_FROM_MINUTES
-        warmup = max(1, min(100, sizing.steps // 50))
-        return f"""\
-{header}
-# The same command continues this run. Change what you like; for another run, give it another output.
-# machine    {machine.in_words()}
-{comments}
-model: {self.model}
-output: {json.dumps(str(self.output))}
-seed: 42
-precision: auto                     # bf16 where the device multiplies in it, else fp32
-data:
-  train: [{{shards: {json.dumps(str(self.shards))}}}]
-  sequence_length: {shape.sequence_length}
-  document_mask: true
-budget: {{steps: {sizing.most_steps}, minutes: {machine.minutes:g}}}  # whichever is over first
-batch: {{tokens_per_step: {sizing.tokens_per_step}, sequences_per_micro_batch: {self.sequences_per_micro_batch}}}
-optim:
-  name: muon
-  learning_rate: {self.learning_rate:g}
-  schedule: wsd                     # its decay can begin when the time is nearly out
-  warmup_steps: {warmup}
-  weight_decay: 0.1
-  max_grad_norm: 1.0
-compile: {"regional" if compiled else "none"}
-validation: {{every_steps: {self.quarter}, sequences: {self.validation_sequences}}}
-checkpoint: {{every_steps: {self.quarter}, keep_last: 4, keep_best: 1}}
-samples:                            # how the held-out text begins, continued
-  every_steps: {self.quarter}
-  prompts: [{json.dumps(self.prepared.prompt)}]
-  top_k: 50
-logging: {{every_steps: 10}}
-"""
+        return render("own_text.yaml.j2", header=header, recipe=self, machine=self.machine, sizing=self.sizing)

@@ -1,4 +1,4 @@
-"""What to train on a text of some size with some amount of computation: vocabulary, shape, tokens, batch.
+"""Chooses vocabulary, shape, tokens and batch for a text of some size and an amount of computation.
 
 Pure functions; own_text measures the machine and writes the recipe.
 """
@@ -7,22 +7,29 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from pretrain_tools.planning.families import Shape
+from pretrain_tools.planning.families import LLAMA_RUNGS, Shape
 
-LADDER = (
-    (2, 128), (4, 128), (4, 192), (4, 256), (6, 320), (6, 384),
-    (8, 512), (12, 768), (16, 1024), (24, 1536), (24, 2048),
-)  # fmt: skip
-"""(layers, width) of the Llamas to choose from for a text, smallest first."""
-SMALLEST_VOCABULARY_CHOSEN, LARGEST_VOCABULARY_CHOSEN = 512, 32_768
+LADDER = LLAMA_RUNGS[:11]
+"""(layers, width) of the Llamas to choose from for a text, smallest first, up to 24 x 2,048."""
+SMALLEST_VOCABULARY_CHOSEN = 512
+LARGEST_VOCABULARY_CHOSEN = 32_768
 MOST_HEAD_SHARE = 0.5
-"""Of the head to the layers, in parameters."""
+"""Largest ratio of the head's parameters to those of the layers."""
 
-LOSS_FLOOR, LOSS_BY_PARAMETERS, LOSS_BY_TOKENS, LOSS_EXPONENT = 1.869, 520.9, 1487.6, 0.35266
-"""E, A, B and alpha = beta of loss = E + A / N^alpha + B / D^beta: Hoffmann et al.'s law (arXiv 2203.15556) as fitted
-by Muennighoff et al. (arXiv 2305.16264, appendix A). Their models begin at 7M parameters: below, an extrapolation."""
-REPEATED_TOKENS, EXCESS_PARAMETERS = 15.39, 5.31
-"""R_D* and R_N* of the latter: the scales, in epochs and in models, on which repeating and enlarging stop to help."""
+# Hoffmann et al.'s law (arXiv 2203.15556) as fitted by Muennighoff et al. (arXiv 2305.16264, appendix A): loss =
+# E + A / N^alpha + B / D^alpha. Their models begin at 7M parameters; below, it is an extrapolation.
+LOSS_FLOOR = 1.869
+"""E, in nats per token."""
+LOSS_BY_PARAMETERS = 520.9
+"""A."""
+LOSS_BY_TOKENS = 1487.6
+"""B."""
+LOSS_EXPONENT = 0.35266
+"""alpha."""
+REPEATED_TOKENS = 15.39
+"""R_D* of Muennighoff et al.: the scale, in epochs, on which repeating stops to help."""
+EXCESS_PARAMETERS = 5.31
+"""R_N* of Muennighoff et al.: the scale, in optimal models, on which enlarging stops to help."""
 MOST_EPOCHS = 5.0
 """They found four epochs worth almost as much as new text. On 1 MB a model of 0.6M parameters, far below theirs, ended
 at a validation loss of 3.96 after four epochs and of 4.11 after nine: it memorises."""
@@ -36,31 +43,32 @@ epochs in 2:23. On 1 MB, 4 x 192 ended at 3.622 after 4.6 epochs in three minute
 SPEED_MAY_RISE = 2.0
 """A run may take so many times the expected steps, if the machine turns out to be faster than when it was timed."""
 MOST_TIMES_LARGER = 8.0
-"""Where a small model would leave time over: how much larger than it, in parameters, the chosen one may be."""
+"""Largest ratio of the chosen model's parameters to those of a small model that would leave time over."""
 TIME_USED = 0.9
 """Share of the time from which on it counts as used."""
 
-BATCH_OF_THE_DEMO, TOKENS_OF_THE_DEMO = 2048, 1.2e6
-"""From there the batch grows with the square root of the tokens, in powers of two: hundreds of steps in a run of
-minutes, tens of thousands in one of days."""
-SMALLEST_BATCH, LARGEST_BATCH = 512, 2**19
-"""Tokens."""
-
-
+BATCH_OF_THE_DEMO = 2048
+"""Tokens per step in a run of TOKENS_OF_THE_DEMO. From there the batch grows with the square root of the tokens, in
+powers of two: hundreds of steps in a run of minutes, tens of thousands in one of days."""
+TOKENS_OF_THE_DEMO = 1.2e6
+SMALLEST_BATCH = 512
+"""Tokens per step."""
+LARGEST_BATCH = 2**19
+"""Tokens per step."""
 OF_THE_DEMO = Shape(4, 256, 1024)
 
 
 @dataclass(frozen=True)
 class Sizing:
-    """What to train."""
+    """The model and the run that were chosen."""
 
     shape: Shape
     unique_tokens: int
     tokens_per_step: int
     steps: int
-    """Expected. A multiple of four: validation and samples come with each quarter, the last at the end."""
+    """Expected steps. A multiple of four: validation and samples come with each quarter, the last at the end."""
     most_steps: int
-    """At which the run ends, however much time is left."""
+    """Steps at which the run ends, however much time is left."""
 
     @property
     def tokens(self) -> int:
@@ -76,8 +84,10 @@ class Sizing:
 
 
 def vocabulary_for(text_bytes: int, flops: float) -> int:
-    """A power of two: 1,024 for 1 MB of text, 8 times as many for 100 times the text; fewer if the head would waste
-    the computation of the model that these FLOPs allow."""
+    """Chooses a power of two: 1,024 for 1 MB of text, 8 times as many for 100 times the text.
+
+    It is smaller if the head would waste the computation of the model that these FLOPs allow.
+    """
     size = 2 ** round(10 + 1.5 * math.log10(text_bytes / 1e6))
     size = min(max(size, SMALLEST_VOCABULARY_CHOSEN), LARGEST_VOCABULARY_CHOSEN)
     affordable = optimal_parameters(flops)
@@ -89,22 +99,23 @@ def vocabulary_for(text_bytes: int, flops: float) -> int:
 
 
 def padded(vocabulary: int) -> int:
-    """To a multiple of 64, for the kernels."""
+    """Rounds up to a multiple of 64, for the kernels."""
     return math.ceil(vocabulary / 64) * 64
 
 
 def optimal_parameters(flops: float) -> float:
-    """Of a model trained on text without repetition: G x sqrt(C / 6)."""
+    """Parameters of the best model trained on text without repetition: G x sqrt(C / 6)."""
     return math.sqrt(parameters_per_token() * flops / 6)
 
 
 def parameters_per_token() -> float:
-    """At the optimum, 1 / 19.6 for any amount of computation, since both exponents are equal."""
+    """Parameters per token at the optimum: 1 / 19.6 for any amount of computation, since both exponents are equal."""
     return (LOSS_BY_PARAMETERS / LOSS_BY_TOKENS) ** (1 / LOSS_EXPONENT)
 
 
 def expected_loss(parameters: float, tokens: float, unique_tokens: float = math.inf) -> float:
     """Nats per token, by the law for repeated data; only to compare models with."""
+    # Parameters beyond the optimum for the unique tokens are worth less, as repeated tokens are.
     unique_parameters = min(parameters, unique_tokens * parameters_per_token())
     effective_parameters = with_repetition(parameters, unique_parameters, EXCESS_PARAMETERS)
     effective_tokens = with_repetition(tokens, min(tokens, unique_tokens), REPEATED_TOKENS)
@@ -113,7 +124,7 @@ def expected_loss(parameters: float, tokens: float, unique_tokens: float = math.
 
 
 def with_repetition(amount: float, unique: float, scale: float) -> float:
-    """What `amount` is worth if only `unique` of it is new: U + U R* (1 - exp(-(amount / U - 1) / R*))."""
+    """The worth of an amount of which only `unique` is new: U + U R* (1 - exp(-(amount / U - 1) / R*))."""
     return unique * (1 + scale * -math.expm1(-(amount / unique - 1) / scale))
 
 
@@ -136,9 +147,11 @@ def choose_sizing(
     tokens = {shape: min(in_time[shape], most) for shape in shapes}
     smallest = best_shape(tokens, unique_tokens)
     larger = [shape for shape in shapes if 1 <= shape.parameters / smallest.parameters <= MOST_TIMES_LARGER]
+    # `larger` begins with the smallest itself, so there is always a useful one.
     useful = [shape for shape in larger if is_as_good(shape, smallest, tokens, unique_tokens)]
     shape = next((shape for shape in useful if most >= TIME_USED * in_time[shape]), useful[-1])
     batch = batch_for(tokens[shape], max(SMALLEST_BATCH, shape.sequence_length), LARGEST_BATCH)
+    # A multiple of four: validation, checkpoints and samples come with each quarter.
     steps = 4 * max(1, round(tokens[shape] / batch / 4))
     most_steps = max(steps, round(min(most, SPEED_MAY_RISE * in_time[shape]) / batch))
     return Sizing(shape, unique_tokens, batch, steps, most_steps)
@@ -151,7 +164,7 @@ def is_as_good(shape: Shape, other: Shape, tokens: Mapping[Shape, float], unique
 
 
 def best_shape(tokens: Mapping[Shape, float], unique_tokens: float) -> Shape:
-    """The first of these, smallest first, whose expected loss no other beats by more than WORTHWHILE.
+    """Chooses the first of these, smallest first, whose expected loss no other beats by more than WORTHWHILE.
 
     tokens: that each can be trained on.
     """
@@ -161,11 +174,11 @@ def best_shape(tokens: Mapping[Shape, float], unique_tokens: float) -> Shape:
 
 
 def nearest_shape(tokens: Mapping[Shape, float], tokens_per_parameter: float) -> Shape:
-    """The one that is trained on the ratio nearest to this; of a mixture's active parameters."""
+    """Chooses the shape whose tokens per active parameter are nearest to this ratio."""
     return min(tokens, key=lambda shape: abs(math.log(tokens[shape] / shape.active / tokens_per_parameter)))
 
 
 def batch_for(tokens: float, smallest: int, largest: int) -> int:
-    """A power of two, in tokens."""
+    """Chooses the tokens per step: a power of two."""
     wanted = BATCH_OF_THE_DEMO * math.sqrt(tokens / TOKENS_OF_THE_DEMO)
     return 2 ** round(math.log2(min(max(wanted, smallest), largest)))

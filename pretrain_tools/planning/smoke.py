@@ -1,4 +1,4 @@
-"""A hundred steps of a recipe, and pass or fail for everything that a long run relies on."""
+"""Runs a hundred steps of a recipe, and prints pass or fail for everything that a long run relies on."""
 
 import json
 import math
@@ -27,13 +27,15 @@ FAILED = 1
 MEMORY_TOLERANCE = 0.15
 SMALL_BYTES = 32e6
 """Differences in memory below this never fail."""
-FALLS, STAYS = 0.99, 1.05
-"""Largest allowed loss at the end, relative to the beginning: from scratch, and from pretrained weights."""
+FALLS = 0.99
+"""Largest ratio of the loss at the end to that at the beginning, from scratch."""
+STAYS = 1.05
+"""The same from pretrained weights."""
 LEAST_SPREAD = 0.5
 """Least entropy of a layer's loads: this far from that of a router that sends all tokens to the same experts (0) to
 that of an even load (1)."""
 USUAL_NORMS = (0.1, 10.0)
-"""Of gradients, between which the median is usually."""
+"""Gradient norms between which the median usually is."""
 
 
 def smoke_test(config: RunConfig, strategy: Strategy, train: Callable[[RunConfig, int], int]) -> int:
@@ -52,13 +54,16 @@ def smoke_test(config: RunConfig, strategy: Strategy, train: Callable[[RunConfig
     strategy.ranks.barrier()
     if code := train(config, steps):
         return code
+    # The second training appends to the same log: what it adds begins after these events.
     first = read_metrics(folder)
     if strategy.ranks.is_main:
+        # Without its last checkpoint and final/ the run continues from the middle.
         (folder / "checkpoints" / checkpoint_name(steps)).rename(folder / "first-end")
         shutil.rmtree(folder / "final")
     strategy.ranks.barrier()
     if code := train(config, steps):
         return code
+    # All ranks take part: under ZeRO and FSDP the steps it measures are collective.
     memory = memory_verdict(config, strategy, first, min(2, run.micro_steps(run.total_steps - 1)))
     verdicts = {}
     if strategy.ranks.is_main:
@@ -82,11 +87,12 @@ def smoke_test(config: RunConfig, strategy: Strategy, train: Callable[[RunConfig
             print(f"{'FAIL' if problem else 'ok':<5} {name}{f': {problem}' if problem else ''}", flush=True)
         if unusual := unusual_norms(trained):
             print(f"      {unusual}", flush=True)
+    # Only the main rank has verdicts; every rank returns the same status.
     return FAILED if strategy.ranks.gather(any(verdicts.values()))[0] else 0
 
 
 def short(config: RunConfig, folder: Path, half: int) -> RunConfig:
-    """The recipe with everything that a smoke test checks, and without trackers, evaluations or uploads."""
+    """Copies the recipe with everything that a smoke test checks, and without trackers, evaluations or uploads."""
     every_half = {"every_steps": half, "every_tokens": None}
     sections = {
         "checkpoint": {**every_half, "keep_last": 9, "at_end": True, "mirror": None},
@@ -109,7 +115,8 @@ def loss_verdict(events: list[dict], most: float) -> str | None:
     else:
         trained = [event["loss"] or math.inf for event in events if event["event"] == "train"]
         few = max(1, len(trained) // 10)
-        begin, end = statistics.fmean(trained[:few]), statistics.fmean(trained[-few:])
+        begin = statistics.fmean(trained[:few])
+        end = statistics.fmean(trained[-few:])
     return None if end < most * begin else f"{begin:.4f} at first, {end:.4f} at the end"
 
 
@@ -122,7 +129,7 @@ def norm_verdict(events: list[dict], most: float) -> str | None:
 
 
 def unusual_norms(trained: list[dict]) -> str | None:
-    """Says that gradient norms are not what they usually are, which is no failure: large batches have small ones."""
+    """Reports unusual gradient norms, which are no failure: large batches have small ones."""
     norms = [event["grad_norm"] for event in trained if event["grad_norm"] is not None]
     median = statistics.median(norms) if norms else 1.0
     low, high = USUAL_NORMS
@@ -135,10 +142,11 @@ def rate_verdict(trained: list[dict], planned: Callable[[int], float]) -> str | 
 
 
 def spread_verdict(trained: list[dict], model_config: PreTrainedConfig) -> str | None:
-    """Whether every layer uses many of its experts, in the first step and in the last."""
+    """Checks that every layer uses many of its experts, in the first step and in the last."""
     model = build_meta_model(model_config)
     router = routers_of(model)[0]
-    experts, chosen = expert_parameters(router)[1], experts_per_token(router, model_config)
+    experts = expert_parameters(router)[1]
+    chosen = experts_per_token(router, model_config)
     lowest = math.log(chosen) / math.log(experts)
     for event in (trained[0], trained[-1]):
         entropy = event["expert_entropy_min"]
@@ -164,7 +172,7 @@ def resume_verdict(trained: list[dict], again: list[dict], half: int) -> str | N
 
 
 def model_verdict(folder: Path) -> str | None:
-    """final/ loads with transformers, and computes finite logits."""
+    """Checks that final/ loads with transformers and computes finite logits."""
     with no_loading_bars():
         model = AutoModelForCausalLM.from_pretrained(folder / "final")
     config = json.loads((folder / "final" / "config.json").read_text())

@@ -1,6 +1,6 @@
-"""How long a step takes: the time to compute it at an MFU or at a measured speed, and what moving bytes adds.
+"""Estimates the time of a step: computing at an MFU or at a measured speed, and moving bytes.
 
-An estimate, to compare strategies by and to know the order of magnitude; `plan.py --calibrate` measures.
+It serves to compare strategies and to know the order of magnitude; `plan.py --calibrate` measures.
 """
 
 import math
@@ -14,13 +14,13 @@ from pretrain_tools.planning.memory import Sizes
 from pretrain_tools.planning.traffic import StepTraffic, exchange_seconds, idle, offload_seconds, traffic
 
 FRAGMENTATION = 0.08
-"""Part of a GPU's memory that torch's allocator cannot use: pieces of the wrong size."""
+"""Share of a GPU's memory that torch's allocator cannot use: pieces of the wrong size."""
 CONTEXT_BYTES = 1.0 * 2**30
 """CUDA's context and cuBLAS workspaces, which torch does not count."""
 COMMUNICATION_BYTES = 1.0 * 2**30
 """NCCL's buffers."""
 LINK_EFFICIENCY = 0.7
-"""Part of a link's rate that collectives reach."""
+"""Share of a link's rate that collectives reach."""
 MFU_BY_PARAMETERS = ((5e8, 0.40), (4e9, 0.42), (math.inf, 0.46))
 """(largest size, MFU) of the best published codebases on H100s, in the formula that train.py logs: llm.c 40.7 %
 at 124M, llm-foundry 41.8 % at 1.3B and 46.4 % at 7B. A plan at these is an aim: measure yours."""
@@ -28,7 +28,7 @@ at 124M, llm-foundry 41.8 % at 1.3B and 46.4 % at 7B. A plan at these is an aim:
 
 @dataclass(frozen=True)
 class Hardware:
-    """What the run is planned on."""
+    """The machines that a run is planned for."""
 
     gpu: Gpu
     gpus: int
@@ -44,31 +44,32 @@ class Hardware:
 
     @property
     def unit(self) -> str:
-        """What `gpus` of them are."""
+        """The noun for one of `gpus`."""
         return "process" if self.device_type == "cpu" else "GPU"
 
     @property
     def usable_bytes(self) -> float:
-        """Of a GPU's memory, for tensors; of a machine's, in the place of CUDA for the system and Python."""
+        """Bytes of a GPU for tensors. On a CPU the system and Python take the share of CUDA."""
+        # NCCL allocates its buffers outside of torch's allocator.
         reserved = CONTEXT_BYTES + (COMMUNICATION_BYTES if self.gpus > 1 else 0.0)
         return self.gpu.memory_bytes * (1 - FRAGMENTATION) - reserved
 
     @property
     def bytes_per_second(self) -> float:
-        """Between GPUs, where all take part."""
+        """Bytes per second between GPUs in a collective of all."""
         rate = self.gpu.network_bytes_per_second if self.machines > 1 else self.gpu.link_bytes_per_second
         return rate * LINK_EFFICIENCY
 
 
 @dataclass(frozen=True)
 class RunWork:
-    """The work of a run, whatever it runs on."""
+    """The work of a run, independent of the hardware."""
 
     sizes: Sizes
     active: int
     """Parameters that a token meets; all but for a mixture of experts."""
     non_embedding: int
-    """N of 6N: the active parameters that take part in a matrix product."""
+    """N of 6N: the active parameters in matmuls."""
     tokens: int
     steps: int
     tokens_per_step: int
@@ -82,11 +83,11 @@ class RunWork:
 
 
 MFU_OF_CPUS = 0.4
-"""A little less than the 42 to 51 % that docs/performance.md has of small models on two cores."""
+"""MFU a little below the 42 to 51 % of small models on two cores in docs/performance.md."""
 
 
 def default_mfu(parameters: int, device_type: str = "cuda") -> tuple[float, str]:
-    """(MFU, where it is from)."""
+    """Returns (MFU, its source)."""
     if device_type == "cpu":
         return MFU_OF_CPUS, "small models on two cores, docs/performance.md"
     mfu = next(mfu for limit, mfu in MFU_BY_PARAMETERS if parameters <= limit)
@@ -98,39 +99,41 @@ MFU_AND_SIZE = {("cpu", "bf16"): (0.3, 2e6), ("cpu", "fp32"): (0.42, 5e5), ("cud
 two cores: in bf16 0.14 at 0.6M parameters and 0.34 to 0.4 at 2M to 3M; in fp32 with AVX2, whose peak is half as high,
 0.46 at 0.6M."""
 MFU_EXPONENT = 0.4
-"""Below, it falls with that power of the parameters: small products do not fill the device."""
+"""Power of the parameters with which the MFU falls below that size: small matmuls do not fill the device."""
 
 
 def mfu_of_small(parameters: int, device_type: str, precision: str) -> float:
-    """Of models that may be too small to fill the device, in runs of minutes."""
+    """Estimates the MFU of models that may be too small to fill the device, in runs of minutes."""
     most, full = MFU_AND_SIZE.get((device_type, precision), MFU_AND_SIZE["cuda", "bf16"])
     return most * min(1.0, parameters / full) ** MFU_EXPONENT
 
 
 def mfu_of_size(parameters: int, device_type: str, precision: str) -> float:
-    """Of a compiled run of hours: on GPUs `default_mfu`, less for small models."""
+    """Estimates the MFU of a compiled run of hours: on GPUs `default_mfu`, less for small models."""
     small = mfu_of_small(parameters, device_type, precision)
     if device_type == "cpu":
         return small
+    # The fall of small models, applied to the published MFU.
     return small / MFU_AND_SIZE["cuda", "bf16"][0] * default_mfu(parameters)[0]
 
 
 @dataclass(frozen=True)
 class Speed:
-    """How fast a GPU computes: at an MFU, or as measured."""
+    """The speed of a GPU: at an MFU, or as measured."""
 
     mfu: float
     source: str
     tokens_per_second: float | None = None
-    """Of one process, measured; None: from the MFU."""
+    """Measured speed of one process; None: computed from the MFU."""
 
     def step_seconds(
         self, config: RunConfig, work: RunWork, hardware: Hardware, layout: Layout, micro_batch: int
     ) -> tuple[float, float]:
-        """(seconds of a step, those in which GPUs wait for each other)."""
+        """Returns (seconds of a step, seconds in which GPUs wait for each other)."""
         if self.tokens_per_second:
             compute = work.tokens_per_step / (self.tokens_per_second * hardware.gpus)
         else:
+            # Recomputation takes time but does not count in MFU.
             flops = work.flops_per_token * work.tokens_per_step * work.recompute
             compute = flops / (hardware.gpus * hardware.gpu.bf16_flops * self.mfu)
         compute *= 1 + idle(config, layout)

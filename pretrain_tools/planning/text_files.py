@@ -1,4 +1,4 @@
-"""The files that train.py --text trains on: of folders and patterns what is text, and one line about the rest."""
+"""Finds the files that train.py --text trains on: the text in folders and patterns, and one line about the rest."""
 
 import codecs
 import collections
@@ -23,17 +23,17 @@ from pretrain_tools.preparation.documents.sources import (
 )
 
 CONTROL_CHARACTERS = bytes(set(range(32)) - set(b"\b\t\n\f\r\x1a\x1b"))
-"""Those that no text has, whatever its encoding."""
+"""Control characters that no text has, in any encoding."""
 UTF_16_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 BEGINNING_BYTES = 1 << 16
 MOST_SHOWN = 3
-"""Files of a kind that are named, and suffixes."""
+"""Files of a kind that a message names, and suffixes."""
 MOST_EXCLUDED = 2000
-"""Files left out by name: they stand on the command line of prepare_data.py."""
+"""Files left out by name, each on the command line of prepare_data.py."""
 
 
 class LeftOut(NamedTuple):
-    """A file that is not taken, and why."""
+    """A file that is left out, and the reason."""
 
     path: str
     reason: str
@@ -43,7 +43,7 @@ class LeftOut(NamedTuple):
 
 @dataclass(frozen=True)
 class TextFiles:
-    """What is trained on, and how prepare_data.py is told so."""
+    """The files to train on, and the options with which prepare_data.py reads them."""
 
     sources: list[InputFile]
     inputs: list[str]
@@ -53,13 +53,13 @@ class TextFiles:
 
     @property
     def arguments(self) -> list[str]:
-        """Of prepare_data.py."""
+        """Arguments of prepare_data.py."""
         return ["--input", *self.inputs, *(["--exclude", *self.exclude] if self.exclude else [])]
 
 
 @dataclass
 class TextSearch:
-    """What one word of the command line stands for: a folder, a pattern or a file."""
+    """The files of one word of the command line: a folder, a pattern or a file."""
 
     word: str
     inputs: list[str] = field(default_factory=list)
@@ -72,13 +72,16 @@ class TextSearch:
 
 
 def find_text_files(given: Sequence[str], exclude: Sequence[str] = ()) -> TextFiles:
-    """The text in the folders, of the patterns and in the files given, without what `exclude` matches.
+    """Finds the text in the folders, of the patterns and in the files given, without what `exclude` matches.
 
     Raises InputError for a file that is named and is not text, for a folder or pattern without text, and for an
     --exclude that matches nothing.
     """
-    problems, searches, unmatched = Problems(), [], set(exclude)
+    problems = Problems()
+    searches = []
+    unmatched = set(exclude)
     # A folder is left out with everything in it.
+    # fnmatch's * also matches '/', so the rule holds for all levels below.
     rules = {word: f"{glob.escape(word.rstrip('/'))}/*" if os.path.isdir(word) else word for word in exclude}
     for word in given:
         search = problems.attempt(search_for, word, rules, unmatched)
@@ -90,9 +93,11 @@ def find_text_files(given: Sequence[str], exclude: Sequence[str] = ()) -> TextFi
     problems.stop_if_any()
     inputs = list(dict.fromkeys(pattern for search in searches for pattern in search.inputs))
     taken = {path for search in searches for path in search.taken}
+    # A file that one word leaves out may be named by another.
     left_out = {each.path: each for search in searches for each in search.left_out if each.path not in taken}
     excluded = list(dict.fromkeys(rules.values()))
     others = {path for pattern in inputs for path in files_matching(pattern)} - taken
+    # Left-out files that the patterns match are excluded by name, so that the shown command reads the same files.
     excluded += [glob.escape(path) for path in sorted(others) if not matches_any(path, excluded)]
     if len(excluded) > MOST_EXCLUDED:
         raise InputError(f"{left_out_text(left_out.values(), len(taken))}; convert them, or --exclude their folders")
@@ -107,7 +112,8 @@ def search_for(word: str, rules: dict[str, str], unmatched: set[str]) -> TextSea
 
     Raises InputError where there is no file.
     """
-    search, pattern, suffix = TextSearch(word), *pattern_and_suffix(word)
+    search = TextSearch(word)
+    pattern, suffix = pattern_and_suffix(word)
     found = files_matching(pattern)
     beside = [path for path in found if suffix and written_suffix(path).lower() != suffix]
     found = [path for path in found if not suffix or written_suffix(path).lower() == suffix]
@@ -124,7 +130,7 @@ def search_for(word: str, rules: dict[str, str], unmatched: set[str]) -> TextSea
     is_any_file = suffix is None and os.path.basename(pattern) == "*"
     if is_any_file and any(format_by_name(path) == "txt" for path in readable):
         data = [path for path in readable if format_by_name(path) != "txt"]
-        problems |= {path: LeftOut(path, "data beside text; name them to take them", True) for path in data}
+        problems.update({path: LeftOut(path, "data beside text; name them to take them", True) for path in data})
     search.taken = [path for path in readable if path not in problems]
     search.left_out = [problems[path] for path in found if path in problems]
     search.left_out += [LeftOut(path, "not named", True) for path in beside if format_by_name(path) == "txt"]
@@ -135,7 +141,7 @@ def search_for(word: str, rules: dict[str, str], unmatched: set[str]) -> TextSea
 
 
 def pattern_and_suffix(word: str) -> tuple[str, str | None]:
-    """(pattern that finds the files, suffix that they must have in any case).
+    """Returns (pattern that finds the files, suffix that they must have in any case).
 
     'mine' -> ('mine/**/*', None) where it is a folder; 'mine/*.txt' -> ('mine/*', '.txt').
 
@@ -203,12 +209,15 @@ def encoding_problem(path: str) -> LeftOut | None:
     """The problem of a file that is not text in UTF-8. Raises DamagedFileError and OSError."""
     source = find_sources([path if is_url(path) else glob.escape(path)])[0]
     decoder = codecs.getincrementaldecoder("utf-8")()
-    beginning, position = b"", 0
+    beginning = b""
+    position = 0
     with source.open() as stream:
         for block in stream.blocks():
             beginning = beginning or block[:BEGINNING_BYTES]
+            # UTF-16 has NUL bytes too; the byte-order mark tells it from binary files below.
             if b"\0" in block:
                 break
+            # Bytes of a character that the last block cut; error.start counts from them.
             held = len(decoder.getstate()[0])
             try:
                 decoder.decode(block)
@@ -228,6 +237,7 @@ def another_encoding(path: str, beginning: bytes, where: str) -> LeftOut:
     """A file that is binary, or else text in an encoding to convert from."""
     encoding = "utf-16" if beginning.startswith(UTF_16_MARKS) else "cp1252"
     without = beginning.translate(None, CONTROL_CHARACTERS)
+    # Any bytes are valid cp1252: control characters tell binary files from text.
     if encoding == "cp1252" and (beginning.startswith(b"%PDF-") or len(without) < len(beginning)):
         return LeftOut(path, "not text (binary)")
     stem, suffix = os.path.splitext(path)
@@ -245,7 +255,8 @@ def quoted(path: str) -> str:
 
 def no_text_problems(searches: Sequence[TextSearch]) -> list[str]:
     """The problems of folders and patterns without text, and of files that are named and no text."""
-    problems, named = [], []
+    problems = []
+    named = []
     for search in searches:
         if search.is_one_file and not search.taken:
             named += search.left_out

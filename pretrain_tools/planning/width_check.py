@@ -1,4 +1,4 @@
-"""Does a step change activations as much in a wide model as in a narrow one? The coordinate check of muP.
+"""Runs the coordinate check of muP: a step changes activations as much in a wide model as in a narrow one.
 
 Small copies of the architecture at growing widths take a few steps of the recipe's optimizer on the same tokens. The
 change of the hidden states and logits per element must not grow with the width (Yang et al., arXiv 2203.03466, D.1).
@@ -6,7 +6,7 @@ change of the hidden states and logits per element must not grow with the width 
 
 import math
 from collections.abc import Sequence
-from statistics import fmean
+from statistics import fmean, linear_regression
 
 import torch
 import torch.nn.functional as F
@@ -23,12 +23,12 @@ RATIOS = (1, 2, 4)
 STEPS = 4
 SEEDS = (0, 1)
 MOST_GROWTH = 0.25
-"""Of the exponent: without muP the logits' change grows with the width itself, an exponent of 1."""
+"""Largest exponent of the growth: without muP the logits' change grows with the width itself, an exponent of 1."""
 Growth = dict[str, float]
 
 
 def width_verdict(optim: Optim, config: PreTrainedConfig, learning_rate: float) -> str | None:
-    """What grows with the width; None if nothing does."""
+    """Says what grows with the width; None if nothing does."""
     growing = growth(activation_changes(optim, config, learning_rate))
     worst = max(growing, key=growing.get)
     if growing[worst] <= MOST_GROWTH:
@@ -39,7 +39,7 @@ def width_verdict(optim: Optim, config: PreTrainedConfig, learning_rate: float) 
 def activation_changes(
     optim: Optim, config: PreTrainedConfig, learning_rate: float, ratios: Sequence[int] = RATIOS
 ) -> dict[int, Growth]:
-    """{width: {what: root mean square of its change over STEPS steps}}, a mean over SEEDS.
+    """Measures {width: {what: root mean square of its change over STEPS steps}}, averaged over SEEDS.
 
     learning_rate: the peak at the narrowest of the widths.
     """
@@ -53,7 +53,7 @@ def activation_changes(
 
 
 def narrow_copy(config: PreTrainedConfig) -> PreTrainedConfig:
-    """The smallest copy that can be built at other widths too. Raises InputError where there is none."""
+    """Finds the smallest copy that can be built at other widths too. Raises InputError if there is none."""
     copies = sorted(small_copies(config, []), key=hidden_width)
     for copy in copies:
         try:
@@ -65,18 +65,18 @@ def narrow_copy(config: PreTrainedConfig) -> PreTrainedConfig:
 
 
 def changes_of(optim: Optim, config: PreTrainedConfig, base_width: int, learning_rate: float, seed: int) -> Growth:
-    """Of the hidden states of every layer, and of the logits."""
-    settings = optim
-    if optim.width_transfer == "mup":
-        settings = optim.model_copy(update={"base_width": base_width})
+    """Measures the changes of the hidden states of every layer, and of the logits."""
+    settings = optim.model_copy(update={"base_width": base_width}) if optim.width_transfer == "mup" else optim
     model = build_model(config, seed=seed)
     if settings.base_width:
         scales = initial_scales(config, settings.base_width)
+        # build_model initializes as for the standard parametrization; muP's initial scales come on top.
         for name, parameter in model.named_parameters():
             parameter.data *= scales.get(name, 1.0)
     named = list(model.named_parameters())
     spec = OPTIMIZERS[settings.name](ModelShapes.of(model, settings))
     optimizer = spec.make(named, settings, learning_rate, seed, "cpu")
+    # Without the schedule of a run the groups' own scales must be applied here.
     for group in optimizer.param_groups:
         group["lr"] = learning_rate * group.get("learning_rate_scale", 1.0)
     ids_BT = torch.randint(VOCABULARY, (4, 33), generator=torch.Generator().manual_seed(seed))
@@ -98,13 +98,9 @@ def activations(model: torch.nn.Module, ids_BT: torch.Tensor) -> dict[str, torch
 
 
 def growth(changes: dict[int, Growth]) -> Growth:
-    """{what: exponent of its change in the width}, by least squares."""
-    logs = [math.log(width) for width in changes]
-    middle = fmean(logs)
-    spread = sum((x - middle) ** 2 for x in logs)
-    names = next(iter(changes.values()))
+    """Fits {what: exponent of its change in the width}, by least squares."""
+    widths = [math.log(width) for width in changes]
     return {
-        name: sum((x - middle) * math.log(max(changes[w][name], 1e-12)) for x, w in zip(logs, changes, strict=True))
-        / spread
-        for name in names
+        name: linear_regression(widths, [math.log(max(change[name], 1e-12)) for change in changes.values()]).slope
+        for name in next(iter(changes.values()))
     }

@@ -125,6 +125,7 @@ def emissions(facts: Facts) -> dict[str, Any] | None:
         return None
     return {
         "emissions": round(joules / JOULES_PER_KWH * grams, 3),
+        # The Hub shows this text next to the figure.
         "source": f"energy {facts.start.get('energy')}; {grams:g} g of CO2 per kWh",
         "training_type": "pre-training",
         "hardware_used": hardware_text(facts),

@@ -36,7 +36,7 @@ SHAPES = {
 
 @dataclass(frozen=True)
 class Publication:
-    """How a model is offered, which a run's files cannot say. All None: not published yet."""
+    """The offer of a model, which a run's files do not have. All None: not published yet."""
 
     repository: str | None = None
     """owner/name on the Hub."""
@@ -56,13 +56,13 @@ class Publication:
 
 @dataclass(frozen=True)
 class DataSource:
-    """One folder of shards in the mixture. Counts are of its training split; None where nobody kept them."""
+    """A folder of shards in the mixture. Counts are of its training split; None if they were not kept."""
 
     name: str
     weight: float
     """Share of the sequences of its stage, 0 to 1."""
     stage: str | None
-    """Which stage of a curriculum; None in a run of one mixture."""
+    """Stage of a curriculum; None in a run of one mixture."""
     max_epochs: float | None
     tokens: int | None = None
     documents: int | None = None
@@ -74,9 +74,9 @@ class DataSource:
     vocabulary_size: int | None = None
     hub_datasets: tuple[str, ...] = ()
     contamination: tuple[dict[str, Any], ...] = ()
-    """By benchmark, as `contamination_of` gives it."""
+    """An entry per benchmark, see `contamination_of`."""
     preparation: dict[str, Any] = field(default_factory=dict)
-    """As `preparation_of` gives it."""
+    """See `preparation_of`."""
 
 
 @dataclass(frozen=True)
@@ -91,13 +91,13 @@ class Facts:
     strategy: dict[str, Any]
     environment: dict[str, Any]
     history: History
-    """Up to `step`."""
+    """Events up to `step`."""
     step: int
     total_steps: int | None
     sources: tuple[DataSource, ...] = ()
     scores: tuple[Score, ...] = ()
     lineage: tuple[dict[str, Any], ...] = ()
-    """As in `RunState`: the runs that this one branched from."""
+    """The runs that this one branched from, see `RunState`."""
 
     offer: Publication = Publication()
 
@@ -176,6 +176,7 @@ class Facts:
         if self.tokens is None or per_token is None:
             return None, False
         steps = [{"hours": 0.0, **event} for event in self.history.of("train")]  # Places needs hours; facts have none
+        # Stages may have sequences of other lengths, whose tokens take other FLOPs.
         places = Places(steps, per_token, self.history.of("stage"))
         return places.of([{"step": self.step}])["flops"][0], is_exact
 
@@ -202,6 +203,7 @@ def read_facts(
         model_folder: holds the model's config.json; None: the run's model.json is read.
     """
     logged = read_metrics(run)
+    # Energy counts every logged step: one that was trained twice has used it twice.
     joules = joules_of(event for event in logged if step is None or (event.get("step") or 0) <= step)
     events = current_events(logged)
     steps = [event["step"] for event in events if event["event"] in ("train", "checkpoint") and "step" in event]
@@ -214,6 +216,7 @@ def read_facts(
         model=model or read_json(run / "model.json"),
         strategy=read_json(run / "strategy.json"),
         environment=read_json(run / "environment.json"),
+        # A rollback is logged after the step that it goes back to, and belongs to the model from that step on.
         history=History(run, [e for e in events if (e.get("to_step") or e.get("step") or 0) <= at], joules),
         step=at,
         total_steps=History(run, events).last("start").get("total_steps"),
@@ -225,13 +228,14 @@ def read_facts(
 
 
 def read_sources(config: dict[str, Any], records: dict[str, Any]) -> list[DataSource]:
-    """The sources of every stage, in the recipe's order.
+    """Lists the sources of every stage, in the recipe's order.
 
     records: {folder: what the run kept of its manifest}; of a folder that is not in it, the manifest itself is read.
     """
     data = config.get("data") or {}
     stages = data.get("stages") or [{"train": data.get("train") or []}]
-    sources, start = [], 0.0
+    sources = []
+    start = 0.0
     for stage in stages:
         end = float(stage.get("until") or 1)
         total = sum(float(source.get("weight", 1)) for source in stage["train"]) or 1.0
@@ -245,7 +249,7 @@ def read_sources(config: dict[str, Any], records: dict[str, Any]) -> list[DataSo
 
 
 def describe_source(source: dict[str, Any], record: dict[str, Any], weight: float, stage: str | None) -> DataSource:
-    """One source of the recipe, with what is known of it."""
+    """Describes a source of the recipe."""
     totals = setting(record, "totals.train") or {}
     return DataSource(
         Path(source["shards"]).name,
@@ -267,18 +271,20 @@ def describe_source(source: dict[str, Any], record: dict[str, Any], weight: floa
 def manifest_behind(record: dict[str, Any], shards: Path) -> dict[str, Any]:
     """The manifest whose totals a run kept, if it still lies there unchanged: runs once kept less of it."""
     if "manifest_sha256" not in record:
+        # Only a run's own record has this key.
         return record  # it is the manifest
     path = shards / MANIFEST_FILE
     return read_json(path) if path.is_file() and sha256_of(path) == record["manifest_sha256"] else {}
 
 
 def read_scores(run: Path, events: list[Event], step: int) -> list[Score]:
-    """Scores of the model of this step, from the log and from evaluation*.json; the last measured counts."""
+    """Reads the scores of this step's model, from the log and from evaluation*.json; the last measured counts."""
     found = [event for event in events if event["event"] == "evaluation" and event.get("step") == step]
     for path in sorted(run.glob("evaluation*.json"), key=lambda path: path.stat().st_mtime):
         contents = read_json(path)
         for model in contents.get("models") or []:
             # A folder of evaluations may hold those of other runs too.
+            # The run is compared by name: its folder may have moved since the evaluation.
             if model.get("step") != step or PurePath(model.get("run") or "").name != run.resolve().name:
                 continue
             for kind, named, limit in (("sources", "source", "sequences"), ("tasks", "task", "limit")):

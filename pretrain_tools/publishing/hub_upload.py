@@ -33,8 +33,10 @@ def open_repository(repository: str, *, private: bool) -> str:
 
     api = HfApi(token=get_token())
     with hub_errors(repository, api.token):
+        # A wrong token fails here, before anything is created.
         api.whoami()
         url = api.create_repo(repository, private=private, exist_ok=True)
+        # create_repo leaves an existing repository as public as it is, and says nothing.
         if private and not api.model_info(repository).private:
             raise InputError(
                 f"{repository} is already public, not private as requested: make it private in its settings on the "
@@ -53,6 +55,7 @@ def upload(folder: Path, model: Model, repository: str, *, message: str | None) 
     api = HfApi(token=get_token())
     tokens = f", {count_text(model.tokens)} tokens" if model.tokens else ""
     with hub_errors(repository, api.token):
+        # upload_folder does not create branches.
         if model.revision != "main":
             api.create_branch(repository, branch=model.revision, exist_ok=True)
         commit = api.upload_folder(
@@ -79,6 +82,7 @@ def set_tag(api: Any, repository: str, model: Model) -> None:
     if others:
         print(f"{model.tag} stays with {others[0]}: the two steps have the same rounded number of tokens")
         return
+    # A tag of the Hub cannot be moved, only made again.
     if tagged is not None:
         api.delete_tag(repository, tag=model.tag)
     api.create_tag(repository, tag=model.tag, revision=model.revision)

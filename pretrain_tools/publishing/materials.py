@@ -45,6 +45,7 @@ def write_materials(facts: Facts, folder: Path) -> None:
 
 def hashes_in(folder: Path) -> dict[str, str]:
     """{name: sha256} of the files that the bill lists: not those that have its own hash in them."""
+    # These hold the bill's hash, so the bill cannot hold theirs.
     beside = {MATERIALS_FILE, SEAL_FILE, PROVENANCE_FILE, SIGNATURE_FILE}
     return {path.name: sha256_of(path) for path in sorted(folder.iterdir()) if path.name not in beside}
 
@@ -53,6 +54,7 @@ def materials_text(facts: Facts, files: dict[str, str]) -> str:
     """Formats the bill as JSON. files: {name: sha256}"""
     bill = without_none(bill_of_materials(facts, files))
     digest = hashlib.sha256(json.dumps(bill, default=str).encode()).hexdigest()
+    # A UUID of the content, not a random one: the same run gives the same bytes.
     named = {"serialNumber": f"urn:uuid:{uuid.uuid5(uuid.NAMESPACE_OID, digest)}", "version": 1}
     return json.dumps({**MATERIALS_FORMAT, **named, **bill}, indent=1, ensure_ascii=False) + "\n"
 
@@ -203,7 +205,7 @@ def validation_entries(facts: Facts) -> list[Entry]:
 
 
 def score_entry(score: Score) -> Entry:
-    """One number of an evaluation; where its error is known, with the interval of 95 %."""
+    """A number of an evaluation, with the interval of 95 % if its error is known."""
     about = score_name(score) + (f" {score.split}" if score.split else "")
     entry = {"type": score.metric, "value": f"{score.value:.6g}"}
     entry["slice"] = about if score.is_whole else f"{about}, a part of the task: not comparable"
@@ -240,8 +242,9 @@ def data_reference(source: DataSource) -> str:
 
 
 def dataset_entry(facts: Facts, source: DataSource) -> Entry:
-    """One folder of shards: identified by the hash of its manifest, which has that of every shard."""
+    """A folder of shards, identified by the hash of its manifest, which has that of every shard."""
     made = source.preparation
+    # A curriculum may use a folder in several stages, each with a share of its own.
     parts = [one for one in facts.sources if data_reference(one) == data_reference(source)]
     names = [dataset.get("name") for dataset in made.get("datasets") or []] or list(source.hub_datasets)
     links = [

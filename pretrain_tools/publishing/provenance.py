@@ -27,12 +27,13 @@ def write_provenance(facts: Facts, folder: Path, *, signed: bool = False) -> Non
     files = {name: seal(path) for name, path in sorted(files_of(folder).items())}
     contents = {"seal": UNSEALED, **PROVENANCE_FORMAT, "signed": signed, **provenance_of(facts)}
     contents["files"] = files
+    # The text is hashed with zeros where its own hash goes, and written with the hash there: once, at the top.
     text = json.dumps(contents, indent=1, ensure_ascii=False, default=str) + "\n"
     (folder / PROVENANCE_FILE).write_text(text.replace(UNSEALED, digest_of(text.encode()), 1), encoding="utf-8")
 
 
 def provenance_of(facts: Facts) -> dict[str, Any]:
-    """What a model was made from, as the run's files say it; None where they do not."""
+    """Lists what a model was made from, as the run's files have it; None for what they lack."""
     return {
         "model": {
             "run": facts.run_name,
@@ -91,6 +92,7 @@ def provenance_problems(folder: Path) -> list[str]:
     elif {key: contents.get(key) for key in PROVENANCE_FORMAT} != PROVENANCE_FORMAT:
         return [f"{PROVENANCE_FILE} is not of {PROVENANCE_FORMAT['format']} version {PROVENANCE_FORMAT['version']}"]
     present = files_of(folder)
+    # `is not`: a value such as 1 was not written here.
     if contents.get("signed") is not (folder / SIGNATURE_FILE).exists():
         problems.append(f"{SIGNATURE_FILE} {'is missing' if contents.get('signed') else 'was added'}")
     problems += [f"{name} was added" for name in sorted(present.keys() - recorded)]
@@ -126,7 +128,7 @@ def published_folder(place: str) -> Path:
 
 
 def provenance_text(folder: Path) -> str:
-    """One line on a folder whose provenance was found whole: how many files, which step, from which code."""
+    """Describes a folder whose provenance is whole in one line: its files, step and code."""
     content = (folder / PROVENANCE_FILE).read_bytes()
     contents = json.loads(content)
     model = contents["model"]

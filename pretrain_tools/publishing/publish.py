@@ -94,6 +94,7 @@ def publish_models(arguments: Namespace, models: list[Model]) -> None:
         url = retry(arguments, lambda: open_repository(arguments.repo, private=arguments.private))
     for model in models:
         publish_model(arguments, model, staging, url)
+    # The model is uploaded before its scores are there: an evaluation can take hours.
     for model in models if arguments.beside_training else []:
         log = evaluation_log(arguments.run, checkpoint_name(model.step))
         if is_held(log):
@@ -121,6 +122,7 @@ def publish_model(arguments: Namespace, model: Model, staging: Path, url: str) -
         try:
             commit = retry(arguments, partial(upload, folder, model, arguments.repo, message=arguments.message))
         finally:
+            # Staged weights are a second copy of the model on the run's disk.
             shutil.rmtree(folder)
     print(f"{model.revision} is at {url}/tree/{model.revision}, commit {commit[:12]}", flush=True)
     waiting_mark(arguments.run, model.revision).unlink(missing_ok=True)
@@ -161,6 +163,7 @@ def retry(arguments: Namespace, act: Callable[[], str]) -> str:
             text = f"{failure}\nattempt {attempt} of {arguments.attempts}; the next in {wait} s"
             print(text, file=sys.stderr, flush=True)
             time.sleep(wait)
+    # The last attempt: its error is the caller's.
     return act()
 
 

@@ -65,6 +65,7 @@ def signature_problems(folder: Path, verifier: Any) -> list[str]:
         # Decoders ignore the last bits, which a change may be in.
         if any(base64.b64encode(base64.b64decode(text)).decode() != text for text in coded):
             return [f"{SIGNATURE_FILE} was changed: it is not as model-signing writes it"]
+        # Files that the Hub or a download adds were never signed; added ones are the provenance's to find.
         checker = verifier.set_hashing_config(hashing_config()).set_ignore_unsigned_files(True)
         checker.verify(folder, path)
     except FileNotFoundError:

@@ -43,7 +43,7 @@ SHORTEST_SECRET = 12
 
 @dataclass(frozen=True)
 class Model:
-    """One model of a run, as it is to be published."""
+    """A model of a run that is to be published."""
 
     folder: Path
     """final/ or a checkpoint."""
@@ -64,7 +64,7 @@ class Model:
 def find_publishable(
     run: Path, *, steps: list[int | str], milestones: bool, final: bool, with_optimizer: bool = False
 ) -> list[Model]:
-    """The models asked for, oldest first, each found intact; final/ where none is named.
+    """Finds the models asked for, oldest first, each intact; final/ if none is named.
 
     steps: of checkpoints; "best" is the one with the lowest validation loss. Raises InputError with everything that
     is missing or damaged.
@@ -78,7 +78,7 @@ def find_publishable(
         if best is None:
             problems.append(f"--checkpoint best: no checkpoint of {run} has a validation loss; give a step")
     if milestones:
-        wanted |= set(problems.attempt(_milestones, run, checkpoints, final) or [])
+        wanted.update(problems.attempt(_milestones, run, checkpoints, final) or [])
     found = [checkpoint_model(checkpoints[step], step) for step in sorted(wanted) if step in checkpoints]
     found = [replace(model, with_optimizer=with_optimizer) for model in found]
     there = ", ".join(map(str, checkpoints)) or "none"
@@ -137,10 +137,12 @@ def stage(run: Path, model: Model, publication: Publication, target: Path, key: 
     """
     dtype = "fp32" if model.with_optimizer else publication.dtype or "bf16"
     publication = replace(publication, revision=model.revision, dtype=dtype)
+    # A crash leaves either no folder of the target's name or a whole one: it is renamed into place at the end.
     unfinished = target.with_name(f".staging-{target.name}")
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)
-    is_rounded, weights = not (model.is_final or model.with_optimizer), {}
+    is_rounded = not (model.is_final or model.with_optimizer)
+    weights = {}
     published = published_names_of(model.folder) if is_rounded else None
     for path in sorted(model.folder.iterdir()):
         if not path.is_file() or path.name in WRITTEN_ANEW:
@@ -155,16 +157,20 @@ def stage(run: Path, model: Model, publication: Publication, target: Path, key: 
             link_or_copy(path, unfinished / path.name)
     if is_rounded:
         note_dtype(unfinished, dtype, weights)
+    # The order matters: each of these files has the hashes of those written before it, and the provenance of all.
+    # The staged config.json is read, which has the dtype of the export.
     facts = read_facts(run, model.step, unfinished, publication)
     write_card(facts, unfinished)
     write_training_content(facts, unfinished)
     write_materials(facts, unfinished)
     if model.with_optimizer:
         sealed = target.with_name(f".sealed-{target.name}")
+        # Known hashes spare a second reading of the weights and the optimizer.
         known = read_json(model.folder / SEAL_FILE)["files"]
         commit(unfinished, sealed, {name: entry for name, entry in known.items() if name not in WRITTEN_ANEW})
         unfinished = sealed
     write_provenance(facts, unfinished, signed=key is not None)
+    # Before signing and renaming: a folder with a secret must not look finished.
     if problems := secret_problems(unfinished):
         shutil.rmtree(unfinished)
         raise InputError(*problems)
@@ -177,7 +183,7 @@ def stage(run: Path, model: Model, publication: Publication, target: Path, key: 
 
 
 def link_or_copy(source: Path, target: Path) -> None:
-    """A second name for the same bytes; a copy where the two are on different file systems."""
+    """Gives the same bytes a second name, or copies them to another file system."""
     try:
         os.link(source, target)
     except OSError:
@@ -198,10 +204,12 @@ def round_weights(source: Path, target: Path, dtype: str, published: "PublishedN
 
     from pretrain.hardware import DTYPES
 
-    buffers, tensors = {name for name, _ in published.meta_model.named_buffers()}, {}
+    # Buffers stay in fp32, as in final/: a router's bias that is rounded would choose other experts.
+    buffers = {name for name, _ in published.meta_model.named_buffers()}
+    tensors = {}
     for name, tensor in load_file(source).items():
         keeps = name in buffers or not tensor.is_floating_point()
-        tensors |= published.split(name, tensor if keeps else tensor.to(DTYPES[dtype]))
+        tensors.update(published.split(name, tensor if keeps else tensor.to(DTYPES[dtype])))
     save_file(tensors, target, metadata={"format": "pt"})
     return {name: tensor.nbytes for name, tensor in tensors.items()}
 
@@ -215,6 +223,7 @@ def note_dtype(folder: Path, dtype: str, weights: dict[str, dict[str, int]]) -> 
 
     path = folder / "config.json"
     config = json.loads(path.read_text(encoding="utf-8"))
+    # from_pretrained loads in this dtype unless it is told another.
     config["dtype"] = str(DTYPES[dtype]).removeprefix("torch.")
     path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     index_path = folder / "model.safetensors.index.json"
@@ -235,6 +244,7 @@ def secret_problems(folder: Path) -> list[str]:
     return [
         f"{path.name} holds the value of {name}, a secret: remove it from the recipe and publish again"
         for path in sorted(folder.iterdir())
+        # Weights and pictures hold no text, and are too large to search.
         if path.suffix not in (".safetensors", ".png")
         for name, value in secrets.items()
         if value in path.read_bytes()

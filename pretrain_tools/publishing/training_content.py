@@ -91,5 +91,6 @@ def filter_rows(source: DataSource) -> list[tuple[str, Any, int]]:
     """(source, rule, documents removed); 0 for a filter none of whose rules removed any."""
     removed = {rule: count for rule, count in (source.preparation.get("removed") or {}).items() if count}
     filters = source.preparation.get("filters") or []
+    # A manifest names removals 'filter: rule'.
     idle = [name for name in filters if not any(rule.startswith(str(name)) for rule in removed)]
     return [(source.name, rule, count) for rule, count in {**removed, **dict.fromkeys(idle, 0)}.items()]

@@ -1,5 +1,6 @@
 """The answer to a budget: command, prices, reasons, what else it would be."""
 
+import argparse
 import json
 import math
 from dataclasses import replace
@@ -17,16 +18,23 @@ from pretrain.model.routers import router_losses
 from pretrain_tools.experiments.ladder import Rung, make_ladder
 from pretrain_tools.experiments.ladder_report import ladder_values, read_ladder
 from pretrain_tools.planning.budget_report import recipe_of_budget
-from pretrain_tools.planning.budget_request import BudgetRequest, RecipePlace
-from pretrain_tools.planning.families import LLAMA, QWEN3_MOE
+from pretrain_tools.planning.budget_request import BudgetRequest
+from pretrain_tools.planning.recipe_files import RecipePlace
 from pretrain_tools.planning.step_time import Hardware
 from support.quick_traces import use_quick_traces
 
-PLACE = RecipePlace(Path("recipes/a.yaml"), Path("data/a"), "tokenizers/a")
-ASKED = BudgetRequest(
-    hours=None, dollars=100.0, flops=None, family=LLAMA, vocabulary=32_001, unique_tokens=math.inf,
-    tokens_per_parameter=None, optimizer="adamw", mfu=0.4, ladder=None, place=PLACE, writes=True, as_json=False,
-)  # fmt: skip
+PLACE = RecipePlace(Path("recipes/a.yaml"), Path("data/a"), Path("runs/a"), "tokenizers/a")
+
+
+def asked(unique_tokens=math.inf, place=PLACE, **options) -> BudgetRequest:
+    """What plan.py reads of a command line."""
+    given = {
+        "hours": None, "dollars": 100.0, "flops": None, "family": "llama", "tokens_per_parameter": None,
+        "optimizer": "adamw", "mfu": 0.4, "write": str(place.recipe), "json": False, **options,
+    }  # fmt: skip
+    return BudgetRequest(argparse.Namespace(**given), 32_001, unique_tokens, place)
+
+
 MACHINES = Hardware(find_gpu("h100"), 16, 2)
 
 
@@ -38,14 +46,14 @@ def made(tmp_path, monkeypatch, capsys):
 
     def make(request: BudgetRequest, expect=None):
         recipe_of_budget(request, MACHINES, "plan.py ...", expect)
-        text = PLACE.recipe.read_text() if request.writes else ""
+        text = PLACE.recipe.read_text() if request.options.write else ""
         return text, capsys.readouterr().out
 
     return make
 
 
 def test_for_many_gpus_the_command_names_strategy_and_machines(made):
-    text, printed = made(ASKED)
+    text, printed = made(asked())
     values = yaml.safe_load(text)
     model = json.loads(Path(values["model"]).read_text())
     assert model["model_type"] == "llama" and model["vocab_size"] == 32_128, "a multiple of 128"
@@ -58,7 +66,7 @@ def test_for_many_gpus_the_command_names_strategy_and_machines(made):
 
 
 def test_a_mixture_of_experts_is_sized_by_what_a_token_meets(made):
-    text, printed = made(replace(ASKED, family=QWEN3_MOE, as_json=True))
+    text, printed = made(asked(family="qwen3_moe", json=True))
     values, found = yaml.safe_load(text), json.loads(printed)
     config = load_model_config(values["model"])
     assert found["parameters"] == count_parameters(config) > 4 * found["active_parameters"]
@@ -71,7 +79,7 @@ def test_a_mixture_of_experts_is_sized_by_what_a_token_meets(made):
 
 
 def test_json_has_the_choices_and_what_else_it_would_be(made):
-    _, printed = made(replace(ASKED, as_json=True, writes=False))
+    _, printed = made(asked(json=True, write=None))
     found = json.loads(printed)
     rows = {row["alternative"]: row for row in found["alternatives"]}
     assert rows["half the time"]["cost"] == pytest.approx(found["cost"] / 2, rel=0.05)
@@ -84,7 +92,7 @@ def test_json_has_the_choices_and_what_else_it_would_be(made):
 
 
 def test_data_that_is_too_little_is_said(made):
-    text, printed = made(replace(ASKED, unique_tokens=2e8, place=replace(PLACE, is_prepared=True)))
+    text, printed = made(asked(2e8, replace(PLACE, is_prepared=True)))
     assert "beyond 5 a text is learned by heart" in printed
     assert "not all of the time" in printed
     assert "Prepare the data" not in text
@@ -101,7 +109,7 @@ def ladder_of_law(path: Path, sizes) -> Path:
 
 def test_a_ladder_says_what_loss_to_expect(made, tmp_path):
     ladder = read_ladder(ladder_of_law(tmp_path / "l.json", [10**7, 2 * 10**7, 4 * 10**7, 8 * 10**7, 10**8]))
-    _, printed = made(replace(ASKED, as_json=True, writes=False), ladder.expect)
+    _, printed = made(asked(json=True, write=None), ladder.expect)
     found = json.loads(printed)
     expected = found["expected_loss"]
     truth = 1.7 + 400 / found["parameters"] ** 0.34 + 1200 / found["tokens"] ** 0.34

@@ -16,15 +16,19 @@ from pretrain_tools.planning.judgement import (
     heavy_vocabulary,
     judgement,
     launch_command,
+    memory_shortage,
     repeated_data,
     small_disk,
-    small_memory,
 )
 from pretrain_tools.planning.layouts import layout
 from pretrain_tools.planning.memory import PlannedRun
 from support.project import ROOT, run_script
 
 Usage = namedtuple("Usage", "total used free")
+
+
+def small_memory(config, run, device) -> str | None:
+    return memory_shortage(config, run, run.precision, device)
 
 
 @pytest.fixture

@@ -13,13 +13,13 @@ from pretrain.data.shards import read_manifest
 from pretrain.errors import InputError
 from pretrain.recipe import read_run_config
 from pretrain_tools.planning.own_text import (
-    MADE_BY,
     find_text,
     preparation_commands,
     read_own_text,
     run_name_of,
     with_own_text,
 )
+from pretrain_tools.planning.recipe_files import MADE_BY
 from support.project import ROOT, events, losses, run_script, start_script
 
 MINUTES = "0.05"

@@ -1,12 +1,19 @@
 """train.py --smoke: pass or fail for each part of a run, under a strategy that shards too."""
 
 import json
+import shutil
+from types import SimpleNamespace
 
 import pytest
 
 from pretrain.model.model_config import load_model_config
+from pretrain.recipe import read_run_config
+from pretrain.training.run_plan import derive
+from pretrain_tools.planning import smoke
 from pretrain_tools.planning.smoke import memory_problem, spread_verdict, unusual_norms
+from pretrain_tools.runs.history import append_events
 from support.project import launch, run_script
+from support.run_folders import write_run
 
 PARTS = ("the loss falls", "gradient norms", "learning rate", "resumed exactly", "checkpoint", "model folder")
 PARTS += ("memory as planned",)
@@ -54,10 +61,42 @@ def test_a_router_that_sends_all_tokens_to_the_same_experts_is_a_failure():
     assert spread_verdict(trained(0.7, 0.9, 0.9), config).startswith("in step 1 a layer's load is that of 18.4 of 64")
 
 
-def test_a_recipe_that_does_not_learn_fails(recipe, tmp_path):
-    result = run_script("train.py", "--config", recipe, "--smoke", "--optim.learning_rate", "1e-9", check=False)
-    assert result.returncode == 1
-    assert "FAIL  the loss falls:" in result.stdout and "ok    resumed exactly" in result.stdout
+ONE_PROCESS = SimpleNamespace(is_main=True, barrier=lambda: None, gather=lambda value: [value], print=print)
+
+
+@pytest.mark.parametrize(
+    ("last_loss", "resumed_loss", "failed"),
+    [(4.0, 4.0, []), (6.0, 6.0, ["the loss falls"]), (4.0, 4.001, ["resumed exactly"])],
+)
+def test_a_part_that_fails_is_named(recipe, monkeypatch, capsys, last_loss, resumed_loss, failed):
+    """On recorded runs: 12 steps, and again from the middle."""
+    monkeypatch.setattr(smoke, "memory_verdict", lambda *_: None)
+    config = read_run_config(recipe)
+    planned = derive(config, 1).learning_rate
+
+    def train(config, steps):
+        run = config.output
+        first = run / "first-end"
+        if first.exists():  # the second training
+            first.rename(run / "checkpoints" / f"step-{steps:08d}")
+            (run / "elsewhere").rename(run / "final")
+        else:
+            write_run(run, steps=(steps // 2, steps))
+            (run / "metrics.jsonl").unlink()
+            shutil.copytree(run / "final", run / "elsewhere")
+        again = list(range(steps // 2 + 1, steps + 1)) if (run / "metrics.jsonl").exists() else []
+        append_events(run, [
+            {"event": "train", "step": step, "grad_norm": 1.0, "learning_rate": planned(step - 1),
+             "loss": 6.0 if step < steps else resumed_loss if again else last_loss}
+            for step in again or range(1, steps + 1)
+        ])  # fmt: skip
+        return 0
+
+    strategy = SimpleNamespace(data_ranks=1, micro_batches_per_call=1, ranks=ONE_PROCESS)
+    assert smoke.smoke_test(config, strategy, train) == (1 if failed else 0)
+    out = capsys.readouterr().out
+    assert [line[6:].split(":")[0] for line in out.splitlines() if line.startswith("FAIL")] == failed
+    assert out.count("\nok ") + out.startswith("ok ") == len(PARTS) - len(failed)
 
 
 def test_flags_that_exclude_each_other(recipe):
