@@ -33,7 +33,6 @@ from pretrain.data.batches import key_of
 from pretrain.hardware import seed_dropout
 from pretrain.parallel.registry import make_strategy, micro_batches_launched, share_shards, strategy_class
 from pretrain.parallel.strategy import Strategy
-from pretrain.training.attempt import attempt
 from pretrain.training.between_steps import (
     decay,
     evaluate,
@@ -51,8 +50,9 @@ from pretrain.training.metrics import Metrics
 from pretrain.training.prefetch import ReadAhead
 from pretrain.training.resuming import load_checkpoint, open_run, roll_back
 from pretrain.training.run import Run
-from pretrain.training.run_plan import Cadences, derive, settled
+from pretrain.training.run_plan import Cadences, derive, resolve_auto
 from pretrain.training.run_records import banner
+from pretrain.training.starting import with_recorded_end
 from pretrain.training.steps import begin, begin_step, count_step
 from pretrain.training.supervision import after_step, answer, compare_copies
 from pretrain.training.validation import data_problems, open_validation
@@ -161,31 +161,31 @@ def check(asked: CommandLine) -> None:
 
     share_shards(asked.config.data)
     problems = Problems()
-    config = settled(asked.config)
+    config = resolve_auto(asked.config)
     problems.attempt(strategy_class, config)
-    run = problems.attempt(derive, config, ranks=micro_batches_launched())
-    continuation = problems.attempt(describe_next_start, config, run, asked) if run else None
+    plan = problems.attempt(derive, config, ranks=micro_batches_launched())
+    continuation = problems.attempt(describe_next_start, config, plan, asked) if plan else None
     validation = problems.attempt(open_validation, config.data)
     if problems and set(problems) <= set(data_problems(config.data)):
         print(*judgement_without_data(config, sys.argv[1:]), sep="\n", flush=True)
     problems.stop_if_any()
     if asked.verbose:
         print(explain(asked))
-    print(banner(config, run, {}))
+    print(banner(config, plan, {}))
     if continuation:
         print(continuation)
-    lines = judgement(config, run, asked.overridden, validation, sys.argv[1:])
+    lines = judgement(config, plan, asked.overridden, validation, sys.argv[1:])
     print(*lines, sep="\n")
     print(f"{warnings_in_words(lines)}: this run can start.")
 
 
 def start(asked: CommandLine) -> None:
     share_shards(asked.config.data)
-    settled_config = settled(asked.config)
+    settled_config = resolve_auto(asked.config)
     strategy = make_strategy(settled_config)
 
     def train(config: RunConfig, last_step: int | None = None) -> int:
-        return attempt(config, strategy, lambda log: main(asked, config, strategy, last_step, log))
+        return with_recorded_end(config, strategy, lambda log: main(asked, config, strategy, last_step, log))
 
     if asked.smoke:
         from pretrain_tools.planning.smoke import smoke_test

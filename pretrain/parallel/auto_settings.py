@@ -18,7 +18,7 @@ from pretrain.optim.scaling_laws import (
 from pretrain.parallel.launcher import processes_launched
 
 
-def settled(config: RunConfig, processes: int | None = None) -> RunConfig:
+def resolve_auto(config: RunConfig, processes: int | None = None) -> RunConfig:
     """Puts numbers in the place of `auto`; they follow from the recipe and its data alone.
 
     processes: among which an `auto` batch is divided; only the micro-batch, which affects no result, follows them.
@@ -52,7 +52,7 @@ def settled(config: RunConfig, processes: int | None = None) -> RunConfig:
 
 
 def has_auto(config: RunConfig) -> bool:
-    """Returns True if the recipe leaves a number open that `settled` finds."""
+    """Returns True if the recipe leaves a number open that `resolve_auto` finds."""
     optim = config.optim
     return "auto" in (config.batch.tokens_per_step, optim.learning_rate, optim.weight_decay, optim.warmup_steps)
 

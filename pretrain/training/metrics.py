@@ -25,6 +25,7 @@ from pretrain.model.model_config import rope_in_words
 from pretrain.runs.event_log import last_position
 from pretrain.runs.run_folder import METRICS_FILE
 from pretrain.terminal import LIVE_LINE, fitting, is_terminal, printable, say, say_stage, sparkline, width_of
+from pretrain.training.guard import SpeedGuard
 from pretrain.units import bytes_text, count_text, duration_text
 
 if TYPE_CHECKING:
@@ -181,6 +182,21 @@ class LiveFigures:
             if self.next_save is not None:
                 parts.append((WIDE + 20, f"checkpoint in {duration_text((self.next_save - self.step) * seconds)}"))
         return fitting(parts, width)
+
+
+@dataclass
+class Speed:
+    """Counts from which `log_step` and `show_progress` take differences."""
+
+    guard: SpeedGuard
+    live: LiveFigures
+    tokens_at_log: int
+    flops_at_log: float
+    tokens_shown: int
+    """Tokens when the live line moved last."""
+    saves_every: int
+    """Steps between checkpoints."""
+    throughput: Throughput = field(default_factory=Throughput)
 
 
 class LineFile:

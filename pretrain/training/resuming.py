@@ -13,7 +13,6 @@ from pretrain.optim.averaging import averages_after, can_continue
 from pretrain.parallel.strategy import Strategy
 from pretrain.recipe import CommandLine
 from pretrain.runs.run_folder import step_of, trunk_checkpoint
-from pretrain.training.attempt import refuse_crash_loop
 from pretrain.training.background_jobs import publish_cut_short
 from pretrain.training.continued_plan import (
     Continuation,
@@ -27,6 +26,7 @@ from pretrain.training.guard import Finding
 from pretrain.training.metrics import Metrics
 from pretrain.training.run import Run
 from pretrain.training.run_plan import RunPlan
+from pretrain.training.starting import refuse_crash_loop
 from pretrain.training.supervision import new_guard
 
 

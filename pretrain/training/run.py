@@ -17,9 +17,8 @@ from pretrain.runs.run_folder import checkpoint_name
 from pretrain.training.background_jobs import Evaluations, MirrorCopies
 from pretrain.training.build import Built
 from pretrain.training.guard import StepGuard
-from pretrain.training.metrics import Metrics
+from pretrain.training.metrics import Metrics, Speed
 from pretrain.training.run_plan import RunPlan, StagePlan
-from pretrain.training.speed import Speed
 from pretrain.training.step_reports import Consensus
 from pretrain.training.time_budget import TimeBudget
 from pretrain.training.watchdog import Watch
@@ -33,7 +32,7 @@ class Run:
     """
 
     config: RunConfig
-    """The recipe, with every `auto` settled."""
+    """The recipe, with every `auto` resolved."""
     command_line: CommandLine
     strategy: Strategy
     log: Metrics

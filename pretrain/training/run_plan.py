@@ -50,7 +50,7 @@ from pretrain.optim.learning_rate import (
     learning_rate_for_batch,
 )
 from pretrain.optim.optimizers import optimizer_problems
-from pretrain.parallel.auto_settings import settled
+from pretrain.parallel.auto_settings import resolve_auto
 from pretrain.parallel.registry import parts_of_micro_batch
 from pretrain.parallel.strategy import device_type, resolve_precision
 from pretrain.runs.run_folder import checkpoint_folders, output_problem, trunk_checkpoint
@@ -251,7 +251,7 @@ class Cadences:
 
 def derive(config: RunConfig, ranks: int) -> RunPlan:
     """Checks a run as a whole. Raises InputError with everything that cannot work."""
-    config = settled(config)
+    config = resolve_auto(config)
     problems = place_problems(config)
     data = config.data
     model_config = problems.attempt(planned_model_config, config.model, config.data)

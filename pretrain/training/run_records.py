@@ -24,9 +24,9 @@ from pretrain.optim.averaging import averages_after
 from pretrain.parallel.strategy import Strategy, device_type
 from pretrain.recipe import as_yaml
 from pretrain.runs.run_folder import read_json
-from pretrain.training.cautions import cautions
 from pretrain.training.run import Run
 from pretrain.training.run_plan import ModelPlan, RunPlan
+from pretrain.training.start_warnings import start_warnings
 from pretrain.units import count_text, counted
 
 RECORD_FILES = ("config.yaml", "model.json", DATA_FILE, "strategy.json", "environment.json")
@@ -71,7 +71,7 @@ def announce(run: Run, peak_source: str) -> str:
         log.say(run.continues)
     step = run.state.step
     overridden = run.command_line.overridden
-    for caution in cautions(config, plan, overridden, strategy.device) if is_main else ():
+    for caution in start_warnings(config, plan, overridden, strategy.device) if is_main else ():
         log.write("warning", step=step, message=caution)
     start_id = uuid.uuid4().hex
     facts = {"start_id": start_id, **sizes, **dataclasses.asdict(plan.schedule), **dataclasses.asdict(plan.ramp)}

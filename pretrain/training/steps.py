@@ -7,11 +7,10 @@ from pretrain.hardware import peak_flops, threads_beside
 from pretrain.optim.averaging import average_after_step
 from pretrain.training.background_jobs import Evaluations, MirrorCopies
 from pretrain.training.guard import SpeedGuard
-from pretrain.training.metrics import LiveFigures
+from pretrain.training.metrics import LiveFigures, Speed
 from pretrain.training.run import Run
 from pretrain.training.run_plan import Cadences
 from pretrain.training.run_records import announce
-from pretrain.training.speed import Speed
 from pretrain.training.supervision import watch_over
 
 

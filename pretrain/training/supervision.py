@@ -38,7 +38,7 @@ class StepOutcome:
     """Knowledge and decision after a step, identical on all ranks."""
 
     reports: list[StepReport]
-    """Reports of the steps whose figures have arrived; including this one if it was settled."""
+    """Reports of the steps whose figures have arrived; including this one if it was waited for."""
     bad: Finding | None = None
     """The finding that rules out going on as planned."""
     skipped_steps: int = 0

@@ -24,7 +24,7 @@ from pretrain.hardware import DTYPES, peak_flops
 from pretrain.model.attention import choose_attention, model_inputs
 from pretrain.model.build import build_meta_model
 from pretrain.model.routers import router_losses
-from pretrain.parallel.auto_settings import settled
+from pretrain.parallel.auto_settings import resolve_auto
 from pretrain.parallel.registry import make_strategy
 from pretrain.parallel.strategy import Strategy
 from pretrain.recipe import read_run_config
@@ -256,7 +256,7 @@ def calibrate(config: RunConfig, flops_per_token: float) -> Calibration:
 
 def time_steps(recipe: str, seconds: float) -> None:
     """Runs steps for `seconds`, at least FEWEST_TIMED_STEPS, and prints their speed as a line of JSON."""
-    config = settled(read_run_config(recipe))
+    config = resolve_auto(read_run_config(recipe))
     steps = Steps(config, make_strategy(config))
     tokens = config.batch.sequences_per_micro_batch * config.data.sequence_length
     micro_steps = max(1, config.batch.tokens_per_step // tokens)

@@ -17,9 +17,9 @@ from pretrain.hardware import memory_bytes, peak_flops
 from pretrain.model.model_config import padded_vocabulary
 from pretrain.parallel.launcher import launched_strategy
 from pretrain.parallel.strategy import device_type
-from pretrain.training.cautions import cautions
 from pretrain.training.run_plan import ModelPlan, RunPlan, plan_without_data, sequences_of
 from pretrain.training.run_records import in_rows, rows_of_model
+from pretrain.training.start_warnings import start_warnings
 from pretrain.units import bytes_text, count_text, counted, duration_text
 from pretrain_tools.planning.candidates import storage_of, work_of_run
 from pretrain_tools.planning.footprints import largest_footprint
@@ -61,7 +61,7 @@ def judgement(
         memory_shortage(config, run, run.precision, device),
         small_disk(config, run),
     )
-    warnings = [*cautions(config, run, overridden, device), *filter(None, found)]
+    warnings = [*start_warnings(config, run, overridden, device), *filter(None, found)]
     lines = [f"{WARNING_PREFIX}{warning}" for warning in warnings]
     return [*lines, time_here(config, run, device), f"start it with: {launch_command(config, words)}"]
 

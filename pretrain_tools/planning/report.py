@@ -18,7 +18,7 @@ from pretrain.data.vocabulary import assumed_vocabulary, planned_model_config
 from pretrain.errors import Problems
 from pretrain.gpus import GIB
 from pretrain.model.build import FORMULA, flops_per_token
-from pretrain.parallel.auto_settings import settled
+from pretrain.parallel.auto_settings import resolve_auto
 from pretrain.parallel.registry import STRATEGIES
 from pretrain.terminal import width_of, wrapped
 from pretrain.units import co2_text
@@ -100,7 +100,7 @@ def build_plan(
 ) -> Plan:
     """Plans a recipe under every strategy. Raises InputError with what cannot be planned."""
     # auto settings are resolved for one process, as for --check; strategies divide the batch later.
-    config = settled(config, processes=1)
+    config = resolve_auto(config, processes=1)
     model_config = planned_model_config(config.model, config.data)
     precision = planned_precision(config, hardware.gpu)
     work = work_of_run(config, model_config)

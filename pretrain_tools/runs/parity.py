@@ -153,9 +153,9 @@ def numbers_for_auto(recipe: Path, changes: Sequence[tuple[str, str]], processes
     optim = config.optim
     if "auto" not in (config.batch.tokens_per_step, optim.learning_rate, optim.weight_decay, optim.warmup_steps):
         return []
-    from pretrain.parallel.auto_settings import settled
+    from pretrain.parallel.auto_settings import resolve_auto
 
-    there = settled(config, processes)
+    there = resolve_auto(config, processes)
     return [
         ("batch.tokens_per_step", str(there.batch.tokens_per_step)),
         ("batch.sequences_per_micro_batch", str(there.batch.sequences_per_micro_batch)),

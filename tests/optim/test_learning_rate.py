@@ -15,7 +15,7 @@ from pretrain.optim.learning_rate import (
     learning_rate_for_batch,
 )
 from pretrain.optim.scaling_laws import rate_by_law
-from pretrain.parallel.auto_settings import settled
+from pretrain.parallel.auto_settings import resolve_auto
 from pretrain.recipe import read_run_config
 from pretrain.training.run_plan import derive
 
@@ -109,7 +109,7 @@ def test_a_run_takes_the_rate_of_its_batch_or_of_its_size(recipe):
     )
     assert scaled.peak_learning_rate == pytest.approx(4e-3) and scaled.learning_rate(1) == pytest.approx(4e-3)
     assert scaled.learning_rate(0) == pytest.approx(2e-3), "two steps of warmup"
-    config = settled(read_run_config(recipe, [("optim.learning_rate", "auto")]))
+    config = resolve_auto(read_run_config(recipe, [("optim.learning_rate", "auto")]))
     parameters = derive(config, 1).parameters
     assert derive(config, 1).peak_learning_rate == pytest.approx(rate_by_law(parameters, 256, 1.0), rel=1e-2)
 

@@ -13,7 +13,7 @@ from pretrain.optim.scaling_laws import (
     warmup_by_law,
     weight_decay_by_law,
 )
-from pretrain.parallel.auto_settings import settled, settled_batch
+from pretrain.parallel.auto_settings import resolve_auto, settled_batch
 from pretrain.recipe import read_run_config
 from support.project import ROOT
 
@@ -65,7 +65,7 @@ def test_warmup_is_a_token_per_parameter_or_a_twentieth():
 
 
 def test_auto_follows_the_recipe_and_not_the_processes():
-    alone, many = (settled(with_auto_batch(budget=1_200_000), processes) for processes in (1, 8))
+    alone, many = (resolve_auto(with_auto_batch(budget=1_200_000), processes) for processes in (1, 8))
     assert alone.batch.tokens_per_step == many.batch.tokens_per_step == 2048
     assert alone.optim == many.optim
     assert (alone.batch.sequences_per_micro_batch, many.batch.sequences_per_micro_batch) == (4, 1)

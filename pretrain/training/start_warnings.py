@@ -18,7 +18,7 @@ WASTE = 0.01
 """Share of a model's parameters in rows of ids that the data has not, above which a warning appears."""
 
 
-def cautions(config: RunConfig, run: RunPlan, overridden: frozenset[str], device: torch.device) -> list[str]:
+def start_warnings(config: RunConfig, run: RunPlan, overridden: frozenset[str], device: torch.device) -> list[str]:
     """The warnings, a sentence or two each; takes a fifth of a second if bf16 is emulated, else no time.
 
     Args:

@@ -10,7 +10,7 @@ import yaml
 from pretrain.errors import InputError
 from pretrain.parallel.ranks import Ranks
 from pretrain.recipe import read_run_config
-from pretrain.training.attempt import (
+from pretrain.training.starting import (
     CrashLoopError,
     advice_on_memory,
     crashes_without_progress,
@@ -124,12 +124,12 @@ def test_advice_when_memory_runs_out_names_numbers_and_the_next_strategy(tmp_pat
     path.write_text(yaml.safe_dump(recipe))
     strategy = strategy_of()
     strategy.name, strategy.ranks, strategy.precision = "ddp", Ranks(0, 2), "fp32"
-    monkeypatch.setattr("pretrain.training.attempt.memory_bytes", lambda device: 2**20)
+    monkeypatch.setattr("pretrain.training.starting.memory_bytes", lambda device: 2**20)
     rungs = advice_on_memory(read_run_config(path), strategy).splitlines()[1:-1]
     assert "--activation_checkpointing full" in rungs[0] and "--batch.sequences_per_micro_batch 2: needs" in rungs[1]
     assert any("accelerate_configs/zero1.yaml: needs" in rung for rung in rungs)
     assert all("of 1.0 MB" in rung for rung in rungs)
-    monkeypatch.setattr("pretrain.training.attempt.python_path", lambda: "")
+    monkeypatch.setattr("pretrain.training.starting.python_path", lambda: "")
     monkeypatch.chdir(tmp_path)  # where the tools are not
     without = advice_on_memory(read_run_config(path), strategy)
     assert without.startswith("Out of memory; no figures for this run (") and "No module named" in without

@@ -1,4 +1,4 @@
-"""One attempt at a run: exclusive use of its folder, protection from crash loops, and a recorded end."""
+"""Runs a training with exclusive use of its folder, protection from crash loops, and a recorded end."""
 
 import json
 import os
@@ -38,7 +38,7 @@ class CrashLoopError(RunStoppedError):
     exit_code = EXIT_CRASH_LOOP
 
 
-def attempt(config: RunConfig, strategy: Strategy, train: Callable[[Metrics], int]) -> int:
+def with_recorded_end(config: RunConfig, strategy: Strategy, train: Callable[[Metrics], int]) -> int:
     """Calls `train`, all ranks together; returns the exit status. The end is always recorded in metrics.jsonl.
 
     Raises InputError on all ranks if another process trains in this folder, or if they have different settings.

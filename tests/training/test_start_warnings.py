@@ -5,10 +5,10 @@ import torch
 
 from pretrain.optim.optimizers import OPTIMIZERS
 from pretrain.recipe import read_run_config
-from pretrain.training import cautions as cautions_module
-from pretrain.training.cautions import cautions
+from pretrain.training import start_warnings as cautions_module
 from pretrain.training.run_plan import derive
 from pretrain.training.run_records import banner
+from pretrain.training.start_warnings import start_warnings
 from support.project import events, run_script
 
 CPU = torch.device("cpu")
@@ -17,7 +17,7 @@ OLD_CPU = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
 
 def said(recipe, *overrides):
     config = read_run_config(recipe, list(overrides))
-    return cautions(config, derive(config, ranks=1), frozenset(name for name, _ in overrides), CPU)
+    return start_warnings(config, derive(config, ranks=1), frozenset(name for name, _ in overrides), CPU)
 
 
 AUTO, AUTO_MUON = (OPTIMIZERS[name].auto_rate(0, 256) for name in ("adamw", "muon"))
