@@ -5,7 +5,7 @@ import torch
 
 from pretrain.optim.optimizers import OPTIMIZERS
 from pretrain.recipe import read_run_config
-from pretrain.training import start_warnings as cautions_module
+from pretrain.training import start_warnings as start_warnings_module
 from pretrain.training.run_plan import derive
 from pretrain.training.run_records import banner
 from pretrain.training.start_warnings import start_warnings
@@ -74,7 +74,7 @@ def test_a_vocabulary_that_the_data_does_not_fill_is_reported(recipe, rows, mess
 
 
 def test_an_emulated_precision_is_reported_where_it_was_requested(recipe, monkeypatch):
-    monkeypatch.setattr(cautions_module, "emulation_of_bf16", lambda device: "bf16 is emulated here (12 against 240)")
+    monkeypatch.setattr(start_warnings_module, "emulation_of_bf16", lambda device: "bf16 is emulated here (12 against 240)")
     assert said(recipe, ("precision", "bf16")) == [
         "precision: bf16 is emulated here (12 against 240); use precision: fp32 or auto"
     ]
@@ -110,7 +110,8 @@ def test_the_banner_says_what_the_run_is_on_and_with_which_kernels(recipe, monke
         "kernels_not_used": lambda requested, *rest, **here: [f"not {requested}", "nor this"],
     }
     for name, answer in answers.items():
-        monkeypatch.setattr(f"pretrain.training.run_records.{name}", answer)
+        home = "pretrain.model.kernels" if name.startswith("kernels") else "pretrain.training.run_records"
+        monkeypatch.setattr(f"{home}.{name}", answer)
     rows = dict(line.split("  ", 1) for line in banner(config, run, {}).splitlines())
     found = {name: rows[name].strip() for name in ("device", "kernels", "not used")}
     assert found == {
