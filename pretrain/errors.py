@@ -9,6 +9,7 @@ import os
 import select
 import stat
 import sys
+import time
 from collections.abc import Callable, Iterable
 from typing import Any, NoReturn, TypeVar
 
@@ -25,6 +26,9 @@ EXIT_PREEMPTED = 75
 EXIT_INTERRUPTED = 130
 EXIT_CLOSED_PIPE = 141
 """128 + SIGPIPE, as shells report a program that wrote to a closed pipe."""
+
+SECONDS_TO_REPORT = 10.0
+"""Time in which the first process of a machine reports an error, before the others report it too."""
 
 _Value = TypeVar("Value")
 
@@ -89,8 +93,10 @@ def or_exit(function: Callable[[], _Value]) -> _Value:
     try:
         return function()
     except InputError as error:
-        if is_first_on_machine():
-            print_problems(shortened(problem, 5000) for problem in error.problems)
+        if not is_first_on_machine():
+            # The launcher ends all processes when one ends: the first would be ended before it has said why.
+            time.sleep(SECONDS_TO_REPORT)
+        print_problems(shortened(problem, 5000) for problem in error.problems)
     except OSError as error:
         if error.filename is None or error.errno not in UNUSABLE_PATHS:
             raise

@@ -93,3 +93,14 @@ def test_a_python_without_the_packages_is_told_of_the_environment(script):
     assert result.returncode == 2
     assert "activate the environment with `. .venv/bin/activate`" in result.stderr
     assert "Traceback" not in result.stderr
+
+
+def test_the_first_process_of_a_machine_reports_first_and_the_others_if_nobody_ends_them(monkeypatch, capsys):
+    """A launcher ends all processes as soon as one has ended, which must not be one that says nothing."""
+    waited = []
+    monkeypatch.setattr("pretrain.errors.time.sleep", waited.append)
+    for rank, seconds in (("0", []), ("1", [10.0])):
+        waited.clear()
+        monkeypatch.setenv("LOCAL_RANK", rank)
+        assert status_of(InputError("a: is bad; fix it")) == 2
+        assert capsys.readouterr().err == "a: is bad; fix it\n" and waited == seconds

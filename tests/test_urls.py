@@ -85,7 +85,7 @@ def test_documents_in_memory_are_prepared_as_those_in_files(tmp_path, run, memor
         "preparation.documents.sources.PART_BYTES",
         "preparation.documents.byte_stream.READ_BYTES",
     ):
-        monkeypatch.setattr(f"pretrain.{name}", 500)
+        monkeypatch.setattr(f"pretrain_tools.{name}", 500)
     write_documents(tmp_path / "docs")
     memory.put(str(tmp_path / "docs"), "/bucket/docs", recursive=True)
     run("--input", tmp_path / "docs/*", "--output", tmp_path / "files")

@@ -285,11 +285,12 @@ def test_a_stream_goes_on_from_any_part_without_the_files_before(tmp_path, monke
         assert texts_read == expected
         done = 0
         for part in parts:
-            done += len(part.found)
+            done += len(list(part.records(Reading())))
             # As it comes back from progress.json.
             start = Position(*json.loads(json.dumps(part.after)))
             assert parts_from(dataset, start)[1] == expected[done:], (limit, start)
-    assert parts[-1].source.name == "set/train/00000" and parts[-1].found[-1].place == 20
+    source, record = list(parts[-1].records(Reading()))[-1]
+    assert source.name == "set/train/00000" and record.place == 20
     dataset = open_dataset(f"{tmp_path}/set", None, "train", streaming=True)
     third = next(part.after for part in dataset.parts(Reading(), BEGINNING) if part.after[:2] == (2, 1))
     (tmp_path / "set/train-0.jsonl").unlink()
