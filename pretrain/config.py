@@ -584,7 +584,8 @@ class RunConfig(Section):
         """Reads recipes and runs from before `tracking`."""
         if not isinstance(values, dict) or "group" not in values:
             return values
-        group, tracking = values["group"], values.get("tracking") or {}
+        group = values["group"]
+        tracking = values.get("tracking") or {}
         rest = {key: value for key, value in values.items() if key != "group"}
         if group is None or not isinstance(tracking, dict):
             return rest

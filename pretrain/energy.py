@@ -98,8 +98,10 @@ def rapl_readers(powercap: Path = POWERCAP) -> list[Reader]:
 
 def _zone_reader(folder: Path) -> Reader:
     """Reads a counter of microjoules, which begins again when it is full: within minutes at hundreds of watts."""
-    counter, full = folder / "energy_uj", int((folder / "max_energy_range_uj").read_text())
-    last, total = int(counter.read_text()), 0
+    counter = folder / "energy_uj"
+    full = int((folder / "max_energy_range_uj").read_text())
+    last = int(counter.read_text())
+    total = 0
 
     def read() -> float:
         nonlocal last, total

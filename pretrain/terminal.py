@@ -78,7 +78,8 @@ def sparkline(values: list[float], *, width: int = 40) -> str:
     width = min(width, len(values))
     bounds = [round(n * len(values) / width) for n in range(width + 1)]
     means = [statistics.fmean(values[a:b]) for a, b in itertools.pairwise(bounds)]
-    low, high = min(means), max(means)
+    low = min(means)
+    high = max(means)
     scale = (len(SPARKS) - 1) / (high - low) if high > low else 0.0
     return "".join(SPARKS[round((mean - low) * scale)] for mean in means)
 

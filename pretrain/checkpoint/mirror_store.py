@@ -148,7 +148,8 @@ class MirrorStore:
 
     def look_over(self, name: str) -> dict[str, dict]:
         """Returns what `sealed` does; the files must be there in their sizes. Reads none of them."""
-        entries, sizes = self.sealed(name), self._sizes(name)
+        entries = self.sealed(name)
+        sizes = self._sizes(name)
         for file, entry in entries.items():
             if file not in sizes:
                 raise DamagedCopyError(f"{file} is missing")
@@ -158,7 +159,8 @@ class MirrorStore:
 
     def state(self, step: int) -> dict[str, Any]:
         """Returns the trainer_state.json of a checkpoint, after `look_over`. Raises DamagedCopyError."""
-        name, file = name_of(step), "trainer_state.json"
+        name = name_of(step)
+        file = "trainer_state.json"
         entry = self.look_over(name).get(file, {})
         if damage := damage_of_content(file, content := self.read(f"{name}/{file}") or b"", entry):
             raise DamagedCopyError(damage)

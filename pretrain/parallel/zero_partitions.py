@@ -132,7 +132,8 @@ def placed_pieces(
     for parameter, flat, offset, ranges in places:
         if parameter not in matrices:
             continue
-        one, elements = replace(matrices[parameter], stacked=1), matrices[parameter].elements
+        one = replace(matrices[parameter], stacked=1)
+        elements = matrices[parameter].elements
         for start in range(0, matrices[parameter].stacked * elements, elements):
             inside = tuple(tuple(min(max(place - start, 0), elements) for place in each) for each in ranges)
             before = max(0, start - ranges[holders.rank][0])  # elements of this process's part

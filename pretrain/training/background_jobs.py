@@ -72,7 +72,9 @@ class Evaluations:
     """
 
     def __init__(self, run: Path, metrics: Metrics, threads: str = "1"):
-        self.run, self.metrics, self.threads = run, metrics, threads
+        self.run = run
+        self.metrics = metrics
+        self.threads = threads
         self._running: dict[Path, subprocess.Popen] = {}
         if metrics.is_main:
             for leftover in (run / EVALUATIONS).glob("step-*/"):  # of evaluations that a crash cut short
@@ -81,7 +83,8 @@ class Evaluations:
 
     def start(self, checkpoint: Path, settings: config.Evaluation) -> subprocess.Popen | None:
         """Starts evaluating a checkpoint, whose results go into metrics.jsonl; a failure to start is a warning."""
-        folder, log = self.run / EVALUATIONS / checkpoint.name, evaluation_log(self.run, checkpoint.name)
+        folder = self.run / EVALUATIONS / checkpoint.name
+        log = evaluation_log(self.run, checkpoint.name)
         self.stop(folder)  # of this step before a rollback
         if is_held(log):
             return None  # started before a crash of the run, which it has survived

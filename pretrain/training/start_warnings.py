@@ -32,7 +32,8 @@ def start_warnings(config: RunConfig, run: RunPlan, overridden: frozenset[str], 
 
 def unusual_learning_rate(config: RunConfig, run: RunPlan, overridden: frozenset[str]) -> str | None:
     """Warns that the peak is far from auto's for this optimizer and size; None if it is near, or auto."""
-    optim, stated = config.optim, run.peak_learning_rate
+    optim = config.optim
+    stated = run.peak_learning_rate
     if optim.learning_rate == "auto":
         return None
     tokens_per_step = run.ramp.sequences_per_level[-1] * run.batches.window.sequence_length
@@ -55,7 +56,8 @@ def unusual_learning_rate(config: RunConfig, run: RunPlan, overridden: frozenset
 
 def unused_vocabulary(config: RunConfig, run: RunPlan) -> str | None:
     """Warns that the model has rows for many more ids than the data; None within padding, or for given weights."""
-    ids, rows = run.batches.vocabulary_size, run.model_config.vocab_size
+    ids = run.batches.vocabulary_size
+    rows = run.model_config.vocab_size
     padded = padded_vocabulary(ids)
     if rows <= padded or config.init == "pretrained":
         return None

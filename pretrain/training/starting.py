@@ -155,7 +155,8 @@ def crashes_without_progress(run: Path, step: int) -> tuple[int, int]:
 
     Progress is a checkpoint later than `step`, or a later step than any attempt before.
     """
-    crashes, furthest = 0, step
+    crashes = 0
+    furthest = step
     for line in starts_and_ends(run):
         if line["event"] == "end" and line["code"] != CRASHED:
             crashes = 0
@@ -167,7 +168,8 @@ def crashes_without_progress(run: Path, step: int) -> tuple[int, int]:
 
 def starts_and_ends(run: Path) -> list[dict]:
     """Returns the `start` and `end` events of a run, each start with the last step `reached` after it."""
-    found, start = [], {}
+    found = []
+    start = {}
     for event in read_metrics(run) if (run / METRICS_FILE).exists() else ():
         if event["event"] == "train":
             start["reached"] = event["step"]

@@ -32,7 +32,8 @@ SIGNALS = {
 END_CODES = {Request.PREEMPT: EXIT_PREEMPTED, Request.INTERRUPT: EXIT_INTERRUPTED}
 SAME_SIGNAL_SECONDS = 1.0
 """Ctrl-C reaches a process from the terminal and from its launcher: signals this close together are one."""
-HEARTBEAT_SECONDS, HEARTBEAT_SECONDS_OF_OTHERS = 2.0, 10.0
+HEARTBEAT_SECONDS = 2.0
+HEARTBEAT_SECONDS_OF_OTHERS = 10.0
 ORPHAN_SECONDS = 3.0
 """How long a launcher has to stop the other processes itself after one died."""
 LAST_WORDS_SECONDS = 3.0
@@ -69,9 +70,12 @@ class Watch:
         held: Path | None = None,
         on_end: Callable[[str, int], None] = lambda reason, code: None,
     ):
-        self.run, self.rank, self.neighbors = run, rank, list(neighbors)
+        self.run = run
+        self.rank = rank
+        self.neighbors = list(neighbors)
         self.step_timeout_seconds = step_timeout_seconds
-        self.held, self.on_end = held, on_end
+        self.held = held
+        self.on_end = on_end
         self.request = Request.NONE
         """The most urgent request by signals so far."""
         self.step = 0
@@ -100,7 +104,8 @@ class Watch:
     def beat(self, step: int | None = None) -> None:
         """Reports that the loop is alive, with the number of steps after each step."""
         if step is not None:
-            self.step, self._timeout = step, self.step_timeout_seconds
+            self.step = step
+            self._timeout = self.step_timeout_seconds
         self._last_beat = time.monotonic()
 
     def allow_compiling(self) -> None:
@@ -126,7 +131,8 @@ class Watch:
         woke = time.monotonic()
         while not self._closed.is_set():
             ready, _, _ = select.select([self._reader], [], [], tick)
-            was, woke = woke, time.monotonic()
+            was = woke
+            woke = time.monotonic()
             if woke - was > own_pause:
                 self._forgive(woke - was)
             numbers = self._reader.recv(64) if ready else b""
