@@ -120,7 +120,7 @@ class OptimizerSpec(ABC):
     def make(
         self, parameters: NamedParameters, settings: Optim, learning_rate: float, seed: int, device_type: str
     ) -> torch.optim.Optimizer:
-        """Builds the optimizer of these parameters in its `groups`, which set the decay; `seed` is for random draws."""
+        """Builds the optimizer of these parameters in `groups`, which set the decay; `seed` is for its draws."""
 
     @abstractmethod
     def state_shapes(self, name: str) -> dict[str, tuple[int, ...]]:
