@@ -83,8 +83,7 @@ def _acquire(path: Path, silence_seconds: float | None) -> int:
 
 
 def _is_silent(path: Path, silence_seconds: float | None) -> bool:
-    """Tells if nobody touches the file for this long. Compares the file with itself, since machines' clocks may
-    differ.
+    """Tells if nobody touches the file for this long. Compares the file with itself: clocks may differ.
 
     Counts looks instead of seconds, because nobody looks while this machine is suspended.
     """

@@ -182,7 +182,7 @@ class HostMemory:
 
 
 def lock(memory: torch.Tensor, device: torch.device) -> bool:
-    """Page-locks CPU memory; returns False if the system does not allow that much, which only makes copies slower."""
+    """Locks CPU memory pages; returns False if the system does not allow that much, which only makes copies slower."""
     if int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)) == 0:
         return True
     with suppress(RuntimeError):  # CUDA reports the error at the next kernel, which must not be a training step's

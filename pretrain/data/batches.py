@@ -85,7 +85,7 @@ Drawn = dict[int, np.ndarray]
 
 @dataclass(frozen=True)
 class SourceRead:
-    """How much a run has read of one source."""
+    """Record of how much a run has read of one source."""
 
     shards: str
     """Folder of the prepared source."""

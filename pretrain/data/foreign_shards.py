@@ -65,8 +65,7 @@ def _split_of(path: Path) -> str:
 # Cached: counting documents reads up to 100M token IDs.
 @lru_cache(maxsize=64)
 def foreign_manifest(path: Path, tokenizer: str | None) -> Manifest:
-    """Builds the manifest that such files would have. Raises InputError for damaged files and IDs of a larger
-    vocabulary.
+    """Builds the manifest that such files would have. Raises InputError for damaged files or foreign IDs.
 
     tokenizer: folder or Hub ID; None uses the folder `tokenizer` next to the files. Documents and bytes of text are
     counted, or estimated from 64 pieces of 1M IDs in files of more than 100M.

@@ -31,7 +31,7 @@ SHARD_FIELDS = {"file": str, "split": str, "tokens": int, "documents": int, "tex
 
 @dataclass(frozen=True)
 class FoundShards:
-    """What a run's first rank found in a folder that this rank need not be able to read (data/dispatch.py)."""
+    """Findings of a run's first rank in a folder that this rank need not be able to read (data/dispatch.py)."""
 
     problems: list[str]
     manifest: Manifest | None = None

@@ -49,7 +49,7 @@ def split_layers(parameters_per_layer: list[int], stages: int, first: int, last:
 
 @dataclass(frozen=True)
 class PipelineMicroBatch:
-    """What a stage must know about a pipeline microbatch, besides the hidden states that reach it."""
+    """A pipeline microbatch as a stage needs to know it, besides the hidden states that reach it."""
 
     targets_BT: Tensor
     weight: Tensor

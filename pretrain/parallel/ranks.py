@@ -74,8 +74,7 @@ class Ranks:
             raise error("; ".join(problems))
 
     def by_main(self, work: Callable[[], _Value], beat: Callable[[], None]) -> _Value | None:
-        """Runs `work` in a thread of the main rank while all ranks wait and call `beat`; only that rank gets the
-        result.
+        """Runs `work` in a thread of the main rank while all ranks wait and call `beat`; returns None on others.
 
         If `beat` raises, which it must do on all ranks at the same call, the work continues but nobody waits for it.
         """

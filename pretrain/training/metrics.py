@@ -193,7 +193,7 @@ class Speed:
     tokens_at_log: int
     flops_at_log: float
     tokens_shown: int
-    """Tokens when the live line moved last."""
+    """Tokens when the live line last moved."""
     saves_every: int
     """Steps between checkpoints."""
     throughput: Throughput = field(default_factory=Throughput)

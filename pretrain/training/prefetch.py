@@ -21,8 +21,7 @@ READS_JUDGED = 64
 
 
 class ReadAhead:
-    """Source of micro-batches, in any order; those requested in the order of training are prefetched if reading is
-    slow."""
+    """Source of micro-batches, in any order; those in the order of training are prefetched if reading is slow."""
 
     def __init__(self, strategy: Strategy):
         self.strategy = strategy

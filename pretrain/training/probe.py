@@ -51,7 +51,7 @@ BF16_TOLERANCE = 3e-2
 
 @dataclass(frozen=True)
 class Probe:
-    """How to run a model, and the findings about faster attentions."""
+    """Result of a probe: how to run the model, and the findings about faster attentions."""
 
     attention: str
     """Attention that computes what the library's eager forward computes."""

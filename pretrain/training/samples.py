@@ -15,7 +15,7 @@ from pretrain.parallel.strategy import Strategy
 
 @dataclass(frozen=True)
 class Sampling:
-    """How to choose the next token: greedily, or sampled at `temperature` from the most likely."""
+    """Choice of the next token: greedy, or sampled at `temperature` from the most likely."""
 
     max_new_tokens: int
     temperature: float | None = None

@@ -235,8 +235,7 @@ class DeepOnePreTrainedModel(PreTrainedModel):
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        """Draws Xavier normal weights: gain beta for values, outputs and the feed-forward, gain 1 for queries and
-        keys.
+        """Draws Xavier normal weights: gain beta for values, outputs and feed-forward, 1 for queries and keys.
 
         The paper does not specify embedding, head and norms; they follow transformers: normal with initializer_range,
         ones and zeros.
