@@ -59,7 +59,7 @@ from pretrain.training.validation import data_problems, open_validation
 
 
 def main(asked: CommandLine, config: RunConfig, strategy: Strategy, last_step: int | None, log: Metrics) -> int:
-    """Trains to the end, or to `last_step`; returns the exit status. All ranks."""
+    """Trains to the end, or to `last_step`; returns the exit status. Runs on all ranks."""
     recipe_plan = derive(config, strategy.data_ranks * strategy.micro_batches_per_call)
     validation_readers = open_validation(config.data)
     run = open_run(config, recipe_plan, asked, strategy, log, last_step)  # at its newest intact checkpoint
@@ -95,8 +95,8 @@ def main(asked: CommandLine, config: RunConfig, strategy: Strategy, last_step: i
     profile = None
     model.train()
     while run.state.step < run.plan.total_steps:
-        # The step: the same function of the step's number in every run of this recipe.
-        step = begin_step(run)  # where a stage begins, the model takes its windows and positions
+        # The step: a pure function of the step's number in every run of this recipe.
+        step = begin_step(run)  # if a stage begins here, the model switches to its windows and positions
         plan = run.plan
         learning_rate = plan.learning_rate(step) * run.state.learning_rate_factor
         micro_steps = plan.micro_steps(step)
@@ -113,9 +113,9 @@ def main(asked: CommandLine, config: RunConfig, strategy: Strategy, last_step: i
             run.watch.beat()
         grad_norm, skipped = strategy.update(config.optim.max_grad_norm)
         throughput.step_done()
-        count_step(run)  # its weights enter their average, if the run keeps one
+        count_step(run)  # also updates the average of the weights, if the run has one
 
-        # Between steps: all ranks agree on what happened, on what was asked for, and so on what to do.
+        # Between steps all ranks agree on what happened and on requests, and so on what to do next.
         due = cadences.after(run.state.step, plan.total_steps)
         outcome = after_step(run, step_loss, grad_norm, skipped, settle=due.settles)
         if due.logs:
@@ -123,12 +123,12 @@ def main(asked: CommandLine, config: RunConfig, strategy: Strategy, last_step: i
         show_progress(run, outcome.reports)
         report_saves(run)
         if outcome.bad is not None:
-            roll_back(run, outcome.bad)  # to a checkpoint from before it, and on with other data or a lower rate
+            roll_back(run, outcome.bad)  # to an earlier checkpoint, then on with other data or a lower learning rate
             continue
         if due.validates:
             validate(run)
         if run.wants_decay:
-            decay(run)  # before the save, so that the checkpoint knows
+            decay(run)  # before the save, so that the checkpoint records it
         if due.saves or run.wants_save:
             save(run, wait=due.evaluates or run.request != Request.NONE, required=due.is_last)
         if due.evaluates:
@@ -149,7 +149,7 @@ def main(asked: CommandLine, config: RunConfig, strategy: Strategy, last_step: i
 
 
 def open_profile(run: Run, read_ahead: ReadAhead, steps: int | None, first_step: int):
-    """Returns what takes profiles between steps, as --profile or `runs.py profile` asks for."""
+    """Opens a profiler that runs between steps, for --profile or `runs.py profile`."""
     from pretrain_tools.profiling.step_profile import StepProfile
 
     return StepProfile(run, read_ahead, steps, first_step)

@@ -1,18 +1,18 @@
 """Groundwork: pretraining of base language models on the Hugging Face stack.
 
-The trainer: what is loaded while a model trains. The scripts at the root use it, and pretrain_tools; nothing in it
-imports either. A room imports only from those named before it (tests/test_structure.py holds the order): these files,
-model, optim, data, parallel, runs, checkpoint, training. The files next to this one import from no room, so
-all rooms may use them:
+The trainer: the code that is loaded while a model trains. The scripts at the root and pretrain_tools use it; it
+imports neither. A package imports only from those named before it (tests/test_structure.py checks the order): these
+files, model, optim, data, parallel, runs, checkpoint, training. The files next to this one import from no package, so
+all packages may use them:
 
-    config, recipe: every setting of a run; reading it from YAML and the command line
-    hardware, gpus: what this machine can do; the GPUs that plan.py knows
+    config, recipe: every setting of a run; reading settings from YAML and the command line
+    hardware, gpus: capabilities of this machine; the GPUs that plan.py knows
     energy: joules and CO2, measured or estimated
     errors: input errors and exit statuses
     launch: accelerate launch, for people at a terminal and for schedulers
     terminal: stages, the live line, colors and widths
-    files, urls: files and folders that are whole or absent; files behind addresses
-    processes: locks, and which processes live
+    files, urls: files and folders that are complete or absent; files by path or URL
+    processes: locks, and which processes are alive
     deepspeed_build: where DeepSpeed compiles its operators
     units: counts, bytes, durations and energies in words
 """

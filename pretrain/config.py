@@ -1,6 +1,6 @@
-"""The run config: every setting of a run, typed, documented and frozen. recipe.py reads it from YAML and argv.
+"""Run config: every setting of a run, typed, documented and frozen. recipe.py reads it from YAML and argv.
 
-A recipe is whole: no inheritance, no interpolation, so `diff` of two recipes is the experiment.
+A recipe is self-contained: no inheritance, no interpolation, so `diff` of two recipes shows the experiment.
 """
 
 import json
@@ -15,7 +15,7 @@ from pretrain.units import parse_count
 
 
 def parse_fraction(value: Any) -> Any:
-    """'20%' -> 0.2; numbers stay."""
+    """Converts '20%' to 0.2; leaves numbers unchanged."""
     if isinstance(value, str) and value.strip().endswith("%"):
         try:
             return float(value.strip()[:-1]) / 100
@@ -25,23 +25,23 @@ def parse_fraction(value: Any) -> Any:
 
 
 def parse_names(value: Any) -> Any:
-    """'base' -> ['base'], 'a,b' -> ['a', 'b']; lists stay."""
+    """Converts 'base' to ['base'] and 'a,b' to ['a', 'b']; leaves lists unchanged."""
     return [name.strip() for name in value.split(",") if name.strip()] if isinstance(value, str) else value
 
 
 def refuse_boolean(value: Any) -> Any:
-    """Python counts with true and false, so that `every_steps: true` would be every step."""
+    """Raises ValueError for booleans: Python counts them as numbers, so `every_steps: true` would be every step."""
     if isinstance(value, bool):
         raise ValueError(f"a number is needed here, not true or false (got {str(value).lower()})")
     return value
 
 
 MOST = 10**18
-"""The largest count allowed: a thousand times the tokens of the largest corpora, well within 64 bits."""
+"""Largest count allowed: a thousand times the tokens of the largest corpora, well within 64 bits."""
 
 NotBoolean = BeforeValidator(refuse_boolean)
 Count = Annotated[int, BeforeValidator(parse_count), NotBoolean, Field(ge=1, le=MOST)]
-# 2k of context is 2,048 tokens and a batch of 512k is 2^19 tokens to everyone in the field; 2k steps are 2,000.
+# By convention, 2k of context are 2,048 tokens and a batch of 512k is 2^19 tokens, but 2k steps are 2,000.
 BinaryCount = Annotated[Count, BeforeValidator(lambda value: parse_count(value, thousand=1024))]
 CountFromZero = Annotated[int, BeforeValidator(parse_count), NotBoolean, Field(ge=0, le=MOST)]
 Fraction = Annotated[float, BeforeValidator(parse_fraction), NotBoolean, Field(ge=0, le=1)]
@@ -53,7 +53,7 @@ FactorAboveOne = Annotated[float, NotBoolean, Field(gt=1)]
 
 
 class Section(BaseModel):
-    # extra=forbid: a misspelt key is an error, not a default. frozen: the record that is saved is what ran.
+    # extra=forbid: a misspelled key is an error, not ignored. frozen: the saved record is what ran.
     model_config = ConfigDict(
         extra="forbid", frozen=True, validate_default=True, use_attribute_docstrings=True, allow_inf_nan=False
     )
@@ -61,15 +61,15 @@ class Section(BaseModel):
 
 @dataclass(frozen=True)
 class WindowSpec:
-    """What a window of tokens is, to everything that reads, masks, computes or measures one."""
+    """Shape of a window of tokens, for all code that reads, masks, computes or measures one."""
 
     sequence_length: int
-    """Tokens that are predicted; as read from shards a window has one more, the last one's target."""
+    """Predicted tokens; as read from shards a window has one more, the last one's target."""
     document_mask: bool
-    """Attention and positions restart at every end-of-document id."""
+    """True if attention and positions restart at every end-of-document ID."""
 
     def count_in(self, tokens: int) -> int:
-        """Whole windows in a stream of tokens: the last token of each is the first of the next."""
+        """Counts whole windows in a stream of tokens: the last token of each is the first of the next."""
         return max(0, tokens - 1) // self.sequence_length
 
 
@@ -77,14 +77,14 @@ class Shards(Section):
     shards: Path
     """Folder written by prepare_data.py; nanoGPT's .bin or folder; or Megatron's .bin with its .idx next to it."""
     tokenizer: str | None = None
-    """Tokenizer (folder or Hub id) for shards made by other tools; prepare_data.py's folders carry their own."""
+    """Tokenizer (folder or Hub ID) for shards made by other tools; prepare_data.py's folders contain their own."""
 
 
 class Source(Shards):
     weight: PositiveFloat = 1.0
     """Sampling weight of this source, relative to the other sources."""
     max_epochs: PositiveFloat | None = None
-    """Stop sampling this source after so many epochs; the other sources make up the difference. null: no limit."""
+    """Stop sampling this source after this many epochs; the other sources make up the difference. null: no limit."""
 
 
 class CurriculumStage(Section):
@@ -94,9 +94,9 @@ class CurriculumStage(Section):
     """Fraction of the run at which the stage ends, such as 20% or 0.2; null only in the last stage."""
     sequence_length: BinaryCount | None = None
     """Tokens per training sequence from this stage on, a multiple of data.sequence_length; null: as before. The tokens
-    per step stay; the micro-batch shrinks with the length."""
+    per step do not change; the micro-batch shrinks with the length."""
     rope_parameters: dict[str, Any] | None = None
-    """Rotary positions from this stage on, in the words of the model's JSON: {rope_theta: 500000}, or
+    """Rotary positions from this stage on, with the keys of the model's JSON: {rope_theta: 500000}, or
     {rope_type: yarn, factor: 8, original_max_position_embeddings: 4096}; null: as before."""
 
 
@@ -119,21 +119,21 @@ class Data(Section):
     sampling: Literal["epochs", "random_windows"] = "epochs"
     """epochs: every window once per epoch, in a seeded order. random_windows: windows at random offsets."""
     dispatch_batches: bool = False
-    """The first process of the run reads the shards for all; the others need not see them."""
+    """The first process of the run reads the shards for all; the others need no access to them."""
 
     @property
     def mixtures(self) -> list[CurriculumStage]:
-        """The stages of the run; a plain mixture is a run of one stage."""
+        """Stages of the run; a plain mixture is a run of one stage."""
         return self.stages or [CurriculumStage(train=self.train)]
 
     @property
     def window(self) -> WindowSpec:
-        """The windows that the run is validated on, and trained on where its stages have no others."""
+        """Windows for validation, and for training in stages that set no others."""
         return WindowSpec(self.sequence_length, self.document_mask)
 
     @property
     def windows(self) -> list[WindowSpec]:
-        """The windows of each stage."""
+        """Windows of each stage."""
         lengths = [self.sequence_length]
         for stage in self.mixtures:
             lengths.append(stage.sequence_length or lengths[-1])
@@ -141,7 +141,7 @@ class Data(Section):
 
     @property
     def longest_window(self) -> WindowSpec:
-        """The longest that the run reads."""
+        """Longest window of the run."""
         return max([self.window, *self.windows], key=lambda window: window.sequence_length)
 
     @model_validator(mode="after")
@@ -163,8 +163,8 @@ class Data(Section):
 
 class Budget(Section):
     tokens_per_parameter: PositiveFloat | None = None
-    """Training tokens per parameter (active parameter for a mixture of experts); 20 is the compute-optimal ratio of
-    Hoffmann et al. (arXiv 2203.15556)."""
+    """Training tokens per parameter (active parameter for MoE models); 20 is the compute-optimal ratio of Hoffmann et
+    al. (arXiv 2203.15556)."""
     tokens: Count | None = None
     """Total training tokens."""
     steps: Count | None = None
@@ -218,10 +218,10 @@ class MuonSettings(Section):
     iterations: Count = 5
     """Newton-Schulz iterations of each update."""
     adamw_learning_rate: PositiveFloat | None = None
-    """Peak learning rate of what AdamW updates: embeddings, head, norms, biases; null: the one of the matrices."""
+    """Peak learning rate of AdamW's parameters: embeddings, head, norms, biases; null: the same as the matrices'."""
     blocks: dict[str, Count | list[Count]] = {}
-    """Matrices of several that are orthogonalised one by one: {pattern of the weight's name: how many, or the size of
-    each} along the outputs, as {"*.c_attn.weight": 3} for q, k and v, or a number of heads."""
+    """Weights that hold several matrices to orthogonalize separately: {pattern of the weight's name: how many, or the
+    size of each} along the outputs, as {"*.c_attn.weight": 3} for q, k and v, or a number of heads."""
 
 
 class Optim(Section):
@@ -236,20 +236,20 @@ class Optim(Section):
     eps: PositiveFloat = 1e-8
     """AdamW: added to the denominator of an update."""
     weight_decay: NonNegativeFloat | Literal["auto"] = 0.1
-    """Applied to matrices only: never to embeddings, norms or biases. auto: by parameters, tokens, batch and rate."""
+    """Applied to matrices only: never to embeddings, norms or biases. auto: by model, tokens, batch, learning rate."""
     max_grad_norm: PositiveFloat | None = 1.0
     """Clip gradients to this global norm; null: no clipping."""
     stochastic_rounding: bool = False
     """adafactor only: keep parameters in bf16 and apply updates with unbiased stochastic rounding."""
     muon: MuonSettings = MuonSettings()
     width_transfer: Literal["none", "mup"] = "none"
-    """mup: a learning rate found at base_width holds at the model's own width; see docs/training.md."""
+    """mup: a learning rate tuned at base_width holds at the model's own width; see docs/training.md."""
     base_width: Count | None = None
-    """mup: the hidden size at which learning_rate was found, where initial weights are the architecture's own."""
+    """mup: the hidden size at which learning_rate was tuned, where initial weights are the architecture's own."""
     schedule: Literal["cosine", "linear", "constant", "wsd", "infinite"] = "cosine"
     """Learning-rate schedule; see docs/training.md."""
     warmup_steps: CountFromZero | Literal["auto"] = 500
-    """Steps of linear warmup to the peak. auto: a token per parameter, at most a twentieth of the run."""
+    """Steps of linear warmup to the peak. auto: a token per parameter, at most 5% of the run."""
     final_ratio: Fraction = 0.1
     """Learning rate at the end of the decay, relative to the peak."""
     decay_fraction: PositiveFraction = 0.2
@@ -257,7 +257,7 @@ class Optim(Section):
     decay_shape: Literal["linear", "cosine", "sqrt"] = "sqrt"
     """wsd: shape of the decay; sqrt is 1 - sqrt (arXiv 2405.18392)."""
     cooldown_fraction: PositiveFraction = 0.7
-    """infinite: fraction of the run over which the learning rate falls from the peak to the constant rate."""
+    """infinite: fraction of the run over which the learning rate falls from the peak to the constant one."""
     min_cooldown_tokens: CountFromZero = 0
     """infinite: minimum length of the cooldown in tokens, however short the run."""
     constant_ratio: PositiveFraction = 0.536
@@ -283,7 +283,7 @@ class Optim(Section):
 
 
 class Averaging(Section):
-    """A running mean of the weights beside those that train; see docs/training.md."""
+    """A running mean of the weights, kept next to the training weights; see docs/training.md."""
 
     kind: Literal["none", "ema", "tail"] = "none"
     """ema: exponential moving average. tail: uniform mean over the end of the run."""
@@ -292,7 +292,7 @@ class Averaging(Section):
     tail_fraction: PositiveFraction = 0.2
     """tail: final fraction of the run over which weights are averaged."""
     every_steps: Count = 10
-    """Steps between two that enter the average; the decay of ema follows it."""
+    """Steps between two that enter the average; ema's decay is adjusted to it."""
 
 
 class Pipeline(Section):
@@ -303,7 +303,7 @@ class Pipeline(Section):
     )
     """Pipeline schedule; see docs/strategies.md. GPipe and 1F1B have one stage per process, the others two."""
     microbatch_scale: Count = 1
-    """Pipeline microbatches per stage: higher values shrink the pipeline bubble and the matrix products."""
+    """Pipeline microbatches per stage: higher values shrink the pipeline bubble and the matmuls."""
 
 
 class Loss(Section):
@@ -312,21 +312,21 @@ class Loss(Section):
     z_loss: NonNegativeFloat = 0.0
     """Coefficient of mean(logsumexp(logits)^2), which keeps logits from drifting (arXiv 2204.02311); 0: off."""
     router_balance: NonNegativeFloat | None = None
-    """Mixtures of experts: coefficient of the loss that balances the experts over the global batch (arXiv 2501.11873);
+    """MoE models: coefficient of the loss that balances the experts over the global batch (arXiv 2501.11873);
     null: the model's own, such as router_aux_loss_coef."""
     router_z_loss: NonNegativeFloat | None = None
-    """Mixtures of experts: coefficient of mean(logsumexp(router logits)^2) (ST-MoE, arXiv 2202.08906); null: the
+    """MoE models: coefficient of mean(logsumexp(router logits)^2) (ST-MoE, arXiv 2202.08906); null: the
     model's own router_z_loss_coef, else 0."""
     router_bias_rate: NonNegativeFloat = 0.0
-    """Mixtures of experts whose routers choose with a bias (deepseek_v3, glm4_moe, ...): how far each step moves an
-    expert's bias, up where it got less than its share of the global batch, else down (arXiv 2408.15664); DeepSeek-V3's
-    is 0.001; 0: the bias stays."""
+    """MoE models whose routers choose with a bias (deepseek_v3, glm4_moe, ...): how far each step moves an
+    expert's bias, up if it got less than its share of the global batch, else down (arXiv 2408.15664); DeepSeek-V3
+    uses 0.001; 0: the bias does not change."""
 
 
 class Cadence(Section):
     every_steps: Count | None = None
-    """At multiples of this many steps. Without it and every_tokens: validation and checkpoints at the end of the run
-    only, no samples, no benchmarks."""
+    """At multiples of this many steps. If neither this nor every_tokens is set: validation and checkpoints only at the
+    end of the run, no samples, no benchmarks."""
     every_tokens: Count | None = None
     """The same in training tokens, instead of every_steps."""
 
@@ -350,7 +350,7 @@ class Samples(Cadence):
     prompts: Annotated[list[str], Field(min_length=1)] = [""]
     """Prompts for the model to continue; an empty prompt starts a new document."""
     max_new_tokens: Count = 64
-    """Tokens of each sample at most."""
+    """Maximum tokens of each sample."""
     temperature: PositiveFloat | None = 0.8
     """Sampling temperature; null: greedy decoding."""
     top_k: Count | None = None
@@ -373,7 +373,7 @@ class Evaluation(Cadence):
     include_path: Path | None = None
     """Folder with your own task .yaml files."""
     eval_bundle: Path | None = None
-    """Folder of DCLM's evaluation bundle, whose tasks `core` is about; see docs/runs.md."""
+    """Folder of DCLM's evaluation bundle, with the tasks of `core`; see docs/runs.md."""
 
 
 class Checkpoint(Cadence):
@@ -390,12 +390,12 @@ class Checkpoint(Cadence):
     at_end: bool = True
     """false: the run ends without a last checkpoint and without final/, as a measurement may."""
     in_background: bool = True
-    """Keep training while a checkpoint is written; needs host memory for a copy of weights and optimizer."""
+    """Keep training while a checkpoint is written; needs CPU memory for a copy of weights and optimizer."""
     mirror: str | None = None
     """Folder or URL (s3://..., hf://buckets/...) where a copy of the run is kept, under the name of `output`; a start
     without checkpoints resumes from it. See docs/failures.md."""
     mirror_wait_seconds: Annotated[NonNegativeFloat, Field(le=1500)] = 300.0
-    """How long the end of the run waits for the mirror at most, and a start that needs it."""
+    """Maximum time that the end of the run waits for the mirror, and a start that needs it."""
 
 
 class Guard(Section):
@@ -430,9 +430,9 @@ class Guard(Section):
     """A micro-step, or an update, that takes longer counts as a hang: the stacks of all processes are written and the
     run exits for a restart."""
     first_step_timeout_seconds: PositiveFloat = 1800.0
-    """The same for those of the first step, which compiles kernels."""
+    """The timeout within the first step, which compiles kernels."""
     compare_copies_every_steps: Count = 1000
-    """How often to compare the processes' copies of the same weights bit by bit."""
+    """How often to compare the replicas of the weights bit by bit."""
 
 
 class Logging(Section):
@@ -455,7 +455,7 @@ class Export(Section):
 
 class Publish(Section):
     license: str | None = None
-    """The model's licence as a Hub id, such as apache-2.0; required for publishing."""
+    """The model's license as a Hub ID, such as apache-2.0; required for publishing."""
     language: Names = []
     """Languages of the text, ISO 639 codes."""
 
@@ -466,17 +466,17 @@ class Hub(Section):
     repository: str | None = None
     """owner/name; null: no uploads."""
     every: Literal["milestones", "end"] = "end"
-    """milestones: each checkpoint that checkpoint.milestones_every keeps, and final/ at the end. end: final/ alone."""
+    """milestones: each checkpoint that checkpoint.milestones_every keeps, and final/ at the end. end: only final/."""
     private: bool = True
     """Create the repository as private."""
 
 
 class Tracking(Section):
-    """Where trackers file the run, and under which name; see docs/runs.md for what each of them takes."""
+    """Where trackers file the run, and under which name; see docs/runs.md for what each of them accepts."""
 
     project: str | None = None
-    """Project, or experiment; null: the environment's WANDB_PROJECT (of other trackers their own variable first), else
-    groundwork."""
+    """Project, or experiment; null: the environment's WANDB_PROJECT (for other trackers their own variable first),
+    else groundwork."""
     entity: str | None = None
     """Team, user or workspace that the project belongs to; null: the account's own."""
     name: str | None = None
@@ -488,15 +488,15 @@ class Tracking(Section):
 
 
 class ModelSource(BaseModel):
-    """A model's configuration, and what the recipe changes of it.
+    """A model's configuration, and the recipe's changes to it.
 
-    Keys beside `config` are the architecture's own, so that they are judged with the JSON (model/model_config.py).
+    Keys other than `config` belong to the architecture, so they are checked with the JSON (model/model_config.py).
     """
 
     model_config = ConfigDict(extra="allow", frozen=True)
 
     config: str
-    """A .json file, a folder with a config.json, or a Hub id."""
+    """A .json file, a folder with a config.json, or a Hub ID."""
 
     @model_validator(mode="before")
     @classmethod
@@ -532,8 +532,8 @@ class ModelSource(BaseModel):
 
 class RunConfig(Section):
     model: ModelSource
-    """Architecture: a JSON file in model_configs/, a folder with a config.json, or a Hub id. `model.KEY` changes a key
-    of it: --model.num_hidden_layers 8, --model.vocab_size auto (as the data's tokenizer has it); in a recipe {config:
+    """Architecture: a JSON file in model_configs/, a folder with a config.json, or a Hub ID. `model.KEY` changes one
+    of its keys: --model.num_hidden_layers 8, --model.vocab_size auto (the tokenizer's size); in a recipe {config:
     FILE, num_hidden_layers: 8}."""
     init: Literal["scratch", "pretrained"] = "scratch"
     """pretrained: continue from the weights of `model`."""
@@ -544,7 +544,7 @@ class RunConfig(Section):
     seed: CountFromZero = 42
     """Seed for initial weights, data order and dropout."""
     precision: Literal["auto", "fp32", "bf16", "fp16", "fp8"] = "bf16"
-    """Precision of forward and backward; weights and optimizer stay in fp32. auto: bf16 where the device has it."""
+    """Precision of forward and backward; weights and optimizer stay in fp32. auto: bf16 if the device has it."""
     data: Data
     budget: Budget = Budget(tokens_per_parameter=20)
     batch: Batch
@@ -584,7 +584,8 @@ class RunConfig(Section):
         """Reads recipes and runs from before `tracking`."""
         if not isinstance(values, dict) or "group" not in values:
             return values
-        group, tracking = values["group"], values.get("tracking") or {}
+        group = values["group"]
+        tracking = values.get("tracking") or {}
         rest = {key: value for key, value in values.items() if key != "group"}
         if group is None or not isinstance(tracking, dict):
             return rest
@@ -597,7 +598,7 @@ class RunConfig(Section):
         return self.model_copy(update={"batch": self.batch.model_copy(update=settings)})
 
     def as_stage(self, number: int) -> "RunConfig":
-        """Returns the run as if that stage, with its sequences and micro-batch, were all of it."""
+        """Returns the run as if that stage, with its sequences and micro-batch, were the whole run."""
         length = self.data.windows[number].sequence_length
         stage = CurriculumStage(train=self.data.mixtures[number].train)
         data = self.data.model_copy(update={"train": None, "stages": [stage], "sequence_length": length})

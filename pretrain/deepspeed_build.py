@@ -1,7 +1,7 @@
-"""Where DeepSpeed's operators are compiled, and why a killed compilation must not stop the next run.
+"""Folder in which DeepSpeed compiles its operators; removes the locks of interrupted compilations.
 
-torch locks a build folder by the mere presence of a file. Killed while it builds, it leaves the file, and every later
-build waits silently and forever (torch.utils.file_baton).
+torch locks a build folder by the mere presence of a file. A build that is killed leaves the file behind, and every
+later build waits silently and forever (torch.utils.file_baton).
 """
 
 import os
@@ -12,9 +12,9 @@ CACHE = Path(__file__).parents[1] / ".cache" / "torch_extensions"
 
 
 def prepare_extensions_folder() -> Path:
-    """Makes torch build in a folder of this machine's own, unless TORCH_EXTENSIONS_DIR says where, and frees it.
+    """Makes torch build in a folder of this machine, unless TORCH_EXTENSIONS_DIR is set, and removes stale locks.
 
-    Call before DeepSpeed is imported. Returns the folder.
+    Must be called before DeepSpeed is imported. Returns the folder.
     """
     folder = Path(os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(CACHE / socket.gethostname())))
     folder.mkdir(parents=True, exist_ok=True)
@@ -27,7 +27,7 @@ def prepare_extensions_folder() -> Path:
 
 
 def files_open_here() -> set[Path]:
-    """Files that processes of this machine, as far as this user may see, have open."""
+    """Lists the files that processes of this machine have open, as far as this user may see."""
     import psutil
 
     found = set()

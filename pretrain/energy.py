@@ -1,7 +1,7 @@
-"""Measures the joules that a run uses: counted by the hardware if it can be read, else estimated and called so.
+"""Measures the joules that a run uses: by hardware counters if they can be read, else an estimate, labeled as one.
 
-Covers processors and GPUs alone: neither cooling nor power supplies, disks or network. Reading takes microseconds
-(RAPL, a file for each processor) to a millisecond (NVML), and happens at log steps only.
+Covers processors and GPUs only: neither cooling nor power supplies, disks or network. Reading takes microseconds
+(RAPL, a file for each processor) to a millisecond (NVML), and happens only at log steps.
 """
 
 import ctypes
@@ -22,16 +22,16 @@ WATTS_PER_THREAD = 4.0
 """Watts of an unknown processor: codecarbon's DEFAULT_POWER_PER_CORE (codecarbon/core/cpu.py)."""
 
 Reader = Callable[[], float]
-"""Joules since some time in the past; raises OSError where it can no longer be read."""
+"""Function that returns joules since some time in the past; raises OSError if it can no longer read them."""
 
 
 class EnergyMeter:
-    """Joules of the machines of a run, between two readings of its main process.
+    """Meter of the joules that a run's machines use between two readings of its main process.
 
-    Of several machines the main one is read, and the others count as the same. What else runs on it counts too.
+    On several machines only the main one is read, and the others count the same. Other programs on it count too.
 
     Args:
-        ranks: processes of the run.
+        ranks: number of processes of the run.
         powercap: folder of Linux's RAPL counters.
     """
 
@@ -39,13 +39,13 @@ class EnergyMeter:
         local = min(ranks, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
         self._machines = -(-ranks // local)
         self._readers, self.how = _readers(device, local, powercap)
-        """how: 'measured by NVML', 'estimated: ...'; None if nothing is known."""
+        """Source of the figures: 'measured by NVML', 'estimated: ...'; None if nothing is known."""
         if self.how and self._machines > 1:
             self.how += f", on one of {self._machines} machines"
         self._last = self._read()
 
     def joules(self) -> float | None:
-        """Returns joules since the last call, or since the beginning; None if nothing can be read."""
+        """Returns joules since the last call, or since the start; None if nothing can be read."""
         before = self._last
         now = self._read()
         self._last = now
@@ -80,9 +80,9 @@ def _over_time(watts: float) -> Reader:
 
 
 def rapl_readers(powercap: Path = POWERCAP) -> list[Reader]:
-    """Returns one reader per processor, and per memory bank that counts apart; [] if not all can be read.
+    """Returns one reader per processor, and per memory bank that is counted separately; [] if any cannot be read.
 
-    Linux gives the counters to root alone (CVE-2020-8694), unless an administrator decides otherwise.
+    Linux restricts the counters to root (CVE-2020-8694), unless an administrator decides otherwise.
     """
     zones = []
     for folder in sorted(powercap.glob("intel-rapl:*")):
@@ -97,9 +97,11 @@ def rapl_readers(powercap: Path = POWERCAP) -> list[Reader]:
 
 
 def _zone_reader(folder: Path) -> Reader:
-    """Reads a counter of microjoules, which begins again when it is full: within minutes at hundreds of watts."""
-    counter, full = folder / "energy_uj", int((folder / "max_energy_range_uj").read_text())
-    last, total = int(counter.read_text()), 0
+    """Returns a reader of a counter of microjoules, which wraps around within minutes at hundreds of watts."""
+    counter = folder / "energy_uj"
+    full = int((folder / "max_energy_range_uj").read_text())
+    last = int(counter.read_text())
+    total = 0
 
     def read() -> float:
         nonlocal last, total
@@ -114,7 +116,7 @@ def _zone_reader(folder: Path) -> Reader:
 def nvml_readers(count: int) -> list[Reader]:
     """Returns one reader per GPU, of NVIDIA's counters since the driver was loaded; [] without them.
 
-    Volta and newer have them (nvmlDeviceGetTotalEnergyConsumption).
+    Volta and newer GPUs have them (nvmlDeviceGetTotalEnergyConsumption).
     """
     try:
         nvml = ctypes.CDLL("libnvidia-ml.so.1")
@@ -148,14 +150,14 @@ def _gpu_reader(nvml: ctypes.CDLL, handle: ctypes.c_void_p) -> Reader:
 
 
 def processor_watts(local: int) -> tuple[float, str]:
-    """Returns (watts of the threads that so many processes of this machine use, where the figure is from)."""
+    """Returns (watts of the threads that this many local processes use, source of the figure)."""
     cores = os.cpu_count() or 1
     threads = min(cores, local * torch.get_num_threads())
     if importlib.util.find_spec("codecarbon") is not None:
         from codecarbon.core.cpu import TDP
 
-        logging.getLogger("codecarbon").setLevel(logging.ERROR)  # it warns of a processor that its table lacks
+        logging.getLogger("codecarbon").setLevel(logging.ERROR)  # it warns of a processor missing in its table
         rated = TDP().tdp
-        if rated and rated != WATTS_PER_THREAD * cores:  # which it makes up for such a processor
+        if rated and rated != WATTS_PER_THREAD * cores:  # its guess for a processor missing in its table
             return rated * threads / cores, f"{rated:g} W rated, codecarbon's table"
     return WATTS_PER_THREAD * threads, f"{WATTS_PER_THREAD:g} W per thread"

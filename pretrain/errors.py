@@ -1,6 +1,6 @@
 """Input errors, reported all at once with the remedy, and the exit statuses of scripts.
 
-docs/failures.md says what each exit status means to whoever started a script.
+docs/failures.md explains what each exit status means for the caller of a script.
 """
 
 import difflib
@@ -25,7 +25,7 @@ EXIT_CRASH_LOOP = 18
 EXIT_PREEMPTED = 75
 EXIT_INTERRUPTED = 130
 EXIT_CLOSED_PIPE = 141
-"""128 + SIGPIPE, as shells report a program that wrote to a closed pipe."""
+"""Exit status 128 + SIGPIPE, as shells report a program that wrote to a closed pipe."""
 
 SECONDS_TO_REPORT = 10.0
 """Time in which the first process of a machine reports an error, before the others report it too."""
@@ -40,7 +40,7 @@ UNUSABLE_PATHS = {
     errno.EISDIR: "name a file",
     errno.EROFS: "choose a writable location",
 }
-"""{errno: remedy} of paths that the system refuses: an error of the input, wherever it shows."""
+"""{errno: remedy} for paths that the system rejects: an input error, wherever it is raised."""
 
 
 class InputError(Exception):
@@ -55,10 +55,10 @@ class InputError(Exception):
 
 
 class Problems(list[str]):
-    """Collects the problems of independent checks, so that all are reported at once."""
+    """List that collects the problems of independent checks, so that all are reported at once."""
 
     def attempt(self, check: Callable[..., _Value], *given: Any, **named: Any) -> _Value | None:
-        """Returns what the check returns; None if it raises an InputError, whose problems join these, each once."""
+        """Returns the check's result; None if it raises an InputError, whose problems are added, each once."""
         try:
             return check(*given, **named)
         except InputError as error:
@@ -66,7 +66,7 @@ class Problems(list[str]):
             return None
 
     def stop_if_any(self) -> None:
-        """Raises InputError with all of them."""
+        """Raises InputError with all problems."""
         if self:
             raise InputError(*self)
 
@@ -88,7 +88,7 @@ def is_first_on_machine() -> bool:
 def or_exit(function: Callable[[], _Value]) -> _Value:
     """Returns what the function returns; an InputError ends the process with status 2, its problems on stderr.
 
-    So does a path that the system refuses, such as a file that this user may not open.
+    A path that the system rejects, such as a file that this user may not open, has the same effect.
     """
     try:
         return function()
@@ -105,7 +105,7 @@ def or_exit(function: Callable[[], _Value]) -> _Value:
 
 
 def print_problems(problems: Iterable[str]) -> None:
-    """Prints them to stderr, one line each, red on a terminal."""
+    """Prints the problems to stderr, one line each, red on a terminal."""
     for problem in problems:
         print(colored(problem, "red", sys.stderr), file=sys.stderr)
 
@@ -119,7 +119,7 @@ def run_script(main: Callable[[], int | None]) -> None:
         code = or_exit(main) or EXIT_DONE
         sys.stdout.flush()
     except BrokenPipeError:
-        if not stdout_is_broken():  # a socket of some library
+        if not stdout_is_broken():  # the pipe is a library's socket
             raise
         # Python flushes stdout again at exit, which would print a second error.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -135,17 +135,17 @@ def stdout_is_broken() -> bool:
 
 
 def leave(code: int) -> NoReturn:
-    """Ends the script; a process of a group ends at once."""
+    """Ends the script; a process of a group ends immediately."""
     LIVE_LINE.clear()
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
-        # gloo's threads, destroyed with the interpreter, may abort a process that has done everything.
+        # gloo's threads, destroyed with the interpreter, may abort a process whose work is finished.
         end_now(code)
     sys.exit(code)
 
 
 def end_now(code: int) -> NoReturn:
-    """Ends this process at once; others that wait for it find it dead."""
+    """Ends this process immediately; others that wait for it find it dead."""
     LIVE_LINE.clear()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -153,7 +153,7 @@ def end_now(code: int) -> NoReturn:
 
 
 def shortened(value: Any, most: int = 200) -> str:
-    """Returns a value of the input as text, cut if it is long."""
+    """Returns an input value as text, truncated if it is long."""
     text = str(value)
     return text if len(text) <= most else f"{text[:most]}... ({len(text):,} characters)"
 
@@ -165,7 +165,7 @@ def one_line(error: BaseException) -> str:
 
 
 def read_small_file(path: str | os.PathLike, most_bytes: int = 1 << 20) -> str:
-    """Reads a file that people write. Raises InputError, without the file's name, for anything else."""
+    """Reads a file written by people. Raises InputError, without the file's name, for anything else."""
     try:
         status = os.stat(path)
         if stat.S_ISDIR(status.st_mode):

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 ROOT = Path(__file__).resolve().parents[1]
-"""The project: its scripts, launcher files and model configurations."""
+"""Root folder of the project, with its scripts, accelerate configs and model configurations."""
 
 
 def write_durably(path: Path, content: bytes | str) -> None:
@@ -50,7 +50,7 @@ FINGERPRINT_BYTES = 1 << 16
 def fingerprint_of(file: BinaryIO, size: int) -> str:
     """Hashes a file's size and its first, middle and last 64 KiB, which detects a change without reading it all.
 
-    A file that cannot seek gives its first 64 KiB alone.
+    A file that cannot seek only contributes its first 64 KiB.
     """
     digest = hashlib.sha256(str(size).encode())
     for start in sorted({0, size // 2, max(0, size - FINGERPRINT_BYTES)}) if file.seekable() else [0]:
@@ -67,15 +67,15 @@ def sha256_of(path: Path) -> str:
 
 
 def as_json(fields: Any) -> bytes:
-    """Writes a record of prepared data: the same fields give the same bytes."""
-    # A name on the command line may not be UTF-8; JSON reads the escape of its bytes back as they were.
+    """Formats a record of prepared data: the same fields give the same bytes."""
+    # A name on the command line may not be UTF-8; backslash escapes keep its bytes readable in JSON.
     return (json.dumps(fields, ensure_ascii=False, indent=1) + "\n").encode(errors="backslashreplace")
 
 
 SEAL_FILE = "MANIFEST.json"
 PROVENANCE_FILE = "provenance.json"
 SIGNATURE_FILE = "model.sig"
-"""Added by publish.py to a folder, sealed or not: both cover the manifest, and so cannot be in it."""
+"""File that publish.py adds to a folder, like provenance.json: both cover the manifest, so it cannot list them."""
 CARD_FILE = "README.md"
 PICTURE_FILE = "loss.png"
 FORMAT = {"format": "groundwork-checkpoint", "version": 1}
@@ -86,7 +86,7 @@ def commit(unfinished: Path, final: Path, files: Mapping[str, dict]) -> None:
     """Seals what is not sealed yet, writes MANIFEST.json, and moves the folder to its final name in one step.
 
     Args:
-        unfinished: the folder as it was written, beside `final`.
+        unfinished: the folder as it was written, next to `final`.
         files: {name: {bytes, sha256}} of files already sealed.
     """
     for path in sorted(unfinished.rglob("*")):
@@ -113,7 +113,7 @@ def remove(folder: Path) -> None:
 
 
 def delete(path: Path) -> None:
-    """Deletes a folder with its content, a file, or a link without what it leads to; nothing if there is none."""
+    """Deletes a folder with its content, a file, or a link without its target; does nothing if there is none."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -129,7 +129,7 @@ def seal(path: Path) -> dict:
 
 
 def damage(folder: Path, rank: int = 0, ranks: int = 1, beat: Callable[[], None] = lambda: None) -> list[str]:
-    """Returns what is wrong with this rank's share of a sealed folder's files; [] if nothing is.
+    """Lists the problems of this rank's share of a sealed folder's files; empty if there are none.
 
     beat: called before each file, since reading one takes a while.
     """
@@ -143,7 +143,7 @@ def damage(folder: Path, rank: int = 0, ranks: int = 1, beat: Callable[[], None]
         return [str(error)]
     present = {p.relative_to(folder) for p in folder.rglob("*") if p.is_file()}
     present -= {Path(SEAL_FILE), Path(PROVENANCE_FILE), Path(SIGNATURE_FILE)}
-    # Downloads leave hidden files beside what they fetch; nothing reads them.
+    # Downloads leave hidden files next to what they fetch; nothing reads them.
     present = {str(name) for name in present if not any(part.startswith(".") for part in name.parts)}
     problems = [f"{name} is not in the manifest" for name in sorted(present - set(expected))] if rank == 0 else []
     for name, entry in sorted(expected.items())[rank::ranks]:
@@ -153,7 +153,7 @@ def damage(folder: Path, rank: int = 0, ranks: int = 1, beat: Callable[[], None]
 
 
 def sealed_files(manifest: bytes) -> dict[str, dict]:
-    """Returns {name: {bytes, sha256}} in the content of a MANIFEST.json. Raises ValueError for any other content."""
+    """Parses {name: {bytes, sha256}} from a MANIFEST.json. Raises ValueError for any other content."""
     try:
         contents = json.loads(manifest)
         files = {
@@ -167,7 +167,7 @@ def sealed_files(manifest: bytes) -> dict[str, dict]:
 
 
 def damage_of_content(name: str, content: bytes, entry: Mapping[str, object]) -> str | None:
-    """Returns what is wrong with a file's content, given the manifest's entry of it; None if nothing is."""
+    """Returns the problem of a file's content, given its entry in the manifest; None if there is none."""
     if len(content) != entry.get("bytes"):
         return f"{name} has {len(content):,} bytes instead of {entry.get('bytes')}"
     is_same = hashlib.sha256(content).hexdigest() == entry.get("sha256")
@@ -175,7 +175,7 @@ def damage_of_content(name: str, content: bytes, entry: Mapping[str, object]) ->
 
 
 def damage_of_file(path: Path, name: str, expected_size: object, sha256: object) -> list[str]:
-    """Returns what is wrong with one file, given the manifest's size and hash."""
+    """Lists the problem of one file, given the manifest's size and hash."""
     try:
         if (size := path.stat().st_size) != expected_size:
             return [f"{name} has {size:,} bytes instead of {expected_size}"]

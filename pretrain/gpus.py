@@ -1,8 +1,8 @@
-"""GPUs: memory, peak rates, links, power and a default price, for plan.py and for MFU.
+"""Table of GPUs: memory, peak rates, links, power and a default price, for plan.py and for MFU.
 
 Memory, dense peaks without sparsity, bandwidths and power are from NVIDIA's and AMD's data sheets; memory is what
-torch reports, a little under the name's figure. Prices are on-demand prices per GPU and hour as they were common at
-cloud providers in 2025; --price_per_gpu_hour overrides them.
+torch reports, slightly less than the name says. Prices are typical on-demand prices per GPU and hour at cloud
+providers in 2025; --price_per_gpu_hour overrides them.
 """
 
 import re
@@ -12,32 +12,32 @@ from pretrain.errors import InputError, did_you_mean
 
 GIB = 2**30
 CPU = "cpu"
-"""Name of this machine's processors, where a plan is for them; see hardware.cpu_as_gpu."""
+"""Name that stands for this machine's processors in a plan; see hardware.cpu_as_gpu."""
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """One kind of GPU. Rates per second."""
+    """One kind of GPU. Rates are per second."""
 
     name: str
     memory_bytes: float
     bf16_flops: float
-    """Dense bf16 peak, fp16 where there is no bf16."""
+    """Dense bf16 peak; fp16 if there is no bf16."""
     fp8_flops: float | None
-    """Dense fp8 peak; None where there is no fp8."""
+    """Dense fp8 peak; None if there is no fp8."""
     memory_bytes_per_second: float
     link_bytes_per_second: float
-    """To the other GPUs of the machine, one direction: NVLink, or PCIe where there is none."""
+    """Bandwidth to the other GPUs of the machine, one direction: NVLink, or PCIe if there is none."""
     network_bytes_per_second: float
-    """To other machines, for each GPU, one direction."""
+    """Bandwidth to other machines, per GPU, one direction."""
     watts: float
     price_per_hour: float
-    """US dollars."""
+    """Price in US dollars."""
     has_bf16: bool = True
 
 
 def _gpu(name: str, *figures: float | None, has_bf16: bool = True) -> Gpu:
-    """Converts the units of the data sheets: GiB, TFLOP/s (bf16, fp8), GB/s (memory, link, network), W, USD."""
+    """Builds a Gpu from the data sheets' units: GiB, TFLOP/s (bf16, fp8), GB/s (memory, link, network), W, USD."""
     units = (GIB, 1e12, 1e12, 1e9, 1e9, 1e9, 1, 1)
     scaled = (figure and figure * unit for figure, unit in zip(figures, units, strict=True))
     return Gpu(name, *scaled, has_bf16=has_bf16)
@@ -73,11 +73,11 @@ GPUS = {
 
 
 VARIANTS = {"d", "laptop", "max", "mig", "nvl", "super", "ti"}
-"""Words in a name that make another GPU of it, or a part of one."""
+"""Words in a name that denote another GPU, or a part of one."""
 
 
 def gpu_called(device_name: str) -> Gpu | None:
-    """Returns the GPU that torch.cuda.get_device_name calls so, e.g. 'NVIDIA A100-SXM4-80GB'; None if unknown."""
+    """Finds the GPU with this torch.cuda.get_device_name, e.g. 'NVIDIA A100-SXM4-80GB'; None if unknown."""
     words = set(re.split(r"[ -]", device_name.lower()))
     own = {name: set(name.split("_")) for name in GPUS}
     known = [gpu for name, gpu in GPUS.items() if own[name] <= words and not (words - own[name]) & VARIANTS]
@@ -86,7 +86,7 @@ def gpu_called(device_name: str) -> Gpu | None:
 
 MAKERS = re.compile(r"nvidia|amd|tesla|geforce|instinct|sxm\d?|[^a-z0-9]")
 USUAL_MEMORY = re.compile(r"(?<=.{4})(?:24|32|48|80|94|141)gi?b$")
-"""At the end of a name that the table has without it."""
+"""Memory size at the end of a name, which the table's names omit."""
 
 
 def listed_name(name: str) -> str | None:
@@ -101,7 +101,7 @@ def listed_name(name: str) -> str | None:
 
 
 def find_gpu(name: str, **given: float | None) -> Gpu:
-    """Returns the GPU of this name; fields of Gpu that are given replace the table's figures.
+    """Returns the GPU of this name; given fields of Gpu replace the table's figures.
 
     A name that is not in the table needs memory_bytes and bf16_flops. Raises InputError without them.
     """
@@ -114,6 +114,6 @@ def find_gpu(name: str, **given: float | None) -> Gpu:
             f"--gpu: {name} is not in the table{did_you_mean(key, [*GPUS, CPU])}; any other can be described with "
             "--gpu_memory 80GB and --peak_tflops 989"
         )
-    # The table's figures for a card in a common machine: PCIe 4, 25 Gbit/s, 350 W.
+    # Defaults for a card in a common machine: PCIe 4, 25 Gbit/s, 350 W.
     common = Gpu(key, 0, 0, None, 1e12, 32e9, 3e9, 350, 0.0)
     return replace(common, **given)

@@ -1,4 +1,4 @@
-"""Knows what the machine can do: peak arithmetic rates, for MFU; its memory and its cores."""
+"""Reports what the machine can do: peak arithmetic rates, for MFU; its memory and its cores."""
 
 import ctypes
 import os
@@ -14,25 +14,26 @@ from pretrain.gpus import CPU, Gpu, gpu_called
 from pretrain.units import bytes_text, counted
 
 M_TRIM_THRESHOLD = -1
+"""Number of this setting of malloc, from glibc's malloc.h; see mallopt(3)."""
 M_MMAP_MAX = -4
-"""Numbers of malloc's settings, from glibc's malloc.h."""
+"""Number of this setting of malloc."""
 
 DRIVER_FILE = Path("/proc/driver/nvidia/version")
 DEVICE_FILE = Path("/dev/nvidia0")
-"""Files of NVIDIA's driver on Linux."""
+"""Device file of NVIDIA's driver on Linux."""
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
 """{precision: dtype of the activations}."""
 
 ONEDNN_ISAS_WITHOUT_BF16 = ("sse41", "avx", "avx2", "avx2_vnni", "avx2_vnni_2", "avx512_core", "avx512_core_vnni")
-"""Values of ONEDNN_MAX_CPU_ISA under which oneDNN multiplies bf16 by converting it."""
+"""Values of ONEDNN_MAX_CPU_ISA under which oneDNN multiplies bf16 by converting it to fp32."""
 
 
 @cache
 def missing_bf16(device_type: str) -> str | None:
     """Returns why 'cpu' or 'cuda' emulates bf16 matmuls; None if the device has instructions for them.
 
-    ATEN_CPU_CAPABILITY and ONEDNN_MAX_CPU_ISA restrict torch's kernels and matrix products to the instructions of an
+    ATEN_CPU_CAPABILITY and ONEDNN_MAX_CPU_ISA restrict torch's kernels and matmuls to the instructions of an
     older CPU; torch.cpu's own checks ignore them.
     """
     if device_type == "cuda":
@@ -44,7 +45,7 @@ def missing_bf16(device_type: str) -> str | None:
         return None if torch.ops.mkldnn._is_mkldnn_bf16_supported() else "this CPU has no bf16 instructions"
     if not (torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()):
         return "this CPU has no bf16 instructions"
-    for variable in ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA"):  # oneDNN reads the second where the first is not set
+    for variable in ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA"):  # oneDNN reads the second if the first is not set
         if limit := os.environ.get(variable):
             if limit.lower() in ONEDNN_ISAS_WITHOUT_BF16:
                 return f"{variable}={limit} keeps this CPU's bf16 instructions from use"
@@ -55,9 +56,9 @@ def missing_bf16(device_type: str) -> str | None:
 
 
 def emulation_of_bf16(device: torch.device) -> str | None:
-    """Measures (0.2 s) if bf16 is slower than fp32 here, and says so; None if it is not, or is native.
+    """Measures (0.2 s) if bf16 is slower than fp32 here, and describes it; None if it is not, or is native.
 
-    Small matrices on a CPU: an emulated product of (1024, 1024) takes seconds.
+    Uses small matrices on a CPU: an emulated matmul of (1024, 1024) takes seconds.
     """
     reason = missing_bf16(device.type)
     if reason is None:
@@ -78,7 +79,7 @@ def emulation_of_bf16(device: torch.device) -> str | None:
 def unusable_gpu() -> str | None:
     """Returns the problem if torch cannot use an NVIDIA GPU that CUDA_VISIBLE_DEVICES does not hide.
 
-    Training would take the CPU, a hundred times slower.
+    Otherwise training would silently run on the CPU, a hundred times slower.
     """
     if os.environ.get("CUDA_VISIBLE_DEVICES", "all").strip() in ("", "-1", "NoDevFiles"):
         return None
@@ -103,7 +104,7 @@ def unusable_gpu() -> str | None:
 
 
 def driver_version() -> str | None:
-    """Returns the version of NVIDIA's driver; None if there is none, or it does not say."""
+    """Returns the version of NVIDIA's driver; None if there is none, or it is unreadable."""
     try:
         version = re.search(r"\b\d+\.\d+(?:\.\d+)*", DRIVER_FILE.read_text(encoding="utf-8", errors="replace"))
     except OSError:
@@ -119,17 +120,17 @@ def peak_flops(device: torch.device, precision: str) -> tuple[float | None, str]
             return None, f"no peak is known for {name}"
         return gpu.bf16_flops, f"data sheet of {name}, dense bf16"
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
-    size = 256 if precision == "bf16" and missing_bf16("cpu") else 1024  # the larger takes seconds where emulated
+    size = 256 if precision == "bf16" and missing_bf16("cpu") else 1024  # emulated, the larger size takes seconds
     flops = measured_matrix_flops(dtype, device, size=size)
     return flops, f"measured {dtype} matrix product on {torch.get_num_threads()} threads"
 
 
 def cpu_as_gpu(processes: int, flops: float | None = None) -> Gpu:
-    """This machine's processors as plan.py takes them, shared by so many processes.
+    """Describes this machine's processors as a GPU for plan.py, shared by this many processes.
 
-    Without a price, and without a rated power, which nothing here knows.
+    It has neither a price nor a rated power, which are unknown.
 
-    flops: of a process, per second; None: the rate of all together is measured (0.5 s).
+    flops: FLOP/s of one process; None: measured for all together (0.5 s).
     """
     has_bf16 = missing_bf16("cpu") is None
     if flops is None:
@@ -157,9 +158,9 @@ def measured_matrix_flops(
     least_repeats: int = 5,
     least_seconds: float = 0.5,
 ) -> float:
-    """FLOP/s of the best (size, size) matrix product of those in `least_seconds`, after a warm-up.
+    """Measures the FLOP/s of the best (size, size) matmul within `least_seconds`, after a warm-up.
 
-    The threads may begin on one core, where the system leaves them for a tenth of a second.
+    The best counts because the threads may start on one core, where the system leaves them for a tenth of a second.
     """
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     wait = torch.cuda.synchronize if a.is_cuda else lambda: None
@@ -186,7 +187,7 @@ def describe_machine(device: torch.device) -> dict[str, str | int]:
 
 
 def device_in_words(device: torch.device) -> str:
-    """Describes what a run is on: the device, its memory, and for a GPU the driver and torch's CUDA."""
+    """Describes what a run uses: the device, its memory, and for a GPU the driver and torch's CUDA."""
     memory = bytes_text(memory_bytes(device))
     if device.type != "cuda":
         return f"CPU ({platform.machine()}), {counted(torch.get_num_threads(), 'thread')}, {memory} of memory"
@@ -207,9 +208,9 @@ def memory_bytes(device: torch.device) -> int:
 
 
 def use_all_cores() -> None:
-    """Shares the machine's cores among its processes, instead of the one thread that launchers set.
+    """Shares the machine's cores among its processes, instead of the single thread that launchers set.
 
-    A number that the user set stays: any other than 1, or 1 without a launcher.
+    A number that the user set is kept: any other than 1, or 1 without a launcher.
     """
     threads = os.environ.get("OMP_NUM_THREADS")
     launched = "LOCAL_RANK" in os.environ or "ACCELERATE_MIXED_PRECISION" in os.environ
@@ -219,19 +220,19 @@ def use_all_cores() -> None:
 
 
 def threads_beside(device: torch.device) -> str:
-    """Returns OMP_NUM_THREADS for a process beside a training; 1 if training on this device uses the cores."""
+    """Returns OMP_NUM_THREADS for a process next to training; 1 if training on this device uses the cores."""
     return str(torch.get_num_threads()) if device.type == "cuda" else os.environ.get("OMP_NUM_THREADS", "1")
 
 
 def seed_dropout(seed: int, device: torch.device) -> None:
-    """Seeds as torch.manual_seed does, which without a GPU also takes 0.6 ms for stack traces of other devices."""
+    """Seeds like torch.manual_seed, which without a GPU spends another 0.6 ms on stack traces for other devices."""
     (torch.default_generator if device.type == "cpu" else torch).manual_seed(seed)
 
 
 def keep_freed_memory() -> None:
     """Makes glibc keep the memory that tensors have freed (Linux; elsewhere nothing happens).
 
-    A step on a CPU frees and takes the same gigabyte again, and the system would clear every page of it each time: 4 %
+    A step on a CPU frees and allocates the same gigabyte again, and the system would clear every page each time: 4 %
     of a step (docs/performance.md).
     """
     allocator = ctypes.CDLL(None)

@@ -3,9 +3,9 @@
     python -m pretrain.launch --config_file accelerate_configs/ddp.yaml --num_processes 2 train.py --config RECIPE
     python -m pretrain.launch --supervise --config_file ...     # and start it again after every crash
 
---supervise comes first; all other options are those of `accelerate launch`. That one ends on Ctrl-C with a traceback,
-with one process even before the run has saved, returns 1 whatever the processes return, and restarts them as often as
---max_restarts allows, even if they have ended on purpose.
+--supervise comes first; all other options are those of `accelerate launch`. By itself, that ends on Ctrl-C with a
+traceback, with one process even before the run has saved, returns 1 whatever the processes return, and restarts them
+as often as --max_restarts allows, even if they have ended on purpose.
 """
 
 import logging
@@ -36,16 +36,16 @@ ENDED_ON_PURPOSE = {
     EXIT_PREEMPTED,
     EXIT_INTERRUPTED,
 }
-"""Exit statuses with which a restarted process would end again at once."""
+"""Exit statuses with which a restarted process would end again immediately."""
 
 SHUTDOWN_SECONDS = 300
-"""How long torchrun waits for its processes after a signal, unless TORCH_ELASTIC_SHUTDOWN_TIMEOUT says otherwise; its
-own 30 s are too short for the checkpoint of a large model."""
+"""Time that torchrun waits for its processes after a signal, unless TORCH_ELASTIC_SHUTDOWN_TIMEOUT is set; its own
+30 s are too short for the checkpoint of a large model."""
 SHORTEST_PAUSE_SECONDS = 5.0
 LONGEST_PAUSE_SECONDS = 300.0
-"""Pauses before another start: doubled after every one that ended soon."""
+"""Maximum pause before another start; pauses double after every start that ended soon."""
 LONG_LIFE_SECONDS = 600.0
-"""A start that lived so long resets the pause."""
+"""Lifetime of a start that resets the pause."""
 
 
 def launch(arguments: list[str]) -> int:
@@ -58,7 +58,7 @@ def launch(arguments: list[str]) -> int:
 
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SHUTDOWN_SECONDS))
     for name in logging.root.manager.loggerDict:
-        if name.startswith("torch.distributed.elastic"):  # each has a level; the ranks speak for themselves
+        if name.startswith("torch.distributed.elastic"):  # each has its own level; the ranks report errors themselves
             logging.getLogger(name).setLevel(logging.CRITICAL)
     torch.distributed.launcher.api.LocalElasticAgent = patient_agent()
     parsed = launch_command_parser().parse_args(arguments)
@@ -79,11 +79,11 @@ def launch(arguments: list[str]) -> int:
 
 
 def patient_agent() -> type:
-    """Returns the class that starts torchrun's processes, without restarts after an end on purpose."""
+    """Returns the class that starts torchrun's processes, without restarts after an intended end."""
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
     class Agent(LocalElasticAgent):
-        # torchrun restarts whatever the exit status was, and has no public hook between the end and the restart: its
+        # Private: torchrun restarts whatever the exit status was, and has no public hook between end and restart; its
         # max_restarts is fixed when the agent starts.
         def _monitor_workers(self, worker_group):
             result = super()._monitor_workers(worker_group)
@@ -95,12 +95,12 @@ def patient_agent() -> type:
 
 
 def status_after(number: int) -> int:
-    """Returns the exit status of a run that a signal has ended."""
+    """Returns the exit status of a run that was ended by a signal."""
     return EXIT_INTERRUPTED if number == signal.SIGINT else EXIT_PREEMPTED
 
 
 def status_of(code: int) -> int:
-    """Returns a process's exit status; a process that a signal killed counts as crashed."""
+    """Returns a process's exit status; a process that was killed by a signal counts as crashed."""
     if code < 0:
         print(f"the run was killed by {signal.Signals(-code).name}", file=sys.stderr)
         return CRASHED
@@ -108,22 +108,22 @@ def status_of(code: int) -> int:
 
 
 def wait_for_the_rest(number: int) -> None:
-    """Hands on a second signal, which has ended torchrun's wait, and returns once all processes have ended."""
+    """Forwards a second signal, which has ended torchrun's wait, and returns once all processes have ended."""
     left = psutil.Process().children()
     pass_on(number)
     psutil.wait_procs(left)
 
 
 def pass_on(number: int) -> None:
-    """Hands a signal to the processes that this one has started."""
+    """Forwards a signal to the child processes."""
     for process in psutil.Process().children():
         process.send_signal(number)
 
 
 def supervise(command: list[str]) -> int:
-    """Runs a command again and again as long as it crashes; returns its exit status otherwise, and after a signal.
+    """Runs a command repeatedly as long as it crashes; returns its exit status otherwise, and after a signal.
 
-    Bad input, divergence, a crash loop and the like would end alike again.
+    Bad input, divergence, a crash loop and the like would end the same way again.
     """
     pause = SHORTEST_PAUSE_SECONDS
     while True:
@@ -133,7 +133,7 @@ def supervise(command: list[str]) -> int:
         while (code := ended(process)) is None:
             with suppress(psutil.NoSuchProcess):
                 left = psutil.Process(process.pid).children(recursive=True) or left
-        if code < 0:  # its processes save and end by themselves; until then they hold the run
+        if code < 0:  # the run's processes save and end by themselves; until then they hold its lock
             psutil.wait_procs(left, timeout=SHUTDOWN_SECONDS)
         if (code != CRASHED and code >= 0) or HEARD:
             return status_of(code)
@@ -149,7 +149,7 @@ def supervise(command: list[str]) -> int:
 
 
 def ended(process: subprocess.Popen) -> int | None:
-    """Returns the exit status; None if it has not ended within a second."""
+    """Returns the exit status; None if the process has not ended within a second."""
     try:
         return process.wait(timeout=1.0)
     except subprocess.TimeoutExpired:
@@ -161,10 +161,10 @@ HEARD: list[int] = []
 
 
 def hear_signals(*, alone_ends: bool) -> None:
-    """Notes each signal and passes it on. A process that has not started any other ends at once if `alone_ends`.
+    """Records each signal and forwards it. A process without child processes ends immediately if `alone_ends`.
 
-    For one process, which accelerate only waits for; for several, torchrun takes over once it has started them. Ctrl-C
-    reaches the others from the terminal itself. SIG_IGN would not do: processes inherit it.
+    For a single process, which accelerate only waits for; with several, torchrun takes over once it has started them.
+    Ctrl-C reaches the others from the terminal itself. SIG_IGN would not work: child processes inherit it.
     """
 
     def hear(number, _):
@@ -175,7 +175,7 @@ def hear_signals(*, alone_ends: bool) -> None:
             sys.exit(status_after(number))
 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
-        if number == signal.SIGINT or signal.getsignal(number) != signal.SIG_IGN:  # nohup means it
+        if number == signal.SIGINT or signal.getsignal(number) != signal.SIG_IGN:  # respects nohup
             signal.signal(number, hear)
 
 

@@ -1,4 +1,4 @@
-"""Locks an output folder for one process, and tells which processes live."""
+"""Locks an output folder for one process, and tells which processes are alive."""
 
 import fcntl
 import json
@@ -22,21 +22,21 @@ def folder_lock(path: Path, silence_seconds: float | None = None) -> Iterator[No
 
     silence_seconds: holders touch the file; one on another host that has not for this long is dead.
 
-    The kernel releases the lock however its holder dies, so a file left behind is taken over. Raises InputError naming
+    The kernel releases the lock however its holder dies, so an abandoned file is taken over. Raises InputError naming
     process and host if another process holds it, or if it was left by another host, whose processes are not visible.
     """
     descriptor = _acquire(path, silence_seconds)
     try:
         yield
     finally:
-        # Removed while still held: a process that opened the file meanwhile finds another inode at the path.
+        # Removed while still held: a process that opened the file in the meantime finds another inode at the path.
         path.unlink(missing_ok=True)
         os.close(descriptor)
 
 
 def hold_while_open(file: IO) -> None:
     """Marks an open file as in use until the last process that inherits it closes it or dies."""
-    with suppress(OSError):  # a file system without locks: nobody then waits for it either
+    with suppress(OSError):  # on a file system without locks nobody waits for it either
         fcntl.flock(file, fcntl.LOCK_SH)
 
 
@@ -83,9 +83,9 @@ def _acquire(path: Path, silence_seconds: float | None) -> int:
 
 
 def _is_silent(path: Path, silence_seconds: float | None) -> bool:
-    """Tells if nobody touches the file for this long. Compares it with itself, since clocks of machines may differ.
+    """Tells if nobody touches the file for this long. Compares the file with itself: clocks may differ.
 
-    Counts looks and not seconds: while this machine is suspended, nobody looks.
+    Counts looks instead of seconds, because nobody looks while this machine is suspended.
     """
     if silence_seconds is None:
         return False
@@ -111,14 +111,14 @@ def _is_at(path: Path, descriptor: int) -> bool:
 
 
 def process_state(pid: int) -> str | None:
-    """Returns a process's letter as in ps, Z for dead and T for stopped; None without the process or /proc."""
+    """Returns a process's state letter as in ps, Z for dead and T for stopped; None without the process or /proc."""
     with suppress(OSError, IndexError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     return None
 
 
 def is_alive(pid: int) -> bool:
-    """Tells if a process of this machine runs; a zombie does not."""
+    """Tells if a process of this machine is running; a zombie is not."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

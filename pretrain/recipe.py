@@ -1,7 +1,7 @@
 """Reads recipes and command lines into a RunConfig; the only module of the trainer that parses both.
 
-A misspelt key, a wrong type or a rule that two settings break together is reported with the file, the dotted path,
-what was given and what is allowed, all problems at once.
+A misspelled key, a wrong type or a rule that two settings violate together is reported with the file, the dotted path,
+the given value and the allowed ones, all problems at once.
 """
 
 import itertools
@@ -30,11 +30,11 @@ brief = reprlib.Repr()
 brief.maxlevel = 3
 brief.maxstring = 200
 brief.maxother = 200
-"""A plain repr of aliases within aliases would fill the memory."""
+"""Repr of limited depth: a plain repr of aliases within aliases would fill the memory."""
 
 
 def parse_yaml(text: str) -> Any:
-    """Parses YAML. Raises ValueError if the text is not YAML, or nested as no recipe is."""
+    """Parses YAML. Raises ValueError if the text is not YAML, or nested too deeply for a recipe."""
     try:
         return yaml.load(text, Loader)
     except yaml.YAMLError as error:
@@ -44,7 +44,7 @@ def parse_yaml(text: str) -> Any:
 
 
 class Loader(yaml.SafeLoader):
-    """SafeLoader that reads 3e-4 as a number and 0123 as text (YAML 1.1: text and 83) and refuses a repeated key."""
+    """SafeLoader that reads 3e-4 as a number and 0123 as text (YAML 1.1: text and 83) and rejects repeated keys."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
         keys = [self.construct_object(key) for key, _ in node.value]
@@ -55,7 +55,7 @@ class Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-# Of YAML 1.1's implicit types only the unsurprising ones stay: `off` and `0123` are text, `3e-4` is a number.
+# Only the unsurprising implicit types of YAML 1.1 remain: `off` and `0123` are text, `3e-4` is a number.
 Loader.yaml_implicit_resolvers = {}
 for tag, pattern, first in (
     ("bool", r"^(?:true|True|false|False)$", "tTfF"),
@@ -66,7 +66,7 @@ for tag, pattern, first in (
     Loader.add_implicit_resolver(f"tag:yaml.org,2002:{tag}", re.compile(pattern), list(first))
 
 
-# One question, several ways to answer it: an answer on the command line replaces the recipe's.
+# Alternative settings for the same thing: one on the command line replaces the recipe's.
 ALTERNATIVES = (
     ("budget.tokens_per_parameter", "budget.tokens", "budget.steps"),
     ("optim.learning_rate", "optim.base_learning_rate"),
@@ -82,25 +82,25 @@ class CommandLine:
     overridden: frozenset[str]
     """Dotted paths named on the command line."""
     check: bool
-    """Validate everything that can be known before a process starts, and stop."""
+    """Check everything that can be known before a process starts, and stop."""
     verbose: bool
-    """With check: every setting with its value and where it comes from."""
+    """With check: print every setting with its value and origin."""
     smoke: bool
     """Train 100 steps in a separate folder, resume them from the middle, and report pass or fail per stage."""
     profile: int | None
-    """Find out why the run is slow, from so many of its steps."""
+    """Number of steps to profile, to find out why the run is slow; None: none."""
     recipe: Path
-    """The file."""
+    """Path of the recipe."""
 
 
 def preparation_command(folder: str | Path) -> str:
-    """The command that prepares shards, for an error that knows no more than the folder."""
+    """Returns the command that prepares shards, for an error that only knows the folder."""
     return f"python prepare_data.py --input 'FILES' --tokenizer TOKENIZER --output {folder}"
 
 
 @contextmanager
 def naming_preparations(recipe: Path) -> Iterator[None]:
-    """Inside, errors about missing shards name the command that the recipe's own comment has for the folder."""
+    """Makes errors about missing shards name the command in the recipe's own comment for the folder."""
     try:
         yield
     except InputError as error:
@@ -112,9 +112,9 @@ def naming_preparations(recipe: Path) -> Iterator[None]:
 
 
 def preparations(recipe: Path) -> dict[str, str]:
-    """Returns {folder: the command that prepares its shards}, by the comment at the head of a recipe.
+    """Returns {folder: the command that prepares its shards} from the comment at the head of a recipe.
 
-    A command that trains the tokenizer of another stands before that, joined by &&.
+    If the tokenizer of a command is trained by another command, that one is prepended, joined by &&.
     """
     lines = itertools.takewhile(lambda line: line.startswith("#"), recipe.read_text().splitlines())
     head = "\n".join(line.removeprefix("#").strip() for line in lines)
@@ -188,7 +188,7 @@ Change any setting, as in --optim.learning_rate 1e-3; --help lists them all."""
 
 
 def read_command_line(argv: list[str], usage: str) -> CommandLine:
-    """Reads `[--config] RECIPE [--check] [--profile N] [--section.key VALUE ...]`; prints help where needed."""
+    """Reads `[--config] RECIPE [--check] [--profile N] [--section.key VALUE ...]`; prints help if asked to."""
     if not argv:
         print(FIRST_COMMANDS)
         sys.exit(EXIT_BAD_INPUT)
@@ -221,13 +221,13 @@ def steps_to_profile(given: list[str], flags: dict[str, bool]) -> int | None:
 
 
 def named_recipe(arguments: list[str]) -> list[str]:
-    """Turns ['recipes/x.yaml', ...] into ['--config', 'recipes/x.yaml', ...]; anything else stays."""
+    """Turns ['recipes/x.yaml', ...] into ['--config', 'recipes/x.yaml', ...]; leaves anything else unchanged."""
     is_recipe = bool(arguments) and arguments[0].endswith((".yaml", ".yml")) and not arguments[0].startswith("-")
     return ["--config", *arguments] if is_recipe else arguments
 
 
 def help_text(usage: str, asked: list[str]) -> str:
-    """Returns the usage and all settings by section, or the settings of the sections that were asked for.
+    """Returns the usage and all settings by section, or the settings of the requested sections.
 
     Raises InputError for a section that does not exist.
     """
@@ -253,12 +253,12 @@ def help_text(usage: str, asked: list[str]) -> str:
 
 
 def as_plain(default: Any) -> Any:
-    """Returns a default as JSON can hold it."""
+    """Converts a default to what JSON can represent."""
     return default.model_dump() if isinstance(default, Section) else default
 
 
 def choices_in(annotation: Any) -> list[str]:
-    """Returns the words that a setting, or each entry of one, must be one of; [] if other values are allowed."""
+    """Returns the allowed words of a setting, or of each of its entries; [] if other values are allowed."""
     if get_origin(annotation) is Literal:
         return [str(choice) for choice in get_args(annotation)]
     found = [choices_in(inner) for inner in get_args(annotation) if inner is not type(None)]
@@ -287,7 +287,7 @@ def leaves(values: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def pair_up(arguments: list[str]) -> list[tuple[str, str]]:
-    """Turns ['--a.b=1', '--c', '2'] into [('a.b', '1'), ('c', '2')]; reads flags of other projects as ours."""
+    """Turns ['--a.b=1', '--c', '2'] into [('a.b', '1'), ('c', '2')]; translates flags of other projects."""
     pairs = []
     problems = Problems()
     rest = list(arguments)
@@ -306,7 +306,7 @@ def pair_up(arguments: list[str]) -> list[tuple[str, str]]:
 
 
 def own_name(key: str) -> str:
-    """Returns the setting that a flag names, with a notice if it is another project's name for it.
+    """Returns the setting that a flag names, with a notice if the name is another project's.
 
     Raises InputError for a setting without its section, and for one whose section does not exist.
     """
@@ -326,7 +326,7 @@ def own_name(key: str) -> str:
 
 
 def drop_alternatives(values: dict, overridden: set[str]) -> None:
-    """Removes from the recipe what the command line answers in another way."""
+    """Removes settings from the recipe that the command line replaces by an alternative."""
     for names in ALTERNATIVES:
         if any(name in overridden for name in names):
             for section, key in (name.split(".") for name in names if name not in overridden):
@@ -346,7 +346,7 @@ def read_run_config(path: str | Path, overrides: list[tuple[str, str]] = ()) -> 
         raise InputError(f"{path}: a recipe is a mapping of settings (got {type(values).__name__})")
     overridden = {key for key, _ in overrides}
     drop_alternatives(values, overridden)
-    # --model FILE before --model.KEY VALUE, in whichever order they stand.
+    # --model FILE must come before --model.KEY VALUE, whatever their order on the command line.
     overrides = sorted(overrides, key=lambda override: override[0].count("."))
     problems = Problems(problem for key, text in overrides if (problem := set_dotted(values, key, text)))
     try:
@@ -358,7 +358,7 @@ def read_run_config(path: str | Path, overrides: list[tuple[str, str]] = ()) -> 
 
 
 def without_auto(errors: list[dict]) -> list[dict]:
-    """Returns the errors but for "or auto" of a number that was already refused, whose message says it too."""
+    """Drops "or auto" errors of numbers that are rejected anyway, and adds "or auto" to those messages."""
     is_auto = [error["type"] == "literal_error" and error["ctx"]["expected"] == "'auto'" for error in errors]
     of_auto = {error["loc"][:-1] for error, auto in zip(errors, is_auto, strict=True) if auto}
     numbers = {error["loc"][:-1] for error, auto in zip(errors, is_auto, strict=True) if not auto} & of_auto
@@ -367,7 +367,7 @@ def without_auto(errors: list[dict]) -> list[dict]:
 
 
 def set_dotted(values: dict, key: str, text: str) -> str | None:
-    """Sets values['a']['b'] = text read as YAML, for key 'a.b'; returns the problem if there is no such path."""
+    """Sets values['a']['b'] = text parsed as YAML, for key 'a.b'; returns the problem if there is no such path."""
     *parents, last = key.split(".")
     try:
         value = parse_yaml(text)
@@ -387,10 +387,10 @@ def set_dotted(values: dict, key: str, text: str) -> str | None:
 
 
 def describe(problem: dict, path: str | Path, overridden: set[str]) -> str:
-    """Words one of pydantic's errors: file or flag, dotted path, what is wrong, what was given."""
+    """Formats one of pydantic's errors: file or flag, dotted path, what is wrong, what was given."""
     where = ".".join(str(part) for part in problem["loc"] if not str(part).startswith("function-"))
     known = allowed_keys(problem["loc"])
-    if known is None:  # pydantic appends the branch of a union to the path: not a key of the recipe
+    if known is None:  # pydantic appends the branch of a union to the path, which is not a key of the recipe
         where = ".".join(str(part) for part in problem["loc"][:-1])
     source = f"--{where}" if where in overridden else f"{path}: {where or 'recipe'}"
     if problem["type"] == "extra_forbidden":
@@ -407,7 +407,7 @@ def describe(problem: dict, path: str | Path, overridden: set[str]) -> str:
 
 
 def allowed_keys(loc: tuple) -> list[str] | None:
-    """Returns the keys that stand beside the last one of this path; None if the path leaves the schema."""
+    """Returns the keys that are allowed in place of the last one of this path; None if the path leaves the schema."""
     schema: Any = RunConfig
     siblings: list[str] | None = None
     for part in (part for part in loc if not isinstance(part, int)):
@@ -427,7 +427,7 @@ def sections_in(annotation: Any) -> list[type[Section]]:
 
 
 def fields_of_config(schema: type[Section] = RunConfig, prefix: str = "") -> list[tuple[str, FieldInfo]]:
-    """Returns (dotted path, field) of every setting, lists as `[]`."""
+    """Lists (dotted path, field) of every setting, lists as `[]`."""
     rows: list[tuple[str, FieldInfo]] = []
     for name, field in schema.model_fields.items():
         path = f"{prefix}{field.alias or name}"
@@ -439,11 +439,11 @@ def fields_of_config(schema: type[Section] = RunConfig, prefix: str = "") -> lis
 
 
 SECTIONS_LEFT_OUT = {"batch.ramp"}
-"""Sections that are null by default; the defaults of their settings hold once one of them is given."""
+"""Sections that are null by default; their settings' defaults apply once one of them is given."""
 
 
 def list_fields() -> list[tuple[str, Any, str]]:
-    """Returns (dotted path, default, docstring) of every setting, for docs and tests."""
+    """Lists (dotted path, default, docstring) of every setting, for docs and tests."""
     return [
         (path, "required" if field.is_required() else field.default, field.description or "")
         for path, field in fields_of_config()

@@ -1,7 +1,7 @@
 """Prints what people see while a script runs: its stages, one live line at the bottom of a terminal, colors, widths.
 
-A file or a pipe gets plain lines and no live line. Imports nothing heavy: a script says that it is loading before it
-does.
+A file or a pipe gets plain lines and no live line. Imports nothing heavy, so that a script can report that it is
+loading before it loads.
 """
 
 import io
@@ -69,7 +69,7 @@ def wrapped(text: str, width: int | None) -> str:
 
 
 def printable(text: str) -> str:
-    """Escapes the control characters that would steer a terminal; line ends and tabs stay."""
+    """Escapes control characters that would affect a terminal, except line ends and tabs."""
     return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
 
 
@@ -78,7 +78,8 @@ def sparkline(values: list[float], *, width: int = 40) -> str:
     width = min(width, len(values))
     bounds = [round(n * len(values) / width) for n in range(width + 1)]
     means = [statistics.fmean(values[a:b]) for a, b in itertools.pairwise(bounds)]
-    low, high = min(means), max(means)
+    low = min(means)
+    high = max(means)
     scale = (len(SPARKS) - 1) / (high - low) if high > low else 0.0
     return "".join(SPARKS[round((mean - low) * scale)] for mean in means)
 
@@ -86,15 +87,15 @@ def sparkline(values: list[float], *, width: int = 40) -> str:
 class LiveLine:
     """The line at the bottom of the terminal, on stderr, rewritten in place.
 
-    Nothing of Python's output streams is replaced, so only `say` knows of the line: it takes the line away, prints,
-    and draws it again. The cursor waits at the line's start, so that what other libraries print begins there as well;
-    a print shorter than the line leaves the line's end visible on its right until the terminal scrolls.
+    Python's output streams are not replaced, so only `say` knows about the line: it removes the line, prints, and
+    draws the line again. The cursor stays at the line's start, so that output of other libraries begins there as well;
+    output shorter than the line leaves the rest of the line visible on its right until the terminal scrolls.
     """
 
     def __init__(self):
         self._lock = threading.RLock()
         self.text = ""
-        """The line as it stands; empty without one."""
+        """Text of the line; empty if there is none."""
 
     def show(self, text: str) -> None:
         """Draws the text, cut to the width; does nothing if stderr is no terminal."""
@@ -105,18 +106,18 @@ class LiveLine:
                 return
             self.text = text[: width - 1]
             encoding = sys.stderr.encoding or "utf-8"
-            drawn = self.text.encode(encoding, "replace").decode(encoding)  # Latin-1 has no bars
+            drawn = self.text.encode(encoding, "replace").decode(encoding)  # Latin-1 has no block characters
             print(f"{CLEAR_LINE}{drawn}\r", end="", file=sys.stderr, flush=True)
 
     def clear(self) -> None:
-        """Takes the line away."""
+        """Removes the line."""
         with self._lock:
             if self.text:
                 self.text = ""
                 print(CLEAR_LINE, end="", file=sys.stderr, flush=True)
 
     def print_above(self, text: str, stream: TextIO) -> None:
-        """Prints the text where the line was, and draws the line again below it."""
+        """Prints the text in place of the line, and draws the line again below it."""
         with self._lock:
             shown = self.text
             self.clear()
@@ -125,11 +126,11 @@ class LiveLine:
 
 
 LIVE_LINE = LiveLine()
-"""One per process, as there is one terminal."""
+"""Live line of this process; there is only one terminal."""
 
 
 def say(text: str, stream: TextIO | None = None, color: str | None = None) -> None:
-    """Prints a text above the live line, wrapped and colored if the stream is a terminal.
+    """Prints text above the live line, wrapped and colored if the stream is a terminal.
 
     stream: stdout unless given.
     """
@@ -139,7 +140,7 @@ def say(text: str, stream: TextIO | None = None, color: str | None = None) -> No
 
 
 def fitting(parts: Iterable[tuple[int, str]], width: int | None) -> str:
-    """Joins the parts (least width, text) that fit a terminal of this width; a file (None) gets all of them."""
+    """Joins the parts (minimum width, text) that fit a terminal of this width; a file (None) gets all of them."""
     return " · ".join(text for least, text in parts if text and (width is None or width >= least))
 
 
@@ -150,7 +151,7 @@ def say_stage(text: str) -> None:
 
 
 def begin() -> None:
-    """Says that the script is loading, before slow imports, and makes Ctrl-C end it without a traceback."""
+    """Reports that the script is loading, before slow imports, and makes Ctrl-C end it without a traceback."""
     sys.excepthook = _without_traceback_for_interrupts
     say_stage("Loading")
 

@@ -1,4 +1,4 @@
-"""Counts, durations and energies as people write them. Imports nothing heavy, so that runs.py starts fast."""
+"""Formats counts, durations and energies for people. Imports nothing heavy, so that runs.py starts fast."""
 
 import math
 import re
@@ -10,7 +10,7 @@ COUNT = re.compile(r"^([0-9][0-9_]*(?:\.[0-9]+)?(?:[eE]\+?[0-9]+)?)\s*([kKMBT]?)
 
 
 def parse_count(value: Any, thousand: int = 1000) -> Any:
-    """'10B' -> 10_000_000_000, '2k' -> 2 * thousand, 1e9 -> 1_000_000_000; anything else is left for pydantic."""
+    """Converts '10B' to 10_000_000_000, '2k' to 2 * thousand, 1e9 to an int; leaves anything else to pydantic."""
     if isinstance(value, float) and value.is_integer():
         return int(value)
     if isinstance(value, str) and (match := COUNT.match(value.strip())):
@@ -22,24 +22,24 @@ def parse_count(value: Any, thousand: int = 1000) -> Any:
 
 
 def count_text(count: float) -> str:
-    """1234567 -> '1.23M'"""
+    """Formats 1234567 as '1.23M'."""
     unit = next((unit for unit in reversed(UNITS) if count >= UNITS[unit]), None)
     return f"{count / UNITS[unit]:.3g}{unit}" if unit else f"{count:.0f}"
 
 
 def count_upwards(count: float) -> str:
-    """46423100000 -> '46.5B': three digits that stand for at least as many."""
+    """Formats 46423100000 as '46.5B': rounds up to three digits."""
     step = 10 ** (len(str(math.ceil(count))) - 3)
     return count_text(math.ceil(count / step) * step)
 
 
 def counted(count: int, noun: str) -> str:
-    """'1 process', '2 processes'."""
+    """Returns '1 process', '2 processes'."""
     return f"{count:,} {noun}{'' if count == 1 else 'es' if noun.endswith('s') else 's'}"
 
 
 def duration_text(seconds: float) -> str:
-    """3725 -> '1 h 02 min'"""
+    """Formats 3725 as '1 h 02 min'."""
     minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     days, hours = divmod(hours, 24)
@@ -51,7 +51,7 @@ def duration_text(seconds: float) -> str:
 
 
 def bytes_text(count: float) -> str:
-    """23688207 -> '23.7 MB'"""
+    """Formats 23688207 as '23.7 MB'."""
     for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if count >= size:
             return f"{count / size:,.1f} {unit}"
@@ -59,13 +59,13 @@ def bytes_text(count: float) -> str:
 
 
 def energy_text(joules: float, how: str | None, grams_per_kwh: float | None) -> str:
-    """'1.23 kWh, measured by NVML (582 g of CO2 at 473 g/kWh)'"""
+    """Returns '1.23 kWh, measured by NVML (582 g of CO2 at 473 g/kWh)'."""
     kilowatt_hours = joules / JOULES_PER_KWH
     return f"{kilowatt_hours:.3g} kWh" + (f", {how}" if how else "") + co2_text(kilowatt_hours, grams_per_kwh)
 
 
 def co2_text(kilowatt_hours: float, grams_per_kwh: float | None) -> str:
-    """' (582 g of CO2 at 473 g/kWh)'; nothing where the grid is not known."""
+    """Returns ' (582 g of CO2 at 473 g/kWh)'; empty if the grid is unknown."""
     if grams_per_kwh is None:
         return ""
     grams = kilowatt_hours * grams_per_kwh
@@ -75,7 +75,7 @@ def co2_text(kilowatt_hours: float, grams_per_kwh: float | None) -> str:
 
 
 def table(rows: list[list[str]], *, right: set[int] = frozenset()) -> str:
-    """Rows of cells as aligned text, two spaces between columns; the columns in `right` are aligned right."""
+    """Formats rows of cells as aligned text, two spaces between columns; columns in `right` are right-aligned."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return "\n".join(
         "  ".join(

@@ -1,4 +1,4 @@
-"""Files by address: paths of this machine, and fsspec URLs such as s3://, gs://, https://, hf:// and memory://."""
+"""Files by address: local paths, and fsspec URLs such as s3://, gs://, https://, hf:// and memory://."""
 
 import hashlib
 import io
@@ -21,11 +21,11 @@ URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 DOWNLOAD_BLOCK_BYTES = 8 << 20
 TRIES = 4
 IDENTITIES = ("ETag", "etag", "md5Hash", "md5", "crc32c", "content_md5", "Content-MD5", "blob_id", "Last-Modified")
-"""File systems' names of what changes with a file's content."""
+"""Names, in various file systems, of metadata that changes with a file's content."""
 
 
 class UnreachableError(OSError):
-    """A remote file cannot be read now; that says nothing of its content."""
+    """Raised if a remote file cannot be read now, which says nothing about its content."""
 
 
 def is_url(path: str | Path) -> bool:
@@ -34,9 +34,9 @@ def is_url(path: str | Path) -> bool:
 
 
 def shown(path: str) -> str:
-    """Returns an address to show and record: a URL without user, password and query, which may hold secrets.
+    """Returns an address to show and record: a URL without user, password and query, which may contain secrets.
 
-    Bytes of a path that are not UTF-8 are escaped: neither a terminal nor JSON takes them.
+    Bytes of a path that are not UTF-8 are escaped, since neither terminals nor JSON accept them.
     """
     if not is_url(path):
         return os.fsencode(path).decode(errors="backslashreplace")
@@ -55,12 +55,12 @@ def file_system(url: str) -> tuple["AbstractFileSystem", str]:
 
 
 def open_file(path: str) -> BinaryIO:
-    """Opens a file for reading. Raises OSError when that is not possible."""
+    """Opens a file for reading. Raises OSError if that fails."""
     return RemoteFile(path) if is_url(path) else open(path, "rb")
 
 
 class RemoteFile(io.RawIOBase):
-    """A remote file, which can seek where its server allows it.
+    """Remote file, which can seek if its server allows it.
 
     A failed read is repeated from the same position; after TRIES it raises UnreachableError.
     """
@@ -98,7 +98,7 @@ class RemoteFile(io.RawIOBase):
             try:
                 content = self._file.read(size)
                 break
-            except Exception as error:  # each file system has errors of its own
+            except Exception as error:  # each file system raises its own errors
                 if attempt == TRIES - 1:
                     raise UnreachableError(5, f"cannot be read: {one_line(error)}", shown(self.url)) from error
                 time.sleep(2.0**attempt / 4)
@@ -124,7 +124,7 @@ class RemoteFile(io.RawIOBase):
 
 
 def _translated(url: str, action: Callable[[], _Value]) -> _Value:
-    """Returns the result of `action`; an error of a file system becomes an UnreachableError that names the file."""
+    """Returns the result of `action`; a file system's error becomes an UnreachableError that names the file."""
     try:
         return action()
     except FileNotFoundError:
@@ -148,7 +148,7 @@ def find_urls(pattern: str) -> list[str]:
 
 
 def size_of(path: str) -> int:
-    """Returns the bytes of a file; 0 if its server does not say. Raises OSError if it cannot be read."""
+    """Returns the bytes of a file; 0 if its server does not report them. Raises OSError if it cannot be read."""
     if not is_url(path):
         return os.path.getsize(path)
     return int(_about(path).get("size") or 0)
@@ -160,9 +160,9 @@ def _about(url: str) -> dict[str, Any]:
 
 
 def fingerprint(path: str, size: int) -> str:
-    """Detects a changed file without reading it all: see `fingerprint_of`.
+    """Hashes enough of a file to detect changes without reading it all: see `fingerprint_of`.
 
-    Of a remote file whose server gives a hash or date of its content, a hash of its size and of those.
+    For a remote file whose server reports a hash or date of its content, hashes its size and these instead.
     """
     if is_url(path):
         about = _about(path)

@@ -131,7 +131,7 @@ def readme() -> str:
     return (ROOT / "README.md").read_text()
 
 
-ROOMS = (
+PACKAGES = (
     "pretrain",
     "pretrain/model/architectures",
     "pretrain/model",
@@ -151,16 +151,16 @@ ROOMS = (
     "pretrain_tools/evaluation",
     "pretrain_tools/experiments",
 )
-"""Folders of both packages in the order of their imports: a room imports from itself and from those before it."""
+"""Folders of both packages in the order of their imports: a package imports from itself and from those before it."""
 
 
-def room_of(module: str) -> str:
+def package_of(module: str) -> str:
     """pretrain_tools.publishing.card -> pretrain_tools/publishing"""
     return "/".join(module.split(".")[:-1])
 
 
 def modules_by_name() -> dict[str, Path]:
-    """{dotted name: path} of every module; a room's docstring is none, an architecture's registry is."""
+    """{dotted name: path} of every module; a package's docstring is none, an architecture's registry is."""
     named = {}
     for path in MODULES:
         parts = path.relative_to(ROOT).with_suffix("").parts
@@ -194,14 +194,14 @@ def cycles_in(arrows: dict[str, set[str]]) -> list[str]:
     return sorted(left)
 
 
-def test_rooms_import_one_way():
+def test_packages_import_one_way():
     arrows = {name: imports_anywhere(path) - {name} for name, path in modules_by_name().items()}
-    assert {room_of(name) for name in arrows} == set(ROOMS)
+    assert {package_of(name) for name in arrows} == set(PACKAGES)
     backwards = [
         f"{name} imports {other}"
         for name, needed in arrows.items()
         for other in needed
-        if ROOMS.index(room_of(other)) > ROOMS.index(room_of(name))
+        if PACKAGES.index(package_of(other)) > PACKAGES.index(package_of(name))
     ]
     assert backwards == []
     assert cycles_in(arrows) == []
@@ -213,15 +213,15 @@ def test_a_cycle_and_a_step_back_would_be_seen():
     assert "pretrain.data.foreign_shards" in imports_anywhere(ROOT / "pretrain/data/shards.py")  # within a function
 
 
-@pytest.mark.parametrize("room", ROOMS)
-def test_each_room_names_its_modules(room):
-    said = ast.get_docstring(ast.parse((ROOT / room / "__init__.py").read_text()))
-    assert said, f"{room} does not say what it is for"
-    if room.endswith("architectures"):  # any file put there is an architecture
+@pytest.mark.parametrize("package", PACKAGES)
+def test_each_package_names_its_modules(package):
+    said = ast.get_docstring(ast.parse((ROOT / package / "__init__.py").read_text()))
+    assert said, f"{package} does not say what it is for"
+    if package.endswith("architectures"):  # any file put there is an architecture
         return
     rows = [row.split(":")[0].strip() for row in said.splitlines() if row.startswith("    ")]
     named = [name for row in rows for name in row.split(", ") if not name.endswith("/")]
-    there = [path.stem for path in (ROOT / room).glob("*.py") if path.stem != "__init__"]
+    there = [path.stem for path in (ROOT / package).glob("*.py") if path.stem != "__init__"]
     assert sorted(named) == sorted(there)
 
 

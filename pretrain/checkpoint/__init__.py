@@ -1,11 +1,11 @@
 """Saved state: complete or absent, by Hugging Face parameter name, without pickle.
 
-The format is a promise: checkpoints of earlier versions can be resumed (docs/training.md).
+The format is stable: checkpoints of earlier versions can be resumed (docs/training.md).
 
     checkpoints: saving, verifying, pruning
-    mirror_store, mirror_copy, mirror_fetch: the run elsewhere: what is there, copying, a start without a disk
-    tensor_files: named tensors on disk, and in host memory before that
-    run_state: where a run stands
-    export, export_check: the finished model; is it the trained one
+    mirror_store, mirror_copy, mirror_fetch: the run's remote copy: its content, copying, starting from it
+    tensor_files: named tensors on disk, and their copies in CPU memory before that
+    run_state: the position and history of a run
+    export, export_check: the finished model, and the check that it is the trained one
     average_folder: the average in a checkpoint
 """

@@ -1,15 +1,15 @@
-"""Checkpoints: one format for every strategy and number of ranks, each one a HF model folder, none with a pickle.
+"""Checkpoints in one format for every strategy and number of ranks, each a HF model folder, without pickle.
 
     checkpoints/step-00000500/
       config.json, tokenizer files, model*.safetensors    a model that from_pretrained loads
       optimizer*.safetensors                              optimizer state as '<parameter>.<state>', whole tensors
-      average*.safetensors                                the average of the weights, where there is one
-      trainer_state.json                                  step, tokens, what was skipped, what data and model were
+      average*.safetensors                                the average of the weights, if there is one
+      trainer_state.json                                  step, tokens, skipped data, identity of data and model
       MANIFEST.json                                       size and sha256 of every file, written last
 
-The step waits only for the copy to host memory; a thread writes to a hidden folder, syncs and hashes every file,
+Training waits only for the copy to CPU memory. A thread writes to a hidden folder, syncs and hashes every file,
 writes the manifest, renames, syncs the parent, and then prunes: at every instant the newest folder with a valid
-manifest is a complete checkpoint. Resume verifies hashes first; a damaged checkpoint is renamed to
+manifest is a complete checkpoint. Resuming verifies hashes first; a damaged checkpoint is renamed to
 damaged-step-00000500.
 """
 
@@ -50,17 +50,17 @@ from pretrain.terminal import say
 UNFINISHED = ".saving-"
 DAMAGED = "damaged-"
 SLOWEST_SAVE_SECONDS = 3600.0
-"""A disk may take so long; after that the watchdog takes a wait for it as a hang."""
+"""Maximum time for a slow disk; after that the watchdog treats waiting for a save as a hang."""
 
 
 class NoValidCheckpointError(RunStoppedError):
-    """There are checkpoints, and none is intact: starting from scratch would hide the loss."""
+    """Raised if there are checkpoints but none is intact: starting from scratch would hide the loss."""
 
     exit_code = EXIT_NO_VALID_CHECKPOINT
 
 
 class SaveError(RunStoppedError):
-    """The save was abandoned on every rank; earlier checkpoints are untouched."""
+    """Raised if a save was abandoned, on every rank; earlier checkpoints are untouched."""
 
 
 @dataclass
@@ -70,25 +70,25 @@ class Save:
     step: int
     folder: Path
     files: dict[str, dict[str, torch.Tensor]]
-    """This rank's share, in host memory: {file: {name: tensor}}."""
+    """This rank's share, in CPU memory: {file: {name: tensor}}."""
     indices: dict[str, dict]
     """{file: contents} of the index files."""
     contents: dict[str, Any]
-    """trainer_state.json."""
+    """Contents of trainer_state.json."""
     describe: Callable[[Path], None]
     started: float = field(default_factory=time.perf_counter)
     stall_seconds: float = 0.0
     """Time that training waited."""
     seconds: float = 0.0
-    """From start to commit."""
+    """Time from start to commit."""
     bytes: int = 0
     problem: str | None = None
-    """Why it failed, on every rank alike."""
+    """Reason of a failure, the same on every rank."""
     thread: threading.Thread | None = None
 
 
 class Checkpoints:
-    """The checkpoints of one run. Every method but `finished` is called by all ranks together."""
+    """Checkpoints of one run. Every method but `finished` is a collective call of all ranks."""
 
     def __init__(self, run: Path, ranks: Ranks, settings: config.Checkpoint):
         self.run = run
@@ -99,7 +99,7 @@ class Checkpoints:
         self.last_step: int | None = None
         """Step of the newest checkpoint that was found valid or written."""
         self.begun_step: int | None = None
-        """The same, or the step of a save that is not over: known to all ranks at the same time."""
+        """Step of the save in progress, else `last_step`; all ranks know it at the same time."""
         self._in_flight: Save | None = None
         self._done: list[Save] = []
         self._memory: dict[str, HostMemory] = {}
@@ -119,15 +119,15 @@ class Checkpoints:
         describe: Callable[[Path], None],
         beat: Callable[[], None] = lambda: None,
     ) -> None:
-        """Begins to save the checkpoint of `step`: copies the tensors to host memory and writes them in a thread.
+        """Starts saving the checkpoint of `step`: copies the tensors to CPU memory and writes them in a thread.
 
         Waits for an earlier save that is still being written. `finished` and `wait` report the outcome of this one.
 
         Args:
-            contents: of trainer_state.json.
+            contents: contents of trainer_state.json.
             groups: {"model": ..., "optimizer": ..., "average": ...}; each rank writes its share of the files.
-            describe: writes the rest of a HF model folder (config, tokenizer) into the folder given; main rank only.
-            beat: called now and then while training waits.
+            describe: writes the rest of a HF model folder (config, tokenizer) into the given folder; main rank only.
+            beat: called regularly while training waits.
         """
         contents = contents | {"tensors": {prefix: len(group.shapes) for prefix, group in groups.items()}}
         save = Save(step, self.folder / checkpoint_name(step), {}, {}, contents, describe)
@@ -155,13 +155,13 @@ class Checkpoints:
         save.stall_seconds = time.perf_counter() - save.started
 
     def finished(self) -> Save | None:
-        """Returns a save that was written or failed since the last call; ranks need not ask in the same step."""
+        """Returns a save that was written or failed since the last call; not collective."""
         if self._in_flight is not None and not self._in_flight.thread.is_alive():
             self.wait()
         return self._done.pop(0) if self._done else None
 
     def wait(self, beat: Callable[[], None] = lambda: None) -> None:
-        """Returns when nothing is being written; calls `beat` now and then."""
+        """Returns when nothing is being written; calls `beat` regularly."""
         if (save := self._in_flight) is None:
             return
         wait_for(save, beat)
@@ -171,7 +171,7 @@ class Checkpoints:
             self.last_step = save.step
 
     def _staged(self, prefix: str, group: TensorGroup, beat: Callable[[], None]) -> dict[str, dict[str, torch.Tensor]]:
-        """Copies this rank's share to memory that nothing else writes to; reuses it in every save.
+        """Copies this rank's share to memory that nothing else writes to; reuses that memory in every save.
 
         Allocating costs more than the copy: the kernel clears every new page.
         """
@@ -187,10 +187,10 @@ class Checkpoints:
             if file not in staged:
                 layout = {each: (group.shapes[each], group.dtypes[each]) for each in plan[file]}
                 if file not in self._memory or self._memory[file].layout != layout:
-                    self._memory.pop(file, None)  # freed before the next is taken
+                    self._memory.pop(file, None)  # freed before the next allocation
                     self._memory[file] = HostMemory(layout)
-            # On a GPU in the stream of the steps: after the last one, before the next, so that gathered tensors are
-            # not reused too early. Waiting once at the end, not per tensor.
+            # On a GPU the copies run in the stream of the steps, after the last and before the next one, so that
+            # gathered tensors are not reused too early. Waiting happens once at the end, not per tensor.
             staged.setdefault(file, {})[name] = self._memory[file].hold(name, tensor)
         if on_gpu:
             torch.cuda.current_stream().synchronize()
@@ -201,29 +201,29 @@ class Checkpoints:
         save.problem = "not finished"
         try:
             save.problem = self._written(save, unfinished)
-        except Exception as error:  # a thread that dies silently would leave a save that seems to have worked
+        except Exception as error:  # a thread that dies silently would look like a successful save
             save.problem = f"{type(error).__name__}: {error}"
         save.files = {}
         save.seconds = time.perf_counter() - save.started
 
     def _written(self, save: Save, unfinished: Path) -> str | None:
-        """Returns what went wrong, the same on all ranks; raises if the others can no longer be asked."""
+        """Returns the problem, the same on all ranks; raises if the other ranks can no longer be asked."""
         problem = None
         written = {}
         try:
             for file, tensors in save.files.items():
                 save_file(tensors, unfinished / file, metadata={"format": "pt"})
                 written[file] = seal(unfinished / file)
-        except Exception as error:  # whatever it is, the other ranks wait for the answer
+        except Exception as error:  # any error: the other ranks wait for the answer
             problem = f"{type(error).__name__}: {error}"
         answers = self.ranks.gather((problem, written), in_background=True)
         problems = [problem for problem, _ in answers if problem]
         if not problems and self.ranks.is_main:
             try:
                 self._commit(save, unfinished, {n: entry for _, share in answers for n, entry in share.items()})
-            except Exception as error:  # as above: describing the model may fail in any way
+            except Exception as error:  # any error: `describe` may fail in any way
                 problems = [f"{type(error).__name__}: {error}"]
-        # No rank continues before the commit: the next save must find it done, and all must know the outcome.
+        # No rank continues before the commit: the next save must find it finished, and all must know the outcome.
         problems = self.ranks.gather(problems, in_background=True)[0]
         if problems and self.ranks.is_main:
             shutil.rmtree(unfinished, ignore_errors=True)
@@ -239,11 +239,11 @@ class Checkpoints:
         write_durably(self.folder / "LATEST", save.folder.name)
         try:
             self._prune()
-        except Exception as error:  # this checkpoint is good; the old ones go with the next prune
+        except Exception as error:  # this checkpoint is complete; the next prune tries again
             say(f"checkpoints: an old one could not be removed ({error})", sys.stderr)
 
     def valid(self, folder: Path) -> Path:
-        """Returns a checkpoint of any run, after its files were verified. Raises NoValidCheckpointError."""
+        """Returns a checkpoint of any run after verifying its files. Raises NoValidCheckpointError."""
         if problems := self._damage(folder):
             raise NoValidCheckpointError(f"{folder} cannot be used: {'; '.join(problems)}")
         return folder
@@ -251,13 +251,13 @@ class Checkpoints:
     def newest_valid(
         self, log: Callable[[str], None], at_most: int | None = None, beat: Callable[[], None] = lambda: None
     ) -> Path | None:
-        """Returns the newest intact checkpoint, of step `at_most` or before, or None.
+        """Returns the newest intact checkpoint of step `at_most` or earlier, or None.
 
-        Logs damaged ones, and those of another step than their name says, and sets them aside for
-        the mirror's copy, if there is one. Raises NoValidCheckpointError if all are damaged, or all are gone.
+        Logs damaged checkpoints, and those of another step than their name says, and renames them to make way for the
+        mirror's copy, if there is one. Raises NoValidCheckpointError if all are damaged or missing.
         """
         self.wait(beat)
-        # The main rank's list: on a network disk the others may still see an older one.
+        # The main rank's list: on a network disk other ranks may still see an older one.
         present = self.ranks.gather(list(checkpoint_folders(self.run)))[0]
         if present and at_most is None:
             self._repair_latest(present[-1])
@@ -286,7 +286,7 @@ class Checkpoints:
         return None
 
     def _damage(self, folder: Path, beat: Callable[[], None] = lambda: None) -> list[str]:
-        """Returns what is wrong with a checkpoint; each rank verifies its share of the files."""
+        """Lists the damage of a checkpoint; each rank verifies its share of the files."""
         share = checkpoint_damage(folder, self.ranks.rank, self.ranks.count, beat, resumes=True)
         return [problem for found in self.ranks.gather(share) for problem in found]
 
@@ -300,14 +300,14 @@ class Checkpoints:
     def _repair_latest(self, newest: int) -> None:
         """Makes LATEST name the newest checkpoint that was written, intact or not, if it names none.
 
-        Naming an older one would make the mirror drop its copies of those since.
+        Naming an older one would make the mirror delete its copies of later ones.
         """
         with self.ranks.together(SaveError):
             if self.ranks.is_main and latest_step(self.run) is None:
                 write_durably(self.folder / "LATEST", checkpoint_name(newest))
 
     def _lost(self) -> str:
-        """Returns the evidence that checkpoints existed here and are gone; '' if there never was one."""
+        """Returns the evidence that checkpoints existed here and are missing; '' if there never was one."""
         if damaged := len(list(self.folder.glob(f"{DAMAGED}*"))):
             return f"{damaged} damaged"
         if (self.folder / "LATEST").exists():
@@ -335,7 +335,7 @@ class Checkpoints:
 
 
 def wait_for(save: Save, beat: Callable[[], None]) -> None:
-    """Waits until a save is written. Beats meanwhile: a slow disk is not a hang, one that never answers is."""
+    """Waits until a save is written; beats, so that a slow disk is no hang, but not after SLOWEST_SAVE_SECONDS."""
     while save.thread.is_alive():
         save.thread.join(timeout=1.0)
         if time.perf_counter() - save.started < SLOWEST_SAVE_SECONDS:
@@ -343,7 +343,7 @@ def wait_for(save: Save, beat: Callable[[], None]) -> None:
 
 
 def require_space(folder: Path, needed_bytes: int) -> None:
-    """Raises OSError if the disk has no room for a checkpoint: better before writing than in the middle."""
+    """Raises OSError if the disk has too little space for a checkpoint, before anything is written."""
     free = shutil.disk_usage(folder).free
     if free < 1.05 * needed_bytes:
         raise OSError(f"a checkpoint needs {needed_bytes / 1e9:.2f} GB, and {folder} has {free / 1e9:.2f} GB free")
@@ -351,12 +351,12 @@ def require_space(folder: Path, needed_bytes: int) -> None:
 
 @dataclass(frozen=True)
 class SavedRun:
-    """A checkpoint's contents; tensors are read on access."""
+    """Contents of a checkpoint; tensors are read on access."""
 
     model: SavedTensors
     optimizer: SavedTensors
     average: SavedTensors
-    """Empty if the state says that there is none."""
+    """Average of the weights; empty if the state says that there is none."""
     contents: dict[str, Any]
     """trainer_state.json: state, identity, strategy, guard, validation_loss."""
 

@@ -20,13 +20,13 @@ from pretrain.parallel.launcher import environment_alone, python_path
 from pretrain.parallel.strategy import Strategy
 
 CARD_SECONDS = 300.0
-"""The longest wait for a model card; then the model goes without."""
+"""Maximum time to write a model card; after that the model is exported without one."""
 
 
 def describe_model(model: PreTrainedModel, tokenizer: Path, folder: Path, dtype: torch.dtype = torch.float32) -> None:
     """Writes a HF model folder without its weights: configs, code of local architectures, tokenizer.
 
-    dtype: of the weights in the folder; from_pretrained loads in it.
+    dtype: dtype of the weights in the folder; from_pretrained uses it.
     """
     model.config.dtype = dtype
     save_model_metadata(model, folder)
@@ -46,7 +46,7 @@ def add_converters_keys(path: Path) -> None:
 def export_final(
     run: Path, strategy: Strategy, dtype: str, describe: Callable[..., None], beat: Callable[[], None]
 ) -> Path:
-    """Writes run/final, complete or not at all; all ranks together. Raises SaveError if one cannot write."""
+    """Writes run/final, complete or not at all; a collective call. Raises SaveError if a rank cannot write."""
     ranks = strategy.ranks
     final = run / "final"
     unfinished = run / ".saving-final"
@@ -57,7 +57,7 @@ def export_final(
     with ranks.together(SaveError):
         group = strategy.model_tensors()
         buffers = {name for name, _ in strategy.causal_lm.named_buffers()}
-        # Buffers as they are: the library reads a router's bias in fp32, and rounded it would choose other experts.
+        # Buffers keep their dtype: transformers reads a router's bias in fp32; rounded, it would choose other experts.
         dtypes = dict.fromkeys(group.shapes.keys() - buffers, DTYPES[dtype])
         published = PublishedNames.of(strategy.causal_lm.config)
         written = write_group(unfinished, "model", group, ranks.rank, ranks.count, dtypes, beat, published)
@@ -72,9 +72,9 @@ def export_final(
 
 
 def describe_training(run: Path, folder: Path) -> str | None:
-    """Writes the model card into the folder; returns what went wrong, if anything: no card is worth losing a model."""
+    """Writes the model card into the folder; returns the problem, if any: a missing card must not lose the model."""
     command = [sys.executable, "-m", "pretrain_tools.publishing.card", str(run.absolute()), str(folder.absolute())]
-    # The recipe's paths are relative to this folder, which stays the process's.
+    # The recipe's paths are relative to the current folder, so the child process must keep it.
     environment = environment_alone() | {"PYTHONPATH": python_path()}
     quiet = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
     try:

@@ -1,4 +1,4 @@
-"""Checks that the exported model is the one that was trained: reloads it and compares number by number."""
+"""Checks that the exported model is the trained one: reloads it and compares logits and losses."""
 
 import itertools
 from collections.abc import Iterator
@@ -20,25 +20,25 @@ from pretrain.files import damage
 from pretrain.hardware import DTYPES
 
 LOSS_TOLERANCE = {"fp32": 2e-3, "bf16": 5e-2, "fp16": 2e-2, "fp8": 2e-1}
-"""Nats per token between the model as it trains and its export, by the coarser of their precisions: many times what
-rounding does (in bf16 some 1e-3), a small part of what one tensor in the wrong place does."""
+"""Nats per token allowed between the training model and its export, by the coarser of their precisions: many times the
+effect of rounding (some 1e-3 in bf16), a small part of the effect of one misplaced tensor."""
 PROBE_SEQUENCES = 2
 PROBE_TOKENS = 32
 
 
 @dataclass
 class ExportCheck:
-    """The result of a comparison."""
+    """Result of a comparison."""
 
     folder: Path
     problems: list[str] = field(default_factory=list)
-    """What differs; [] is a faithful export."""
+    """Differences; empty for a faithful export."""
     left_out: list[str] = field(default_factory=list)
-    """What could not be compared, and why."""
+    """Comparisons that could not be made, and why."""
     logit_difference: float | None = None
-    """Largest difference of a logit that rounding the weights makes, relative to the largest logit."""
+    """Largest difference of a logit due to rounding the weights, relative to the largest logit."""
     loss_difference: float | None = None
-    """Nats per token between the model as it trained and the export, on the same text; the largest of the sources."""
+    """Nats per token between the training model and the export, on the same text; the maximum over the sources."""
 
     def in_words(self) -> str:
         """Returns one line for the log."""
@@ -61,27 +61,27 @@ class ExportCheck:
 
 @dataclass(frozen=True)
 class TrainingLosses:
-    """The training model's own losses, measured by all ranks together."""
+    """Losses by the training model itself, measured by all ranks together."""
 
     losses: dict[str, float]
     """{source: mean nats per token over its first window}"""
     readers: dict[str, ShardReader]
-    """By source."""
+    """{source: its validation shards}"""
     window: WindowSpec
 
 
 def verify_export(
     folder: Path, checkpoint: Path, *, dtype: str, precision: str, trained: TrainingLosses | None = None
 ) -> ExportCheck:
-    """Compares an exported folder with the checkpoint of the same step and with the model that trained. One process.
+    """Compares an exported folder with the checkpoint of the same step and with the training model, on one process.
 
-    The logits of the folder must equal those of the checkpoint's fp32 masters rounded to the folder's dtype, to the
-    last bit. The loss must be the training model's own within LOSS_TOLERANCE, which also finds mistakes that the
-    checkpoint and the export share: tensors that were gathered wrongly.
+    The folder's logits must equal, bit for bit, those of the checkpoint's fp32 masters rounded to the folder's dtype.
+    The loss must match the training model's within LOSS_TOLERANCE, which also finds mistakes that the checkpoint and
+    the export share, such as wrongly gathered tensors.
 
     Args:
-        dtype: of the folder, as the recipe's export.dtype.
-        precision: of the training, as resolved.
+        dtype: dtype of the folder, the recipe's export.dtype.
+        precision: resolved precision of the training.
     """
     import psutil
 
@@ -105,14 +105,14 @@ def verify_export(
         else:
             check.left_out.append("the loss (no validation data)")
         logits_BTV = exported_logits(exported, ids_BT)
-        del exported  # one model in memory at a time: each may be half of what there is
+        del exported  # only one model in memory at a time: each may take half of it
         compare_logits(check, logits_BTV, checkpoint, ids_BT, DTYPES[dtype])
     return check
 
 
 @contextmanager
 def no_loading_bars() -> Iterator[None]:
-    """Hides the progress bars of loading, which would clutter the run's log."""
+    """Hides transformers' progress bars for loading, which would clutter the run's log."""
     shown = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()
     try:
@@ -123,7 +123,7 @@ def no_loading_bars() -> Iterator[None]:
 
 
 def load_whole(folder: Path, check: ExportCheck) -> PreTrainedModel | None:
-    """Returns the model in fp32 by from_pretrained; None, with the problem noted, if a weight is out of place."""
+    """Loads the model in fp32 by from_pretrained; returns None, and notes the problem, if a weight is misplaced."""
     try:
         model, info = AutoModelForCausalLM.from_pretrained(
             folder, dtype=torch.float32, attn_implementation="eager", output_loading_info=True, use_safetensors=True
@@ -141,7 +141,7 @@ def load_whole(folder: Path, check: ExportCheck) -> PreTrainedModel | None:
 
 
 def exported_tokenizer_problems(folder: Path, model: PreTrainedModel) -> list[str]:
-    """Returns where the folder's tokenizer and model disagree about their IDs."""
+    """Lists where the folder's tokenizer and model disagree about token IDs."""
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder)
     except (OSError, ValueError) as error:
@@ -157,14 +157,14 @@ def exported_tokenizer_problems(folder: Path, model: PreTrainedModel) -> list[st
 
 @torch.no_grad()
 def exported_logits(model: PreTrainedModel, ids_BT: torch.Tensor) -> torch.Tensor:
-    """Returns logits_BTV, in the model's own arithmetic."""
+    """Returns logits (B, T, V), in the model's own dtype."""
     return model(input_ids=ids_BT, use_cache=False).logits
 
 
 def compare_logits(
     check: ExportCheck, logits_BTV: torch.Tensor, checkpoint: Path, ids_BT: torch.Tensor, dtype: torch.dtype
 ) -> None:
-    """Compares the export's fp32 logits with the checkpoint's, with its weights rounded and as they are."""
+    """Compares the export's fp32 logits with the checkpoint's, with its weights rounded and unrounded."""
     if not (checkpoint / "config.json").is_file():
         check.left_out.append(f"there is no {checkpoint}")
         return
@@ -188,8 +188,8 @@ def compare_logits(
 def losses_of(model: PreTrainedModel, readers: dict[str, ShardReader], window: WindowSpec) -> dict[str, float]:
     """Returns {source: mean loss per token in nats over its first window}, in fp32 on the CPU.
 
-    By the library's own eager forward pass and logits, each document of the window alone: a path that training did
-    not take, so that its mistakes show here.
+    Uses transformers' eager forward pass and whole logits, each document of the window alone: an independent path, so
+    that mistakes of the training path show.
     """
     losses = {}
     for name, reader in readers.items():

@@ -3,8 +3,8 @@
     python -m pretrain.checkpoint.mirror_copy RUN --mirror URL     # copies what the mirror lacks, and ends
 
 The thread looks into the run's folder twice a second. It copies the newest checkpoint that the mirror lacks first,
-held by links against pruning; older ones only if they are to be kept for good. It retries failures after longer and
-longer pauses.
+holding it by links against pruning; older ones only if they are to be kept for good. It retries failures with
+exponentially growing pauses.
 
     RUN/mirror/status.json      what was copied, what fails since when; for `runs.py status`
     RUN/mirror/copying/         links to what is being copied
@@ -55,24 +55,24 @@ BEAT_SECONDS = 2.0
 """Seconds between two updates of status.json."""
 LONGEST_BACKOFF_SECONDS = 300.0
 LONGEST_PAUSE_AT_THE_END = 5.0
-"""Seconds between two attempts, while the run trains and while it waits."""
+"""Maximum seconds between two attempts, while the run trains and while it waits."""
 NICENESS = 10
 
 
 class TakenOverError(Exception):
-    """The mirror is no longer this start's to write: copying ends for good."""
+    """Raised if another start of the run writes to the mirror now: this one stops copying for good."""
 
 
 class AbandonedError(Exception):
-    """The run has rolled back to before the checkpoint that is being copied."""
+    """Raised if the run has rolled back to before the checkpoint that is being copied."""
 
 
 class MirrorCopier:
-    """Copies one start of a run.
+    """Copier of one start of a run.
 
     Args:
-        run: its folder.
-        settings: which checkpoints stay.
+        run: the run's folder.
+        settings: which checkpoints to keep.
     """
 
     def __init__(self, run: Path, store: MirrorStore, settings: config.Checkpoint):
@@ -82,17 +82,17 @@ class MirrorCopier:
         claim = read_json(run / MIRROR_FOLDER / CLAIM_FILE)
         self.start = claim.get("start")
         self.damaged: dict[str, str] = claim.get("damaged") or {}
-        """{name: what is wrong} of the files and folders on the mirror that are damaged."""
+        """{name: what is wrong} of damaged files and folders on the mirror."""
         self.there: dict[int, float | None] | None = None
-        """{step: validation loss} of the whole checkpoints on the mirror; None before the first look."""
+        """{step: validation loss} of the complete checkpoints on the mirror; None before the first look."""
         self.manifests: dict[str, bytes] = {}
-        """{folder: its manifest} of the whole checkpoints, and final/, on the mirror."""
+        """{folder: its manifest} of the complete checkpoints, and final/, on the mirror."""
         self.files: dict[str, bytes] = {}
-        """The small files as they were copied last."""
+        """Small files as they were last copied."""
         self.seen: set[int] = set()
         """Steps of the run's checkpoints at the last look."""
         self.beaten = time.monotonic()
-        """Time of the last sign of life, by a clock that nobody sets."""
+        """Time of the last sign of life, by the monotonic clock."""
         self.status: dict[str, Any] = {
             "mirror": store.address,
             "copied_step": None,
@@ -111,12 +111,12 @@ class MirrorCopier:
         shutil.rmtree(run / MIRROR_FOLDER / "copying", ignore_errors=True)
 
     def attempt(self, *, everything: bool) -> bool:
-        """Makes one pass whose failure becomes part of the status; returns whether nothing is left to do."""
+        """Makes one pass, recording a failure in the status; returns whether nothing is left to do."""
         try:
             more = self.pass_once(everything=everything)
-        except Exception as error:  # each file system has errors of its own
+        except Exception as error:  # each file system raises its own errors
             is_taken_over = isinstance(error, TakenOverError)
-            # A folder that was deleted has nothing to copy.
+            # A deleted run folder has nothing left to copy.
             self.status["is_over"] = is_taken_over or not self.run.is_dir()
             if self.run.is_dir():
                 self.status["failures"] += 1
@@ -129,7 +129,7 @@ class MirrorCopier:
     def pass_once(self, *, everything: bool = False) -> bool:
         """Copies the most urgent thing that the mirror lacks; returns whether there may be more.
 
-        everything: also the small files that have changed. Raises what the file system raises.
+        everything: also copies small files that have changed. Raises what the file system raises.
         """
         if self.there is None:
             self._first_look()
@@ -149,7 +149,7 @@ class MirrorCopier:
         return False
 
     def _first_look(self) -> None:
-        """Learns what the mirror has, and claims it for this start."""
+        """Reads what the mirror has, and claims it for this start."""
         self.manifests = {}
         self.files = {}
         identity = self.store.identity()
@@ -176,12 +176,12 @@ class MirrorCopier:
         self._copied(IDENTITY_FILE)
         self.there = there
         self.status["copied_step"] = max(there, default=None)
-        self._remove([step for step, is_sealed in steps.items() if not is_sealed])  # left by copies that were killed
+        self._remove([step for step, is_sealed in steps.items() if not is_sealed])  # left by interrupted copies
 
     def _whole(self, sealed: list[int]) -> dict[int, float | None]:
-        """Returns {step: validation loss} of those of these checkpoints that show no damage; notes it of the others.
+        """Returns {step: validation loss} of the checkpoints without visible damage; records damage of the others.
 
-        Also looks at final/, and collects the manifests of what is whole.
+        Also checks final/, and collects the manifests of what is complete.
         """
         losses = {}
         names = {name_of(step): step for step in sealed}
@@ -201,7 +201,7 @@ class MirrorCopier:
         return losses
 
     def _copied(self, name: str, manifest: bytes | None = None) -> None:
-        """Notes that a file or folder there is whole or gone: if it was damaged, the next start need not know."""
+        """Records that a file or folder there is complete or gone, so that the next start forgets earlier damage."""
         if manifest is not None:
             self.manifests[name] = manifest
         if self.damaged.pop(name, None) is not None:
@@ -210,7 +210,7 @@ class MirrorCopier:
                 write_durably(path, json.dumps(read_json(path) | {"damaged": self.damaged}))
 
     def _require_claim(self) -> None:
-        """Raises TakenOverError if another start of this run has begun to write here, OSError if nothing is here."""
+        """Raises TakenOverError if another start of the run writes here, OSError if run.json is missing or damaged."""
         identity = self.store.identity()
         if identity is None or identity.damage is not None:
             self.there = None
@@ -222,7 +222,7 @@ class MirrorCopier:
             )
 
     def _drop_abandoned(self) -> bool:
-        """Removes steps that a rollback went back behind; returns False if nothing else is there yet."""
+        """Removes steps after the target of a rollback; returns False if these are all that the mirror has."""
         latest = latest_step(self.run)
         abandoned = [step for step in self.there if latest is not None and step > latest]
         if abandoned and len(abandoned) == len(self.there):
@@ -240,14 +240,14 @@ class MirrorCopier:
             self._copied(name_of(step))
 
     def _next(self) -> int | None:
-        """Returns the step to copy next: the newest, else one that is to be kept for good and is missing."""
+        """Returns the step to copy next: the newest, else a missing one that is to be kept for good."""
         latest = latest_step(self.run)
         here = {}
         for step, path in checkpoint_folders(self.run).items():
             manifest = content_of(path / SEAL_FILE)
             if manifest is not None and latest is not None and step <= latest:
                 here[step] = manifest
-        # Checkpoints that came and went while the mirror was busy with others, or out of reach.
+        # Checkpoints that were pruned while the mirror was busy with others, or unreachable.
         known = {step for step in self.seen if name_of(step) in self.manifests}
         dropped = {step for step in self.seen - here.keys() - known if latest is not None and step <= latest}
         self.seen = set(here)
@@ -283,7 +283,7 @@ class MirrorCopier:
         except FileNotFoundError:
             if (self.run / name_of(step)).is_dir():
                 raise
-            return  # pruned meanwhile: a newer one is there
+            return  # pruned in the meantime: there is a newer one
         finally:
             shutil.rmtree(held.parent, ignore_errors=True)
         self._copied(name_of(step), manifest)
@@ -293,14 +293,14 @@ class MirrorCopier:
         damaged = {step_named(name.removeprefix("checkpoints/")): None for name in self.damaged}
         damaged.pop(None, None)
         kept = steps_to_keep(self.settings, self.there)
-        # A damaged one takes the place of no whole one.
+        # A damaged checkpoint must not displace a complete one.
         kept |= damaged.keys() & steps_to_keep(self.settings, self.there | damaged)
         self._remove([step for step in {*self.there, *damaged} if step not in kept])
 
     def _put_files(self) -> None:
-        # In this order: rollbacks.json is written after LATEST, so that who has read of a rollback sees its target.
+        # Order matters: rollbacks.json is written after LATEST, so whoever reads of a rollback also sees its target.
         files = run_files(self.run)
-        if not self._drop_abandoned():  # nor may the mirror know of the rollback before that
+        if not self._drop_abandoned():  # the mirror must not record the rollback before its target is there
             return
         for name, content in files.items():
             if self.files.get(name) != content:
@@ -309,12 +309,12 @@ class MirrorCopier:
                 self._copied(name)
 
     def beat(self, now: bool = False) -> None:
-        """Writes the status, every few seconds at most."""
+        """Writes the status, at most every few seconds."""
         if not now and time.monotonic() - self.beaten < BEAT_SECONDS:
             return
         self.beaten = time.monotonic()
         path = self.run / MIRROR_STATUS
-        with suppress(OSError):  # a full disk here is no reason to stop copying
+        with suppress(OSError):  # a full local disk is no reason to stop copying
             fresh = path.with_suffix(".new")
             fresh.write_text(json.dumps(self.status | {"time": time.time()}))
             fresh.rename(path)
@@ -326,9 +326,9 @@ class MirrorCopier:
 
 
 def hold(folder: Path, held: Path) -> Path:
-    """Puts a checkpoint under links of its own, which pruning leaves; returns it itself on a disk without links.
+    """Links a checkpoint's files into `held`, which pruning ignores; returns the original on a disk without links.
 
-    Raises FileNotFoundError if the checkpoint is pruned meanwhile.
+    Raises FileNotFoundError if the checkpoint is pruned in the meantime.
     """
     try:
         for path in sorted(path for path in folder.rglob("*") if path.is_file()):
@@ -351,13 +351,13 @@ def content_of(path: Path) -> bytes | None:
 
 
 class CopyThread(threading.Thread):
-    """Copies until `end`, and then what is left."""
+    """Thread that copies until `end`, and then copies the rest."""
 
     def __init__(self, copier: MirrorCopier):
         super().__init__(name="mirror", daemon=True)
         self.copier = copier
         self.is_settled = False
-        """Everything that was there at `settle` is copied."""
+        """True if everything that was there at `settle` is copied."""
         self._settles = False
         self._ends = False
         self._wake = threading.Event()
@@ -368,14 +368,14 @@ class CopyThread(threading.Thread):
         self._wake.set()
 
     def end(self, seconds: float) -> None:
-        """Waits so long for what was written since `settle` to be copied."""
+        """Waits up to this long until everything written since `settle` is copied."""
         self._ends = True
         self._wake.set()
         self.join(seconds)
 
     def run(self) -> None:
         copier = self.copier
-        if sys.platform == "linux":  # which has a priority for each thread
+        if sys.platform == "linux":  # threads have their own priority there
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
         with copying_alone(copier.run):
             while True:
@@ -394,7 +394,7 @@ class CopyThread(threading.Thread):
 
 
 def copying_alone(run: Path) -> TextIO:
-    """Returns a lock to hold while copying: somebody may copy the run by hand meanwhile."""
+    """Locks the mirror folder while copying, since somebody may copy the run by hand at the same time."""
     lock = open(run / MIRROR_FOLDER / ".lock", "w")  # noqa: SIM115
     fcntl.flock(lock, fcntl.LOCK_EX)
     return lock
@@ -406,7 +406,7 @@ def copy_script() -> int:
     parser.add_argument("run", type=Path, metavar="RUN")
     parser.add_argument("--mirror", required=True, help="checkpoint.mirror")
     arguments = parser.parse_args()
-    settings = config.Checkpoint(mirror=arguments.mirror, keep_last=config.MOST)  # by hand nothing is pruned
+    settings = config.Checkpoint(mirror=arguments.mirror, keep_last=config.MOST)  # copying by hand prunes nothing
     store = connect(settings, arguments.run)
     (arguments.run / MIRROR_FOLDER).mkdir(exist_ok=True)
     with copying_alone(arguments.run):

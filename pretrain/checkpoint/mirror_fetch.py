@@ -1,11 +1,11 @@
-"""Looks at a run's mirror at its start, and fetches the run if its disk was lost or another machine came further.
+"""Looks at a run's mirror at its start, and fetches the run if its disk was lost or another machine got further.
 
-    RUN/mirror/claim.json       which start of the run writes to the mirror, what it has fetched from there,
+    RUN/mirror/claim.json       which start of the run writes to the mirror, what it fetched,
                                 and what is damaged there
 
-The mirror's newest checkpoint that is whole is taken, and with it metrics.jsonl and the run's other small files; what
-is damaged there costs what it holds, and is named. A folder that has checkpoints of its own starts without the mirror
-where that cannot be reached; an empty one must not: training from scratch would hide what is there, and overwrite it.
+It takes the mirror's newest complete checkpoint, with metrics.jsonl and the run's other small files; what is damaged
+there is reported and left out. A folder with checkpoints of its own starts without the mirror if that is unreachable;
+an empty one must not: training from scratch would hide what is there, and overwrite it.
 """
 
 import json
@@ -56,16 +56,16 @@ LONGEST_RETRY_SECONDS = 15.0
 
 
 class LostMirrorError(MirrorError):
-    """No checkpoint on the mirror is intact, and none is here."""
+    """Raised if no checkpoint on the mirror is intact, and none is in the run's folder."""
 
     exit_code = EXIT_NO_VALID_CHECKPOINT
 
 
 def fetch_from_mirror(run: Path, settings: config.Checkpoint, ranks: Ranks) -> None:
-    """Brings the run's folder to where its mirror is, if that has come further. All ranks; the main one fetches.
+    """Brings the run's folder up to its mirror, if that is further. A collective call; the main rank fetches.
 
-    Raises, on all ranks, InputError if another run is there or its library is missing, MirrorError if an empty folder
-    needs a mirror that cannot be reached, LostMirrorError if none of its checkpoints is intact.
+    Raises, on all ranks, InputError if another run is there or the store's library is missing, MirrorError if an empty
+    folder needs a mirror that is unreachable, LostMirrorError if none of its checkpoints is intact.
     """
 
     def work() -> Exception | None:
@@ -73,7 +73,7 @@ def fetch_from_mirror(run: Path, settings: config.Checkpoint, ranks: Ranks) -> N
             look(run, settings)
         except (InputError, RunStoppedError) as error:
             return error
-        except Exception as error:  # each file system has errors of its own, and the other ranks wait for the answer
+        except Exception as error:  # each file system raises its own errors, and the other ranks wait for the answer
             return MirrorError(f"checkpoint.mirror: {one_line(error)}")
         return None
 
@@ -85,10 +85,10 @@ def fetch_from_mirror(run: Path, settings: config.Checkpoint, ranks: Ranks) -> N
 def fetch_earlier(
     run: Path, settings: config.Checkpoint, ranks: Ranks, at_most: int, beat: Callable[[], None]
 ) -> None:
-    """Fetches the mirror's newest checkpoint of step `at_most` or before, if the folder has none that is as late.
+    """Fetches the mirror's newest checkpoint of step `at_most` or earlier, if it is later than the folder's.
 
-    All ranks; only after a start that has fetched the run: it has one checkpoint, where the rules keep several. A
-    failure costs nothing but that checkpoint.
+    A collective call, which does something only after a start that fetched the run: such a folder has one checkpoint,
+    where the mirror keeps several. A failure costs only that checkpoint.
     """
 
     def is_wanted(store: MirrorStore, step: int) -> bool:
@@ -99,7 +99,7 @@ def fetch_earlier(
 
 
 def fetch_again(run: Path, settings: config.Checkpoint, ranks: Ranks, step: int, beat: Callable[[], None]) -> bool:
-    """Fetches the checkpoint of a step that is damaged here; returns if it is here now. All ranks."""
+    """Fetches the checkpoint of a step that is damaged here; returns whether it is here now. A collective call."""
     return fetch_wanted(
         run, settings, ranks, lambda store, there: there == step and is_ahead(run, store.state(there)), beat
     )
@@ -112,10 +112,10 @@ def fetch_wanted(
     is_wanted: Callable[[MirrorStore, int], bool],
     beat: Callable[[], None],
 ) -> bool:
-    """Fetches the newest intact checkpoint of a wanted step; returns if there is one. All ranks."""
+    """Fetches the newest intact checkpoint of a wanted step; returns whether there is one. A collective call."""
 
     def work() -> bool:
-        with suppress(Exception):  # each file system has errors of its own; the run can go on without
+        with suppress(Exception):  # each file system raises its own errors; the run can continue without
             store = connect(settings, run)
             look_around = partial(patiently, seconds=LOOK_SECONDS_WITHOUT_NEED, retry=False)
             sealed = [step for step, is_sealed in look_around(store.steps).items() if is_sealed]
@@ -128,7 +128,7 @@ def fetch_wanted(
 
 
 def look(run: Path, settings: config.Checkpoint) -> None:
-    """Does what `fetch_from_mirror` does, in one process."""
+    """Does the work of `fetch_from_mirror` on one process."""
     store = connect(settings, run)
     here = newest_sealed(run)
     claim: dict[str, Any] = {
@@ -155,7 +155,7 @@ def look(run: Path, settings: config.Checkpoint) -> None:
             require_no_loss(run, store)
     except (InputError, RunStoppedError):
         raise
-    except Exception as error:  # as above
+    except Exception as error:  # each file system raises its own errors
         if newest_sealed(run) is None:
             raise MirrorError(
                 f"checkpoint.mirror: {store.address} cannot be reached ({one_line(error)}), and {run} has no "
@@ -167,9 +167,9 @@ def look(run: Path, settings: config.Checkpoint) -> None:
 
 
 def catch_up(run: Path, store: MirrorStore, sealed: list[int], here: int | None, claim: dict[str, Any]) -> None:
-    """Fetches the run if the mirror has come further than the folder, whose newest checkpoint is of step `here`.
+    """Fetches the run if the mirror is further than the folder, whose newest checkpoint is of step `here`.
 
-    Completes `claim`: what was fetched, and what is damaged on the mirror.
+    Adds to `claim` what was fetched, and what is damaged on the mirror.
     """
     damaged = claim["damaged"]
 
@@ -191,17 +191,17 @@ def catch_up(run: Path, store: MirrorStore, sealed: list[int], here: int | None,
         if not (run / "final").exists() and store.read(f"final/{SEAL_FILE}") is not None:
             try:
                 store.get("final", run / "final")
-            except DamagedCopyError as error:  # the run makes it again
+            except DamagedCopyError as error:  # the run exports final/ again
                 damaged["final"] = error.strerror
 
 
 def newest_sealed(run: Path) -> int | None:
-    """Returns the newest step in the run's own folder, by name and manifest; None if it has none."""
+    """Returns the newest step in the run's own folder, by name and manifest; None if there is none."""
     return max((step for step, path in checkpoint_folders(run).items() if (path / SEAL_FILE).is_file()), default=None)
 
 
 def require_same_run(run: Path, identity: Identity | None, store: MirrorStore) -> None:
-    """Raises InputError if the mirror holds another run than this folder, DamagedCopyError if nothing there tells."""
+    """Raises InputError if the mirror holds another run than this folder, DamagedCopyError if that is unknown."""
     own = id_of_run(run)
     if own is None:
         return
@@ -215,7 +215,7 @@ def require_same_run(run: Path, identity: Identity | None, store: MirrorStore) -
 
 
 def require_no_loss(run: Path, store: MirrorStore) -> None:
-    """Raises LostMirrorError if the mirror had checkpoints and has none: starting from scratch would hide it."""
+    """Raises LostMirrorError if the mirror had checkpoints but has none: starting from scratch would hide it."""
     events = parse_lines((store.read(METRICS_FILE) or b"").splitlines())
     if copied := [event.get("step") for event in events if event["event"] == "mirror"]:
         raise LostMirrorError(
@@ -228,9 +228,9 @@ def require_no_loss(run: Path, store: MirrorStore) -> None:
 def fetch(
     run: Path, store: MirrorStore, steps: list[int], damaged: dict[str, str], *, required: bool
 ) -> dict[str, Any] | None:
-    """Fetches the newest of these checkpoints that is intact; returns what it was, None if none is.
+    """Fetches the newest intact one of these checkpoints; returns a record of it, None if none is intact.
 
-    Adds {name: what} of those that are not to `damaged`. Raises LostMirrorError if one is required.
+    Adds {name: problem} of the others to `damaged`. Raises LostMirrorError if one is required.
     """
     started = time.perf_counter()
     passed_over = []
@@ -243,8 +243,8 @@ def fetch(
             damaged[name] = error.strerror
             passed_over.append(name)
             continue
-        for worse in passed_over:  # copied again once the run gets there; not before another one is here
-            with suppress(Exception):  # a mirror that cannot be written
+        for worse in passed_over:  # to be copied again later; not unsealed before an intact one is here
+            with suppress(Exception):  # the mirror may be read-only
                 store.unseal(worse)
         seconds = round(time.perf_counter() - started, 3)
         return {"step": step, "bytes": size, "seconds": seconds, "mirror": store.address}
@@ -260,14 +260,14 @@ def fetch(
 def fetch_files(run: Path, store: MirrorStore) -> dict[str, str]:
     """Fetches the run's small files that the folder lacks, and logs that are longer on the mirror.
 
-    Returns {name: what is wrong} of those that are damaged, which stay there.
+    Returns {name: problem} of damaged ones, which are not fetched.
     """
     damaged = {}
     for name in store.files():
         path = run / name
         try:
             content = store.read(name)
-        except Exception as error:  # of this file alone; else the checkpoint cannot be read either
+        except Exception as error:  # this file is optional; if the mirror is unreachable the checkpoint fails too
             damaged[name] = f"cannot be read ({one_line(error)})"
             continue
         if content is None:
@@ -283,7 +283,7 @@ def fetch_files(run: Path, store: MirrorStore) -> dict[str, str]:
 
 
 def write_claim(run: Path, claim: dict[str, Any]) -> None:
-    """Records what was found, for the thread that copies and for the log."""
+    """Records what was found, for the copying thread and for the log."""
     (run / MIRROR_FOLDER).mkdir(parents=True, exist_ok=True)
     write_durably(run / MIRROR_FOLDER / CLAIM_FILE, json.dumps(claim))
 
@@ -291,12 +291,12 @@ def write_claim(run: Path, claim: dict[str, Any]) -> None:
 def patiently(ask: Callable[[], _Value], seconds: float, *, retry: bool) -> _Value:
     """Returns the answer; raises TimeoutError after that long, or the last error.
 
-    retry: asks again after an error, with longer and longer pauses.
+    retry: asks again after an error, with exponentially growing pauses.
     """
     deadline = time.monotonic() + seconds
     pause = 0.5
     while True:
-        # In a thread, because a dead network may block a call for as long as it likes.
+        # In a thread, because a dead network may block a call forever.
         answer: Future[_Value] = Future()
         threading.Thread(target=_ask, args=(ask, answer), name="mirror", daemon=True).start()
         try:

@@ -1,10 +1,10 @@
-"""The copy of a run on another disk or in a store: sealed folders and small files, through fsspec.
+"""Store of a run's copy on another disk or in object storage: sealed folders and small files, through fsspec.
 
     MIRROR/NAME/run.json                                which run this is, and which start of it writes
     MIRROR/NAME/config.yaml, metrics.jsonl, ...         the run's small files
     MIRROR/NAME/checkpoints/step-00000500/, final/      as in the run's folder; MANIFEST.json is written last
 
-NAME is the name of the run's folder. A folder without a manifest is not whole, whatever else it holds.
+NAME is the name of the run's folder. A folder without a manifest is incomplete, whatever it contains.
 """
 
 import hashlib
@@ -35,30 +35,30 @@ if TYPE_CHECKING:
 
 BLOCK_BYTES = 8 << 20
 FETCH_TRIES = 3
-"""Attempts to fetch each file."""
+"""Maximum attempts to fetch a file."""
 SECONDS_BETWEEN_TRIES = 0.5
 IDENTITY_FILE = "run.json"
-"""On the mirror: which run and which start of it."""
+"""File on the mirror: which run it holds, and which start of it writes."""
 CLAIM_FILE = "claim.json"
-"""In the run's folder: what its last start found on the mirror."""
+"""File in the run's folder: what its last start found on the mirror."""
 NAMELESS = (
     f"{IDENTITY_FILE} and {METRICS_FILE} there are damaged, so that nothing tells whose checkpoints it has; restore "
     "one of the two, or remove what is there"
 )
 UNFETCHED = ".saving-"
-"""Prefix of a download until it is whole: the next start removes what a kill leaves of it."""
+"""Prefix of a download until it is complete: the next start removes what a kill leaves behind."""
 RUN_FILES = ("*.json", "*.jsonl", "*.yaml", "train.log", "evaluations/*.json")
 """Patterns of the run's small files."""
 OBJECTS = ("model.json", "data.json", "strategy.json", "environment.json", "config.yaml", "evaluations/*.json")
-"""Small files that a run writes, and whose content is an object."""
+"""Small files written by a run whose content is an object."""
 
 
 class MirrorError(RunStoppedError):
-    """The mirror has what the run needs and cannot be reached, or holds nothing that is intact."""
+    """Raised if the mirror has what the run needs but is unreachable, or holds nothing intact."""
 
 
 class DamagedCopyError(OSError):
-    """A copy that is not what was written; `strerror` names the file and says what is wrong with it."""
+    """Raised for a copy that is not what was written; `strerror` names the file and the problem."""
 
     def __init__(self, problem: str):
         super().__init__(5, problem)
@@ -66,20 +66,20 @@ class DamagedCopyError(OSError):
 
 @dataclass(frozen=True)
 class Identity:
-    """Which run a mirror holds, and which start of it writes there."""
+    """Identity of a mirror: which run it holds, and which start of the run writes there."""
 
     run: str | None
     start: str | None
     damage: str | None = None
-    """What is wrong with run.json; then the run is that of the log beside it, and the start is not known."""
+    """Problem of run.json; the run is then taken from the log next to it, and the start is unknown."""
 
 
 class MirrorStore:
-    """The mirror of one run. Methods raise whatever the file system raises; only fetching a file is retried.
+    """Mirror of one run. Methods raise whatever the file system raises; only fetching a file is retried.
 
     Args:
         mirror: `checkpoint.mirror`.
-        name: of the run's folder.
+        name: name of the run's folder.
     """
 
     def __init__(self, mirror: str, name: str):
@@ -88,7 +88,7 @@ class MirrorStore:
 
     @cached_property
     def system(self) -> "DirFileSystem":
-        """The run's folder there, as a file system of its own; connects at first use."""
+        """File system rooted at the run's folder on the mirror; connects at first use."""
         from fsspec.implementations.dirfs import DirFileSystem
 
         system, root = file_system(self.place)
@@ -107,7 +107,7 @@ class MirrorStore:
         self.system.pipe_file(name, content)
 
     def identity(self) -> Identity | None:
-        """Returns whose mirror this is; None if there is neither run.json nor a log."""
+        """Returns the mirror's identity; None if there is neither run.json nor a log."""
         content = self.read(IDENTITY_FILE)
         try:
             values = json.loads(content or b"")
@@ -122,7 +122,7 @@ class MirrorStore:
         return Identity(first_start((log or b"").splitlines()).get("start_id"), None, damage)
 
     def identify(self, run: str | None, start: str | None) -> None:
-        """Records whose mirror this is."""
+        """Writes the mirror's identity."""
         self.write(IDENTITY_FILE, json.dumps({"run": run, "start": start}).encode())
 
     def steps(self) -> dict[int, bool]:
@@ -147,29 +147,31 @@ class MirrorStore:
         return entries
 
     def look_over(self, name: str) -> dict[str, dict]:
-        """Returns what `sealed` does; the files must be there in their sizes. Reads none of them."""
-        entries, sizes = self.sealed(name), self._sizes(name)
+        """Returns what `sealed` does, after checking that the files exist in their sizes. Reads none of them."""
+        entries = self.sealed(name)
+        sizes = self._sizes(name)
         for file, entry in entries.items():
             if file not in sizes:
                 raise DamagedCopyError(f"{file} is missing")
-            if sizes[file] not in (entry["bytes"], None):  # None: a store that does not tell
+            if sizes[file] not in (entry["bytes"], None):  # None: the store does not report sizes
                 raise DamagedCopyError(f"{file} has {sizes[file]:,} bytes instead of {entry['bytes']}")
         return entries
 
     def state(self, step: int) -> dict[str, Any]:
         """Returns the trainer_state.json of a checkpoint, after `look_over`. Raises DamagedCopyError."""
-        name, file = name_of(step), "trainer_state.json"
+        name = name_of(step)
+        file = "trainer_state.json"
         entry = self.look_over(name).get(file, {})
         if damage := damage_of_content(file, content := self.read(f"{name}/{file}") or b"", entry):
             raise DamagedCopyError(damage)
         return json.loads(content)
 
     def files(self) -> list[str]:
-        """Returns the names of the run's small files that are here."""
+        """Lists the names of the run's small files that are here."""
         return [name for name in self._sizes("") if is_run_file(name)]
 
     def _sizes(self, folder: str) -> dict[str, int | None]:
-        """Returns {name below the folder: bytes, if the store tells} of all files there."""
+        """Returns {name below the folder: bytes, if the store reports them} of all files there."""
         self.system.invalidate_cache()
         try:
             found = self.system.find(folder, detail=True)
@@ -187,11 +189,11 @@ class MirrorStore:
     ) -> int:
         """Copies a sealed folder, its manifest last; returns the bytes.
 
-        Every file is read back and compared with its hash; what is there from an earlier try is kept. Raises
+        Every file is read back and compared with its hash; files from an earlier attempt are kept. Raises
         DamagedCopyError if something else arrived.
 
         Args:
-            beat: called now and then.
+            beat: called regularly.
             before_seal: called before the manifest; may raise, so that the copy stays unsealed.
         """
         manifest = (folder / SEAL_FILE).read_bytes()
@@ -212,7 +214,7 @@ class MirrorStore:
         return sum(entry["bytes"] for entry in entries.values())
 
     def _holds(self, path: str, entry: dict[str, Any], beat: Callable[[], None]) -> bool:
-        """Reads a file here; tells if it has the bytes and the hash of a manifest's entry."""
+        """Reads a file here; tells if it has the size and the hash of a manifest's entry."""
         beat()
         self.system.invalidate_cache()
         try:
@@ -228,12 +230,12 @@ class MirrorStore:
         return digest.hexdigest() == entry["sha256"]
 
     def get(self, name: str, target: Path, check: Callable[[Path], list[str]] = lambda folder: []) -> int:
-        """Fetches a sealed folder: verified, durable, and under its own name only when it is whole; returns the bytes.
+        """Fetches a sealed folder, verified and synced, renamed once it is complete; returns the bytes.
 
-        Raises DamagedCopyError if a file is not the one that was written.
+        Raises DamagedCopyError if a file is not what was written.
 
         Args:
-            check: returns what is wrong with the files together.
+            check: lists the problems of the files as a whole.
         """
         entries = self.sealed(name)
         unfinished = target.with_name(f"{UNFETCHED}{target.name}")
@@ -254,7 +256,7 @@ class MirrorStore:
         return sum(entry["bytes"] for entry in sealed.values())
 
     def _fetched(self, remote: str, path: Path, entry: dict[str, Any]) -> dict[str, Any]:
-        """Fetches one file, up to FETCH_TRIES times: a connection may break, or garble what it brings."""
+        """Fetches one file, in up to FETCH_TRIES attempts: a connection may break or corrupt data."""
         for tries_left in reversed(range(FETCH_TRIES)):
             try:
                 self.system.get_file(remote, str(path))
@@ -263,26 +265,26 @@ class MirrorStore:
                 problem = DamagedCopyError(f"{path.name} does not have the sha256 that was written")
             except FileNotFoundError:
                 raise DamagedCopyError(f"{path.name} is missing") from None
-            except Exception as error:  # each file system has errors of its own
+            except Exception as error:  # each file system raises its own errors
                 problem = error
             if tries_left:
                 time.sleep(SECONDS_BETWEEN_TRIES)
         raise problem
 
     def unseal(self, name: str) -> None:
-        """Removes a folder's manifest: from here on it is not whole."""
+        """Removes a folder's manifest: from then on the folder is incomplete."""
         if self.read(f"{name}/{SEAL_FILE}") is not None:
             self.system.rm_file(f"{name}/{SEAL_FILE}")
 
     def remove(self, name: str) -> None:
         """Removes a folder."""
-        self.unseal(name)  # first: a half-removed folder must never look whole
+        self.unseal(name)  # first: a half-removed folder must never look complete
         self.system.invalidate_cache()
         self.system.rm(name, recursive=True)
 
 
 def name_of(step: int) -> str:
-    """Returns the name of a checkpoint's folder, in the run's folder and here."""
+    """Returns the path of a checkpoint's folder, in the run's folder and here."""
     return f"checkpoints/{checkpoint_name(step)}"
 
 
@@ -294,7 +296,7 @@ def is_run_file(name: str) -> bool:
 
 
 def damage_of_run_file(name: str, content: bytes) -> str | None:
-    """Returns what is wrong with the content of one of the run's small files; None if nothing shows."""
+    """Returns the problem of the content of one of the run's small files; None if there is no sign of one."""
     try:
         if name == ROLLBACKS:
             parse_rollbacks(content)
@@ -309,9 +311,9 @@ def damage_of_run_file(name: str, content: bytes) -> str | None:
 
 
 def run_files(run: Path) -> dict[str, bytes]:
-    """Returns {name: content} of the run's small files as they are now, without a line that is being written.
+    """Returns {name: content} of the run's small files as they are now, without a partly written last line.
 
-    Leaves out damaged ones: the mirror may still have them as they were.
+    Leaves out damaged ones: the mirror may still have them intact.
     """
     found = {}
     for path in sorted(path for pattern in RUN_FILES for path in run.glob(pattern)):
@@ -325,7 +327,7 @@ def run_files(run: Path) -> dict[str, bytes]:
 
 
 def mirror_problems(output: Path, settings: config.Checkpoint) -> list[str]:
-    """Returns why the mirror of a recipe cannot be used, as far as shows without reaching it."""
+    """Lists why a recipe's mirror cannot be used, as far as this shows without connecting."""
     mirror = settings.mirror
     if mirror is None:
         return []
@@ -358,17 +360,17 @@ def mirror_problems(output: Path, settings: config.Checkpoint) -> list[str]:
 
 
 def connect(settings: config.Checkpoint, run: Path) -> MirrorStore:
-    """Returns the mirror of a run. Raises InputError if its library is missing."""
+    """Opens the mirror of a run. Raises InputError if its settings are wrong or its library is missing."""
     if problems := mirror_problems(run, settings):
         raise InputError(*problems)
     return MirrorStore(settings.mirror, Path(os.path.abspath(run)).name)
 
 
 def id_of_run(run: Path) -> str | None:
-    """Returns the id of the run's first start; None before it."""
+    """Returns the ID of the run's first start; None before it."""
     return first_start_of(run).get("start_id") if (run / METRICS_FILE).is_file() else None
 
 
 def is_ahead(run: Path, state: Mapping[str, Any]) -> bool:
-    """Tells if a checkpoint of this trainer_state.json continues the run's folder: it knows every rollback there."""
+    """Tells if a checkpoint with this trainer_state.json continues the run's folder: it has all rollbacks there."""
     return len(state.get("state", {}).get("rollbacks", ())) >= len(recorded_rollbacks(run))

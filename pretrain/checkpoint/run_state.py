@@ -1,4 +1,4 @@
-"""The state of a run beyond its tensors, and what must survive a crash between two checkpoints."""
+"""State of a run beyond its tensors, and what must survive a crash between two checkpoints."""
 
 import json
 import math
@@ -14,61 +14,61 @@ ROLLBACKS = "rollbacks.json"
 
 
 class Request(IntEnum):
-    """A request of a signal or a user to a run; of several at once the largest counts."""
+    """Request of a signal or a user to a run; of several at once the largest counts."""
 
     NONE = 0
     PROFILE = 1
-    """Record what the next steps are spent on."""
+    """Profile the next steps."""
     SAVE = 2
     """Save a checkpoint and continue."""
     SHORTEN = 3
-    """Halve what is left of a final decay that was asked for, since the run's minutes are running out."""
+    """Halve the rest of a requested final decay, since the run's time budget is running out."""
     ANNEAL = 4
-    """Begin the final decay of the learning rate."""
+    """Start the final decay of the learning rate."""
     PREEMPT = 5
-    """Save and end, to be continued: SIGTERM, or a scheduler's time limit."""
+    """Save and exit, to be continued: SIGTERM, or a scheduler's time limit."""
     INTERRUPT = 6
-    """Save and end: Ctrl-C."""
+    """Save and exit: Ctrl-C."""
     PAUSE = 7
-    """Save and end: `checkpoint.pause_at`."""
+    """Save and exit: `checkpoint.pause_at`."""
     STOP = 8
-    """Save and end: `runs.py stop`."""
+    """Save and exit: `runs.py stop`."""
     ABORT = 9
-    """End without saving."""
+    """Exit without saving."""
 
 
 @dataclass
 class RunState:
-    """The `state` of trainer_state.json."""
+    """Contents of `state` in trainer_state.json."""
 
     step: int = 0
     """Optimizer steps taken."""
     tokens: int = 0
     """Training tokens seen."""
     skipped_steps: int = 0
-    """Steps whose gradient was not finite."""
+    """Steps that were skipped because their gradient was not finite."""
     validation_loss: float | None = None
     """Mean over the sources, if measured at this very step."""
     expert_counts: list[list[int]] | None = None
-    """Mixtures of experts: tokens routed to each expert in the checkpoint's step, by layer; set when one is saved,
+    """MoE models: tokens routed to each expert in the checkpoint's step, by layer; set when a checkpoint is saved,
     for the balancing loss of the next step."""
     average: dict[str, Any] | None = None
-    """What is in the average of the weights, if there is one: kind, first_step, count."""
+    """Contents of the average of the weights, if there is one: kind, first_step, count."""
     rollbacks: list[dict[str, Any]] = field(default_factory=list)
-    """Every rollback: to_step, first_step and last_step of the bad stretch, samples (first, count) left out since,
-    learning_rate_factor, reason, and anneal_from and anneal_steps of a decay that was asked for before."""
+    """All rollbacks: to_step, first_step and last_step of the bad stretch, samples (first, count) skipped since,
+    learning_rate_factor, reason, and anneal_from and anneal_steps of a decay that was requested before."""
     anneal_from: int | None = None
-    """Where a final decay that was asked for begins, in place of the schedule's own."""
+    """Step at which a requested final decay begins, instead of the schedule's own."""
     anneal_steps: int | None = None
     """Length of that decay."""
     seconds: float = 0.0
-    """Wall-clock time of all starts, where `budget.minutes` limits it."""
+    """Wall-clock time of all starts, if `budget.minutes` limits it."""
     lineage: list[dict[str, Any]] = field(default_factory=list)
-    """Checkpoints of other runs that this one began with, oldest first: run, step, tokens."""
+    """Checkpoints of other runs that this one started from, oldest first: run, step, tokens."""
 
     @property
     def left_out(self) -> list[tuple[int, int]]:
-        """(first sample, number of samples) that training leaves out, in the order in which the run came to it."""
+        """(first sample, number of samples) that training skips, in the order in which the rollbacks added them."""
         return [tuple(rollback["samples"]) for rollback in self.rollbacks if rollback["samples"]]
 
     def after_rollbacks(self, recorded: list[dict[str, Any]]) -> "RunState":
@@ -80,17 +80,17 @@ class RunState:
 
     @property
     def learning_rate_factor(self) -> float:
-        """What the rollbacks left of the learning rate."""
+        """Product of the learning-rate factors of all rollbacks."""
         return math.prod(rollback["learning_rate_factor"] for rollback in self.rollbacks)
 
 
 def record_rollbacks(run: Path, rollbacks: list[dict[str, Any]]) -> None:
-    """Records the rollbacks at once: a crash before the next checkpoint must not bring the bad data back."""
+    """Records the rollbacks immediately: after a crash before the next checkpoint the bad data must stay skipped."""
     write_durably(run / ROLLBACKS, json.dumps(rollbacks, indent=1))
 
 
 def recorded_rollbacks(run: Path) -> list[dict[str, Any]]:
-    """Reads what `record_rollbacks` wrote; [] if there is no file. Raises InputError if it is damaged."""
+    """Reads what `record_rollbacks` wrote; empty if there is no file. Raises InputError if it is damaged."""
     path = run / ROLLBACKS
     try:
         return parse_rollbacks(path.read_bytes())
@@ -105,7 +105,7 @@ def recorded_rollbacks(run: Path) -> list[dict[str, Any]]:
 
 
 def parse_rollbacks(content: bytes) -> list[dict[str, Any]]:
-    """Reads the content of rollbacks.json. Raises ValueError for anything else."""
+    """Parses the content of rollbacks.json. Raises ValueError for anything else."""
     rollbacks = json.loads(content)
     used = {"samples", "learning_rate_factor"}
     if not isinstance(rollbacks, list) or not all(isinstance(one, dict) and used <= one.keys() for one in rollbacks):
@@ -114,12 +114,12 @@ def parse_rollbacks(content: bytes) -> list[dict[str, Any]]:
 
 
 class RunStoppedError(Exception):
-    """A run ends here, on all ranks, for the reason given."""
+    """Raised on all ranks to end a run, for the given reason."""
 
     exit_code = CRASHED
 
 
 class NumericStopError(RunStoppedError):
-    """Training diverged and cannot recover."""
+    """Raised if training diverged and cannot recover."""
 
     exit_code = EXIT_NUMERIC

@@ -1,6 +1,6 @@
-"""Named tensors as safetensors files: which tensor is in which file, which rank writes it, and how it is read.
+"""Named tensors as safetensors files: which file a tensor is in, which rank writes it, and how it is read.
 
-HostMemory holds them between the step and the file: a thread writes it while the next steps change the tensors.
+HostMemory holds the tensors between step and file: a thread writes it while the next steps change the originals.
 """
 
 import itertools
@@ -20,11 +20,11 @@ from pretrain.parallel.tensor_group import TensorGroup
 
 MAX_FILE_BYTES = 4 * 1024**3
 ALIGNMENT = 64
-"""Bytes; of tensors in HostMemory."""
+"""Alignment of tensors in HostMemory, in bytes."""
 
 
 class SavedTensors(Mapping[str, torch.Tensor]):
-    """The tensors of `<prefix>*.safetensors` in a folder, by name, read one at a time when asked for."""
+    """Tensors of `<prefix>*.safetensors` in a folder, by name, read one at a time on access."""
 
     def __init__(self, folder: Path, prefix: str):
         self._file_of: dict[str, Path] = {}
@@ -55,7 +55,7 @@ class SavedTensors(Mapping[str, torch.Tensor]):
 
 
 def plan_files(group: TensorGroup, prefix: str, max_file_bytes: int = MAX_FILE_BYTES) -> dict[str, list[str]]:
-    """Returns {file name: names of its tensors}: HF's naming, one file if everything fits."""
+    """Returns {file name: names of its tensors} in HF's naming; one file if everything fits."""
     bundles: list[list[str]] = [[]]
     room = max_file_bytes
     for name, shape in group.shapes.items():
@@ -76,7 +76,7 @@ def tensor_index(
     dtypes: Mapping[str, torch.dtype] | None = None,
     published: PublishedNames | None = None,
 ) -> dict[str, dict]:
-    """Returns {file name: contents} of HF's index of which tensor is in which file; {} if there is one file."""
+    """Returns {file name: contents} of HF's index of which file a tensor is in; {} if there is only one file."""
     files = plan_files(group, prefix)
     if len(files) == 1:
         return {}
@@ -95,12 +95,12 @@ def shares(
     *,
     on_host: bool = True,
 ) -> Iterator[tuple[str, str, torch.Tensor]]:
-    """Returns (file, name, tensor) of what this rank writes; calls `beat` for every tensor of any rank.
+    """Yields (file, name, tensor) of what this rank writes; calls `beat` for every tensor of any rank.
 
-    on_host: copies tensors there; else each is where it was assembled, perhaps the one being trained.
+    on_host: copies tensors to CPU memory; else each is on the device, perhaps the training tensor itself.
 
-    All ranks walk through all tensors in the same order, since fetching one may need all of them; files go to ranks
-    in turn, the optimizer's from the last rank on, so that the large files have different writers.
+    All ranks go through all tensors in the same order, since fetching one may need all of them; files go to ranks
+    round-robin, the optimizer's from the last rank on, so that different ranks write the large files.
     """
     first = {"model": 0, "optimizer": ranks - 1}.get(prefix, (ranks - 1) // 2)
     for number, (file, names) in enumerate(plan_files(group, prefix).items()):
@@ -124,9 +124,9 @@ def write_group(
 ) -> dict[str, dict]:
     """Writes this rank's share of the files; returns {file: {bytes, sha256}} of what it wrote.
 
-    dtypes: of the tensors in the files; a tensor without one keeps its own.
-    beat: called for every tensor: a large model on a slow disk takes longer than a step may.
-    published: names and pieces to write in the place of the group's; tensors of one are in one file.
+    dtypes: dtypes of the tensors in the files; a tensor without one keeps its own.
+    beat: called for every tensor, since a large model on a slow disk takes longer than a step may.
+    published: names and pieces to write instead of the group's; the pieces of one tensor are in one file.
     """
     written = {}
     for file, entries in itertools.groupby(shares(prefix, group, rank, ranks, beat), key=lambda entry: entry[0]):
@@ -153,10 +153,10 @@ def bytes_of(group: TensorGroup, dtypes: Mapping[str, torch.dtype] | None = None
 
 
 class HostMemory:
-    """Host memory for named tensors, one after the other, page-locked from the first that comes from a GPU.
+    """CPU memory for named tensors, one after the other, page-locked when the first tensor from a GPU arrives.
 
     A GPU copies to page-locked memory several times as fast. It is locked here, in one piece, because torch rounds
-    what it locks itself (pin_memory) up to a power of two: of a tensor of 155 MB it makes 268 MB.
+    what it locks itself (pin_memory) up to a power of two: a tensor of 155 MB would take 268 MB.
     """
 
     def __init__(self, layout: dict[str, tuple[tuple[int, ...], torch.dtype]]):
@@ -173,7 +173,7 @@ class HostMemory:
         self._tried_to_lock = False
 
     def hold(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns the tensor as it is now, here; from a GPU as soon as its stream has been waited for."""
+        """Copies the tensor into this memory and returns the copy; from a GPU it is valid after synchronizing."""
         if tensor.is_cuda and not self._tried_to_lock:
             self._tried_to_lock = True
             if lock(self._bytes, tensor.device):
@@ -182,10 +182,10 @@ class HostMemory:
 
 
 def lock(memory: torch.Tensor, device: torch.device) -> bool:
-    """Page-locks host memory; returns False if the system does not allow so much, and copies are slower."""
+    """Locks CPU memory pages; returns False if the system does not allow that much, which only makes copies slower."""
     if int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)) == 0:
         return True
-    with suppress(RuntimeError):  # CUDA keeps the error until the next kernel, which must not be one of a step's
+    with suppress(RuntimeError):  # CUDA reports the error at the next kernel, which must not be a training step's
         torch.ones(1, device=device)
     return False
 

@@ -1,13 +1,13 @@
 """Prepared tokens: from shards on disk to the windows of a step.
 
-Which window is read is a pure function of (seed, step, micro-step, rank): whoever touches batches changes every
-run that continues. The on-disk format is manifest and shards (docs/data.md).
+The window that is read is a pure function of (seed, step, micro-step, rank): any change to batches changes every run
+that is resumed. The on-disk format is manifest and shards (docs/data.md).
 
     manifest, shards: prepared folders
-    foreign_shards: the formats of others
-    data_record: what a run keeps of their manifests
-    tokenizer: tokenizers, read from wherever they are
-    batches: which windows a step takes, and validation
-    dispatch: one process that reads them for all
+    foreign_shards: shard formats of other projects
+    data_record: what a run records of its sources' manifests
+    tokenizer: tokenizers, from local files or the Hub
+    batches: which windows a step reads, and validation
+    dispatch: one rank that reads batches for all
     vocabulary: its size, and the model sized by it
 """

@@ -1,12 +1,12 @@
-"""(step, micro-step, rank) to tokens, by arithmetic alone: resuming needs no state and no replay.
+"""Maps (step, micro-step, rank) to tokens by arithmetic alone: resuming needs no state and no replay.
 
 Sample n of a run, counted over all ranks, is a window of sequence_length + 1 tokens of one source. Which one depends
 on (seed, n) alone, so the order of the data is the same on any number of ranks. A mixture interleaves its sources by a
 fixed pattern of their weights; within a source, each window is visited once per epoch, in the order of a keyed
 permutation.
 
-In a stage with windows `span` times as long a window counts as `span` samples, so that a step has as many as ever, and
-the stage begins with a step. Each length has its own epochs of a source.
+In a stage with windows `span` times as long, a window counts as `span` samples, so that the number of samples in a
+step does not change, and the stage begins at the start of a step. Each length has its own epochs of a source.
 """
 
 import bisect
@@ -25,19 +25,19 @@ from pretrain.errors import InputError, Problems
 from pretrain.optim.batch_ramp import BatchRamp
 
 PATTERN_LENGTH = 10_000
-"""Samples after which the interleaving of a mixture repeats: weights hold to four digits."""
+"""Samples after which a mixture's interleaving pattern repeats: weights are exact to four digits."""
 
 LOCATED_SAMPLES = 256
-"""Samples whose windows are computed at once."""
+"""Samples whose windows are located in one call."""
 
 SkippedRange = tuple[int, int]
-"""(first sample, number of samples) that training leaves out, in the run's own count of samples."""
+"""(first sample, number of samples) that training skips, in the run's own count of samples."""
 
 
 class Permutation:
-    """A pseudo-random bijection of range(size) without a table: every position costs the same.
+    """A pseudo-random bijection of range(size) without a table: constant cost for every position.
 
-    A Feistel network over the next power of four, walked until it lands inside the range (Black and Rogaway 2002,
+    A Feistel network over the next power of four, iterated until the result is in range (Black and Rogaway 2002,
     "Ciphers with arbitrary finite domains"). Eight rounds of a murmur-style mix.
     """
 
@@ -47,15 +47,15 @@ class Permutation:
         self.size = size
         self._half = np.uint64(max(1, (max(size - 1, 1).bit_length() + 1) // 2))
         self._mask = np.uint64((1 << int(self._half)) - 1)
-        # Any other digest or mix would reorder the data of every run that continues.
+        # Never change the digest or the mix: that would reorder the data of every run that resumes.
         digest = hashlib.blake2b(key.to_bytes(16, "little"), digest_size=8 * self.ROUNDS).digest()
         self._keys = np.frombuffer(digest, dtype="<u8")
 
     def __call__(self, positions: np.ndarray) -> np.ndarray:
-        """positions: int64 array of values in range(size); returns their images, same shape."""
+        """Maps positions, an int64 array of values in range(size), to their images, same shape."""
         image = self._encrypt(positions.astype(np.uint64))
         while (outside := image >= self.size).any():
-            # Cycle walking: what falls outside is encrypted again, so that the map stays a bijection of range(size).
+            # Cycle walking: values outside of the range are encrypted again, which keeps the map a bijection.
             image[outside] = self._encrypt(image[outside])
         return image.astype(np.int64)
 
@@ -74,41 +74,41 @@ def _mix(values: np.ndarray) -> np.ndarray:
 
 
 def key_of(*parts: object) -> int:
-    """A 128-bit key from any printable parts, the same on every machine and version of Python."""
+    """Returns a 128-bit key from any printable parts, the same on every machine and version of Python."""
     digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=16).digest()
     return int.from_bytes(digest, "little")
 
 
 Drawn = dict[int, np.ndarray]
-"""{span: (sources,) windows of that length that were drawn of each source}."""
+"""{span: (sources,) number of windows of that length that were drawn from each source}."""
 
 
 @dataclass(frozen=True)
 class SourceRead:
-    """The amount that a run has read of one source."""
+    """Record of how much a run has read of one source."""
 
     shards: str
     """Folder of the prepared source."""
     sha256: str
     """First 16 digits of its manifest's hash."""
     number: int
-    """Chooses the order of its windows; no other source of the run has it."""
+    """Number that sets the order of its windows; unique within the run."""
     windows: dict[int, int]
     """{tokens in a window: windows of that length that were drawn}."""
 
 
 @dataclass(frozen=True)
 class DataPosition:
-    """A run's position in its data. Stored in checkpoints: a run whose data change continues from here."""
+    """A run's position in its data. Stored in checkpoints: a run whose data change continues from it."""
 
     step: int
     sample: int
-    """The next sample, in the run's own count."""
+    """Next sample, in the run's own count."""
     sources: tuple[SourceRead, ...]
 
     @classmethod
     def of_json(cls, values: Mapping[str, Any]) -> "DataPosition":
-        """The position that `dataclasses.asdict` and JSON have made plain values of."""
+        """Rebuilds a position from its JSON form, made by `dataclasses.asdict`."""
         sources = [
             SourceRead(**source | {"windows": {int(length): count for length, count in source["windows"].items()}})
             for source in values["sources"]
@@ -118,27 +118,27 @@ class DataPosition:
 
 @dataclass(frozen=True)
 class Segment:
-    """A stretch of samples drawn by one pattern: a stage, or what is left of it when a source is used up."""
+    """A stretch of samples drawn by one pattern: a stage, or the rest of it after a source is used up."""
 
     first_sample: int
     span: int
     """Samples that one of its windows counts as: its length over data.sequence_length."""
     pattern: np.ndarray
-    """(PATTERN_LENGTH,) source of each window, repeating."""
+    """Source of each window, (PATTERN_LENGTH,), repeating."""
     drawn: np.ndarray
-    """(PATTERN_LENGTH + 1, sources) windows of each source before each place in the pattern."""
+    """Windows of each source before each place in the pattern, (PATTERN_LENGTH + 1, sources)."""
     drawn_before: Drawn
     """Windows drawn before this segment."""
 
     def locate(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Source of the window at each sample, and how many windows of that source and length came before it."""
+        """Returns the source of the window at each sample, and the number of earlier windows of it at that length."""
         rounds, place = np.divmod((samples - self.first_sample) // self.span, len(self.pattern))
         source = self.pattern[place]
         draws = self.drawn_before[self.span][source] + rounds * self.drawn[-1, source] + self.drawn[place, source]
         return source, draws
 
     def drawn_until(self, sample: int) -> Drawn:
-        """Windows drawn before `sample`."""
+        """Counts the windows drawn before `sample`."""
         rounds, place = divmod(-((self.first_sample - sample) // self.span), len(self.pattern))
         before = self.drawn_before[self.span]
         return self.drawn_before | {self.span: before + rounds * self.drawn[-1] + self.drawn[place]}
@@ -149,16 +149,16 @@ class Batches:
 
     Args:
         data: the recipe's data section.
-        seed: of the order of samples.
+        seed: seed of the order of samples.
         ramp: sequences per step over the run.
-        skipped: samples that training leaves out, ascending; those after them move up.
-        passed: the first sample of each stage that a run has begun, but for the first, where they are known: a run
-            that is extended keeps them.
-        origin: where the run stood when it was given this data; None for the data that it began with. Only later
-            steps can be read.
+        skipped: samples that training skips, ascending; later samples move up.
+        passed: first samples of the stages that a run has begun, except the first stage, as far as they are known: a
+            run that is extended keeps them.
+        origin: position of the run when it was given this data; None for the data that it began with. Only steps from
+            there on can be read.
 
-    Raises InputError as `open_training` does, where the max_epochs of all sources are used up before the run ends, and
-    for a stage of other windows or positions that has no step.
+    Raises InputError as `open_training` does, if the max_epochs of all sources are used up before the run ends, and
+    for a stage with other windows or positions that contains no step.
     """
 
     def __init__(
@@ -186,7 +186,8 @@ class Batches:
         self._spans = [window.sequence_length // self.window.sequence_length for window in data.windows]
         self._windows_per_epoch = {
             window.sequence_length // self.window.sequence_length: np.array(
-                # One for a source that is too short for windows of a stage that does not draw of it.
+                # At least one, also for sources too short for a stage that does not draw from them; avoids dividing by
+                # 0.
                 [max(1, window.count_in(reader.tokens)) for reader in self.readers.values()],
                 np.int64,
             )
@@ -202,11 +203,11 @@ class Batches:
                 for before, reader in zip(self._read_before, self.readers.values(), strict=True)
             ]
         )
-        """Epochs of each source, read in windows of lengths that the run no longer has."""
+        """Epochs of each source that were read in windows of lengths that the run no longer has."""
         self.stage_starts = self._stage_starts(data)
         """First sample of each stage."""
         self.first_steps = [self._first_step_from(sample) for sample in self.stage_starts]
-        """The first step that begins in each stage."""
+        """First step that begins in each stage."""
         self.segments = self._plan(data)
         self._starts = [segment.first_sample for segment in self.segments]
         self._permutations: dict[tuple[int, int, int], Permutation] = {}
@@ -219,11 +220,11 @@ class Batches:
         self.end_of_document_id = manifests[0].end_of_document_id
 
     def _continued(self, read: Sequence[SourceRead]) -> tuple[list[int], list[dict[int, int]]]:
-        """(number, windows drawn before by their length) of each source; new sources take numbers that are free."""
+        """Returns (number, windows drawn before by length) of each source; new sources get unused numbers."""
         left = list(read)
         found = []
         for folder, reader in self.readers.items():
-            # The same folder first: a source may have been moved, but two may hold the same text.
+            # Match the folder first: a source may have been moved, but two folders may hold the same text.
             same = [entry for entry in left if reader.manifest.sha256.startswith(entry.sha256)]
             same.sort(key=lambda entry, folder=folder: entry.shards != folder)
             found.append(same[0] if same else None)
@@ -234,7 +235,7 @@ class Batches:
         return numbers, [{} if entry is None else entry.windows for entry in found]
 
     def position(self, step: int) -> DataPosition:
-        """The position of a run that has taken the steps before `step`."""
+        """Returns the position of a run that has taken the steps before `step`."""
         sample = self.first_sample(step)
         drawn = self.segments[self._segment_of(sample)].drawn_until(sample)
         sources = []
@@ -242,26 +243,26 @@ class Batches:
             here = {span * self.window.sequence_length: int(windows[place]) for span, windows in drawn.items()}
             windows = {length: count for length, count in (self._read_before[place] | here).items() if count}
             sources.append(SourceRead(folder, reader.manifest.sha256[:16], self._numbers[place], windows))
-        # Sources that the run has left may come back.
+        # Sources that the run no longer uses may come back.
         numbers = {source.number for source in sources}
         gone = [entry for entry in (self.origin.sources if self.origin else ()) if entry.number not in numbers]
         return DataPosition(step, sample, (*sources, *gone))
 
     def read(self, step: int, micro_step: int, rank: int, *, ranks: int, sequences: int) -> np.ndarray:
-        """Token ids (sequences, sequence_length + 1) of one micro-batch, in the shards' own integer type."""
+        """Reads token IDs (sequences, sequence_length + 1) of one micro-batch, in the shards' own integer type."""
         stage = self.stage_at(step)
         # Counted over all ranks, so that the order of the data does not depend on their number.
         first = self.ramp.sequences_before(step) + (micro_step * ranks + rank) * sequences * self._spans[stage]
         out = np.empty((sequences, self.data.windows[stage].sequence_length + 1), self.dtype)
         for row, (source, start) in enumerate(self._located(first, sequences)):
             self.readers[self.folders[source]].read(start, out[row])
-        # On the host, before the copy: a device would fail far from the cause.
+        # Checked on the CPU, before the copy: a device would fail far from the cause.
         if out.max() >= self.vocabulary_size:
             self._refuse(first, out)
         return out
 
     def _refuse(self, first_sample: int, ids: np.ndarray) -> None:
-        """On a GPU an id beyond the embedding would fail in a device-side assert that names nothing."""
+        """Raises InputError naming the place; a GPU would fail in a device-side assert that names nothing."""
         row = int((ids >= self.vocabulary_size).any(axis=1).argmax())
         source, start = self.locate(first_sample + row, 1)[0]
         raise InputError(
@@ -271,7 +272,7 @@ class Batches:
         )
 
     def _located(self, first_sample: int, count: int) -> list[tuple[int, int]]:
-        """Returns `locate`, computed for many windows at once: more cost hardly more, and the next step needs them."""
+        """Calls `locate` for many windows at once: more cost hardly more, and the next step needs them."""
         span = self.span_at(first_sample)
         offset, rest = divmod(first_sample - self._first_located, span)
         if span != self._span_located or rest or offset < 0 or offset + count > len(self._windows_located):
@@ -282,7 +283,7 @@ class Batches:
         return self._windows_located[offset : offset + count]
 
     def locate(self, first_sample: int, count: int) -> list[tuple[int, int]]:
-        """(source number, first token) of `count` consecutive windows of the run, all as long as the first."""
+        """Returns (source number, first token) of `count` consecutive windows of the run, all as long as the first."""
         span = self.span_at(first_sample)
         samples = self._leave_out(first_sample + span * np.arange(count, dtype=np.int64))
         source = np.empty(count, np.int64)
@@ -296,19 +297,19 @@ class Batches:
         return list(zip(source.tolist(), start.tolist(), strict=True))
 
     def span_at(self, sample: int) -> int:
-        """Samples that the window at `sample` counts as; it is as many times as long as data.sequence_length."""
+        """Returns how many samples the window at `sample` counts as: its length over data.sequence_length."""
         return self.segments[self._segment_of(self._unskipped(sample))].span
 
     def first_sample(self, step: int) -> int:
-        """The first sample of `step`, with those that training leaves out counted."""
+        """Returns the first sample of `step`, counting skipped ones."""
         return self._unskipped(self.ramp.sequences_before(step))
 
     def stage_at(self, step: int) -> int:
-        """The number of the stage that `step` begins in."""
+        """Returns the number of the stage that `step` begins in."""
         return bisect.bisect_right(self.first_steps, step) - 1
 
     def epochs_at(self, step: int) -> dict[str, float]:
-        """Epochs of each source completed before `step`, at all lengths together."""
+        """Returns the epochs of each source completed before `step`, over all lengths together."""
         sample = self.first_sample(step)
         drawn = self.segments[self._segment_of(sample)].drawn_until(sample)
         epochs = sum(windows / self._windows_per_epoch[span] for span, windows in drawn.items())
@@ -316,9 +317,9 @@ class Batches:
         return dict(zip(self.folders, epochs.tolist(), strict=True))
 
     def repeated_in_stage(self, number: int) -> dict[str, tuple[float, float]]:
-        """{source: (epochs of it in that stage, share of those tokens that were read at other lengths before)}.
+        """Returns {source: (its epochs in that stage, share of those tokens that were read at other lengths before)}.
 
-        The share is the expected one: windows of two lengths are in orders that know nothing of each other.
+        The share is an expectation: the orders of windows of different lengths are independent.
         """
         first = self.stage_starts[number]
         end = [*self.stage_starts, self._total][number + 1]
@@ -337,20 +338,20 @@ class Batches:
         return found
 
     def samples_of(self, first_step: int, last_step: int) -> SkippedRange:
-        """The samples of steps first_step to last_step (counted from 0), as a range to leave out."""
+        """Returns the samples of steps first_step to last_step (counted from 0), as a range to skip."""
         first = self.ramp.sequences_before(first_step)
         end = self.ramp.sequences_before(last_step + 1)
         first, last = self._leave_out(np.array([first, end - 1], np.int64)).tolist()
         return first, last + 1 - first
 
     def leaving_out(self, ranges: Sequence[SkippedRange]) -> "Batches":
-        """The same order of samples without these ranges, which may overlap and come in any order."""
+        """Returns the same order of samples without these ranges, which may overlap and come in any order."""
         return self._with(skipped=_merged(ranges))
 
     def passing(self, stage_starts: Sequence[int], sample: int) -> "Batches":
-        """The same run from `sample` on, with the starts of stages that it has passed, as planned until now."""
+        """Returns the same run from `sample` on, keeping the starts of stages that it has passed as planned so far."""
         passed = [start for start in stage_starts[1:] if start < sample]
-        # A border that a changed recipe would have had earlier is here.
+        # A boundary that the changed recipe puts before `sample` moves to `sample`.
         passed += [sample for start in self.stage_starts[1 + len(passed) :] if start < sample]
         return self._with(passed=passed)
 
@@ -361,11 +362,11 @@ class Batches:
     def continued(
         self, ramp: BatchRamp, skipped: Sequence[SkippedRange], passed: Sequence[int], origin: DataPosition | None
     ) -> "Batches":
-        """The same data, for a run that has begun; see the arguments of `Batches`."""
+        """Returns the same data for a run that has begun; see the arguments of `Batches`."""
         return self._with(ramp=ramp, skipped=(), passed=passed, origin=origin).leaving_out(skipped)
 
     def begins_segment(self, step: int) -> bool:
-        """Tells whether the mixture changes in `step` or at its beginning: a stage ends or a source is used up."""
+        """Tells if the mixture changes within `step` or at its start: a stage ends or a source is used up."""
         before = self.ramp.sequences_before(step)
         after = self.ramp.sequences_before(step + 1)
         first, last = self._leave_out(np.array([before - 1, after - 1], np.int64))
@@ -375,7 +376,7 @@ class Batches:
         return bisect.bisect_right(self._starts, sample) - 1
 
     def _leave_out(self, samples: np.ndarray) -> np.ndarray:
-        # Ascending: each range moves what the earlier ones have moved already.
+        # Ascending: each range must see samples already moved by earlier ranges.
         for first, count in self.skipped:
             samples = np.where(samples >= first, samples + count, samples)
         return samples
@@ -384,7 +385,7 @@ class Batches:
         return moved_past(self.skipped, sample)
 
     def _first_step_from(self, sample: int) -> int:
-        """The first step whose samples all come from there on; total_steps if there is none."""
+        """Returns the first step whose samples all lie at or after `sample`; total_steps if there is none."""
         return bisect.bisect_left(range(self.ramp.total_steps), sample, key=self.first_sample)
 
     @property
@@ -394,11 +395,11 @@ class Batches:
     def _stage_starts(self, data: Data) -> list[int]:
         starts = [0]
         for number, (stage, following) in enumerate(itertools.pairwise(data.mixtures), start=1):
-            # Without the skipped samples: skipping late in a run must not move the end of an earlier stage.
+            # Without skipped samples: skipping late in a run must not move the end of an earlier stage.
             start = round(stage.until * self.ramp.total_sequences)
             if number <= len(self.passed):
                 start = self.passed[number - 1]
-            # Within a step the model cannot change its windows or positions.
+            # The model cannot change its windows or positions in the middle of a step.
             if self._spans[number] != self._spans[number - 1] or following.rope_parameters:
                 step = self._first_step_from(start)
                 if step == self.ramp.total_steps:
@@ -428,12 +429,12 @@ class Batches:
 
     @staticmethod
     def _of_span(span: int) -> tuple[int, ...]:
-        """Parts that keys of longer windows add; those of data.sequence_length are the same as without stages."""
+        """Returns extra parts for keys of longer windows; data.sequence_length has none, as in runs without stages."""
         return (span,) if span > 1 else ()
 
     def _permutation(self, source: int, epoch: int, span: int) -> Permutation:
         if (source, epoch, span) not in self._permutations:
-            # The epoch before stays: one batch may have windows of both.
+            # The previous epoch stays: one batch may have windows of both.
             self._permutations = {key: value for key, value in self._permutations.items() if key[1] >= epoch - 1}
             windows = int(self._windows_per_epoch[span][source])
             key = key_of(self.seed, self._numbers[source], epoch, *self._of_span(span), "epoch")
@@ -458,7 +459,7 @@ class Batches:
                 segments.append(segment)
                 sample += min(windows * span, end - sample)
                 drawn = segment.drawn_until(sample)
-        if not segments:  # the run ends where it was given this data
+        if not segments:  # the run ends at the step at which it was given this data
             segment, _ = self._segment(data.mixtures[-1].train, self._spans[-1], sample, drawn)
             if segment is None:
                 raise InputError(self._exhausted(data.mixtures[-1].train, sample - skipped, self._total - skipped))
@@ -466,7 +467,7 @@ class Batches:
         return segments
 
     def _segment(self, sources: list[Source], span: int, sample: int, drawn: Drawn) -> tuple[Segment | None, int]:
-        """The segment that begins at `sample`, and its windows until its first source is used up."""
+        """Returns the segment that begins at `sample`, and its number of windows until its first source is used up."""
         weights = np.zeros(len(self.folders))
         left = np.full(len(self.folders), np.iinfo(np.int64).max)
         for source in sources:
@@ -499,7 +500,7 @@ class Batches:
 
 
 def moved_past(ranges: Iterable[SkippedRange], sample: int) -> int:
-    """The sample that takes the place of `sample` in a run that leaves out those ranges."""
+    """Returns the sample that replaces `sample` in a run that skips those ranges."""
     for first, count in _merged(ranges):
         if sample >= first:
             sample += count
@@ -507,7 +508,7 @@ def moved_past(ranges: Iterable[SkippedRange], sample: int) -> int:
 
 
 def _merged(ranges: Iterable[SkippedRange]) -> list[SkippedRange]:
-    """The same samples in ranges that are ascending and apart."""
+    """Returns the same samples as ascending, disjoint ranges."""
     merged: list[SkippedRange] = []
     for first, count in sorted(ranges):
         if merged and first <= sum(merged[-1]):
@@ -518,12 +519,12 @@ def _merged(ranges: Iterable[SkippedRange]) -> list[SkippedRange]:
 
 
 def interleave(weights: np.ndarray) -> np.ndarray:
-    """(PATTERN_LENGTH,) source numbers in proportion to the weights, each source spread evenly."""
+    """Returns (PATTERN_LENGTH,) source numbers in proportion to the weights, each source spread evenly."""
     exact = weights / weights.sum() * PATTERN_LENGTH
     counts = np.floor(exact).astype(np.int64)
-    # A source of tiny weight is read too.
+    # Sources of tiny weight get at least one window.
     counts[(weights > 0) & (counts == 0)] = 1
-    # Stable, so that ties break alike on every machine.
+    # Stable, so that ties break the same way on every machine.
     remainders = np.argsort(-(exact - counts), kind="stable")
     for index in range(abs(missing := PATTERN_LENGTH - int(counts.sum()))):
         if missing > 0:
@@ -571,16 +572,16 @@ def open_training(data: Data) -> dict[str, ShardReader]:
 
 
 def windows_of(reader: ShardReader, window: WindowSpec, sequences: int) -> np.ndarray:
-    """First tokens of at most `sequences` windows, spread evenly over the split."""
+    """Returns the first tokens of at most `sequences` windows, spread evenly over the split."""
     windows = window.count_in(reader.tokens)
     count = min(sequences, windows)
     return np.arange(count) * windows // count * window.sequence_length
 
 
 def read_windows(reader: ShardReader, starts: np.ndarray, window: WindowSpec, rows: int) -> np.ndarray:
-    """Token ids (rows, sequence_length + 1) of the windows; where there are fewer than rows, the split's first window.
+    """Reads token IDs (rows, sequence_length + 1) of the windows; missing rows repeat the split's first window.
 
-    Not zeros: 0 may be the end of a document, and a window of nothing else is compiled anew.
+    They are not zeros because 0 may be the end-of-document ID, and windows full of it would trigger a recompilation.
     """
     ids = np.empty((rows, window.sequence_length + 1), dtype=np.int64)
     for row in range(rows):

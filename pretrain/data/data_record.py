@@ -1,4 +1,4 @@
-"""The part of its shards' manifests that a run keeps, for its card and for when the shards are gone."""
+"""Record of its shards' manifests that a run keeps, for its model card and in case the shards are deleted."""
 
 from collections import Counter
 from pathlib import Path, PurePath
@@ -8,15 +8,15 @@ from urllib.parse import urlsplit
 SHOWN_DOMAINS = 50
 DATASET_KEYS = ("subset", "split", "rows", "fingerprint")
 DATA_FILE = "data.json"
-"""A run's copy of the totals in its shards' manifests (training/run_records.py), by folder as in the recipe."""
+"""Copy in the run folder of the totals in its shards' manifests (training/run_records.py), by folder of the recipe."""
 DECONTAMINATION = "decontamination"
-"""The name of that stage in a manifest."""
+"""Name of that stage in a manifest."""
 
 
 def preparation_of(manifest: dict[str, Any]) -> dict[str, Any]:
-    """Summarizes where the documents of shards came from and what was removed; {} without such a manifest.
+    """Summarizes the sources of the shards' documents and what was removed; {} if the manifest names no sources.
 
-    No file is named: of files the number, the size and, of those that were read by URL, the hosts.
+    No file is named, only their number, their size and, for those read by URL, the hosts.
     """
     sources = [source for source in manifest.get("sources") or [] if isinstance(source, dict)]
     if not sources:
@@ -47,7 +47,7 @@ def preparation_of(manifest: dict[str, Any]) -> dict[str, Any]:
 
 
 def hub_datasets_of(manifest: dict[str, Any]) -> list[str]:
-    """Ids of the Hub datasets that shards were made from: sources that have a split and an owner."""
+    """Lists the Hub IDs of the datasets that shards were made from: sources that have a split and an owner."""
     found = [
         source["path"]
         for source in manifest.get("sources") or []
@@ -57,24 +57,24 @@ def hub_datasets_of(manifest: dict[str, Any]) -> list[str]:
 
 
 def is_hub_id(name: Any) -> bool:
-    """owner/name, and nothing of that name on this machine."""
+    """Tells if a name has the form owner/name and is no path on this machine."""
     return (
         isinstance(name, str) and len(PurePath(name).parts) == 2 and name[:1] not in "./~" and not Path(name).exists()
     )
 
 
 def public_name(path: str | None) -> str | None:
-    """A Hub id whole; of a path on this machine the last part."""
+    """Returns a Hub ID in full, but only the last part of a local path."""
     if not path:
         return None
     return path if is_hub_id(path) else PurePath(path).name
 
 
 def contamination_of(manifest: dict[str, Any]) -> list[dict[str, Any]]:
-    """Lists what a folder's manifest says of each benchmark; [] if none was searched for.
+    """Lists what a folder's manifest reports for each benchmark; empty if none was searched for.
 
     Each row is {benchmark, items, sought: items long enough to be found, found: items found somewhere, documents that
-    contain one, remove: what of these was removed}.
+    contain one, remove: what was removed from these documents}.
     """
     stages = (manifest.get("options") or {}).get("cleaning") or []
     found = (manifest.get("cleaning") or {}).get("found") or {}
@@ -89,6 +89,6 @@ def contamination_of(manifest: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def numbers_in(ranges: str) -> set[int]:
-    """'0,4-6' -> {0, 4, 5, 6}."""
+    """Parses '0,4-6' into {0, 4, 5, 6}."""
     pairs = [part.partition("-") for part in ranges.split(",") if part]
     return {n for first, _, last in pairs for n in range(int(first), int(last or first) + 1)}

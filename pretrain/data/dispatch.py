@@ -1,4 +1,4 @@
-"""Shards that only the first process of a run can read: it reads for all, and hands the others their windows."""
+"""Dispatch of batches from shards that only the first rank can read: it reads for all and sends each its windows."""
 
 import json
 import math
@@ -20,12 +20,12 @@ from pretrain.errors import InputError
 _Result = TypeVar("_Result")
 
 HEADER_BYTES = 16
-"""Header of what each process is sent: the outcome of reading and the number of the ids, as int64."""
+"""Bytes of the header of each message: the outcome of reading and the batch's number, as int64."""
 READ, INPUT_REFUSED, READ_FAILED = range(3)
 
 
 def describe_shards(data: Data) -> str:
-    """Describes, as JSON, what every process must know of a recipe's shards before it trains."""
+    """Describes, as JSON, what every rank must know about a recipe's shards before it trains."""
     sources = [*(source for stage in data.mixtures for source in stage.train), *(data.validation or ())]
     pairs = dict.fromkeys((str(source.shards), source.tokenizer) for source in sources)
     return json.dumps([(*pair, _found(*pair)) for pair in pairs], default=str)
@@ -36,7 +36,7 @@ def _found(folder: str, tokenizer: str | None) -> dict:
         manifest = read_manifest(folder, tokenizer)
     except InputError as error:
         return {"problems": error.problems}
-    # A shard for each split: who reads none needs to know no more.
+    # One shard per split with the totals: ranks that read no shards need no more.
     shards = [Shard("", split, *totals, "") for split in SPLITS if (totals := manifest.totals(split))[0]]
     brief = replace(manifest, shards=tuple(shards), source_names=())
     damage = {split: shard_size_problems(manifest, manifest.of_split(split)) for split in SPLITS}
@@ -44,7 +44,7 @@ def _found(folder: str, tokenizer: str | None) -> dict:
 
 
 def found_shards(description: str) -> dict[tuple[str, str | None], FoundShards]:
-    """Reads what `describe_shards` has written, for `rely_on_first`."""
+    """Parses the JSON of `describe_shards`, for `rely_on_first`."""
     shards = {}
     for folder, tokenizer, found in json.loads(description):
         if fields := found.pop("manifest", None):
@@ -57,13 +57,13 @@ def found_shards(description: str) -> dict[tuple[str, str | None], FoundShards]:
 
 
 class Dispatcher:
-    """Hands out what the first process reads. One thread takes part in every exchange, in the order of the calls of
-    `take`, which must be the same in all processes.
+    """Sender of what the first rank reads. One thread takes part in every exchange, in the order of the calls of
+    `take`, which must be the same on all ranks.
 
     Args:
-        data_ranks: which part of a batch each process takes, by rank.
-        rank: of this process.
-        group: of all, over the network from host memory; nobody else uses it.
+        data_ranks: the part of a batch that each process takes, by rank.
+        rank: this process's rank.
+        group: all processes, over the network from CPU memory; it must have no other users.
     """
 
     def __init__(self, data_ranks: Sequence[int], rank: int, group: dist.ProcessGroup):
@@ -80,29 +80,30 @@ class Dispatcher:
         read: Callable[[int], np.ndarray],
         then: Callable[[np.ndarray], _Result] = lambda ids: ids,
     ) -> Future[_Result]:
-        """Returns, in the background, what `then` makes of the ids that this process takes.
+        """Returns a future of `then` applied to the token IDs that this rank takes.
 
         Args:
-            number: of these ids; all processes must be at the same ones.
-            shape, dtype: of the ids.
-            read: the ids of a data rank; called in the first process alone, for all.
+            number: number of this batch; all ranks must ask for the same one.
+            shape, dtype: shape and dtype of the token IDs.
+            read: reads the token IDs of a data rank; called only on the first rank, for all ranks.
 
-        An error of `read` is raised there; the others raise an InputError if it was one, else a RuntimeError.
+        An error of `read` is raised on the first rank; the others raise an InputError if it was one, else a
+        RuntimeError.
         """
         return self._thread.submit(lambda: then(self._exchange(number, shape, np.dtype(dtype), read)))
 
     def _exchange(
         self, number: int, shape: tuple[int, ...], dtype: np.dtype, read: Callable[[int], np.ndarray]
     ) -> np.ndarray:
-        # The outcome travels with the ids: a failed read needs no collective of its own.
+        # The outcome travels with the token IDs: a failed read needs no collective of its own.
         mine = np.zeros(HEADER_BYTES + math.prod(shape) * dtype.itemsize, np.uint8)
         parts = None
         problem = None
         if self.rank == 0:
             try:
-                # Ranks that share the work of one model take the same part, which is read once.
+                # Ranks that share one model take the same part, which is read once.
                 packed = {part: _packed(number, read(part), mine.size) for part in sorted(set(self.data_ranks))}
-            except Exception as error:  # sent before it is raised: the others wait in the same collective
+            except Exception as error:  # sent before it is raised: the other ranks wait in the same collective
                 problem = error
                 failed = torch.from_numpy(mine.copy())
                 failed[:HEADER_BYTES].view(torch.int64)[0] = (

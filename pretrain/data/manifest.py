@@ -1,4 +1,4 @@
-"""The manifest of a folder of prepared shards, and the types of its ids."""
+"""Manifest of a folder of prepared shards, and the dtypes of its token IDs."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -21,7 +21,7 @@ class Shard:
     file: str
     split: str
     tokens: int
-    """Ids, those that end a document included."""
+    """Token IDs, including end-of-document IDs."""
     documents: int
     text_bytes: int
     """UTF-8 bytes of the documents."""
@@ -32,7 +32,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The contents of a prepared folder. `sha256` is the hash of the manifest file: the identity of the data."""
+    """Contents of a prepared folder. `sha256` is the hash of the manifest file: the identity of the data."""
 
     folder: Path
     tokenizer_name: str
@@ -45,40 +45,40 @@ class Manifest:
     source_names: tuple[str, ...] = ()
     """Names of the documents' sources, by the numbers in the shards' indices."""
     input_format: str | None = None
-    """The format given for all sources; None: by their suffixes."""
+    """Format given for all sources; None: by their suffixes."""
     tokenizer_path: Path | None = None
-    """The tokenizer of shards that do not carry one."""
+    """Tokenizer of shards whose folder contains none."""
 
     @property
     def tokenizer_folder(self) -> Path:
-        """The Hugging Face tokenizer folder; shards of prepare_data.py carry it with them."""
+        """Hugging Face tokenizer folder; shards of prepare_data.py contain their own."""
         return self.tokenizer_path or self.folder / TOKENIZER_FOLDER
 
     @property
     def bytes_per_id(self) -> int:
-        """2 for uint16, 4 for uint32."""
+        """Bytes of a token ID: 2 for uint16, 4 for uint32."""
         return id_dtype(self.dtype).itemsize
 
     def of_split(self, split: str) -> tuple[Shard, ...]:
-        """The shards of one split in the order of their token stream."""
+        """Returns the shards of one split in the order of their token stream."""
         return tuple(shard for shard in self.shards if shard.split == split)
 
     def totals(self, split: str) -> tuple[int, int, int]:
-        """(tokens, documents, text_bytes) of one split."""
+        """Returns (tokens, documents, text_bytes) of one split."""
         return tuple(counts_in(self.shards, split).values())
 
 
 def counts_in(shards: Iterable[Shard], split: str) -> dict[str, int]:
-    """{tokens, documents, text_bytes} of one split; zeros for a split that has no shards."""
+    """Counts {tokens, documents, text_bytes} of one split; zeros for a split that has no shards."""
     chosen = [shard for shard in shards if shard.split == split]
     return {name: sum(getattr(shard, name) for shard in chosen) for name in ("tokens", "documents", "text_bytes")}
 
 
 def dtype_for(vocabulary_size: int) -> str:
-    """The name of the narrowest id type that holds ids 0 to vocabulary_size - 1."""
+    """Names the smallest dtype that holds token IDs 0 to vocabulary_size - 1."""
     return "uint16" if vocabulary_size <= LARGEST_UINT16_VOCABULARY else "uint32"
 
 
 def id_dtype(name: str) -> np.dtype:
-    """The little-endian numpy dtype of a manifest's `dtype`, whatever the machine's own byte order."""
+    """Returns the little-endian numpy dtype of a manifest's `dtype`, whatever the machine's own byte order."""
     return np.dtype({"uint16": "<u2", "uint32": "<u4"}[name])

@@ -1,9 +1,9 @@
-"""The on-disk token format: a manifest, a tokenizer, and raw little-endian ids in shard files; its readers and checks.
+"""On-disk token format: a manifest, a tokenizer, and raw little-endian IDs in shard files; its readers and checks.
 
     folder/manifest.json  tokenizer/  train-00000.bin ...  validation-00000.bin ...
 
-A shard is a plain array of uint16 (vocabulary up to 65,536) or uint32 ids without a header, every document followed by
-the end-of-document id, so that `np.memmap(file, dtype)` opens it.
+A shard is a plain array of uint16 (vocabulary up to 65,536) or uint32 token IDs without a header, every document
+followed by the end-of-document ID, so `np.memmap(file, dtype)` opens it.
 """
 
 import bisect
@@ -31,32 +31,32 @@ SHARD_FIELDS = {"file": str, "split": str, "tokens": int, "documents": int, "tex
 
 @dataclass(frozen=True)
 class FoundShards:
-    """The findings of a run's first process in a folder that this one need not see (data/dispatch.py)."""
+    """Findings of a run's first rank in a folder that this rank need not be able to read (data/dispatch.py)."""
 
     problems: list[str]
     manifest: Manifest | None = None
-    """None: it cannot be read, and `problems` say why."""
+    """Manifest; None: it cannot be read, and `problems` say why."""
     damage: dict[str, list[str]] = field(default_factory=dict)
-    """{split: what is wrong with its files}."""
+    """{split: problems of its files}."""
 
 
 _found_by_first: dict[tuple[str, str | None], FoundShards] = {}
-"""Written by `rely_on_first` alone; {(folder, tokenizer) of the recipe: what the first process says of it}."""
+"""{(folder, tokenizer) of the recipe: what the first rank found}; written only by `rely_on_first`."""
 
 
 def rely_on_first(found: Mapping[tuple[str, str | None], FoundShards]) -> None:
-    """Makes this process believe `found` and open none of these folders; {}: it reads every folder itself.
+    """Makes this process use `found` and open none of these folders; {}: it reads every folder itself.
 
-    Kept for the whole process and not passed along, because it must hold wherever a manifest is read.
+    Stored for the whole process instead of passed along, because it must hold wherever a manifest is read.
     """
     _found_by_first.clear()
     _found_by_first.update(found)
 
 
 def read_manifest(folder: str | Path, tokenizer: str | None = None) -> Manifest:
-    """Reads and checks folder/manifest.json; makes one for files from other tools (data/foreign_shards.py).
+    """Reads and checks folder/manifest.json; builds one for files from other tools (data/foreign_shards.py).
 
-    tokenizer: of such files; a folder of prepare_data.py has its own. Raises InputError with everything wrong: a
+    tokenizer: tokenizer of such files; a folder of prepare_data.py has its own. Raises InputError with all problems: a
     missing, unfinished or foreign folder, broken JSON, another format version, missing or mistyped keys.
     """
     if found := _found_by_first.get((str(folder), tokenizer)):
@@ -64,7 +64,7 @@ def read_manifest(folder: str | Path, tokenizer: str | None = None) -> Manifest:
             raise InputError(*found.problems)
         return found.manifest
     folder = Path(folder)
-    # Most runs have a manifest and never load the formats of others.
+    # Most runs have a manifest and never import the code for other formats.
     if not (folder / MANIFEST_FILE).is_file():
         from pretrain.data.foreign_shards import foreign_files, foreign_manifest
 
@@ -102,7 +102,7 @@ def _manifest_from(folder: Path, path: Path, fields: object, sha256: str) -> Man
 
     def take(mapping: object, key: str, kind: type, where: str = "") -> object:
         value = mapping.get(key) if isinstance(mapping, dict) else None
-        # To Python true is an int, but it is no count.
+        # In Python true is an int, but it is not a count.
         if not isinstance(value, kind) or isinstance(value, bool):
             shown = "is missing" if value is None else f"is {value!r}"
             problems.append(f"{path}: {where}{key} {shown}, must be {kind.__name__}; restore it or prepare it again")
@@ -114,7 +114,7 @@ def _manifest_from(folder: Path, path: Path, fields: object, sha256: str) -> Man
     for number, entry in enumerate(take(fields, "shards", list)):
         where = f"shards[{number}]."
         values = [take(entry, name, kind, where) for name, kind in SHARD_FIELDS.items()]
-        # Folders of earlier versions have nothing beside their shards.
+        # Folders of earlier versions have no files beside their shards.
         shards.append(Shard(*values, take({"beside": {}} | dict(entry or {}), "beside", dict, where)))
     manifest = Manifest(
         folder=folder,
@@ -136,9 +136,9 @@ def _manifest_from(folder: Path, path: Path, fields: object, sha256: str) -> Man
 
 
 class ShardReader:
-    """The ids of one split as a single stream over its shard files, memory-mapped when first read.
+    """Token IDs of one split as a single stream over its shard files, memory-mapped when first read.
 
-    Ids are not checked against the vocabulary: `verify_shards` does that, and so must whoever feeds a device.
+    IDs are not checked against the vocabulary: `verify_shards` does that, and so must any code that feeds a device.
     """
 
     def __init__(self, manifest: Manifest, split: str):
@@ -150,7 +150,7 @@ class ShardReader:
         self.tokens = self._ends[-1] if self._shards else 0
 
     def _ids(self, number: int) -> "np.ndarray | h5py.Dataset":
-        # Opened when first read: one of thousands of shards serves many steps.
+        # Opened on first use: one of thousands of shards may serve many steps.
         ids = self._maps[number]
         if ids is None:
             path = self.manifest.folder / self._shards[number].file
@@ -159,7 +159,7 @@ class ShardReader:
 
                 ids = hdf5_ids(path)
             else:
-                # A view as a plain array: np.memmap's own slicing costs several times more per read.
+                # Viewed as a plain array: slicing an np.memmap costs several times more per read.
                 ids = np.memmap(path, id_dtype(self.manifest.dtype), mode="r").view(np.ndarray)
             if len(ids) != self._shards[number].tokens:
                 raise InputError(*shard_size_problems(self.manifest, [self._shards[number]]))
@@ -167,14 +167,14 @@ class ShardReader:
         return ids
 
     def read(self, start: int, out: np.ndarray) -> None:
-        """Copies len(out) ids from position `start` of the stream into the 1-d integer array `out`.
+        """Copies len(out) token IDs from position `start` of the stream into the 1-d integer array `out`.
 
         Raises IndexError outside of [0, tokens].
         """
         stop = start + len(out)
         if start < 0 or stop > self.tokens:
             raise IndexError(f"tokens {start} to {stop} asked, {self.split} has 0 to {self.tokens}")
-        # A list and bisect: numpy's own search costs ten times as much for one number.
+        # bisect on a list: np.searchsorted takes ten times as long for a single number.
         number = bisect.bisect_right(self._ends, start)
         filled = 0
         while filled < len(out):
@@ -187,7 +187,7 @@ class ShardReader:
 
 
 def shard_size_problems(manifest: Manifest, shards: Iterable[Shard]) -> list[str]:
-    """Files that are missing or have another size than the manifest says."""
+    """Lists files that are missing or have another size than the manifest says."""
     problems = []
     for shard in shards:
         path = manifest.folder / shard.file
@@ -207,9 +207,9 @@ def shard_size_problems(manifest: Manifest, shards: Iterable[Shard]) -> list[str
 
 
 def open_shards(folder: str | Path, split: str, tokenizer: str | None = None) -> ShardReader:
-    """A reader of one split, all of whose files exist in full size.
+    """Opens a reader of one split whose files all exist in full size.
 
-    Raises InputError naming each bad shard, or the splits that exist when this one is empty.
+    Raises InputError naming each bad shard, or the splits that exist if this one is empty.
     """
     manifest = read_manifest(folder, tokenizer)
     if manifest.totals(split)[0] == 0:
@@ -225,9 +225,9 @@ def open_shards(folder: str | Path, split: str, tokenizer: str | None = None) ->
 
 
 def verify_shards(folder: str | Path) -> list[str]:
-    """Everything wrong with a prepared folder, as text; an empty list when all is well.
+    """Lists everything wrong with a prepared folder; empty if nothing is.
 
-    Rereads and rehashes every file; compares ids with the vocabulary, and end-of-document ids with documents.
+    Rereads and rehashes every file; checks IDs against the vocabulary, and end-of-document IDs against documents.
     """
     try:
         manifest = read_manifest(folder)
@@ -244,7 +244,7 @@ def verify_shards(folder: str | Path) -> list[str]:
 
 
 def _hash_problems(path: Path, sha256: str, actual: str | None = None) -> list[str]:
-    """actual: the hash of the file, where it is known."""
+    """Lists the file's problem if its hash differs. actual: the hash of the file, if it is already known."""
     if actual is None and not path.is_file():
         return [f"{path}: is missing; restore it, or remove the folder and prepare it again"]
     if (actual or sha256_of(path)) != sha256:

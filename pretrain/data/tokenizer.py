@@ -31,7 +31,7 @@ TOKENIZER_FILES = (
 
 @dataclass(frozen=True)
 class LoadedTokenizer:
-    """A tokenizer: the content of its tokenizer.json, and `files`, the others of its folder that shards carry."""
+    """A tokenizer: the content of its tokenizer.json, and `files`, the others of its folder that shards contain."""
 
     name: str
     json: bytes
@@ -51,7 +51,7 @@ class LoadedTokenizer:
         folder.mkdir(parents=True, exist_ok=True)
         config = json.loads(self.files.get("tokenizer_config.json", b"{}"))
         files = dict(self.files)
-        # Else AutoTokenizer loads the folder without an end-of-document token.
+        # Otherwise AutoTokenizer loads the folder without an end-of-document token.
         if not _content(config.get("eos_token")):
             config.setdefault("tokenizer_class", "PreTrainedTokenizerFast")
             config["eos_token"] = self.end_of_document
@@ -64,7 +64,7 @@ def load_tokenizer(name_or_path: str | Path, end_of_document: str | None = None)
     """Loads a tokenizer folder, a tokenizer.json file, or a Hub repository's tokenizer.
 
     The end-of-document token is `end_of_document`, else the tokenizer's eos_token, else <|endoftext|>. Raises
-    InputError where it does not exist, cannot be loaded, or has no such token.
+    InputError if the tokenizer does not exist, cannot be loaded, or has no such token.
     """
     try:
         name, content, files = _read(str(name_or_path))
@@ -92,7 +92,7 @@ def load_tokenizer(name_or_path: str | Path, end_of_document: str | None = None)
 
 
 def load_decoder(folder: Path) -> "Tokenizer":
-    """The tokenizer that shards carry, to decode ids. Raises InputError where it cannot be read."""
+    """Loads the tokenizer in a shards folder, to decode token IDs. Raises InputError if it cannot be read."""
     from tokenizers import Tokenizer
 
     path = folder / "tokenizer.json"
@@ -103,7 +103,7 @@ def load_decoder(folder: Path) -> "Tokenizer":
 
 
 def _read(name_or_path: str) -> tuple[str, bytes, dict[str, bytes]]:
-    """(name, tokenizer.json, other files) of a folder, file or Hub id."""
+    """Reads (name, tokenizer.json, other files) of a folder, file or Hub ID."""
     path = Path(name_or_path)
     if path.is_file():
         name = path.parent.resolve().name if path.name == "tokenizer.json" else path.stem
@@ -123,7 +123,7 @@ def _read_folder(folder: Path, given: str) -> tuple[bytes, dict[str, bytes]]:
 
 
 def _convert(folder: Path, given: str) -> tuple[bytes, dict[str, bytes]]:
-    """Through transformers: tokenizers without tokenizer.json, such as vocabulary and merges or sentencepiece."""
+    """Converts tokenizers without tokenizer.json by transformers, such as vocabulary and merges or sentencepiece."""
     import tempfile
 
     from transformers import AutoTokenizer
@@ -140,7 +140,7 @@ def _convert(folder: Path, given: str) -> tuple[bytes, dict[str, bytes]]:
 
 
 def download_tokenizer(hub_id: str) -> Path:
-    """The cache's folder of a Hub repository's tokenizer files. Raises InputError where it cannot be downloaded."""
+    """Returns the cache folder of a Hub repository's tokenizer files. Raises InputError if the download fails."""
     missing = f"{hub_id}: no such tokenizer folder or file"
     if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", hub_id) or hub_id.startswith("."):
         raise InputError(f"{missing}; give a tokenizer's folder, its tokenizer.json, or a Hub id (name or owner/name)")
@@ -154,7 +154,7 @@ def download_tokenizer(hub_id: str) -> Path:
 
 
 def _content(token: object) -> str | None:
-    """tokenizer_config.json writes a token either as text or as {"content": text, ...}."""
+    """Returns a token's text; tokenizer_config.json stores either the text or {"content": text, ...}."""
     value = token.get("content") if isinstance(token, dict) else token
     return value if isinstance(value, str) and value else None
 
@@ -173,22 +173,22 @@ def _eos_token(files: dict[str, bytes]) -> str | None:
 def backend_of(content: bytes, given: str) -> "Tokenizer":
     try:
         return _parsed(content)
-    except Exception as error:  # tokenizers raises plain Exception for whatever its parser meets
+    except Exception as error:  # tokenizers raises plain Exception for any parser error
         raise InputError(f"{given}: is not a tokenizer.json that tokenizers can load: {one_line(error)}") from None
 
 
 @lru_cache(maxsize=2)
 def _parsed(content: bytes) -> "Tokenizer":
-    """Shared: others use its vocabulary only, its settings belong to the reference encoder."""
+    """Parses once for all callers: they share it, and only the reference encoder changes its settings."""
     from tokenizers import Tokenizer
 
     return Tokenizer.from_buffer(content)
 
 
 def text_decoder(tokenizer: LoadedTokenizer) -> Callable[["np.ndarray"], bytes]:
-    """Returns a function from a document's ids to its text; spaces that the tokenizer drops may differ.
+    """Returns a function from a document's token IDs to its text; spaces that the tokenizer drops may differ.
 
-    It uses a table if each id stands for the same bytes anywhere, which is many times as fast as tokenizers.
+    It uses a table if each ID stands for the same bytes everywhere, which is many times as fast as tokenizers.
     """
     backend = backend_of(tokenizer.json, tokenizer.name)
     decoder = json.dumps(json.loads(tokenizer.json).get("decoder"))
@@ -206,9 +206,9 @@ def text_decoder(tokenizer: LoadedTokenizer) -> Callable[["np.ndarray"], bytes]:
 
 
 def _bytes_of_byte_level(token: str) -> bytes:
-    """Byte-level tokenizers write bytes that are not printable in Latin-1 as characters from U+0100 on, in order."""
+    """Decodes byte-level characters: bytes that Latin-1 cannot print are written as U+0100 and following, in order."""
     hidden = [*range(0x21), *range(0x7F, 0xA1), 0xAD]
-    if any(ord(letter) >= 256 + len(hidden) for letter in token):  # one that stands for itself
+    if any(ord(letter) >= 256 + len(hidden) for letter in token):  # a token stored as plain text
         return token.encode()
     return bytes(hidden[ord(letter) - 256] if ord(letter) > 255 else ord(letter) for letter in token)
 

@@ -1,4 +1,4 @@
-"""The ids that a recipe's shards hold, and the model that is sized by them."""
+"""Vocabulary size of a recipe's shards, and the model that is sized by it."""
 
 from transformers import PreTrainedConfig
 
@@ -9,7 +9,7 @@ from pretrain.model.model_config import load_recipe_model_config, padded_vocabul
 
 
 def vocabulary_of(data: Data) -> int | None:
-    """Ids of the first source's tokenizer; None if its shards cannot be read: opening them reports the reason."""
+    """Returns the first source's vocabulary size; None if its manifest is unreadable (opening it says why)."""
     source = data.mixtures[0].train[0]
     try:
         return read_manifest(source.shards, source.tokenizer).vocabulary_size
@@ -18,7 +18,7 @@ def vocabulary_of(data: Data) -> int | None:
 
 
 def planned_model_config(model: ModelSource, data: Data) -> PreTrainedConfig:
-    """The configuration of a recipe's model, with the vocabulary of the recipe's shards where it is left open.
+    """Returns the configuration of a recipe's model, with the shards' vocabulary size if it states none.
 
     Raises InputError as `load_recipe_model_config` does.
     """
@@ -26,7 +26,7 @@ def planned_model_config(model: ModelSource, data: Data) -> PreTrainedConfig:
 
 
 def assumed_vocabulary(model: ModelSource, data: Data, model_config: PreTrainedConfig) -> list[str]:
-    """Notes on the vocabulary for a plan whose shards do not exist yet; [] if the model states its size."""
+    """Lists notes on the vocabulary for a plan whose shards do not exist yet; empty if the model states its size."""
     if vocabulary_of(data) is not None:
         return []
     if len({load_recipe_model_config(model, size).vocab_size for size in (64, 128)}) == 1:
@@ -38,7 +38,7 @@ def assumed_vocabulary(model: ModelSource, data: Data, model_config: PreTrainedC
 
 
 def vocabulary_text(model_rows: int, vocabulary_size: int) -> str:
-    """'50,257 ids, padded to 50,304' for a model with that many rows."""
+    """Returns '50,257 ids, padded to 50,304' for a model with that many rows."""
     text = f"{vocabulary_size:,} ids"
     if model_rows == vocabulary_size:
         return text

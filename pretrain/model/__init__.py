@@ -4,16 +4,16 @@ Knows nothing of distribution, optimizers or data. A new model is a JSON in mode
 file in architectures/ (docs/models.md).
 
     architectures/: local architectures
-    model_config: from a JSON, folder or Hub id to a checked configuration
-    build: from a configuration to counts, a model and its initial weights
-    pretrained: weights from files
-    published_names: tensors as save_pretrained writes them, each expert by itself
-    attention, cpu_attention: kernels, document mask, the model's arguments
-    kernels: those that a GPU run uses, in words
+    model_config: reads a JSON, folder or Hub id into a checked configuration
+    build: builds a model from a configuration, counts it and initializes its weights
+    pretrained: loads weights from files
+    published_names: tensor names as save_pretrained writes them, each expert separately
+    attention, cpu_attention: kernels, document mask, the model's keyword arguments
+    kernels: names the kernels of a GPU run
     positions: rotary positions that change within a run
-    loss: the loss without whole logits
-    compile, fp8: how layers are compiled; fp8 layers
-    routers: mixtures of experts
-    width_roles: what of a parameter grows with the width
-    small_copy: a small copy of any architecture, and what the library computes with it
+    loss: next-token loss that never materializes all logits
+    compile, fp8: compiled layers, fp8 layers
+    routers: MoE routing and its losses
+    width_roles: finds which dimensions of a parameter grow with the width
+    small_copy: a small copy of any architecture, and what transformers computes with it
 """

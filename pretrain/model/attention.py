@@ -1,14 +1,14 @@
-"""Attention within documents: sequences are packed windows of a token stream, and no token sees another document.
+"""Attention within documents: sequences are packed windows of a token stream; no token attends to another document.
 
-Every document in the stream is followed by the end-of-document id, which opens the next document's segment as its
-first token, as a BOS would. A segment begins at position 0 of a window and at every end-of-document token of the
-input. So every position keeps a target (that of the opening token is the document's first), none is masked, and a
-step always holds the same number of them.
+Every document in the stream is followed by the end-of-document ID, which serves as the first token of the next
+document's segment, as a BOS would. A segment begins at position 0 of a window and at every end-of-document token of
+the input. So every position keeps a target (the opening token's target is the document's first token), none is masked,
+and every step has the same number of targets.
 
-Models of transformers call the function registered under config._attn_implementation and hand it the keyword
-arguments that they were called with. Names registered here have no mask function, so that no (B, 1, T, T) mask is
-built from position_ids that restart; the segments arrive as cumulative lengths instead, padded to a fixed size, which
-neither recompiles nor waits for the device.
+Transformers models call the function registered under config._attn_implementation and pass it the keyword arguments
+they were called with. Names registered here have no mask function, so that transformers builds no (B, 1, T, T) mask
+from position_ids that restart. Segments arrive as cumulative lengths instead, padded to a fixed size, which avoids
+both recompilation and waiting for the device.
 
 Shapes: B windows, T positions, H query heads, G key heads, E width of a head, S segments.
 """
@@ -30,27 +30,27 @@ from pretrain.model import cpu_attention
 from pretrain.model.cpu_attention import HALF_DTYPES
 
 IGNORED = -100
-"""Target that is left out of the loss."""
+"""Target that the loss ignores."""
 UNSUPPORTED_ARGUMENTS = ("softcap", "s_aux", "position_bias")
 UNKNOWN_TO_FLASH = ("s_aux", "position_bias", "attention_mask")
 SEGMENTS_PER_WINDOW = 8
-"""Space for segments is made for so many in a window; where there are more it doubles, which recompiles compiled code
-once. A GPU's kernel starts as many blocks for each as for a whole window, and those of the space left over idle: to
-make it for the worst case, or in proportion to long windows, would start mostly such blocks."""
+"""Segments per window that cu_seq_lens has space for; a batch with more doubles it, which recompiles compiled code
+once. A GPU kernel launches as many blocks for each segment as for a whole window, and those of unused segments idle:
+sizing for the worst case, or in proportion to the window's length, would launch mostly idle blocks."""
 FLEX_BLOCK = 128
-"""Queries and keys of a block that flex attention computes or leaves out."""
+"""Side of the blocks of queries and keys that flex attention computes or skips."""
 
 
 def document_layout(input_ids_BT: np.ndarray, end_of_document_id: int) -> dict[str, Tensor]:
-    """Segments of a batch of windows, on the host.
+    """Returns the segments of a batch of windows, as CPU tensors.
 
-    Returns position_ids (B, T) int64, which restart at each segment, and cu_seq_lens_q and cu_seq_lens_k, the same
+    These are position_ids (B, T) int64, which restart at each segment, and cu_seq_lens_q and cu_seq_lens_k, the same
     int32 (S + 1,) cumulative lengths over the flattened batch, padded with B x T to a size that depends on B and T
-    (and doubles where the documents are too many for it).
+    (doubled until all segments fit).
     """
     batch, length = input_ids_BT.shape
     starts_BT = input_ids_BT == end_of_document_id
-    # A window begins in the middle of a document; its first token opens a segment all the same.
+    # A window usually starts mid-document; its first token still opens a segment.
     starts_BT[:, 0] = True
     starts_S = np.flatnonzero(starts_BT)
     tokens = batch * length
@@ -67,10 +67,10 @@ def document_layout(input_ids_BT: np.ndarray, end_of_document_id: int) -> dict[s
 
 
 def attention_arguments(layout: Mapping[str, Tensor], attention: str, device: torch.device | str) -> dict[str, Any]:
-    """Keyword arguments for a model on `device` whose attn_implementation is `attention` (see `choose_attention`).
+    """Returns keyword arguments for a model on `device` whose attn_implementation is `attention` (`choose_attention`).
 
-    layout: see `document_layout`; from pinned memory it is copied to a GPU without waiting. For flex_attention the
-    block mask is made here, once for all layers.
+    layout: see `document_layout`; a GPU copies it from pinned memory without waiting. For flex_attention the block
+    mask is built here, once for all layers.
     """
     position_ids = layout["position_ids"].to(device, non_blocking=True)
     cu_seq_lens = layout["cu_seq_lens_q"].to(device, non_blocking=True)
@@ -81,25 +81,25 @@ def attention_arguments(layout: Mapping[str, Tensor], attention: str, device: to
         return {"position_ids": position_ids}
     if "+mask" in attention:
         return {"position_ids": position_ids, "attention_mask": _library_masks(cu_seq_lens, batch, length, attention)}
-    # The window's length bounds every segment's: the true maximum would change from step to step and recompile.
+    # The window's length instead of the longest segment's: that one changes from step to step and would recompile.
     segments = {"cu_seq_lens_q": cu_seq_lens, "cu_seq_lens_k": cu_seq_lens}
     return {"position_ids": position_ids, **segments, "max_length_q": length, "max_length_k": length}
 
 
 @dataclass(frozen=True)
 class HostBatch:
-    """A micro-batch in host memory; pinned where it goes to a GPU, so that the copy waits for nothing."""
+    """Micro-batch in CPU memory; pinned if it goes to a GPU, so that the copy is asynchronous."""
 
     ids: Tensor
-    """(B, T + 1) in the shards' own integer type: a quarter of the bytes of int64."""
+    """Token IDs (B, T + 1) in the integer type of the shards: a quarter of the bytes of int64."""
     layout: Mapping[str, Tensor] | None
-    """See `document_layout`; None: attend over the whole window."""
+    """Segments, see `document_layout`; None: attend over the whole window."""
 
     def on_device(self, device: torch.device, attention: str, rows: int | None = None) -> dict[str, Any]:
-        """The model's arguments; see `model_inputs`."""
-        # Widened on the device: the copy moves 2 or 4 bytes per id.
+        """Returns the model's arguments; see `model_inputs`."""
+        # Cast on the device: the copy then moves only 2 or 4 bytes per token ID.
         ids = self.ids.to(device, non_blocking=True).to(torch.int64)
-        targets = ids[:, 1:].clone(memory_format=torch.contiguous_format)  # one row would be contiguous as it is
+        targets = ids[:, 1:].clone(memory_format=torch.contiguous_format)  # contiguous() would not copy a single row
         if rows is not None:
             targets[rows:] = IGNORED
         arguments = attention_arguments(self.layout, attention, device) if self.layout is not None else {}
@@ -107,12 +107,12 @@ class HostBatch:
 
 
 def host_batch(ids: np.ndarray, window: WindowSpec, *, end_of_document_id: int, device: torch.device) -> HostBatch:
-    """A batch of ids (B, T + 1), each row one `window`, for a model on `device`."""
+    """Returns a batch of token IDs (B, T + 1), each row one `window`, for a model on `device`."""
     layout = document_layout(ids[:, :-1], end_of_document_id) if window.document_mask else None
     batch = HostBatch(torch.from_numpy(ids), layout)
     if device.type != "cuda":
         return batch
-    # A copy from pageable memory would wait for the device.
+    # Copies from pageable memory are synchronous.
     pinned = {name: tensor.pin_memory() for name, tensor in layout.items()} if layout is not None else None
     return HostBatch(batch.ids.pin_memory(), pinned)
 
@@ -126,23 +126,23 @@ def model_inputs(
     attention: str,
     rows: int | None = None,
 ) -> dict[str, Any]:
-    """The model's arguments, on its device, from ids (B, T + 1), each row one `window`.
+    """Returns the model's arguments, on its device, from token IDs (B, T + 1), each row one `window`.
 
     Args:
-        attention: the model's attn_implementation, which decides in what form the documents reach it.
-        rows: only the first `rows` count; the targets of the others are ignored. None: all count.
+        attention: the model's attn_implementation, which decides in what form it gets the document boundaries.
+        rows: only the first `rows` rows count; the targets of the rest are ignored. None: all count.
     """
     batch = host_batch(ids, window, end_of_document_id=end_of_document_id, device=device)
     return batch.on_device(device, attention, rows)
 
 
 def candidates_of(requested: str, config: PreTrainedConfig) -> list[str]:
-    """The ways to compute what a recipe's `attention` names, the fastest first; each is an `attention` of this module.
+    """Returns the ways to compute a recipe's `attention`, the fastest first; each is an `attention` of this module.
 
-    Which of them an architecture computes right under is for training/probe.py to find: those of this module do not
-    know soft caps, sinks or biases of positions, and some models do not hand them the documents. Then the library's
-    own serve: `sdpa` and `eager` make a dense mask of position_ids that restart; `+mask` is given that mask, for
-    models that do not look at the positions, and `+masks(...)` one for each kind of layer, with its window.
+    training/probe.py finds out which of them an architecture computes correctly: those of this module support no soft
+    caps, sinks or position biases, and some models do not pass on the document boundaries. Then those of transformers
+    are used: `sdpa` and `eager` build a dense mask from position_ids that restart; `+mask` passes that mask, for
+    models that ignore the positions, and `+masks(...)` passes one for each kind of layer, with its window.
     """
     own = {"auto": ["groundwork_sdpa"], "sdpa": ["groundwork_sdpa"], "eager": ["groundwork_eager"]}
     library = {"auto": ["sdpa", "eager"], "sdpa": ["sdpa"], "eager": ["eager"]}
@@ -157,16 +157,16 @@ def candidates_of(requested: str, config: PreTrainedConfig) -> list[str]:
 
 
 def implementation_of(attention: str) -> str:
-    """The attn_implementation of transformers behind one of `candidates_of`."""
+    """Returns the attn_implementation of transformers behind one of `candidates_of`."""
     return attention.partition("+")[0]
 
 
 def choose_attention(requested: str, *, device_type: str, dtype: torch.dtype, window: WindowSpec | None = None) -> str:
-    """The attn_implementation to give to a model of transformers for the attention that a run asks for.
+    """Returns the attn_implementation that a transformers model needs for the attention that a run asks for.
 
-    auto is sdpa: on a CPU the operator of model/cpu_attention.py, on a GPU in half precision torch's varlen
-    flash attention, on a GPU in fp32 or older than Ampere a dense mask. Raises InputError, naming what works, where
-    the device, the dtype or a package is missing for what was asked, or the windows (None: not judged) rule it out.
+    auto is sdpa: on a CPU the operator of model/cpu_attention.py, on a GPU in half precision torch's varlen flash
+    attention, on a GPU in fp32 or older than Ampere a dense mask. Raises InputError, naming what works, if the device,
+    the dtype, a missing package or the windows (None: not checked) rule out what was asked.
     """
     if requested not in ATTENTION_NAMES:
         raise InputError(f"attention {requested!r} is unknown{did_you_mean(requested, ATTENTION_NAMES)}")
@@ -178,21 +178,21 @@ def choose_attention(requested: str, *, device_type: str, dtype: torch.dtype, wi
 
 
 FLASH_CAPABILITY = (8, 0)
-"""CUDA compute capability from which flash attention's kernels run: A100, RTX 3090 and newer."""
+"""Minimum CUDA compute capability of flash attention's kernels: A100, RTX 3090 and newer."""
 NEWEST_OF_FLASH_3 = (9, 0)
-"""FlashAttention 3 is made for Hopper; newer GPUs do not run its kernels."""
+"""FlashAttention 3 is made for Hopper; its kernels do not run on newer GPUs."""
 FLASH_PACKAGES = {
     "flash_attention_2": ("flash_attn", "see requirements-flash-attn.txt"),
     "flash_attention_3": ("flash_attn_interface", "pip install flash-attn-3, see requirements-flash-attn.txt"),
 }
-"""{attention: (module, where it is from)}."""
+"""{attention: (module, how to install it)}."""
 ATTENTION_NAMES = dict.fromkeys(("auto", "sdpa", "varlen"), "groundwork_sdpa") | {"eager": "groundwork_eager"}
 ATTENTION_NAMES |= {"flex_attention": "flex_attention"}
 ATTENTION_NAMES |= {"flash_attention_2": "groundwork_fa2", "flash_attention_3": "groundwork_fa3"}
 
 
 def why_not(requested: str, *, device_type: str, dtype: torch.dtype, window: WindowSpec | None = None) -> str | None:
-    """The reason, to follow its name, why an attention of ATTENTION_NAMES does not compute here; None if it does."""
+    """Returns why an attention of ATTENTION_NAMES does not work here, a phrase to follow its name; None if it does."""
     if requested in ("auto", "sdpa", "eager"):
         return None
     if requested == "flex_attention":
@@ -216,7 +216,7 @@ def why_not(requested: str, *, device_type: str, dtype: torch.dtype, window: Win
 
 @torch.compiler.assume_constant_result
 def has_flash_kernels(device_index: int | None) -> bool:
-    """Tells whether this GPU runs torch's flash attention; a T4 and a V100 do not, in any dtype."""
+    """Tells if this GPU runs torch's flash attention; a T4 and a V100 do not, in any dtype."""
     return torch.cuda.get_device_capability(device_index) >= FLASH_CAPABILITY
 
 
@@ -232,17 +232,17 @@ def sdpa(
     sliding_window: int | None = None,
     **kwargs,
 ) -> tuple[Tensor, None]:
-    """Causal attention within segments; causal over the whole window if there is no cu_seq_lens_q.
+    """Computes causal attention within segments, or over the whole window if there is no cu_seq_lens_q.
 
-    For training, and for generation without padding: attention_mask arrives only if it is already (B, 1, T, T). The
-    signature and the (B, T, H, E) result are those of transformers' attention interface.
+    It serves training, and generation without padding: attention_mask is passed only if it is already (B, 1, T, T).
+    Signature and result (B, T, H, E) are those of transformers' attention interface.
     """
-    # Ignoring one of them would train another model silently.
+    # Ignoring one of these would silently train a different model.
     _refuse("sdpa", UNSUPPORTED_ARGUMENTS, kwargs)
     query_BHTE, key_BGTE, value_BGTE = in_one_dtype(query_BHTE, key_BGTE, value_BGTE)
     length = query_BHTE.shape[2]
     keys = key_BGTE.shape[2]
-    # A window as long as the sequence hides nothing, and would rule out kernels without windows.
+    # A window as long as the sequence masks nothing, and would rule out kernels that support no windows.
     window = None if sliding_window is None or sliding_window >= keys else sliding_window
     device_type = query_BHTE.device.type
     in_half_on_gpu = device_type == "cuda" and query_BHTE.dtype in HALF_DTYPES
@@ -255,13 +255,13 @@ def sdpa(
         if has_flash and cu_seq_lens_q is not None:
             return _varlen(query_BHTE, key_BGTE, value_BGTE, cu_seq_lens_q, scaling, window), None
     mask = attention_mask
-    # A single query is the newest token of a generation and sees every key; sdpa's own causal mask fits square only.
+    # A single query is the newest generated token and sees every key; is_causal is only right for square scores.
     if mask is None and (cu_seq_lens_q is not None or window is not None or 1 < length < keys):
         mask = _dense_mask(query_BHTE, key_BGTE, cu_seq_lens_q, window)
     is_causal = mask is None and length > 1
     is_grouped = query_BHTE.shape[1] != key_BGTE.shape[1]
     if is_grouped and device_type == "cuda" and (mask is not None or not has_flash):
-        # Of torch's kernels flash alone knows groups; for the rest falls to whole (T, T) weights in memory.
+        # Of torch's kernels only flash supports grouped heads; the others fall back to (T, T) weights in memory.
         group = query_BHTE.shape[1] // key_BGTE.shape[1]
         is_grouped = False
         key_BGTE, value_BGTE = (x.repeat_interleave(group, dim=1) for x in (key_BGTE, value_BGTE))
@@ -283,7 +283,7 @@ def eager(
     sliding_window: int | None = None,
     **kwargs,
 ) -> tuple[Tensor, Tensor]:
-    """`sdpa` spelt out, with the (T, T) weights in memory: for debugging, and to compare others with."""
+    """Computes `sdpa` step by step, with the (T, T) weights in memory: for debugging, and as a reference."""
     _refuse("eager", UNSUPPORTED_ARGUMENTS, kwargs)
     query_BHTE, key_BGTE, value_BGTE = in_one_dtype(query_BHTE, key_BGTE, value_BGTE)
     group = query_BHTE.shape[1] // key_BGTE.shape[1]
@@ -302,7 +302,7 @@ def eager(
 def flash_attention_2(
     module: torch.nn.Module, *tensors: Tensor, dropout: float = 0.0, **kwargs
 ) -> tuple[Tensor, None]:
-    """`sdpa` by the package flash_attn, which knows soft caps as well."""
+    """Computes `sdpa` with the package flash_attn, which also supports soft caps."""
     from flash_attn import flash_attn_func, flash_attn_varlen_func
 
     return _flash(flash_attn_func, flash_attn_varlen_func, *tensors, dropout_p=dropout, **kwargs), None
@@ -311,7 +311,7 @@ def flash_attention_2(
 def flash_attention_3(
     module: torch.nn.Module, *tensors: Tensor, dropout: float = 0.0, **kwargs
 ) -> tuple[Tensor, None]:
-    """`sdpa` by the package flash_attn_interface, which knows soft caps as well, and no dropout."""
+    """Computes `sdpa` with the package flash_attn_interface, which also supports soft caps, but no dropout."""
     from flash_attn_interface import flash_attn_func, flash_attn_varlen_func
 
     _refuse("flash_attention_3", ("dropout",), {"dropout": dropout or None})
@@ -320,7 +320,7 @@ def flash_attention_3(
 
 AttentionInterface.register("groundwork_sdpa", sdpa)
 AttentionInterface.register("groundwork_eager", eager)
-# Names without "flash": behind those the library makes masks of positions, and waits for the device to do so.
+# The names must not contain "flash": transformers would build position masks for them, and wait for the device.
 AttentionInterface.register("groundwork_fa2", flash_attention_2)
 AttentionInterface.register("groundwork_fa3", flash_attention_3)
 
@@ -335,7 +335,7 @@ def _refuse(implementation: str, arguments: Sequence[str], kwargs: dict[str, Any
 
 
 def in_one_dtype(*tensors: Tensor) -> list[Tensor]:
-    """Autocast stops at registered operators, and query and key can leave a normalisation in fp32."""
+    """Casts to one dtype: autocast ignores custom operators, and a norm can leave query and key in fp32."""
     device_type = tensors[0].device.type
     in_autocast = torch.is_autocast_enabled(device_type)
     dtype = torch.get_autocast_dtype(device_type) if in_autocast else tensors[-1].dtype
@@ -343,7 +343,7 @@ def in_one_dtype(*tensors: Tensor) -> list[Tensor]:
 
 
 def _dense_mask(query_BHTE: Tensor, key_BGTE: Tensor, cu_seq_lens: Tensor | None, window: int | None) -> Tensor:
-    """Boolean mask (B or 1, 1, T, keys), true where a query may look; queries are the last of the keys."""
+    """Returns a boolean mask (B or 1, 1, T, keys), true where a query may attend; the queries are the last keys."""
     batch, _, length, _ = query_BHTE.shape
     keys = key_BGTE.shape[2]
     key_position = torch.arange(keys, device=query_BHTE.device)
@@ -363,9 +363,9 @@ def _segment_ids(cu_seq_lens: Tensor, batch: int, length: int) -> Tensor:
 
 
 def _library_masks(cu_seq_lens: Tensor, batch: int, length: int, attention: str) -> Tensor | dict[str, Tensor]:
-    """(B, 1, T, T) as the library's own functions take it: true where sdpa may look, the number that eager adds.
+    """Returns (B, 1, T, T) masks as transformers takes them: booleans for sdpa, numbers to add for eager.
 
-    One for all layers, or {kind of layer: mask} as the name of the attention lists them (see `candidates_of`).
+    It is one mask for all layers, or {kind of layer: mask} as the name of the attention lists them (`candidates_of`).
     """
     implementation, _, form = attention.partition("+")
     segment_BT = _segment_ids(cu_seq_lens, batch, length)
@@ -393,7 +393,7 @@ def _varlen(query_BHTE, key_BGTE, value_BGTE, cu_seq_lens, scaling, window) -> T
     tokens = [x.transpose(1, 2).flatten(0, 1) for x in (query_BHTE, key_BGTE, value_BGTE)]
     segments = (cu_seq_lens, cu_seq_lens, length, length)
     grouped = {"enable_gqa": True} if heads != key_BGTE.shape[1] else {}
-    # The kernel counts the tokens before the query, without the query itself.
+    # The kernel's window excludes the query itself.
     seen = (-1 if window is None else window - 1, 0)
     return varlen_attn(*tokens, *segments, scale=scaling, window_size=seen, **grouped).unflatten(0, (batch, length))
 
@@ -412,12 +412,12 @@ def _flash(
     dropout_p: float | None = None,
     **kwargs,
 ) -> Tensor:
-    """(B, T, H, F) from the functions of a package for whole windows and for segments; F may be less than E."""
+    """Returns (B, T, H, F) from a package's functions for whole windows and for segments; F may be less than E."""
     _refuse("flash attention", UNKNOWN_TO_FLASH, {**kwargs, "attention_mask": attention_mask})
     tensors = [x.transpose(1, 2) for x in in_one_dtype(query_BHTE, key_BGTE, value_BGTF)]
     batch, length, _, width = tensors[0].shape
     value_width = tensors[2].shape[-1]
-    # The kernels want values as wide as keys; the padding is cut off below.
+    # The kernels need values as wide as keys; the padding is cut off below.
     tensors[2] = F.pad(tensors[2], (0, width - value_width))
     settings = {"softmax_scale": scaling, "causal": True, "softcap": softcap or 0.0}
     settings["window_size"] = (-1, -1) if sliding_window is None else (sliding_window - 1, 0)
@@ -428,15 +428,15 @@ def _flash(
     else:
         tensors = [x.flatten(0, 1) for x in tensors]
         out = packed(*tensors, cu_seq_lens_q, cu_seq_lens_q, length, length, **settings)
-    out = out[0] if isinstance(out, tuple) else out  # early releases of 3 return the logsumexp as well
+    out = out[0] if isinstance(out, tuple) else out  # early releases of FlashAttention 3 also return the logsumexp
     return out.view(batch, length, -1, width)[..., :value_width]
 
 
 def _flex_block_mask(cu_seq_lens: Tensor, batch: int, length: int):
-    """Builds create_block_mask's result for the same rule without trying all (T, T) pairs in each micro-step.
+    """Builds create_block_mask's result for the same rule without evaluating all (T, T) pairs in each micro-step.
 
-    Segments follow one another, so the first and the last of a block of queries and of an earlier block of keys tell
-    whether they share one (then some pairs count), or are all of one and the same (then all do).
+    Segments are contiguous, so the first and last segment of a block of queries and of an earlier block of keys tell
+    if the blocks share a segment (then some pairs count), or lie in the same one (then all do).
     """
     from torch.nn.attention.flex_attention import BlockMask
 
@@ -448,7 +448,7 @@ def _flex_block_mask(cu_seq_lens: Tensor, batch: int, length: int):
     first_BN = segment_BT[:, ::FLEX_BLOCK]
     last_BN = segment_BT[:, FLEX_BLOCK - 1 :: FLEX_BLOCK]
     blocks = first_BN.shape[1]
-    is_cut = last_BN.shape[1] < blocks  # the last block, of whose pairs some are beyond the window
+    is_cut = last_BN.shape[1] < blocks  # the last block extends beyond the window
     last_BN = torch.cat([last_BN, segment_BT[:, -1:]], dim=1) if is_cut else last_BN
     position = torch.arange(blocks, device=cu_seq_lens.device)
     is_earlier_NN = position[:, None] > position[None, :]
@@ -465,6 +465,6 @@ def _flex_block_mask(cu_seq_lens: Tensor, batch: int, length: int):
 
 
 def _listed(is_in: Tensor) -> tuple[Tensor, Tensor]:
-    """(number of the true ones in each row, their positions and then the others'), int32."""
+    """Returns int32 (number of true entries in each row, their positions followed by the others')."""
     order = torch.argsort(is_in.to(torch.int8), dim=-1, descending=True, stable=True)
     return is_in.sum(dim=-1, dtype=torch.int32), order.to(torch.int32)

@@ -1,7 +1,7 @@
-"""Builds models from configurations, counts what they hold and cost, and gives them their initial weights.
+"""Builds models from configurations, counts parameters and FLOPs, and initializes the weights.
 
-Initial weights are a function of (configuration, seed) alone: every module draws its own from a seed of its own, so
-that any part of a model can be made without the rest and is the same under every strategy (see `initialize_module`).
+Initial weights depend on (configuration, seed) alone: every module draws from its own seed, so any part of a model can
+be made without the rest and is the same under every strategy (see `initialize_module`).
 """
 
 import copy
@@ -35,12 +35,12 @@ NO_SUCH_ATTENTION = "the architecture's own code does not know this attention"
 
 
 def build_meta_model(config: PreTrainedConfig, *, attention: str | None = None) -> PreTrainedModel:
-    """The model without storage: every parameter and buffer on the meta device, in fp32, tied parameters shared.
+    """Builds the model without storage: parameters and buffers on the meta device, in fp32, tied parameters shared.
 
-    No embedding treats a row as padding: packed training data has no padding, and a row so marked would start at zero
-    and never receive a gradient (torch.nn.Embedding), which hits the end-of-document id when it is the padding id too.
-    Attention None is the library's own: sdpa where the architecture has it, else eager. Raises InputError when the
-    model or the machine does not support the attention asked for.
+    padding_idx is cleared in every embedding: packed training data has no padding, and torch.nn.Embedding starts that
+    row at zero and gives it no gradient, which would hit the end-of-document ID if it is the padding ID too.
+    Attention None is the library's default: sdpa if the architecture supports it, else eager. Raises InputError if the
+    model or the machine does not support the requested attention.
     """
     if attention is None:
         attention = library_attention(config)
@@ -48,7 +48,7 @@ def build_meta_model(config: PreTrainedConfig, *, attention: str | None = None) 
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(copy.deepcopy(config), **given)
-    except Exception as error:  # whatever a model's own code raises at values that it did not expect
+    except Exception as error:  # a model's own code may raise anything for unexpected values
         raise InputError(_building_problem(config, attention, error)) from error
     clear_padding(model)
     as_buffers(model)
@@ -57,28 +57,28 @@ def build_meta_model(config: PreTrainedConfig, *, attention: str | None = None) 
 
 
 def library_attention(config: PreTrainedConfig) -> str:
-    """sdpa where the architecture's own code has it, else eager."""
+    """Returns sdpa if the architecture's own code supports it, else eager."""
     model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     # Private: transformers has no public flag for the attention that a class supports.
     return "sdpa" if getattr(model_class, "_supports_sdpa", False) else "eager"
 
 
 def use_attention(model: PreTrainedModel, attention: str) -> None:
-    """Makes a model that is built compute by another attention (see `attention.candidates_of`)."""
+    """Switches a built model to another attention (see `attention.candidates_of`)."""
     model.set_attn_implementation(implementation_of(attention))
     _count_positions_in_the_window(model, attention)
 
 
 def count_parameters(config: PreTrainedConfig) -> int:
-    """Number of parameters; a tied pair counts once."""
+    """Counts the parameters; a tied pair counts once."""
     return sum(parameter.numel() for parameter in build_meta_model(config).parameters())
 
 
 def count_non_embedding_parameters(config: PreTrainedConfig) -> int:
-    """N of the 6N floating-point operations per token: the parameters that take part in a matrix product.
+    """Counts N of the 6N floating-point operations per token: the parameters that take part in a matmul.
 
-    An embedding is a look-up, not a product, so it does not count unless the output head shares it (PaLM, arXiv
-    2204.02311, appendix B, counts so). Learned positions, as in GPT-2, are a look-up too.
+    An embedding is a lookup, not a matmul, so it does not count unless the output head shares it (as in PaLM, arXiv
+    2204.02311, appendix B). Learned positions, as in GPT-2, are a lookup too.
     """
     model = build_meta_model(config)
     head_weight = getattr(model.get_output_embeddings(), "weight", None)
@@ -87,26 +87,26 @@ def count_non_embedding_parameters(config: PreTrainedConfig) -> int:
 
 
 def active_parameters(config: PreTrainedConfig) -> int:
-    """The number of parameters that a token uses: without the experts that it is not routed to."""
+    """Counts the parameters that a token uses, so without the experts that it is not routed to."""
     return count_parameters(config) - inactive_parameters(build_meta_model(config))
 
 
 def matrix_parameters(config: PreTrainedConfig) -> int:
-    """N of 6N: the active parameters that take part in a matrix product (see `count_non_embedding_parameters`)."""
+    """Counts N of 6N: the active parameters that take part in a matmul (see `count_non_embedding_parameters`)."""
     return count_non_embedding_parameters(config) - inactive_parameters(build_meta_model(config))
 
 
 def flops_per_token(config: PreTrainedConfig, sequence_length: int) -> float:
-    """Operations of the forward and backward pass: FORMULA (PaLM, arXiv 2204.02311, appendix B), N active.
+    """Counts the operations of forward and backward pass: FORMULA (PaLM, arXiv 2204.02311, appendix B), N active.
 
-    Where keys and values are of different width, as with multi-head latent attention, the mean of both counts.
+    If keys and values differ in width, as in multi-head latent attention, the mean of both widths counts.
     """
     attention = 12 * config.num_hidden_layers * attention_width(config) * sequence_length
     return 6 * matrix_parameters(config) + attention
 
 
 def attention_width(config: PreTrainedConfig) -> float:
-    """Query heads x width of a head, which need not be the hidden width (Qwen3); 0 for a model without attention."""
+    """Returns query heads x head width, which may differ from the hidden width (Qwen3); 0 without attention."""
     heads = getattr(config, "num_attention_heads", None)
     if not isinstance(heads, int):
         return 0.0 if heads is None else config.hidden_size
@@ -117,23 +117,23 @@ def attention_width(config: PreTrainedConfig) -> float:
 
 
 def embedding_parameter_names(model: nn.Module) -> set[str]:
-    """Names of all parameters that an nn.Embedding owns, with every name of a tied one (the head's included).
+    """Names all parameters that an nn.Embedding owns, with every name of a tied one (the head's included).
 
-    Works on meta, whole and partitioned models alike, since it asks for the owner and not for the shape.
+    Works for meta, whole and sharded models, since it looks at the owner and not at the shape.
     """
     owned = {id(embedding.weight) for embedding in _embeddings(model)}
     return {name for name, parameter in model.named_parameters(remove_duplicate=False) if id(parameter) in owned}
 
 
 def transposed_names(model: nn.Module) -> set[str]:
-    """Weights whose columns are the outputs, as GPT-2's."""
+    """Names the weights whose columns are the outputs, such as GPT-2's."""
     from transformers.pytorch_utils import Conv1D
 
     return {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, Conv1D)}
 
 
 def build_model(config: PreTrainedConfig, *, seed: int, attention: str | None = None) -> PreTrainedModel:
-    """A model with fresh fp32 weights on the CPU, which depend on (config, seed) and on nothing else.
+    """Builds a model with new fp32 weights on the CPU, which depend on (config, seed) and on nothing else.
 
     The global random state is neither read nor changed. Raises InputError as `build_meta_model` does.
     """
@@ -144,28 +144,28 @@ def build_model(config: PreTrainedConfig, *, seed: int, attention: str | None = 
 
 
 def initialize_module(model: PreTrainedModel, name: str, *, seed: int) -> None:
-    """Gives the module called `name` inside `model` ("" is the whole) its initial weights, and touches nothing else.
+    """Initializes the weights of the module called `name` inside `model` ("" is the whole), and touches nothing else.
 
-    What is on the meta device is created on the CPU; what exists already is written in place. Modules are initialised
-    children first by the model's own `_init_weights`, each from the seed (seed, module's name), so a block gets the
-    same weights whether it is made alone or with the whole model. Any module can be made alone into which no
-    ancestor's `_init_weights` reaches: a decoder layer, the embedding, the final norm, the head. (GPT-2's attention
-    sets the weights of its own c_proj: make the attention or its block, not the c_proj.) A parameter that is tied to
-    another is left for `model.tie_weights()`.
+    Meta tensors are created on the CPU; existing ones are written in place. Modules are initialized children first by
+    the model's own `_init_weights`, each from the seed (seed, module's name), so a block gets the same weights
+    alone as within the whole model. A module can be made alone if no ancestor's `_init_weights` writes into it: a
+    decoder layer, the embedding, the final norm, the head. (GPT-2's attention sets the weights of its own c_proj: make
+    the attention or its block, not the c_proj.) A parameter that is tied to another is left to
+    `model.tie_weights()`.
 
-    Random numbers are always drawn on the CPU: another device would draw others from the same seed. Raises InputError
+    Random numbers are always drawn on the CPU: other devices draw different ones from the same seed. Raises InputError
     if the architecture leaves a parameter or buffer without a value.
     """
     tied_names = set(model.all_tied_weights_keys)
     root = model.get_submodule(name)
-    # Reversed pre-order has children before parents; a parent may overrule a child (GPT-2's scaled c_proj does).
+    # Reversed pre-order puts children before parents; a parent may overwrite a child (GPT-2's scaled c_proj).
     modules = list(reversed(list(root.named_modules(prefix=name))))
     random_state = torch.get_rng_state()
     try:
         with torch.no_grad(), init.guard_torch_init_functions():
             for module_name, module in modules:
                 _materialize(module, module_name, tied_names)
-                # A seed per module: what it draws does not depend on which others are made here.
+                # One seed per module: what it draws must not depend on which other modules are made here.
                 torch.default_generator.manual_seed(_module_seed(seed, module_name))
                 _run_initializer(_initializing_model(model, module_name), module, module_name, tied_names)
     finally:
@@ -174,7 +174,7 @@ def initialize_module(model: PreTrainedModel, name: str, *, seed: int) -> None:
 
 
 class SavedWeights(Protocol):
-    """Weights that exist already; see model/pretrained.py."""
+    """Weights that already exist; see model/pretrained.py."""
 
     def fill(self, causal_lm: PreTrainedModel, unit: str) -> None:
         """Gives the module called `unit` its weights on the CPU."""
@@ -182,21 +182,21 @@ class SavedWeights(Protocol):
 
 @dataclass(frozen=True)
 class InitialWeights:
-    """The weights a run starts from, given to a model unit by unit: a strategy never holds more than it must."""
+    """Weights that a run starts from, given to a model unit by unit so that no strategy holds more than it must."""
 
     seed: int
     pretrained: SavedWeights | None = None
-    """None: drawn from the seed."""
+    """Weights to load; None: draw them from the seed."""
     dtype: torch.dtype = torch.float32
     """Dtype of the parameters. Buffers keep theirs: rotary tables must not be rounded."""
     scales: Mapping[str, float] = field(default_factory=dict)
-    """{name of a parameter: factor} of what the seed draws; see `width_roles`."""
+    """{name of a parameter: factor} for the weights that the seed draws; see `width_roles`."""
 
     def fill(self, causal_lm: PreTrainedModel, unit: str) -> None:
-        """Gives the module called `unit` inside `causal_lm`, on the meta device so far, its weights on the CPU.
+        """Gives the module called `unit` inside `causal_lm`, which is on the meta device, its weights on the CPU.
 
-        The same values however many units are filled, and in whatever order. `unit` is one of `units_of(causal_lm)`,
-        or "" for the whole model; call `causal_lm.tie_weights()` after the last.
+        The values do not depend on how many units are filled or in which order. `unit` is one of
+        `units_of(causal_lm)`, or "" for the whole model; call `causal_lm.tie_weights()` after the last.
         """
         if self.pretrained is not None:
             self.pretrained.fill(causal_lm, unit)
@@ -209,10 +209,10 @@ class InitialWeights:
 
 
 def units_of(causal_lm: PreTrainedModel) -> list[str]:
-    """Names of the parts that can be made alone: each layer, then whatever else holds no layer, in the model's order.
+    """Names the parts that can be made alone: each layer, then every module without layers, in the model's order.
 
-    Together they are the whole model. Raises InputError for a model with parameters beside its layers, in the modules
-    that contain them.
+    Together they are the whole model. Raises InputError for a model that has parameters directly in the modules that
+    contain its layers.
     """
     layers = set(layers_of(causal_lm))
     layer_names = [name for name, module in causal_lm.named_modules() if module in layers]
@@ -226,27 +226,27 @@ def units_of(causal_lm: PreTrainedModel) -> list[str]:
                 f"model: {type(causal_lm).__name__} has {own[0][0]} beside its layers{name and f', in {name}'}, so no "
                 "strategy that makes it layer by layer runs it; use ddp"
             )
-        # What contains layers cannot be made alone; all else beside them can.
+        # A module that contains layers cannot be made alone; its other children can.
         paths = [f"{name}.{child}" if name else child for child, _ in container.named_children()]
         others += [path for path in paths if path not in ancestors and path not in layer_names]
     return [*layer_names, *others]
 
 
 def set_end_of_document(config: PreTrainedConfig, end_of_document_id: int) -> None:
-    """Writes the data's end-of-document id into a base model's configuration.
+    """Writes the data's end-of-document ID into a base model's configuration.
 
-    Every document follows the id that ended the one before, so the id opens a text as well as closing it: bos and eos
-    are the same, as in GPT-2. There is no padding id: as one, the id would never be learned (see `build_meta_model`).
-    Batched generation finds its padding id in generation_config.json (see `save_model_metadata`).
+    Every document follows the ID that ended the previous one, so the ID both opens and closes a text: bos and eos
+    are the same, as in GPT-2. There is no padding ID: as one, the ID would never be learned (see `build_meta_model`).
+    Batched generation finds its padding ID in generation_config.json (see `save_model_metadata`).
     """
     config.bos_token_id = config.eos_token_id = end_of_document_id
     config.pad_token_id = None
 
 
 def check_vocabulary(config: PreTrainedConfig, vocabulary_size: int, *, has_weights: bool = False) -> list[str]:
-    """Problems of training this model on ids 0 to vocabulary_size - 1; an empty list if there is none.
+    """Lists the problems of training this model on token IDs 0 to vocabulary_size - 1; empty if there are none.
 
-    has_weights: it is a pretrained model, whose vocabulary stands.
+    has_weights: it is a pretrained model, whose vocabulary cannot change.
     """
     if vocabulary_size <= config.vocab_size:
         return []
@@ -261,7 +261,7 @@ def check_vocabulary(config: PreTrainedConfig, vocabulary_size: int, *, has_weig
 
 
 def shape_changes(config: PreTrainedConfig, changed: PreTrainedConfig) -> str | None:
-    """Says how many weights of two models differ in shape or are in one of them alone; None if all fit."""
+    """Says how many weights of two models differ in shape or exist in only one; None if all match."""
     ours, theirs = (
         {name: tuple(parameter.shape) for name, parameter in build_meta_model(of).named_parameters()}
         for of in (config, changed)
@@ -274,14 +274,14 @@ def shape_changes(config: PreTrainedConfig, changed: PreTrainedConfig) -> str | 
 
 
 def save_model_metadata(model: PreTrainedModel, folder: str | os.PathLike) -> None:
-    """Writes all of a model folder but the weights and the tokenizer: config.json, generation_config.json, own code.
+    """Writes a model folder except weights and tokenizer: config.json, generation_config.json, own code.
 
-    A local architecture's file is copied beside config.json, whose auto_map then names its classes. The padding id of
-    generation is the end-of-document id unless one was set.
+    A local architecture's file is copied next to config.json, whose auto_map then names its classes. The padding ID of
+    generation is the end-of-document ID unless one was set.
     """
     config = copy.deepcopy(model.config)
     Path(folder).mkdir(parents=True, exist_ok=True)
-    # save_pretrained of a bare configuration does not write the class, which AutoModel and vLLM look for.
+    # A bare configuration saves no class name, which AutoModel and vLLM need.
     config.architectures = [type(model).__name__]
     if type(model)._auto_class is not None:
         custom_object_save(model, folder, config=config)
@@ -295,7 +295,7 @@ def save_model_metadata(model: PreTrainedModel, folder: str | os.PathLike) -> No
 
 
 def clear_padding(model: nn.Module) -> None:
-    """Makes every row of an embedding one that is trained; see `build_meta_model`."""
+    """Makes every row of the embeddings trainable; see `build_meta_model`."""
     for embedding in _embeddings(model):
         embedding.padding_idx = None
 
@@ -305,9 +305,9 @@ def _embeddings(model: nn.Module) -> list[nn.Embedding]:
 
 
 def _count_positions_in_the_window(model: PreTrainedModel, attention: str) -> None:
-    """BLOOM's ALiBi with a mask of documents: it counts positions in a mask of padding, and there is no padding.
+    """Makes BLOOM's ALiBi ignore the document mask: it counts positions in a padding mask, and there is no padding.
 
-    The biases grow with the position of the key, and softmax ignores where they begin, so documents may share them.
+    The biases are linear in the key's position and softmax ignores a constant offset, so all documents may share them.
     """
     if "+mask" not in attention or not hasattr(model.base_model, "build_alibi_tensor"):
         return
@@ -334,13 +334,13 @@ def _building_problem(config: PreTrainedConfig, attention: str, error: Exception
 
 
 def _module_seed(seed: int, module_name: str) -> int:
-    """A 63-bit seed for one module. Hashed, because neighbouring seeds of one generator may be correlated."""
+    """Returns a 63-bit seed for one module; hashed, because streams of adjacent seeds may be correlated."""
     digest = hashlib.sha256(f"{seed}:{module_name}".encode()).digest()
     return int.from_bytes(digest[:8], "little") >> 1
 
 
 def _initializing_model(model: PreTrainedModel, module_name: str) -> PreTrainedModel:
-    """The innermost PreTrainedModel that contains the module: its `_init_weights` is the one that knows it."""
+    """Returns the innermost PreTrainedModel that contains the module: its `_init_weights` handles the module."""
     innermost = current = model
     for part in module_name.split(".") if module_name else ():
         current = getattr(current, part)
@@ -350,7 +350,7 @@ def _initializing_model(model: PreTrainedModel, module_name: str) -> PreTrainedM
 
 
 def _materialize(module: nn.Module, module_name: str, tied_names: set[str]) -> None:
-    """Moves a module's own meta tensors to the CPU, filled with NaN so that a value never written cannot pass."""
+    """Moves a module's own meta tensors to the CPU, filled with NaN so that missing values are detected later."""
     prefix = f"{module_name}." if module_name else ""
     for name, parameter in module.named_parameters(recurse=False):
         if parameter.is_meta and prefix + name not in tied_names:
@@ -365,7 +365,7 @@ def _materialize(module: nn.Module, module_name: str, tied_names: set[str]) -> N
 def _run_initializer(
     initializing_model: PreTrainedModel, module: nn.Module, module_name: str, tied_names: set[str]
 ) -> None:
-    """Runs `_init_weights` on one module, guarding its tied parameters, which the other module of the pair made."""
+    """Runs `_init_weights` on one module, protecting tied parameters, which the pair's other module initializes."""
     prefix = f"{module_name}." if module_name else ""
     own = module.named_parameters(recurse=False)
     tied = [parameter for name, parameter in own if prefix + name in tied_names]

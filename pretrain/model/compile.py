@@ -1,4 +1,4 @@
-"""Compiles a model's layers or recomputes them in the backward pass, in place: parameter names stay."""
+"""Compiles a model's layers, or recomputes them in the backward pass, in place: parameter names do not change."""
 
 import math
 
@@ -9,28 +9,28 @@ from transformers.activations import GELUTanh, NewGELUActivation
 
 
 def layers_of(causal_lm: PreTrainedModel) -> list[torch.nn.Module]:
-    """The model's blocks, in order: the modules that transformers says must not be split."""
-    # Private, but the only list of block classes that transformers has; Accelerate wraps by it too.
+    """Lists the model's blocks in order: the modules that transformers says must not be split."""
+    # Private, but the only list of block classes in transformers; Accelerate wraps by it too.
     names = set(causal_lm._no_split_modules or ())
-    # Of the classes it inherits from too: FSDP gives a module that it shards a class with another name.
+    # Base classes count too: FSDP replaces the class of a module that it shards by a subclass with another name.
     return [module for module in causal_lm.modules() if names & {kind.__name__ for kind in type(module).__mro__}]
 
 
 LAYERS_COMPILED_WHOLE = 4
-"""Up to this number, compiling the whole model costs a few seconds more than one layer."""
+"""Models of up to this many layers compile whole within a few seconds of what one layer takes."""
 
 
 def choose_compile(
     requested: str, causal_lm: PreTrainedModel, *, device_type: str, is_alone: bool, is_plain: bool
 ) -> str:
-    """The mode of `compile_model` for the recipe's compile.
+    """Returns the mode of `compile_model` for the recipe's compile.
 
-    auto is full for a few layers on a CPU: what is called for every layer is 5 % of a step of 1M parameters
-    (docs/performance.md).
+    auto is full for a few layers on a CPU, where the overhead of calling each compiled layer is 5 % of a step of a 1M
+    model (docs/performance.md).
 
     Args:
         is_alone: whether one process trains the model.
-        is_plain: whether nothing is counted or computed again within its layers.
+        is_plain: whether nothing within its layers is counted or recomputed.
     """
     if requested != "auto":
         return requested
@@ -39,30 +39,30 @@ def choose_compile(
 
 
 def compile_model(model: torch.nn.Module, causal_lm: PreTrainedModel, mode: str, lengths: int = 1) -> None:
-    """none: as it is. regional: each block, by one compilation that all share. full: the whole of `model`.
+    """Compiles in place. none: nothing. regional: each block, by one compilation that all share. full: all of `model`.
 
-    Shapes are static: a batch of another shape is compiled anew instead of slowly.
+    Shapes are static: a batch of another shape is recompiled instead of running slower dynamic code.
 
     Args:
-        lengths: of the sequences that the run has, each of which is compiled for training and for validation.
+        lengths: number of sequence lengths in the run; each is compiled for training and for validation.
     """
-    if mode != "none" and lengths > 1:  # beyond torch's limit of eight it would go on uncompiled
+    if mode != "none" and lengths > 1:  # beyond torch's limit of eight it would silently run uncompiled
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 4 * lengths)
     if mode != "none" and next(causal_lm.parameters()).device.type == "cpu":
         for module in causal_lm.modules():
-            # The two classes that compute the form with tanh; the exact GELU stays.
+            # These two classes use the tanh approximation; the exact GELU is left alone.
             if isinstance(module, (GELUTanh, NewGELUActivation)):
                 module.forward = gelu_by_sigmoid
     if mode == "regional":
         for layer in layers_of(causal_lm):
-            # Not layer.compile(): what FSDP and DeepSpeed hook onto a layer would be traced, and break the graph.
+            # Not layer.compile(): it would trace what FSDP and DeepSpeed hook onto a layer, and break the graph.
             layer.forward = torch.compile(layer.forward, dynamic=False)
     elif mode == "full":
         model.compile(dynamic=False)
 
 
 def gelu_by_sigmoid(x: Tensor) -> Tensor:
-    """GELU in the form with tanh, for 1 + tanh(y) is 2 sigmoid(2 y).
+    """Computes the tanh form of GELU with a sigmoid, since 1 + tanh(y) = 2 sigmoid(2 y).
 
     Compiled for a CPU, tanh takes three times as long as an exponential (docs/performance.md).
     """
@@ -71,7 +71,7 @@ def gelu_by_sigmoid(x: Tensor) -> Tensor:
 
 
 def checkpointing_problems(mode: str, model_config: PreTrainedConfig) -> list[str]:
-    """Lists why this model's activations cannot be recomputed as asked; [] if they can."""
+    """Lists why this model's activations cannot be recomputed as asked; empty if they can."""
     model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(model_config), None)
     if mode == "none" or getattr(model_class, "supports_gradient_checkpointing", True):
         return []
@@ -79,6 +79,6 @@ def checkpointing_problems(mode: str, model_config: PreTrainedConfig) -> list[st
 
 
 def checkpoint_activations(causal_lm: PreTrainedModel, mode: str) -> None:
-    """none: keep all activations. full: keep each block's input and compute the rest again in the backward pass."""
+    """Sets up recomputation. none: keep all activations. full: keep each block's input and recompute the rest."""
     if mode == "full":
         causal_lm.gradient_checkpointing_enable({"use_reentrant": False})

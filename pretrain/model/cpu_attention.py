@@ -1,13 +1,13 @@
-"""Causal attention within segments on a CPU: an operator that compiled code calls and does not look into, and for
-short windows plain products that it does.
+"""Causal attention within segments on a CPU: a custom operator that torch.compile does not trace, and for short
+windows plain matmuls that it does.
 
-Segments of middling length are computed in blocks of queries by plain matrix products: scores in fp32, the rest in
-the inputs' dtype, the probabilities kept for the backward pass. On two cores without AMX that takes about half the
-time of torch's flash kernel, whose backward pass is slow on a CPU in half precision. The kept probabilities grow with
-the square of the length, so long segments go to the flash kernel; so do short ones, where calls cost more than
-arithmetic. How short depends on the dtype; with AVX2 and with AVX-512 the limits are the same.
+Segments of medium length are computed in blocks of queries by plain matmuls: scores in fp32, the rest in the inputs'
+dtype, the probabilities kept for the backward pass. On two cores without AMX that takes about half the time of torch's
+flash kernel, whose backward pass is slow on a CPU in half precision. The kept probabilities grow with the square of
+the length, so long segments use the flash kernel; so do short ones, where call overhead dominates. The limit for short
+ones depends on the dtype; with AVX2 and with AVX-512 it is the same.
 
-Shapes: B windows, T positions, H query heads, G key heads, E width of a head, N = rows x heads of one block.
+Shapes: B windows, T positions, H query heads, G key heads, E head width, N = rows x heads of one block.
 """
 
 import functools
@@ -20,22 +20,22 @@ HALF_DTYPES = (torch.bfloat16, torch.float16)
 HALF_SHORTEST_IN_BLOCKS = 48
 FP32_SHORTEST_IN_BLOCKS = 256
 LONGEST_IN_BLOCKS = 1024
-"""Segments of these lengths are computed in blocks of queries; measured in docs/performance.md."""
+"""Segments in this range of lengths are computed in blocks of queries; measured in docs/performance.md."""
 HALF_LONGEST_AS_PRODUCTS = 64
 FP32_LONGEST_AS_PRODUCTS = 128
-"""Windows of up to so many tokens are left to the compiler where there is one; measured there too."""
+"""Windows of up to this many tokens are left to the compiler if there is one; measured there too."""
 BLOCK_QUERIES = 128
 SCORES_BYTES = 7 * 2**20
-"""fp32 scores of one block of queries, over the windows that are taken together: more leaves the caches, less makes
-more calls."""
+"""Bytes of fp32 scores in one block of queries, over the windows computed together: more overflows the caches, less
+makes more calls."""
 
 
 def attend(
     query_BHTE: Tensor, key_BGTE: Tensor, value_BGTE: Tensor, cu_seq_lens: Tensor | None, scaling: float | None
 ) -> Tensor:
-    """Attention (B, H, T, E), causal within the segments that cu_seq_lens (S + 1,) marks in the B x T tokens.
+    """Returns attention (B, H, T, E), causal within the segments that cu_seq_lens (S + 1,) marks in the B x T tokens.
 
-    None: the segments are the windows.
+    None: each window is one segment.
     """
     if as_products(query_BHTE.dtype, query_BHTE.shape[2]):
         return attend_by_products(query_BHTE, key_BGTE, value_BGTE, cu_seq_lens, scaling)
@@ -47,9 +47,9 @@ def attend(
 
 
 def as_products(dtype: torch.dtype, tokens: int) -> bool:
-    """Tells whether compiled code is faster with `attend_by_products` than with torch's flash kernel or with blocks.
+    """Tells if compiled code is faster with `attend_by_products` than with torch's flash kernel or with blocks.
 
-    The kernel gains little from a second thread where windows are short, and is called for each segment.
+    The flash kernel gains little from a second thread on short windows, and is called for each segment.
     """
     longest = HALF_LONGEST_AS_PRODUCTS if dtype in HALF_DTYPES else FP32_LONGEST_AS_PRODUCTS
     return dtype != torch.float64 and tokens <= longest and torch.compiler.is_compiling()
@@ -58,7 +58,7 @@ def as_products(dtype: torch.dtype, tokens: int) -> bool:
 def attend_by_products(
     query_BHTE: Tensor, key_BGTE: Tensor, value_BGTE: Tensor, cu_seq_lens: Tensor | None, scaling: float | None
 ) -> Tensor:
-    """Computes `attend` in a form for the compiler, which fuses all but the products of matrices.
+    """Computes `attend` in a form for the compiler, which fuses all but the matmuls.
 
     Scores in fp32, the rest in the inputs' dtype.
     """
@@ -79,9 +79,9 @@ def attend_by_products(
 
 
 def in_blocks(dtype: torch.dtype, windows: int, tokens: int) -> bool:
-    """Tells whether segments of this many tokens in this many windows are computed in blocks of queries.
+    """Tells if segments of this many tokens in this many windows are computed in blocks of queries.
 
-    In half precision torch's flash kernel is slow on every CPU, in fp32 it is good at short segments.
+    In half precision torch's flash kernel is slow on every CPU; in fp32 it handles short segments well.
     """
     if dtype not in HALF_DTYPES:
         return FP32_SHORTEST_IN_BLOCKS <= tokens <= LONGEST_IN_BLOCKS
@@ -89,13 +89,13 @@ def in_blocks(dtype: torch.dtype, windows: int, tokens: int) -> bool:
 
 
 def serves_windows(dtype: torch.dtype, windows: int, tokens: int) -> bool:
-    """Tells whether `attend` is faster than torch's own causal attention where the segments are the windows."""
+    """Tells if `attend` is faster than torch's own causal attention when each window is one segment."""
     own = in_blocks(dtype, windows, tokens) or as_products(dtype, tokens)
     return own or (dtype in HALF_DTYPES and tokens <= LONGEST_IN_BLOCKS)
 
 
 def segments_of(cu_seq_lens: Tensor, batch: int, length: int) -> list[tuple[slice, slice]]:
-    """(rows, positions) of the segments; neighbouring rows that are one segment each come together."""
+    """Lists (rows, positions) of the segments; adjacent rows that are one segment each are grouped."""
     ends = cu_seq_lens.tolist()
     segments: list[tuple[slice, slice]] = []
     for start, end in itertools.pairwise(ends):
@@ -111,7 +111,7 @@ def segments_of(cu_seq_lens: Tensor, batch: int, length: int) -> list[tuple[slic
 
 
 def query_blocks(cu_seq_lens: Tensor, query_BHTE: Tensor) -> list[tuple[slice, slice, bool]]:
-    """(rows, positions, whether in blocks of queries) in the order of computation."""
+    """Lists (rows, positions, whether in blocks of queries) in the order of computation."""
     batch, heads, length, _ = query_BHTE.shape
     parts = []
     for rows, positions in segments_of(cu_seq_lens, batch, length):
@@ -126,7 +126,7 @@ def query_blocks(cu_seq_lens: Tensor, query_BHTE: Tensor) -> list[tuple[slice, s
 
 
 def _flash_dtype(dtype: torch.dtype, positions: slice) -> torch.dtype:
-    """Half precision is slower than fp32, conversions included, unless the segment is long."""
+    """Returns fp32 for half precision unless the segment is long: the kernel is faster so, conversions included."""
     is_long = positions.stop - positions.start > LONGEST_IN_BLOCKS
     return dtype if is_long or dtype not in HALF_DTYPES else torch.float32
 
@@ -136,7 +136,7 @@ def _score_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 class _Probabilities:
-    """The probabilities of all blocks, end to end in one tensor, in the order of computation."""
+    """Probabilities of all blocks, end to end in one tensor, in the order of computation."""
 
     def __init__(self, kept: Tensor):
         self._kept = kept
@@ -149,8 +149,8 @@ class _Probabilities:
 
 
 def _empty_probabilities(query_BHTE: Tensor, keeps: bool) -> Tensor:
-    """Room for the worst case, a segment as long as the window or as is computed in blocks; only what is used is
-    touched."""
+    """Allocates for the worst case, a segment as long as the window or the longest in blocks. Memory that is never
+    written is never backed by pages."""
     batch, heads, length, _ = query_BHTE.shape
     longest = min(length, LONGEST_IN_BLOCKS)
     keys = (longest + BLOCK_QUERIES) // 2 + 1
@@ -159,7 +159,7 @@ def _empty_probabilities(query_BHTE: Tensor, keeps: bool) -> Tensor:
 
 
 def _heads_together(x_RHTE: Tensor, heads: int) -> Tensor:
-    """A copy (N, T, E) of some rows of (B, H or G, T, E), key heads repeated for their query heads."""
+    """Copies some rows of (B, H or G, T, E) into (N, T, E), with key heads repeated for their query heads."""
     if x_RHTE.shape[1] == heads:
         return x_RHTE.clone(memory_format=torch.contiguous_format).flatten(0, 1)
     return x_RHTE.repeat_interleave(heads // x_RHTE.shape[1], dim=1).flatten(0, 1)
@@ -167,14 +167,14 @@ def _heads_together(x_RHTE: Tensor, heads: int) -> Tensor:
 
 @functools.lru_cache(maxsize=8)
 def _future_mask(queries: int, dtype: torch.dtype) -> Tensor:
-    """(Q, Q) to be added to the scores of a block's last keys. Filling in by a mask takes seven times as long."""
+    """Returns (Q, Q) to add to the scores of a block's last keys; masked_fill takes seven times as long."""
     return torch.full((queries, queries), -torch.inf, dtype=dtype, device="cpu").triu(1)
 
 
 def _forward_in_blocks(
     out_RHTE, query_RHTE, key_RGTE, value_RGTE, scale: float, probabilities: _Probabilities | None
 ) -> None:
-    """Fills out_RHTE."""
+    """Writes the attention of some rows into out_RHTE."""
     rows, heads, length, _ = query_RHTE.shape
     score_dtype = _score_dtype(query_RHTE.dtype)
     query_NTE = _heads_together(query_RHTE, heads).to(score_dtype) * scale
@@ -196,7 +196,7 @@ def _forward_in_blocks(
 def _backward_in_blocks(
     gradients, grad_out_RHTE, query_RHTE, key_RGTE, value_RGTE, scale: float, probabilities: _Probabilities
 ) -> None:
-    """Fills the gradients of query, key and value."""
+    """Writes the gradients of query, key and value."""
     rows, heads, length, _ = query_RHTE.shape
     dtype = query_RHTE.dtype
     sum_dtype = _score_dtype(query_RHTE.dtype)
@@ -204,8 +204,8 @@ def _backward_in_blocks(
     value_NET = _heads_together(value_RGTE, heads).transpose(1, 2)
     blocks = [(begin, min(begin + BLOCK_QUERIES, length)) for begin in range(0, length, BLOCK_QUERIES)]
     softmaxes_NQK = [probabilities.next(rows * heads, end - begin, end) for begin, end in blocks]
-    for begin, end in reversed(blocks):  # the last block's keys are all keys: the others add to its sums
-        # Contiguous: a product of a part copies it, and each is in two products.
+    for begin, end in reversed(blocks):  # the last block spans all keys, so it makes the sums that the others add to
+        # Contiguous: bmm copies a strided slice each time, and each is used twice.
         query_NQE = _heads_together(query_RHTE[:, :, begin:end], heads).mul_(scale)
         grad_out_NQE = _heads_together(grad_out_RHTE[:, :, begin:end], heads)
         softmax_NQK = softmaxes_NQK.pop()
@@ -231,7 +231,7 @@ def _backward_in_blocks(
 def _packed_attention(
     query_BHTE: Tensor, key_BGTE: Tensor, value_BGTE: Tensor, cu_seq_lens: Tensor, scale: float, keeps: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(output (B, H, T, E), logsumexp (B, H, T) of segments of the flash kernel, probabilities of the others).
+    """Returns (output (B, H, T, E), logsumexp (B, H, T) from the flash kernel, probabilities of blocks).
 
     keeps: whether a backward pass will follow.
     """
@@ -263,7 +263,7 @@ def _packed_attention_backward(
     cu_seq_lens: Tensor,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of query, key and value."""
+    """Returns the gradients of query, key and value."""
     grad_out_BHTE = grad_out_BHTE.contiguous() if grad_out_BHTE.stride(-1) != 1 else grad_out_BHTE
     inputs = (query_BHTE, key_BGTE, value_BGTE)
     gradients = tuple(_empty_like_heads_last(x) for x in inputs)
@@ -295,13 +295,13 @@ def _(grad_out_BHTE, query_BHTE, key_BGTE, value_BGTE, out_BHTE, lse_BHT, kept, 
 
 
 def _empty_like_heads_last(x_BHTE: Tensor) -> Tensor:
-    """(B, H, T, E) in the memory order (B, T, H, E), from which the projections before and after need no copy."""
+    """Allocates (B, H, T, E) in the memory order (B, T, H, E), which saves copies in the projections around it."""
     batch, heads, length, width = x_BHTE.shape
     return x_BHTE.new_empty(batch, length, heads, width).transpose(1, 2)
 
 
 def _empty_outputs(query_BHTE: Tensor, keeps: bool) -> tuple[Tensor, Tensor, Tensor]:
-    # The kernel keeps logsumexp in fp32, and in fp64 for fp64 input.
+    # The kernel returns the logsumexp in fp32, for fp64 input in fp64.
     dtype = _score_dtype(query_BHTE.dtype)
     batch, heads, length, _ = query_BHTE.shape
     lse_BHT = query_BHTE.new_empty(batch, length, heads, dtype=dtype).transpose(1, 2)

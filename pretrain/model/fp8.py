@@ -1,7 +1,7 @@
-"""Matrix products in fp8: torchao's dynamic tensorwise scaling for the linear layers inside the blocks.
+"""fp8 matmuls: torchao's dynamic tensorwise scaling for the linear layers inside the blocks.
 
-Weights, optimizer and everything between the products stay as under bf16. Embedding and output head are left out:
-their products are the ones that lose by it (Peng et al., arXiv 2310.18313).
+Weights, optimizer and everything between the matmuls stay as under bf16. Embedding and output head are left out: fp8
+hurts their matmuls most (Peng et al., arXiv 2310.18313).
 """
 
 import importlib.util
@@ -13,13 +13,13 @@ from transformers import PreTrainedModel
 from pretrain.model.compile import layers_of
 
 SMALLEST_CAPABILITY = (8, 9)
-"""CUDA compute capability from which there are fp8 matrix units: L4, L40, RTX 4090, H100 and newer."""
+"""Minimum CUDA compute capability with fp8 matrix units: L4, L40, RTX 4090, H100 and newer."""
 SIZE_MULTIPLE = 16
-"""The fp8 kernels take matrices whose sides are multiples of this; other layers stay in bf16."""
+"""The fp8 kernels need matrices whose sides are multiples of this; other layers stay in bf16."""
 
 
 def fp8_problem(device_type: str) -> str | None:
-    """The reason why a 'cpu' or the 'cuda' of this machine cannot train in fp8; None if it can."""
+    """Returns why 'cpu' or 'cuda' on this machine cannot train in fp8; None if it can."""
     if device_type != "cuda" or torch.cuda.get_device_capability() < SMALLEST_CAPABILITY:
         return (
             "precision: fp8 needs a GPU with fp8 matrix units (compute capability 8.9 or newer: L4, L40, RTX 4090, "
@@ -33,13 +33,13 @@ def fp8_problem(device_type: str) -> str | None:
 def use_fp8(causal_lm: PreTrainedModel, *, emulate: bool = False) -> int:
     """Turns the blocks' linear layers into fp8 ones, in place, under the same names; returns how many.
 
-    The model may be on the meta device. emulate: compute the same roundings without fp8 hardware, slowly; for tests.
+    The model may be on the meta device. emulate: simulate the rounding without fp8 hardware, slowly; for tests.
     """
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
     from torchao.float8.float8_linear import Float8Linear
 
     config = replace(Float8LinearConfig.from_recipe_name("tensorwise"), emulate=emulate)
-    # Layer by layer: outside of the blocks are the embedding and the head.
+    # Layer by layer, because embedding and head are outside of the blocks.
     for layer in layers_of(causal_lm):
         convert_to_float8_training(layer, config=config, module_filter_fn=lambda module, name: fits(module))
     return sum(isinstance(module, Float8Linear) for module in causal_lm.modules())

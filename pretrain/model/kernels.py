@@ -1,4 +1,4 @@
-"""Names the GPU kernels that a run uses, and says why it does not use the others."""
+"""Names the GPU kernels that a run uses, and says why it does not use others."""
 
 import importlib.metadata
 import importlib.util
@@ -14,8 +14,8 @@ def kernels_used(attention: str, compile_mode: str, *, dtype: torch.dtype, windo
     """Names the kernels of a run on a GPU, with versions.
 
     Args:
-        attention: as the model is given it, one of `attention.candidates_of`.
-        dtype: of the matrix products.
+        attention: the model's attention, one of `attention.candidates_of`.
+        dtype: dtype of the matmuls.
     """
     varlen = why_not("varlen", device_type="cuda", dtype=dtype, window=window)
     if name := next((name for name in FLASH_PACKAGES if ATTENTION_NAMES[name] == attention), None):
@@ -35,7 +35,7 @@ def kernels_used(attention: str, compile_mode: str, *, dtype: torch.dtype, windo
 def kernels_not_used(
     requested: str, attention: str, compile_mode: str, *, dtype: torch.dtype, window: WindowSpec
 ) -> list[str]:
-    """Lists what is faster, or may be, on a GPU, and why this run does without it.
+    """Lists faster, or possibly faster, options on a GPU and why this run does not use them.
 
     Args:
         requested: the recipe's `attention`; the others as in `kernels_used`.
@@ -57,7 +57,7 @@ def kernels_not_used(
 
 
 def version_of(module: str) -> str:
-    """The version of the package that a module is from, which may have another name."""
+    """Returns the version of the package that provides a module; their names may differ."""
     packages = importlib.metadata.packages_distributions().get(module, [module])
     try:
         return importlib.metadata.version(packages[0])

@@ -1,4 +1,4 @@
-"""Next-token loss from hidden states, without the logits ever being whole in memory.
+"""Next-token loss from hidden states that never materializes all logits.
 
 Shapes: B sequences, T positions, N = B x T tokens, D hidden width, V vocabulary, C tokens of one chunk.
 """
@@ -18,29 +18,29 @@ from pretrain.model.attention import IGNORED
 from pretrain.model.small_copy import projects_hidden_states
 
 CHUNK_BYTES = {"cpu": 64 * 2**20, "cuda": 512 * 2**20}
-"""fp32 logits of one chunk, by device type: small beside the head's own gradient."""
+"""Bytes of one chunk's fp32 logits, by device type: small compared to the head's gradient."""
 CPU_PIECE_BYTES = 2 * 2**20
-"""fp32 logits that a CPU turns into probabilities at a time, so that they stay in its cache."""
+"""Bytes of fp32 logits that a CPU turns into probabilities at a time, so that they stay in its cache."""
 CPU_PRODUCT_BYTES = 16 * 2**20
-"""fp32 rows of the head's gradient that a CPU adds to at a time."""
+"""Bytes of fp32 rows of the head's gradient that a CPU adds to at a time."""
 FEW_LOGITS = 2**20
-"""4 MB in fp32: a CPU's caches hold them whole."""
+"""Logits of 4 MB in fp32, which fit a CPU's caches."""
 NO_Z_LOSS = "loss.backend: torch has no z-loss: use chunked or logits, or z_loss 0"
 MIN_CHUNK_TOKENS = 256
-"""Every chunk reads and writes the head's whole gradient; with fewer rows that traffic outweighs the products."""
+"""Every chunk reads and writes the whole gradient of the head; with fewer rows that traffic outweighs the matmuls."""
 
 
 class LossRecorder:
-    """Holds the list that takes the loss of every token, while there is one; see `recording_losses`."""
+    """Holder of the list that collects the loss of every token, if there is one; see `recording_losses`."""
 
     losses: list[Tensor] | None = None
 
 
 @contextmanager
 def recording_losses(model: nn.Module) -> Iterator[list[Tensor]]:
-    """Inside, calls of `model` without gradients add the loss of every token to the list, (N,) in fp32, in nats.
+    """Collects the losses of every token, (N,) in fp32, in nats, from calls of `model` without gradients inside.
 
-    A pipeline adds its microbatches one after the other, where its last stage is; other processes of it add nothing.
+    A pipeline adds its microbatches one after the other on its last stage; its other ranks add nothing.
     """
     losses: list[Tensor] = []
     recorders = [module.recorder for module in model.modules() if hasattr(module, "recorder")]
@@ -64,15 +64,15 @@ def next_token_loss(
     backend: str = "chunked",
     record: list[Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Mean cross-entropy in nats over the targets that are not IGNORED; 0 if there are none.
+    """Returns the mean cross-entropy in nats over the targets that are not IGNORED; 0 if there are none.
 
-    Matrix products run in autocast's dtype where autocast is on, softmax and sums in fp32 always. Returns (loss,
-    cross_entropy): the loss, to be differentiated, has z_loss x mean(logsumexp^2) added (PaLM, arXiv 2204.02311); the
-    cross-entropy is detached and has not. Both are fp32 scalars.
+    Matmuls run in autocast's dtype if autocast is on; softmax and sums always in fp32. Returns (loss, cross_entropy):
+    the loss, to be differentiated, includes z_loss x mean(logsumexp^2) (PaLM, arXiv 2204.02311); the cross-entropy is
+    detached and does not. Both are fp32 scalars.
 
     Args:
         backend: a key of LOSS_BACKENDS.
-        record: takes the loss of every token, (N,) in fp32; only without gradients.
+        record: collects the loss of every token, (N,) in fp32; only without gradients.
     """
     hidden_ND = hidden_BTD.flatten(0, -2)
     targets_N = targets_BT.flatten()
@@ -80,7 +80,7 @@ def next_token_loss(
 
 
 def loss_problems(settings: Loss, model_config: PreTrainedConfig) -> list[str]:
-    """Lists settings of the loss that do not run with this model. Raises InputError as `reference_of`."""
+    """Lists loss settings that do not work with this model. Raises InputError as `reference_of`."""
     if settings.backend == "torch" and settings.z_loss and projects_hidden_states(model_config):
         return [NO_Z_LOSS]
     return []
@@ -112,7 +112,7 @@ def _torch(hidden_ND, weight_VD, bias_V, targets_N, z_loss, chunk_tokens, record
     loss = F.linear_cross_entropy(
         hidden_ND, weight_VD, targets_N, linear_bias=bias_V, ignore_index=IGNORED, options=options
     ).float()
-    if record is not None:  # torch's own function gives the loss of each token only by way of whole logits
+    if record is not None:  # F.linear_cross_entropy would need all logits for the loss of each token
         _chunked(hidden_ND, weight_VD, bias_V, targets_N, z_loss, chunk_tokens, record)
     return loss, loss.detach()
 
@@ -127,20 +127,20 @@ LOSS_BACKENDS: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
     "torch": _torch,
     "logits": _logits,
 }
-"""Ways to the same number: this module's, as it is and with a chunk's softmax compiled, torch's own chunked function,
-and plain logits (large, for comparison)."""
+"""Implementations of the same loss: this module's, eager or with a chunk's softmax compiled, torch's own chunked
+function, and plain logits (large, for comparison)."""
 
 
 def choose_loss(requested: str, *, device_type: str, compile_mode: str, logits: int | None = None) -> str:
-    """The key of LOSS_BACKENDS for the recipe's loss.backend.
+    """Returns the key of LOSS_BACKENDS for the recipe's loss.backend.
 
-    auto is chunked; on a GPU chunked_compiled, unless nothing is to be compiled. There a chunk's logits are read and
-    written by every kernel: 26 bytes per logit in bf16, for torch's softmax first copies bf16 to fp32, and 6 compiled.
-    A CPU's caches hold a piece, so it gains nothing (docs/performance.md), unless the model is compiled whole and its
-    logits are few: then they are left to the compiler.
+    auto is chunked; on a GPU chunked_compiled, unless compilation is off. On a GPU every kernel reads and writes a
+    chunk's logits: 26 bytes per logit in bf16 eager, since torch's softmax first copies bf16 to fp32, and 6 compiled.
+    On a CPU a piece stays in the caches, so compiling gains nothing (docs/performance.md), unless the model is
+    compiled whole and its logits are few: then they are left to the compiler.
 
     Args:
-        logits: in fp32, of a micro-batch; None: unknown, or not in fp32, whose gradient would be summed in bf16.
+        logits: number in a micro-batch, in fp32; None: unknown, or not fp32, whose gradient would be summed in bf16.
     """
     if requested != "auto":
         return requested
@@ -152,7 +152,7 @@ def choose_loss(requested: str, *, device_type: str, compile_mode: str, logits: 
 def loss_of_logits(
     logits_BTV: Tensor, targets_BT: Tensor, z_loss: float, record: list[Tensor] | None = None
 ) -> tuple[Tensor, Tensor]:
-    """(loss, cross_entropy) as in `next_token_loss`, from logits that are already there."""
+    """Returns (loss, cross_entropy) as in `next_token_loss`, from existing logits."""
     logits_NV = logits_BTV.flatten(0, -2).float()
     targets_N = targets_BT.flatten()
     is_target_N = targets_N != IGNORED
@@ -185,12 +185,12 @@ def _chunked_loss(
     compiled: bool,
     needs: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Sums of cross-entropy and logsumexp^2, number of targets, the summed loss's gradient by the three inputs, and
-    the cross-entropy of each token where no gradient is needed, else nothing.
+    """Returns the sums of cross-entropy and logsumexp^2, the number of targets, the summed loss's gradient with
+    respect to the three inputs, and, if no gradient is needed, the cross-entropy of each token (else it is empty).
 
-    The gradients are made here, so that no chunk's logits are computed twice: those of cross-entropy + z_loss x
-    logsumexp^2, of the sum and not of the mean, which could underflow in the half-precision products. Those not in
-    `needs` are empty.
+    The gradients are computed here, so that no chunk's logits are computed twice. They are those of cross-entropy +
+    z_loss x logsumexp^2, summed and not averaged: the mean's could underflow in half-precision matmuls. Gradients not
+    in `needs` are empty.
     """
     grad_hidden_ND, grad_weight_VD, grad_bias_V = _empty_gradients(hidden_ND, weight_VD, bias_V, needs)
     losses_N = _empty_losses(hidden_ND, needs)
@@ -198,7 +198,7 @@ def _chunked_loss(
     sums = torch.zeros(2, dtype=torch.float32, device=hidden_ND.device)
     eager = functools.partial(_softmax_less_target_, needs_gradient=any(needs))
     softmax_less_target_ = _compiled_softmax_less_target_() if compiled else eager
-    # Autocast off: the casts below say which products are in which dtype.
+    # Autocast off: the casts below fix the dtype of each matmul.
     with torch.no_grad(), torch.autocast(hidden_ND.device.type, enabled=False):
         head_VD = weight_VD.to(dtype)
         bias = None if bias_V is None else bias_V.to(dtype)
@@ -207,7 +207,7 @@ def _chunked_loss(
             hidden_CD = hidden_ND[rows].to(dtype)
             weights_C1 = is_target_N[rows, None].float()
             block_CV = F.linear(hidden_CD, head_VD, bias)
-            # IGNORED is no index; rows that have it get weight 0.
+            # IGNORED is not a valid index; such rows get weight 0.
             target_C1 = targets_N[rows].where(is_target_N[rows], 0)[:, None]
             cross_entropy_C1, lse_C1 = softmax_less_target_(block_CV, target_C1, z_loss)
             sums += torch.cat([cross_entropy_C1 * weights_C1, lse_C1.square() * weights_C1], dim=1).sum(dim=0)
@@ -235,15 +235,15 @@ def _(hidden_ND, weight_VD, bias_V, targets_N, z_loss, chunk_tokens, dtype, comp
 
 def _save_for_backward(ctx, inputs, output):
     *_, ctx.needs = inputs
-    # The gradients are there already: the backward pass only scales them.
+    # The forward pass has computed the gradients; the backward pass only scales them.
     ctx.save_for_backward(*output[2:5])
-    # Only the sums have a gradient; zeros for the other outputs would be as large as the head.
+    # Only the sums have a gradient; zeros for the other outputs would take as much memory as the head.
     ctx.set_materialize_grads(False)
 
 
 def _backward(ctx, grad_sums, *_):
-    # In place outside of compiled code: the head's gradient is too large to hold twice. Not where the graph is kept
-    # for a second backward, which zero-bubble pipelines run: it would find the gradients scaled already.
+    # In place outside of compiled code: the head's gradient is too large to hold twice. Not in place if the graph is
+    # kept for a second backward, as in zero-bubble pipelines: it would scale the gradients twice.
     in_place = not torch.compiler.is_compiling() and not torch._C._autograd._get_current_graph_task_keep_graph()
     scaled = [
         (gradient.mul_(grad_sums[0]) if in_place else (gradient * grad_sums[0]).to(gradient.dtype)) if needed else None
@@ -258,10 +258,10 @@ _chunked_loss.register_autograd(_backward, setup_context=_save_for_backward)
 def _softmax_less_target_(
     block_CV: Tensor, target_C1: Tensor, z_loss: float, needs_gradient: bool
 ) -> tuple[Tensor, Tensor]:
-    """(cross-entropy, logsumexp) of each row of logits; overwrites them with softmax - onehot / (1 + 2 z_loss lse).
+    """Returns (cross-entropy, logsumexp) of each row; overwrites the logits by softmax - onehot / (1 + 2 z_loss lse).
 
-    Times (1 + 2 z_loss lse) that is d loss / d logits. The factor is left to the (C, D) side of the matrix products:
-    a pass over the block less. A CPU takes the block in pieces that its cache holds.
+    Times (1 + 2 z_loss lse) that is d loss / d logits. The factor is applied on the (C, D) side of the matmuls, which
+    saves a pass over the block. A CPU processes the block in pieces that fit its cache.
     """
     piece_rows = block_CV.shape[0]
     if block_CV.device.type == "cpu":
@@ -280,14 +280,14 @@ def _softmax_less_target_(
 
 @functools.cache
 def _compiled_softmax_less_target_() -> Callable[[Tensor, Tensor, float], tuple[Tensor, Tensor]]:
-    """`_softmax_less_target_` as one kernel, which reads the block twice and writes it once.
+    """Compiles `_softmax_less_target_` into one kernel, which reads the block twice and writes it once.
 
-    It overwrites the block where no gradient is needed too, so that validation does not recompile.
+    The kernel overwrites the block even if no gradient is needed, so that validation does not recompile.
     """
 
     def softmax_less_target_(logits_CV: Tensor, target_C1: Tensor, z_loss: float) -> tuple[Tensor, Tensor]:
         fp32_CV = logits_CV.float()
-        # Inductor finds maximum and sum in one pass only where they are written so: logsumexp takes one for each.
+        # Inductor fuses maximum and sum into one pass only in this form; logsumexp takes two passes.
         largest_C1 = fp32_CV.amax(-1, keepdim=True)
         lse_C1 = (fp32_CV - largest_C1).exp().sum(-1, keepdim=True).log() + largest_C1
         cross_entropy_C1 = lse_C1 - fp32_CV.gather(1, target_C1)
@@ -300,9 +300,9 @@ def _compiled_softmax_less_target_() -> Callable[[Tensor, Tensor, float], tuple[
 
 
 def _softmax(logits_RV: Tensor) -> tuple[Tensor, Tensor]:
-    """(softmax, logsumexp) of each row, in fp32. The largest probability is exp(0) / sum, so the sum need not be kept.
+    """Returns (softmax, logsumexp) of each row, in fp32. The top probability is exp(0) / sum, which yields the sum.
 
-    A CPU takes twice as long for a softmax or a maximum of rows in half precision.
+    The cast comes first because a CPU takes twice as long for softmax or maximum of half-precision rows.
     """
     if logits_RV.device.type == "cpu":
         logits_RV = logits_RV.float()
@@ -322,28 +322,28 @@ def _empty_losses(hidden_ND: Tensor, needs: list[bool]) -> Tensor:
 
 
 def _add_product(total_VD: Tensor, left_VC: Tensor, right_CD: Tensor) -> None:
-    """total += left @ right, with the sum over chunks in the total's fp32 even where the product is in bf16."""
+    """Adds left @ right to total, summing over chunks in the total's fp32 even if the matmul is in bf16."""
     if left_VC.dtype == total_VD.dtype:
         total_VD.addmm_(left_VC, right_CD)
         return
-    if total_VD.is_cuda and torch.version.hip is None:  # in one kernel, which CUDA alone has
+    if total_VD.is_cuda and torch.version.hip is None:  # one kernel, which only CUDA has
         torch.addmm(total_VD, left_VC, right_CD, out_dtype=total_VD.dtype, out=total_VD)
         return
     rows = total_VD.shape[0]
-    if total_VD.device.type == "cpu":  # where a sum of two dtypes first copies one of them
+    if total_VD.device.type == "cpu":  # a CPU adds two dtypes by first copying one of them
         rows = max(1, CPU_PRODUCT_BYTES // (4 * total_VD.shape[1]))
     for start in range(0, total_VD.shape[0], rows):
         total_VD[start : start + rows] += left_VC[start : start + rows] @ right_CD
 
 
 class LanguageModelLoss(nn.Module):
-    """A causal language model of transformers with its loss: what the strategies wrap and the loop calls.
+    """Causal language model of transformers with its loss: strategies wrap it and the loop calls it.
 
     Parameter names are those of the model behind "causal_lm.".
 
-    from_hidden_states: the logits are head(last hidden state) and nothing else, so that they need not be whole in
-    memory; None: found out by `projects_hidden_states`. Models that scale or cap their logits (gemma2, cohere,
-    granite) compute them in their own forward pass, and the memory is paid.
+    from_hidden_states: the logits are exactly head(last hidden state), so they need not be materialized; None:
+    detected by `projects_hidden_states`. Models that scale or cap their logits (gemma2, cohere, granite) compute them
+    in their own forward pass, which costs the memory.
     """
 
     def __init__(
@@ -374,7 +374,7 @@ class LanguageModelLoss(nn.Module):
         return self.causal_lm._no_split_modules
 
     def forward(self, input_ids_BT: Tensor, targets_BT: Tensor, **attention_kwargs) -> tuple[Tensor, Tensor]:
-        """(loss, cross_entropy) as in `next_token_loss`; attention_kwargs (position_ids ...) reach the model."""
+        """Returns (loss, cross_entropy) as in `next_token_loss`; passes attention_kwargs (position_ids ...) on."""
         if not self.from_hidden_states:
             outputs = self.causal_lm(input_ids=input_ids_BT, use_cache=False, **attention_kwargs)
             return loss_of_logits(outputs.logits, targets_BT, self.z_loss, self._record())
@@ -382,7 +382,7 @@ class LanguageModelLoss(nn.Module):
         return self.loss_of_hidden(outputs.last_hidden_state, targets_BT)
 
     def loss_of_hidden(self, hidden_BTD: Tensor, targets_BT: Tensor) -> tuple[Tensor, Tensor]:
-        """(loss, cross_entropy) from the base model's last hidden states."""
+        """Returns (loss, cross_entropy) from the base model's last hidden states."""
         head = self.causal_lm.get_output_embeddings()
         return next_token_loss(
             hidden_BTD,

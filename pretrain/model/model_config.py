@@ -1,7 +1,7 @@
-"""Reads and verifies a model's configuration: transformers ignores every key that it does not know.
+"""Reads and verifies a model's configuration, since transformers ignores every key that it does not know.
 
-`{"model_type": "llama", "hiden_size": 512}` silently gives a model 4,096 wide. Here it is refused, with all
-other problems of the file.
+`{"model_type": "llama", "hiden_size": 512}` silently gives a model 4,096 wide. Here such a key is an error, reported
+with all other problems of the file.
 """
 
 import dataclasses
@@ -25,12 +25,12 @@ import pretrain.model.architectures
 from pretrain.config import ModelSource
 from pretrain.errors import InputError, did_you_mean, read_small_file, shortened
 
-# Keys outside the dataclass fields that the library reads while it builds a configuration from a file.
+# Keys outside the dataclass fields that transformers reads while it builds a configuration from a file.
 READ_BY_EVERY_CLASS = {"model_type", "auto_map", "torch_dtype", "num_labels", "name_or_path", "_name_or_path"}
-# Flat spellings that a class with rope_parameters takes over into them.
+# Flat spellings that a class with rope_parameters moves into them.
 READ_INTO_ROPE_PARAMETERS = {"rope_theta", "rope_scaling", "partial_rotary_factor"}
 FLAT_IN_ROPE = ("rope_theta", "partial_rotary_factor")
-# The rest of the many known types are one typo away from these or are listed on the Hub.
+# Examples for messages; the many other known types are one typo away from these or listed on the Hub.
 COMMON_MODEL_TYPES = ("llama", "qwen3", "gpt2", *pretrain.model.architectures.MODEL_TYPES)
 SHIPPED_CONFIGS = Path(__file__).parents[2] / "model_configs"
 VOCABULARY_KEY = "vocab_size"
@@ -46,15 +46,15 @@ LARGEST = (
     (r"(?:size|dim|rank|width|inner|_embd|d_model|dff?)$", 1 << 20, "numbers in a vector"),
     (r"", 10**9, "of anything"),
 )
-"""(keys, largest value, of what). The first whose pattern is found counts. The largest models that are known have some
-130 layers, 128 heads, 16,384 experts, 300,000 tokens, 110,000 numbers in a vector, 10 million positions."""
+"""(keys, largest value, unit). The first matching pattern counts. The largest known models have some 130 layers,
+128 heads, 16,384 experts, 300,000 tokens, 110,000 numbers in a vector, 10 million positions."""
 MAY_BE_NEGATIVE = re.compile(r"(?:_id|_index|_bound|_min|clamp_len|_ids)$")
 CONFIG_DTYPES = ("bfloat16", "float16", "float32", "float64")
 ROPE_TYPES = ("default", *ROPE_INIT_FUNCTIONS)
 POSITIVE_IN_ROPE = ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings", "attention_factor")
 POSITIVE_IN_ROPE += ("beta_fast", "beta_slow", "low_freq_factor", "high_freq_factor")
 MOST_DEPTH = 20
-"""Deepest nesting of lists and objects."""
+"""Maximum nesting of lists and objects."""
 
 
 def load_model_config(
@@ -64,16 +64,16 @@ def load_model_config(
     vocabulary_size: int | None = None,
     trust_remote_code: bool = False,
 ) -> PreTrainedConfig:
-    """The configuration of a model given as a .json file, as a folder with config.json, or as a Hub id.
+    """Returns the configuration of a model given as a .json file, as a folder with config.json, or as a Hub ID.
 
-    A .json file is verified key by key. Special-token ids that it does not state are None, not the class's defaults,
-    which belong to another tokenizer. A folder or Hub id was written by a library, often an older one with keys of its
-    own, and is read as it is. No weights are read. Raises InputError with every problem found.
+    A .json file is verified key by key. Special-token IDs that it does not state are None instead of the class's
+    defaults, which belong to another tokenizer. A folder or Hub ID was written by a library, often an older one with
+    keys of its own, and is read as it is. No weights are read. Raises InputError with every problem found.
 
     Args:
-        changes: {key: value in place of the file's}, verified as a .json file's keys are; objects are merged.
-        vocabulary_size: ids in the data, for a vocabulary that follows them (`follows_the_data`): the model's is
-            `padded_vocabulary` of it. None, before there is data: the file's, else the class's default.
+        changes: {key: value that replaces the file's}, verified like the keys of a .json file; objects are merged.
+        vocabulary_size: token IDs in the data, for a vocabulary that follows the data (`follows_the_data`): the
+        model's is `padded_vocabulary` of it. None, while there is no data: the file's, else the class's default.
     """
     changes = changes or {}
     where = str(ModelSource(config=name_or_path, **changes))
@@ -99,20 +99,20 @@ def load_model_config(
 
 
 def load_recipe_model_config(source: ModelSource, vocabulary_size: int | None) -> PreTrainedConfig:
-    """`load_model_config` of a recipe's model. Raises InputError for what cannot be pretrained on text alone."""
+    """Calls `load_model_config` for a recipe's model. Raises InputError for models that need more than text."""
     config = load_model_config(source.config, changes=source.changes, vocabulary_size=vocabulary_size)
     refuse_composites(str(source), config)
     return config
 
 
 def changed_config(where: str, config: PreTrainedConfig, changes: Mapping[str, Any]) -> PreTrainedConfig:
-    """The same with other values of some keys, whole objects included, verified as `load_model_config` does."""
+    """Returns a configuration with some keys replaced, objects as a whole, verified as by `load_model_config`."""
     keys = {key: value for key, value in config.to_dict().items() if key != "rope_parameters" or key not in changes}
     return _checked_config(where, type(config), _changed(type(config), keys, changes), dict(changes))
 
 
 def rope_in_words(rope_parameters: Mapping[str, Any] | None) -> str:
-    """'rope_theta 500,000, rope_type default'; empty for a model without them."""
+    """Returns 'rope_theta 500,000, rope_type default'; empty for a model without them."""
     shown = {
         key: f"{value:,g}" if isinstance(value, float) else value for key, value in (rope_parameters or {}).items()
     }
@@ -120,7 +120,7 @@ def rope_in_words(rope_parameters: Mapping[str, Any] | None) -> str:
 
 
 def follows_the_data(config_class: type[PreTrainedConfig], keys: Mapping[str, Any]) -> bool:
-    """Tells whether a model's keys leave its vocabulary to the data: vocab_size is missing, or auto.
+    """Tells if a model's keys leave its vocabulary to the data: vocab_size is missing, or auto.
 
     Files that transformers writes always state it, so one without it was written by hand.
     """
@@ -131,7 +131,7 @@ def follows_the_data(config_class: type[PreTrainedConfig], keys: Mapping[str, An
 
 
 def padded_vocabulary(vocabulary_size: int) -> int:
-    """Rows for that many ids: a multiple of 64, or from 16,384 on of 128, where matrix products are fastest."""
+    """Returns rows for that many token IDs: a multiple of 64, or of 128 from 16,384 on, for fast matmuls."""
     multiple = 64 if vocabulary_size < LARGE_VOCABULARY else 128
     return -(-vocabulary_size // multiple) * multiple
 
@@ -152,14 +152,14 @@ def _config_of_library(name_or_path: str, trust_remote_code: bool) -> PreTrained
 
 
 def _changed(config_class: type[PreTrainedConfig], keys: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys with the changes in them, whichever of its names each has."""
+    """Returns the keys with the changes applied, treating all names of a key as one."""
     names = config_class.attribute_map
     changed = dict(keys)
     for key, value in changes.items():
         for other in [name for name in changed if names.get(name, name) == names.get(key, key) and name != key]:
             del changed[other]
         rope = changed.get("rope_parameters")
-        if key in FLAT_IN_ROPE and isinstance(rope, dict):  # beside which the library ignores the flat spelling
+        if key in FLAT_IN_ROPE and isinstance(rope, dict):  # transformers then ignores the flat spelling
             changed["rope_parameters"] = {**rope, key: value}
         else:
             changed[key] = _merged(changed.get(key), value)
@@ -173,10 +173,10 @@ def _merged(value: Any, change: Any) -> Any:
 
 
 def refuse_composites(name: str, config: PreTrainedConfig) -> None:
-    """Raises InputError for a model of text and images or the like, naming its part for text."""
+    """Raises InputError for a multimodal model, naming its text part."""
     try:
         text = config.get_text_config()
-    except ValueError:  # it has several
+    except ValueError:  # it has several text parts
         text = None
     if text is not config:
         advice = f"take a language model, for example {', '.join(COMMON_MODEL_TYPES)}"
@@ -202,14 +202,14 @@ def _unreadable(name_or_path: str, is_folder: bool, error: Exception) -> str:
 def _checked_config(
     where: str, config_class: type[PreTrainedConfig], keys: dict[str, Any], stated: dict[str, Any]
 ) -> PreTrainedConfig:
-    """The configuration of these keys; those that are `stated` by people are verified one by one."""
+    """Builds the configuration from these keys; those that people `stated` are verified one by one."""
     fields = {field.name: field for field in dataclasses.fields(config_class)}
     problems = value_problems(
         stated, {key: getattr(config_class, config_class.attribute_map.get(key, key), None) for key in stated}
     )
     if any("are nested" in problem for problem in problems):
         raise InputError(*[f"{where}: {problem}" for problem in problems])
-    # The library accepts a standard name for a class's own (hidden_size for GPT-2's n_embd): check under its own.
+    # transformers accepts standard names for a class's own (hidden_size for GPT-2's n_embd): check the class's own.
     names = {key: config_class.attribute_map.get(key, key) for key in keys}
     problems += _unknown_keys(config_class, fields, stated)
     wrong_types = {key: problem for key in stated if (problem := _type_problem(names[key], stated[key], fields))}
@@ -225,10 +225,10 @@ def _checked_config(
         keys.setdefault(token, None)
     try:
         config = config_class.from_dict(keys)
-    except Exception as error:  # whatever a class's own code raises at values that it did not expect
+    except Exception as error:  # a class's own code may raise anything for unexpected values
         reason = error.__cause__ or error
         raise InputError(f"{where}: {config_class.__name__} refuses it: {described(reason)}") from error
-    # Some classes' models read it without the usual default.
+    # Some models read head_dim without falling back to the usual default.
     if "head_dim" in fields and config.head_dim is None and reads_plainly(config_class, "head_dim"):
         config.head_dim = config.hidden_size // config.num_attention_heads
     return config
@@ -252,7 +252,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 class _RepeatedKeyError(Exception):
-    """A key stands twice in one JSON object; the last would win silently."""
+    """Raised for a key that occurs twice in one JSON object; the last would win silently."""
 
 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -296,7 +296,7 @@ def _unknown_keys(config_class: type[PreTrainedConfig], fields: dict, keys: dict
 
 @functools.cache
 def model_source(config_class: type[PreTrainedConfig]) -> str:
-    """The source of the module that holds the class's causal language model; empty where it cannot be read."""
+    """Returns the source of the module with the class's causal language model; empty if it cannot be read."""
     try:
         return inspect.getsource(inspect.getmodule(MODEL_FOR_CAUSAL_LM_MAPPING[config_class]))
     except (ImportError, OSError, TypeError, ValueError, KeyError):
@@ -304,14 +304,14 @@ def model_source(config_class: type[PreTrainedConfig]) -> str:
 
 
 def keys_read_by_model(config_class: type[PreTrainedConfig]) -> set[str]:
-    """Keys that the model asks for although the class does not declare them: Qwen3-MoE's head_dim, for one."""
+    """Finds keys that the model reads although the class does not declare them, such as Qwen3-MoE's head_dim."""
     source = model_source(config_class)
     by_name = re.findall(r"""getattr\(\s*(?:self\.)?config\s*,\s*["'](\w+)["']""", source)
     return {*by_name, *re.findall(r"\bconfig\.([a-z]\w*)\b(?!\()", source)}
 
 
 def reads_plainly(config_class: type[PreTrainedConfig], key: str) -> bool:
-    """Tells whether the model reads the key as it is, with no default in place of a null that is stated."""
+    """Tells if the model reads the key as it is, without a default for an explicit null."""
     plain = rf"""= (?:config\.{key}|getattr\(config, "{key}", (?!None)[^\n]*\))$"""
     return re.search(plain, model_source(config_class), re.MULTILINE) is not None
 
@@ -321,13 +321,13 @@ def first_line(error: BaseException) -> str:
 
 
 def described(error: BaseException) -> str:
-    """An error of the library in one line."""
+    """Returns a library's error in one line."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return shortened(f"{type(error).__name__}: {' '.join(lines)}", 300)
 
 
 def config_differences(earlier: PreTrainedConfig, now: PreTrainedConfig) -> str:
-    """'num_hidden_layers 2, now 4' for every key that describes the model and differs."""
+    """Returns 'num_hidden_layers 2, now 4' for every key that describes the model and differs."""
     if type(earlier) is not type(now):
         return f"model_type {earlier.model_type}, now {now.model_type}"
     names = sorted(_own_fields(type(now)) - {"bos_token_id", "eos_token_id", "pad_token_id"})
@@ -337,13 +337,13 @@ def config_differences(earlier: PreTrainedConfig, now: PreTrainedConfig) -> str:
 
 
 def _own_fields(config_class: type[PreTrainedConfig]) -> set[str]:
-    """The keys that a class adds to those of every configuration: the ones that describe the model."""
+    """Returns the keys that a class adds to those of every configuration: the ones that describe the model."""
     own, common = ({f.name for f in dataclasses.fields(kind)} for kind in (config_class, PreTrainedConfig))
     return own - common
 
 
 def _type_problem(name: str, value: Any, fields: dict) -> str | None:
-    """The problem of a value's type by the class's annotations, or None."""
+    """Returns the problem of a value's type by the class's annotations, or None."""
     if name not in fields:
         is_count = isinstance(value, int) and not isinstance(value, bool)
         return None if name not in COUNT_FIELDS or is_count else f"{shortened(repr(value))} is not an integer"
@@ -359,11 +359,11 @@ def _type_problem(name: str, value: Any, fields: dict) -> str | None:
 
 
 def _rope_problems(fields: dict, keys: dict[str, Any]) -> list[str]:
-    """Unknown keys of rotary positions; `value_problems` judges the values."""
+    """Lists unknown keys of rotary positions; `value_problems` checks the values."""
     if "rope_parameters" not in fields:
         return []
     allowed = {*RopeParameters.__annotations__, "type"}
-    # Some classes nest one dict per kind of layer; those are left to the library's own check.
+    # Some classes nest one dict per kind of layer; transformers itself checks those.
     given = {
         outer: keys[outer]
         for outer in ("rope_parameters", "rope_scaling")
@@ -378,7 +378,7 @@ def _rope_problems(fields: dict, keys: dict[str, Any]) -> list[str]:
 
 
 def _shape_problems(config_class: type[PreTrainedConfig], values: dict[str, Any]) -> list[str]:
-    """Impossible shapes among the values of right type, by the library's standard names for them."""
+    """Lists impossible shapes among values of the right type, by the standard names of transformers."""
     own_name = {name: config_class.attribute_map.get(name, name) for name in COUNT_FIELDS}
     count = {name: values.get(own_name[name]) for name in COUNT_FIELDS}
     count = {name: value for name, value in count.items() if isinstance(value, int)}
@@ -409,10 +409,10 @@ def _shape_problems(config_class: type[PreTrainedConfig], values: dict[str, Any]
 
 
 def value_problems(keys: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[str]:
-    """Lists the problems of the values in a model's JSON, whatever their class.
+    """Lists the problems of the values in a model's JSON, whatever its class.
 
     Args:
-        defaults: of the class's keys; where one is an activation or negative, the key takes such values.
+        defaults: defaults of the class's keys; if one is an activation or negative, the key accepts such values.
     """
     if _depth(keys) > MOST_DEPTH:
         return [f"lists or objects are nested more than {MOST_DEPTH} deep; no model's JSON is"]
@@ -439,7 +439,7 @@ def _kind_problems(keys: Mapping[str, Any]) -> list[str]:
 
 
 def _number_problems(path: str, value: float, default: Any) -> list[str]:
-    """path: 'rope_parameters.factor' for a number within an object."""
+    """Lists the problems of one number; path: 'rope_parameters.factor' for a number within an object."""
     name = path.rpartition(".")[2]
     if not math.isfinite(value):
         example = default if isinstance(default, int | float) and not isinstance(default, bool) else 1.0
@@ -494,7 +494,7 @@ def _rope_kind_problems(prefix: str, values: Mapping[str, Any]) -> list[str]:
 
 
 def _numbers(values: Any, path: str = "") -> Iterator[tuple[str, float]]:
-    """(dotted path, number) of every number in nested objects and lists; the list's own path for what is in a list."""
+    """Yields (dotted path, number) of every number in nested objects and lists; numbers in a list have its path."""
     if isinstance(values, Mapping):
         for key, value in values.items():
             yield from _numbers(value, f"{path}.{key}" if path else str(key))
@@ -506,7 +506,7 @@ def _numbers(values: Any, path: str = "") -> Iterator[tuple[str, float]]:
 
 
 def _depth(values: Any) -> int:
-    """The depth to which lists and objects are nested, up to MOST_DEPTH + 1; without recursion."""
+    """Returns how deep lists and objects are nested, up to MOST_DEPTH + 1; without recursion."""
     depth = 0
     level = [values]
     while level and depth <= MOST_DEPTH:

@@ -1,7 +1,7 @@
-"""Positions that change while a run trains: more of them, and other rotary frequencies (docs/training.md).
+"""Positions that change while a run trains: more of them, or other rotary frequencies (docs/training.md).
 
-The frequencies are tables beside the weights, so a model goes on with all its weights under others; what is learned
-for each position, as in GPT-2, cannot grow.
+The frequencies are tables next to the weights, so a model can continue with all its weights under new ones; learned
+position embeddings, as in GPT-2, cannot grow.
 """
 
 import copy
@@ -19,18 +19,18 @@ from pretrain.model.model_config import changed_config
 from pretrain.model.small_copy import KeyedConfig, ReferenceWindow, in_a_line, logits_of, one_thread, reference_of
 
 KEPT_BY_TYPE = ("rope_theta", "partial_rotary_factor")
-"""Keys that a stage with another rope_type keeps from the one before."""
+"""Keys that a stage with another rope_type keeps from the previous stage."""
 OF_EACH_INPUT = ("dynamic", "longrope")
-"""Types whose frequencies depend on the sequence at hand: shorter ones would be trained at others."""
+"""Types whose frequencies depend on the length of the input: shorter sequences would be trained at others."""
 KEYS = ("rope_parameters", "rope_theta", "max_position_embeddings")
-"""Keys of a configuration that a stage changes."""
+"""Configuration keys that a stage changes."""
 
 
 def configs_of_stages(config: PreTrainedConfig, data: Data) -> list[PreTrainedConfig]:
-    """The model's configuration in each stage: enough positions for its sequences, and its rotary parameters.
+    """Returns the model's configuration in each stage: enough positions for its sequences, and its rotary parameters.
 
-    A stage that changes neither has the configuration before it, the same object. Raises InputError for a model whose
-    positions cannot be changed so.
+    A stage that changes neither shares the previous stage's configuration object. Raises InputError for a model whose
+    positions cannot be changed this way.
     """
     problems = Problems()
     configs = [config]
@@ -39,7 +39,7 @@ def configs_of_stages(config: PreTrainedConfig, data: Data) -> list[PreTrainedCo
         rope_parameters = data.mixtures[number].rope_parameters
         longest = getattr(configs[-1], "max_position_embeddings", None)
         grows = longest is not None and window.sequence_length > longest
-        # Without stages `too_long` says what is wrong with the length.
+        # Without stages `too_long` reports the length.
         if not data.stages or not (grows or rope_parameters):
             configs.append(configs[-1])
             continue
@@ -53,7 +53,7 @@ def configs_of_stages(config: PreTrainedConfig, data: Data) -> list[PreTrainedCo
 def _changed(
     config: PreTrainedConfig, place: str, length: int | None, rope_parameters: dict[str, Any] | None
 ) -> PreTrainedConfig:
-    """The configuration with `length` positions and those rotary parameters; None: its own. Raises InputError."""
+    """Returns the configuration with these positions and rotary parameters; None: unchanged. Raises InputError."""
     changes: dict[str, Any] = {} if length is None else {"max_position_embeddings": length}
     if rope_parameters:
         changes |= _rope_changes(config, place, rope_parameters)
@@ -70,7 +70,7 @@ def _changed(
 
 
 def _rope_changes(config: PreTrainedConfig, place: str, given: dict[str, Any]) -> dict[str, Any]:
-    """The changes of the configuration for a stage's rope_parameters. Raises InputError."""
+    """Returns the configuration's changes for a stage's rope_parameters. Raises InputError."""
     before = getattr(config, "rope_parameters", None)
     if not isinstance(before, dict) or any(isinstance(value, dict) for value in before.values()):
         if set(given) == {"rope_theta"} and isinstance(getattr(config, "rope_theta", None), int | float):
@@ -99,7 +99,7 @@ def _rope_changes(config: PreTrainedConfig, place: str, given: dict[str, Any]) -
 
 
 def _tables_that_differ(config: PreTrainedConfig, changed: PreTrainedConfig) -> str | None:
-    """Says which tables are as long as the model's positions, so that these cannot grow in a run; None if none is."""
+    """Says which tables have the length of the model's positions, which rules out growth; None if there are none."""
     shapes = [
         {
             "learns a vector for each": {name: p.shape for name, p in model.named_parameters()},
@@ -113,7 +113,7 @@ def _tables_that_differ(config: PreTrainedConfig, changed: PreTrainedConfig) -> 
 @functools.lru_cache(maxsize=64)
 @one_thread()
 def _rope_problem(keyed: KeyedConfig, keyed_changed: KeyedConfig) -> str | None:
-    """Compares a small copy whose frequencies were changed in place with one that was built with them."""
+    """Compares a small copy whose frequencies were changed in place with one built with the new frequencies."""
     model = copy.deepcopy(reference_of(keyed))
     small = copy.deepcopy(model.config)
     _take_positions(small, keyed_changed.config)
@@ -125,7 +125,7 @@ def _rope_problem(keyed: KeyedConfig, keyed_changed: KeyedConfig) -> str | None:
         use_positions(model, keyed_changed.config)
         wanted = logits_of(built, ids_BT)
         found = logits_of(model, ids_BT)
-    except Exception as error:  # whatever the library's own classes raise
+    except Exception as error:  # the library's own classes may raise anything
         return f"cannot have its positions changed ({in_a_line(error)}); leave rope_parameters out"
     if torch.equal(wanted, before):
         return "computes the same with these as without: what it takes from them is what it has; leave them out"
@@ -135,11 +135,11 @@ def _rope_problem(keyed: KeyedConfig, keyed_changed: KeyedConfig) -> str | None:
 
 
 def use_positions(model: nn.Module, config: PreTrainedConfig, *others: PreTrainedModel) -> None:
-    """Gives a model that is built the positions of `config`, in place: its configuration and its rotary tables.
+    """Gives a built model the positions of `config`, in place: its configuration and its rotary tables.
 
     Args:
-        model: or anything that contains one, or a part of one.
-        others: more of them that hold their own configuration.
+        model: a model, a part of one, or a module that contains one.
+        others: further modules that hold their own configuration.
     """
     for root in (model, *others):
         for module in root.modules():
@@ -159,7 +159,7 @@ def _take_positions(own: PreTrainedConfig, config: PreTrainedConfig) -> None:
 
 @torch.no_grad()
 def _make_tables_anew(module: nn.Module) -> None:
-    """Computes a rotary module's tables by its own constructor, on the CPU as when the model was built."""
+    """Recomputes a rotary module's tables by its own constructor, on the CPU as when the model was built."""
     with torch.device("cpu"):
         fresh = type(module)(config=module.config)
     for name, table in fresh.named_buffers(recurse=False):

@@ -1,4 +1,4 @@
-"""A pretrained model's weights, read from its safetensors one tensor at a time, so that no process holds them all."""
+"""Weights of a pretrained model, read from safetensors one tensor at a time, so that no rank holds them all."""
 
 import json
 from pathlib import Path
@@ -16,20 +16,20 @@ from pretrain.model.published_names import PublishedNames
 from pretrain.model.routers import as_buffers
 
 TensorPlaces = dict[str, tuple[Path, str]]
-"""{name of a tensor, or of each of its pieces as published: (file, name in it)}"""
+"""{name of a tensor, or of each of its published pieces: (file, name in it)}"""
 
 
 class PretrainedTensors:
-    """The weights of a folder or Hub id, by the names of the model that trains, fp32 whatever they were saved in."""
+    """Weights of a folder or Hub ID, by the names of the training model, in fp32 whatever they were saved in."""
 
     def __init__(self, places: dict[str, TensorPlaces], names: PublishedNames | None = None):
         self._places = places
         self._names = names
 
     def read(self, name: str) -> torch.Tensor:
-        """A tensor of its own, on the CPU; integers keep their type."""
+        """Reads a tensor into memory of its own, on the CPU; integers keep their type."""
         tensor = self._found(name)
-        # Copied in any case: what safetensors returns is the mapped file.
+        # Always copied: safetensors returns a view of the memory-mapped file.
         return tensor.to(torch.float32 if tensor.is_floating_point() else tensor.dtype, copy=True)
 
     def _found(self, name: str) -> torch.Tensor:
@@ -42,7 +42,7 @@ class PretrainedTensors:
         return tensors[name] if name in tensors else self._names.join(name, tensors.pop)
 
     def fill(self, causal_lm: PreTrainedModel, unit: str) -> None:
-        """Gives the module called `unit` inside `causal_lm`, on the meta device so far, its weights and no others.
+        """Gives the module called `unit` inside `causal_lm`, which is on the meta device, its weights and no others.
 
         Buffers that are not saved (rotary tables) are computed. A tied parameter is left for `tie_weights`.
         """
@@ -55,11 +55,11 @@ class PretrainedTensors:
                     tensor = self.read(prefix + key)
                     values.append((module, key, tensor))
                     parameter = nn.Parameter(tensor, requires_grad=parameter.requires_grad)
-                    parameter._is_hf_initialized = True  # transformers' initialisers pass over it
+                    parameter._is_hf_initialized = True  # transformers' initializers skip it
                     setattr(module, key, parameter)
         initialize_module(causal_lm, unit, seed=0)
         for module, key, tensor in values:
-            # Anew: an initialiser that is not transformers' own may have written into it all the same.
+            # Set again: an initializer outside of transformers may have overwritten it despite the mark.
             setattr(module, key, nn.Parameter(tensor, requires_grad=module._parameters[key].requires_grad))
         for name, buffer in root.named_buffers(prefix=unit):
             if name in self._places:
@@ -67,20 +67,20 @@ class PretrainedTensors:
 
 
 class TensorsInMemory(PretrainedTensors):
-    """The weights in a dict of tensors on the CPU; each is removed as it is read, so that no second copy is whole."""
+    """Weights in a dict of CPU tensors; reading removes each, so that a second copy never exists in full."""
 
     def _found(self, name: str) -> torch.Tensor:
         return self._places.pop(name)
 
 
 class LoadedModel:
-    """A whole model of the same architecture on the CPU, whose tensors are handed over."""
+    """A whole model of the same architecture on the CPU, whose tensors are moved to the training model."""
 
     def __init__(self, model: PreTrainedModel):
         self._model = model
 
     def fill(self, causal_lm: PreTrainedModel, unit: str) -> None:
-        """Makes the parameters and buffers of the unit called `unit` those of the same module of `causal_lm`."""
+        """Moves the parameters and buffers of the module called `unit` into the same module of `causal_lm`."""
         source = self._model.get_submodule(unit)
         for name, module in causal_lm.get_submodule(unit).named_modules():
             twin = source.get_submodule(name)
@@ -91,10 +91,10 @@ class LoadedModel:
 
 
 def load_pretrained(name_or_path: str, *, trust_remote_code: bool = False) -> PreTrainedModel:
-    """A pretrained model from a folder or the Hub, with fp32 master weights whatever the precision they were saved in.
+    """Loads a pretrained model from a folder or the Hub, with fp32 master weights whatever it was saved in.
 
-    Only safetensors are read: the older format is a pickle, which executes on load. Raises InputError when there is no
-    such model, when it lacks weights that its configuration asks for, or when the attention is not supported.
+    Only safetensors are read: the older format is a pickle, which can execute code on load. Raises InputError if there
+    is no such model, if weights that its configuration needs are missing, or if the attention is not supported.
     """
     if name_or_path.endswith(".json"):
         raise InputError(
@@ -131,10 +131,10 @@ def load_pretrained(name_or_path: str, *, trust_remote_code: bool = False) -> Pr
 
 
 def open_pretrained(name_or_path: str) -> PretrainedTensors | LoadedModel:
-    """Opens the weights of a folder or a Hub id; loads the whole model if its files need more than reading.
+    """Opens the weights of a folder or a Hub ID; loads the whole model if its files need conversion.
 
-    They do where transformers makes one tensor of several kinds of them as it loads (experts, saved one by one, are
-    put together here): then every process holds the model until its own part is made. Raises InputError as
+    They need it if transformers merges several kinds of tensors into one as it loads (separately saved experts are
+    joined here instead): then every rank holds the whole model until its own part is made. Raises InputError as
     `load_pretrained` does.
     """
     files = {} if name_or_path.endswith(".json") else find_tensors(name_or_path)
@@ -144,7 +144,7 @@ def open_pretrained(name_or_path: str) -> PretrainedTensors | LoadedModel:
 
 
 def find_weights(name_or_path: str) -> None:
-    """Raises InputError where a folder on this machine has no weights to start from, or damaged ones."""
+    """Raises InputError if a local folder has no weights to start from, or damaged ones."""
     if name_or_path.endswith(".json"):
         raise InputError(
             f"init: pretrained, but model: {name_or_path} is a JSON, which holds no weights; give a model's folder or "
@@ -155,7 +155,7 @@ def find_weights(name_or_path: str) -> None:
 
 
 def find_tensors(name_or_path: str) -> dict[str, Path]:
-    """{name in the file: file} of all tensors of a folder or Hub id; {} where it has no safetensors.
+    """Returns {name in the file: file} of all tensors of a folder or Hub ID; {} if it has no safetensors.
 
     Raises InputError for a file that is damaged.
     """
@@ -188,7 +188,7 @@ def find_tensors(name_or_path: str) -> dict[str, Path]:
 def places_in_files(files: dict[str, Path], names: PublishedNames) -> dict[str, TensorPlaces] | None:
     """Finds the model's tensors in the files, with or without the base model's prefix.
 
-    None where a parameter is missing or has another shape.
+    Returns None if a parameter is missing or has another shape.
     """
     meta_model = names.meta_model
     shapes = shapes_in_files(files)
@@ -206,7 +206,7 @@ def places_in_files(files: dict[str, Path], names: PublishedNames) -> dict[str, 
 
 
 def shapes_in_files(files: dict[str, Path]) -> dict[str, tuple[int, ...]]:
-    """{name: shape}, from the headers."""
+    """Reads {name: shape} from the files' headers."""
     found: dict[str, tuple[int, ...]] = {}
     for path in set(files.values()):
         with safe_open(path, framework="pt") as file:

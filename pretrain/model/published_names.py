@@ -1,8 +1,8 @@
-"""Names of a model's tensors in folders that others read: one for each expert, where a layer's train as one tensor.
+"""Published names of a model's tensors: one per expert, although a layer trains its experts as one stacked tensor.
 
-transformers 5 stacks experts as it loads them (`experts.gate_up_proj`), and takes them apart as `save_pretrained`
-writes (`experts.0.gate_proj.weight`): so they are on the Hub, and so vLLM, llama.cpp and transformers 4 want them.
-Here both directions go tensor by tensor, by the library's own conversions: no second copy of a model is ever whole.
+transformers 5 stacks experts as it loads them (`experts.gate_up_proj`) and splits them as `save_pretrained` writes
+(`experts.0.gate_proj.weight`): the Hub has them so, and vLLM, llama.cpp and transformers 4 expect them so.
+Both directions work tensor by tensor here, by transformers' own conversions, so a second copy of a model never exists.
 """
 
 import copy
@@ -26,12 +26,12 @@ Shapes = dict[str, tuple[int, ...]]
 
 
 class PublishedNames:
-    """The names and shapes that `save_pretrained` would give to each tensor of an architecture."""
+    """Names and shapes that `save_pretrained` would give to each tensor of an architecture."""
 
     def __init__(self, meta_model: PreTrainedModel):
         tensors = meta_model.state_dict()
         conversions = get_model_conversion_mapping(meta_model, add_legacy=False)
-        # What `revert_weight_conversion` finds for each tensor anew, unless the model has it.
+        # Cached on the model, since `revert_weight_conversion` would otherwise collect them again for each tensor.
         meta_model._weight_conversions = [each for each in conversions if not isinstance(each, PrefixChange)]
         self.meta_model = meta_model
         self.pieces: dict[str, Shapes] = {name: {name: tuple(tensor.shape)} for name, tensor in tensors.items()}
@@ -42,7 +42,7 @@ class PublishedNames:
         try:
             pieces = {name: shapes_of(self._taken_apart({name: tensor})) for name, tensor in tensors.items()}
             together = shapes_of(self._taken_apart(tensors))
-        except Exception:  # a conversion that needs several of a model's tensors may fail in any way on one
+        except Exception:  # a conversion that needs several tensors may fail in any way on one
             return
         each = [piece for named in pieces.values() for piece in named.items()]
         if len(each) == len(together) and dict(each) == together:
@@ -56,13 +56,13 @@ class PublishedNames:
         return revert_weight_conversion(self.meta_model, tensors)
 
     def split(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
-        """{published name: tensor} of a tensor of the model that trains; some are views of it."""
+        """Returns {published name: tensor} of a training model's tensor; some are views of it."""
         if self.pieces.get(name, {name: None}).keys() == {name}:
             return {name: tensor}
         return self._taken_apart({name: tensor})
 
     def join(self, name: str, read: Callable[[str], Tensor]) -> Tensor:
-        """The tensor of the model that trains, of what `read` returns for each of its published names."""
+        """Builds a training model's tensor from what `read` returns for each of its published names."""
         conversions = self.meta_model._weight_conversions
         converter = None
         renamings = [each for each in conversions if isinstance(each, WeightRenaming)]
@@ -73,7 +73,7 @@ class PublishedNames:
                 return read(piece)
             if converter is None:
                 converter = copy.deepcopy(next(each for each in converters if pattern in each.source_patterns))
-            # It collects the pieces; `convert` joins them when all are there.
+            # add_tensor only collects; `convert` joins the pieces once all are there.
             converter.add_tensor(name, piece, pattern, read(piece))
         return converter.convert(name, model=self.meta_model, config=self.meta_model.config)[name]
 
@@ -83,7 +83,7 @@ def shapes_of(tensors: Mapping[str, Tensor]) -> Shapes:
 
 
 class JoinedTensors(Mapping[str, Tensor]):
-    """Saved tensors by the names of the model that trains, whether they were saved by these or by published ones."""
+    """Saved tensors by the names of the training model, whether saved under these or under published names."""
 
     def __init__(self, saved: Mapping[str, Tensor], names: PublishedNames):
         self._saved = saved
@@ -100,7 +100,7 @@ class JoinedTensors(Mapping[str, Tensor]):
         return self._saved[name] if name in self._saved else self._names.join(name, self._saved.__getitem__)
 
     def shapes(self, saved: Shapes) -> Shapes:
-        """{name: shape} of tensors saved in these shapes; of pieces that do not fit together that of the first."""
+        """Returns {name: shape} of tensors saved in these shapes; if pieces do not fit, the first wrong shape."""
         found = {}
         for name in self:
             pieces = {} if name in saved else self._names.pieces[name]

@@ -1,6 +1,6 @@
-"""Mixtures of experts: routers in any model of transformers, the coefficients of their losses, experts' products.
+"""Mixture of experts: routers in any model of transformers, coefficients of their losses, the experts' matmuls.
 
-Shapes: E experts, K experts of a token.
+Shapes: E experts, K experts per token.
 """
 
 import re
@@ -17,12 +17,12 @@ from pretrain.config import Loss
 from pretrain.errors import InputError, Problems
 
 RECORDED = "router_logits"
-"""Key under which transformers' classes declare the module whose output has the router's logits."""
+"""Key under which transformers' classes declare the module that returns the router logits."""
 TOP_K = ("top_k", "num_experts_per_tok", "moe_top_k", "moe_topk")
 """Names of K, in modules and configurations."""
 BIASES = ("e_score_correction_bias", "expert_bias")
-"""Names of the bias that is added to an expert's score where experts are chosen, and is not in the weight that its
-output gets: what DeepSeek-V3 balances by (Wang et al., arXiv 2408.15664)."""
+"""Names of the bias that is added to an expert's score for choosing experts, but not to the weight of its output:
+DeepSeek-V3 balances by it (Wang et al., arXiv 2408.15664)."""
 
 BALANCE_COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef")
 """Keys of the balancing loss's coefficient in configurations, on transformers' scale (see training/experts.py)."""
@@ -39,13 +39,13 @@ class Router:
     name: str
     module: nn.Module
     block: nn.Module
-    """The module that holds the router and its experts."""
+    """Module that holds the router and its experts."""
     logits_at: int
-    """Place of the logits in the router's output."""
+    """Index of the logits in the router's output."""
 
 
 def routers_of(model: nn.Module) -> list[Router]:
-    """The routers that the model's classes declare, in the model's order; [] for a model without."""
+    """Lists the routers that the model's classes declare, in the model's order; empty for a model without any."""
     specs = list(_declared(model))
     places = {
         name: index
@@ -53,7 +53,7 @@ def routers_of(model: nn.Module) -> list[Router]:
         for kind, index, layer_name in specs
         if isinstance(module, kind) and (layer_name is None or f".{layer_name.strip('.')}." in f".{name}.")
     }
-    # A block may be declared too, where it hands its router's logits on: the router itself is the innermost.
+    # A block that returns its router's logits may be declared too: the router itself is the innermost match.
     innermost = [name for name in places if not any(other.startswith(f"{name}.") for other in places)]
     return [
         Router(name, model.get_submodule(name), model.get_submodule(name.rpartition(".")[0]), places[name])
@@ -62,9 +62,9 @@ def routers_of(model: nn.Module) -> list[Router]:
 
 
 def _declared(model: nn.Module) -> Iterator[tuple[type, int, str | None]]:
-    """(class, place of the logits in its output, part of the module's name) of every declaration."""
+    """Yields (class, index of the logits in its output, part of the module's name) of every declaration."""
     for module in model.modules():
-        # Private: nothing public says which output of a router has its logits.
+        # Private: no public attribute says which output of a router has its logits.
         declared = getattr(module, "_can_record_outputs", None) if isinstance(module, PreTrainedModel) else None
         specs = (declared or {}).get(RECORDED) or []
         for spec in specs if isinstance(specs, list) else [specs]:
@@ -74,7 +74,7 @@ def _declared(model: nn.Module) -> Iterator[tuple[type, int, str | None]]:
 
 
 def experts_per_token(router: Router, config: object) -> int | None:
-    """K, as the router, its block or the configuration states it."""
+    """Returns K, as the router, its block or the configuration states it."""
     for owner in (router.module, router.block, config, getattr(config, "ffn_config", None)):
         for name in TOP_K:
             if isinstance(value := getattr(owner, name, None), int):
@@ -83,17 +83,17 @@ def experts_per_token(router: Router, config: object) -> int | None:
 
 
 def expert_parameters(router: Router) -> tuple[dict[str, nn.Parameter], int]:
-    """(parameters of the routed experts by their names in the block, E).
+    """Returns (parameters of the routed experts by their names in the block, E).
 
-    Transformers 5 keeps a layer's experts in one tensor (E, out, in), or, as dbrx, (E x out, in); code of before has
-    a list of modules. Shared experts, which every token visits, are none of them.
+    Transformers 5 keeps a layer's experts in one tensor (E, out, in) or, for dbrx, (E x out, in); older code has a
+    list of modules. Shared experts, which every token visits, are not included.
     """
     inside = {id(parameter) for parameter in router.module.parameters()}
     others = {n: p for n, p in router.block.named_parameters() if id(p) not in inside}
     numbers = {int(found[1]) for name in others if (found := re.match(r"experts\.(\d+)\.", name))}
     if numbers:
         return {n: p for n, p in others.items() if re.match(r"experts\.\d+\.", n)}, len(numbers)
-    # Under ZeRO-3 parameters are empty, and DeepSpeed keeps their shapes beside them.
+    # Under ZeRO-3 parameters are empty, and DeepSpeed keeps their shapes in ds_shape.
     shapes = {name: tuple(getattr(parameter, "ds_shape", parameter.shape)) for name, parameter in others.items()}
     experts = getattr(router.module, "num_experts", None) or getattr(router.block, "num_experts", None)
     experts = experts or next((shape[0] for shape in shapes.values() if len(shape) == 3), None)
@@ -110,10 +110,10 @@ def expert_parameters(router: Router) -> tuple[dict[str, nn.Parameter], int]:
 
 
 def expert_matrices(model: nn.Module) -> dict[str, tuple[int | None, bool]]:
-    """Describes how the matrices of each experts' tensor (E, rows, columns) hold the gate and up projection.
+    """Describes how each experts' tensor (E, rows, columns) stores the gate and up projections.
 
-    Returns {name: (dimension of the matrix along which the two lie, or None if it is one matrix; whether they
-    alternate along it)}.
+    Returns {name: (matrix dimension along which the two are concatenated, or None if it is one matrix; whether they
+    are interleaved along it)}.
     """
     found: dict[str, tuple[int | None, bool]] = {}
     for router in routers_of(model):
@@ -133,7 +133,7 @@ def expert_matrices(model: nn.Module) -> dict[str, tuple[int | None, bool]]:
 
 
 def biases_in(module: nn.Module) -> list[tuple[nn.Module, str]]:
-    """(owner, name) of every such bias in a module, parameter or buffer."""
+    """Lists (owner, name) of every such bias in a module, parameter or buffer."""
     return [
         (owner, name)
         for owner in module.modules()
@@ -143,16 +143,16 @@ def biases_in(module: nn.Module) -> list[tuple[nn.Module, str]]:
 
 
 def balancing_bias(router: Router) -> Tensor | None:
-    """The bias of a router, flat (E,), in the model's own storage; None where it chooses by its scores alone."""
+    """Returns a router's bias, flat (E,), in the model's own storage; None if it chooses by its scores alone."""
     found = biases_in(router.block)
     return getattr(*found[0]).detach().view(-1) if len(found) == 1 else None
 
 
 def as_buffers(model: nn.Module) -> None:
-    """Makes buffers of the biases that an architecture declares as parameters without a gradient.
+    """Turns biases that an architecture declares as parameters without a gradient into buffers of the same names.
 
-    Under the same names. Every process has a buffer whole, whatever the strategy does with parameters, and no
-    optimizer decays or shards it.
+    Every rank has a full copy of a buffer, whatever the strategy does with parameters, and no optimizer decays or
+    shards it.
     """
     for owner, name in biases_in(model):
         if (parameter := owner._parameters.get(name)) is not None and not parameter.requires_grad:
@@ -161,7 +161,7 @@ def as_buffers(model: nn.Module) -> None:
 
 
 def inactive_parameters(model: PreTrainedModel) -> int:
-    """Parameters that take no part in the computation of a token: of E experts those that its K choices are not."""
+    """Counts the parameters that a token does not use: those of the E - K experts that it is not routed to."""
     inactive = 0
     for router in [*routers_of(model), *_undeclared(model)]:
         parameters, experts = expert_parameters(router)
@@ -173,7 +173,7 @@ def inactive_parameters(model: PreTrainedModel) -> int:
 
 
 def _undeclared(model: nn.Module) -> list[Router]:
-    """Gates that choose without learning to, such as deepseek_v4's by a hash of the token: they have experts too."""
+    """Lists gates that choose without learning, such as deepseek_v4's hash of the token: they have experts too."""
     known = {router.block for router in routers_of(model)}
     return [
         Router(name, module, model.get_submodule(name.rpartition(".")[0]), 0)
@@ -185,7 +185,7 @@ def _undeclared(model: nn.Module) -> list[Router]:
 
 @dataclass(frozen=True)
 class RouterLosses:
-    """Coefficients of the losses that train the routers, and the rate of their bias; 0 for a model without routers."""
+    """Coefficients of the losses that train the routers, and the step of their bias; 0 for a model without routers."""
 
     routers: int = 0
     balance: float = 0.0
@@ -196,7 +196,7 @@ class RouterLosses:
     """Amount by which each step moves the bias of an expert."""
 
     def in_words(self) -> dict[str, str]:
-        """A row of the banner; none for a model without routers."""
+        """Returns a row of the banner; empty for a model without routers."""
         if not self.routers:
             return {}
         bias = f", bias +- {self.bias_rate:g} a step" if self.bias_rate else ""
@@ -204,9 +204,9 @@ class RouterLosses:
 
 
 def router_losses(loss: Loss, model: PreTrainedModel) -> RouterLosses:
-    """The coefficients of a run: the recipe's, else the model's own.
+    """Returns the coefficients of a run: the recipe's, else the model's own.
 
-    Raises InputError where neither says how to balance, or there is no bias to move.
+    Raises InputError if neither says how to balance, or if there is no bias to move.
     """
     routers = routers_of(model)
     config = model.config
@@ -243,12 +243,12 @@ def bias_problem(model_config: PreTrainedConfig, routers: Sequence[Router]) -> s
 
 
 def is_known(router: Router, config: PreTrainedConfig) -> bool:
-    """Tells whether the router's experts and the number chosen are found, so that it can be followed."""
+    """Tells if the router's experts and its K are found, so that its choices can be tracked."""
     return bool(expert_parameters(router)[1]) and experts_per_token(router, config) is not None
 
 
 def balance_coefficient(loss: Loss, model_config: PreTrainedConfig, routers: Sequence[Router]) -> float:
-    """The coefficient of the balancing loss. Raises InputError where neither recipe nor model says how to balance."""
+    """Returns the coefficient of the balancing loss. Raises InputError if recipe and model both state none."""
     if loss.router_balance is not None:
         return loss.router_balance
     for name in BALANCE_COEFFICIENTS:
@@ -265,7 +265,7 @@ def balance_coefficient(loss: Loss, model_config: PreTrainedConfig, routers: Seq
 
 
 def _other_scale(model_config: PreTrainedConfig, routers: Sequence[Router]) -> str:
-    """DeepSeek's aux_loss_alpha is of a sum over layers, and of a loss that is 1 where all experts get the same."""
+    """Converts DeepSeek's aux_loss_alpha, which scales a sum over layers of a loss that is 1 at perfect balance."""
     alpha = getattr(model_config, "aux_loss_alpha", None)
     chosen = experts_per_token(routers[0], model_config)
     if not alpha or not chosen:
@@ -274,7 +274,7 @@ def _other_scale(model_config: PreTrainedConfig, routers: Sequence[Router]) -> s
 
 
 class CastExperts:
-    """An experts module as transformers' function sees it, its weights in another dtype."""
+    """View of an experts module for transformers' function, with the weights in another dtype."""
 
     def __init__(self, experts: nn.Module, dtype: torch.dtype):
         for name in (*TAKEN_OVER, *EXPERT_WEIGHTS, *(f"{weight}_bias" for weight in EXPERT_WEIGHTS)):
@@ -286,10 +286,10 @@ class CastExperts:
 def grouped_mm_in_autocast(
     experts: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
-    """transformers' grouped_mm; under autocast its products run in autocast's dtype, as those of linear layers do.
+    """Runs transformers' grouped_mm; under autocast its matmuls use autocast's dtype, as those of linear layers do.
 
-    torch.nn.functional.grouped_mm knows nothing of autocast: with fp32 weights, transformers multiplies a mixture's
-    experts, most of its work, in fp32 whatever the precision, and compiled through a loop that waits for the device.
+    torch.nn.functional.grouped_mm ignores autocast: with fp32 weights, transformers would multiply the experts, most
+    of the model's work, in fp32 whatever the precision, and when compiled in a loop that waits for the device.
     """
     device_type = hidden_states.device.type
     if not torch.is_autocast_enabled(device_type):
@@ -299,7 +299,7 @@ def grouped_mm_in_autocast(
     return grouped_mm_experts_forward(cast, hidden_states.to(dtype), top_k_index, top_k_weights)
 
 
-# Replaces the library's entry, so that every mixture of experts uses it.
+# Replaces transformers' entry, so that every MoE model uses it.
 ALL_EXPERTS_FUNCTIONS.register("grouped_mm", grouped_mm_in_autocast)
-# Of transformers' own checks of torch's version, which compiled code runs once.
+# Caused by transformers' own checks of torch's version, which compiled code runs once.
 warnings.filterwarnings("ignore", message="Dynamo detected a call to a `functools.lru_cache`", category=UserWarning)

@@ -1,9 +1,9 @@
-"""A small copy of any architecture: its own classes, every kind of its layers, narrow enough to run in a moment.
+"""A small copy of any architecture: the same classes, every kind of layer, narrow enough to run in a moment.
 
-What an architecture does with documents, with the future and with its loss does not depend on its size, so the copy
-answers for the model (see training/probe.py). Sizes are found by their standard names. Where the library's checks
-refuse the narrow copy, the layers keep their width and only their number falls. The library's own eager forward pass
-of the copy is the reference that everything else is compared with.
+How an architecture treats documents, future tokens and its loss does not depend on its size, so the copy answers for
+the model (see training/probe.py). Sizes are found by their standard names. If the library's checks reject the narrow
+copy, the layers keep their width and only their number is reduced. The library's eager forward pass of the copy is the
+reference for everything else.
 
 Shapes: B windows, T positions, V vocabulary.
 """
@@ -27,10 +27,10 @@ from pretrain.model.build import build_model
 
 VOCABULARY = 96
 SMALL_PARAMETERS = 8_000_000
-"""A copy of at most this many parameters keeps its widths."""
+"""Maximum parameters of a copy that keeps its widths."""
 NARROW_PARAMETERS = 64_000_000
 LARGEST_PARAMETERS = 700_000_000
-"""The largest copy that is made, where no narrow one works: two layers of a 13B model, 3 GB in fp32, half a minute."""
+"""Maximum parameters of any copy, for when no narrow one works: two layers of a 13B model, 3 GB in fp32, 30 s."""
 HEADS = 4
 HEAD_WIDTH = 16
 WIDTHS = {
@@ -66,7 +66,7 @@ STATE_SPACE_HEADS = (
     ("expand", "num_heads", "head_dim"),
     ("expand", "mamba_num_heads", "mamba_head_dim"),
 )
-"""(expansion, heads, width of a head) of state-space layers: heads x width = expansion x hidden size."""
+"""(expansion, heads, head width) of state-space layers: heads x head width = expansion x hidden size."""
 GROWING = (
     *(name for names in list(WIDTHS)[:2] for name in names),
     *(name for names in list(WIDTHS)[4:7] for name in names),
@@ -74,32 +74,32 @@ GROWING = (
     *("mamba_n_heads", "n_mamba_heads", "mamba_num_heads", "mamba_d_ssm", "lru_width"),
     *("linear_num_heads", "linear_num_value_heads", "linear_num_key_heads"),
 )
-"""Names of the sizes that grow with a model's width: heads become more, not wider."""
+"""Names of the sizes that grow with a model's width: the number of heads grows, not their width."""
 WINDOWS = ("sliding_window", "window_size", "attention_window_size", "attention_chunk_size", "local_attention")
 SHORT_WINDOW = 6
-"""Sliding windows and chunks of the copy, so that they act within a short sequence."""
+"""Length of the copy's sliding windows and chunks, short enough to matter within a short sequence."""
 
 DOCUMENT_LENGTHS = ((9, 1, 14), (16, 8))
-"""Documents of each of two windows."""
+"""Document lengths in each of two windows."""
 SHORT_DOCUMENT_LENGTHS = ((3, 1, 4), (5, 3))
-"""The same for models with fewer positions than the above have tokens."""
+"""Document lengths for models with fewer positions than the above have tokens."""
 END_OF_DOCUMENT = 1
 TOLERANCE = 5e-4
-"""Largest difference, relative to the largest logit, that rounding in fp32 explains; leaks are far larger."""
+"""Maximum difference, relative to the largest logit, that fp32 rounding explains; leaks are far larger."""
 VISIBLE = 100 * TOLERANCE
-"""Least change by an earlier token, relative to the largest logit, with which the copy can show leaks."""
+"""Minimum change by an earlier token, relative to the largest logit, that makes leaks visible in the copy."""
 WEIGHT_FACTORS = (3.0, 10.0, 30.0)
-"""Initial weights hardly let one token see another: they are multiplied by the first of these under which it does."""
+"""Factors for initial weights, under which tokens hardly affect each other; the first that changes this is used."""
 
 
 def small_copies(config: PreTrainedConfig, failures: list[str]) -> Iterator[PreTrainedConfig]:
-    """Configurations of small copies that the library can build, the most telling one first; perhaps none.
+    """Yields configurations of small copies that the library can build, the most informative first; perhaps none.
 
-    failures: takes what the library said of those that it cannot build, the model's own configuration last.
+    failures: collects the library's messages for those that it cannot build, the model's own configuration last.
     """
     layers = kinds_of_layers(config)
     seen = set()
-    # The most telling copy first: few layers and short windows, at the model's own widths if those are small.
+    # The most informative first: few layers and short windows, at the model's own widths if those are small.
     for narrow, shorter, windows, limit in (
         (False, True, True, SMALL_PARAMETERS),
         (False, True, False, SMALL_PARAMETERS),
@@ -118,7 +118,7 @@ def small_copies(config: PreTrainedConfig, failures: list[str]) -> Iterator[PreT
             _narrow(values)
         if shorter and layers is not None:
             _cut_layers(values, config, *layers)
-        # Several of the switches may give one configuration.
+        # Different switches may give the same configuration.
         if (key := repr((values, limit > NARROW_PARAMETERS))) in seen:
             continue
         seen.add(key)
@@ -126,18 +126,18 @@ def small_copies(config: PreTrainedConfig, failures: list[str]) -> Iterator[PreT
             small = type(config).from_dict(values)
             if sum(parameter.numel() for parameter in _meta_model(small).parameters()) <= limit:
                 yield small
-        except Exception as error:  # the library's own checks of what it does not have
+        except Exception as error:  # the library's own checks of sizes that it does not support
             failures.append(in_a_line(error))
 
 
 def kinds_of_layers(config: PreTrainedConfig) -> tuple[int, int] | None:
-    """(layers of the model, how many of its first layers contain every kind of them); None where it has no list.
+    """Returns (layers of the model, how many of its first layers contain every kind); None if it has no layer list.
 
-    Each kind is there twice, where that takes at most twice the layers.
+    Every kind occurs twice, if that takes at most twice the layers.
     """
     try:
         model = _meta_model(config)
-    except Exception:  # whatever a library's own class raises; building the model itself will tell
+    except Exception:  # the library's own classes may raise anything; building the model itself will report it
         return None
     total = getattr(config.get_text_config(), "num_hidden_layers", None)
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) == total]
@@ -150,13 +150,13 @@ def kinds_of_layers(config: PreTrainedConfig) -> tuple[int, int] | None:
 
 
 def _position(kinds: list[Any], kind: Any, times: int) -> int:
-    """Index at which `kind` is met for the `times`-th time, or the last time if it is rarer."""
+    """Returns the index at which `kind` occurs for the `times`-th time, or the last time if it is rarer."""
     found = [index for index, other in enumerate(kinds) if other == kind]
     return found[min(times, len(found)) - 1]
 
 
 def _kind(layer: nn.Module) -> tuple:
-    """The classes, shapes and switches in which layers of one kind differ from those of another."""
+    """Returns the classes, shapes and switches that distinguish kinds of layers."""
     found = [(name, tuple(parameter.shape)) for name, parameter in layer.named_parameters()]
     for name, module in layer.named_modules():
         switches = tuple(item for item in sorted(vars(module).items()) if isinstance(item[1], (bool, str)))
@@ -169,7 +169,7 @@ def _shrink_vocabulary(values: dict[str, Any]) -> None:
     sizes = {name for name in values if name.startswith("vocab_size")}
     values |= {name: VOCABULARY for name in sizes if _is_above(values[name], VOCABULARY)}
     for name, value in values.items():
-        # An id beyond the small vocabulary would index outside of the embedding.
+        # A token ID beyond the small vocabulary would index outside of the embedding.
         if name.endswith("_token_id") and (isinstance(value, list) or _is_above(value, VOCABULARY - 1)):
             values[name] = 0
 
@@ -195,10 +195,10 @@ def _narrow(values: dict[str, Any]) -> None:
 
 
 def _cut_layers(values: dict[str, Any], config: PreTrainedConfig, total: int, layers: int) -> None:
-    """Keeps the first `layers` of `total`, in the counts and in every list that has an entry for each layer."""
+    """Keeps the first `layers` of `total`, in the counts and in every list with one entry per layer."""
     own_name = config.attribute_map.get("num_hidden_layers", "num_hidden_layers")
     values[own_name] = layers
-    if values.get("decoder_layers") == total:  # the general name of the Bart family stands for the encoder's
+    if values.get("decoder_layers") == total:  # in the Bart family num_hidden_layers is the encoder's count
         values["decoder_layers"] = layers
     for name, value in values.items():
         if isinstance(value, (list, str)) and len(value) == total:
@@ -215,7 +215,7 @@ def _meta_model(config: PreTrainedConfig) -> nn.Module:
 
 
 def in_a_line(error: Exception) -> str:
-    """The error's class and the last line of its text, where the library's checks have the reason."""
+    """Returns the error's class and the last line of its text, which has the reason in the library's checks."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[-1].strip()}" if lines else type(error).__name__
 
@@ -226,7 +226,7 @@ def _is_above(value: Any, limit: int) -> bool:
 
 @contextlib.contextmanager
 def one_thread() -> Iterator[None]:
-    """Operations as small as those of a small copy only wait for each other's threads."""
+    """Limits torch to one thread: operations of a small copy are too short to gain from more."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -248,9 +248,9 @@ class KeyedConfig:
 
 
 def projects_hidden_states(config: PreTrainedConfig) -> bool:
-    """Tells whether the logits are head(last hidden state) and nothing else: no scale, no cap, no second head.
+    """Tells if the logits are exactly head(last hidden state): no scale, no cap, no second head.
 
-    Found by running a small copy, once per configuration and process. Raises InputError as `reference_of` does.
+    Determined by running a small copy, once per configuration and process. Raises InputError as `reference_of` does.
     """
     return _projects_hidden_states(KeyedConfig.of(config))
 
@@ -264,9 +264,9 @@ def _projects_hidden_states(keyed: KeyedConfig) -> bool:
 @functools.lru_cache(maxsize=4)
 @one_thread()
 def reference_of(keyed: KeyedConfig) -> PreTrainedModel:
-    """The small copy with the library's eager forward, and weights under which tokens see each other.
+    """Builds the small copy with the library's eager forward, and weights under which tokens affect each other.
 
-    Raises InputError for an architecture that does not run on token ids alone, or has weights without initial values.
+    Raises InputError for an architecture that does not run on token IDs alone, or has weights without initial values.
     """
     failures: list[str] = []
     for small in small_copies(keyed.config, failures):
@@ -275,7 +275,7 @@ def reference_of(keyed: KeyedConfig) -> PreTrainedModel:
             _make_context_visible(model)
         except InputError:
             raise
-        except Exception as error:  # whatever the library's own forward raises
+        except Exception as error:  # the library's own forward may raise anything
             failures.append(in_a_line(error))
             continue
         return model
@@ -291,8 +291,8 @@ def _unbuildable(config: PreTrainedConfig, failures: Sequence[str]) -> str:
 
 
 def _make_context_visible(model: PreTrainedModel) -> None:
-    """Multiplies the matrices such that the first token of a document changes what the model says of later ones."""
-    # A_log of state-space layers is an exponent: a factor would overflow it.
+    """Scales the matrices so that a document's first token changes the model's outputs for later ones."""
+    # A_log of state-space layers is an exponent: scaling it would overflow.
     matrices = [p for name, p in model.named_parameters() if p.dim() >= 2 and "A_log" not in name]
     window = ReferenceWindow.of(model.config)
     first = window.documents[0][1]
@@ -322,23 +322,23 @@ def _multiply(matrices: Sequence[Tensor], factor: float) -> None:
 
 @dataclass(frozen=True)
 class ReferenceWindow:
-    """Two windows of several documents each, always the same; each opens with END_OF_DOCUMENT, as in training."""
+    """Two fixed windows of several documents each; each document opens with END_OF_DOCUMENT, as in training."""
 
     ids_BT: Tensor
-    """(2, T + 1), the last column for targets alone."""
+    """Token IDs (2, T + 1); the last column is only a target."""
     documents: list[tuple[int, slice]]
     """(window, positions) of each document."""
     vocabulary_size: int
 
     @classmethod
     def of(cls, config: PreTrainedConfig) -> "ReferenceWindow":
-        """The windows for this configuration: in its vocabulary, within its positions."""
+        """Builds the windows for this configuration: in its vocabulary, within its positions."""
         lengths = DOCUMENT_LENGTHS
         if (getattr(config, "max_position_embeddings", None) or sum(lengths[0])) < sum(lengths[0]):
             lengths = SHORT_DOCUMENT_LENGTHS
         generator = torch.Generator().manual_seed(0)
         shape = (len(lengths), sum(lengths[0]) + 1)
-        # No ordinary token may end a document by chance.
+        # Other tokens must not end a document by chance.
         ids_BT = torch.randint(END_OF_DOCUMENT + 1, config.vocab_size, shape, generator=generator)
         documents = []
         for row, row_lengths in enumerate(lengths):
@@ -352,7 +352,7 @@ class ReferenceWindow:
         return self.ids_BT[:, :-1]
 
     def with_other_tokens(self, positions: slice) -> Tensor:
-        """ids_BT with other ids at these positions, none of them END_OF_DOCUMENT."""
+        """Returns ids_BT with other IDs at these positions, none of them END_OF_DOCUMENT."""
         changed_BT = self.ids_BT.clone()
         ordinary = END_OF_DOCUMENT + 1
         choices = self.vocabulary_size - ordinary
@@ -362,18 +362,18 @@ class ReferenceWindow:
 
 @torch.no_grad()
 def logits_of(model: PreTrainedModel, ids_BT: Tensor, **arguments) -> Tensor:
-    """(B, T, V) in fp32 on the CPU, wherever and however the model computes."""
+    """Returns logits (B, T, V) in fp32 on the CPU, whatever the model's device and dtype."""
     return model(input_ids=ids_BT.to(model.device), use_cache=False, **arguments).logits.float().cpu()
 
 
 def relative_difference(found: Tensor, wanted: Tensor) -> float:
-    """Largest difference relative to the largest number wanted; infinite where something is not finite."""
+    """Returns the largest difference relative to the largest wanted number; infinite for non-finite values."""
     difference = ((found - wanted).abs().max() / wanted.abs().max().clamp(min=1e-9)).item()
     return difference if difference == difference else float("inf")
 
 
 def is_projection(model: PreTrainedModel) -> bool:
-    """Tells whether a model's logits are its output head's on its base model's last hidden states."""
+    """Tells if a model's logits equal its output head applied to its base model's last hidden states."""
     head = model.get_output_embeddings()
     if not isinstance(head, torch.nn.Linear) or model.base_model is model:
         return False
@@ -382,7 +382,7 @@ def is_projection(model: PreTrainedModel) -> bool:
         with torch.no_grad():
             hidden_BTD = model.base_model(input_ids=ids_BT, use_cache=False).last_hidden_state
             logits_BTV = F.linear(hidden_BTD, head.weight, head.bias)
-    except Exception:  # a base model of another form: its own forward computes the logits
+    except Exception:  # a base model with another interface: its own forward computes the logits
         return False
     wanted_BTV = logits_of(model, ids_BT)
     return logits_BTV.shape == wanted_BTV.shape and relative_difference(logits_BTV, wanted_BTV) <= TOLERANCE / 10

@@ -1,8 +1,8 @@
 """Finds which dimensions of each parameter grow with a model's width, by building it at twice its width.
 
 Maximal update parametrization (Yang et al., arXiv 2203.03466, table 3): the learning rate found at one width holds at
-another if a parameter's initial scale and rate follow from which of its dimensions grow. No multiplier is in the
-forward pass, so an exported model is an ordinary one.
+another if a parameter's initial scale and learning rate are set by which of its dimensions grow. There is no
+multiplier in the forward pass, so an exported model is an ordinary one.
 """
 
 import copy
@@ -22,23 +22,23 @@ from pretrain.model.small_copy import GROWING, in_a_line
 
 @dataclass(frozen=True)
 class WidthRole:
-    """The dimensions of a parameter that grow with the width."""
+    """Dimensions of a parameter that grow with the width."""
 
     inputs: bool
-    """The number of values that each of its outputs is a sum of: a hidden matrix, a head, a router."""
+    """True if its fan-in grows: a hidden matrix, a head, a router."""
     outputs: bool
-    """The number of its outputs."""
+    """True if its number of outputs grows."""
 
     def initial_scale(self, ratio: float) -> float:
-        """The factor of the initial values at `ratio` times the width that the architecture's own are meant for."""
+        """Returns the factor of the initial values at `ratio` times the width that the architecture's own are for."""
         if not self.inputs:
             return 1.0
         return ratio**-0.5 if self.outputs else 1 / ratio
 
     def rate_scale(self, ratio: float, *, orthogonalized: bool = False) -> float:
-        """The factor of the learning rate, for updates with a given root mean square of their elements.
+        """Returns the factor of the learning rate, for updates with a given root mean square of their elements.
 
-        An orthogonalized update is sqrt(ratio) times smaller in the norm that counts: its singular values are equal.
+        An orthogonalized update needs sqrt(ratio) less of a reduction, since its singular values are all equal.
         """
         if not self.inputs:
             return 1.0
@@ -46,19 +46,20 @@ class WidthRole:
 
 
 def hidden_width(config: PreTrainedConfig) -> int:
-    """Width of the hidden states."""
+    """Returns the width of the hidden states."""
     return config.get_text_config().hidden_size
 
 
 def width_roles(config: PreTrainedConfig) -> dict[str, WidthRole]:
-    """{name of a parameter: its role}. Raises InputError for a model that cannot be told apart by its width.
+    """Returns {name of a parameter: its role}. Raises InputError if the model's width does not reveal the roles.
 
-    A tied head is an embedding, whose rate and scale do not change; in its place those of the norm before it do.
+    A tied head is an embedding, whose learning rate and scale do not change; those of the norm before it change
+    instead.
     """
     try:
         here = build_meta_model(config)
         wide = build_meta_model(at_width(config, 2.0))
-    except Exception as error:  # whatever the library's own checks raise at other sizes
+    except Exception as error:  # the library's own checks may raise anything at other sizes
         raise InputError(
             f"optim.width_transfer: mup: this model cannot be built at twice its width ({in_a_line(error)}), from "
             "which the parts of its parameters are found; use none"
@@ -69,7 +70,7 @@ def width_roles(config: PreTrainedConfig) -> dict[str, WidthRole]:
     roles = {}
     for name, parameter in here.named_parameters():
         grown = [a != b for a, b in zip(parameter.shape, shapes[name], strict=True)]
-        if len(grown) < 2 or name in embeddings:  # a look-up sums nothing
+        if len(grown) < 2 or name in embeddings:  # a lookup sums nothing
             roles[name] = WidthRole(inputs=False, outputs=any(grown))
         else:
             outputs, inputs = grown[-2:][::-1] if name in transposed else grown[-2:]
@@ -86,9 +87,9 @@ def width_roles(config: PreTrainedConfig) -> dict[str, WidthRole]:
 
 
 def norm_before_head(model: PreTrainedModel) -> str:
-    """Name of the norm behind the last layer, whose gain scales the logits. Raises InputError where none can be told.
+    """Names the norm after the last layer, whose gain scales the logits. Raises InputError if it is not unique.
 
-    It is beside the layers and not before them, and its gain is one at first: a gain of 1 + weight cannot be scaled.
+    It lies outside of the layers, and its initial gain is 1: a gain of the form 1 + weight cannot be scaled.
     """
     layers = layers_of(model)
     names = [name for name, module in model.named_modules() if any(module is layer for layer in layers)]
@@ -100,7 +101,7 @@ def norm_before_head(model: PreTrainedModel) -> str:
         and not any(name.startswith(f"{layer}.") for layer in names)
     ]
     order = [name for name, _ in model.named_modules()]
-    # Some models declare the last norm before the layers.
+    # Some models declare the final norm before the layers.
     last = [pair for pair in beside if order.index(pair[0]) > order.index(names[-1])] if names else []
     (name, norm), *others = last or beside or [("", None)]
     if norm is not None and not others:
@@ -116,7 +117,7 @@ def norm_before_head(model: PreTrainedModel) -> str:
 
 
 def at_width(config: PreTrainedConfig, ratio: float) -> PreTrainedConfig:
-    """The same architecture at `ratio` times the width: more heads, each as wide as before."""
+    """Returns the same architecture at `ratio` times the width: more heads of the same width."""
     values = config.to_dict()
 
     def grown(value: Any) -> Any:
@@ -130,7 +131,7 @@ def at_width(config: PreTrainedConfig, ratio: float) -> PreTrainedConfig:
 
 
 def initial_scales(config: PreTrainedConfig, base_width: int) -> Mapping[str, float]:
-    """{name: factor of the architecture's own initial values}, those that are not 1."""
+    """Returns {name: factor of the architecture's own initial values}, without factors of 1."""
     ratio = hidden_width(config) / base_width
     scales = {name: role.initial_scale(ratio) for name, role in width_roles(config).items()}
     return {name: scale for name, scale in scales.items() if scale != 1}

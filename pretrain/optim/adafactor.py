@@ -1,4 +1,4 @@
-"""Adafactor, which keeps a row and a column of a matrix's second moment, with stochastic rounding of bf16."""
+"""Adafactor, which factors a matrix's second moment into a row and a column, with stochastic rounding of bf16."""
 
 import hashlib
 import math
@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from pretrain.optim.matrix_exchange import Holders, local_tensor
 
 CLIP = 1.0
-"""Largest root mean square of an update; in a stack of matrices, such as experts, of each one's."""
+"""Maximum root mean square of an update; in a stack of matrices, such as experts, of each matrix's."""
 DECAY_EXPONENT = 0.8
 """The second moment's decay at step t is 1 - t^-DECAY_EXPONENT."""
 LEAST_SQUARE = 1e-30
@@ -22,29 +22,29 @@ LEAST_SQUARE = 1e-30
 
 @dataclass(frozen=True)
 class ParameterPart:
-    """This process's part of a parameter: a slice of it, or flat elements somewhere in a tensor of many."""
+    """Part of a parameter that this rank holds: a slice, or flat elements somewhere in a tensor of many."""
 
     parameter: torch.Tensor
-    """The parameter under which the optimizer keeps the state."""
+    """Parameter under which the optimizer keeps the state."""
     shape: tuple[int, ...]
     """Shape of the whole parameter."""
     holders: Holders | None = None
-    """The processes with the other parts; None: this is the whole."""
+    """Ranks that hold the other parts; None: this is the whole."""
     dim: int = 0
-    """Dimension along which the parameter is divided."""
+    """Dimension along which the parameter is sharded."""
     start: int = 0
-    """Index along `dim` of the slice; of flat elements the first one."""
+    """First index of the slice along `dim`; for flat elements, index of the first in the flattened parameter."""
     offset: int | None = None
     """Index of the first flat element in its tensor; None: the tensor is the part."""
     elements: int = 0
     """Number of flat elements."""
 
     def view(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The part, in the tensor that the optimizer updates or one like it."""
+        """Returns the part, in the tensor that the optimizer updates or in one of the same layout."""
         return tensor if self.offset is None else tensor.narrow(0, self.offset, self.elements)
 
     def block(self, part: torch.Tensor) -> tuple[torch.Tensor, int]:
-        """(a slice along `dim` with the part in it, its first index); flat elements get zeros before and after."""
+        """Returns (slice along `dim` that contains the part, its first index); flat elements are padded with zeros."""
         if self.offset is None:
             return part, self.start
         inner = math.prod(self.shape[1:])
@@ -55,7 +55,7 @@ class ParameterPart:
         return block, first
 
     def inside(self, block: torch.Tensor, first: int) -> torch.Tensor:
-        """The part in its block."""
+        """Returns the part in its block."""
         if self.offset is None:
             return block
         return block.view(-1).narrow(0, self.start - first * math.prod(self.shape[1:]), self.elements)
@@ -64,15 +64,16 @@ class ParameterPart:
 class Adafactor(torch.optim.Optimizer):
     """Adafactor (Shazeer and Stern, arXiv 1804.04235) with a given learning rate and no momentum.
 
-    The second moment of a matrix is kept as its row and column means. Parameters in bf16 are updated with stochastic
+    The second moment of a matrix is stored as its row and column means. Parameters in bf16 are updated with stochastic
     rounding: up or down at random so that the expectation is exact, which keeps small updates from being lost without
-    an fp32 copy. The random bits follow from (seed, step, position of the parameter), so a resumed run repeats them.
+    an fp32 copy. The random bits are a function of (seed, step, position of the parameter), so a resumed run repeats
+    them.
 
-    State is whole on every process. Where parameters are divided, two sums over the processes in each step make it so:
-    of all rows and columns, and of the updates' squares. A step turns fp32 gradients into updates in place.
-    `grad_scale` and `found_inf` are as in torch's fused optimizers.
+    State is replicated on every rank. For sharded parameters, two all-reduces in each step keep it so: of all rows and
+    columns, and of the updates' squares. A step turns fp32 gradients into updates in place. `grad_scale` and
+    `found_inf` are as in torch's fused optimizers.
 
-    lr: step size, relative to a root mean square of one of the clipped update.
+    lr: step size, relative to the clipped update, whose root mean square is at most CLIP.
     """
 
     grad_scale: torch.Tensor | None = None
@@ -108,7 +109,7 @@ class Adafactor(torch.optim.Optimizer):
     def _update(
         self, part: ParameterPart, weight: torch.Tensor, gradient: torch.Tensor, group: dict, position: int
     ) -> Generator[list[torch.Tensor], list[torch.Tensor], None]:
-        """Updates the weight; yields what has to be summed over the processes that have parts, and gets the sums."""
+        """Updates the weight; yields tensors to sum over the ranks that have parts, and receives the sums."""
         state = self.state[part.parameter]
         skips = None
         for key, shape in factored_shapes(part.shape).items():
@@ -117,7 +118,7 @@ class Adafactor(torch.optim.Optimizer):
             gradient.div_(self.grad_scale.to(gradient.device))
         if self.found_inf is not None:
             skips = self.found_inf.to(gradient.device).bool()
-            # Moving by a share of 0 towards an infinite mean would still give NaN.
+            # lerp with weight 0 towards an infinite mean would still give NaN.
             gradient.masked_fill_(skips, 0)
         state["step"] += 1 if skips is None else (~skips).float()
         new = state["step"].double().pow(-DECAY_EXPONENT).float()
@@ -132,7 +133,7 @@ class Adafactor(torch.optim.Optimizer):
         else:
             part_of_vector(places["variance"], first, block).copy_(squared.view(-1))
         del squared
-        # All updates that wait here are summed over the processes in one collective; see `run_together`.
+        # Every update waits here, so that one collective sums for all; see `run_together`.
         sums = dict(zip(places, (yield list(places.values())), strict=True))
         if "row" in state:
             state["row"].lerp_(sums["row"] / part.shape[-1] + LEAST_SQUARE, new)
@@ -150,7 +151,7 @@ class Adafactor(torch.optim.Optimizer):
         else:
             squares = update.square().sum()
         if part.offset is not None:
-            # Flat parts lie in blocks that are larger: the update moves to the gradient's memory, and the block goes.
+            # Flat parts are in larger blocks: storing the update in the gradient's memory frees the block.
             gradient.copy_(update)
             update = gradient
             del block
@@ -176,7 +177,7 @@ class Adafactor(torch.optim.Optimizer):
 
 
 def part_of(parameter: torch.Tensor) -> ParameterPart:
-    """This process's part of a parameter, which is whole or a DTensor that is sharded along one dimension."""
+    """Returns this rank's part of a parameter, which is whole or a DTensor that is sharded along one dimension."""
     if not isinstance(parameter, DTensor):
         return ParameterPart(parameter, tuple(parameter.shape))
     sharded = [axis for axis, placement in enumerate(parameter.placements) if placement.is_shard()]
@@ -213,7 +214,7 @@ def part_of_vector(vector: torch.Tensor, first: int, block: torch.Tensor) -> tor
 
 
 def run_together(updates: Sequence[Generator], holders: Holders | None) -> None:
-    """Runs updates step by step; what all yield is summed over the processes in one collective."""
+    """Runs updates in lockstep; what they yield is summed over the ranks in one collective."""
     asked = [next(update) for update in updates]
     while asked:
         if holders is not None:
@@ -230,27 +231,27 @@ def run_together(updates: Sequence[Generator], holders: Holders | None) -> None:
 
 
 def factored_shapes(shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-    """{name: shape} of Adafactor's state: {step, row, column} of a matrix, {step, variance} of anything else."""
+    """Returns {name: shape} of Adafactor's state: {step, row, column} of a matrix, else {step, variance}."""
     if len(shape) < 2:
         return {"step": (), "variance": shape}
     return {"step": (), "row": shape[:-1], "column": shape[:-2] + shape[-1:]}
 
 
 def are_matrices(shape: tuple[int, ...]) -> bool:
-    """Tells whether a parameter is a stack of matrices, such as a layer's experts; one filter per channel is not."""
+    """Tells if a parameter is a stack of matrices, such as a layer's experts; one filter per channel is not."""
     return len(shape) > 2 and min(shape[-2:]) > 1
 
 
 def round_stochastically(values: torch.Tensor, seed: int, step: torch.Tensor) -> torch.Tensor:
-    """fp32 to bf16, up or down with the probabilities that make the expectation exact; nothing waits for the device.
+    """Rounds fp32 to bf16, up or down so that the expectation is exact; nothing waits for the device.
 
-    bf16 is the upper half of fp32's bits: adding a uniform 16-bit number before cutting the lower half off carries
+    bf16 is the upper half of fp32's bits: adding a uniform 16-bit number before truncating the lower half carries
     into the upper half with exactly the right probability, for either sign.
     """
     generator = torch.Generator(values.device).manual_seed(seed)
     bits = values.contiguous().view(torch.int32)
     noise = torch.randint(0, 1 << 16, bits.shape, generator=generator, device=bits.device, dtype=torch.int32)
-    # The step's number is on the device: of it is made another permutation of the 2^16 numbers for each step.
+    # The step's number is on the device, so it cannot seed the generator: it permutes the 2^16 numbers instead.
     mixed = step.long() + 1
     for factor in (0x9E3779B97F4A7C15 - 2**64, 0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64):  # SplitMix64's
         mixed = mixed * factor

@@ -1,14 +1,14 @@
-"""A running mean of the weights beside those that train, which a constant learning rate leaves noisy.
+"""A running mean of the weights, kept next to those that train, which a constant learning rate leaves noisy.
 
-Of the weights s_1, s_2, ... as they are after every k-th step (k: averaging.every_steps) the mean m is
+The mean m of the weights s_1, s_2, ... after every k-th step (k: averaging.every_steps) is
 
     m_1 = s_1,    m_n = m_(n-1) + w_n (s_n - m_(n-1))
     tail:  w_n = 1 / n
     ema:   w_n = max(1 / n, 1 - 2^(-k / h)),    h = half_life_fraction x steps of the run
 
 tail is the uniform mean over the end of a run (LAWA: Kaddour, arXiv 2209.14981; Sanyal et al., arXiv 2306.03241). ema
-is the exponential one whose decay per step is 2^(-1 / h), taken k steps at a time; it begins as a uniform mean, in
-place of a correction for its start. Its length is relative to the run's as in Karras et al., arXiv 2312.02696.
+is the exponential mean whose decay per step is 2^(-1 / h), applied k steps at a time; it starts as a uniform mean
+instead of a bias correction. Its half-life is relative to the run's length as in Karras et al., arXiv 2312.02696.
 """
 
 from collections.abc import Iterable, Mapping
@@ -24,12 +24,12 @@ AverageState = dict[str, Any]
 
 
 def averages_after(settings: Averaging, total_steps: int) -> int:
-    """The step after which weights enter the average."""
+    """Returns the step after which weights enter the average."""
     return round((1 - settings.tail_fraction) * total_steps) if settings.kind == "tail" else 0
 
 
 def can_continue(settings: Averaging, before: AverageState | None, total_steps: int) -> bool:
-    """Tells whether an average continues: not after another kind, nor with weights from before a longer run's tail."""
+    """Tells if an average continues: not after another kind, nor with weights from before a longer run's tail."""
     if before is None or before["kind"] != settings.kind:
         return False
     return before["first_step"] > averages_after(settings, total_steps)
@@ -38,7 +38,7 @@ def can_continue(settings: Averaging, before: AverageState | None, total_steps: 
 def average_after_step(
     settings: Averaging, before: AverageState | None, step: int, total_steps: int
 ) -> tuple[AverageState | None, float]:
-    """Returns the average's contents after a `step` whose turn it is, and the weight w_n of that step's weights.
+    """Returns the average's contents after a `step` that enters it, and the weight w_n of that step's weights.
 
     None: there is no average yet. A weight of 1 begins one.
     """
@@ -56,7 +56,7 @@ def average_after_step(
 def averaging_problems(
     settings: Averaging, *, total_steps: int, exports_average: bool, rounds_stochastically: bool
 ) -> list[str]:
-    """Lists why the averaging cannot work in a run of `total_steps`; [] if it can."""
+    """Lists why the averaging cannot work in a run of `total_steps`; empty if it can."""
     if settings.kind == "none":
         if exports_average:
             return ["export.weights: average, but averaging.kind is none: set it to ema or tail, or export raw"]
@@ -78,7 +78,7 @@ def averaging_problems(
 
 
 class WeightAverage:
-    """The mean of this process's parts of the weights, in fp32, each laid out as its weight is."""
+    """Mean of this rank's parts of the weights, in fp32, each with the layout of its weight."""
 
     @torch.no_grad()
     def __init__(self, weights: Mapping[str, torch.Tensor]):
@@ -86,19 +86,19 @@ class WeightAverage:
 
     @torch.no_grad()
     def update(self, weights: Mapping[str, torch.Tensor], share: float) -> None:
-        """Moves the mean by `share` of the way to the weights. Nothing is sent and nothing waits."""
+        """Moves the mean by `share` of the way to the weights. Neither communicates nor waits for the device."""
         torch._foreach_lerp_(held_here(self.means.values()), held_here(weights.values()), share)
 
     @torch.no_grad()
     def exchange(self, weights: Mapping[str, torch.Tensor]) -> None:
-        """Puts the mean in the weights' place and the weights in its own, to the last bit: twice is as before."""
+        """Swaps the mean with the weights, bit for bit: a second call restores both."""
         for mean, weight in zip(held_here(self.means.values()), held_here(weights.values()), strict=True):
-            # One tensor at a time: a third copy of the model is never whole.
+            # One tensor at a time, so that a third copy of the model never exists.
             kept = weight.clone()
             weight.copy_(mean)
             mean.copy_(kept)
 
 
 def held_here(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """The part of each tensor that this process holds."""
+    """Returns the part of each tensor that this rank holds."""
     return [tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach() for tensor in tensors]

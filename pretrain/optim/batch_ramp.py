@@ -1,4 +1,4 @@
-"""The batch size as a pure function of the step: no state, so a resumed run needs none."""
+"""Batch size as a pure function of the step: no state, so resuming needs none."""
 
 import bisect
 import itertools
@@ -13,11 +13,11 @@ from pretrain.errors import InputError
 class BatchRamp:
     """Sequences per optimizer step over a run, constant within each level. Built by `batch_ramp`.
 
-    A run whose batch was changed on the way keeps the levels that it has trained with (see `after`).
+    A run whose batch was changed midway keeps the levels that it has already trained with (see `after`).
     """
 
     sequences_per_level: tuple[int, ...]
-    """Global batch of each level in sequences."""
+    """Global batch of each level, in sequences."""
     first_steps: tuple[int, ...]
     """Step at which each level begins, ascending; the first is 0."""
     total_steps: int
@@ -29,33 +29,33 @@ class BatchRamp:
         if not self.first_sequences:
             steps = [end - begin for begin, end in itertools.pairwise(self.first_steps)]
             per_level = [count * level for count, level in zip(steps, self.sequences_per_level, strict=False)]
-            # The class is frozen; this follows from the other fields, once.
+            # The class is frozen, and this field follows from the others.
             object.__setattr__(self, "first_sequences", tuple(itertools.accumulate(per_level, initial=0)))
 
     @property
     def total_sequences(self) -> int:
-        """Sequences that the run's steps hold: the budget, rounded up to whole steps."""
+        """Sequences of all steps: the budget, rounded up to whole steps."""
         return self.sequences_before(self.total_steps)
 
     def sequences_at(self, step: int) -> int:
-        """Global batch of `step` in sequences."""
+        """Returns the global batch of `step`, in sequences."""
         return self.sequences_per_level[self._level(step)]
 
     def sequences_before(self, step: int) -> int:
-        """Sequences of all steps before `step`."""
+        """Counts the sequences of all steps before `step`."""
         level = self._level(step)
         sequences = self.first_sequences[level] + (step - self.first_steps[level]) * self.sequences_per_level[level]
-        # Levels that an old checkpoint did not record are known by their sum alone.
+        # Of levels that an old checkpoint did not record, only the sum is known.
         return min([sequences, *self.first_sequences[level + 1 : level + 2]])
 
     def steps_to_reach(self, sequences: int) -> int:
-        """Fewest steps after which at least that many sequences were seen."""
+        """Returns the minimum number of steps after which at least that many sequences were seen."""
         level = max(0, bisect.bisect_left(self.first_sequences, sequences) - 1)
         missing = sequences - self.first_sequences[level]
         return self.first_steps[level] + max(0, -(-missing // self.sequences_per_level[level]))
 
     def after(self, past: "BatchRamp", step: int, sequences: int) -> "BatchRamp":
-        """These batches from `step` on, and before it those of `past`, which hold `sequences`."""
+        """Returns these batches from `step` on, and before it those of `past`, which sum to `sequences`."""
         earlier = [level for level, first in enumerate(past.first_steps) if first < step]
         later = [level for level, first in enumerate(self.first_steps) if first > step]
         levels = [
@@ -63,7 +63,8 @@ class BatchRamp:
             (step, sequences, self.sequences_at(step)),
         ]
         for n in later:
-            first, first_sequences, per_step = self.first_steps[n], *levels[-1][1:]
+            first = self.first_steps[n]
+            _, first_sequences, per_step = levels[-1]
             levels.append((first, first_sequences + (first - levels[-1][0]) * per_step, self.sequences_per_level[n]))
         joined = [levels[0]]
         for first, first_sequences, per_step in levels[1:]:
@@ -86,11 +87,12 @@ def batch_ramp(
     ramp_from: float = 1.0,
     ramp_over: float = 0.0,
 ) -> BatchRamp:
-    """The batch sizes of a run whose budget is total_sequences, or exactly total_steps: one of the two.
+    """Builds the batch sizes of a run; its budget is total_sequences, or exactly total_steps: one of the two.
 
-    With ramp_from = 1/n the batch climbs 1/n, 2/n ... n/n of sequences_per_step, a multiple of n; the levels below the
-    full batch share the first `ramp_over` of the run's sequences equally, each rounded up to whole steps. The defaults
-    give a constant batch. Raises InputError for a batch that is not a multiple of n and a ramp that never ends.
+    With ramp_from = 1/n the batch climbs 1/n, 2/n ... n/n of sequences_per_step, which must be a multiple of n; the
+    levels below the full batch share the first `ramp_over` of the run's sequences equally, each rounded up to whole
+    steps. The defaults give a constant batch. Raises InputError for a batch that is not a multiple of n and for a ramp
+    that never ends.
     """
     if not ramp_over < 1.0:
         raise InputError(f"batch.ramp.over: {ramp_over} leaves no part of the run for the full batch; use less than 1")
@@ -102,10 +104,10 @@ def batch_ramp(
             f"{sequences_per_step:,} sequences per step is not a multiple of {parts} ramp levels; nearest: {nearest}"
         )
     levels = [sequences_per_step * part // parts for part in range(1, parts + 1)]
-    # Exact: a rounding error could move the end of a level by a step.
+    # Exact fractions: a rounding error could move the end of a level by a step.
     over = Fraction(ramp_over).limit_denominator(10**6)
     if total_sequences is None:
-        # Sequences x steps per sequence = total_steps: a level below the full batch takes more steps per sequence.
+        # Sequences x steps per sequence = total_steps: levels below the full batch take more steps per sequence.
         steps_below = Fraction(sum(Fraction(sequences_per_step, level) for level in levels[:-1]))
         steps_per_full = 1 - over + (over * steps_below / (parts - 1) if parts > 1 else over)
         target = Fraction(total_steps * sequences_per_step) / steps_per_full

@@ -1,11 +1,11 @@
-"""The learning rate as a pure function of progress: no state, so a resumed run needs none.
+"""Learning rate as a pure function of progress: no state, so resuming needs none.
 
-Steps count from 0. Warmup gives step s the factor (s + 1) / warmup_steps: the first step already moves, and the last
-step of the warmup is at the peak. A decay reaches its floor at step == total_steps, the first step that is no longer
-taken (nanoGPT's get_lr with lr_decay_iters == max_iters): the last step of a run is one step above the floor. Past
-total_steps the factor stays where the decay ended.
+Steps count from 0. Warmup gives step s the factor (s + 1) / warmup_steps: the first step already moves the weights,
+and the last warmup step is at the peak. A decay reaches its floor at step == total_steps, one past the last step
+(nanoGPT's get_lr with lr_decay_iters == max_iters), so the last step of a run is just above the floor. Beyond
+total_steps the factor stays at the end of the decay.
 
-A schedule is a function (schedule, step) -> factor of the peak, entered in SCHEDULES under the name that
+A schedule is a function (schedule, step) -> factor of the peak, registered in SCHEDULES under a name that
 `Optim.schedule` in config.py lists too; docs/training.md shows them.
 """
 
@@ -20,15 +20,15 @@ DECAY_SHAPES: dict[str, Callable[[float], float]] = {
     "cosine": lambda progress: 0.5 * (1.0 + math.cos(math.pi * progress)),
     "sqrt": lambda progress: 1.0 - math.sqrt(progress),
 }
-"""Progress 0..1 of a decay to the share 1..0 that is left; sqrt is Hägele et al. 2024, arXiv 2405.18392."""
+"""Maps progress 0..1 of a decay to the remaining share 1..0; sqrt is Hägele et al. 2024, arXiv 2405.18392."""
 
 DECAYING = ("cosine", "linear", "wsd", "infinite")
-"""Schedules that fall to a floor at the end of the run, which may be moved."""
+"""Schedules that decay to a floor at the end of the run, which a longer budget may move."""
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """One run's learning rate; raises InputError for phases that the run has no room for."""
+    """Learning rate of one run; raises InputError for phases that are longer than the run."""
 
     name: str
     """Key of SCHEDULES."""
@@ -39,21 +39,21 @@ class Schedule:
     final_ratio: float = 0.1
     """Floor of the decay, as a share of the peak."""
     decay_steps: int | None = None
-    """wsd: length of the decay that ends the run; None is a fifth of the run."""
+    """wsd: length of the final decay; None is a fifth of the run."""
     decay_shape: str = "linear"
     """wsd: key of DECAY_SHAPES."""
     cooldown_steps: int | None = None
     """infinite: length of the cosine cooldown after the warmup; None is 0.7 of the run. State it for a run that may be
-    extended: a default that grows with total_steps would change rates already used."""
+    extended: a default that grows with total_steps would change learning rates already used."""
     constant_ratio: float = 7.5e-6 / 1.4e-5
-    """infinite: the plateau after the cooldown, as a share of the peak."""
+    """infinite: plateau after the cooldown, as a share of the peak."""
     anneal_steps: int = 0
-    """infinite: length of the annealing that ends the run; 0 leaves the run on the plateau, ready to be continued."""
+    """infinite: length of the final annealing; 0 leaves the run on the plateau, ready to be continued."""
     first_step: int = 0
-    """Step at which the warmup begins: 0, or where a run that had begun was given this schedule."""
+    """Step at which the warmup begins: 0, or the step at which a started run was given this schedule."""
     decayed: tuple[int, int, float] | None = None
-    """(first step of the final decay, step at which the end of the run was moved, progress of the decay there). The
-    rest of the decay takes the steps up to total_steps, so that the rate does not jump. None: as planned."""
+    """(first step of the final decay, step at which the run's end was moved, progress of the decay at that step). The
+    rest of the decay is stretched to total_steps, so that the learning rate does not jump. None: as planned."""
 
     def __post_init__(self):
         problems = _problems_of_schedule(self)
@@ -61,13 +61,13 @@ class Schedule:
             raise InputError(*problems)
 
     def factor(self, step: int) -> float:
-        """Share of the peak learning rate at `step` (0 is the first)."""
+        """Returns the share of the peak learning rate at `step` (0 is the first)."""
         if step < self.warmup_end:
             return (step - self.first_step + 1) / self.warmup_steps
         return SCHEDULES[self.name](self, step)
 
     def learning_rate(self, step: int, peak: float) -> float:
-        """Learning rate at `step` (0 is the first) for the given peak."""
+        """Returns the learning rate at `step` (0 is the first) for the given peak."""
         return peak * self.factor(step)
 
     @property
@@ -82,7 +82,7 @@ class Schedule:
 
     @property
     def decays_from(self) -> int:
-        """The step at which the decay that ends the run begins; total_steps where none does, or where all is one."""
+        """Step at which the final decay begins; total_steps if there is none, or if the whole run decays."""
         return self._decay_begin if self.name in ("wsd", "infinite") else self.total_steps
 
     @property
@@ -98,16 +98,17 @@ class Schedule:
         return self.warmup_end
 
     def progress(self, step: int) -> float:
-        """Share of the decay to the floor that lies before `step`, 0 to 1."""
+        """Returns the share of the decay to the floor that lies before `step`, 0 to 1."""
         if self.decayed is None:
             return _progress(step, self._decay_begin, self.total_steps)
         _, begin, progress = self.decayed
         return progress + (1.0 - progress) * _progress(step, begin, self.total_steps)
 
     def moved_to(self, total_steps: int, step: int, planned: "Schedule") -> "Schedule":
-        """The schedule of a run whose end is moved to `total_steps` when `step` steps are taken.
+        """Returns the schedule of a run whose end is moved to `total_steps` after `step` steps.
 
-        The rates so far stay, and the rate of `step` too: a decay that has begun takes the steps that are left.
+        Past learning rates stay, and so does that of `step`: a decay that has begun stretches over the remaining
+        steps.
 
         Args:
             planned: the recipe's schedule for a run of that length.
@@ -126,7 +127,7 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Annealing:
-    """A schedule that was asked to end: from `from_step` on the learning rate falls from where it was to the floor."""
+    """A schedule that was told to end: from `from_step` on the learning rate decays from its value to the floor."""
 
     schedule: Schedule
     from_step: int
@@ -143,7 +144,7 @@ class Annealing:
         return self.schedule.warmup_steps
 
     def learning_rate(self, step: int, peak: float) -> float:
-        """Returns the rate of `step`; see `Schedule.learning_rate`."""
+        """Returns the learning rate of `step`; see `Schedule.learning_rate`."""
         if step < self.from_step:
             return self.schedule.learning_rate(step, peak)
         begin = self.schedule.factor(max(self.from_step - 1, 0))
@@ -153,30 +154,30 @@ class Annealing:
 
 
 def cosine(schedule: Schedule, step: int) -> float:
-    """Half a cosine from the peak to the floor (Loshchilov & Hutter 2017, arXiv 1608.03983, without restarts)."""
+    """Follows half a cosine from the peak to the floor (Loshchilov & Hutter 2017, arXiv 1608.03983, no restarts)."""
     return _decayed(schedule, "cosine", step)
 
 
 def linear(schedule: Schedule, step: int) -> float:
-    """A straight line from the peak to the floor."""
+    """Follows a straight line from the peak to the floor."""
     return _decayed(schedule, "linear", step)
 
 
 def constant(schedule: Schedule, step: int) -> float:
-    """Constant at the peak."""
+    """Stays at the peak."""
     return 1.0
 
 
 def warmup_stable_decay(schedule: Schedule, step: int) -> float:
-    """The peak, then a decay to the floor over the last decay_steps (Hu et al. 2024, arXiv 2404.06395)."""
+    """Stays at the peak, then decays to the floor over the last decay_steps (Hu et al. 2024, arXiv 2404.06395)."""
     return _decayed(schedule, schedule.decay_shape, step)
 
 
 def infinite(schedule: Schedule, step: int) -> float:
-    """Cosine cooldown to a plateau, the plateau, and an exponential annealing of the last anneal_steps to the floor.
+    """Cools down by a cosine to a plateau, stays, and anneals exponentially over the last anneal_steps to the floor.
 
-    Ibrahim et al. 2024, arXiv 2403.08763. Annealing starts from the rate it finds: a run shorter than its cooldown
-    anneals from there.
+    Ibrahim et al. 2024, arXiv 2403.08763. Annealing starts from the current learning rate: a run shorter than its
+    cooldown anneals from there.
     """
     cooldown_steps = round(0.7 * schedule.steps) if schedule.cooldown_steps is None else schedule.cooldown_steps
     cooling = _progress(min(step, schedule.decays_from), schedule.warmup_end, schedule.warmup_end + cooldown_steps)
@@ -199,15 +200,15 @@ SCHEDULES: dict[str, Callable[[Schedule, int], float]] = {
 def cooldown_steps_of_infinite(
     total_steps: int, tokens_per_step: int, min_cooldown_tokens: int = 0, cooldown_fraction: float = 0.7
 ) -> int:
-    """Length of the infinite schedule's cooldown: max(min_cooldown_tokens, cooldown_fraction of the run), in steps.
+    """Returns the infinite schedule's cooldown in steps: max(min_cooldown_tokens, cooldown_fraction of the run).
 
-    A run shorter than min_cooldown_tokens stays near the peak: half a cosine is flat where it begins.
+    A run shorter than min_cooldown_tokens stays near the peak, since half a cosine starts flat.
     """
     return max(math.ceil(min_cooldown_tokens / tokens_per_step), round(cooldown_fraction * total_steps))
 
 
 def learning_rate_for_batch(base_learning_rate: float, sequences_per_step: int) -> float:
-    """base_learning_rate, stated for one sequence per step, times the square root of the global batch in sequences.
+    """Returns base_learning_rate, which is for one sequence per step, times sqrt(global batch in sequences).
 
     Square-root scaling suits optimizers that divide by the gradient's magnitude (Malladi et al. 2022, arXiv
     2205.10287).
@@ -225,7 +226,7 @@ def _progress(step: int, start: int, end: int) -> float:
 
 
 def _problems_of_schedule(schedule: Schedule) -> list[str]:
-    """Lists the problems of settings that are each valid: a recipe's types check those."""
+    """Lists the problems of combined settings; the recipe's types check each one alone."""
     if schedule.steps < 1:
         return [f"total_steps {schedule.total_steps:,} is below {schedule.first_step + 1:,}: raise the budget"]
     problems = []

@@ -1,7 +1,7 @@
-"""Matrices whose elements are spread over processes: each is put together by one owner, worked on, and sent back.
+"""Exchange of matrices that are sharded over ranks: an owner gathers each one, works on it, and sends it back.
 
-The matrices of a bucket travel together: one collective to the owners and one back, or one in all where every process
-has every matrix already. So the collectives of an update are bounded by its bytes, not by the number of matrices.
+The matrices of a bucket travel together: one collective to the owners and one back, or only one if every rank has
+every matrix already. So the number of collectives depends on an update's bytes, not on its number of matrices.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,12 +13,12 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 BUCKET_ELEMENTS = 2**24
-"""A bucket holds so many elements for each process that shares it, or one matrix."""
+"""Elements in a bucket for each rank that shares it; a larger matrix has a bucket of its own."""
 
 
 @dataclass(frozen=True)
 class Holders:
-    """The processes that hold the same matrices, or parts of them; without a group this process alone."""
+    """Ranks that hold the same matrices, or parts of them; without a group only this rank."""
 
     group: dist.ProcessGroup | None
     device: torch.device
@@ -39,13 +39,13 @@ class HiddenMatrix:
 
     shape: tuple[int, int]
     blocks: tuple[int, ...] = ()
-    """Sizes of the blocks that are matrices of their own, such as q, k and v; (): it is one."""
+    """Sizes of the blocks that are updated as separate matrices, such as q, k and v; (): it is one matrix."""
     block_dim: int = 0
-    """Dimension along which the blocks lie."""
+    """Dimension along which the blocks are concatenated."""
     alternates: bool = False
-    """True if the blocks, all of one size, alternate row by row along `block_dim`."""
+    """True if the blocks, all of one size, are interleaved row by row along `block_dim`."""
     stacked: int = 1
-    """Number of such matrices in the parameter, one after the other: a layer's experts."""
+    """Number of such matrices stacked in the parameter: a layer's experts."""
 
     @property
     def elements(self) -> int:
@@ -53,7 +53,7 @@ class HiddenMatrix:
         return self.shape[0] * self.shape[1]
 
     def split(self, whole: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Views of the blocks of a tensor of this shape."""
+        """Returns views of the blocks of a tensor of this shape."""
         if self.alternates:
             views = whole.mT if self.block_dim else whole
             count = len(self.blocks)
@@ -64,14 +64,14 @@ class HiddenMatrix:
 
 @dataclass(frozen=True)
 class MatrixPiece:
-    """This process's piece of a matrix, in one of the tensors that its optimizer updates."""
+    """Piece of a matrix that this rank holds, in one of the tensors that its optimizer updates."""
 
     matrix: HiddenMatrix
     holders: Holders
     tensor: int
     """Index of that tensor."""
     ranges: tuple[tuple[int, int], ...] = ()
-    """(first element, end) of each process's piece of the flat matrix; (): all have all of it."""
+    """(first element, end) of each rank's piece of the flat matrix; (): every rank has all of it."""
     offset: int | None = None
     """Index of the piece's first element in the flat tensor; None: the tensor is the piece."""
     is_transposed: bool = False
@@ -83,25 +83,25 @@ class MatrixPiece:
 
     @property
     def owner(self) -> int | None:
-        """The process that has all of it, if only one has any."""
+        """Rank that has all of it, if only one has any."""
         return next((rank for rank, (first, end) in enumerate(self.ranges) if end - first == self.elements), None)
 
     @property
     def is_alone(self) -> bool:
-        """True if this process updates it alone, or another one does."""
+        """True if a single rank updates it without communication."""
         return self.holders.size == 1 or self.owner is not None
 
     @property
     def is_here(self) -> bool:
-        """True if this process has any of it."""
+        """True if this rank has any of it."""
         return not self.ranges or self.counts()[self.holders.rank] > 0
 
     def counts(self) -> list[int]:
-        """Elements that each process has."""
+        """Returns the number of elements on each rank."""
         return [end - first for first, end in self.ranges]
 
     def part(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The elements that are here, in the order of the ranges."""
+        """Returns this rank's elements, in the order of the ranges."""
         part = tensors[self.tensor]
         if self.offset is not None:
             part = part.view(-1).narrow(
@@ -110,23 +110,23 @@ class MatrixPiece:
         return part.mT if self.is_transposed else part
 
     def whole(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The matrix, where all of it is here."""
+        """Returns the matrix, if all of it is on this rank."""
         return tensors[self.tensor] if self.offset is None else self.part(tensors).view(self.matrix.shape)
 
     def as_matrix(self, flat: torch.Tensor) -> torch.Tensor:
-        """A view of all its elements, in the order of the ranges, as the matrix."""
+        """Returns a view, as the matrix, of all its elements in the order of the ranges."""
         return flat.view(self.matrix.shape[::-1]).mT if self.is_transposed else flat.view(self.matrix.shape)
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """This process's part of a tensor, as a plain one with the same storage."""
+    """Returns this rank's part of a tensor, as a plain tensor with the same storage."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def pieces_of(parameter: torch.Tensor, matrix: HiddenMatrix, tensor: int, copies: Holders | None) -> list[MatrixPiece]:
-    """The pieces of a parameter that is a matrix or a stack of them, whole or sharded along one dimension (DTensor).
+    """Returns the pieces of a parameter that is a matrix or a stack, whole or sharded along one dimension (DTensor).
 
-    copies: the processes that have the whole parameter and share the work of its update.
+    copies: the ranks that hold replicas of the whole parameter and share the work of its update.
     """
     holders = copies or Holders(None, parameter.device)
     dim = None
@@ -149,7 +149,7 @@ def pieces_of(parameter: torch.Tensor, matrix: HiddenMatrix, tensor: int, copies
 
 
 def stacked_pieces(matrix: HiddenMatrix, holders: Holders, tensor: int, dim: int | None) -> list[MatrixPiece]:
-    """A piece per matrix of a stack, which is whole on every process or, sharded along `dim` 0, on one of them."""
+    """Returns a piece per matrix of a stack; each is whole on every rank or, sharded along `dim` 0, on one of them."""
     if dim not in (None, 0):
         raise ValueError(f"stacked matrices are sharded between them, not along their dimension {dim}")
     one = replace(matrix, stacked=1)
@@ -172,14 +172,14 @@ def replace_whole_matrices(
     dtype: Callable[[torch.device], torch.dtype],
     replace_all: Callable[[list[tuple[torch.Tensor, HiddenMatrix]]], None],
 ) -> None:
-    """Replaces matrices by a function of them, in the tensors in which their pieces are.
+    """Replaces matrices by a function of them, in the tensors that hold their pieces.
 
-    All processes of a group call together, with the same pieces in the same order.
+    A collective call: all ranks of a group must make it, with the same pieces in the same order.
 
     Args:
-        tensors: of this process, with the pieces in them.
-        dtype: in which matrices travel and are worked on, by device.
-        replace_all: overwrites each of some whole matrices by its result.
+        tensors: this rank's tensors, which hold the pieces.
+        dtype: dtype in which matrices are sent and worked on, by device.
+        replace_all: overwrites each of some whole matrices with its result.
     """
     shared: dict[Holders, list[MatrixPiece]] = {}
     here = []
@@ -208,14 +208,15 @@ Bucket = list[tuple[MatrixPiece, int]]
 
 
 def buckets_of(pieces: Sequence[MatrixPiece], processes: int) -> list[Bucket]:
-    """The pieces in buckets; owners have about equal work, in each bucket as well as in all."""
+    """Groups the pieces into buckets and balances the owners' work, in each bucket as well as in total."""
     work = [0] * processes
     buckets: list[Bucket] = []
     room = 0
-    # Split matrices and copies apart: they travel in other ways. The largest first, and those of one shape together.
+    # Sharded and replicated matrices apart, since they use different collectives. Largest first, equal shapes
+    # together.
     for piece in sorted(pieces, key=lambda piece: (bool(piece.ranges), -piece.elements, piece.matrix.shape)):
         owner = work.index(min(work))
-        # In proportion to the operations of a product X X^T.
+        # Proportional to the operations of the matmul X X^T.
         work[owner] += piece.elements * min(piece.matrix.shape)
         if not buckets or piece.elements > room or bool(buckets[-1][0][0].ranges) != bool(piece.ranges):
             buckets.append([])
@@ -226,7 +227,7 @@ def buckets_of(pieces: Sequence[MatrixPiece], processes: int) -> list[Bucket]:
 
 
 def exchange_results(bucket: Bucket, holders: Holders, tensors, dtype: torch.dtype, replace_all) -> None:
-    """Updates matrices that every process has: their owners' results go to all, in one collective."""
+    """Updates replicated matrices: all ranks get their owners' results in one collective."""
     owned = [[piece for piece, owner in bucket if owner == rank] for rank in range(holders.size)]
     longest = max(sum(piece.elements for piece in theirs) for theirs in owned)
     gathered = torch.empty(holders.size, longest, dtype=dtype, device=holders.device)
@@ -239,14 +240,14 @@ def exchange_results(bucket: Bucket, holders: Holders, tensors, dtype: torch.dty
     matrices = [piece.as_matrix(view) for piece, view in zip(mine, own_views, strict=True)]
     copy_all(matrices, [piece.whole(tensors) for piece in mine])
     replace_all([(matrix, piece.matrix) for matrix, piece in zip(matrices, mine, strict=True)])
-    # Cloned: a collective must not read what it writes.
+    # Cloned: a collective must not read the memory that it writes.
     dist.all_gather_single(gathered.view(-1), gathered[holders.rank].clone(), group=holders.group)
     for theirs, of_rank in zip(owned, views, strict=True):
         copy_all([piece.whole(tensors) for piece in theirs], map(MatrixPiece.as_matrix, theirs, of_rank))
 
 
 def exchange_parts(bucket: Bucket, holders: Holders, tensors, dtype: torch.dtype, replace_all) -> None:
-    """Updates matrices in parts: all parts go to the owners, and the results back, in one collective each."""
+    """Updates sharded matrices: all parts go to the owners, and the results back, in one collective each."""
     me = holders.rank
     processes = range(holders.size)
     owned = [[piece for piece, owner in bucket if owner == rank] for rank in processes]
@@ -277,12 +278,12 @@ def exchange_parts(bucket: Bucket, holders: Holders, tensors, dtype: torch.dtype
 
 
 def consecutive_views(flat: torch.Tensor, sizes) -> list[torch.Tensor]:
-    """Views of the beginning of a flat tensor, one after the other."""
+    """Returns consecutive views of the beginning of a flat tensor, in these sizes."""
     return [flat[first:end] for first, end in pairwise(accumulate(sizes, initial=0))]
 
 
 def split_like(values: Sequence, groups: Sequence[Sequence]) -> list[Sequence]:
-    """The values in groups of the same lengths."""
+    """Groups the values into the same lengths as the groups."""
     return [values[first:end] for first, end in pairwise(accumulate(map(len, groups), initial=0))]
 
 

@@ -1,7 +1,7 @@
-"""Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/) in the dtype that the device multiplies fast.
+"""Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/) in the dtype with fast matmuls on the device.
 
-The mathematics and the names of the state are torch.optim.Muon's, which multiplies in bf16 everywhere. A CPU without
-bf16 instructions emulates it, 50 times slower than fp32.
+The math and the state's names are torch.optim.Muon's, which always uses bf16 matmuls. A CPU without bf16 instructions
+emulates them, 50 times slower than fp32.
 """
 
 import math
@@ -21,15 +21,15 @@ from pretrain.optim.matrix_exchange import (
 )
 
 EPS = 1e-7
-"""Least Frobenius norm that an update is divided by."""
+"""Minimum Frobenius norm that an update is divided by."""
 BATCH_ELEMENTS = 2**22
-"""Matrices of one shape are multiplied together up to so many elements: small products leave cores idle, large ones
+"""Maximum elements of matrices of one shape that are multiplied together: small matmuls leave cores idle, large ones
 do not, and the memory of an update is bounded by this or by the largest matrix."""
 
 Quintic = tuple[float, float, float]
-"""a, b and c of a x + b x^3 + c x^5."""
+"""Coefficients a, b and c of a x + b x^3 + c x^5."""
 SAFETY = 1.01
-"""Polar Express's margin for singular values that rounding in bf16 has pushed above the bound."""
+"""Polar Express's margin for singular values that bf16 rounding has pushed above the bound."""
 POLAR_EXPRESS: tuple[Quintic, ...] = (
     (8.28721201814563, -23.595886519098837, 17.300387312530933),
     (4.107059111542203, -2.9478499167379106, 0.5448431082926601),
@@ -39,46 +39,45 @@ POLAR_EXPRESS: tuple[Quintic, ...] = (
     (1.891301407787398, -1.2679958271945868, 0.37680408948524835),
     (1.8750014808534479, -1.2500016453999487, 0.3750001645474248),
 )
-"""The optimal quintics for singular values from 1e-3 to 1, one after the other (Amsel et al., arXiv 2505.16932,
-algorithm 1)."""
+"""Optimal sequence of quintics for singular values from 1e-3 to 1 (Amsel et al., arXiv 2505.16932, algorithm 1)."""
 
 
 def divided(quintic: Quintic, by: float) -> Quintic:
-    """The polynomial of x / by."""
+    """Returns the polynomial of x / by."""
     a, b, c = quintic
     return a / by, b / by**3, c / by**5
 
 
 COEFFICIENTS: dict[str, tuple[Quintic, ...]] = {
-    # The steepest at zero that keeps singular values within about 0.7 to 1.2.
+    # The steepest slope at zero that keeps singular values within about 0.7 to 1.2.
     "jordan": ((3.4445, -4.7750, 2.0315),),
-    # The margin is in every polynomial but the last, and once more in the norm that the matrix is divided by.
+    # Every polynomial but the last includes the margin; the first includes it twice, once for the norm's division.
     "polar_express": (
         divided(POLAR_EXPRESS[0], SAFETY * SAFETY),
         *(divided(quintic, SAFETY) for quintic in POLAR_EXPRESS[1:]),
         (1.875, -1.25, 0.375),
     ),
 }
-"""{name: quintics of the iterations, the last of which is that of all further ones}."""
+"""{name: quintics of the iterations}; further iterations repeat the last."""
 
 
 class Muon(torch.optim.Optimizer):
-    """Orthogonalized momentum: the update of a matrix is the nearest to its momentum with equal singular values.
+    """Orthogonalized momentum: a matrix's update is the matrix with equal singular values closest to its momentum.
 
     B <- m B + (1 - m) G;  U = NS((1 - m) G + m B);  W <- (1 - lr weight_decay) W - lr 0.2 sqrt(max(rows, columns)) U.
     The factor gives the update AdamW's root mean square of about 0.2 (Liu et al., arXiv 2502.16982).
 
-    A step turns gradients into updates in place. `grad_scale` and `found_inf` are as in torch's fused optimizers: what
-    gradients are divided by, and 1 where nothing shall change, read on the device. `copies` are the processes that
-    have the same whole matrices and share the work.
+    A step turns gradients into updates in place. `grad_scale` and `found_inf` are as in torch's fused optimizers: a
+    divisor of the gradients, and 1 to skip the update, both read on the device. `copies` are the ranks that hold
+    replicas of the same whole matrices and share the work.
 
     Args:
-        params: matrices alone. Raises ValueError for anything else.
+        params: matrices only. Raises ValueError for anything else.
         lr: step size, on AdamW's scale.
-        momentum: m; the update looks ahead by it once more (Nesterov).
+        momentum: m; the update applies it twice (Nesterov).
         ns_steps: iterations of `orthogonalized`.
-        coefficients: of COEFFICIENTS.
-        matrices: how parameters are cut into blocks, each a matrix of its own, where they are.
+        coefficients: key of COEFFICIENTS.
+        matrices: how to split parameters into blocks, each a separate matrix; others are one matrix.
     """
 
     grad_scale: torch.Tensor | None = None
@@ -128,7 +127,7 @@ class Muon(torch.optim.Optimizer):
         if self.found_inf is not None:
             skips = self.found_inf.to(updates[0].device).bool()
             for update, momentum in zip(updates, momenta, strict=True):
-                torch.where(skips, momentum, update, out=update)  # with which the momentum stays as it is
+                torch.where(skips, momentum, update, out=update)  # the lerp below then leaves the momentum unchanged
             decay = torch.where(skips, 1.0, decay)
         torch._foreach_lerp_(momenta, updates, 1 - group["momentum"])
         torch._foreach_lerp_(updates, momenta, group["momentum"])
@@ -157,7 +156,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
     """Muon for hidden matrices and AdamW for the rest, as one optimizer.
 
     Muon's update is scaled to AdamW's root mean square (Liu et al., arXiv 2502.16982), so one learning rate serves
-    both. param_groups and state are those of the two, concatenated; a step updates the groups that are there then.
+    both. param_groups and state are the two optimizers' concatenated; a step uses the groups that exist at that time.
     """
 
     grad_scale: torch.Tensor | None = None
@@ -173,7 +172,8 @@ class MuonWithAdamW(torch.optim.Optimizer):
         of_muon = [group for group in self.param_groups if "ns_steps" in group]
         others = [group for group in self.param_groups if "ns_steps" not in group]
         for part, groups in ((self.muon, of_muon), (self.adamw, others)):
-            # Strategies and checkpoints replace the groups and the state of this optimizer: the two take them anew.
+            # Strategies and checkpoints replace this optimizer's groups and state, so they are passed on at every
+            # step.
             part.param_groups = groups
             part.state = self.state
             part.grad_scale = self.grad_scale
@@ -182,7 +182,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
 
 
 def update_scale(matrix: HiddenMatrix) -> float:
-    """The factor of an orthogonalized matrix; for blocks, the largest of their factors."""
+    """Returns the factor of an orthogonalized matrix; for blocks, the largest of their factors."""
     rows, columns = matrix.shape
     if matrix.blocks:
         rows, columns = (max(matrix.blocks), columns) if matrix.block_dim == 0 else (rows, max(matrix.blocks))
@@ -198,7 +198,7 @@ def orthogonalize_all(matrices: list[tuple[torch.Tensor, HiddenMatrix]], coeffic
             blocks.append(block)
             relative.append(0.2 * math.sqrt(max(block.shape)) / update_scale(matrix))
     for batch in batches_of_one_shape(blocks):
-        # The iteration multiplies X X^T, which is smallest with the shorter side as rows.
+        # The iteration computes X X^T, which is smallest if rows are the shorter side.
         wide = [block.mT if block.size(0) > block.size(1) else block for block in (blocks[index] for index in batch)]
         if len(batch) == 1:
             results = [orthogonalized(wide[0].to(product_dtype(wide[0].device)), coefficients)]
@@ -213,7 +213,7 @@ def orthogonalize_all(matrices: list[tuple[torch.Tensor, HiddenMatrix]], coeffic
 
 
 def batches_of_one_shape(matrices: Sequence[torch.Tensor]) -> Iterator[list[int]]:
-    """Indices of the matrices in batches of one shape (or its transpose) and of at most BATCH_ELEMENTS."""
+    """Yields indices of the matrices in batches of one shape (or its transpose) and of at most BATCH_ELEMENTS."""
     alike: dict[tuple, list[int]] = {}
     for index, matrix in enumerate(matrices):
         alike.setdefault((matrix.device, *sorted(matrix.shape)), []).append(index)
@@ -223,21 +223,21 @@ def batches_of_one_shape(matrices: Sequence[torch.Tensor]) -> Iterator[list[int]
 
 
 def product_dtype(device: torch.device) -> torch.dtype:
-    """bf16 where the device has instructions for its products, else fp32."""
+    """Returns bf16 if the device has instructions for bf16 matmuls, else fp32."""
     return torch.float32 if missing_bf16(device.type) else torch.bfloat16
 
 
 def iterations(name: str, steps: int) -> list[Quintic]:
-    """The polynomials of COEFFICIENTS in so many iterations."""
+    """Returns the polynomials of that many iterations."""
     quintics = COEFFICIENTS[name]
     return [quintics[min(step, len(quintics) - 1)] for step in range(steps)]
 
 
 def orthogonalized(matrices: torch.Tensor, coefficients: Sequence[Quintic]) -> torch.Tensor:
-    """(..., R, C), R <= C, to U S' V^T for U S V^T the singular value decomposition, S' about one.
+    """Maps (..., R, C), R <= C, with singular value decomposition U S V^T to U S' V^T, S' close to one.
 
-    Newton-Schulz iterations X <- a X + (b A + c A^2) X with A = X X^T, in the matrices' dtype, after a division by the
-    Frobenius norm, which bounds the largest singular value by one.
+    Runs Newton-Schulz iterations X <- a X + (b A + c A^2) X with A = X X^T, in the matrices' dtype, after dividing by
+    the Frobenius norm, which bounds the largest singular value by one.
     """
     multiply_add = torch.addmm if matrices.dim() == 2 else torch.baddbmm
     x = matrices / matrices.norm(dim=(-2, -1), keepdim=True).clamp(min=EPS)

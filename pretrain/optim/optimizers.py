@@ -1,4 +1,4 @@
-"""Optimizers: which parameters decay, what each needs and keeps, its state by parameter name, the gradient's norm."""
+"""Optimizers: what decays, what each needs and keeps, state by parameter name, the gradient norm."""
 
 import math
 from abc import ABC, abstractmethod
@@ -22,29 +22,29 @@ if TYPE_CHECKING:
 
 NamedParameters = list[tuple[str, torch.nn.Parameter]]
 MOST_ADDED_UP = 2**16
-"""Squares that a CPU adds up one after the other: with so many the result is off by 2e-7, with a million by 1e-5."""
+"""Squares that a CPU may sum sequentially in fp32: with this many the error is 2e-7, with a million 1e-5."""
 
 
 @dataclass(frozen=True)
 class ModelShapes:
-    """A model's whole parameters by name, as optimizers tell them apart: under ZeRO-3 those that train are empty."""
+    """Whole shapes and kinds of a model's parameters by name; under ZeRO-3 the training parameters are empty."""
 
     shapes: Mapping[str, tuple[int, ...]]
     embeddings: frozenset[str]
     transposed: frozenset[str] = frozenset()
-    """Weights whose columns are the outputs, as GPT-2's."""
+    """Weights whose columns are the outputs, such as GPT-2's."""
     roles: "Mapping[str, WidthRole]" = field(default_factory=dict)
-    """Roles by which learning rates differ; empty: they do not."""
+    """Roles that set each parameter's learning rate; empty: all have the same."""
     width_ratio: float = 1.0
-    """Ratio of the model's width to the one at which the learning rate was found."""
+    """Ratio of the model's width to the width at which the learning rate was tuned."""
     experts: Mapping[str, int] = field(default_factory=dict)
-    """{name: experts} of the parameters in which the experts of a layer are stacked."""
+    """{name: number of experts} of parameters that stack a layer's experts."""
     stacks: Mapping[str, tuple[int | None, bool]] = field(default_factory=dict)
-    """The experts' parameters that are matrices: see `routers.expert_matrices`."""
+    """Experts' parameters that are matrices: see `routers.expert_matrices`."""
 
     @classmethod
     def of(cls, causal_lm: PreTrainedModel, settings: Optim | None = None) -> "ModelShapes":
-        """The shapes of a whole model, perhaps on the meta device. Raises InputError if its roles cannot be found."""
+        """Reads the shapes of a whole model, also on the meta device. Raises InputError if it finds no width roles."""
         shapes = {name: tuple(parameter.shape) for name, parameter in causal_lm.named_parameters()}
         names = embedding_parameter_names(causal_lm), transposed_names(causal_lm)
         experts = {
@@ -62,17 +62,17 @@ class ModelShapes:
         return replace(known, roles=width_roles(causal_lm.config), width_ratio=ratio)
 
     def rate_scale(self, name: str, *, orthogonalized: bool = False) -> float:
-        """The factor of the learning rate for this parameter."""
+        """Returns the factor of the learning rate for this parameter."""
         role = self.roles.get(name)
         return 1.0 if role is None else role.rate_scale(self.width_ratio, orthogonalized=orthogonalized)
 
     def decays(self, name: str) -> bool:
-        """Tells whether a parameter decays: matrices do; embeddings, norms and biases never."""
+        """Tells if a parameter decays: matrices do; embeddings, norms and biases never."""
         is_vectors = name.endswith("_bias")  # of experts, stacked
         return len(self.shapes[name]) >= 2 and name not in self.embeddings and not is_vectors
 
     def is_hidden_matrix(self, name: str) -> bool:
-        """Tells whether a parameter is a hidden matrix, or a stack of one per expert."""
+        """Tells if a parameter is a hidden matrix, or a stack of one per expert."""
         is_matrix = len(self.shapes[name]) == 2 or name in self.stacks
         return self.decays(name) and is_matrix and not is_output_head(name)
 
@@ -83,7 +83,7 @@ def is_output_head(name: str) -> bool:
 
 @dataclass(frozen=True)
 class OptimizerSpec(ABC):
-    """The facts about an optimizer that need no built one: what it refuses, what it keeps, what an update takes.
+    """Facts about an optimizer that need no instance: what it rejects, what it keeps, what an update takes.
 
     Each optimizer is a subclass and a line in OPTIMIZERS.
     """
@@ -95,45 +95,45 @@ class OptimizerSpec(ABC):
     whole ones of some layers, under pp; sharded: as DTensors, under fsdp2 and hsdp; pieces: any part of a matrix
     without the rest, under ZeRO and tp; tiles: parts of parts, under fsdp_tp."""
     state_is_whole = False
-    """True if each process keeps all of the state, and not only that of its parts of the parameters."""
+    """True if each rank keeps all of the state, and not only that of its parameter shards."""
     shares_work = False
-    """True if processes that hold copies of the parameters divide the work of an update (`Muon.copies`)."""
+    """True if ranks that hold replicas of the parameters share the work of an update (`Muon.copies`)."""
     runs_from_disk = False
-    """True if it is tested with its state on a disk, where DeepSpeed's offload puts it."""
+    """True if it is tested with its state on disk, as with DeepSpeed's NVMe offload."""
     relative_learning_rate = 1.0
     """Its usual peak learning rate relative to AdamW's."""
     least_batch_factor = LEAST_BATCH_FACTOR
-    """Smallest factor of that peak by the batch; see `rate_by_law`."""
+    """Minimum factor of that peak by the batch size; see `rate_by_law`."""
     updates_in_bf16 = False
-    """True if the update is computed in bf16 under any precision, if the device multiplies in bf16."""
+    """True if the update uses bf16 under any precision, provided that the device multiplies in bf16."""
 
     @classmethod
     def auto_rate(cls, parameters: float, tokens_per_step: float) -> float:
-        """The peak that `learning_rate: auto` stands for."""
+        """Returns the peak learning rate of `learning_rate: auto`."""
         return rate_by_law(parameters, tokens_per_step, cls.relative_learning_rate, cls.least_batch_factor)
 
     def problems(self, settings: Optim, device_type: str) -> list[str]:
-        """Lists why it cannot train this model with these settings, or run on this device; [] if it can."""
+        """Lists why it cannot train this model with these settings, or run on this device; empty if it can."""
         return []
 
     @abstractmethod
     def make(
         self, parameters: NamedParameters, settings: Optim, learning_rate: float, seed: int, device_type: str
     ) -> torch.optim.Optimizer:
-        """The optimizer of these parameters, in the `groups` that say what decays; `seed` is of what it draws."""
+        """Builds the optimizer of these parameters in `groups`, which set the decay; `seed` is for its draws."""
 
     @abstractmethod
     def state_shapes(self, name: str) -> dict[str, tuple[int, ...]]:
-        """{name: shape} of what it keeps for a parameter once it has stepped; () for what is one number."""
+        """Returns {name: shape} of what it keeps for a parameter after its first step; () for a single number."""
 
     def placed(self, key: str, value: torch.Tensor, parameter: torch.Tensor, group: dict) -> torch.Tensor | int:
-        """Saved state as it is kept: moments with their parameter, `step` on the host unless a kernel reads it."""
+        """Moves saved state to its place: moments to their parameter's device, `step` to the CPU unless fused."""
         if key == "step" and not group.get("fused"):
             return value.clone()
         return value.to(parameter.device, copy=True)
 
     def groups(self, parameters: NamedParameters, weight_decay: float) -> list[dict]:
-        """Parameter groups: what decays, then the rest, each by its learning rate; empty groups are left out."""
+        """Builds parameter groups: decaying ones, then the rest, each by learning rate; empty groups are left out."""
         decayed = [(name, parameter) for name, parameter in parameters if self.model.decays(name)]
         others = [(name, parameter) for name, parameter in parameters if not self.model.decays(name)]
         return [*self.groups_by_rate(decayed, weight_decay), *self.groups_by_rate(others, 0.0)]
@@ -141,11 +141,11 @@ class OptimizerSpec(ABC):
     def groups_by_rate(
         self, parameters: NamedParameters, weight_decay: float, *, orthogonalized: bool = False
     ) -> list[dict]:
-        """A group for every scale of the learning rate; what a step decays is the same in all."""
+        """Builds a group for every scale of the learning rate; a step decays all groups by the same amount."""
         groups: dict[float, dict] = {}
         for name, parameter in parameters:
             scale = self.model.rate_scale(name, orthogonalized=orthogonalized)
-            # A step decays by rate x decay, and the rate has the scale in it.
+            # A step decays by learning rate x weight decay, and the learning rate includes the scale.
             own = {"params": [], "weight_decay": weight_decay / scale}
             groups.setdefault(scale, own | ({"learning_rate_scale": scale} if scale != 1 else {}))
             groups[scale]["params"].append(parameter)
@@ -153,7 +153,7 @@ class OptimizerSpec(ABC):
 
 
 class AdamWSpec(OptimizerSpec):
-    """AdamW (Loshchilov and Hutter, arXiv 1711.05101), fused where the device has the kernel."""
+    """AdamW (Loshchilov and Hutter, arXiv 1711.05101), fused if the device has the kernel."""
 
     takes = ("whole", "stage", "sharded", "pieces", "tiles")
     runs_from_disk = True
@@ -173,7 +173,7 @@ class AdamWSpec(OptimizerSpec):
 
 
 class AdafactorSpec(OptimizerSpec):
-    """Adafactor, whose rows and columns of second moments are whole on every process."""
+    """Adafactor, whose row and column statistics are replicated on every rank."""
 
     takes = ("whole", "stage", "sharded", "pieces")
     state_is_whole = True
@@ -196,7 +196,7 @@ class MuonSpec(AdamWSpec):
     runs_from_disk = False
     shares_work = True
     relative_learning_rate = 2.0
-    least_batch_factor = 0.5  # docs/quality.md has what was measured
+    least_batch_factor = 0.5  # measured in docs/quality.md
     updates_in_bf16 = True
 
     def problems(self, settings: Optim, device_type: str) -> list[str]:
@@ -221,13 +221,13 @@ class MuonSpec(AdamWSpec):
         return problems
 
     def outputs(self, name: str) -> int:
-        """The number of outputs of one matrix."""
+        """Returns the number of outputs of one matrix."""
         rows, columns = self.model.shapes[name][-2:]
         halves_dim, _ = self.model.stacks.get(name, (None, False))
         return columns if name in self.model.transposed or halves_dim == 1 else rows
 
     def matrix(self, name: str, blocks_of: Mapping[str, int | list[int]]) -> "HiddenMatrix":
-        """The matrix of this name, in the blocks of the first pattern that fits; experts' gate and up are two."""
+        """Returns the matrix of this name, in the blocks of the first matching pattern; gate and up are two blocks."""
         from pretrain.optim.matrix_exchange import HiddenMatrix
 
         *stack, rows, columns = self.model.shapes[name]
@@ -271,12 +271,12 @@ class MuonSpec(AdamWSpec):
 
 
 def block_sizes(blocks: int | list[int], total: int) -> list[int]:
-    """Sizes as given, or those of so many equal ones."""
+    """Returns the given sizes, or those of that many equal blocks."""
     return [total // blocks] * blocks if isinstance(blocks, int) else blocks
 
 
 def pattern_of(name: str, patterns: Iterable[str]) -> str | None:
-    """The first of the patterns that fits the name."""
+    """Returns the first pattern that matches the name."""
     return next((pattern for pattern in patterns if fnmatchcase(name, pattern)), None)
 
 
@@ -311,7 +311,7 @@ class AdamW8bitSpec(OptimizerSpec):
     def state_shapes(self, name: str) -> dict[str, tuple[int, ...]]:
         shape = self.model.shapes[name]
         state = {"step": (), "state1": shape, "state2": shape}
-        if math.prod(shape) >= 4096:  # bitsandbytes' min_8bit_size: smaller tensors stay in fp32
+        if math.prod(shape) >= 4096:  # bitsandbytes' min_8bit_size: smaller tensors keep fp32 state
             blocks = -(-math.prod(shape) // 256)
             state |= {"qmap1": (256,), "qmap2": (256,), "absmax1": (blocks,), "absmax2": (blocks,)}
         return state
@@ -330,7 +330,7 @@ OPTIMIZERS: dict[str, type[OptimizerSpec]] = {
 
 @dataclass(frozen=True)
 class OptimizerBuilder:
-    """Makes the recipe's optimizer of the (name, parameter) pairs that a strategy updates."""
+    """Builder of the recipe's optimizer for the (name, parameter) pairs that a strategy updates."""
 
     spec: OptimizerSpec
     settings: Optim
@@ -349,7 +349,7 @@ def optimizer_builder(
 
     Args:
         causal_lm: the whole model, on the meta device.
-        device_type: where the optimizer will run; decides on fused kernels.
+        device_type: where the optimizer will run; selects fused kernels.
     """
     spec = OPTIMIZERS[settings.name](ModelShapes.of(causal_lm, settings))
     if problems := spec.problems(settings, device_type):
@@ -358,7 +358,7 @@ def optimizer_builder(
 
 
 def optimizer_problems(settings: Optim, model_config: PreTrainedConfig, device_type: str) -> list[str]:
-    """Lists why the recipe's optimizer cannot train this model or run on this device; [] if it can."""
+    """Lists why the recipe's optimizer cannot train this model or run on this device; empty if it can."""
     try:
         shapes = ModelShapes.of(build_meta_model(model_config), settings)
     except InputError as error:
@@ -367,7 +367,7 @@ def optimizer_problems(settings: Optim, model_config: PreTrainedConfig, device_t
 
 
 def parameter_dtype(settings: Optim) -> torch.dtype:
-    """The dtype of the parameters that are updated: fp32 masters, or bf16 with stochastic rounding."""
+    """Returns the dtype of the updated parameters: fp32 master weights, or bf16 with stochastic rounding."""
     return torch.bfloat16 if settings.stochastic_rounding else torch.float32
 
 
@@ -385,7 +385,7 @@ def describe_optimizer(optimizer: torch.optim.Optimizer) -> str:
 def optimizer_state_by_name(
     optimizer: torch.optim.Optimizer, name_of: Mapping[torch.Tensor, str]
 ) -> dict[str, torch.Tensor]:
-    """{'<parameter>.<state>': tensor} of everything the optimizer keeps; numbers become 0-dimensional tensors."""
+    """Returns {'<parameter>.<state>': tensor} of all optimizer state; numbers become 0-dimensional tensors."""
     return {
         f"{name_of[parameter]}.{key}": value if torch.is_tensor(value) else torch.tensor(value)
         for parameter, state in optimizer.state.items()
@@ -401,13 +401,13 @@ def load_optimizer_state(
     tensors: Mapping[str, torch.Tensor],
     groups: Sequence[Mapping] | None = None,
 ) -> None:
-    """Puts saved state into an optimizer that has not stepped yet, to the last bit.
+    """Puts saved state into an optimizer that has not stepped yet, bit for bit.
 
-    Moments go where their parameter is; `step` stays on the host unless a kernel wants it on the device. Parameters
-    that were never updated have no state and get none, if that holds for all. Raises InputError with everything that
-    is missing, unexpected or of another shape, before anything is changed.
+    Moments go to their parameter's device; `step` stays on the CPU unless a kernel needs it on the device. If no
+    parameter was ever updated there is no state, and nothing is loaded. Raises InputError with everything that is
+    missing, unexpected or of another shape, before anything is changed.
 
-    groups: of the parameters whose state it is, where the optimizer's own have been replaced.
+    groups: groups of the parameters whose state it is, if the strategy has replaced the optimizer's own.
     """
     if not tensors:
         return
@@ -420,7 +420,7 @@ def load_optimizer_state(
                     name = f"{name_of[parameter]}.{key}"
                     shapes[name] = shape
                     places[name] = (parameter, group, key)
-    # Before anything is changed: an optimizer with half of its state would train on.
+    # First of all: an optimizer with half of its state would train on without an error.
     _check_state(type(optimizer).__name__, shapes, tensors)
     for name, (parameter, group, key) in places.items():
         optimizer.state[parameter][key] = spec.placed(key, tensors[name], parameter, group)
@@ -440,11 +440,11 @@ def _check_state(optimizer_name: str, wanted: Mapping[str, tuple[int, ...]], ten
 
 
 def total_norm(gradients: Iterable[torch.Tensor]) -> torch.Tensor:
-    """L2 norm of all gradients together, fp32, as a scalar (a DTensor where the gradients are).
+    """Returns the L2 norm of all gradients together, as an fp32 scalar (a DTensor if the gradients are).
 
-    A CPU adds the squares of a large tensor up in fp32 one after the other: with 25 million elements the result is
-    off by 1e-3, and by another amount for every way to shard. So rows are taken first there; a GPU adds in a tree, all
-    tensors in a few kernels. Those of bf16 gradients would be bf16 too, and off by 1 %, unless told otherwise.
+    A CPU sums the squares of a large tensor sequentially in fp32: with 25 million elements the error is 1e-3, and
+    depends on the sharding. So rows are reduced first on a CPU; a GPU reduces in a tree, all tensors in a few kernels.
+    The dtype is explicit because norms of bf16 gradients would be bf16 too, with an error of 1 %.
     """
     gradients = list(gradients)
     if gradients and gradients[0].device.type != "cpu":

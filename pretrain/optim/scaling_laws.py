@@ -1,24 +1,24 @@
 """Values of `auto`: learning rate, batch, weight decay and warmup by parameters and tokens.
 
-Pure functions of the recipe, never of the number of processes. They follow published laws; docs/quality.md compares
-them with sweeps.
+They are pure functions of the recipe, never of the number of ranks, and follow published scaling laws; docs/quality.md
+compares them with sweeps.
 """
 
 REFERENCE_PARAMETERS = 108e6
 REFERENCE_RATE = 0.0047 / 2
 RATE_EXPONENT = -1 / 3
-"""AdamW's peak (OLMo-core's model ladder, after Porian et al., arXiv 2406.19146, and halved)."""
+"""AdamW's peak learning rate (OLMo-core's model ladder, after Porian et al., arXiv 2406.19146, halved)."""
 REFERENCE_BATCH = 160 * 2048
 REFERENCE_BATCH_EXPONENT = 2 / 3
-"""The tokens per step which that ladder has at the reference parameters, and how they grow with the parameters."""
+"""Tokens per step in that ladder at the reference parameters, and their exponent in the parameters."""
 LEAST_PARAMETERS = 3e6
-"""Smaller models get the rate of this many: in sweeps at 0.8M the law's own was twice the best (docs/quality.md)."""
+"""Smaller models get this size's learning rate: in sweeps at 0.8M the law's was twice the best (docs/quality.md)."""
 BATCH_EXPONENT = 0.5
-"""Exponent of the rate in the batch (Malladi et al., arXiv 2205.10287)."""
+"""Exponent of the learning rate in the batch (Malladi et al., arXiv 2205.10287)."""
 LEAST_BATCH_FACTOR = 0.35
 MOST_BATCH_FACTOR = 2.0
-"""Bounds of AdamW's factor by the batch; in sweeps with batches of a 30th to a 280th of the reference, 0.30 to 0.38
-were best (docs/quality.md)."""
+"""Bounds of AdamW's factor by the batch; in sweeps with batches of 1/30 to 1/280 of the reference, 0.30 to 0.38 were
+best (docs/quality.md)."""
 TIMESCALE = 1.084
 TIMESCALE_EXPONENT = -0.527
 """Time constant of AdamW's weights, as a share of the run, by tokens per parameter
@@ -26,29 +26,29 @@ TIMESCALE_EXPONENT = -0.527
 LEAST_DECAY = 0.01
 MOST_DECAY = 0.2
 WARMUP_SHARE = 0.05
-"""Largest share of the run that is warmup."""
+"""Maximum share of the run that is warmup."""
 
 
 def batch_by_law(tokens: float) -> float:
-    """Tokens per step for a run of so many tokens: 0.58 D^0.571 whatever the model (Li et al., arXiv 2503.04715).
+    """Returns tokens per step for a run of that many tokens D: 0.58 D^0.571 (Li et al., arXiv 2503.04715).
 
-    The critical batch, above which tokens are wasted, grows with the tokens alone too and is two to four times as
-    large: 22.9 D^0.47 (Zhang et al., arXiv 2410.21676).
+    It does not depend on the model. Nor does the critical batch, above which tokens are wasted; that is two to four
+    times as large: 22.9 D^0.47 (Zhang et al., arXiv 2410.21676).
     """
     return 0.58 * tokens**0.571
 
 
 def tokens_of_steps(steps: int) -> float:
-    """Tokens D of a run of `steps` steps with batch_by_law(D) tokens each: D = steps x 0.58 D^0.571, solved for D."""
+    """Returns the tokens D of a run of `steps` steps of batch_by_law(D) tokens: solves D = steps x 0.58 D^0.571."""
     return (0.58 * steps) ** (1 / (1 - 0.571))
 
 
 def rate_by_law(
     parameters: float, tokens_per_step: float, relative: float = 1.0, least_batch_factor: float = LEAST_BATCH_FACTOR
 ) -> float:
-    """Peak learning rate; `relative` is the optimizer's own, relative to AdamW's, `least_batch_factor` its own too.
+    """Returns the peak learning rate; `relative` is the optimizer's relative to AdamW's.
 
-    Independent of the length of the run, so that a longer budget does not change rates already used.
+    It does not depend on the length of the run, so that a longer budget does not change learning rates already used.
     """
     size = max(parameters, LEAST_PARAMETERS) / REFERENCE_PARAMETERS
     batch = tokens_per_step / (REFERENCE_BATCH * size**REFERENCE_BATCH_EXPONENT)
@@ -57,10 +57,10 @@ def rate_by_law(
 
 
 def weight_decay_by_law(parameters: float, tokens: float, tokens_per_step: float, learning_rate: float) -> float:
-    """The decay that gives the weights the timescale by law: learning_rate x decay x tokens x timescale = batch.
+    """Returns the decay at which the weights' timescale follows the law: lr x decay x tokens x timescale = batch.
 
-    The weights are an average of the updates over 1 / (learning_rate x decay) steps; the best share of the run that
-    this is falls with tokens per parameter. Between LEAST_DECAY and MOST_DECAY.
+    The weights average the updates over 1 / (learning rate x decay) steps; the best share of the run for this average
+    falls with tokens per parameter. The result is between LEAST_DECAY and MOST_DECAY.
     """
     timescale = TIMESCALE * (tokens / parameters) ** TIMESCALE_EXPONENT
     decay = tokens_per_step / (learning_rate * tokens * timescale)
@@ -68,5 +68,5 @@ def weight_decay_by_law(parameters: float, tokens: float, tokens_per_step: float
 
 
 def warmup_by_law(parameters: float, tokens: float, tokens_per_step: float) -> int:
-    """Steps of warmup: a token per parameter (Porian et al., arXiv 2406.19146), at most WARMUP_SHARE of the run."""
+    """Returns warmup steps: a token per parameter (Porian et al., arXiv 2406.19146), at most WARMUP_SHARE of all."""
     return max(1, round(min(parameters, WARMUP_SHARE * tokens) / tokens_per_step))

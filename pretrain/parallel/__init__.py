@@ -1,18 +1,18 @@
-"""One recipe under any strategy: how the model and the data are divided, and how processes find each other.
+"""One recipe under any strategy: how model and data are sharded, and how processes find each other.
 
-The loop never asks which strategy runs: strategy gives it the verbs. How to add one: docs/strategies.md. Memory,
-traffic and layouts, which a plan needs and a run does not, are in pretrain_tools/planning.
+The loop never asks which strategy runs: strategy defines the verbs that it calls. How to add one: docs/strategies.md.
+Memory, traffic and layouts, which a plan needs and a run does not, are in pretrain_tools/planning.
 
     registry: every strategy by name
-    strategy: what all have in common: one process, and DDP
-    ranks: the processes of a launch, and their communication on the host
+    strategy: base of all strategies: one process, and DDP
+    ranks: the processes of a launch, and their communication over CPU memory
     tensor_group: whole tensors by name, for checkpoints
     fully_sharded: FSDP2 and HSDP
-    context_parallel: sequences cut between processes
+    context_parallel: sequences sharded over ranks
     zero, zero_partitions: DeepSpeed's ZeRO
-    model_parallel, pipeline, pipeline_stages, tensor_parallel, expert_parallel: models cut between processes
-    replicas: copies of the weights compared bit by bit
-    auto_settings: numbers in place of a recipe's `auto`
-    launcher, launcher_files: the strategy that the launcher names; what its files may contain
-    rendezvous: where restarted processes meet
+    model_parallel, pipeline, pipeline_stages, tensor_parallel, expert_parallel: models sharded over ranks
+    replicas: bitwise comparison of replicas
+    auto_settings: numbers for a recipe's `auto`
+    launcher, launcher_files: the strategy that the launcher asks for; checks of its files
+    rendezvous: how restarted processes meet
 """

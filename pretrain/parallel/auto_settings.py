@@ -1,4 +1,4 @@
-"""Numbers for a recipe's `auto`, by its model, its tokens and its batch."""
+"""Numbers for a recipe's `auto`, by its model, tokens and batch."""
 
 import math
 from typing import Any
@@ -19,10 +19,10 @@ from pretrain.parallel.launcher import processes_launched
 
 
 def resolve_auto(config: RunConfig, processes: int | None = None) -> RunConfig:
-    """Puts numbers in the place of `auto`; they follow from the recipe and its data alone.
+    """Replaces `auto` by numbers, which depend on the recipe and its data alone.
 
-    processes: among which an `auto` batch is divided; only the micro-batch, which affects no result, follows them.
-    None: those that were launched.
+    processes: number of processes that share an `auto` batch; only the micro-batch, which affects no result, depends
+    on it. None: as many as were launched.
     """
     if not has_auto(config):
         return config
@@ -30,7 +30,7 @@ def resolve_auto(config: RunConfig, processes: int | None = None) -> RunConfig:
         model_config = planned_model_config(config.model, config.data)
         parameters = count_parameters(model_config)
         active = active_parameters(model_config)
-    except InputError:  # `derive` says what is wrong with the model, and all else that is
+    except InputError:  # `derive` reports this problem of the model with all others
         parameters = 1
         active = 1
     budget = config.budget
@@ -52,15 +52,15 @@ def resolve_auto(config: RunConfig, processes: int | None = None) -> RunConfig:
 
 
 def has_auto(config: RunConfig) -> bool:
-    """Returns True if the recipe leaves a number open that `resolve_auto` finds."""
+    """Tells if the recipe leaves a number open that `resolve_auto` finds."""
     optim = config.optim
     return "auto" in (config.batch.tokens_per_step, optim.learning_rate, optim.weight_decay, optim.warmup_steps)
 
 
 def settled_batch(config: RunConfig, tokens: float, processes: int) -> Batch:
-    """Returns the batch nearest to the law's: a power of two sequences, times the levels of a ramp.
+    """Returns the batch closest to the scaling law's: a power of two sequences, times the levels of a ramp.
 
-    A number of processes that does not divide it is refused by `derive`: another batch would be another run.
+    `derive` rejects a number of processes that does not divide it: adjusting the batch would change the run.
     """
     batch = config.batch
     length = config.data.sequence_length

@@ -1,15 +1,16 @@
-"""Context parallel: each process holds a part of every sequence, and for attention some heads of all of it.
+"""Context parallel: each rank holds a part of every sequence and, during attention, some heads of the whole sequence.
 
-What is not attention treats every position by itself, so a process needs only its own. Before attention the processes
-that share a sequence exchange: each sends every other one its positions of that one's heads, and gets the other
-positions of its own heads; the outputs go back in the same way (Ulysses, Jacobs et al., arXiv 2309.14509). In between,
-any attention computes what it would on one process, documents that straddle processes and sliding windows included,
-and all have as much to compute, causal or not. docs/strategies.md compares that with gathering keys and values.
+Everything but attention treats each position on its own, so a rank needs only its own positions. Before attention the
+ranks that share a sequence exchange heads for positions: each rank sends the others its positions of their heads, and
+receives the other positions of its own heads; the outputs go back in the same way (Ulysses, Jacobs et al., arXiv
+2309.14509). In between, any attention computes what it would on one rank, including documents that cross rank
+boundaries and sliding windows, and all ranks have the same amount of work, causal or not. docs/strategies.md compares
+that with gathering keys and values.
 
-Weights, gradients and optimizer are sharded over all processes, as under FSDP2; several groups share the data.
+Weights, gradients and optimizer are sharded over all ranks, as under FSDP2; several groups share the data.
 
-Shapes: B sequences, T positions of a whole sequence, P of this process, N processes of a group, H query heads, G key
-heads, E width of a head.
+Shapes: B sequences, T positions of a whole sequence, P positions of this rank, N ranks of a group, H query heads, G
+key heads, E head width.
 """
 
 import functools
@@ -45,16 +46,18 @@ from pretrain.parallel.fully_sharded import FullySharded
 from pretrain.parallel.launcher import CP_SIZE, parallel_size, sharing_problems, uncombined_sizes
 
 PER_HEAD = ("s_aux", "position_bias")
-"""Arguments of an attention that have a value for each head, or pair of positions."""
-EXCHANGING, FOLDED = "groundwork_exchanging", "groundwork_folded"
-"""Names under which the two attentions of this module are registered."""
+"""Attention arguments with a value for each head or pair of positions."""
+EXCHANGING = "groundwork_exchanging"
+"""Name under which `exchanging` is registered."""
+FOLDED = "groundwork_folded"
+"""Name under which `folded` is registered."""
 
 Attention = Callable[..., tuple[Tensor, Tensor | None]]
 """A function of transformers' attention interface."""
 
 
 class ContextParallel(FullySharded):
-    """FSDP2 over all processes, with the positions of each sequence divided among those of a group."""
+    """FSDP2 over all ranks, with the positions of each sequence sharded over the ranks of a group."""
 
     size_variable = CP_SIZE
 
@@ -76,7 +79,7 @@ class ContextParallel(FullySharded):
         try:
             problem = model_problem(planned_model_config(config.model, config.data), parts)
         except InputError:
-            problem = None  # `derive` says what is wrong with the model
+            problem = None  # `derive` reports this problem of the model
         return [*problems, *([problem] if problem else [])]
 
     def __init__(self, precision: str, config: RunConfig | None = None):
@@ -96,7 +99,7 @@ class ContextParallel(FullySharded):
     def prepare(
         self, model: LanguageModelLoss, weights: InitialWeights, build_optimizer: OptimizerBuilder
     ) -> torch.nn.Module:
-        """Does as in `FullySharded`. Raises InputError for an attention that is not known to take whole sequences."""
+        """Prepares as in `FullySharded`. Raises InputError for an attention that may not work on whole sequences."""
         exchange_heads(model.causal_lm, self.sequence_parts, self.context_group.group_name)
         prepared = super().prepare(model, weights, build_optimizer)
         prepared.register_forward_pre_hook(
@@ -109,12 +112,12 @@ class ContextParallel(FullySharded):
 
 
 def model_problem(model_config: PreTrainedConfig, parts: int) -> str | None:
-    """Returns why so many processes cannot share a sequence of this model. Raises InputError as `reference_of`."""
+    """Returns why that many ranks cannot share a sequence of this model. Raises InputError as `reference_of`."""
     return mixing_problem(model_config) or heads_problem(model_config, parts)
 
 
 def heads_problem(model_config: PreTrainedConfig, parts: int) -> str | None:
-    """Returns why this model's heads cannot be divided, with what works; None if they can."""
+    """Returns why this model's heads cannot be divided among the ranks, with what works; None if they can."""
     heads = getattr(model_config, "num_attention_heads", None)
     if not isinstance(heads, int):
         return f"model: {model_config.model_type} does not run under cp: its layers differ in their heads; use fsdp2"
@@ -130,12 +133,12 @@ def heads_problem(model_config: PreTrainedConfig, parts: int) -> str | None:
 
 
 def divides(heads: int, key_heads: int, parts: int) -> bool:
-    """Returns True if each process can have as many query heads, and the key heads that they need."""
+    """Tells if each rank can have the same number of query heads, and the key heads that they need."""
     return heads % parts == 0 and (key_heads % parts == 0 or parts % key_heads == 0)
 
 
 def part_of_batch(part: int, parts: int, module: torch.nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-    """Cuts, as a pre-hook of `LanguageModelLoss`, this part's positions out of a batch; attention's arguments stay."""
+    """Takes this rank's positions from a batch, as a pre-hook of `LanguageModelLoss`; attention's arguments stay."""
     batch = {**dict(zip(("input_ids_BT", "targets_BT"), args, strict=False)), **kwargs}
     length = batch["input_ids_BT"].shape[1] // parts
     if "position_ids" not in batch:
@@ -146,13 +149,13 @@ def part_of_batch(part: int, parts: int, module: torch.nn.Module, args: tuple, k
 
 
 def exchange_heads(causal_lm: PreTrainedModel, parts: int, group: str) -> None:
-    """Makes a model, whose inputs are a part of each sequence, attend over the whole of it.
+    """Makes a model whose inputs are parts of sequences attend over the whole sequences.
 
-    group: name of the group of processes that hold the parts, as torch's functional collectives take it.
+    group: name of the group of ranks that hold the parts, as torch's functional collectives take it.
 
-    Raises InputError for an attention of the library that makes masks of what it takes for whole sequences.
+    Raises InputError for the library's attentions that build masks and would take parts for whole sequences.
     """
-    name = causal_lm.config._attn_implementation  # transformers has no public name for it
+    name = causal_lm.config._attn_implementation  # private, but transformers has no public name for it
     if name in ("sdpa", "eager"):
         raise InputError(
             f"model: {causal_lm.config.model_type} computes correctly only with the library's own {name}, which would "
@@ -173,10 +176,10 @@ def exchanging(
     attention_mask: Any,
     **kwargs,
 ) -> tuple[Tensor, None]:
-    """Calls `attend` on whole sequences with some of the heads, from parts of them with all heads, and goes back."""
+    """Calls `attend` on whole sequences with some heads, made from parts with all heads, and reverses the exchange."""
     refuse_per_head(kwargs)
     query_BHPE, key_BGPE, value_BGPE = in_one_dtype(query_BHPE, key_BGPE, value_BGPE)
-    copies = max(1, parts // key_BGPE.shape[1])  # fewer key heads than processes: some get the same
+    copies = max(1, parts // key_BGPE.shape[1])  # fewer key heads than ranks: some ranks get the same head
     if copies > 1:
         key_BGPE, value_BGPE = (x.repeat_interleave(copies, dim=1) for x in (key_BGPE, value_BGPE))
     out_BTHE, _ = attend(module, *to_whole((query_BHPE, key_BGPE, value_BGPE), parts, group), attention_mask, **kwargs)
@@ -184,7 +187,7 @@ def exchanging(
 
 
 def to_whole(tensors: Sequence[Tensor], parts: int, group: str) -> list[Tensor]:
-    """Turns (B, heads, P, E) of this process's positions into (B, heads / N, T, E), in one message for all tensors."""
+    """Turns (B, heads, P, E) of this rank's positions into (B, heads / N, T, E), in one message for all tensors."""
     sent = [x.unflatten(1, (parts, -1)).permute(1, 0, 3, 2, 4) for x in tensors]  # (N, B, P, heads / N, E)
     received_NBPW = exchange(torch.cat([x.flatten(3) for x in sent], dim=-1), parts, group)
     whole_BTW = received_NBPW.transpose(0, 1).flatten(1, 2)
@@ -193,20 +196,20 @@ def to_whole(tensors: Sequence[Tensor], parts: int, group: str) -> list[Tensor]:
 
 
 def to_parts(out_BTHE: Tensor, parts: int, group: str) -> Tensor:
-    """Turns (B, T, H / N, E) of this process's heads into (B, P, H, E)."""
+    """Turns (B, T, H / N, E) of this rank's heads into (B, P, H, E)."""
     sent_NBPW = out_BTHE.flatten(2).unflatten(1, (parts, -1)).transpose(0, 1)
     received_NBPW = exchange(sent_NBPW, parts, group)
     return received_NBPW.permute(1, 2, 0, 3).unflatten(-1, out_BTHE.shape[2:]).flatten(2, 3)
 
 
 def exchange(x: Tensor, parts: int, group: str) -> Tensor:
-    """Sends entry n of (N, ...) to process n of the group, and puts the one that it has for this process in its place.
+    """Sends entry n of (N, ...) to rank n of the group, and replaces it by that rank's entry for this rank.
 
-    A recomputed layer exchanges again, all processes at the same point.
+    A layer that is recomputed exchanges again; all ranks do so at the same point.
     """
     ones = [1] * parts
-    # The operator under torch's functional collectives, whose module is private too: autograd and torch.compile know
-    # it, and not the public dist.all_to_all_single.
+    # The operator behind torch's functional collectives, whose module is private too: autograd and torch.compile
+    # support it, but not the public dist.all_to_all_single.
     received = torch.ops._c10d_functional.all_to_all_single(x.contiguous(), ones, ones, group)
     return torch.ops._c10d_functional.wait_tensor(received)
 
@@ -217,7 +220,7 @@ def refuse_per_head(arguments: dict[str, Any]) -> None:
 
 
 def folded(parts: int, module, query_RHPE, key_RGPE, value_RGPE, attention_mask, **kwargs) -> tuple[Tensor, None]:
-    """Computes what `exchanging` does, in one process: the parts of a sequence are rows of the batch, R = B x N."""
+    """Computes what `exchanging` does, in one process: parts of a sequence are rows of the batch, R = B x N."""
     refuse_per_head(kwargs)
     whole = [x.unflatten(0, (-1, parts)).transpose(1, 2).flatten(2, 3) for x in (query_RHPE, key_RGPE, value_RGPE)]
     out_BTHE, _ = without_cap(module, *whole, attention_mask, **kwargs)
@@ -225,7 +228,7 @@ def folded(parts: int, module, query_RHPE, key_RGPE, value_RGPE, attention_mask,
 
 
 def without_cap(module, query, key, value, attention_mask, softcap=None, **kwargs) -> tuple[Tensor, None]:
-    """Calls `sdpa` with scores that are not capped, which is as good for finding out where else positions meet."""
+    """Calls `sdpa` without capping scores, which is good enough to find where else positions mix."""
     return sdpa(module, query, key, value, attention_mask, **kwargs)
 
 
@@ -234,9 +237,9 @@ AttentionInterface.register(f"{FOLDED}_whole", without_cap)
 
 
 def mixing_problem(model_config: PreTrainedConfig) -> str | None:
-    """Returns why a process cannot compute this model's layers from its own positions; None if it can.
+    """Returns why a rank cannot compute this model's layers from its own positions; None if it can.
 
-    Found by running a small copy in two halves that meet in its attention alone. Raises InputError as `reference_of`.
+    Determined by running a small copy in two halves that meet only in attention. Raises InputError as `reference_of`.
     """
     return _mixing_problem(KeyedConfig.of(model_config))
 

@@ -1,13 +1,13 @@
-"""Expert parallel: each process holds some of every layer's experts, and tokens travel to those that they choose.
+"""Expert parallel: each rank holds some of every layer's experts, and tokens travel to the experts that they choose.
 
-All else is data parallel: every process has a part of the batch and the whole of attention, routers and embeddings.
-A layer sends the rows of its tokens, sorted by expert, to the processes that hold these experts, and gets the results
-back (Lepikhin et al., arXiv 2006.16668), by transformers' exchange: two all-to-alls, two more for the gradients. No
-expert has a capacity, so no token is dropped; how many rows travel is a value that the host must know, for which it
-waits once per layer and forward pass.
+All else is data parallel: every rank has a part of the batch and full copies of attention, routers and embeddings. A
+layer sends its tokens' rows, sorted by expert, to the ranks that hold these experts, and gets the results back
+(Lepikhin et al., arXiv 2006.16668), by transformers' exchange: two all-to-alls, and two more for the gradients. No
+expert has a capacity, so no token is dropped; the CPU must know how many rows travel, so it waits for the GPU once per
+layer and forward pass.
 
-The processes form a mesh, data x model: those along `model` hold the experts of a layer together, those along `data`
-hold copies of the same ones.
+The ranks form a mesh, data x model: those along `model` hold a layer's experts together, those along `data` hold
+replicas of the same experts.
 """
 
 import os
@@ -43,11 +43,11 @@ if TYPE_CHECKING:
 
 
 class ExpertParallel(ModelParallel):
-    """The experts of each layer over the processes of a group; several groups hold copies of them."""
+    """The experts of each layer sharded over the ranks of a group; several groups hold replicas of them."""
 
     size_variable = EP_SIZE
-    all_processes = "all"  # of `null` the launcher passes nothing on
-    # Rows are exchanged four times per layer: their processes are neighbours.
+    all_processes = "all"  # the launcher does not pass on `null`
+    # Rows are exchanged four times per layer, so the ranks of a group are neighbors.
     mesh_order = ("data", "model")
     parameter_form = "sharded"
     experts_problem = None
@@ -94,7 +94,7 @@ class ExpertParallel(ModelParallel):
     def prepare(
         self, model: LanguageModelLoss, weights: InitialWeights, build_optimizer: OptimizerBuilder
     ) -> torch.nn.Module:
-        """Does as in `Strategy`. No process ever holds more whole layers than one."""
+        """Prepares as in `Strategy`. No rank ever holds more than one whole layer."""
         self.causal_lm = causal_lm = model.causal_lm
         for unit in units_of(causal_lm):
             weights.fill(causal_lm, unit)
@@ -113,7 +113,7 @@ class ExpertParallel(ModelParallel):
         return True
 
     def combine_gradients(self) -> None:
-        """Averages over processes; gradients of experts are sums already, over the processes that sent them tokens."""
+        """Averages over ranks; experts' gradients are already sums over the ranks that sent them tokens."""
         gradients = [parameter.grad for parameter in self.name_of if parameter.grad is not None]
         whole = [gradient for gradient in gradients if not isinstance(gradient, DTensor)]
         of_experts = [gradient.to_local() for gradient in gradients if isinstance(gradient, DTensor)]
@@ -133,7 +133,7 @@ class ExpertParallel(ModelParallel):
         return Strategy.copies(self)
 
     def replicas(self) -> list[ReplicaGroup]:
-        """Returns all but the experts, over all processes; experts, over the groups that hold copies of them."""
+        """Lists all but the experts, over all ranks; and the experts, over the groups that hold replicas of them."""
         parts = {name: parameter for parameter, name in self.name_of.items() if isinstance(parameter, DTensor)}
         whole = {name: parameter.detach() for parameter, name in self.name_of.items() if name not in parts}
         groups: list[ReplicaGroup] = [(None, whole)]
@@ -143,10 +143,10 @@ class ExpertParallel(ModelParallel):
 
 
 class ExchangeOfOwnBatches(AllToAllEP):
-    """transformers' exchange where every process has a batch of its own."""
+    """transformers' exchange for ranks that each have a batch of their own."""
 
     def __init__(self, experts: nn.Module, ep_mesh: DeviceMesh, tp_mesh: None = None):
-        # Its own __init__ divides the rows of a batch among the ranks of a tensor-parallel mesh.
+        # The parent's __init__ is skipped: it divides a batch's rows among the ranks of a tensor-parallel mesh.
         self.experts_forward = experts.forward
         self.num_local_experts = experts.num_experts
         self.ep_mesh = ep_mesh
@@ -158,25 +158,25 @@ EPImplementationInterface.register("own_batches", ExchangeOfOwnBatches)
 
 def expert_modules(module: nn.Module) -> dict[str, nn.Module]:
     """Returns {name: module} of the experts that transformers' experts interface runs, (E, ...) in each parameter."""
-    # The interface leaves this private attribute on them, and no other sign.
+    # The interface marks them only by this private attribute.
     return {name: inner for name, inner in module.named_modules() if hasattr(inner, "_is_expert_parallel")}
 
 
 def divide_experts(experts: nn.Module, mesh: DeviceMesh) -> None:
-    """Keeps this process's experts of a layer, to which the rows of all processes then come."""
+    """Keeps only this rank's experts of a layer, and sends the rows of all ranks to them."""
     sharding = MoEParamShard(Shard(0), shards_expert_dim=True)
     for name in list(experts._parameters):
         sharding.shard_param(experts, name, mesh)
-    # The library's switch for masking rows of experts that are elsewhere: no such row comes here.
+    # The library's switch for masking rows of experts on other ranks: no such row arrives here.
     experts._is_expert_parallel = False
     EpDispatchExpertsParallel().install_forward(experts, mesh, tp_mesh=None, ep_implementation="own_batches")
     exchanged = experts.forward
 
-    @torch.compiler.disable  # numbers of rows differ in every step
+    @torch.compiler.disable  # the numbers of rows change in every step
     def forward(hidden_ND: Tensor, chosen_NK: Tensor, weights_NK: Tensor) -> Tensor:
         device_type = hidden_ND.device.type
         if torch.is_autocast_enabled(device_type):
-            hidden_ND = hidden_ND.to(torch.get_autocast_dtype(device_type))  # so that rows travel in it
+            hidden_ND = hidden_ND.to(torch.get_autocast_dtype(device_type))  # rows are then sent in half precision
         return exchanged(hidden_ND, chosen_NK, weights_NK)
 
     experts.forward = forward

@@ -1,10 +1,10 @@
 """Fully sharded data parallel (FSDP2) and its hybrid (HSDP), on torch's fully_shard.
 
-Every process keeps 1/shards of each parameter, gradient and optimizer state, and gathers one layer at a time to
-compute with it (Zhao et al., arXiv 2304.11277). HSDP shards inside groups of processes and replicates over them.
+Every rank keeps 1/shards of each parameter, gradient and optimizer state, and gathers one layer at a time to compute
+with it (Zhao et al., arXiv 2304.11277). HSDP shards inside groups of ranks and replicates across groups.
 
-Accelerate starts the processes and reads the launcher's file. It does not wrap the model: it would put the output
-head into a group whose hooks run around the head's own forward, and the loss uses the head's weight without one.
+Accelerate starts the processes and reads its config file. It does not wrap the model: it would put the output head
+into a group whose hooks run around the head's own forward, but the loss uses the head's weight without calling it.
 """
 
 from collections.abc import Callable, Iterator
@@ -33,21 +33,21 @@ class FullySharded(Strategy):
 
     parameter_form = "sharded"
     precisions = ("fp32", "bf16")
-    compilations = ("auto", "none", "regional")  # compiled whole, the graph would break at every hook of a layer
+    compilations = ("auto", "none", "regional")  # compiled whole, the graph would break at every layer's hooks
     holds_whole_model = False
 
     def make_accelerator(self) -> Accelerator:
         plugin = FullyShardedDataParallelPlugin()
         if device_type() == "cpu":
-            # On a CPU accelerate silently runs DDP instead: it allows FSDP on accelerators only.
+            # On a CPU accelerate would silently run DDP instead: it allows FSDP on accelerators only.
             PartialState(cpu=True)
             if not dist.is_initialized():  # one process
                 dist.init_process_group("gloo")
-            # The public attribute cannot be set.
+            # Private, because the public attribute cannot be set.
             PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
-        # The mesh is made here: accelerate's own check refuses 2 replicas of 1 shard, which is what two processes are.
+        # The mesh is built here because accelerate rejects 2 replicas of 1 shard, which is HSDP on two ranks.
         self.replica_count = replicas_requested() if self.name == "hsdp" else 1
-        with patch_environment(ACCELERATE_USE_PARALLELISM_CONFIG="false"):  # its context parallelism drops every mask
+        with patch_environment(ACCELERATE_USE_PARALLELISM_CONFIG="false"):  # whose attention drops masks
             accelerator = Accelerator(fsdp_plugin=plugin, step_scheduler_with_optimizer=False)
         if not accelerator.is_fsdp2:
             raise RuntimeError(f"FSDP2 was asked for, but accelerate runs {accelerator.distributed_type}")
@@ -56,7 +56,7 @@ class FullySharded(Strategy):
     def prepare(
         self, model: LanguageModelLoss, weights: InitialWeights, build_optimizer: OptimizerBuilder
     ) -> torch.nn.Module:
-        """Does as in `Strategy`. No process ever holds more of the whole model than a layer, or the rest."""
+        """Prepares as in `Strategy`. No rank ever holds more of the whole model than a layer, or than the rest."""
         self.causal_lm = causal_lm = model.causal_lm
         plugin = self.accelerator.state.fsdp_plugin
         self.reshards = bool(plugin.reshard_after_forward)
@@ -71,9 +71,9 @@ class FullySharded(Strategy):
 
     @contextmanager
     def accumulate(self, is_last: bool) -> Iterator[None]:
-        # Gradients that are not reduced stay whole, in fp32, on every process.
+        # Gradients that are not reduced stay unsharded, in fp32, on every rank.
         self.model.set_requires_gradient_sync(is_last or not self.reduces_once)
-        self.model.set_requires_all_reduce(is_last)  # between the replicas of HSDP
+        self.model.set_requires_all_reduce(is_last)  # between HSDP's replicas
         self.model.set_is_last_backward(is_last)
         yield
 
@@ -81,13 +81,13 @@ class FullySharded(Strategy):
         loss.backward()
 
     def gradient_norm(self) -> torch.Tensor:
-        # One sum, where DTensors make one of each gradient if those are on the host.
+        # One all-reduce; a norm of DTensors takes one per gradient if the gradients are in CPU memory.
         square = total_norm(gradient.to_local() for gradient in self.gradients()).square().to(self.device)
         dist.all_reduce(square, group=self.mesh.get_group("dp_shard"))
         return square.sqrt()
 
     def replicas(self) -> list[ReplicaGroup]:
-        """HSDP: the shards, over the groups that each hold a whole model."""
+        """Lists HSDP's shards, over the groups that each hold a whole model."""
         if self.replica_count == 1:
             return []
         return [(self.mesh["dp_replicate"].get_group(), {n: p.to_local() for p, n in self.name_of.items()})]
@@ -106,12 +106,13 @@ def shard_layers(
     Args:
         fill: gives the unit of this name its weights.
         reshards: if True, gathered weights are freed after the forward pass.
-        settings: for fully_shard.
+        settings: arguments for fully_shard.
     """
     causal_lm = model.causal_lm
     inside = MixedPrecisionPolicy()
     if precision == "bf16":
-        # Compute in bf16 on copies of fp32 weights; reduce gradients in fp32 (accelerate's policy would in bf16).
+        # Compute in bf16 on casts of fp32 weights; reduce gradients in fp32 (accelerate's policy would reduce in
+        # bf16).
         inside = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     layers = set(layers_of(causal_lm))
     for unit in units_of(causal_lm):
@@ -120,7 +121,7 @@ def shard_layers(
         if module in layers:
             fully_shard(module, reshard_after_forward=reshards, mp_policy=inside, **settings)
     causal_lm.tie_weights()
-    # What is beside the layers is needed last in the forward pass and first in the backward pass: it stays.
+    # Parameters outside of the layers are used last in forward and first in backward, so they stay gathered.
     outside = replace(inside, output_dtype=torch.float32)
     sharded = fully_shard(model, reshard_after_forward=False, mp_policy=outside, **settings)
     sharded.register_forward_hook(reshard_without_backward)
@@ -128,14 +129,14 @@ def shard_layers(
 
 
 def reshard_without_backward(model: FSDPModule, *_) -> None:
-    """Frees, as a forward hook, weights that stayed for a backward pass which does not come: they would outlive the
-    next update."""
+    """Frees, as a forward hook, weights that were kept for a backward pass if none follows: they would become outdated
+    at the next update."""
     if not torch.is_grad_enabled():
         model.reshard()
 
 
 def device_mesh(device: str, replicas: int, processes: int) -> DeviceMesh:
-    """Makes one dimension, over which parameters are sharded; for HSDP a first one over which they are replicated."""
+    """Builds a mesh of one dimension, over which parameters are sharded; for HSDP a replica dimension comes first."""
     if replicas == 1:
         return init_device_mesh(device, (processes,), mesh_dim_names=("dp_shard",))
     shape = (replicas, processes // replicas)

@@ -1,7 +1,7 @@
 """Reads the launcher's environment: which strategy it asks for, and which of its settings contradict the recipe.
 
-`accelerate launch --config_file F` passes F on to the processes as environment variables, typos included; so they are
-read and checked here before anything starts.
+`accelerate launch --config_file F` passes F on as environment variables, typos included; so they are read and checked
+here before anything starts.
 """
 
 import json
@@ -20,13 +20,13 @@ FLAGS = {
     "FSDP": "ACCELERATE_USE_FSDP",
     "MEGATRON_LM": "ACCELERATE_USE_MEGATRON_LM",
 }
-"""{distributed_type in a launcher's file: the variable that the launcher sets for it}; MULTI_GPU has none."""
+"""{distributed_type in an accelerate config: the variable that the launcher sets for it}; MULTI_GPU has none."""
 TP_SIZE = "PARALLELISM_CONFIG_TP_SIZE"
 CP_SIZE = "PARALLELISM_CONFIG_CP_SIZE"
 PP_DEGREE = "MEGATRON_LM_PP_DEGREE"
 EP_SIZE = "MEGATRON_LM_EXPERT_MODEL_PARALLEL_SIZE"
 DIVISIONS = ("cp", "tp", "dp_replicate")
-"""Sizes in parallelism_config. The first that is not 1 is looked up below; a strategy refuses those beside its own."""
+"""Sizes in parallelism_config. The first that is not 1 is looked up below; strategies reject each other's sizes."""
 LAUNCHES: dict[tuple[str, str | None], str] = {
     ("MULTI_GPU", None): "ddp",
     ("MULTI_GPU", "tp"): "tp",
@@ -34,22 +34,23 @@ LAUNCHES: dict[tuple[str, str | None], str] = {
     ("FSDP", "dp_replicate"): "hsdp",
     ("FSDP", "tp"): "fsdp_tp",
     ("FSDP", "cp"): "cp",
-    # The launcher passes sizes of pipelines and experts on in Megatron-LM's section alone, which does not run here.
+    # The launcher passes on sizes of pipelines and experts only in Megatron-LM's section; Megatron-LM itself does not
+    # run.
     ("MEGATRON_LM", "pp"): "pp",
     ("MEGATRON_LM", "ep"): "ep",
 }
-"""{(distributed_type, the size that the file gives): strategy}. One process of ddp is `single`; DeepSpeed's stage, in
-a JSON of its own, is in the name of its strategy."""
+"""{(distributed_type, the size that the file gives): strategy}. ddp with one process is `single`; DeepSpeed's stage,
+in a separate JSON, is part of its strategy's name."""
 
 OF_SEVERAL_PROCESSES = (
     *("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_"),
     *("ACCELERATE_", "FSDP_"),
 )
-"""Beginnings of the names by which a process knows that it is one of several."""
+"""Prefixes of the variables that tell a process that it is one of several."""
 
 
 def launched_strategy() -> str:
-    """Names the strategy that the launcher asks for; a name that is not in STRATEGIES if that does not run."""
+    """Names the strategy that the launcher asks for; a name that is not in STRATEGIES if that is not supported."""
     kinds = [kind for kind, variable in FLAGS.items() if environment_flag(variable)] or ["MULTI_GPU"]
     size = launched_division(kinds[0])
     if kinds == ["DEEPSPEED"] and size is None:
@@ -63,19 +64,19 @@ def launched_strategy() -> str:
 
 
 def launched_division(kind: str) -> str | None:
-    """Returns the size that a launcher's file of this distributed_type gives; None if it gives none."""
+    """Returns the size that an accelerate config of this distributed_type gives; None if it gives none."""
     if kind == "MEGATRON_LM":
         return "ep" if EP_SIZE in os.environ else "pp"
     if not environment_flag("ACCELERATE_USE_PARALLELISM_CONFIG"):
         return None
     given = [name for name in DIVISIONS if os.environ.get(f"PARALLELISM_CONFIG_{name.upper()}_SIZE", "1") != "1"]
     if kind == "MULTI_GPU" and not given:
-        return "tp"  # of one process, which TensorParallel refuses in words
+        return "tp"  # one process, which TensorParallel reports as a problem
     return given[0] if given else None
 
 
 def environment_alone() -> dict[str, str]:
-    """Returns the environment for a process that this one starts and that does not take part in the training."""
+    """Returns the environment for a child process that does not take part in the training."""
     return {name: value for name, value in os.environ.items() if not name.startswith(OF_SEVERAL_PROCESSES)}
 
 
@@ -94,14 +95,14 @@ def processes_launched() -> int:
 
 
 def replicas_requested() -> int:
-    """Returns over how many groups of processes a sharded model is replicated; 1 unless the file is for HSDP."""
+    """Returns the number of replicas of a sharded model; 1 unless the config is for HSDP."""
     if not environment_flag("ACCELERATE_USE_PARALLELISM_CONFIG"):
         return 1
     return int(os.environ.get("PARALLELISM_CONFIG_DP_REPLICATE_SIZE", "1"))
 
 
 def deepspeed_file() -> dict:
-    """Reads the DeepSpeed JSON that the launcher's file names; {} where it cannot be read."""
+    """Reads the DeepSpeed JSON that the accelerate config names; {} if it cannot be read."""
     try:
         return json.loads(Path(os.environ["ACCELERATE_DEEPSPEED_CONFIG_FILE"]).read_text(encoding="utf-8"))
     except (KeyError, OSError, ValueError):
@@ -109,12 +110,12 @@ def deepspeed_file() -> dict:
 
 
 def parallel_size(variable: str) -> int:
-    """Returns the processes that share one model or sequence, by this variable of the launcher; null: all of them.
+    """Returns how many processes share one model or sequence, from this variable of the launcher; null: all of them.
 
-    Raises ValueError for anything but a word for all and a number that is at least 1.
+    Raises ValueError for anything but a word for all or a number of at least 1.
     """
     text = os.environ.get(variable, "None")
-    if text in ("None", "all") or (text == "0" and variable == CP_SIZE):  # accelerate's launcher crashes on null there
+    if text in ("None", "all") or (text == "0" and variable == CP_SIZE):  # accelerate crashes on null for cp_size
         return processes_launched()
     size = int(text)
     if size < 1:
@@ -123,11 +124,11 @@ def parallel_size(variable: str) -> int:
 
 
 def sharing_problems(variable: str, word_for_all: str, shared: str = "a model") -> list[str]:
-    """Returns what is wrong with the number of processes that are to share something, with what works.
+    """Lists the problems of the number of processes that share something, with what works.
 
     Args:
-        variable: of the launcher; in lower case it is the setting in the launcher's file.
-        word_for_all: what stands there for all processes.
+        variable: the launcher's variable; in lower case it is the setting in the accelerate config.
+        word_for_all: the setting's value that means all processes.
     """
     launched = processes_launched()
     works = [str(size) for size in range(2, launched + 1) if launched % size == 0]
@@ -144,7 +145,7 @@ def sharing_problems(variable: str, word_for_all: str, shared: str = "a model") 
 
 
 def uncombined_sizes(variable: str, others: tuple[str, ...]) -> list[str]:
-    """Returns a message for each of these other sizes in parallelism_config that the launcher's file gives as well."""
+    """Lists a problem for each of these other sizes in parallelism_config that the accelerate config sets as well."""
     settings = {name: os.environ.get(f"PARALLELISM_CONFIG_{name.upper()}_SIZE", "1") for name in others}
     return [
         f"launcher: parallelism_config_{name}_size: {size} is not combined with {variable.lower()}; use 1, or another "
@@ -155,7 +156,7 @@ def uncombined_sizes(variable: str, others: tuple[str, ...]) -> list[str]:
 
 
 def launcher_problems(config: RunConfig, precision: str, strategy: str) -> list[str]:
-    """Returns messages for settings of the launcher that contradict the recipe, or that this project does not run."""
+    """Lists launcher settings that contradict the recipe, or that this project does not run."""
     problems = []
     launched = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     if launched not in ("no", PRECISIONS[precision]):
@@ -181,7 +182,7 @@ def launcher_problems(config: RunConfig, precision: str, strategy: str) -> list[
 
 
 def replica_problems(processes: int) -> list[str]:
-    """Returns what is wrong with HSDP's numbers of groups and of processes in each, as the launcher passes them on."""
+    """Lists the problems of HSDP's numbers of groups and of ranks in each, as the launcher passes them on."""
     replicas = replicas_requested()
     shards = os.environ.get("PARALLELISM_CONFIG_DP_SHARD_SIZE", "None") if replicas > 1 else "None"
     if processes % replicas:

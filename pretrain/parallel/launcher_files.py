@@ -1,7 +1,7 @@
-"""Checks of the two kinds of launcher files, whose readers silently ignore misspelt keys.
+"""Checks of the two kinds of launcher files, whose readers silently ignore misspelled keys.
 
-accelerate drops what it does not know inside fsdp_config and the like, DeepSpeed what it does not know at the top of
-its JSON. What the recipe sets is refused in them, so that no setting has two places.
+accelerate drops unknown keys inside fsdp_config and the like, DeepSpeed unknown keys at the top of its JSON. Settings
+of the recipe are rejected in these files, so that every setting has one place.
 """
 
 import json
@@ -30,14 +30,14 @@ FROM_RECIPE = {
     "activation_checkpointing": "activation_checkpointing",
     "compile": "compile",
 }
-"""Keys at the top of a DeepSpeed JSON, and the recipe's settings for the same."""
+"""{key at the top of a DeepSpeed JSON: the recipe's setting for the same}."""
 
 ALLOWED_IN_DEEPSPEED_JSON = (
     *("zero_optimization", "aio", "zero_force_ds_cpu_optimizer", "zero_allow_untested_optimizer", "comms_logger"),
     *("flops_profiler", "wall_clock_breakdown", "memory_breakdown", "steps_per_print", "nebula", "timers"),
 )
 LAUNCHERS = ("accelerate.commands.launch", "pretrain.launch")
-"""Modules that are run to launch processes."""
+"""Modules that launch processes when run."""
 AIO_KEYS = ("block_size", "queue_depth", "intra_op_parallelism", "single_submit", "overlap_events", "use_gds")
 
 
@@ -49,9 +49,9 @@ def conflict(file: str, key: str, value: Any, config: RunConfig, setting: str) -
 
 
 def launcher_command() -> tuple[list[str], Path] | None:
-    """Returns the arguments of the `accelerate launch` that started this process, and where it runs; None without one.
+    """Returns the arguments and folder of the `accelerate launch` that started this process; None without one.
 
-    The launcher passes on neither its file's name nor its command line: both are read from the parent process.
+    The launcher passes on neither its config's name nor its command line, so both are read from the parent process.
     """
     import psutil
 
@@ -70,7 +70,7 @@ def launcher_command() -> tuple[list[str], Path] | None:
 
 
 def command_problems(strategy: str, processes: int) -> list[str]:
-    """Returns where the launcher started something else than it was told to, or ignored something in its file."""
+    """Lists where the launcher did not start what it was told to, or ignored something in its config."""
     command = launcher_command()
     if command is None:
         return []
@@ -90,16 +90,16 @@ def command_problems(strategy: str, processes: int) -> list[str]:
 
 
 def launcher_file_problems(path: Path, strategy: str) -> list[str]:
-    """Returns what accelerate ignores in this file: unknown keys in its sections, a strategy that does not run."""
+    """Lists what accelerate ignores in this file: unknown keys in its sections, a strategy that does not run."""
     from accelerate.commands.launch import launch_command_parser
 
     try:
         settings = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, yaml.YAMLError):
-        return []  # accelerate has reported it
+        return []  # accelerate has already reported it
     if not isinstance(settings, dict):
         return []
-    known = {action.dest for action in launch_command_parser()._actions}  # argparse has no public list of them
+    known = {action.dest for action in launch_command_parser()._actions}  # private, but argparse has no public list
     problems = []
     asked = settings.get("distributed_type")
     if asked in ("FSDP", "DEEPSPEED", "MEGATRON_LM") and strategy in ("single", "ddp"):
@@ -118,7 +118,7 @@ def launcher_file_problems(path: Path, strategy: str) -> list[str]:
 
 
 def deepspeed_problems(path: str | None, config: RunConfig) -> list[str]:
-    """Returns what is wrong with the launcher's DeepSpeed JSON; settings of the recipe do not belong in it."""
+    """Lists the problems of the launcher's DeepSpeed JSON, including settings that belong in the recipe."""
     if path is None:
         return [
             "launcher: deepspeed_config names no deepspeed_config_file; name a JSON such as those in "
@@ -148,7 +148,7 @@ def deepspeed_problems(path: str | None, config: RunConfig) -> list[str]:
 
 
 def zero_problems(name: str, settings: Any) -> list[str]:
-    """Returns unknown keys and values that do not run in the zero_optimization section of a DeepSpeed JSON."""
+    """Lists unknown keys and unsupported values in the zero_optimization section of a DeepSpeed JSON."""
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
     from deepspeed.runtime.zero.offload_config import (
         DeepSpeedZeroOffloadOptimizerConfig,

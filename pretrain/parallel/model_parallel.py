@@ -1,7 +1,7 @@
-"""The base of pipeline, tensor and expert parallel: processes that share one model, and copies of their group.
+"""Base of pipeline, tensor and expert parallel: ranks that share one model, and replicas of their group.
 
-The processes form a mesh, data x model: those along `model` hold one model together and see the same data (each its
-own under expert parallel), those along `data` hold the same part of it and see different data.
+The ranks form a mesh, data x model: those along `model` hold one model together and see the same data (under expert
+parallel each its own), those along `data` hold the same part of it and see different data.
 """
 
 from abc import ABC, abstractmethod
@@ -30,19 +30,19 @@ if TYPE_CHECKING:
 
 
 class ModelParallel(Strategy, ABC):
-    """Base of the strategies in which a process holds a part of the model. See `Strategy` for the order of calls."""
+    """Base of the strategies in which a rank holds a part of the model. See `Strategy` for the order of calls."""
 
     precisions = ("fp32", "bf16")
     compilations = ("auto", "none", "regional")
     holds_whole_model = False
     experts_problem: ClassVar[str | None]
-    """The reason why mixtures of experts do not run; None: they do."""
+    """Reason why MoE models are not supported; None: they are."""
     size_variable: ClassVar[str]
-    """Variable in which the launcher passes on how many processes share a model; in lower case, its file's setting."""
+    """Launcher variable with the number of processes that share a model; in lower case, the config's setting."""
     all_processes: ClassVar[str] = "null"
-    """Word that stands there for as many as there are."""
+    """Value of that setting that means all processes."""
     mesh_order: ClassVar[tuple[str, str]]
-    """Dimensions of the mesh, the last being that of neighbouring processes, whose link is the fastest."""
+    """Dimensions of the mesh; the last one is that of neighboring ranks, which have the fastest links."""
 
     def __init__(self, precision: str, config: RunConfig | None = None):
         super().__init__(precision, config)
@@ -76,50 +76,50 @@ class ModelParallel(Strategy, ABC):
             else:
                 problem = cls.model_problem(model_config, config, not of_size)
         except InputError:
-            problem = None  # `derive` says what is wrong with the model
+            problem = None  # `derive` reports this problem of the model
         return [*problems, *of_size, *([problem] if problem else [])]
 
     @classmethod
     @abstractmethod
     def model_problem(cls, model_config: PreTrainedConfig, config: RunConfig, knows_size: bool) -> str | None:
-        """Returns why this model cannot be divided.
+        """Returns why this model cannot be sharded; None if it can.
 
-        knows_size: False if the launcher's number of processes is out of order.
+        knows_size: False if the launcher's number of processes is invalid.
         """
 
     @classmethod
     def size_problems(cls) -> list[str]:
-        """Returns what is wrong with the number of processes that are to share a model."""
+        """Lists the problems of the number of processes that share a model."""
         return sharing_problems(cls.size_variable, cls.all_processes)
 
     def make_accelerator(self) -> Accelerator:
-        # To accelerate these are plain processes: the parallelism is not Megatron-LM's nor transformers'.
+        # accelerate must see plain processes: the parallelism is neither Megatron-LM's nor transformers'.
         flags = (FLAGS["MEGATRON_LM"], FLAGS["FSDP"], "ACCELERATE_USE_PARALLELISM_CONFIG")
         with patch_environment(**dict.fromkeys(flags, "false")):
             return super().make_accelerator()
 
     @property
     def reports_loss(self) -> bool:
-        """True of the one process of a group whose figures count, so that no data is counted twice."""
+        """True on the one rank of a group whose metrics count, so that no data is counted twice."""
         return self.model_rank == 0
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Sums over the groups, each of which sees different data, on all ranks."""
+        """Sums over the groups, each of which sees different data; all ranks get the sum."""
         return super().sum(tensor if self.reports_loss else torch.zeros_like(tensor))
 
     @contextmanager
     def accumulate(self, is_last: bool) -> Iterator[None]:
-        """Goes around the forward and backward of a micro-step; gradients are exchanged in `update`."""
+        """Wraps forward and backward of a micro-step; gradients are exchanged in `update`."""
         self.micro_steps += 1
         yield
 
     @abstractmethod
     def combine_gradients(self) -> None:
-        """Makes every gradient that of the whole batch, before they are measured."""
+        """Turns every gradient into that of the whole batch, before the gradient norm is computed."""
 
     @abstractmethod
     def local_gradients(self) -> list[tuple[torch.Tensor, bool]]:
-        """Returns (this process's part of a gradient, True if it counts in the group's sum) of each parameter."""
+        """Lists (this rank's part of a gradient, True if it counts in the group's sum) for each parameter."""
 
     def gradient_norm(self) -> torch.Tensor:
         self.combine_gradients()
@@ -138,7 +138,7 @@ class ModelParallel(Strategy, ABC):
         return [gradient for gradient, _ in self.local_gradients()]
 
     def average_over_data(self, gradients: list[torch.Tensor], extra_divisor: int = 1) -> None:
-        """Replaces gradients by their mean over the copies of the model, divided by `extra_divisor` too."""
+        """Replaces gradients by their mean over the model's replicas, divided by `extra_divisor` too."""
         if self.data_ranks > 1:
             sum_in_place(gradients, self.data_group)
         if (divisor := self.data_ranks * extra_divisor) > 1:
@@ -153,6 +153,6 @@ class ModelParallel(Strategy, ABC):
 
 
 def sum_in_place(tensors: list[torch.Tensor], group: dist.ProcessGroup) -> None:
-    """Sums each tensor over the processes of the group, all in one collective; on a GPU without a copy."""
+    """Sums each tensor over the ranks of the group, all in one collective; on a GPU without a copy."""
     if tensors:
         group.allreduce_coalesced(tensors).wait()

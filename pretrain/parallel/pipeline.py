@@ -1,7 +1,7 @@
-"""Pipeline parallel: each process holds some of the layers, and microbatches flow through them.
+"""Pipeline parallel: each rank holds some of the layers, and microbatches flow through them.
 
-The schedules are torch.distributed.pipelining's. One call of the model runs a whole schedule, forward and backward;
-the loop stays what it is. See docs/strategies.md.
+The schedules are torch.distributed.pipelining's. One call of the model runs a whole schedule, forward and backward, so
+the loop does not change. See docs/strategies.md.
 """
 
 from collections.abc import Mapping
@@ -37,13 +37,13 @@ from pretrain.parallel.tensor_group import TensorGroup
 
 @dataclass(frozen=True)
 class StageLayout:
-    """The order in which a schedule of torch's lays the stages out."""
+    """Assignment of stages to ranks that one of torch's schedules expects."""
 
     stages_per_rank: int
     is_v: bool = False
-    """The second half of the stages comes back over the ranks in reverse: the first holds the last stage too."""
+    """True if the second half of the stages goes back over the ranks: rank 0 then has the last stage too."""
     splits_backward: bool = False
-    """Gradients of inputs and of weights are computed apart, which fills the waiting time (arXiv 2401.10241)."""
+    """True if gradients of inputs and of weights are computed separately, to fill idle time (arXiv 2401.10241)."""
 
     def owners(self, ranks: int) -> list[int]:
         """Returns the rank, within the pipeline, of each stage."""
@@ -63,14 +63,14 @@ STAGE_LAYOUTS: dict[str, StageLayout] = {
 
 
 class PipelineModel(nn.Module):
-    """This process's stages, to be called like the whole model, by all ranks of the pipeline with the same batch.
+    """This rank's stages, called like the whole model, by all ranks of the pipeline with the same batch.
 
     In training a call runs the schedule and leaves the gradient of the micro-batch's mean loss in the parameters;
-    in evaluation it runs forward only. Returns (cross-entropy, cross-entropy), detached, where the last stage is, and
+    in evaluation it runs forward only. Returns (cross-entropy, cross-entropy), detached, on the last stage's rank, and
     zeros elsewhere.
 
     Args:
-        stages: this process's stages by number.
+        stages: this rank's stages by number.
         owners: the rank, within the group, of every stage.
         hidden_size: width of the hidden states between stages, which travel in fp32.
     """
@@ -100,18 +100,18 @@ class PipelineModel(nn.Module):
 
     @property
     def last_stage(self) -> Stage | None:
-        """The last stage, where it is here."""
+        """The last stage, if this rank has it."""
         return self.numbered.get(len(self.owners) - 1)
 
     def forward(self, input_ids_BT: Tensor, targets_BT: Tensor, **attention_arguments) -> tuple[Tensor, Tensor]:
         microbatches = split_micro_batch(targets_BT, attention_arguments, self.microbatches)
         for stage in self.stages:
             stage.begin(microbatches)
-        # A compiled layer computes all its gradients at once: taken apart, it would compute them all twice.
+        # Compiled layers compute all gradients at once: with a split backward pass they would compute them twice.
         eager = STAGE_LAYOUTS[self.schedule_name].splits_backward
         with torch.compiler.set_stance("force_eager") if eager else nullcontext():
             if self.training:
-                # The loop seeds all ranks of a pipeline alike; stages must not drop the same elements.
+                # The loop gives all ranks of a pipeline the same seed, but stages must not drop the same elements.
                 seed_dropout((torch.initial_seed() + self.rank) % 2**63, self.device)
                 self.run_schedule(input_ids_BT)
             else:
@@ -136,7 +136,7 @@ class PipelineModel(nn.Module):
         self.schedules[shape].step(*inputs, target=target, return_outputs=False, number=numbers)
 
     def build_schedule(self, batch: int, length: int) -> Any:
-        """Builds torch's schedule for micro-batches of this shape: stated, it does not have to be tried out."""
+        """Builds torch's schedule for micro-batches of this shape; with stated shapes torch needs no trial run."""
         rows = batch // self.microbatches
         ids = torch.empty(rows, length, dtype=torch.long, device="meta")
         hidden = torch.empty(rows, length, self.hidden_size, device="meta", requires_grad=True)
@@ -155,13 +155,13 @@ class PipelineModel(nn.Module):
         ]
         schedule_class = get_schedule_class(self.schedule_name)
         one = STAGE_LAYOUTS[self.schedule_name].stages_per_rank == 1
-        # scale_grads would divide what earlier micro-steps have accumulated as well; the losses are weighted instead.
+        # scale_grads would also divide what earlier micro-steps accumulated, so the losses are weighted instead.
         return schedule_class(
             stages[0] if one else stages, self.microbatches, loss_fn=output_as_loss, scale_grads=False
         )
 
     def run_forward(self, input_ids_BT: Tensor) -> None:
-        """Sends every microbatch through every stage; at each tick a stage takes the one after its last one."""
+        """Sends every microbatch through every stage; at each tick a stage runs its next microbatch."""
         ids = input_ids_BT.chunk(self.microbatches)
         last = len(self.owners) - 1
         arrived: dict[tuple[int, int], Tensor] = {}
@@ -183,7 +183,7 @@ class PipelineModel(nn.Module):
                     buffer = torch.empty(*ids[0].shape, self.hidden_size, device=self.device)
                     arrived[number, microbatch] = buffer
                     transfers.append(self.transfer(dist.irecv, buffer, self.owners[number - 1]))
-            # Sends and receives of a tick in one batch: one by one they would wait for each other on a GPU.
+            # A tick's sends and receives go in one batch: issued one by one, they could deadlock on a GPU.
             for work in dist.batch_isend_irecv(transfers) if transfers else []:
                 work.wait()
 
@@ -192,13 +192,13 @@ class PipelineModel(nn.Module):
 
 
 def output_as_loss(output: Tensor, target: Tensor) -> Tensor:
-    """Returns the last stage's output, which is the loss already; torch's schedules want a function for it."""
+    """Returns the last stage's output, which already is the loss; torch's schedules require a loss function."""
     return output
 
 
 @dataclass(frozen=True)
 class StagedTensors(TensorGroup):
-    """Tensors each of which one rank of the pipeline holds, and sends to the others when it is fetched."""
+    """Tensors that are each held by one rank of the pipeline, which broadcasts them when they are fetched."""
 
     owners: Mapping[str, int]
     group: dist.ProcessGroup
@@ -214,11 +214,11 @@ class StagedTensors(TensorGroup):
 
 
 class PipelineParallel(ModelParallel):
-    """Stages of the model on different processes; several pipelines share the data."""
+    """Stages of the model on different ranks; several pipelines share the data."""
 
     size_variable = PP_DEGREE
     experts_problem = "the loads that balance experts are counted by micro-step, not by microbatch of a stage"
-    # Stages exchange little, copies of a stage all its gradients: those are neighbours.
+    # Stages exchange little, but replicas of a stage exchange all its gradients, so these are neighbors.
     mesh_order = ("model", "data")
     parameter_form = "stage"
 
@@ -290,20 +290,20 @@ class PipelineParallel(ModelParallel):
         return self.model
 
     def group_of_tied_head(self) -> dist.ProcessGroup | None:
-        """Returns the processes of the first and the last stage, on them alone, if they hold copies of one matrix."""
+        """Returns, on the ranks of the first and last stage, their group, if both hold a copy of a tied matrix."""
         head = self.causal_lm.get_output_embeddings()
         embedding = self.causal_lm.get_input_embeddings()
         first = self.owners[0]
         last = self.owners[-1]
         if head.weight is not embedding.weight or first == last:
             return None
-        # Every process has to take part in making every group.
+        # Creating a group is collective: every rank has to take part for every group.
         pairs = self.ranks_of_mesh[[first, last]].T.tolist()
         group, _ = dist.new_subgroups_by_enumeration(pairs)
         return group if self.model_rank in (first, last) else None
 
     def backward(self, loss: Tensor) -> None:
-        """Does nothing: the call of the model has left the gradients behind."""
+        """Does nothing: the call of the model has already computed the gradients."""
 
     def combine_gradients(self) -> None:
         gradients = [parameter.grad for parameter in self.name_of if parameter.grad is not None]
@@ -327,7 +327,7 @@ class PipelineParallel(ModelParallel):
         return self.staged(super().average_tensors().tensors)
 
     def staged(self, mine: dict[str, Tensor]) -> StagedTensors:
-        """Returns the tensors of all stages, of which this process has `mine`, in the whole model's order."""
+        """Returns the tensors of all stages, of which this rank has `mine`, in the whole model's order."""
         facts = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in mine.items()}
         facts_of_rank: list[dict] = [{} for _ in range(self.model_ranks)]
         dist.all_gather_object(facts_of_rank, facts, group=self.model_group)
@@ -338,17 +338,17 @@ class PipelineParallel(ModelParallel):
         return StagedTensors(shapes, dtypes, mine, owners, self.model_group, self.device)
 
     def place_of(self, name: str) -> tuple[int, str]:
-        """Returns a tensor's place: parameters and their optimizer state in the model's order, buffers after them."""
+        """Returns a tensor's sort key: parameters and their optimizer state in the model's order, then buffers."""
         parameter = name if name in self.parameter_order else name.rpartition(".")[0]
         return self.parameter_order.get(parameter, len(self.parameter_order)), name
 
     def load(self, model: Mapping[str, Tensor], optimizer: Mapping[str, Tensor]) -> None:
-        """Reads no tensor but those of this process's stages."""
+        """Loads only the tensors of this rank's stages."""
         mine = set(self.name_of.values())
         super().load(model, {name: optimizer[name] for name in optimizer if name.rpartition(".")[0] in mine})
 
     def replicas(self) -> list[ReplicaGroup]:
-        """Returns a stage, over the pipelines; a tied embedding, over the first and the last stage."""
+        """Lists each stage, over the pipelines; and a tied embedding, over the first and the last stage."""
         groups: list[ReplicaGroup] = []
         if self.data_ranks > 1:
             groups.append((self.data_group, {name: parameter for parameter, name in self.name_of.items()}))

@@ -1,4 +1,4 @@
-"""A model cut into pipeline stages, each of which runs the model's own forward pass over a part of its layers.
+"""Pipeline stages of a model, each of which runs the model's own forward pass over a part of its layers.
 
 Shapes: B sequences, T positions, D hidden width.
 """
@@ -19,10 +19,10 @@ from pretrain.model.small_copy import TOLERANCE, KeyedConfig, ReferenceWindow, i
 
 
 def split_layers(parameters_per_layer: list[int], stages: int, first: int, last: int) -> list[range]:
-    """Divides layers into consecutive ones for each stage, at least one each, as equal in parameters as they can be.
+    """Partitions layers into a consecutive range per stage, at least one layer each, balanced by parameters.
 
-    `first` and `last` are the parameters that the first stage has beside its layers (the embedding) and the last one
-    (final norm and head). Minimises the sum over the stages of parameters^2, by dynamic programming.
+    `first` and `last` are the parameters that the first stage has besides its layers (the embedding) and the last one
+    (final norm and head). Minimizes the sum over the stages of parameters^2, by dynamic programming.
     """
     layers = len(parameters_per_layer)
     before = [0]
@@ -33,7 +33,7 @@ def split_layers(parameters_per_layer: list[int], stages: int, first: int, last:
         extra = (first if stage == 0 else 0) + (last if stage == stages - 1 else 0)
         return (before[end] - before[start] + extra) ** 2
 
-    # best[end]: (sum of squares, ends of the stages so far) with the layers before `end` in the stages so far.
+    # best[end]: (sum of squares, ends of the stages so far), if the stages so far have the layers before `end`.
     best: dict[int, tuple[int, list[int]]] = {0: (0, [])}
     for stage in range(stages):
         room_for_the_rest = stages - 1 - stage
@@ -49,16 +49,16 @@ def split_layers(parameters_per_layer: list[int], stages: int, first: int, last:
 
 @dataclass(frozen=True)
 class PipelineMicroBatch:
-    """A pipeline microbatch as a stage must know it, beyond the hidden states that reach it."""
+    """A pipeline microbatch as a stage needs to know it, besides the hidden states that reach it."""
 
     targets_BT: Tensor
     weight: Tensor
-    """Part of the micro-batch's targets that are in here: the losses, so weighted, add up to the micro-batch's."""
+    """Share of the micro-batch's targets that are in here: the weighted losses add up to the micro-batch's loss."""
     attention_arguments: dict[str, Any]
 
 
 def split_micro_batch(targets_BT: Tensor, arguments: Mapping[str, Any], parts: int) -> list[PipelineMicroBatch]:
-    """Cuts a micro-batch by rows into equal parts, each with the attention's arguments (see `attention_arguments`)."""
+    """Splits a micro-batch by rows into equal parts, each with the attention's arguments (`attention_arguments`)."""
     batch, length = targets_BT.shape
     rows = batch // parts
     counted_B = (targets_BT >= 0).sum(dim=1)
@@ -69,7 +69,7 @@ def split_micro_batch(targets_BT: Tensor, arguments: Mapping[str, Any], parts: i
         part = {}
         for name, value in arguments.items():
             if name.startswith("cu_seq_lens"):
-                # Segments of other rows shrink to nothing: no kernel minds, and the shape stays the same.
+                # Segments of other rows become empty, which kernels accept, and the tensor's shape stays the same.
                 part[name] = (value - first * length).clamp(0, rows * length)
             elif isinstance(value, Tensor):
                 part[name] = value[here]
@@ -80,16 +80,16 @@ def split_micro_batch(targets_BT: Tensor, arguments: Mapping[str, Any], parts: i
 
 
 class Stage(nn.Module):
-    """Some layers of a model; in the first stage the embedding before them, in the last all that comes after them.
+    """Some layers of a model, plus the embedding in the first stage and everything after the layers in the last.
 
-    The first stage takes token ids (B, T), the others hidden states (B, T, D); the last returns the loss of the
-    pipeline microbatch times its weight, the others hidden states. Its modules are the model's own: on the meta device
+    The first stage takes token IDs (B, T), the others hidden states (B, T, D); the last returns the loss of the
+    pipeline microbatch times its weight, the others hidden states. Its modules are the model's own, on the meta device
     until they are filled.
 
     Args:
         model: the whole model.
-        layers: numbers of this stage's layers.
-        precision: "fp32" or "bf16", the dtype that autocast computes in.
+        layers: indices of this stage's layers.
+        precision: "fp32" or "bf16", the dtype of autocast.
     """
 
     def __init__(self, model: LanguageModelLoss, layers: range, precision: str):
@@ -103,25 +103,25 @@ class Stage(nn.Module):
         self.loss_of_hidden = model.loss_of_hidden if self.is_last else None
         self.recorder = model.recorder
         self.microbatches: list[PipelineMicroBatch] = []
-        """Pipeline microbatches of the micro-batch that runs now."""
+        """Pipeline microbatches of the current micro-batch."""
         self.cross_entropy: Tensor | None = None
-        """Last stage: weighted sum over the pipeline microbatches that went through so far."""
+        """Weighted sum over the pipeline microbatches so far, in the last stage."""
 
     def begin(self, microbatches: list[PipelineMicroBatch]) -> None:
-        """Is called before the first of these pipeline microbatches arrives."""
+        """Sets the pipeline microbatches of a call, before the first of them arrives."""
         self.microbatches = microbatches
         self.cross_entropy = None
 
     def forward(self, x: Tensor, number: Tensor) -> Tensor:
-        """`number`, a host tensor of one element, says which pipeline microbatch `x` is."""
+        """Runs the stage on `x`; `number`, a CPU tensor of one element, is the index of the pipeline microbatch."""
         microbatch = self.microbatches[int(number)]
         inputs = {"input_ids" if self.is_first else "inputs_embeds": x}
         with torch.autocast(x.device.type, torch.bfloat16, enabled=self.precision == "bf16"):
             hidden_BTD = self.base(**inputs, use_cache=False, **microbatch.attention_arguments).last_hidden_state
             if not self.is_last:
                 hidden_BTD = hidden_BTD.float()
-                # Zero-bubble schedules detach what a stage returns in place, which torch refuses for a view. There is
-                # no public name for being one.
+                # Zero-bubble schedules detach a stage's output in place, which torch forbids for views. Private: there
+                # is no public way to ask if a tensor is a view.
                 return hidden_BTD.clone() if hidden_BTD._is_view() else hidden_BTD
             loss, cross_entropy = self.loss_of_hidden(hidden_BTD, microbatch.targets_BT)
         weighted = cross_entropy * microbatch.weight
@@ -130,7 +130,7 @@ class Stage(nn.Module):
 
 
 def cut(causal_lm: PreTrainedModel, layers: range, is_first: bool, is_last: bool) -> nn.Module:
-    """Returns the base model with these layers alone; embeddings in the first part only, the final norm in the last.
+    """Returns the base model with only these layers; embeddings only in the first part, the final norm in the last.
 
     Its own forward pass does the rest (masks, rotary tables, the layers' arguments), from `inputs_embeds` in all parts
     but the first. The modules are shared with the whole model.
@@ -138,9 +138,9 @@ def cut(causal_lm: PreTrainedModel, layers: range, is_first: bool, is_last: bool
     whole = causal_lm.base_model
     all_layers = layers_of(causal_lm)
     part = copy.copy(whole)
-    # A shallow copy shares this private dict, which nn.Module has no public way to replace.
+    # A shallow copy shares this dict; it is private, but nn.Module has no public way to replace it.
     part._modules = dict(whole._modules)
-    # Models index these lists by the layer's place in their own list.
+    # Models index such lists by the layer's position in their own list.
     part.config = copy.copy(whole.config)
     part.config.num_hidden_layers = len(layers)
     if getattr(whole.config, "layer_types", None):
@@ -162,7 +162,7 @@ def cut(causal_lm: PreTrainedModel, layers: range, is_first: bool, is_last: bool
 
 
 class Nothing(nn.Module):
-    """Stands for an embedding that an earlier stage has added already."""
+    """Placeholder for an embedding that an earlier stage has already added; returns zero."""
 
     def forward(self, ids: Tensor) -> Tensor:
         return torch.zeros((), device=ids.device)
@@ -170,10 +170,10 @@ class Nothing(nn.Module):
 
 @one_thread()
 def cut_problem(model_config: PreTrainedConfig) -> str | None:
-    """Returns why stages of this architecture do not add up to it; None if they do.
+    """Returns why stages of this architecture do not compute the same as the whole; None if they do.
 
-    Found out by cutting a small copy in two. Models that scale their embeddings in the forward pass, or compute
-    something between layers, cannot be cut by `cut`.
+    Determined by cutting a small copy in two. Models that scale their embeddings in the forward pass, or compute
+    something between layers, cannot be split by `cut`.
     """
     reference = reference_of(KeyedConfig.of(model_config))
     window = ReferenceWindow.of(reference.config)
@@ -193,7 +193,7 @@ def cut_problem(model_config: PreTrainedConfig) -> str | None:
                 stage = Stage(model, part, "fp32")
                 stage.begin(split_micro_batch(targets_BT, {}, 1))
                 x = stage(x, torch.zeros(1))
-    except Exception as error:  # a base model that is not embeddings, layers and a norm
+    except Exception as error:  # a base model that does not consist of embeddings, layers and a norm
         return f"{said} ({in_a_line(error)}); {works}"
     if not abs(x - wanted) <= TOLERANCE * wanted:
         return f"{said}: the loss of two stages is {x:.4f}, that of the whole {wanted:.4f}; {works}"
@@ -201,7 +201,7 @@ def cut_problem(model_config: PreTrainedConfig) -> str | None:
 
 
 def layer_problem(model_config: Any, stages: int, ranks: int, schedule: str) -> str | None:
-    """Returns what is wrong with so many stages of this model; None if every stage can have a layer."""
+    """Returns the problem of this number of stages for this model; None if every stage can have a layer."""
     layers = model_config.num_hidden_layers
     if layers >= stages:
         return None
@@ -220,7 +220,7 @@ def fill_stages(causal_lm: PreTrainedModel, stages: list[Stage], weights: Initia
     needed = {module for stage in stages for module in stage.modules()}
     head = causal_lm.get_output_embeddings()
     if head in needed and head.weight is causal_lm.get_input_embeddings().weight:
-        needed.add(causal_lm.get_input_embeddings())  # the values of a tied head are the embedding's
+        needed.add(causal_lm.get_input_embeddings())  # a tied head gets its values from the embedding
     for unit in units_of(causal_lm):
         if causal_lm.get_submodule(unit) in needed:
             weights.fill(causal_lm, unit)
@@ -228,7 +228,7 @@ def fill_stages(causal_lm: PreTrainedModel, stages: list[Stage], weights: Initia
 
 
 def stage_parameters(causal_lm: PreTrainedModel, stages: int) -> tuple[list[range], list[int]]:
-    """Returns (layers, parameters) of so many balanced stages. A tied embedding counts in the first and the last."""
+    """Returns (layers, parameters) of that many balanced stages. A tied embedding counts in the first and the last."""
     layers = layers_of(causal_lm)
     sizes = [sum(parameter.numel() for parameter in layer.parameters()) for layer in layers]
     in_layers = {id(parameter) for layer in layers for parameter in layer.parameters()}

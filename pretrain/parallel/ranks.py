@@ -1,4 +1,4 @@
-"""The processes of a launch, and their communication from host memory, without the device."""
+"""Processes of a launch, and their communication over CPU memory, without the device."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -19,28 +19,28 @@ _Value = TypeVar("Value")
 
 
 def slow_host_group() -> dist.ProcessGroup:
-    """Makes a group of all ranks, from host memory, for one thread beside the loop. All ranks call together."""
+    """Creates a group of all ranks over CPU memory, for one background thread. A collective call of all ranks."""
     return dist.new_group(backend="gloo", timeout=timedelta(hours=12))
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process and the others. All ranks together call what communicates; a single process never waits."""
+    """This process's rank and the others. Communicating methods are collective; a single process never waits."""
 
     rank: int = 0
-    """This process, from 0."""
+    """Rank of this process, from 0."""
     count: int = 1
     host_group: dist.ProcessGroup | None = None
-    """All ranks, over the network from host memory: for the loop."""
+    """Group of all ranks, over the network from CPU memory: for the loop."""
     background_group: dist.ProcessGroup | None = None
-    """The same for a thread beside the loop, which may wait as long as the slowest disk takes to write a checkpoint;
-    hangs of the loop are detected elsewhere."""
+    """Another such group for a background thread, which may wait as long as the slowest disk takes to write a
+    checkpoint; hangs of the loop are detected elsewhere."""
 
     @classmethod
     def of_launch(cls) -> "Ranks":
-        """Makes those that run, once torch.distributed does. Raises RuntimeError if not all that were launched do."""
+        """Builds the ranks once torch.distributed runs. Raises RuntimeError if a launched process is missing."""
         running = dist.get_world_size() if dist.is_initialized() else 1
-        if running != processes_launched():  # accelerate falls back to fewer silently
+        if running != processes_launched():  # accelerate silently falls back to fewer
             raise RuntimeError(f"{processes_launched()} processes were launched, but accelerate runs {running}")
         if not dist.is_initialized():
             return cls()
@@ -48,13 +48,13 @@ class Ranks:
 
     @property
     def is_main(self) -> bool:
-        """True of the rank that prints and writes what is written once."""
+        """True on the rank that prints, and that writes what is written once."""
         return self.rank == 0
 
     def gather(self, value: Any, in_background: bool = False) -> list[Any]:
-        """Returns one small object of every rank, on every rank.
+        """Returns one small object from every rank, on every rank.
 
-        in_background: called from the one thread beside the loop.
+        in_background: called from the one background thread.
         """
         if self.count == 1:
             return [value]
@@ -64,7 +64,7 @@ class Ranks:
 
     @contextmanager
     def together(self, error: type[Exception]) -> Iterator[None]:
-        """Raises `error` on all ranks if this block fails on one, so that none waits for one that failed."""
+        """Raises `error` on all ranks if this block fails on any, so that no rank waits for a failed one."""
         problem = None
         try:
             yield
@@ -74,9 +74,9 @@ class Ranks:
             raise error("; ".join(problems))
 
     def by_main(self, work: Callable[[], _Value], beat: Callable[[], None]) -> _Value | None:
-        """Runs `work` in a thread of the main rank while all ranks wait and call `beat`; its result is there alone.
+        """Runs `work` in a thread of the main rank while all ranks wait and call `beat`; returns None on others.
 
-        Where `beat` raises, which it must on all ranks alike, the work goes on with nobody waiting for it.
+        If `beat` raises, which it must do on all ranks at the same call, the work continues but nobody waits for it.
         """
         executor = ThreadPoolExecutor(max_workers=1)
         future = executor.submit(work) if self.is_main else None
@@ -87,7 +87,7 @@ class Ranks:
         return future.result() if self.is_main else None
 
     def print(self, text: str) -> None:
-        """Prints from the main rank alone."""
+        """Prints from the main rank only."""
         if self.is_main:
             say(text)
 
@@ -96,10 +96,10 @@ class Ranks:
         self.gather(None)
 
     def exit(self, code: int) -> NoReturn:
-        """Ends every process of a script that is over.
+        """Ends every process of a finished script.
 
-        At once: torch's and DeepSpeed's destructors over gloo sometimes hang or abort after everything was written,
-        and a thread that nobody waits for any more would be waited for.
+        Ends it immediately: torch's and DeepSpeed's destructors over gloo sometimes hang or abort after everything was
+        written, and Python would wait for abandoned threads.
         """
         self.barrier()
         end_now(code)

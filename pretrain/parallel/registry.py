@@ -1,4 +1,4 @@
-"""Every strategy by name, and the making of the one that the launcher asks for."""
+"""Registry of the strategies by name, and the construction of the one that the launcher asks for."""
 
 import os
 from pkgutil import resolve_name
@@ -26,33 +26,33 @@ STRATEGIES: dict[str, str] = {
     "zero3_offload": "pretrain.parallel.zero:Zero",
     "zero3_offload_nvme": "pretrain.parallel.zero:Zero",
 }
-"""{file in accelerate_configs/: module and class}, simplest first, which is the order in which a plan lists them."""
+"""{accelerate config: module and class}, simplest first, which is the order in which a plan lists them."""
 
 
 def strategy_named(name: str) -> type[Strategy]:
-    """Imports a strategy of STRATEGIES: a run loads no other."""
+    """Imports a strategy of STRATEGIES; a run imports no other."""
     return resolve_name(STRATEGIES[name])
 
 
 def micro_batches_launched() -> int:
-    """Returns how many micro-batches the processes that were launched take together in a micro-step."""
+    """Returns how many micro-batches the launched processes take together in a micro-step."""
     name = launched_strategy()
     try:
         sharing = parallel_size(strategy_named(name).size_variable) if name in ("tp", "fsdp_tp", "cp") else 1
-    except ValueError:  # which the strategy's own check refuses
+    except ValueError:  # the strategy's own check reports it
         sharing = 1
     return max(1, processes_launched() // sharing)
 
 
 def parts_of_micro_batch(config: RunConfig) -> int:
-    """Returns what batch.sequences_per_micro_batch has to be a multiple of under the strategy that was launched."""
+    """Returns the divisor that batch.sequences_per_micro_batch must have under the launched strategy."""
     name = launched_strategy()
     strategy = strategy_named(name) if name in STRATEGIES else Strategy
     return strategy.parts_of_micro_batch(config)
 
 
 def make_strategy(config: RunConfig) -> Strategy:
-    """Makes the strategy that the launcher asks for. Raises InputError as `strategy_class`."""
+    """Builds the strategy that the launcher asks for. Raises InputError as `strategy_class`."""
     strategy = strategy_class(config)(resolve_precision(config.precision), config)
     if config.data.dispatch_batches:
         strategy.dispatch_batches()
@@ -60,7 +60,7 @@ def make_strategy(config: RunConfig) -> Strategy:
 
 
 def share_shards(data: Data) -> None:
-    """Makes the first process say what is in the shards, before anything opens them, if it reads for all."""
+    """Lets the first rank describe the shards to all, before anything opens them, if it reads for all."""
     rely_on_first({})
     if data.dispatch_batches and processes_launched() > 1:
         from pretrain.data.dispatch import describe_shards, found_shards
@@ -90,7 +90,7 @@ def strategy_class(config: RunConfig) -> type[Strategy]:
 
 
 def evaluation_strategy() -> Strategy:
-    """Makes the strategy of scripts that train nothing: whole models on every process; InputError for any other."""
+    """Builds the strategy of scripts that do not train: whole models on every rank; InputError for any other."""
     name = launched_strategy()
     if name not in ("single", "ddp"):
         raise InputError(

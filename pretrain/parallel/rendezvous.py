@@ -1,7 +1,7 @@
-"""Lets the processes of a group find each other: the store where they meet, and the network that they use.
+"""Rendezvous of the processes of a group: the store through which they meet, and the network that they use.
 
-torch's launcher gives every restart the store of the first attempt, in which its static rendezvous, the one of our
-launcher files, leaves the addresses of the processes that have died: the new ones would wait for them and fail.
+torch's launcher gives every restart the store of the first attempt. Its static rendezvous, which our accelerate
+configs use, leaves the addresses of dead processes in that store: new processes would wait for them and fail.
 """
 
 import functools
@@ -18,26 +18,26 @@ from torch.distributed import TCPStore
 from pretrain.errors import InputError
 
 INTERFACE_SETTINGS = {"GLOO_SOCKET_IFNAME": "{}", "NCCL_SOCKET_IFNAME": "={}"}
-"""NCCL takes a name as the beginning of one, unless it follows '='."""
+"""{variable: format of an interface's name}; NCCL treats a name as a prefix unless it follows '='."""
 PATIENCE = timedelta(minutes=5)
-"""Time for which processes wait for the first one, which may be on another machine."""
+"""Time that processes wait for the first one, which may be on another machine."""
 READING = timedelta(hours=1)
-"""Time that it may take to read what it tells."""
+"""Time that the first process may take to read what it tells the others."""
 
 
 @functools.cache
 def host_store(address: str, port: int) -> TCPStore:
-    """Hosts a store at this port, any if it is 0, and keeps it for as long as this process lives.
+    """Hosts a store at this port, at any free one if it is 0, for the lifetime of this process.
 
-    A store that torch opens here at the same port is the same server.
+    If torch opens a store at the same port in this process, it gets the same server.
     """
     return TCPStore(address, port, is_master=True, wait_for_workers=False, multi_tenant=True)
 
 
 def meet_afresh() -> None:
-    """Points a restarted process to a store of this attempt's own, which its rank 0 hosts; the first attempt has one.
+    """Points a restarted process to a new store for this attempt, hosted by its rank 0; the first attempt has its own.
 
-    Changes the environment that torch's init_process_group reads. All ranks call, before it.
+    Changes the environment that torch's init_process_group reads. All ranks call it before that.
     """
     attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     if attempt == 0 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
@@ -45,21 +45,21 @@ def meet_afresh() -> None:
     launchers = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=PATIENCE)
     key = f"port-of-attempt-{attempt}"
     if os.environ["RANK"] == "0":
-        # Hosted from here on, so that nobody takes the port meanwhile.
+        # Hosted immediately, so that no other process can take the port.
         launchers.set(key, str(host_store(os.environ["MASTER_ADDR"], 0).port))
     os.environ["MASTER_PORT"] = launchers.get(key).decode()
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
 
 
 def told_by_first(subject: str, text: Callable[[], str]) -> str:
-    """Returns what `text` returns in the first process to all that were launched, before they form a group.
+    """Returns the first process's `text()` in every launched process, before they form a group.
 
-    All call, once for each subject.
+    All processes call it, once for each subject.
     """
     address = os.environ["MASTER_ADDR"]
     port = int(os.environ["MASTER_PORT"])
     is_first = os.environ["RANK"] == "0"
-    if is_first and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":  # nobody hosts one yet
+    if is_first and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":  # the launcher hosts no store
         host_store(address, port)
     store = TCPStore(address, port, is_master=False, timeout=PATIENCE)
     key = f"told-by-first-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}-{subject}"
@@ -70,11 +70,11 @@ def told_by_first(subject: str, text: Callable[[], str]) -> str:
 
 
 def choose_interface() -> None:
-    """Makes gloo and NCCL use the interface of the route to the main address, where several machines take part.
+    """Makes gloo and NCCL use the network interface that routes to the main address, in runs on several machines.
 
-    Left alone, gloo advertises the address that the host's own name resolves to, on many systems 127.0.1.1, and NCCL
-    that of the first interface, which may be a bridge of containers: the others then hang. Sets GLOO_SOCKET_IFNAME and
-    NCCL_SOCKET_IFNAME unless the user has. Raises InputError where gloo would fail and several could be meant.
+    By default, gloo advertises the address that the host's own name resolves to, on many systems 127.0.1.1, and NCCL
+    that of the first interface, which may be a container bridge: the other machines then hang. Sets GLOO_SOCKET_IFNAME
+    and NCCL_SOCKET_IFNAME unless the user has. Raises InputError if gloo would fail and the interface is ambiguous.
     """
     machines = int(os.environ.get("WORLD_SIZE", "1")) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     unset = [variable for variable in INTERFACE_SETTINGS if not os.environ.get(variable)]
@@ -83,7 +83,7 @@ def choose_interface() -> None:
     main = os.environ.get("MASTER_ADDR", "")
     interfaces = interfaces_by_address()
     name = interfaces.get(local_address_towards(main))
-    if name is None:  # on the main machine, whose name resolves to itself
+    if name is None:  # on the main machine, if its name resolves to loopback
         others = sorted({interface for address, interface in interfaces.items() if not is_loopback(address)})
         if len(others) != 1 and "GLOO_SOCKET_IFNAME" in unset and own_name_is_loopback():
             raise InputError(
@@ -104,11 +104,11 @@ def choose_interface() -> None:
 
 
 def own_name_is_loopback() -> bool:
-    """Returns True if this host's name resolves to no address that another machine could use."""
+    """Tells if this host's name resolves to no address that another machine could use."""
     try:
         found = {entry[4][0] for entry in socket.getaddrinfo(socket.gethostname(), None)}
     except OSError:
-        return True  # gloo takes 127.0.0.1 then
+        return True  # gloo then uses 127.0.0.1
     return all(is_loopback(address) for address in found)
 
 
@@ -130,11 +130,11 @@ def interfaces_by_address() -> dict[str, str]:
 
 
 def local_address_towards(host: str) -> str | None:
-    """Returns this machine's address on the route to another; None if there is none but loopback. Sends nothing."""
+    """Returns this machine's address on the route to a host; None if there is only loopback. Sends nothing."""
     with suppress(OSError):
         for family, kind, _, _, address in socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM):
             with socket.socket(family, kind) as udp, suppress(OSError):
-                udp.connect(address)  # of a datagram socket: chooses the route, no packet leaves
+                udp.connect(address)  # on a datagram socket this only selects the route
                 local = udp.getsockname()[0].partition("%")[0]
                 if not is_loopback(local):
                     return local

@@ -1,7 +1,8 @@
-"""Compares copies of the same weights on several processes, bit by bit.
+"""Compares replicas of the same weights on several ranks, bit by bit.
 
-Copies are updated alike and never compared, so that a flipped bit, a broken link or a kernel that adds in another
-order on one GPU goes unseen until the loss shows it. A digest of each tensor, exact in integers, finds the first bit.
+Replicas get the same updates and are otherwise never compared, so a flipped bit, a broken link or a kernel that sums
+in another order on one GPU goes unnoticed until the loss shows it. An exact integer digest of each tensor finds any
+bit.
 """
 
 from collections.abc import Sequence
@@ -10,22 +11,22 @@ import torch
 import torch.distributed as dist
 
 ReplicaGroup = tuple[dist.ProcessGroup | None, dict[str, torch.Tensor]]
-"""(process group, or None for all processes; tensors of this process by name, which must be equal on all of them)."""
+"""(process group, or None for all ranks; this rank's tensors by name, which must be equal on all of them)."""
 
 CHUNK = 2**22
-"""Elements digested at a time: their products, 32 MB, and their weights are all the memory it takes."""
+"""Elements digested at a time: 32 MB for products and as much for weights bound the memory needed."""
 INTEGERS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
-"""{bytes of a number: an integer as wide}."""
+"""{bytes of an element: integer dtype of the same width}."""
 
 
 def replica_differences(groups: Sequence[ReplicaGroup], device: torch.device) -> list[str]:
-    """Returns messages for what differs between copies, the same list on all ranks; [] if all copies are equal.
+    """Lists the differences between replicas, the same list on all ranks; empty if all replicas are equal.
 
-    Reads each tensor once and waits for the device. All ranks of the world call together, each with its own groups
+    Reads each tensor once and waits for the device. A collective call of all ranks, each with its own groups
     (see `Strategy.replicas`).
 
     Args:
-        device: where digests are exchanged, the strategy's own.
+        device: device for exchanging digests, the strategy's own.
     """
     found: list[str] = []
     for group, tensors in groups:
@@ -47,7 +48,7 @@ def replica_differences(groups: Sequence[ReplicaGroup], device: torch.device) ->
 
 def digest_tensors(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
     """Returns a 64-bit digest of each tensor's bits, int64 of shape (tensors,), on `device`."""
-    # Random, so that changes of several elements do not cancel; odd, so that one alone cannot vanish modulo 2^64.
+    # Random, so that changes of several elements do not cancel; odd, so that none alone can vanish modulo 2^64.
     longest = min(CHUNK, max(tensor.numel() for tensor in tensors))
     generator = torch.Generator().manual_seed(0)
     weights = torch.randint(-(2**63), 2**63 - 1, (longest,), generator=generator) | 1
@@ -57,7 +58,7 @@ def digest_tensors(tensors: Sequence[torch.Tensor], device: torch.device) -> tor
 
 @torch.no_grad()
 def digest(tensor: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Sums the elements' bit patterns, each times its place's weight, modulo 2^64: the order of addition is free."""
+    """Sums the elements' bit patterns, weighted by position, modulo 2^64: exact in any order of addition."""
     bits = tensor.detach().contiguous().view(-1).view(INTEGERS[tensor.element_size()])
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     for chunk in bits.split(CHUNK):
@@ -66,11 +67,11 @@ def digest(tensor: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
 
 
 def compare(names: Sequence[str], digests: torch.Tensor, ranks: Sequence[int]) -> list[str]:
-    """Returns what differs, a line for each tensor, naming ranks not of the majority, or all if there is none.
+    """Lists the differences, a line for each tensor, naming ranks outside of the majority, or all if there is none.
 
     Args:
         digests: int64 of shape (ranks, tensors).
-        ranks: the global number of each row's rank.
+        ranks: global rank of each row.
     """
     lines = []
     for column in (digests != digests[0]).any(dim=0).nonzero().flatten().tolist():

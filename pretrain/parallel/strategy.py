@@ -1,10 +1,10 @@
-"""The strategy that the loop trains with and never looks behind: one process or DDP here, the others in subclasses.
+"""Strategy that the loop trains with, without knowing which one it is: one process or DDP here, others in subclasses.
 
-`accelerate launch --config_file accelerate_configs/X.yaml` chooses; `Strategy` builds the Accelerator, checks that
-what runs is what was asked for, and gives the loop its verbs (prepare, accumulate, backward, update, sum) and the
-checkpoints theirs (tensors by name, load). Its memory and traffic are pretrain_tools/planning's.
+`accelerate launch --config_file accelerate_configs/X.yaml` chooses it. `Strategy` builds the Accelerator, checks that
+accelerate runs what was asked for, and defines the methods that the loop calls (prepare, accumulate, backward, update,
+sum) and those that checkpoints call (tensors by name, load). Memory and traffic are in pretrain_tools/planning.
 
-The same launcher files serve machines with and without GPUs: without one, processes communicate over gloo.
+The same accelerate configs work with and without GPUs: without one, processes communicate over gloo.
 """
 
 import warnings
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 
 def device_type() -> str:
-    """Returns 'cuda' where a GPU is visible, else 'cpu', also on request (accelerate's ACCELERATE_USE_CPU).
+    """Returns 'cuda' if a GPU is visible, else 'cpu'; also 'cpu' on request (accelerate's ACCELERATE_USE_CPU).
 
     Raises InputError for a GPU that torch cannot use.
     """
@@ -59,7 +59,7 @@ def device_type() -> str:
 
 
 def resolve_precision(requested: str) -> str:
-    """Turns auto into bf16 where the device multiplies in bf16, else fp32. Raises InputError for what does not run."""
+    """Turns auto into bf16 if the device has bf16 matmuls, else fp32. Raises InputError for unsupported precisions."""
     device = device_type()
     if requested == "fp8":
         from pretrain.model.fp8 import fp8_problem
@@ -74,28 +74,28 @@ def resolve_precision(requested: str) -> str:
 
 
 class Strategy:
-    """The strategy that runs: one process, or data parallel (DDP). The others are subclasses.
+    """Strategy of a run: one process, or data parallel (DDP). The others are subclasses.
 
-    The loop calls, in this order: prepare, load (when it continues a run), then for every step begin_step,
-    accumulate with the forward pass and backward in it for every micro-step, update. All ranks call together.
+    The loop calls, in this order: prepare, load (to continue a run), then for every step begin_step, accumulate around
+    the forward pass and backward of every micro-step, and update. All methods are collective calls of all ranks.
     """
 
     parameter_form: str = "whole"
-    """Form in which the optimizer is given parameters; see `OptimizerSpec.takes`."""
+    """Form of the parameters that the optimizer gets; see `OptimizerSpec.takes`."""
     precisions: tuple[str, ...] = tuple(PRECISIONS)
-    """The recipe's precisions that run under this strategy."""
+    """The recipe's precisions that this strategy supports."""
     compilations: tuple[str, ...] = ("auto", "none", "regional", "full")
-    """The recipe's values of compile that do."""
+    """The recipe's values of compile that this strategy supports."""
     holds_whole_model = True
-    """True if each process has all fp32 weights on its device."""
+    """True if each rank has all fp32 weights on its device."""
 
     before_step: tuple[Callable[[int], None], ...] = ()
-    """Called with the number of micro-steps, before the first of a step."""
+    """Functions called with the number of micro-steps before each step's first one."""
     after_update: tuple[Callable[[torch.Tensor], None], ...] = ()
-    """Called with `skipped` at the end of every update, also of one that changed nothing."""
+    """Functions called with `skipped` at the end of every update, including skipped ones."""
 
     def __init__(self, precision: str, config: RunConfig | None = None):
-        """Starts the processes' communication; `config` may be None where nothing is trained."""
+        """Starts the communication between processes; `config` may be None if nothing is trained."""
         self.precision = precision
         self.config = config
         self.name = launched_strategy()
@@ -105,27 +105,27 @@ class Strategy:
         self.device: torch.device = self.accelerator.device
         self.ranks = Ranks.of_launch()
         self.data_rank = self.ranks.rank
-        """Number of the part of the batch that this rank reads. Ranks that share one model's work share a part."""
+        """Index of the part of the batch that this rank reads. Ranks that share one model share a part."""
         self.data_ranks = self.ranks.count
-        """Parts into which the batch is divided."""
+        """Number of parts of the batch."""
         self.sequence_parts: int = 1
-        """Ranks that share each sequence, and the targets in it."""
+        """Number of ranks that share each sequence, and the targets in it."""
         self.part: int = 0
-        """Number of the part of each sequence that is here."""
+        """Index of this rank's part of each sequence."""
         self.micro_batches_per_call: int = 1
-        """Times batch.sequences_per_micro_batch that one call of the model takes."""
+        """Factor of batch.sequences_per_micro_batch for one call of the model."""
         self.dispatcher: Dispatcher | None = None
-        """Hands this process its windows; None: it reads them itself."""
+        """Sender of this rank's windows; None: the rank reads them itself."""
         self.optimizer_built = ""
-        """A description, once prepared."""
+        """Description of the optimizer, once prepared."""
         self.average: WeightAverage | None = None
         """Average of the weights, if the recipe asks for one."""
-        use_all_cores()  # beside a GPU too: an offloaded AdamW, initialisation and export checks compute on the host
+        use_all_cores()  # with a GPU too: offloaded AdamW, initialization and export checks run on the CPU
         if self.device.type == "cpu":
             keep_freed_memory()
 
     def dispatch_batches(self) -> None:
-        """Makes the first process read for all from here on."""
+        """Makes the first rank read for all ranks from now on."""
         from pretrain.data.dispatch import Dispatcher
 
         if self.ranks.count > 1:
@@ -134,14 +134,14 @@ class Strategy:
     def read(
         self, number: int, shape: tuple[int, ...], dtype: np.dtype | type, read: Callable[[int], np.ndarray]
     ) -> np.ndarray:
-        """Returns the ids of this process' data rank, whoever reads them; arguments as of `Dispatcher.take`."""
+        """Returns the token IDs of this rank's part, whoever reads them; arguments as of `Dispatcher.take`."""
         if self.dispatcher is None:
             return read(self.data_rank)
         return self.dispatcher.take(number, shape, dtype, read).result()
 
     @classmethod
     def problems(cls, config: RunConfig, name: str) -> list[str]:
-        """Returns messages for everything in the recipe that this strategy, called `name`, cannot run."""
+        """Lists everything in the recipe that this strategy, called `name`, does not support."""
         problems = []
         if config.optim.stochastic_rounding and cls.parameter_form != "whole":
             problems.append(f"optim.stochastic_rounding: does not run under {name}; it does under single and ddp")
@@ -160,11 +160,11 @@ class Strategy:
 
     @classmethod
     def parts_of_micro_batch(cls, config: RunConfig) -> int:
-        """Returns what batch.sequences_per_micro_batch has to be a multiple of."""
+        """Returns the divisor that batch.sequences_per_micro_batch must have."""
         return 1
 
     def make_accelerator(self) -> Accelerator:
-        """Builds accelerate's entry object. Raises RuntimeError where it silently falls back to another strategy."""
+        """Builds accelerate's entry object. Raises RuntimeError if it silently falls back to another strategy."""
         return Accelerator(
             cpu=device_type() == "cpu",
             mixed_precision=PRECISIONS[self.precision],
@@ -179,8 +179,8 @@ class Strategy:
 
         Args:
             model: on the meta device; its parameters have no values yet.
-            weights: fills it, unit by unit where the strategy shards.
-            build_optimizer: makes the optimizer of the (name, parameter) pairs this process updates.
+            weights: fills the model, unit by unit if the strategy shards.
+            build_optimizer: builds the optimizer of the (name, parameter) pairs that this rank updates.
         """
         if self.precision == "fp8":
             from pretrain.model.fp8 import use_fp8
@@ -190,7 +190,7 @@ class Strategy:
         model.causal_lm.tie_weights()
         self.causal_lm = model.causal_lm
         optimizer = self.optimizer_of_parameters(build_optimizer)
-        with warnings.catch_warnings():  # torch renames broadcast_buffers; accelerate passes the old name
+        with warnings.catch_warnings():  # torch renamed broadcast_buffers; accelerate still passes the old name
             warnings.filterwarnings("ignore", message=".*broadcast_buffers.*", category=FutureWarning)
             self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
         if isinstance(self.model, DistributedDataParallel):
@@ -198,7 +198,7 @@ class Strategy:
         return self.model
 
     def optimizer_of_parameters(self, build_optimizer: OptimizerBuilder) -> torch.optim.Optimizer:
-        """Builds the optimizer of the parameters that are here, whose names are in `name_of` from now on."""
+        """Builds the optimizer of this rank's parameters, and sets `name_of` to their names."""
         named_parameters = [(n, p) for n, p in self.causal_lm.named_parameters() if not p.is_meta]
         self.name_of = {parameter: name for name, parameter in named_parameters}
         self.spec = build_optimizer.spec
@@ -210,7 +210,7 @@ class Strategy:
 
     @contextmanager
     def accumulate(self, is_last: bool) -> Iterator[None]:
-        """Goes around the forward and backward of a micro-step; ranks exchange gradients in the last one alone."""
+        """Wraps forward and backward of a micro-step; ranks exchange gradients only in the last one."""
         if is_last:
             yield
         else:
@@ -228,14 +228,14 @@ class Strategy:
             call(micro_steps)
 
     def set_learning_rate(self, learning_rate: float) -> None:
-        """Is called before the first backward of a step: some strategies update inside the last one."""
+        """Sets the learning rate before a step's first backward pass: some strategies update inside the last one."""
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate * group.get("learning_rate_scale", 1.0)
 
     def update(self, max_grad_norm: float | None) -> tuple[torch.Tensor, torch.Tensor]:
         """Clips, steps and clears the gradients; a step whose gradient norm is not finite changes nothing.
 
-        Returns (gradient norm before clipping, 1 if the step was skipped else 0), both on the device: nothing waits.
+        Returns (gradient norm before clipping, 1 if the step was skipped else 0), both on the device, without waiting.
         """
         grad_norm, skipped = self.clip_and_step(max_grad_norm)
         for call in self.after_update:
@@ -243,19 +243,19 @@ class Strategy:
         return grad_norm, skipped
 
     def clip_and_step(self, max_grad_norm: float | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """The strategy's own way to `update`, with the same arguments and results."""
+        """Implements `update` for this strategy, with the same arguments and results."""
         grad_norm = self.gradient_norm()
         skipped = (~torch.isfinite(grad_norm)).float()
-        divisor = None  # such that torch.nn.utils.clip_grad_norm_ would multiply by its inverse
+        divisor = None  # torch.nn.utils.clip_grad_norm_ would multiply by its inverse
         if max_grad_norm is not None:
             divisor = ((grad_norm + 1e-6) / max_grad_norm).clamp(min=1.0)
         inner = self.inner_optimizer
         scaler = self.accelerator.scaler
         if getattr(inner, "_step_supports_amp_scaling", False):
-            # The protocol of torch's GradScaler, by these names, for fused kernels; Muon and Adafactor follow it. They
-            # read both on the device: they divide as they go, a pass over the gradients less, and leave everything as
-            # it is where found_inf is 1. Offloaded parameters are on the host: torch would copy both there without
-            # waiting for the copies.
+            # torch's GradScaler sets these attributes for fused kernels, and Muon and Adafactor follow the same
+            # protocol. The kernels read both on the device: they divide on the fly, which saves a pass over the
+            # gradients, and change nothing if found_inf is 1. Offloaded parameters are on the CPU: torch would copy
+            # both values there without waiting for the copies, so they are moved here.
             device = inner.param_groups[0]["params"][0].device
             inner.grad_scale = divisor if divisor is None else divisor.to(device)
             inner.found_inf = skipped.to(device)
@@ -265,7 +265,7 @@ class Strategy:
                 torch._foreach_div_(gradients, divisor.to(gradients[0].device))
             if not skipped.item():
                 inner.step()
-        if scaler is not None:  # fp16; scaler.step waits for the device, or says nothing of a skipped step
+        if scaler is not None:  # fp16; scaler.step would wait for the device, or not report a skipped step
             scaler.update()
         inner.zero_grad()
         return grad_norm, skipped
@@ -282,12 +282,12 @@ class Strategy:
         return total_norm(self.gradients())
 
     def gradients(self) -> list[torch.Tensor]:
-        """Returns this process's parts of the parameters' gradients."""
+        """Returns this rank's parts of the parameters' gradients."""
         return [parameter.grad for parameter in self.name_of if parameter.grad is not None]
 
     @property
     def dropout_rank(self) -> int:
-        """Number that ranks share if they must drop the same elements: those that compute the same hidden states."""
+        """Seed offset shared by ranks that compute the same hidden states and must drop the same elements."""
         return self.data_rank
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -296,11 +296,11 @@ class Strategy:
 
     @property
     def reports_loss(self) -> bool:
-        """True if this rank's loss counts in the mean; ranks that share one model's work have one that reports it."""
+        """True if this rank's loss counts in the mean; of ranks that share one model, only one reports its loss."""
         return True
 
     def describe(self) -> dict[str, Any]:
-        """Returns what runs, for the run's record."""
+        """Returns what was built, for the run's record."""
         return {
             "strategy": self.name,
             "ranks": self.ranks.count,
@@ -314,18 +314,18 @@ class Strategy:
         return TensorGroup.of(self.weights() | self.saved_buffers())
 
     def saved_buffers(self) -> dict[str, torch.Tensor]:
-        """Returns the tensors that belong to the model's weights without being trained by gradients."""
+        """Returns the buffers that belong to the model's weights, although gradients do not train them."""
         saved = self.causal_lm.state_dict().keys()
         return {
             name: buffer for name, buffer in self.causal_lm.named_buffers() if name in saved and not buffer.is_meta
         }
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """Returns this process's parts of the weights that the optimizer updates, in fp32, by name."""
+        """Returns this rank's parts of the weights that the optimizer updates, in fp32, by name."""
         return {name: parameter for parameter, name in self.name_of.items()}
 
     def update_average(self, share: float) -> None:
-        """Moves the average by this share of the way to the weights; 1 begins it."""
+        """Moves the average by this share of the way to the weights; a share of 1 starts it."""
         if share == 1.0:
             self.average = WeightAverage(self.weights())
         else:
@@ -333,7 +333,7 @@ class Strategy:
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
-        """Gives the model the average for weights within it; after it, to the last bit, those that train."""
+        """Runs its body with the average as the model's weights, and then restores the weights bit for bit."""
         self.average.exchange(self.weights())
         try:
             yield
@@ -341,11 +341,11 @@ class Strategy:
             self.average.exchange(self.weights())
 
     def average_tensors(self) -> TensorGroup:
-        """Returns the average by HF name, in fp32, complete as `model_tensors` are."""
+        """Returns the average by HF name, in fp32, with buffers as in `model_tensors`."""
         return TensorGroup.of(self.average.means | self.saved_buffers())
 
     def load_average(self, average: Mapping[str, torch.Tensor]) -> None:
-        """Puts whole tensors by name into the average."""
+        """Copies whole tensors by name into the average."""
         self.average = WeightAverage(self.weights())
         load_parts(self.average.means, average)
 
@@ -354,13 +354,13 @@ class Strategy:
         return TensorGroup.of(optimizer_state_by_name(self.inner_optimizer, self.name_of))
 
     def load(self, model: Mapping[str, torch.Tensor], optimizer: Mapping[str, torch.Tensor]) -> None:
-        """Puts whole tensors by name into the running model and optimizer."""
+        """Copies whole tensors by name into the running model and optimizer."""
         load_parts(self.model_tensors().tensors, model)
         state = optimizer if self.spec.state_is_whole else ShardedState(optimizer, self.name_of)
         load_optimizer_state(self.inner_optimizer, self.spec, self.name_of, state)
 
     def state(self) -> dict[str, float]:
-        """Returns what else an exact continuation needs: the fp16 loss scale."""
+        """Returns the remaining state for an exact continuation: the fp16 loss scale."""
         saved = self.accelerator.scaler.state_dict() if self.accelerator.scaler is not None else None
         return {"scale": saved["scale"], "growth_tracker": saved["_growth_tracker"]} if saved else {}
 
@@ -371,34 +371,34 @@ class Strategy:
             )
 
     def copies(self) -> "Holders | None":
-        """Returns who else updates the same whole parameters, and can share the work of that."""
+        """Returns the ranks that update the same whole parameters and can share that work; None if there are none."""
         from pretrain.optim.matrix_exchange import Holders
 
         return Holders(dist.group.WORLD, self.device) if self.ranks.count > 1 else None
 
     def replicas(self) -> list[ReplicaGroup]:
-        """Returns weights of which several ranks hold a copy, equal bit by bit: see `replica_differences`."""
+        """Lists the weights that several ranks replicate, bit for bit: see `replica_differences`."""
         if self.ranks.count == 1:
             return []
         return [(None, {name: parameter.detach() for parameter, name in self.name_of.items()})]
 
 
 def order_buckets(model: DistributedDataParallel) -> None:
-    """Lets DDP order its buckets before the first step, by a backward pass that leaves no gradients.
+    """Makes DDP order its buckets before the first step, by a backward pass that leaves no gradients.
 
-    DDP orders them after its first backward pass, by when gradients arrive. Where a gradient stands in a bucket
-    decides in which order three or more processes sum it, and so how it rounds: the first step after a resume would
-    round otherwise than the same step of the unbroken run.
+    DDP orders them after its first backward pass, by when gradients arrive. A gradient's position in a bucket
+    decides in which order three or more ranks sum it, and so how it rounds: the first step after a resume would
+    round differently from the same step of the uninterrupted run.
     """
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     loss = torch.zeros((), device=parameters[0].device)
-    # What is added last gets its gradient first, as the last layer does. A norm stands behind its block's matrices in
-    # the model, and gets its gradient after them: vectors, small as they are, wait for the last bucket.
+    # Backward visits the terms in reverse: what is added last gets its gradient first, as the last layer does. A norm
+    # gets its gradient after its block's matrices, although it comes after them in the model, so vectors go last.
     for parameter in sorted(parameters, key=lambda parameter: parameter.dim() > 1):
         loss = loss + 0 * parameter.sum()
     model.reducer.prepare_for_backward([])
     loss.backward()
     model.zero_grad()
-    # torch does this in the first forward pass after a backward pass, and has no public name for it.
+    # torch does this in the first forward pass after a backward pass; the method is private.
     if not model.reducer._rebuild_buckets():
         raise RuntimeError("DDP has not ordered its buckets: a resumed run would not be the unbroken one")

@@ -1,4 +1,4 @@
-"""Tensors by name, whole for a checkpoint and in parts where they train, whether or not they are DTensors."""
+"""Tensors by name: whole for a checkpoint, sharded in training, as DTensors or not."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -7,13 +7,13 @@ from typing import Self
 import torch
 from torch.distributed.tensor import DTensor
 
-# distribute_tensor, the public way, would send what every process has already.
+# Private, because distribute_tensor, the public way, would send what every rank already has.
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 
 @dataclass(frozen=True)
 class TensorGroup:
-    """Tensors by name, whole, wherever their pieces are. Fetching one is collective: every rank asks in one order."""
+    """Whole tensors by name, wherever their shards are. Fetching is collective: every rank asks in the same order."""
 
     shapes: dict[str, tuple[int, ...]]
     dtypes: dict[str, torch.dtype]
@@ -21,24 +21,24 @@ class TensorGroup:
 
     @classmethod
     def of(cls, tensors: Mapping[str, torch.Tensor]) -> Self:
-        """Makes a group of these tensors, of which every rank has the whole or, of a DTensor, its part."""
+        """Builds a group of these tensors; every rank has each one whole or, for a DTensor, its shard."""
         shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
         return cls(shapes, {name: tensor.dtype for name, tensor in tensors.items()}, tensors)
 
     def whole(self, name: str, wanted: bool = True) -> torch.Tensor | None:
-        """Returns the whole tensor, perhaps the one that trains, where it is; None on a rank that does not want it."""
+        """Returns the whole tensor on its device, perhaps the training one; None on a rank that does not want it."""
         tensor = self.tensors[name].detach()
         whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
         return whole if wanted else None
 
     def fetch(self, name: str, wanted: bool = True) -> torch.Tensor | None:
-        """Returns the whole tensor on the host; None on a rank that takes part but does not want it."""
+        """Returns the whole tensor on the CPU; None on a rank that takes part but does not want it."""
         whole = self.whole(name, wanted)
         return whole.to("cpu") if wanted else None
 
 
 class ShardedState(Mapping[str, torch.Tensor]):
-    """Saved optimizer state, whole, as the parts that go with this process's parts of the parameters."""
+    """Saved whole optimizer state, presented as the shards for this rank's parameter shards."""
 
     def __init__(self, whole: Mapping[str, torch.Tensor], name_of: Mapping[torch.Tensor, str]):
         self._whole = whole
@@ -68,7 +68,7 @@ class ShardedState(Mapping[str, torch.Tensor]):
 
 @torch.no_grad()
 def load_parts(tensors: Mapping[str, torch.Tensor], whole: Mapping[str, torch.Tensor]) -> None:
-    """Copies whole tensors by name into those that train; into a DTensor the part that this process holds."""
+    """Copies whole tensors by name into the training ones; a DTensor gets this rank's shard."""
     for name, tensor in tensors.items():
         if isinstance(tensor, DTensor):
             tensor.to_local().copy_(local_part(whole[name], tensor))
@@ -77,6 +77,6 @@ def load_parts(tensors: Mapping[str, torch.Tensor], whole: Mapping[str, torch.Te
 
 
 def local_part(whole: torch.Tensor, like: DTensor) -> torch.Tensor:
-    """Returns the part of `whole` that this process holds if it is laid out over the processes as `like` is."""
+    """Returns this rank's shard of `whole` if it is sharded like the DTensor `like`."""
     shape, offset = compute_local_shape_and_global_offset(whole.shape, like.device_mesh, like.placements)
     return whole[tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))]

@@ -1,10 +1,11 @@
-"""Tensor parallel: each process holds a slice of every large matrix of the layers, and they sum what the slices give.
+"""Tensor parallel: each rank holds a slice of every large matrix of the layers, and ranks sum their partial results.
 
-Groups of processes that hold a model together have copies of it or, with FSDP2, shard what each would hold.
+Groups of ranks that hold a model together are replicas of each other or, with FSDP2, shard each rank's slices further.
 
-By the model's own plan (transformers' base_model_tp_plan) and torch's parallelize_module: a matrix that is split by
-columns needs nothing from the other processes, the one by rows after it one sum of its outputs (Shoeybi et al., arXiv
-1909.08053). Embedding, head and norms stay whole on every process; each computes the loss of its part of the tokens.
+It follows the model's own plan (transformers' base_model_tp_plan) with torch's parallelize_module: a matrix split by
+columns needs nothing from other ranks, the following one, split by rows, one all-reduce of its outputs (Shoeybi et
+al., arXiv 1909.08053). Embedding, head and norms are replicated; each rank computes the loss of its part of the
+tokens.
 """
 
 import math
@@ -44,21 +45,21 @@ if TYPE_CHECKING:
 
 STYLES = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
 SUMMED = "replicated_with_grad_allreduce"
-"""Style of a norm inside a split part: each process has the whole weight and the gradient of its own heads alone."""
+"""Style of a norm inside a split part: replicated, but each rank only has the gradient of its own heads."""
 
 
 def tensor_plan_of(model_config: Any) -> dict[str, str]:
-    """Returns the model's plan, {pattern of a module's name in the base model: style}; empty where it has none."""
+    """Returns the model's plan, {pattern of a module's name in the base model: style}; empty if it has none."""
     return dict(getattr(model_config, "base_model_tp_plan", None) or {})
 
 
 def style_of(name: str, plan: Mapping[str, str]) -> str | None:
-    """Returns the style for the module of this name; `*` in a pattern stands for a layer's number."""
+    """Returns the style for the module of this name; `*` in a pattern matches a layer's index."""
     return next((style for pattern, style in plan.items() if re.fullmatch(pattern.replace("*", r"\d+"), name)), None)
 
 
 def plan_problem(model_config: Any, size: int) -> str | None:
-    """Returns why this model cannot be split over `size` processes, with what works; None if it can."""
+    """Returns why this model cannot be split over `size` ranks, with what works; None if it can."""
     plan = tensor_plan_of(model_config)
     unknown = sorted(set(plan.values()) - {*STYLES, SUMMED})
     if not plan or unknown:
@@ -84,11 +85,11 @@ def plan_problem(model_config: Any, size: int) -> str | None:
 
 
 class TensorParallel(ModelParallel):
-    """Every layer on all processes of a group, a slice on each; several groups share the data."""
+    """Slices of every layer on all ranks of a group; several groups share the data."""
 
     size_variable = TP_SIZE
     experts_problem = "torch's parallelize_module does not split the matrices of stacked experts"
-    # Slices are summed twice per layer, in both directions: their processes are neighbours.
+    # Partial results are summed twice per layer, in both passes, so the ranks of a group are neighbors.
     mesh_order = ("data", "model")
     parameter_form = "pieces"
 
@@ -99,7 +100,7 @@ class TensorParallel(ModelParallel):
     def prepare(
         self, model: LanguageModelLoss, weights: InitialWeights, build_optimizer: OptimizerBuilder
     ) -> torch.nn.Module:
-        """Does as in `Strategy`. No process ever holds more whole layers than one."""
+        """Prepares as in `Strategy`. No rank ever holds more than one whole layer."""
         self.causal_lm = causal_lm = model.causal_lm
         plan = tensor_plan_of(causal_lm.config)
         for unit in units_of(causal_lm):
@@ -122,7 +123,7 @@ class TensorParallel(ModelParallel):
             for parameter, name in self.name_of.items()
             if style_of(name.removeprefix(prefix).rpartition(".")[0], plan) == SUMMED
         }
-        """Parameters that are whole on each process, with a gradient of its own work alone."""
+        """Replicated parameters whose gradient on each rank comes from that rank's own work only."""
         if model.from_hidden_states:
             self.summed.update(self.causal_lm.get_output_embeddings().parameters())
         self.optimizer = self.accelerator.prepare_optimizer(optimizer, device_placement=False)
@@ -132,7 +133,7 @@ class TensorParallel(ModelParallel):
         self.average_over_data([gradient for gradient, _ in self.local_gradients()])
 
     def sum_whole_gradients(self) -> None:
-        """Sums over the processes of a group the gradients of what each has whole."""
+        """Sums the gradients of replicated parameters over the ranks of a group."""
         gradients = {p: p.grad for p in self.name_of if p.grad is not None}
         whole = {
             parameter: gradient.to_local() if isinstance(gradient, DTensor) else gradient
@@ -140,7 +141,7 @@ class TensorParallel(ModelParallel):
             if not (isinstance(gradient, DTensor) and is_split(gradient))
         }
         sum_in_place(list(whole.values()), self.model_group)
-        # The others are equal already, but for kernels of a GPU that add in any order: copies must not drift apart.
+        # Other gradients should be equal already, but GPU kernels may sum in any order: replicas must not drift apart.
         torch._foreach_div_([whole[parameter] for parameter in whole.keys() - self.summed], self.model_ranks)
 
     def local_gradients(self) -> list[tuple[Tensor, bool]]:
@@ -153,7 +154,7 @@ class TensorParallel(ModelParallel):
         ]
 
     def replicas(self) -> list[ReplicaGroup]:
-        """Returns what is not split, over the processes that share the layers; everything, over their groups."""
+        """Lists what is not split, over the ranks that share the layers; and everything, over their groups."""
         parts = {n: p.to_local() if isinstance(p, DTensor) else p for p, n in self.name_of.items()}
         split_names = {n for p, n in self.name_of.items() if isinstance(p, DTensor) and is_split(p)}
         groups = [(self.model_group, {name: part for name, part in parts.items() if name not in split_names})]
@@ -161,9 +162,9 @@ class TensorParallel(ModelParallel):
 
 
 class ShardedTensorParallel(TensorParallel):
-    """Tensor parallel in groups of processes, and over the groups FSDP2: no two processes hold the same matrix."""
+    """Tensor parallel in groups of ranks, and FSDP2 over the groups: no two ranks hold the same matrix."""
 
-    parameter_form = "tiles"  # DTensors of two dimensions, where an exchange of whole matrices knows one
+    parameter_form = "tiles"  # DTensors sharded along two dimensions; matrix_exchange supports one
 
     @classmethod
     def problems(cls, config: RunConfig, name: str) -> list[str]:
@@ -174,7 +175,7 @@ class ShardedTensorParallel(TensorParallel):
 
     @classmethod
     def size_problems(cls) -> list[str]:
-        """Adds the sizes that are not combined with it."""
+        """Lists problems as in the base class, and sizes that cannot be combined with this strategy."""
         problems = super().size_problems()
         launched = processes_launched()
         if not problems and parallel_size(cls.size_variable) == launched:
@@ -185,7 +186,7 @@ class ShardedTensorParallel(TensorParallel):
     def prepare(
         self, model: LanguageModelLoss, weights: InitialWeights, build_optimizer: OptimizerBuilder
     ) -> torch.nn.Module:
-        """Does as in `Strategy`. No process ever holds more whole layers than one."""
+        """Prepares as in `Strategy`. No rank ever holds more than one whole layer."""
         self.causal_lm = causal_lm = model.causal_lm
         plan = tensor_plan_of(causal_lm.config)
         if model.from_hidden_states:
@@ -209,7 +210,7 @@ class ShardedTensorParallel(TensorParallel):
             yield
 
     def combine_gradients(self) -> None:
-        self.sum_whole_gradients()  # those of the groups are averaged as they are sharded
+        self.sum_whole_gradients()  # FSDP2 averages over the groups as it reduces the shards
 
     def gradient_norm(self) -> Tensor:
         square = super().gradient_norm().square()
@@ -220,7 +221,7 @@ class ShardedTensorParallel(TensorParallel):
         return None
 
     def replicas(self) -> list[ReplicaGroup]:
-        """Returns what is not split, over the processes that share the layers."""
+        """Lists what is not split, over the ranks that share the layers."""
         return super().replicas()[:1]
 
     def describe(self) -> dict:
@@ -228,7 +229,7 @@ class ShardedTensorParallel(TensorParallel):
 
 
 class AutocastModel(torch.nn.Module):
-    """The model under autocast, for processes that accelerate does not wrap."""
+    """Model under autocast, for strategies that accelerate does not wrap."""
 
     def __init__(self, model: torch.nn.Module, precision: str):
         super().__init__()
@@ -236,16 +237,16 @@ class AutocastModel(torch.nn.Module):
         self.precision = precision
 
     def forward(self, input_ids_BT: Tensor, targets_BT: Tensor, **attention_arguments) -> tuple[Tensor, Tensor]:
-        """Returns (loss, cross_entropy) as `LanguageModelLoss`; of the loss perhaps a share: see `share_head`."""
+        """Returns (loss, cross_entropy) as `LanguageModelLoss`; the loss may be only a share: see `share_head`."""
         with torch.autocast(input_ids_BT.device.type, torch.bfloat16, enabled=self.precision == "bf16"):
             return self.model(input_ids_BT, targets_BT, **attention_arguments)
 
 
 def split(causal_lm: PreTrainedModel, unit: str, plan: Mapping[str, str], mesh: Any, device: torch.device) -> None:
-    """Splits the modules inside `unit` that the plan names; the whole ones are freed."""
+    """Splits the modules inside `unit` that the plan names, and frees the whole ones."""
     module = causal_lm.get_submodule(unit)
     if any(parameter.is_meta for parameter in module.parameters()):
-        return  # a tied head, which is the embedding
+        return  # a tied head, whose weight is the embedding's
     module.to(device)
     inside = unit.removeprefix(f"{causal_lm.base_model_prefix}.")
     styles = {name: style_of(f"{inside}.{name}", plan) for name, _ in module.named_modules() if name}
@@ -253,15 +254,15 @@ def split(causal_lm: PreTrainedModel, unit: str, plan: Mapping[str, str], mesh: 
         module.get_submodule(parent).register_forward_pre_hook(partial(as_one_input, mesh), with_kwargs=True)
     styles = {name: STYLES[style]() for name, style in styles.items() if style in STYLES}
     if styles:
-        # Every process has made the same whole matrices: none has to be sent.
+        # Every rank has created the same whole matrices, so none has to be sent.
         parallelize_module(module, mesh, styles, src_data_rank=None)
 
 
 def as_one_input(mesh: DeviceMesh, module: torch.nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-    """Makes, as a pre-hook of a module whose matrices are split by columns, one DTensor of its hidden states for all.
+    """Turns, as a pre-hook of a module with column-split matrices, its hidden states into one DTensor for all of them.
 
-    Each matrix would make a DTensor of its own, and sum its part of the gradient over the processes by itself. In the
-    dtype of autocast, so that they travel in it.
+    Otherwise each matrix would create its own DTensor, and all-reduce its part of the gradient separately. The cast to
+    autocast's dtype comes first, so that gradients are communicated in it.
     """
 
     def shared(x: Tensor) -> DTensor:
@@ -275,10 +276,10 @@ def as_one_input(mesh: DeviceMesh, module: torch.nn.Module, args: tuple, kwargs:
 
 
 def share_head(model: LanguageModelLoss, group: dist.ProcessGroup) -> list[torch.nn.Parameter]:
-    """Makes each process compute the loss of its part of the tokens, whose hidden states all have.
+    """Makes each rank compute the loss of its part of the tokens, whose hidden states all ranks have.
 
-    The loss is then this process's share of it, the cross-entropy that of all tokens. Without gradients each computes
-    all: validation tells the losses of tokens apart (`recording_losses`). Returns the parameters whose
+    The loss is then this rank's share, the cross-entropy that of all tokens. Without gradients each rank computes
+    all tokens, since validation records the loss of each (`recording_losses`). Returns the parameters whose
     gradients are shares too, to be summed.
     """
     whole_loss = model.loss_of_hidden
@@ -296,7 +297,7 @@ def share_head(model: LanguageModelLoss, group: dist.ProcessGroup) -> list[torch
         return loss * share, cross_entropy
 
     def share_gradient(module: torch.nn.Module, args: tuple, looked_up: Tensor) -> None:
-        if looked_up.requires_grad:  # every process looks up all tokens
+        if looked_up.requires_grad:  # every rank looks up all tokens, and the gradients will be summed
             looked_up.register_hook(lambda gradient: gradient / ranks)
 
     model.loss_of_hidden = loss_of_hidden
@@ -308,14 +309,14 @@ def share_head(model: LanguageModelLoss, group: dist.ProcessGroup) -> list[torch
 
 
 def share_of(x_N: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Returns this process's rows: equal parts in the order of the ranks, the last perhaps shorter or empty."""
+    """Returns this rank's rows: equal parts in the order of the ranks, the last perhaps shorter or empty."""
     rows = math.ceil(x_N.shape[0] / dist.get_world_size(group))
     start = min(rows * dist.get_rank(group), x_N.shape[0])
     return x_N[start : start + rows]
 
 
 class PartOfRows(torch.autograd.Function):
-    """Takes `share_of` hidden states that every process has; each gets the gradient of all rows."""
+    """Selects `share_of` hidden states that every rank has; each rank's backward pass gets all rows' gradients."""
 
     @staticmethod
     def forward(ctx, hidden_ND: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -335,13 +336,13 @@ class PartOfRows(torch.autograd.Function):
 
 
 def is_split(tensor: DTensor) -> bool:
-    """Returns True if it is split over the processes that hold a model together, whether or not over others too."""
+    """Tells if a tensor is split over the ranks that hold a model together, whether or not over others too."""
     names = tensor.device_mesh.mesh_dim_names
     return "model" in names and tensor.placements[names.index("model")].is_shard()
 
 
 def separate_kinds(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Makes two groups of each that has split and whole parameters: a fused or foreach kernel takes one kind."""
+    """Splits groups with both split and whole parameters in two: fused and foreach kernels accept only one kind."""
     groups = list(optimizer.param_groups)
     optimizer.param_groups.clear()
     for group in groups:

@@ -1,8 +1,8 @@
-"""ZeRO stages 1, 2 and 3 (Rajbhandari et al., arXiv 1910.02054), with or without offload, by DeepSpeed.
+"""ZeRO stages 1, 2 and 3 (Rajbhandari et al., arXiv 1910.02054), with or without offload, with DeepSpeed.
 
-Stage 1 shards the optimizer's state and the fp32 master weights over the processes, stage 2 the gradients too, stage 3
-the weights as well. The file in ds_configs/ says how; what follows from the recipe is written into DeepSpeed's
-configuration here and compared with what DeepSpeed then has in effect.
+Stage 1 shards the optimizer's state and the fp32 master weights over the ranks, stage 2 the gradients too, stage 3
+the weights as well. The file in ds_configs/ sets the details; what follows from the recipe is written into DeepSpeed's
+configuration here and compared with what DeepSpeed then uses.
 """
 
 import math
@@ -41,9 +41,9 @@ from pretrain.parallel.zero_partitions import Partitions, fragment_places, place
 class Zero(Strategy):
     """ZeRO-1, 2 and 3."""
 
-    parameter_form = "pieces"  # flat, of many parameters together
+    parameter_form = "pieces"  # flat tensors of many parameters
     precisions = ("fp32", "bf16")
-    compilations = ("auto", "none", "regional")  # compiled whole, the graph would break at every hook of a layer
+    compilations = ("auto", "none", "regional")  # compiled whole, the graph would break at every layer's hooks
 
     holds_whole_model = False
 
@@ -63,7 +63,7 @@ class Zero(Strategy):
                 "every few steps; use accelerate_configs/zero3_offload.yaml, or none"
             )
         offloads = "offload" in name or bool(deepspeed_file().get("zero_optimization", {}).get("offload_optimizer"))
-        # DeepSpeed adds gradients that it does not reduce up in the dtype of the weights.
+        # DeepSpeed accumulates gradients that it does not reduce in the dtype of the weights.
         can_choose = not offloads and name in ("zero2", "zero3") and resolve_precision(config.precision) == "fp32"
         if config.batch.reduce_once and name != "zero1" and not can_choose:
             reason = "with offload" if offloads else "but in fp32: DeepSpeed would add gradients up in bf16"
@@ -82,8 +82,8 @@ class Zero(Strategy):
             print("compiling DeepSpeed's file I/O operator, once per machine; this takes minutes ...", flush=True)
         import deepspeed
 
-        # An operator for all-reduces between processes of one CPU, compiled at the first start: gloo serves as well.
-        # DeepSpeed has no setting for it but this private table.
+        # DeepSpeed would compile an operator for all-reduces within one CPU at the first start; gloo works as well.
+        # Private, but DeepSpeed has no setting for it.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         warnings.filterwarnings(
             "ignore", message=".*is deprecated. Please use `torch.distributed", category=FutureWarning
@@ -91,10 +91,10 @@ class Zero(Strategy):
         self.settings = {**deepspeed_file(), **derived_settings(self.config, self.precision)}
         self.stage: int = self.settings["zero_optimization"]["stage"]
         self._unreduced = ExitStack()
-        """Holds DeepSpeed's context in which gradients stay whole and are not reduced: `batch.reduce_once`."""
+        """DeepSpeed's context that keeps gradients whole and does not reduce them: `batch.reduce_once`."""
         self._keeps_whole = False
         kwargs_handlers = []
-        if device_type() == "cpu":  # without a backend every process would run on its own
+        if device_type() == "cpu":  # without a backend every process would run alone
             kwargs_handlers.append(InitProcessGroupKwargs(backend="gloo"))
         accelerator = Accelerator(
             deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=self.settings, zero3_init_flag=False),
@@ -103,7 +103,7 @@ class Zero(Strategy):
             step_scheduler_with_optimizer=False,
             kwargs_handlers=kwargs_handlers,
         )
-        # transformers would partition every model it builds from here on, with other initial weights.
+        # Otherwise transformers would partition every model built from here on, with different initial weights.
         from transformers.integrations import unset_hf_deepspeed_config
 
         unset_hf_deepspeed_config()
@@ -114,7 +114,7 @@ class Zero(Strategy):
     def prepare(
         self, model: LanguageModelLoss, weights: InitialWeights, build_optimizer: OptimizerBuilder
     ) -> torch.nn.Module:
-        """Does as in `Strategy`. In stage 3 no process ever holds more of the whole model than one layer."""
+        """Prepares as in `Strategy`. In stage 3 no rank ever holds more of the whole model than one layer."""
         self.causal_lm = causal_lm = model.causal_lm
         self._fill(causal_lm, weights)
         buffers = {name: buffer.clone() for name, buffer in causal_lm.named_buffers()}
@@ -123,12 +123,12 @@ class Zero(Strategy):
         if self.stage == 3 and (head := causal_lm.get_output_embeddings()) is not None:
             import deepspeed
 
-            # The loss uses the head's weight outside of the head's own forward, which would have gathered it.
+            # The loss uses the head's weight outside of the head's own forward, whose hooks would gather it.
             deepspeed.zero.register_external_parameter(model, head.weight)
         if self.stage == 3:
             from deepspeed.utils import set_z3_leaf_module
 
-            # A layer's weights are gathered together. Hooks on each of its modules would break a compiled layer's
+            # Gather each layer's weights together. Hooks on its individual modules would break a compiled layer's
             # graph at every one of them, until nothing is compiled.
             for layer in layers_of(causal_lm):
                 set_z3_leaf_module(layer, True)
@@ -148,7 +148,7 @@ class Zero(Strategy):
         return self.model
 
     def _fill(self, causal_lm: PreTrainedModel, weights: InitialWeights) -> None:
-        """Gives the model its weights; in stage 3 each unit is partitioned before the next one is made."""
+        """Gives the model its weights; in stage 3 each unit is partitioned before the next one is created."""
         if self.stage < 3:
             weights.fill(causal_lm, "")
             causal_lm.tie_weights()
@@ -158,21 +158,21 @@ class Zero(Strategy):
         for unit in units_of(causal_lm):
             weights.fill(causal_lm, unit)
             module = causal_lm.get_submodule(unit)
-            if self.precision != "fp32":  # DeepSpeed casts a whole model, and leaves what is partitioned as it is
+            if self.precision != "fp32":  # DeepSpeed casts whole models, but not partitioned parameters
                 for parameter in module.parameters():
                     parameter.data = parameter.data.to(torch.bfloat16)
-            if not any(parameter.is_meta for parameter in module.parameters()):  # a tied head has none of its own
+            if not any(parameter.is_meta for parameter in module.parameters()):  # a tied head has no own weights
                 deepspeed.zero.Init(module=module, config_dict_or_path=self.settings)
         causal_lm.tie_weights()
 
     def _undo_rounding(self, buffers: Mapping[str, torch.Tensor], weights: InitialWeights) -> None:
-        """DeepSpeed made its fp32 master weights from rounded ones, and rounded rotary tables: take the originals.
+        """Restores the original fp32 master weights and rotary tables, which DeepSpeed has rounded.
 
-        A second model on the meta device is filled unit by unit, so that again only one is whole at a time.
+        A second model on the meta device is filled unit by unit, so that only one unit is whole at a time.
         """
         for name, buffer in buffers.items():
             module, _, key = name.rpartition(".")
-            # register_buffer would make those persistent that no checkpoint holds.
+            # Assigned directly: register_buffer would make buffers persistent that no checkpoint contains.
             self.causal_lm.get_submodule(module)._buffers[key] = buffer.to(self.device)
         twin = build_meta_model(self.causal_lm.config)
         for unit in units_of(twin):
@@ -184,7 +184,7 @@ class Zero(Strategy):
             module.to("meta")
 
     def _check_in_effect(self) -> None:
-        """Raises RuntimeError unless DeepSpeed runs with what was derived: it and accelerate have defaults."""
+        """Raises RuntimeError unless DeepSpeed uses the derived settings: it and accelerate have defaults."""
         engine = self.model
         settings = self.settings
         dtype = torch.bfloat16 if self.precision == "bf16" else torch.float32
@@ -209,19 +209,19 @@ class Zero(Strategy):
         if not (is_last or self._keeps_whole) and self.stage > 1 and self.config.batch.reduce_once:
             self._unreduced.enter_context(self.model.coalesce_grad_reduction())
             self._keeps_whole = True
-        # Set explicitly, because the number of micro-steps grows with the batch ramp and DeepSpeed's counter is fixed.
+        # Set explicitly: the batch ramp changes the number of micro-steps, but DeepSpeed's counter is fixed.
         self.model.set_gradient_accumulation_boundary(is_last)
         yield
         if is_last and self._keeps_whole:
             self._unreduced.close()
             self._keeps_whole = False
-            self.model.set_gradient_accumulation_boundary(True)  # closed, it is as when it was opened
+            self.model.set_gradient_accumulation_boundary(True)  # closing the context restores the old value
 
     def backward(self, loss: torch.Tensor) -> None:
         self.model.backward(loss, scale_wrt_gas=False)
 
     def clip_and_step(self, max_grad_norm: float | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Does as in `Strategy`; DeepSpeed clips at the norm it was configured with, and skips what is not finite."""
+        """Steps as in `Strategy`; DeepSpeed clips at its configured norm, and skips non-finite gradients."""
         self.model.step()
         grad_norm = torch.as_tensor(self.model.get_global_grad_norm(), dtype=torch.float32, device=self.device)
         return grad_norm, torch.tensor(float(self.optimizer.overflow), device=self.device)
@@ -243,7 +243,7 @@ class Zero(Strategy):
         return GatheredGroup(shapes, dict.fromkeys(shapes, torch.float32), {}, self.get)
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """Returns the flat masters, by their number."""
+        """Returns the flat master weights, by their index."""
         return {str(number): flat for number, flat in enumerate(flat_masters(self.optimizer))}
 
     @contextmanager
@@ -256,7 +256,7 @@ class Zero(Strategy):
             self._compute_with_masters()
 
     def _compute_with_masters(self) -> None:
-        """Gives the weights that compute the masters' values, which were changed."""
+        """Copies the changed master weights into the weights that compute."""
         for name, parameter in self.parameter_of.items():
             if self.partitions is not None:
                 self.partitions.set(parameter, None, self.get(name))
@@ -267,7 +267,7 @@ class Zero(Strategy):
         return replace(self.model_tensors(), get=self._average)
 
     def _average(self, name: str) -> torch.Tensor:
-        """Returns the average of a weight, whole on every process; all call together."""
+        """Returns a weight's average, whole on every rank; a collective call."""
         part, first, end = self._average_part(name)
         whole = torch.zeros(math.prod(full_shape(self.parameter_of[name])), device=self.device)
         whole[first:end] = part
@@ -275,13 +275,13 @@ class Zero(Strategy):
         return whole
 
     def _average_part(self, name: str) -> tuple[torch.Tensor, int, int]:
-        """Returns this process's part of a weight's average, and its first and end element in the whole."""
+        """Returns this rank's part of a weight's average, and its first and end element in the whole."""
         flat, offset, first, end = self._places[name]
         return self.average.means[flat].narrow(0, offset, end - first), first, end
 
     @cached_property
     def _places(self) -> dict[str, tuple[str, int, int, int]]:
-        """{parameter: (its flat master, where in it this process's part begins, the part's first and end element)}"""
+        """{parameter: (its flat master, offset of this rank's part in it, the part's first and end element)}"""
         places = self.partitions.places() if self.stage == 3 else fragment_places(self._groups_and_masters())
         number_of = {flat: number for number, flat in self.weights().items()}
         rank = dist.get_rank()
@@ -296,7 +296,7 @@ class Zero(Strategy):
     def load(self, model: Mapping[str, torch.Tensor], optimizer: Mapping[str, torch.Tensor]) -> None:
         for name in self.parameter_of:
             self._set(name, None, model[name])
-        # Those that ZeRO saved in earlier releases have no buffers.
+        # Checkpoints saved under ZeRO by earlier releases have no buffers.
         load_parts({name: buffer for name, buffer in self.saved_buffers().items() if name in model}, model)
         self._release()
         if not optimizer:
@@ -323,7 +323,7 @@ class Zero(Strategy):
             self.partitions.release()
 
     def _create_state(self, step: torch.Tensor) -> None:
-        """Makes zero moments after `step` steps, which optimizers themselves make in their first step only."""
+        """Creates zero moments as after `step` steps; optimizers themselves create them only in their first step."""
 
         def state_of(parameter: torch.Tensor, flat: torch.Tensor) -> dict[str, torch.Tensor]:
             keys = self.spec.state_shapes(self.name_of[parameter])  # the same for all parameters of a group
@@ -337,15 +337,15 @@ class Zero(Strategy):
         self._link_state()
 
     def _groups_and_masters(self) -> list[tuple[list[torch.Tensor], torch.Tensor]]:
-        """Returns, in stages 1 and 2, each group's parameters and this process's part of their flat fp32 masters."""
+        """Returns, in stages 1 and 2, each group's parameters and this rank's part of their flat fp32 masters."""
         groups = getattr(self.optimizer, "bit16_groups", None) or self.optimizer.bf16_groups
         return list(zip(groups, flat_masters(self.optimizer), strict=True))
 
     def _link_state(self) -> None:
         """Tells each parameter, in stages 1 and 2, where its moments are.
 
-        DeepSpeed does so after the first group's first step, when the other groups have no moments yet, and never
-        again. Its private mapping is the only place that its public functions for a parameter's state read.
+        DeepSpeed does so only once, after the first group's first step, when the other groups have no moments yet. Its
+        private mapping is the only place that its public functions for a parameter's state read.
         """
         if self.stage < 3:
             for parameters, flat in self._groups_and_masters():
@@ -354,7 +354,7 @@ class Zero(Strategy):
                         parameter._hp_mapping.set_optim_state_fragment(flat, self.optimizer.optimizer.state[flat])
 
     def _set(self, name: str, key: str | None, whole: torch.Tensor) -> None:
-        """Puts a whole fp32 tensor into this process's part of a master weight (key None) or of a moment."""
+        """Copies a whole fp32 tensor into this rank's part of a master weight (key None) or of a moment."""
         from deepspeed.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
 
         parameter = self.parameter_of[name]
@@ -363,12 +363,12 @@ class Zero(Strategy):
             self.partitions.set(parameter, key, whole)
         elif key is None:
             safe_set_full_fp32_param(parameter, whole)
-            parameter.data.copy_(whole)  # the masters alone would leave the weights that compute stale
+            parameter.data.copy_(whole)  # setting only the masters would leave the computing weights stale
         else:
             safe_set_full_optimizer_state(parameter, whole, key)
 
     def get(self, name: str) -> torch.Tensor:
-        """Returns a master weight, or '<parameter>.<state>', whole on every process; all call together."""
+        """Returns a master weight, or '<parameter>.<state>', whole on every rank; a collective call."""
         from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
         parameter = name
@@ -384,7 +384,7 @@ class Zero(Strategy):
         return safe_get_full_optimizer_state(self.parameter_of[parameter], key)
 
     def replicas(self) -> list[ReplicaGroup]:
-        """Returns, in stages 1 and 2, the weights that compute, gathered after every update. Stage 3 has no copies."""
+        """Lists, in stages 1 and 2, the weights that compute, gathered after every update. Stage 3 has no replicas."""
         return [(None, dict(self.parameter_of))] if self.stage < 3 and self.ranks.count > 1 else []
 
     def describe(self) -> dict[str, Any]:
@@ -394,7 +394,7 @@ class Zero(Strategy):
 def derived_settings(config: RunConfig, precision: str) -> dict[str, Any]:
     """Derives the part of DeepSpeed's configuration that follows from the recipe and the number of processes.
 
-    gradient_clipping 0 is off; left out, DeepSpeed takes 1. Gradients are accumulated and reduced in fp32.
+    gradient_clipping 0 means off; DeepSpeed's default is 1. Gradients are accumulated and reduced in fp32.
     """
     batch = config.batch
     sequences_per_micro_step = batch.sequences_per_micro_batch * processes_launched()
@@ -409,19 +409,19 @@ def derived_settings(config: RunConfig, precision: str) -> dict[str, Any]:
         "communication_data_type": "fp32",
         "data_types": {"grad_accum_dtype": "fp32"},
         "zero_allow_untested_optimizer": True,
-        # Offloaded, AdamW runs as DeepSpeed's own for the host; another optimizer runs there as it is.
+        # With offload, AdamW is replaced by DeepSpeed's CPU version; other optimizers run on the CPU unchanged.
         **({} if config.optim.name == "adamw" else {"zero_force_ds_cpu_optimizer": False}),
     }
 
 
 def uses_nvme() -> bool:
-    """Returns True if the launcher's DeepSpeed JSON puts the optimizer's state on a disk."""
+    """Tells if the launcher's DeepSpeed JSON puts the optimizer's state on disk."""
     offload = deepspeed_file().get("zero_optimization", {}).get("offload_optimizer") or {}
     return offload.get("device") == "nvme"
 
 
 def missing_for_nvme() -> str | None:
-    """Says what DeepSpeed's asynchronous file operator needs to be built and is not here."""
+    """Returns what is missing to build DeepSpeed's asynchronous file operator; None if nothing is."""
     prepare_extensions_folder()
     from deepspeed.ops.op_builder import AsyncIOBuilder
     from deepspeed.ops.op_builder.builder import MissingCUDAException, installed_cuda_version
@@ -429,7 +429,7 @@ def missing_for_nvme() -> str | None:
     if not AsyncIOBuilder().is_compatible():
         return "libaio (apt install libaio-dev, or conda install libaio) and a C++ compiler"
     try:
-        if device_type() == "cuda":  # the builder joins paths to CUDA_HOME without asking whether there is one
+        if device_type() == "cuda":  # the builder joins paths to CUDA_HOME without checking that it is set
             installed_cuda_version()
     except MissingCUDAException:
         return (
@@ -441,10 +441,10 @@ def missing_for_nvme() -> str | None:
 
 @dataclass(frozen=True)
 class GatheredGroup(TensorGroup):
-    """Tensors of which every process holds a part that DeepSpeed knows; `tensors` are those that are whole."""
+    """Tensors that DeepSpeed shards over all ranks; `tensors` are those that every rank has whole."""
 
     get: Callable[[str], torch.Tensor]
-    """Gathers one; collective."""
+    """Gathers one tensor by name; a collective call."""
 
     def whole(self, name: str, wanted: bool = True) -> torch.Tensor | None:
         if name in self.tensors:
@@ -458,12 +458,12 @@ class GatheredGroup(TensorGroup):
 
 
 def full_shape(parameter: torch.Tensor) -> tuple[int, ...]:
-    """Returns a parameter's own shape; under stage 3 the parameter itself is empty."""
+    """Returns a parameter's whole shape; under stage 3 the parameter itself is empty."""
     return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 
 def flat_masters(optimizer: Any) -> list[torch.Tensor]:
-    """Returns the flat fp32 tensors that a DeepSpeed optimizer updates, whichever of its three classes it is."""
+    """Returns the flat fp32 tensors that a DeepSpeed optimizer updates, for each of its three classes."""
     for name in ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups", "fp32_groups_flat_partition"):
         if hasattr(optimizer, name):
             return getattr(optimizer, name)

@@ -3,10 +3,10 @@
     RUN/control/request.json   {id, command, start_id, time, host, pid}   written by runs.py save, stop, abort ...
     RUN/control/answer.json    {id, command, step}                        written by the trainer when it is done
 
-A request for a profile has `steps` too; an answer to one that cannot be carried out has a `problem`.
+A request for a profile also has `steps`; an answer to a request that cannot be carried out has a `problem`.
 
-No server and no port: whoever can write to the folder can control the run, from any machine that shares the disk. A
-request names the start of the process that it is meant for, so that one from before a crash or restart is ignored.
+There is no server and no port: anyone who can write to the folder can control the run, from any machine that shares
+the disk. A request names the process start that it is for, so that one from before a crash or restart is ignored.
 """
 
 import json
@@ -31,10 +31,10 @@ ANSWER_FILE = "control/answer.json"
 
 
 class Control:
-    """The trainer's side; on the main rank only, which informs the others.
+    """Trainer's side of the control files; on the main rank only, which informs the others.
 
     Args:
-        start_id: of this process, as in its `start` event; requests for other starts are ignored.
+        start_id: ID of this process's start, as in its `start` event; requests for other starts are ignored.
         warn: called with a sentence about a request that cannot be followed.
     """
 
@@ -45,7 +45,7 @@ class Control:
         self._warn = warn
         self._seen: tuple[int, int] | None = None
         self.asked: dict = {}
-        """The last request that `poll` returned, until it is answered."""
+        """Last request that `poll` returned, until it is answered."""
 
     def poll(self) -> str | None:
         """Returns the command of a new request, once; None if there is none. Costs one os.stat (2 microseconds)."""
@@ -69,7 +69,7 @@ class Control:
         return request["command"]
 
     def acknowledge(self, step: int, problem: str | None = None) -> None:
-        """Answers the last command that `poll` returned, if any: it is done, as of `step`; or why it is not."""
+        """Answers the last command that `poll` returned, if any: carried out as of `step`, or the problem."""
         if self.asked:
             answer = {"id": self.asked["id"], "command": self.asked["command"], "step": step}
             answer |= {"problem": problem} if problem else {}

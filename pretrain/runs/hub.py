@@ -1,4 +1,4 @@
-"""Checks a run's settings of the Hub, and starts publish.py beside it."""
+"""Checks a run's Hub settings, and starts publish.py in the background."""
 
 import re
 import shutil
@@ -20,7 +20,7 @@ LICENSES = (
     "apache-2.0", "mit", "bsd-3-clause", "cc0-1.0", "cc-by-4.0", "cc-by-sa-4.0", "cc-by-nc-4.0", "cc-by-nc-sa-4.0",
     "gpl-3.0", "agpl-3.0", "lgpl-3.0", "mpl-2.0", "openrail", "bigscience-openrail-m", "odc-by", "unlicense", "other",
 )  # fmt: skip
-"""The common ones of the Hub's licence ids, for suggestions: the Hub itself has the last word."""
+"""Common license IDs of the Hub, for suggestions; the Hub itself decides."""
 LANGUAGE = re.compile(r"[a-z]{2,3}(-[A-Za-z]{2,8})?|multilingual|code")
 BACKGROUND_ATTEMPTS = 10
 WAITING = ".waiting"
@@ -32,9 +32,9 @@ def offer_problems(
     languages: list[str],
     named: tuple[str, str, str] = ("hub.repository", "publish.license", "publish.language"),
 ) -> list[str]:
-    """Returns what is wrong with a repository, a licence and languages, as far as can be told without the Hub.
+    """Lists the problems of a repository, a license and languages, as far as they show without the Hub.
 
-    named: the three settings, in messages.
+    named: names of the three settings, for messages.
     """
     problems = repository_problems(repository, named[0])
     if not license:
@@ -54,7 +54,7 @@ def offer_problems(
 
 
 def repository_problems(repository: str | None, named: str) -> list[str]:
-    """Returns why this cannot be OWNER/NAME; [] if it can."""
+    """Lists why this is not a valid OWNER/NAME; empty if it is."""
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id
 
@@ -68,7 +68,7 @@ def repository_problems(repository: str | None, named: str) -> list[str]:
 
 
 def login_problems() -> list[str]:
-    """Returns the problem if neither the environment nor the login store has a token; the Hub may still refuse one."""
+    """Returns the problem if neither the environment nor the login store has a token; the Hub may still reject one."""
     from huggingface_hub import get_token
 
     if get_token():
@@ -79,10 +79,11 @@ def login_problems() -> list[str]:
 def publish_in_background(
     run: Path, repository: str, *, step: int | None, private: bool, license: str, languages: list[str]
 ) -> str | None:
-    """Starts publish.py for a checkpoint, or for final/ where step is None, and returns at once.
+    """Starts publish.py for a checkpoint, or for final/ if step is None, and returns immediately.
 
-    It outlives this process, retries, writes to RUN/publish/publish.log and records the outcome in metrics.jsonl.
-    Returns why it could not be started; None if it was. The step's checkpoint must be committed, and kept.
+    publish.py outlives this process, retries, writes to RUN/publish/publish.log and records the outcome in
+    metrics.jsonl. Returns why it could not be started; None if it was. The step's checkpoint must be committed, and
+    kept.
     """
     command = [sys.executable, str(ROOT / "publish.py"), "--run", str(run), "--repo", repository]
     command += ["--final"] if step is None else ["--checkpoint", str(step)]
@@ -104,7 +105,7 @@ def publish_in_background(
                 stdout=log,
                 stderr=log,
                 env=environment,
-                # The signals and the end of the training must not reach it.
+                # The training's signals and exit must not reach it.
                 start_new_session=True,
                 pass_fds=[mark.fileno()],
             )
@@ -114,22 +115,22 @@ def publish_in_background(
 
 
 def evaluation_log(run: Path, checkpoint: str) -> Path:
-    """Returns the output of a checkpoint's evaluation, which holds the file open while it runs (processes.py)."""
+    """Returns the log of a checkpoint's evaluation, which keeps the file open while it runs (processes.py)."""
     return run / EVALUATIONS / f"{checkpoint}.log"
 
 
 def revision_of(step: int) -> str:
-    """Returns the branch of a checkpoint."""
+    """Returns the Hub branch of a checkpoint."""
     return f"step-{step}"
 
 
 def waiting_mark(run: Path, revision: str) -> Path:
-    """Returns a file that exists from when training starts to publish a model until it is on the Hub."""
+    """Returns the path of a file that exists from the start of publishing a model until it is on the Hub."""
     return run / STAGING / f".{revision}{WAITING}"
 
 
 def cut_short(run: Path) -> list[int | None]:
-    """Returns the steps (None: final/) whose uploads a crash interrupted and whose models still exist."""
+    """Lists the steps (None: final/) whose uploads a crash interrupted and whose models still exist."""
     steps = []
     for mark in sorted((run / STAGING).glob(f".*{WAITING}")):
         revision = mark.name.removeprefix(".").removesuffix(WAITING)

@@ -1,4 +1,4 @@
-"""Knows the paths in a run's folder, and reads its small files as a crash may have left them."""
+"""Defines the paths in a run's folder, and reads its small files as a crash may have left them."""
 
 import json
 import math
@@ -16,25 +16,25 @@ if TYPE_CHECKING:
 
 METRICS_FILE = "metrics.jsonl"
 LOCK_FILE = ".lock"
-"""Held by the process that trains the run."""
+"""Lock file held by the process that trains the run."""
 MIRROR_FOLDER = "mirror"
 MIRROR_STATUS = "mirror/status.json"
-"""Written by the thread that copies the run to its mirror."""
+"""Status file of the thread that copies the run to its mirror."""
 PROFILE_FOLDER = "profile"
 PROFILE_REPORT = "report.json"
-"""A folder for each profile, and in it what is written last."""
+"""Report in a profile's folder; written last."""
 LONGEST_NAME = 255
 LONGEST_PATH = 3500
-"""Bytes. Linux takes paths of 4,096; the longest of ours below a run's folder leaves so many."""
+"""Maximum bytes of a run's path: Linux allows 4,096, minus our longest path below a run's folder."""
 
 
 def heartbeat_path(run: Path, rank: int = 0) -> Path:
-    """Returns the file that a process writes every few seconds while it trains."""
+    """Returns the path of the file that a rank writes every few seconds while it trains."""
     return run / "heartbeats" / f"rank-{rank:05d}.json"
 
 
 def read_json(path: Path) -> dict:
-    """Returns the object in a small JSON file; empty if there is none, or not a whole one."""
+    """Returns the object in a small JSON file; empty if the file is missing or damaged."""
     try:
         values = json.loads(path.read_bytes())
     except (OSError, ValueError):
@@ -64,13 +64,13 @@ def setting(config: Mapping[str, Any], name: str) -> Any:
 
 
 def checkpoint_folders(run: Path) -> dict[int, Path]:
-    """Returns {step: folder} of a run's checkpoints, oldest first, whatever their state."""
+    """Returns {step: folder} of a run's checkpoints, oldest first, in whatever state."""
     found = {step_named(path.name): path for path in (run / "checkpoints").glob("step-*")}
     return {step: found[step] for step in sorted(found.keys() - {None})}
 
 
 def trunk_checkpoint(text: str) -> Path:
-    """Returns the folder of a run's checkpoint, RUN@STEP; raises InputError if there is none. Does not look inside."""
+    """Returns the folder of a run's checkpoint, RUN@STEP, unopened; raises InputError if there is none."""
     run, at, step = text.rpartition("@")
     folders = checkpoint_folders(Path(run)) if at else {}
     if not step.isdecimal() or int(step) not in folders:
@@ -80,7 +80,7 @@ def trunk_checkpoint(text: str) -> Path:
 
 
 def latest_step(run: Path) -> int | None:
-    """Returns the step that checkpoints/LATEST names: the newest that was written, or that a rollback went back to."""
+    """Returns the step in checkpoints/LATEST: the newest one written, or the target of a rollback."""
     try:
         return step_named((run / "checkpoints" / "LATEST").read_text().strip())
     except (OSError, UnicodeDecodeError):
@@ -88,19 +88,19 @@ def latest_step(run: Path) -> int | None:
 
 
 def checkpoint_name(step: int) -> str:
-    """Writes 500 as step-00000500."""
+    """Formats 500 as step-00000500."""
     return f"step-{step:08d}"
 
 
 def step_named(name: str) -> int | None:
-    """Reads step-00000500 as 500; None for a name that `checkpoint_name` does not give: step-00000500.bak."""
+    """Parses step-00000500 as 500; None for names that `checkpoint_name` does not give, such as step-00000500.bak."""
     digits = re.fullmatch(r"step-([0-9]{8,})", name)
     step = int(digits[1]) if digits else None
     return step if step is not None and checkpoint_name(step) == name else None
 
 
 def step_of(checkpoint: Path) -> int:
-    """Returns the step of a folder whose name `step_named` knows."""
+    """Returns the step of a folder whose name `step_named` accepts."""
     return int(checkpoint.name.removeprefix("step-"))
 
 
@@ -118,9 +118,9 @@ def validation_loss_of(state: Mapping[str, Any]) -> float | None:
 def checkpoint_damage(
     folder: Path, rank: int = 0, ranks: int = 1, beat: Callable[[], None] = lambda: None, *, resumes: bool = False
 ) -> list[str]:
-    """Returns what `damage` finds; a checkpoint in a run's folder must also be of the step that its name says.
+    """Lists what `damage` finds; a checkpoint in a run's folder must also be of the step in its name.
 
-    resumes: training goes on from it; else only its model is read.
+    resumes: training continues from it; else only its model is read.
     """
     problems = damage(folder, rank, ranks, beat)
     step = step_named(folder.name) if folder.parent.name == "checkpoints" else None
@@ -130,7 +130,7 @@ def checkpoint_damage(
 
 
 def wrong_step(folder: Path, step: int) -> list[str]:
-    """Returns why a folder that is as it was sealed is not of this step."""
+    """Lists why an undamaged folder is not of this step."""
     state = read_state(folder).get("state")
     if not isinstance(state, dict) or not isinstance(state.get("step"), int):
         return ["trainer_state.json does not say of which step it is"]
@@ -140,12 +140,12 @@ def wrong_step(folder: Path, step: int) -> list[str]:
 
 
 def contradictions(folder: Path, step: int) -> list[str]:
-    """Returns why training cannot continue at this step from an undamaged folder: another step's, or incomplete."""
+    """Lists why training cannot continue at this step from an undamaged folder: another step, or missing tensors."""
     if problems := wrong_step(folder, step):
         return problems
     contents = read_state(folder)
     state = contents["state"]
-    # Before `tensors` was recorded: an optimizer has no state until its first update.
+    # For checkpoints from before `tensors` was recorded: an optimizer has no state until its first update.
     updated = step > (state.get("skipped_steps") or 0)
     tensors = contents.get("tensors", {"model": 1, "optimizer": updated, "average": bool(state.get("average"))})
     missing = [name for name, count in tensors.items() if count and not any(folder.glob(f"{name}*.safetensors"))]
@@ -153,12 +153,12 @@ def contradictions(folder: Path, step: int) -> list[str]:
 
 
 def steps_to_keep(settings: "Checkpoint", losses: Mapping[int, float | None]) -> set[int]:
-    """Returns the steps whose checkpoints stay: the newest, the best, the milestones.
+    """Returns the steps whose checkpoints are kept: the newest, the best, the milestones.
 
     The same rules hold in a run's folder and on its mirror.
 
     Args:
-        losses: {step: validation loss or None} of the checkpoints there.
+        losses: {step: validation loss or None} of the existing checkpoints.
     """
     newest = sorted(losses)[-settings.keep_last :]
     measured = sorted((loss, step) for step, loss in losses.items() if loss is not None)
@@ -174,7 +174,7 @@ def best_step(checkpoints: Mapping[int, Path]) -> int | None:
 
 
 def output_problem(run: Path) -> str | None:
-    """Returns why no run can be written there, without trying; None if nothing shows."""
+    """Returns why no run can be written there, without trying; None if there is no sign of a problem."""
     longest = max((len(os.fsencode(part)) for part in run.parts), default=0)
     if longest > LONGEST_NAME or len(os.fsencode(run.absolute())) > LONGEST_PATH:
         shown = shortened(run, 60)

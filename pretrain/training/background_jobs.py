@@ -31,17 +31,17 @@ if TYPE_CHECKING:
     from pretrain.checkpoint.mirror_copy import CopyThread
 
 THEN_REMOVE = 'renice -n 10 -p $$ >/dev/null 2>&1; "$@"; status=$?; rm -rf -- "$0"; exit $status'
-"""Script of a shell: runs a command at low priority, removes the folder given before it, exits as the command."""
+"""Shell script that runs a command at low priority, removes the folder given before it, and keeps its status."""
 
 TASK_CHECK_SECONDS = 300.0
 STALLED_SECONDS = 1800.0
-"""A mirror without an answer for so long is warned of."""
+"""Time without an answer from a mirror after which a warning is logged."""
 LAST_COPY_SECONDS = 30.0
-"""The longest wait for the copy of the log's last lines."""
+"""Maximum time to wait for the copy of the log's last lines."""
 
 
 def evaluation_problems(settings: config.Evaluation) -> list[str]:
-    """Returns what is wrong with the tasks and their folders, as evaluate.py's code says in a process of its own."""
+    """Lists the problems of the tasks and their folders, found by evaluate.py's code in a separate process."""
     command = [sys.executable, "-m", "pretrain_tools.evaluation.task_names", *task_arguments(settings)]
     environment = environment_alone() | {"PYTHONPATH": python_path()}
     try:
@@ -54,7 +54,7 @@ def evaluation_problems(settings: config.Evaluation) -> list[str]:
 
 
 def task_arguments(settings: config.Evaluation) -> list[str]:
-    """Returns the benchmarks as the command line of evaluate.py has them."""
+    """Returns the benchmarks as command-line arguments of evaluate.py."""
     arguments = ["--tasks", *settings.tasks]
     for flag, path in (("--include_path", settings.include_path), ("--eval_bundle", settings.eval_bundle)):
         arguments += [flag, str(path.absolute())] if path is not None else []
@@ -62,29 +62,32 @@ def task_arguments(settings: config.Evaluation) -> list[str]:
 
 
 class Evaluations:
-    """Evaluations of checkpoints in separate processes. The main rank starts and collects them; others have none.
+    """Evaluations of checkpoints in separate processes. Only the main rank starts and collects them.
 
-    evaluations/step-00000500 holds links to the model's files, since the checkpoint may be pruned meanwhile, and is
-    removed when its process ends, even if the run has ended before; log and results are kept beside it.
+    evaluations/step-00000500 holds links to the model's files, since the checkpoint may be pruned in the meantime. It
+    is removed when its process ends, even if the run has ended before; log and results are kept next to it.
 
     Args:
-        threads: OMP_NUM_THREADS of each; more than 1 where training leaves the cores free.
+        threads: OMP_NUM_THREADS of each process; more than 1 if training leaves cores free.
     """
 
     def __init__(self, run: Path, metrics: Metrics, threads: str = "1"):
-        self.run, self.metrics, self.threads = run, metrics, threads
+        self.run = run
+        self.metrics = metrics
+        self.threads = threads
         self._running: dict[Path, subprocess.Popen] = {}
         if metrics.is_main:
-            for leftover in (run / EVALUATIONS).glob("step-*/"):  # of evaluations that a crash cut short
+            for leftover in (run / EVALUATIONS).glob("step-*/"):  # of evaluations that a crash interrupted
                 if step_named(leftover.name) is not None and not is_held(evaluation_log(run, leftover.name)):
                     shutil.rmtree(leftover)
 
     def start(self, checkpoint: Path, settings: config.Evaluation) -> subprocess.Popen | None:
         """Starts evaluating a checkpoint, whose results go into metrics.jsonl; a failure to start is a warning."""
-        folder, log = self.run / EVALUATIONS / checkpoint.name, evaluation_log(self.run, checkpoint.name)
-        self.stop(folder)  # of this step before a rollback
+        folder = self.run / EVALUATIONS / checkpoint.name
+        log = evaluation_log(self.run, checkpoint.name)
+        self.stop(folder)  # an evaluation of this step from before a rollback
         if is_held(log):
-            return None  # started before a crash of the run, which it has survived
+            return None  # started before a crash of the run, and still running
         environment = environment_alone()
         environment["CUDA_VISIBLE_DEVICES"] = settings.device.removeprefix("cuda:").removeprefix("cpu")
         environment["OMP_NUM_THREADS"] = self.threads
@@ -96,14 +99,14 @@ class Evaluations:
                     os.link(path, folder / path.name)
             with open(log, "a+b") as output:
                 hold_while_open(output)
-                # renice in the shell: a function to run between fork and exec could deadlock, with threads about.
+                # renice in the shell: Popen's preexec_fn could deadlock, because this process has threads.
                 self._running[folder] = subprocess.Popen(
                     ["/bin/sh", "-c", THEN_REMOVE, str(folder.absolute()), *evaluation_command(folder, settings)],
                     env=environment,
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=subprocess.STDOUT,
-                    start_new_session=True,  # a Ctrl-C for the run is not one for it
+                    start_new_session=True,  # a Ctrl-C for the run must not reach it
                 )
         except OSError as error:
             self.metrics.write("warning", message=f"the evaluation of {folder.name} could not be started: {error}")
@@ -111,7 +114,7 @@ class Evaluations:
         return self._running.get(folder)
 
     def fetch(self) -> None:
-        """Sends the results of finished evaluations to the trackers and reports failures; does not wait."""
+        """Sends the results of finished evaluations to the trackers and reports failures, without waiting."""
         for folder, process in [(folder, p) for folder, p in self._running.items() if p.poll() is not None]:
             del self._running[folder]
             if process.returncode:
@@ -121,21 +124,21 @@ class Evaluations:
                 self.metrics.track(numbers_of(folder.with_suffix(".json")))
 
     def stop(self, folder: Path | None = None) -> None:
-        """Stops the one in this folder, or all: the run stops before the end of its budget."""
+        """Stops the evaluation in this folder, or all: the run stops before the end of its budget."""
         for running in [running for running in self._running if folder in (None, running)]:
             process = self._running.pop(running)
-            os.killpg(process.pid, signal.SIGTERM)  # the shell and what it runs
+            os.killpg(process.pid, signal.SIGTERM)  # the shell and its command
             process.wait()
             shutil.rmtree(running, ignore_errors=True)
 
     @property
     def names(self) -> list[str]:
-        """The checkpoints whose evaluations are running."""
+        """Checkpoints that are being evaluated."""
         return [folder.name for folder in self._running]
 
 
 def evaluation_command(folder: Path, settings: config.Evaluation) -> list[str]:
-    """Returns the command of evaluate.py on the model in a folder, with its results beside the folder."""
+    """Returns the command of evaluate.py for the model in a folder; the results go next to the folder."""
     results = folder.with_suffix(".json").absolute()
     command = [sys.executable, str(ROOT / "evaluate.py"), "--model", str(folder.absolute()), "--output", str(results)]
     command += ["--limit", f"{settings.limit:g}"] if settings.limit is not None else []
@@ -145,9 +148,9 @@ def evaluation_command(folder: Path, settings: config.Evaluation) -> list[str]:
 def evaluate_beside(
     evaluations: Evaluations, ranks: Ranks, checkpoint: Path, settings: config.Evaluation, beat: Callable[[], None]
 ) -> None:
-    """Evaluates a checkpoint in a separate process; all ranks call.
+    """Evaluates a checkpoint in a separate process; a collective call.
 
-    With `where: same` all wait for its end, calling `beat` now and then.
+    With `where: same` all ranks wait for its end, calling `beat` regularly.
     """
     process = evaluations.start(checkpoint, settings) if ranks.is_main else None
     while settings.where == "same" and ranks.gather(process is not None and process.poll() is None)[0]:
@@ -179,7 +182,7 @@ def publish_cut_short(run: config.RunConfig, metrics: Metrics) -> None:
 
 
 def numbers_of(results: Path) -> dict[str, float]:
-    """Returns {'evaluation/acc/arc_easy': 0.31, ...} and the step that was evaluated, from evaluate.py's JSON."""
+    """Returns {'evaluation/acc/arc_easy': 0.31, ...} and the evaluated step, from evaluate.py's JSON."""
     (model,) = json.loads(results.read_text(encoding="utf-8"))["models"]
     scores = {
         f"evaluation/{metric}/{task}": value
@@ -191,7 +194,7 @@ def numbers_of(results: Path) -> dict[str, float]:
 
 
 class MirrorCopies:
-    """Copies the run to `checkpoint.mirror` in a thread, and logs how that goes. Main rank only; others do nothing.
+    """Copies the run to `checkpoint.mirror` in a thread, and logs its progress. Does nothing on other ranks.
 
     Only `settle` and `close`, at the end of the run, wait for the mirror.
     """
@@ -202,9 +205,9 @@ class MirrorCopies:
         self.metrics = metrics
         self._thread: CopyThread | None = None
         self._reported: int | None = None
-        """The last copied step in the log."""
+        """Last copied step in the log."""
         self._warned: set[str] = set()
-        """What was warned of, and still holds: failing, dropping, silent."""
+        """Warnings that still hold: failing, dropping, silent."""
         self._damaged: dict[str, str] = {}
         if self.settings.mirror is None or not metrics.is_main:
             return
@@ -227,7 +230,7 @@ class MirrorCopies:
         self.metrics.write("warning", message=message)
 
     def _warn_once(self, name: str, message: str, *, holds: bool) -> None:
-        """Warns of what holds now and did not at the last call."""
+        """Warns if this holds now but did not at the last call."""
         if not holds:
             self._warned.discard(name)
         elif name not in self._warned:
@@ -235,13 +238,13 @@ class MirrorCopies:
             self._warn(message)
 
     def _warn_of_damage(self, damaged: dict[str, str]) -> None:
-        """Names what was not known before; {name: what is wrong}."""
+        """Warns of damage that was not known before; {name: what is wrong}."""
         if fresh := [f"{name} ({what})" for name, what in damaged.items() if name not in self._damaged]:
             self._warn(f"damaged on the mirror: {'; '.join(fresh)}; what this folder has of it is copied again")
         self._damaged |= damaged
 
     def look(self) -> None:
-        """Logs what was copied since the last call, and warns once of what fails; does not wait."""
+        """Logs what was copied since the last call, and warns once of each failure, without waiting."""
         if self._thread is None:
             return
         status = dict(self._thread.copier.status)
@@ -278,7 +281,7 @@ class MirrorCopies:
         )
 
     def settle(self, beat: Callable[[], None]) -> None:
-        """Waits until everything is on the mirror, for `mirror_wait_seconds` at most, and says what is not."""
+        """Waits until everything is on the mirror, for `mirror_wait_seconds` at most, and reports what is not."""
         if self._thread is None:
             return
         deadline = time.monotonic() + self.settings.mirror_wait_seconds

@@ -1,6 +1,6 @@
 """Work of the loop between two steps: logs, validation, checkpoints, evaluations, samples, an early decay.
 
-All ranks call together. Long work does not count as training time, and ends early if the run is asked to end.
+All functions are collective. Long work does not count as training time, and stops early if the run is asked to end.
 """
 
 import copy
@@ -31,7 +31,7 @@ from pretrain.training.validation import measure, perplexity_of
 
 
 def log_step(run: Run, report: StepReport, learning_rate: float) -> None:
-    """Writes the figures since the last log; collects finished evaluations and news of the mirror."""
+    """Logs the metrics since the last log; collects finished evaluations and the mirror's progress."""
     state = run.state
     speed = run.speed
     tokens = state.tokens - speed.tokens_at_log
@@ -66,7 +66,7 @@ def log_step(run: Run, report: StepReport, learning_rate: float) -> None:
 
 
 def show_progress(run: Run, reports: list[StepReport]) -> None:
-    """Moves the live line, from what the host knows anyway: on a GPU the loss is that of the step before."""
+    """Updates the live line from what the CPU already knows: on a GPU the loss is the previous step's."""
     run.log.stands_at(run.state.step, run.state.tokens)
     if not run.log.is_live:
         return
@@ -81,7 +81,7 @@ def show_progress(run: Run, reports: list[StepReport]) -> None:
     tokens = run.state.tokens - speed.tokens_shown
     speed.tokens_shown = run.state.tokens
     seconds = speed.throughput.recent_step_seconds
-    if seconds and tokens > 0:  # else the figures from before the pause stay
+    if seconds and tokens > 0:  # else the figures from before a pause stay
         live.step_seconds = seconds
         live.tokens_per_second = tokens / seconds
         rate = live.tokens_per_second / run.strategy.ranks.count
@@ -118,9 +118,9 @@ def validate(run: Run) -> None:
 
 
 def losses_of_sources(run: Run, sequences: int, stage: StagePlan | None = None) -> dict[str, dict[str, Any]]:
-    """Measures each source on so many windows of data.window, as `measure` does.
+    """Measures each source on this many windows of data.window, as `measure` does.
 
-    stage: measure on about as many tokens in this stage's windows instead, of the sources that have one.
+    stage: measure about as many tokens in this stage's windows instead, for sources that have such windows.
     """
     window = run.config.data.window
     rows = run.config.batch.sequences_per_micro_batch
@@ -144,14 +144,14 @@ def losses_of_sources(run: Run, sequences: int, stage: StagePlan | None = None) 
 
 
 def save(run: Run, *, wait: bool, required: bool = False) -> None:
-    """Starts saving a checkpoint of this step, if there is none. All ranks together.
+    """Starts saving a checkpoint of this step, if there is none. A collective call.
 
     Args:
         wait: return when it is written.
         required: wait, and raise SaveError on all ranks if it fails.
     """
     with run.pausing("saving"):
-        compare_copies(run)  # before the save: a checkpoint must not keep copies that differ
+        compare_copies(run)  # before the save: a checkpoint must not preserve replicas that differ
         if run.built.experts:
             run.state.expert_counts = run.built.experts.counts()
         if run.clock.is_limited:
@@ -163,7 +163,7 @@ def save(run: Run, *, wait: bool, required: bool = False) -> None:
             report_saves(run)
             if required and not run.is_saved:
                 raise SaveError(f"the checkpoint of step {run.state.step:,} could not be written: see train.log")
-            listen(run)  # a signal during the save ends the run here, not one step and save later
+            listen(run)  # a signal during the save ends the run now, not one step and one save later
 
 
 def _begin_save(run: Run) -> None:
@@ -182,8 +182,8 @@ def _begin_save(run: Run) -> None:
 
 
 def model_describer(run: Run) -> Callable[..., None]:
-    """Returns what writes the files of a model folder other than the weights, as the model is now."""
-    # A save in the background may write them when the model has entered its next stage.
+    """Returns a function that writes a model folder's files except the weights, for the model as it is now."""
+    # A background save may write them when the model has already entered its next stage.
     described = copy.copy(run.built.causal_lm)
     described.config = copy.deepcopy(described.config)
     return partial(describe_model, described, run.tokenizer)
@@ -216,7 +216,7 @@ def evaluate(run: Run) -> None:
 
 
 def sample(run: Run) -> None:
-    """Logs the model's continuations of the recipe's prompts. All ranks together."""
+    """Logs the model's continuations of the recipe's prompts. A collective call."""
     with run.pausing("samples"), may_be_cut_short(run, "samples"):
         beat = partial(listen_or_leave, run)
         step = run.state.step
@@ -228,7 +228,7 @@ def sample(run: Run) -> None:
 
 
 def decay(run: Run) -> None:
-    """Carries out a request for the final decay: begins it now, or halves what is left of it."""
+    """Carries out a request for the final decay: starts it now, or halves the rest of it."""
     state = run.state
     left = steps_of_decay_left(run)
     if run.request == Request.SHORTEN and left > 1:

@@ -1,4 +1,4 @@
-"""Builds model and optimizer, the same way for a run, for calibration and for the smoke test."""
+"""Builds model and optimizer, in the same way for a run, for calibration and for the smoke test."""
 
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -21,24 +21,24 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Built:
-    """The model in training, from `build_training`."""
+    """Model in training, from `build_training`."""
 
     model: nn.Module
-    """Takes a micro-batch; returns (loss, cross entropy)."""
+    """Model to call with a micro-batch; returns (loss, cross entropy)."""
     causal_lm: PreTrainedModel
-    """The model inside; checkpoints use its parameter names."""
+    """Model inside; checkpoints use its parameter names."""
     experts: "Experts | None"
-    """None for a dense model."""
+    """Counters of the experts; None for a dense model."""
 
 
 def build_training(
     config: RunConfig, plan: ModelPlan, strategy: Strategy, *, learning_rate: float, from_pretrained: bool = False
 ) -> Built:
-    """Builds model and optimizer; all ranks together. The strategy fills in the weights piece by piece.
+    """Builds model and optimizer; a collective call. The strategy fills in the weights unit by unit.
 
     Args:
-        learning_rate: the peak, to which the optimizer's groups are set.
-        from_pretrained: use the weights of the recipe's model instead of those of the seed.
+        learning_rate: peak learning rate, to which the optimizer's groups are set.
+        from_pretrained: load the weights of the recipe's model instead of drawing them from the seed.
     """
     say_stage("Building the model")
     kind = strategy.device.type
@@ -65,7 +65,7 @@ def build_training(
     if plan.router_losses.routers:
         from pretrain.training.experts import Experts
 
-        experts = Experts(causal_lm, strategy, plan.router_losses)  # before the layers are compiled
+        experts = Experts(causal_lm, strategy, plan.router_losses)  # hooks must exist before the layers are compiled
         experts.attach(prepared)
     lengths = {config.data.window, *config.data.windows}
     compile_model(prepared, causal_lm, compile_mode, len(lengths))
@@ -73,7 +73,7 @@ def build_training(
 
 
 def modes_of(config: RunConfig, plan: ModelPlan, strategy: Strategy, causal_lm: PreTrainedModel) -> tuple[str, str]:
-    """Returns (mode of `compile_model`, key of LOSS_BACKENDS): the recipe's, or what its `auto` is here."""
+    """Returns (mode of `compile_model`, key of LOSS_BACKENDS): the recipe's, or what its `auto` resolves to."""
     kind = strategy.device.type
     is_plain = config.activation_checkpointing == "none" and plan.active_parameters == plan.parameters
     is_alone = strategy.name == "single"

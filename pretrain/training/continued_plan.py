@@ -1,8 +1,8 @@
-"""Plans how a run goes on from a checkpoint, whatever has changed in its recipe since the checkpoint was written.
+"""Plans how a run continues from a checkpoint, whatever has changed in its recipe since the checkpoint was written.
 
 The checkpoint says where the run stands: its step, the tokens it has seen, what it has read of each source, the batch
-and the schedule so far. Everything up to there stays. The recipe says how the run goes on from there. So the batch,
-the budget, the data and the schedule can change at any checkpoint, any number of times.
+and the schedule so far. All of that is kept. The recipe says how the run continues from there. So the batch, the
+budget, the data and the schedule can change at any checkpoint, any number of times.
 """
 
 import hashlib
@@ -29,7 +29,7 @@ from pretrain.units import counted, duration_text
 
 BUDGET = ("budget.tokens_per_parameter", "budget.tokens", "budget.steps", "budget.minutes")
 CLOCK = ("optim.schedule", "optim.warmup_steps")
-"""Settings whose change begins a schedule at the checkpoint."""
+"""Settings whose change starts a new schedule at the checkpoint."""
 SHAPE = (
     "optim.final_ratio",
     "optim.decay_fraction",
@@ -41,15 +41,15 @@ SHAPE = (
 )
 DATA = ("data.train", "data.stages", "data.sequence_length")
 MIXTURES = ("data.train", "data.stages")
-"""Settings for the data, of which a recipe has one."""
+"""Alternative settings for the data; a recipe has one of them."""
 ORDER_OF_DATA = ("seed", "data.sampling", "data.sequence_length")
-"""Settings that a run cannot change on its way: it would read some of its data twice and some never."""
+"""Settings that a run cannot change midway: it would read some of its data twice and some never."""
 
 OTHERS = ("optim.learning_rate", "optim.base_learning_rate", "batch.tokens_per_step", "batch.ramp")
 
 
 def settings_of(config: RunConfig) -> dict[str, Any]:
-    """Returns the settings, as the user gave them, that decide how a run goes on. Checkpoints store them."""
+    """Returns the settings, as the user gave them, that decide how a run continues. Checkpoints store them."""
     values = config.model_dump(mode="json", by_alias=True)
     return {path: setting(values, path) for path in (*BUDGET, *CLOCK, *SHAPE, *OTHERS)}
 
@@ -92,12 +92,12 @@ class Changes:
 
 
 def trainer_state(asked: RunConfig, whole: RunPlan, plan: RunPlan, state: RunState) -> dict[str, Any]:
-    """Returns the fields of trainer_state.json from which `continue_from` goes on.
+    """Returns the fields of trainer_state.json that `continue_from` needs.
 
     Args:
         asked: the recipe with `auto` where the user wrote it.
-        whole: the plan of the whole run.
-        plan: the same without skipped data, and with the end that was asked for.
+        whole: plan of the whole run.
+        plan: that plan without skipped data, and with the requested end.
     """
     return {
         "state": asdict(state),
@@ -119,8 +119,8 @@ def changes_since(
 
     Args:
         asked: the recipe with `auto` where the user wrote it.
-        plan: of the recipe alone.
-        trunk: the run that a branch begins from.
+        plan: plan of the recipe alone.
+        trunk: run that a branch begins from.
     """
     now = settings_of(asked)
     before = contents.get("settings")
@@ -136,7 +136,7 @@ def _settings_of_old_checkpoint(
 ) -> dict[str, Any]:
     """Reconstructs the settings of a checkpoint from before they were stored: its schedule, length and batch."""
     if trunk is not None and (recorded := read_config(Path(trunk))):
-        # Where the recipe says auto, config.yaml has the number.
+        # config.yaml has the number where the recipe says auto.
         return {path: setting(recorded, path) for path in now if now[path] != "auto"}
     planned = contents["plan"]
     identity = contents["identity"]
@@ -149,20 +149,20 @@ def _settings_of_old_checkpoint(
 
 
 def _planned_steps(planned: Mapping[str, Any], state: Mapping[str, Any]) -> int:
-    """Returns the length that the checkpoint's run was planned for, without a decay that was asked for."""
-    is_old = "ramp" not in planned  # such a run, extended, could have kept the end of its schedule
+    """Returns the length that the checkpoint's run was planned for, without a requested decay."""
+    is_old = "ramp" not in planned  # extending such a run could keep the old end of its schedule
     return (
         planned["total_steps"] if is_old and state.get("anneal_from") is None else planned["schedule"]["total_steps"]
     )
 
 
 def rewind_step(plan: RunPlan, contents: Mapping[str, Any], changes: Changes) -> int | None:
-    """Returns the step before the final decay that an extended run must go back to; None if it goes on from here.
+    """Returns the step before the final decay to which an extended run must go back; None if it continues from here.
 
-    Another schedule goes on from the decayed model.
+    With another schedule a run continues from the decayed model.
 
     Args:
-        plan: as it goes on from the checkpoint (see `continued`).
+        plan: plan from the checkpoint on (see `continued`).
     """
     planned = contents["plan"]
     step = contents["state"]["step"]
@@ -181,15 +181,15 @@ def continued(
     *,
     is_finished: bool = False,
 ) -> RunPlan:
-    """Plans all steps of a run that goes on from a checkpoint.
+    """Plans all steps of a run that continues from a checkpoint.
 
     Args:
-        plan: of the recipe alone, as for a new run.
-        contents: of the checkpoint's trainer_state.json.
-        state: the run's, with rollbacks that are newer than the checkpoint.
-        is_finished: the run has its final model, so that a budget that is reached is no mistake.
+        plan: plan of the recipe alone, as for a new run.
+        contents: contents of the checkpoint's trainer_state.json.
+        state: state of the run, with rollbacks that are newer than the checkpoint.
+        is_finished: the run has its final model, so a budget that is already reached is no mistake.
 
-    Raises InputError for a change that would make it unknown what was read, and for a budget that the run has passed.
+    Raises InputError for a change after which it would be unknown what was read, and for a budget that has passed.
     """
     planned = contents["plan"]
     identity = contents["identity"]
@@ -235,7 +235,7 @@ def continued(
     )
     if len(plan.stages) > 1 and stage_starts is not None:
         batches = batches.passing(stage_starts, sample)
-    # Without what is left out: `Run.replan` leaves it out, also after a later rollback.
+    # Without skipped ranges: `Run.replan` skips them, also after a later rollback.
     batches = batches.continued(ramp, (), batches.passed, batches.origin)
     schedule = _continued_schedule(config, total_steps, contents, state, changes)
     return replace(plan, ramp=ramp, ramp_steps=ramp_steps, batches=batches, schedule=schedule)
@@ -247,9 +247,9 @@ def data_changes(now: Mapping[str, Any], before: Mapping[str, Any]) -> bool:
 
 
 def data_digest(plan: RunPlan) -> str:
-    """Hashes what is read in which order: plans with the same digest count the same samples.
+    """Hashes the data and its order: plans with the same digest number their samples in the same way.
 
-    plan: of the whole run, without what rollbacks leave out.
+    plan: plan of the whole run, without the skips of rollbacks.
     """
     values = {path: plan.identity.get(path) for path in DATA} | {"stage_starts": plan.batches.stage_starts}
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
@@ -261,10 +261,10 @@ def rollback_entry(
     """Returns the record of a rollback: what it changes from now on.
 
     Args:
-        whole: the plan of the whole run when it went wrong.
-        plan: the same without what earlier rollbacks leave out.
-        steps: the first and the last step that went wrong, counted from 1.
-        skips: leave their data out; else halve the learning rate.
+        whole: plan of the whole run when it went wrong.
+        plan: that plan without what earlier rollbacks skip.
+        steps: first and last step that went wrong, counted from 1.
+        skips: skip their data; else halve the learning rate.
     """
     first, last = steps
     return {
@@ -279,11 +279,11 @@ def rollback_entry(
 
 
 def without_ranges_ahead(state: RunState, plan: RunPlan, identity: Mapping[str, Any]) -> RunState:
-    """Drops samples to skip that lie ahead if, after a change of data, they are other text now.
+    """Drops samples to skip that lie ahead if, after a change of data, they are different text.
 
     Args:
-        plan: of the whole run, as it goes on from the checkpoint.
-        identity: the checkpoint's.
+        plan: plan of the whole run from the checkpoint on.
+        identity: identity in the checkpoint.
     """
     length = plan.batches.window.sequence_length
     here = moved_past(state.left_out, state.tokens // length)
@@ -302,7 +302,7 @@ def without_ranges_ahead(state: RunState, plan: RunPlan, identity: Mapping[str, 
 def _past_ramp(
     config: RunConfig, plan: RunPlan, contents: Mapping[str, Any], state: RunState
 ) -> tuple[BatchRamp, tuple[int, ...]]:
-    """Returns (the batch of all steps that were taken, the steps at which the levels of batch.ramp begin)."""
+    """Returns (batch of all past steps, steps at which the levels of batch.ramp begin)."""
     planned = contents["plan"]
     identity = contents["identity"]
     length = config.data.sequence_length
@@ -317,7 +317,7 @@ def _past_ramp(
         )
         ramp_steps = tuple(planned["ramp_steps"])
     else:
-        # An earlier version stored neither. A budget in steps is what its runs were extended by.
+        # Earlier versions stored neither, and extended their runs by a budget in steps.
         settings = identity.get("batch.ramp")
         full = identity["batch.tokens_per_step"]
         ramp = batch_ramp(
@@ -353,12 +353,12 @@ def _continued_schedule(
 
 
 def continued_state(config: RunConfig, contents: Mapping[str, Any], changes: Changes, trunk: str | None) -> RunState:
-    """Returns the state that a run goes on with from a checkpoint.
+    """Returns the state with which a run continues from a checkpoint.
 
     A branch that is given neither a budget nor a schedule decays from its first step to a finished model.
 
     Args:
-        trunk: the run that a branch begins from.
+        trunk: run that a branch begins from.
     """
     state = RunState(**contents["state"])
     if trunk is not None:
@@ -374,10 +374,10 @@ def continued_state(config: RunConfig, contents: Mapping[str, Any], changes: Cha
 
 
 def decay_problems(plan: RunPlan, contents: Mapping[str, Any], changes: Changes, trunk: str | None) -> list[str]:
-    """Lists why a run can't go on as asked from within its final decay.
+    """Lists why a run cannot continue as asked from within its final decay.
 
     Args:
-        plan: as it goes on from the checkpoint (see `continued`).
+        plan: plan from the checkpoint on (see `continued`).
         trunk: branch_from as the user gave it.
     """
     planned = contents["plan"]
@@ -398,7 +398,7 @@ def decay_problems(plan: RunPlan, contents: Mapping[str, Any], changes: Changes,
 
 
 def time_problems(config: RunConfig, plan: RunPlan, state: RunState) -> list[str]:
-    """Tells that a run with steps to come has no time for them left."""
+    """Lists the problem of a run that has steps left but no time for them."""
     minutes = config.budget.minutes
     if minutes is None or state.seconds < 60 * minutes or state.anneal_from is not None:
         return []
@@ -411,7 +411,7 @@ def time_problems(config: RunConfig, plan: RunPlan, state: RunState) -> list[str
 
 
 def no_stable_checkpoint(planned: Mapping[str, Any]) -> InputError:
-    """Returns the error for a run that is to be extended and has only checkpoints from within its final decay."""
+    """Returns the error for extending a run that only has checkpoints from within its final decay."""
     return InputError(
         f"budget: the run of {planned['total_steps']:,} steps has decayed its learning rate since step "
         f"{planned['stable_until']:,}, and no checkpoint from before is left; keep one with "
@@ -421,13 +421,13 @@ def no_stable_checkpoint(planned: Mapping[str, Any]) -> InputError:
 
 
 def stage_starts_of(contents: Mapping[str, Any]) -> list[int] | None:
-    """Returns the first sample of each stage in the plan of a checkpoint; None if it doesn't say."""
+    """Returns the first sample of each stage in a checkpoint's plan; None if the checkpoint does not record it."""
     alone = [0] if "data.train" in contents["identity"] else None
     return contents["plan"].get("stage_starts", alone)
 
 
 def describe_continuation(plan: RunPlan, state: RunState, changes: Changes, found: Path) -> str:
-    """Says in one paragraph how the run goes on: from which step, at which learning rate, to which end."""
+    """Describes in one paragraph how the run continues: from which step, at which learning rate, to which end."""
     step = state.step
     total = plan.total_steps
     begins = "branches" if changes.begins_branch else "continues"
@@ -462,19 +462,19 @@ class SavedState:
 
     folder: Path
     contents: Mapping[str, Any]
-    """trainer_state.json."""
+    """Contents of trainer_state.json."""
 
 
 @dataclass(frozen=True)
 class Continuation:
-    """The plan and state with which a run goes on from a checkpoint."""
+    """Plan and state with which a run continues from a checkpoint."""
 
     plan: RunPlan
-    """The plan of the whole run, without rollbacks or annealing."""
+    """Plan of the whole run, without rollbacks or annealing."""
     state: RunState
     changes: Changes
     stable_until: int | None
-    """The last step before the final decay, where the run must go back to such a checkpoint (see `rewind_step`)."""
+    """Last step before the final decay, if the run must go back to a checkpoint before it (see `rewind_step`)."""
 
 
 def continue_from(
@@ -487,15 +487,15 @@ def continue_from(
     begins_branch: bool,
     is_finished: bool,
 ) -> Continuation:
-    """Decides how the run of this recipe goes on from that checkpoint.
+    """Decides how the run of this recipe continues from that checkpoint.
 
     Args:
-        plan: of the recipe alone, as for a new run.
-        rollbacks: recorded in the run's folder, which may be newer than the checkpoint.
+        plan: plan of the recipe alone, as for a new run.
+        rollbacks: rollbacks recorded in the run's folder, which may be newer than the checkpoint.
         begins_branch: the checkpoint is of the run that branch_from names.
         is_finished: the run has its final model.
 
-    Raises InputError with what differs from the checkpoint and cannot, or is not named on the command line.
+    Raises InputError for differences from the checkpoint that are impossible, or not named on the command line.
     """
     contents = found.contents
     identity = found.contents["identity"]
@@ -515,7 +515,7 @@ def continue_from(
 
 
 def describe_next_start(config: RunConfig, plan: RunPlan, asked: CommandLine) -> str:
-    """Says how the next start would go on, like `describe_continuation`; "" for a run that has no checkpoint.
+    """Describes how the next start would continue, like `describe_continuation`; "" for a run without a checkpoint.
 
     Reads the newest checkpoint's trainer_state.json without verifying its files. Raises InputError as a start would.
     """
@@ -561,9 +561,9 @@ def refuse_other_branch(config: RunConfig, lineage: Sequence[Mapping[str, Any]])
 def continuation_problems(
     found: Path, saved: Mapping[str, Any], plan: RunPlan, overridden: frozenset[str], *, begins_branch: bool = False
 ) -> list[str]:
-    """Lists why a run can't continue from a checkpoint of that identity; names the model's keys.
+    """Lists why a run cannot continue from a checkpoint of that identity; names the model's keys.
 
-    A model of another shape is refused even if the command line asks for it: fewer layers would load silently.
+    A model of another shape is rejected even if the command line asks for it: fewer layers would load silently.
     """
     problems = identity_problems(saved, plan.identity, overridden, begins_branch=begins_branch)
     if saved.get("model") == plan.identity["model"]:
@@ -583,7 +583,7 @@ def continuation_problems(
 def identity_problems(
     saved: dict[str, Any], now: dict[str, Any], overridden: frozenset[str], *, begins_branch: bool = False
 ) -> list[str]:
-    """Lists what differs from the checkpoint and cannot, or is not named on the command line.
+    """Lists differences from the checkpoint that are impossible, or not named on the command line.
 
     begins_branch: a new run that starts from the checkpoint of another, whose recipe may differ without being named.
     """
@@ -597,7 +597,7 @@ def identity_problems(
         found = f"{path}: the run was started with {json.dumps(before)}, "
         paths = MIXTURES if path in MIXTURES else (path,)
         named = any(name == each or name.startswith(f"{each}.") for name in overridden for each in paths)
-        if path == "optim.name":  # whose state is another: named or not, it could not be loaded
+        if path == "optim.name":  # another optimizer could not load the state, named or not
             problems.append(
                 f"{found}whose state {json.dumps(now.get(path))} cannot use; restore it, or choose another --output "
                 "(with --init pretrained --model RUN/final it begins with this run's weights)"

@@ -32,7 +32,7 @@ def end_early(run: Run) -> int:
         save(run, wait=True, required=True)
     run.evaluations.stop()
     run.mirror.settle(run.beat)
-    request = run.request  # a more urgent one may have come during the save
+    request = run.request  # a more urgent request may have come during the save
     saved = "nothing saved" if request == Request.ABORT else f"saved at step {run.state.step:,}"
     how = "give it a later step, or null, to" if request == Request.PAUSE else "run the same command to"
     answer(run)
@@ -72,7 +72,7 @@ def _export_and_publish(run: Run) -> Path:
 
 
 def _export(run: Run, weights: str) -> Path:
-    """Writes final/ with the weights that the model has, raw or average as `weights` says, and checks it."""
+    """Writes final/ with the model's current weights, which `weights` calls raw or average, and checks it."""
     config = run.config
     dtype = config.export.dtype
     with run.log.doing("exporting the model"):

@@ -1,24 +1,23 @@
-"""Mixtures of experts in training: the loss and the bias that balance the experts over the global batch, their load.
+"""MoE training: the loss and the bias that balance the experts over the global batch, and the experts' load.
 
 The balancing loss (Fedus et al., arXiv 2101.03961) is, for each layer of E experts of which a token visits K,
 E x sum over the experts of f x P, averaged over the layers: f is the number of a token's assignments to the expert, P
-the expert's probability, both means over tokens. It is K where all experts get the same.
+the expert's probability, both means over tokens. It is K if all experts get the same share.
 
 Over a micro-batch it would force every document to use all experts; over the global batch experts may specialize (Qiu
 et al., arXiv 2501.11873). But f of the whole batch is known only after its last micro-step, too late for the gradients
-of the first. So f is the constant of the step before, as DeepSeek-V3's bias follows the step before. What remains is a
-mean over tokens, however they are divided into micro-batches and over processes.
+of the first. So f is the previous step's, as a constant, just as DeepSeek-V3's bias follows the previous step. The
+rest is a mean over tokens, which does not depend on their division into micro-batches and over ranks.
 
-The bias (Wang et al., arXiv 2408.15664; DeepSeek-V3, arXiv 2412.19437, section 2.1.2) is added to the scores where
-experts are chosen. After a step b <- b + rate x sign(mean load - load), with the loads of the whole global batch:
-integers, so that it is the same to the last bit on all ranks. It is a buffer of the model, in checkpoints and exports.
+The bias (Wang et al., arXiv 2408.15664; DeepSeek-V3, arXiv 2412.19437, section 2.1.2) is added to the scores for
+choosing experts. After a step b <- b + rate x sign(mean load - load), with the loads of the whole global batch:
+integers, so the result is bitwise equal on all ranks. It is a buffer of the model, in checkpoints and exports.
 
-A router's loss is not part of the model's: it joins the backward pass where the router's scores leave it, as
-Megatron-LM's MoEAuxLossAutoScaler does. So no tensor has to find its way out of a block that is compiled, sharded,
-or computed a second time in the backward pass; and what a router records it overwrites, so that a second time changes
-nothing.
+A router's loss is not part of the model's output: it joins the backward pass where the scores leave the router, as in
+Megatron-LM's MoEAuxLossAutoScaler. So no tensor has to be passed out of a block that is compiled, sharded or
+recomputed in the backward pass; and a router overwrites its record, so that recomputation changes nothing.
 
-Shapes: L routers, E experts (of the router that has most), N tokens of a micro-batch, K experts of a token.
+Shapes: L routers, E experts (maximum over the routers), N tokens of a micro-batch, K experts per token.
 """
 
 import functools
@@ -45,7 +44,7 @@ IDLE_STEPS = 100
 
 
 class WithLoss(torch.autograd.Function):
-    """Hands `scores` on, and in the backward pass begins that of `loss`, a scalar, at `scale`."""
+    """Identity on `scores` whose backward pass also starts the backward pass of the scalar `loss`, at `scale`."""
 
     @staticmethod
     def forward(ctx, scores: Tensor, loss: Tensor, scale: Tensor) -> Tensor:
@@ -59,16 +58,16 @@ class WithLoss(torch.autograd.Function):
 
 
 class FollowedRouter(nn.Module):
-    """Base class of routers that are followed; `follow` makes the subclass and sets the attributes.
+    """Base class of monitored routers; `follow` creates the subclass and sets the attributes.
 
-    A subclass and not a hook: it reads nothing that differs between layers but tensors, so that one compilation
-    serves all of them, and no hook breaks a compiled block's graph.
+    It is a subclass instead of a hook: only its tensors differ between layers, so one compilation serves all layers,
+    and no hook breaks a compiled block's graph.
     """
 
     follow_share_E: Tensor
-    """Assignments to each expert per token in the step before; the sum is K."""
+    """Assignments to each expert per token in the previous step; the sum is K."""
     follow_scale: Tensor
-    """Scalar: what the gradient of a micro-batch's loss is multiplied by."""
+    """Scalar factor for the gradient of a micro-batch's loss."""
     follow_record_3E: Tensor
     """Record of the micro-batch: assignments, mean probabilities, mean logsumexp(logits)^2; fp32."""
     follow_balance: float
@@ -80,7 +79,7 @@ class FollowedRouter(nn.Module):
 
     def forward(self, *args, **kwargs):
         output = super().forward(*args, **kwargs)
-        # Validation and samples are not counted.
+        # Validation and samples do not count.
         if not (self.training and torch.is_grad_enabled()):
             return output
         outputs = output if isinstance(output, tuple) else (output,)
@@ -91,7 +90,7 @@ class FollowedRouter(nn.Module):
         probability_E = self.follow_probabilities(logits_NE).mean(0)
         z = logits_NE.logsumexp(-1).square().mean()
         with torch.no_grad():
-            # Overwritten and not added to: activation checkpointing comes here twice.
+            # Overwritten instead of added to: activation checkpointing runs this twice.
             self.follow_record_3E.copy_(torch.stack([counts_E, probability_E, z.expand(experts)]))
         if not (self.follow_balance or self.follow_z_loss):
             return output
@@ -103,7 +102,7 @@ class FollowedRouter(nn.Module):
         return outputs if isinstance(output, tuple) else outputs[0]
 
     def follow_probabilities(self, logits_NE: Tensor) -> Tensor:
-        """Probabilities of all experts, sum 1; scores that are not a softmax are divided by their sum."""
+        """Returns the probabilities of all experts, sum 1; scores that are not a softmax are divided by their sum."""
         if self.follow_score == "softmax":
             return logits_NE.softmax(-1)
         scores_NE = logits_NE.sigmoid() if self.follow_score == "sigmoid" else self.score_fn(logits_NE)
@@ -111,7 +110,7 @@ class FollowedRouter(nn.Module):
 
 
 def chosen_of(outputs: tuple, logits_NE: Tensor, top_k: int) -> Tensor:
-    """Numbers of the chosen experts (N, K): the router's own, or, where it returns none, those of largest logits."""
+    """Returns the chosen experts (N, K): the router's own choice or, if it returns none, the top K logits."""
     for output in outputs:
         is_choice = isinstance(output, Tensor) and not output.is_floating_point() and output.dim() > 1
         if is_choice and output.shape[-1] == top_k:
@@ -120,14 +119,14 @@ def chosen_of(outputs: tuple, logits_NE: Tensor, top_k: int) -> Tensor:
 
 
 def count_assignments(chosen_NK: Tensor, experts: int) -> Tensor:
-    """Counts the tokens that chose each expert, (E,) fp32: exact up to 2^24, whatever the order of the sums."""
+    """Counts the tokens that chose each expert, (E,) fp32: exact up to 2^24, in any order of summation."""
     flat = chosen_NK.flatten()
     counts_E = torch.zeros(experts, dtype=torch.float32, device=flat.device)
     return counts_E.scatter_add(0, flat, torch.ones_like(flat, dtype=torch.float32))
 
 
 def scores_at(outputs: tuple, logits_at: int) -> int:
-    """Place of the differentiable output that the block uses: the scores; the logits where there are no others."""
+    """Returns the index of the differentiable output that the block uses: the scores, else the logits."""
     floating = [
         place for place, output in enumerate(outputs) if isinstance(output, Tensor) and output.is_floating_point()
     ]
@@ -137,10 +136,10 @@ def scores_at(outputs: tuple, logits_at: int) -> int:
 def follow(
     router: Router, config: object, *, device: torch.device, scale: Tensor, balance: float, z_loss: float, experts: int
 ) -> None:
-    """Makes a router record what it does, and add its losses to the backward pass.
+    """Makes a router record its choices, and add its losses to the backward pass.
 
     Args:
-        scale: a scalar that all routers share, written before every step.
+        scale: a scalar shared by all routers, written before every step.
         balance: coefficient of E x sum(share x mean probability).
         z_loss: coefficient of the mean of logsumexp(logits)^2.
     """
@@ -159,7 +158,7 @@ def follow(
 
 
 def score_of(module: nn.Module) -> str:
-    """The way a router turns logits into scores, by its code: softmax, sigmoid, or own (its `score_fn`)."""
+    """Returns how a router turns logits into scores, by its code: softmax, sigmoid, or own (its `score_fn`)."""
     if callable(getattr(module, "score_fn", None)):
         return "own"
     return "sigmoid" if "sigmoid" in inspect.unwrap(type(module).forward).__code__.co_names else "softmax"
@@ -171,13 +170,13 @@ def _followed(kind: type) -> type:
 
 
 class Experts:
-    """Follows the routers of a mixture of experts in training. All ranks call together.
+    """Monitor of an MoE model's routers in training. All methods are collective.
 
-    `attach` registers what a step calls: `begin_step`, `count` and `end_step`.
+    `attach` registers the methods that a step calls: `begin_step`, `count` and `end_step`.
 
     Args:
         causal_lm: the model, prepared by the strategy and not yet compiled.
-        losses: their coefficients; at 0 the routers are still monitored, and their biases stay.
+        losses: coefficients of the losses; at 0 the routers are still monitored, and their biases stay.
     """
 
     def __init__(self, causal_lm: PreTrainedModel, strategy: Strategy, losses: RouterLosses):
@@ -201,9 +200,9 @@ class Experts:
         self._top_k_L = torch.tensor([float(router.module.follow_top_k) for router in self.routers], device=device)
         self._size_L = torch.tensor([float(size) for size in self.sizes], device=device)
         self._sums_L3E = torch.zeros(layers, 3, most, device=device)
-        """Sums of the step so far, in this process."""
+        """Sums of the step so far, on this rank."""
         self._last_L3E = torch.zeros(layers, 3, most, device=device)
-        """Figures of the last whole step: assignments summed over all processes; means of the rest."""
+        """Values of the last whole step: assignments summed over all ranks; means of the rest."""
         self._balance_L = torch.zeros(layers, device=device)
         self._idle_LE = torch.zeros(layers, most, dtype=torch.int32, device=device)
         """Consecutive steps, up to the last, in which an expert received nothing."""
@@ -216,7 +215,7 @@ class Experts:
         self.strategy.before_step = (self.begin_step,)
         self.strategy.after_update = (self.end_step,)
         if self.routers:
-            # On the whole model, outside of its compiled blocks: no graph breaks.
+            # On the whole model, outside of its compiled blocks, so that no graph breaks.
             model.register_forward_hook(self._count_in_training)
 
     def _count_in_training(self, model: nn.Module, inputs: tuple, outputs: object) -> None:
@@ -224,7 +223,7 @@ class Experts:
             self.count()
 
     def begin_step(self, micro_steps: int) -> None:
-        """Sets, before a step's first micro-step, what the gradients of each micro-step are multiplied by."""
+        """Sets, before a step's first micro-step, the factor of each micro-step's gradients."""
         if self.routers:
             self._micro_steps = micro_steps
             self._scale.fill_(self.strategy.state().get("scale", 1.0) / micro_steps)
@@ -235,13 +234,13 @@ class Experts:
             self._sums_L3E += _stacked([router.module.follow_record_3E for router in self.routers])
 
     def end_step(self, skipped: Tensor | None = None) -> None:
-        """Sums over the processes after the update, in one small collective that nothing waits for; moves biases.
+        """Sums over the ranks after the update, in one small collective that nothing waits for; moves biases.
 
-        skipped: 1 where the update changed nothing, a scalar on the device; biases stay then too.
+        skipped: 1 if the update changed nothing, a scalar on the device; then biases stay too.
         """
         if not self.routers:
             return
-        # Cloned: with one process `sum` returns its argument, which is cleared next.
+        # Cloned: with one rank `sum` returns its argument, which is cleared next.
         self._last_L3E = self.strategy.sum(self._sums_L3E).clone()
         self._sums_L3E.zero_()
         counts_LE = self._last_L3E[:, 0]
@@ -253,7 +252,7 @@ class Experts:
             self._move_biases(counts_LE, skipped)
 
     def _move_biases(self, counts_LE: Tensor, skipped: Tensor | None) -> None:
-        # In integers: a share that is just even must not be rounded to one side.
+        # In integers: rounding must not move an exactly even share to one side.
         counts_LE = counts_LE.long()
         moves_LE = (
             self._bias_rate * (counts_LE.sum(-1, keepdim=True) - counts_LE * self._size_L.long()[:, None]).sign()
@@ -264,20 +263,20 @@ class Experts:
         torch._foreach_add_(self._biases, moves)
 
     def _use(self, counts_LE: Tensor) -> None:
-        """Makes these assignments the f of the next step."""
+        """Uses these assignments as f of the next step."""
         self._share_LE = counts_LE * (self._top_k_L / counts_LE.sum(-1))[:, None]
         shares = [share_E[:size] for share_E, size in zip(self._share_LE, self.sizes, strict=True)]
         torch._foreach_copy_([router.module.follow_share_E for router in self.routers], shares)
 
     def counts(self) -> list[list[int]] | None:
-        """Assignments in the last step, by layer and expert, for a checkpoint; None before the first step."""
+        """Returns assignments in the last step, by layer and expert, for a checkpoint; None before the first step."""
         if not self.routers or not self._last_L3E[:, 0].any():
             return None
         rows = self._last_L3E[:, 0].tolist()
         return [[int(n) for n in row[:size]] for row, size in zip(rows, self.sizes, strict=True)]
 
     def load(self, counts: list[list[int]] | None) -> None:
-        """Continues after the step that these `counts` are of; None: before the first step, with even shares."""
+        """Continues after the step of these `counts`; None: before the first step, with even shares."""
         if not self.routers:
             return
         for tensor in (self._sums_L3E, self._last_L3E, self._idle_LE):
@@ -290,12 +289,12 @@ class Experts:
             self._use(self._last_L3E[:, 0])
 
     def _exists(self) -> Tensor:
-        """(L, E) bool: routers may have different numbers of experts."""
+        """Returns a mask (L, E) of existing experts, since routers may have different numbers of them."""
         places_E = torch.arange(self._sums_L3E.shape[-1], device=self.strategy.device)
         return places_E < self._size_L[:, None]
 
     def figures(self) -> dict[str, float]:
-        """Figures of the last step over the whole global batch, for the log; waits for the device.
+        """Returns metrics of the last step over the whole global batch, for the log; waits for the device.
 
         Loads are relative to an even share; the entropy of a layer's loads is relative to its maximum, log E.
         """
@@ -318,7 +317,7 @@ class Experts:
         return dict(zip(figures, torch.stack(list(figures.values())).tolist(), strict=True))
 
     def newly_dead(self) -> str | None:
-        """A warning of experts that received nothing for IDLE_STEPS steps, once each until they receive again."""
+        """Returns a warning of experts that got no token for IDLE_STEPS steps, once until they get tokens again."""
         if not self.routers:
             return None
         dead_LE = ((self._idle_LE >= IDLE_STEPS) & self._exists()).cpu()

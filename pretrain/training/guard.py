@@ -1,7 +1,7 @@
-"""Detects non-finite values, loss spikes, divergence, exploding gradients and lost speed.
+"""Detects non-finite values, loss spikes, divergence, exploding gradients and slowdowns.
 
-Every rank judges the same reports in the same order, so all reach the same decision at the same step; what the guard
-remembers is part of a checkpoint, so a resumed run judges as the uninterrupted run would.
+Every rank judges the same reports in the same order, so all reach the same decision at the same step. The guard's
+memory is part of a checkpoint, so a resumed run judges as the uninterrupted run would.
 """
 
 import math
@@ -14,10 +14,14 @@ from typing import Any
 from pretrain import config
 from pretrain.training.step_reports import StepReport
 
-FEWEST_FOR_MEAN, FEWEST_FOR_DEVIATION = 8, 64
-"""Losses that the window must hold before their mean, and their standard deviation, are used."""
-FAST, SLOW = 1 / 16, 1 / 256
-"""Weight of a new loss in the divergence detector's moving averages over about 16 and about 256 steps."""
+FEWEST_FOR_MEAN = 8
+"""Losses that the window must hold before their mean is used."""
+FEWEST_FOR_DEVIATION = 64
+"""Losses that the window must hold before their standard deviation is used."""
+FAST = 1 / 16
+"""Weight of a new loss in the divergence detector's fast moving average, over about 16 steps."""
+SLOW = 1 / 256
+"""Weight of a new loss in its slow moving average, over about 256 steps."""
 SIGMA_FLOOR = 1.1
 """A loss below this multiple of the mean is not a spike, however small the deviation."""
 
@@ -27,12 +31,12 @@ class Finding:
     """A problem with a step."""
 
     event: str
-    """Its name in metrics.jsonl: spike, divergence, explosion or warning."""
+    """Name of the event in metrics.jsonl: spike, divergence, explosion or warning."""
     step: int
     message: str
     values: dict[str, float]
     roll_back: tuple[int, int] | None = None
-    """(first, last) bad step, if training should roll back before it."""
+    """First and last bad step, if training should roll back to before them."""
     stop: bool = False
 
 
@@ -42,7 +46,7 @@ class StepGuard:
     Args:
         settings: the recipe's `guard`.
         state: `state()` of a checkpoint, to resume from.
-        scales_loss: fp16, which skips occasional steps while it searches for the largest scale.
+        scales_loss: fp16, which skips occasional steps while it searches for the largest loss scale.
     """
 
     def __init__(self, settings: config.Guard, state: Mapping[str, Any] | None = None, *, scales_loss: bool = False):
@@ -61,11 +65,11 @@ class StepGuard:
         return {"losses": list(self._losses), "strikes": list(self._strikes), **averages}
 
     def forget(self) -> None:
-        """Forgets earlier losses where the data changes, as between stages: they say nothing about later ones."""
+        """Forgets earlier losses when the data changes, as between stages: later losses are not comparable."""
         self.__init__(self.settings, scales_loss=self.scales_loss)
 
     def judge(self, report: StepReport) -> list[Finding]:
-        """Returns the problems of a step; [] if there are none."""
+        """Returns the problems of a step; empty if there are none."""
         finite = math.isfinite(report.loss) and math.isfinite(report.grad_norm) and not report.skipped
         findings = self._judge_norm(report) if finite else []
         spike, hard = self._judge_loss(report) if math.isfinite(report.loss) else (None, True)
@@ -134,7 +138,7 @@ USUAL_MFU = 0.4
 
 
 class SpeedGuard:
-    """Detects that a run has become slow, relative to the median of its own readings. Main rank only; warns only."""
+    """Detector of slowdowns relative to the median of the run's own readings. Main rank only; it only warns."""
 
     def __init__(self, drop: float):
         self.drop = drop
@@ -143,7 +147,7 @@ class SpeedGuard:
         self._slow = False
 
     def judge(self, tokens_per_second: float) -> str | None:
-        """Returns a warning, once each time the speed falls below the share of its median; else None."""
+        """Returns a warning each time the speed falls below the allowed share of its median; else None."""
         median = statistics.median(self._readings[-1000:]) if len(self._readings) >= FEWEST_FOR_MEAN else None
         self._readings.append(tokens_per_second)
         was = self._slow
@@ -153,7 +157,7 @@ class SpeedGuard:
         return f"{tokens_per_second:,.0f} tokens/s, {1 - tokens_per_second / median:.0%} below this run's median"
 
     def judge_mfu(self, mfu: float | None) -> str | None:
-        """Says once, of a GPU, that most of its arithmetic is idle; after enough readings that compiling is over."""
+        """Returns a warning, once, if most of a GPU's arithmetic is idle, judged after compilation is over."""
         self._mfus.append(mfu)
         if len(self._mfus) != FEWEST_FOR_MEAN or None in self._mfus:
             return None

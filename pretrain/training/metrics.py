@@ -81,20 +81,20 @@ TRACKED = ("train", "validation")
 ALARMS = ("skip", "spike", "divergence", "explosion", "rollback", "warning")
 """Events in yellow on a terminal."""
 STEPS_OF_SPEED = 32
-"""The live line's speed is the mean of so many steps."""
+"""Steps over which the live line's speed is averaged."""
 STEPS_OF_TREND = 96
 COLUMNS_OF_TREND = 8
-"""The live line's curve of the loss: how many steps, on how many columns."""
+"""Width of the live line's loss curve, which covers STEPS_OF_TREND steps."""
 SECONDS_BETWEEN_DRAWINGS = 0.1
 
 
 class Throughput:
-    """Measures speed between two log steps. Time spent paused (validation, checkpoints) does not count."""
+    """Speed between two log steps. Time spent paused (validation, checkpoints) does not count."""
 
     def __init__(self):
         self._ends: deque[float] = deque(maxlen=STEPS_OF_SPEED)
         self.pace: float | None = None
-        """Seconds per step to expect, from steps that compiled nothing; None before there are any."""
+        """Expected seconds per step, from steps that compiled nothing; None before there are any."""
         self._begin()
         self._compiles = True
 
@@ -106,13 +106,13 @@ class Throughput:
         self._compiles = False
 
     def expect_compiling(self) -> None:
-        """Announces that the next step compiles: its duration says nothing about the pace."""
+        """Announces that the next step compiles, so that its duration does not count as the pace."""
         self._ends.clear()
         self._compiles = True
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Leaves the work inside out of the speed."""
+        """Excludes the work inside from the speed."""
         start = time.perf_counter()
         yield
         self._paused += time.perf_counter() - start
@@ -131,15 +131,15 @@ class Throughput:
 
     @property
     def recent_step_seconds(self) -> float | None:
-        """Returns the mean of the last steps since a pause, without the first, which may compile; None before two."""
+        """Mean of the last steps since a pause, without the first, which may compile; None before two steps."""
         steps = len(self._ends) - 1
         return (self._ends[-1] - self._ends[0]) / steps if steps > 0 else None
 
     def read(self, tokens: int, flops: float, peak_flops: float | None, ranks: int) -> dict[str, float | None]:
-        """Returns figures since the last reading, given tokens and FLOPs of all ranks; starts the next interval."""
+        """Returns metrics since the last reading, given tokens and FLOPs of all ranks; starts the next interval."""
         seconds = max(time.perf_counter() - self._start - self._paused, 1e-9)
         steps = max(self._steps, 1)
-        if not self._compiles:  # a pause after every step leaves no other pace
+        if not self._compiles:  # if every step is followed by a pause, this is the only pace
             self.pace = self.recent_step_seconds or seconds / steps
         figures = {
             "tokens_per_second": tokens / seconds,
@@ -153,7 +153,7 @@ class Throughput:
 
 @dataclass
 class LiveFigures:
-    """Holds what the live line shows: figures that the host has anyway, none of which waits for the device."""
+    """Figures of the live line: all known to the CPU already, so that none waits for the device."""
 
     step: int
     total_steps: int
@@ -162,9 +162,9 @@ class LiveFigures:
     tokens_per_second: float | None = None
     mfu: float | None = None
     seconds_left: float = math.inf
-    """Of budget.minutes."""
+    """Seconds left of budget.minutes."""
     next_save: int | None = None
-    """The step after which the next checkpoint is due."""
+    """Step after which the next checkpoint is due."""
 
     def in_words(self, width: int) -> str:
         """Returns the figures that fit in `width` columns."""
@@ -193,26 +193,26 @@ class Speed:
     tokens_at_log: int
     flops_at_log: float
     tokens_shown: int
-    """Tokens when the live line moved last."""
+    """Tokens when the live line last moved."""
     saves_every: int
     """Steps between checkpoints."""
     throughput: Throughput = field(default_factory=Throughput)
 
 
 class LineFile:
-    """Appends lines to a file. A full disk costs lines, with one warning, and never the run."""
+    """File to append lines to. A full disk loses lines, with one warning, but never ends the run."""
 
     def __init__(self, path: Path):
         self.path = path
         self._file = open(path, "a+b", buffering=0)  # noqa: SIM115
         self._failed = False
         if self._file.tell() and os.pread(self._file.fileno(), 1, self._file.tell() - 1) != b"\n":
-            self.write("")  # a crash cut the last line short: the next must not continue it
+            self.write("")  # a crash truncated the last line: the next one must not continue it
 
     def write(self, line: str) -> None:
         try:
             self._file.write(line.encode() + b"\n")
-        except (OSError, ValueError) as error:  # ValueError: closed by another thread that is ending the run
+        except (OSError, ValueError) as error:  # ValueError: another thread, which ends the run, has closed it
             if not self._failed:
                 say(f"{self.path} cannot be written ({error}); training continues", sys.stderr)
             self._failed = True
@@ -222,7 +222,7 @@ class LineFile:
 
 
 class Metrics:
-    """Writes a run's events. Calls on other ranks than the main one do nothing.
+    """Writer of a run's events. On ranks other than the main one its methods do nothing.
 
     Args:
         run: the run's folder.
@@ -234,7 +234,7 @@ class Metrics:
         self._run = run
         self.total_steps = 0
         self.began = False
-        """The run has started training; the same on all ranks."""
+        """True if the run has started training; the same on all ranks."""
         self._ended = False
         self.started = time.perf_counter()
         self._trackers: Trackers | None = None
@@ -242,7 +242,7 @@ class Metrics:
         self._stand: dict[str, int] | None = None
         self._drawn = 0.0
         self.pace: float | None = None
-        """Seconds per step to expect; None: not known yet."""
+        """Expected seconds per step; None: not known yet."""
         self.seconds_left = math.inf
         """Seconds left of budget.minutes."""
         if is_main:
@@ -253,7 +253,7 @@ class Metrics:
     def begin(
         self, config: RunConfig, *, total_steps: int, meter: "EnergyMeter | None" = None, facts: dict | None = None
     ) -> None:
-        """Starts the live line and, with the whole config and these facts of the run, the trackers."""
+        """Starts the live line and, with the whole config and these facts about the run, the trackers."""
         self.began = True
         self._meter = meter
         self.total_steps = total_steps
@@ -264,7 +264,7 @@ class Metrics:
 
     @property
     def is_live(self) -> bool:
-        """Tells if somebody watches the live line: this process writes, and to a terminal."""
+        """True if somebody watches the live line: this process writes, and to a terminal."""
         return self.is_main and self.began and not self._ended and is_terminal(sys.stderr)
 
     def change_total(self, total_steps: int) -> None:
@@ -272,14 +272,14 @@ class Metrics:
         self.total_steps = total_steps
 
     def expect(self, what: str) -> None:
-        """Says what the run waits for, which may take long, until the live line moves."""
+        """Shows what the run waits for, which may take long, until the live line moves."""
         if self.is_live:
             LIVE_LINE.show(f"{what} ...")
         elif self.is_main:
             say_stage(what)
 
     def show(self, figures: LiveFigures) -> None:
-        """Moves the live line, a few times per second at most."""
+        """Moves the live line, at most a few times per second."""
         now = time.perf_counter()
         if self.is_live and now - self._drawn >= SECONDS_BETWEEN_DRAWINGS:
             self._drawn = now
@@ -319,12 +319,12 @@ class Metrics:
         return {} if joules is None else {"joules": joules}
 
     def track(self, numbers: dict[str, float]) -> None:
-        """Sends late figures to the trackers, at the current step, since trackers accept no earlier one."""
+        """Sends late metrics to the trackers, at the current step, since trackers accept no earlier one."""
         if self._trackers is not None:
             self._trackers.log(numbers, step=self._where()["step"])
 
     def say(self, text: str) -> None:
-        """Writes a text to the console and to train.log."""
+        """Writes text to the console and to train.log."""
         if self.is_main:
             self._log_line(text)
             say(text)
@@ -387,5 +387,5 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 
 def finite(values: dict[str, Any]) -> dict[str, Any]:
-    """Replaces numbers that JSON does not have (NaN, infinity) by None."""
+    """Replaces numbers that JSON does not support (NaN, infinity) by None."""
     return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}

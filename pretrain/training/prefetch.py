@@ -1,6 +1,6 @@
-"""Reads the micro-batches of this process, the next one in a thread while the model computes.
+"""Reads this rank's micro-batches, the next one in a thread while the model computes.
 
-A slow disk then does not delay the step. With data.dispatch_batches the first process reads for all, a step ahead.
+A slow disk then does not delay the step. With data.dispatch_batches the first rank reads for all, a step ahead.
 """
 
 import time
@@ -15,18 +15,17 @@ from pretrain.parallel.strategy import Strategy
 from pretrain.training.run_plan import RunPlan
 
 QUICK_READ_SECONDS = 1e-3
-"""Prefetching stops while none of the last READS_JUDGED took longer: on a CPU whose cores all compute, waking another
-thread costs a step ten times what such a read takes."""
+"""Prefetching pauses while none of the last READS_JUDGED reads took longer: on a CPU whose cores are all busy, waking
+another thread costs a step ten times as much as such a read."""
 READS_JUDGED = 64
 
 
 class ReadAhead:
-    """Gives the loop its micro-batches, in any order; those asked for in the order of training are prefetched where
-    reading is slow."""
+    """Source of micro-batches, in any order; those in the order of training are prefetched if reading is slow."""
 
     def __init__(self, strategy: Strategy):
         self.strategy = strategy
-        # One thread reads them all: what a run's `Batches` remembers between reads needs no lock then.
+        # A single thread for all reads: the state that a run's `Batches` keeps between reads then needs no lock.
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="read_ahead")
         self._begun: tuple[RunPlan, int, int, Future[HostBatch]] | None = None
         self._step: tuple[RunPlan, int, list[HostBatch]] | None = None
@@ -35,7 +34,7 @@ class ReadAhead:
         """Duration of the last reads, in whichever thread."""
 
     def micro_batch(self, run: RunPlan, step: int, micro_step: int) -> dict[str, Any]:
-        """The model's arguments for one call of this process, on its device; begins to read what comes after.
+        """Returns the model's arguments for one call on this rank, on its device; starts reading the next micro-batch.
 
         Raises InputError for shards that have been damaged since the start.
         """
@@ -48,7 +47,7 @@ class ReadAhead:
     def _prefetched(self, run: RunPlan, step: int, micro_step: int) -> HostBatch:
         begun = self._begun
         self._begun = None
-        # `is`: a run that went back, or that ends earlier, is a different plan, and its steps have other samples.
+        # `is`: a run that rolled back, or that ends earlier, has a different plan, whose steps have other samples.
         if begun is not None and begun[0] is run and begun[1:3] == (step, micro_step):
             batch = begun[3].result()
         else:
@@ -59,9 +58,9 @@ class ReadAhead:
         return batch
 
     def _dispatched(self, run: RunPlan, step: int) -> list[HostBatch]:
-        """The micro-batches of a step that the first process reads for all, while they compute the one before it.
+        """Returns the micro-batches of a step, which the first rank reads for all while the previous step computes.
 
-        Which steps are asked for, and when, follows from the loop alone: all ranks take part in the same exchanges.
+        The loop alone decides which steps are requested, and when, so all ranks take part in the same exchanges.
         """
         if self._step is None or self._step[0] is not run or self._step[1] != step:
             begun = self._next_step
@@ -73,7 +72,7 @@ class ReadAhead:
         return self._step[2]
 
     def _request(self, run: RunPlan, step: int) -> Future[list[HostBatch]]:
-        """Asks the first process for this process' part of a step; all ranks ask for the same steps."""
+        """Requests this rank's part of a step from the first rank; all ranks request the same steps."""
         micro_steps = range(run.micro_steps(step))
         return self.strategy.dispatcher.take(
             step,
@@ -98,5 +97,5 @@ class ReadAhead:
         return host_batch(ids, run.stage(step).window, end_of_document_id=end, device=self.strategy.device)
 
     def _rows(self, run: RunPlan, step: int) -> int:
-        """Sequences that one call of the model takes."""
+        """Returns the number of sequences in one call of the model."""
         return run.stage(step).sequences_per_micro_batch * self.strategy.micro_batches_per_call

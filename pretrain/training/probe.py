@@ -1,7 +1,7 @@
-"""Tests on a small copy, before the run, whether an architecture trains correctly in this run's configuration.
+"""Tests on a small copy, before the run, if an architecture trains correctly in this run's configuration.
 
-Much can silently train a model wrongly: an attention that ignores the document mask, a forward pass that sees the
-future, a loss that is not the library's. The copy (see model/small_copy.py) runs in fp32 on the CPU if the run's
+Many mistakes are silent: an attention that ignores the document mask, a forward pass that sees the future, a loss
+that differs from the library's. The copy (see model/small_copy.py) runs in fp32 on the CPU if the run's
 attention has a CPU form, and is compared with the library's own eager forward pass of each document alone.
 
 Shapes: B windows, T positions, V vocabulary.
@@ -42,44 +42,44 @@ ON_GPU_ALONE = {
     "groundwork_fa2": torch.bfloat16,
     "groundwork_fa3": torch.bfloat16,
 }
-"""Attention that is judged on a GPU, and in which dtype; all others in fp32 on the CPU, where they have a form."""
+"""Attentions that are tested on a GPU, and in which dtype; all others are tested in fp32 on the CPU."""
 TESTED_LENGTH = sum(DOCUMENT_LENGTHS[0])
 """Tokens of the copy's windows, whatever the run's sequence length: one test serves every length."""
 BF16_TOLERANCE = 3e-2
-"""TOLERANCE for arithmetic in bf16."""
+"""Replacement of TOLERANCE for arithmetic in bf16."""
 
 
 @dataclass(frozen=True)
 class Probe:
-    """The way to run a model, and the findings about others."""
+    """Result of a probe: how to run the model, and the findings about faster attentions."""
 
     attention: str
-    """The attn_implementation that computes what the library's eager forward computes."""
+    """Attention that computes what the library's eager forward computes."""
     from_hidden_states: bool
-    """True if its logits are head(last hidden state) and nothing else, so that the loss needs no whole logits."""
+    """True if its logits are exactly head(last hidden state), so that the loss needs no materialized logits."""
     passed_over: tuple[str, ...] = ()
-    """Faster attention that computes something else here, and what was found."""
+    """Faster attentions that compute something else here, and what was found."""
 
 
 @dataclass
 class Judgement:
-    """The findings about one attention."""
+    """Findings about one attention."""
 
     problems: list[str] = field(default_factory=list)
     leaks_documents: bool = False
-    """Everything else is correct: the model trains correctly with document_mask off."""
+    """True if everything else is correct: the model trains correctly with document_mask off."""
 
 
 def probe(config: PreTrainedConfig, *, attention: str, window: WindowSpec, balances: bool = False) -> Probe:
-    """The first attention among those of `attention` under which the architecture trains correctly.
+    """Finds the first of the candidates of `attention` under which the architecture trains correctly.
 
-    Takes a second or two, once per configuration and process. Raises InputError with what was found, and what can be
-    done about it.
+    Takes a second or two, once per configuration and process. Raises InputError with what was found, and possible
+    remedies.
 
     Args:
-        attention: as the recipe's attention.
-        window: as the recipe's; the copy is tested on shorter ones with the same properties.
-        balances: routers are to be balanced, so the loss that balances them must reach them.
+        attention: the recipe's attention.
+        window: the recipe's window; the copy is tested on shorter ones with the same properties.
+        balances: routers are to be balanced, so the balancing loss must reach them.
     """
     found = _probe(KeyedConfig.of(config), attention, replace(window, sequence_length=TESTED_LENGTH))
     if balances and (problem := _balance_problem(KeyedConfig.of(config))):
@@ -94,7 +94,7 @@ def _probe(keyed: KeyedConfig, attention: str, window: WindowSpec) -> Probe:
     if problem := _causality_problem(reference):
         raise InputError(f"model: {keyed.config.model_type} {problem}")
     found: dict[str, Judgement] = {}
-    # The copy's windows are shorter than the model's, so a name that holds them is the copy's own.
+    # The copy's windows are shorter than the model's, so a name that includes them is the copy's own.
     names = zip(candidates_of(attention, keyed.config), candidates_of(attention, reference.config), strict=True)
     for name, small_name in names:
         found[name] = _judge(reference, small_name, window)
@@ -108,7 +108,7 @@ def _probe(keyed: KeyedConfig, attention: str, window: WindowSpec) -> Probe:
 
 
 def _said(found: Mapping[str, Judgement]) -> tuple[str, ...]:
-    """Lists each finding once, with all the attentions that it is true of."""
+    """Lists each finding once, with all the attentions that it applies to."""
     attentions_of: dict[str, list[str]] = {}
     for name, judgement in found.items():
         for problem in judgement.problems:
@@ -150,7 +150,7 @@ def _judge(reference: PreTrainedModel, attention: str, window: WindowSpec) -> Ju
     tolerance = TOLERANCE if dtype == torch.float32 else BF16_TOLERANCE
     try:
         model = build_model(reference.config, seed=0, attention=attention).eval()
-        # The weights of the reference, under which tokens see each other.
+        # The reference's weights, under which tokens affect each other.
         model.load_state_dict(reference.state_dict())
         model.to(device, dtype)
         ids_BT = ReferenceWindow.of(model.config).inputs_BT
@@ -175,9 +175,9 @@ def _compare_documents(
     inputs: dict[str, Tensor],
     tolerance: float,
 ) -> None:
-    """A packed window against each of its documents alone, and the loss of both."""
+    """Compares a packed window with each of its documents alone, logits and loss."""
     arguments = {name: value for name, value in inputs.items() if name not in ("input_ids_BT", "targets_BT")}
-    judgement.leaks_documents = True  # unless what follows goes through
+    judgement.leaks_documents = True  # reset below if all comparisons pass
     packed_BTV = logits_of(model, inputs["input_ids_BT"], **arguments)
     window = ReferenceWindow.of(model.config)
     alone = [logits_of(reference, window.inputs_BT[row : row + 1, where]) for row, where in window.documents]
@@ -200,7 +200,7 @@ def _compare_documents(
 
 def _check_gradients(judgement: Judgement, model: PreTrainedModel, attention: str, window: WindowSpec) -> None:
     whole = LanguageModelLoss(model.train(), from_hidden_states=False)
-    # Dropout draws from the global generator, whose state is the run's.
+    # Dropout draws from the global generator, whose state belongs to the run.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         whole(**_inputs(model, attention, window))[0].backward()
@@ -215,7 +215,7 @@ def _check_gradients(judgement: Judgement, model: PreTrainedModel, attention: st
 @functools.lru_cache(maxsize=64)
 @one_thread()
 def _balance_problem(keyed: KeyedConfig) -> str | None:
-    """Tells whether every router's gradient follows the balancing loss's coefficient: the problem, or None."""
+    """Returns the problem of routers whose gradient ignores the balancing loss; None if there are none."""
     from pretrain.training.experts import Experts
 
     gradients = []
@@ -224,7 +224,7 @@ def _balance_problem(keyed: KeyedConfig) -> str | None:
         alone = {"device": model.device, "data_ranks": 1, "sequence_parts": 1, "sum": lambda tensor: tensor}
         experts = Experts(model, SimpleNamespace(**alone, state=dict), RouterLosses(len(routers_of(model)), balance))
         whole = LanguageModelLoss(model, from_hidden_states=False)
-        for _ in range(2):  # before the first step nobody knows the loads
+        for _ in range(2):  # before the first step the loads are unknown
             model.zero_grad()
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(0)

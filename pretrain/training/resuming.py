@@ -1,4 +1,4 @@
-"""Opens a run where it stands, loads its checkpoint, and rolls it back."""
+"""Opens a run at its checkpoint, loads it, and rolls it back."""
 
 from collections.abc import Callable
 from typing import Any
@@ -40,12 +40,12 @@ def open_run(
 ) -> Run:
     """Opens the run at its newest intact checkpoint, at the one that it branches from, or at its beginning.
 
-    All ranks together. The tensors are loaded by `load_checkpoint`, once there is a model.
+    A collective call. `load_checkpoint` loads the tensors once there is a model.
 
     Args:
-        plan: the plan of the recipe alone, as for a new run.
+        plan: plan of the recipe alone, as for a new run.
         asked: the command line, with settings that may differ from the checkpoint's.
-        last_step: the step at which to end; None trains to the end.
+        last_step: step at which to end; None trains to the end.
 
     Raises InputError if the checkpoint has other settings, NoValidCheckpointError if all are damaged, and
     CrashLoopError if the run has failed here too often.
@@ -76,7 +76,7 @@ def open_run(
 
 
 def _resume(run: Run, has_final: bool) -> None:
-    """Goes on from the checkpoint found, or from an earlier one if the budget was raised after the final decay."""
+    """Continues from the checkpoint found, or from an earlier one if the budget was raised after the final decay."""
     continuation = _take_up(run, is_finished=has_final)
     if continuation.stable_until is not None:
         _fetch_earlier(run, continuation.stable_until)
@@ -114,7 +114,7 @@ def _take_up(run: Run, *, is_finished: bool = False) -> Continuation:
 
 
 def _recorded_rollbacks(run: Run) -> list[dict[str, Any]]:
-    """Returns those that the main rank reads. Raises InputError on all ranks if the file is damaged."""
+    """Returns the rollbacks that the main rank reads. Raises InputError on all ranks if the file is damaged."""
     ranks = run.strategy.ranks
     problems = Problems()
     recorded = problems.attempt(recorded_rollbacks, run.config.output) if ranks.is_main else None
@@ -124,7 +124,7 @@ def _recorded_rollbacks(run: Run) -> list[dict[str, Any]]:
 
 
 def _fetch_earlier(run: Run, at_most: int, beat: Callable[[], None] = lambda: None) -> None:
-    """Fetches an earlier checkpoint from the mirror, if the run that came from there has only its newest."""
+    """Fetches an earlier checkpoint from the mirror, if a run fetched from there only has its newest one."""
     if run.config.checkpoint.mirror is None:
         return
     from pretrain.checkpoint.mirror_fetch import fetch_earlier
@@ -157,10 +157,10 @@ def load_checkpoint(run: Run) -> None:
 
 
 def roll_back(run: Run, finding: Finding) -> None:
-    """Goes back to a checkpoint from before the finding, and on from there with other data or a lower rate.
+    """Returns to a checkpoint from before the finding, and continues with other data or a lower learning rate.
 
-    Pending figures of later steps are discarded; requests are kept. Raises NumericStopError if the recipe, the number
-    of rollbacks or the lack of a checkpoint rules a rollback out.
+    Pending metrics of later steps are discarded; requests are kept. Raises NumericStopError if the recipe, the number
+    of rollbacks or the lack of a checkpoint rules out a rollback.
     """
     with run.pausing("rolling back"):
         _go_back(run, finding)
@@ -178,7 +178,7 @@ def _go_back(run: Run, finding: Finding) -> None:
         raise NumericStopError(f"{finding.message}; {len(earlier_rollbacks)} earlier rollbacks")
     first, last = finding.roll_back
     skips = guard.roll_back == "skip_data"
-    # What is skipped is counted in the samples of this data: a checkpoint from before has others.
+    # Skipped ranges count samples of the current data, and a checkpoint from before its change has other samples.
     origin = run.whole_plan.batches.origin if skips else None
     at_least = origin.step if origin is not None else 0
     distant = max(first - 1 - guard.distance, at_least)
@@ -197,12 +197,12 @@ def _go_back(run: Run, finding: Finding) -> None:
         **rollback_entry(run.whole_plan, run.plan, run.state, (first, last), skips=skips),
         "reason": finding.message,
     }
-    # In this order: if killed in between, the run gets here again by the same steps. In the other order it could
+    # The order matters: if killed in between, the run gets here again by the same steps. In the other order it could
     # resume from a checkpoint after the data that it claims to skip.
     run.checkpoints.discard_after(to_step)
     if ranks.is_main:
         record_rollbacks(run.config.output, [*earlier_rollbacks, rollback])
-    ranks.barrier()  # all read what the main rank has recorded
+    ranks.barrier()  # then every rank can read what the main rank recorded
     _take_up(run)
     load_checkpoint(run)
     change = f"skipping the data of steps {first:,} to {last:,}" if skips else "halving the learning rate"

@@ -1,4 +1,4 @@
-"""The Run: state that the functions called by the loop share."""
+"""State that the functions called by the loop share."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -26,56 +26,56 @@ from pretrain.training.watchdog import Watch
 
 @dataclass
 class Run:
-    """A run from its start in this process to its end. Every rank has one; `open_run` makes it.
+    """A run from its start in this process to its end. Every rank has one; `open_run` creates it.
 
-    What is below `plan` is set in this order: `open_run`, `build_training` and `begin`.
+    The fields below `plan` are set by `open_run`, `build_training` and `begin`, in this order.
     """
 
     config: RunConfig
-    """The recipe, with every `auto` resolved."""
+    """Recipe, with every `auto` resolved."""
     command_line: CommandLine
     strategy: Strategy
     log: Metrics
     checkpoints: Checkpoints
     recipe_plan: RunPlan
-    """The plan of the recipe alone, as for a new run."""
+    """Plan of the recipe alone, as for a new run."""
     last_step: int | None = None
-    """The step at which a shortened run ends, as in the smoke test; None: train to the end."""
+    """Step at which a shortened run ends, as in the smoke test; None: train to the end."""
 
     state: RunState = field(default_factory=RunState)
     whole_plan: RunPlan = field(init=False)
-    """The plan of all steps as they go on from the checkpoint, without skipped data or a requested decay."""
+    """Plan of all steps from the checkpoint on, without skipped data or a requested decay."""
     plan: RunPlan = field(init=False)
-    """The plan in effect: without skipped data, and with the end that was asked for. `replan` updates it."""
+    """Plan in effect: without skipped data, and with the requested end. `replan` updates it."""
     loaded_from: Path | None = None
-    """The checkpoint that the run resumed from, branched from or rolled back to."""
+    """Checkpoint that the run resumed from, branched from or rolled back to."""
     saved: SavedRun | None = None
-    """The contents of that checkpoint."""
+    """Contents of that checkpoint."""
     is_new: bool = True
     """True if nothing was trained in this folder before."""
     is_complete: bool = False
     """True if all steps are trained and final/ is written."""
     continues: str = ""
-    """How the run goes on from its checkpoint, in words."""
+    """Description of how the run continues from its checkpoint."""
 
     built: Built = field(init=False)
 
     validation_readers: dict[str, ShardReader] = field(init=False)
     """Held-out tokens by the name of their source."""
     peak_flops: float | None = field(init=False)
-    """FLOP/s of one process; None if unknown."""
+    """Peak FLOP/s of one process; None if unknown."""
     tokenizer: Path = field(init=False)
     stage: StagePlan = field(init=False)
-    """The stage of the last step, whose windows and positions the model has."""
+    """Stage of the last step, whose windows and positions the model has."""
     steps_begun: int = 0
     speed: Speed = field(init=False)
     mirror: MirrorCopies = field(init=False)
     evaluations: Evaluations = field(init=False)
 
     request: Request = Request.NONE
-    """The pending request, known to all ranks."""
+    """Pending request, known to all ranks."""
     refusal: str | None = None
-    """Why the request cannot be carried out."""
+    """Reason why the request cannot be carried out."""
     consensus: Consensus = field(init=False)
     guard: StepGuard = field(init=False)
     control: Control = field(init=False)
@@ -93,17 +93,17 @@ class Run:
 
     @property
     def guard_state(self) -> dict[str, Any] | None:
-        """The guard's memory in the checkpoint that the run continues from."""
+        """Guard's memory in the checkpoint that the run continues from."""
         return self.saved.contents["guard"] if self.saved else None
 
     @property
     def newest_checkpoint(self) -> Path:
-        """The checkpoint that was written last."""
+        """Checkpoint that was written last."""
         return self.checkpoints.folder / checkpoint_name(self.checkpoints.last_step)
 
     @property
     def is_saved(self) -> bool:
-        """True if this step's checkpoint is written; alike on all ranks after `save(run, wait=True)`."""
+        """True if this step's checkpoint is written; the same on all ranks after `save(run, wait=True)`."""
         return self.checkpoints.last_step == self.state.step
 
     @property
@@ -113,7 +113,7 @@ class Run:
 
     @property
     def wants_save(self) -> bool:
-        """True if the run was asked for a checkpoint, and goes on."""
+        """True if the run was asked for a checkpoint, and continues."""
         return self.request in (Request.SAVE, Request.SHORTEN, Request.ANNEAL)
 
     @property
@@ -127,11 +127,11 @@ class Run:
 
     @property
     def beat(self) -> Callable[[], None]:
-        """Tells the watchdog that long work is alive."""
+        """Function that tells the watchdog that long work is alive."""
         return self.watch.beat
 
     @contextmanager
     def pausing(self, work: str) -> Iterator[None]:
-        """Names work between steps in the live line; its time doesn't count as training."""
+        """Names work between steps in the live line; its time does not count as training."""
         with self.speed.throughput.paused(), self.log.doing(work):
             yield

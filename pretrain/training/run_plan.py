@@ -1,7 +1,7 @@
-"""The numbers of a run that follow from its recipe, its model, its data and the number of processes.
+"""Numbers of a run that follow from its recipe, its model, its data and the number of processes.
 
-They are computed here, printed at the start, and cannot be set. All problems of the whole are found here too, before
-anything is built.
+They are computed here, printed at the start, and cannot be set. Problems of the recipe as a whole are found here too,
+before anything is built.
 """
 
 import hashlib
@@ -66,30 +66,30 @@ class ModelPlan:
     model_config: Any
     parameters: int
     active_parameters: int
-    """Parameters that one token uses: a mixture of experts without the experts that it is not routed to."""
+    """Parameters that one token uses: for MoE models without the experts that it is not routed to."""
     router_losses: RouterLosses
     flops_per_token: float
     attention: str
     from_hidden_states: bool
-    """See `loss.LanguageModelLoss`."""
+    """True if the logits are head(last hidden state); see `loss.LanguageModelLoss`."""
     attention_passed_over: tuple[str, ...]
-    """Faster attention under which this architecture would not train correctly, and what was found."""
+    """Faster attentions under which this architecture would not train correctly, and what was found."""
 
 
 @dataclass(frozen=True)
 class StagePlan:
-    """The parts of a step, other than its data, that a stage of the curriculum may change."""
+    """Parts of a step, other than its data, that a stage of the curriculum may change."""
 
     number: int
     """Number of the stage, from 1."""
     window: WindowSpec
     model_config: Any
-    """The run's model configuration, with the stage's positions."""
+    """Run's model configuration, with the stage's positions."""
     flops_per_token: float
     sequences_per_micro_batch: int
 
     def differs_from(self, other: "StagePlan") -> bool:
-        """Returns True if the model takes other windows or has other positions than in the other stage."""
+        """Tells if the model takes other windows or has other positions than in the other stage."""
         return self.window != other.window or self.model_config is not other.model_config
 
 
@@ -139,7 +139,7 @@ class RunPlan(ModelPlan):
         return self.stages[self.batches.stage_at(step)]
 
     def micro_steps(self, step: int) -> int:
-        """Counts the forward and backward passes of each process in `step`."""
+        """Counts the forward and backward passes of each rank in `step`."""
         stage = self.stage(step)
         tokens = self.ramp.sequences_at(step) * self.batches.window.sequence_length
         return tokens // (stage.window.sequence_length * stage.sequences_per_micro_batch * self.ranks)
@@ -198,7 +198,7 @@ class Due:
 
     @property
     def settles(self) -> bool:
-        """True if the figures of this very step are needed."""
+        """True if the metrics of this very step are needed."""
         return self.logs or self.validates or self.saves
 
 
@@ -213,12 +213,12 @@ class Cadences:
     samples: int | None
     compares_copies: int
     pauses_at: int | None
-    """A step and no cadence."""
+    """Step at which to pause, not an interval."""
     saves_at_end: bool = True
 
     @classmethod
     def of(cls, config: RunConfig, plan: RunPlan) -> "Cadences":
-        """Reads the recipe, which may give some of them in tokens."""
+        """Reads the intervals from the recipe, which may give some of them in tokens."""
         tokens_per_step = plan.ramp.sequences_per_level[-1] * plan.batches.window.sequence_length
 
         def interval(cadence: Cadence) -> int | None:
@@ -237,7 +237,7 @@ class Cadences:
         )
 
     def after(self, step: int, total_steps: int) -> Due:
-        """Returns what is due after `step`, counted from 1. Logs, validation and checkpoints also follow the last."""
+        """Returns what is due after `step`, counted from 1. The last step also logs, validates and saves."""
         due = {name: bool(every) and step % every == 0 for name, every in vars(self).items()}
         del due["pauses_at"], due["saves_at_end"]
         is_last = step == total_steps
@@ -245,7 +245,7 @@ class Cadences:
         due["logs"] |= is_last or due["pauses"]
         due["validates"] |= is_last or due["pauses"]
         due["samples"] |= is_last and self.samples is not None
-        due["saves"] |= (is_last and self.saves_at_end) or due["evaluates"]  # what is evaluated is a checkpoint
+        due["saves"] |= (is_last and self.saves_at_end) or due["evaluates"]  # an evaluation needs a checkpoint
         return Due(**due, is_last=is_last)
 
 
@@ -293,7 +293,7 @@ def derive(config: RunConfig, ranks: int) -> RunPlan:
     if problems:
         raise InputError(*problems, *of_data)
     say_stage("Testing the architecture")
-    model = of_data.attempt(plan_model, config, model_config, losses_of_routers)  # judged without the data, too
+    model = of_data.attempt(plan_model, config, model_config, losses_of_routers)  # tested even without the data
     if model is None:
         raise InputError(*of_data)
 
@@ -344,7 +344,7 @@ def stages_of(config: RunConfig, configs: Sequence[Any], ranks: int, parts: int)
 
 
 def micro_batch_of(config: RunConfig, number: int, ranks: int, parts: int) -> int:
-    """Sequences per micro-batch in a stage of a recipe that `sequences_of` accepts: the most that divide its batch."""
+    """Returns the most sequences per micro-batch that divide the batch of a stage, in an accepted recipe."""
     length = config.data.windows[number].sequence_length
     most = config.as_stage(number).batch.sequences_per_micro_batch
     per_rank = config.batch.tokens_per_step // (length * ranks * ramp_levels(config.batch))
@@ -352,7 +352,7 @@ def micro_batch_of(config: RunConfig, number: int, ranks: int, parts: int) -> in
 
 
 def unfitting_weights(source: ModelSource, model_config: Any) -> list[str]:
-    """Lists changes of a pretrained model that its weights don't fit; positions and dropout may change."""
+    """Lists changes of a pretrained model that its weights do not fit; positions and dropout may change."""
     changes = shape_changes(load_model_config(source.config), model_config)
     if not changes:
         return []
@@ -363,10 +363,10 @@ def unfitting_weights(source: ModelSource, model_config: Any) -> list[str]:
 
 
 def plan_model(config: RunConfig, model_config: Any, losses_of_routers: RouterLosses) -> ModelPlan:
-    """Judges the model by its own loss and gradients. Raises InputError where no attention asked for trains it right.
+    """Tests the model's loss and gradients. Raises InputError if it trains correctly under no requested attention.
 
     Args:
-        model_config: of `config.model`.
+        model_config: configuration of `config.model`.
     """
     found = probe(
         model_config,
@@ -387,7 +387,7 @@ def plan_model(config: RunConfig, model_config: Any, losses_of_routers: RouterLo
 
 
 def plan_without_data(config: RunConfig) -> tuple[ModelPlan, str]:
-    """Returns (model, precision) of a recipe that `derive` refuses for its data alone."""
+    """Returns (model, precision) of a recipe that `derive` rejects only for its data."""
     model_config = planned_model_config(config.model, config.data)
     model = plan_model(config, model_config, router_losses(config.loss, build_meta_model(model_config)))
     return model, resolve_precision(config.precision)
@@ -426,13 +426,13 @@ def place_problems(config: RunConfig) -> Problems:
 
 
 def sequences_of(config: RunConfig, ranks: int, parts: int = 1) -> int:
-    """Sequences per optimizer step over all ranks.
+    """Returns the number of sequences per optimizer step over all ranks.
 
     Raises InputError unless the batch can be divided evenly in every stage, and a micro-batch into its parts.
 
     Args:
-        ranks: micro-batches that all processes take together in a micro-step.
-        parts: of which a micro-batch is made (see `Strategy.parts_of_micro_batch`).
+        ranks: micro-batches that all ranks take together in a micro-step.
+        parts: number of parts of a micro-batch (see `Strategy.parts_of_micro_batch`).
     """
     problems = Problems()
     tokens = config.batch.tokens_per_step
@@ -479,14 +479,14 @@ def sequences_of(config: RunConfig, ranks: int, parts: int = 1) -> int:
 
 
 def ramp_levels(batch: Batch) -> int:
-    """Counts the sizes that the batch has over the run."""
+    """Counts the batch sizes of the run."""
     return round(1 / batch.ramp.start) if batch.ramp else 1
 
 
 def target_sequences(budget: Budget, length: int, active: int) -> int | None:
     """Counts the sequences of `length` tokens that the budget asks for; None if it is in steps.
 
-    active: parameters that a token uses, to which tokens_per_parameter refers.
+    active: parameters that a token uses, which tokens_per_parameter refers to.
     """
     if budget.steps:
         return None
@@ -509,7 +509,7 @@ def ramp_of(config: RunConfig, sequences_per_step: int, active: int) -> BatchRam
 def schedule_of(
     optim: Optim, tokens_per_step: int, total_steps: int, *, first_step: int = 0, warmup_steps: int | None = None
 ) -> Schedule:
-    """Returns the schedule over the steps from `first_step` to the end. warmup_steps: None takes the recipe's."""
+    """Returns the schedule over the steps from `first_step` to the end. warmup_steps: None uses the recipe's."""
     steps = total_steps - first_step
     return Schedule(
         name=optim.schedule,
@@ -528,7 +528,7 @@ def schedule_of(
 
 
 def peak_learning_rate(optim: Optim, sequences_per_step: int) -> float:
-    """Returns the recipe's peak, or its base rate scaled to the batch."""
+    """Returns the recipe's peak learning rate, or its base learning rate scaled to the batch."""
     if optim.base_learning_rate is not None:
         return learning_rate_for_batch(optim.base_learning_rate, sequences_per_step)
     return optim.learning_rate
@@ -546,7 +546,7 @@ def too_long(model_config: Any, sequence_length: int) -> list[str]:
 
 
 def identity_of(config: RunConfig, model_config: Any, batches: Batches) -> dict[str, Any]:
-    """Settings under which a checkpoint continues exactly; JSON values by the dotted path that sets them."""
+    """Returns the settings under which a checkpoint continues exactly: JSON values by dotted path."""
     architecture = {k: v for k, v in model_config.to_diff_dict().items() if k not in ("transformers_version", "dtype")}
     data_of = {folder: reader.manifest.sha256[:16] for folder, reader in batches.readers.items()}
 

@@ -1,4 +1,4 @@
-"""The record in a run's folder (config, model, data, strategy, environment), and the announcement of its start."""
+"""Writes the record in a run's folder (config, model, data, strategy, environment) and announces its start."""
 
 import contextlib
 import dataclasses
@@ -38,9 +38,9 @@ def announce(run: Run, peak_source: str) -> str:
     """Writes the record, the banner, warnings and the first events, once model and optimizer are built.
 
     Args:
-        peak_source: where `run.peak_flops` is from.
+        peak_source: source of `run.peak_flops`.
 
-    Returns an id of this start, to which commands of runs.py are addressed.
+    Returns an ID of this start, to which commands of runs.py are addressed.
     """
     config = run.config
     plan = run.plan
@@ -77,7 +77,7 @@ def announce(run: Run, peak_source: str) -> str:
     facts = {"start_id": start_id, **sizes, **dataclasses.asdict(plan.schedule), **dataclasses.asdict(plan.ramp)}
     if len(plan.stages) > 1:
         facts["stage_starts"] = plan.batches.stage_starts
-    if plan.batches.origin is not None:  # other data than config.yaml's, from here on
+    if plan.batches.origin is not None:  # from here on the data differ from config.yaml's
         facts["origin"] = dataclasses.asdict(plan.batches.origin)
         facts["data"] = config.data.model_dump(mode="json")
     facts["energy"] = meter and meter.how
@@ -106,7 +106,7 @@ def write_record(config: RunConfig, plan: RunPlan, strategy: Strategy, names: It
 
 
 def data_record(reader: ShardReader) -> dict:
-    """Returns what a run keeps of its shards' manifest, for its card and for when the shards are gone."""
+    """Returns what a run keeps of its shards' manifest, for its card and in case the shards are deleted."""
     manifest = reader.manifest
     splits = {split: dict(zip(SPLIT_TOTALS, manifest.totals(split), strict=True)) for split in SPLITS}
     fields = read_json(manifest.folder / MANIFEST_FILE)
@@ -124,13 +124,13 @@ def data_record(reader: ShardReader) -> dict:
 
 
 def environment(strategy: Strategy) -> dict:
-    """Versions, commit and machine."""
+    """Returns package versions, commit and machine."""
     packages = package_versions(RECORDED_PACKAGES)
     return {"commit": commit_of(Path(__file__).parent), **describe_machine(strategy.device), "packages": packages}
 
 
 def package_versions(packages: Iterable[str]) -> dict[str, str]:
-    """Returns {package: version} of those that are installed."""
+    """Returns {package: version} of the installed ones."""
     versions = {}
     for package in packages:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -216,7 +216,7 @@ def banner(config: RunConfig, plan: RunPlan, built: dict[str, str]) -> str:
 
 
 def rows_of_model(config: RunConfig, model: ModelPlan, precision: str, vocabulary: str) -> dict[str, str]:
-    """Returns the rows of the banner that don't depend on the data."""
+    """Returns the rows of the banner that do not depend on the data."""
     device = torch.device(device_type())
     is_fallback = config.precision == "auto" and precision == "fp32"
     reason = f" (auto: {missing_bf16(device.type)})" if is_fallback else ""

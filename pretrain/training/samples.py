@@ -1,4 +1,4 @@
-"""Text that a model continues: one in training, under every strategy, or one that was loaded."""
+"""Generates text with a model: the one in training, under every strategy, or a loaded one."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ class Sampling:
 def encode_prompt(
     tokenizer: PreTrainedTokenizerBase, prompt: str, *, max_new_tokens: int, max_positions: int | None
 ) -> torch.Tensor:
-    """Ids (1, T) of the prompt as `pipeline("text-generation")` reads it; an empty one begins a document.
+    """Returns token IDs (1, T) of the prompt as `pipeline("text-generation")` does; an empty one starts a document.
 
     Raises InputError if prompt and continuation together are longer than the model's positions.
     """
@@ -64,7 +64,7 @@ def generate_text(
 
 
 def generation_arguments(model: PreTrainedModel, ids_BT: torch.Tensor, sampling: Sampling) -> dict:
-    """Returns arguments for `model.generate`, which leave nothing but token ids to the model's generation config."""
+    """Returns arguments for `model.generate` that override its generation config, except for special token IDs."""
     if sampling.temperature is None:
         choice = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
     else:
@@ -89,10 +89,10 @@ def sample_texts(
     seed: int,
     beat: Callable[[], None],
 ) -> list[tuple[str, str]]:
-    """Returns (prompt, prompt and continuation) of every prompt of the recipe, on the main rank; [] on the others.
+    """Returns (prompt, prompt and continuation) of every prompt of the recipe on the main rank; [] on the others.
 
-    All ranks call together. The main rank gathers a copy of the weights in host memory, tensor by tensor, since under
-    most strategies no process could generate alone; it generates on the device if that holds the whole model anyway.
+    A collective call. The main rank gathers a copy of the weights in CPU memory, tensor by tensor, since under
+    most strategies no rank could generate alone; it generates on the device if that holds the whole model anyway.
     """
     group = strategy.model_tensors()
     tensors = {name: group.fetch(name, strategy.ranks.is_main) for name in group.shapes}

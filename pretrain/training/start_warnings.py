@@ -13,13 +13,13 @@ from pretrain.units import count_text
 FAR = 5.0
 """Factor between a stated learning rate and auto's above which a warning appears."""
 FAR_FOR_ANOTHER_OPTIMIZER = 2.0
-"""The same if the command line changes the optimizer and the rate is the recipe's, chosen for its own."""
+"""Such a factor if the command line changes the optimizer but keeps the recipe's learning rate for another one."""
 WASTE = 0.01
-"""Share of a model's parameters in rows of ids that the data has not, above which a warning appears."""
+"""Share of a model's parameters in rows of unused token IDs above which a warning appears."""
 
 
 def start_warnings(config: RunConfig, run: RunPlan, overridden: frozenset[str], device: torch.device) -> list[str]:
-    """The warnings, a sentence or two each; takes a fifth of a second if bf16 is emulated, else no time.
+    """Lists warnings, a sentence or two each; takes 0.2 s if bf16 is emulated, else no time.
 
     Args:
         overridden: dotted paths of the settings given on the command line.
@@ -32,7 +32,8 @@ def start_warnings(config: RunConfig, run: RunPlan, overridden: frozenset[str], 
 
 def unusual_learning_rate(config: RunConfig, run: RunPlan, overridden: frozenset[str]) -> str | None:
     """Warns that the peak is far from auto's for this optimizer and size; None if it is near, or auto."""
-    optim, stated = config.optim, run.peak_learning_rate
+    optim = config.optim
+    stated = run.peak_learning_rate
     if optim.learning_rate == "auto":
         return None
     tokens_per_step = run.ramp.sequences_per_level[-1] * run.batches.window.sequence_length
@@ -42,7 +43,7 @@ def unusual_learning_rate(config: RunConfig, run: RunPlan, overridden: frozenset
     by_hand = {"optim", setting} & overridden
     another = "optim.name" in overridden and not by_hand
     far = FAR_FOR_ANOTHER_OPTIMIZER if another else FAR
-    is_low = config.init == "scratch" and factor < 1 / far  # pretrained weights are trained on at low rates
+    is_low = config.init == "scratch" and factor < 1 / far  # continued pretraining uses low learning rates
     if factor <= far and not is_low:
         return None
     times = f"{factor:.3g} times" if factor > 1 else f"1/{1 / factor:.3g} of"
@@ -54,8 +55,9 @@ def unusual_learning_rate(config: RunConfig, run: RunPlan, overridden: frozenset
 
 
 def unused_vocabulary(config: RunConfig, run: RunPlan) -> str | None:
-    """Warns that the model has rows for many more ids than the data; None within padding, or for given weights."""
-    ids, rows = run.batches.vocabulary_size, run.model_config.vocab_size
+    """Warns that the model has many more rows than the data has token IDs; None within padding, or if pretrained."""
+    ids = run.batches.vocabulary_size
+    rows = run.model_config.vocab_size
     padded = padded_vocabulary(ids)
     if rows <= padded or config.init == "pretrained":
         return None

@@ -27,28 +27,28 @@ from pretrain.training.metrics import Metrics
 
 RESTARTS_WITHOUT_PROGRESS = 3
 ABANDONED_LOCK_SECONDS = 30.0
-"""A holder on another machine that has not touched its lock for this long is dead; it touches it every 2 s."""
+"""Age of a lock at which its holder on another machine counts as dead; a live one touches it every 2 s."""
 ADVICE_SECONDS = 120.0
-"""Time for the figures of the advice on memory; without them a run ends with the pages alone."""
+"""Maximum time to compute the figures of the advice on memory; without them the advice only names pages."""
 
 
 class CrashLoopError(RunStoppedError):
-    """The run fails at the same place at every start."""
+    """Raised if the run fails at the same point at every start."""
 
     exit_code = EXIT_CRASH_LOOP
 
 
 def with_recorded_end(config: RunConfig, strategy: Strategy, train: Callable[[Metrics], int]) -> int:
-    """Calls `train`, all ranks together; returns the exit status. The end is always recorded in metrics.jsonl.
+    """Calls `train`, on all ranks; returns the exit status. The end is always recorded in metrics.jsonl.
 
-    Raises InputError on all ranks if another process trains in this folder, or if they have different settings.
+    Raises InputError on all ranks if another process trains in this folder, or if ranks have different settings.
     """
     refuse_mixed_settings(config, strategy.ranks)
     with sole_use(config.output, strategy.ranks):
-        # The main rank reads it for all: on a network disk the others may still see an older file.
+        # The main rank reads for all: on a network disk other ranks may still see an older file.
         if (code := strategy.ranks.gather(end_to_repeat(config.output))[0]) is not None:
             return code
-        try:  # before the log is opened, which may come from there
+        try:  # before the log is opened, which may be fetched from there
             if config.checkpoint.mirror is not None:
                 from pretrain.checkpoint.mirror_fetch import fetch_from_mirror
 
@@ -59,17 +59,17 @@ def with_recorded_end(config: RunConfig, strategy: Strategy, train: Callable[[Me
         metrics = Metrics(config.output, is_main=strategy.ranks.is_main)
         try:
             return train(metrics)
-        except RunStoppedError as stop:  # all ranks know
+        except RunStoppedError as stop:  # raised on all ranks
             metrics.end(stop.exit_code, str(stop))
             return stop.exit_code
         except InputError as error:
             if not metrics.began:  # all ranks have found it
                 raise
-            # A shard that turned out to be damaged: this rank alone has read it, and so it alone can name it.
+            # A damaged shard: only this rank has read it, so only this rank can report it.
             print(f"rank {strategy.ranks.rank}: {error}", file=sys.stderr, flush=True)
             metrics.end(EXIT_BAD_INPUT, str(error))
             end_now(EXIT_BAD_INPUT)
-        except KeyboardInterrupt:  # before the first step; later Ctrl-C is a request
+        except KeyboardInterrupt:  # before the first step; a later Ctrl-C is a request
             metrics.end(EXIT_INTERRUPTED, "interrupted; run the same command to resume from the newest checkpoint")
             end_now(EXIT_INTERRUPTED)
         except Exception as error:
@@ -84,8 +84,8 @@ def with_recorded_end(config: RunConfig, strategy: Strategy, train: Callable[[Me
 def refuse_mixed_settings(config: RunConfig, ranks: Ranks) -> None:
     """Raises InputError on all ranks if their settings differ.
 
-    A recipe may have been changed on one machine, or the processes of two launches have met at one address and port.
-    Where a machine has its shards may differ.
+    The recipe may have been changed on one machine, or processes of two launches may have met at one address and port.
+    Paths of shards may differ between machines.
     """
     of_ranks = ranks.gather(leaves(config.model_dump(mode="json")))
     differing = []
@@ -122,26 +122,26 @@ def sole_use(run: Path, ranks: Ranks) -> Iterator[None]:
 
 
 def remove_if_empty(run: Path) -> None:
-    """Removes the folder of a run that was refused before it began: it holds empty files at most."""
+    """Removes the folder of a run that was rejected before it began: it only contains empty files."""
     if run.is_dir() and not any(path.is_dir() or path.stat().st_size for path in run.iterdir()):
         shutil.rmtree(run)
 
 
 def end_to_repeat(run: Path) -> int | None:
-    """Returns the exit code with which a restart by the launcher should exit at once; None to continue.
+    """Returns the exit code with which a restart by the launcher should exit immediately; None to continue.
 
     torchrun restarts a group whatever its exit codes were; a run that was preempted, stopped by its guard or by a
     user, or caught in a crash loop must not continue.
     """
     if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) == 0:
         return None
-    last = (starts_and_ends(run) or [{}])[-1]  # a start without an end was killed, whatever the end before it was
+    last = (starts_and_ends(run) or [{}])[-1]  # a start without an end was killed, and may continue
     return last["code"] if last.get("code") not in (None, 0, CRASHED) else None
 
 
 def refuse_crash_loop(run: Path, step: int, ranks: Ranks) -> None:
     """Raises CrashLoopError on all ranks if all earlier starts from this `step` crashed without progress."""
-    # The main rank reads for all: it writes the end of this very start there, and a slower rank would go on alone.
+    # The main rank reads for all: it will write the end of this start there, which a slower rank could read.
     crashes, furthest = ranks.gather(crashes_without_progress(run, step))[0]
     if crashes > RESTARTS_WITHOUT_PROGRESS:
         raise CrashLoopError(
@@ -151,11 +151,12 @@ def refuse_crash_loop(run: Path, step: int, ranks: Ranks) -> None:
 
 
 def crashes_without_progress(run: Path, step: int) -> tuple[int, int]:
-    """Counts the starts from `step` in a row that crashed without progress; returns (count, furthest step reached).
+    """Counts consecutive starts from `step` that crashed without progress; returns (count, furthest step reached).
 
-    Progress is a checkpoint later than `step`, or a later step than any attempt before.
+    Progress is a checkpoint later than `step`, or a later step than in any earlier attempt.
     """
-    crashes, furthest = 0, step
+    crashes = 0
+    furthest = step
     for line in starts_and_ends(run):
         if line["event"] == "end" and line["code"] != CRASHED:
             crashes = 0
@@ -167,7 +168,8 @@ def crashes_without_progress(run: Path, step: int) -> tuple[int, int]:
 
 def starts_and_ends(run: Path) -> list[dict]:
     """Returns the `start` and `end` events of a run, each start with the last step `reached` after it."""
-    found, start = [], {}
+    found = []
+    start = {}
     for event in read_metrics(run) if (run / METRICS_FILE).exists() else ():
         if event["event"] == "train":
             start["reached"] = event["step"]
@@ -180,14 +182,14 @@ def starts_and_ends(run: Path) -> list[dict]:
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Tells if the device is out of memory; on a CPU torch has no dedicated exception for that."""
+    """Tells if the device is out of memory; for a CPU torch has no dedicated exception."""
     return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator: can't allocate memory" in str(error)
 
 
 def advice_on_memory(config: RunConfig, strategy: Strategy) -> str:
-    """Returns what to change, cheapest first, each with the memory it would need; the last one fits.
+    """Returns what to change, cheapest first, each with the memory it would need; the last option fits.
 
-    The figures are those of a process of the planner, which is no part of the trainer; without it the pages remain.
+    The figures come from a child process with the planner, which the trainer does not import.
     """
     page = 'docs/failures.md, section "Out of memory"; python plan.py --config RECIPE shows what each strategy needs'
     facts = {
@@ -198,7 +200,7 @@ def advice_on_memory(config: RunConfig, strategy: Strategy) -> str:
         "device": strategy.device.type,
         "memory_bytes": memory_bytes(strategy.device),
     }
-    # It computes on the CPU alone, and must not ask for what is left of the device's memory.
+    # It computes on the CPU, and must not take what is left of the device's memory.
     environment = environment_alone() | {"PYTHONPATH": python_path(), "CUDA_VISIBLE_DEVICES": ""}
     try:
         done = subprocess.run(
@@ -210,7 +212,7 @@ def advice_on_memory(config: RunConfig, strategy: Strategy) -> str:
             timeout=ADVICE_SECONDS,
             check=True,
         )
-    except (OSError, subprocess.SubprocessError) as error:  # the end of a run must not hide its cause
+    except (OSError, subprocess.SubprocessError) as error:  # missing advice must not hide why the run ended
         told = (getattr(error, "stderr", None) or str(error)).splitlines()
         return f"Out of memory; no figures for this run ({told[-1] if told else type(error).__name__}). See {page}."
     lines = "\n".join(f"  {number}. {rung}" for number, rung in enumerate(done.stdout.splitlines(), start=1))

@@ -1,7 +1,7 @@
-"""Exchanges what every rank knows of a step: its loss over all data, its gradient norm, and any rank's requests.
+"""Exchanges what every rank knows about a step: its loss over all data, its gradient norm, and any rank's requests.
 
-Figures travel from the device to the host, and then between the ranks, while later steps run, so no step waits for its
-own. All ranks get the same reports at the same step, and so decide alike without further communication.
+Metrics travel from the device to the CPU, and then between the ranks, while later steps run, so no step waits for its
+own. All ranks get the same reports at the same step, and so reach the same decisions without further communication.
 """
 
 import math
@@ -20,13 +20,13 @@ class StepReport:
     """An optimizer step as all ranks know it."""
 
     step: int
-    """Steps taken, this one included."""
+    """Steps taken, including this one."""
     loss: float
-    """Cross entropy per token, mean over all tokens of the step, in nats."""
+    """Cross-entropy per token, mean over all tokens of the step, in nats."""
     grad_norm: float
     """Gradient norm of the whole model, before clipping."""
     skipped: bool
-    """The gradient was not finite, and the weights stayed as they were."""
+    """True if the gradient was not finite, and the weights did not change."""
     request: Request
 
 
@@ -34,7 +34,7 @@ class StepReport:
 class _Pending:
     step: int
     figures: torch.Tensor
-    """(4,) float32 on the host: loss, grad_norm, skipped, whether the loss counts; on its way from a GPU."""
+    """Loss, grad_norm, skipped, whether the loss counts: (4,) float32 on the CPU, perhaps in transfer from a GPU."""
     arrived: torch.cuda.Event | None
     request: int
     answers: list[torch.Tensor] | None = None
@@ -42,7 +42,7 @@ class _Pending:
 
 
 class Consensus:
-    """Exchanges the figures of each step. All ranks call together."""
+    """Exchange of each step's metrics. All methods are collective."""
 
     def __init__(self, strategy: Strategy):
         self.ranks = strategy.ranks
@@ -52,9 +52,10 @@ class Consensus:
     def exchange(
         self, step: int, loss: torch.Tensor, grad_norm: torch.Tensor, skipped: torch.Tensor, request: Request
     ) -> list[StepReport]:
-        """Submits this rank's figures of `step`, on the device; returns the reports that have arrived.
+        """Submits this rank's metrics of `step`, on the device; returns the reports that have arrived.
 
-        Ranks get the same reports from the same call: how many are pending depends on the device, not on time.
+        All ranks get the same reports from the same call: how many are pending depends on the device type, not on
+        time.
         """
         figures = torch.stack([loss.float(), grad_norm.float(), skipped.float(), self.reports_loss])
         arrived = None
@@ -64,14 +65,14 @@ class Consensus:
             arrived.record()
         pending = _Pending(step, figures, arrived, request)
         self._pending.append(pending)
-        # On a CPU the figures are here now; on a GPU those of the step before are, while the device computes this one.
+        # On a CPU these metrics are ready; on a GPU the previous step's are, while the device computes this one.
         ready = pending if arrived is None else self._pending[-2] if len(self._pending) > 1 else None
         if ready is not None:
             self._send(ready)
         return [self._receive() for _ in range(len(self._pending) - (1 if arrived is None else 2))]
 
     def agree(self, request: Request) -> Request:
-        """Returns the most urgent of all ranks' requests, now. All ranks call together, between steps."""
+        """Returns the most urgent of all ranks' requests, immediately. A collective call, between steps."""
         if self.ranks.count == 1:
             return request
         most_urgent = torch.tensor(int(request))
@@ -79,7 +80,7 @@ class Consensus:
         return Request(int(most_urgent))
 
     def settle(self) -> list[StepReport]:
-        """Waits for pending figures; returns the reports up to the last step submitted."""
+        """Waits for pending metrics; returns the reports up to the last submitted step."""
         for pending in self._pending:
             self._send(pending)
         return [self._receive() for _ in range(len(self._pending))]
@@ -99,7 +100,7 @@ class Consensus:
         pending = self._pending.popleft()
         if pending.work is not None:
             pending.work.wait()
-        # Python's own numbers: for a handful, each call of torch or numpy takes longer than all of this.
+        # Plain Python numbers: for so few, a single torch or numpy call takes longer than all of this.
         losses, norms, skipped, reports_loss, requests = zip(*(a.tolist() for a in pending.answers), strict=True)
         reported = [loss for loss, counts in zip(losses, reports_loss, strict=True) if counts]
         return StepReport(

@@ -1,4 +1,4 @@
-"""Begins the steps of a run, and each of them."""
+"""Begins a run's training, and each of its steps."""
 
 import gc
 
@@ -15,7 +15,7 @@ from pretrain.training.supervision import watch_over
 
 
 def begin(run: Run, validation_readers: dict[str, ShardReader]) -> None:
-    """Announces the run, and makes what the steps and the work between them need. All ranks together."""
+    """Announces the run, and creates what the steps and the work between them need. A collective call."""
     config = run.config
     run.validation_readers = validation_readers
     run.peak_flops, peak_source = peak_flops(run.strategy.device, run.plan.precision)
@@ -36,13 +36,13 @@ def begin(run: Run, validation_readers: dict[str, ShardReader]) -> None:
         tokens_shown=run.state.tokens,
         saves_every=Cadences.of(config, run.plan).saves,
     )
-    run.watch.start()  # from here on a signal is a request, heard after the step
+    run.watch.start()  # from here on a signal is a request, handled after the step
 
 
 def begin_step(run: Run) -> int:
-    """Returns the number of the step, from 0; where a stage begins with it, the model follows."""
+    """Returns the number of the step, from 0; if a stage begins with it, the model follows."""
     if run.steps_begun == 1:
-        # What is alive after the first step lives as long as the run: later collections skip it.
+        # Objects alive after the first step live as long as the run: freezing lets later collections skip them.
         gc.collect()
         gc.freeze()
     run.steps_begun += 1
@@ -85,7 +85,7 @@ def _enter_stage(run: Run) -> None:
 
 
 def count_step(run: Run) -> None:
-    """Counts the step after its update, and takes its weights into their average if it is the step's turn."""
+    """Counts the step after its update, and adds its weights to their average if the step enters it."""
     state = run.state
     settings = run.config.averaging
     state.step += 1

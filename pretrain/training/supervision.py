@@ -1,4 +1,4 @@
-"""Agreement of all ranks after a step: its figures, the guard's findings, requests of users and schedulers."""
+"""Agreement of all ranks after a step: its metrics, the guard's findings, requests of users and schedulers."""
 
 import os
 import socket
@@ -24,13 +24,13 @@ ANSWERED = (Request.PROFILE, Request.SAVE, Request.SHORTEN, Request.ANNEAL, Requ
 
 
 class CopiesDifferError(RunStoppedError):
-    """Ranks that should hold the same weights do not; restarting from the last checkpoint fixes that."""
+    """Raised if ranks that should hold the same weights do not; restarting from the last checkpoint fixes that."""
 
     exit_code = CRASHED
 
 
 class CutShortError(Exception):
-    """The run is stopping; all ranks abandon the work between two steps at the same place."""
+    """Raised on all ranks at the same point to abandon work between two steps, because the run is stopping."""
 
 
 @dataclass
@@ -38,22 +38,22 @@ class StepOutcome:
     """Knowledge and decision after a step, identical on all ranks."""
 
     reports: list[StepReport]
-    """Reports of the steps whose figures have arrived; including this one if it was waited for."""
+    """Reports of the steps whose metrics have arrived, including this step if it was waited for."""
     bad: Finding | None = None
-    """The finding that rules out going on as planned."""
+    """Finding that prevents continuing as planned."""
     skipped_steps: int = 0
 
     @property
     def report(self) -> StepReport:
-        """The report of the last step."""
+        """Report of the last step."""
         return self.reports[-1]
 
 
 def watch_over(run: Run, start_id: str) -> None:
-    """Starts to listen to signals and commands, and to watch for hangs. All ranks together.
+    """Starts listening for signals and commands, and watching for hangs. A collective call.
 
     Args:
-        start_id: names this start of the run; commands of runs.py are addressed to it.
+        start_id: ID of this start of the run; commands of runs.py are addressed to it.
     """
     ranks = run.strategy.ranks
     run.consensus = Consensus(run.strategy)
@@ -74,16 +74,16 @@ def watch_over(run: Run, start_id: str) -> None:
 
 
 def new_guard(run: Run) -> StepGuard:
-    """Makes a guard with the memory of the checkpoint that the run continues from."""
+    """Creates a guard with the memory of the checkpoint that the run continues from."""
     return StepGuard(run.config.guard, run.guard_state, scales_loss=run.whole_plan.precision == "fp16")
 
 
 def after_step(
     run: Run, loss: torch.Tensor, grad_norm: torch.Tensor, skipped: torch.Tensor, *, settle: bool
 ) -> StepOutcome:
-    """Submits this rank's figures of the step, on the device; returns what all ranks know and decide.
+    """Submits this rank's metrics of the step, on the device; returns what all ranks know and decide.
 
-    settle: wait for this step's own figures.
+    settle: wait for this step's own metrics.
     """
     step = run.state.step
     run.watch.beat(step)
@@ -126,13 +126,13 @@ def _asked(run: Run) -> Request:
 
 
 def listen(run: Run) -> None:
-    """Checks for requests during long work between steps; all ranks together."""
+    """Checks for requests during long work between steps; a collective call."""
     run.watch.beat()
     run.request = max(run.request, run.consensus.agree(_asked(run)))
 
 
 def listen_or_leave(run: Run) -> None:
-    """Raises CutShortError on all ranks at the same call if the run is stopping: schedulers don't wait long."""
+    """Raises CutShortError on all ranks at the same call if the run is stopping: schedulers do not wait long."""
     listen(run)
     if run.ends:
         raise CutShortError
@@ -140,7 +140,7 @@ def listen_or_leave(run: Run) -> None:
 
 @contextmanager
 def may_be_cut_short(run: Run, work: str) -> Iterator[None]:
-    """Lets work between steps be abandoned when the run is stopping: it goes on without the results."""
+    """Lets work between steps be abandoned when the run is stopping; the run continues without its results."""
     try:
         yield
     except CutShortError:
@@ -150,7 +150,7 @@ def may_be_cut_short(run: Run, work: str) -> Iterator[None]:
 def answer(run: Run) -> None:
     """Clears the request; if it was carried out, the sender of a command gets an answer."""
     if run.request == Request.ANNEAL and run.state.anneal_from is None and not run.refusal:
-        return  # heard after the loop had looked for it: the next step's turn
+        return  # the request came after the loop's check: the next step handles it
     done = run.request != Request.SAVE or run.is_saved
     if done and run.request in ANSWERED:
         step = run.state.step
@@ -164,7 +164,7 @@ def answer(run: Run) -> None:
 
 
 def has_begun_to_decay(run: Run) -> bool:
-    """Tells if the final decay has begun: the schedule's own, or one that was asked for."""
+    """Tells if the final decay has begun: the schedule's own, or a requested one."""
     return run.state.anneal_from is not None or run.state.step >= run.plan.schedule.decays_from
 
 
@@ -174,19 +174,19 @@ def steps_of_decay(run: Run) -> float:
 
 
 def steps_of_decay_left(run: Run) -> int:
-    """Counts the steps left of a final decay that was asked for; 0 without one."""
+    """Counts the remaining steps of a requested final decay; 0 if there is none."""
     state = run.state
     return 0 if state.anneal_from is None else state.anneal_from + state.anneal_steps - state.step
 
 
 def compare_copies(run: Run) -> None:
-    """Raises CopiesDifferError on all ranks if some ranks' weights differ."""
+    """Raises CopiesDifferError on all ranks if the weights of some ranks differ."""
     if found := replica_differences(run.strategy.replicas(), run.strategy.device):
         raise CopiesDifferError(f"copies of the weights differ: {'; '.join(found)}")
 
 
 def pid_namespace() -> str | None:
-    """Names the namespace of process ids: containers with the same host name may each count their own."""
+    """Names the namespace of process IDs: containers with the same host name may number their own processes."""
     with suppress(OSError):
         return os.readlink("/proc/self/ns/pid")
     return None

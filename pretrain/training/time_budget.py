@@ -1,21 +1,27 @@
-"""The clock of `budget.minutes`: tells when the final decay must begin for a run to end in time."""
+"""Clock of `budget.minutes`: tells when the final decay must begin for a run to end in time."""
 
 import math
 import time
 from collections import deque
 
-SHARE_FOR_THE_END, SECONDS_FOR_THE_END, MOST_FOR_THE_END = 0.02, 4.0, 0.2
-"""Time kept for the last checkpoint, the export and its check; validation is measured and comes on top."""
-RECENT_STEPS, LATE = 2, 0.03
-"""A decay is shortened if, at the pace of so many steps, the run would take longer than its time by this share."""
+SHARE_FOR_THE_END = 0.02
+"""Share of the time kept for the last checkpoint, the export and its check; validation comes on top, as measured."""
+SECONDS_FOR_THE_END = 4.0
+"""Seconds kept in addition to that share."""
+MOST_FOR_THE_END = 0.2
+"""Maximum of both, as a share of the time."""
+RECENT_STEPS = 2
+"""Steps that set the pace for shortening a decay."""
+LATE = 0.03
+"""Share of the time by which a decay must be expected to end late before it is shortened."""
 
 
 class TimeBudget:
-    """Counts the seconds of a run over all its starts. The main rank asks it; the others follow.
+    """Clock of a run over all its starts. Only the main rank asks it; the others follow.
 
     Args:
-        minutes: that the run may take; None: as long as its steps take.
-        spent: seconds of earlier starts, as the checkpoint says.
+        minutes: maximum duration of the run; None: no limit.
+        spent: seconds of earlier starts, from the checkpoint.
         began: time.perf_counter() at this start.
     """
 
@@ -28,12 +34,12 @@ class TimeBudget:
         self._steps = 0
         self._has_asked = False
         self.validation_seconds = 0.0
-        """Seconds of the last validation: another one follows the last step."""
+        """Duration of the last validation, since another one follows the last step."""
         self._recent: deque[float] = deque(maxlen=RECENT_STEPS + 1)
 
     @property
     def seconds(self) -> float:
-        """Seconds so far."""
+        """Seconds so far, over all starts."""
         return self._spent + time.perf_counter() - self._began
 
     @property
@@ -42,7 +48,7 @@ class TimeBudget:
         return max(0.0, self._given - self.seconds)
 
     def step_taken(self) -> None:
-        """Counts a step. The first doesn't count, since it may compile."""
+        """Counts a step, except the first, which may compile."""
         self._recent.append(time.perf_counter())
         if self._first is None:
             self._first = time.perf_counter()
@@ -56,7 +62,7 @@ class TimeBudget:
         return rest + self.validation_seconds
 
     def asks_to_shorten(self, steps_left: int) -> bool:
-        """Tells if the decay that this clock has begun would end too late, at the pace of the last steps."""
+        """Tells if the decay that this clock started would end too late, at the pace of the last steps."""
         if steps_left < 2 or len(self._recent) <= RECENT_STEPS:
             return False
         pace = (self._recent[-1] - self._recent[0]) / RECENT_STEPS
@@ -66,10 +72,10 @@ class TimeBudget:
         return is_late
 
     def asks_for_decay(self, decay_steps: float) -> bool:
-        """Tells, once, that a decay of so many steps must begin now to end in time, with all that follows it."""
+        """Tells, once, that a decay of this many steps must begin now to end in time, with all that follows it."""
         if not self.is_limited or self._has_asked or not self._steps:
             return False
-        # Validation and checkpoints between the steps count: the decay will have its share of them.
+        # The pace includes validation and checkpoints between steps, since the decay will have its share of them.
         pace = (time.perf_counter() - self._first) / self._steps
         self._has_asked = self.seconds + decay_steps * pace + self._end >= self._given
         return self._has_asked

@@ -1,7 +1,7 @@
 """Sends metrics to trackers such as wandb, through accelerate's classes, by its names; several at once.
 
-Loaded only if the recipe names one. After a restart each continues its curve. A tracker that loses its network or its
-server costs a warning and never the run.
+Loaded only if the recipe names a tracker. After a restart each tracker continues its curve. A tracker that loses its
+network or its server causes a warning but never ends the run.
 """
 
 import importlib.util
@@ -23,7 +23,7 @@ PROJECT_VARIABLES = {
     "mlflow": "MLFLOW_EXPERIMENT_NAME",
     "wandb": "WANDB_PROJECT",
 }
-"""Environment variables that name the project where the recipe does not, before WANDB_PROJECT."""
+"""Environment variables that name the project if the recipe does not; WANDB_PROJECT is the fallback."""
 SETTING_NAMES: dict[str, dict[str, str]] = {
     "aim": {"project": "experiment", "name": "run_name", "id": "run_hash"},
     "clearml": {"project": "project_name", "name": "task_name", "tags": "tags", "id": "reuse_last_task_id"},
@@ -36,7 +36,7 @@ SETTING_NAMES: dict[str, dict[str, str]] = {
     "trackio": {"project": "run_name", "name": "name", "group": "group"},
     "wandb": {"project": "run_name", "entity": "entity", "name": "name", "tags": "tags", "group": "group", "id": "id"},
 }  # fmt: skip
-"""{tracker: {setting of `tracking`: its name in accelerate's class}}, and the id by which a run is continued.
+"""{tracker: {setting of `tracking`: its name in accelerate's class}}, and the ID by which a run is continued.
 
 Most of them call the project `run_name`."""
 IDS: dict[str, Callable[[Any], str]] = {
@@ -47,16 +47,16 @@ IDS: dict[str, Callable[[Any], str]] = {
     "swanlab": lambda tracker: tracker.run.id,
     "wandb": lambda tracker: tracker.run.id,
 }
-"""{tracker: reads that id from a started one}."""
+"""{tracker: function that reads that ID from a started tracker}."""
 
 
 def tracker_problems(names: list[str]) -> list[str]:
-    """Returns a line for each tracker that accelerate does not know, or whose package is missing."""
+    """Lists a problem for each tracker that accelerate does not know, or whose package is missing."""
     if not names:
         return []
     known = _classes()
     problems = [f"trackers: {name} is unknown{did_you_mean(name, known)}" for name in names if name not in known]
-    # The packages have the names that accelerate gives the trackers.
+    # accelerate names the trackers after their packages.
     return problems + [
         f"trackers: {name} is not installed: pip install {name}, or leave it out"
         for name in names
@@ -65,21 +65,21 @@ def tracker_problems(names: list[str]) -> list[str]:
 
 
 def _classes() -> dict[str, type]:
-    """Returns {name: class} of accelerate's trackers, with those of your own that are registered there."""
+    """Returns {name: class} of accelerate's trackers, including your own that are registered there."""
     from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
     return LOGGER_TYPE_TO_CLASS
 
 
 class Trackers:
-    """The trackers of a run, some of which may have failed.
+    """Trackers of a run, some of which may have failed.
 
     Args:
         run: the run's folder, whose name is the run's name unless `tracking` has another.
-        config: sent to each of them whole; it holds no secrets.
+        config: the whole config, sent to each of them; it contains no secrets.
         warn: called with a message when a tracker fails, which switches that tracker off.
         facts: sent with the config, as `run.NAME`.
-        is_late: the run has ended, and has sent its config.
+        is_late: the run has ended, and its config was sent before.
     """
 
     def __init__(
@@ -104,11 +104,11 @@ class Trackers:
                 settings = flatten_for_trackers({**config.model_dump(mode="json"), "run": facts or {}})
                 try:
                     self._running[name].store_init_configuration(settings)
-                except Exception as error:  # MLflow lets no setting change after a restart
+                except Exception as error:  # MLflow rejects changed settings after a restart
                     warn(f"the tracker {name} did not take the settings: {type(error).__name__}: {error}")
 
     def _start(self, name: str, run: Path, tracking: Tracking) -> None:
-        """Starts or continues one tracker, and records under which project and id."""
+        """Starts or continues one tracker, and records its project and ID."""
         path = run / ".trackers.json"
         recorded = read_json(path)
         before = recorded.get(name, {})
@@ -131,7 +131,7 @@ class Trackers:
         self.log(numbers, step=values["step"])
 
     def log(self, numbers: dict[str, float], step: int) -> None:
-        """Sends the same numbers to all."""
+        """Sends the same numbers to all trackers."""
         for name in list(self._running):
             self._call(name, self._running[name].log, numbers, step=step)
 
@@ -142,7 +142,7 @@ class Trackers:
     def _call(self, name: str, function: Callable, *arguments: Any, **named: Any) -> None:
         try:
             function(*arguments, **named)
-        except Exception as error:  # each tracker has errors of its own, and none is worth a run
+        except Exception as error:  # each tracker raises its own errors, and none is worth a run
             self._running.pop(name, None)
             self._warn(f"the tracker {name} failed and is switched off: {type(error).__name__}: {error}")
 
@@ -157,10 +157,10 @@ def make_tracker(name: str, run: Path, tracking: Tracking, project: str, known_i
     """Returns accelerate's tracker of that name with the settings it takes; not started.
 
     Args:
-        known_id: of the run to continue; None: a new one.
+        known_id: ID of the run to continue; None: start a new one.
     """
     made = _classes()[name]
-    if name not in SETTING_NAMES:  # registered with accelerate, and called as accelerate calls them
+    if name not in SETTING_NAMES:  # a user's own tracker, called as accelerate does
         return made(project, run) if made.requires_logging_directory else made(project)
     given = {
         "project": project,
@@ -175,7 +175,8 @@ def make_tracker(name: str, run: Path, tracking: Tracking, project: str, known_i
         case "aim":
             words["logging_dir"] = "."
         case "clearml":
-            # 0: steps keep their numbers after a restart. The hooks into frameworks would upload checkpoints.
+            # 0: steps keep their numbers after a restart. The framework hooks are off because they would upload
+            # checkpoints.
             words |= {"continue_last_task": 0} if known_id else {"reuse_last_task_id": False}
             words["auto_connect_frameworks"] = False
         case "comet_ml":
@@ -195,12 +196,12 @@ def make_tracker(name: str, run: Path, tracking: Tracking, project: str, known_i
         case "trackio":
             words["resume"] = "allow"
         case "wandb":
-            # Without a list of all curves on the console at the end; the log has their numbers.
+            # Limits suppress the list of all curves on the console at the end; the log has their numbers.
             brief = {"max_end_of_run_history_metrics": 0, "max_end_of_run_summary_metrics": 0}
             words |= {"dir": str(run), "resume": "allow", "settings": brief}
     return made(**words)
 
 
 def flatten_for_trackers(values: Any) -> dict[str, Any]:
-    """Flattens settings as `leaves` does; None becomes text and empty lists go: not every tracker takes those."""
+    """Flattens settings as `leaves` does; None becomes text and empty lists are dropped, for trackers without them."""
     return {path: "null" if leaf is None else leaf for path, leaf in leaves(values).items() if leaf not in ([], {})}

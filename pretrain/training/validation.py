@@ -19,11 +19,11 @@ from pretrain.model.loss import recording_losses
 from pretrain.parallel.strategy import Strategy
 
 SHORTEST_RANGE = 128
-"""Positions of the first range by which losses are told apart; each further one begins at twice the last's start."""
+"""Positions in the first range of the losses by position; each further range starts at twice the last start."""
 
 
 def open_validation(data: Data) -> dict[str, ShardReader]:
-    """Opens what validation measures, as {folder name: reader}. Raises InputError with every problem found."""
+    """Opens the validation sources, as {folder name: reader}. Raises InputError with every problem found."""
     if data.validation is not None:
         wanted = [(source.shards, source.split, source.tokenizer) for source in data.validation]
     else:
@@ -51,7 +51,7 @@ def open_validation(data: Data) -> dict[str, ShardReader]:
 
 
 def data_problems(data: Data) -> Problems:
-    """Lists problems of the shards of a run, and of nothing else."""
+    """Lists the problems of a run's shards only."""
     problems = Problems()
     problems.attempt(open_training, data)
     problems.attempt(open_validation, data)
@@ -78,8 +78,8 @@ def measure(
     """Returns {source: {loss, perplexity, bits_per_byte, tokens, ...}}: mean loss per token in nats over the windows.
 
     bits_per_byte = loss / ln 2 x tokens / UTF-8 bytes, with the split's own ratio of tokens to bytes.
-    loss_by_position and tokens_by_position are by range of positions, as {"0-127": ..., "128-255": ...}: how many
-    tokens of its document (without document_mask: of the window) a prediction sees before the one that it follows.
+    loss_by_position and tokens_by_position are by range of positions, as {"0-127": ..., "128-255": ...}: the number
+    of tokens of its document (without document_mask: of the window) before the one that makes the prediction.
 
     Args:
         after_batch: called by all ranks after the same batches; may raise to skip the rest.
@@ -132,7 +132,7 @@ def position_ranges(length: int) -> list[range]:
 
 
 def positions_of(batch: dict[str, Any], strategy: Strategy) -> np.ndarray:
-    """Returns (N,) positions of this process' tokens in their documents; without document_mask, in their windows."""
+    """Returns positions (N,) of this rank's tokens in their documents or, without document_mask, in their windows."""
     positions_BT = batch.get("position_ids")
     if positions_BT is None:
         positions_BT = torch.arange(batch["input_ids_BT"].shape[1]).expand(batch["input_ids_BT"].shape)
@@ -140,7 +140,7 @@ def positions_of(batch: dict[str, Any], strategy: Strategy) -> np.ndarray:
 
 
 def sums_by_range(losses_N: Tensor, positions_N: np.ndarray, ranges: list[range]) -> Tensor:
-    """Returns (2 R,) fp64 on the host: sums of the losses in each range, then numbers of tokens."""
+    """Returns (2 R,) fp64 on the CPU: sums of the losses in each range, then numbers of tokens."""
     losses = losses_N.cpu().double().numpy()
     place = np.searchsorted([r.start for r in ranges], positions_N, side="right") - 1
     sums = [np.bincount(place, weights, minlength=len(ranges)) for weights in (losses, None)]
@@ -148,7 +148,7 @@ def sums_by_range(losses_N: Tensor, positions_N: np.ndarray, ranges: list[range]
 
 
 def by_position(ranges: list[range], sums: list[float]) -> dict[str, dict[str, float | None]]:
-    """Returns losses and tokens by range from `sums_by_range` over all batches, without ranges no document reaches."""
+    """Returns losses and tokens by range from `sums_by_range` over all batches, omitting ranges without tokens."""
     names = [f"{r.start}-{r.stop - 1}" for r in ranges]
     found = [(n, s, t) for n, s, t in zip(names, sums, sums[len(ranges) :], strict=False) if t]
     return {

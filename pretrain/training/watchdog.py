@@ -26,22 +26,25 @@ from pretrain.terminal import CLEAR_LINE, is_terminal
 SIGNALS = {
     signal.SIGTERM: Request.PREEMPT,
     signal.SIGUSR1: Request.PREEMPT,  # SLURM's --signal=USR1@300
-    signal.SIGHUP: Request.PREEMPT,  # the terminal or the connection is gone
+    signal.SIGHUP: Request.PREEMPT,  # the terminal or the connection was closed
     signal.SIGINT: Request.INTERRUPT,
 }
 END_CODES = {Request.PREEMPT: EXIT_PREEMPTED, Request.INTERRUPT: EXIT_INTERRUPTED}
 SAME_SIGNAL_SECONDS = 1.0
-"""Ctrl-C reaches a process from the terminal and from its launcher: signals this close together are one."""
-HEARTBEAT_SECONDS, HEARTBEAT_SECONDS_OF_OTHERS = 2.0, 10.0
+"""Maximum distance of signals that count as one: Ctrl-C reaches a process from the terminal and from its launcher."""
+HEARTBEAT_SECONDS = 2.0
+"""Seconds between heartbeats of rank 0."""
+HEARTBEAT_SECONDS_OF_OTHERS = 10.0
+"""Seconds between heartbeats of other ranks."""
 ORPHAN_SECONDS = 3.0
-"""How long a launcher has to stop the other processes itself after one died."""
+"""Time for a launcher to stop the other processes itself after one died."""
 LAST_WORDS_SECONDS = 3.0
-"""Time limit at the end for a tracker without a network or a terminal that nobody reads."""
+"""Time limit at the end, for trackers without a network and terminals that nobody reads."""
 OWN_PAUSE_SECONDS = 5.0
-"""If the watch itself is late by more than this, or by half a step's timeout, the process was suspended: Ctrl-Z, or a
-machine that slept."""
+"""Delay of the watch itself that means that the process was suspended (or half a step's timeout, if shorter): Ctrl-Z,
+or a machine in standby."""
 LAUNCHER = os.getppid()
-"""As of the import, long before training: a launcher may die while its processes load."""
+"""Parent at import time, long before training, because a launcher may die while its processes load."""
 
 
 class Watch:
@@ -49,10 +52,10 @@ class Watch:
 
     Args:
         run: the run's folder, for heartbeats and stacks.
-        rank: of this process; rank 0 writes heartbeats more often.
-        neighbors: process ids of the other ranks on this machine.
-        step_timeout_seconds, first_step_timeout_seconds: between two beats, of which every micro-step gives one; the
-            latter until the first step is done.
+        rank: this process's rank; rank 0 writes heartbeats more often.
+        neighbors: process IDs of the other ranks on this machine.
+        step_timeout_seconds, first_step_timeout_seconds: maximum time between two beats (every micro-step beats); the
+            latter applies until the first step is done.
         held: a file to touch as a sign of life: the run's lock.
         on_end: called with reason and exit status, for a few seconds at most, before a hang, a dead neighbor or a
             second signal ends this process.
@@ -69,11 +72,14 @@ class Watch:
         held: Path | None = None,
         on_end: Callable[[str, int], None] = lambda reason, code: None,
     ):
-        self.run, self.rank, self.neighbors = run, rank, list(neighbors)
+        self.run = run
+        self.rank = rank
+        self.neighbors = list(neighbors)
         self.step_timeout_seconds = step_timeout_seconds
-        self.held, self.on_end = held, on_end
+        self.held = held
+        self.on_end = on_end
         self.request = Request.NONE
-        """The most urgent request by signals so far."""
+        """Most urgent request by signals so far."""
         self.step = 0
         self._timeout = self.first_step_timeout_seconds = first_step_timeout_seconds
         self._last_beat = time.monotonic()
@@ -91,7 +97,7 @@ class Watch:
         """Starts watching, from the main thread: from now on a signal is a request, and silence is a hang."""
         self.heartbeat_path.parent.mkdir(parents=True, exist_ok=True)
         for number in SIGNALS:
-            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup means it
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # respects nohup
                 signal.signal(number, lambda *_: None)  # Python writes to the socket only for signals it handles
         signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
         self._last_beat = time.monotonic()
@@ -100,16 +106,17 @@ class Watch:
     def beat(self, step: int | None = None) -> None:
         """Reports that the loop is alive, with the number of steps after each step."""
         if step is not None:
-            self.step, self._timeout = step, self.step_timeout_seconds
+            self.step = step
+            self._timeout = self.step_timeout_seconds
         self._last_beat = time.monotonic()
 
     def allow_compiling(self) -> None:
-        """Lets the next step take as long as the first: it compiles other shapes."""
+        """Lets the next step take as long as the first, since it compiles other shapes."""
         self._timeout = self.first_step_timeout_seconds
         self.beat()
 
     def close(self) -> None:
-        """Stops watching before the ranks exit, so that a clean end is not taken for a death; ignores signals then."""
+        """Stops watching before the ranks exit, so that a clean end is not taken for a death; then ignores signals."""
         self._closed.set()
         self._writer.send(b"\0")
         self._thread.join()
@@ -126,7 +133,8 @@ class Watch:
         woke = time.monotonic()
         while not self._closed.is_set():
             ready, _, _ = select.select([self._reader], [], [], tick)
-            was, woke = woke, time.monotonic()
+            was = woke
+            woke = time.monotonic()
             if woke - was > own_pause:
                 self._forgive(woke - was)
             numbers = self._reader.recv(64) if ready else b""
@@ -142,7 +150,7 @@ class Watch:
                 self._end_hang()
 
     def _forgive(self, seconds: float) -> None:
-        """Forgives a suspension of this process: neither the loop nor the neighbors hang."""
+        """Excludes a suspension of this process: neither the loop nor the neighbors hang."""
         self._last_beat += seconds
         self._stopped_since.clear()
         if self._neighbor_died is not None:
@@ -165,7 +173,7 @@ class Watch:
         self._last_heartbeat = now
         beat = {"pid": os.getpid(), "host": socket.gethostname(), "step": self.step, "time": time.time()}
         beat["silent_seconds"] = round(now - self._last_beat, 1)
-        with suppress(OSError):  # a disk that is full or unreachable for a moment must not end a run
+        with suppress(OSError):  # a disk that is briefly full or unreachable must not end a run
             fresh = self.heartbeat_path.with_suffix(".new")
             fresh.write_text(json.dumps(beat))
             fresh.rename(self.heartbeat_path)
@@ -185,11 +193,11 @@ class Watch:
         now = time.monotonic()
         if dead := [pid for pid in self.neighbors if not is_alive(pid)]:
             self._neighbor_died = self._neighbor_died or now
-            # The launcher's SIGTERM after a death asks for an end, not for a save in which the dead would take part.
+            # The launcher sends SIGTERM after a death: end now, since a save would wait for the dead process.
             if self._first_signal is not None or now - self._neighbor_died > ORPHAN_SECONDS:
                 self._end(f"process {', '.join(map(str, dead))} of this run has died", CRASHED)
             return
-        # A suspended neighbor is found even while this loop waits for a disk and still beats.
+        # A suspended neighbor is detected even while this loop waits for a disk and still beats.
         stopped = [pid for pid in self.neighbors if process_state(pid) == "T"]
         self._stopped_since = {pid: self._stopped_since.get(pid, now) for pid in stopped}
         if stopped and now - min(self._stopped_since.values()) > self._timeout:
@@ -206,9 +214,9 @@ class Watch:
                 faulthandler.dump_traceback(file, all_threads=True)
         except OSError as error:
             reason += f", which could not be written ({error})"
-        time.sleep(min(2.0, self.step_timeout_seconds / 16))  # the others write theirs, then all exit
+        time.sleep(min(2.0, self.step_timeout_seconds / 16))  # other ranks write their stacks before any exits
         for pid in self.neighbors:
-            if process_state(pid) == "T":  # stopped: it receives no signal but this
+            if process_state(pid) == "T":  # a stopped process only reacts to SIGKILL
                 with suppress(OSError):
                     os.kill(pid, signal.SIGKILL)
         self._end(reason, CRASHED)
@@ -230,7 +238,7 @@ class Watch:
             sys.stdout.flush()
 
     def _say(self, text: str) -> None:
-        with suppress(OSError, ValueError):  # nobody may be left to read it, and the watch goes on
+        with suppress(OSError, ValueError):  # perhaps nobody reads stderr any more; the watch continues
             # Another process may have drawn its live line there.
             start = CLEAR_LINE if is_terminal(sys.stderr) else ""
             print(f"{start}rank {self.rank}: {text}", file=sys.stderr, flush=True)

@@ -1,8 +1,8 @@
-"""Local model architectures, one file each, known to AutoConfig and AutoModelForCausalLM once this is imported.
+"""Local model architectures, one file each; importing this package registers them with AutoConfig and AutoModel.
 
-A file here defines, by the library's own convention of names, one `XConfig` with a `model_type`, one `XModel` and one
-`XForCausalLM`. It imports only torch and transformers, because a saved model folder carries a copy of it. Nothing else
-has to be edited to add one: see docs/models.md.
+A file here defines, by the naming convention of transformers, one `XConfig` with a `model_type`, one `XModel` and one
+`XForCausalLM`. It imports only torch and transformers, because a copy of it is saved in every model folder. Adding an
+architecture takes no other edit: see docs/models.md.
 """
 
 import importlib
@@ -15,8 +15,8 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrained
 def register(module: ModuleType) -> str:
     """Registers the one causal language model that a module defines and returns its model_type.
 
-    Registering also marks the classes for saving with their code, so that `from_pretrained(folder,
-    trust_remote_code=True)` works where this project is not installed.
+    Registering also marks the classes so that they are saved with their code: `from_pretrained(folder,
+    trust_remote_code=True)` then works on machines without this project.
     """
     defined_here = {
         name: item for name, item in vars(module).items() if getattr(item, "__module__", "") == module.__name__

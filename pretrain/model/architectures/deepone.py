@@ -2,7 +2,7 @@
 
 Post-norm blocks with an up-weighted residual branch, x = LayerNorm(alpha * x + f(x)), and down-scaled initial weights
 keep the expected update of the model bounded whatever its depth (DeepNet, arXiv 2203.00555, section 3; for a decoder
-of N layers alpha = (2N)^(1/4) and beta = (8N)^(-1/4)). With it: rotary positions (arXiv 2104.09864), RMS-normalised
+of N layers alpha = (2N)^(1/4) and beta = (8N)^(-1/4)). It also has rotary positions (arXiv 2104.09864), RMS-normalized
 queries and keys as in Qwen3 (arXiv 2505.09388), and a SwiGLU feed-forward (arXiv 2002.05202) or ReLU squared.
 
 This file imports only torch and transformers, because it is copied into every saved model folder.
@@ -13,7 +13,7 @@ Shape suffixes:
     H  query heads                     K  key and value heads    E  width of one head
 """
 
-# The library declares its class attributes as plain lists and dicts.
+# transformers declares these class attributes as plain lists and dicts.
 # ruff: noqa: RUF012
 
 import torch
@@ -34,7 +34,7 @@ FEED_FORWARDS = ("swiglu", "relu2")
 
 
 class DeepOneConfig(PreTrainedConfig):
-    """Shape of a DeepOne model; the defaults are the 162M one.
+    """Shape of a DeepOne model; the defaults give the 162M model.
 
     head_dim is hidden_size // num_attention_heads unless given; num_key_value_heads is num_attention_heads unless
     given. Raises ValueError when the shape is impossible.
@@ -42,8 +42,8 @@ class DeepOneConfig(PreTrainedConfig):
 
     model_type = "deepone"
     keys_to_ignore_at_inference = ["past_key_values"]
-    # How the library's tensor parallelism, and that of any tool that reads its plans, splits a layer. The norms of
-    # queries and keys are whole on every process, each of which has the gradient of its own heads only.
+    # Read by the tensor parallelism of transformers and by other tools that use its plans. The norms of queries and
+    # keys are replicated, but each rank only has the gradient from its own heads, so these gradients are all-reduced.
     base_model_tp_plan = {
         "layers.*.self_attn.q_proj": "colwise",
         "layers.*.self_attn.k_proj": "colwise",
@@ -111,10 +111,10 @@ class DeepOneConfig(PreTrainedConfig):
 def rotary_cos_sin(
     position_ids_BT: torch.Tensor, head_dim: int, theta: float, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos and sin of the rotary angles, each (B, 1, T, E), computed in fp32.
+    """Computes cos and sin of the rotary angles, each (B, 1, T, E), in fp32.
 
-    The frequencies are computed anew at each call and are no buffer: a buffer would be rounded by `.to(bfloat16)` and
-    lost on the meta device.
+    The frequencies are recomputed at each call instead of stored in a buffer: `.to(bfloat16)` would round a buffer,
+    and the meta device would lose it.
     """
     exponents = torch.arange(0, head_dim, 2, device=position_ids_BT.device, dtype=torch.float32) / head_dim
     angles = position_ids_BT[:, None, :, None].float() * theta**-exponents
@@ -123,16 +123,16 @@ def rotary_cos_sin(
 
 
 def rotate(x_BHTE: torch.Tensor, cos_B1TE: torch.Tensor, sin_B1TE: torch.Tensor) -> torch.Tensor:
-    """Turns each pair (x_i, x_{i + E/2}) by its angle: relative positions become dot products."""
+    """Rotates each pair (x_i, x_{i + E/2}) by its angle, so that dot products depend on relative positions only."""
     first, second = x_BHTE.chunk(2, dim=-1)
     return x_BHTE * cos_B1TE + torch.cat((-second, first), dim=-1) * sin_B1TE
 
 
 def deepnet_linear(in_width: int, out_width: int, initial_gain: float) -> nn.Linear:
-    """A matrix without bias that remembers the gain of its initial weights.
+    """Returns a linear layer without bias that carries the gain of its initial weights.
 
-    The matrix itself must know: for code outside the library, transformers never offers a module without parameters of
-    its own, such as the attention around its projections, to `_init_weights`.
+    The gain is stored on the layer itself because, for code outside the library, transformers never passes a module
+    without parameters of its own (such as the attention around its projections) to `_init_weights`.
     """
     linear = nn.Linear(in_width, out_width, bias=False)
     linear.initial_gain = initial_gain
@@ -140,7 +140,7 @@ def deepnet_linear(in_width: int, out_width: int, initial_gain: float) -> nn.Lin
 
 
 class DeepOneAttention(nn.Module):
-    """Causal self-attention with normalised queries and keys."""
+    """Causal self-attention with RMS-normalized queries and keys."""
 
     def __init__(self, config: DeepOneConfig, layer_idx: int):
         super().__init__()
@@ -178,14 +178,14 @@ class DeepOneAttention(nn.Module):
         if past_key_values is not None:
             key_BKSE, value_BKSE = past_key_values.update(key_BKSE, value_BKSE, self.layer_idx)
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
-        # kwargs carry what a backend needs beyond the mask, such as the document boundaries of packed sequences.
+        # kwargs carry what a backend needs besides the mask, such as the document boundaries of packed sequences.
         kwargs |= {"dropout": self.attention_dropout if self.training else 0.0, "scaling": self.scaling}
         y_BTHE, weights_BHTS = attend(self, query_BHTE, key_BKSE, value_BKSE, attention_mask, **kwargs)
         return self.o_proj(y_BTHE.reshape(*x_BTD.shape[:-1], -1).contiguous()), weights_BHTS
 
 
 class DeepOneMLP(nn.Module):
-    """The feed-forward that `DeepOneConfig.feed_forward` names; only SwiGLU has a gate."""
+    """Feed-forward of the kind `DeepOneConfig.feed_forward`; only SwiGLU has a gate."""
 
     def __init__(self, config: DeepOneConfig):
         super().__init__()
@@ -235,10 +235,10 @@ class DeepOnePreTrainedModel(PreTrainedModel):
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        """Xavier normal with gain beta for values, outputs and the feed-forward, gain 1 for queries and keys.
+        """Draws Xavier normal weights: gain beta for values, outputs and feed-forward, 1 for queries and keys.
 
-        Embedding, head and norms, of which the paper says nothing, are as in the library: normal with
-        initializer_range, ones and zeros.
+        The paper does not specify embedding, head and norms; they follow transformers: normal with initializer_range,
+        ones and zeros.
         """
         if hasattr(module, "initial_gain"):
             init.xavier_normal_(module.weight, gain=module.initial_gain)
@@ -247,7 +247,7 @@ class DeepOnePreTrainedModel(PreTrainedModel):
 
 
 class DeepOneModel(DeepOnePreTrainedModel):
-    """Token ids to hidden states. There is no final norm: the last block ends with one."""
+    """Base model from token IDs to hidden states. It has no final norm because the last block ends with one."""
 
     def __init__(self, config: DeepOneConfig):
         super().__init__(config)
