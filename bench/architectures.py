@@ -25,7 +25,11 @@ from pretrain.errors import InputError, run_script  # noqa: E402
 from pretrain.files import as_json, write_durably  # noqa: E402
 from pretrain_tools.planning.sizing import padded  # noqa: E402
 
-LAYERS, WIDTH, HEADS, SEQUENCE_LENGTH, TOKENS_PER_STEP = 4, 128, 2, 256, 2048
+LAYERS = 4
+WIDTH = 128
+HEADS = 2
+SEQUENCE_LENGTH = 256
+TOKENS_PER_STEP = 2048
 LLAMA = {
     "hidden_size": WIDTH,
     "intermediate_size": 344,
@@ -124,7 +128,8 @@ def _as_yaml(settings: dict[str, Any]) -> str:
 def main() -> int:
     given = parse_arguments()
     given.output.mkdir(parents=True, exist_ok=True)
-    path, ends = given.output / "results.json", time.monotonic() + 60 * given.minutes
+    path = given.output / "results.json"
+    ends = time.monotonic() + 60 * given.minutes
     results = json.loads(path.read_text()) if path.exists() else {}
 
     def bits_of(trial: Trial) -> float | None:

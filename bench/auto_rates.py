@@ -28,7 +28,8 @@ from pretrain.optim.optimizers import OPTIMIZERS  # noqa: E402
 from pretrain.optim.scaling_laws import batch_by_law  # noqa: E402
 
 RESULTS = ROOT / "bench" / "auto_rates.json"
-VOCABULARY, LENGTH = 4096, 256
+VOCABULARY = 4096
+LENGTH = 256
 FACTORS = (1.0, 1.7, 0.6)
 """Of AdamW's rate by law; then outwards in steps of 1.7 until the best rate has a worse one on either side."""
 SHARES = (0.6, 0.4)
@@ -106,9 +107,11 @@ def auto_rate(size: Size, optimizer: str) -> float:
 
 
 def train(name: str, optimizer: str, rate: float, share: float, shards: str) -> Point:
-    size, tokens = SIZES[name], round(share * SIZES[name].tokens)
+    size = SIZES[name]
+    tokens = round(share * SIZES[name].tokens)
     with tempfile.TemporaryDirectory(prefix="groundwork-bench-") as folder:
-        model, output = Path(folder, "model.json"), Path(folder, "run")
+        model = Path(folder, "model.json")
+        output = Path(folder, "run")
         model.write_text(json.dumps(size.model()))
         settings = {
             "model": model, "output": output, "precision": "auto", "optim.name": optimizer,
@@ -188,8 +191,11 @@ def best_of(points: list[Point]) -> tuple[float, float]:
 
 def lowest(left, middle, right) -> tuple[float, float]:
     """(e^x, y) at the lowest of the parabola through three points."""
-    (x0, y0), (x1, y1), (x2, y2) = left, middle, right
-    slope_0, slope_1 = (y1 - y0) / (x1 - x0), (y2 - y1) / (x2 - x1)
+    x0, y0 = left
+    x1, y1 = middle
+    x2, y2 = right
+    slope_0 = (y1 - y0) / (x1 - x0)
+    slope_1 = (y2 - y1) / (x2 - x1)
     curvature = (slope_1 - slope_0) / (x2 - x0)
     x = (x0 + x1) / 2 - slope_0 / (2 * curvature)
     return math.exp(x), y0 + slope_0 * (x - x0) + curvature * (x - x0) * (x - x1)
@@ -266,9 +272,11 @@ def main() -> None:
             wanted = {o: rate for o in given.optimizers if (rate := next_rate(name, o, points)) is not None}
             if wanted:  # by turns, so that both optimizers have as many points
                 optimizer = min(wanted, key=lambda o: len(sweep_of(name, o, points)))
-                rate, share = wanted[optimizer], 1.0
+                rate = wanted[optimizer]
+                share = 1.0
             elif len(given.optimizers) == 2 and (shorter := next_share(name, points)):
-                optimizer, (rate, share) = "muon", shorter
+                optimizer = "muon"
+                rate, share = shorter
             else:
                 break
             point = train(name, optimizer, rate, share, os.path.abspath(given.shards))

@@ -41,7 +41,8 @@ def main() -> None:
     given, changes = parser.parse_known_args()
     config = read_run_config(given.config, pair_up(changes))
     strategy = make_strategy(config)
-    steps, is_cuda = Steps(config, strategy), strategy.device.type == "cuda"
+    steps = Steps(config, strategy)
+    is_cuda = strategy.device.type == "cuda"
     sequences = config.batch.sequences_per_micro_batch
     micro_steps = max(1, config.batch.tokens_per_step // (sequences * config.data.sequence_length))
     for number in range(FIRST_STEPS):

@@ -22,7 +22,8 @@ import torch.nn.functional as F
 from pretrain.hardware import DTYPES
 from pretrain.parallel.strategy import device_type, resolve_precision
 
-DEVICE, DTYPE = device_type(), DTYPES[resolve_precision("auto")]
+DEVICE = device_type()
+DTYPE = DTYPES[resolve_precision("auto")]
 LOSS_SHAPES = {
     "65": (768, 128, 65),
     "1,024": (2048, 256, 1024),
@@ -37,7 +38,8 @@ LOSSES = {
     "whole logits": "logits",
 }
 ATTENTION_SHAPES = {"12 x 64": (12, 64), "8 x 512": (8, 512), "2 x 2,048": (2, 2048), "1 x 8,192": (1, 8192)}
-HEADS, HEAD_WIDTH = 6, 64
+HEADS = 6
+HEAD_WIDTH = 64
 SLOW_SECONDS = 20.0
 """What takes longer is not repeated."""
 DOCUMENT_TOKENS = (None, 800, 100)
@@ -129,7 +131,8 @@ def attention_steps(windows: int, length: int, document_tokens: int | None, devi
         .requires_grad_()
         for _ in range(3)
     )
-    module, segments = torch.nn.Identity(), None
+    module = torch.nn.Identity()
+    segments = None
     if document_tokens is not None:
         ids = (torch.rand(windows, length, generator=generator) > 1 / document_tokens).long()
         segments = document_layout(ids.numpy(), 0)["cu_seq_lens_q"].to(device)

@@ -27,7 +27,8 @@ GEOMETRY = {
 }
 TOKENS = 128
 """In a step: few, so that steps are short beside a save."""
-STEPS_ALONE, SAVES = 3, 4
+STEPS_ALONE = 3
+SAVES = 4
 
 
 def main() -> None:

@@ -42,7 +42,10 @@ from pretrain_tools.preparation.cleaning.published import (  # noqa: E402
 )
 from pretrain_tools.preparation.cleaning.stages import TextBatch  # noqa: E402
 
-THRESHOLD, LEAST_RECALL, FAR, MOST_FAR = 0.8, 0.95, 0.5, 0.02
+THRESHOLD = 0.8
+LEAST_RECALL = 0.95
+FAR = 0.5
+MOST_FAR = 0.02
 MOST_DIFFERENT = 2e-3
 """Of a filter's verdicts, without a reason that is known."""
 PLANTED = 200
@@ -103,7 +106,8 @@ def datatrove_filters() -> dict:
     return dict(zip(STAGES, made, strict=True))
 
 
-_stages, _theirs = {}, {}
+_stages = {}
+_theirs = {}
 
 
 def _start_comparing() -> None:
@@ -118,13 +122,15 @@ def compare(texts: list[bytes]) -> tuple[Counter, list[tuple[str, str, str, str,
     from datatrove.data import Document
     from datatrove.pipeline.formatters import PIIFormatter
 
-    agreed, different = Counter(), []
+    agreed = Counter()
+    different = []
     for name, judge in _stages.items():
         verdicts = judge(TextBatch(texts, [None] * len(texts)))
         for number, content in enumerate(texts):
             text = content.decode()
             ours = verdicts.removed.get(number, "stays"), verdicts.changed.get(number, content).decode()
-            document, answer = Document(text=text, id="0"), True
+            document = Document(text=text, id="0")
+            answer = True
             if name == "personal_data":
                 # A new one each time, for its replacements take turns from one document to the next.
                 document.text = PIIFormatter().format(text)
@@ -162,7 +168,9 @@ def difference(our_verdict: str, ours: str, their_verdict: str, theirs: str) -> 
 
 def bench_verdicts(texts: list[bytes], workers: int) -> list[str]:
     """Prints how many verdicts are datatrove's, and the others. The filters that differ too often."""
-    batches, agreed, different = [texts[n : n + 50] for n in range(0, len(texts), 50)], Counter(), []
+    batches = [texts[n : n + 50] for n in range(0, len(texts), 50)]
+    agreed = Counter()
+    different = []
     with multiprocessing.Pool(workers, _start_comparing) as pool:
         for number, (more, others) in enumerate(pool.imap(compare, batches), 1):
             agreed += more
@@ -233,11 +241,14 @@ def bench_near_duplicates(texts: list[bytes], count: int, tokenizer: str, folder
     copies = [edited(text, rng.choice(SHARES), rng) for text in documents]
     every = documents + [DISGUISES[number % len(DISGUISES)](copy) for number, copy in enumerate(copies)]
     prepare_in(folder, "without", every, tokenizer, "--near_duplicates", str(THRESHOLD))
-    left, near, far = ids_by_place(folder / "without"), [], []
+    left = ids_by_place(folder / "without")
+    near = []
+    far = []
     for place, (one, other) in enumerate(zip(documents, copies, strict=True), 1 + len(documents)):
         similarity = exact_jaccard(one, other)
         (near if similarity >= THRESHOLD else far if similarity < FAR else []).append(place not in left)
-    recall, wrong = np.mean(near), np.mean(far)
+    recall = np.mean(near)
+    wrong = np.mean(far)
     print(f"near duplicates: {len(documents):,} documents and as many copies, {len(every) - len(left):,} went")
     print(f"  of {len(near):,} copies of Jaccard {THRESHOLD} or more      {recall:.4f} went")
     print(f"  of {len(far):,} copies below {FAR}                {wrong:.4f} went")
@@ -287,8 +298,10 @@ def bench_decontamination(texts: list[bytes], count: int, items: list[str], toke
     before = prepare_in(folder, "before", documents, tokenizer, *options)
     stood = {name: numbers_in(found["entries"]) for name, found in before["cleaning"].get("found", {}).items()}
     removed_before = set(range(1, len(documents) + 1)) - ids_by_place(folder / "before").keys()
-    holding, planted = rng.sample(range(len(documents)), len(chosen)), list(documents)
-    missed_by, expected = Counter(), {name: set(numbers) for name, numbers in stood.items()}
+    holding = rng.sample(range(len(documents)), len(chosen))
+    planted = list(documents)
+    missed_by = Counter()
+    expected = {name: set(numbers) for name, numbers in stood.items()}
     spellings = list(SPELLINGS.items())
     for turn, (place, (name, number, text)) in enumerate(zip(holding, chosen, strict=True)):
         words = planted[place].split(" ")
@@ -334,7 +347,8 @@ def main() -> None:
     arguments = parser.parse_args()
     texts = list(documents_of(arguments.input))
     print(f"{len(texts):,} documents, {sum(map(len, texts)) / 1e6:,.1f} MB", flush=True)
-    only, missed = arguments.only or ("near_duplicates", "decontamination", "verdicts"), []
+    only = arguments.only or ("near_duplicates", "decontamination", "verdicts")
+    missed = []
     items = [str(Path(item).resolve()) for item in arguments.items]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

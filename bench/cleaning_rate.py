@@ -31,8 +31,12 @@ from bench.preparing import (
     run_measured,
 )
 
-NEAR_COPIES, CHANGED_WORDS, CHANGED_OF_ANOTHER_TIME = 0.05, 0.02, 0.25
-ITEMS, PLANTED, ITEM_WORDS = 10_000, 200, (15, 60)
+NEAR_COPIES = 0.05
+CHANGED_WORDS = 0.02
+CHANGED_OF_ANOTHER_TIME = 0.25
+ITEMS = 10_000
+PLANTED = 200
+ITEM_WORDS = (15, 60)
 ROWS_PER_ROW_GROUP = 1000
 DATATROVE_MEGABYTES = 20
 """It takes about a hundred times as long: on all of the text, hours."""
@@ -109,13 +113,15 @@ def write_documents(file: str, megabytes: float, folder: Path) -> dict[str, Any]
     from pretrain_tools.preparation.documents.records import Reading
     from pretrain_tools.preparation.documents.sources import find_sources, records_of
 
-    rng, cleaning = random.Random(0), read_cleaning([], clean=True)
+    rng = random.Random(0)
+    cleaning = read_cleaning([], clean=True)
     originals = [record.text.decode() for record in records_of(*find_sources([file]), Reading()) if record.text]
     times = max(1, round(megabytes * 1e6 / sum(len(text.encode()) for text in originals)))
     vocabulary = sorted({word for text in originals[:200] for word in text.split() if word.isalpha()})
     items = [" ".join(rng.choices(vocabulary, k=rng.randint(*ITEM_WORDS))) for _ in range(ITEMS)]
     (folder / "items.jsonl").write_text("".join(json.dumps(item) + "\n" for item in items))
-    cores, written = psutil.cpu_count(), {"bytes": 0, "part_bytes": 0, "documents": 0, "copies": 0}
+    cores = psutil.cpu_count()
+    written = {"bytes": 0, "part_bytes": 0, "documents": 0, "copies": 0}
     schema = pa.schema({"text": pa.string()})
     for name in ("all", "part"):
         (folder / name).mkdir()
@@ -204,8 +210,10 @@ def bench_cleaning(file: str, tokenizer: str, megabytes: float, repeat: int, fol
         print(f"writing {megabytes:,.0f} MB of documents", flush=True)
         known = {"what": what, "written": write_documents(file, megabytes, folder), "rounds": {}}
         path.write_text(json.dumps(known))
-    written, items = known["written"], folder / "items.jsonl"
-    files, passing = sorted(map(str, (folder / "all").iterdir())), folder / "passing"
+    written = known["written"]
+    items = folder / "items.jsonl"
+    files = sorted(map(str, (folder / "all").iterdir()))
+    passing = folder / "passing"
     cleaning = ("--clean", "--decontaminate", str(items))
 
     def in_rounds(name: str, contestant: Any) -> None:
@@ -230,8 +238,10 @@ def bench_cleaning(file: str, tokenizer: str, megabytes: float, repeat: int, fol
         contestant = name.partition(",")[0]
         if contestant not in best or measured["seconds"] < best[contestant][0].seconds:
             best[contestant] = Measured(**measured), removed
-    alone, (ours, removed) = best["preparation alone"][0], best["with the cleaning"]
-    rate, times = written["bytes"] / ours.seconds / 1e6, times_alone(known["rounds"], repeat)
+    alone = best["preparation alone"][0]
+    ours, removed = best["with the cleaning"]
+    rate = written["bytes"] / ours.seconds / 1e6
+    times = times_alone(known["rounds"], repeat)
     found = sum(len(numbers_in(of_list["entries"])) for of_list in removed["found"].values())
     print(f"preparation alone, {alone.tokens:,} tokens    {alone.seconds:8.2f} s")
     print(f"  --clean --decontaminate       {ours.seconds:8.2f} s, {rate:.1f} MB/s; by rounds {times:.2f} times that")

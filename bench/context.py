@@ -49,7 +49,8 @@ def heads_exchanged(query: Tensor, key: Tensor, value: Tensor, *, attends: bool 
 
 def keys_gathered(query: Tensor, key: Tensor, value: Tensor, *, attends: bool = True) -> Tensor:
     """This process's positions are two chunks, of numbers `rank` and `2 x processes - 1 - rank`."""
-    parts, rank = dist.get_world_size(), dist.get_rank()
+    parts = dist.get_world_size()
+    rank = dist.get_rank()
     sent = torch.stack([key, value]).unflatten(3, (2, -1)).movedim(3, 0)  # (2 chunks, key or value, B, G, P / 2, E)
     gathered = all_gather_single_autograd(sent.contiguous(), 0, dist.group.WORLD).unflatten(0, (parts, 2))
     ordered = torch.cat([gathered[:, 0], gathered[:, 1].flip(0)])  # by the number of the chunk
@@ -70,7 +71,8 @@ def keys_gathered(query: Tensor, key: Tensor, value: Tensor, *, attends: bool = 
 
 def positions_of(way: str, length: int) -> Tensor:
     """Of this process, under each way."""
-    parts, rank = dist.get_world_size(), dist.get_rank()
+    parts = dist.get_world_size()
+    rank = dist.get_rank()
     if way == "exchanged":
         return torch.arange(length).chunk(parts)[rank]
     chunks = torch.arange(length).chunk(2 * parts)
@@ -80,7 +82,8 @@ def positions_of(way: str, length: int) -> Tensor:
 def inputs_of(way: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> list[Tensor]:
     """Query, key and value, the same sequence under both ways."""
     length, heads, key_heads, width = shape
-    generator, mine = torch.Generator().manual_seed(0), positions_of(way, length)
+    generator = torch.Generator().manual_seed(0)
+    mine = positions_of(way, length)
     whole = [torch.randn(1, number, length, width, generator=generator) for number in (heads, key_heads, key_heads)]
     return [x[:, :, mine].to(device, dtype).requires_grad_() for x in whole]
 

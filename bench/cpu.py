@@ -62,7 +62,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         "--set", nargs="*", default=[], metavar="SETTING=VALUE", help="settings of Groundwork's recipe"
     )
     given = parser.parse_args(arguments)
-    given.shapes, given.contestants = given.shapes.split(","), given.contestants.split(",")
+    given.shapes = given.shapes.split(",")
+    given.contestants = given.contestants.split(",")
     problems = [f"--shapes: {n!r}{did_you_mean(n, CPU_SHAPES)}" for n in given.shapes if n not in CPU_SHAPES]
     known = [*OWN, *PEERS]
     problems += [f"--contestants: {n!r}{did_you_mean(n, known)}" for n in given.contestants if n not in known]
@@ -98,7 +99,8 @@ def contestants_of(
     precision: str = "bf16",
 ) -> list[Contestant]:
     """The contestants of one shape, whose files are all in `folder`."""
-    model, contestants = write_model(shape, folder), []
+    model = write_model(shape, folder)
+    contestants = []
     shards = write_shards(folder / "shards", shape.vocabulary_size, SHARD_TOKENS)
     for name in names:
         steps_file = folder / f"{name}.jsonl"

@@ -61,7 +61,8 @@ TIMES_AS_FAST_AS_TOKENIZERS = 10
 SHARE_OF_GIGATOKEN = 0.6
 FILTERS_SHARE_OF_DATATROVE = 20
 """datatrove filters one document in so many: it takes that much longer, and more."""
-NEAR_COPIES, CHANGED_WORDS = 0.05, 0.02
+NEAR_COPIES = 0.05
+CHANGED_WORDS = 0.02
 
 GIGATOKEN = """
 import sys, time, awkward, gigatoken
@@ -158,7 +159,8 @@ def bench_file(file: str, tokenizer: str, copies: int, repeat: int) -> list[str]
             del contestants["datatrove"]
         measured = rounds(contestants, repeat)
     best = {name: min(runs, key=lambda run: run.seconds) for name, runs in measured.items()}
-    ours, peak = best["ours"], max(run.peak for run in measured["ours"])
+    ours = best["ours"]
+    peak = max(run.peak for run in measured["ours"])
     share = ours.rate / best["gigatoken"].rate
     print(f"{file}, {copies} copies: {ours.tokens:,} tokens")
     print(f"  prepare_data, whole command     {ours.rate:8.2f} Mtok/s   {ours.seconds:.2f} s")
@@ -229,8 +231,10 @@ def bench_near_duplicates(file: str, tokenizer: str, repeat: int) -> list[str]:
             del contestants["datatrove"]
         measured = rounds(contestants, repeat)
     best = {name: min(runs, key=lambda run: run.seconds) for name, runs in measured.items()}
-    everything, ours = best["all"], best["ours"]
-    cost, rate = ours.seconds / everything.seconds, size / ours.seconds / 1e6
+    everything = best["all"]
+    ours = best["ours"]
+    cost = ours.seconds / everything.seconds
+    rate = size / ours.seconds / 1e6
     removed = 1 - ours.tokens / everything.tokens
     print(f"{size / 1e6:,.0f} MB of text with near duplicates, {everything.tokens:,} tokens")
     print(f"  prepare_data, all documents     {everything.seconds:8.2f} s")
@@ -243,7 +247,8 @@ def bench_near_duplicates(file: str, tokenizer: str, repeat: int) -> list[str]:
     missed += [f"near duplicates: {rate:.0f} MB/s"] if rate < SLOWEST_NEAR_DUPLICATES_MB_PER_S else []
     if "datatrove" in best:
         theirs = best["datatrove"]
-        times, removed = theirs.seconds / ours.seconds, 1 - theirs.tokens / everything.tokens
+        times = theirs.seconds / ours.seconds
+        removed = 1 - theirs.tokens / everything.tokens
         print(f"  datatrove's MinHash             {theirs.seconds:8.2f} s; {removed:.1%} of the tokens go")
         print(f"    we are                        {times:8.1f} times as fast")
         missed += [f"near duplicates: {times:.1f} times datatrove"] if times < TIMES_AS_FAST_AS_DATATROVE else []
@@ -296,7 +301,8 @@ def bench_loader(file: str, tokenizer: str) -> None:
         )  # fmt: skip
         data = Data.model_validate({"train": [{"shards": output}], "sequence_length": 2048})
         batches = Batches(data, seed=1, ramp=BatchRamp((8,), (0,), 100_000))
-        rates, resumes = [], []
+        rates = []
+        resumes = []
         for _ in range(10):
             began = time.perf_counter()
             tokens = sum(batches.read(step, 0, 0, ranks=1, sequences=8).size for step in range(400))
@@ -387,13 +393,15 @@ def main() -> None:
     parser.add_argument("--work", type=Path, help="folder of that row's documents and figures; default: a passing one")
     parser.add_argument("--long_line", action="store_true", help="also prepare one document of 200 MB")
     arguments = parser.parse_args()
-    cores, load = psutil.cpu_count(), psutil.getloadavg()[0]
+    cores = psutil.cpu_count()
+    load = psutil.getloadavg()[0]
     print(f"{cores} cores, load {load:.1f}" + (": busy, wait for a calm machine" if load > 0.5 else ""))
     missed = []
     with tempfile.TemporaryDirectory() as folder:
         inputs = arguments.input or [source_of_python(Path(folder, "python.jsonl"))]
         tokenizer = tokenizer_folder(arguments.tokenizer or trained_tokenizer(inputs[0], folder), folder)
-        first, rows = str(Path(inputs[0]).resolve()), arguments.rows
+        first = str(Path(inputs[0]).resolve())
+        rows = arguments.rows
         for file in with_parquet(inputs, folder) if "files" in rows else ():
             missed += bench_file(str(Path(file).resolve()), tokenizer, arguments.copies, arguments.repeat)
         if "near_duplicates" in rows:

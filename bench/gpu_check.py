@@ -66,7 +66,8 @@ from bench.references import (  # noqa: E402
 )
 from bench.shapes import CPU_SHAPES, GPU_SHAPES, Shape  # noqa: E402
 
-RESULTS, TABLE = "results.jsonl", "table.md"
+RESULTS = "results.jsonl"
+TABLE = "table.md"
 SOURCES = (
     "*.py",
     "pretrain/**/*.py",
@@ -212,7 +213,8 @@ def checks_of(device: str, gpus: int, folder: Path, worker: Worker) -> list[Chec
     from pretrain.model.loss import LOSS_BACKENDS
 
     uncompiled = missing_compiler() if device == "cuda" else None
-    scale, runs = SCALES[device], Runs(folder, device)
+    scale = SCALES[device]
+    runs = Runs(folder, device)
     reasons = {name: refused_attention(name, True, device) for name in ATTENTION_NAMES}
     reasons["flex_attention"] = reasons["flex_attention"] or uncompiled
     checks = [
@@ -377,7 +379,8 @@ def verdict(
     for check in checks:
         word, said = outcome_in_words(check, results)
         by_word[word].append((check.name, said))
-    missed, lines = 0, []
+    missed = 0
+    lines = []
     names = {check.name for check in checks}
     for shape, bar in BARS.items():
         if (name := speed_name(shape, ("off", gpu.ATTENTIONS[0], gpu.LOSSES[0]))) not in names:
@@ -457,7 +460,8 @@ def main(arguments: list[str] | None = None) -> int:
 
     gpus = torch.cuda.device_count() if given.device == "cuda" else 0
     results = Results(given.output / RESULTS, state_of(given.device, gpus), given.again)
-    worker, shapes = Worker(), SCALES[given.device].shapes
+    worker = Worker()
+    shapes = SCALES[given.device].shapes
     checks = checks_of(given.device, gpus, given.output.resolve() / results.key, worker)
     checks = [check for check in checks if any(text in check.name for text in given.only)]
     if not checks:

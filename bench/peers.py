@@ -36,7 +36,9 @@ class StepsFile:
 
     def __init__(self, path: Path, every: int, device: str):
         self._file = path.open("w")
-        self._step, self._every, self._device = 0, every, device
+        self._step = 0
+        self._every = every
+        self._device = device
 
     def step_done(self) -> None:
         import torch

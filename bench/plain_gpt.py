@@ -19,9 +19,12 @@ class Block(nn.Module):
         super().__init__()
         width = shape.hidden_size
         self.heads = shape.heads
-        self.norm_attention, self.norm_mlp = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.norm_attention = nn.LayerNorm(width)
+        self.norm_mlp = nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         qkv = self.qkv(self.norm_attention(x_BTD)).unflatten(-1, (3, self.heads, -1))

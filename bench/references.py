@@ -22,7 +22,9 @@ from pretrain.runs.event_log import read_metrics
 from pretrain_tools.runs.parity import REFERENCE, TOLERANCES, Curve, largest_distance, read_curve, train_under
 
 ROOT = Path(__file__).resolve().parents[1]
-PASSED, FAILED, NOT_RUN = "passed", "failed", "not run"
+PASSED = "passed"
+FAILED = "failed"
+NOT_RUN = "not run"
 MOST_ERROR = {"fp32": 1e-4, "bf16": 4e-2, "fp16": 1e-2}
 """Of the gradients as a whole, ||found - reference|| / ||reference||. Rounding alone makes a fifth of it or less; a
 document that ends one token late, or a factor, makes 0.1 and more."""
@@ -51,7 +53,9 @@ def check_attention(name: str, device: str) -> Outcome:
     from pretrain.hardware import DTYPES
     from pretrain.model.attention import choose_attention
 
-    half, errors, refusals = half_precision(device), {}, []
+    half = half_precision(device)
+    errors = {}
+    refusals = []
     for precision, head_width, documents in (
         (half, 64, True),
         (half, 64, False),
@@ -115,7 +119,9 @@ def relative_error(found: list, reference: list) -> float:
     return math.inf if math.isnan(error) else error
 
 
-ATTENTION_WINDOW, ATTENTION_WINDOWS, ATTENTION_VOCABULARY = 320, 2, 256
+ATTENTION_WINDOW = 320
+ATTENTION_WINDOWS = 2
+ATTENTION_VOCABULARY = 256
 
 
 def attention_error(implementation: str, device: str, precision: str, head_width: int, documents: bool) -> float:
@@ -130,7 +136,8 @@ def attention_error(implementation: str, device: str, precision: str, head_width
     if documents:
         ids[torch.rand(ids.shape, generator=generator) < 1 / 60] = END_OF_DOCUMENT_ID
         ids[0, 200:230] = 7  # one that crosses a block's edge in any case
-    inputs, targets = ids[:, :-1].contiguous(), ids[:, 1:].contiguous().to(device)
+    inputs = ids[:, :-1].contiguous()
+    targets = ids[:, 1:].contiguous().to(device)
     arguments = attention_arguments(document_layout(inputs.numpy(), END_OF_DOCUMENT_ID), implementation, device)
     inputs = inputs.to(device)
     model = small_llama(head_width, implementation).to(device)
@@ -212,7 +219,8 @@ def loss_error(backend: str, device: str, precision: str, sizes: tuple[int, int,
 
 MODEL = Shape("llama", 8, 128, 8, 1024, 128, 16)
 """Layers and heads for as many as eight stages or ranks."""
-STEPS, KILL_AFTER_STEP = 12, 6
+STEPS = 12
+KILL_AFTER_STEP = 6
 KILL_SECONDS = 600
 """The longest that a run may take to the step in which it is killed."""
 FORWARD = """\
@@ -291,7 +299,8 @@ export: {{dtype: fp32}}
         """One GPU trains to the end, and its loss falls."""
         shutil.rmtree(self.folder / REFERENCE, ignore_errors=True)
         curve = self.reference()
-        first, last = curve.loss[1], curve.loss[STEPS]
+        first = curve.loss[1]
+        last = curve.loss[STEPS]
         return Outcome(PASSED if last < first - 0.1 else FAILED, f"loss {first:.4f} at first, {last:.4f} at the end")
 
     def check_like_single(self, strategy: str, processes: int, *settings: str, name: str, precision: str) -> Outcome:
@@ -315,7 +324,8 @@ export: {{dtype: fp32}}
 
     def check_kill(self) -> Outcome:
         """Killed in a step and started again, the run is the unbroken one to the last bit."""
-        reference, run = self.reference(), self.folder / "killed"
+        reference = self.reference()
+        run = self.folder / "killed"
         shutil.rmtree(run, ignore_errors=True)
         command = ["train.py", "--config", str(self.recipe()), "--output", str(run)]
         if problem := self._kill_after(run, KILL_AFTER_STEP, command):

@@ -61,8 +61,11 @@ class Curve:
         from pretrain.data.batches import read_windows, windows_of
         from pretrain.data.shards import open_shards
 
-        self._path, self._seconds, self._loss = given.output / f"{given.peer}.json", 60 * given.minutes, loss
-        reader, window = open_shards(given.shards, "validation"), WindowSpec(given.window, document_mask=False)
+        self._path = given.output / f"{given.peer}.json"
+        self._seconds = 60 * given.minutes
+        self._loss = loss
+        reader = open_shards(given.shards, "validation")
+        window = WindowSpec(given.window, document_mask=False)
         starts = windows_of(reader, window, VALIDATION_TOKENS // given.window)
         ids_BT = torch.from_numpy(read_windows(reader, starts, window, len(starts)))
         pieces_BT = [ids_BT[:, at : at + length + 1] for at in range(0, given.window, length)]
@@ -116,7 +119,9 @@ def train_nanogpt(given: argparse.Namespace) -> None:
         return model(ids_BT[:, :-1], ids_BT[:, 1:]).item()
 
     curve = Curve(given, given.shape.sequence_length, validation_loss)
-    total, step, began = math.inf, 0, time.monotonic()
+    total = math.inf
+    step = 0
+    began = time.monotonic()
     while step < total:
         if step == TIMED_STEPS:
             spent = _seconds_of_process()
@@ -186,17 +191,20 @@ def train_groundwork(given: argparse.Namespace) -> tuple[list[tuple[float, float
     from pretrain_tools.planning.sized_recipe import Machine, Prepared, SizedRecipe
     from pretrain_tools.planning.sizing import choose_sizing, padded
 
-    run, path = given.output / "groundwork", given.output / "groundwork.yaml"
+    run = given.output / "groundwork"
+    path = given.output / "groundwork.yaml"
     kept = given.output / "groundwork.json"
     if not kept.exists():
-        prepared, machine = Prepared.read(given.shards), Machine.measured(given.minutes)
+        prepared = Prepared.read(given.shards)
+        machine = Machine.measured(given.minutes)
         vocabulary = padded(prepared.vocabulary)
         sizing = choose_sizing(machine.flops, prepared.training_tokens, vocabulary, machine.most_parameters)
         model = given.output / "groundwork_model.json"
         recipe = SizedRecipe(run, model, given.shards, machine, prepared, sizing)
         model.write_text(sizing.shape.json_text)
         path.write_text(recipe.text("# bench/time_to_loss.py"))
-        chosen, length = sizing.shape, sizing.shape.sequence_length
+        chosen = sizing.shape
+        length = sizing.shape.sequence_length
         every = max(1, sizing.steps // MEASUREMENTS)
         began = time.time()
         command = [sys.executable, "train.py", "--config", str(path), "--validation.every_steps", str(every)]

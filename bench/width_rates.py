@@ -29,8 +29,12 @@ from pretrain.model.width_roles import initial_scales  # noqa: E402
 from pretrain.optim.optimizers import OPTIMIZERS, ModelShapes  # noqa: E402
 
 RESULTS = ROOT / "bench" / "width_rates.json"
-WIDTHS, BASE = (64, 128, 256, 512), 64
-STEPS, WARMUP, SEQUENCES, LENGTH = 60, 6, 8, 64
+WIDTHS = (64, 128, 256, 512)
+BASE = 64
+STEPS = 60
+WARMUP = 6
+SEQUENCES = 8
+LENGTH = 64
 STEP = 2.0
 """Between two rates."""
 FIRST = {"adamw": 2**-7, "muon": 2**-6}
@@ -52,7 +56,8 @@ def train(optimizer: str, transfer: str, width: int, rate: float, reader: ShardR
             parameter *= scales.get(name, 1.0)
     spec = OPTIMIZERS[optimizer](ModelShapes.of(model, settings))
     built = spec.make(list(model.named_parameters()), settings, rate, 1, "cpu")
-    random, losses = np.random.default_rng(1), []
+    random = np.random.default_rng(1)
+    losses = []
     ids_BT = np.zeros((SEQUENCES, LENGTH + 1), np.int64)
     for step in range(STEPS):
         for row, start in zip(ids_BT, random.integers(0, reader.tokens - LENGTH, SEQUENCES), strict=True):
@@ -108,7 +113,8 @@ def main() -> None:
         return
     if not given.shards:
         parser.error("--shards: the folder of shards to train on")
-    reader, end = open_shards(given.shards, "train"), time.monotonic() + 60 * given.minutes
+    reader = open_shards(given.shards, "train")
+    end = time.monotonic() + 60 * given.minutes
     for width in given.widths:
         for optimizer, first in FIRST.items():
             for transfer in ("mup", "none"):

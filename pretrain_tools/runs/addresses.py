@@ -105,7 +105,8 @@ def _in_run(text: str, run: Path, selector: str) -> list[ModelAddress]:
         step = best_step(checkpoints)
         if step is None:
             raise InputError(f"--model {text}: no checkpoint there has a validation loss; steps there: {available}")
-        text, selector = f"{run}@{step}", str(step)
+        text = f"{run}@{step}"
+        selector = str(step)
     if not selector.isdecimal():
         raise InputError(
             f"--model {text}: after @ comes a step, best or all (got {selector!r}); steps there: {available}"
