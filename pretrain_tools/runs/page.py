@@ -279,7 +279,7 @@ class PageRequest(BaseHTTPRequestHandler):
             self._answer_json(HTTPStatus.NOT_FOUND, {"problem": f"{url.path}: nothing is there"})
 
     def do_POST(self) -> None:
-        """Sends a command to a run and responds with its answer. The body is JSON with `run` (number) and `command`."""
+        """Sends a command to a run and responds with its answer. Body: JSON with `run` (number) and `command`."""
         length = self.headers.get("Content-Length", "")
         if not length.isdecimal() or int(length) > MOST_REQUEST_BYTES:
             self.close_connection = True  # the body stays unread, and would be taken for the next request

@@ -269,8 +269,8 @@ def draw_score_by_run(axis: Any, runs: Sequence[PlottedRun], name: str) -> None:
         value = columns["value"][-1]
         error = columns["standard_error"][-1]
         axis.errorbar([place], [value], yerr=[error or 0.0], color=color_of(number), marker="o", capsize=4)
-        beside = {"textcoords": "offset points", "xytext": (8, 0), "va": "center", "fontsize": 9}
-        axis.annotate(f"{value:.4g}", (place, value), **beside)
+        offset = {"textcoords": "offset points", "xytext": (8, 0), "va": "center", "fontsize": 9}
+        axis.annotate(f"{value:.4g}", (place, value), **offset)
     axis.set_xticks(range(len(measured)), [label for _, label, _ in measured])
     axis.set_xlim(-0.7, len(measured) - 0.3)
 
