@@ -96,7 +96,7 @@ class Ladder:
     rungs: list[Rung]
     law: ScalingLaw
     count: str
-    """What N counts: matrix (non-embedding parameters) or total."""
+    """Parameters that N counts: matrix (non-embedding) or total."""
     backtest: Prediction | None
     """Prediction of the largest rung by a fit without its size; None for fewer than LEAST_SIZES sizes."""
     predictions: list[Prediction]

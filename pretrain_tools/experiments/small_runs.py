@@ -121,7 +121,7 @@ def read_outcome(run: SmallRun) -> RunOutcome:
 
 
 def device_slots(parallel: int | None) -> list[dict[str, str]]:
-    """Returns the environment variables of parallel runs: `parallel` of them, by default one per GPU, or one on the CPU.
+    """Returns the environment variables of parallel runs: `parallel` runs, by default one per GPU, or one on the CPU.
 
     If there are more runs than GPUs, they share the GPUs; on the CPU they share the cores.
     """
