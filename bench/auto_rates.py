@@ -1,12 +1,13 @@
-"""Sweeps of the learning rate for models of 1M to 30M parameters, beside what `learning_rate: auto` gives them.
+"""Compares `learning_rate: auto` with sweeps of the learning rate, for models of 1M to 30M parameters.
 
     python bench/auto_rates.py --shards data/english --minutes 60
     python bench/auto_rates.py --table
 
-Trains Llamas on shards of a 4,096-token vocabulary at factors of `auto`, for AdamW and Muon, 200 to 500 steps each,
-the smallest first, and adds each final validation loss to bench/auto_rates.json; then Muon at its best rate with a
-share of the steps, until that is no better than AdamW's best. Run it again to go on: what is there is not repeated.
-`--table` prints Markdown: the best rates, how much auto's loss is above the best one's, and the steps that Muon needs.
+Trains Llamas on shards with a 4,096-token vocabulary, for AdamW and Muon, 200 to 500 steps each, the smallest model
+first, and adds each final validation loss to bench/auto_rates.json. Then trains Muon at its best learning rate for a
+share of the steps, until it is no better than AdamW's best. Run it again to continue; existing results are kept.
+`--table` prints Markdown: the best learning rates, how far the loss of auto is above the best, and the steps that Muon
+needs.
 """
 
 import argparse
@@ -31,14 +32,17 @@ RESULTS = ROOT / "bench" / "auto_rates.json"
 VOCABULARY = 4096
 LENGTH = 256
 FACTORS = (1.0, 1.7, 0.6)
-"""Of AdamW's rate by law; then outwards in steps of 1.7 until the best rate has a worse one on either side."""
+"""Learning rates to try first, as multiples of `centre`.
+
+The sweep then extends in steps of 1.7 until the best learning rate has a worse neighbor on both sides.
+"""
 SHARES = (0.6, 0.4)
-"""Of the steps, for Muon at its best rate; the second where the first still ends below AdamW's best."""
+"""Shares of the steps for Muon at its best learning rate; the second if the first still ends below AdamW's best."""
 
 
 @dataclass(frozen=True)
 class Size:
-    """A Llama with a tied head, and the tokens that it is swept on."""
+    """A Llama with a tied head, and the number of tokens it trains on."""
 
     layers: int
     width: int
@@ -77,13 +81,13 @@ SIZES = {
 
 @dataclass(frozen=True)
 class Point:
-    """One run."""
+    """The result of one run."""
 
     size: str
     optimizer: str
     learning_rate: float
     loss: float
-    """Of the validation split, in nats per token, at the end."""
+    """Final validation loss in nats per token."""
     parameters: int
     tokens: int
     tokens_per_step: int
@@ -98,7 +102,10 @@ def write_points(points: list[Point]) -> None:
 
 
 def centre(size: Size) -> float:
-    """Of the sweep, for either optimizer: a published law for AdamW, whatever the batch and what auto becomes."""
+    """Returns the center of the sweep for both optimizers, from a published scaling law for AdamW.
+
+    It must not depend on `auto`: results of an earlier sweep stay valid when the rule for `auto` changes.
+    """
     return 0.00235 * (size.parameters / 108e6) ** (-1 / 3)
 
 
@@ -132,15 +139,15 @@ def train(name: str, optimizer: str, rate: float, share: float, shards: str) -> 
 
 
 def sweep_of(name: str, optimizer: str, points: list[Point], share: float = 1.0) -> list[Point]:
-    """The points of one size, optimizer and number of steps."""
+    """Returns the points of one size, optimizer and share of the steps."""
     of = (name, optimizer, round(share * SIZES[name].tokens))
     return [point for point in points if (point.size, point.optimizer, point.tokens) == of]
 
 
 def next_rate(name: str, optimizer: str, points: list[Point]) -> float | None:
-    """The next rate to try: a row of factors, then outwards while the best is at an end or auto's is beyond it.
+    """Returns the next learning rate to try: first FACTORS, then outward.
 
-    None: the sweep is done.
+    Continues while the best learning rate is at an end of the sweep, or auto's is outside. None: the sweep is done.
     """
     rates = {p.learning_rate: p.loss for p in sweep_of(name, optimizer, points)}
     law = centre(SIZES[name])
@@ -157,7 +164,7 @@ def next_rate(name: str, optimizer: str, points: list[Point]) -> float | None:
 
 
 def next_share(name: str, points: list[Point]) -> tuple[float, float] | None:
-    """(rate, share of the steps) of the next shorter run of Muon; None: none is left, or wanted any more."""
+    """Returns (learning rate, share of the steps) of the next shorter Muon run; None if no more are needed."""
     worst = best_of(sweep_of(name, "adamw", points))[1]
     best = min(sweep_of(name, "muon", points), key=lambda point: point.loss)
     for share in SHARES:
@@ -170,7 +177,10 @@ def next_share(name: str, points: list[Point]) -> tuple[float, float] | None:
 
 
 def steps_needed(name: str, points: list[Point]) -> float | None:
-    """Share of the steps after which Muon is at AdamW's best loss, linear in its logarithm; None: not measured."""
+    """Returns the share of the steps after which Muon reaches AdamW's best loss; None if not measured.
+
+    Interpolates linearly in the logarithm of the share.
+    """
     goal = best_of(sweep_of(name, "adamw", points))[1]
     losses = [(1.0, min(point.loss for point in sweep_of(name, "muon", points)))]
     losses += [(share, p.loss) for share in SHARES for p in sweep_of(name, "muon", points, share)]
@@ -181,7 +191,10 @@ def steps_needed(name: str, points: list[Point]) -> float | None:
 
 
 def best_of(points: list[Point]) -> tuple[float, float]:
-    """(rate, loss) at the lowest of a parabola in the rate's logarithm through the best point and its neighbours."""
+    """Returns (learning rate, loss) at the minimum of a parabola through the best point and its neighbors.
+
+    The parabola is in the logarithm of the learning rate.
+    """
     points = sorted(points, key=lambda point: point.learning_rate)
     at = min(range(len(points)), key=lambda index: points[index].loss)
     if at in (0, len(points) - 1):
@@ -190,7 +203,7 @@ def best_of(points: list[Point]) -> tuple[float, float]:
 
 
 def lowest(left, middle, right) -> tuple[float, float]:
-    """(e^x, y) at the lowest of the parabola through three points."""
+    """Returns (e^x, y) at the minimum of the parabola through three points (x, y)."""
     x0, y0 = left
     x1, y1 = middle
     x2, y2 = right
@@ -202,7 +215,7 @@ def lowest(left, middle, right) -> tuple[float, float]:
 
 
 def loss_at(points: list[Point], rate: float) -> float | None:
-    """The loss at a rate between those swept, linear in its logarithm; None outside."""
+    """Interpolates the loss at a learning rate, linearly in its logarithm; None outside the sweep."""
     points = sorted(points, key=lambda point: point.learning_rate)
     for a, b in itertools.pairwise(points):
         if a.learning_rate <= rate <= b.learning_rate:
@@ -270,7 +283,7 @@ def main() -> None:
         while time.monotonic() < end:
             points = read_points()
             wanted = {o: rate for o in given.optimizers if (rate := next_rate(name, o, points)) is not None}
-            if wanted:  # by turns, so that both optimizers have as many points
+            if wanted:  # the optimizer with fewer points, so that both have equally many
                 optimizer = min(wanted, key=lambda o: len(sweep_of(name, o, points)))
                 rate = wanted[optimizer]
                 share = 1.0

@@ -1,9 +1,10 @@
-"""What an average of the weights costs: CPU seconds of a step with and without, by turns. Prints Markdown.
+"""Measures the cost of weight averaging: CPU seconds of a step with and without it. Prints Markdown.
 
     OMP_NUM_THREADS=1 python bench/averaging.py --config recipes/demo.yaml --every_steps 10
 
-A turn is --every_steps steps of the recipe in one process, after which the average is updated once or not at all. CPU
-seconds are this process's own, whatever else runs; on a GPU they are those of the clock.
+Measurements with and without an average alternate. Each is --every_steps steps of the recipe in one process, followed
+by one update of the average or none. CPU seconds count only this process, whatever else runs; on a GPU, wall time is
+used.
 """
 
 import argparse
@@ -22,7 +23,7 @@ from pretrain_tools.planning.calibration import FIRST_STEPS, Steps  # noqa: E402
 
 
 def seconds_of(work, is_cuda: bool) -> float:
-    """Of the processor, or with a GPU of the clock, whose work `Steps` waits for."""
+    """Measures CPU seconds, or on a GPU wall time including the GPU's work."""
     import torch
 
     clock = time.perf_counter if is_cuda else time.process_time

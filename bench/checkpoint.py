@@ -1,9 +1,9 @@
-"""How long training waits for a checkpoint, written in the foreground and in the background.
+"""Measures how long training waits for a checkpoint, written in the foreground and in the background.
 
     python bench/checkpoint.py [--folder runs]
 
-Trains a Llama of 308M parameters in fp32 in one process: weights and both of Adam's moments are copied, written,
-synced and hashed, while steps go on. Needs 10 GB of memory and 12 GB of disk.
+Trains a Llama with 308M parameters in fp32 in one process. Weights and both of Adam's moments are copied, written,
+synced and hashed while training continues. Needs 10 GB of memory and 12 GB of disk.
 """
 
 import argparse
@@ -26,7 +26,7 @@ GEOMETRY = {
     "tie_word_embeddings": True,
 }
 TOKENS = 128
-"""In a step: few, so that steps are short beside a save."""
+"""Tokens of a step; few, so that steps are short compared with a save."""
 STEPS_ALONE = 3
 SAVES = 4
 

@@ -1,4 +1,4 @@
-"""A GPT in plain PyTorch, as people write it who train without a toolkit: a peer for the benchmarks.
+"""A GPT in plain PyTorch, as written without a toolkit: a baseline for the benchmarks.
 
 Shapes: B sequences, T positions, D hidden width, H heads.
 """
@@ -35,7 +35,7 @@ class Block(nn.Module):
 
 
 class PlainGPT(nn.Module):
-    """Learned positions, tied head, GPT-2's initial weights; the loss from whole logits."""
+    """GPT-2 with learned positions, tied head and GPT-2's initialization; computes the loss from full logits."""
 
     def __init__(self, shape: Shape):
         super().__init__()
@@ -53,7 +53,7 @@ class PlainGPT(nn.Module):
         self.head.weight = self.tokens.weight
 
     def forward(self, input_ids_BT: Tensor, targets_BT: Tensor) -> Tensor:
-        """Mean cross-entropy."""
+        """Returns the mean cross-entropy in nats per token."""
         positions_T = torch.arange(input_ids_BT.shape[1], device=input_ids_BT.device)
         x_BTD = self.tokens(input_ids_BT) + self.positions(positions_T)
         for block in self.blocks:

@@ -1,10 +1,11 @@
-"""Loss against learning rate at widths 64 to 512, with and without `width_transfer: mup`.
+"""Measures the loss by learning rate at widths 64 to 512, with and without `width_transfer: mup`.
 
     python bench/width_rates.py --shards data/english --minutes 60
     python bench/width_rates.py --table
 
 Trains two-layer Llamas with an untied head for sixty steps and adds each loss, the mean of the last ten steps, to
-bench/width_rates.json; run it again to go on. Narrow models come first, and rates around the best one found so far.
+bench/width_rates.json. Run it again to continue. Starts with narrow models, and tries learning rates around the best
+one so far.
 """
 
 import argparse
@@ -36,12 +37,15 @@ WARMUP = 6
 SEQUENCES = 8
 LENGTH = 64
 STEP = 2.0
-"""Between two rates."""
+"""Ratio of neighboring learning rates."""
 FIRST = {"adamw": 2**-7, "muon": 2**-6}
 
 
 def train(optimizer: str, transfer: str, width: int, rate: float, reader: ShardReader) -> float:
-    """Loss in nats per token, the mean of the last ten steps; the rate falls linearly to zero."""
+    """Trains a model and returns its loss in nats per token, the mean of the last ten steps.
+
+    The learning rate decays linearly to zero.
+    """
     config = LlamaConfig(
         vocab_size=reader.manifest.vocabulary_size, hidden_size=width, intermediate_size=5 * width // 2,
         num_hidden_layers=2, num_attention_heads=width // 32, head_dim=32, tie_word_embeddings=False,
@@ -77,7 +81,10 @@ def train(optimizer: str, transfer: str, width: int, rate: float, reader: ShardR
 
 
 def next_rate(found: dict[float, float], first: float) -> float | None:
-    """Outwards from the first one until the best has a worse neighbour on either side; None: done."""
+    """Returns the next learning rate: outward from the first, until the best has a worse neighbor on both sides.
+
+    None: done.
+    """
     if not found:
         return first
     best = min(found, key=found.get)

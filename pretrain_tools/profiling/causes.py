@@ -105,7 +105,7 @@ class Evidence:
 
     @cached_property
     def communication(self) -> float:
-        """Seconds per step in which no rank computes and none is late: each phase's minimum blocked time over ranks."""
+        """Seconds per step in which no rank computes or is late: the minimum blocked time over ranks, by phase."""
         if len(self.ranks) == 1:
             return 0.0
         blocked = [rank.typical_parts("blocked_in") for rank in self.ranks]
