@@ -93,6 +93,7 @@ def train(trial: Trial, given: argparse.Namespace) -> dict[str, float]:
     model = given.output / f"{trial.family.replace(', ', '_')}.json"
     model.write_text(json.dumps(FAMILIES[trial.family] | {"vocab_size": vocabulary}))
     flops = TOKENS_PER_STEP * flops_per_token(load_model_config(str(model)), SEQUENCE_LENGTH)
+    # Equal FLOPs for all families: a cheaper one trains on more tokens.
     steps = round(given.flops / flops)
     run = given.output / trial.name
     settings = {

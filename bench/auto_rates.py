@@ -152,6 +152,7 @@ def next_rate(name: str, optimizer: str, points: list[Point]) -> float | None:
     rates = {p.learning_rate: p.loss for p in sweep_of(name, optimizer, points)}
     law = centre(SIZES[name])
     for factor in FACTORS:
+        # A learning rate within about 20% of a factor counts as tried.
         if not any(abs(math.log(rate / law / factor)) < 0.2 for rate in rates):
             return float(f"{law * factor:.3g}")
     best = min(rates, key=rates.get)

@@ -66,6 +66,7 @@ def main() -> None:
             "optimizer": TensorGroup.of(moments),
         }
 
+    # Creates the optimizer's state, and is not timed.
     step()
     alone = statistics.median(step() for _ in range(STEPS_ALONE))
     parameters = sum(p.numel() for p in model.parameters())

@@ -70,7 +70,7 @@ class Contestant:
             env={**os.environ, "WANDB_MODE": "offline"},
             stdout=log,
             stderr=log,
-            start_new_session=True,
+            start_new_session=True,  # a process group of its own: signals reach its children, too
         )
         log.close()
         self.start_seconds = self._wait_for(1, START_SECONDS)[0]["time"] - began

@@ -60,6 +60,7 @@ def keys_gathered(query: Tensor, key: Tensor, value: Tensor, *, attends: bool = 
     ordered = torch.cat([gathered[:, 0], gathered[:, 1].flip(0)])  # by chunk number
     key, value = (x.movedim(0, 2).flatten(2, 3) for x in ordered.unbind(1))
     if not attends:
+        # The term with factor 0 keeps key and value in the graph, so that backward communicates as well.
         return query.transpose(1, 2) * 1.0 + 0.0 * (key.sum() + value.sum())
     outputs = []
     for number, chunk in zip((rank, 2 * parts - 1 - rank), query.chunk(2, dim=2), strict=True):

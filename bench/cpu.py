@@ -148,6 +148,7 @@ def main() -> int:
         with tempfile.TemporaryDirectory(prefix="groundwork-bench-") as folder:
             every = REPORT_EVERY.get(name, 1)
             contestants = contestants_of(given.contestants, shape, Path(folder), given.set, every, precision)
+            # Measured before and after, because the clock speed may change during the benchmark.
             peaks = [measured_matrix_flops(dtype)]
             hold(contestants, ROOT, rounds=given.rounds, reports=max(1, given.steps // every))
             peaks.append(measured_matrix_flops(dtype))

@@ -184,8 +184,8 @@ class Worker:
     def run(self, check: Callable[..., Outcome], *arguments: Any) -> Outcome:
         """Runs a check and returns its outcome; FAILED if it raises, dies or hangs."""
         if self._pool is None:
-            spawn = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
-            ignore = (signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches it too
+            spawn = multiprocessing.get_context("spawn")  # CUDA cannot be used in a forked process
+            ignore = (signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the worker, too; the parent ends it
             self._pool = concurrent.futures.ProcessPoolExecutor(1, spawn, signal.signal, ignore)
         try:
             return self._pool.submit(check, *arguments).result(WORKER_SECONDS)

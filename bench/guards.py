@@ -104,6 +104,7 @@ def train_and_time(report: Path, steps: int) -> None:
     def timed(run, *arguments, settle, **named):
         begun.append(time.perf_counter())
         outcome = after_step(run, *arguments, settle=settle, **named)
+        # With settle, the step is logged or saved and the call waits for it; that time does not count.
         if not settle:
             seconds.append(time.perf_counter() - begun[-1])
         if len(begun) == WARM_UP_STEPS + steps + 1:

@@ -121,6 +121,7 @@ def train_loop(arguments: argparse.Namespace) -> None:
 
     if arguments.compile:
         model.compile(dynamic=False)
+    # As in nanoGPT: weight decay for matrices and embeddings, none for biases and norms.
     decayed = [p for p in model.parameters() if p.dim() >= 2]
     others = [p for p in model.parameters() if p.dim() < 2]
     groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]

@@ -46,6 +46,7 @@ class PlainGPT(nn.Module):
         self.head = nn.Linear(shape.hidden_size, shape.vocabulary_size, bias=False)
         for name, parameter in self.named_parameters():
             if parameter.dim() == 2:
+                # GPT-2 scales projections into the residual stream by 1 / sqrt(number of such projections).
                 residual = name.endswith(("out.weight", "down.weight"))
                 nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * shape.layers) if residual else 0.02)
             elif name.endswith("bias"):

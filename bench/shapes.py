@@ -97,6 +97,7 @@ def write_shards(folder: Path, vocabulary_size: int, tokens: int, seed: int = 0)
     """
     random = np.random.default_rng(seed)
     folder.mkdir(parents=True)
+    # IDs start at 1: 0 ends a document.
     ids = 1 + random.zipf(1.2, tokens) % (vocabulary_size - 1)
     lengths = 1 + random.lognormal(np.log(MEAN_DOCUMENT_TOKENS) - 0.5, 1.0, tokens).astype(np.int64)
     ends = np.cumsum(lengths) - 1

@@ -90,6 +90,7 @@ class Curve:
 
 
 def _seconds_of_process() -> float:
+    """Returns the seconds since the process was created, including imports, for which a user waits as well."""
     import psutil
 
     return time.time() - psutil.Process().create_time()
@@ -126,6 +127,7 @@ def train_nanogpt(given: argparse.Namespace) -> None:
         if step == TIMED_STEPS:
             spent = _seconds_of_process()
             total = step + steps_left(given, (time.monotonic() - began) / step, spent)
+        # nanoGPT's schedule: 100 warmup steps, then a cosine from 1e-3 to 1e-4.
         progress = 0.0 if math.isinf(total) else max(0.0, step - 100) / max(1, total - 100)
         rate = min(1.0, (step + 1) / 100) * (1e-4 + 9e-4 * 0.5 * (1 + math.cos(math.pi * min(1.0, progress))))
         for group in optimizer.param_groups:
@@ -180,6 +182,7 @@ def train_run_clm(given: argparse.Namespace) -> None:
     began = time.monotonic()
     trainer(TIMED_STEPS, []).train()
     seconds_per_step = (time.monotonic() - began) / TIMED_STEPS
+    # The timed steps only set the number of steps; training starts again from the initial weights.
     model.load_state_dict(first)
     trainer(steps_left(given, seconds_per_step, _seconds_of_process()), [Measures()]).train()
     curve.measure()

@@ -77,6 +77,7 @@ def train(optimizer: str, transfer: str, width: int, rate: float, reader: ShardR
         built.zero_grad()
         losses.append(loss.item())
     mean = sum(losses[-10:]) / 10
+    # A diverged run gets a large finite loss, because NaN could not be compared, nor written as JSON.
     return mean if math.isfinite(mean) else 99.0
 
 

@@ -169,6 +169,7 @@ def points_of_run(history: History, count: str, intermediate: bool) -> list[Ladd
         loss = event.get("loss")
         losses.setdefault(event["step"], {})[str(event["source"])] = loss if is_number(loss) else math.inf
     last = max(losses)
+    # Stored as settings so that `comparability_problems` and `rungs_of` compare them as well.
     settings |= {"the tokenizer": sorted(map(str, tokenizers)), "the validation sources": sorted(losses[last])}
     tokens = {event["step"]: event["tokens"] for event in history.of("train")}
     steps = [last]

@@ -204,6 +204,7 @@ def draw_ladder(ladder: Ladder, path: Path) -> None:
     rungs = ladder.rungs
     law = ladder.law
     logs = np.log([[rung.parameters, rung.tokens] for rung in rungs]).T
+    # The curve follows the ladder: tokens as a power of N, fitted to the rungs.
     slope, offset = np.polyfit(*logs, 1) if len(rungs) > 1 else (1.0, 0.0)
     largest = max([logs[0].max(), *(math.log(one.parameters) for one in ladder.predictions)])
     sizes = np.exp(np.linspace(logs[0].min(), largest, 60))

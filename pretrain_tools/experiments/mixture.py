@@ -105,6 +105,7 @@ def sources_to_mix(config: RunConfig, count: int) -> list[Source]:
 
 def candidate_weights(own: NDArray, count: int) -> NDArray[np.float64]:
     """Returns candidate weights, shape (count, k): the recipe's own first, then random ones with a fixed seed."""
+    # A fixed seed, because the same command must continue with the same mixtures.
     random = np.random.default_rng(0)
     own = own / own.sum()
     candidates = [own]
@@ -140,6 +141,7 @@ def fit_mixture(weights: NDArray, losses: NDArray, strength: float) -> MixtureFi
     y_mean = y.mean(axis=0)
     x = x - x_mean
     y = y - y_mean
+    # The penalty grows with the number of runs, so that a strength means the same for any number.
     slopes = np.linalg.solve(x.T @ x + strength * len(x) * np.eye(x.shape[1]), x.T @ y).T
     return MixtureFit(slopes, y_mean - slopes @ x_mean)
 

@@ -101,6 +101,7 @@ def read_outcome(run: SmallRun) -> RunOutcome:
     state = "unfinished" if events else "new"
     if code == EXIT_NUMERIC:
         state = "diverged"
+    # The exit code alone is not enough: the export may have been deleted or damaged since.
     if code == 0 and (run.output / "final" / SEAL_FILE).is_file():
         state = "finished"
     losses: dict[int, list[float]] = {}
@@ -268,6 +269,7 @@ def start_training(run: SmallRun, pause_at: int | None, slot: int, environment: 
     record = run.folder / "slots" / f"{slot}.json"
     for folder in (record.parent, run.log.parent):
         folder.mkdir(parents=True, exist_ok=True)
+    # Written before the start, so that the next caller finds the run even if this one is killed in between.
     write_durably(record, json.dumps({"run": run.name}))
     pause = ["--checkpoint.pause_at", str(pause_at)] if pause_at else []
     with open(run.log, "ab") as log:

@@ -140,6 +140,7 @@ class Sweep:
             point = point_of(self.request, settings)
         except InputError as error:
             raise InputError(f"trial {len(recorded)}, {settings}: {error}; narrow the range") from None
+        # Recorded before the runs start, so that a killed search knows all its trials.
         write_durably(self.request.output / TRIALS_FILE, json.dumps(recorded, indent=1))
         self._add(point)
 
@@ -233,6 +234,7 @@ def pick_settings(request: SweepRequest, results: Sequence[PointResult], active:
         study.add_trial(create_trial(state=state, params=params, distributions=distributions, value=value))
     tried = [result.settings for result in results]
     settings = {}
+    # Different proposals may round to settings that were tried; give up after 100 and repeat one.
     for _ in range(100):
         params = study.ask(distributions).params
         settings = {path: f"{value:.3g}" if isinstance(value, float) else str(value) for path, value in params.items()}

@@ -308,6 +308,7 @@ def seal_plan(request: SweepRequest, configs: Sequence[RunConfig], plans: Sequen
     identity = [{k: v for k, v in plan.identity.items() if k.startswith(("model", "data."))} for plan in plans]
     first_seed = None if "seed" in varied else configs[0].seed
     plan = {**PLAN_FORMAT, **request.described, "first_seed": first_seed, "recipe": base, "identity": identity}
+    # Tuples become lists, as in the plan read from the file.
     plan = json.loads(json.dumps(plan))
     path = request.output / PLAN_FILE
     if not path.is_file():

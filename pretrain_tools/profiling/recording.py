@@ -145,6 +145,7 @@ class Recording:
         self._swapped = pages_swapped_in()
         self._retries = self._count_retries()
         if self.on_device:
+            # These names are private, but torch documents them for memory snapshots and has no public ones.
             torch.cuda.memory._record_memory_history(stacks="python", max_entries=MEMORY_EVENTS)
 
     def begin_block(self, step: int, align: Callable[[], None]) -> None:
@@ -263,6 +264,7 @@ class Recording:
         }
 
     def _memory(self) -> dict[str, float]:
+        # ru_maxrss is in bytes on macOS and in KiB on Linux.
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
         found = {"resident_peak": peak, "swapped_per_step": self._per_step(pages_swapped_in() - self._swapped)}
         if self.on_device:
@@ -304,6 +306,7 @@ def compilations_since(began: float) -> list[dict[str, Any]]:
     """Returns place, reason and seconds of every compilation by torch.compile since `began` (seconds since 1970)."""
     if "torch._dynamo" not in sys.modules:
         return []
+    # Private, but the only source of recompilation reasons besides the log.
     from torch._dynamo.utils import get_compilation_metrics
 
     return [

@@ -161,6 +161,7 @@ def read_events(profiler: Any) -> list[TraceEvent]:
     from torch.autograd import DeviceType
 
     found = []
+    # The raw events: profiler.events() would build a tree of Python objects, which is slow for so many.
     for event in profiler.profiler.kineto_results.events():
         name = event.name()
         on_device = event.device_type() != DeviceType.CPU

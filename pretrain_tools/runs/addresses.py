@@ -49,6 +49,7 @@ def find_models(text: str) -> list[ModelAddress]:
     Raises InputError if it does not exist; the message lists what exists instead.
     """
     folder = Path(text).expanduser()
+    # An existing folder takes precedence, so that folders with @ in their name work.
     if folder.is_dir():
         return [_in_folder(text, folder)]
     base, _, selector = text.rpartition("@")
@@ -82,6 +83,7 @@ def _in_folder(text: str, folder: Path) -> ModelAddress:
         raise InputError(
             f"--model {text}: neither a model folder (no config.json) nor a run with final/ or checkpoints/ in it"
         )
+    # Newest first. _intact is lazy, so checkpoints older than the one returned are not verified.
     for step, checkpoint in _intact(dict(reversed(checkpoints.items()))):
         return _describe(f"{text.rstrip('/')}@{step}", checkpoint)
     raise InputError(f"--model {text}: {folder} has no intact checkpoint; train it further, or restore one")

@@ -153,6 +153,7 @@ def summary_text(history: History, status: RunStatus) -> str:
     total = start.get("parameters")
     active = start.get("active_parameters")
     parameters = _text(total, ", {:,} parameters") or ""
+    # Only MoE models have fewer active parameters than parameters.
     parameters += (_text(active, ", {:,} active") or "") if active != total else ""
     data = [str(value) for key, value in settings.items() if key.startswith("data.") and key.endswith(".shards")]
     optim = {key: settings.get(f"optim.{key}") for key in ("name", "learning_rate", "schedule", "warmup_steps")}

@@ -91,6 +91,7 @@ class Curves:
 
     def _go_back(self, step: int) -> None:
         # Later steps are trained again, so measurements taken at them no longer describe the model.
+        # searchsorted works because steps ascend: whatever a repeat superseded is already deleted.
         kept = int(np.searchsorted(np.array(self.train["step"]), step, "right"))
         for values in self.train.values():
             del values[kept:]

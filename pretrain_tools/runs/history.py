@@ -115,6 +115,7 @@ def _stderr_of(metric: str) -> str:
 
 
 def is_number(value: object) -> bool:
+    # bool is a subclass of int.
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
@@ -208,6 +209,7 @@ def count_hours(events: list[Event], since: tuple[float, float | None] = (0.0, N
     for event in events:
         now = event.get("time")
         if is_number(now) and event["event"] not in BESIDE:
+            # The time before a `start` is the gap between two processes. max: the clock may have been set back.
             if previous is not None and event["event"] != "start":
                 elapsed += max(0.0, now - previous)
             previous = now
@@ -238,6 +240,7 @@ def _drop_after(current: list[Event], step: int) -> None:
     first = len(current)
     while first and not (current[first - 1]["event"] == "train" and (current[first - 1].get("step") or 0) <= step):
         first -= 1
+    # Events such as checkpoint or warning stay, because they did happen; only curves must be single-valued.
     current[first:] = [e for e in current[first:] if e["event"] not in CURVES or (e.get("step") or 0) <= step]
 
 
@@ -261,6 +264,7 @@ def read_end(run: Path, *, lines: int = 2000, look_back_bytes: int = 1 << 22) ->
         file.seek(begin)
         # A read that does not begin at byte 0 usually begins in the middle of a line: drop that line.
         all_lines = file.read().split(b"\n")[1 if begin else 0 :]
+    # Compare the prefix instead of parsing: `event` is always written first, and parsing 4 MB of JSON is slow.
     validations = [line for line in all_lines[:-lines] if line.startswith(b'{"event": "validation"')]
     return current_events(parse_lines([*validations[-MOST_SOURCES:], *all_lines[-lines:]]))
 

@@ -52,6 +52,7 @@ class LogFollower:
             begins_within_a_line = is_another and self._offset > 0
             file.seek(self._offset)
             whole, end, _ = file.read().rpartition(b"\n")
+        # Everything after the last newline is an incomplete line and is read again.
         self._offset += len(whole) + len(end)
         lines = whole.split(b"\n")[1 if begins_within_a_line else 0 :]
         if is_another and self._last is not None:
@@ -85,12 +86,14 @@ class LiveRun:
         events, is_another = self._log.read()
         if is_another:
             self._events = []
+            # The end of a long log may lack the last `start`, which has the number of steps.
             if not any(event["event"] == "start" for event in events):
                 events = [*filter(None, [last_start(self.folder)]), *events]
         self._events = newest_events(current_events([*self._events, *events]))
         before = self.status
         self.status = status_from(self.folder, self._events)
         self.logged = time.time() - self.status.age_seconds
+        # The age always changes and must not count as a change.
         return before is None or replace(before, age_seconds=0.0) != replace(self.status, age_seconds=0.0)
 
 
@@ -147,6 +150,7 @@ class LiveRuns:
         found = [self.folder] if is_run else find_runs(self.folder) if os.path.isdir(self.folder) else []
         for folder in found:
             if folder not in self._runs:
+                # Numbers are not reused, so a stale page cannot control a different run.
                 self._runs[folder] = LiveRun(folder, self._numbers)
                 self._numbers += 1
         self._found = time.monotonic()

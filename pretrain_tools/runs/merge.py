@@ -80,6 +80,7 @@ def merge_models(texts: list[str], *, last: int | None, weights: str, output: Pa
     group = problems.attempt(mean_of, names, folders, "model" if weights == "raw" else "average")
     problems.stop_if_any()
     require_room(output, group)
+    # Write to a hidden folder and rename it at the end, so that the output is complete or absent.
     unfinished = output.with_name(f".saving-{output.name}")
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)
@@ -145,6 +146,7 @@ def mean_of(names: Sequence[str], folders: Sequence[Path], prefix: str) -> MeanT
                 f"merge {names[0]} {name}: not of one architecture ({what}{config_differences(configs[0], config)}); "
                 "merge models of one"
             )
+        # RoPE has no weights, so a different base or scaling does not show in the shapes.
         elif getattr(config, "rope_parameters", None) != getattr(configs[0], "rope_parameters", None):
             problems.append(
                 f"merge {names[0]} {name}: have other rotary positions ({config_differences(configs[0], config)}), "

@@ -310,6 +310,7 @@ class PageRequest(BaseHTTPRequestHandler):
             host = urlsplit(f"//{self.headers.get('Host', '')}").hostname
         except ValueError:
             host = None
+        # compare_digest takes constant time, so response times do not leak the token.
         if host in LOCAL_NAMES and hmac.compare_digest(token.encode(), self.server.token.encode()):
             return True
         said = "not allowed: open the address, with its token, that runs.py watch has printed"

@@ -118,6 +118,7 @@ def measure_parity(
     ]
     if problems:
         raise InputError(*problems)
+    # Fixed before the launches: each would resolve `auto` for its own number of processes.
     changes = [*changes, *numbers_for_auto(recipe, changes, processes)]
     overrides = run_overrides(recipe, changes, steps, precision)
     outcomes: dict[str, StrategyOutcome] = {}
@@ -221,6 +222,7 @@ def refusals(log: str, status: int) -> list[str]:
     stated = re.search(rf"(?:exit ?code *:|non-zero exit status) {EXIT_BAD_INPUT}\b", log)
     if status != EXIT_BAD_INPUT and not stated:
         return []
+    # The launcher's own traceback follows the messages of the run.
     before_launcher = re.split(r"^(?:E\d{4} |Traceback)", log, maxsplit=1, flags=re.MULTILINE)[0]
     # Other output looks different: libraries prefix a location or time, or indent; progress lines end in dots.
     of_others = r"\s|\[|$|[WI]\d{4} |.*Warning: |.* \.\.\.$"

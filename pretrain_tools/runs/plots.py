@@ -58,6 +58,7 @@ Panel = tuple[str, str, Callable[[Any, str], None]]
 
 def write_png(runs: Sequence[PlottedRun], path: Path) -> None:
     """Writes a PNG with one panel per quantity, all runs in each, and a legend of runs and event marks on top."""
+    # Figure instead of pyplot, which keeps global state and may need a display.
     from matplotlib.figure import Figure
 
     panels = picture_panels(runs)

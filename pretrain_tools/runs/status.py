@@ -109,6 +109,7 @@ def status_from(run: Path, events: list[Event]) -> RunStatus:
     alive = is_training(run)
     end = _end_of(events)
     age = time.time() - (run / METRICS_FILE).stat().st_mtime
+    # Without lock and heartbeat, only fresh log lines hint at a live process.
     if alive is None:
         alive = end is None and age < STALE_HEARTBEAT_SECONDS
     reached = (train.get("step"), start.get("step"), last.get("rollback", {}).get("to_step"))

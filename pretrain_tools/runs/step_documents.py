@@ -101,6 +101,7 @@ def open_step(run: Path, step: int) -> tuple[Batches, int, int]:
     batches = Batches(data, seed=seed, ramp=ramp, passed=passed, origin=origin).leaving_out(left_out)
     if problems := changed_sources(batches, newest.get("identity", {})):
         raise InputError(*problems)
+    # Logged steps start at 1, the ramp's at 0.
     return batches, ramp.sequences_before(step - 1), ramp.sequences_at(step - 1)
 
 
@@ -129,6 +130,7 @@ def read_sequence(batches: Batches, sample: int, number: int) -> Sequence:
     if start:
         reader.read(start - 1, before)
     first_document = 1 + ends_before(reader.manifest, shards[place], offset)
+    # The last ID is only a target and opens the next sequence.
     documents = split_documents(ids[:-1], end)
     return Sequence(
         number=number,
