@@ -48,6 +48,7 @@ def status(arguments: argparse.Namespace) -> None:
 
 def watch(arguments: argparse.Namespace) -> None:
     """Shows all runs of a folder until Ctrl-C, in the terminal and, if asked for, as a page."""
+    # Imported here, as in the functions below, so that `list` and `status` start without heavy libraries.
     from pretrain_tools.runs import watch
 
     given = {name: getattr(arguments, name) for name in ("once", "page", "port", "output", "interval")}
@@ -304,6 +305,7 @@ def add_ladder(commands: argparse._SubParsersAction) -> None:
 
 
 def main() -> int:
+    # The rest are settings of the recipe, for the commands that train.
     arguments, rest = parser().parse_known_args(sys.argv[1:])
     arguments.changes = rest
     if arguments.changes and arguments.run not in (parity, sweep, mixture):

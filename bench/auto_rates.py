@@ -156,8 +156,10 @@ def next_rate(name: str, optimizer: str, points: list[Point]) -> float | None:
         if not any(abs(math.log(rate / law / factor)) < 0.2 for rate in rates):
             return float(f"{law * factor:.3g}")
     best = min(rates, key=rates.get)
+    # The optimum may be outside of the sweep: extend it on this side.
     if best in (min(rates), max(rates)):
         return float(f"{best * (1.7 if best == max(rates) else 1 / 1.7):.3g}")
+    # The loss of auto is interpolated, so its learning rate must be inside the sweep.
     if not min(rates) <= auto_rate(SIZES[name], optimizer) <= max(rates):
         below = auto_rate(SIZES[name], optimizer) < min(rates)
         return float(f"{min(rates) / 1.7 if below else max(rates) * 1.7:.3g}")
@@ -172,6 +174,7 @@ def next_share(name: str, points: list[Point]) -> tuple[float, float] | None:
         done = sweep_of(name, "muon", points, share)
         if not done:
             return best.learning_rate, share
+        # Muon is worse than AdamW's best already, and fewer steps would only be worse.
         if done[0].loss >= worst:
             break
     return None
@@ -208,6 +211,7 @@ def lowest(left, middle, right) -> tuple[float, float]:
     x0, y0 = left
     x1, y1 = middle
     x2, y2 = right
+    # Newton's form of the parabola, from divided differences.
     slope_0 = (y1 - y0) / (x1 - x0)
     slope_1 = (y2 - y1) / (x2 - x1)
     curvature = (slope_1 - slope_0) / (x2 - x0)

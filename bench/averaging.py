@@ -46,12 +46,14 @@ def main() -> None:
     is_cuda = strategy.device.type == "cuda"
     sequences = config.batch.sequences_per_micro_batch
     micro_steps = max(1, config.batch.tokens_per_step // (sequences * config.data.sequence_length))
+    # Not timed: the first steps compile and create the optimizer's state, the first update allocates the average.
     for number in range(FIRST_STEPS):
         steps.step(number, micro_steps)
     strategy.update_average(1.0)
     turns: dict[bool, list[float]] = {False: [], True: []}
     updates = []
     for number in range(2 * given.turns):
+        # Alternate, so that drift of the machine's speed affects both equally.
         averages = number % 2 == 1
         first = FIRST_STEPS + number * given.every_steps
         work = [lambda n=n: steps.step(n, micro_steps) for n in range(first, first + given.every_steps)]

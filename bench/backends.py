@@ -49,6 +49,7 @@ DOCUMENT_TOKENS = (None, 800, 100)
 def best_milliseconds(work: Callable[[], object], repeat: int) -> float:
     """Returns the shortest time of `work`; with one CPU thread in CPU time, which other load hardly changes."""
     clock = time.process_time if torch.get_num_threads() == 1 and DEVICE == "cpu" else time.perf_counter
+    # The first call may compile, so it counts only if it is too slow to repeat.
     began = clock()
     work()
     if (first := clock() - began) > SLOW_SECONDS:
@@ -86,6 +87,7 @@ def loss_step(backend: str, shape: tuple[int, int, int], device: str, *, compile
         with torch.autocast(device, torch.bfloat16, enabled=DTYPE is not torch.float32):
             loss, _ = compute(hidden, weight, targets, backend=backend)
         loss.backward()
+        # Otherwise the next backward would accumulate, which takes longer.
         hidden.grad = weight.grad = None
 
     return step
@@ -141,6 +143,7 @@ def attention_steps(windows: int, length: int, document_tokens: int | None, devi
         segments = document_layout(ids.numpy(), 0)["cu_seq_lens_q"].to(device)
 
     def timed(forward: Callable[[], torch.Tensor]) -> Callable[[], object]:
+        # This forward also compiles and selects kernels, before anything is timed.
         gradient = torch.ones_like(forward())
         return lambda: torch.autograd.grad(forward(), (query, key, value), gradient)
 
@@ -149,6 +152,7 @@ def attention_steps(windows: int, length: int, document_tokens: int | None, devi
         steps["torch's causal kernel"] = timed(
             lambda: F.scaled_dot_product_attention(query, key, value, is_causal=True).transpose(1, 2)
         )
+    # Eager attention materializes the scores, (B, H, T, T).
     if windows * length * length * HEADS < 2**27:
         steps["eager, dense mask"] = timed(lambda: eager(module, query, key, value, None, cu_seq_lens_q=segments)[0])
     return steps

@@ -96,6 +96,7 @@ def datatrove_filters() -> dict:
     from datatrove.pipeline import filters
 
     for module in (filters.gopher_quality_filter, filters.gopher_repetition_filter, filters.fineweb_quality_filter):
+        # datatrove's own word splitter would make most differences; only the rules are to be compared.
         module.split_into_words = lambda text, language: text.split()
     filters.c4_filters.split_into_sentences = lambda text, language: SENTENCE_END.split(text)
     made = (
@@ -105,6 +106,7 @@ def datatrove_filters() -> dict:
     return dict(zip(STAGES, made, strict=True))
 
 
+# Filled in each process of the pool by _start_comparing, because opening the filters compiles them.
 _stages = {}
 _theirs = {}
 
@@ -138,6 +140,7 @@ def compare(texts: list[bytes]) -> tuple[Counter, list[tuple[str, str, str, str,
                 document.text = PIIFormatter().format(text)
             else:
                 answer = _theirs[name].filter(document)
+            # datatrove returns True, or (False, name of the rule).
             theirs = "stays" if answer is True else RULES.get(answer[1], answer[1]), document.text
             if ours[0] == theirs[0] and (ours[0] != "stays" or ours[1] == theirs[1]):
                 agreed[name, ours[0] if ours[0] != "stays" or ours[1] == text else "changed"] += 1
@@ -248,6 +251,7 @@ def bench_near_duplicates(texts: list[bytes], count: int, tokenizer: str, folder
     far = []
     for place, (one, other) in enumerate(zip(documents, copies, strict=True), 1 + len(documents)):
         similarity = exact_jaccard(one, other)
+        # Copies with a similarity in between do not count: MinHash finds them with some probability.
         (near if similarity >= THRESHOLD else far if similarity < FAR else []).append(place not in left)
     recall = np.mean(near)
     wrong = np.mean(far)
@@ -298,6 +302,7 @@ def bench_decontamination(texts: list[bytes], count: int, items: list[str], toke
     chosen = rng.sample(known, min(PLANTED, len(known), len(documents)))
     options = ("--validation_fraction", "0", "--decontaminate", *items)
     before = prepare_in(folder, "before", documents, tokenizer, *options)
+    # Items that the documents contain by themselves are expected in both manifests.
     stood = {name: numbers_in(found["entries"]) for name, found in before["cleaning"].get("found", {}).items()}
     removed_before = set(range(1, len(documents) + 1)) - ids_by_place(folder / "before").keys()
     holding = rng.sample(range(len(documents)), len(chosen))

@@ -136,6 +136,7 @@ def write_documents(file: str, megabytes: float, folder: Path) -> dict[str, Any]
             [with_changed_words(text, CHANGED_OF_ANOTHER_TIME, rng) for text in originals] if time else originals[:]
         )
         contents = [text.encode() for text in texts]
+        # Plant items only in documents that the filters keep: the others never reach decontamination.
         stay = cleaning.clean(contents, [None] * len(texts), [""] * len(texts), range(len(texts))).kept
         places = iter(rng.sample(stay, len(stay)))
         for number in range(time, PLANTED, times):
@@ -222,6 +223,7 @@ def bench_cleaning(file: str, tokenizer: str, megabytes: float, repeat: int, fol
         if name not in known["rounds"]:
             measured, removed = contestant()
             known["rounds"][name] = [asdict(measured), removed]
+            # Saved after each measurement, so that an interrupted benchmark can continue.
             path.write_text(json.dumps(known))
             told = (
                 f"{measured.seconds:.2f} s, {measured.cpu_seconds:.2f} s of the cores, {measured.peak / 1e6:,.0f} MB"

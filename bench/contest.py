@@ -81,6 +81,7 @@ class Contestant:
         """Lets it run for `reports` intervals, not counting the first one, which includes the pause."""
         known = len(self._lines())
         self._signal(signal.SIGCONT)
+        # The first interval includes the pause, so measure from the report at its end.
         self._wait_for(known + 1, LINE_SECONDS)
         cpu_seconds = cpu_seconds_of(self.process.pid)
         lines = self._wait_for(known + 1 + reports, LINE_SECONDS)[known:]

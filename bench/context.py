@@ -41,6 +41,7 @@ def group_name() -> str:
 def heads_exchanged(query: Tensor, key: Tensor, value: Tensor, *, attends: bool = True) -> Tensor:
     """Computes attention by exchanging positions for heads (all-to-all). attends False: communicates only."""
     parts = dist.get_world_size()
+    # With fewer key-value heads than processes, repeat them so that each process gets one.
     if (copies := max(1, parts // key.shape[1])) > 1:
         key, value = (x.repeat_interleave(copies, dim=1) for x in (key, value))
     query, key, value = to_whole((query, key, value), parts, group_name())
@@ -129,6 +130,7 @@ def rows(shapes: list[tuple[int, ...]], dtype: torch.dtype, repeats: int, device
         ]
         for ours, theirs in zip(*found, strict=True):
             difference = (ours - theirs).abs().max() / theirs.abs().max()
+            # Times of two ways that disagree would not be comparable.
             assert difference < (1e-4 if dtype == torch.float32 else 5e-2), f"{shape}: they differ by {difference:.1e}"
         times: dict[tuple[str, bool], list[float]] = {}
         for _ in range(repeats):

@@ -271,6 +271,7 @@ def with_parquet(files: list[str], folder: str) -> Iterator[str]:
             path = f"{folder}/{Path(file).name.partition('.')[0]}.parquet"
             table = pa.table({"text": pa.array(texts, pa.binary()).cast(pa.string())})
             parquet.write_table(table, path, row_group_size=ROWS_PER_ROW_GROUP, compression="zstd")
+            # Free the memory for the programs to be measured.
             del texts, table
             yield path
 
@@ -326,6 +327,7 @@ def bench_filters(file: str, documents: int) -> list[str]:
     texts = [record.text for record in records if record.text]
     cleaning = Cleaning(tuple(sensible_set(is_english=True)))
     _ = cleaning.opened  # compiles the filters before the timed part
+    # CPU time of this process, which other load hardly changes.
     began = time.process_time()
     cleaning.clean(texts, [None] * len(texts), [file] * len(texts), range(len(texts)))
     ours = sum(map(len, texts)) / (time.process_time() - began) / 1e6
@@ -344,6 +346,7 @@ def bench_filters(file: str, documents: int) -> list[str]:
     filters = [GopherRepetitionFilter(), GopherQualityFilter(), C4QualityFilter(filter_no_terminal_punct=False)]
     filters.append(FineWebQualityFilter())
     some = texts[: max(1, len(texts) // FILTERS_SHARE_OF_DATATROVE)]
+    # The first call loads models, which is not timed.
     for stage in filters:
         stage.filter(Document(text="Loaded before it counts. " * 60, id="0"))
     began = time.process_time()

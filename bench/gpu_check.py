@@ -49,6 +49,7 @@ def require_packages() -> None:
         )
 
 
+# Before the imports below, which would fail with a traceback.
 if __name__ == "__main__":
     or_exit(require_packages)
 
@@ -241,6 +242,7 @@ def checks_of(device: str, gpus: int, folder: Path, worker: Worker) -> list[Chec
 
 def strategy_checks(runs: Runs, gpus: int) -> list[Check]:
     """Returns checks that each strategy, on all GPUs, trains to the same losses as one GPU."""
+    # The largest power of two, because layers and heads must be divisible by it.
     processes = min(MOST_PROCESSES, 1 << (gpus.bit_length() - 1)) if gpus else 0
     few = f"needs two GPUs, and there is {gpus or 'none'}" if processes < 2 else None
     no_deepspeed = None if importlib.util.find_spec("deepspeed") else "deepspeed is not installed"
@@ -257,6 +259,7 @@ def strategy_checks(runs: Runs, gpus: int) -> list[Check]:
 def speed_checks(scale: Scale, device: str, uncompiled: str | None) -> list[Check]:
     """Returns speed checks: every shape with the defaults, the baselines, then every attention and loss."""
     defaults = (gpu.ATTENTIONS[0], gpu.LOSSES[0])
+    # Shapes with a required MFU come first.
     by_bar = sorted(scale.shapes, key=lambda shape: shape not in BARS)
     labels = [(shape, (documents, *defaults)) for documents in WINDOWS for shape in by_bar]
     crossed = [
@@ -302,6 +305,7 @@ def speed(shape: str, measure: Callable[..., gpu.Row], *given: Any) -> Outcome:
     row = measure(*given)
     figures = {"shape": shape, "row": dataclasses.asdict(row)}
     if row.tokens_per_second is None:
+        # Not this project's fault: a baseline fails, or the GPU is too small.
         lenient = row.name in gpu.PEERS or "out of memory" in row.problem.lower()
         return Outcome(NOT_RUN if lenient else FAILED, row.problem, figures)
     memory = f"{row.peak_memory_bytes / 2**30:.1f} GiB"

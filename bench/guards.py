@@ -114,6 +114,7 @@ def train_and_time(report: Path, steps: int) -> None:
             run.strategy.ranks.exit(0)
         return outcome
 
+    # Replaced before train.py runs, so that its loop calls the timed version.
     supervision.after_step = timed
     sys.argv[0] = str(ROOT / "train.py")
     runpy.run_path(sys.argv[0], run_name="__main__")
@@ -139,6 +140,7 @@ def cost_of(run, begun: list[float], seconds: list[float]) -> GuardCost:
         step=statistics.median(after - before for before, after in itertools.pairwise(measured)),
         after_step=statistics.median(seconds[WARM_UP_STEPS:]),
         watch=watch / len(begun),
+        # The minimum, because other load only adds time.
         compare=min(compares) if run.strategy.ranks.count > 1 else 0.0,
     )
 

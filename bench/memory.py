@@ -133,6 +133,7 @@ def measured_and_predicted(number: int, folder: Path) -> tuple[float, float]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     found = [json.loads(text) for text in re.findall(r'\{"measured".*?\}', result.stdout)]
+    # Each process prints one line; fewer lines mean that a process failed.
     if len(found) != case.processes:
         raise SystemExit(f"{case.name}: {result.stdout[-2000:]}\n{result.stderr[-2000:]}")
     return max(value["measured"] for value in found), found[0]["predicted"]
@@ -183,6 +184,7 @@ def config_of(case: Case, folder: Path):
     shape |= {"num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": key_heads}
     model.write_text(json.dumps({**shape, "max_position_embeddings": 2048, "tie_word_embeddings": layers != 8}))
     recipe = folder / f"{os.getpid()}.yaml"
+    # Tensor-parallel ranks train on the same sequences, so they do not multiply the tokens of a step.
     ranks = 1 if case.strategy == "tp" else case.processes
     values = {
         "model": str(model),

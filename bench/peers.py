@@ -47,6 +47,7 @@ class StepsFile:
         if self._step % self._every:
             return
         line = {"event": "train", "step": self._step}
+        # Without synchronization, the time would be that of launching the kernels.
         if self._device == "cuda":
             torch.cuda.synchronize()
             line["peak_memory_bytes"] = torch.cuda.max_memory_allocated()

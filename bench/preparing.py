@@ -79,6 +79,7 @@ def memory_of(pid: int) -> int:
     try:
         for process in [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]:
             total += process.memory_full_info().pss
+    # A process may end between being listed and being read.
     except (psutil.NoSuchProcess, psutil.AccessDenied):
         return total
     return total

@@ -76,6 +76,7 @@ def main() -> int:
     print(f"\nLargest difference of training curves, in nats (means over {WINDOW} steps):")
     print(f"- the same seed, other settings: {min(settings):.4f} to {max(settings):.4f}")
     print(f"- the same settings, other seeds: {min(seeds):.4f} to {max(seeds):.4f}")
+    # Differences between seeds are the noise level: settings must not exceed it.
     return int(max(settings) > max(seeds))
 
 

@@ -91,6 +91,7 @@ def judged(errors: dict[str, tuple[float, float]], refusals: list[str]) -> Outco
     if not errors:
         return Outcome(NOT_RUN, "; ".join(refusals))
     said = "; ".join(f"{case} {error:.1e}" for case, (error, _) in errors.items())
+    # `not error <= most` instead of `error > most`, so that NaN fails.
     wrong = [
         f"{case}: error {error:.1e}, at most {most:g}" for case, (error, most) in errors.items() if not error <= most
     ]
@@ -210,6 +211,7 @@ def loss_error(backend: str, device: str, precision: str, sizes: tuple[int, int,
     results = []
     for name, chosen in (("logits", "fp32"), (backend, precision)):
         with autocast(device, chosen):
+            # torch's linear_cross_entropy has no z-loss.
             z_loss = 0.0 if backend == "torch" else 1e-3
             loss, _ = next_token_loss(
                 inputs[0], inputs[1], targets.to(device), head_bias=inputs[2], z_loss=z_loss, backend=name
@@ -344,6 +346,7 @@ export: {{dtype: fp32}}
             )
         differ = [step for step, loss in reference.loss.items() if curve.loss.get(step) != loss]
         said = f"step {differ[0]} is the first that differs" if differ else "the weights differ"
+        # A difference before the kill means that the kernels are not deterministic; then resuming is not at fault.
         if any(reference.loss[step] != loss for step, loss in before.items()):
             said += ", before the kill already: the kernels do not repeat their bits"
         return Outcome(FAILED, said)

@@ -105,6 +105,7 @@ def write_shards(folder: Path, vocabulary_size: int, tokens: int, seed: int = 0)
     ids[ends] = END_OF_DOCUMENT_ID
     content = ids.astype(id_dtype(dtype_for(vocabulary_size))).tobytes()
     (folder / "train-00000.bin").write_bytes(content)
+    # text_bytes is made up; only bits per byte would depend on it.
     counts = {"tokens": tokens, "documents": len(ends), "text_bytes": 4 * tokens}
     shard = {"file": "train-00000.bin", "split": "train", **counts, "sha256": hashlib.sha256(content).hexdigest()}
     manifest = {

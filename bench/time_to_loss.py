@@ -68,6 +68,7 @@ class Curve:
         window = WindowSpec(given.window, document_mask=False)
         starts = windows_of(reader, window, VALIDATION_TOKENS // given.window)
         ids_BT = torch.from_numpy(read_windows(reader, starts, window, len(starts)))
+        # Windows of one length for all, cut to this model's length, so that all models predict the same tokens.
         pieces_BT = [ids_BT[:, at : at + length + 1] for at in range(0, given.window, length)]
         self._batches = torch.cat(pieces_BT).split(16)
         tokens, _, text_bytes = reader.manifest.totals("validation")

@@ -55,6 +55,7 @@ def train(optimizer: str, transfer: str, width: int, rate: float, reader: ShardR
     )
     model = build_model(config, seed=1)
     scales = initial_scales(config, BASE) if transfer == "mup" else {}
+    # muP scales the initialization of each weight by width.
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter *= scales.get(name, 1.0)

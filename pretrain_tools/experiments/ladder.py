@@ -142,6 +142,7 @@ def read_ladder_runs(folders: Iterable[Path], count: str, intermediate: bool) ->
 
 def unusable(history: History) -> str:
     """Returns the reason why a run's loss cannot be used in a fit; '' if it can."""
+    # An `end` that is followed by a start belongs to an earlier process.
     end = next((e for e in reversed(history.events) if e["event"] in ("end", "start", "train")), {})
     if end.get("event") != "end" or end.get("code") != 0:
         return "it has not finished"

@@ -178,6 +178,7 @@ def read_ladder(path: Path) -> WrittenLadder:
         if {name: values.get(name) for name in LADDER_FORMAT} != LADDER_FORMAT:
             raise ValueError("another format")
         law = law_of(values["law"])
+        # Files of earlier versions may lack newer fields, which have defaults.
         names = [name for name in Rung.__dataclass_fields__ if name in values["rungs"][0]]
         rungs = [Rung(**{name: rung[name] for name in names}) for rung in values["rungs"]]
         sizes = distinct_sizes(rung.parameters for rung in rungs)

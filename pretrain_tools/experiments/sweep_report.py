@@ -82,6 +82,7 @@ class PointResult:
 
 def report_sweep(request: SweepRequest, results: Sequence[PointResult]) -> int:
     """Prints the table and writes the files; returns the exit status, 1 if no setting finished."""
+    # Unfinished results have an infinite mean loss, so they come last, sorted by their last common loss.
     results = sorted(results, key=lambda result: (result.mean_loss, result.last_loss))
     print(sweep_table(request, results))
     write_durably(request.output / SWEEP_RESULTS, json.dumps(as_values(request, results), indent=1) + "\n")
@@ -173,6 +174,7 @@ def as_values(request: SweepRequest, results: Sequence[PointResult]) -> dict[str
     """Returns the contents of results.json; losses in nats per token, averaged over the validation sources."""
 
     def number(value: float | None) -> float | None:
+        # JSON has no infinity.
         return value if value is not None and math.isfinite(value) else None
 
     return {

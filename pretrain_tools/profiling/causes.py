@@ -219,6 +219,7 @@ def slow_rank(evidence: Evidence) -> Cause | None:
         return None
     usual_idle = statistics.median(other.typical(lambda step: step.idle) for other in others)
     how = "computing"
+    # Idle time explains most of the excess.
     if rank.typical(lambda step: step.idle) - usual_idle > excess / 2:
         how = "the GPU idle" if evidence.on_device else "outside of any operator: Python, a lock or a sleep"
     waits = ", ".join(
@@ -244,6 +245,7 @@ def phase_of_excess(rank: RankSteps, others: list[RankSteps]) -> str:
     def own_phases(of: RankSteps) -> dict[str, float]:
         phases = of.typical_parts("phases")
         for part, seconds in of.typical_parts("blocked_in").items():
+            # Keys of `blocked_in` are 'MICRO_STEP/PHASE'.
             phases[part.partition("/")[2]] -= seconds
         return phases
 
@@ -274,6 +276,7 @@ def recompilations(evidence: Evidence) -> Cause | None:
     found = [compiled for rank in compiling for compiled in rank.facts["compilations"]]
     steps = len(evidence.ranks[0].steps)
     longest = max(found, key=lambda compiled: compiled["seconds"])
+    # All ranks wait for the one that compiles longest.
     seconds = max(sum(compiled["seconds"] for compiled in rank.facts["compilations"]) for rank in compiling) / steps
     reason = f": {longest['reason']}" if longest["reason"] else ""
     text = (
@@ -378,6 +381,7 @@ def wasteful_kernels(evidence: Evidence) -> Cause | None:
             f"pointwise kernels and copies take {moved / computed:.0%} of the GPU's work ({milliseconds(moved)} per "
             f"step): they move memory and compute little; compile is {evidence.compile_mode}"
         )
+        # The time lost assumes that fusion leaves such kernels at 25% of the work.
         return Cause("kernels", moved - 0.25 * computed, text, "compile: regional joins them")
     attention, share = shares.get("attention", (0.0, 0.0))
     planned = evidence.expected.shares.get("attention", 0.0) if evidence.expected else 0.0

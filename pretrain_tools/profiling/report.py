@@ -85,6 +85,7 @@ def ranks_text(evidence: Evidence) -> str:
         "worst": lambda rank: max(step.seconds for step in rank.steps),
         "computing": lambda rank: rank.typical(lambda step: step.busy),
         "data": lambda rank: rank.typical(lambda step: step.data),
+        # Blocked time beyond waiting for slower ranks is the transfer itself.
         "communication": lambda rank: rank.typical(lambda step: step.blocked) - evidence.waiting(rank),
         "waiting for ranks": evidence.waiting,
         "idle": lambda rank: rank.typical(lambda step: step.idle),
@@ -200,6 +201,7 @@ def draw_gantt(ranks: list[RankSteps], title: str, path: Path) -> None:
     axis = figure.add_subplot()
     spans = [span for rank in ranks for span in rank.facts["timeline"]]
     found = dict.fromkeys(name for *_, name in spans if name != WHOLE_STEP)
+    # Waiting happens within phases, so it is drawn as thin bars on top of them.
     on_top = (IDLE, BLOCKED)
     phases = [name for name in COLOR_OF if name in found and name not in on_top]
     names = [*phases, *(name for name in found if name not in COLOR_OF), *(name for name in on_top if name in found)]

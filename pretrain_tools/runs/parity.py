@@ -171,6 +171,7 @@ def numbers_for_auto(recipe: Path, changes: Sequence[tuple[str, str]], processes
 
 def run_overrides(recipe: Path, changes: Sequence[tuple[str, str]], steps: int, precision: str) -> list[str]:
     """Returns command-line overrides: `changes`, and the settings of a short run. Batch, data and model stay."""
+    # Warmup takes at most 10% of the short run, so that most steps are at the full learning rate.
     warmup = read_run_config(recipe, changes).optim.warmup_steps
     warmup = steps // 10 if warmup == "auto" else min(warmup, steps // 10)
     return [
