@@ -28,7 +28,10 @@ SHARE_OF_E = 0.5
 LOG_E_SD = 0.5
 """Prior standard deviation of log E, a factor of 1.6."""
 LOG_BALANCE_SD = 1.0
-"""Prior standard deviation of log(size term / token term) at the reference, a factor of 2.7; its mean is 0."""
+"""Prior standard deviation of log(size term / token term) at the reference, a factor of 2.7.
+
+The prior mean is 0, because both terms are equal at the compute-optimal point if alpha equals beta.
+"""
 ASSUMED_NOISE = 0.003
 """Relative noise of a loss that is assumed before any residual is seen."""
 ASSUMED_COUNT = 2
@@ -169,8 +172,7 @@ def starting_points(lowest: float) -> NDArray:
 
 PRIORS = np.array([[1.0, 0, 0, 0, 0], [0, 1.0, -1.0, 0, 0], [0, 0, 0, 1.0, 0], [0, 0, 0, 0, 1.0]])
 PRIOR_SDS = np.array([LOG_E_SD, LOG_BALANCE_SD, EXPONENT_SD, EXPONENT_SD])
-"""Standard deviations of the priors, shape (4,): on log E, log ratio of the terms, alpha, beta, which are PRIORS @
-theta."""
+"""Prior standard deviations, shape (4,), of PRIORS @ theta: log E, log ratio of the terms, alpha, beta."""
 
 
 def _fit(
