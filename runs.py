@@ -42,12 +42,13 @@ def list_runs(arguments: argparse.Namespace) -> None:
 
 
 def status(arguments: argparse.Namespace) -> None:
-    """Prints how one run is doing; of a folder of runs, their list."""
+    """Prints the status of one run, or the list of runs if the folder contains several."""
     print_status(arguments.run_folder, arguments.watch)
 
 
 def watch(arguments: argparse.Namespace) -> None:
     """Shows all runs of a folder until Ctrl-C, in the terminal and, if asked for, as a page."""
+    # Imported here, as in the functions below, so that `list` and `status` start without heavy libraries.
     from pretrain_tools.runs import watch
 
     given = {name: getattr(arguments, name) for name in ("once", "page", "port", "output", "interval")}
@@ -62,12 +63,12 @@ def plot(arguments: argparse.Namespace) -> None:
 
 
 def compare(arguments: argparse.Namespace) -> None:
-    """Prints settings that differ and results."""
+    """Prints differing settings and results."""
     print_comparison(arguments.runs)
 
 
 def summary(arguments: argparse.Namespace) -> None:
-    """Prints a run on one page."""
+    """Prints a one-page summary of a run."""
     print(summary_text(read_history(arguments.run_folder), read_status(arguments.run_folder)))
 
 
@@ -77,7 +78,7 @@ def export(arguments: argparse.Namespace) -> None:
 
 
 def documents(arguments: argparse.Namespace) -> None:
-    """Prints what was in a step."""
+    """Prints the documents that a step was trained on."""
     from pretrain_tools.runs.step_documents import documents_text
 
     run = require_run(arguments.run_folder)
@@ -85,7 +86,7 @@ def documents(arguments: argparse.Namespace) -> None:
 
 
 def merge(arguments: argparse.Namespace) -> None:
-    """Writes the mean of several models."""
+    """Averages the weights of several models."""
     from pretrain_tools.runs.merge import merge_models
 
     given = {name: getattr(arguments, name) for name in ("last", "weights", "output")}
@@ -101,7 +102,7 @@ def control(arguments: argparse.Namespace) -> int:
 
 
 def parity(arguments: argparse.Namespace) -> int:
-    """Trains the recipe for a few steps under each strategy and compares; exit status 1 if one differs."""
+    """Trains the recipe for a few steps under each strategy and compares; returns exit status 1 if one differs."""
     from pretrain.recipe import pair_up
     from pretrain_tools.runs.parity import compare_strategies
 
@@ -110,7 +111,7 @@ def parity(arguments: argparse.Namespace) -> int:
 
 
 def sweep(arguments: argparse.Namespace) -> int:
-    """Trains the recipe under every combination of settings and compares."""
+    """Trains the recipe under several settings and compares the results."""
     from pretrain.recipe import pair_up
     from pretrain_tools.experiments.sweep import run_sweep
     from pretrain_tools.experiments.sweep_plan import SweepRequest, read_axes
@@ -125,7 +126,7 @@ def sweep(arguments: argparse.Namespace) -> int:
 
 
 def mixture(arguments: argparse.Namespace) -> int:
-    """Trains on many mixtures and proposes weights."""
+    """Trains on many data mixtures and proposes weights of the sources."""
     from pretrain.recipe import pair_up
     from pretrain_tools.experiments.mixture import run_mixture
 
@@ -134,7 +135,7 @@ def mixture(arguments: argparse.Namespace) -> int:
 
 
 def ladder(arguments: argparse.Namespace) -> None:
-    """Fits the loss by size and tokens and predicts."""
+    """Fits a scaling law to runs and predicts losses."""
     from pretrain_tools.experiments.ladder_report import report_ladder
 
     given = {name: getattr(arguments, name) for name in ("predict", "count", "intermediate", "output")}
@@ -142,7 +143,7 @@ def ladder(arguments: argparse.Namespace) -> None:
 
 
 def positive(text: str, kind: type = float) -> float:
-    """A number of that kind above zero, for argparse."""
+    """Parses a positive number for argparse; commas may separate thousands."""
     value = kind(text.replace(",", ""))
     if not 0 < value < float("inf"):
         raise argparse.ArgumentTypeError(f"{text} is not above 0")
@@ -150,19 +151,19 @@ def positive(text: str, kind: type = float) -> float:
 
 
 def whole(text: str) -> int:
-    """A whole number from 0, for argparse."""
+    """Parses an integer of at least 0 for argparse."""
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"{text} is not a whole number from 0")
     return int(text)
 
 
 def natural(text: str) -> int:
-    """A whole number from 1, for argparse."""
+    """Parses an integer of at least 1 for argparse."""
     return positive(text, int)
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line, one subcommand per function above."""
+    """Builds the command line, with one subcommand per function above."""
     root = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = root.add_subparsers(required=True, metavar="COMMAND", dest="command")
     add_readers(commands)
@@ -187,7 +188,10 @@ def add_command(
     epilog: str = "",
     **given: dict[str, Any],
 ) -> argparse.ArgumentParser:
-    """Adds a subcommand that `run` does, with the positional argument, a path, that is given by name."""
+    """Adds a subcommand that calls `run`.
+
+    given: options of its positional argument by name; the argument is a Path unless they say otherwise.
+    """
     command = commands.add_parser(name, help=help, epilog=epilog)
     command.set_defaults(run=run)
     for argument, options in given.items():
@@ -196,7 +200,7 @@ def add_command(
 
 
 def add_readers(commands: argparse._SubParsersAction) -> None:
-    """Adds the commands that only read."""
+    """Adds the commands that only read runs."""
     text = "all runs under a folder (default runs)"
     add_command(commands, "list", list_runs, text, folder=ROOT_OF_RUNS)
     command = add_command(
@@ -227,7 +231,7 @@ def add_readers(commands: argparse._SubParsersAction) -> None:
 
 
 def add_merge(commands: argparse._SubParsersAction) -> None:
-    """Adds the command that writes a model."""
+    """Adds the command that averages models."""
     models = {"nargs": "+", "metavar": "MODEL", "help": "a run, RUN@STEP, or a model folder", "type": str}
     text = "the mean of checkpoints or models, as a model folder"
     command = add_command(commands, "merge", merge, text, models=models)
@@ -267,7 +271,7 @@ def add_sweep(commands: argparse._SubParsersAction) -> None:
 
 
 def add_mixture(commands: argparse._SubParsersAction) -> None:
-    """Adds the command that proposes weights of sources."""
+    """Adds the command that proposes weights of data sources."""
     text = "train a small recipe on many mixtures of its sources and propose weights; the same command continues"
     command = add_command(commands, "mixture", mixture, text, f"{ANY_SETTING} --budget.steps 500")
     command.add_argument("--runs", type=natural, default=16, help="mixtures, the recipe's own first (default 16)")
@@ -301,6 +305,7 @@ def add_ladder(commands: argparse._SubParsersAction) -> None:
 
 
 def main() -> int:
+    # The rest are settings of the recipe, for the commands that train.
     arguments, rest = parser().parse_known_args(sys.argv[1:])
     arguments.changes = rest
     if arguments.changes and arguments.run not in (parity, sweep, mixture):

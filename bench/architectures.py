@@ -1,10 +1,11 @@
-"""Llama, Qwen3, GPT-2, nanochat and DeepOne with AdamW and Muon at equal FLOPs: bits per byte. Prints Markdown.
+"""Compares Llama, Qwen3, GPT-2, nanochat and DeepOne with AdamW and Muon at equal FLOPs. Prints Markdown.
 
     python bench/architectures.py --shards data/demo --output runs/architectures --minutes 60
 
-Every family has 4 layers of 128 with about the same parameters in them, and as many tokens as the FLOPs allow. Each
-pair of family and optimizer is trained with three learning rates and the first seed, then at the best of them with the
-other seeds. Results are kept in OUTPUT/results.json: the same command continues, --minutes ends it for now.
+Every family has 4 layers of width 128 with about the same number of parameters in them, and trains on as many tokens
+as the FLOPs allow. Each pair of family and optimizer is trained with three learning rates and the first seed, then at
+the best learning rate with the other seeds. The measure is validation bits per byte. Results are kept in
+OUTPUT/results.json; the same command continues an interrupted benchmark.
 """
 
 import argparse
@@ -25,7 +26,11 @@ from pretrain.errors import InputError, run_script  # noqa: E402
 from pretrain.files import as_json, write_durably  # noqa: E402
 from pretrain_tools.planning.sizing import padded  # noqa: E402
 
-LAYERS, WIDTH, HEADS, SEQUENCE_LENGTH, TOKENS_PER_STEP = 4, 128, 2, 256, 2048
+LAYERS = 4
+WIDTH = 128
+HEADS = 2
+SEQUENCE_LENGTH = 256
+TOKENS_PER_STEP = 2048
 LLAMA = {
     "hidden_size": WIDTH,
     "intermediate_size": 344,
@@ -45,14 +50,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "deepone": {"model_type": "deepone", **LLAMA},
     "deepone, relu2": {"model_type": "deepone", **LLAMA, "feed_forward": "relu2", "intermediate_size": 4 * WIDTH},
 }  # fmt: skip
-"""Name to config.json, without the vocabulary; ReLU squared and GELU have no gate and are wider instead."""
+"""config.json by name, without the vocabulary. ReLU squared and GELU have no gate and are wider instead."""
 RATES = {"adamw": (2e-3, 4e-3, 8e-3), "muon": (5e-3, 1e-2, 2e-2)}
-"""Peak learning rates to choose from: around the best ones of Llama at this size."""
+"""Peak learning rates to try, around the best ones for Llama at this size."""
 
 
 @dataclass(frozen=True)
 class Trial:
-    """One run."""
+    """A training run."""
 
     family: str
     optimizer: str
@@ -65,7 +70,7 @@ class Trial:
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    """Raises InputError for what cannot be."""
+    """Parses the command line. Raises InputError for numbers that are not positive."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shards", type=Path, default=Path("data/demo"), help="prepared text (default: data/demo)")
     parser.add_argument("--output", type=Path, default=Path("runs/architectures"))
@@ -80,7 +85,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def train(trial: Trial, given: argparse.Namespace) -> dict[str, float]:
-    """Trains in a process of its own; {bits_per_byte, tokens}. Raises InputError with the end of its errors."""
+    """Trains in a separate process; returns bits_per_byte and tokens. Raises InputError with the end of its stderr."""
     from pretrain.model.build import flops_per_token
     from pretrain.model.model_config import load_model_config
 
@@ -88,6 +93,7 @@ def train(trial: Trial, given: argparse.Namespace) -> dict[str, float]:
     model = given.output / f"{trial.family.replace(', ', '_')}.json"
     model.write_text(json.dumps(FAMILIES[trial.family] | {"vocab_size": vocabulary}))
     flops = TOKENS_PER_STEP * flops_per_token(load_model_config(str(model)), SEQUENCE_LENGTH)
+    # Equal FLOPs for all families: a cheaper one trains on more tokens.
     steps = round(given.flops / flops)
     run = given.output / trial.name
     settings = {
@@ -110,7 +116,7 @@ def train(trial: Trial, given: argparse.Namespace) -> dict[str, float]:
 
 
 def _as_yaml(settings: dict[str, Any]) -> str:
-    """{a.b: c} as YAML."""
+    """Formats settings by dotted path as YAML."""
     sections: dict[str, list[str]] = {}
     for path, value in settings.items():
         section, _, name = path.partition(".")
@@ -124,11 +130,12 @@ def _as_yaml(settings: dict[str, Any]) -> str:
 def main() -> int:
     given = parse_arguments()
     given.output.mkdir(parents=True, exist_ok=True)
-    path, ends = given.output / "results.json", time.monotonic() + 60 * given.minutes
+    path = given.output / "results.json"
+    ends = time.monotonic() + 60 * given.minutes
     results = json.loads(path.read_text()) if path.exists() else {}
 
     def bits_of(trial: Trial) -> float | None:
-        """Trains what is not in the results yet, if there is time."""
+        """Returns a trial's bits per byte; trains it if it has no result and time is left, else returns None."""
         if trial.name not in results and time.monotonic() < ends:
             results[trial.name] = train(trial, given)
             write_durably(path, as_json(results))

@@ -1,12 +1,13 @@
-"""Sweeps of the learning rate for models of 1M to 30M parameters, beside what `learning_rate: auto` gives them.
+"""Compares `learning_rate: auto` with sweeps of the learning rate, for models of 1M to 30M parameters.
 
     python bench/auto_rates.py --shards data/english --minutes 60
     python bench/auto_rates.py --table
 
-Trains Llamas on shards of a 4,096-token vocabulary at factors of `auto`, for AdamW and Muon, 200 to 500 steps each,
-the smallest first, and adds each final validation loss to bench/auto_rates.json; then Muon at its best rate with a
-share of the steps, until that is no better than AdamW's best. Run it again to go on: what is there is not repeated.
-`--table` prints Markdown: the best rates, how much auto's loss is above the best one's, and the steps that Muon needs.
+Trains Llamas on shards with a 4,096-token vocabulary, for AdamW and Muon, 200 to 500 steps each, the smallest model
+first, and adds each final validation loss to bench/auto_rates.json. Then trains Muon at its best learning rate for a
+share of the steps, until it is no better than AdamW's best. Run it again to continue; existing results are kept.
+`--table` prints Markdown: the best learning rates, how far the loss of auto is above the best, and the steps that Muon
+needs.
 """
 
 import argparse
@@ -28,16 +29,20 @@ from pretrain.optim.optimizers import OPTIMIZERS  # noqa: E402
 from pretrain.optim.scaling_laws import batch_by_law  # noqa: E402
 
 RESULTS = ROOT / "bench" / "auto_rates.json"
-VOCABULARY, LENGTH = 4096, 256
+VOCABULARY = 4096
+LENGTH = 256
 FACTORS = (1.0, 1.7, 0.6)
-"""Of AdamW's rate by law; then outwards in steps of 1.7 until the best rate has a worse one on either side."""
+"""Learning rates to try first, as multiples of `centre`.
+
+The sweep then extends in steps of 1.7 until the best learning rate has a worse neighbor on both sides.
+"""
 SHARES = (0.6, 0.4)
-"""Of the steps, for Muon at its best rate; the second where the first still ends below AdamW's best."""
+"""Shares of the steps for Muon at its best learning rate; the second if the first still ends below AdamW's best."""
 
 
 @dataclass(frozen=True)
 class Size:
-    """A Llama with a tied head, and the tokens that it is swept on."""
+    """A Llama with a tied head, and the number of tokens it trains on."""
 
     layers: int
     width: int
@@ -76,13 +81,13 @@ SIZES = {
 
 @dataclass(frozen=True)
 class Point:
-    """One run."""
+    """The result of one run."""
 
     size: str
     optimizer: str
     learning_rate: float
     loss: float
-    """Of the validation split, in nats per token, at the end."""
+    """Final validation loss in nats per token."""
     parameters: int
     tokens: int
     tokens_per_step: int
@@ -97,7 +102,10 @@ def write_points(points: list[Point]) -> None:
 
 
 def centre(size: Size) -> float:
-    """Of the sweep, for either optimizer: a published law for AdamW, whatever the batch and what auto becomes."""
+    """Returns the center of the sweep for both optimizers, from a published scaling law for AdamW.
+
+    It must not depend on `auto`: results of an earlier sweep stay valid when the rule for `auto` changes.
+    """
     return 0.00235 * (size.parameters / 108e6) ** (-1 / 3)
 
 
@@ -106,9 +114,11 @@ def auto_rate(size: Size, optimizer: str) -> float:
 
 
 def train(name: str, optimizer: str, rate: float, share: float, shards: str) -> Point:
-    size, tokens = SIZES[name], round(share * SIZES[name].tokens)
+    size = SIZES[name]
+    tokens = round(share * SIZES[name].tokens)
     with tempfile.TemporaryDirectory(prefix="groundwork-bench-") as folder:
-        model, output = Path(folder, "model.json"), Path(folder, "run")
+        model = Path(folder, "model.json")
+        output = Path(folder, "run")
         model.write_text(json.dumps(size.model()))
         settings = {
             "model": model, "output": output, "precision": "auto", "optim.name": optimizer,
@@ -129,24 +139,27 @@ def train(name: str, optimizer: str, rate: float, share: float, shards: str) -> 
 
 
 def sweep_of(name: str, optimizer: str, points: list[Point], share: float = 1.0) -> list[Point]:
-    """The points of one size, optimizer and number of steps."""
+    """Returns the points of one size, optimizer and share of the steps."""
     of = (name, optimizer, round(share * SIZES[name].tokens))
     return [point for point in points if (point.size, point.optimizer, point.tokens) == of]
 
 
 def next_rate(name: str, optimizer: str, points: list[Point]) -> float | None:
-    """The next rate to try: a row of factors, then outwards while the best is at an end or auto's is beyond it.
+    """Returns the next learning rate to try: first FACTORS, then outward.
 
-    None: the sweep is done.
+    Continues while the best learning rate is at an end of the sweep, or auto's is outside. None: the sweep is done.
     """
     rates = {p.learning_rate: p.loss for p in sweep_of(name, optimizer, points)}
     law = centre(SIZES[name])
     for factor in FACTORS:
+        # A learning rate within about 20% of a factor counts as tried.
         if not any(abs(math.log(rate / law / factor)) < 0.2 for rate in rates):
             return float(f"{law * factor:.3g}")
     best = min(rates, key=rates.get)
+    # The optimum may be outside of the sweep: extend it on this side.
     if best in (min(rates), max(rates)):
         return float(f"{best * (1.7 if best == max(rates) else 1 / 1.7):.3g}")
+    # The loss of auto is interpolated, so its learning rate must be inside the sweep.
     if not min(rates) <= auto_rate(SIZES[name], optimizer) <= max(rates):
         below = auto_rate(SIZES[name], optimizer) < min(rates)
         return float(f"{min(rates) / 1.7 if below else max(rates) * 1.7:.3g}")
@@ -154,20 +167,24 @@ def next_rate(name: str, optimizer: str, points: list[Point]) -> float | None:
 
 
 def next_share(name: str, points: list[Point]) -> tuple[float, float] | None:
-    """(rate, share of the steps) of the next shorter run of Muon; None: none is left, or wanted any more."""
+    """Returns (learning rate, share of the steps) of the next shorter Muon run; None if no more are needed."""
     worst = best_of(sweep_of(name, "adamw", points))[1]
     best = min(sweep_of(name, "muon", points), key=lambda point: point.loss)
     for share in SHARES:
         done = sweep_of(name, "muon", points, share)
         if not done:
             return best.learning_rate, share
+        # Muon is worse than AdamW's best already, and fewer steps would only be worse.
         if done[0].loss >= worst:
             break
     return None
 
 
 def steps_needed(name: str, points: list[Point]) -> float | None:
-    """Share of the steps after which Muon is at AdamW's best loss, linear in its logarithm; None: not measured."""
+    """Returns the share of the steps after which Muon reaches AdamW's best loss; None if not measured.
+
+    Interpolates linearly in the logarithm of the share.
+    """
     goal = best_of(sweep_of(name, "adamw", points))[1]
     losses = [(1.0, min(point.loss for point in sweep_of(name, "muon", points)))]
     losses += [(share, p.loss) for share in SHARES for p in sweep_of(name, "muon", points, share)]
@@ -178,7 +195,10 @@ def steps_needed(name: str, points: list[Point]) -> float | None:
 
 
 def best_of(points: list[Point]) -> tuple[float, float]:
-    """(rate, loss) at the lowest of a parabola in the rate's logarithm through the best point and its neighbours."""
+    """Returns (learning rate, loss) at the minimum of a parabola through the best point and its neighbors.
+
+    The parabola is in the logarithm of the learning rate.
+    """
     points = sorted(points, key=lambda point: point.learning_rate)
     at = min(range(len(points)), key=lambda index: points[index].loss)
     if at in (0, len(points) - 1):
@@ -187,16 +207,20 @@ def best_of(points: list[Point]) -> tuple[float, float]:
 
 
 def lowest(left, middle, right) -> tuple[float, float]:
-    """(e^x, y) at the lowest of the parabola through three points."""
-    (x0, y0), (x1, y1), (x2, y2) = left, middle, right
-    slope_0, slope_1 = (y1 - y0) / (x1 - x0), (y2 - y1) / (x2 - x1)
+    """Returns (e^x, y) at the minimum of the parabola through three points (x, y)."""
+    x0, y0 = left
+    x1, y1 = middle
+    x2, y2 = right
+    # Newton's form of the parabola, from divided differences.
+    slope_0 = (y1 - y0) / (x1 - x0)
+    slope_1 = (y2 - y1) / (x2 - x1)
     curvature = (slope_1 - slope_0) / (x2 - x0)
     x = (x0 + x1) / 2 - slope_0 / (2 * curvature)
     return math.exp(x), y0 + slope_0 * (x - x0) + curvature * (x - x0) * (x - x1)
 
 
 def loss_at(points: list[Point], rate: float) -> float | None:
-    """The loss at a rate between those swept, linear in its logarithm; None outside."""
+    """Interpolates the loss at a learning rate, linearly in its logarithm; None outside the sweep."""
     points = sorted(points, key=lambda point: point.learning_rate)
     for a, b in itertools.pairwise(points):
         if a.learning_rate <= rate <= b.learning_rate:
@@ -264,11 +288,13 @@ def main() -> None:
         while time.monotonic() < end:
             points = read_points()
             wanted = {o: rate for o in given.optimizers if (rate := next_rate(name, o, points)) is not None}
-            if wanted:  # by turns, so that both optimizers have as many points
+            if wanted:  # the optimizer with fewer points, so that both have equally many
                 optimizer = min(wanted, key=lambda o: len(sweep_of(name, o, points)))
-                rate, share = wanted[optimizer], 1.0
+                rate = wanted[optimizer]
+                share = 1.0
             elif len(given.optimizers) == 2 and (shorter := next_share(name, points)):
-                optimizer, (rate, share) = "muon", shorter
+                optimizer = "muon"
+                rate, share = shorter
             else:
                 break
             point = train(name, optimizer, rate, share, os.path.abspath(given.shards))

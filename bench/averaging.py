@@ -1,9 +1,10 @@
-"""What an average of the weights costs: CPU seconds of a step with and without, by turns. Prints Markdown.
+"""Measures the cost of weight averaging: CPU seconds of a step with and without it. Prints Markdown.
 
     OMP_NUM_THREADS=1 python bench/averaging.py --config recipes/demo.yaml --every_steps 10
 
-A turn is --every_steps steps of the recipe in one process, after which the average is updated once or not at all. CPU
-seconds are this process's own, whatever else runs; on a GPU they are those of the clock.
+Measurements with and without an average alternate. Each is --every_steps steps of the recipe in one process, followed
+by one update of the average or none. CPU seconds count only this process, whatever else runs; on a GPU, wall time is
+used.
 """
 
 import argparse
@@ -22,7 +23,7 @@ from pretrain_tools.planning.calibration import FIRST_STEPS, Steps  # noqa: E402
 
 
 def seconds_of(work, is_cuda: bool) -> float:
-    """Of the processor, or with a GPU of the clock, whose work `Steps` waits for."""
+    """Measures CPU seconds, or on a GPU wall time including the GPU's work."""
     import torch
 
     clock = time.perf_counter if is_cuda else time.process_time
@@ -41,15 +42,18 @@ def main() -> None:
     given, changes = parser.parse_known_args()
     config = read_run_config(given.config, pair_up(changes))
     strategy = make_strategy(config)
-    steps, is_cuda = Steps(config, strategy), strategy.device.type == "cuda"
+    steps = Steps(config, strategy)
+    is_cuda = strategy.device.type == "cuda"
     sequences = config.batch.sequences_per_micro_batch
     micro_steps = max(1, config.batch.tokens_per_step // (sequences * config.data.sequence_length))
+    # Not timed: the first steps compile and create the optimizer's state, the first update allocates the average.
     for number in range(FIRST_STEPS):
         steps.step(number, micro_steps)
     strategy.update_average(1.0)
     turns: dict[bool, list[float]] = {False: [], True: []}
     updates = []
     for number in range(2 * given.turns):
+        # Alternate, so that drift of the machine's speed affects both equally.
         averages = number % 2 == 1
         first = FIRST_STEPS + number * given.every_steps
         work = [lambda n=n: steps.step(n, micro_steps) for n in range(first, first + given.every_steps)]

@@ -1,11 +1,11 @@
-"""Every loss and every attention that runs on this device, forward and backward, by shape. Prints Markdown.
+"""Measures every loss and attention that runs on this device, forward and backward, by shape. Prints Markdown.
 
     python bench/backends.py                    # both tables
     python bench/backends.py --only loss --repeat 9
 
-Milliseconds are the least of the repetitions: a busy machine only ever adds to them. Memory is the peak of the tensors
-that are alive, hidden states and weights included. bf16 autocast where the device has instructions for it, else fp32;
-gradients in fp32.
+Times are the minimum of the repetitions, because load on the machine can only add to them. Memory is the peak of live
+tensors, including hidden states and weights. Runs in bf16 autocast if the device has instructions for it, else in
+fp32; gradients are in fp32.
 """
 
 import argparse
@@ -22,14 +22,15 @@ import torch.nn.functional as F
 from pretrain.hardware import DTYPES
 from pretrain.parallel.strategy import device_type, resolve_precision
 
-DEVICE, DTYPE = device_type(), DTYPES[resolve_precision("auto")]
+DEVICE = device_type()
+DTYPE = DTYPES[resolve_precision("auto")]
 LOSS_SHAPES = {
     "65": (768, 128, 65),
     "1,024": (2048, 256, 1024),
     "8,192": (4096, 384, 8192),
     "131,072": (1024, 384, 131_072),
 }
-"""Vocabulary to (tokens, hidden width, vocabulary)."""
+"""Shapes (tokens, hidden width, vocabulary) by name."""
 LOSSES = {
     "chunked (auto)": "chunked",
     "chunked, compiled (auto on a GPU)": "chunked_compiled",
@@ -37,16 +38,18 @@ LOSSES = {
     "whole logits": "logits",
 }
 ATTENTION_SHAPES = {"12 x 64": (12, 64), "8 x 512": (8, 512), "2 x 2,048": (2, 2048), "1 x 8,192": (1, 8192)}
-HEADS, HEAD_WIDTH = 6, 64
+HEADS = 6
+HEAD_WIDTH = 64
 SLOW_SECONDS = 20.0
-"""What takes longer is not repeated."""
+"""Duration above which a measurement is not repeated."""
 DOCUMENT_TOKENS = (None, 800, 100)
-"""Mean lengths of the documents; None: whole windows."""
+"""Mean lengths of documents in tokens; None: no document mask."""
 
 
 def best_milliseconds(work: Callable[[], object], repeat: int) -> float:
-    """The shortest time of `work`; CPU time on one thread, which other load on the machine hardly changes."""
+    """Returns the shortest time of `work`; with one CPU thread in CPU time, which other load hardly changes."""
     clock = time.process_time if torch.get_num_threads() == 1 and DEVICE == "cpu" else time.perf_counter
+    # The first call may compile, so it counts only if it is too slow to repeat.
     began = clock()
     work()
     if (first := clock() - began) > SLOW_SECONDS:
@@ -67,7 +70,10 @@ def _wait() -> None:
 
 
 def loss_step(backend: str, shape: tuple[int, int, int], device: str, *, compiled: bool) -> Callable[[], object]:
-    """Head and loss with their gradients, for random hidden states and targets."""
+    """Returns a function that computes head, loss and gradients for random hidden states and targets.
+
+    shape: (tokens, hidden width, vocabulary).
+    """
     from pretrain.model.loss import next_token_loss
 
     tokens, width, vocabulary = shape
@@ -81,13 +87,14 @@ def loss_step(backend: str, shape: tuple[int, int, int], device: str, *, compile
         with torch.autocast(device, torch.bfloat16, enabled=DTYPE is not torch.float32):
             loss, _ = compute(hidden, weight, targets, backend=backend)
         loss.backward()
+        # Otherwise the next backward would accumulate, which takes longer.
         hidden.grad = weight.grad = None
 
     return step
 
 
 def peak_megabytes(make: Callable[[], Callable[[], object]], device: str) -> float:
-    """Peak of the tensors alive in the second step."""
+    """Measures the peak of live tensors in the second step, in MB; the first one may compile."""
     from pretrain_tools.planning.calibration import PeakBytes
 
     peak = PeakBytes(device)
@@ -100,7 +107,7 @@ def peak_megabytes(make: Callable[[], Callable[[], object]], device: str) -> flo
 
 
 def loss_rows(device: str, repeat: int) -> list[str]:
-    """Milliseconds and megabytes of each loss, by vocabulary."""
+    """Returns the table's rows: milliseconds and megabytes of each loss, by vocabulary."""
     rows = [f"| | {' | '.join(f'vocabulary {name}' for name in LOSS_SHAPES)} |", "|---" * (len(LOSS_SHAPES) + 1) + "|"]
     variants = [(name, backend, False) for name, backend in LOSSES.items()]
     for name, backend, compiled in [*variants, ("whole logits, compiled", "logits", True)]:
@@ -118,7 +125,7 @@ def loss_rows(device: str, repeat: int) -> list[str]:
 
 
 def attention_steps(windows: int, length: int, document_tokens: int | None, device: str) -> dict[str, Callable]:
-    """{name: forward and backward of one layer's attention} of every attention that can compute this."""
+    """Returns functions that run forward and backward of one layer's attention, by name of the attention."""
     from pretrain.model.attention import document_layout, eager, sdpa
 
     generator = torch.Generator().manual_seed(0)
@@ -129,12 +136,14 @@ def attention_steps(windows: int, length: int, document_tokens: int | None, devi
         .requires_grad_()
         for _ in range(3)
     )
-    module, segments = torch.nn.Identity(), None
+    module = torch.nn.Identity()
+    segments = None
     if document_tokens is not None:
         ids = (torch.rand(windows, length, generator=generator) > 1 / document_tokens).long()
         segments = document_layout(ids.numpy(), 0)["cu_seq_lens_q"].to(device)
 
     def timed(forward: Callable[[], torch.Tensor]) -> Callable[[], object]:
+        # This forward also compiles and selects kernels, before anything is timed.
         gradient = torch.ones_like(forward())
         return lambda: torch.autograd.grad(forward(), (query, key, value), gradient)
 
@@ -143,13 +152,14 @@ def attention_steps(windows: int, length: int, document_tokens: int | None, devi
         steps["torch's causal kernel"] = timed(
             lambda: F.scaled_dot_product_attention(query, key, value, is_causal=True).transpose(1, 2)
         )
+    # Eager attention materializes the scores, (B, H, T, T).
     if windows * length * length * HEADS < 2**27:
         steps["eager, dense mask"] = timed(lambda: eager(module, query, key, value, None, cu_seq_lens_q=segments)[0])
     return steps
 
 
 def attention_rows(device: str, repeat: int) -> list[str]:
-    """Milliseconds of each attention, by shape and length of the documents."""
+    """Returns the table's rows: milliseconds of each attention, by shape and length of the documents."""
     rows = [f"| | documents | {' | '.join(ATTENTION_SHAPES)} |", "|---" * (len(ATTENTION_SHAPES) + 2) + "|"]
     for documents in DOCUMENT_TOKENS:
         columns = [attention_steps(*shape, documents, device) for shape in ATTENTION_SHAPES.values()]

@@ -1,9 +1,9 @@
-"""How long training waits for a checkpoint, written in the foreground and in the background.
+"""Measures how long training waits for a checkpoint, written in the foreground and in the background.
 
     python bench/checkpoint.py [--folder runs]
 
-Trains a Llama of 308M parameters in fp32 in one process: weights and both of Adam's moments are copied, written,
-synced and hashed, while steps go on. Needs 10 GB of memory and 12 GB of disk.
+Trains a Llama with 308M parameters in fp32 in one process. Weights and both of Adam's moments are copied, written,
+synced and hashed while training continues. Needs 10 GB of memory and 12 GB of disk.
 """
 
 import argparse
@@ -26,8 +26,9 @@ GEOMETRY = {
     "tie_word_embeddings": True,
 }
 TOKENS = 128
-"""In a step: few, so that steps are short beside a save."""
-STEPS_ALONE, SAVES = 3, 4
+"""Tokens of a step; few, so that steps are short compared with a save."""
+STEPS_ALONE = 3
+SAVES = 4
 
 
 def main() -> None:
@@ -65,6 +66,7 @@ def main() -> None:
             "optimizer": TensorGroup.of(moments),
         }
 
+    # Creates the optimizer's state, and is not timed.
     step()
     alone = statistics.median(step() for _ in range(STEPS_ALONE))
     parameters = sum(p.numel() for p in model.parameters())
@@ -81,18 +83,19 @@ def main() -> None:
             checkpoints = Checkpoints(folder / str(in_background), strategy.ranks, settings)
             for number in range(1, SAVES + 1):
                 checkpoints.save(number, {}, groups(), lambda folder: None)
-                beside = []
+                step_times = []
                 while (save := checkpoints.finished()) is None:
-                    beside.append(step())
+                    step_times.append(step())
                 waits[in_background].append(save.stall_seconds)
                 name = f"{'background' if in_background else 'foreground'} {number}"
-                steps = f"{statistics.mean(beside):.2f} ({len(beside)})" if beside else "-"
+                steps = f"{statistics.mean(step_times):.2f} ({len(step_times)})" if step_times else "-"
                 figures = f"{save.stall_seconds:>9.2f}{save.seconds:>11.1f}{save.bytes / 1e9:>6.2f}{steps:>19}"
                 print(f"{name:<20}{figures}{f'  {save.problem}' if save.problem else ''}", flush=True)
             shutil.rmtree(folder / str(in_background))
     finally:
         shutil.rmtree(folder)
     foreground = statistics.median(waits[False])
+    # The first save in the background allocates host memory, which the later ones reuse.
     later = statistics.median(waits[True][1:])
     print(f"first save in the background: {waits[True][0] / foreground:.0%} of the foreground's wait (new memory)")
     print(f"the saves after it:           {later / foreground:.0%}")

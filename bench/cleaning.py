@@ -1,19 +1,18 @@
-"""Whether the cleaning is right on real text: against datatrove, exact similarities and planted benchmark items.
+"""Validates data cleaning on real text, against datatrove, exact similarities and planted benchmark items.
 
     python bench/cleaning.py --input 'english/*.jsonl.zst' web.parquet --items hellaswag.jsonl --tokenizer gpt2
 
-- Verdicts: every document's verdict and text under each published filter, judged as a web page, and after
-  personal data are replaced, against those of datatrove with words between spaces. Differences are shown with their
-  reason where it is one of docs/data.md; the others are too many above two documents in 1,000 for a filter.
-- Near duplicates: --documents of the input and copies of them with all shares of their words changed, or a part moved,
-  some in another case, with other spaces or wrapped lines;
-  prepare_data.py --near_duplicates 0.8 must remove 0.95 of the copies whose exact Jaccard similarity is at least 0.8,
-  and at most 0.02 of those below 0.5.
-- Decontamination: 200 items of the files, verbatim, in another case, with other punctuation or spaces, each planted in
-  a document: all these documents must go, and the manifest must list the planted items and those that stand in the
-  documents already, no others.
+- Verdicts: compares every document's verdict and text under each published filter, judged as a web page, and after
+  replacing personal data, with those of datatrove, which splits words at spaces here. Differences are shown with their
+  reason if docs/data.md lists it. A filter fails if unexplained differences exceed two documents in 1,000.
+- Near duplicates: takes --documents of the input and copies of them with various shares of their words changed, or a
+  part moved, some in another case, with other spaces or wrapped lines. prepare_data.py --near_duplicates 0.8 must
+  remove 95% of the copies whose exact Jaccard similarity is at least 0.8, and at most 2% of those below 0.5.
+- Decontamination: plants 200 items of the files in documents, verbatim, in another case, or with other punctuation or
+  spaces. All these documents must be removed, and the manifest must list exactly the planted items and those that the
+  documents contained before.
 
-Ends with exit status 1 when one of these fails. Takes a minute per 15 MB, nearly all of it datatrove's.
+Ends with exit status 1 if one of these fails. Takes a minute per 15 MB, nearly all of it in datatrove.
 """
 
 import argparse
@@ -42,13 +41,16 @@ from pretrain_tools.preparation.cleaning.published import (  # noqa: E402
 )
 from pretrain_tools.preparation.cleaning.stages import TextBatch  # noqa: E402
 
-THRESHOLD, LEAST_RECALL, FAR, MOST_FAR = 0.8, 0.95, 0.5, 0.02
+THRESHOLD = 0.8
+LEAST_RECALL = 0.95
+FAR = 0.5
+MOST_FAR = 0.02
 MOST_DIFFERENT = 2e-3
-"""Of a filter's verdicts, without a reason that is known."""
+"""Maximum share of a filter's verdicts that may differ without a known reason."""
 PLANTED = 200
 SHARES = (0.0, 0.01, 0.02, 0.03, 0.05, 0.1, 0.2, 0.3)
 DOCUMENT_CHARACTERS = 20_000
-"""Of those that copies are made of."""
+"""Maximum length of documents from which copies are made."""
 DISGUISES = (
     str,
     str.upper,
@@ -77,11 +79,11 @@ RULES = {
     "char_dup_ratio": "duplicate_characters", "list_ratio": "many_lines",
     **{f"duplicated_{n}_n_grams": f"duplicate_{n}_gram" for n in range(5, 11)},
 }  # fmt: skip
-"""{datatrove's name of a rule: ours, where it is another}"""
+"""Our names of datatrove's rules, if they differ."""
 
 
 def documents_of(patterns: list[str]) -> Iterator[bytes]:
-    """The texts of all files, in order."""
+    """Yields the texts of all files, in order."""
     from pretrain_tools.preparation.documents.records import Reading
     from pretrain_tools.preparation.documents.sources import find_sources, records_of
 
@@ -90,10 +92,11 @@ def documents_of(patterns: list[str]) -> Iterator[bytes]:
 
 
 def datatrove_filters() -> dict:
-    """datatrove's filter for each of STAGES, which divides words at spaces and sentences at their signs."""
+    """Returns datatrove's filter for each of STAGES, patched to split words at spaces and sentences at punctuation."""
     from datatrove.pipeline import filters
 
     for module in (filters.gopher_quality_filter, filters.gopher_repetition_filter, filters.fineweb_quality_filter):
+        # datatrove's own word splitter would make most differences; only the rules are to be compared.
         module.split_into_words = lambda text, language: text.split()
     filters.c4_filters.split_into_sentences = lambda text, language: SENTENCE_END.split(text)
     made = (
@@ -103,7 +106,9 @@ def datatrove_filters() -> dict:
     return dict(zip(STAGES, made, strict=True))
 
 
-_stages, _theirs = {}, {}
+# Filled in each process of the pool by _start_comparing, because opening the filters compiles them.
+_stages = {}
+_theirs = {}
 
 
 def _start_comparing() -> None:
@@ -114,22 +119,28 @@ def _start_comparing() -> None:
 
 
 def compare(texts: list[bytes]) -> tuple[Counter, list[tuple[str, str, str, str, str]]]:
-    """({(filter, what both say): documents}, (filter, ours, datatrove's, reason or '', text) of each difference)."""
+    """Compares verdicts on texts; returns equal ones as {(filter, verdict): documents}, and the differences.
+
+    A difference is (filter, our verdict, datatrove's verdict, reason or '', excerpt).
+    """
     from datatrove.data import Document
     from datatrove.pipeline.formatters import PIIFormatter
 
-    agreed, different = Counter(), []
+    agreed = Counter()
+    different = []
     for name, judge in _stages.items():
         verdicts = judge(TextBatch(texts, [None] * len(texts)))
         for number, content in enumerate(texts):
             text = content.decode()
             ours = verdicts.removed.get(number, "stays"), verdicts.changed.get(number, content).decode()
-            document, answer = Document(text=text, id="0"), True
+            document = Document(text=text, id="0")
+            answer = True
             if name == "personal_data":
-                # A new one each time, for its replacements take turns from one document to the next.
+                # A new formatter each time, because it cycles through its replacements across documents.
                 document.text = PIIFormatter().format(text)
             else:
                 answer = _theirs[name].filter(document)
+            # datatrove returns True, or (False, name of the rule).
             theirs = "stays" if answer is True else RULES.get(answer[1], answer[1]), document.text
             if ours[0] == theirs[0] and (ours[0] != "stays" or ours[1] == theirs[1]):
                 agreed[name, ours[0] if ours[0] != "stays" or ours[1] == text else "changed"] += 1
@@ -139,7 +150,7 @@ def compare(texts: list[bytes]) -> tuple[Counter, list[tuple[str, str, str, str,
 
 
 def reason_for(name: str, text: str) -> str:
-    """Why verdicts on a text may differ, as docs/data.md lists; '' for no reason."""
+    """Returns a reason listed in docs/data.md why verdicts on a text may differ; '' if there is none."""
     if name == "personal_data":
         if re.search(r"[0-9.](?:\d{1,3}\.){3}\d{1,3}|(?:\d{1,3}\.){3}\d{1,3}\.?\d", text):
             return "an IP address within a longer number"
@@ -153,7 +164,7 @@ def reason_for(name: str, text: str) -> str:
 
 
 def difference(our_verdict: str, ours: str, their_verdict: str, theirs: str) -> str:
-    """Where two texts part, or a beginning."""
+    """Returns the beginning of the text if the verdicts differ, else both texts around their first difference."""
     if our_verdict != their_verdict:
         return ours[:100]
     at = next((n for n, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), min(len(ours), len(theirs)))
@@ -161,8 +172,10 @@ def difference(our_verdict: str, ours: str, their_verdict: str, theirs: str) -> 
 
 
 def bench_verdicts(texts: list[bytes], workers: int) -> list[str]:
-    """Prints how many verdicts are datatrove's, and the others. The filters that differ too often."""
-    batches, agreed, different = [texts[n : n + 50] for n in range(0, len(texts), 50)], Counter(), []
+    """Prints how many verdicts match datatrove's, and the differences; returns the filters that differ too often."""
+    batches = [texts[n : n + 50] for n in range(0, len(texts), 50)]
+    agreed = Counter()
+    different = []
     with multiprocessing.Pool(workers, _start_comparing) as pool:
         for number, (more, others) in enumerate(pool.imap(compare, batches), 1):
             agreed += more
@@ -186,7 +199,7 @@ def bench_verdicts(texts: list[bytes], workers: int) -> list[str]:
 
 
 def prepare_in(folder: Path, name: str, texts: list[str], tokenizer: str, *options: str) -> dict:
-    """The manifest of the texts, prepared; the shards are in folder/name."""
+    """Prepares texts into folder/name with prepare_data.py and returns the manifest."""
     path = folder / f"{name}.jsonl"
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     command = [sys.executable, "prepare_data.py", "--input", path, "--tokenizer", tokenizer, "--output", folder / name]
@@ -197,7 +210,7 @@ def prepare_in(folder: Path, name: str, texts: list[str], tokenizer: str, *optio
 
 
 def ids_by_place(folder: Path) -> dict[int, np.ndarray]:
-    """{line in the input: ids} of a prepared folder."""
+    """Returns the token IDs of a prepared folder's documents by line in the input."""
     from pretrain.data.shards import read_manifest
     from pretrain_tools.preparation.documents.document_index import InputOrder
 
@@ -206,7 +219,7 @@ def ids_by_place(folder: Path) -> dict[int, np.ndarray]:
 
 
 def exact_jaccard(one: str, other: str, shingle: int = 5) -> float:
-    """By the definition, of the sets of all runs of words; of English, where folding is simple."""
+    """Computes the exact Jaccard similarity of the sets of word n-grams; for English, whose case folding is simple."""
     sets = []
     for text in (one, other):
         text = re.sub(r"['\u2018\u2019]|(?<=\w)-(?=\w)", "", text.casefold())
@@ -216,7 +229,7 @@ def exact_jaccard(one: str, other: str, shingle: int = 5) -> float:
 
 
 def edited(text: str, share: float, rng: random.Random) -> str:
-    """A copy with that share of its words replaced; of some, a part is moved to the end or left out."""
+    """Returns a copy with a share of its words replaced; some copies are also rotated or truncated."""
     words = text.split(" ")
     for place in rng.sample(range(len(words)), round(share * len(words))):
         words[place] = words[rng.randrange(len(words))]
@@ -226,18 +239,22 @@ def edited(text: str, share: float, rng: random.Random) -> str:
 
 
 def bench_near_duplicates(texts: list[bytes], count: int, tokenizer: str, folder: Path) -> list[str]:
-    """Prints what was found of planted copies by similarity. The bars that were missed."""
+    """Prints the share of planted copies that was found, by similarity; returns the requirements that were missed."""
     rng = random.Random(0)
     chosen = rng.sample(texts, min(count, len(texts)))
     documents = list(dict.fromkeys(content.decode()[:DOCUMENT_CHARACTERS] for content in chosen))
     copies = [edited(text, rng.choice(SHARES), rng) for text in documents]
     every = documents + [DISGUISES[number % len(DISGUISES)](copy) for number, copy in enumerate(copies)]
     prepare_in(folder, "without", every, tokenizer, "--near_duplicates", str(THRESHOLD))
-    left, near, far = ids_by_place(folder / "without"), [], []
+    left = ids_by_place(folder / "without")
+    near = []
+    far = []
     for place, (one, other) in enumerate(zip(documents, copies, strict=True), 1 + len(documents)):
         similarity = exact_jaccard(one, other)
+        # Copies with a similarity in between do not count: MinHash finds them with some probability.
         (near if similarity >= THRESHOLD else far if similarity < FAR else []).append(place not in left)
-    recall, wrong = np.mean(near), np.mean(far)
+    recall = np.mean(near)
+    wrong = np.mean(far)
     print(f"near duplicates: {len(documents):,} documents and as many copies, {len(every) - len(left):,} went")
     print(f"  of {len(near):,} copies of Jaccard {THRESHOLD} or more      {recall:.4f} went")
     print(f"  of {len(far):,} copies below {FAR}                {wrong:.4f} went")
@@ -256,12 +273,12 @@ SPELLINGS = {
 
 
 def letters_of(text: str) -> str:
-    """Its letters and digits in lower case."""
+    """Returns the letters and digits of a text, in lower case."""
     return "".join(character for character in text.lower() if character.isalnum())
 
 
 def stands_in(item: str, documents: list[str]) -> bool:
-    """Whether 13 words of an item in a row, or all of a shorter one, stand in the letters of any document."""
+    """Tells if 13 consecutive words of an item, or all of a shorter one, occur in the letters of any document."""
     words = [letters_of(word) for word in re.split(r"[^\w'’]+|_", item)]
     words = [word for word in words if word]
     runs = {"".join(words[n : n + 13]) for n in range(max(1, len(words) - 12))}
@@ -269,7 +286,7 @@ def stands_in(item: str, documents: list[str]) -> bool:
 
 
 def bench_decontamination(texts: list[bytes], count: int, items: list[str], tokenizer: str, folder: Path) -> list[str]:
-    """Prints which planted items were found, and what else. What was missed."""
+    """Prints which planted items were found, and what else; returns the requirements that were missed."""
     from pretrain.data.data_record import numbers_in
     from pretrain_tools.preparation.cleaning.decontamination import read_benchmarks
 
@@ -285,10 +302,13 @@ def bench_decontamination(texts: list[bytes], count: int, items: list[str], toke
     chosen = rng.sample(known, min(PLANTED, len(known), len(documents)))
     options = ("--validation_fraction", "0", "--decontaminate", *items)
     before = prepare_in(folder, "before", documents, tokenizer, *options)
+    # Items that the documents contain by themselves are expected in both manifests.
     stood = {name: numbers_in(found["entries"]) for name, found in before["cleaning"].get("found", {}).items()}
     removed_before = set(range(1, len(documents) + 1)) - ids_by_place(folder / "before").keys()
-    holding, planted = rng.sample(range(len(documents)), len(chosen)), list(documents)
-    missed_by, expected = Counter(), {name: set(numbers) for name, numbers in stood.items()}
+    holding = rng.sample(range(len(documents)), len(chosen))
+    planted = list(documents)
+    missed_by = Counter()
+    expected = {name: set(numbers) for name, numbers in stood.items()}
     spellings = list(SPELLINGS.items())
     for turn, (place, (name, number, text)) in enumerate(zip(holding, chosen, strict=True)):
         words = planted[place].split(" ")
@@ -334,7 +354,8 @@ def main() -> None:
     arguments = parser.parse_args()
     texts = list(documents_of(arguments.input))
     print(f"{len(texts):,} documents, {sum(map(len, texts)) / 1e6:,.1f} MB", flush=True)
-    only, missed = arguments.only or ("near_duplicates", "decontamination", "verdicts"), []
+    only = arguments.only or ("near_duplicates", "decontamination", "verdicts")
+    missed = []
     items = [str(Path(item).resolve()) for item in arguments.items]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

@@ -1,11 +1,11 @@
-"""The row of bench/data.py on the whole cleaning: filters, near duplicates and benchmarks, beside preparation alone.
+"""Measures the full cleaning pipeline against preparation without cleaning, for bench/data.py.
 
-The text is `megabytes` of the documents of one file, again and again: from the second time on, a quarter of the words
-of each document are others of its words, so that it is a document of its own. Of each time, 5 % of the documents come
-twice, the second time with 2 % of the words changed, and 200 of those that no filter removes get one of 10,000 made-up
-benchmark items.
+Cleaning here means filters, near-duplicate removal and decontamination. The text repeats the documents of one file up
+to `megabytes`. From the second pass on, a quarter of each document's words are replaced by others of its words, so
+that it counts as a new document. In each pass, 5% of the documents occur twice, the second time with 2% of the words
+changed. In total, 200 documents that no filter removes get one of 10,000 made-up benchmark items.
 
-What was made and measured stays in `folder`, so an interrupted row goes on.
+The text and the measurements stay in `folder`, so that an interrupted benchmark can continue.
 """
 
 import hashlib
@@ -31,14 +31,18 @@ from bench.preparing import (
     run_measured,
 )
 
-NEAR_COPIES, CHANGED_WORDS, CHANGED_OF_ANOTHER_TIME = 0.05, 0.02, 0.25
-ITEMS, PLANTED, ITEM_WORDS = 10_000, 200, (15, 60)
+NEAR_COPIES = 0.05
+CHANGED_WORDS = 0.02
+CHANGED_OF_ANOTHER_TIME = 0.25
+ITEMS = 10_000
+PLANTED = 200
+ITEM_WORDS = (15, 60)
 ROWS_PER_ROW_GROUP = 1000
 DATATROVE_MEGABYTES = 20
-"""It takes about a hundred times as long: on all of the text, hours."""
+"""Text that datatrove cleans; it takes about a hundred times as long, so all of the text would take hours."""
 
-# Its own numbers, but for the hash: its xxhash fails with versions that refuse str. Without the language, for which it
-# loads a model from the network. The time of the index of items does not count.
+# datatrove's default parameters, except for the hash, because its xxhash fails with versions that reject str. Without
+# its language filter, which loads a model from the network. Building the index of items is not timed.
 DATATROVE_CLEANING = """
 import json, os, sys, time
 import numpy as np
@@ -93,7 +97,7 @@ print("tokens", statistics.stats[-1].stats["tokens"].total, "seconds", time.perf
 
 
 def with_changed_words(text: str, share: float, rng: random.Random) -> str:
-    """The text with that share of its words replaced by others of its words."""
+    """Returns the text with a share of its words replaced by others of its words."""
     words = text.split(" ")
     for place in rng.sample(range(len(words)), round(share * len(words))):
         words[place] = words[rng.randrange(len(words))]
@@ -101,7 +105,7 @@ def with_changed_words(text: str, share: float, rng: random.Random) -> str:
 
 
 def write_documents(file: str, megabytes: float, folder: Path) -> dict[str, Any]:
-    """Writes the documents, a part of them for datatrove, and the items; what was written."""
+    """Writes the documents, a part of them for datatrove, and the items; returns the amounts written."""
     import pyarrow as pa
     from pyarrow import parquet
 
@@ -109,13 +113,15 @@ def write_documents(file: str, megabytes: float, folder: Path) -> dict[str, Any]
     from pretrain_tools.preparation.documents.records import Reading
     from pretrain_tools.preparation.documents.sources import find_sources, records_of
 
-    rng, cleaning = random.Random(0), read_cleaning([], clean=True)
+    rng = random.Random(0)
+    cleaning = read_cleaning([], clean=True)
     originals = [record.text.decode() for record in records_of(*find_sources([file]), Reading()) if record.text]
     times = max(1, round(megabytes * 1e6 / sum(len(text.encode()) for text in originals)))
     vocabulary = sorted({word for text in originals[:200] for word in text.split() if word.isalpha()})
     items = [" ".join(rng.choices(vocabulary, k=rng.randint(*ITEM_WORDS))) for _ in range(ITEMS)]
     (folder / "items.jsonl").write_text("".join(json.dumps(item) + "\n" for item in items))
-    cores, written = psutil.cpu_count(), {"bytes": 0, "part_bytes": 0, "documents": 0, "copies": 0}
+    cores = psutil.cpu_count()
+    written = {"bytes": 0, "part_bytes": 0, "documents": 0, "copies": 0}
     schema = pa.schema({"text": pa.string()})
     for name in ("all", "part"):
         (folder / name).mkdir()
@@ -130,13 +136,15 @@ def write_documents(file: str, megabytes: float, folder: Path) -> dict[str, Any]
             [with_changed_words(text, CHANGED_OF_ANOTHER_TIME, rng) for text in originals] if time else originals[:]
         )
         contents = [text.encode() for text in texts]
+        # Plant items only in documents that the filters keep: the others never reach decontamination.
         stay = cleaning.clean(contents, [None] * len(texts), [""] * len(texts), range(len(texts))).kept
         places = iter(rng.sample(stay, len(stay)))
         for number in range(time, PLANTED, times):
             for place in places:
                 head, _, tail = texts[place].partition(" ")
                 planted = f"{head} {items[number]} {tail}"
-                if cleaning.clean([planted.encode()], [None], [""], range(1)).kept:  # with the item as well
+                # The filters must keep the document with the item, too.
+                if cleaning.clean([planted.encode()], [None], [""], range(1)).kept:
                     texts[place] = planted
                     break
         copied = rng.sample(texts, int(NEAR_COPIES * len(texts)))
@@ -157,7 +165,7 @@ def write_documents(file: str, megabytes: float, folder: Path) -> dict[str, Any]
 
 
 def prepared(files: list[str], tokenizer: str, *options: str, folder: Path) -> tuple[Measured, dict[str, Any]]:
-    """(the whole command once, what its manifest says was removed)."""
+    """Runs the whole command once; returns its measurements and what its manifest says was removed."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     measured = prepare(files, tokenizer, *options, folder=str(folder))
@@ -170,7 +178,7 @@ def prepared(files: list[str], tokenizer: str, *options: str, folder: Path) -> t
 
 
 def datatrove_cleaning(documents: Path, tokenizer: str, items: Path, folder: Path) -> Measured:
-    """datatrove's filters, decontamination, MinHash and tokenizer on all cores."""
+    """Measures datatrove's filters, decontamination, MinHash and tokenizer on all cores."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     before = cpu_seconds_of_children()
@@ -182,7 +190,7 @@ def datatrove_cleaning(documents: Path, tokenizer: str, items: Path, folder: Pat
 
 
 def times_alone(rounds: dict[str, Any], repeat: int) -> float:
-    """The time with the cleaning, relative to a preparation alone just before it: the median of the rounds."""
+    """Returns the time with cleaning relative to that of the preparation just before it: the median over rounds."""
     seconds = {name: measured["seconds"] for name, (measured, _) in rounds.items()}
     return statistics.median(
         seconds[f"with the cleaning, {number}"] / seconds[f"preparation alone, {number}"] for number in range(repeat)
@@ -190,7 +198,7 @@ def times_alone(rounds: dict[str, Any], repeat: int) -> float:
 
 
 def bench_cleaning(file: str, tokenizer: str, megabytes: float, repeat: int, folder: Path) -> list[str]:
-    """Prints what the whole cleaning costs, as it is measured. The bars that were missed."""
+    """Measures and prints the cost of the full cleaning; returns the requirements that were missed."""
     from pretrain.data.data_record import numbers_in
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -204,15 +212,18 @@ def bench_cleaning(file: str, tokenizer: str, megabytes: float, repeat: int, fol
         print(f"writing {megabytes:,.0f} MB of documents", flush=True)
         known = {"what": what, "written": write_documents(file, megabytes, folder), "rounds": {}}
         path.write_text(json.dumps(known))
-    written, items = known["written"], folder / "items.jsonl"
-    files, passing = sorted(map(str, (folder / "all").iterdir())), folder / "passing"
+    written = known["written"]
+    items = folder / "items.jsonl"
+    files = sorted(map(str, (folder / "all").iterdir()))
+    passing = folder / "passing"
     cleaning = ("--clean", "--decontaminate", str(items))
 
     def in_rounds(name: str, contestant: Any) -> None:
-        """Measures a contestant where that has not been done."""
+        """Measures a program unless its result is known."""
         if name not in known["rounds"]:
             measured, removed = contestant()
             known["rounds"][name] = [asdict(measured), removed]
+            # Saved after each measurement, so that an interrupted benchmark can continue.
             path.write_text(json.dumps(known))
             told = (
                 f"{measured.seconds:.2f} s, {measured.cpu_seconds:.2f} s of the cores, {measured.peak / 1e6:,.0f} MB"
@@ -230,8 +241,10 @@ def bench_cleaning(file: str, tokenizer: str, megabytes: float, repeat: int, fol
         contestant = name.partition(",")[0]
         if contestant not in best or measured["seconds"] < best[contestant][0].seconds:
             best[contestant] = Measured(**measured), removed
-    alone, (ours, removed) = best["preparation alone"][0], best["with the cleaning"]
-    rate, times = written["bytes"] / ours.seconds / 1e6, times_alone(known["rounds"], repeat)
+    alone = best["preparation alone"][0]
+    ours, removed = best["with the cleaning"]
+    rate = written["bytes"] / ours.seconds / 1e6
+    times = times_alone(known["rounds"], repeat)
     found = sum(len(numbers_in(of_list["entries"])) for of_list in removed["found"].values())
     print(f"preparation alone, {alone.tokens:,} tokens    {alone.seconds:8.2f} s")
     print(f"  --clean --decontaminate       {ours.seconds:8.2f} s, {rate:.1f} MB/s; by rounds {times:.2f} times that")

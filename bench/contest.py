@@ -1,14 +1,14 @@
-"""Contestants side by side: each trains in a separate process, and they take turns.
+"""Compares training programs by running them alternately, each in a separate process.
 
-All are started one after the other and stopped (SIGSTOP) at their first steps. Then, round after round, each is let
-run for some steps while the others stand still, so that whatever else the machine does hits all alike. A contestant
-is anything that writes the time after every step, or every few, to a file of JSON lines.
+All are started one after the other and stopped (SIGSTOP) after their first steps. Then, in each round, each one runs
+for some steps while the others are stopped, so that other load on the machine affects all equally. A contestant is any
+program that writes the time after every step, or every few steps, to a file of JSON lines.
 
-A machine's speed changes by a fifth for seconds on end, so a ratio is taken within each round, and the median of those
-is what counts: short turns and many rounds.
+A machine's speed can change by 20% for several seconds, so ratios are computed within each round, and the result is
+their median. Short turns and many rounds give the best results.
 
-Where the machine is busy, the CPU seconds that a step takes say more than its wall time; with one thread, which waits
-for no other (OMP_NUM_THREADS=1), they hardly depend on the load.
+On a busy machine, CPU seconds per step say more than wall time. With one thread (OMP_NUM_THREADS=1), which waits for
+no other, they hardly depend on the load.
 """
 
 import contextlib
@@ -32,11 +32,11 @@ LINE_SECONDS = 180
 
 @dataclass
 class Contestant:
-    """One process that trains.
+    """A training program to measure.
 
     Args:
         command: arguments to the Python interpreter, run in the project's root.
-        steps_file: where it writes {"event": "train", "step": n, "time": seconds since the epoch} per line.
+        steps_file: file to which it writes lines {"event": "train", "step": n, "time": seconds since 1970}.
     """
 
     name: str
@@ -44,23 +44,23 @@ class Contestant:
     steps_file: Path
     tokens_per_step: int
     start_seconds: float = 0.0
-    """From the command to the end of the first reported step, compilation included."""
+    """Time from the command to the end of the first reported step, including compilation."""
     peak_memory_bytes: int = 0
     turns: list[list[float]] = field(default_factory=list)
     """Tokens per second of each interval between two reports, turn by turn."""
     cpu_seconds_per_step: list[float] = field(default_factory=list)
-    """Of each turn, all threads together."""
+    """CPU seconds per step of each turn, over all threads."""
     process: subprocess.Popen | None = None
     lines: list[dict] = field(default_factory=list)
     bytes_read: int = 0
 
     @property
     def tokens_per_second(self) -> list[float]:
-        """Of each interval that was measured."""
+        """Tokens per second of each measured interval."""
         return [speed for turn in self.turns for speed in turn]
 
     def start(self, root: Path, warm_up: int) -> None:
-        """Starts it, waits until it has reported `warm_up` times, and stops it."""
+        """Starts it, waits for `warm_up` reports, and stops it."""
         self.steps_file.unlink(missing_ok=True)
         began = time.time()
         log = self.steps_file.with_suffix(".log").open("w")
@@ -70,7 +70,7 @@ class Contestant:
             env={**os.environ, "WANDB_MODE": "offline"},
             stdout=log,
             stderr=log,
-            start_new_session=True,
+            start_new_session=True,  # a process group of its own: signals reach its children, too
         )
         log.close()
         self.start_seconds = self._wait_for(1, START_SECONDS)[0]["time"] - began
@@ -78,9 +78,10 @@ class Contestant:
         self._signal(signal.SIGSTOP)
 
     def run(self, reports: int) -> None:
-        """Lets it run for this many reported intervals, after the one that includes the pause."""
+        """Lets it run for `reports` intervals, not counting the first one, which includes the pause."""
         known = len(self._lines())
         self._signal(signal.SIGCONT)
+        # The first interval includes the pause, so measure from the report at its end.
         self._wait_for(known + 1, LINE_SECONDS)
         cpu_seconds = cpu_seconds_of(self.process.pid)
         lines = self._wait_for(known + 1 + reports, LINE_SECONDS)[known:]
@@ -90,13 +91,13 @@ class Contestant:
         self.cpu_seconds_per_step.append(cpu_seconds / (lines[-1]["step"] - lines[0]["step"]))
 
     def end(self) -> None:
-        """Reads its peak memory (the device's, where its lines tell) and kills it with all its children."""
+        """Reads its peak memory (the GPU's, if it reports it) and kills it with all its children."""
         if self.process is None:
             return
         lines = self._lines()
         told = lines[-1].get("peak_memory_bytes") if lines else None
         self.peak_memory_bytes = told or peak_memory_bytes(self.process.pid)
-        with contextlib.suppress(ProcessLookupError):  # it died, and that is already told
+        with contextlib.suppress(ProcessLookupError):  # it died, which was already reported
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
         self.process = None
@@ -116,7 +117,7 @@ class Contestant:
         return lines
 
     def _lines(self) -> list[dict]:
-        """What it has reported; only what is new is read, for it computes on the same cores."""
+        """Returns its reports; reads only new lines, because the program computes on the same cores."""
         if self.steps_file.exists():
             with self.steps_file.open("rb") as file:
                 file.seek(self.bytes_read)
@@ -133,7 +134,7 @@ class Contestant:
 
 
 def speeds(lines: list[dict], tokens_per_step: int) -> list[float]:
-    """Tokens per second between each two reports."""
+    """Returns the tokens per second between consecutive reports."""
     return [
         (after["step"] - before["step"]) * tokens_per_step / (after["time"] - before["time"])
         for before, after in itertools.pairwise(lines)
@@ -141,7 +142,7 @@ def speeds(lines: list[dict], tokens_per_step: int) -> list[float]:
 
 
 def peak_memory_bytes(pid: int) -> int:
-    """Peak resident memory of a process (Linux); 0 where unknown."""
+    """Returns the peak resident memory of a process (Linux); 0 if unknown."""
     try:
         status = Path(f"/proc/{pid}/status").read_text()
     except OSError:
@@ -150,7 +151,7 @@ def peak_memory_bytes(pid: int) -> int:
 
 
 def cpu_seconds_of(pid: int) -> float:
-    """CPU seconds used by a process so far (Linux); 0 where unknown."""
+    """Returns the CPU seconds used by a process so far (Linux); 0 if unknown."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -159,15 +160,16 @@ def cpu_seconds_of(pid: int) -> float:
 
 
 def hold(contestants: list[Contestant], root: Path, *, rounds: int, reports: int, warm_up: int = 3) -> None:
-    """Runs the contest; afterwards every contestant holds its figures, and no process is left."""
-    # An end from outside: end them too.
+    """Measures all programs; stores the results in them and leaves no process behind."""
+    # Stopped processes would survive a SIGTERM to this one: exit through `finally`, which kills them.
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         for contestant in contestants:
             print(f"starts {contestant.name} ...", file=sys.stderr, flush=True)
             contestant.start(root, warm_up)
         for number in range(rounds):
-            for contestant in contestants[:: -1 if number % 2 else 1]:  # a drift within rounds cancels out
+            # Alternate the order, so that a drift within rounds cancels out.
+            for contestant in contestants[:: -1 if number % 2 else 1]:
                 contestant.run(reports)
             print(f"round {number + 1} of {rounds}", file=sys.stderr, flush=True)
     finally:
@@ -177,22 +179,22 @@ def hold(contestants: list[Contestant], root: Path, *, rounds: int, reports: int
 
 
 def faster_by(one: Contestant, other: Contestant) -> float:
-    """Ratio of their speeds: the median of the rounds', each of the medians of both turns."""
+    """Returns the ratio of their speeds: the median over rounds of the ratio of both turns' medians."""
     rounds = zip(one.turns, other.turns, strict=True)
     return statistics.median(statistics.median(mine) / statistics.median(theirs) for mine, theirs in rounds)
 
 
 def cheaper_by(one: Contestant, other: Contestant) -> float:
-    """Ratio of the CPU seconds that a token takes the other and the first; the median of the rounds'."""
+    """Returns the ratio of CPU seconds per token, other to one: the median over rounds."""
     steps = one.tokens_per_step / other.tokens_per_step
     rounds = zip(one.cpu_seconds_per_step, other.cpu_seconds_per_step, strict=True)
     return statistics.median(theirs * steps / max(mine, 1e-9) for mine, theirs in rounds)
 
 
 def table(contestants: list[Contestant], flops_per_token: float, peak_flops: float | None) -> list[str]:
-    """Markdown: medians of all intervals, and of the rounds' ratios of the first contestant's speed to each one's.
+    """Formats the results as Markdown: medians over intervals, and the first one's speed relative to each.
 
-    Steps are as long as the first's.
+    CPU seconds are per step of the first one's size.
     """
     first = contestants[0]
     rows = [

@@ -1,11 +1,11 @@
-"""Attention over parts of a sequence: heads exchanged, as cp.yaml does, or keys and values gathered. Prints Markdown.
+"""Compares two kinds of context parallelism: heads exchanged, as cp.yaml does, or keys gathered. Prints Markdown.
 
     torchrun --standalone --nproc_per_node 2 bench/context.py --shapes 4096x8x8x64 16384x32x8x128 --dtype bf16
 
-A shape is sequence x query heads x key-value heads x width of a head; one causal sequence is divided among all
-processes. Both ways compute the same (which is checked), forward and backward, by torch's own attention. Where keys
-and values are gathered, each process has a chunk of the head of the sequence and one of its tail: causal work is even.
-Times are the median over --repeats of the slowest process, by turns.
+A shape is sequence x query heads x key-value heads x width of a head; one causal sequence is sharded over all
+processes. Both ways compute the same result (this is checked), forward and backward, with torch's attention. With
+gathered keys and values, each process has one chunk from the start of the sequence and one from its end, which
+balances causal attention. Times are those of the slowest process, the median over --repeats; both ways alternate.
 """
 
 import argparse
@@ -31,7 +31,7 @@ from pretrain.hardware import DTYPES  # noqa: E402
 from pretrain.parallel.context_parallel import to_parts, to_whole  # noqa: E402
 
 Way = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""(query, key, value) of this process's positions, (B, heads, P, E), to the output there, (B, P, heads, E)."""
+"""Maps query, key and value at this process's positions, (B, heads, P, E), to the output there, (B, P, heads, E)."""
 
 
 def group_name() -> str:
@@ -39,7 +39,9 @@ def group_name() -> str:
 
 
 def heads_exchanged(query: Tensor, key: Tensor, value: Tensor, *, attends: bool = True) -> Tensor:
+    """Computes attention by exchanging positions for heads (all-to-all). attends False: communicates only."""
     parts = dist.get_world_size()
+    # With fewer key-value heads than processes, repeat them so that each process gets one.
     if (copies := max(1, parts // key.shape[1])) > 1:
         key, value = (x.repeat_interleave(copies, dim=1) for x in (key, value))
     query, key, value = to_whole((query, key, value), parts, group_name())
@@ -48,13 +50,18 @@ def heads_exchanged(query: Tensor, key: Tensor, value: Tensor, *, attends: bool 
 
 
 def keys_gathered(query: Tensor, key: Tensor, value: Tensor, *, attends: bool = True) -> Tensor:
-    """This process's positions are two chunks, of numbers `rank` and `2 x processes - 1 - rank`."""
-    parts, rank = dist.get_world_size(), dist.get_rank()
+    """Computes attention by gathering keys and values. attends False: communicates only.
+
+    This process's positions are the chunks `rank` and `2 * processes - 1 - rank`.
+    """
+    parts = dist.get_world_size()
+    rank = dist.get_rank()
     sent = torch.stack([key, value]).unflatten(3, (2, -1)).movedim(3, 0)  # (2 chunks, key or value, B, G, P / 2, E)
     gathered = all_gather_single_autograd(sent.contiguous(), 0, dist.group.WORLD).unflatten(0, (parts, 2))
-    ordered = torch.cat([gathered[:, 0], gathered[:, 1].flip(0)])  # by the number of the chunk
+    ordered = torch.cat([gathered[:, 0], gathered[:, 1].flip(0)])  # by chunk number
     key, value = (x.movedim(0, 2).flatten(2, 3) for x in ordered.unbind(1))
     if not attends:
+        # The term with factor 0 keeps key and value in the graph, so that backward communicates as well.
         return query.transpose(1, 2) * 1.0 + 0.0 * (key.sum() + value.sum())
     outputs = []
     for number, chunk in zip((rank, 2 * parts - 1 - rank), query.chunk(2, dim=2), strict=True):
@@ -69,8 +76,9 @@ def keys_gathered(query: Tensor, key: Tensor, value: Tensor, *, attends: bool = 
 
 
 def positions_of(way: str, length: int) -> Tensor:
-    """Of this process, under each way."""
-    parts, rank = dist.get_world_size(), dist.get_rank()
+    """Returns this process's positions under either way."""
+    parts = dist.get_world_size()
+    rank = dist.get_rank()
     if way == "exchanged":
         return torch.arange(length).chunk(parts)[rank]
     chunks = torch.arange(length).chunk(2 * parts)
@@ -78,15 +86,16 @@ def positions_of(way: str, length: int) -> Tensor:
 
 
 def inputs_of(way: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> list[Tensor]:
-    """Query, key and value, the same sequence under both ways."""
+    """Returns this process's part of query, key and value; the sequence is the same for both ways."""
     length, heads, key_heads, width = shape
-    generator, mine = torch.Generator().manual_seed(0), positions_of(way, length)
+    generator = torch.Generator().manual_seed(0)
+    mine = positions_of(way, length)
     whole = [torch.randn(1, number, length, width, generator=generator) for number in (heads, key_heads, key_heads)]
     return [x[:, :, mine].to(device, dtype).requires_grad_() for x in whole]
 
 
 def seconds_of(work: Callable[[], object], device: torch.device) -> float:
-    """Of the slowest process."""
+    """Measures the seconds of the slowest process."""
     wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     dist.barrier()
     wait()
@@ -99,12 +108,12 @@ def seconds_of(work: Callable[[], object], device: torch.device) -> float:
 
 
 def both_directions(way: Way, tensors: list[Tensor]) -> list[Tensor]:
-    """Gradients of the inputs."""
+    """Runs forward and backward and returns the gradients of the inputs."""
     return list(torch.autograd.grad(way(*tensors).float().square().sum(), tensors))
 
 
 def whole_of(parts: Tensor, way: str, length: int) -> Tensor:
-    """(B, heads, T, E) of every process's (B, heads, P, E)."""
+    """Gathers every process's (B, heads, P, E) into (B, heads, T, E), in order of position."""
     gathered = [torch.empty_like(parts) for _ in range(dist.get_world_size())]
     dist.all_gather(gathered, parts.contiguous())
     places = [torch.empty(parts.shape[2], dtype=torch.long, device=parts.device) for _ in gathered]
@@ -121,6 +130,7 @@ def rows(shapes: list[tuple[int, ...]], dtype: torch.dtype, repeats: int, device
         ]
         for ours, theirs in zip(*found, strict=True):
             difference = (ours - theirs).abs().max() / theirs.abs().max()
+            # Times of two ways that disagree would not be comparable.
             assert difference < (1e-4 if dtype == torch.float32 else 5e-2), f"{shape}: they differ by {difference:.1e}"
         times: dict[tuple[str, bool], list[float]] = {}
         for _ in range(repeats):

@@ -1,17 +1,17 @@
-"""Speed on this machine's CPU: Groundwork's train.py and its peers, in one run, as ratios. Prints Markdown.
+"""Compares the speed of train.py with baselines on this machine's CPU. Prints Markdown.
 
     python bench/cpu.py                             # what `make bench` runs: Llama and GPT-2 of 14M parameters
     python bench/cpu.py --shapes long --contestants groundwork,bare_compiled --rounds 5 --steps 4
 
 Contestants:
-    groundwork                     train.py as it is, its speed from metrics.jsonl
-    groundwork_documents           the same with attention within documents
+    groundwork                     train.py with its defaults, speed from metrics.jsonl
+    groundwork_documents           the same with a document mask
     groundwork_all_on              the same with two micro-steps per step, tensorboard and wandb (offline)
-    bare_compiled, bare_eager      the same model of transformers in the shortest loop there is
+    bare_compiled, bare_eager      the same model of transformers in a minimal training loop
     trainer, trainer_compiled      transformers' Trainer
     plain_compiled, plain_eager    a hand-written GPT
-All in bf16 where the CPU has instructions for it, else in fp32. MFU is (6 N + 12 L d T) x tokens/s / peak; the peak is
-that of a matrix product in this precision, measured here before and after.
+All run in bf16 if the CPU has instructions for it, else in fp32. MFU is (6 N + 12 L d T) x tokens/s / peak; the peak
+is that of a matmul in this precision, measured before and after.
 """
 
 import argparse
@@ -36,22 +36,22 @@ PEERS = {
     "plain_compiled": ("plain", True),
     "plain_eager": ("plain", False),
 }
-"""Name to (peer, whether it is compiled)."""
+"""Baselines by name: (kind of `bench.peers`, True if compiled)."""
 OWN = {
     "groundwork": {},
     "groundwork_documents": {"data.document_mask": "true"},
     "groundwork_all_on": {"trackers": "[tensorboard, wandb]"},
 }
-"""Name to settings in addition to those of `recipe`."""
+"""Settings in addition to those of `recipe`, by name."""
 MICRO_STEPS = {"groundwork_all_on": 2}
-"""Of those that have more than one per step."""
+"""Micro-steps per step, for those that have more than one."""
 REPORT_EVERY = {"tiny": 10}
-"""Steps between two lines of every contestant, where each step's would cost a part of it; 10 is train.py's default."""
+"""Steps between reports, for shapes whose steps are so short that a report per step would slow them down."""
 SHARD_TOKENS = 2_000_000
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    """Raises InputError for unknown shapes and contestants."""
+    """Parses the command line. Raises InputError for unknown shapes and contestants."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", default="llama,gpt2", help=f"of {', '.join(CPU_SHAPES)}")
     parser.add_argument("--contestants", default=",".join([*OWN, *PEERS]), help="the first is what others are held to")
@@ -62,7 +62,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         "--set", nargs="*", default=[], metavar="SETTING=VALUE", help="settings of Groundwork's recipe"
     )
     given = parser.parse_args(arguments)
-    given.shapes, given.contestants = given.shapes.split(","), given.contestants.split(",")
+    given.shapes = given.shapes.split(",")
+    given.contestants = given.contestants.split(",")
     problems = [f"--shapes: {n!r}{did_you_mean(n, CPU_SHAPES)}" for n in given.shapes if n not in CPU_SHAPES]
     known = [*OWN, *PEERS]
     problems += [f"--contestants: {n!r}{did_you_mean(n, known)}" for n in given.contestants if n not in known]
@@ -76,7 +77,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 def recipe(
     shape: Shape, model: Path, shards: Path, output: Path, report_every: int = 1, precision: str = "bf16"
 ) -> str:
-    """A recipe that trains the shape as its peers do, without end, validation or checkpoints."""
+    """Returns a recipe that trains the shape like the baselines do: endlessly, without validation or checkpoints."""
     return f"""\
 model: {model}
 output: {output}
@@ -97,8 +98,9 @@ def contestants_of(
     report_every: int = 1,
     precision: str = "bf16",
 ) -> list[Contestant]:
-    """The contestants of one shape, whose files are all in `folder`."""
-    model, contestants = write_model(shape, folder), []
+    """Returns the programs that train one shape; all their files are in `folder`."""
+    model = write_model(shape, folder)
+    contestants = []
     shards = write_shards(folder / "shards", shape.vocabulary_size, SHARD_TOKENS)
     for name in names:
         steps_file = folder / f"{name}.jsonl"
@@ -121,7 +123,7 @@ def contestants_of(
 
 
 def flops_per_token(shape: Shape) -> float:
-    """(6 N + 12 L d T) of the shape; N without embeddings that are only looked up, as in Groundwork's own MFU."""
+    """Computes 6 N + 12 L d T for the shape; N excludes the embedding lookup, as in train.py's MFU."""
     from transformers import AutoConfig
 
     from pretrain.model.build import count_non_embedding_parameters
@@ -146,6 +148,7 @@ def main() -> int:
         with tempfile.TemporaryDirectory(prefix="groundwork-bench-") as folder:
             every = REPORT_EVERY.get(name, 1)
             contestants = contestants_of(given.contestants, shape, Path(folder), given.set, every, precision)
+            # Measured before and after, because the clock speed may change during the benchmark.
             peaks = [measured_matrix_flops(dtype)]
             hold(contestants, ROOT, rounds=given.rounds, reports=max(1, given.steps // every))
             peaks.append(measured_matrix_flops(dtype))

@@ -1,25 +1,25 @@
-"""Speed and memory of data preparation and of the loader, against the libraries beneath and beside them.
+"""Measures speed and memory of data preparation and of the loader, compared with other libraries.
 
-    python bench/data.py                              # on what every machine has: the source of Python
+    python bench/data.py                              # on the source code of Python's standard library
     python bench/data.py --input prose.jsonl.zst --tokenizer gpt2 [--copies 8] [--repeat 3] [--long_line]
 
-For each file, and for the parquet file that is made of a JSON lines file: the whole command prepare_data.py with its
-start; the same command forced to tokenizers; datatrove's DocumentTokenizer, where it is installed, with its start;
-gigatoken alone on the same file, without a start; where the time goes; peak memory of all processes together. They
-take turns, and every figure is the best of --repeat rounds: a busy machine only ever adds time.
+For each file, and for a parquet copy of each JSON lines file, this measures: the whole command prepare_data.py with
+its startup; the same command with the tokenizers library; datatrove's DocumentTokenizer with its startup, if it is
+installed; gigatoken alone on the same file, without startup; the time of each stage; and the peak memory of all
+processes together. They alternate, and every number is the best of --repeat rounds, because load only adds time.
 
-A file of a hundred megabytes is done in a second, half of which is the start of Python. So prepare_data.py and
-gigatoken also read --copies files of that content, and those figures are held to the bars of memory and of
-gigatoken; the slow ones read one.
-The filters of --clean are measured in one process on --filters documents, beside datatrove's on a twentieth of them.
-Then the documents of the first file, 5 % of them again with 2 % of their words changed, in a parquet file per core:
-prepare_data.py with and without --near_duplicates 0.8, and datatrove's MinHash in four stages with its tokenizer.
-Ends with exit status 1 when a bar is missed: 10 times tokenizers, 10 times datatrove, 60 % of gigatoken, 2 GB; with
-near duplicates left out, 60 MB of text per second and at most twice the time of a preparation without; with all of
---clean and --decontaminate, 25 MB of text per second of a core.
+A file of 100 MB takes one second, half of which is the startup of Python. So prepare_data.py and gigatoken also read
+--copies files of that content, and the requirements for memory and gigatoken apply to those measurements. The slower
+libraries read one file.
+The filters of --clean are measured in one process on --filters documents, and datatrove's on 5% of them.
+Then prepare_data.py with and without --near_duplicates 0.8, and datatrove's MinHash in four stages with its tokenizer,
+read the documents of the first file, 5% of them twice with 2% of the words changed, in one parquet file per core.
+Ends with exit status 1 if a requirement is missed: 10 times the speed of tokenizers and of datatrove, 60% of
+gigatoken's, at most 2 GB; with near duplicates removed, 60 MB of text per second and at most twice the time of a
+preparation without; with --clean and --decontaminate, 25 MB of text per second and core.
 
-The last row, of the whole cleaning on --megabytes of text, is in module cleaning_rate; --rows cleaning measures it
-alone, and what it measured stays in --work, so that an interrupted one goes on.
+The last row, full cleaning of --megabytes of text, is in the module cleaning_rate. --rows cleaning measures only this
+row; its measurements stay in --work, so that it can continue after an interruption.
 """
 
 import argparse
@@ -60,8 +60,9 @@ ROWS_PER_ROW_GROUP = 1000
 TIMES_AS_FAST_AS_TOKENIZERS = 10
 SHARE_OF_GIGATOKEN = 0.6
 FILTERS_SHARE_OF_DATATROVE = 20
-"""datatrove filters one document in so many: it takes that much longer, and more."""
-NEAR_COPIES, CHANGED_WORDS = 0.05, 0.02
+"""datatrove filters only one document in this many, because it is at least that much slower."""
+NEAR_COPIES = 0.05
+CHANGED_WORDS = 0.02
 
 GIGATOKEN = """
 import sys, time, awkward, gigatoken
@@ -72,7 +73,7 @@ rows = tokenizer.encode_files(kind(sys.argv[2:]))
 seconds = time.perf_counter() - began
 print("tokens", awkward.num(rows).to_numpy().sum(), "seconds", seconds)
 """
-# Batches of 1,000 documents: its own 10,000 take more than 10 GB of novels. Unshuffled, for we do not shuffle either.
+# Batches of 1,000 documents, because the default of 10,000 takes more than 10 GB for novels. Not shuffled, as in ours.
 DATATROVE = """
 import sys
 from pathlib import Path
@@ -88,7 +89,7 @@ steps = [reader(str(file.parent), glob_pattern=file.name), tokenizer]
 print("tokens", LocalPipelineExecutor(steps, logging_dir=output + "/logs").run().stats[-1].stats["tokens"].total)
 """
 
-# Its own settings, word 5-grams in 14 bands of 8, but for the hash: its xxhash fails with versions that refuse str.
+# Its defaults, word 5-grams in 14 bands of 8, except for the hash: its xxhash fails with versions that reject str.
 DATATROVE_MINHASH = """
 import os, sys
 from datatrove.executor import LocalPipelineExecutor
@@ -120,14 +121,14 @@ print("tokens", statistics.stats[-1].stats["tokens"].total)
 
 
 def gigatoken(files: list[str], tokenizer: str) -> Measured:
-    """gigatoken alone, directly on the files, without the startup of Python and the loading of the tokenizer."""
+    """Measures gigatoken alone on the files, without the startup of Python and the loading of the tokenizer."""
     _, peak, told = run_measured([sys.executable, "-c", GIGATOKEN, f"{tokenizer}/tokenizer.json", *files])
     tokens, seconds = re.search(r"tokens (\d+) seconds ([\d.e-]+)", told).groups()
     return Measured(int(tokens), float(seconds), peak)
 
 
 def datatrove(file: str, tokenizer: str) -> Measured:
-    """datatrove's DocumentTokenizer with its startup, writing to a folder as we do."""
+    """Measures datatrove's DocumentTokenizer with its startup, writing to a folder as prepare_data.py does."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-c", DATATROVE, f"{tokenizer}/tokenizer.json", file, folder]
         seconds, peak, told = run_measured(command)
@@ -135,7 +136,7 @@ def datatrove(file: str, tokenizer: str) -> Measured:
 
 
 def copies_of(file: str, copies: int, folder: str) -> list[str]:
-    """Links: this many files of the same content."""
+    """Creates links, so that there are `copies` files with the same content, and returns their paths."""
     links = [Path(folder, f"{number:03d}-{Path(file).name}") for number in range(copies)]
     for link in links:
         link.symlink_to(Path(file).resolve())
@@ -143,7 +144,7 @@ def copies_of(file: str, copies: int, folder: str) -> list[str]:
 
 
 def bench_file(file: str, tokenizer: str, copies: int, repeat: int) -> list[str]:
-    """Prints the rows of one file. The bars that were missed."""
+    """Prints the rows of one file; returns the requirements that were missed."""
     with tempfile.TemporaryDirectory() as folder:
         many = copies_of(file, copies, folder)
         contestants = {
@@ -158,7 +159,8 @@ def bench_file(file: str, tokenizer: str, copies: int, repeat: int) -> list[str]
             del contestants["datatrove"]
         measured = rounds(contestants, repeat)
     best = {name: min(runs, key=lambda run: run.seconds) for name, runs in measured.items()}
-    ours, peak = best["ours"], max(run.peak for run in measured["ours"])
+    ours = best["ours"]
+    peak = max(run.peak for run in measured["ours"])
     share = ours.rate / best["gigatoken"].rate
     print(f"{file}, {copies} copies: {ours.tokens:,} tokens")
     print(f"  prepare_data, whole command     {ours.rate:8.2f} Mtok/s   {ours.seconds:.2f} s")
@@ -186,7 +188,7 @@ def bench_file(file: str, tokenizer: str, copies: int, repeat: int) -> list[str]
 
 
 def datatrove_minhash(folder: str, tokenizer: str) -> Measured:
-    """datatrove without near duplicates, with its startup, on all cores."""
+    """Measures datatrove with near-duplicate removal and its startup, on all cores."""
     with tempfile.TemporaryDirectory() as output:
         command = [sys.executable, "-c", DATATROVE_MINHASH, f"{tokenizer}/tokenizer.json", folder, output]
         seconds, peak, told = run_measured(command)
@@ -194,7 +196,7 @@ def datatrove_minhash(folder: str, tokenizer: str) -> Measured:
 
 
 def write_with_near_copies(file: str, folder: Path) -> int:
-    """The documents of a file and near copies of some, shuffled, in a parquet file per core; their bytes."""
+    """Writes a file's documents and near copies of some, shuffled, in a parquet file per core; returns their bytes."""
     import pyarrow as pa
     from pyarrow import parquet
 
@@ -215,7 +217,7 @@ def write_with_near_copies(file: str, folder: Path) -> int:
 
 
 def bench_near_duplicates(file: str, tokenizer: str, repeat: int) -> list[str]:
-    """Prints what it costs to leave out near duplicates. The bars that were missed."""
+    """Prints the cost of removing near duplicates; returns the requirements that were missed."""
     with tempfile.TemporaryDirectory() as folder:
         documents = Path(folder, "documents")
         size = write_with_near_copies(file, documents)
@@ -229,8 +231,10 @@ def bench_near_duplicates(file: str, tokenizer: str, repeat: int) -> list[str]:
             del contestants["datatrove"]
         measured = rounds(contestants, repeat)
     best = {name: min(runs, key=lambda run: run.seconds) for name, runs in measured.items()}
-    everything, ours = best["all"], best["ours"]
-    cost, rate = ours.seconds / everything.seconds, size / ours.seconds / 1e6
+    everything = best["all"]
+    ours = best["ours"]
+    cost = ours.seconds / everything.seconds
+    rate = size / ours.seconds / 1e6
     removed = 1 - ours.tokens / everything.tokens
     print(f"{size / 1e6:,.0f} MB of text with near duplicates, {everything.tokens:,} tokens")
     print(f"  prepare_data, all documents     {everything.seconds:8.2f} s")
@@ -243,7 +247,8 @@ def bench_near_duplicates(file: str, tokenizer: str, repeat: int) -> list[str]:
     missed += [f"near duplicates: {rate:.0f} MB/s"] if rate < SLOWEST_NEAR_DUPLICATES_MB_PER_S else []
     if "datatrove" in best:
         theirs = best["datatrove"]
-        times, removed = theirs.seconds / ours.seconds, 1 - theirs.tokens / everything.tokens
+        times = theirs.seconds / ours.seconds
+        removed = 1 - theirs.tokens / everything.tokens
         print(f"  datatrove's MinHash             {theirs.seconds:8.2f} s; {removed:.1%} of the tokens go")
         print(f"    we are                        {times:8.1f} times as fast")
         missed += [f"near duplicates: {times:.1f} times datatrove"] if times < TIMES_AS_FAST_AS_DATATROVE else []
@@ -251,7 +256,7 @@ def bench_near_duplicates(file: str, tokenizer: str, repeat: int) -> list[str]:
 
 
 def with_parquet(files: list[str], folder: str) -> Iterator[str]:
-    """The files, each file of JSON lines followed by a parquet file of the same documents."""
+    """Yields the files, each JSON lines file followed by a parquet file of the same documents."""
     import pyarrow as pa
     from pyarrow import parquet
 
@@ -266,12 +271,13 @@ def with_parquet(files: list[str], folder: str) -> Iterator[str]:
             path = f"{folder}/{Path(file).name.partition('.')[0]}.parquet"
             table = pa.table({"text": pa.array(texts, pa.binary()).cast(pa.string())})
             parquet.write_table(table, path, row_group_size=ROWS_PER_ROW_GROUP, compression="zstd")
+            # Free the memory for the programs to be measured.
             del texts, table
             yield path
 
 
 def bench_long_line(tokenizer: str) -> list[str]:
-    """Prints the memory that one document of 200 MB takes. The bar, if it was missed."""
+    """Prints the memory that one document of 200 MB takes; returns the requirement if it was missed."""
     with tempfile.TemporaryDirectory() as folder:
         words = ["the", "loss", "falls", "while", "the", "model", "learns", "to", "read.", "And", "it", "waits", "\\n"]
         drawn = np.random.default_rng(0).choice(words, LONG_LINE_BYTES // 6)
@@ -283,7 +289,7 @@ def bench_long_line(tokenizer: str) -> list[str]:
 
 
 def bench_loader(file: str, tokenizer: str) -> None:
-    """Prints the rate of the loader in one process, from cached shards, and the time to any step."""
+    """Prints the speed of the loader in one process, from cached shards, and the time to seek to any step."""
     from pretrain.config import Data
     from pretrain.data.batches import Batches
     from pretrain.optim.batch_ramp import BatchRamp
@@ -296,7 +302,8 @@ def bench_loader(file: str, tokenizer: str) -> None:
         )  # fmt: skip
         data = Data.model_validate({"train": [{"shards": output}], "sequence_length": 2048})
         batches = Batches(data, seed=1, ramp=BatchRamp((8,), (0,), 100_000))
-        rates, resumes = [], []
+        rates = []
+        resumes = []
         for _ in range(10):
             began = time.perf_counter()
             tokens = sum(batches.read(step, 0, 0, ranks=1, sequences=8).size for step in range(400))
@@ -309,7 +316,7 @@ def bench_loader(file: str, tokenizer: str) -> None:
 
 
 def bench_filters(file: str, documents: int) -> list[str]:
-    """Prints the rate of the filters of --clean in one process, and of datatrove's on a part of them."""
+    """Prints the speed of the filters of --clean in one process, and of datatrove's; returns missed requirements."""
     from pretrain_tools.preparation.cleaning.filters import sensible_set
     from pretrain_tools.preparation.cleaning.stages import Cleaning
     from pretrain_tools.preparation.documents.records import Reading
@@ -319,7 +326,8 @@ def bench_filters(file: str, documents: int) -> list[str]:
     records = itertools.islice(records_of(source, Reading()), documents)
     texts = [record.text for record in records if record.text]
     cleaning = Cleaning(tuple(sensible_set(is_english=True)))
-    _ = cleaning.opened  # compiled
+    _ = cleaning.opened  # compiles the filters before the timed part
+    # CPU time of this process, which other load hardly changes.
     began = time.process_time()
     cleaning.clean(texts, [None] * len(texts), [file] * len(texts), range(len(texts)))
     ours = sum(map(len, texts)) / (time.process_time() - began) / 1e6
@@ -338,6 +346,7 @@ def bench_filters(file: str, documents: int) -> list[str]:
     filters = [GopherRepetitionFilter(), GopherQualityFilter(), C4QualityFilter(filter_no_terminal_punct=False)]
     filters.append(FineWebQualityFilter())
     some = texts[: max(1, len(texts) // FILTERS_SHARE_OF_DATATROVE)]
+    # The first call loads models, which is not timed.
     for stage in filters:
         stage.filter(Document(text="Loaded before it counts. " * 60, id="0"))
     began = time.process_time()
@@ -350,7 +359,7 @@ def bench_filters(file: str, documents: int) -> list[str]:
 
 
 def source_of_python(path: Path) -> str:
-    """JSON lines of text that every machine has: the source of the standard library with its tests."""
+    """Writes the source of Python's standard library with its tests as JSON lines, and returns the path."""
     with path.open("w", encoding="utf-8") as file:
         for source in sorted(Path(sysconfig.get_path("stdlib")).rglob("*.py")):
             if "site-packages" not in source.parts:
@@ -359,7 +368,7 @@ def source_of_python(path: Path) -> str:
 
 
 def trained_tokenizer(file: str, folder: str) -> str:
-    """A tokenizer of 32,000 ids, trained on the first megabytes of a file."""
+    """Trains a tokenizer with 32,000 tokens on the first megabytes of a file, and returns its folder."""
     output = f"{folder}/trained"
     run_measured(
         [sys.executable, "prepare_data.py", "--input", file, "--train_tokenizer", "32000", "--output", output]
@@ -368,7 +377,7 @@ def trained_tokenizer(file: str, folder: str) -> str:
 
 
 def tokenizer_folder(given: str, folder: str) -> str:
-    """A folder with the tokenizer.json that every contestant reads."""
+    """Saves a tokenizer to a folder, and returns it; all programs read the same tokenizer.json."""
     from pretrain.data.tokenizer import load_tokenizer
 
     load_tokenizer(given).save(Path(folder, "tokenizer"))
@@ -387,13 +396,15 @@ def main() -> None:
     parser.add_argument("--work", type=Path, help="folder of that row's documents and figures; default: a passing one")
     parser.add_argument("--long_line", action="store_true", help="also prepare one document of 200 MB")
     arguments = parser.parse_args()
-    cores, load = psutil.cpu_count(), psutil.getloadavg()[0]
+    cores = psutil.cpu_count()
+    load = psutil.getloadavg()[0]
     print(f"{cores} cores, load {load:.1f}" + (": busy, wait for a calm machine" if load > 0.5 else ""))
     missed = []
     with tempfile.TemporaryDirectory() as folder:
         inputs = arguments.input or [source_of_python(Path(folder, "python.jsonl"))]
         tokenizer = tokenizer_folder(arguments.tokenizer or trained_tokenizer(inputs[0], folder), folder)
-        first, rows = str(Path(inputs[0]).resolve()), arguments.rows
+        first = str(Path(inputs[0]).resolve())
+        rows = arguments.rows
         for file in with_parquet(inputs, folder) if "files" in rows else ():
             missed += bench_file(str(Path(file).resolve()), tokenizer, arguments.copies, arguments.repeat)
         if "near_duplicates" in rows:

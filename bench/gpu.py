@@ -1,11 +1,12 @@
-"""Speed on one GPU: train.py with every attention and every loss, and its peers, for 124M to 7B. Prints Markdown.
+"""Measures speed on one GPU: train.py with every attention and loss, and baselines, for 124M to 7B. Prints Markdown.
 
     python bench/gpu.py                                    # all shapes; about half an hour on one H200
     python bench/gpu.py --shapes 124m --attentions auto,flex_attention --losses chunked_compiled,logits --peers ''
 
-One contestant after the other, each alone on the GPU, compiled, in bf16 autocast. MFU is (6 N + 12 L d T) x tokens/s /
-peak: attention not halved for causality, recomputation not counted, N without what is only looked up; the peak is the
-data sheet's for dense bf16 (pretrain/hardware.py). What does not run here is listed with the reason it gives.
+Programs run one after the other, each alone on the GPU, compiled, in bf16 autocast. MFU is (6 N + 12 L d T) x tokens/s
+/ peak: attention is not halved for causality, recomputation is not counted, and N excludes the embedding lookup. The
+peak is the data sheet's for dense bf16 (pretrain/hardware.py). Programs that do not run here are listed with the
+reason.
 """
 
 import argparse
@@ -27,14 +28,14 @@ from pretrain.errors import InputError, did_you_mean, run_script  # noqa: E402
 ATTENTIONS = ["auto", "flex_attention", "flash_attention_2", "flash_attention_3"]
 LOSSES = ["chunked_compiled", "chunked", "torch", "logits"]
 SETTINGS = {"7b": ["optim.name=adafactor", "optim.stochastic_rounding=true"]}
-"""What a shape needs to fit: AdamW's fp32 state of 7B leaves activations no room, bf16 weights and adafactor do."""
+"""Settings that a shape needs to fit. With AdamW's fp32 state, 7B leaves no memory for activations."""
 REPORT_EVERY = 10
 WARM_UP_REPORTS = 2
 
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table; without figures where the contestant did not run."""
+    """A line of the table; without measurements if the program did not run."""
 
     name: str
     documents: str
@@ -47,7 +48,7 @@ class Row:
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    """Raises InputError for unknown names."""
+    """Parses the command line. Raises InputError for unknown names."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     allowed = {"shapes": list(GPU_SHAPES), "attentions": ATTENTIONS, "losses": LOSSES, "peers": list(PEERS)}
     for name, names in allowed.items():
@@ -68,7 +69,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def measure(contestant: Contestant, labels: tuple[str, str, str], reports: int) -> Row:
-    """Runs one contestant alone."""
+    """Runs one program alone and returns its row."""
     try:
         hold([contestant], ROOT, rounds=1, reports=reports, warm_up=WARM_UP_REPORTS)
     except InputError as error:
@@ -85,7 +86,7 @@ def measure(contestant: Contestant, labels: tuple[str, str, str], reports: int) 
 def measure_own(
     shape: Shape, settings: list[str], labels: tuple[str, str, str], reports: int, report_every: int = REPORT_EVERY
 ) -> Row:
-    """Groundwork with one choice of documents, attention and loss, which are the labels."""
+    """Measures Groundwork with one choice of document mask, attention and loss, given as `labels`."""
     documents, attention, loss = labels
     name = "groundwork" if documents == "off" else "groundwork_documents"
     chosen = [f"attention={attention}", f"loss.backend={loss}", *settings]
@@ -95,7 +96,7 @@ def measure_own(
 
 
 def measure_peer(name: str, shape: Shape, reports: int, report_every: int = REPORT_EVERY) -> Row:
-    """One of PEERS."""
+    """Measures one of the baselines in PEERS."""
     with tempfile.TemporaryDirectory(prefix="groundwork-bench-") as folder:
         (contestant,) = contestants_of([name], shape, Path(folder), [], report_every)
         return measure(contestant, ("off", "its own", "its own"), reports)
@@ -111,14 +112,14 @@ def measure_shape(
     reports: int,
     report_every: int = REPORT_EVERY,
 ) -> list[Row]:
-    """Groundwork with each attention, each loss, with and without documents; then the peers."""
+    """Measures Groundwork with each attention and loss, with and without a document mask, then the baselines."""
     crossed = itertools.product(("off", "on"), attentions, losses)
     rows = [measure_own(shape, settings, labels, reports, report_every) for labels in crossed]
     return rows + [measure_peer(name, shape, reports, report_every) for name in peers]
 
 
 def table(name: str, shape: Shape, rows: list[Row], peak: float | None) -> list[str]:
-    """Markdown, the fastest first; below it what did not run, and why."""
+    """Formats a Markdown table, the fastest first, followed by the programs that did not run, with reasons."""
     flops = flops_per_token(shape)
     lines = [
         f"**{name}**: {shape.in_words()}; {flops / 1e9:.2f} GFLOP per token",
@@ -160,7 +161,7 @@ def main() -> int:
             SETTINGS.get(name, []),
             attentions=given.attentions,
             losses=given.losses,
-            # A peer's AdamW in fp32 does not fit where Groundwork needs settings to.
+            # If Groundwork needs special settings to fit, the baselines' fp32 AdamW does not fit.
             peers=[] if name in SETTINGS else given.peers,
             reports=given.reports,
         )

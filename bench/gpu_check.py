@@ -1,15 +1,15 @@
-"""All that a GPU is to prove, in one command: correctness, then speed; what it measured stays, and it goes on there.
+"""Checks correctness, then speed, on a GPU in one command that can be interrupted and continued.
 
-    python bench/gpu_check.py           # what `make gpu` runs: the most telling first, all of it in hours
-    python bench/gpu_check.py --list    # the rows in their order, with what is known of them
-    python bench/gpu_check.py --only "speed 124m" export   # the rows whose names have one of these in them
+    python bench/gpu_check.py           # what `make gpu` runs: the most important checks first; hours in total
+    python bench/gpu_check.py --list    # the checks in order, with their results so far
+    python bench/gpu_check.py --only "speed 124m" export   # the checks whose names contain one of these
 
-Needs torch, transformers, accelerate and pydantic, and no network; rows that need more are left out with the reason.
-Every row is written to results.jsonl as it comes. Cut at any time (Ctrl-C, SIGTERM) it prints the tables and the
-verdict so far, and the next call goes on with the rows that are missing, then tries again those that failed. Results
-of other GPUs, other versions or other code stay in the file and are not counted.
+Needs torch, transformers, accelerate and pydantic, and no network; checks that need more are skipped with the reason.
+Every result is written to results.jsonl at once. If interrupted (Ctrl-C, SIGTERM), it prints the tables and the
+verdict so far. The next call continues with the missing checks, then retries those that failed. Results from other
+GPUs, other versions or other code stay in the file but do not count.
 
-Exit status: 0 all passed, 1 something failed, 2 no GPU or wrong arguments, 75 cut by SIGTERM, 130 by Ctrl-C.
+Exit status: 0 all passed, 1 a check failed, 2 no GPU or wrong arguments, 75 after SIGTERM, 130 after Ctrl-C.
 """
 
 import argparse
@@ -37,11 +37,11 @@ sys.path.insert(0, str(ROOT))
 from pretrain.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED, InputError, one_line, or_exit, run_script, shortened  # noqa: E402
 
 NEEDED = ("torch", "transformers", "accelerate", "pydantic")
-"""Everything else that training imports comes with these."""
+"""Required packages; everything else that training imports is a dependency of these."""
 
 
 def require_packages() -> None:
-    """Raises InputError with those that are missing, before anything imports them."""
+    """Raises InputError with the missing packages, before anything imports them."""
     if missing := [name for name in NEEDED if importlib.util.find_spec(name) is None]:
         raise InputError(
             f"{sys.executable} has no {', '.join(missing)}: install them there (pip install {' '.join(missing)}), "
@@ -49,6 +49,7 @@ def require_packages() -> None:
         )
 
 
+# Before the imports below, which would fail with a traceback.
 if __name__ == "__main__":
     or_exit(require_packages)
 
@@ -66,7 +67,8 @@ from bench.references import (  # noqa: E402
 )
 from bench.shapes import CPU_SHAPES, GPU_SHAPES, Shape  # noqa: E402
 
-RESULTS, TABLE = "results.jsonl", "table.md"
+RESULTS = "results.jsonl"
+TABLE = "table.md"
 SOURCES = (
     "*.py",
     "pretrain/**/*.py",
@@ -76,7 +78,7 @@ SOURCES = (
     "ds_configs/*.json",
 )
 BARS = {"124m": 0.45, "1.3b": 0.48}
-"""MFU that Groundwork is to reach with whole windows, by shape; judged where the GPU's peak is known."""
+"""Required MFU without a document mask, by shape; checked only if the GPU's peak is known."""
 MAIN_PEERS = ("plain_compiled", "bare_compiled", "trainer")
 STRATEGIES = (
     "ddp",
@@ -92,7 +94,7 @@ STRATEGIES = (
     "zero3_offload_nvme",
 )
 MOST_PROCESSES = 8
-"""Stages and heads of the model that is trained under each strategy."""
+"""Maximum number of processes, which is the number of layers and heads of the model in `Runs`."""
 WINDOWS = {"off": "whole windows", "on": "documents"}
 WORKER_SECONDS = 600
 REPORTS = 3
@@ -100,7 +102,7 @@ REPORTS = 3
 
 @dataclasses.dataclass(frozen=True)
 class Scale:
-    """How large the checks are."""
+    """The sizes of the checks."""
 
     shapes: Mapping[str, Shape]
     loss_sizes: tuple[int, int, int]
@@ -112,26 +114,26 @@ SCALES = {
     "cuda": Scale(GPU_SHAPES, (4096, 256, 50_304), gpu.REPORT_EVERY),
     "cpu": Scale({"small": CPU_SHAPES["small"]}, (256, 64, 1000), 1, ("compile=none",)),
 }
-"""By device; the CPU's is for tests of this script."""
+"""Sizes by device; those for the CPU are for tests of this script."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Check:
-    """One row of the work."""
+    """A check to run."""
 
     name: str
-    """The key of its result: those of earlier calls are found by it."""
+    """Name, which is the key of its result in results.jsonl."""
     measure: Callable[[], Outcome]
     why_not: str | None = None
-    """Why it cannot run here."""
+    """Reason why it cannot run here; None if it can."""
 
 
 class Results:
-    """The file of results, of which those of this GPU, these versions and this code count.
+    """The file of results. Only results of this GPU, these versions and this code count.
 
     Args:
-        state: what a result depends on.
-        again: results of earlier calls do not count.
+        state: everything that a result depends on, see `state_of`.
+        again: ignore results of earlier calls.
     """
 
     def __init__(self, path: Path, state: Mapping[str, Any], again: bool = False):
@@ -146,21 +148,21 @@ class Results:
             self._write({"of": self.key, "state": state})
 
     def add(self, name: str, outcome: Outcome, seconds: float) -> None:
-        """On the disk before it returns."""
+        """Appends a result and syncs it to disk before returning."""
         line = {"name": name, "outcome": outcome.word, "said": outcome.said, "seconds": round(seconds, 1)}
         self._by_name[name] = line | outcome.figures
         self._write({**self._by_name[name], "of": self.key, "time": time.time()})
 
     def of(self, name: str) -> dict[str, Any] | None:
-        """The newest result of a check."""
+        """Returns the newest result of a check; None if there is none."""
         return self._by_name.get(name)
 
     def word(self, name: str) -> str | None:
-        """Its outcome."""
+        """Returns the outcome of a check as a word; None if it has no result."""
         return self._by_name[name]["outcome"] if name in self._by_name else None
 
     def _write(self, line: Mapping[str, Any]) -> None:
-        cut = self.path.exists() and not self.path.read_bytes().endswith(b"\n")  # a kill in the middle of a line
+        cut = self.path.exists() and not self.path.read_bytes().endswith(b"\n")  # a kill cut the last line short
         with self.path.open("a") as file:
             file.write("\n" * cut + json.dumps(line) + "\n")
             file.flush()
@@ -175,16 +177,16 @@ def _parsed(line: str) -> dict[str, Any] | None:
 
 
 class Worker:
-    """A process in which the kernels' checks run one after the other; a new one after one that failed."""
+    """A process that runs the checks of kernels one after the other; it is replaced after a failure."""
 
     def __init__(self):
         self._pool: concurrent.futures.ProcessPoolExecutor | None = None
 
     def run(self, check: Callable[..., Outcome], *arguments: Any) -> Outcome:
-        """What the check returns; a failure if it raises, dies or hangs."""
+        """Runs a check and returns its outcome; FAILED if it raises, dies or hangs."""
         if self._pool is None:
-            spawn = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
-            ignore = (signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches it too
+            spawn = multiprocessing.get_context("spawn")  # CUDA cannot be used in a forked process
+            ignore = (signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the worker, too; the parent ends it
             self._pool = concurrent.futures.ProcessPoolExecutor(1, spawn, signal.signal, ignore)
         try:
             return self._pool.submit(check, *arguments).result(WORKER_SECONDS)
@@ -192,13 +194,13 @@ class Worker:
             outcome = Outcome(FAILED, "the process died")
         except TimeoutError:
             outcome = Outcome(FAILED, f"no result within {WORKER_SECONDS} s")
-        except Exception as error:  # an error of CUDA spoils its process
+        except Exception as error:  # after a CUDA error the process is unusable
             outcome = Outcome(FAILED, one_line(error))
         self.end()
         return outcome
 
     def end(self) -> None:
-        """Frees its memory on the GPU."""
+        """Ends the process, which frees its GPU memory."""
         for process in multiprocessing.active_children():
             process.kill()
         if self._pool is not None:
@@ -207,12 +209,13 @@ class Worker:
 
 
 def checks_of(device: str, gpus: int, folder: Path, worker: Worker) -> list[Check]:
-    """All rows in the order in which they are run: what matters most comes first."""
+    """Returns all checks in the order in which they run, the most important first."""
     from pretrain.model.attention import ATTENTION_NAMES
     from pretrain.model.loss import LOSS_BACKENDS
 
     uncompiled = missing_compiler() if device == "cuda" else None
-    scale, runs = SCALES[device], Runs(folder, device)
+    scale = SCALES[device]
+    runs = Runs(folder, device)
     reasons = {name: refused_attention(name, True, device) for name in ATTENTION_NAMES}
     reasons["flex_attention"] = reasons["flex_attention"] or uncompiled
     checks = [
@@ -238,7 +241,8 @@ def checks_of(device: str, gpus: int, folder: Path, worker: Worker) -> list[Chec
 
 
 def strategy_checks(runs: Runs, gpus: int) -> list[Check]:
-    """The losses of one GPU on as many as there are."""
+    """Returns checks that each strategy, on all GPUs, trains to the same losses as one GPU."""
+    # The largest power of two, because layers and heads must be divisible by it.
     processes = min(MOST_PROCESSES, 1 << (gpus.bit_length() - 1)) if gpus else 0
     few = f"needs two GPUs, and there is {gpus or 'none'}" if processes < 2 else None
     no_deepspeed = None if importlib.util.find_spec("deepspeed") else "deepspeed is not installed"
@@ -253,8 +257,9 @@ def strategy_checks(runs: Runs, gpus: int) -> list[Check]:
 
 
 def speed_checks(scale: Scale, device: str, uncompiled: str | None) -> list[Check]:
-    """Every shape with the defaults, on whole windows and on documents; its peers; every attention and loss."""
+    """Returns speed checks: every shape with the defaults, the baselines, then every attention and loss."""
     defaults = (gpu.ATTENTIONS[0], gpu.LOSSES[0])
+    # Shapes with a required MFU come first.
     by_bar = sorted(scale.shapes, key=lambda shape: shape not in BARS)
     labels = [(shape, (documents, *defaults)) for documents in WINDOWS for shape in by_bar]
     crossed = [
@@ -279,7 +284,7 @@ def speed_checks(scale: Scale, device: str, uncompiled: str | None) -> list[Chec
         return Check(speed_name(shape, label), functools.partial(speed, shape, gpu.measure_own, *given), reason)
 
     def beside(shape: str, peer: str) -> Check:
-        # A peer's AdamW in fp32 does not fit where Groundwork needs settings to.
+        # If Groundwork needs special settings to fit, the baselines' fp32 AdamW does not fit.
         large = "fp32 weights with AdamW are too large for this shape" if shape in gpu.SETTINGS else None
         given = (peer, scale.shapes[shape], REPORTS, scale.report_every)
         return Check(
@@ -290,16 +295,17 @@ def speed_checks(scale: Scale, device: str, uncompiled: str | None) -> list[Chec
 
 
 def speed_name(shape: str, label: tuple[str, str, str]) -> str:
-    """The name of Groundwork's row for (documents, attention, loss)."""
+    """Returns the name of Groundwork's check for a label (documents, attention, loss)."""
     documents, attention, loss = label
     return f"speed {shape} {WINDOWS[documents]} {attention} {loss}"
 
 
 def speed(shape: str, measure: Callable[..., gpu.Row], *given: Any) -> Outcome:
-    """A speed; a peer that does not run, or what does not fit, fails nothing."""
+    """Measures a speed. A baseline that does not run, or a shape that does not fit, is not a failure."""
     row = measure(*given)
     figures = {"shape": shape, "row": dataclasses.asdict(row)}
     if row.tokens_per_second is None:
+        # Not this project's fault: a baseline fails, or the GPU is too small.
         lenient = row.name in gpu.PEERS or "out of memory" in row.problem.lower()
         return Outcome(NOT_RUN if lenient else FAILED, row.problem, figures)
     memory = f"{row.peak_memory_bytes / 2**30:.1f} GiB"
@@ -307,7 +313,7 @@ def speed(shape: str, measure: Callable[..., gpu.Row], *given: Any) -> Outcome:
 
 
 def refused_attention(name: str, documents: bool, device: str) -> str | None:
-    """Why this attention does not run in half precision on windows of documents, or on whole ones."""
+    """Returns the reason why an attention does not run in half precision, with or without a document mask, or None."""
     from pretrain.config import WindowSpec
     from pretrain.hardware import DTYPES
     from pretrain.model.attention import why_not
@@ -319,7 +325,7 @@ def refused_attention(name: str, documents: bool, device: str) -> str | None:
 
 
 def missing_compiler() -> str | None:
-    """What torch.compile lacks for a GPU."""
+    """Returns what torch.compile lacks on a GPU, or None."""
     if importlib.util.find_spec("triton") is None:
         return "compiled kernels need triton, which is not installed"
     if not (os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")):
@@ -328,7 +334,7 @@ def missing_compiler() -> str | None:
 
 
 def run_checks(checks: list[Check], results: Results) -> None:
-    """Those without a result, in order; then those that failed in an earlier call."""
+    """Runs the checks without a result, in order, then those that failed in an earlier call."""
     able = [check for check in checks if not check.why_not]
     todo = [check for word in (None, FAILED) for check in able if results.word(check.name) == word]
     if known := len(able) - len(todo):
@@ -346,7 +352,7 @@ def run_checks(checks: list[Check], results: Results) -> None:
 
 
 def tables(checks: list[Check], results: Results, shapes: Mapping[str, Shape], peak: float | None) -> list[str]:
-    """Markdown for docs/performance.md: the checks that are no speeds, then one table per shape."""
+    """Formats Markdown tables for docs/performance.md: the checks of correctness, then speeds, one table per shape."""
     lines = ["| check | | |", "|---|---|---|"]
     measured: dict[str, list[gpu.Row]] = {}
     for check in checks:
@@ -362,7 +368,7 @@ def tables(checks: list[Check], results: Results, shapes: Mapping[str, Shape], p
 
 
 def outcome_in_words(check: Check, results: Results) -> tuple[str, str]:
-    """(passed, failed, not run or missing, the reason or the figures)."""
+    """Returns (passed, failed, not run or missing; the reason or the measurements)."""
     if check.why_not:
         return NOT_RUN, check.why_not
     result = results.of(check.name)
@@ -372,12 +378,13 @@ def outcome_in_words(check: Check, results: Results) -> tuple[str, str]:
 def verdict(
     checks: list[Check], results: Results, shapes: Mapping[str, Shape], peak: float | None
 ) -> tuple[list[str], bool]:
-    """What passed, failed and was not run, MFU beside its bars; and whether nothing failed."""
+    """Formats the verdict: what passed, failed and was not run, and MFU against BARS; returns it and True if good."""
     by_word: dict[str, list[tuple[str, str]]] = {word: [] for word in (PASSED, FAILED, NOT_RUN, "missing")}
     for check in checks:
         word, said = outcome_in_words(check, results)
         by_word[word].append((check.name, said))
-    missed, lines = 0, []
+    missed = 0
+    lines = []
     names = {check.name for check in checks}
     for shape, bar in BARS.items():
         if (name := speed_name(shape, ("off", gpu.ATTENTIONS[0], gpu.LOSSES[0]))) not in names:
@@ -408,7 +415,7 @@ def verdict(
 
 
 def state_of(device: str, gpus: int) -> dict[str, Any]:
-    """What a result depends on: the machine, the versions and the code."""
+    """Returns everything that a result depends on: the machine, the versions and the code."""
     import torch
 
     from pretrain.hardware import describe_machine, driver_version
@@ -434,7 +441,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def require_gpu() -> None:
-    """Raises InputError where torch has none."""
+    """Raises InputError if torch sees no GPU."""
     import torch
 
     if not torch.cuda.is_available():
@@ -446,7 +453,7 @@ def require_gpu() -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs what is missing, then prints tables and verdict; returns the exit status."""
+    """Runs the missing checks, then prints tables and verdict; returns the exit status."""
     given = parse_arguments(arguments)
     if given.device == "cuda":
         require_gpu()
@@ -457,7 +464,8 @@ def main(arguments: list[str] | None = None) -> int:
 
     gpus = torch.cuda.device_count() if given.device == "cuda" else 0
     results = Results(given.output / RESULTS, state_of(given.device, gpus), given.again)
-    worker, shapes = Worker(), SCALES[given.device].shapes
+    worker = Worker()
+    shapes = SCALES[given.device].shapes
     checks = checks_of(given.device, gpus, given.output.resolve() / results.key, worker)
     checks = [check for check in checks if any(text in check.name for text in given.only)]
     if not checks:
@@ -482,17 +490,17 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def finish_or_cut(work: Callable[[], None], worker: Worker) -> int:
-    """0, or the status of a cut by a signal, when nothing that was started is left."""
+    """Runs `work` and leaves no process behind; returns 0, or the exit status after a signal."""
 
     def cut(number: int, _: Any) -> None:
-        kill_children()  # before the exit unwinds: orphans would not be found
+        kill_children()  # before the exit unwinds, because orphans are no longer children of this process
         sys.exit(EXIT_INTERRUPTED if number == signal.SIGINT else EXIT_PREEMPTED)
 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, cut)
     try:
         work()
-    except SystemExit as ended:  # bench/contest.py has a handler of its own
+    except SystemExit as ended:  # raised by `cut`, or by the SIGTERM handler of bench/contest.py
         return EXIT_INTERRUPTED if ended.code == EXIT_INTERRUPTED else EXIT_PREEMPTED
     finally:
         worker.end()
@@ -500,7 +508,7 @@ def finish_or_cut(work: Callable[[], None], worker: Worker) -> int:
 
 
 def kill_children() -> None:
-    """All processes below this one: launched ranks and suspended contestants too."""
+    """Kills all descendants of this process, including launched ranks and stopped programs."""
     import psutil
 
     for child in psutil.Process().children(recursive=True):

@@ -1,11 +1,11 @@
-"""What the guards cost of a step: the ranks' agreement, the judging of its numbers, commands, heartbeats, and the
-comparison of copies every 1,000 steps. Prints Markdown.
+"""Measures the cost of the guards per step. Prints Markdown.
 
     python bench/guards.py                                   # two processes, the 14M Llama of bench/cpu.py
     python bench/guards.py --shape small --processes 1
 
-Trains with train.py as it is and times what the loop calls; the waiting for a step that is logged or saved is not
-counted, since that is for the logging's and the saving's sake.
+The guards are the agreement of the ranks, the checks of loss and gradient norm, commands, heartbeats, and the
+comparison of replicas every 1,000 steps. Trains with train.py and times the calls of the loop. Waiting for a step that
+is logged or saved does not count, because logging and saving need it.
 """
 
 import argparse
@@ -29,7 +29,7 @@ from bench.shapes import CPU_SHAPES, Shape, write_model, write_shards  # noqa: E
 from pretrain.errors import InputError, did_you_mean, run_script  # noqa: E402
 
 REPORT = "GUARDS_REPORT"
-"""Environment variable by which a launched process knows that it is to train, and where to write what it measured."""
+"""Environment variable that tells a launched process to train, and where to write its measurements."""
 WARM_UP_STEPS = 5
 COMPARE_EVERY_STEPS = 1000
 """The default of guard.compare_copies_every_steps."""
@@ -39,25 +39,25 @@ MOST = 0.01
 
 @dataclass(frozen=True)
 class GuardCost:
-    """Seconds, of the main rank."""
+    """The cost of the guards on the main rank, in seconds."""
 
     step: float
-    """Median time of a step, the guards' part included."""
+    """Median time of a step, including the guards."""
     after_step: float
     """Median time of `after_step`."""
     watch: float
-    """CPU time of the watching thread in a step."""
+    """CPU time of the watchdog thread per step."""
     compare: float
-    """One comparison of the copies of all weights; 0 where there are none."""
+    """Time of one comparison of the replicas' weights; 0 for a single process."""
 
     @property
     def share(self) -> float:
-        """Of a step's time, all of it together."""
+        """Share of the step's time that all guards take."""
         return (self.after_step + self.watch + self.compare / COMPARE_EVERY_STEPS) / self.step
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    """Raises InputError for an unknown shape and for numbers below 1."""
+    """Parses the command line. Raises InputError for an unknown shape and for numbers below 1."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="llama", help=f"of {', '.join(CPU_SHAPES)}")
     parser.add_argument("--processes", type=int, default=2)
@@ -94,7 +94,7 @@ def measure(shape: Shape, processes: int, steps: int) -> GuardCost:
 
 
 def train_and_time(report: Path, steps: int) -> None:
-    """In a launched process: runs train.py, whose loop ends after `steps` steps."""
+    """Runs train.py in a launched process, ends its loop after `steps` steps, and writes the costs to `report`."""
     from pretrain.training import supervision
 
     after_step = supervision.after_step
@@ -104,6 +104,7 @@ def train_and_time(report: Path, steps: int) -> None:
     def timed(run, *arguments, settle, **named):
         begun.append(time.perf_counter())
         outcome = after_step(run, *arguments, settle=settle, **named)
+        # With settle, the step is logged or saved and the call waits for it; that time does not count.
         if not settle:
             seconds.append(time.perf_counter() - begun[-1])
         if len(begun) == WARM_UP_STEPS + steps + 1:
@@ -113,13 +114,14 @@ def train_and_time(report: Path, steps: int) -> None:
             run.strategy.ranks.exit(0)
         return outcome
 
+    # Replaced before train.py runs, so that its loop calls the timed version.
     supervision.after_step = timed
     sys.argv[0] = str(ROOT / "train.py")
     runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 def cost_of(run, begun: list[float], seconds: list[float]) -> GuardCost:
-    """Computed from when the loop called the guards, and how long each call took."""
+    """Computes the costs from the times at which the loop called the guards, and the duration of each call."""
     import psutil
 
     from pretrain.training.supervision import compare_copies
@@ -138,12 +140,13 @@ def cost_of(run, begun: list[float], seconds: list[float]) -> GuardCost:
         step=statistics.median(after - before for before, after in itertools.pairwise(measured)),
         after_step=statistics.median(seconds[WARM_UP_STEPS:]),
         watch=watch / len(begun),
+        # The minimum, because other load only adds time.
         compare=min(compares) if run.strategy.ranks.count > 1 else 0.0,
     )
 
 
 def table(name: str, processes: int, cost: GuardCost) -> str:
-    """Markdown."""
+    """Formats the costs as Markdown."""
     rows = {
         "a step": f"{cost.step * 1e3:,.1f} ms",
         "agreement, judgement, commands": f"{cost.after_step * 1e6:,.0f} µs",
@@ -156,7 +159,7 @@ def table(name: str, processes: int, cost: GuardCost) -> str:
 
 
 def main() -> int:
-    """Prints the table. Exit status 1 if the guards take more than MOST of a step."""
+    """Prints the table; returns exit status 1 if the guards take more than MOST of a step."""
     given = parse_arguments()
     cost = measure(CPU_SHAPES[given.shape], given.processes, given.steps)
     print(table(given.shape, given.processes, cost))

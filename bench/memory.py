@@ -1,11 +1,11 @@
-"""Predicted against measured memory: the peak of tensors alive in a training step, over strategies, sizes and options.
+"""Compares predicted with measured memory: the peak of live tensors in a step, for many strategies and options.
 
-    python bench/memory.py                    # every case; some minutes on two cores
+    python bench/memory.py                    # every case; a few minutes on two cores
     python bench/memory.py --only fsdp2       # the cases whose name contains this
     python bench/memory.py --markdown         # as the table of docs/performance.md
 
-On a CPU every allocation of the process is counted (pretrain_tools/planning/calibration.py); on a GPU torch's
-allocator says. Processes of the strategies that need two talk over gloo where there are not two GPUs.
+On a CPU, every allocation of the process is counted (pretrain_tools/planning/calibration.py); on a GPU, torch's
+allocator reports the peak. Strategies that need two processes use gloo if there are fewer than two GPUs.
 """
 
 import argparse
@@ -25,15 +25,16 @@ SHAPES = {
     "llama 5M": (256, 704, 6, 8, 4, 2048),
     "llama 25M": (512, 1408, 8, 8, 4, 4096),
 }
-"""hidden width, intermediate width, layers, heads, key heads, vocabulary."""
+"""Hidden width, intermediate width, layers, heads, key-value heads and vocabulary, by name."""
 BUCKET_ELEMENTS = 1_000_000
-"""DeepSpeed's buckets here: of the shipped size they would be most of what so small a model needs."""
+"""Size of DeepSpeed's buckets; those of the shipped configs would dominate the memory of such small models."""
 TOLERANCE = 0.15
+"""Maximum relative error of a prediction."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """One training setup."""
+    """A training setup."""
 
     strategy: str
     shape: str
@@ -41,7 +42,7 @@ class Case:
     sequences: int = 4
     micro_steps: int = 1
     settings: dict = field(default_factory=dict)
-    """Of the recipe, by dotted path."""
+    """Settings of the recipe, by dotted path."""
 
     @property
     def name(self) -> str:
@@ -122,7 +123,7 @@ def row_text(row: tuple[Case, float, float], markdown: bool) -> str:
 
 
 def measured_and_predicted(number: int, folder: Path) -> tuple[float, float]:
-    """Bytes of the process that needs most, in a process group of its own."""
+    """Trains a case in separate processes; returns (measured, predicted) bytes of the process that needs most."""
     case = CASES[number]
     command = [sys.executable]
     if case.processes > 1:
@@ -132,13 +133,14 @@ def measured_and_predicted(number: int, folder: Path) -> tuple[float, float]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     found = [json.loads(text) for text in re.findall(r'\{"measured".*?\}', result.stdout)]
+    # Each process prints one line; fewer lines mean that a process failed.
     if len(found) != case.processes:
         raise SystemExit(f"{case.name}: {result.stdout[-2000:]}\n{result.stderr[-2000:]}")
     return max(value["measured"] for value in found), found[0]["predicted"]
 
 
 def launcher_file(strategy: str, folder: Path) -> Path:
-    """The shipped file, with buckets that suit the model under DeepSpeed."""
+    """Returns the shipped accelerate config; for DeepSpeed, a copy with smaller buckets."""
     shipped = ROOT / "accelerate_configs" / f"{strategy}.yaml"
     if not strategy.startswith("zero"):
         return shipped
@@ -154,7 +156,7 @@ def launcher_file(strategy: str, folder: Path) -> Path:
 
 
 def measure_here(case: Case, folder: Path) -> int:
-    """In each process: measures, predicts, prints both."""
+    """Measures and predicts in each process, and prints both."""
     from pretrain.config import RunConfig
     from pretrain.parallel.registry import make_strategy
     from pretrain_tools.planning.calibration import measure_peak
@@ -171,7 +173,7 @@ def measure_here(case: Case, folder: Path) -> int:
 
 
 def config_of(case: Case, folder: Path):
-    """The recipe of a case, its shape as a JSON beside it."""
+    """Writes the recipe and model JSON of a case, and returns the config."""
     import yaml
 
     from pretrain.recipe import read_run_config
@@ -182,6 +184,7 @@ def config_of(case: Case, folder: Path):
     shape |= {"num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": key_heads}
     model.write_text(json.dumps({**shape, "max_position_embeddings": 2048, "tie_word_embeddings": layers != 8}))
     recipe = folder / f"{os.getpid()}.yaml"
+    # Tensor-parallel ranks train on the same sequences, so they do not multiply the tokens of a step.
     ranks = 1 if case.strategy == "tp" else case.processes
     values = {
         "model": str(model),

@@ -1,10 +1,10 @@
-"""One contestant other than Groundwork, in a separate process: trains and writes the time of every step.
+"""Trains a baseline in its own process and writes the time of every step.
 
     python -m bench.peers plain --shape JSON --shards DIR --steps_file FILE [--compile]
 
-plain: a hand-written GPT. bare: the model of transformers in the shortest loop there is. trainer: transformers'
-Trainer as it comes. All in bf16 autocast or fp32, AdamW, gradient norm clipped at 1, windows at random places of the
-same shards.
+plain: a hand-written GPT. bare: the model of transformers in a minimal training loop. trainer: transformers' Trainer
+with its defaults. All use bf16 autocast or fp32, AdamW, gradient clipping at norm 1, and random sequences of the same
+shards.
 """
 
 import argparse
@@ -32,11 +32,13 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 class StepsFile:
-    """{"event": "train", "step": n, "time": ...} per line, as metrics.jsonl has."""
+    """Writes lines {"event": "train", "step": n, "time": ...}, as in metrics.jsonl."""
 
     def __init__(self, path: Path, every: int, device: str):
         self._file = path.open("w")
-        self._step, self._every, self._device = 0, every, device
+        self._step = 0
+        self._every = every
+        self._device = device
 
     def step_done(self) -> None:
         import torch
@@ -45,6 +47,7 @@ class StepsFile:
         if self._step % self._every:
             return
         line = {"event": "train", "step": self._step}
+        # Without synchronization, the time would be that of launching the kernels.
         if self._device == "cuda":
             torch.cuda.synchronize()
             line["peak_memory_bytes"] = torch.cuda.max_memory_allocated()
@@ -53,7 +56,7 @@ class StepsFile:
 
 
 class Windows:
-    """Windows of the training tokens: a map-style data set for the Trainer, random batches for the others."""
+    """Sequences of the training tokens: a map-style dataset for the Trainer, random batches for the others."""
 
     def __init__(self, shards: Path, shape: Shape):
         from pretrain.data.shards import open_shards
@@ -77,7 +80,7 @@ class Windows:
         return torch.from_numpy(ids)
 
     def batch(self, device: Any) -> tuple[Any, Any]:
-        """(input ids, targets), each (sequences, sequence_length) int64."""
+        """Returns (input IDs, targets) at random places, each of shape (sequences, sequence_length), int64."""
         import torch
 
         length = self.shape.sequence_length
@@ -89,7 +92,7 @@ class Windows:
 
 
 def hf_model(shape: Shape) -> Any:
-    """The stock model of transformers in fp32, freshly initialised."""
+    """Builds the shape's model of transformers in fp32, with its default initialization."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     values = shape.model_json()
@@ -98,7 +101,7 @@ def hf_model(shape: Shape) -> Any:
 
 
 def train_loop(arguments: argparse.Namespace) -> None:
-    """plain and bare: the minimal loop that everybody writes first."""
+    """Trains plain or bare in a minimal loop."""
     import torch
 
     from pretrain.parallel.strategy import device_type
@@ -114,11 +117,12 @@ def train_loop(arguments: argparse.Namespace) -> None:
         model = hf_model(arguments.shape).to(device).train()
 
         def loss_of(input_ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-            # The loss by the model itself, which shifts: given the inputs as labels it leaves one target in T out.
+            # The model shifts the labels itself, so with the inputs as labels it has one target in T less.
             return model(input_ids=input_ids, labels=input_ids, use_cache=False).loss
 
     if arguments.compile:
         model.compile(dynamic=False)
+    # As in nanoGPT: weight decay for matrices and embeddings, none for biases and norms.
     decayed = [p for p in model.parameters() if p.dim() >= 2]
     others = [p for p in model.parameters() if p.dim() < 2]
     groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
@@ -137,7 +141,7 @@ def train_loop(arguments: argparse.Namespace) -> None:
 
 
 def train_with_trainer(arguments: argparse.Namespace) -> None:
-    """transformers' Trainer with its defaults, except that it sets the precision and saves nothing."""
+    """Trains with transformers' Trainer and its defaults, except for the precision and that it saves nothing."""
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
     from pretrain.parallel.strategy import device_type
@@ -165,7 +169,7 @@ def train_with_trainer(arguments: argparse.Namespace) -> None:
 
 
 def main() -> int:
-    """Trains until the steps are done, or until the process is ended."""
+    """Trains until the steps are done or the process is killed."""
     arguments = parse_arguments()
     if arguments.peer == "trainer":
         train_with_trainer(arguments)
@@ -177,7 +181,7 @@ def main() -> int:
 def command_of(
     peer: str, shape: Shape, shards: Path, steps_file: Path, compiles: bool, report_every: int, precision: str = "bf16"
 ) -> list[str]:
-    """The command line of a contestant, without the interpreter."""
+    """Returns the command line of a baseline, without the interpreter."""
     given = ["--shape", json.dumps(dataclasses.asdict(shape)), "--shards", shards, "--steps_file", steps_file]
     given += ["--report_every", report_every, "--precision", precision]
     return ["-m", "bench.peers", peer, *map(str, given), *(["--compile"] if compiles else [])]

@@ -1,4 +1,4 @@
-"""A GPT in plain PyTorch, as people write it who train without a toolkit: a peer for the benchmarks.
+"""A GPT in plain PyTorch, as written without a toolkit: a baseline for the benchmarks.
 
 Shapes: B sequences, T positions, D hidden width, H heads.
 """
@@ -19,9 +19,12 @@ class Block(nn.Module):
         super().__init__()
         width = shape.hidden_size
         self.heads = shape.heads
-        self.norm_attention, self.norm_mlp = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.norm_attention = nn.LayerNorm(width)
+        self.norm_mlp = nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         qkv = self.qkv(self.norm_attention(x_BTD)).unflatten(-1, (3, self.heads, -1))
@@ -32,7 +35,7 @@ class Block(nn.Module):
 
 
 class PlainGPT(nn.Module):
-    """Learned positions, tied head, GPT-2's initial weights; the loss from whole logits."""
+    """GPT-2 with learned positions, tied head and GPT-2's initialization; computes the loss from full logits."""
 
     def __init__(self, shape: Shape):
         super().__init__()
@@ -43,6 +46,7 @@ class PlainGPT(nn.Module):
         self.head = nn.Linear(shape.hidden_size, shape.vocabulary_size, bias=False)
         for name, parameter in self.named_parameters():
             if parameter.dim() == 2:
+                # GPT-2 scales projections into the residual stream by 1 / sqrt(number of such projections).
                 residual = name.endswith(("out.weight", "down.weight"))
                 nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * shape.layers) if residual else 0.02)
             elif name.endswith("bias"):
@@ -50,7 +54,7 @@ class PlainGPT(nn.Module):
         self.head.weight = self.tokens.weight
 
     def forward(self, input_ids_BT: Tensor, targets_BT: Tensor) -> Tensor:
-        """Mean cross-entropy."""
+        """Returns the mean cross-entropy in nats per token."""
         positions_T = torch.arange(input_ids_BT.shape[1], device=input_ids_BT.device)
         x_BTD = self.tokens(input_ids_BT) + self.positions(positions_T)
         for block in self.blocks:

@@ -1,4 +1,4 @@
-"""Commands of data preparation and of datatrove, run and measured: seconds, peak memory, tokens."""
+"""Runs and measures commands of data preparation and of datatrove: seconds, peak memory, tokens."""
 
 import contextlib
 import importlib.util
@@ -16,7 +16,9 @@ from pathlib import Path
 import psutil
 
 ROOT = Path(__file__).resolve().parents[1]
-POLL_SECONDS, SHARE_OF_LOOKS = 0.1, 0.02
+POLL_SECONDS = 0.1
+SHARE_OF_LOOKS = 0.02
+"""Maximum share of time spent on reading the memory of processes."""
 TIMES_AS_FAST_AS_DATATROVE = 10
 SLOWEST_NEAR_DUPLICATES_MB_PER_S = 60
 SLOWEST_CLEANING_MB_PER_CORE_SECOND = 25
@@ -26,9 +28,9 @@ LARGEST_MEMORY = 2_000_000_000
 
 @dataclass(frozen=True)
 class Measured:
-    """One round of one contestant: seconds of the part that counts, peak bytes over all of its processes.
+    """The result of one round of a program: seconds of the timed part, peak bytes over all its processes.
 
-    cpu_seconds: of all its processes, with their start; what other work on the machine changes least.
+    cpu_seconds: CPU time of all its processes, including startup, which other load on the machine affects least.
     """
 
     tokens: int
@@ -39,14 +41,14 @@ class Measured:
 
     @property
     def rate(self) -> float:
-        """Mtok/s."""
+        """Speed in millions of tokens per second."""
         return self.tokens / self.seconds / 1e6
 
 
 def run_measured(command: list[str]) -> tuple[float, int, str]:
-    """(seconds, peak bytes over all of its processes, output) of a command; ends with its output if it fails.
+    """Runs a command; returns (seconds, peak bytes over all its processes, output). Exits with its output if it fails.
 
-    Memory is the sum of the processes' proportional set sizes, so that pages they share count once.
+    Memory is the sum of the processes' proportional set sizes (PSS), so that shared pages count once.
     """
     began = time.perf_counter()
     with tempfile.TemporaryFile("w+") as output:
@@ -55,7 +57,7 @@ def run_measured(command: list[str]) -> tuple[float, int, str]:
         while process.poll() is None:
             looked = time.perf_counter()
             peak = max(peak, memory_of(process.pid))
-            # A look at a gigabyte takes tens of milliseconds, for which the process waits as well.
+            # Reading the PSS of a gigabyte takes tens of milliseconds, during which the process is blocked as well.
             _wait_for(process, max(POLL_SECONDS, (time.perf_counter() - looked) / SHARE_OF_LOOKS))
         seconds = time.perf_counter() - began
         output.seek(0)
@@ -66,24 +68,25 @@ def run_measured(command: list[str]) -> tuple[float, int, str]:
 
 
 def _wait_for(process: subprocess.Popen, seconds: float) -> None:
-    """Until it has ended, for so many seconds at most."""
+    """Waits until the process has ended, at most `seconds`."""
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(seconds)
 
 
 def memory_of(pid: int) -> int:
-    """Bytes that a process and its children hold."""
+    """Returns the bytes (PSS) that a process and its descendants hold."""
     total = 0
     try:
         for process in [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]:
             total += process.memory_full_info().pss
+    # A process may end between being listed and being read.
     except (psutil.NoSuchProcess, psutil.AccessDenied):
         return total
     return total
 
 
 def prepare(files: list[str], tokenizer: str, *options: str, folder: str | None = None) -> Measured:
-    """The whole command once. folder: a new one, in which the prepared `out` stays; None: it does not."""
+    """Runs prepare_data.py once. folder: an empty one that keeps the output in `out`; None: the output is deleted."""
     with tempfile.TemporaryDirectory() as passing:
         output = Path(folder or passing, "out")
         command = [sys.executable, "prepare_data.py", "--input", *files, "--tokenizer", tokenizer]
@@ -97,13 +100,13 @@ def prepare(files: list[str], tokenizer: str, *options: str, folder: str | None 
 
 
 def cpu_seconds_of_children() -> float:
-    """What all processes started here that have ended took of the processors, with those that they started."""
+    """Returns the CPU seconds of all ended child processes and their descendants."""
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     return usage.ru_utime + usage.ru_stime
 
 
 def rounds(contestants: dict[str, Callable[[], Measured]], repeat: int) -> dict[str, list[Measured]]:
-    """The rounds of all contestants, taking turns."""
+    """Measures all programs `repeat` times, alternating; returns the rounds by name."""
     measured: dict[str, list[Measured]] = {name: [] for name in contestants}
     for _ in range(repeat):
         for name, contestant in contestants.items():
@@ -112,5 +115,5 @@ def rounds(contestants: dict[str, Callable[[], Measured]], repeat: int) -> dict[
 
 
 def has_datatrove() -> bool:
-    """Whether datatrove is installed."""
+    """Tells if datatrove is installed."""
     return importlib.util.find_spec("datatrove") is not None

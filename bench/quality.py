@@ -1,10 +1,10 @@
-"""The effect of the speed settings on the loss curve, compared with that of another seed. Prints Markdown.
+"""Compares the effect of the speed settings on the loss curve with that of another seed. Prints Markdown.
 
     python bench/quality.py --config recipes/demo.yaml --steps 300 --seeds 1 2 3
 
-Trains the recipe fast (bf16, compiled layers, the loss in chunks, the attention that is fastest here) and plainly
-(fp32, not compiled, whole logits, attention spelt out), each with every seed: weights and order of data are the
-seed's. `make demo` prepares the demo's data. Exits 1 if settings differ more than seeds do.
+Trains the recipe fast (bf16, compiled layers, chunked loss, the fastest attention here) and plain (fp32, not compiled,
+full logits, eager attention), each with every seed. The seed determines initial weights and data order. `make demo`
+prepares the demo's data. Exits with status 1 if settings differ more than seeds do.
 """
 
 import argparse
@@ -26,11 +26,11 @@ SETTINGS = {
     "plain": {"precision": "fp32", "compile": "none", "attention": "eager", "loss.backend": "logits"},
 }
 WINDOW = 20
-"""Steps over which a training loss is averaged before curves are compared: single steps differ by their noise."""
+"""Steps over which the training loss is averaged before comparing curves, because single steps are noisy."""
 
 
 def train(config: str, seed: int, steps: int, settings: dict[str, str], output: Path) -> tuple[list[float], float]:
-    """(training loss of every step, validation loss at the end)."""
+    """Trains a run; returns (training loss of every step, final validation loss)."""
     command = [sys.executable, "train.py", "--config", config, "--output", str(output), "--seed", str(seed)]
     command += ["--budget.steps", str(steps), "--logging.every_steps", "1"]
     for name, value in settings.items():
@@ -44,7 +44,7 @@ def train(config: str, seed: int, steps: int, settings: dict[str, str], output: 
 
 
 def distance(first: list[float], second: list[float]) -> float:
-    """Largest difference in nats between two curves' means over `WINDOW` steps."""
+    """Returns the largest difference, in nats, between two curves' means over WINDOW steps."""
     means = [
         [statistics.fmean(curve[at : at + WINDOW]) for at in range(0, len(curve) - WINDOW + 1, WINDOW)]
         for curve in (first, second)
@@ -76,6 +76,7 @@ def main() -> int:
     print(f"\nLargest difference of training curves, in nats (means over {WINDOW} steps):")
     print(f"- the same seed, other settings: {min(settings):.4f} to {max(settings):.4f}")
     print(f"- the same settings, other seeds: {min(seeds):.4f} to {max(seeds):.4f}")
+    # Differences between seeds are the noise level: settings must not exceed it.
     return int(max(settings) > max(seeds))
 
 

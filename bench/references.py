@@ -1,6 +1,6 @@
-"""What bench/gpu_check.py holds a GPU to: kernels beside fp32 references, and whole runs beside one another.
+"""Checks for bench/gpu_check.py: kernels against fp32 references, and whole runs against each other.
 
-Every check returns an Outcome. The kernels' are for a process of their own, which they may take down with them.
+Every check returns an Outcome. Run the checks of kernels in a separate process, because a failure may crash it.
 """
 
 import contextlib
@@ -22,36 +22,42 @@ from pretrain.runs.event_log import read_metrics
 from pretrain_tools.runs.parity import REFERENCE, TOLERANCES, Curve, largest_distance, read_curve, train_under
 
 ROOT = Path(__file__).resolve().parents[1]
-PASSED, FAILED, NOT_RUN = "passed", "failed", "not run"
+PASSED = "passed"
+FAILED = "failed"
+NOT_RUN = "not run"
 MOST_ERROR = {"fp32": 1e-4, "bf16": 4e-2, "fp16": 1e-2}
-"""Of the gradients as a whole, ||found - reference|| / ||reference||. Rounding alone makes a fifth of it or less; a
-document that ends one token late, or a factor, makes 0.1 and more."""
+"""Maximum relative error of all gradients together, ||found - reference|| / ||reference||.
+
+Rounding alone causes at most 20% of it. A document that ends one token late, or a wrong factor, causes 0.1 or more.
+"""
 LOSS_SCALE = 1024.0
-"""Keeps fp16's gradients from underflow; a power of two, so that it changes no digit."""
+"""Factor that keeps fp16 gradients from underflow; a power of two, so that scaling is exact."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a check."""
+    """The outcome of a check."""
 
     word: str
     """passed, failed, or not run."""
     said: str = ""
-    """The largest error, or the reason."""
+    """Largest error, or the reason."""
     figures: dict[str, Any] = field(default_factory=dict)
-    """Kept with the result."""
+    """Numbers to keep with the result."""
 
 
 def check_attention(name: str, device: str) -> Outcome:
-    """Loss and gradients of a small Llama with this attention, beside transformers' own in fp32, document by document.
+    """Compares a small Llama's loss and gradients with this attention to eager attention in fp32, per document.
 
-    Grouped queries, heads of 64 and 128, windows of two and a half blocks, with and without documents.
+    Covers grouped queries, heads of 64 and 128, sequences of two and a half blocks, with and without a document mask.
     """
     from pretrain.config import WindowSpec
     from pretrain.hardware import DTYPES
     from pretrain.model.attention import choose_attention
 
-    half, errors, refusals = half_precision(device), {}, []
+    half = half_precision(device)
+    errors = {}
+    refusals = []
     for precision, head_width, documents in (
         (half, 64, True),
         (half, 64, False),
@@ -71,9 +77,9 @@ def check_attention(name: str, device: str) -> Outcome:
 
 
 def check_loss(backend: str, device: str, sizes: tuple[int, int, int] = (4096, 256, 50_304)) -> Outcome:
-    """Head and loss with this backend, beside whole logits in fp32: the value, and the gradients by all inputs.
+    """Compares the loss of a backend and its gradients with respect to all inputs to full logits in fp32.
 
-    sizes: tokens, hidden width, vocabulary. One target in eight does not count; z-loss where the backend has it.
+    sizes: tokens, hidden width, vocabulary. One target in eight is ignored; z-loss is on if the backend supports it.
     """
     errors = {precision: (loss_error(backend, device, precision, sizes), MOST_ERROR[precision])
               for precision in (half_precision(device), "fp32")}  # fmt: skip
@@ -81,10 +87,11 @@ def check_loss(backend: str, device: str, sizes: tuple[int, int, int] = (4096, 2
 
 
 def judged(errors: dict[str, tuple[float, float]], refusals: list[str]) -> Outcome:
-    """Passed if every error, in {case: (error, the most allowed)}, is within its bound; not run if there is none."""
+    """Returns PASSED if every error is within its bound, given as {case: (error, bound)}; NOT_RUN if there is none."""
     if not errors:
         return Outcome(NOT_RUN, "; ".join(refusals))
     said = "; ".join(f"{case} {error:.1e}" for case, (error, _) in errors.items())
+    # `not error <= most` instead of `error > most`, so that NaN fails.
     wrong = [
         f"{case}: error {error:.1e}, at most {most:g}" for case, (error, most) in errors.items() if not error <= most
     ]
@@ -93,7 +100,7 @@ def judged(errors: dict[str, tuple[float, float]], refusals: list[str]) -> Outco
 
 
 def half_precision(device: str) -> str:
-    """bf16, or fp16 on a GPU without it."""
+    """Returns bf16, or fp16 on a GPU without bf16."""
     from pretrain.hardware import missing_bf16
 
     return "fp16" if device == "cuda" and missing_bf16(device) else "bf16"
@@ -108,18 +115,20 @@ def autocast(device: str, precision: str) -> contextlib.AbstractContextManager:
 
 
 def relative_error(found: list, reference: list) -> float:
-    """||found - reference|| / ||reference|| of tensors taken together; infinite if something is not finite."""
+    """Computes ||found - reference|| / ||reference|| over all tensors together; infinite if it is NaN."""
     pairs = list(zip(found, reference, strict=True))
     squared = sum(((one.double() - other.double()) ** 2).sum().item() for one, other in pairs)
     error = math.sqrt(squared / sum((other.double() ** 2).sum().item() for _, other in pairs))
     return math.inf if math.isnan(error) else error
 
 
-ATTENTION_WINDOW, ATTENTION_WINDOWS, ATTENTION_VOCABULARY = 320, 2, 256
+ATTENTION_WINDOW = 320
+ATTENTION_WINDOWS = 2
+ATTENTION_VOCABULARY = 256
 
 
 def attention_error(implementation: str, device: str, precision: str, head_width: int, documents: bool) -> float:
-    """Error of the gradients, or of the loss if that is larger."""
+    """Returns the relative error of the gradients or of the loss, whichever is larger."""
     import torch
 
     from pretrain.model.attention import attention_arguments, document_layout
@@ -129,8 +138,9 @@ def attention_error(implementation: str, device: str, precision: str, head_width
     ids = torch.randint(1, ATTENTION_VOCABULARY, (ATTENTION_WINDOWS, ATTENTION_WINDOW + 1), generator=generator)
     if documents:
         ids[torch.rand(ids.shape, generator=generator) < 1 / 60] = END_OF_DOCUMENT_ID
-        ids[0, 200:230] = 7  # one that crosses a block's edge in any case
-    inputs, targets = ids[:, :-1].contiguous(), ids[:, 1:].contiguous().to(device)
+        ids[0, 200:230] = 7  # one document that always crosses the boundary of a block
+    inputs = ids[:, :-1].contiguous()
+    targets = ids[:, 1:].contiguous().to(device)
     arguments = attention_arguments(document_layout(inputs.numpy(), END_OF_DOCUMENT_ID), implementation, device)
     inputs = inputs.to(device)
     model = small_llama(head_width, implementation).to(device)
@@ -144,7 +154,7 @@ def attention_error(implementation: str, device: str, precision: str, head_width
 
 
 def small_llama(head_width: int, attention: str) -> Any:
-    """Weights that keep activations near 1 and attention far from uniform, so that a wrong mask is seen."""
+    """Builds a Llama with activations near 1 and attention far from uniform, so that a wrong mask shows."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -161,7 +171,7 @@ def small_llama(head_width: int, attention: str) -> Any:
 
 
 def gradients(model: Any, loss: Any) -> list:
-    """By parameter, after the scaled loss's backward pass."""
+    """Runs the backward pass of the scaled loss and returns the unscaled gradients, one per parameter."""
     model.zero_grad()
     (loss * LOSS_SCALE).backward()
     return [parameter.grad / LOSS_SCALE for parameter in model.parameters()]
@@ -175,7 +185,7 @@ def plain_loss(model: Any, inputs: Any, targets: Any, reduction: str = "mean") -
 
 
 def loss_of_documents_alone(model: Any, inputs: Any, targets: Any) -> Any:
-    """Mean over all tokens, every document in a call of its own."""
+    """Returns the mean loss over all tokens, computed with a separate forward pass per document."""
     total = 0.0
     for row, row_targets in zip(inputs, targets, strict=True):
         starts = [0, *(t for t in range(1, len(row)) if row[t] == END_OF_DOCUMENT_ID), len(row)]
@@ -185,7 +195,7 @@ def loss_of_documents_alone(model: Any, inputs: Any, targets: Any) -> Any:
 
 
 def loss_error(backend: str, device: str, precision: str, sizes: tuple[int, int, int]) -> float:
-    """The largest error of the loss and of its gradients by hidden states, head and bias."""
+    """Returns the largest relative error of the loss and of its gradients by hidden states, head and bias."""
     import torch
 
     from pretrain.model.attention import IGNORED
@@ -201,6 +211,7 @@ def loss_error(backend: str, device: str, precision: str, sizes: tuple[int, int,
     results = []
     for name, chosen in (("logits", "fp32"), (backend, precision)):
         with autocast(device, chosen):
+            # torch's linear_cross_entropy has no z-loss.
             z_loss = 0.0 if backend == "torch" else 1e-3
             loss, _ = next_token_loss(
                 inputs[0], inputs[1], targets.to(device), head_bias=inputs[2], z_loss=z_loss, backend=name
@@ -211,10 +222,11 @@ def loss_error(backend: str, device: str, precision: str, sizes: tuple[int, int,
 
 
 MODEL = Shape("llama", 8, 128, 8, 1024, 128, 16)
-"""Layers and heads for as many as eight stages or ranks."""
-STEPS, KILL_AFTER_STEP = 12, 6
+"""Model of the runs, with enough layers and heads for eight pipeline stages or tensor-parallel ranks."""
+STEPS = 12
+KILL_AFTER_STEP = 6
 KILL_SECONDS = 600
-"""The longest that a run may take to the step in which it is killed."""
+"""Maximum time until the step in which the run is killed."""
 FORWARD = """\
 import sys, torch
 from transformers import AutoModelForCausalLM
@@ -232,10 +244,10 @@ print("largest difference", (logits[0] - logits[1]).abs().max().item())
 
 @dataclass(frozen=True)
 class Runs:
-    """Runs of one small recipe: fp32 and eager attention, whose kernels add in one order, so that bits repeat.
+    """Runs of a small recipe in fp32 with eager attention, whose kernels are deterministic.
 
     Args:
-        folder: for the text's shards, the recipe and the runs, which later checks compare with.
+        folder: folder of the shards, the recipe and the runs, which later checks use again.
         device: cuda or cpu.
     """
 
@@ -243,7 +255,7 @@ class Runs:
     device: str
 
     def recipe(self) -> Path:
-        """The recipe, with the project's documentation as text."""
+        """Writes the recipe and prepares its data from the project's documentation; returns the path."""
         path, shards, tokenizer = (self.folder / name for name in ("recipe.yaml", "shards", "tokenizer"))
         self.folder.mkdir(parents=True, exist_ok=True)
         model = write_model(MODEL, self.folder)
@@ -269,7 +281,7 @@ export: {{dtype: fp32}}
         return path
 
     def train(self, strategy: str, processes: int, name: str, *settings: str) -> Curve | Outcome:
-        """Losses of a new run, or why there are none."""
+        """Trains a new run; returns its losses and gradient norms, or the Outcome if it failed or was refused."""
         shutil.rmtree(self.folder / name, ignore_errors=True)
         outcome = train_under(strategy, processes, self.recipe(), self.folder / name, list(settings))
         if outcome.curve is not None:
@@ -279,7 +291,7 @@ export: {{dtype: fp32}}
         return Outcome(FAILED, last_words(self.folder / f"{name}.log"))
 
     def reference(self) -> Curve:
-        """The run on one GPU, trained if it is not there. Raises InputError if it does not train."""
+        """Returns the curve of the run on one GPU; trains it first if necessary. Raises InputError if that fails."""
         if (self.folder / REFERENCE / "final").is_dir():
             return read_curve(self.folder / REFERENCE)
         outcome = self.train(REFERENCE, 1, REFERENCE)
@@ -288,14 +300,15 @@ export: {{dtype: fp32}}
         return outcome
 
     def check_single(self) -> Outcome:
-        """One GPU trains to the end, and its loss falls."""
+        """Checks that one GPU trains to the end and the loss falls."""
         shutil.rmtree(self.folder / REFERENCE, ignore_errors=True)
         curve = self.reference()
-        first, last = curve.loss[1], curve.loss[STEPS]
+        first = curve.loss[1]
+        last = curve.loss[STEPS]
         return Outcome(PASSED if last < first - 0.1 else FAILED, f"loss {first:.4f} at first, {last:.4f} at the end")
 
     def check_like_single(self, strategy: str, processes: int, *settings: str, name: str, precision: str) -> Outcome:
-        """The losses of `single`, within runs.py parity's tolerance for the precision."""
+        """Checks that the losses match those of `single` within the tolerance of runs.py parity for the precision."""
         reference = self.reference()
         curve = self.train(strategy, processes, name, *settings)
         if isinstance(curve, Outcome):
@@ -308,14 +321,15 @@ export: {{dtype: fp32}}
         return Outcome(PASSED if same else FAILED, said, {"loss": loss, "grad_norm": norm})
 
     def check_defaults(self) -> Outcome:
-        """What the recipe's `auto` takes here: half precision, fast attention, compiled layers and loss."""
+        """Checks the kernels that `auto` chooses here: half precision, fast attention, compiled layers and loss."""
         names = ("precision", "attention", "compile", "loss.backend")
         settings = [part for name in names for part in (f"--{name}", "regional" if name == "compile" else "auto")]
         return self.check_like_single(REFERENCE, 1, *settings, name="defaults", precision=half_precision(self.device))
 
     def check_kill(self) -> Outcome:
-        """Killed in a step and started again, the run is the unbroken one to the last bit."""
-        reference, run = self.reference(), self.folder / "killed"
+        """Checks that a run that is killed and resumed equals the uninterrupted one bit for bit."""
+        reference = self.reference()
+        run = self.folder / "killed"
         shutil.rmtree(run, ignore_errors=True)
         command = ["train.py", "--config", str(self.recipe()), "--output", str(run)]
         if problem := self._kill_after(run, KILL_AFTER_STEP, command):
@@ -332,12 +346,13 @@ export: {{dtype: fp32}}
             )
         differ = [step for step, loss in reference.loss.items() if curve.loss.get(step) != loss]
         said = f"step {differ[0]} is the first that differs" if differ else "the weights differ"
+        # A difference before the kill means that the kernels are not deterministic; then resuming is not at fault.
         if any(reference.loss[step] != loss for step, loss in before.items()):
             said += ", before the kill already: the kernels do not repeat their bits"
         return Outcome(FAILED, said)
 
     def check_export(self) -> Outcome:
-        """final/ of `single` in an interpreter that has transformers alone: the logits of its last checkpoint."""
+        """Checks that final/ of `single`, loaded with transformers alone, has the logits of the last checkpoint."""
         self.reference()
         run = self.folder / REFERENCE
         folders = [str((run / name).resolve()) for name in ("final", f"checkpoints/step-{STEPS:08d}")]
@@ -353,7 +368,7 @@ export: {{dtype: fp32}}
         return Outcome(PASSED if difference == 0 else FAILED, said)
 
     def _kill_after(self, run: Path, step: int, command: list[str]) -> str | None:
-        """Starts it and kills it, with its children, once it has logged that step; the problem if it cannot."""
+        """Starts a run and kills it with its children once it has logged a step; returns the problem if that fails."""
         log = self.folder / "killed.log"
         with log.open("w") as file:
             process = subprocess.Popen(
@@ -374,7 +389,7 @@ export: {{dtype: fp32}}
         return None if process.returncode == -signal.SIGKILL else "the run ended before it could be killed"
 
     def _python(self, *arguments: Any) -> None:
-        """Runs a script of the project to its end. Raises InputError with its last words if it fails."""
+        """Runs a script of the project to its end. Raises InputError with its last lines if it fails."""
         command = [sys.executable, *map(str, arguments)]
         done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         if done.returncode:
@@ -382,6 +397,6 @@ export: {{dtype: fp32}}
 
 
 def last_words(log: Path) -> str:
-    """The last line that says something, and where the rest is."""
+    """Returns the last non-empty line of a log, with the log's path."""
     lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
     return f"{lines[-1].strip() if lines else 'no output'} (see {log})"

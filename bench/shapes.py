@@ -1,4 +1,4 @@
-"""Model and batch shapes that the benchmarks measure, and shards of synthetic documents for them."""
+"""Defines the model and batch shapes of the benchmarks, and writes shards of synthetic documents for them."""
 
 import hashlib
 import json
@@ -12,24 +12,24 @@ from pretrain.data.manifest import SHARDS_FORMAT, dtype_for, id_dtype
 
 END_OF_DOCUMENT_ID = 0
 MEAN_DOCUMENT_TOKENS = 800
-"""Web pages and source files have some such mean, and half of them less than half of it."""
+"""Mean length of documents, similar to web pages and source files; the median is about 60% of it."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """One model with the batch it trains on; embeddings are tied."""
+    """A model with tied embeddings, and the batch it trains on."""
 
     architecture: str
-    """llama or gpt2."""
+    """Architecture: llama or gpt2."""
     layers: int
     hidden_size: int
     heads: int
     vocabulary_size: int
     sequence_length: int
     sequences: int
-    """Per step and process."""
+    """Sequences per step and process."""
     intermediate_size: int | None = None
-    """llama's; null: 8/3 of hidden_size, rounded up to a multiple of 64. GPT-2's is always 4 times hidden_size."""
+    """Width of Llama's MLP; None: 8/3 of hidden_size, rounded up to a multiple of 64. GPT-2's is 4 * hidden_size."""
 
     @property
     def tokens_per_step(self) -> int:
@@ -42,7 +42,7 @@ class Shape:
         )
 
     def model_json(self) -> dict[str, Any]:
-        """config.json of the model, for transformers."""
+        """Returns the model's config.json, for transformers."""
         ids = {"bos_token_id": END_OF_DOCUMENT_ID, "eos_token_id": END_OF_DOCUMENT_ID}
         if self.architecture == "gpt2":
             no_dropout = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
@@ -72,7 +72,7 @@ CPU_SHAPES = {
     "long": replace(LLAMA_14M, sequence_length=4096, sequences=1),
     "large_vocabulary": replace(LLAMA_14M, vocabulary_size=131_072, layers=2, sequences=2),
 }
-"""For two CPU cores: 14M parameters as Llama and as GPT-2, a small model, long sequences, a vocabulary of 128k."""
+"""Shapes for two CPU cores: 14M parameters as Llama and GPT-2, small models, long sequences, a vocabulary of 128k."""
 
 GPU_SHAPES = {
     "124m": Shape("gpt2", 12, 768, 12, 50_304, 1024, 64),
@@ -80,7 +80,7 @@ GPU_SHAPES = {
     "1.3b": Shape("llama", 24, 2048, 16, 50_304, 2048, 16, 5632),
     "7b": Shape("llama", 32, 4096, 32, 32_000, 2048, 4, 11_008),
 }
-"""For one GPU of 80 GB and more, but the 7B, whose fp32 weights, gradients and AdamW moments take 108 GB."""
+"""Shapes for one GPU with at least 80 GB, except 7B, whose fp32 weights, gradients and AdamW moments take 108 GB."""
 
 
 def write_model(shape: Shape, folder: Path) -> Path:
@@ -91,9 +91,13 @@ def write_model(shape: Shape, folder: Path) -> Path:
 
 
 def write_shards(folder: Path, vocabulary_size: int, tokens: int, seed: int = 0) -> Path:
-    """A folder of shards of synthetic documents: ids by Zipf's law, log-normal lengths; enough to measure speed."""
+    """Writes shards of synthetic documents for measuring speed, and returns the folder.
+
+    Token IDs follow Zipf's law and lengths are log-normal.
+    """
     random = np.random.default_rng(seed)
     folder.mkdir(parents=True)
+    # IDs start at 1: 0 ends a document.
     ids = 1 + random.zipf(1.2, tokens) % (vocabulary_size - 1)
     lengths = 1 + random.lognormal(np.log(MEAN_DOCUMENT_TOKENS) - 0.5, 1.0, tokens).astype(np.int64)
     ends = np.cumsum(lengths) - 1
@@ -101,6 +105,7 @@ def write_shards(folder: Path, vocabulary_size: int, tokens: int, seed: int = 0)
     ids[ends] = END_OF_DOCUMENT_ID
     content = ids.astype(id_dtype(dtype_for(vocabulary_size))).tobytes()
     (folder / "train-00000.bin").write_bytes(content)
+    # text_bytes is made up; only bits per byte would depend on it.
     counts = {"tokens": tokens, "documents": len(ends), "text_bytes": 4 * tokens}
     shard = {"file": "train-00000.bin", "split": "train", **counts, "sha256": hashlib.sha256(content).hexdigest()}
     manifest = {

@@ -1,16 +1,16 @@
-"""How long to a loss? Groundwork's own choice for the minutes, a hand-written GPT with nanoGPT's settings, run_clm's.
+"""Measures the time to a loss: Groundwork's choice of settings, a GPT with nanoGPT's settings, and run_clm.
 
     python bench/time_to_loss.py --shards data/demo --minutes 10 --output runs/time_to_loss
 
-The same text, tokenizer, cores and minutes for each, one after the other, validation included: twenty times, on the
-same held-out tokens. Prints Markdown and draws OUTPUT/curves.png: when was Groundwork as good as the peers at their
-end? A contestant that is finished is not trained again.
+All get the same text, tokenizer, cores and minutes, and run one after the other. The minutes include twenty
+validations on the same held-out tokens. Prints Markdown and draws OUTPUT/curves.png, which show when Groundwork
+reached the final loss of each baseline. Finished programs are not trained again.
 
 Contestants:
-    groundwork     what `train.py --text` makes of these minutes: model, batch, rates, everything
-    nanogpt        nanoGPT's README for CPUs: 4 layers of 128, 12 windows of 64, AdamW at 1e-3 to 1e-4
-    nanogpt_large  the same settings with the layers, width, windows and batch that Groundwork chose
-    run_clm        transformers' Trainer and GPT-2 as they come (5e-5, linear, 8 windows, dropout), of that shape
+    groundwork     the recipe that `train.py --text` writes for these minutes: model, batch, learning rate, everything
+    nanogpt        nanoGPT's README for CPUs: 4 layers of 128, 12 sequences of 64, AdamW at 1e-3 to 1e-4
+    nanogpt_large  the same settings with the layers, width, sequence length and batch that Groundwork chose
+    run_clm        transformers' Trainer and GPT-2 with defaults (5e-5, linear, 8 sequences, dropout), of that shape
 """
 
 import argparse
@@ -33,11 +33,11 @@ MEASUREMENTS = 20
 VALIDATION_TOKENS = 32_768
 PEERS = ("nanogpt", "nanogpt_large", "run_clm")
 TIMED_STEPS = 20
-"""After which a peer knows how many steps its minutes hold."""
+"""Steps that a baseline times to compute how many steps fit into its minutes."""
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    """Raises InputError for minutes that are none."""
+    """Parses the command line. Raises InputError for minutes that are not positive."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shards", type=Path, default=Path("data/demo"))
     parser.add_argument("--minutes", type=float, default=10.0)
@@ -52,7 +52,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 class Curve:
-    """(seconds since the process began, bits per byte) after every twentieth of the minutes, on the same tokens."""
+    """Measures (seconds since the process started, validation bits per byte) after every 5% of the minutes."""
 
     def __init__(self, given: argparse.Namespace, length: int, loss: Callable[[Any], float]):
         import torch
@@ -61,10 +61,14 @@ class Curve:
         from pretrain.data.batches import read_windows, windows_of
         from pretrain.data.shards import open_shards
 
-        self._path, self._seconds, self._loss = given.output / f"{given.peer}.json", 60 * given.minutes, loss
-        reader, window = open_shards(given.shards, "validation"), WindowSpec(given.window, document_mask=False)
+        self._path = given.output / f"{given.peer}.json"
+        self._seconds = 60 * given.minutes
+        self._loss = loss
+        reader = open_shards(given.shards, "validation")
+        window = WindowSpec(given.window, document_mask=False)
         starts = windows_of(reader, window, VALIDATION_TOKENS // given.window)
         ids_BT = torch.from_numpy(read_windows(reader, starts, window, len(starts)))
+        # Windows of one length for all, cut to this model's length, so that all models predict the same tokens.
         pieces_BT = [ids_BT[:, at : at + length + 1] for at in range(0, given.window, length)]
         self._batches = torch.cat(pieces_BT).split(16)
         tokens, _, text_bytes = reader.manifest.totals("validation")
@@ -87,18 +91,19 @@ class Curve:
 
 
 def _seconds_of_process() -> float:
+    """Returns the seconds since the process was created, including imports, for which a user waits as well."""
     import psutil
 
     return time.time() - psutil.Process().create_time()
 
 
 def steps_left(given: argparse.Namespace, seconds_per_step: float, spent: float = 0.0) -> int:
-    """Of the minutes, with a twentieth for validation."""
+    """Returns how many steps fit into the minutes, with 5% reserved for validation."""
     return max(TIMED_STEPS + 1, int((60 * given.minutes * 0.95 - spent) / seconds_per_step))
 
 
 def train_nanogpt(given: argparse.Namespace) -> None:
-    """nanoGPT's train.py in its settings for a small model; the number of steps is what the minutes hold."""
+    """Trains like nanoGPT's train.py with its settings for a small model, for as many steps as the minutes allow."""
     import torch
 
     from bench.peers import Windows
@@ -116,11 +121,14 @@ def train_nanogpt(given: argparse.Namespace) -> None:
         return model(ids_BT[:, :-1], ids_BT[:, 1:]).item()
 
     curve = Curve(given, given.shape.sequence_length, validation_loss)
-    total, step, began = math.inf, 0, time.monotonic()
+    total = math.inf
+    step = 0
+    began = time.monotonic()
     while step < total:
         if step == TIMED_STEPS:
             spent = _seconds_of_process()
             total = step + steps_left(given, (time.monotonic() - began) / step, spent)
+        # nanoGPT's schedule: 100 warmup steps, then a cosine from 1e-3 to 1e-4.
         progress = 0.0 if math.isinf(total) else max(0.0, step - 100) / max(1, total - 100)
         rate = min(1.0, (step + 1) / 100) * (1e-4 + 9e-4 * 0.5 * (1 + math.cos(math.pi * min(1.0, progress))))
         for group in optimizer.param_groups:
@@ -137,7 +145,7 @@ def train_nanogpt(given: argparse.Namespace) -> None:
 
 
 def train_run_clm(given: argparse.Namespace) -> None:
-    """transformers' Trainer with its defaults on GPT-2 with its defaults, of the given shape."""
+    """Trains GPT-2 of the given shape with transformers' Trainer, both with their defaults."""
     import torch
     from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
 
@@ -175,6 +183,7 @@ def train_run_clm(given: argparse.Namespace) -> None:
     began = time.monotonic()
     trainer(TIMED_STEPS, []).train()
     seconds_per_step = (time.monotonic() - began) / TIMED_STEPS
+    # The timed steps only set the number of steps; training starts again from the initial weights.
     model.load_state_dict(first)
     trainer(steps_left(given, seconds_per_step, _seconds_of_process()), [Measures()]).train()
     curve.measure()
@@ -182,21 +191,24 @@ def train_run_clm(given: argparse.Namespace) -> None:
 
 
 def train_groundwork(given: argparse.Namespace) -> tuple[list[tuple[float, float]], Shape]:
-    """train.py with the recipe that it would write for this text: (curve, the shape that it chose)."""
+    """Runs train.py with the recipe that it would write for this text; returns the curve and the shape it chose."""
     from pretrain_tools.planning.sized_recipe import Machine, Prepared, SizedRecipe
     from pretrain_tools.planning.sizing import choose_sizing, padded
 
-    run, path = given.output / "groundwork", given.output / "groundwork.yaml"
+    run = given.output / "groundwork"
+    path = given.output / "groundwork.yaml"
     kept = given.output / "groundwork.json"
     if not kept.exists():
-        prepared, machine = Prepared.read(given.shards), Machine.measured(given.minutes)
+        prepared = Prepared.read(given.shards)
+        machine = Machine.measured(given.minutes)
         vocabulary = padded(prepared.vocabulary)
         sizing = choose_sizing(machine.flops, prepared.training_tokens, vocabulary, machine.most_parameters)
         model = given.output / "groundwork_model.json"
         recipe = SizedRecipe(run, model, given.shards, machine, prepared, sizing)
         model.write_text(sizing.shape.json_text)
         path.write_text(recipe.text("# bench/time_to_loss.py"))
-        chosen, length = sizing.shape, sizing.shape.sequence_length
+        chosen = sizing.shape
+        length = sizing.shape.sequence_length
         every = max(1, sizing.steps // MEASUREMENTS)
         began = time.time()
         command = [sys.executable, "train.py", "--config", str(path), "--validation.every_steps", str(every)]
@@ -214,7 +226,7 @@ def train_groundwork(given: argparse.Namespace) -> tuple[list[tuple[float, float
 
 
 def curve_of_peer(peer: str, given: argparse.Namespace, shape: Shape, window: int) -> list[tuple[float, float]]:
-    """In a process of its own, unless it has been there."""
+    """Trains a baseline in a separate process unless its result exists; returns its curve."""
     path = given.output / f"{peer}.json"
     if not path.exists():
         command = ["-m", "bench.time_to_loss", "--peer", peer, "--shape", json.dumps(vars(shape)), "--window", window]
@@ -226,7 +238,7 @@ def curve_of_peer(peer: str, given: argparse.Namespace, shape: Shape, window: in
 
 
 def time_to(points: list[tuple[float, float]], bits: float) -> float | None:
-    """Seconds until a curve is at `bits` or below, between its points on a straight line; None: never."""
+    """Returns the seconds until a curve reaches `bits`, interpolated linearly; None if it never does."""
     for (t0, b0), (t1, b1) in zip([(0.0, math.inf), *points], points, strict=False):
         if b1 <= bits:
             return t1 if math.isinf(b0) else t0 + (t1 - t0) * (b0 - bits) / (b0 - b1)

@@ -1,10 +1,11 @@
-"""Loss against learning rate at widths 64 to 512, with and without `width_transfer: mup`.
+"""Measures the loss by learning rate at widths 64 to 512, with and without `width_transfer: mup`.
 
     python bench/width_rates.py --shards data/english --minutes 60
     python bench/width_rates.py --table
 
 Trains two-layer Llamas with an untied head for sixty steps and adds each loss, the mean of the last ten steps, to
-bench/width_rates.json; run it again to go on. Narrow models come first, and rates around the best one found so far.
+bench/width_rates.json. Run it again to continue. Starts with narrow models, and tries learning rates around the best
+one so far.
 """
 
 import argparse
@@ -29,15 +30,22 @@ from pretrain.model.width_roles import initial_scales  # noqa: E402
 from pretrain.optim.optimizers import OPTIMIZERS, ModelShapes  # noqa: E402
 
 RESULTS = ROOT / "bench" / "width_rates.json"
-WIDTHS, BASE = (64, 128, 256, 512), 64
-STEPS, WARMUP, SEQUENCES, LENGTH = 60, 6, 8, 64
+WIDTHS = (64, 128, 256, 512)
+BASE = 64
+STEPS = 60
+WARMUP = 6
+SEQUENCES = 8
+LENGTH = 64
 STEP = 2.0
-"""Between two rates."""
+"""Ratio of neighboring learning rates."""
 FIRST = {"adamw": 2**-7, "muon": 2**-6}
 
 
 def train(optimizer: str, transfer: str, width: int, rate: float, reader: ShardReader) -> float:
-    """Loss in nats per token, the mean of the last ten steps; the rate falls linearly to zero."""
+    """Trains a model and returns its loss in nats per token, the mean of the last ten steps.
+
+    The learning rate decays linearly to zero.
+    """
     config = LlamaConfig(
         vocab_size=reader.manifest.vocabulary_size, hidden_size=width, intermediate_size=5 * width // 2,
         num_hidden_layers=2, num_attention_heads=width // 32, head_dim=32, tie_word_embeddings=False,
@@ -47,12 +55,14 @@ def train(optimizer: str, transfer: str, width: int, rate: float, reader: ShardR
     )
     model = build_model(config, seed=1)
     scales = initial_scales(config, BASE) if transfer == "mup" else {}
+    # muP scales the initialization of each weight by width.
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter *= scales.get(name, 1.0)
     spec = OPTIMIZERS[optimizer](ModelShapes.of(model, settings))
     built = spec.make(list(model.named_parameters()), settings, rate, 1, "cpu")
-    random, losses = np.random.default_rng(1), []
+    random = np.random.default_rng(1)
+    losses = []
     ids_BT = np.zeros((SEQUENCES, LENGTH + 1), np.int64)
     for step in range(STEPS):
         for row, start in zip(ids_BT, random.integers(0, reader.tokens - LENGTH, SEQUENCES), strict=True):
@@ -68,11 +78,15 @@ def train(optimizer: str, transfer: str, width: int, rate: float, reader: ShardR
         built.zero_grad()
         losses.append(loss.item())
     mean = sum(losses[-10:]) / 10
+    # A diverged run gets a large finite loss, because NaN could not be compared, nor written as JSON.
     return mean if math.isfinite(mean) else 99.0
 
 
 def next_rate(found: dict[float, float], first: float) -> float | None:
-    """Outwards from the first one until the best has a worse neighbour on either side; None: done."""
+    """Returns the next learning rate: outward from the first, until the best has a worse neighbor on both sides.
+
+    None: done.
+    """
     if not found:
         return first
     best = min(found, key=found.get)
@@ -108,7 +122,8 @@ def main() -> None:
         return
     if not given.shards:
         parser.error("--shards: the folder of shards to train on")
-    reader, end = open_shards(given.shards, "train"), time.monotonic() + 60 * given.minutes
+    reader = open_shards(given.shards, "train")
+    end = time.monotonic() + 60 * given.minutes
     for width in given.widths:
         for optimizer, first in FIRST.items():
             for transfer in ("mup", "none"):

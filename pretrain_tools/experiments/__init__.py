@@ -1,11 +1,11 @@
-"""Experiments of many runs: runs.py sweep, mixture and ladder (docs/runs.md).
+"""Experiments that train many runs: runs.py sweep, mixture and ladder (docs/runs.md).
 
-Each run is a train.py of its own in a folder of its own, so whatever reads runs reads these too.
+Each run is a separate train.py process with its own run folder, so all tools for runs work on them.
 
-    small_runs: trains many, side by side where there are devices; found again after a kill
-    sweep, sweep_plan: a grid or a search over settings; what is to be trained, checked before anything starts
-    sweep_report: table, JSON, picture and best recipe
-    mixture: weights of sources, from runs on many mixtures
-    scaling_law: loss by size and tokens, fitted
-    ladder, ladder_report: from runs of several sizes to predictions; what is said of them
+    small_runs: trains many runs, in parallel on several devices; recovers after a kill
+    sweep, sweep_plan: grid or search over settings; all runs are checked before any starts
+    sweep_report: table, JSON, figure and best recipe of a sweep
+    mixture: proposes weights of data sources from runs on many data mixtures
+    scaling_law: fits the loss as a function of parameters and tokens
+    ladder, ladder_report: fit a scaling law to runs of several sizes, predict larger runs, report
 """

@@ -1,4 +1,4 @@
-"""runs.py ladder: fits the loss by size and tokens to runs of several sizes, and predicts that of others."""
+"""Fits a scaling law to runs of several sizes and predicts the loss of others (runs.py ladder)."""
 
 import itertools
 import json
@@ -19,61 +19,62 @@ from pretrain_tools.runs.comparison import flatten_settings
 from pretrain_tools.runs.history import History, find_runs, is_number, read_history
 
 LEAST_SIZES = 4
-"""Sizes from which a prediction is made, and runs."""
+"""Number of distinct sizes required for a prediction."""
 SIZES_DIFFER = 1.1
-"""Sizes nearer than this are one."""
+"""Ratio of parameters below which two sizes count as one."""
 MOST_NOISE = 0.02
-"""Relative noise around the law above which nothing is predicted."""
+"""Relative noise around the scaling law above which predictions are refused."""
 FAR_COMPUTE = 8.0
-"""Times the compute of the largest run beyond which a prediction is warned of."""
+"""Compute, as a multiple of the largest run's, above which a prediction gets a warning."""
 SAME_DIRECTION = 0.98
-"""Correlation of log N and log D above which sizes and tokens count as grown together."""
+"""Correlation of log N and log D above which alpha and beta cannot be told apart."""
 AFTER_WARMUP = 0.2
-"""Share of a run of constant rate from which on its losses are those of a run that ends there."""
+"""Share of a run with constant learning rate after which an intermediate loss equals that of a run ending there."""
 IRRELEVANT = ("seed", "output", "group", "branch_from", "model", "budget", "samples", "evaluation", "checkpoint",
               "logging", "cadence", "export", "publish", "hub", "trackers", "tracking", "guard", "validation.every",
               "batch.sequences_per_micro_batch", "compile", "attention", "activation_checkpointing")  # fmt: skip
-"""Settings in which runs of one size and budget may differ without being other experiments."""
+"""Settings that do not affect the final loss enough to make two runs different experiments."""
 
 
 @dataclass(frozen=True)
 class LadderRun:
-    """One loss of one run."""
+    """A validation loss of a run, with the size and tokens it belongs to."""
 
     folder: Path
     parameters: int
     tokens: int
     loss: float
     settings: Mapping[str, Any] = field(repr=False)
-    """The settings that matter."""
+    """The settings that affect the loss, by dotted path."""
     is_end: bool = True
+    """False for an intermediate loss."""
 
 
 @dataclass(frozen=True)
 class Rung:
-    """Runs of one size and number of tokens that differ in their seed alone."""
+    """Runs of the same size and number of tokens that differ only in their seed."""
 
     parameters: int
     tokens: int
     loss: float
-    """The mean."""
+    """Mean validation loss, in nats per token."""
     spread: float | None
-    """Standard deviation over the seeds."""
+    """Standard deviation over the seeds; None for a single seed."""
     folders: tuple[Path, ...]
     left_out: int
-    """Runs of this size and budget with other settings, which ended worse."""
+    """Number of runs of this size and budget that had other settings and ended worse."""
     tokens_per_step: int | None = None
-    """None: the runs do not say."""
+    """Tokens of a step, over all ranks; None if the runs do not record it."""
 
     @property
     def compute(self) -> float:
-        """FLOPs, as 6 N D."""
+        """Training FLOPs, estimated as 6 N D (Kaplan et al., arXiv 2001.08361)."""
         return 6.0 * self.parameters * self.tokens
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """The loss to expect of a run of another size."""
+    """The predicted loss of a run of another size."""
 
     name: str
     parameters: int
@@ -81,35 +82,38 @@ class Prediction:
     loss: float
     interval: tuple[float, float]
     times_compute: float
-    """Compute as a multiple of the largest run's."""
+    """Compute, as a multiple of the largest run's."""
 
     def holds(self, loss: float) -> bool:
-        """Tells whether a measured loss is within the interval."""
+        """Tells if a measured loss is within the interval."""
         return self.interval[0] <= loss <= self.interval[1]
 
 
 @dataclass(frozen=True)
 class Ladder:
-    """The law and what it was made from."""
+    """A scaling law, the rungs it was fitted to, and its predictions."""
 
     rungs: list[Rung]
     law: ScalingLaw
     count: str
-    """matrix or total: what N counts."""
+    """Parameters that N counts: matrix (non-embedding) or total."""
     backtest: Prediction | None
-    """The largest rung, from a law without those of its size; None for fewer than four sizes."""
+    """Prediction of the largest rung by a fit without its size; None for fewer than LEAST_SIZES sizes."""
     predictions: list[Prediction]
     cautions: list[str]
 
     @property
     def measured(self) -> float:
-        """The loss that the back-test predicts."""
+        """Measured loss of the rung that the back-test predicts."""
         asked = (self.backtest.parameters, self.backtest.tokens)
         return next(rung.loss for rung in self.rungs if (rung.parameters, rung.tokens) == asked)
 
 
 def read_ladder_runs(folders: Iterable[Path], count: str, intermediate: bool) -> tuple[list[LadderRun], list[str]]:
-    """The runs below the folders that finished, and what to say of the others. Raises InputError for none."""
+    """Reads the finished runs in the folders; returns their losses and the reasons for which others were left out.
+
+    Raises InputError if no run is usable, or if the runs are not comparable.
+    """
     problems = Problems()
     runs = []
     said = []
@@ -120,7 +124,7 @@ def read_ladder_runs(folders: Iterable[Path], count: str, intermediate: bool) ->
         runs += found
     problems.stop_if_any()
     points = []
-    # A run may be given by itself and within its sweep.
+    # A run may be given both directly and through its sweep's folder.
     for run in dict.fromkeys(path.resolve() for path in runs):
         shown = run.relative_to(Path.cwd()) if run.is_relative_to(Path.cwd()) else run
         history = problems.attempt(read_history, shown)
@@ -137,7 +141,8 @@ def read_ladder_runs(folders: Iterable[Path], count: str, intermediate: bool) ->
 
 
 def unusable(history: History) -> str:
-    """Tells why a run's loss says nothing of its size and budget; '' if it does."""
+    """Returns the reason why a run's loss cannot be used in a fit; '' if it can."""
+    # An `end` that is followed by a start belongs to an earlier process.
     end = next((e for e in reversed(history.events) if e["event"] in ("end", "start", "train")), {})
     if end.get("event") != "end" or end.get("code") != 0:
         return "it has not finished"
@@ -149,7 +154,7 @@ def unusable(history: History) -> str:
 
 
 def points_of_run(history: History, count: str, intermediate: bool) -> list[LadderRun]:
-    """The final loss; of a run of constant rate, where asked for, those on the way too."""
+    """Returns the final loss of a run, and with `intermediate` the earlier ones if the learning rate was constant."""
     from pretrain.model.build import active_parameters, matrix_parameters
     from pretrain.model.model_config import load_model_config
 
@@ -165,10 +170,11 @@ def points_of_run(history: History, count: str, intermediate: bool) -> list[Ladd
         loss = event.get("loss")
         losses.setdefault(event["step"], {})[str(event["source"])] = loss if is_number(loss) else math.inf
     last = max(losses)
+    # Stored as settings so that `comparability_problems` and `rungs_of` compare them as well.
     settings |= {"the tokenizer": sorted(map(str, tokenizers)), "the validation sources": sorted(losses[last])}
     tokens = {event["step"]: event["tokens"] for event in history.of("train")}
     steps = [last]
-    # Before its decay a run is above the end of a shorter one: on the way only a constant rate counts.
+    # With a decaying learning rate, an intermediate loss is higher than the final loss of a run of that length.
     if intermediate and config.get("optim.schedule") == "constant":
         begin = max(AFTER_WARMUP * last, 2 * (config.get("optim.warmup_steps") or 0))
         steps = [step for step in losses if begin <= step]
@@ -180,7 +186,7 @@ def points_of_run(history: History, count: str, intermediate: bool) -> list[Ladd
 
 
 def comparability_problems(runs: Sequence[LadderRun]) -> list[str]:
-    """Differences under which losses are not of the same thing."""
+    """Returns a problem for each difference that makes the runs' losses incomparable."""
     problems = []
     for name in ("the tokenizer", "the validation sources", "data.sequence_length", "optim.schedule"):
         values: dict[str, list[str]] = {}
@@ -193,16 +199,16 @@ def comparability_problems(runs: Sequence[LadderRun]) -> list[str]:
 
 
 def rungs_of(runs: Sequence[LadderRun]) -> list[Rung]:
-    """Takes the best setting of each size and number of tokens, its seeds together; sorted by size, then tokens."""
+    """Groups runs into rungs: the best settings of each size and budget, averaged over seeds; sorted by N, then D."""
     groups: dict[tuple[int, int], dict[str, list[LadderRun]]] = {}
     for run in runs:
-        # Budgets are rounded to whole steps: tokens within 2 % are one budget.
+        # Budgets are rounded to whole steps, so treat token counts within 2% as the same budget.
         near = round(math.log(run.tokens) / math.log(1.02))
         key = json.dumps(run.settings, sort_keys=True, default=str)
         groups.setdefault((run.parameters, near), {}).setdefault(key, []).append(run)
     rungs = []
     for settings in groups.values():
-        # A law is of the best settings of each size; the others say how much worse settings cost.
+        # A scaling law describes the best settings at each size; runs with worse settings would bias it upward.
         best = min(settings.values(), key=lambda seeds: statistics.fmean(run.loss for run in seeds))
         losses = [run.loss for run in best]
         rungs.append(
@@ -220,7 +226,7 @@ def rungs_of(runs: Sequence[LadderRun]) -> list[Rung]:
 
 
 def distinct_sizes(parameters: Iterable[int]) -> list[int]:
-    """The sizes of the rungs, of those nearer than SIZES_DIFFER the smallest."""
+    """Returns the distinct sizes, ascending; of sizes within a factor of SIZES_DIFFER only the smallest."""
     sizes: list[int] = []
     for size in sorted(parameters):
         if not sizes or size > SIZES_DIFFER * sizes[-1]:
@@ -229,7 +235,7 @@ def distinct_sizes(parameters: Iterable[int]) -> list[int]:
 
 
 def fit_rungs(rungs: Sequence[Rung]) -> ScalingLaw:
-    """The law of the rungs; its noise is at least what the seeds show."""
+    """Fits the scaling law to the rungs; its noise is at least that of the seeds."""
     relative = [(rung.spread / rung.loss) ** 2 / len(rung.folders) for rung in rungs if rung.spread is not None]
     return fit_scaling_law(
         [rung.parameters for rung in rungs],
@@ -247,9 +253,9 @@ def predict_loss(law: ScalingLaw, rungs: Sequence[Rung], name: str, parameters: 
 
 
 def make_ladder(rungs: list[Rung], asked: Sequence[tuple[str, int, int]], count: str) -> Ladder:
-    """Fits, and predicts what is asked for: (name, parameters, tokens). Raises InputError where that would be a guess.
+    """Fits the scaling law, back-tests it, and predicts the runs in `asked`: (name, parameters, tokens).
 
-    One size is refused in any case: it says nothing of others.
+    Raises InputError if all runs have one size, and if there are too few sizes or too much noise for a prediction.
     """
     sizes = distinct_sizes(rung.parameters for rung in rungs)
     shown = ", ".join(count_text(size) for size in sizes)
@@ -270,7 +276,7 @@ def make_ladder(rungs: list[Rung], asked: Sequence[tuple[str, int, int]], count:
         )
     backtest = None
     if len(sizes) >= LEAST_SIZES:
-        # A rung of nearly the largest size would give away what is to be predicted.
+        # Hold out all rungs of nearly the largest size, because they would give away its loss.
         smaller = [rung for rung in rungs if rung.parameters * SIZES_DIFFER < sizes[-1]]
         last = max((rung for rung in rungs if rung not in smaller), key=lambda rung: rung.compute)
         backtest = predict_loss(fit_rungs(smaller), smaller, "backtest", last.parameters, last.tokens)
@@ -279,7 +285,7 @@ def make_ladder(rungs: list[Rung], asked: Sequence[tuple[str, int, int]], count:
 
 
 def cautions_of(ladder: Ladder, sizes: Sequence[int]) -> list[str]:
-    """Warnings of what the figures cannot tell."""
+    """Returns warnings about what the runs cannot determine."""
     import numpy as np
 
     said = []
@@ -317,7 +323,7 @@ def cautions_of(ladder: Ladder, sizes: Sequence[int]) -> list[str]:
 
 
 def read_predictions(texts: Iterable[str], count: str) -> list[tuple[str, int, int]]:
-    """'parameters=30M,tokens=600M' or a recipe, as (name, parameters, tokens). Raises InputError with all problems."""
+    """Parses each 'parameters=30M,tokens=600M' or recipe to (name, parameters, tokens). Raises InputError."""
     problems = Problems()
     found = [problems.attempt(read_prediction, text, count) for text in texts]
     problems.stop_if_any()
@@ -325,7 +331,7 @@ def read_predictions(texts: Iterable[str], count: str) -> list[tuple[str, int, i
 
 
 def read_prediction(text: str, count: str) -> tuple[str, int, int]:
-    """See `read_predictions`; of a recipe the shards need not exist."""
+    """Parses one argument of --predict, see `read_predictions`; a recipe's shards need not exist."""
     if text.endswith((".yaml", ".yml")):
         from pretrain.data.vocabulary import planned_model_config
         from pretrain_tools.planning.candidates import work_of_run

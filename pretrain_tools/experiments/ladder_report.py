@@ -1,4 +1,4 @@
-"""A ladder as text, JSON and picture."""
+"""Writes a ladder as text, JSON and figure, and reads the JSON back."""
 
 import json
 import math
@@ -40,7 +40,7 @@ from pretrain_tools.runs.plots import COLORS, axis_text, save_figure, style_pane
 
 LADDER_FORMAT = {"format": "groundwork-ladder", "version": 1}
 MOSTLY_PRIOR = 0.5
-"""Share of the prior's spread from which on a parameter counts as the prior's."""
+"""Ratio of a parameter's spread to its prior's spread above which the report calls it mostly the prior."""
 COUNTED = {
     "matrix": "N: parameters in matrix products, the head among them, without embeddings that are looked up",
     "total": "N: all parameters, of a mixture of experts the active ones",
@@ -55,15 +55,15 @@ HOW = (
 def report_ladder(
     folders: Sequence[Path], *, predict: Sequence[str], count: str, intermediate: bool, output: Path | None
 ) -> None:
-    """Fits a ladder to the runs in these folders, prints it and writes it as JSON and picture.
+    """Fits a ladder to the runs in these folders, prints it, and writes it as JSON and PNG.
 
-    Raises InputError with everything that cannot be used.
+    Raises InputError with all problems.
 
     Args:
         predict: see `read_predictions`.
-        count: matrix or total: what N counts.
-        intermediate: of runs of constant rate, take losses on the way too.
-        output: path without a suffix; None: `ladder` in the folder, of several in the current one.
+        count: what N counts: matrix (non-embedding parameters) or total.
+        intermediate: also use intermediate losses of runs with a constant learning rate.
+        output: path without a suffix. None: `ladder` in the given folder, or in the current one if several are given.
     """
     base = output or (folders[0] if len(folders) == 1 else Path()) / "ladder"
     problems = Problems()
@@ -81,7 +81,7 @@ def report_ladder(
 
 
 def ladder_text(ladder: Ladder, left_out: list[str]) -> str:
-    """The fit, its residuals, the back-test, the predictions, and what not to believe."""
+    """Formats the fit, its residuals, the back-test, the predictions and the warnings."""
     law = ladder.law
     rows = [["N", "tokens", "D/N", "loss", "spread", "seeds", "law", "residual"]]
     for rung, residual in zip(ladder.rungs, law.residuals, strict=True):
@@ -128,7 +128,7 @@ def ladder_text(ladder: Ladder, left_out: list[str]) -> str:
 
 
 def ladder_values(ladder: Ladder) -> dict[str, Any]:
-    """ladder.json: losses in nats per token; `law` is what predictions are made of."""
+    """Returns the contents of ladder.json. Losses are in nats per token; `law` is all that predictions need."""
     law = ladder.law
     return {
         **LADDER_FORMAT,
@@ -151,16 +151,16 @@ def ladder_values(ladder: Ladder) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class WrittenLadder:
-    """A ladder.json, by which other runs are predicted."""
+    """A ladder.json, which can predict other runs."""
 
     path: Path
     law: ScalingLaw
     count: str
     largest_compute: float
-    """FLOPs of its largest run, as 6 N D."""
+    """Training FLOPs of its largest run, as 6 N D."""
 
     def expect(self, matrix_parameters: int, parameters: int, tokens: int) -> tuple[float, float, float, str]:
-        """(loss, low, high, what to know of it) of a run."""
+        """Predicts a run: (loss, low end and high end of the 90% interval, note), losses in nats per token."""
         counted = matrix_parameters if self.count == "matrix" else parameters
         times = 6.0 * counted * tokens / self.largest_compute
         far = ": if the law holds so far" if times > FAR_COMPUTE else ""
@@ -172,12 +172,13 @@ class WrittenLadder:
 
 
 def read_ladder(path: Path) -> WrittenLadder:
-    """Raises InputError for a file that runs.py ladder did not write, and for a ladder too poor to predict from."""
+    """Reads a ladder.json. Raises InputError if runs.py ladder did not write it, or it is too poor to predict from."""
     try:
         values = json.loads(read_small_file(path, most_bytes=1 << 24))
         if {name: values.get(name) for name in LADDER_FORMAT} != LADDER_FORMAT:
             raise ValueError("another format")
         law = law_of(values["law"])
+        # Files of earlier versions may lack newer fields, which have defaults.
         names = [name for name in Rung.__dataclass_fields__ if name in values["rungs"][0]]
         rungs = [Rung(**{name: rung[name] for name in names}) for rung in values["rungs"]]
         sizes = distinct_sizes(rung.parameters for rung in rungs)
@@ -196,7 +197,7 @@ def read_ladder(path: Path) -> WrittenLadder:
 
 
 def draw_ladder(ladder: Ladder, path: Path) -> None:
-    """Draws the loss by compute, with the law and its interval along the ladder, and the residuals."""
+    """Draws the loss by compute, with the scaling law and its interval along the ladder, and the residuals."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(12, 4.6), layout="constrained")
@@ -204,6 +205,7 @@ def draw_ladder(ladder: Ladder, path: Path) -> None:
     rungs = ladder.rungs
     law = ladder.law
     logs = np.log([[rung.parameters, rung.tokens] for rung in rungs]).T
+    # The curve follows the ladder: tokens as a power of N, fitted to the rungs.
     slope, offset = np.polyfit(*logs, 1) if len(rungs) > 1 else (1.0, 0.0)
     largest = max([logs[0].max(), *(math.log(one.parameters) for one in ladder.predictions)])
     sizes = np.exp(np.linspace(logs[0].min(), largest, 60))
@@ -221,8 +223,8 @@ def draw_ladder(ladder: Ladder, path: Path) -> None:
         place = (6.0 * one.parameters * one.tokens, one.loss)
         ends = [[one.loss - one.interval[0]], [one.interval[1] - one.loss]]
         curve.errorbar(*([value] for value in place), yerr=ends, label="" if number else "predicted", **stars)
-        beside = {"xytext": (8, 6), "textcoords": "offset points", "fontsize": 9}
-        curve.annotate(f"{one.loss:.3f}", place, **beside)
+        label_offset = {"xytext": (8, 6), "textcoords": "offset points", "fontsize": 9}
+        curve.annotate(f"{one.loss:.3f}", place, **label_offset)
     curve.legend(frameon=False, fontsize=9)
     rest.axhspan(-100 * law.noise, 100 * law.noise, color=COLORS[0], alpha=0.12, linewidth=0)
     rest.axhline(0, color=COLORS[0], linewidth=1)

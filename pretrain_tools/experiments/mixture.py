@@ -1,8 +1,8 @@
-"""runs.py mixture: trains small runs on many mixtures, fits the loss by the weights, and proposes weights.
+"""Proposes weights of data sources from small runs on many data mixtures (runs.py mixture).
 
-As RegMix does (Liu et al., arXiv 2407.01492), with a simpler regression: the log of each validation source's loss is
-linear in the logs of the weights, so a source's first per cent helps more than its last, and the best mixture lies
-within the simplex. Ridge regression; its strength is the one with the least leave-one-out error.
+Follows RegMix (Liu et al., arXiv 2407.01492) with a simpler regression: the log of each validation source's loss is
+linear in the logs of the weights, so that a source's first percent helps more than its last and the best mixture lies
+inside the simplex. The fit is a ridge regression whose strength minimizes the leave-one-out error.
 """
 
 import json
@@ -26,41 +26,43 @@ from pretrain_tools.experiments.sweep_report import PointResult
 from pretrain_tools.runs.history import current_events, is_number
 
 LEAST_WEIGHT = 0.01
-"""Least weight of a source in a candidate: its log is needed."""
+"""Minimum weight of a source in a candidate; a weight of 0 has no logarithm."""
 LEAST_RUNS_PER_SOURCE = 3
 STRENGTHS = tuple(10.0**power for power in range(-6, 2))
-"""Candidates for the strength of the ridge."""
+"""Candidate strengths of the ridge penalty."""
 PROPOSALS = 20_000
+"""Random mixtures among which the fit picks the best."""
 RESAMPLES = 300
+"""Bootstrap resamples for the interval of the gain."""
 
 
 @dataclass(frozen=True)
 class MixtureFit:
-    """The loss of each validation source by the weights: shapes (v, k) and (v,)."""
+    """A fit of v validation losses to k weights: slopes of shape (v, k) and offsets of shape (v,)."""
 
     slopes: NDArray[np.float64]
     offsets: NDArray[np.float64]
 
     def losses(self, weights: NDArray) -> NDArray[np.float64]:
-        """Shape (..., v), of weights (..., k)."""
+        """Predicts the losses, shape (..., v), for weights of shape (..., k)."""
         return np.exp(np.log(weights) @ self.slopes.T + self.offsets)
 
 
 @dataclass(frozen=True)
 class Proposal:
-    """Weights, and what to expect of them beside the recipe's own."""
+    """Proposed weights and their expected gain over the recipe's own weights."""
 
     weights: NDArray[np.float64]
     losses: NDArray[np.float64]
-    """The loss of each validation source, by the fit."""
+    """Predicted loss of each validation source."""
     gain: float
-    """By how much the mean loss is below that of the recipe's own weights, by the fit."""
+    """Predicted reduction of the mean loss, compared with the recipe's own weights."""
     gain_interval: tuple[float, float]
-    """90 %, over fits to resampled runs."""
+    """90% bootstrap interval of the gain."""
     error: float
-    """Root mean square of the mean loss of a run that the fit has not seen, relative."""
+    """Relative root-mean-square error of the mean loss in leave-one-out predictions."""
     agreement: float
-    """Spearman's rank correlation of these predictions with what was measured."""
+    """Spearman rank correlation of the leave-one-out predictions with the measured losses."""
 
 
 def run_mixture(
@@ -72,9 +74,9 @@ def run_mixture(
     output: Path,
     parallel: int | None = None,
 ) -> int:
-    """Trains what is left of `count` mixtures, the recipe's own first, and proposes weights; returns the exit status.
+    """Trains the unfinished runs of `count` mixtures, the recipe's own first, and proposes weights.
 
-    Raises InputError where there is nothing to mix.
+    Returns the exit status. Raises InputError if there is nothing to mix, or too few runs are requested.
     """
     sources = sources_to_mix(read_run_config(recipe, list(changes)), count)
     candidates = candidate_weights(np.array([source.weight for source in sources]), count)
@@ -86,7 +88,7 @@ def run_mixture(
 
 
 def sources_to_mix(config: RunConfig, count: int) -> list[Source]:
-    """The recipe's. Raises InputError with everything that makes no mixture."""
+    """Returns the recipe's sources. Raises InputError if they cannot be mixed, or `count` is too small for them."""
     problems = []
     if config.data.stages:
         problems.append("data.stages: a curriculum has several mixtures; give data.train, one stage at a time")
@@ -102,22 +104,23 @@ def sources_to_mix(config: RunConfig, count: int) -> list[Source]:
 
 
 def candidate_weights(own: NDArray, count: int) -> NDArray[np.float64]:
-    """Shape (count, k): the recipe's own, then by turns around them and anywhere; the same for the same recipe."""
+    """Returns candidate weights, shape (count, k): the recipe's own first, then random ones with a fixed seed."""
+    # A fixed seed, because the same command must continue with the same mixtures.
     random = np.random.default_rng(0)
     own = own / own.sum()
     candidates = [own]
     for number in range(1, count):
-        # Half of them anywhere, half around the recipe: the proposal has to lie between what was tried.
+        # Half are uniform on the simplex, half near the recipe. The proposal must lie within the range that was tried.
         spread = np.ones(len(own)) if number % 2 else 2 * len(own) * own + 0.5
         candidates.append(random.dirichlet(spread))
-    # A source without weight has no logarithm.
+    # Raise weights of 0, which have no logarithm, to the minimum.
     floored = np.maximum(np.array(candidates), LEAST_WEIGHT)
     rounded = np.round(floored / floored.sum(axis=1, keepdims=True), 4)
     return rounded / rounded.sum(axis=1, keepdims=True)
 
 
 def reweighted(sources: Sequence[Source], weights: NDArray) -> list[Source]:
-    """The sources with these weights."""
+    """Returns copies of the sources with these weights, rounded to four digits."""
     return [
         source.model_copy(update={"weight": round(float(weight), 4)})
         for source, weight in zip(sources, weights, strict=True)
@@ -125,35 +128,36 @@ def reweighted(sources: Sequence[Source], weights: NDArray) -> list[Source]:
 
 
 def as_setting(sources: Sequence[Source], weights: NDArray) -> str:
-    """data.train as the command line takes it."""
+    """Formats data.train as a command-line value."""
     mixed = reweighted(sources, weights)
     return json.dumps([{**one.model_dump(mode="json", exclude_defaults=True), "weight": one.weight} for one in mixed])
 
 
 def fit_mixture(weights: NDArray, losses: NDArray, strength: float) -> MixtureFit:
-    """Ridge regression of log losses (n, v) on log weights (n, k); the offset is free."""
+    """Fits log losses (n, v) to log weights (n, k) by ridge regression; the offset is not penalized."""
     x = np.log(weights)
     y = np.log(losses)
     x_mean = x.mean(axis=0)
     y_mean = y.mean(axis=0)
     x = x - x_mean
     y = y - y_mean
+    # The penalty grows with the number of runs, so that a strength means the same for any number.
     slopes = np.linalg.solve(x.T @ x + strength * len(x) * np.eye(x.shape[1]), x.T @ y).T
     return MixtureFit(slopes, y_mean - slopes @ x_mean)
 
 
 def unseen_losses(weights: NDArray, losses: NDArray, strength: float) -> NDArray[np.float64]:
-    """Shape (n, v): of each run by a fit to all others."""
+    """Predicts each run's losses by a fit to all other runs (leave-one-out), shape (n, v)."""
     rows = np.arange(len(weights))
     return np.stack([fit_mixture(weights[rows != n], losses[rows != n], strength).losses(weights[n]) for n in rows])
 
 
 def propose(weights: NDArray, losses: NDArray) -> Proposal:
-    """The best of many mixtures by the fit, each weight between the least and the most that was tried.
+    """Returns the best of many random mixtures according to the fit, within the range of the weights tried.
 
     Args:
-        weights: (n, k), the recipe's own first.
-        losses: (n, v), of each validation source.
+        weights: shape (n, k), the recipe's own first.
+        losses: shape (n, v), one column per validation source.
     """
 
     def unseen_error(strength: float) -> float:
@@ -163,7 +167,7 @@ def propose(weights: NDArray, losses: NDArray) -> Proposal:
     strength = min(STRENGTHS, key=unseen_error)
     random = np.random.default_rng(1)
     tried = np.concatenate([weights, random.dirichlet(np.ones(weights.shape[1]), PROPOSALS)])
-    # Beyond the weights that were tried the law is a guess.
+    # Do not extrapolate beyond the weights that were tried.
     tried = tried[((tried >= weights.min(axis=0)) & (tried <= weights.max(axis=0))).all(axis=1)]
     fit = fit_mixture(weights, losses, strength)
     best = tried[np.argmin(fit.losses(tried).mean(axis=1))]
@@ -171,7 +175,7 @@ def propose(weights: NDArray, losses: NDArray) -> Proposal:
     gains = []
     for _ in range(RESAMPLES):
         rows = random.integers(0, len(weights), len(weights))
-        # A resample may repeat so few runs that the fit needs some ridge.
+        # A resample may contain so few distinct runs that the system is singular without a ridge penalty.
         own, found = fit_mixture(weights[rows], losses[rows], max(strength, 1e-4)).losses(both).mean(axis=1)
         gains.append(own - found)
     own, found = fit.losses(both).mean(axis=1)
@@ -191,7 +195,7 @@ def propose(weights: NDArray, losses: NDArray) -> Proposal:
 
 
 def losses_by_source(result: PointResult) -> dict[str, float]:
-    """{validation source: its last loss, the mean over the seeds}; only those that every seed measured."""
+    """Returns the last loss by validation source, averaged over seeds; only sources that every seed measured."""
     found: dict[str, list[float]] = {}
     for one in result.runs:
         events = current_events(read_metrics(one.run.output))
@@ -202,12 +206,15 @@ def losses_by_source(result: PointResult) -> dict[str, float]:
 
 
 def report_mixture(request: SweepRequest, results: Sequence[PointResult]) -> int:
-    """Prints the candidates and the proposal; writes mixture.json and mixture.yaml. 1 where too few runs finished."""
+    """Prints the candidates and the proposal and writes mixture.json and mixture.yaml; returns the exit status.
+
+    The status is 1 if too few runs finished.
+    """
     finished = [result for result in results if math.isfinite(result.mean_loss)]
     config = read_run_config(request.recipe, list(request.changes))
     sources = config.data.train
     named = [Path(source.shards).name for source in sources]
-    # Without the recipe's own mixture there is no gain to tell.
+    # The recipe's own mixture is the baseline of the gain, so it must have finished.
     if finished[:1] != list(results[:1]) or len(finished) < LEAST_RUNS_PER_SOURCE * len(sources):
         print(
             f"{len(finished)} of {len(results)} mixtures finished; the recipe's own and "
@@ -243,7 +250,7 @@ def report_mixture(request: SweepRequest, results: Sequence[PointResult]) -> int
 def mixture_text(
     named: Sequence[str], validation: Sequence[str], weights: NDArray, losses: NDArray, found: Proposal
 ) -> str:
-    """The mixtures, the best first, and the proposal with what is known of it."""
+    """Formats the table of mixtures, best first, and the proposal with its expected gain and error."""
 
     def row(name: str, weights: NDArray, losses: NDArray) -> list[str]:
         return [name, *(f"{weight:.1%}" for weight in weights), *(f"{x:.4f}" for x in losses), f"{losses.mean():.4f}"]

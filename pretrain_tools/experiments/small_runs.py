@@ -1,12 +1,12 @@
-"""Trains many runs, each by a train.py of its own, and finds them again after a kill.
+"""Trains many runs, each in its own train.py process, and recovers them after a kill.
 
-    FOLDER/recipes/NAME.yaml   a whole recipe for each run
-    FOLDER/runs/NAME           its folder
-    FOLDER/logs/NAME.log       its console; held open by the process that trains, so that nobody starts it twice
-    FOLDER/slots/0.json        which run was started last on a device, or share of the processors
+    FOLDER/recipes/NAME.yaml   the complete recipe of each run
+    FOLDER/runs/NAME           its run folder
+    FOLDER/logs/NAME.log       its console; the training process holds a lock on it, so that no run starts twice
+    FOLDER/slots/0.json        the run that was started last on a device or share of the CPU
 
-A killed caller leaves its runs behind: they go on, and the next caller waits for them as for its own. A run that was
-killed itself resumes from its checkpoint.
+If the caller is killed, its runs continue, and the next caller waits for them like for its own. A run that was killed
+resumes from its checkpoint.
 """
 
 import json
@@ -36,12 +36,12 @@ from pretrain_tools.runs.status import read_status
 
 POLL_SECONDS_OF_RUNS = 0.2
 SECONDS_BETWEEN_PROGRESS_LINES = 60.0
-"""Interval of progress lines where stderr is no terminal."""
+"""Interval of progress lines if stderr is not a terminal."""
 
 
 @dataclass(frozen=True)
 class SmallRun:
-    """One of many."""
+    """A run of an experiment."""
 
     name: str
     folder: Path
@@ -65,33 +65,33 @@ class SmallRun:
 
 @dataclass(frozen=True)
 class RunOutcome:
-    """The progress of a run, from its folder alone."""
+    """The progress of a run, determined from its folder alone."""
 
     state: str
-    """new, unfinished, finished, diverged: ended by its guard, as it would again."""
+    """new, unfinished, finished, or diverged: ended by its guard, so that a retry would end the same way."""
     step: int
-    """Step of the newest checkpoint, or of the end."""
+    """Step of the newest checkpoint, or the last step of a finished run."""
     tokens: int
     losses: dict[int, float]
-    """{step: validation loss, the mean over the sources}; infinite where it was not finite."""
+    """Validation loss by step, averaged over the sources; infinite if it was not a finite number."""
     seconds: float
     reason: str = ""
-    """The reason of its end, where it did not finish."""
+    """Reason of its end, if it did not finish."""
     was_stopped: bool = False
-    """By a signal, a pause or `runs.py stop`, with a save."""
+    """True if it was stopped with a save: by a signal, a pause or `runs.py stop`."""
 
     @property
     def loss(self) -> float:
-        """At the end of a finished run; infinite of any other."""
+        """Final loss of a finished run; infinite for any other."""
         return self.losses.get(self.step, math.inf) if self.state == "finished" else math.inf
 
     def has_reached(self, step: int | None) -> bool:
-        """Tells whether nothing is left to train up to a step; None: to the end."""
+        """Tells if nothing is left to train up to a step; None means to the end."""
         return self.state in ("finished", "diverged") or (step is not None and self.step >= step)
 
 
 def read_outcome(run: SmallRun) -> RunOutcome:
-    """Reads a run's folder, whatever a crash has left of it."""
+    """Reads the outcome from a run's folder; copes with the remains of a crash."""
     events = read_metrics(run.output)
     count_hours(events)
     events = current_events(events)
@@ -101,6 +101,7 @@ def read_outcome(run: SmallRun) -> RunOutcome:
     state = "unfinished" if events else "new"
     if code == EXIT_NUMERIC:
         state = "diverged"
+    # The exit code alone is not enough: the export may have been deleted or damaged since.
     if code == 0 and (run.output / "final" / SEAL_FILE).is_file():
         state = "finished"
     losses: dict[int, list[float]] = {}
@@ -121,47 +122,47 @@ def read_outcome(run: SmallRun) -> RunOutcome:
 
 
 def device_slots(parallel: int | None) -> list[dict[str, str]]:
-    """Environments of runs side by side: one for each GPU, or on the processors one, or `parallel` of them.
+    """Returns the environment variables of parallel runs: `parallel` runs, by default one per GPU, or one on the CPU.
 
-    More than there are GPUs share them; on the processors they share the cores.
+    If there are more runs than GPUs, they share the GPUs; on the CPU they share the cores.
     """
     import torch
 
-    # The caller may see some of the GPUs only, by names of its own.
+    # Keep the caller's names: CUDA_VISIBLE_DEVICES may already restrict or reorder the GPUs.
     if count := torch.cuda.device_count():
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         names = visible.split(",")[:count] if visible else [str(number) for number in range(count)]
         return [{"CUDA_VISIBLE_DEVICES": names[n % count]} for n in range(parallel or count)]
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    # Threads of one run would take the cores of the others; a user's own number stays.
+    # Each run would start a thread per core and compete with the others; a number set by the user stays.
     if not parallel or parallel == 1 or "OMP_NUM_THREADS" in os.environ:
         return [{} for _ in range(parallel or 1)]
     return [{"OMP_NUM_THREADS": str(max(1, cores // parallel))} for _ in range(parallel)]
 
 
 class Progress:
-    """The progress of all runs, and the time that the rest takes at the speed so far.
+    """The progress of all runs, and the remaining time at the speed so far.
 
     Args:
-        runs: by name; a search adds to them.
-        work: FLOPs of all that is to be trained, which may be less than the runs' budgets.
+        runs: runs by name; a search adds to the mapping later.
+        work: total FLOPs to train, which halving makes less than the sum of the runs' budgets.
     """
 
     def __init__(self, runs: Mapping[str, SmallRun], work: float):
         self.runs = runs
         self.work = work
         self.steps = {name: read_outcome(run).step for name, run in runs.items()}
-        """{name: how far it is}."""
+        """Current step by name."""
         self._done_before = self.done()
         self._since = self._shown = time.monotonic()
 
     def done(self) -> float:
-        """FLOPs."""
+        """Returns the FLOPs trained so far."""
         runs = ((self.runs[name], step) for name, step in self.steps.items())
         return sum(run.flops * min(1.0, step / run.total_steps) for run, step in runs)
 
     def left_text(self) -> str:
-        """'12 min 05 s left'; empty while nothing is known."""
+        """Formats the remaining time as '12 min 05 s left'; '' while nothing is known."""
         done = self.done()
         trained = done - self._done_before
         if trained <= 0:
@@ -169,7 +170,7 @@ class Progress:
         return f"{duration_text(max(0.0, self.work - done) / trained * (time.monotonic() - self._since))} left"
 
     def show(self, active: list[str]) -> None:
-        """Redraws the live line, or prints a line now and then."""
+        """Redraws the live line, or prints a line every minute if stderr is not a terminal."""
         watched = is_terminal(sys.stderr)
         now = time.monotonic()
         if now - self._shown < (1.0 if watched else SECONDS_BETWEEN_PROGRESS_LINES):
@@ -194,7 +195,7 @@ class Progress:
 
 @dataclass
 class Training:
-    """A train.py: our child, or one that an earlier caller has left."""
+    """A train.py process: our child, or one that an earlier caller left behind."""
 
     run: SmallRun
     process: subprocess.Popen | None = None
@@ -217,13 +218,14 @@ def train_runs(
     ended: Callable[[SmallRun, int | None], None],
     progress: Progress,
 ) -> int:
-    """Trains until `next_run` has no more and all have ended. Returns 0, or the exit status of an interruption.
+    """Trains until `next_run` has no more runs and all have ended. Returns 0, or the exit status of an interruption.
 
-    Ctrl-C, SIGTERM and SIGHUP are passed on: the runs save, and the same command continues them.
+    Passes Ctrl-C, SIGTERM and SIGHUP on to the runs, which save; the same command continues them.
 
     Args:
-        next_run: of the names that are being trained, the next run and the step to pause at; None: nothing now.
-        ended: is told of a run that has ended, and its exit status if that is known.
+        next_run: called with the names in training; returns the next run and the step to pause at (None: no pause), or
+            None if nothing can start now.
+        ended: called with each run that has ended, and its exit status if known.
     """
     training = left_behind(runs)
     with signals_passed_on(training) as received:
@@ -236,7 +238,7 @@ def train_runs(
             for slot, environment in enumerate(slots):
                 if slot not in training and not received:
                     given = next_run({one.run.name for one in training.values()})
-                    # What cannot start here can start in no other slot either.
+                    # Slots are interchangeable: if nothing can start in this one, nothing can start in the others.
                     if given is None:
                         break
                     training[slot] = start_training(*given, slot, environment)
@@ -250,9 +252,9 @@ def train_runs(
 
 
 def left_behind(runs: Mapping[str, SmallRun]) -> dict[int, Training]:
-    """{slot: run} of those that an earlier caller has started and that still run."""
+    """Returns the runs, by slot, that an earlier caller started and that are still training."""
     found = {}
-    # A slot may name a run that has ended: the lock on its log tells.
+    # A slot's file may name a run that has ended; only the lock on its log shows that it is still training.
     for folder in {run.folder for run in runs.values()}:
         for path in (folder / "slots").glob("*.json"):
             run = runs.get(str(read_json(path).get("run")))
@@ -263,30 +265,31 @@ def left_behind(runs: Mapping[str, SmallRun]) -> dict[int, Training]:
 
 
 def start_training(run: SmallRun, pause_at: int | None, slot: int, environment: Mapping[str, str]) -> Training:
-    """Starts train.py as a user would."""
+    """Starts train.py as a user would, with the console going to the run's log."""
     record = run.folder / "slots" / f"{slot}.json"
     for folder in (record.parent, run.log.parent):
         folder.mkdir(parents=True, exist_ok=True)
+    # Written before the start, so that the next caller finds the run even if this one is killed in between.
     write_durably(record, json.dumps({"run": run.name}))
     pause = ["--checkpoint.pause_at", str(pause_at)] if pause_at else []
     with open(run.log, "ab") as log:
-        # The run inherits the lock, so it is seen to train even when its caller is gone.
+        # The child inherits the lock, so it remains held even if the caller dies.
         hold_while_open(log)
         process = subprocess.Popen(
             [sys.executable, str(ROOT / "train.py"), "--config", str(run.recipe), *pause],
-            # A launcher's variables would make each run a rank of the caller's group.
+            # A launcher's variables (RANK, WORLD_SIZE) would make each run join the caller's process group.
             env=environment_alone() | environment,
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
-            start_new_session=True,  # a Ctrl-C reaches it once, passed on
+            start_new_session=True,  # so that Ctrl-C reaches it only once, passed on by us
         )
     return Training(run, process)
 
 
 @contextmanager
 def signals_passed_on(training: Mapping[int, Training]) -> Iterator[list[int]]:
-    """The signals that have come, which every run has got too."""
+    """Passes signals on to all runs while the context is open; yields the list of signals received."""
     received: list[int] = []
 
     def pass_on(number: int, _frame: object) -> None:
@@ -303,7 +306,7 @@ def signals_passed_on(training: Mapping[int, Training]) -> Iterator[list[int]]:
 
 
 def failure_text(run: SmallRun, status: int | None) -> str:
-    """Tells why a run ended before its end: the problems it reported, else the last line of its log."""
+    """Returns the reason why a run ended early: the input errors it reported, else the last line of its log."""
     log = run.log.read_text(encoding="utf-8", errors="replace") if run.log.is_file() else ""
     if status == EXIT_BAD_INPUT and (found := refusals(log, status)):
         return "; ".join(found[-3:])

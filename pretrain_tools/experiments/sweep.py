@@ -1,8 +1,8 @@
-"""runs.py sweep: trains a recipe under every combination of settings, or those that a search picks, and compares.
+"""Trains a recipe under every combination of settings, or those that a search picks, and compares (runs.py sweep).
 
-FOLDER/plan.json      what was asked for, written before anything starts; the same command continues it
+FOLDER/plan.json      the request, written before anything starts; the same command continues the sweep
 FOLDER/trials.json    the settings that a search has picked so far
-and the runs, see small_runs
+FOLDER also contains the runs, see small_runs.
 """
 
 import json
@@ -45,13 +45,14 @@ def run_sweep(
     parallel: int | None,
     report: Callable[[SweepRequest, Sequence[PointResult]], int] = report_sweep,
 ) -> int:
-    """Trains what is left of a sweep and reports all of it; returns the exit status: 1 if no setting was finished.
+    """Trains the unfinished runs of a sweep and reports on all; returns the exit status: 1 if no setting finished.
 
-    Raises InputError with everything that cannot work, before anything starts.
+    Raises InputError with all problems of all runs before any of them starts.
     """
     problems = request_problems(request)
     problems.stop_if_any()
-    grid = request.grid  # of a search its corners: what works there is taken to work between them
+    # For a search the grid is the corners of the ranges; settings between them are assumed to work if the corners do.
+    grid = request.grid
     checked = problems.attempt(check_points, request, grid)
     problems += name_problems(request, grid)
     problems.stop_if_any()
@@ -73,23 +74,23 @@ def run_sweep(
 
 
 class Sweep:
-    """The order of the runs, decided from their folders alone: after a kill it is the same.
+    """Decides the order of the runs from their folders alone, so that it is the same after a kill.
 
-    With halving the better half of the points goes on from each rung; a search adds points as it goes.
+    With halving, the better half of the points continues from each rung. A search adds points over time.
 
     Args:
-        flops: of one run, on average.
+        flops: average FLOPs of a run.
     """
 
     def __init__(self, request: SweepRequest, points: Sequence[SweepPoint], flops: float):
         self.request = request
         self.points: list[SweepPoint] = []
         self.alive: list[SweepPoint] = []
-        """Points that are trained up to the current rung."""
+        """Points that are trained to the current rung."""
         self.rung = 0
         self.runs: dict[str, SmallRun] = {}
         self.failures: dict[str, str] = {}
-        """{name: why it failed now}; the same command tries it again."""
+        """Reason of each run that failed during this call, by name; the same command tries it again."""
         for point in points:
             self._add(point)
         for settings in recorded_trials(request) if request.search else ():
@@ -102,7 +103,7 @@ class Sweep:
         self.runs.update({run.name: run for run in point.runs})
 
     def _work(self, flops: float) -> float:
-        """FLOPs of all that is to be trained."""
+        """Returns the total FLOPs to train, with halving taken into account."""
         total = 0.0
         before = 0.0
         alive = self.request.search or len(self.points)
@@ -113,18 +114,18 @@ class Sweep:
         return total
 
     def pause_at(self, run: SmallRun) -> int | None:
-        """The step of the rung; None: to the end."""
+        """Returns the step of the current rung; None for the end of the run."""
         share = self.request.rungs[self.rung]
         return None if share == 1.0 else max(1, round(share * run.total_steps))
 
     def next_run(self, active: set[str]) -> tuple[SmallRun, int | None] | None:
-        """See `train_runs`; a rung ends when all its runs have."""
+        """Returns the next run for `train_runs`. A rung ends when all its runs have ended."""
         while True:
             for run in (run for point in self.alive for run in point.runs):
                 is_open = run.name not in active and run.name not in self.failures
                 if is_open and not read_outcome(run).has_reached(self.pause_at(run)):
                     return run, self.pause_at(run)
-            # A search picks before all have ended, so that no device waits.
+            # A search picks the next settings while other runs are still training, so that no device is idle.
             if len(self.points) < (self.request.search or 0):
                 self._pick(active)
             elif active or self.rung == len(self.request.rungs) - 1:
@@ -139,15 +140,16 @@ class Sweep:
             point = point_of(self.request, settings)
         except InputError as error:
             raise InputError(f"trial {len(recorded)}, {settings}: {error}; narrow the range") from None
+        # Recorded before the runs start, so that a killed search knows all its trials.
         write_durably(self.request.output / TRIALS_FILE, json.dumps(recorded, indent=1))
         self._add(point)
 
     def _halve(self) -> None:
-        """The mean loss over the seeds decides, at the same share of each run's steps."""
+        """Keeps the better half of the points by mean loss over the seeds at the rung, and moves to the next rung."""
         losses = [statistics.fmean(self._loss_at_rung(run) for run in point.runs) for point in self.alive]
         order = sorted(range(len(losses)), key=losses.__getitem__)
         best = sorted(order[: math.ceil(len(order) / 2)])
-        # A lone setting is not halved, but has further rungs to reach.
+        # A single remaining setting is not halved, but still has to reach the later rungs.
         if len(best) < len(order):
             share = f"{self.request.rungs[self.rung]:.0%} of the budget"
             print(f"{share}: {len(best)} of {len(order)} settings go on", file=sys.stderr, flush=True)
@@ -155,14 +157,14 @@ class Sweep:
         self.rung += 1
 
     def _loss_at_rung(self, run: SmallRun) -> float:
-        # A run that diverged has losses from before it did.
+        # A diverged run may have a good loss from before it diverged.
         outcome = read_outcome(run)
         if outcome.state == "diverged" or run.name in self.failures:
             return math.inf
         return outcome.losses.get(self.pause_at(run), math.inf)
 
     def ended(self, run: SmallRun, status: int | None) -> None:
-        """Says what became of a run."""
+        """Prints the outcome of a run and records its failure."""
         outcome = read_outcome(run)
         took = f" after {duration_text(outcome.seconds)}" if outcome.seconds else ""
         if outcome.state == "finished":
@@ -178,7 +180,7 @@ class Sweep:
         print(f"{run.name}: {text}{f' · {left}' if left else ''}", file=sys.stderr, flush=True)
 
     def results(self) -> list[PointResult]:
-        """The result of every point."""
+        """Returns the result of every point."""
         return [
             PointResult(
                 point.settings,
@@ -190,22 +192,22 @@ class Sweep:
 
 
 def recorded_trials(request: SweepRequest) -> list[dict[str, str]]:
-    """The settings that a search has picked."""
+    """Reads the settings that a search has picked so far."""
     path = request.output / TRIALS_FILE
     return json.loads(path.read_text()) if path.is_file() else []
 
 
 def point_of(request: SweepRequest, settings: dict[str, str]) -> SweepPoint:
-    """The point of these settings. Raises InputError where they cannot work."""
+    """Returns the point with these settings. Raises InputError if they are invalid."""
     (checked,) = check_points(request, [settings])
     return make_point(request, *checked)
 
 
 def pick_settings(request: SweepRequest, results: Sequence[PointResult], active: set[str]) -> dict[str, str]:
-    """The settings of the next trial, as they would be written, none of them tried before.
+    """Picks the settings of the next trial, formatted as on the command line and not tried before.
 
-    Optuna's TPE sampler picks them from ranges and lists. It is made for each trial from the results and their number,
-    so a killed search goes on as it would have.
+    Uses Optuna's TPE sampler over ranges and lists. The sampler is rebuilt for each trial from the results, with their
+    number as its seed, so a killed search continues as it would have.
     """
     import optuna
     from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
@@ -221,7 +223,7 @@ def pick_settings(request: SweepRequest, results: Sequence[PointResult], active:
         else:
             low, high = map(float, axis.ends)
             distributions[axis.path] = FloatDistribution(low, high, log=low > 0)
-    # constant_liar: runs at the same time would otherwise be picked at the same place.
+    # Without constant_liar, parallel trials would be picked at nearly the same point.
     sampler = optuna.samplers.TPESampler(seed=len(results), n_startup_trials=4, constant_liar=True)
     study = optuna.create_study(sampler=sampler)
     for result in results:
@@ -232,6 +234,7 @@ def pick_settings(request: SweepRequest, results: Sequence[PointResult], active:
         study.add_trial(create_trial(state=state, params=params, distributions=distributions, value=value))
     tried = [result.settings for result in results]
     settings = {}
+    # Different proposals may round to settings that were tried; give up after 100 and repeat one.
     for _ in range(100):
         params = study.ask(distributions).params
         settings = {path: f"{value:.3g}" if isinstance(value, float) else str(value) for path, value in params.items()}
@@ -241,7 +244,7 @@ def pick_settings(request: SweepRequest, results: Sequence[PointResult], active:
 
 
 def value_of(axis: Axis, text: str) -> float | str:
-    """A value as optuna has it: of a range within its ends, whatever rounding for its name has made of it."""
+    """Parses a value for Optuna; clamps it to the range, because rounding to three digits may have left it."""
     if not axis.is_range:
         return text
     low, high = axis.ends

@@ -1,4 +1,4 @@
-"""The plan of a sweep: settings to vary, the runs that follow, and every problem of any of them before one starts."""
+"""Plans a sweep: parses the settings to vary, derives the runs, and finds all their problems before any starts."""
 
 import io
 import itertools
@@ -32,63 +32,63 @@ OPTUNA = "optuna==5.0.0"
 LONGEST_VALUE_IN_NAME = 40
 MOST_DIFFERENCES = 8
 BYTES_OF_A_KEPT_RUN = 4 + 8 + 2
-"""Bytes per parameter of a run that is kept: weights and AdamW's state in fp32, and the exported model in bf16."""
+"""Bytes per parameter on disk: weights (4) and AdamW's moments (8) in fp32, and the exported model in bf16 (2)."""
 
 
 @dataclass(frozen=True)
 class Axis:
-    """A setting that is varied."""
+    """A setting to vary."""
 
     path: str
     values: tuple[str, ...]
-    """The values as written; of a range its ends."""
+    """Values as given on the command line; both ends of a range."""
     is_range: bool = False
 
     @property
     def ends(self) -> tuple[float, float]:
-        """The ends of a range."""
+        """Ends of a range as numbers."""
         low, high = (parse_yaml(value) for value in self.values)
         return low, high
 
     @property
     def is_whole(self) -> bool:
-        """Tells whether a range is of whole numbers."""
+        """True if a range is of integers."""
         return all(isinstance(end, int) for end in self.ends)
 
 
 @dataclass(frozen=True)
 class SweepRequest:
-    """A sweep as the command line asks for it."""
+    """A sweep as requested on the command line."""
 
     recipe: Path
     axes: tuple[Axis, ...]
     changes: tuple[tuple[str, str], ...]
-    """Settings in the place of the recipe's, the same in every run."""
+    """Pairs (dotted path, value) that override the recipe in every run."""
     seeds: int
     halving: int | None
-    """Rungs of successive halving."""
+    """Number of rungs of successive halving; None: no halving."""
     search: int | None
-    """Settings to try instead of a grid."""
+    """Number of settings to try instead of a grid; None: grid."""
     output: Path
     labels: Mapping[str, str] = field(default_factory=dict)
-    """{value as written: how folders name it}, where it is long."""
+    """Short names for folders, by value as given; for long values."""
 
     @property
     def grid(self) -> list[dict[str, str]]:
-        """Every combination as {path: value as written}; of ranges, of their ends."""
+        """Combinations of all values, each as {path: value as given}; for a range, of its ends."""
         paths = [axis.path for axis in self.axes]
         combinations = itertools.product(*(axis.values for axis in self.axes))
         return [dict(zip(paths, values, strict=True)) for values in combinations]
 
     @property
     def rungs(self) -> list[float]:
-        """Shares of the budget at which the worse half ends, the whole last: [0.25, 0.5, 1.0] for three."""
+        """Shares of the budget at which the worse half ends, then 1.0: [0.25, 0.5, 1.0] for three rungs."""
         count = self.halving or 1
         return [2.0 ** (rung - count + 1) for rung in range(count)]
 
     @property
     def described(self) -> dict[str, Any]:
-        """The request as the plan records it."""
+        """Request as plan.json records it."""
         return {
             "vary": {axis.path: "..".join(axis.values) if axis.is_range else list(axis.values) for axis in self.axes},
             "seeds": self.seeds,
@@ -99,18 +99,18 @@ class SweepRequest:
 
 @dataclass(frozen=True)
 class SweepPoint:
-    """One combination of the settings, trained with every seed."""
+    """A combination of settings, trained with every seed."""
 
     settings: dict[str, str]
-    """{path: value as written}"""
+    """Values as given on the command line, by dotted path."""
     runs: tuple[SmallRun, ...]
-    """By seed."""
+    """Runs, one per seed."""
     tokens: int
-    """Tokens of one run's whole budget."""
+    """Token budget of one run."""
 
 
 def read_axes(texts: Iterable[str]) -> list[Axis]:
-    """['a.b=1,2', 'c=1e-4..1e-2'] as axes. Raises InputError with everything that is no axis."""
+    """Parses arguments such as 'a.b=1,2' and 'c=1e-4..1e-2'. Raises InputError with all problems."""
     problems = Problems()
     axes = []
     for text in texts:
@@ -137,12 +137,12 @@ def read_axes(texts: Iterable[str]) -> list[Axis]:
 
 
 def split_values(text: str) -> list[str]:
-    """'1,[2,3],{a: 4, b: 5}' -> ['1', '[2,3]', '{a: 4, b: 5}']"""
+    """Splits at commas outside brackets: '1,[2,3],{a: 4, b: 5}' becomes ['1', '[2,3]', '{a: 4, b: 5}']."""
     values = [""]
     depth = 0
     for character in text:
         depth += (character in "[{") - (character in "]}")
-        # Within brackets a comma is part of a value: data.train is a list.
+        # A comma within brackets is part of a value: data.train, for example, is a list.
         if character == "," and depth == 0:
             values.append("")
         else:
@@ -159,7 +159,7 @@ def is_number_text(text: str) -> bool:
 
 
 def request_problems(request: SweepRequest) -> Problems:
-    """Finds what cannot be swept, as far as the command line tells."""
+    """Returns the problems that can be found from the command line alone."""
     problems = Problems()
     combinations = math.prod(len(axis.values) for axis in request.axes)
     ranges = [axis for axis in request.axes if axis.is_range]
@@ -197,7 +197,10 @@ def request_problems(request: SweepRequest) -> Problems:
 
 
 def run_name(request: SweepRequest, settings: Mapping[str, str], seed: int) -> str:
-    """'learning_rate=1e-3,tokens_per_step=16k,seed=42': a folder's name; without the seed where there is one."""
+    """Returns a run's folder name, such as 'learning_rate=1e-3,tokens_per_step=16k,seed=42'.
+
+    Omits the seed if there is only one.
+    """
     last = [path.rpartition(".")[2] for path in settings]
     parts = []
     for path, value in settings.items():
@@ -210,8 +213,8 @@ def run_name(request: SweepRequest, settings: Mapping[str, str], seed: int) -> s
 
 
 def config_of_run(config: RunConfig, request: SweepRequest, seed: int, output: Path) -> RunConfig:
-    """The recipe of one run: nothing is uploaded, and one checkpoint kept unless the command line says otherwise."""
-    # A tracker names each run by its own folder.
+    """Returns the recipe of one run: no uploads, and one checkpoint is kept unless the command line says otherwise."""
+    # name None: trackers then name each run after its folder.
     tracking = {"group": config.tracking.group or request.output.name, "name": None}
     update: dict[str, Any] = {
         "output": output,
@@ -219,7 +222,7 @@ def config_of_run(config: RunConfig, request: SweepRequest, seed: int, output: P
         "hub": Hub(),
         "tracking": config.tracking.model_copy(update=tracking),
     }
-    # A sweep of many runs would otherwise fill the disk with checkpoints.
+    # The recipe's own checkpoint settings, multiplied by many runs, could fill the disk.
     if not any(path.startswith("checkpoint") for path, _ in request.changes):
         kept = {"keep_last": 1, "keep_best": 0, "milestones_every": None, "mirror": None}
         update["checkpoint"] = config.checkpoint.model_copy(update=kept)
@@ -229,7 +232,7 @@ def config_of_run(config: RunConfig, request: SweepRequest, seed: int, output: P
 def check_points(
     request: SweepRequest, points: Sequence[dict[str, str]]
 ) -> list[tuple[dict[str, str], RunConfig, "RunPlan"]]:
-    """(settings, recipe, plan) of each. Raises InputError with every problem of any, each once."""
+    """Returns (settings, recipe, plan) of each point. Raises InputError with the problems of all, each listed once."""
     from pretrain.training.run_plan import derive
     from pretrain.training.validation import open_validation
 
@@ -246,7 +249,7 @@ def check_points(
     for number, (settings, config) in enumerate(zip(points, configs, strict=True)):
         problems = Problems()
         output = request.output / "runs" / run_name(request, settings, config.seed)
-        with redirect_stderr(io.StringIO()):  # each would say that its architecture is tested
+        with redirect_stderr(io.StringIO()):  # each point would print that its architecture is being tested
             plans.append(problems.attempt(derive, config_of_run(config, request, config.seed, output), ranks=1))
             validation = problems.attempt(open_validation, config.data)
         tokenizers |= {reader.manifest.tokenizer_sha256 for reader in (validation or {}).values()}
@@ -261,7 +264,7 @@ def check_points(
 
 
 def where_found(numbers: Sequence[int], points: Sequence[Mapping[str, str]]) -> str:
-    """'with optim.learning_rate 1e-3: ' of a problem that these of the points have; '' where all have it."""
+    """Formats which points have a problem, such as 'with optim.learning_rate 1e-3: '; '' if all have it."""
     if len(numbers) in (0, len(points)):
         return ""
     for path, value in points[numbers[0]].items():
@@ -272,14 +275,14 @@ def where_found(numbers: Sequence[int], points: Sequence[Mapping[str, str]]) -> 
 
 
 def make_point(request: SweepRequest, settings: dict[str, str], config: RunConfig, plan: "RunPlan") -> SweepPoint:
-    """A point, with the recipes of its runs written."""
+    """Returns a point after writing the recipes of its runs."""
     runs = []
     for seed in range(config.seed, config.seed + request.seeds):
         name = run_name(request, settings, seed)
         run = SmallRun(name, request.output, plan.total_steps, plan.total_flops)
         text = as_yaml(config_of_run(config, request, seed, run.output))
         run.recipe.parent.mkdir(parents=True, exist_ok=True)
-        # A run in training reads its recipe again at a restart.
+        # Do not touch an unchanged recipe: a run in training reads it again at a restart.
         if not run.recipe.is_file() or run.recipe.read_text(encoding="utf-8") != text:
             write_durably(run.recipe, text)
         runs.append(run)
@@ -287,24 +290,25 @@ def make_point(request: SweepRequest, settings: dict[str, str], config: RunConfi
 
 
 def name_problems(request: SweepRequest, points: Sequence[Mapping[str, str]]) -> list[str]:
-    """Settings whose runs would share a folder."""
+    """Returns a problem for each folder name that several settings would share."""
     names = [run_name(request, settings, 0) for settings in points]
     twice = sorted({name for name in names if names.count(name) > 1})
     return [f"--vary: several settings would be named {name}; give the values shorter names" for name in twice]
 
 
 def seal_plan(request: SweepRequest, configs: Sequence[RunConfig], plans: Sequence["RunPlan"]) -> None:
-    """Writes the plan, or compares it with the one there. Raises InputError with what differs."""
+    """Writes plan.json, or compares the request with the existing one. Raises InputError with the differences."""
     varied = [axis.path for axis in request.axes]
     base = {
         path: value
         for path, value in flatten_settings(configs[0].model_dump(mode="json")).items()
         if path not in ("output", "seed") and not any(path == name or path.startswith(f"{name}.") for name in varied)
     }
-    # Shards and models of the same name may be others by now.
+    # Paths are not enough: shards and models may have been replaced under the same name.
     identity = [{k: v for k, v in plan.identity.items() if k.startswith(("model", "data."))} for plan in plans]
     first_seed = None if "seed" in varied else configs[0].seed
     plan = {**PLAN_FORMAT, **request.described, "first_seed": first_seed, "recipe": base, "identity": identity}
+    # Tuples become lists, as in the plan read from the file.
     plan = json.loads(json.dumps(plan))
     path = request.output / PLAN_FILE
     if not path.is_file():
@@ -318,7 +322,7 @@ def seal_plan(request: SweepRequest, configs: Sequence[RunConfig], plans: Sequen
     before = flat_plan(there)
     now = flat_plan(plan)
     defaults = {name: as_plain(field.default) for name, field in fields_of_config()}
-    # Settings that a newer version of the project has, at their defaults, are no difference.
+    # A setting that was added in a newer version and has its default is not a difference.
     now = {name: value for name, value in now.items() if name in before or (name, value) not in defaults.items()}
     lines = [
         f"{request.output}: {name} was {shortened(json.dumps(was))}, "
@@ -333,7 +337,7 @@ def seal_plan(request: SweepRequest, configs: Sequence[RunConfig], plans: Sequen
 
 
 def flat_plan(plan: Mapping[str, Any]) -> dict[str, Any]:
-    """The plan by names that a person recognizes."""
+    """Flattens a plan to the names that a user knows from the command line and the recipe."""
     return {
         **{f"--{key}": plan.get(key) for key in ("seeds", "halving", "search")},
         **{f"--vary {path}": values for path, values in (plan.get("vary") or {}).items()},
@@ -348,9 +352,9 @@ def flat_plan(plan: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def cautions_of_sweep(request: SweepRequest, points: Sequence[SweepPoint], parameters: int) -> list[str]:
-    """Warnings of what may not be meant, with figures.
+    """Returns warnings about what may be unintended, with numbers.
 
-    points: those that are known; none of a search that begins.
+    points: the points known so far; empty at the start of a search.
     """
     said = []
     tokens = sorted({point.tokens for point in points})

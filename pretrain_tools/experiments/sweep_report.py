@@ -1,4 +1,4 @@
-"""The report of a sweep: a table, results.json, a picture of the loss by each setting, the best recipe."""
+"""Reports a sweep: a table, results.json, a figure of the loss by each setting, and the best recipe."""
 
 import json
 import math
@@ -20,18 +20,20 @@ SWEEP_RESULTS = "results.json"
 SWEEP_PICTURE = "results.png"
 BEST_RECIPE = "best.yaml"
 RATIO_FOR_LOG = 4.0
-"""Values further apart than this are drawn on a logarithmic axis."""
+"""Ratio of the largest to the smallest value from which the axis is logarithmic."""
 MOST_LINES = 8
 LINE_UNDER_PANEL = 64
+"""Width of a panel in characters, shared by the labels under it."""
 LINE_IN_LEGEND = 48
+"""Width of a line in the legend, in characters."""
 SHORTEST_LINE = 7
-"""Characters of a panel's width, of a line in its legend, and of the shortest line of a label under it."""
+"""Minimum width of a line of a label under the panel, in characters."""
 MOST_LINES_OF_LABEL = 5
 
 
 @dataclass(frozen=True)
 class RunResult:
-    """One seed."""
+    """The result of one seed."""
 
     run: SmallRun
     outcome: RunOutcome
@@ -40,7 +42,7 @@ class RunResult:
 
 @dataclass(frozen=True)
 class PointResult:
-    """One combination of the settings."""
+    """The result of one combination of settings."""
 
     settings: dict[str, str]
     tokens: int
@@ -48,17 +50,17 @@ class PointResult:
 
     @property
     def losses(self) -> list[float]:
-        """The losses of the seeds that finished."""
+        """Final losses of the seeds that finished, in nats per token."""
         return [one.outcome.loss for one in self.runs if one.outcome.state == "finished"]
 
     @property
     def mean_loss(self) -> float:
-        """Infinite unless every seed finished."""
+        """Mean final loss over the seeds; infinite unless all finished."""
         return statistics.fmean(one.outcome.loss for one in self.runs)
 
     @property
     def spread(self) -> float | None:
-        """Standard deviation over the seeds; None of fewer than two."""
+        """Standard deviation over the seeds; None for fewer than two."""
         return statistics.stdev(self.losses) if len(self.losses) > 1 else None
 
     @property
@@ -73,14 +75,14 @@ class PointResult:
 
     @property
     def last_loss(self) -> float:
-        """The newest that every seed has, finished or not."""
-        # Seeds that stopped at different steps are compared at the last that all have reached.
+        """Mean loss over the seeds at the last step that all have reached, finished or not."""
         shared = set.intersection(*(set(one.outcome.losses) for one in self.runs))
         return statistics.fmean(one.outcome.losses[max(shared)] for one in self.runs) if shared else math.inf
 
 
 def report_sweep(request: SweepRequest, results: Sequence[PointResult]) -> int:
-    """Prints the table and writes the files; 1 if no setting has finished."""
+    """Prints the table and writes the files; returns the exit status, 1 if no setting finished."""
+    # Unfinished results have an infinite mean loss, so they come last, sorted by their last common loss.
     results = sorted(results, key=lambda result: (result.mean_loss, result.last_loss))
     print(sweep_table(request, results))
     write_durably(request.output / SWEEP_RESULTS, json.dumps(as_values(request, results), indent=1) + "\n")
@@ -101,7 +103,7 @@ def report_sweep(request: SweepRequest, results: Sequence[PointResult]) -> int:
 
 
 def sweep_table(request: SweepRequest, results: Sequence[PointResult]) -> str:
-    """One row per setting, the best first. A loss from before the end is in brackets."""
+    """Formats one row per combination, best first. A loss from before the end is in parentheses."""
     paths = [axis.path for axis in request.axes]
     rows = [[*paths, "loss", "spread", "seeds", "tokens", "time", ""]]
     for result in results:
@@ -123,7 +125,7 @@ def sweep_table(request: SweepRequest, results: Sequence[PointResult]) -> str:
 
 
 def verdict_of_sweep(finished: Sequence[PointResult]) -> str:
-    """The best setting, and how sure that is."""
+    """Formats the best combination and how certain it is."""
     best = finished[0]
     named = ", ".join(f"{path} {value}" for path, value in best.settings.items())
     text = f"Best: {named}, validation loss {best.mean_loss:.4f}"
@@ -133,7 +135,8 @@ def verdict_of_sweep(finished: Sequence[PointResult]) -> str:
     gap = second.mean_loss - best.mean_loss
     if len(best.losses) == 1:
         return f"{text}, {gap:.4f} below the next; one seed does not tell how much of that is chance (--seeds 3)."
-    # The same seed is the same initial weights and order of data: differences by seed scatter less than losses.
+    # Use paired differences: runs with the same seed share initial weights and data order, so their differences vary
+    # less than the losses.
     differences = [worse - better for worse, better in zip(second.losses, best.losses, strict=True)]
     half = t_of(len(differences)) * statistics.stdev(differences) / math.sqrt(len(differences))
     sure = "" if gap > half else ", which shows no difference"
@@ -142,19 +145,19 @@ def verdict_of_sweep(finished: Sequence[PointResult]) -> str:
 
 
 def at_the_edge(request: SweepRequest, results: Sequence[PointResult]) -> list[str]:
-    """Says of each numeric setting whose best value is the smallest or the largest tried that the best may lie beyond.
+    """Returns a note for each numeric setting whose best value is the smallest or largest tried.
 
-    results: the best first. A value that diverged bounds the best as well.
+    results: the best first. Values that diverged count as tried.
     """
     lines = []
     for axis in request.axes:
         best = results[0].settings[axis.path]
         tried = {result.settings[axis.path] for result in results}
-        # Of seeds, names and a single value none is the end of a range.
+        # Seeds, names and a single value do not form a range.
         if axis.path == "seed" or len(tried) < 2 or not all(is_number_text(text) for text in tried):
             continue
         values = sorted(tried, key=lambda text: float(parse_yaml(text)))
-        if best in (values[0], values[-1]) and parse_yaml(best) != 0:  # most settings go no lower than 0
+        if best in (values[0], values[-1]) and parse_yaml(best) != 0:  # most settings cannot go below 0
             side, beyond = ("smallest", "lower") if best == values[0] else ("largest", "higher")
             lines.append(
                 f"{axis.path}: {best} is the {side} value tried, so the best may be {beyond}; try some {beyond} ones"
@@ -163,14 +166,15 @@ def at_the_edge(request: SweepRequest, results: Sequence[PointResult]) -> list[s
 
 
 def t_of(count: int) -> float:
-    """Student's t for 90 % of a mean of so many."""
+    """Returns the two-sided 90% quantile of Student's t for the mean of `count` values."""
     return {2: 6.31, 3: 2.92, 4: 2.35, 5: 2.13, 6: 2.02}.get(count, 1.9 if count < 12 else 1.75)
 
 
 def as_values(request: SweepRequest, results: Sequence[PointResult]) -> dict[str, Any]:
-    """results.json: losses in nats per token, the mean over the validation sources."""
+    """Returns the contents of results.json; losses in nats per token, averaged over the validation sources."""
 
     def number(value: float | None) -> float | None:
+        # JSON has no infinity.
         return value if value is not None and math.isfinite(value) else None
 
     return {
@@ -201,7 +205,7 @@ def as_values(request: SweepRequest, results: Sequence[PointResult]) -> dict[str
 
 
 def best_recipe(request: SweepRequest, best: PointResult) -> str:
-    """The whole recipe with the best settings, for a folder of its own."""
+    """Returns the complete recipe with the best settings, as YAML, with its own output folder."""
     config = read_run_config(request.recipe, [*request.changes, *best.settings.items()])
     config = config.model_copy(update={"output": config.output.with_name(f"{config.output.name}_best")})
     spread = f" +- {best.spread:.4f}" if best.spread is not None else ""
@@ -213,7 +217,7 @@ def best_recipe(request: SweepRequest, best: PointResult) -> str:
 
 
 def draw_sweep(request: SweepRequest, results: Sequence[PointResult], path: Path) -> None:
-    """Draws a panel for each setting: the loss by its values, a line where all else is equal, dots for the seeds."""
+    """Draws a panel per setting: the loss by its values, a line through runs that agree otherwise, a dot per seed."""
     from matplotlib.figure import Figure
 
     axes = request.axes
@@ -231,7 +235,7 @@ def draw_sweep(request: SweepRequest, results: Sequence[PointResult], path: Path
 
 
 def fitting_label(text: str, width: int) -> str:
-    """The text in lines of so many characters, without its middle where it takes more than MOST_LINES_OF_LABEL."""
+    """Wraps text to `width` characters, and cuts its middle if it needs more than MOST_LINES_OF_LABEL lines."""
     most = width * MOST_LINES_OF_LABEL
     if len(text) > most:
         text = f"{text[: most // 2 - 2]}...{text[-(most // 2 - 2) :]}"
@@ -239,7 +243,7 @@ def fitting_label(text: str, width: int) -> str:
 
 
 def draw_axis(panel: Any, path: str, finished: Sequence[PointResult]) -> None:
-    """Draws one setting's panel, with a ring around the best result, the first."""
+    """Draws one setting's panel, with a ring around the best result, which is the first."""
     texts = list(dict.fromkeys(result.settings[path] for result in finished))
     place = {text: float(number) for number, text in enumerate(texts)}
     if all(is_number_text(text) for text in texts):

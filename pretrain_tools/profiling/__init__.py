@@ -1,12 +1,12 @@
-"""`train.py --profile`, and `runs.py profile` on a live run: the reasons why it is slow.
+"""Finds out why a run is slow: `train.py --profile`, and `runs.py profile` on a live run.
 
-Nothing here is on the path of a step unless a profile is being taken.
+Outside of a profile, a step pays only for a few comparisons (`StepProfile.after_step`).
 
-    step_profile: takes a profile of some steps, on all ranks
-    recording: records them on one rank, with marks for the parts of a step
-    sync_lines: lines of code that wait for the device
-    trace_events: from torch.profiler's events to waiting, work and kernels
-    expected_step: the step that a plan expects
-    causes: rules for what slows a run down
-    report: the verdict in words, its files, and a picture of the ranks
+    step_profile: takes a profile of several steps, on all ranks
+    recording: records the steps on one rank, with marks for the phases of a step
+    sync_lines: finds lines of code that wait for the device
+    trace_events: turns torch.profiler's events into work, waiting and kernels
+    expected_step: the step time that plan.py predicts
+    causes: rules that find what slows a run down
+    report: the verdict as text, its files, and a Gantt chart of the ranks
 """

@@ -1,7 +1,7 @@
-"""Rules for what slows a run down, over the ranks' steps: each with its threshold and its figures in words.
+"""Finds what slows a run down by rules over the ranks' steps, each with a threshold and a text with numbers.
 
-Everything is a median over the profiled steps, so that one odd step accuses nobody. What a rank needs for itself is
-compared with the others; the time it waits for them is not its own.
+Everything is a median over the profiled steps, so that a single outlier step triggers no rule. Ranks are compared by
+their own time, which excludes the time they wait for others.
 """
 
 import statistics
@@ -23,48 +23,49 @@ from pretrain_tools.profiling.trace_events import (
 )
 
 DATA_SHARE = 0.10
-"""Share of a step that a rank waits for its data."""
+"""Share of a step that a rank waits for data."""
 SLOW_SHARE = 0.15
-"""Share of a step that a rank takes longer for itself than the others' median."""
+"""Share of a step by which a rank's own time exceeds the others' median."""
 COMMUNICATION_SHARE = 0.30
-"""Share of a step, beyond what the plan expects."""
+"""Share of a step spent in exposed communication, beyond what plan.py expects."""
 BUSY_SHARE = 0.15
-"""Share of a step that a rank could have run, and had to wait for a core."""
+"""Share of a step that the main thread was runnable but waited for a core."""
 IDLE_SHARE = 0.15
-"""Share of a step that a GPU has nothing to do."""
+"""Share of a step that a GPU is idle."""
 IDLE_SHARE_OF_CPU = 0.60
-"""The same of a CPU, where Python between small operators is a part of every step."""
+"""IDLE_SHARE for a CPU, where Python between small operators is part of every step."""
 BETWEEN_SHARE = 0.15
-"""Share of a step, for what is done after its update: logs, agreement of the ranks."""
+"""Share of a step spent after its update: logging, agreement of the ranks."""
 POINTWISE_SHARE = 0.45
-"""Share of a GPU's kernels, for those that compute little with what they read."""
+"""Share of the GPU's kernel time spent in memory-bound kernels (pointwise, copies)."""
 ATTENTION_FACTOR = 3.0
-"""Times what a plan expects of attention's share, where it is a fifth of a step."""
+"""Attention's share of the step as a multiple of plan.py's; applies if the share is at least 20%."""
 BUSY = "busy machine"
 PASSES = (FORWARD, BACKWARD, UPDATE)
 MOST_SWAPPED = 1000
-"""Pages that a machine reads back from its disk in a step."""
+"""Pages per step that the machine reads back from swap."""
 LEAST_SECONDS = 1e-3
-"""Per step, below which nothing of the above is said."""
+"""Time per step below which no rule applies, whatever the share."""
 
 
 @dataclass(frozen=True)
 class Cause:
-    """A finding."""
+    """A reason for which the run is slow."""
 
     name: str
     seconds: float
-    """Lost per step, as far as known."""
+    """Time lost per step, as far as known."""
     text: str
-    """With figures."""
+    """Description with numbers."""
     remedy: str
 
 
 @dataclass(frozen=True)
 class RankSteps:
-    """The recording of one rank: its summary, and its steps as records."""
+    """The recording of one rank."""
 
     facts: dict[str, Any]
+    """Output of `Recording.summary`."""
     steps: list[StepRecord]
 
     @classmethod
@@ -76,61 +77,64 @@ class RankSteps:
         return self.facts["rank"]
 
     def typical(self, of: Callable[[StepRecord], float]) -> float:
-        """Median over the steps."""
+        """Returns the median of a quantity over the steps."""
         return statistics.median(of(step) for step in self.steps)
 
     def typical_parts(self, name: str) -> dict[str, float]:
-        """{key: median} of one of the records' mappings."""
+        """Returns the medians, by key, of a mapping in the step records, such as `phases`."""
         keys = dict.fromkeys(key for step in self.steps for key in getattr(step, name))
         return {key: self.typical(lambda step, key=key: getattr(step, name).get(key, 0.0)) for key in keys}
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """Everything that the rules look at."""
+    """The input of the rules."""
 
     ranks: list[RankSteps]
     micro_steps: int
     on_device: bool
     expected: ExpectedStep | None = None
     read_bytes: int = 0
-    """Bytes of a micro-batch on disk."""
+    """Bytes of a micro-batch's token IDs on disk."""
     compile_mode: str = "none"
 
     @cached_property
     def seconds(self) -> float:
-        """Length of a step: the ranks' steps are as long as each other, since they wait for the slowest."""
+        """Time of a step; about equal on all ranks, because they wait for the slowest."""
         return statistics.median(self.each(lambda step: step.seconds))
 
     @cached_property
     def communication(self) -> float:
-        """Seconds in which nobody computes and no rank is late: the least that any rank was blocked, part by part."""
+        """Seconds per step in which no rank computes or is late: the minimum blocked time over ranks, by phase."""
         if len(self.ranks) == 1:
             return 0.0
         blocked = [rank.typical_parts("blocked_in") for rank in self.ranks]
         parts = dict.fromkeys(part for of_rank in blocked for part in of_rank)
-        # Whoever comes last to an exchange is blocked by the exchange alone.
+        # The last rank to enter a collective waits only for the transfer itself, so the minimum excludes stragglers.
         return sum(min(of_rank.get(part, 0.0) for of_rank in blocked) for part in parts)
 
     def each(self, of: Callable[[StepRecord], float]) -> list[float]:
-        """Median over the steps, of every rank."""
+        """Returns the median of a quantity over the steps, for every rank."""
         return [rank.typical(of) for rank in self.ranks]
 
     def waiting(self, rank: RankSteps) -> float:
-        """Seconds of a step in which this rank waits for a slower one."""
+        """Returns the time per step that this rank waits for slower ranks."""
         return max(0.0, rank.typical(lambda step: step.blocked) - self.communication)
 
     def least(self, share: float) -> float:
-        """Seconds from which on a share of a step is worth a word."""
+        """Returns the threshold of a rule in seconds, for its share of a step."""
         return max(share * self.seconds, LEAST_SECONDS)
 
     def part(self, seconds: float) -> str:
-        """'38% of the step (61 ms of 161 ms)'"""
+        """Formats a part of the step, such as '38% of the step (61 ms of 161 ms)'."""
         return f"{seconds / self.seconds:.0%} of the step ({milliseconds(seconds)} of {milliseconds(self.seconds)})"
 
 
 def find_causes(evidence: Evidence) -> list[Cause]:
-    """The costliest first, but before them a busy machine, which may be behind the others; [] if nothing is wrong."""
+    """Returns the causes found, the costliest first; [] if nothing is wrong.
+
+    A busy machine comes before all others, because it may be their reason.
+    """
     rules = (
         busy_machine, slow_data, slow_rank, slow_communication, recompilations, synchronising_lines, idle_device,
         slow_between_steps, full_memory, wasteful_kernels,
@@ -140,7 +144,7 @@ def find_causes(evidence: Evidence) -> list[Cause]:
 
 
 def named(ranks: list[RankSteps]) -> str:
-    """'rank 1', 'ranks 0, 1 and 5', 'all 8 ranks'; of many the first."""
+    """Formats ranks as 'rank 1' or 'ranks 0, 1 and 5'; of more than six, names the first five."""
     numbers = [f"{rank.rank}" for rank in ranks]
     if len(numbers) == 1:
         return f"rank {numbers[0]}"
@@ -150,7 +154,7 @@ def named(ranks: list[RankSteps]) -> str:
 
 
 def milliseconds(seconds: float) -> str:
-    """0.0312 -> '31 ms'"""
+    """Formats a time, such as '31.2 ms' or '1.5 s'."""
     return f"{seconds * 1e3:.3g} ms" if seconds < 0.9995 else f"{seconds:.3g} s"
 
 
@@ -159,7 +163,7 @@ def starved_of(step: StepRecord) -> float:
 
 
 def own_of(step: StepRecord) -> float:
-    """The time that the rank took for itself, less that in which others on the machine kept it from a core."""
+    """Returns the rank's own time without the time that it waited for a core."""
     return step.own - min(step.starved, step.own)
 
 
@@ -209,12 +213,13 @@ def slow_rank(evidence: Evidence) -> Cause | None:
     others = [other for other in evidence.ranks if other is not rank]
     own = rank.typical(own_of)
     usual = statistics.median(other.typical(own_of) for other in others)
-    # The median of the others, not of all: with two ranks the slow one would be half of it.
+    # The median excludes the rank itself: with two ranks it would otherwise be half of its own baseline.
     excess = own - usual
     if excess < evidence.least(SLOW_SHARE):
         return None
     usual_idle = statistics.median(other.typical(lambda step: step.idle) for other in others)
     how = "computing"
+    # Idle time explains most of the excess.
     if rank.typical(lambda step: step.idle) - usual_idle > excess / 2:
         how = "the GPU idle" if evidence.on_device else "outside of any operator: Python, a lock or a sleep"
     waits = ", ".join(
@@ -235,11 +240,12 @@ def slow_rank(evidence: Evidence) -> Cause | None:
 
 
 def phase_of_excess(rank: RankSteps, others: list[RankSteps]) -> str:
-    """The phase in which it takes longer than the others, waiting for them aside."""
+    """Returns the phase in which the rank's own time exceeds that of the others most."""
 
     def own_phases(of: RankSteps) -> dict[str, float]:
         phases = of.typical_parts("phases")
         for part, seconds in of.typical_parts("blocked_in").items():
+            # Keys of `blocked_in` are 'MICRO_STEP/PHASE'.
             phases[part.partition("/")[2]] -= seconds
         return phases
 
@@ -270,6 +276,7 @@ def recompilations(evidence: Evidence) -> Cause | None:
     found = [compiled for rank in compiling for compiled in rank.facts["compilations"]]
     steps = len(evidence.ranks[0].steps)
     longest = max(found, key=lambda compiled: compiled["seconds"])
+    # All ranks wait for the one that compiles longest.
     seconds = max(sum(compiled["seconds"] for compiled in rank.facts["compilations"]) for rank in compiling) / steps
     reason = f": {longest['reason']}" if longest["reason"] else ""
     text = (
@@ -281,9 +288,9 @@ def recompilations(evidence: Evidence) -> Cause | None:
 
 
 def synchronising_lines(evidence: Evidence) -> Cause | None:
-    """Judges the lines of every micro-step; what waits once in an update is no more than a report's line."""
+    """Finds lines that wait for the device in every micro-step; those in the update are only listed in the report."""
     lines = {line: count for line, count in lines_per_step(evidence).items() if line[2] in (FORWARD, BACKWARD)}
-    # Once per step is what reading a loss takes.
+    # Fewer than one per micro-step is normal: reading the loss for the log, for example.
     lines = {line: count for line, count in lines.items() if count >= evidence.micro_steps}
     if not lines:
         return None
@@ -303,7 +310,7 @@ def synchronising_lines(evidence: Evidence) -> Cause | None:
 
 
 def lines_per_step(evidence: Evidence) -> dict[tuple[str, str, str], float]:
-    """{(place, call, phase): times per step} of the lines that wait for the device, the most frequent first."""
+    """Returns {(place, call, phase): times per step} for lines that wait for the device, the most frequent first."""
     found: dict[tuple[str, str, str], float] = {}
     for rank in evidence.ranks:
         for line in rank.facts["sync_lines"]:
@@ -313,9 +320,9 @@ def lines_per_step(evidence: Evidence) -> dict[tuple[str, str, str], float]:
 
 
 def idle_device(evidence: Evidence) -> Cause | None:
-    """Judges the least idle rank: another rule says what one rank alone does."""
+    """Finds idle time that all ranks have; a single rank's idle time is found by `slow_rank`."""
     idle = min(evidence.each(lambda step: sum(step.idle_in.get(phase, 0.0) for phase in PASSES) - step.starved))
-    # A thread that gets no core is no slow host: the machine is busy.
+    # `starved` is subtracted because a thread without a core means a busy machine, not a slow host.
     if idle < evidence.least(IDLE_SHARE if evidence.on_device else IDLE_SHARE_OF_CPU):
         return None
     if not evidence.on_device:
@@ -355,7 +362,7 @@ def full_memory(evidence: Evidence) -> Cause | None:
 
 
 def kernel_shares(evidence: Evidence) -> dict[str, tuple[float, float]]:
-    """{kind: (seconds per step, part of the step)}, median over the ranks; communication is what nothing hides."""
+    """Returns {kind: (seconds per step, share of the step)}, medians over the ranks; exposed communication only."""
     sums = [rank.typical_parts("kernels") for rank in evidence.ranks]
     found = {kind: statistics.median(of_rank.get(kind, 0.0) for of_rank in sums) for kind in sums[0]}
     found[COMMUNICATION] = evidence.communication
@@ -363,7 +370,7 @@ def kernel_shares(evidence: Evidence) -> dict[str, tuple[float, float]]:
 
 
 def wasteful_kernels(evidence: Evidence) -> Cause | None:
-    """On a GPU: what a small model computes on a CPU is hardly anything but overhead."""
+    """Finds memory-bound kernels and slow attention. GPU only: on a CPU, a small model's step is mostly overhead."""
     if not evidence.on_device:
         return None
     shares = kernel_shares(evidence)
@@ -374,6 +381,7 @@ def wasteful_kernels(evidence: Evidence) -> Cause | None:
             f"pointwise kernels and copies take {moved / computed:.0%} of the GPU's work ({milliseconds(moved)} per "
             f"step): they move memory and compute little; compile is {evidence.compile_mode}"
         )
+        # The time lost assumes that fusion leaves such kernels at 25% of the work.
         return Cause("kernels", moved - 0.25 * computed, text, "compile: regional joins them")
     attention, share = shares.get("attention", (0.0, 0.0))
     planned = evidence.expected.shares.get("attention", 0.0) if evidence.expected else 0.0

@@ -1,4 +1,4 @@
-"""The step that plan.py expects: its time and the parts of it, by the formulas and rates that a plan is made with."""
+"""Predicts the time of a step and its parts with the formulas of plan.py."""
 
 from dataclasses import dataclass, field
 
@@ -19,17 +19,17 @@ from pretrain_tools.profiling.trace_events import COMMUNICATION
 
 @dataclass(frozen=True)
 class ExpectedStep:
-    """Seconds, as in a plan: with communication that nothing hides."""
+    """The predicted step. `seconds` includes exposed communication."""
 
     seconds: float
     mfu: float
     at_peak: dict[str, float] = field(default_factory=dict)
-    """{kind of kernels: seconds at the device's peak}; those of which a plan knows the arithmetic."""
+    """Seconds at the device's peak FLOP/s by kind of kernel, for the kinds whose FLOPs a plan counts."""
     communication: float = 0.0
 
     @property
     def shares(self) -> dict[str, float]:
-        """{kind: part of the step}: the arithmetic at the plan's MFU."""
+        """Shares of the step by kind, at the MFU that the plan assumes."""
         kinds = {kind: seconds / self.mfu / self.seconds for kind, seconds in self.at_peak.items()}
         return kinds | {COMMUNICATION: self.communication / self.seconds}
 
@@ -37,9 +37,9 @@ class ExpectedStep:
 def expected_step(
     config: RunConfig, run: RunPlan, strategy: Strategy, step: int, peak_flops: float | None
 ) -> ExpectedStep | None:
-    """None for a GPU that is not in the table.
+    """Predicts a step of this run; None for a GPU whose specifications are unknown.
 
-    peak_flops: of one process.
+    peak_flops: peak FLOP/s of one process's device.
     """
     stage = run.stage(step)
     ranks = strategy.ranks.count
@@ -64,7 +64,7 @@ def expected_step(
         "loss": 6 * head,
     }
     at_peak = {kind: count * tokens / peak_flops for kind, count in flops.items()}
-    # A pipeline's bubble is waiting that a plan counts as computing.
+    # plan.py counts a pipeline's bubble as computing; here it counts as communication, because the ranks wait.
     bubble = idle(config, layout)
     waiting = exposed + (seconds - exposed) * bubble / (1 + bubble)
     return ExpectedStep(seconds, mfu, at_peak, waiting)

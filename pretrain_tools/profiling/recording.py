@@ -1,7 +1,7 @@
-"""The recording of a profile's steps on one rank: its trace, the load of the machine, memory, lines that wait.
+"""Records the steps of a profile on one rank: trace, machine load, memory, and lines that wait for the device.
 
-A step of a large model has 100,000 events of torch, so they are collected in blocks of steps that fit into the host's
-memory, and only the last block's trace is kept as a file.
+A step of a large model has 100,000 profiler events, so they are collected in blocks of steps that fit into host
+memory, and only the last block's trace is written to a file.
 """
 
 import os
@@ -37,19 +37,19 @@ from pretrain_tools.profiling.trace_events import (
 )
 
 EVENTS_OF_BLOCK = 300_000
-"""Some 100 MB of a trace as JSON, 5 MB compressed."""
+"""Events of a block; about 100 MB of trace as JSON, 5 MB compressed."""
 STEPS_DRAWN = 3
 MEMORY_EVENTS = 100_000
 SCHEDSTAT, LOADAVG, VMSTAT = (Path("/proc") / name for name in ("thread-self/schedstat", "loadavg", "vmstat"))
 
 
 class PhaseMarks:
-    """One phase is open at any moment of a step, so that they add up to it."""
+    """Marks the phases of a step in the trace; exactly one is open at any time, so that they add up to the step."""
 
     def __init__(self, run: Run, read_ahead: ReadAhead):
         strategy = run.strategy
         self.phase = BETWEEN_STEPS
-        """Open now."""
+        """The phase that is open now."""
         self._step: record_function | None = None
         self._open: record_function | None = None
         self._marked: list[tuple[Any, str]] = []
@@ -60,7 +60,7 @@ class PhaseMarks:
         self._mark_pauses(run)
 
     def _mark(self, owner: Any, verb: str, during: str, after: str | None) -> None:
-        """Lets a method enter a phase, and another one when it returns; None: the one before."""
+        """Wraps a method so that it enters a phase, and another one on return (None: the previous one)."""
         call = getattr(owner, verb)
 
         def marked(*arguments: Any, **named: Any) -> Any:
@@ -70,12 +70,12 @@ class PhaseMarks:
             self._enter(after or before)
             return result
 
-        # On the object, not on its class: it is taken away again by deleting it.
+        # Set on the instance, not on its class, so that `remove` can restore the method by deleting the attribute.
         setattr(owner, verb, marked)
         self._marked.append((owner, verb))
 
     def _mark_pauses(self, run: Run) -> None:
-        """Makes a phase of each work between steps that the run names."""
+        """Wraps `run.pausing`, so that each task between steps, such as a save, becomes a phase."""
         pausing = run.pausing
 
         @contextmanager
@@ -99,20 +99,20 @@ class PhaseMarks:
         self._open.__enter__()
 
     def begin_step(self, step: int) -> None:
-        """step: as it will be logged."""
+        """Opens a step's mark. step: number as in the log."""
         self._step = record_function(f"{STEP}{step}")
         self._step.__enter__()
         self._enter(BETWEEN_STEPS)
 
     def end_step(self) -> None:
-        # The inner range has to end first.
+        # record_function ranges must nest: close the inner one first.
         for mark in (self._open, self._step):
             mark.__exit__(None, None, None)
         self._open = None
         self._step = None
 
     def align(self) -> None:
-        """Called by all ranks at the same moment, as far as a barrier makes one."""
+        """Marks the moment at which all ranks leave a barrier, to align their timelines."""
         with record_function(ALIGNED):
             pass
 
@@ -122,10 +122,10 @@ class PhaseMarks:
 
 
 class Recording:
-    """Records steps until `close`; the first warms the profiler up, and has the history of a GPU's memory.
+    """Records steps until `close`. The first one warms up the profiler and records the GPU's memory history.
 
     Args:
-        folder: of the profile; where it cannot be written, `problems` says so and training goes on.
+        folder: output folder. If it is not writable, training continues and `problems` lists the errors.
     """
 
     def __init__(self, run: Run, read_ahead: ReadAhead, folder: Path):
@@ -145,11 +145,15 @@ class Recording:
         self._swapped = pages_swapped_in()
         self._retries = self._count_retries()
         if self.on_device:
+            # These names are private, but torch documents them for memory snapshots and has no public ones.
             torch.cuda.memory._record_memory_history(stacks="python", max_entries=MEMORY_EVENTS)
 
     def begin_block(self, step: int, align: Callable[[], None]) -> None:
-        """step: the next. align: returns on all ranks at the same moment."""
-        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else the profiler talks on stderr
+        """Starts the profiler for a block of steps.
+
+        step: number of the next step. align: a barrier over all ranks.
+        """
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # otherwise the profiler logs to stderr
         from torch.profiler import ProfilerActivity, profile
 
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self.on_device else [])]
@@ -159,7 +163,7 @@ class Recording:
         except RuntimeError as error:
             self._problem(error)
         self._lines.begin()
-        # Ranks enter the block together, else the first step would look slow on those that came early.
+        # Without a barrier, the first step would look slow on ranks that arrive early.
         align()
         self._marks.align()
         self._begin_step(step)
@@ -169,7 +173,7 @@ class Recording:
         self._machine = read_machine()
 
     def end_step(self, *, following: int | None) -> None:
-        """following: the next step, if it is in the same block."""
+        """Closes a step. following: number of the next step if it is in the same block, else None."""
         self._marks.end_step()
         now = read_machine()
         was = self._machine
@@ -181,7 +185,7 @@ class Recording:
             self._begin_step(following)
 
     def end_block(self, *, is_first: bool, is_last: bool) -> int:
-        """Returns the events of a step."""
+        """Stops the profiler and reads its events; returns the number of events per step."""
         self._lines.end()
         events = []
         records = []
@@ -190,9 +194,9 @@ class Recording:
             self._profiler.stop()
             events = read_events(self._profiler)
             records, timeline = read_steps(events, on_device=self.on_device, drawn=STEPS_DRAWN)
-        except Exception as error:  # a trace that cannot be read is no reason to end a run
+        except Exception as error:  # a failure to read a trace must not end the run
             self._problem(error)
-        # The first step pays for the start of the profiler.
+        # Drop the first step, which includes the startup of the profiler.
         if is_first:
             self._beside.clear()
             self._lines.forget()
@@ -206,14 +210,14 @@ class Recording:
         return len(events) // max(1, len(records))
 
     def close(self) -> None:
-        """Takes the marks away; what was begun and not ended as well."""
+        """Removes the marks and ends everything that was begun."""
         self._lines.end()
         self._marks.remove()
         if self.on_device:
             torch.cuda.memory._record_memory_history(enabled=None)
 
     def abandon(self) -> None:
-        """In the middle of a block."""
+        """Closes the recording in the middle of a block."""
         self._profiler.stop()
         self.close()
 
@@ -231,14 +235,14 @@ class Recording:
         self.problems.append(f"rank {self.strategy.ranks.rank}: {one_line(error)}")
 
     def _save_memory(self) -> None:
-        """torch's snapshot of a GPU's memory over a step, for pytorch.org/memory_viz."""
+        """Writes torch's snapshot of the GPU's memory over a step, for pytorch.org/memory_viz."""
         if self.on_device:
             self._save(lambda: torch.cuda.memory._dump_snapshot(str(self._path("memory", "pickle"))))
             torch.cuda.memory._record_memory_history(enabled=None)
 
     def summary(self) -> dict[str, Any]:
-        """All that the verdict needs of this rank; plain values."""
-        # Where a block could not be read there are fewer records; then there is no verdict.
+        """Returns everything that the verdict needs from this rank, as plain values that can be gathered."""
+        # If a block could not be read there are fewer records than steps, and then there is no verdict.
         for record, beside in zip(self.records, self._beside, strict=False):
             record.cpu = beside["cpu"]
             record.starved = beside["starved"]
@@ -260,6 +264,7 @@ class Recording:
         }
 
     def _memory(self) -> dict[str, float]:
+        # ru_maxrss is in bytes on macOS and in KiB on Linux.
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
         found = {"resident_peak": peak, "swapped_per_step": self._per_step(pages_swapped_in() - self._swapped)}
         if self.on_device:
@@ -273,19 +278,22 @@ class Recording:
         return count / max(1, len(self.records))
 
     def _count_retries(self) -> int:
-        """Counts how often a GPU's memory was too full, and torch gave its caches back and asked again."""
+        """Returns how often an allocation failed and torch freed its cached memory and tried again."""
         return torch.cuda.memory_stats(self.strategy.device).get("num_alloc_retries", 0) if self.on_device else 0
 
 
 def pages_swapped_in() -> int:
-    """So far, by the whole machine; 0 where it does not say."""
+    """Returns the pages that the machine has read back from swap since it booted; 0 if unknown."""
     with suppress(OSError):
         return next((int(line.split()[1]) for line in VMSTAT.open() if line.startswith("pswpin ")), 0)
     return 0
 
 
 def read_machine() -> dict[str, float]:
-    """Seconds that this thread ran, and waited for a core, so far; how many threads run or could (Linux; else 0)."""
+    """Reads this thread's CPU time and its time waiting for a core, in seconds, and the number of runnable threads.
+
+    The last two are 0 except on Linux.
+    """
     starved = 0.0
     runnable = 0
     with suppress(OSError, ValueError, IndexError):
@@ -295,9 +303,10 @@ def read_machine() -> dict[str, float]:
 
 
 def compilations_since(began: float) -> list[dict[str, Any]]:
-    """{place, reason, seconds} of what torch.compile has compiled since then."""
+    """Returns place, reason and seconds of every compilation by torch.compile since `began` (seconds since 1970)."""
     if "torch._dynamo" not in sys.modules:
         return []
+    # Private, but the only source of recompilation reasons besides the log.
     from torch._dynamo.utils import get_compilation_metrics
 
     return [

@@ -1,4 +1,4 @@
-"""The verdict of a profile in words, figures and a picture of the ranks, and its files in RUN/profile/step-X."""
+"""Reports a profile as text, JSON and a Gantt chart of the ranks, in RUN/profile/step-X."""
 
 import json
 import statistics
@@ -39,13 +39,13 @@ COLOR_OF = {
     BETWEEN_STEPS: "#bbbbbb", IDLE: "black", BLOCKED: COLORS[1],
 }  # fmt: skip
 OTHER = COLORS[3]
-"""Color of work between steps: validation, a save."""
+"""Color of tasks between steps, such as validation or a save."""
 MOST_ROWS = 32
-"""Ranks in the picture."""
+"""Maximum number of ranks in the chart."""
 
 
 def verdict_of(evidence: Evidence, causes: Sequence[Cause]) -> str:
-    """The first sentence."""
+    """Formats the verdict in one sentence."""
     if causes:
         return f"Found: {', '.join(dict.fromkeys(cause.name for cause in causes))}"
     shares = {
@@ -60,7 +60,7 @@ def verdict_of(evidence: Evidence, causes: Sequence[Cause]) -> str:
 
 
 def report_text(evidence: Evidence, causes: Sequence[Cause], title: str) -> str:
-    """The verdict, its causes, and the figures they rest on."""
+    """Formats the verdict, its causes, and the tables behind them."""
     parts = [title, verdict_of(evidence, causes)]
     for number, cause in enumerate(causes, start=1):
         said = textwrap.fill(f"{number}. {cause.text}.", WIDTH, subsequent_indent="   ")
@@ -74,17 +74,18 @@ def report_text(evidence: Evidence, causes: Sequence[Cause], title: str) -> str:
 
 
 def slowest_first(ranks: Sequence[RankSteps]) -> list[RankSteps]:
-    """The ranks by the time that they take for themselves."""
+    """Sorts ranks by their own time, including waiting for data, the slowest first."""
     return sorted(ranks, key=lambda rank: -rank.typical(lambda step: step.own + step.data))
 
 
 def ranks_text(evidence: Evidence) -> str:
-    """A table of what each rank's steps are spent on; of many ranks those that take longest for themselves."""
+    """Formats a table of how each rank spends a step; of many ranks only the slowest RANKS_SHOWN."""
     columns = {
         "step": lambda rank: rank.typical(lambda step: step.seconds),
         "worst": lambda rank: max(step.seconds for step in rank.steps),
         "computing": lambda rank: rank.typical(lambda step: step.busy),
         "data": lambda rank: rank.typical(lambda step: step.data),
+        # Blocked time beyond waiting for slower ranks is the transfer itself.
         "communication": lambda rank: rank.typical(lambda step: step.blocked) - evidence.waiting(rank),
         "waiting for ranks": evidence.waiting,
         "idle": lambda rank: rank.typical(lambda step: step.idle),
@@ -99,7 +100,7 @@ def ranks_text(evidence: Evidence) -> str:
 
 
 def phases_text(evidence: Evidence) -> str:
-    """The parts of the loop, whatever happens in them."""
+    """Formats the time of each phase of the loop, including waiting."""
     sums = [rank.typical_parts("phases") for rank in evidence.ranks]
     names = dict.fromkeys(name for of_rank in sums for name in of_rank)
     seconds = {name: statistics.median(of_rank.get(name, 0.0) for of_rank in sums) for name in names}
@@ -108,7 +109,7 @@ def phases_text(evidence: Evidence) -> str:
 
 
 def kernels_text(evidence: Evidence) -> str:
-    """Kernels by kind, beside what a plan expects of them."""
+    """Formats a table of kernels by kind, with what plan.py expects."""
     expected = evidence.expected
     shares, peaks = (expected.shares, expected.at_peak) if expected else ({}, {})
     rows = [["kernels", "ms per step", "of the step", "plan.py expects", "ms at the peak"]]
@@ -126,7 +127,7 @@ def kernels_text(evidence: Evidence) -> str:
 
 
 def lines_text(evidence: Evidence) -> str:
-    """The lines that wait for the device, also those that are no cause; '' without any."""
+    """Formats the lines that wait for the device, including harmless ones; '' if there are none."""
     lines = [
         f"  {place}  {call} in {phase}, {count:.3g} per step"
         for (place, call, phase), count in list(lines_per_step(evidence).items())[:LINES_SHOWN]
@@ -135,7 +136,7 @@ def lines_text(evidence: Evidence) -> str:
 
 
 def memory_text(evidence: Evidence) -> str:
-    """The memory of the rank that needs most."""
+    """Formats the memory of the rank that uses most."""
     most = max(
         evidence.ranks, key=lambda r: r.facts["memory"].get("reserved_peak", r.facts["memory"]["resident_peak"])
     )
@@ -151,7 +152,10 @@ def memory_text(evidence: Evidence) -> str:
 def write_profile(
     folder: Path, run: Path, evidence: Evidence, causes: Sequence[Cause], *, request_id: str | None
 ) -> str:
-    """Writes report.txt, gantt.png and report.json, for which others may wait, in this order; returns the text."""
+    """Writes report.txt, gantt.png and report.json, and returns the text.
+
+    report.json comes last, because `wait_for_profile` takes it as the sign that the profile is complete.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     steps = [step.step for step in evidence.ranks[0].steps]
     title = (
@@ -183,9 +187,9 @@ def write_json(folder: Path, contents: dict[str, Any]) -> None:
 
 
 def draw_gantt(ranks: list[RankSteps], title: str, path: Path) -> None:
-    """Draws the ranks' last steps side by side: what each does, and when it waits for the others.
+    """Draws a Gantt chart of the ranks' last steps: their phases, idle time and waiting.
 
-    Of many ranks there are those that take longest for themselves and those that take least.
+    If there are more than MOST_ROWS ranks, shows the slowest and the fastest.
     """
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
@@ -197,6 +201,7 @@ def draw_gantt(ranks: list[RankSteps], title: str, path: Path) -> None:
     axis = figure.add_subplot()
     spans = [span for rank in ranks for span in rank.facts["timeline"]]
     found = dict.fromkeys(name for *_, name in spans if name != WHOLE_STEP)
+    # Waiting happens within phases, so it is drawn as thin bars on top of them.
     on_top = (IDLE, BLOCKED)
     phases = [name for name in COLOR_OF if name in found and name not in on_top]
     names = [*phases, *(name for name in found if name not in COLOR_OF), *(name for name in on_top if name in found)]

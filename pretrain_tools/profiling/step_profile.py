@@ -1,4 +1,4 @@
-"""Takes a profile of some steps while a run trains, because --profile or `runs.py profile` asked for it."""
+"""Profiles several steps of a run while it trains, on request of --profile or `runs.py profile`."""
 
 from pathlib import Path
 
@@ -13,14 +13,18 @@ from pretrain_tools.profiling.recording import EVENTS_OF_BLOCK, Recording
 from pretrain_tools.profiling.report import verdict_of, write_json, write_profile
 
 WARM_UP_STEPS = 5
-"""After the start: those that compile, and create the optimizer's state."""
+"""Steps after the start that are not profiled, because they compile and create the optimizer's state."""
 USUAL_STEPS = 20
+"""Profiled steps unless the request gives a number."""
 MOST_STEPS = 100
-"""Unless a request says how many."""
+"""Maximum number of steps that a request may ask for."""
 
 
 def profile_problem(steps: int, begins_at: int, total_steps: int) -> str | None:
-    """Tells why so many steps cannot be profiled; None if they can. The first, after step `begins_at`, is left out."""
+    """Returns the reason why `steps` steps cannot be profiled; None if they can.
+
+    The first step after `begins_at` only warms up the profiler and does not count.
+    """
     if not isinstance(steps, int) or not 1 <= steps <= MOST_STEPS:
         return f"{steps!r} steps cannot be profiled; give 1 to {MOST_STEPS}"
     left = max(0, total_steps - begins_at - 1)
@@ -34,17 +38,17 @@ def profile_problem(steps: int, begins_at: int, total_steps: int) -> str | None:
 
 
 def refuse_profile(steps: int | None, first_step: int, total_steps: int) -> None:
-    """Raises InputError where --profile asks for steps that a run that starts here has not."""
+    """Raises InputError if --profile asks for more steps than the run has left."""
     if steps is not None and (problem := profile_problem(steps, first_step + WARM_UP_STEPS, total_steps)):
         raise InputError(f"--profile: {problem}")
 
 
 class StepProfile:
-    """All ranks call together; what is done is decided alike.
+    """Plans, takes and reports profiles. All ranks must call its methods at the same steps.
 
     Args:
-        steps: asked for by --profile, and checked by `refuse_profile`; None: only when runs.py asks.
-        first_step: at which this process began to train.
+        steps: number of steps from --profile, checked by `refuse_profile`; None: profile only on request of runs.py.
+        first_step: step at which this process started to train.
     """
 
     def __init__(self, run: Run, read_ahead: ReadAhead, steps: int | None, first_step: int):
@@ -61,7 +65,7 @@ class StepProfile:
             self._plan(steps)
 
     def _plan(self, steps: int) -> str | None:
-        """Plans a profile; returns why there can be none."""
+        """Plans a profile; returns the reason if that is not possible."""
         if self._begins_at is not None:
             return f"a profile is being taken already, up to step {self._begins_at + 1 + self._steps:,}; ask after it"
         begins_at = max(self._warm_at, self.run.state.step)
@@ -72,7 +76,7 @@ class StepProfile:
         return problem
 
     def after_step(self) -> None:
-        """Between two steps. Does nothing, without a profile."""
+        """Begins, continues or ends a profile between two steps; does nothing if none is requested."""
         if self._recording is not None:
             self._go_on()
         if self.run.request == Request.PROFILE:
@@ -81,7 +85,7 @@ class StepProfile:
             self._begin()
 
     def _take_request(self) -> None:
-        # Rank 0 alone has read the request; all have to plan the same steps.
+        # Only rank 0 has read the request, and all ranks must plan the same steps.
         asked = self.strategy.ranks.gather(self.run.control.asked)[0]
         self.run.refusal = self._plan(asked.get("steps", USUAL_STEPS))
         if self.run.refusal is None:
@@ -89,7 +93,7 @@ class StepProfile:
 
     @property
     def folder(self) -> Path:
-        """The folder of the profile, named by its first step."""
+        """Output folder, named after the first profiled step."""
         return self.run.config.output / PROFILE_FOLDER / f"step-{self._begins_at + 2:08d}"
 
     def _begin(self) -> None:
@@ -103,7 +107,7 @@ class StepProfile:
 
     def _go_on(self) -> None:
         step = self.run.state.step
-        if step != self._next:  # the run went back
+        if step != self._next:  # the run rolled back
             self._recording.abandon()
             return self._finish({"problem": f"given up: the run went back to step {step:,} in the profiled steps"})
         self._next = step + 1
@@ -113,10 +117,10 @@ class StepProfile:
             return None
         with self.run.pausing("the profile"):
             events = self._recording.end_block(is_first=is_first, is_last=step == self._ends)
-            # Reading a trace takes seconds, which the watchdog would take for a hang.
+            # Reading a trace takes seconds; without a heartbeat the watchdog would report a hang.
             self.run.watch.beat()
             if step < self._ends:
-                # Blocks end at the same step everywhere: the rank with most events decides.
+                # Blocks must end at the same step on all ranks, so the rank with most events sets their length.
                 most = max(self.strategy.ranks.gather(events))
                 self._block_ends = min(self._ends, step + max(1, EVENTS_OF_BLOCK // max(1, most)))
                 return self._recording.begin_block(step + 1, self.strategy.ranks.barrier)
@@ -125,14 +129,14 @@ class StepProfile:
             return self._finish(self._report(summaries) if self.strategy.ranks.is_main else {})
 
     def _report(self, summaries: list[dict]) -> dict:
-        """Writes the report; its sentence. Whatever goes wrong with it, the run goes on."""
+        """Writes the report and returns the verdict, or the problem; no failure here ends the run."""
         config = self.run.config
         plan = self.run.plan
         stage = plan.stage(self._ends - 1)
         batches = plan.batches
         width = batches.readers[batches.folders[0]].manifest.bytes_per_id
         sequences = stage.sequences_per_micro_batch * self.strategy.micro_batches_per_call
-        # A median over the steps that one rank happens to have would compare different steps.
+        # If a rank lacks steps, its median would be over other steps than those of the other ranks.
         if short := [summary for summary in summaries if len(summary["steps"]) < self._steps]:
             return {"problem": f"cannot be read: {'; '.join(short[0]['problems']) or 'steps are missing'}"}
         try:
@@ -147,7 +151,7 @@ class StepProfile:
             )
             causes = find_causes(evidence)
             text = write_profile(self.folder, config.output, evidence, causes, request_id=self._request_id)
-        except Exception as error:  # a report is no reason to end a run
+        except Exception as error:  # a failed report must not end the run
             return {"problem": f"no report: {one_line(error)}"}
         self.log.say(text)
         return {"verdict": verdict_of(evidence, causes), "causes": [cause.name for cause in causes]}
@@ -163,7 +167,7 @@ class StepProfile:
         self._recording = self._begins_at = self._request_id = None
 
     def _try_to_answer(self, folder: Path, outcome: dict) -> None:
-        """For who waits for the report."""
+        """Writes the problem to report.json, for the `runs.py profile` that waits for it."""
         try:
             write_json(folder, {"request": self._request_id, **outcome})
         except OSError as error:

@@ -1,7 +1,8 @@
-"""Lines of code at which the host waits for the device: `.item()`, `if tensor:`, `.tolist()`, `.cpu()`, boolean masks.
+"""Finds lines of code that wait for the device: `.item()`, `if tensor:`, `.tolist()`, `.cpu()`, boolean masks.
 
-Each of them empties the queue of a GPU, which then idles until the host has launched more. Counted at the methods
-themselves, and on a GPU by torch's own warnings as well; without a profiler's stacks, which would slow every call.
+Each of them drains the GPU's queue, and the GPU then idles until the host has launched more kernels. They are counted
+by wrapping the methods, and on a GPU also through torch's synchronization warnings. Stack traces of the profiler would
+find them too, but slow down every call.
 """
 
 import sys
@@ -19,26 +20,27 @@ from pretrain.files import ROOT
 from pretrain_tools.profiling.trace_events import BACKWARD, FORWARD, UPDATE, WAITING_FOR_DATA
 
 METHODS = ("item", "tolist", "cpu", "numpy", "nonzero", "__bool__", "__int__", "__float__", "__index__")
-"""Methods of a tensor that take its values to Python."""
+"""Tensor methods that copy values to Python."""
 SPELLED = {"__bool__": "bool()", "__int__": "int()", "__float__": "float()", "__index__": "an index"}
 PASSED_OVER = (str(Path(torch.__file__).parent), __file__, warnings.__file__)
-"""Code that is not the line to name."""
+"""Paths whose frames are skipped to find the responsible line."""
 READS_OF_THE_HOST = tuple(
     str(ROOT / "pretrain" / name) for name in ("model/cpu_attention", "parallel/pipeline_stages")
 )
-"""Code that reads tensors that are the host's own even beside a GPU; without one they look like all others."""
+"""Code that reads tensors which are on the host even if there is a GPU; in a CPU run they cannot be told apart."""
 PHASES = (WAITING_FOR_DATA, FORWARD, BACKWARD, UPDATE)
+# Threads that C++ code starts, such as autograd's, appear in Python only as this private class.
 OF_THE_PASSES = type(threading.main_thread()), threading._DummyThread
-"""Threads: the loop's, and those that autograd starts; Python's own write checkpoints and read ahead."""
+"""Types of the threads that compute: the main thread and autograd's. Others write checkpoints or read ahead."""
 WARNING = "called a synchronizing CUDA operation"
 
 
 class SyncLines:
-    """Counts, from `begin` to `end`, the lines that wait for the device.
+    """Counts the lines that wait for the device between `begin` and `end`.
 
     Args:
-        phase: tells the part of the step that is under way; between steps a run may wait.
-        device_type: of the device that computes.
+        phase: returns the current phase of the step; waiting between steps is allowed.
+        device_type: type of the device that computes, cuda or cpu.
     """
 
     def __init__(self, phase: Callable[[], str], device_type: str):
@@ -61,22 +63,22 @@ class SyncLines:
             self._shown = shown
 
     def end(self) -> None:
-        """Everything is as it was."""
+        """Restores the tensor methods and torch's warnings."""
         self._undo.close()
 
     def forget(self) -> None:
-        """Nothing was counted yet."""
+        """Clears the counts."""
         self._counts.clear()
 
     def found(self) -> list[dict[str, Any]]:
-        """{place: 'file:line', call, phase, count}, the most frequent first."""
+        """Returns dicts of place ('file:line'), call, phase and count, the most frequent first."""
         rows = [dict(zip(("place", "call", "phase"), key, strict=True)) for key in self._counts]
         rows = [row | {"count": count} for row, count in zip(rows, self._counts.values(), strict=True)]
         return sorted(rows, key=lambda row: -row["count"])
 
     def _replace(self, name: str) -> None:
         method = getattr(torch.Tensor, name)
-        # Some are inherited: putting them back would shadow the parent's.
+        # Inherited methods are restored by deletion; setting them on the class would shadow the parent's for good.
         if own := vars(torch.Tensor).get(name):
             self._undo.callback(setattr, torch.Tensor, name, own)
         else:
@@ -87,13 +89,13 @@ class SyncLines:
             was = self._is_inside
             self._is_inside = True
             try:
-                if not was and tensor.device.type == self._device_type:  # a host's tensor is there already
+                if not was and tensor.device.type == self._device_type:  # a tensor on the host needs no wait
                     self._count(called)
                 return method(tensor, *arguments, **named)
             finally:
                 self._is_inside = was
 
-        # Compiled code does not come here; where it breaks off and a tensor is read, torch must not compile this.
+        # Compiled code does not call these methods, but a graph break may; dynamo must then not trace the wrapper.
         compiles = "torch._dynamo" in sys.modules
         setattr(torch.Tensor, name, torch.compiler.disable(counted_method) if compiles else counted_method)
 
@@ -104,7 +106,7 @@ class SyncLines:
             self._count("an operation that waits for the device")
 
     def _count(self, called: str) -> None:
-        # Between steps a run may wait, and so may threads that write and read files.
+        # Waiting is fine between steps and in threads that write or read files.
         if self._phase() not in PHASES or not isinstance(threading.current_thread(), OF_THE_PASSES):
             return
         frame = sys._getframe(1)
@@ -115,7 +117,7 @@ class SyncLines:
 
 
 def short_path(path: str) -> str:
-    """Names a file as people do: within the project from its root, of a library from its package."""
+    """Shortens a path: relative to the project's root, or to site-packages for a library."""
     inside = Path(path)
     if inside.is_relative_to(ROOT) and ".venv" not in inside.parts:
         return str(inside.relative_to(ROOT))

@@ -1,7 +1,7 @@
-"""The parts of a step by torch.profiler's events: work, waiting, and the kernels by their kind.
+"""Divides a step into work, waiting and kinds of kernels, from torch.profiler's events.
 
-On a GPU the device's timeline counts: kernels, collectives that nothing else hid, and the time in which it was idle.
-On a CPU the main thread's does: its operators, and collectives that run while it has nothing to do.
+On a GPU this uses the device's timeline: kernels, exposed collectives, and idle time. On a CPU it uses the main
+thread's: its operators, and collectives that run while it is idle.
 """
 
 import functools
@@ -15,20 +15,21 @@ import numpy as np
 
 MARK = "groundwork: "
 STEP = f"{MARK}step "
+"""Prefix of the mark of a whole step."""
 ALIGNED = f"{MARK}aligned"
-"""Marks in a trace that are no phase: a whole step, and a moment that all ranks share."""
+"""Mark of a moment that all ranks share, used to align their timelines."""
 WAITING_FOR_DATA = "data"
 FORWARD = "forward"
 BACKWARD = "backward"
 UPDATE = "update"
 BETWEEN_STEPS = "between"
-"""The phases of every step, the last one between two micro-steps and two steps; a save and the like have their own."""
+"""Phase between two micro-steps or two steps; tasks such as a save have phases of their own."""
 BLOCKED = "communication, waiting for ranks"
 IDLE = "nothing runs"
 WHOLE_STEP = "step"
-"""In a timeline, beside the phases."""
+"""Name of a whole step in a timeline."""
 LEAST_DRAWN = 0.004
-"""Share of a step below which a timeline leaves a wait out."""
+"""Share of a step below which a timeline omits a wait."""
 
 OPTIMIZER = "optimizer"
 COMMUNICATION = "communication"
@@ -37,7 +38,7 @@ INHERITED = (
     ("attention", re.compile(r"attention|flash|fmha|flex_attn", re.IGNORECASE)),
     ("loss", re.compile(r"chunked_loss|softmax_less_target|cross_entropy|nll_loss", re.IGNORECASE)),
 )
-"""Kinds of operators whose kernels are of the same kind, matrix products too."""
+"""Operators whose kernels all count as this kind, including matmuls."""
 KERNEL_NAMES = (
     (COMMUNICATION, re.compile(r"nccl|rccl|gloo:|c10d", re.IGNORECASE)),
     *INHERITED,
@@ -50,29 +51,29 @@ KERNEL_NAMES = (
     ("copies", re.compile(r"memcpy|memset|aten::(copy_|_to_copy|cat|clone|fill_|zero_)", re.IGNORECASE)),
 )
 KINDS = ("matrix products", "attention", "loss", OPTIMIZER, POINTWISE, "copies")
-"""Kinds of kernels, as a report lists them."""
+"""Kinds of kernels, in the order of the report."""
 COMPILED = ("## Call CompiledFxGraph", "Torch-Compiled Region")
-"""Names that torch gives compiled code, whose own kernels on a CPU it does not name."""
+"""Prefixes of torch's names for compiled code, whose generated CPU kernels have no events of their own."""
 NO_WORK = ("autograd::", "c10d::", "_c10d_functional", "profiler::")
 LAUNCH = re.compile(r"^(cuda|cu|hip)[A-Z]")
-"""Calls of the device's runtime; operators have numbers of their own, which may be the same."""
+"""Names of runtime calls. Operators have correlation IDs of their own that may coincide with those of kernels."""
 
 
 class TraceEvent(NamedTuple):
-    """One event of a trace; times in ns since the epoch."""
+    """An event of a trace; times in nanoseconds since 1970."""
 
     name: str
     start: int
     end: int
     thread: int = 0
     kind: str = "operator"
-    """operator, mark (a range that code has named), collective, or kernel (on the device)."""
+    """operator, mark (a record_function range), collective, or kernel (on the device)."""
     correlation: int = 0
-    """The same for a kernel and the call that launched it; 0: none."""
+    """Number that a kernel shares with the call that launched it; 0: none."""
 
 
 class Spans:
-    """Stretches of time in order, none overlapping another: (n, 2) in ns."""
+    """A sorted set of non-overlapping time spans, shape (n, 2), in nanoseconds; overlapping input is merged."""
 
     def __init__(self, pairs: Iterable[tuple[int, int]]):
         pairs = np.array(sorted(pairs), dtype=np.int64).reshape(-1, 2)
@@ -90,7 +91,7 @@ class Spans:
 
     def __sub__(self, other: "Spans") -> "Spans":
         points = np.unique(np.concatenate([self.pairs.ravel(), other.pairs.ravel()]))
-        # Between two neighboring ends of either, both are constant.
+        # Between two neighboring end points, membership in either set is constant.
         kept = self._holds(points[:-1]) & ~other._holds(points[:-1])
         return Spans(np.stack([points[:-1][kept], points[1:][kept]], axis=1).tolist())
 
@@ -105,49 +106,49 @@ class Spans:
         return int(self._sums[number - 1] + min(time, end) - begin)
 
     def seconds(self, start: int, end: int) -> float:
-        """Adds up what lies between two times."""
+        """Returns the total length of the spans between two times, in seconds."""
         return (self._before(end) - self._before(start)) / 1e9
 
 
 @dataclass
 class StepRecord:
-    """A step of one rank, in seconds: `busy`, `blocked`, `data` and `idle` add up to `seconds`."""
+    """The times of one rank's step, in seconds: `busy`, `blocked`, `data` and `idle` add up to `seconds`."""
 
     step: int
     seconds: float
     busy: float = 0.0
-    """Something was computed: on the device if there is one, else in the main thread's operators."""
+    """Time in which the device computed, or on a CPU the main thread's operators."""
     blocked: float = 0.0
-    """A collective was under way, and nothing hid it."""
+    """Time in which a collective ran that no computation hid."""
     data: float = 0.0
-    """Neither, while the loop waited for a batch."""
+    """Time in which neither happened and the loop waited for a batch."""
     idle: float = 0.0
-    """Neither, for any other reason: Python between operators, work between steps."""
+    """Time in which neither happened for another reason: Python between operators, or tasks between steps."""
     phases: dict[str, float] = field(default_factory=dict)
-    """{phase: seconds}, everything included; they add up as well."""
+    """Total time by phase; adds up to `seconds` as well."""
     blocked_in: dict[str, float] = field(default_factory=dict)
-    """{'micro-step/phase': `blocked` in it}."""
+    """Part of `blocked` by 'MICRO_STEP/PHASE'."""
     idle_in: dict[str, float] = field(default_factory=dict)
-    """{phase: `idle` in it}."""
+    """Part of `idle` by phase."""
     kernels: dict[str, float] = field(default_factory=dict)
-    """{kind: seconds}."""
+    """Kernel time by kind."""
     launched: int = 0
-    """Kernels on the device; 0 without one."""
+    """Number of kernels launched on the device; 0 on a CPU."""
     cpu: float = 0.0
-    """The main thread ran on a core."""
+    """CPU time of the main thread."""
     starved: float = 0.0
-    """The main thread could have run, and waited for a core."""
+    """Time in which the main thread was runnable but waited for a core."""
     runnable: int = 0
-    """Processes and threads of the whole machine that ran or could have, at the step's end."""
+    """Number of runnable processes and threads on the machine at the end of the step."""
 
     @property
     def own(self) -> float:
-        """The time that this rank took for itself, whoever it waited for."""
+        """Time that this rank spent itself, without waiting for other ranks or data."""
         return self.seconds - self.blocked - self.data
 
 
 class PhaseSpan(NamedTuple):
-    """A phase of a step, as marked."""
+    """A phase of a step; times in nanoseconds."""
 
     name: str
     micro_step: int
@@ -156,20 +157,21 @@ class PhaseSpan(NamedTuple):
 
 
 def read_events(profiler: Any) -> list[TraceEvent]:
-    """The events of a torch.profiler.profile that has stopped."""
+    """Reads the events of a torch.profiler.profile that has stopped."""
     from torch.autograd import DeviceType
 
     found = []
+    # The raw events: profiler.events() would build a tree of Python objects, which is slow for so many.
     for event in profiler.profiler.kineto_results.events():
         name = event.name()
         on_device = event.device_type() != DeviceType.CPU
         is_mark = event.is_user_annotation() and not name.startswith(COMPILED)
-        if on_device and is_mark:  # the range again, as the device saw it
+        if on_device and is_mark:  # a copy of the range on the device's timeline
             continue
         kind = "kernel" if on_device else "mark" if is_mark else "operator"
         if name.startswith("gloo:"):
             kind = "collective"
-        # Operators count from 1 as well: only launches and kernels share a number.
+        # Ignore the correlation IDs of operators: they count from 1 as well, and do not refer to kernels.
         correlation = event.correlation_id() if on_device or LAUNCH.match(name) else 0
         found.append(TraceEvent(name, event.start_ns(), event.end_ns(), event.start_thread_id(), kind, correlation))
     return found
@@ -177,12 +179,12 @@ def read_events(profiler: Any) -> list[TraceEvent]:
 
 @functools.cache
 def kernel_kind(name: str) -> str:
-    """Tells by its name alone what an operator or a kernel computes."""
+    """Classifies an operator or kernel by its name alone."""
     return next((kind for kind, pattern in KERNEL_NAMES if pattern.search(name)), POINTWISE)
 
 
 class WorkSpan(NamedTuple):
-    """A stretch of one thread's own work, without what it called."""
+    """A span of an operator's own time, without the operators that it called; times in nanoseconds."""
 
     start: int
     end: int
@@ -190,25 +192,26 @@ class WorkSpan(NamedTuple):
 
 
 def is_work(name: str) -> bool:
-    """Tells whether an operator's own time is work; of autograd's nodes and of collectives' calls it is not."""
+    """Tells if an operator's own time is work; that of autograd nodes and of calls to collectives is not."""
     return name.startswith(COMPILED) or ("::" in name and not name.startswith(NO_WORK))
 
 
 @dataclass
 class _Open:
-    """An operator that has begun."""
+    """An operator that has begun and not ended."""
 
     event: TraceEvent
     inherited: str | None
     since: int
-    """Its own time goes on from here: the end of the last operator that it has called."""
+    """Start of its current own time: the end of the last operator that it called."""
     waits: bool = False
-    """It is one of Python's, which dispatches itself again or communicates: what is its own may be waiting."""
+    """True for a Python-level operator (DTensor) that dispatches itself again or communicates: its own time may be
+    waiting."""
     pieces: list[WorkSpan] = field(default_factory=list)
 
 
 def walk(events: Iterable[TraceEvent], is_update: Callable[[int], bool]) -> tuple[list[WorkSpan], dict[int, str]]:
-    """(own work of one thread's operators, {correlation: kind} of what they launched, by the operators around it)."""
+    """Walks one thread's operators; returns their own work, and the inherited kinds of kernels by correlation ID."""
     pieces = []
     launched = {}
     stack = []
@@ -228,7 +231,7 @@ def walk(events: Iterable[TraceEvent], is_update: Callable[[int], bool]) -> tupl
             kind = of.inherited or (POINTWISE if name.startswith(COMPILED) else kernel_kind(name))
             of.pieces.append(WorkSpan(of.since, until, kind))
 
-    # Of events that begin together the longer one has called the other.
+    # If two events begin at the same time, the longer one is the caller.
     for event in sorted(events, key=lambda event: (event.start, -event.end)):
         close(event.start)
         parent = stack[-1] if stack else None
@@ -238,7 +241,7 @@ def walk(events: Iterable[TraceEvent], is_update: Callable[[int], bool]) -> tupl
             launched[event.correlation] = inherited
         if parent:
             add_own(parent, event.start)
-            # A tensor that is divided over ranks dispatches its operator again, and communicates in between.
+            # A DTensor dispatches the same operator again on its local shard, and communicates in between.
             parent.waits |= event.name == parent.event.name or "c10d" in event.name
         stack.append(_Open(event, inherited, event.start))
     close(float("inf"))
@@ -248,11 +251,11 @@ def walk(events: Iterable[TraceEvent], is_update: Callable[[int], bool]) -> tupl
 def read_steps(
     events: list[TraceEvent], *, on_device: bool, drawn: int = 0
 ) -> tuple[list[StepRecord], list[list[Any]]]:
-    """(the whole steps in a trace, a timeline: [start, end, what] in seconds since the ranks' common moment).
+    """Returns the whole steps in a trace, and a timeline: [start, end, name] in seconds since the ALIGNED mark.
 
     Args:
-        on_device: whether kernels run on a device; else the main thread's operators are the work.
-        drawn: number of steps, from the last one back, that the timeline shows.
+        on_device: True if kernels run on a GPU; otherwise the main thread's operators count as work.
+        drawn: number of last steps in the timeline.
     """
     marks = sorted((event for event in events if event.name.startswith(MARK)), key=lambda mark: mark.start)
     steps = [mark for mark in marks if mark.name.startswith(STEP)]
@@ -281,7 +284,7 @@ def read_steps(
         for part in of_step:
             seconds = (part.end - part.start) / 1e9
             waited = blocked.seconds(part.start, part.end)
-            # Times of host and device may overlap by some nanoseconds.
+            # Clamp: host and device times may overlap by a few nanoseconds.
             rest = max(0.0, seconds - waited - busy.seconds(part.start, part.end))
             _add(record.phases, part.name, seconds)
             _add(record.blocked_in, f"{part.micro_step}/{part.name}", waited)
@@ -297,7 +300,7 @@ def read_steps(
     idle = within - busy - collectives - spans_of(parts, WAITING_FOR_DATA)
     for what, spans in ((IDLE, idle), (BLOCKED, within & blocked)):
         bars += [(begin, end, what) for begin, end in spans.pairs.tolist() if end - begin > visible]
-    # Clocks of machines differ: timelines begin at a mark that all ranks set after a barrier.
+    # The machines' clocks differ, so timelines start at a mark that all ranks set after a barrier.
     aligned = next((mark.start for mark in marks if mark.name == ALIGNED), steps[0].start)
     return records, [[(begin - aligned) / 1e9, (end - aligned) / 1e9, what] for begin, end, what in bars]
 
@@ -307,13 +310,13 @@ def _add(sums: dict[str, float], name: str, seconds: float) -> None:
 
 
 def spans_of(parts: list[list[PhaseSpan]], name: str) -> Spans:
-    """The phases of that name, in all steps."""
+    """Returns the spans of all phases with this name."""
     return Spans((part.start, part.end) for of_step in parts for part in of_step if part.name == name)
 
 
 def kind_of_kernel(event: TraceEvent, launched: Mapping[int, str]) -> str:
-    """The kind of a kernel on the device: that of the operators around its launch, but communication by its name."""
-    # A product within attention is attention, whatever its kernel is called.
+    """Returns the kind of a kernel: that of the operators around its launch, except for communication, by name."""
+    # The launching operator comes before the kernel's name: a matmul within attention counts as attention.
     by_name = kernel_kind(event.name)
     return by_name if by_name == COMMUNICATION else launched.get(event.correlation, by_name)
 
@@ -321,7 +324,7 @@ def kind_of_kernel(event: TraceEvent, launched: Mapping[int, str]) -> str:
 def walk_threads(
     events: list[TraceEvent], main: int, is_update: Callable[[int], bool]
 ) -> tuple[list[WorkSpan], dict[int, str]]:
-    """`walk` of every thread: the pieces of the main one, and what all of them launched."""
+    """Walks every thread; returns the main thread's own work, and the kinds of kernels that all threads launched."""
     by_thread: dict[int, list[TraceEvent]] = defaultdict(list)
     for event in events:
         if event.kind == "operator":
@@ -332,7 +335,7 @@ def walk_threads(
 
 
 def phases_of(marks: list[TraceEvent], steps: list[TraceEvent]) -> list[list[PhaseSpan]]:
-    """The phases of each step, in order. A micro-step begins with its data."""
+    """Returns the phases of each step in order. A micro-step begins with waiting for its data."""
     phases = [mark for mark in marks if mark.name != ALIGNED and not mark.name.startswith(STEP)]
     found = []
     for step in steps:

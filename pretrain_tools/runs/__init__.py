@@ -1,16 +1,17 @@
 """The tools of runs.py, which read run folders and steer live runs.
 
-Copes with what a crash left behind, imports nothing heavy, and changes a run only through control.
+They read whatever a crash left in the folder, import no heavy libraries, and change a live run only through
+pretrain.runs.control.
 
-    history: metrics.jsonl, every curve single-valued
-    addresses: from RUN@STEP, folder or Hub id to a model folder
+    history: metrics.jsonl, without lines superseded by repeated steps
+    addresses: resolves RUN@STEP, a folder or a Hub ID to a model folder
     status: state, progress, time left
     comparison: runs as text, side by side, as a table
-    curves, plots: the curves of runs, as a picture
-    page: the same on a page, of a plot or of live runs
-    live_log, watch: all runs while they are written, in the terminal and on a page
-    commands: asks a live run for something, and waits for the answer
-    step_documents: what a step was trained on
+    curves, plots: the curves of runs, as a PNG
+    page: the same curves on an HTML page, static or live
+    live_log, watch: follow all runs of a folder, in the terminal and on a page
+    commands: send a command to a live run and wait for its answer
+    step_documents: the documents that a step was trained on
     parity: one recipe under every strategy
     merge: the mean of several models
 """

@@ -1,4 +1,4 @@
-"""From what a user writes to a model folder: a run, one of its steps, any Hugging Face folder, or a Hub id.
+"""Resolves a model address to a folder: a run, one of its steps, any Hugging Face folder, or a Hub ID.
 
 runs/x            the run's final/, or else its newest valid checkpoint
 runs/x@500        the run's checkpoint of step 500
@@ -26,29 +26,30 @@ HUB_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.py"]
 
 @dataclass(frozen=True)
 class ModelAddress:
-    """Where a model is, and where it comes from as far as its folder tells."""
+    """The location of a model and its origin, as far as its folder records it."""
 
     name: str
-    """In tables: what the user wrote, and the checkpoint where that says more."""
+    """Name shown in tables: the address as given, plus the checkpoint if the address does not name it."""
     folder: Path
     """A Hugging Face model folder on this machine."""
     run: Path | None = None
-    """The run that it belongs to."""
+    """Folder of the run that it belongs to."""
     step: int | None = None
     tokens: int | None = None
     """Training tokens seen."""
     revision: str | None = None
-    """Commit of a Hub model."""
+    """Commit hash of a Hub model."""
     weights: str = "raw"
-    """raw, or average: the mean in a checkpoint."""
+    """raw, or average: the averaged weights stored in a checkpoint."""
 
 
 def find_models(text: str) -> list[ModelAddress]:
-    """The model at an address; RUN@all stands for several.
+    """Returns the model at an address, or several for RUN@all.
 
-    Raises InputError if it does not exist, with what exists instead.
+    Raises InputError if it does not exist; the message lists what exists instead.
     """
     folder = Path(text).expanduser()
+    # An existing folder takes precedence, so that folders with @ in their name work.
     if folder.is_dir():
         return [_in_folder(text, folder)]
     base, _, selector = text.rpartition("@")
@@ -82,13 +83,14 @@ def _in_folder(text: str, folder: Path) -> ModelAddress:
         raise InputError(
             f"--model {text}: neither a model folder (no config.json) nor a run with final/ or checkpoints/ in it"
         )
+    # Newest first. _intact is lazy, so checkpoints older than the one returned are not verified.
     for step, checkpoint in _intact(dict(reversed(checkpoints.items()))):
         return _describe(f"{text.rstrip('/')}@{step}", checkpoint)
     raise InputError(f"--model {text}: {folder} has no intact checkpoint; train it further, or restore one")
 
 
 def _intact(checkpoints: dict[int, Path]) -> Iterator[tuple[int, Path]]:
-    """Those whose files are as they were written, with a warning for each of the others."""
+    """Yields the undamaged checkpoints, and prints a warning for each damaged one."""
     for step, folder in checkpoints.items():
         if not (problems := checkpoint_damage(folder)):
             yield step, folder
@@ -105,7 +107,8 @@ def _in_run(text: str, run: Path, selector: str) -> list[ModelAddress]:
         step = best_step(checkpoints)
         if step is None:
             raise InputError(f"--model {text}: no checkpoint there has a validation loss; steps there: {available}")
-        text, selector = f"{run}@{step}", str(step)
+        text = f"{run}@{step}"
+        selector = str(step)
     if not selector.isdecimal():
         raise InputError(
             f"--model {text}: after @ comes a step, best or all (got {selector!r}); steps there: {available}"
@@ -135,7 +138,8 @@ def _refuse_damaged(text: str, folder: Path) -> None:
 
 
 def _describe(name: str, folder: Path) -> ModelAddress:
-    """The address of a model folder, with run, step and tokens where the folder lies in a run."""
+    """Builds the address of a model folder, with run, step and tokens if the folder belongs to a run."""
+    # Locates the run by the real path, because the folder may be a link to a checkpoint.
     real = folder.resolve()
     if real.parent.name in ("checkpoints", "evaluations") and (real.parent.parent / "config.yaml").is_file():
         state = read_state(folder).get("state", {})

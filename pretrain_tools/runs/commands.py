@@ -1,4 +1,4 @@
-"""The sender's side of control.py: asks a live run for something, and waits for the answer."""
+"""Sends a command to a live run and waits for its answer; the run's side is pretrain/runs/control.py."""
 
 import json
 import os
@@ -30,10 +30,10 @@ POLL_SECONDS = 0.1
 def steer(run: Path, command: str, *, timeout_seconds: float, **more: Any) -> int:
     """Sends a command to a live run, waits until it is done and prints the answer.
 
-    Returns the exit status: 1 for a profile that has found causes, EXIT_INTERRUPTED after Ctrl-C. Raises InputError as
-    `send` and `wait_for_answer` do.
+    Returns the exit status: 1 for a profile that found causes, EXIT_INTERRUPTED after Ctrl-C. Raises InputError in the
+    same cases as `send` and `wait_for_answer`.
     """
-    request = {"id": uuid.uuid4().hex}  # known before it is sent: Ctrl-C may come while it is being written
+    request = {"id": uuid.uuid4().hex}  # set before sending, so that Ctrl-C during the write can withdraw it
     watched = sys.stderr.isatty()
     shown = 0
 
@@ -62,9 +62,11 @@ def steer(run: Path, command: str, *, timeout_seconds: float, **more: Any) -> in
 
 
 def send(run: Path, command: str, request_id: str | None = None, **more: Any) -> dict:
-    """Writes the request and returns it, with a new id unless one is given, and with what `more` the command takes.
+    """Writes the request file and returns the request.
 
-    Raises InputError for a folder that is not a run, a run that is not active, and a folder that is not writable.
+    request_id: a new one if None. more: the command's own arguments.
+
+    Raises InputError if the folder is not a run, the run is not active, or the folder is not writable.
     """
     require_run(run)
     if not is_training(run):
@@ -95,24 +97,25 @@ def send(run: Path, command: str, request_id: str | None = None, **more: Any) ->
 def _not_alive(run: Path, command: str) -> str:
     status = read_status(run)
     at = f" at step {status.step:,}" if status.step is not None else ""
-    # Without lock and heartbeat, lines that are fresh are the only sign of a process: too little.
+    # Without lock and heartbeat, "running" rests on recent log lines alone, which does not prove that a process lives.
     state = "it has neither lock nor heartbeat" if status.state == "running" else f"{state_text(status)}{at}"
     remedy = "its model is in final" if status.state == "finished" else "the command that started it continues it"
     return f"{run}: the run is not active ({state}), so there is nothing to {command}; {remedy}"
 
 
 def wait_for_answer(run: Path, request: dict, *, timeout_seconds: float, show: Callable[[float], None]) -> str:
-    """The trainer's answer as text. The files are reopened each time, as network disks require.
+    """Waits for the trainer's answer and returns it as text.
 
-    show: called with the seconds waited so far, a few times per second.
+    show: called with the seconds waited so far, several times per second.
 
-    Raises InputError if the run ends without an answer or refuses, if another request replaces this one, or if the
-    time is up; a request that timed out is cancelled.
+    Raises InputError if the run ends without an answer or refuses, if another request replaces this one, or on timeout
+    (the request is then canceled). Reopens the files at every poll, because NFS updates its cache only on open.
     """
     start = time.monotonic()
     command = request["command"]
     while (waited := time.monotonic() - start) < timeout_seconds:
-        # Asked before the answer is read: a trainer that stops first answers, then exits.
+        # Check this before reading the answer: a trainer that stops answers first and then exits, so the other order
+        # could miss an answer written between the two checks.
         alive = is_training(run)
         answer = read_json(run / ANSWER_FILE)
         if answer.get("id") == request["id"] and isinstance(answer.get("step"), int):
@@ -137,14 +140,14 @@ def wait_for_answer(run: Path, request: dict, *, timeout_seconds: float, show: C
 
 
 def wait_for_profile(run: Path, request: dict, *, show: Callable[[float], None]) -> dict:
-    """The report of the profile that this request has begun, however long its steps take.
+    """Waits for the report of the profile that this request started, without a timeout, and returns it.
 
-    Raises InputError if the run ends before, or gives the profile up.
+    Raises InputError if the run ends first, or abandons the profile.
     """
     start = time.monotonic()
     read = set()
     while True:
-        alive = is_training(run)  # asked before the reports are read, as above
+        alive = is_training(run)  # checked before the reports are read, as above
         for path in run.glob(f"{PROFILE_FOLDER}/step-*/{PROFILE_REPORT}"):
             version = path, path.stat().st_mtime_ns
             report = read_json(path) if version not in read else {}
@@ -160,6 +163,6 @@ def wait_for_profile(run: Path, request: dict, *, show: Callable[[float], None])
 
 
 def withdraw(run: Path, request: dict) -> None:
-    """Withdraws a request that was not picked up yet; a later one stays."""
+    """Deletes a request that was not picked up yet; a newer request stays."""
     if read_json(run / REQUEST_FILE).get("id") == request["id"]:
         (run / REQUEST_FILE).unlink(missing_ok=True)

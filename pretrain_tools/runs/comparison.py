@@ -1,4 +1,4 @@
-"""Runs as text: a one-page summary, a side-by-side comparison, a CSV export."""
+"""Shows runs as text: a one-page summary, a side-by-side comparison, a CSV export."""
 
 import csv
 import itertools
@@ -22,7 +22,7 @@ WIDEST_CELL = 44
 
 
 def require_writable(path: Path) -> None:
-    """Raises InputError if no file can be made there."""
+    """Raises InputError if a file cannot be created at this path."""
     folder = path.parent
     if not folder.is_dir():
         raise InputError(f"--output {path}: {folder} is not a folder; create it, or choose another path")
@@ -33,7 +33,10 @@ def require_writable(path: Path) -> None:
 
 
 def flatten_settings(values: Any, prefix: str = "") -> dict[str, Any]:
-    """{'a': {'b': 1}} -> {'a.b': 1}; lists of plain values stay whole, others go by position."""
+    """Flattens nested settings to dotted names: {'a': {'b': 1}} becomes {'a.b': 1}.
+
+    Lists of plain values stay whole; lists of dicts or lists are flattened by index.
+    """
     if isinstance(values, dict) and values:
         return {
             key: leaf
@@ -46,28 +49,28 @@ def flatten_settings(values: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def recorded_settings(run: Path) -> dict[str, Any]:
-    """Every setting that the run's folder records, by dotted name; missing files are left out."""
+    """Reads every setting that the run's folder records, by dotted name; missing files are skipped."""
     records = {name: read_json(run / f"{name}.json") for name in ("model", "strategy", "environment")}
-    # A model in config.yaml may be a path, a leaf of the name that model.json's settings begin with.
+    # `model` may be a plain path in config.yaml, while the keys of model.json start with "model.": both stay.
     found = {**flatten_settings(read_config(run)), **flatten_settings({k: v for k, v in records.items() if v})}
     return {name: value for name, value in found.items() if name}
 
 
 def setting_differences(settings: list[dict[str, Any]]) -> dict[str, list[Any]]:
-    """{name: its value in each run} of the settings that differ; None where a run has no such setting."""
+    """Returns {name: value in each run} for the settings that differ; None if a run has no such setting."""
     names = dict.fromkeys(itertools.chain.from_iterable(settings))
     rows = {name: [of_run.get(name) for of_run in settings] for name in names}
     return {name: row for name, row in rows.items() if any(value != row[0] for value in row)}
 
 
 def smoothed_loss(history: History) -> float | None:
-    """Mean training loss of the last logged lines: a single step's is too noisy."""
+    """Computes the mean training loss of the last SMOOTHED_LINES logged lines; one step's loss is too noisy."""
     losses = [e["loss"] for e in history.of("train")[-SMOOTHED_LINES:] if is_number(e.get("loss"))]
     return statistics.fmean(losses) if losses else None
 
 
 def results_of(history: History, status: RunStatus) -> dict[str, str]:
-    """The results of a run, by name, as text."""
+    """Formats the results of a run: {name: text}, without those that were not measured."""
     results = {
         "state": state_text(status),
         "step": _text(status.step, "{:,}"),
@@ -112,18 +115,18 @@ def _text(value: float | None, form: str) -> str | None:
 
 
 def print_comparison(folders: list[Path]) -> None:
-    """Prints settings that differ and results. Raises InputError for one run alone, and for folders that are none."""
+    """Prints differing settings and results. Raises InputError for fewer than two runs, or a folder that is no run."""
     if len(folders) < 2:
         raise InputError(f"compare {folders[0]}: only one run given; give two or more, or use summary")
     print(comparison_text([(read_history(run), read_status(run)) for run in require_runs(folders)]))
 
 
 def comparison_text(runs: list[tuple[History, RunStatus]]) -> str:
-    """Settings that differ and results, one column per run."""
+    """Formats the differing settings and the results, one column per run."""
     histories = [history for history, _ in runs]
     header = ["", *names_of(histories)]
     differ = setting_differences([recorded_settings(history.folder) for history in histories])
-    # Where a run writes is its name, which heads the column.
+    # The output folder always differs, and is already the column's header.
     shown = {name: row for name, row in differ.items() if name not in ("output", "model.transformers_version")}
     settings = table([header, *([name, *map(_cell, row)] for name, row in shown.items())]) if shown else "  none"
     results = [results_of(history, status) for history, status in runs]
@@ -133,7 +136,7 @@ def comparison_text(runs: list[tuple[History, RunStatus]]) -> str:
 
 
 def names_of(histories: list[History]) -> list[str]:
-    """A name for each run: the folder's own, or its path where two share one."""
+    """Returns a name for each run: the folder's name, or its path if two runs share that name."""
     names = [history.folder.name for history in histories]
     return [str(h.folder) if names.count(h.folder.name) > 1 else h.folder.name for h in histories]
 
@@ -144,12 +147,13 @@ def _cell(value: Any) -> str:
 
 
 def summary_text(history: History, status: RunStatus) -> str:
-    """A run on one page: its settings, its results, its course."""
+    """Formats a one-page summary of a run: settings, results, loss curve."""
     settings = recorded_settings(history.folder)
     start = history.last("start")
     total = start.get("parameters")
     active = start.get("active_parameters")
     parameters = _text(total, ", {:,} parameters") or ""
+    # Only MoE models have fewer active parameters than parameters.
     parameters += (_text(active, ", {:,} active") or "") if active != total else ""
     data = [str(value) for key, value in settings.items() if key.startswith("data.") and key.endswith(".shards")]
     optim = {key: settings.get(f"optim.{key}") for key in ("name", "learning_rate", "schedule", "warmup_steps")}
@@ -179,7 +183,7 @@ def summary_text(history: History, status: RunStatus) -> str:
 
 
 def _curve_text(history: History) -> str:
-    """The run at some steps, evenly spread."""
+    """Formats a table of up to SHOWN_STEPS evenly spaced steps."""
     train = [e for e in history.of("train") if is_number(e.get("loss"))]
     if not train:
         return "no steps logged yet"
@@ -202,16 +206,17 @@ def _curve_text(history: History) -> str:
 
 
 def export_runs(folders: list[Path], path: Path) -> None:
-    """Writes every logged line as CSV. Raises InputError for folders that are no runs, and for the path."""
+    """Writes every logged line as CSV. Raises InputError for a folder that is no run, or an unwritable path."""
     runs = require_runs(folders)
     require_writable(path)
     print(f"{path}: {write_csv([read_history(run) for run in runs], path):,} rows")
 
 
 def write_csv(histories: list[History], path: Path) -> int:
-    """Writes every line of the curves as a table, one row per line, `run` and `event` first; returns the rows.
+    """Writes the logged lines of all runs as CSV, one row per line, and returns the number of rows.
 
-    Columns are the union of the lines' own names; a cell is empty where a line has no such number. Raises OSError.
+    Columns are `run`, `event`, then the union of the lines' keys; a cell is empty if its line lacks the key. Raises
+    OSError.
     """
     rows = [
         {"run": name, **event}
@@ -220,7 +225,7 @@ def write_csv(histories: list[History], path: Path) -> int:
         if event["event"] in EXPORTED
     ]
     columns = dict.fromkeys(["run", "event", "step", "tokens", "hours", "time", *itertools.chain.from_iterable(rows)])
-    # Complete or absent: a script may read the table while it is exported again.
+    # Write to a temporary name and rename: a script may read the old table during a new export.
     unfinished = path.with_name(f".{path.name}.unfinished")
     with open(unfinished, "w", encoding="utf-8", newline="") as file:
         writer = csv.DictWriter(file, columns)

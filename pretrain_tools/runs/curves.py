@@ -1,6 +1,6 @@
-"""The curves of a run as columns of numbers: every point with its step, tokens, hours and FLOPs.
+"""Turns a run's events into curves: columns of numbers, every point with its step, tokens, hours and FLOPs.
 
-`Curves` takes events in the order of the log: all at once for a plot, or as a live run writes them.
+`Curves` accepts events in log order, either all at once for a plot or incrementally from a live run.
 """
 
 import itertools
@@ -20,55 +20,57 @@ from pretrain_tools.runs.history import History, Score, is_number, repeats_after
 from pretrain_tools.runs.status import FIGURES, facts_text
 
 LOGGED = ("step", "tokens", "hours", "learning_rate")
-"""Columns of a step that are kept as they are; of the others a point has the mean of its steps."""
+"""Columns for which a point takes the value of its last step; all others are averaged over the point's steps."""
 MEASURES = ("loss", "grad_norm", "tokens_per_second", "mfu", "peak_memory_bytes")
 EXTREMES = ("loss", "grad_norm")
-"""Measures of which a point also has the least and the largest, as loss_low and loss_high: no spike is lost."""
+"""Measures that also get a minimum and maximum per point (loss_low, loss_high), so that no spike is lost."""
 MOST_STEPS = 2400
+"""Logged steps up to which every step is a point."""
 INTERVALS = 600
-"""Longer runs are divided into equal intervals, a point for each."""
+"""Points of a longer run, one per equal interval of logged steps."""
 MOST_HAPPENED = 400
-"""Events of a kind, the last ones."""
+"""Maximum number of events kept per kind; the newest win."""
 
 Columns = dict[str, list[float | None]]
 
 
 @dataclass(frozen=True)
 class RunCurves:
-    """The drawn curves of a run; each group of columns but by_position has step, tokens, hours and flops.
+    """The curves of a run, ready to draw. All groups of columns except by_position have step, tokens, hours and flops.
 
-    hours: of running; flops: of forward and backward, as MFU counts.
+    hours: running time, without gaps between processes. flops: forward and backward, counted as for MFU.
     """
 
     train: Columns
     validation: dict[str, Columns]
-    """{source, 'source, average' of averaged weights, 'source, stage's length' where that differs: columns with
-    loss}"""
+    """Columns with `loss`, by source. 'SOURCE, average' has the loss of the averaged weights; "SOURCE, stage's length"
+    the loss at the stage's sequence length, if that differs from the final one."""
     scores: dict[str, Columns]
-    """{evaluation: columns with value and standard_error}"""
+    """Columns with `value` and `standard_error`, by name of the score."""
     by_position: dict[str, Columns]
-    """{'source, step N' of the last validation in each stage: {position: the end of each range, loss}}"""
+    """Columns `position` (end of each range, in tokens) and `loss`, by 'SOURCE, step N'; N is a stage's last
+    validation."""
     happened: list[dict[str, Any]]
-    """Events that are no figures: event, text, time as text, and the four positions."""
+    """Events other than measurements: event, text, time as text, and step, tokens, hours and flops."""
     flops_are_exact: bool
-    """False: 6 FLOPs per parameter and token, where the run does not record its own figure."""
+    """False if the run did not record its FLOPs per token, so that they are estimated as 6 per parameter."""
 
 
 @dataclass
 class Curves:
-    """The current events of one run: steps that were repeated count as they were the last time."""
+    """The curves of one run, built event by event; if steps were repeated, only the last attempt counts."""
 
     train: dict[str, array] = field(default_factory=lambda: {name: array("d") for name in (*LOGGED, *MEASURES)})
     validation: dict[str, dict[int, Event]] = field(default_factory=dict)
-    """{source: {step: event}}"""
+    """Validation events by source and step."""
     scores: dict[str, dict[int, Score]] = field(default_factory=dict)
-    """{name: {step: score}}"""
+    """Scores by name and step."""
     happened: list[Event] = field(default_factory=list)
     start: Event = field(default_factory=dict)
-    """The last one."""
+    """The last `start` event."""
 
     def add(self, events: Iterable[Event]) -> None:
-        """Takes further events, which have `hours`."""
+        """Appends events; each must have `hours`, as added by `count_hours`."""
         for event in events:
             back_to = repeats_after(event)
             if back_to is not None:
@@ -88,7 +90,8 @@ class Curves:
                 self.start = event if event["event"] == "start" else self.start
 
     def _go_back(self, step: int) -> None:
-        # Steps after this one are trained again, and what was measured at them belongs to no curve.
+        # Later steps are trained again, so measurements taken at them no longer describe the model.
+        # searchsorted works because steps ascend: whatever a repeat superseded is already deleted.
         kept = int(np.searchsorted(np.array(self.train["step"]), step, "right"))
         for values in self.train.values():
             del values[kept:]
@@ -97,7 +100,7 @@ class Curves:
                 del measured[later]
 
     def drawn(self, most_steps: int = MOST_STEPS) -> RunCurves:
-        """The curves; of more steps than `most_steps`, INTERVALS points."""
+        """Returns the curves, reduced to INTERVALS points if there are more than `most_steps` steps."""
         train = thinned({name: np.array(values) for name, values in self.train.items()}, most_steps)
         points = [dict(zip(train, row, strict=True)) for row in zip(*train.values(), strict=True)]
         flops_per_token, is_exact = flops_per_token_of_start(self.start)
@@ -107,7 +110,7 @@ class Curves:
         happened = newest_of_each_kind(self.happened)
         scores = {name: [at[step] for step in sorted(at)] for name, at in self.scores.items() if at}
         return RunCurves(
-            # Last, so that what was logged replaces what was interpolated.
+            # `train` comes last: logged tokens and hours replace interpolated ones.
             train={**places.of([{"event": "train", **point} for point in points]), **train},
             validation={
                 source + of: {**places.of(events), "loss": [rounded(e.get(key)) for e in events]}
@@ -133,7 +136,7 @@ class Curves:
 
 
 def newest_of_each_kind(events: Sequence[Event]) -> list[Event]:
-    """The last MOST_HAPPENED events of each kind, in their order."""
+    """Returns the last MOST_HAPPENED events of each kind, in log order."""
     kept = []
     counts = Counter()
     for event in reversed(events):
@@ -144,22 +147,22 @@ def newest_of_each_kind(events: Sequence[Event]) -> list[Event]:
 
 
 def curves_of(history: History) -> RunCurves:
-    """The curves of a whole run."""
+    """Returns the curves of a whole run."""
     curves = Curves()
     curves.add(history.events)
     return curves.drawn()
 
 
 def thinned(train: dict[str, NDArray], most_steps: int) -> Columns:
-    """Columns of at most `most_steps` or INTERVALS points, with NaN as None.
+    """Reduces columns of more than `most_steps` steps to INTERVALS points; NaN becomes None.
 
-    A point stands for an interval of steps: it has the last step's place, and of each measure the mean; a mean of the
-    extremes alone would mislead.
+    A point stands for an interval of steps: it has the position of the last step and the mean of each measure, plus
+    the minimum and maximum of EXTREMES.
     """
     count = len(train["step"])
     if count == 0:
         return {name: [] for name in (*train, *(f"{name}_{end}" for name in EXTREMES for end in ("low", "high")))}
-    # Equal numbers of steps, so that every mean is over as many.
+    # Intervals of equal numbers of steps, so that all means are equally noisy.
     first = np.arange(count) if count <= most_steps else np.arange(INTERVALS) * count // INTERVALS
     last = np.append(first[1:], count) - 1
     columns = {name: train[name][last] for name in LOGGED}
@@ -169,19 +172,22 @@ def thinned(train: dict[str, NDArray], most_steps: int) -> Columns:
         sums = np.add.reduceat(np.where(known, train[name], 0.0), first)
         columns[name] = np.divide(sums, counts, out=np.full(len(first), np.nan), where=counts > 0)
     for name in EXTREMES:
-        # fmin and fmax leave NaN out, unlike minimum and maximum.
+        # fmin and fmax ignore NaN; minimum and maximum would propagate it.
         columns[f"{name}_low"] = np.fmin.reduceat(train[name], first)
         columns[f"{name}_high"] = np.fmax.reduceat(train[name], first)
     return {name: [rounded(value) for value in values.tolist()] for name, values in columns.items()}
 
 
 def flops_per_token_of(history: History) -> tuple[float | None, bool]:
-    """(FLOPs per token, whether the run recorded it); 6N if it did not, None if not even N is known."""
+    """Returns (FLOPs per token, True if the run recorded them).
+
+    Falls back to 6 N for N active parameters (Kaplan et al., arXiv 2001.08361), and to None if N is unknown too.
+    """
     return flops_per_token_of_start(history.last("start"))
 
 
 def flops_per_token_of_start(start: Event) -> tuple[float | None, bool]:
-    """See `flops_per_token_of`."""
+    """Does what `flops_per_token_of` does, given the `start` event."""
     stated = start.get("flops_per_token")
     if is_number(stated):
         return float(stated), True
@@ -190,21 +196,24 @@ def flops_per_token_of_start(start: Event) -> tuple[float | None, bool]:
 
 
 class Places:
-    """Tokens and hours at any step of a run: between logged steps by straight lines, after the last as there."""
+    """Maps steps to tokens, hours and FLOPs: linear between logged steps, constant after the last one.
+
+    Curriculum stages may change the FLOPs per token, because attention's share grows with the sequence length.
+    """
 
     def __init__(self, train: Sequence[Event], flops_per_token: float | None, stages: Sequence[Event] = ()):
         known = [e for e in train if is_number(e.get("tokens")) and is_number(e.get("hours"))]
         self._steps = np.array([0, *(e["step"] for e in known)])
         self._columns = {key: np.array([0.0, *(e[key] for e in known)]) for key in ("tokens", "hours")}
         self._rates = [(0.0, flops_per_token)] if flops_per_token else []
-        """(tokens, FLOPs of each from there on)."""
+        """Pairs (tokens, FLOPs per token from there on)."""
         for stage in stages if self._rates else ():
             begin = float(np.interp(stage["step"], self._steps, self._columns["tokens"]))
-            # After a rollback a run comes to a stage again.
+            # After a rollback, a run can enter the same stage again: drop the earlier entry.
             self._rates = [rate for rate in self._rates if rate[0] < begin] + [(begin, stage["flops_per_token"])]
 
     def of(self, events: Sequence[Event]) -> Columns:
-        """{step, tokens, hours, flops} of the events; None where an event belongs to no step."""
+        """Returns columns step, tokens, hours and flops for the events; None for an event without a step."""
         steps = [event.get("step") for event in events]
         columns: Columns = {"step": steps}
         for key, values in self._columns.items():
@@ -222,12 +231,12 @@ class Places:
 
 
 def rows_of(columns: Columns) -> list[dict[str, float | None]]:
-    """[{name: value}] of the points."""
+    """Converts columns to one dict per point."""
     return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
 
 def losses_by_position(validation: dict[str, list[Event]]) -> dict[str, Columns]:
-    """See `RunCurves`; empty for windows of a single range."""
+    """Collects `RunCurves.by_position`; empty if all positions are in a single range."""
     found = {}
     for source, events in validation.items():
         measured = [event for event in events if len(event.get("loss_by_position") or {}) > 1]
@@ -240,12 +249,12 @@ def losses_by_position(validation: dict[str, list[Event]]) -> dict[str, Columns]
 
 
 def time_text(event: Event) -> str:
-    """'2026-01-31 12:00:00', in local time; '' of an event without a time."""
+    """Formats an event's local time as '2026-01-31 12:00:00'; '' if it has none."""
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(event["time"])) if is_number(event.get("time")) else ""
 
 
 def rounded(value: Any) -> float | None:
-    """A number to six digits, which is more than a screen shows and keeps the page small; None for any other."""
+    """Rounds to six significant digits, to keep the page small; None for anything but a finite number."""
     if not is_number(value) or not math.isfinite(value):
         return None
     return int(value) if float(value).is_integer() and abs(value) < 1e15 else float(f"{value:.6g}")

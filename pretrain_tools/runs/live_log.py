@@ -1,7 +1,7 @@
-"""Runs while they are written: each look at them reads only what was appended since the one before.
+"""Follows runs while they are written: each refresh reads only what was appended since the previous one.
 
-A line without its end waits for it; a file that was replaced or cut short is read from its beginning; a folder that
-vanished is no run any more.
+An incomplete last line is left for the next refresh. A file that was replaced or truncated is read from the start. A
+folder that was deleted is dropped.
 """
 
 import os
@@ -16,19 +16,20 @@ from pretrain_tools.runs.history import current_events, find_runs, last_start
 from pretrain_tools.runs.status import FIGURES, RunStatus, status_from
 
 KEPT_EVENTS = 200
-"""Events of each run that are kept; a status and a trend need no more."""
+"""Events kept per run, enough for a status and a sparkline of the loss."""
 MANY = tuple(f'{{"event": "{name}"'.encode() for name in ("train", "sample", "evaluation"))
-"""Beginnings of the most frequent lines."""
+"""Prefixes of the most frequent lines."""
 LOOK_BACK_BYTES = 1 << 20
+"""Bytes read from the end of a log that is seen for the first time."""
 FIND_EVERY_SECONDS = 10.0
-"""Looking for new runs lists folders, which is slow on network disks."""
+"""Interval of the search for new runs; listing folders is slow on network disks."""
 
 
 class LogFollower:
-    """The events of one metrics.jsonl as they come.
+    """Reads the events of one metrics.jsonl as they are appended.
 
-    last: how many of the steps that are there already are read at first; of everything else what is in the last
-    LOOK_BACK_BYTES. None: all.
+    last: number of existing lines that the first call reads; before them it reads only the rarer events within
+    LOOK_BACK_BYTES. None: the whole file.
     """
 
     def __init__(self, path: Path, last: int | None = None):
@@ -38,9 +39,9 @@ class LogFollower:
         self._offset = 0
 
     def read(self) -> tuple[list[Event], bool]:
-        """(events whose lines were completed since the last call, whether the file is another than at that call).
+        """Returns (events completed since the last call, True if the file was replaced or truncated since then).
 
-        Raises OSError where there is no file.
+        The first call always returns True. Raises OSError if there is no file.
         """
         with open(self._path, "rb") as file:
             stat = os.fstat(file.fileno())
@@ -51,6 +52,7 @@ class LogFollower:
             begins_within_a_line = is_another and self._offset > 0
             file.seek(self._offset)
             whole, end, _ = file.read().rpartition(b"\n")
+        # Everything after the last newline is an incomplete line and is read again.
         self._offset += len(whole) + len(end)
         lines = whole.split(b"\n")[1 if begins_within_a_line else 0 :]
         if is_another and self._last is not None:
@@ -59,41 +61,44 @@ class LogFollower:
 
 
 class LiveRun:
-    """One run as of its last `refresh`."""
+    """The state of one run at its last `refresh`."""
 
     def __init__(self, folder: Path, number: int):
         self.folder = folder
         self.number = number
         self.version = 0
-        """The number of the look at which something of it had last changed."""
+        """Version of `LiveRuns` in which this run last changed."""
         self.status: RunStatus | None = None
         self.logged = 0.0
-        """The time at which its log last grew, in seconds since 1970."""
+        """Time of the last write to its log, in seconds since 1970."""
         self._log = LogFollower(folder / METRICS_FILE, last=KEPT_EVENTS)
         self._events: list[Event] = []
         self._seen: list[tuple] = []
 
     def refresh(self) -> bool:
-        """Looks again; whether anything changed. Raises OSError where the run is gone."""
+        """Reads new events and returns True if anything changed. Raises OSError if the run's folder is gone."""
         files = (self.folder / METRICS_FILE, self.folder / LOCK_FILE, heartbeat_path(self.folder))
         seen = [file_version(path) for path in files]
+        # A running process can die without changing a file, so only runs that have ended may be skipped.
         if self.status is not None and self.status.state != "running" and seen == self._seen:
             return False
         self._seen = seen
         events, is_another = self._log.read()
         if is_another:
             self._events = []
+            # The end of a long log may lack the last `start`, which has the number of steps.
             if not any(event["event"] == "start" for event in events):
                 events = [*filter(None, [last_start(self.folder)]), *events]
         self._events = newest_events(current_events([*self._events, *events]))
         before = self.status
         self.status = status_from(self.folder, self._events)
         self.logged = time.time() - self.status.age_seconds
+        # The age always changes and must not count as a change.
         return before is None or replace(before, age_seconds=0.0) != replace(self.status, age_seconds=0.0)
 
 
 def file_version(path: Path) -> tuple[int, ...]:
-    """Inode, size and time of a file, one of which changes with it; () without one."""
+    """Returns inode, size and modification time of a file, one of which changes with it; () if there is no file."""
     try:
         stat = os.stat(path)
     except OSError:
@@ -102,7 +107,11 @@ def file_version(path: Path) -> tuple[int, ...]:
 
 
 def newest_events(events: list[Event]) -> list[Event]:
-    """The last ones; before them the newest that tells the run's length, of each source's validations, of all else."""
+    """Returns the last KEPT_EVENTS events, and the older ones that a status still needs.
+
+    Those are the newest validation of each source, the newest event with the run's length, and the newest other event
+    that is not a measurement.
+    """
     older = events[:-KEPT_EVENTS]
     needed = {}
     for number, event in enumerate(older):
@@ -114,7 +123,7 @@ def newest_events(events: list[Event]) -> list[Event]:
 
 
 class LiveRuns:
-    """All runs in a folder, or the one that it is; for several threads."""
+    """The runs in a folder, or the single run that the folder is. Thread-safe."""
 
     def __init__(self, folder: Path, find_every: float = FIND_EVERY_SECONDS):
         self.folder = folder
@@ -126,7 +135,7 @@ class LiveRuns:
         self._found = -float("inf")
 
     def refresh(self) -> list[LiveRun]:
-        """Looks again. The runs that are there: those in training first, then the newest log first."""
+        """Refreshes all runs and returns them: running ones first, then by the time of their last log line."""
         with self._lock:
             if time.monotonic() - self._found >= self._find_every:
                 self._find()
@@ -141,6 +150,7 @@ class LiveRuns:
         found = [self.folder] if is_run else find_runs(self.folder) if os.path.isdir(self.folder) else []
         for folder in found:
             if folder not in self._runs:
+                # Numbers are not reused, so a stale page cannot control a different run.
                 self._runs[folder] = LiveRun(folder, self._numbers)
                 self._numbers += 1
         self._found = time.monotonic()
@@ -153,12 +163,12 @@ class LiveRuns:
             return False
 
     def name_of(self, run: LiveRun) -> str:
-        """Its path within the folder that is watched."""
+        """Returns its path relative to the watched folder."""
         if run.folder == self.folder:
             return run.folder.resolve().name
         return str(run.folder.relative_to(self.folder))
 
     def numbered(self, number: int) -> LiveRun | None:
-        """The run of this number; None if it is gone."""
+        """Returns the run with this number; None if it is gone."""
         with self._lock:
             return next((run for run in self._runs.values() if run.number == number), None)

@@ -1,8 +1,8 @@
-"""The uniform mean of several models' weights, as a Hugging Face folder.
+"""Averages the weights of several models uniformly into a Hugging Face folder.
 
-Of a run's last checkpoints it stands in for the decay of the learning rate (LAWA: Kaddour, arXiv 2209.14981; Sanyal et
-al., arXiv 2306.03241; for WSD schedules Tian et al., arXiv 2507.17634); of runs that share their beginning it is a
-model soup (Wortsman et al., arXiv 2203.05482).
+Averaging a run's last checkpoints approximates a learning-rate decay (LAWA: Kaddour, arXiv 2209.14981; Sanyal et al.,
+arXiv 2306.03241; for WSD schedules: Tian et al., arXiv 2507.17634). Averaging runs that branched from one checkpoint
+makes a model soup (Wortsman et al., arXiv 2203.05482).
 """
 
 import json
@@ -29,21 +29,21 @@ from pretrain_tools.runs.addresses import ModelAddress, find_models
 
 MERGE_FILE = "merge.json"
 LEFT_BEHIND = {SEAL_FILE, PROVENANCE_FILE, SIGNATURE_FILE, CARD_FILE, PICTURE_FILE, MERGE_FILE, "trainer_state.json"}
-"""Files of a model folder that describe one model alone."""
+"""Files that describe a single model and are not copied to the merged one."""
 
 
 @dataclass(frozen=True)
 class MeanTensors(TensorGroup):
-    """The mean of each tensor over several models, computed in fp64 when it is asked for, in fp32."""
+    """The mean of each tensor over several models, accumulated in fp64 on access and returned in fp32."""
 
     models: Sequence[Mapping[str, torch.Tensor]]
     published: PublishedNames
-    """The names of tensors in the mean's folder."""
+    """Mapping to the tensor names that Transformers expects in the folder."""
 
     def whole(self, name: str, wanted: bool = True) -> torch.Tensor | None:
         if not wanted:
             return None
-        # Sums of many models in fp32 would lose what the last ones differ by.
+        # An fp32 sum over many models would round away the small differences between them.
         total = self.models[0][name].double()
         for model in self.models[1:]:
             total += model[name]
@@ -51,15 +51,15 @@ class MeanTensors(TensorGroup):
 
 
 def merge_models(texts: list[str], *, last: int | None, weights: str, output: Path | None) -> tuple[Path, list[str]]:
-    """Writes the mean of the models at these addresses; returns its folder and the names of what is in it.
+    """Writes the mean of the models at these addresses; returns its folder and the names of the averaged models.
 
-    Reads and writes one tensor at a time, and holds at most one file of them. Raises InputError with every problem
-    before anything is written.
+    Reads one tensor at a time and holds at most one output file in memory. Raises InputError with all problems before
+    writing anything.
 
     Args:
-        last: take so many of a run's newest intact checkpoints.
-        weights: raw, or average: the means that checkpoints have.
-        output: a folder that does not exist yet; None: in the run, if all models are of one.
+        last: number of newest intact checkpoints to take from each run.
+        weights: raw, or average: the averaged weights stored in checkpoints.
+        output: a folder that does not exist yet. None: a folder in the run, if all models belong to one run.
     """
     problems = Problems()
     addresses = [found for text in texts for found in problems.attempt(addressed, text, last) or []]
@@ -80,6 +80,7 @@ def merge_models(texts: list[str], *, last: int | None, weights: str, output: Pa
     group = problems.attempt(mean_of, names, folders, "model" if weights == "raw" else "average")
     problems.stop_if_any()
     require_room(output, group)
+    # Write to a hidden folder and rename it at the end, so that the output is complete or absent.
     unfinished = output.with_name(f".saving-{output.name}")
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)
@@ -90,14 +91,14 @@ def merge_models(texts: list[str], *, last: int | None, weights: str, output: Pa
 
 
 def addressed(text: str, last: int | None) -> list[ModelAddress]:
-    """The models at an address; of a run its `last` checkpoints. Raises InputError."""
+    """Returns the models at an address; for a run and `last`, its newest intact checkpoints. Raises InputError."""
     try:
         if last is None or not (steps := checkpoint_folders(Path(text).expanduser())):
             return find_models(text)
     except InputError as error:
         raise InputError(*(problem.replace("--model", "merge", 1) for problem in error.problems)) from error
     found: list[ModelAddress] = []
-    # Newest first: damaged ones are passed over until there are enough.
+    # Go from the newest and skip damaged checkpoints until there are enough.
     for step in reversed(steps):
         try:
             found = [*find_models(f"{text.rstrip('/')}@{step}"), *found]
@@ -112,7 +113,7 @@ def addressed(text: str, last: int | None) -> list[ModelAddress]:
 
 
 def output_folder(addresses: Sequence[ModelAddress], asked: Path | None) -> Path:
-    """Chooses the folder of the mean. Raises InputError if it cannot be made."""
+    """Chooses the output folder. Raises InputError if it exists or cannot be created."""
     if asked is None:
         runs = {address.run for address in addresses}
         if len(runs) > 1 or None in runs:
@@ -127,7 +128,7 @@ def output_folder(addresses: Sequence[ModelAddress], asked: Path | None) -> Path
 
 
 def mean_of(names: Sequence[str], folders: Sequence[Path], prefix: str) -> MeanTensors:
-    """The mean of the tensors in these folders. Raises InputError where the models are not of one architecture."""
+    """Returns the lazy mean of the tensors in these folders. Raises InputError if the architectures differ."""
     problems = Problems()
     configs: list[PreTrainedConfig | None] = [problems.attempt(load_model_config, str(folder)) for folder in folders]
     problems.stop_if_any()
@@ -145,6 +146,7 @@ def mean_of(names: Sequence[str], folders: Sequence[Path], prefix: str) -> MeanT
                 f"merge {names[0]} {name}: not of one architecture ({what}{config_differences(configs[0], config)}); "
                 "merge models of one"
             )
+        # RoPE has no weights, so a different base or scaling does not show in the shapes.
         elif getattr(config, "rope_parameters", None) != getattr(configs[0], "rope_parameters", None):
             problems.append(
                 f"merge {names[0]} {name}: have other rotary positions ({config_differences(configs[0], config)}), "
@@ -155,7 +157,7 @@ def mean_of(names: Sequence[str], folders: Sequence[Path], prefix: str) -> MeanT
 
 
 def require_room(output: Path, group: TensorGroup) -> None:
-    """Raises InputError if the disk is too full."""
+    """Raises InputError if the disk has too little free space."""
     place = next(folder for folder in output.absolute().parents if folder.exists())
     try:
         require_space(place, bytes_of(group))
@@ -164,12 +166,12 @@ def require_room(output: Path, group: TensorGroup) -> None:
 
 
 def describe_mean(folder: Path, newest: Path, contents: dict) -> None:
-    """Everything of a model folder but the weights, as the last of the models has it, and what was merged."""
+    """Copies all files except the weights from the newest model, and writes merge.json, which lists the models."""
     for path in newest.iterdir():
         if path.is_file() and path.name not in LEFT_BEHIND and ".safetensors" not in path.suffixes:
             shutil.copyfile(path, folder / path.name)
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    # The folder that is copied may say bf16, as its own weights were.
+    # The copied config may say bf16, but the merged weights are fp32.
     config["dtype"] = "float32"
     (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     (folder / MERGE_FILE).write_text(json.dumps(contents, indent=1), encoding="utf-8")

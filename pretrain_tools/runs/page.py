@@ -1,7 +1,7 @@
-"""The page of runs: of a plot, of all runs as one file, or served to this machine while they train.
+"""Builds the HTML page of runs: a plot, a snapshot of all runs, or a live page served to this machine.
 
-Anyone who opens the served page may control the runs, so every request needs the token of the address that was
-printed: another user of the machine has none, nor has another site that sends requests from the same browser.
+Anyone who can open the served page can control the runs, so every request needs the token in the printed address.
+Other users of the machine do not have it, nor do other sites open in the same browser.
 """
 
 import hmac
@@ -38,7 +38,7 @@ from pretrain_tools.runs.status import RunStatus, last_event_text, read_status, 
 
 PAGE, LIVE_SCRIPT = (Path(__file__).with_name(name) for name in ("page.html", "page_live.js"))
 LOCAL_NAMES = frozenset({"127.0.0.1", "localhost", "::1"})
-"""Hosts that a request may name: another is a site whose name leads here (DNS rebinding)."""
+"""Accepted values of a request's Host header; any other name is a DNS rebinding attempt."""
 SECURITY = {
     "Content-Security-Policy": "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
     "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -50,25 +50,25 @@ MOST_REQUEST_BYTES = 4096
 ANSWER_SECONDS = 120.0
 MOST_CURVES_IN_FILE = 24
 REFRESHED_SECONDS = 0.5
-"""Runs are looked at no more often, however many pages ask."""
+"""Minimum time between two refreshes of the runs, however many pages poll."""
 SHARE_OF_TIME = 0.1
-"""Share of a server's time that goes into the curves of one run: those of long runs are refreshed less often."""
+"""Maximum share of time spent redrawing the curves of one run, so that long runs are redrawn less often."""
 
 
 def page_text(title: str, data: dict[str, Any], *, is_served: bool = False) -> str:
-    """The page with its data in it."""
+    """Returns the HTML page with its data embedded as JSON."""
     marks = {kind: {"color": color, "label": label} for kind, (_, color, label) in MARKS.items()}
-    # In a script element nothing may look like the end of one, whatever a run's names and messages say.
     text = json.dumps({"title": title, "marks": marks, **data}, ensure_ascii=False, allow_nan=False)
     page = PAGE.read_text(encoding="utf-8").replace("{{LIVE}}", LIVE_SCRIPT.read_text("utf-8") if is_served else "", 1)
     page = page.replace("{{TITLE}}", title.replace("&", "&amp;").replace("<", "&lt;"), 1)
+    # Run names and messages are untrusted: an unescaped "</script>" in them would end the script element.
     return page.replace("{{DATA}}", text.replace("<", "\\u003c"), 1)
 
 
 def plot_runs(folders: Sequence[Path], output: Path | None) -> list[Path]:
-    """Writes the page and the PNG, by default into the nearest folder that holds all runs; returns their paths.
+    """Writes the page and the PNG, by default into the nearest common folder of the runs; returns their paths.
 
-    Raises InputError for folders that are no runs, runs without steps, and a path that cannot be written.
+    Raises InputError if a folder is not a run, no run has logged a step, or the path is not writable.
     """
     runs = require_runs(folders)
     folder = runs[0] if len(runs) == 1 else Path(os.path.commonpath([run.resolve().parent for run in runs]))
@@ -88,7 +88,7 @@ def plot_runs(folders: Sequence[Path], output: Path | None) -> list[Path]:
 
 
 def page_of_plot(runs: Sequence[PlottedRun]) -> str:
-    """A page with the curves of these runs to hover over and zoom into, their results and what differs."""
+    """Returns an interactive page with the runs' curves, results and differing settings."""
     differences = setting_differences([recorded_settings(run.history.folder) for run in runs])
     now = time.time()
     records = [
@@ -101,7 +101,7 @@ def page_of_plot(runs: Sequence[PlottedRun]) -> str:
         "runs": records,
         "curves": {number: curves_record(run.curves) for number, run in enumerate(runs)},
         "results": [results_of(run.history, run.status) for run in runs],
-        # Where a run writes is its name.
+        # The output folder always differs, and is the run's name already.
         "differences": {
             name: ["-" if value is None else str(value) for value in values]
             for name, values in differences.items()
@@ -112,7 +112,7 @@ def page_of_plot(runs: Sequence[PlottedRun]) -> str:
 
 
 def run_record(number: int, name: str, status: RunStatus, logged: float) -> dict[str, Any]:
-    """The figures of a run in its line of the page."""
+    """Returns the values of a run's row in the page's table."""
     return {
         "number": number,
         "name": name,
@@ -136,12 +136,12 @@ def run_record(number: int, name: str, status: RunStatus, logged: float) -> dict
 
 
 def curves_record(curves: RunCurves) -> dict[str, Any]:
-    """The curves as the page takes them, which has no panel by position."""
+    """Returns the curves as the page's script reads them; the page has no panel of loss by position."""
     return {name: value for name, value in vars(curves).items() if name != "by_position"}
 
 
 class FollowedCurves:
-    """The curves of a run that is written."""
+    """The curves of a live run."""
 
     def __init__(self, run: Path):
         self._log = LogFollower(run / METRICS_FILE)
@@ -149,18 +149,18 @@ class FollowedCurves:
         self._hours: tuple[float, float | None] = (0.0, None)
         self._due = 0.0
         self.record: dict[str, Any] = {}
-        """The curves as the page takes them."""
+        """The result of `curves_record`, with the version."""
         self.version = -1
-        """The run's version when they were drawn."""
+        """Version of the run when the curves were drawn."""
 
     def refresh(self, version: int) -> None:
-        """Reads and draws what is new, unless it was just done. Raises OSError where the run is gone."""
+        """Reads new events and redraws, unless that was done too recently. Raises OSError if the run is gone."""
         begin = time.monotonic()
-        # A version that came too early stays due: it is still another at the next look.
+        # A version that is skipped here is not lost: it still differs from self.version at the next call.
         if version == self.version or begin < self._due:
             return
         events, is_another = self._log.read()
-        # Replaced or cut short: what was read belongs to another run.
+        # The log was replaced or truncated, so the events read before belong to another run.
         if is_another:
             self._curves = Curves()
             self._hours = (0.0, None)
@@ -172,7 +172,7 @@ class FollowedCurves:
 
 
 class LiveData:
-    """The news that pages get of the runs; for several threads."""
+    """The data that pages poll. Thread-safe."""
 
     def __init__(self, runs: LiveRuns, fresh_seconds: float = REFRESHED_SECONDS):
         self.runs = runs
@@ -183,9 +183,10 @@ class LiveData:
         self._lock = threading.Lock()
 
     def news(self, since: int, shown: dict[int, int]) -> dict[str, Any]:
-        """Runs that changed after version `since`, and the curves that did.
+        """Returns the runs and the curves that changed after version `since`.
 
-        shown: {number: version of its curves that the page has, or -1} of each run whose curves it shows.
+        shown: {number of a run: version of its curves that the page has, -1 for none}, for each run whose curves it
+        shows.
         """
         with self._lock:
             if time.monotonic() - self._looked >= self._fresh_seconds:
@@ -209,7 +210,7 @@ class LiveData:
             }
 
     def everything(self) -> dict[str, Any]:
-        """All runs, with the curves of those that come first."""
+        """Returns all runs, with the curves of the first MOST_CURVES_IN_FILE."""
         return self.news(-1, {run.number: -1 for run in self.runs.refresh()[:MOST_CURVES_IN_FILE]})
 
     def _curves_of(self, run: LiveRun) -> FollowedCurves | None:
@@ -222,12 +223,12 @@ class LiveData:
 
 
 def write_live_page(data: LiveData, path: Path, refresh_seconds: float | None) -> None:
-    """Writes the page as one file, of which a browser reads the next version every so many seconds; None: the last."""
+    """Writes the page as one file that reloads itself every `refresh_seconds`; None: it does not reload."""
     write_durably(path, page_text(f"Runs in {data.runs.folder}", {**data.everything(), "refresh": refresh_seconds}))
 
 
 class PageServer(ThreadingHTTPServer):
-    """The page and its news, at a port of this machine. Raises InputError where the port cannot be had."""
+    """Serves the page and its data on a local port. Raises InputError if the port is not available."""
 
     daemon_threads = True
 
@@ -236,7 +237,7 @@ class PageServer(ThreadingHTTPServer):
         self.interval = interval
         self.token = secrets.token_urlsafe(24)
         try:
-            # Other machines do not get here; ssh -L does.
+            # Bound to the loopback interface: reachable from other machines only through ssh -L.
             super().__init__(("127.0.0.1", port), PageRequest)
         except OSError as error:
             raise InputError(
@@ -245,24 +246,24 @@ class PageServer(ThreadingHTTPServer):
 
     @property
     def address(self) -> str:
-        """The page's address for a browser of this machine."""
+        """URL of the page, with its token, for a browser on this machine."""
         return f"http://127.0.0.1:{self.server_port}/?token={self.token}"
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Reports errors, but not a page that was closed in the middle of an answer."""
+        """Reports errors, except when a page was closed during a response."""
         if not isinstance(sys.exception(), ConnectionError):
             super().handle_error(request, client_address)
 
 
 class PageRequest(BaseHTTPRequestHandler):
-    """One request of a browser."""
+    """Handles one request of a browser."""
 
     server: PageServer
     protocol_version = "HTTP/1.1"
     timeout = 60
 
     def do_GET(self) -> None:
-        """Answers with the page, its news, or the curves of one run."""
+        """Responds with the page, its updates, or the plot of one run."""
         url = urlsplit(self.path)
         query = parse_qs(url.query)
         if not self._is_allowed(self.headers.get("X-Token") or query.get("token", [""])[0]):
@@ -278,13 +279,13 @@ class PageRequest(BaseHTTPRequestHandler):
             self._answer_json(HTTPStatus.NOT_FOUND, {"problem": f"{url.path}: nothing is there"})
 
     def do_POST(self) -> None:
-        """Sends a command, {run: its number, command}, and answers when the run has answered."""
+        """Sends a command to a run and responds with its answer. Body: JSON with `run` (number) and `command`."""
         length = self.headers.get("Content-Length", "")
         if not length.isdecimal() or int(length) > MOST_REQUEST_BYTES:
-            self.close_connection = True  # its body stays unread
+            self.close_connection = True  # the body stays unread, and would be taken for the next request
             return self._answer_json(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, {"problem": "no request of this page"})
         body = self.rfile.read(int(length))
-        # A form of another site can send neither this type nor the header without being allowed to.
+        # Against CSRF: another site's form cannot set this content type or X-Token without a CORS preflight.
         is_json = self.headers.get_content_type() == "application/json"
         is_ours = is_json and self.headers.get("Origin") in (None, f"http://{self.headers.get('Host')}")
         if not self._is_allowed(self.headers.get("X-Token", "") if is_ours else ""):
@@ -309,6 +310,7 @@ class PageRequest(BaseHTTPRequestHandler):
             host = urlsplit(f"//{self.headers.get('Host', '')}").hostname
         except ValueError:
             host = None
+        # compare_digest takes constant time, so response times do not leak the token.
         if host in LOCAL_NAMES and hmac.compare_digest(token.encode(), self.server.token.encode()):
             return True
         said = "not allowed: open the address, with its token, that runs.py watch has printed"
@@ -325,7 +327,7 @@ class PageRequest(BaseHTTPRequestHandler):
         return self._answer_json(HTTPStatus.OK, self.server.data.news(since, shown))
 
     def _answer_plot(self, query: dict[str, list[str]]) -> None:
-        """Answers with the page of `runs.py plot`."""
+        """Responds with the page that `runs.py plot` writes."""
         number = query.get("run", [""])[0]
         run = self.server.data.runs.numbered(int(number)) if number.isdecimal() else None
         if run is None:
@@ -352,4 +354,4 @@ class PageRequest(BaseHTTPRequestHandler):
         self.wfile.write(content)
 
     def log_message(self, format: str, *values: Any) -> None:
-        """Prints nothing: the terminal shows the runs."""
+        """Prints nothing, because the terminal shows the table of runs."""

@@ -1,4 +1,4 @@
-"""Does a recipe train to the same losses under every strategy? Runs it under each and compares step by step."""
+"""Checks that a recipe trains to the same losses under every strategy: runs each and compares step by step."""
 
 import json
 import math
@@ -19,13 +19,13 @@ from pretrain.units import table
 
 REFERENCE = "single"
 TOLERANCES = {"fp32": (1e-5, 1e-4), "bf16": (2e-2, None), "fp16": (2e-2, None)}
-"""{precision: (largest difference of the loss, largest relative difference of the gradient norm)}. In half precision
-strategies round in different places, and gradient norms may differ by a few percent where losses agree."""
+"""Tolerances by precision: (absolute for the loss, relative for the gradient norm). In half precision, strategies
+round at different places, so gradient norms can differ by a few percent although the losses agree."""
 
 
 @dataclass(frozen=True)
 class Curve:
-    """Losses and gradient norms of a run, by step."""
+    """The losses and gradient norms of a run, by step."""
 
     loss: dict[int, float]
     grad_norm: dict[int, float]
@@ -36,13 +36,13 @@ class StrategyOutcome:
     """The outcome of one strategy."""
 
     curve: Curve | None
-    """None: it did not train to the end."""
+    """Losses and gradient norms; None if the run did not train to the end."""
     refusals: tuple[str, ...] = ()
-    """Problems for which it refused the recipe, or this machine, before it started."""
+    """Messages with which it rejected the recipe or this machine before training."""
 
 
 def strategy_names() -> list[str]:
-    """The strategies there are files for, the reference first."""
+    """Returns the names of the files in accelerate_configs/, REFERENCE first."""
     names = sorted(path.stem for path in (ROOT / "accelerate_configs").glob("*.yaml"))
     return [REFERENCE, *(name for name in names if name != REFERENCE)]
 
@@ -56,15 +56,15 @@ def compare_strategies(
     changes: Sequence[tuple[str, str]] = (),
     **settings: Any,
 ) -> int:
-    """`measure_parity` of the recipe, or of the recipe with each of several models into output/MODEL.
+    """Runs `measure_parity` on the recipe, or on the recipe with each of several models into output/MODEL.
 
-    Of models it also prints a table of them all.
+    With models it also prints a table of all results.
 
     Args:
-        strategies: names separated by commas; None: all there are files for.
-        settings: see `measure_parity`.
+        strategies: comma-separated names; None: all files in accelerate_configs/.
+        settings: passed to `measure_parity`.
 
-    Returns 0 if every model agrees with itself under `single`, else 1. Raises InputError as `measure_parity`.
+    Returns 0 if every model matches its own run under `single`, else 1. Raises InputError as `measure_parity` does.
     """
     names = strategies.split(",") if strategies else strategy_names()
     if not models:
@@ -86,7 +86,7 @@ def compare_strategies(
 
 
 def loss_or_why_not(result: Mapping) -> str:
-    """A strategy's largest difference, or the word for none."""
+    """Formats a strategy's largest loss difference, or says why there is none."""
     return f"{result['loss']:.1e}" if "loss" in result else "refused" if "refused" in result else "FAILED"
 
 
@@ -103,10 +103,10 @@ def measure_parity(
     """Trains under each strategy into output/NAME and prints the curves side by side.
 
     Args:
-        changes: settings in the place of the recipe's.
+        changes: pairs (dotted path, value) that override the recipe.
 
-    Returns 0 if all that can run the recipe agree with `single`, else 1. Raises InputError for an unknown strategy,
-    for an output folder that already contains runs, and for a recipe that `single` refuses.
+    Returns 0 if all strategies that can run the recipe match `single`, else 1. Raises InputError for an unknown
+    strategy, an output folder that already contains runs, or a recipe that `single` rejects.
     """
     known = strategy_names()
     problems = [f"--strategies: {n} is unknown{did_you_mean(n, known)}" for n in strategies if n not in known]
@@ -118,6 +118,7 @@ def measure_parity(
     ]
     if problems:
         raise InputError(*problems)
+    # Fixed before the launches: each would resolve `auto` for its own number of processes.
     changes = [*changes, *numbers_for_auto(recipe, changes, processes)]
     overrides = run_overrides(recipe, changes, steps, precision)
     outcomes: dict[str, StrategyOutcome] = {}
@@ -126,7 +127,7 @@ def measure_parity(
         on = f"{count} process{'es' if count > 1 else ''}"
         print(f"[{number}/{len(strategies)}] {name}, {on}, {steps} steps ...", file=sys.stderr, flush=True)
         outcomes[name] = train_under(name, count, recipe, output / name, overrides)
-        # Nothing can be compared, so the other strategies are not trained.
+        # Without the reference there is nothing to compare with, so do not train the other strategies.
         if outcomes[REFERENCE].curve is None:
             raise InputError(
                 *(outcomes[REFERENCE].refusals or [f"{recipe} does not train; see {output / REFERENCE}.log"])
@@ -139,7 +140,7 @@ def measure_parity(
 
 
 def updates_in_bf16(optimizer: str) -> bool:
-    """Tells whether the optimizer computes its updates in bf16 on this machine under any precision; imports torch."""
+    """Tells if the optimizer computes its updates in bf16 on this machine under any precision; imports torch."""
     from pretrain.hardware import missing_bf16
     from pretrain.optim.optimizers import OPTIMIZERS
     from pretrain.parallel.strategy import device_type
@@ -148,7 +149,10 @@ def updates_in_bf16(optimizer: str) -> bool:
 
 
 def numbers_for_auto(recipe: Path, changes: Sequence[tuple[str, str]], processes: int) -> list[tuple[str, str]]:
-    """Settles what the recipe leaves to `auto`, for the whole run and fitting all launches; imports torch then."""
+    """Resolves the recipe's `auto` settings to numbers that suit all launches; imports torch if there are any.
+
+    Otherwise each launch would resolve `auto` for its own number of processes, and the runs would differ.
+    """
     config = read_run_config(recipe, changes)
     optim = config.optim
     if "auto" not in (config.batch.tokens_per_step, optim.learning_rate, optim.weight_decay, optim.warmup_steps):
@@ -166,7 +170,8 @@ def numbers_for_auto(recipe: Path, changes: Sequence[tuple[str, str]], processes
 
 
 def run_overrides(recipe: Path, changes: Sequence[tuple[str, str]], steps: int, precision: str) -> list[str]:
-    """`changes`, and what a short run sets differently; batch, data, model and optimizer stay."""
+    """Returns command-line overrides: `changes`, and the settings of a short run. Batch, data and model stay."""
+    # Warmup takes at most 10% of the short run, so that most steps are at the full learning rate.
     warmup = read_run_config(recipe, changes).optim.warmup_steps
     warmup = steps // 10 if warmup == "auto" else min(warmup, steps // 10)
     return [
@@ -178,7 +183,7 @@ def run_overrides(recipe: Path, changes: Sequence[tuple[str, str]], steps: int, 
 
 
 def train_under(name: str, processes: int, recipe: Path, output: Path, overrides: list[str]) -> StrategyOutcome:
-    """The outcome of one run. Its output is in output.log."""
+    """Trains under one strategy and returns the outcome; the console goes to output.log."""
     command = [
         *(sys.executable, "-m", "accelerate.commands.launch"),
         *("--config_file", f"accelerate_configs/{name}.yaml"),
@@ -189,7 +194,7 @@ def train_under(name: str, processes: int, recipe: Path, output: Path, overrides
     log = output.with_suffix(".log")
     with open(log, "w", encoding="utf-8") as file:
         status = subprocess.run(command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT).returncode
-    # A launch that falls back to one process would agree with the reference, of course.
+    # A launch that silently fell back to one process would match the reference and prove nothing.
     if status == 0 and (mistake := mistaken_launch(output, name, processes)):
         with open(log, "a", encoding="utf-8") as file:
             file.write(mistake + "\n")
@@ -201,31 +206,32 @@ def train_under(name: str, processes: int, recipe: Path, output: Path, overrides
 
 
 def mistaken_launch(run: Path, name: str, processes: int) -> str | None:
-    """Describes a finished run that was launched as another than asked for: its losses would prove nothing."""
+    """Describes a run that did not use the requested strategy or number of processes; None if it did."""
     record = read_json(run / "strategy.json")
     trained = (record.get("strategy"), record.get("ranks"))
-    # One process under ddp is called single.
+    # With one process, the run records `single` whatever the config says.
     if trained == (name, processes) or processes == 1:
         return None
     return f"{run}: trained under {trained[0]} on {trained[1]} processes, not under {name} on {processes}"
 
 
 def refusals(log: str, status: int) -> list[str]:
-    """The problems of an input error in a failed run's log; [] if it failed otherwise.
+    """Extracts the messages of an input error from a failed run's log; [] if it failed for another reason.
 
-    Launchers replace a process's exit status with their own and state it in their last lines.
+    Launchers replace a process's exit status with their own, and print the original one in their last lines.
     """
     stated = re.search(rf"(?:exit ?code *:|non-zero exit status) {EXIT_BAD_INPUT}\b", log)
     if status != EXIT_BAD_INPUT and not stated:
         return []
+    # The launcher's own traceback follows the messages of the run.
     before_launcher = re.split(r"^(?:E\d{4} |Traceback)", log, maxsplit=1, flags=re.MULTILINE)[0]
-    # Libraries prefix their messages with a place or a time, or continue on an indented line; stages end in dots.
+    # Other output looks different: libraries prefix a location or time, or indent; progress lines end in dots.
     of_others = r"\s|\[|$|[WI]\d{4} |.*Warning: |.* \.\.\.$"
     return [line for line in before_launcher.splitlines() if not re.match(of_others, line)]
 
 
 def read_curve(run: Path) -> Curve:
-    """Losses and gradient norms of a run; what was not finite is NaN."""
+    """Reads the losses and gradient norms of a run; values that were not finite become NaN."""
     train = [event for event in read_metrics(run) if event["event"] == "train"]
 
     def by_step(key: str) -> dict[int, float]:
@@ -235,9 +241,9 @@ def read_curve(run: Path) -> Curve:
 
 
 def distance_table(title: str, curves: Mapping[str, Mapping[int, float]], relative: bool) -> str:
-    """Every step's value of the reference, and the distance of each strategy from it, the largest distance last.
+    """Formats a table of the reference's value and each strategy's distance from it, by step; the last row has maxima.
 
-    A dot means equal to the last digit.
+    A dot means exactly equal.
     """
     others = {name: curve for name, curve in curves.items() if name != REFERENCE}
 
@@ -254,7 +260,7 @@ def distance_table(title: str, curves: Mapping[str, Mapping[int, float]], relati
 
 
 def distance(found: float, expected: float, relative: bool) -> float:
-    """|found - expected|, over |expected| if relative; 0 if neither is a number, inf if one alone is not."""
+    """Computes |found - expected|, divided by |expected| if relative; 0 if both are NaN, inf if only one is."""
     if math.isnan(found) and math.isnan(expected):
         return 0.0
     difference = abs(found - expected) / (abs(expected) if relative else 1.0)
@@ -262,7 +268,7 @@ def distance(found: float, expected: float, relative: bool) -> float:
 
 
 def largest_distance(curve: Mapping[int, float], reference: Mapping[int, float], relative: bool) -> float:
-    """The largest distance over the reference's steps; inf where one of the two has a step that the other lacks."""
+    """Returns the largest distance over all steps; inf if one curve has a step that the other lacks."""
     if curve.keys() != reference.keys():
         return math.inf
     return max((distance(curve[step], reference[step], relative) for step in reference), default=0.0)
@@ -271,7 +277,7 @@ def largest_distance(curve: Mapping[int, float], reference: Mapping[int, float],
 def report_parity(
     outcomes: Mapping[str, StrategyOutcome], tolerances: tuple[float, float | None], output: Path
 ) -> int:
-    """Prints curves and verdicts, writes the verdicts to parity.json; 0 if all that could run are near enough."""
+    """Prints curves and verdicts and writes parity.json; returns 0 if all strategies that ran are within tolerance."""
     loss_tolerance, norm_tolerance = tolerances
     curves = {name: outcome.curve for name, outcome in outcomes.items() if outcome.curve is not None}
     losses, norms = ({n: getattr(c, key) for n, c in curves.items()} for key in ("loss", "grad_norm"))
@@ -298,7 +304,7 @@ def report_parity(
 
 
 def parity_verdict(result: Mapping) -> str:
-    """One strategy's result as text."""
+    """Formats one strategy's result."""
     if "refused" in result:
         return "refused: " + ("\n" + 32 * " ").join(result["refused"])
     if "failed" in result:
@@ -308,7 +314,7 @@ def parity_verdict(result: Mapping) -> str:
 
 
 def conclude(results: Mapping[str, Mapping], bounds: str) -> int:
-    """The last sentence, and the exit status it means."""
+    """Prints the conclusion and returns the exit status."""
     same = [name for name, result in results.items() if result.get("same")]
     refused = [name for name, result in results.items() if "refused" in result]
     bad = [name for name in results if name not in same and name not in refused]

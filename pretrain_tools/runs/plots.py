@@ -1,4 +1,4 @@
-"""Pictures of runs: panels for a paper or a message, and what other pictures of the project share with them."""
+"""Draws runs as PNG panels, and holds the plotting helpers that the project's other figures share."""
 
 import itertools
 import math
@@ -12,7 +12,7 @@ from pretrain_tools.runs.history import History, is_number
 from pretrain_tools.runs.status import RunStatus
 
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
-"""Okabe and Ito's, which color-blind people can tell apart."""
+"""Colors of runs: the Okabe-Ito palette, which is safe for color-blind readers."""
 DASHES = ("-", "--", ":", "-.")
 MARKS = {
     "resume": (">", "#009e73", "resumed"),
@@ -26,21 +26,21 @@ MARKS = {
     "warning": ("v", "#e69f00", "warning"),
     "end": ("s", "#555555", "ended"),
 }
-"""{event worth a mark beside the curves: (matplotlib marker, color, name in the legend)}"""
+"""Events marked in the loss panel: (matplotlib marker, color, name in the legend)."""
 POSITION_LABELS = {"step": "step", "tokens": "tokens", "hours": "hours of running", "flops": "FLOPs"}
 MOST_SCORE_PANELS = 15
 MARK_HEIGHT = 0.035
 """Height of a run's line of event marks, as a share of the panel."""
 SMOOTHED_SHARE = 0.04
 FEW = 12
-"""Values of a curve up to which each is a dot, and the first ones count as much as the rest."""
+"""Points up to which a curve shows each as a dot, and its first ones count for the range of the axis."""
 SHARE_LEFT_OUT_OF_RANGE = 0.02
-"""Share of a run that does not decide the range of the loss."""
+"""Share of a run, from its start, that is ignored when choosing the range of the loss axis."""
 
 
 @dataclass(frozen=True)
 class PlottedRun:
-    """A run with all that a picture or a page shows of it."""
+    """A run with everything that a picture or page shows of it."""
 
     name: str
     history: History
@@ -53,11 +53,12 @@ class PlottedRun:
 
 
 Panel = tuple[str, str, Callable[[Any, str], None]]
-"""(title, what the x-axis is, function that draws it into an axis by a position)."""
+"""Title, x-axis (a key of POSITION_LABELS or a name of its own), and function that draws into a matplotlib axis."""
 
 
 def write_png(runs: Sequence[PlottedRun], path: Path) -> None:
-    """Writes one panel per quantity, all runs in each, with a legend of runs and of event marks on top."""
+    """Writes a PNG with one panel per quantity, all runs in each, and a legend of runs and event marks on top."""
+    # Figure instead of pyplot, which keeps global state and may need a display.
     from matplotlib.figure import Figure
 
     panels = picture_panels(runs)
@@ -85,14 +86,14 @@ def write_png(runs: Sequence[PlottedRun], path: Path) -> None:
 
 
 def picture_panels(runs: Sequence[PlottedRun]) -> list[Panel]:
-    """The panels that have data."""
+    """Returns the panels that have data."""
 
     def measure(title: str, name: str, **options: bool) -> Panel:
         return title, "step", lambda axis, at: draw_measure(axis, runs, at, name, **options)
 
     curves = [run.curves for run in runs]
     loss = measure("Training loss (bold: smoothed)", "loss", marks=True)
-    # By tokens or FLOPs a single curve only has other numbers below it.
+    # For a single run, a plot by tokens or FLOPs has the same shape as the plot by step.
     positions = ("tokens", "hours", "flops") if len(runs) > 1 else ("hours",)
     losses = [
         (f"Training loss by {POSITION_LABELS[at]}", at, lambda axis, at: draw_measure(axis, runs, at, "loss"))
@@ -110,16 +111,16 @@ def picture_panels(runs: Sequence[PlottedRun]) -> list[Panel]:
         measure("Gradient norm, before clipping", "grad_norm", log=True),
         measure("Tokens per second", "tokens_per_second"),
     ]
-    # Of several runs the losses are compared first.
+    # For several runs, put the panels that compare losses first.
     panels = [loss, *losses, *panels] if len(runs) > 1 else [loss, *panels, *losses]
     names = dict.fromkeys(name for run in curves for name in run.scores if not name.endswith("perplexity"))
-    # Means of sets first, then what moves first: a small model's accuracies stay at chance.
+    # Averages of task sets first, then bits per byte, which improve early; a small model's accuracies stay at chance.
     names = sorted(names, key=lambda name: (not name.startswith(("core ·", "small ·")), not name.endswith("_byte")))
     return panels + [panel for name in names for panel in score_panels(runs, name)][:MOST_SCORE_PANELS]
 
 
 def score_panels(runs: Sequence[PlottedRun], name: str) -> list[Panel]:
-    """Over steps where a run was evaluated several times; else one point per run; none for one point in all."""
+    """Returns a panel by step if a run was evaluated several times, else one point per run; [] for a single point."""
     points = [len(run.curves.scores[name]["step"]) for run in runs if name in run.curves.scores]
     if max(points) > 1:
         return [(f"Evaluation: {name}", "step", lambda axis, at: draw_score(axis, runs, at, name))]
@@ -129,7 +130,7 @@ def score_panels(runs: Sequence[PlottedRun], name: str) -> list[Panel]:
 
 
 def points_of(columns: Columns, position: str, *measures: str) -> list[list[float]]:
-    """[x, y, ...] of the points at which all of them are known."""
+    """Returns the columns [x, y, ...] of the points at which all of them are known."""
     rows = zip(*(columns[name] for name in (position, *measures)), strict=True)
     known = [row for row in rows if None not in row]
     return [list(column) for column in zip(*known, strict=True)] or [[] for _ in (position, *measures)]
@@ -138,7 +139,7 @@ def points_of(columns: Columns, position: str, *measures: str) -> list[list[floa
 def draw_measure(
     axis: Any, runs: Sequence[PlottedRun], position: str, measure: str, *, smooth=True, log=False, marks=False
 ) -> None:
-    """Draws a measure of the steps: bold its moving average, faint the least and the largest of each point's steps."""
+    """Draws a measure by step: its moving average in bold, and the range within each point as a faint band."""
     for number, run in enumerate(runs):
         train = run.curves.train
         color = color_of(number)
@@ -148,7 +149,7 @@ def draw_measure(
             low, high = (f"{measure}_{end}" if f"{measure}_low" in train else measure for end in ("low", "high"))
             x, low, high = points_of(train, position, low, high)
             both = list(itertools.chain.from_iterable(zip(low, high, strict=True)))
-            # From the least to the largest and back: a spike in a long run stays visible.
+            # A zigzag between minimum and maximum, so that a spike in a long run stays visible.
             axis.plot([at for at in x for _ in range(2)], both, color=color, linewidth=0.8, alpha=0.35)
             x, y = points_of(train, position, measure)
             axis.plot(x, smoothed(y), color=color, linewidth=1.8)
@@ -167,9 +168,9 @@ def draw_measure(
 
 
 def smoothed(values: list[float]) -> list[float]:
-    """Means over windows of about 4 % of the points around each.
+    """Computes a centered moving average over about 4% of the points.
 
-    Centered, since a mean of what came before lags behind a falling loss; and shorter near the steep beginning.
+    A trailing average would lag behind a falling loss. The window is shorter near the steep start.
     """
     sums = [0.0, *itertools.accumulate(values)]
     means = []
@@ -182,7 +183,7 @@ def smoothed(values: list[float]) -> list[float]:
 
 
 def draw_marks(axis: Any, runs: Sequence[PlottedRun], position: str) -> None:
-    """Draws symbols along the bottom, one line of them per run; a dotted line where training went back or on."""
+    """Draws event markers along the bottom, one row per run, and a dotted line at each resume or rollback."""
     for number, run in enumerate(runs):
         for kind, (shape, color, _) in MARKS.items():
             events = [event for event in run.curves.happened if event["event"] == kind]
@@ -195,7 +196,7 @@ def draw_marks(axis: Any, runs: Sequence[PlottedRun], position: str) -> None:
 
 
 def fit_to_later_loss(axis: Any, runs: Sequence[PlottedRun], position: str, *, marks: bool) -> None:
-    """Fits the axis to what comes after the first 2 %: the fall from the initial loss would flatten all the rest."""
+    """Fits the axis to the loss after the first 2% of the run; the initial drop would flatten everything else."""
     curves = [points_of(run.curves.train, position, "loss_low", "loss_high") for run in runs]
     if all(len(x) <= FEW for x, _, _ in curves):
         return
@@ -214,7 +215,7 @@ def fit_to_later_loss(axis: Any, runs: Sequence[PlottedRun], position: str, *, m
 
 
 def draw_validation(axis: Any, runs: Sequence[PlottedRun], position: str) -> None:
-    """Draws the loss of every source, a dash pattern for each."""
+    """Draws the validation loss, with one dash pattern per source."""
     sources = list(dict.fromkeys(source for run in runs for source in run.curves.validation))
     for number, run in enumerate(runs):
         for source, columns in run.curves.validation.items():
@@ -225,7 +226,7 @@ def draw_validation(axis: Any, runs: Sequence[PlottedRun], position: str) -> Non
 
 
 def draw_by_position(axis: Any, runs: Sequence[PlottedRun]) -> None:
-    """Draws a point for each range of positions, at its end; a line for each source and stage."""
+    """Draws the loss by position: a point at the end of each range, a line per source and stage."""
     ends = set()
     handles = []
     for number, run in enumerate(runs):
@@ -255,7 +256,7 @@ def draw_score(axis: Any, runs: Sequence[PlottedRun], position: str, name: str) 
 def draw_with_band(
     axis: Any, x: Sequence[float], values: Sequence[float], errors: Sequence[float], **look: Any
 ) -> None:
-    """Draws a line through the values, and around it a band of one standard error to each side."""
+    """Draws a line through the values with a band of one standard error on each side."""
     (line,) = axis.plot(x, values, marker="o", markersize=4, **look)
     low = [value - error for value, error in zip(values, errors, strict=True)]
     high = [value + error for value, error in zip(values, errors, strict=True)]
@@ -263,20 +264,20 @@ def draw_with_band(
 
 
 def draw_score_by_run(axis: Any, runs: Sequence[PlottedRun], name: str) -> None:
-    """Draws the last score of each run."""
+    """Draws the last score of each run, with its standard error."""
     measured = [(n, run.name, run.curves.scores[name]) for n, run in enumerate(runs) if name in run.curves.scores]
     for place, (number, _, columns) in enumerate(measured):
         value = columns["value"][-1]
         error = columns["standard_error"][-1]
         axis.errorbar([place], [value], yerr=[error or 0.0], color=color_of(number), marker="o", capsize=4)
-        beside = {"textcoords": "offset points", "xytext": (8, 0), "va": "center", "fontsize": 9}
-        axis.annotate(f"{value:.4g}", (place, value), **beside)
+        offset = {"textcoords": "offset points", "xytext": (8, 0), "va": "center", "fontsize": 9}
+        axis.annotate(f"{value:.4g}", (place, value), **offset)
     axis.set_xticks(range(len(measured)), [label for _, label, _ in measured])
     axis.set_xlim(-0.7, len(measured) - 0.3)
 
 
 def axis_text(value: float, _position: int | None = None) -> str:
-    """1500000 -> '1.5M'; where counts have no unit, 3.2e18. The second argument is matplotlib's."""
+    """Formats a tick label: 1500000 becomes '1.5M', 3.2e18 stays as it is. Matplotlib passes the second argument."""
     if not value:
         return "0"
     if abs(value) >= 1e15 or abs(value) < 1e-5:
@@ -288,26 +289,26 @@ def axis_text(value: float, _position: int | None = None) -> str:
 
 
 def color_of(number: int) -> str:
-    """The color of the run, or line, of this number."""
+    """Returns the color of the run or line with this number."""
     return COLORS[number % len(COLORS)]
 
 
 def line_handle(color: str, label: str, dash: str = "-", **mark: Any) -> Any:
-    """A line of a legend."""
+    """Returns a legend entry."""
     from matplotlib.lines import Line2D
 
     return Line2D([], [], color=color, label=label, **{"linestyle": dash, "linewidth": 2, **mark})
 
 
 def style_panel(axis: Any, title: str) -> None:
-    """Gives a panel the project's look."""
+    """Applies the project's style to a panel."""
     axis.set_title(title, fontsize=11, loc="left", fontweight="bold")
     axis.grid(alpha=0.25)
     axis.spines[["top", "right"]].set_visible(False)
 
 
 def save_figure(figure: Any, path: Path) -> None:
-    """Writes a PNG that is complete or absent."""
+    """Writes a PNG under a temporary name and renames it, so that readers never see half a file."""
     unfinished = path.with_name(f".{path.name}.unfinished")
     figure.savefig(unfinished, dpi=110, format="png")
     unfinished.replace(path)

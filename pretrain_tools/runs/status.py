@@ -1,4 +1,4 @@
-"""The state of a run: its process, progress and time left. Reads only the ends of files."""
+"""Determines the state of a run: its process, progress and time left. Reads only the ends of files."""
 
 import fcntl
 import socket
@@ -17,24 +17,25 @@ from pretrain.units import count_text, counted, duration_text, table
 from pretrain_tools.runs.history import find_runs, is_number, last_start, read_end, require_run
 
 STALE_HEARTBEAT_SECONDS = 60.0
-"""A heartbeat older than this means a dead or hanging process; it is written every few seconds."""
+"""Age at which a heartbeat, written every few seconds, means a dead or hanging process."""
 LONG_STEP_SECONDS = 60.0
+"""Time without progress after which `status` mentions it."""
 SHOWN_EVENTS = 8
 FIGURES = frozenset({"train", "validation", "sample", "evaluation"})
-"""Events that are figures; the others are what happened."""
+"""Events that are measurements; the others, such as checkpoint or rollback, are incidents worth listing."""
 
 
 @dataclass(frozen=True)
 class RunStatus:
-    """The current state of one run. None: not known (yet)."""
+    """The current state of one run. None means unknown, possibly only until the first log line."""
 
     folder: Path
     state: str
     """running, finished, stopped or crashed."""
     reason: str | None
-    """The reason of its end, if recorded."""
+    """Reason why it ended, if recorded."""
     where: str | None
-    """'process 123 on host' that runs it."""
+    """Process that runs it, as 'process 123 on HOST'."""
     step: int | None
     total_steps: int | None
     tokens: int | None
@@ -44,26 +45,26 @@ class RunStatus:
     tokens_per_second: float | None
     mfu: float | None
     seconds_left: float | None
-    """None unless it runs."""
+    """Estimated time to the last step; None unless it is running."""
     age_seconds: float
-    """Since anything was logged."""
+    """Time since the last log line."""
     silent_seconds: float | None
-    """Time in the current step, by its heartbeat; None unless it runs."""
+    """Time since its last progress, as its heartbeat reports it; None unless it is running."""
     events: list[Event] = field(repr=False)
-    """The last ones."""
+    """The last events, without superseded ones."""
     mirror: str | None = None
-    """The state of its mirror in words; None without one."""
+    """State of its mirror as text; None without a mirror."""
 
     @property
     def progress(self) -> float | None:
-        """0 to 1."""
+        """Completed share of the steps, 0 to 1."""
         return self.step / self.total_steps if self.step is not None and self.total_steps else None
 
 
 def is_training(run: Path) -> bool | None:
-    """Tells whether a process trains this run now; None if nothing in the folder can tell.
+    """Tells if a process is training this run now; None if nothing in the folder can tell.
 
-    On the machine of the process its lock tells, from elsewhere its heartbeat.
+    Uses the lock on the machine that runs the process, and the heartbeat on other machines.
     """
     holder = read_json(run / LOCK_FILE)
     if holder.get("host") == socket.gethostname():
@@ -72,7 +73,7 @@ def is_training(run: Path) -> bool | None:
         touched = heartbeat_path(run).stat().st_mtime
     except OSError:
         return None
-    # The clock of the writer and that of the disk may each be off: the later one counts.
+    # The writer's clock and the file server's clock may each be wrong: take the later time.
     last = max(touched, read_json(heartbeat_path(run)).get("time") or 0.0)
     return time.time() - last < STALE_HEARTBEAT_SECONDS
 
@@ -80,27 +81,27 @@ def is_training(run: Path) -> bool | None:
 def _holds_lock(path: Path, holder: dict) -> bool:
     if not isinstance(holder.get("pid"), int) or not is_alive(holder["pid"]):
         return False
-    # Tried only while such a process lives: a lock held here, however briefly, could turn away one that starts.
+    # Only test the lock while such a process lives: holding it even briefly could block a run that is starting.
     try:
         with open(path, "rb") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):
-        return True  # PermissionError: it is another user's, and that process lives
+        return True  # PermissionError: the file belongs to another user, whose process is alive
     except OSError:
         return False
     return False
 
 
 def read_status(run: Path, *, brief: bool = False) -> RunStatus:
-    """The current state of a run, from the last lines of its metrics, its lock and its heartbeat.
+    """Reads the current state of a run from the end of its metrics, its lock and its heartbeat.
 
-    brief: reads less, for long lists.
+    brief: reads less of the metrics, for long lists.
     """
     return status_from(run, read_end(run, lines=100, look_back_bytes=1 << 20) if brief else read_end(run))
 
 
 def status_from(run: Path, events: list[Event]) -> RunStatus:
-    """The state of a run whose last events are known. Raises OSError where the run is gone."""
+    """Determines the state of a run from its last events. Raises OSError if the run's folder is gone."""
     heartbeat = read_json(heartbeat_path(run))
     last = {event["event"]: event for event in events}
     train = last.get("train", {})
@@ -108,12 +109,13 @@ def status_from(run: Path, events: list[Event]) -> RunStatus:
     alive = is_training(run)
     end = _end_of(events)
     age = time.time() - (run / METRICS_FILE).stat().st_mtime
+    # Without lock and heartbeat, only fresh log lines hint at a live process.
     if alive is None:
         alive = end is None and age < STALE_HEARTBEAT_SECONDS
     reached = (train.get("step"), start.get("step"), last.get("rollback", {}).get("to_step"))
     step = next((step for step in reached if is_number(step)), None)
     total_steps = _total_steps(run, events, step)
-    # A lock of another machine may be out of sight, or gone with its disk.
+    # The lock may be missing here if another machine runs the process; its heartbeat names it too.
     holder = read_json(run / LOCK_FILE) or heartbeat
     return RunStatus(
         folder=run,
@@ -136,19 +138,19 @@ def status_from(run: Path, events: list[Event]) -> RunStatus:
 
 
 def _end_of(events: list[Event]) -> Event | None:
-    """The `end` event, if nothing was trained or started after it."""
+    """Returns the `end` event, if no training or start came after it."""
     events = [event for event in events if event["event"] in ("end", "train", "start", "resume")]
     return events[-1] if events and events[-1]["event"] == "end" else None
 
 
 def _total_steps(run: Path, events: list[Event], step: int | None) -> int | None:
-    # Where a decay was asked for, the `control` event tells the new end.
+    # After `runs.py anneal`, the `control` event has the new last step.
     stated = [e for e in reversed(events) if e["event"] in ("start", "control") and is_number(e.get("total_steps"))]
     for source in (*stated[:1], first_start_of(run)):
         total = source.get("total_steps")
         if is_number(total) and total >= (step or 0):
             return total
-    # Its budget was raised since, by a start somewhere in the middle of a long file.
+    # The budget was raised by a later start, which is in a part of the file that was not read.
     return last_start(run).get("total_steps")
 
 
@@ -159,9 +161,10 @@ def _validation_loss(events: list[Event]) -> float | None:
 
 
 def _seconds_left(events: list[Event], step: int | None, total_steps: int | None) -> float | None:
-    """By the pace of the last lines of this process, validations and checkpoints included.
+    """Estimates the time left from the pace of the process's last lines, including validations and checkpoints.
 
-    The first line comes after the step that compiles, and so does that of a stage, once it has two.
+    Counts only lines since the last start, rollback or stage: the first line comes after the step that compiles, so
+    the compilation is excluded. A stage with fewer than two lines uses those of the stages before it.
     """
     for kinds in (("start", "rollback", "stage"), ("start", "rollback")):
         since = max((n for n, e in enumerate(events) if e["event"] in kinds), default=0)
@@ -177,7 +180,10 @@ def _seconds_left(events: list[Event], step: int | None, total_steps: int | None
 
 
 def mirror_text(run: Path) -> str | None:
-    """'step 400, 100 steps behind the newest checkpoint, copied 2 min ago · s3://...', and what fails since when."""
+    """Formats the state of the mirror: the last copied step, its lag and any problem; None without a mirror.
+
+    Example: 'step 400, 100 steps behind the newest checkpoint, copied 2 min ago · s3://...'
+    """
     status = read_json(run / MIRROR_STATUS)
     if not status:
         return None
@@ -202,13 +208,13 @@ def mirror_text(run: Path) -> str | None:
 
 
 def state_text(status: RunStatus) -> str:
-    """'running', 'stopped: preempted', 'crashed'. Of a reason only its first words."""
+    """Formats the state, such as 'running' or 'stopped: preempted', with the reason up to its first comma."""
     reason = (status.reason or "").split(",")[0].split(";")[0]
     return f"{status.state}: {reason}" if status.state == "stopped" and reason not in ("", "stopped") else status.state
 
 
 def runs_in(folder: Path) -> list[Path]:
-    """The folder itself if it is a run, else the runs in it. Raises InputError if there are none."""
+    """Returns the folder itself if it is a run, else the runs in it. Raises InputError if there are none."""
     if not folder.is_dir():
         raise InputError(f"{folder}: no such folder; give a folder that contains runs")
     runs = [folder] if (folder / METRICS_FILE).is_file() else find_runs(folder)
@@ -225,9 +231,11 @@ def print_list(folder: Path) -> None:
 
 
 def print_status(folder: Path, refresh_seconds: float | None) -> None:
-    """Prints how a run is doing, again and again while it runs if so asked; of a folder of runs, their list.
+    """Prints the status of a run, or the list of runs if the folder contains several.
 
-    Raises InputError for a folder that is no run and contains none.
+    refresh_seconds: print again at this interval while the run is running; None: print once.
+
+    Raises InputError if the folder is not a run and contains none.
     """
     if folder.is_dir() and not (folder / METRICS_FILE).is_file() and find_runs(folder):
         return print_list(folder)
@@ -248,7 +256,7 @@ def print_status(folder: Path, refresh_seconds: float | None) -> None:
 
 
 def list_text(statuses: list[RunStatus], *, within: Path) -> str:
-    """One line per run."""
+    """Formats a table with one line per run."""
     header = ["run", "state", "step", "done", "tokens", "loss", "val loss", "tok/s", "left", "last line"]
     rows = [header, *(_row(status, within) for status in statuses)]
     return table(rows, right=set(range(2, len(header))))
@@ -271,12 +279,12 @@ def _row(status: RunStatus, within: Path) -> list[str]:
 
 
 def number_text(value: object, form: str) -> str:
-    """A cell of a table; '-' for what is not a number."""
+    """Formats a table cell; '-' if the value is not a number."""
     return form.format(value) if is_number(value) else "-"
 
 
 def status_text(status: RunStatus) -> str:
-    """One run on one screen."""
+    """Formats the status of one run to fit on one screen."""
     state = state_text(status) + (f", {status.where}" if status.where else "")
     rows = {"run": str(status.folder), "state": f"{state}; last line {duration_text(status.age_seconds)} ago"}
     if status.progress is not None:
@@ -315,7 +323,7 @@ def status_text(status: RunStatus) -> str:
 
 
 def last_event_text(status: RunStatus) -> str:
-    """'checkpoint 12 s ago: step 500 · path ...'; of steps, validations and scores nothing."""
+    """Formats the last event that is not a measurement: 'checkpoint 12 s ago: step 500 · path ...'; '' if none."""
     event = next((event for event in reversed(status.events) if event["event"] not in FIGURES), None)
     if event is None:
         return ""
@@ -325,13 +333,13 @@ def last_event_text(status: RunStatus) -> str:
 
 
 def event_text(event: Event) -> str:
-    """'2026-01-31 12:00:00  checkpoint  step 500 · path step-00000500 ...': any event in one line."""
+    """Formats an event in one line: '2026-01-31 12:00:00  checkpoint  step 500 · path step-00000500 ...'."""
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(event["time"])) if is_number(event.get("time")) else ""
     return f"{when}  {event['event']:<10}  {facts_text(event)}".rstrip()
 
 
 def facts_text(event: Event) -> str:
-    """'step 500 · path step-00000500 ...': what an event says, without its name and time."""
+    """Formats an event without its name and time: 'step 500 · path step-00000500 ...'."""
     shown = {k: v for k, v in event.items() if k not in ("event", "time", "hours", "step") and v is not None}
     if event["event"] == "start":
         names = ["parameters", "active_parameters", "ranks", "total_steps"]

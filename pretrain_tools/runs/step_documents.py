@@ -1,4 +1,4 @@
-"""The data of a step: each sequence's source, shard and place in it, and its documents as text."""
+"""Shows the data of a step: each sequence's source, shard and offset, and its documents as text."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,31 +19,32 @@ from pretrain_tools.runs.history import read_history
 
 @dataclass(frozen=True)
 class Sequence:
-    """One training sequence of a step."""
+    """A training sequence of a step."""
 
     number: int
-    """Number within the step, from 1; ranks take them in turn."""
+    """Number within the step, from 1; consecutive numbers go to different ranks."""
     source: str
     file: str
     offset: int
-    """Place of its first token within the file, in tokens."""
+    """Offset of its first token in the file, in tokens."""
     ids: np.ndarray
-    """(sequence_length + 1,): the last one is a target only."""
+    """Token IDs, shape (sequence_length + 1,); the last one is only a target."""
     first_document: int
-    """The number within the file, from 1, of the document that the first token belongs to."""
+    """Number in the file, from 1, of the document that the first token belongs to."""
     documents: list[tuple[int, np.ndarray]]
-    """(how many after the first, ids) of each document in it, without end-of-document ids; the outer may be parts."""
+    """Pairs (number after the first document, token IDs) without end-of-document IDs; the first and last document may
+    be incomplete."""
     origins: list[str | None]
-    """The source and line of each document; None for shards that do not record it."""
+    """Source file and line of each document; None if the shards do not record it."""
     begins_inside: bool
-    """True if its first document began in an earlier sequence."""
+    """True if its first document started in an earlier sequence."""
 
 
 def documents_text(run: Path, step: int, *, limit: int, characters: int) -> str:
-    """The first `limit` sequences of a step, `characters` of each document, as text.
+    """Formats the first `limit` sequences of a step, with up to `characters` of each document.
 
-    step: as logged, the first is 1. Raises InputError for a step outside the run, and for shards that are missing or
-    differ from those that the run was trained on.
+    step: as logged; the first step is 1. Raises InputError for a step that the run has not reached, and if shards are
+    missing or differ from those that the run was trained on.
     """
     batches, first_sample, samples = open_step(run, step)
     span = batches.span_at(first_sample)
@@ -64,20 +65,20 @@ def documents_text(run: Path, step: int, *, limit: int, characters: int) -> str:
 
 
 def open_step(run: Path, step: int) -> tuple[Batches, int, int]:
-    """(the run's batches, the first sample of the step, its number of samples).
+    """Returns the run's batches, the first sample of the step and its number of samples.
 
-    Needs only the run's records and the shards, neither its model nor its hardware.
+    Needs only the run's records and the shards, not its model or hardware. Raises InputError.
     """
     history = read_history(run)
     last = history.last("train").get("step", 0)
     if step > last:
         raise InputError(f"--step {step:,}: {run} has reached step {last:,}; give 1 to {last:,}")
     settings = read_config(run)
-    # Of the newest checkpoint that can be read.
+    # The newest checkpoint whose state is readable.
     newest = next(filter(None, map(read_state, reversed(checkpoint_folders(run).values()))), {})
     state = newest.get("state", {})
-    # A larger budget moves the stages of a curriculum that were still to come: the start in effect at that step
-    # counts. A decay on command shortens the run without moving them, so a start within it says nothing of them.
+    # Raising the budget moves the later stages of a curriculum, so use the start that was in effect at this step.
+    # `runs.py anneal` shortens the run without moving stages, so starts after it must not be used.
     before = min(step, state.get("anneal_from") or step)
     start = next((start for start in reversed(history.of("start")) if start["step"] < before), {})
     try:
@@ -96,15 +97,16 @@ def open_step(run: Path, step: int) -> tuple[Batches, int, int]:
         ) from None
     left_out = [tuple(entry["samples"]) for entry in state.get("rollbacks") or [] if entry.get("samples")]
     passed = start.get("stage_starts", [])[1:]
-    # Data that a rollback skipped moves all later samples.
+    # Samples that a rollback skipped shift all later samples.
     batches = Batches(data, seed=seed, ramp=ramp, passed=passed, origin=origin).leaving_out(left_out)
     if problems := changed_sources(batches, newest.get("identity", {})):
         raise InputError(*problems)
+    # Logged steps start at 1, the ramp's at 0.
     return batches, ramp.sequences_before(step - 1), ramp.sequences_at(step - 1)
 
 
 def changed_sources(batches: Batches, identity: dict) -> list[str]:
-    """The sources whose shards are not those that the run's checkpoints name by hash."""
+    """Returns a problem for each source whose shards do not match the hash in the run's checkpoints."""
     stages = identity.get("data.train") or identity.get("data.stages") or []
     trained_on = {source[0]: source[1] for stage in stages for source in stage.get("train", [])}
     return [
@@ -116,7 +118,7 @@ def changed_sources(batches: Batches, identity: dict) -> list[str]:
 
 
 def read_sequence(batches: Batches, sample: int, number: int) -> Sequence:
-    """The window at `sample` of the run."""
+    """Reads the sequence that begins at a sample of the run."""
     (source, start), *_ = batches.locate(sample, 1)
     reader = batches.readers[batches.folders[source]]
     ids = np.empty(batches.span_at(sample) * batches.window.sequence_length + 1, batches.dtype)
@@ -128,6 +130,7 @@ def read_sequence(batches: Batches, sample: int, number: int) -> Sequence:
     if start:
         reader.read(start - 1, before)
     first_document = 1 + ends_before(reader.manifest, shards[place], offset)
+    # The last ID is only a target and opens the next sequence.
     documents = split_documents(ids[:-1], end)
     return Sequence(
         number=number,
@@ -143,15 +146,15 @@ def read_sequence(batches: Batches, sample: int, number: int) -> Sequence:
 
 
 def split_documents(ids: np.ndarray, end: int) -> list[tuple[int, np.ndarray]]:
-    """(how many documents after the first one's, its ids) of each document that has text in the ids."""
+    """Splits token IDs at `end` and returns pairs (number after the first document, token IDs), without empty ones."""
     parts = np.split(ids, np.flatnonzero(ids == end))
-    # The end-of-document id opens the segment of the next document and belongs to no text.
+    # np.split leaves the end-of-document ID at the start of the next part; it is not text.
     texts = [(number, part[part != end]) for number, part in enumerate(parts)]
     return [(number, text) for number, text in texts if len(text)]
 
 
 def place_in_shards(shards: list[Shard], start: int) -> tuple[int, int]:
-    """(number of the shard, offset within it in tokens) of a place in the shards' stream of tokens."""
+    """Converts an offset in the concatenated shards to (index of the shard, offset in it), in tokens."""
     for number, shard in enumerate(shards):
         if start < shard.tokens:
             return number, start
@@ -160,7 +163,7 @@ def place_in_shards(shards: list[Shard], start: int) -> tuple[int, int]:
 
 
 def ends_before(manifest: Manifest, shard: Shard, offset: int) -> int:
-    """Documents that end before that place in a shard."""
+    """Counts the documents that end before an offset in a shard."""
     path = manifest.folder / shard.file
     if (index := read_index(path, shard.documents)) is not None:
         return int(np.searchsorted(index["end"], offset, side="right"))
@@ -169,7 +172,7 @@ def ends_before(manifest: Manifest, shard: Shard, offset: int) -> int:
 
 
 def origin_of(manifest: Manifest, shards: list[Shard], number: int) -> str | None:
-    """Source and line of document `number` of the shards, counted from 1; None where they do not record it."""
+    """Returns source file and line of document `number` (from 1) of the shards; None if they do not record it."""
     for shard in shards:
         if number <= shard.documents:
             index = read_index(manifest.folder / shard.file, shard.documents)

@@ -1,6 +1,6 @@
-"""runs.py watch: all runs of a folder, live: as a table in the terminal, on a page, or both.
+"""Shows all runs of a folder live (runs.py watch): as a table in the terminal, on a page, or both.
 
-In a file or a pipe there is a line for each run that changed.
+If the output is a file or a pipe, prints a line for each run that changed.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ LAST_PORT = 65_535
 STATE_STYLES = {"running": "green", "finished": "cyan", "stopped": "yellow", "crashed": "red"}
 LIVE_COLUMNS = {"run": 0, "state": 0, "step": 0, "loss": 0, "val loss": 70, "tok/s": 0, "MFU": 90, "left": 0,
                 "trend": 150, "last event": 110}  # fmt: skip
-"""{column: the least width of a terminal that shows it}"""
+"""Minimum width of the terminal, in characters, at which each column is shown."""
 LEFT_ALIGNED = ("run", "state", "trend", "last event")
 TREND_WIDTH = 16
 TREND_LINES = 96
@@ -43,13 +43,15 @@ MOST_NAME_WIDTH = 40
 def watch(
     folder: Path, *, interval: float, once: bool = False, page: bool = False, port: int | None = None, output=None
 ) -> None:
-    """Shows the runs of a folder until Ctrl-C or SIGTERM, refreshed every `interval` seconds; `once`: as they are now.
+    """Shows the runs of a folder until Ctrl-C or SIGTERM.
 
-    Raises InputError with everything that cannot be done.
+    Raises InputError with all problems of the arguments.
 
     Args:
-        page: serve a page at `port` of this machine too.
-        output: a file to keep the page in too.
+        interval: seconds between refreshes.
+        once: print the current state and return.
+        page: also serve a page on this machine at `port` (None: USUAL_PORT).
+        output: also keep the page up to date in this file.
     """
     problems = []
     if not folder.is_dir():
@@ -68,7 +70,7 @@ def watch(
     runs = LiveRuns(folder)
     if output is None and not page:
         return print_once(runs) if once else show_live(runs, interval)
-    # http.server and numpy, which the table does without.
+    # Imported here because the table needs neither http.server nor numpy.
     from pretrain_tools.runs.page import LiveData, PageServer, write_live_page
 
     data = LiveData(runs)
@@ -94,24 +96,25 @@ def watch(
 def show_live(runs: LiveRuns, interval: float, write: Callable[[], None] | None = None, note: str = "") -> None:
     """Shows the runs until Ctrl-C or SIGTERM.
 
-    write: called after each look. note: stands below the table.
+    write: called after each refresh. note: shown below the table.
     """
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # else the terminal would keep the other screen
+    # SIGTERM raises KeyboardInterrupt, like Ctrl-C; otherwise the terminal would stay on the alternate screen.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     show = show_table if is_terminal(sys.stdout) else print_lines
     with contextlib.suppress(KeyboardInterrupt):
         show(runs, interval, write, note)
 
 
 def between_looks(write: Callable[[], None] | None, interval: float) -> None:
-    """Writes the page and waits."""
+    """Writes the page and waits for `interval` seconds."""
     if write is not None:
-        with contextlib.suppress(OSError):  # a shared disk that is away for a while: the page says how old it is
+        with contextlib.suppress(OSError):  # a shared disk may be unavailable for a while; the page shows its age
             write()
     time.sleep(interval)
 
 
 def show_table(runs: LiveRuns, interval: float, write: Callable[[], None] | None, note: str) -> None:
-    """Redraws the table on the terminal's other screen."""
+    """Redraws the table on the terminal's alternate screen."""
     from rich.console import Console
     from rich.live import Live
 
@@ -122,11 +125,11 @@ def show_table(runs: LiveRuns, interval: float, write: Callable[[], None] | None
                 live.update(live_table(runs, runs.refresh(), console.width, console.height, note), refresh=True)
                 between_looks(write, interval)
     finally:
-        console.print(live_table(runs, runs.refresh(), console.width))  # what was last seen stays on the screen
+        console.print(live_table(runs, runs.refresh(), console.width))  # leave the last table in the scrollback
 
 
 def print_lines(runs: LiveRuns, interval: float, write: Callable[[], None] | None, note: str) -> None:
-    """Prints a line for each run that changed since the last look."""
+    """Prints a line for each run that changed since the last refresh."""
     seen = -1
     if note:
         print(note, flush=True)
@@ -135,13 +138,13 @@ def print_lines(runs: LiveRuns, interval: float, write: Callable[[], None] | Non
         for run in found:
             if run.version > seen:
                 print(run_line(runs.name_of(run), run.status), flush=True)
-        # A run that left may have had the largest version.
+        # Keep the previous value: the run with the largest version may have been deleted.
         seen = max([seen, *(run.version for run in found)])
         between_looks(write, interval)
 
 
 def run_line(name: str, status: RunStatus) -> str:
-    """'12:00:00  demo  running  step 120/586 · loss 2.8130 · 8.22k tok/s · 21 s left'"""
+    """Formats a run in one line: '12:00:00  demo  running  step 120/586 · loss 2.8130 · 8.22k tok/s · 21 s left'."""
     parts = [
         f"step {step_text(status)}",
         f"loss {status.loss:.4f}" if status.loss is not None else "",
@@ -153,8 +156,8 @@ def run_line(name: str, status: RunStatus) -> str:
 
 
 def print_once(runs: LiveRuns) -> None:
-    """Prints the table as it is now; plain text in a file."""
-    # A file gets all columns, and no marks of a terminal.
+    """Prints the table once, as plain text if the output is not a terminal."""
+    # A file gets all columns, whatever their width, and no escape sequences.
     found = runs.refresh()
     if not is_terminal(sys.stdout):
         print(list_text([run.status for run in found], within=runs.folder))
@@ -166,7 +169,7 @@ def print_once(runs: LiveRuns) -> None:
 
 
 def live_table(runs: LiveRuns, found: Sequence[LiveRun], width: int, height: int | None = None, note: str = "") -> Any:
-    """A rich.table.Table of as many runs as the height allows, with the columns for which it is wide enough."""
+    """Builds a rich.table.Table with the rows and columns that fit into `height` and `width`, in characters."""
     from rich.table import Table
     from rich.text import Text
 
@@ -179,7 +182,7 @@ def live_table(runs: LiveRuns, found: Sequence[LiveRun], width: int, height: int
     caption = Text("\n".join(filter(None, [" · ".join(filter(None, parts)), note])))
     layout = {"box": None, "padding": (0, 2, 0, 0), "pad_edge": False, "header_style": "bold"}
     table = Table(**layout, caption=caption, caption_justify="left", caption_style="dim")
-    # What is left of the width goes to names; then to events, which have no end.
+    # If the terminal is too narrow, shorten the last event first, then the names.
     widths = {
         name: max(len(name), *(len(row[name]) for row in rows))
         for name, least in LIVE_COLUMNS.items()
@@ -201,7 +204,7 @@ def live_table(runs: LiveRuns, found: Sequence[LiveRun], width: int, height: int
 
 
 def cells_of(name: str, status: RunStatus, width: int) -> dict[str, str]:
-    """{column: text} of a run, without what would steer a terminal."""
+    """Returns the cells of a run by column, without control characters."""
     losses = [e["loss"] for e in status.events if e["event"] == "train" and is_number(e.get("loss"))][-TREND_LINES:]
     left = duration_text(status.seconds_left) if status.seconds_left is not None else "-"
     cells = {
@@ -220,6 +223,6 @@ def cells_of(name: str, status: RunStatus, width: int) -> dict[str, str]:
 
 
 def step_text(status: RunStatus) -> str:
-    """'120/586'; '-' before the first."""
+    """Formats the progress as '120/586'; '-' before the first step."""
     total = f"/{status.total_steps:,}" if status.total_steps else ""
     return f"{status.step:,}{total}" if status.step is not None else "-"
