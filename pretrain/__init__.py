@@ -1,9 +1,9 @@
 """Groundwork: pretraining of base language models on the Hugging Face stack.
 
 The trainer: what is loaded while a model trains. The scripts at the root use it, and pretrain_tools; nothing in it
-imports either. A package in it imports only from those named before it (tests/test_structure.py holds the order): model,
-optim, data, parallel, runs, checkpoint, training. The modules next to this one import from none of them, so all may
-use these:
+imports either. A package in it imports only from those named before it (tests/test_structure.py holds the order):
+model, optim, data, parallel, runs, checkpoint, training. The modules next to this one import from none of them, so
+all may use these:
 
     config, recipe: every setting of a run; reading it from YAML and the command line
     hardware, gpus: what this machine can do; the GPUs that plan.py knows

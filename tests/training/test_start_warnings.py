@@ -74,7 +74,8 @@ def test_a_vocabulary_that_the_data_does_not_fill_is_reported(recipe, rows, mess
 
 
 def test_an_emulated_precision_is_reported_where_it_was_requested(recipe, monkeypatch):
-    monkeypatch.setattr(start_warnings_module, "emulation_of_bf16", lambda device: "bf16 is emulated here (12 against 240)")
+    found = "bf16 is emulated here (12 against 240)"
+    monkeypatch.setattr(start_warnings_module, "emulation_of_bf16", lambda device: found)
     assert said(recipe, ("precision", "bf16")) == [
         "precision: bf16 is emulated here (12 against 240); use precision: fp32 or auto"
     ]
