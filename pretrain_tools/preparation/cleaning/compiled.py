@@ -16,6 +16,10 @@ import numpy as np
 
 compiled = functools.partial(numba.njit, cache=True, nogil=True, error_model="numpy")
 """Machine code is kept beside the module or in the user's cache, as numba chooses."""
+DE_BRUIJN = np.uint64(0x03F79D71B4CB0A89)
+BIT_OF = np.zeros(64, np.uint8)
+"""The number of the only bit of x, at x * DE_BRUIJN >> 58 (Leiserson, Prokop and Randall 1998)."""
+BIT_OF[[int(DE_BRUIJN) * 2**bit % 2**64 >> 58 for bit in range(64)]] = range(64)
 FACTOR = np.uint64(0x9E3779B97F4A7C15)
 START = np.uint64(0xCBF29CE484222325)
 ONE = np.uint64(1)
@@ -25,6 +29,8 @@ brackets that may follow the end of a sentence. SIGN: counted by the fields of L
 SENTENCE_ENDS = ".!?…。．！？｡؟۔।॥։።၊။។៕᠃᠉‼‽⁇⁈⁉"
 LINE_ENDS = "\n\v\f\r\x1c\x1d\x1e\x85\u2028\u2029"
 SIGNS = ".…#|,;()[]{}<>=_"
+SMALL_LETTER = ALPHABETIC | LOWER | VISIBLE
+"""The classes of a to z."""
 FIRST_WIDE = 0x3000
 """Signs from here on end sentences without a space."""
 LINE = np.dtype(
@@ -40,6 +46,8 @@ LINE = np.dtype(
 """A line that is not blank. block: a number for each run of lines without a blank one between. start, stop: bytes of
 the joined texts, without the spaces around the line. digest: a hash of its words. gaps: two spaces or more. numbers:
 words with digits. signs: of code. The kinds are classes; closing quotes and brackets do not count for the last one."""
+PADDING = 16
+"""Bytes behind joined texts that may be read; no result depends on them."""
 GRAM_RULES = ("top_2_gram", "top_3_gram", "top_4_gram", *(f"duplicate_{n}_gram" for n in range(5, 11)))
 
 
@@ -71,7 +79,7 @@ def joined_texts(texts: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
     ends = np.cumsum([len(text) for text in texts], dtype=np.int64)
     bounds = np.stack([ends - np.array([len(text) for text in texts], np.int64), ends], axis=1)
     # From a bytearray, so that all arrays of bytes are writable and nothing is compiled twice.
-    return np.frombuffer(bytearray().join([*texts, b"\0"]), np.uint8), bounds
+    return np.frombuffer(bytearray().join([*texts, bytes(PADDING + -sum(map(len, texts)) % 8)]), np.uint8), bounds
 
 
 @compiled
@@ -125,8 +133,26 @@ def _count_sign(text, begin, position, code, line):
 
 
 @compiled
-def _divide(text, bounds, classes, lengths, hashes, word_bounds, totals, lines):
-    """Fills the arrays of DividedTexts and returns the numbers of words and of lines. lines: zeros."""
+def _hash_of(eights, start, end):
+    """Hashes the bytes [start, end) of a text, eight at once."""
+    value = START ^ np.uint64(end - start)
+    while True:
+        shift = np.uint64(8 * (start & 7))
+        index = np.uintp(start >> 3)
+        eight = eights[index] >> shift | (eights[index + np.uintp(1)] << ONE) << (np.uint64(63) - shift)
+        if end - start < 8:
+            return mixed((value ^ eight & ((ONE << np.uint64(8 * (end - start))) - ONE)) * FACTOR)
+        value = (value ^ eight) * FACTOR
+        value ^= value >> np.uint64(32)
+        start += 8
+
+
+@compiled
+def _divide(text, eights, letters, bounds, classes, lengths, hashes, word_bounds, totals, lines):
+    """Fills the arrays of DividedTexts and returns the numbers of words and of lines.
+
+    eights: the text, eight bytes in one. letters: a bit for each byte, whether it is one of a to z. lines: zeros.
+    """
     word = count = block = np.int64(0)
     for document in range(len(bounds)):
         word_bounds[document, 0] = word
@@ -167,7 +193,6 @@ def _divide(text, bounds, classes, lengths, hashes, word_bounds, totals, lines):
                 begin = position
                 length = np.int64(0)
                 kinds = np.int64(0)
-                value = START
                 while True:
                     if kind & SIGN:
                         _count_sign(text, begin, position, code, line)
@@ -176,13 +201,19 @@ def _divide(text, bounds, classes, lengths, hashes, word_bounds, totals, lines):
                             line.sentences += 1
                         last_kind = kind
                         last_code = code
-                    value = (value ^ np.uint64(code)) * FACTOR
                     length = length + 1
                     kinds = kinds | kind
                     position += size
+                    # Words are mostly small letters, and the first of several has the classes of all.
+                    if kind == SMALL_LETTER:
+                        others = ~(letters[np.uintp(position >> 6)] >> np.uint64(position & 63))
+                        run = np.int64(BIT_OF[(others & -others) * DE_BRUIJN >> np.uint64(58)])
+                        run = min(run, end - position)
+                        length += run
+                        position += run
                     if position >= end:
                         break
-                    # Most characters are of one byte: the call is left out.
+                    # Most other characters are of one byte: the call is left out.
                     code = np.int64(text[np.uintp(position)])
                     size = np.int64(1)
                     if code >= 0x80:
@@ -190,7 +221,7 @@ def _divide(text, bounds, classes, lengths, hashes, word_bounds, totals, lines):
                     kind = np.int64(classes[np.uintp(code)])
                     if kind & SPACE:
                         break
-                value = mixed(value)
+                value = _hash_of(eights, begin, position)
                 hashes[word] = value
                 lengths[word] = length
                 digest = (digest ^ value) * FACTOR
@@ -242,42 +273,67 @@ def divided_texts(text: np.ndarray, bounds: np.ndarray) -> DividedTexts:
     """Divides documents of less than 2 GiB together, as joined_texts gives them, into words and lines."""
     most_words = len(text) // 2 + len(bounds)
     # No fewer than there are: line ends of several bytes end in 0x85, 0xA8 or 0xA9.
-    ends = np.bincount(text, minlength=256)[[*range(10, 14), *range(28, 31), 0x85, 0xA8, 0xA9]].sum()
+    ends = np.count_nonzero((text - np.uint8(10) < 21) | (text == 0x85) | (text & 0xFE == 0xA8))
     lengths = np.empty(most_words, np.int32)
     hashes = np.empty(most_words, np.uint64)
     word_bounds = np.zeros_like(bounds)
     totals = np.zeros((len(bounds), 3), np.int64)
     lines = np.zeros(ends + len(bounds) + 1, LINE)
-    words, count = _divide(text, bounds, character_classes(), lengths, hashes, word_bounds, totals, lines)
+    packed = np.packbits((text - np.uint8(97)) < 26, bitorder="little")
+    letters = np.zeros(len(packed) // 8 + 2, np.uint64)
+    letters.view(np.uint8)[: len(packed)] = packed
+    words, count = _divide(
+        text, text.view(np.uint64), letters, bounds, character_classes(), lengths, hashes, word_bounds, totals, lines
+    )
     return DividedTexts(text, lengths[:words], hashes[:words], word_bounds, totals, lines[:count])
 
 
-@compiled
-def count_phrases(text, starts, stops, phrases, sizes, found):
+def count_phrases(
+    text: np.ndarray, starts: np.ndarray, stops: np.ndarray, phrases: np.ndarray, sizes: np.ndarray, found: np.ndarray
+) -> None:
     """Adds how often each phrase stands in each line, in any case, to `found`, (lines, phrases).
 
-    phrases: (phrases, the longest) uint8, in lower case, by their first letter; sizes: (phrases,).
+    text: as joined_texts gives it. phrases: (phrases, the longest) uint8, in lower case; sizes: (phrases,).
     """
-    first = np.full(256, len(phrases), np.int64)
-    for number in range(len(phrases) - 1, -1, -1):
-        first[phrases[number, 0]] = number
+    marks = np.zeros(len(text), bool)
+    _mark_heads(text, phrases, sizes, marks)
+    places = np.flatnonzero(marks)
+    _count_at(text, starts, stops, places, np.searchsorted(places, starts), phrases, sizes, found)
+
+
+@compiled
+def _mark_heads(text, phrases, sizes, marks):
+    """Marks the bytes where the first three letters of a phrase, or one of a shorter phrase, may stand."""
+    # A loop over all bytes for each phrase, with unsigned places: the compiler vectorizes it.
+    for number in range(len(phrases)):
+        first = phrases[number, 0]
+        second = phrases[number, 1]
+        third = phrases[number, 2]
+        is_short = sizes[number] < 3
+        for place in range(np.uintp(len(text) - 2)):
+            is_second = (text[place + np.uintp(1)] | 32) == second
+            is_third = (text[place + np.uintp(2)] | 32) == third
+            marks[place] |= ((text[place] | 32) == first) & (is_short | is_second & is_third)
+
+
+@compiled
+def _count_at(text, starts, stops, places, first_places, phrases, sizes, found):
+    """Counts phrases at ascending places. first_places: (lines,), the first place in each line."""
     for line in range(len(starts)):
-        stop = np.int64(stops[line])
-        for begin in range(np.int64(starts[line]), stop):
-            byte = text[np.uintp(begin)]
-            byte |= np.uint8(32) if 65 <= byte <= 90 else np.uint8(0)
-            number = first[byte]
-            while number < len(phrases) and phrases[number, 0] == byte:
-                index = 1
-                size = sizes[number]
-                while index < size and begin + index < stop:
-                    byte_of_text = text[np.uintp(begin + index)]
-                    byte_of_text |= np.uint8(32) if 65 <= byte_of_text <= 90 else np.uint8(0)
-                    if byte_of_text != phrases[number, index]:
+        at = first_places[line]
+        while at < len(places) and places[at] < stops[line]:
+            begin = places[at]
+            for number in range(len(phrases)):
+                size = min(sizes[number], stops[line] - begin)
+                index = 0
+                while index < size:
+                    byte = text[np.uintp(begin + index)]
+                    byte |= np.uint8(32) if 65 <= byte <= 90 else np.uint8(0)
+                    if byte != phrases[number, index]:
                         break
                     index += 1
-                found[line, number] += index == size
-                number += 1
+                found[line, number] += index == sizes[number]
+            at += 1
 
 
 @compiled
@@ -346,15 +402,57 @@ def _gram(hashes, start, n):
 
 
 @compiled
-def _top_gram(lengths, hashes, start, end, n, table, stamp):
-    """Returns (characters of the most frequent n-gram times its count, the most characters of any pair, times its).
+def _bounds(lengths, hashes, start, end, table):
+    """Returns (no fewer than the characters of any pair of words, two spaces included, times its count, no fewer than
+    those of the words in n-grams of five words or more that have occurred before).
 
-    Of equally frequent ones, the one that comes first counts. The second is of n = 2 only, with two spaces.
+    Each entry of its tables stands for several n-grams, so that they are small enough for the processor's cache.
     """
+    # In the arrays of the hash table, where only entries with the current stamp are valid.
+    bits = table[0]
+    characters = table[2]
+    entries = np.int64(64)
+    entry_shift = np.uint64(58)
+    while 2 * entries < end - start and entries < 2048:
+        entries *= 2
+        entry_shift -= ONE
+    words_of_bits = np.int64(64)
+    bit_shift = np.uint64(52)
+    while words_of_bits < end - start:
+        words_of_bits *= 2
+        bit_shift -= ONE
+    characters[:entries] = 0
+    bits[:words_of_bits] = 0
+    # Unsigned places: numba checks signed ones for being negative, which takes as long as the rest.
+    most = np.int64(0)
+    for place in range(np.uintp(start + 1), np.uintp(end)):
+        before = place - np.uintp(1)
+        entry = (hashes[before] + (hashes[place] << ONE)) >> entry_shift
+        characters[entry] += lengths[before] + lengths[place] + 2
+        most = max(most, characters[entry])
+    covered = np.int64(0)
+    covered_until = np.uintp(start)
+    for place in range(np.uintp(start), np.uintp(max(start, end - 4))):
+        five = hashes[place]
+        for number in range(np.uintp(1), np.uintp(5)):
+            five = five * FACTOR + hashes[place + number]
+        five = five * FACTOR >> bit_shift
+        bit = ONE << (five & np.uint64(63))
+        index = five >> np.uint64(6)
+        if bits[index] & bit:
+            for word in range(max(place, covered_until), place + np.uintp(5)):
+                covered += lengths[word]
+            covered_until = place + np.uintp(5)
+        bits[index] |= bit
+    return most, covered
+
+
+@compiled
+def _top_gram(lengths, hashes, start, end, n, table, stamp):
+    """Returns the characters of the most frequent n-gram, of equals the first, times its count."""
     keys, stamps, counts, firsts = table
     best_count = np.int64(0)
     best_first = start
-    most = np.int64(0)
     for position in range(start, end - n + 1):
         value = _gram(hashes, position, n)
         slot, seen = _find(keys, stamps, stamp, value)
@@ -364,36 +462,29 @@ def _top_gram(lengths, hashes, start, end, n, table, stamp):
             counts[slot] = 0
             firsts[slot] = position
         counts[slot] += 1
-        if n == 2:
-            most = max(most, (lengths[position] + lengths[position + 1] + 2) * counts[slot])
         if counts[slot] > best_count or (counts[slot] == best_count and firsts[slot] < best_first):
             best_count = counts[slot]
             best_first = firsts[slot]
-    return (lengths[best_first : best_first + n].sum() + n - 1) * best_count, most
+    return (lengths[best_first : best_first + n].sum() + n - 1) * best_count
 
 
 @compiled
-def _duplicate_characters(lengths, hashes, start, end, n, table, stamp, overlapping):
-    """Counts the characters in n-grams that have occurred before.
-
-    overlapping: every word in any of them counts once. Otherwise an n-gram that is counted is stepped over.
-    """
+def _duplicate_characters(lengths, hashes, start, end, n, table, stamp):
+    """Counts the characters in n-grams that have occurred before, none of which overlap."""
     keys = table[0]
     stamps = table[1]
     position = start
-    covered_until = start
     characters = np.int64(0)
     while position < end - n + 1:
         value = _gram(hashes, position, n)
         slot, seen = _find(keys, stamps, stamp, value)
         if seen:
-            for index in range(max(position, covered_until), position + n):
-                characters += lengths[index]
-            covered_until = position + n
+            characters += lengths[position : position + n].sum()
+            position += n
         else:
             keys[slot] = value
             stamps[slot] = stamp
-        position += n if seen and not overlapping else 1
+            position += 1
     return characters
 
 
@@ -415,10 +506,7 @@ def repetitions(lengths, hashes, word_bounds, characters, limits, skipped, broke
         total = characters[document]
         start = word_bounds[document, 0]
         end = word_bounds[document, 1]
-        stamp += 2
-        _, most = _top_gram(lengths, hashes, start, end, 2, table, stamp - 1)
-        # No n-gram of five words or more repeats more than the words in repeated fives.
-        covered = _duplicate_characters(lengths, hashes, start, end, 5, table, stamp, True)
+        most, covered = _bounds(lengths, hashes, start, end, table)
         for rule in range(len(limits)):
             n = rule + 2
             # The pairs in an n-gram are no rarer than it, and it is made of two.
@@ -427,9 +515,9 @@ def repetitions(lengths, hashes, word_bounds, characters, limits, skipped, broke
                 continue
             stamp += 1
             if n < 5:
-                repeated, _ = _top_gram(lengths, hashes, start, end, n, table, stamp)
+                repeated = _top_gram(lengths, hashes, start, end, n, table, stamp)
             else:
-                repeated = _duplicate_characters(lengths, hashes, start, end, n, table, stamp, False)
+                repeated = _duplicate_characters(lengths, hashes, start, end, n, table, stamp)
             if repeated / total > limits[rule]:
                 broken[document] = rule
                 values[document] = repeated / total

@@ -11,6 +11,7 @@ from itertools import pairwise
 import numpy as np
 
 from pretrain_tools.preparation.cleaning.compiled import (
+    LINE,
     LOWER,
     SENTENCE_END,
     DividedTexts,
@@ -61,13 +62,15 @@ class Lines:
 
     def replaced(self, documents: Sequence[int], others: "Lines") -> "Lines":
         """Replaces the lines of some documents, in ascending order, by `others`."""
-        moved = others.table.copy()
+        stay = np.flatnonzero(~np.isin(self.table["document"], documents))
+        # As plain bytes: numpy joins records field by field, which takes twenty times as long.
+        rows = [table.view(f"V{LINE.itemsize}") for table in (self.table.take(stay), others.table)]
+        table = np.concatenate(rows).view(LINE)
+        moved = table[len(stay) :]
         moved["start"] += len(self.text)
         moved["stop"] += len(self.text)
         moved["document"] = np.array(documents)[moved["document"]]
         moved["block"] += self.table["block"].max(initial=0)
-        others_stay = np.flatnonzero(~np.isin(self.table["document"], documents))
-        table = np.concatenate([self.table.take(others_stay), moved])
         table = table.take(np.argsort(table["document"], kind="stable"))
         return Lines(np.append(self.text, others.text), table, len(self.counts))
 

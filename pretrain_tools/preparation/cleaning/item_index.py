@@ -21,7 +21,7 @@ LEAST_LETTERS = 20
 """A run of fewer letters is no evidence, however many words it has."""
 ODD = tuple(map(np.uint32, (0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D, 0x27D4EB2F)))
 BITS_PER_KEY, FEWEST_BITS = 64, 17
-FIRSTS_BITS = 18
+FIRSTS_BITS = 16
 
 
 class Run(NamedTuple):
@@ -157,10 +157,25 @@ def _place_runs(word_starts, first_words, first_letters, words, runs):
 
 
 @compiled
-def _find(content, bounds, table, letters, runs, keys, firsts, bits, shift, found):
+def _look_up(keys, count, bits, shift, places):
+    """Writes the places among `count` keys whose bits are set; returns how many."""
+    # Apart from what is done with them: the loop over all keys is then twice as fast.
+    found = uintp(0)
+    for place in range(uintp(count)):
+        bit = keys[place] >> shift
+        of_keys = bits[bit >> uint32(5)]
+        if of_keys >> (bit & uint32(31)) & of_keys >> (keys[place] & uint32(31)) & uint32(1):
+            places[found] = place
+            found += uintp(1)
+    return found
+
+
+@compiled
+def _find(content, bounds, table, letters, runs, first_runs, keys, firsts, bits, shift, found):
     """Writes (document, text, first letter, letter after the last) of each run while there is room; returns how many.
 
-    runs, keys: by ascending key of the seed. firsts: the first run whose key has these highest bits.
+    runs: by the key of the seed. keys: each once, ascending. first_runs: the first run of each key, and the end.
+    firsts: the first key that has these highest bits.
     """
     longest = np.int64(0)
     count = 0
@@ -168,22 +183,22 @@ def _find(content, bounds, table, letters, runs, keys, firsts, bits, shift, foun
         longest = max(longest, bounds[document, 1] - bounds[document, 0])
     own = np.empty(longest + 1, np.uint16)
     own_keys = np.empty(longest + 1, np.uint32)
+    candidates = np.empty(longest + 1, np.uint32)
     no_places = np.empty(0, np.int64)
     for document in range(len(bounds)):
         size = np.int64(_fold(content, bounds[document, 0], bounds[document, 1], table, own, no_places))
         places = max(0, size - SEED_LETTERS + 1)
         if places:
             _write_keys(own, places, own_keys)
-        for place in range(uintp(places)):
+        for place in candidates[: _look_up(own_keys, places, bits, shift, candidates)]:
             key = own_keys[place]
-            bit = key >> shift
-            if not bits[bit >> uint32(5)] >> (bit & uint32(31)) & uint32(1):
+            # Hashes are distributed evenly: the key is one of the next few.
+            seed = np.int64(firsts[key >> uint32(32 - FIRSTS_BITS)])
+            while seed < len(keys) and keys[seed] < key:
+                seed += 1
+            if seed == len(keys) or keys[seed] != key:
                 continue
-            # Hashes are distributed evenly: the run is one of the next few.
-            run = np.int64(firsts[key >> uint32(32 - FIRSTS_BITS)])
-            while run < len(keys) and keys[run] < key:
-                run += 1
-            while run < len(keys) and keys[run] == key:
+            for run in range(first_runs[seed], first_runs[seed + 1]):
                 first = runs[run, 1]
                 length = runs[run, 2] - first
                 ours = np.int64(place) - (runs[run, 3] - first)
@@ -198,7 +213,6 @@ def _find(content, bounds, table, letters, runs, keys, firsts, bits, shift, foun
                         found[count, 2] = ours
                         found[count, 3] = ours + length
                     count += 1
-                run += 1
     return count
 
 
@@ -210,10 +224,11 @@ class ItemIndex:
     """(texts,) bool: whether a text is long enough to be found."""
     letters: np.ndarray
     runs: np.ndarray
+    first_runs: np.ndarray
     keys: np.ndarray
     firsts: np.ndarray
     bits: np.ndarray
-    """(2^n / 32,) uint32: a bit for each key, which most letters of documents are looked up in alone."""
+    """(2^n / 32,) uint32: two bits of an entry for each key; most letters of documents need no more."""
     shift: np.uint32
 
     def find(self, documents: Sequence[bytes]) -> list[Run]:
@@ -224,7 +239,7 @@ class ItemIndex:
         found = np.empty((0, 4), np.int64)
         while count > len(found):
             found = np.empty((count, 4), np.int64)
-            of_index = (self.letters, self.runs, self.keys, self.firsts, self.bits, self.shift)
+            of_index = (self.letters, self.runs, self.first_runs, self.keys, self.firsts, self.bits, self.shift)
             count = _find(content, bounds, table, *of_index, found)
         rows = np.unique(found[:count], axis=0)
         for document in np.unique(rows[:, 0]).tolist():
@@ -270,14 +285,16 @@ def build_index(texts: Sequence[bytes], whole: Sequence[bool], words: int) -> It
     all_keys = np.empty(len(letters) + 1, np.uint32)
     if len(letters) >= SEED_LETTERS:
         _write_keys(letters, len(letters) - SEED_LETTERS + 1, all_keys)
-    keys = all_keys[runs[:, 3]]
-    size = max(FEWEST_BITS, (BITS_PER_KEY * len(np.unique(keys))).bit_length())
+    run_keys = all_keys[runs[:, 3]]
+    order = np.argsort(run_keys)
+    keys, first_runs = np.unique(run_keys[order], return_index=True)
+    size = max(FEWEST_BITS, (BITS_PER_KEY * len(keys)).bit_length())
     shift = np.uint32(32 - min(size, 31))
     bits = np.zeros(1 << (27 - int(shift)), np.uint32)
     places = keys >> shift
-    np.bitwise_or.at(bits, places >> np.uint32(5), np.uint32(1) << (places & np.uint32(31)))
-    order = np.argsort(keys)
-    keys = keys[order]
+    for bit in (places, keys):
+        np.bitwise_or.at(bits, places >> np.uint32(5), np.uint32(1) << (bit & np.uint32(31)))
     firsts = np.searchsorted(keys, np.arange(1 << FIRSTS_BITS, dtype=np.uint32) << np.uint32(32 - FIRSTS_BITS))
     firsts = firsts.astype(np.int32)
-    return ItemIndex(np.diff(first_words) > 0, letters, runs[order], keys, firsts, bits, shift)
+    first_runs = np.append(first_runs, len(order))
+    return ItemIndex(np.diff(first_words) > 0, letters, runs[order], first_runs, keys, firsts, bits, shift)

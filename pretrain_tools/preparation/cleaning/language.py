@@ -3,7 +3,6 @@
 import functools
 import hashlib
 import re
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,10 +22,14 @@ FUNCTION_WORDS = {
     "nl": "het een van en dat niet voor met zijn op te aan die ook naar maar door bij wordt deze uit er",
 }
 """Frequent words by language. A word of several languages counts for each."""
-LANGUAGES_OF = {
-    word.encode(): [language for language, words in FUNCTION_WORDS.items() if word in words.split()]
-    for word in " ".join(FUNCTION_WORDS.values()).split()
+WORDS_OF = {language: set(words.encode().split()) for language, words in FUNCTION_WORDS.items()}
+SHIFT_OF = {language: 32 * number for number, language in enumerate(FUNCTION_WORDS)}
+MOST = 0xFFFFFFFF
+COUNTED_AS = {
+    word: sum(1 << SHIFT_OF[language] for language, words in WORDS_OF.items() if word in words)
+    for word in set().union(*WORDS_OF.values())
 }
+"""{word: 32 bits for each language, 1 if the word is one of its}: one sum counts the words of all languages."""
 PLACES = 5
 """Parts of a sample, at equal distances: an excerpt or a table in the middle is not the whole document."""
 ALIKE = {"id": "id/ms", "ms": "id/ms"}
@@ -115,37 +118,28 @@ def certain_language(text: bytes) -> str | None:
         each = min(size, len(text)) // places
         words = []
         counts = []
-        different = Counter()
+        different = set()
         for place in range(places):
             first = len(text) * (2 * place + 1) // (2 * places) - each // 2
             sample = text[first : first + each].lower()
             in_sample = sample.split()
             words.append(len(in_sample) + (0 if sample.isascii() else len(IDEOGRAM.findall(sample))))
-            known = Counter(filter(LANGUAGES_OF.__contains__, in_sample))
-            different += known
-            counts.append(_by_language(known))
-        total = _by_language(different)
+            counts.append(sum([COUNTED_AS[word] for word in in_sample if word in COUNTED_AS]))
+            different.update(in_sample)
+        total = [sum(counts) >> shift & MOST for shift in SHIFT_OF.values()]
+        *_, second, most = sorted(total)
         most_words = sum(words)
-        if most_words < LEAST_WORDS or not total:
+        if most_words < LEAST_WORDS or not most:
             continue
-        best = max(FUNCTION_WORDS, key=total.__getitem__)
-        second = max((count for language, count in total.items() if language != best), default=0)
-        distinct = sum(best in LANGUAGES_OF[word] for word in different)
+        best = list(FUNCTION_WORDS)[total.index(most)]
+        of_best = [count >> SHIFT_OF[best] & MOST for count in counts]
+        distinct = len(WORDS_OF[best] & different)
         for share, lead, least_different in looks:
-            agree = sum(2 * count[best] >= share * all_words for count, all_words in zip(counts, words, strict=True))
-            is_frequent = total[best] >= share * most_words and total[best] >= lead * second
+            agree = sum(2 * count >= share * all_words for count, all_words in zip(of_best, words, strict=True))
+            is_frequent = most >= share * most_words and most >= lead * second
             if is_frequent and 2 * agree > places and distinct >= least_different:
                 return best
     return None
-
-
-def _by_language(words: Counter[bytes]) -> Counter[str]:
-    """Adds up function words by language."""
-    counts: Counter[str] = Counter()
-    for word, number in words.items():
-        for language in LANGUAGES_OF[word]:
-            counts[language] += number
-    return counts
 
 
 def sample_of(text: bytes, characters: int) -> str:
