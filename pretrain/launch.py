@@ -87,8 +87,11 @@ def patient_agent() -> type:
         # max_restarts is fixed when the agent starts.
         def _monitor_workers(self, worker_group):
             result = super()._monitor_workers(worker_group)
-            if result.is_failed() and ENDED_ON_PURPOSE.issuperset(end.exitcode for end in result.failures.values()):
-                self._remaining_restarts = 0
+            if result.is_failed():
+                # Those that torchrun terminated because another process had ended first count as failures too.
+                codes = {end.exitcode for end in result.failures.values()} - {-signal.SIGTERM}
+                if codes and codes <= ENDED_ON_PURPOSE:
+                    self._remaining_restarts = 0
             return result
 
     return Agent
