@@ -162,14 +162,18 @@ def expert_modules(module: nn.Module) -> dict[str, nn.Module]:
     return {name: inner for name, inner in module.named_modules() if hasattr(inner, "_is_expert_parallel")}
 
 
-def divide_experts(experts: nn.Module, mesh: DeviceMesh) -> None:
-    """Keeps only this rank's experts of a layer, and sends the rows of all ranks to them."""
+def divide_experts(experts: nn.Module, mesh: DeviceMesh, tp_mesh: DeviceMesh | None = None) -> None:
+    """Keeps only this rank's experts of a layer, and sends the rows of all ranks to them.
+
+    tp_mesh: ranks that hold the same rows, of which each sends its part; None: every rank has rows of its own.
+    """
     sharding = MoEParamShard(Shard(0), shards_expert_dim=True)
     for name in list(experts._parameters):
         sharding.shard_param(experts, name, mesh)
     # The library's switch for masking rows of experts on other ranks: no such row arrives here.
     experts._is_expert_parallel = False
-    EpDispatchExpertsParallel().install_forward(experts, mesh, tp_mesh=None, ep_implementation="own_batches")
+    implementation = "own_batches" if tp_mesh is None else "all_to_all"
+    EpDispatchExpertsParallel().install_forward(experts, mesh, tp_mesh=tp_mesh, ep_implementation=implementation)
     exchanged = experts.forward
 
     @torch.compiler.disable  # the numbers of rows change in every step

@@ -11,6 +11,7 @@ from pathlib import Path
 from pretrain.config import RunConfig
 from pretrain.files import ROOT
 from pretrain.parallel.launcher_files import command_problems, conflict, deepspeed_problems
+from pretrain.parallel.sizes import environment_flag, processes_launched, requested_sizes
 
 PRECISIONS = {"fp32": "no", "bf16": "bf16", "fp16": "fp16", "fp8": "bf16"}
 """{the recipe's precision: accelerate's}."""
@@ -34,6 +35,8 @@ LAUNCHES: dict[tuple[str, str | None], str] = {
     ("FSDP", "dp_replicate"): "hsdp",
     ("FSDP", "tp"): "fsdp_tp",
     ("FSDP", "cp"): "cp",
+    ("FSDP", "mesh"): "mesh",
+    ("MULTI_GPU", "mesh"): "mesh",
     # The launcher passes on sizes of pipelines and experts only in Megatron-LM's section; Megatron-LM itself does not
     # run.
     ("MEGATRON_LM", "pp"): "pp",
@@ -69,6 +72,9 @@ def launched_division(kind: str) -> str | None:
         return "ep" if EP_SIZE in os.environ else "pp"
     if not environment_flag("ACCELERATE_USE_PARALLELISM_CONFIG"):
         return None
+    requested = {name for name, text in requested_sizes().items() if name != "dp_shard" or text.isdecimal()}
+    if requested & {"pp", "ep"} or len(requested - {"dp_shard"}) > 1:
+        return "mesh"
     given = [name for name in DIVISIONS if os.environ.get(f"PARALLELISM_CONFIG_{name.upper()}_SIZE", "1") != "1"]
     if kind == "MULTI_GPU" and not given:
         return "tp"  # one process, which TensorParallel reports as a problem
@@ -83,15 +89,6 @@ def environment_alone() -> dict[str, str]:
 def python_path() -> str:
     """Returns the PYTHONPATH for a process that runs a module of this project, wherever it starts."""
     return os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-
-
-def environment_flag(name: str) -> bool:
-    return os.environ.get(name, "false").lower() in ("1", "true", "yes")
-
-
-def processes_launched() -> int:
-    """Returns how many processes the launcher started, over all machines."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def replicas_requested() -> int:

@@ -13,6 +13,7 @@ import yaml
 
 from pretrain.config import RunConfig
 from pretrain.errors import did_you_mean
+from pretrain.parallel.sizes import DIMENSIONS, launcher_command, setting
 
 FROM_RECIPE = {
     "train_batch_size": "batch.tokens_per_step",
@@ -36,8 +37,6 @@ ALLOWED_IN_DEEPSPEED_JSON = (
     *("zero_optimization", "aio", "zero_force_ds_cpu_optimizer", "zero_allow_untested_optimizer", "comms_logger"),
     *("flops_profiler", "wall_clock_breakdown", "memory_breakdown", "steps_per_print", "nebula", "timers"),
 )
-LAUNCHERS = ("accelerate.commands.launch", "pretrain.launch")
-"""Modules that launch processes when run."""
 AIO_KEYS = ("block_size", "queue_depth", "intra_op_parallelism", "single_submit", "overlap_events", "use_gds")
 
 
@@ -46,27 +45,6 @@ def conflict(file: str, key: str, value: Any, config: RunConfig, setting: str) -
     in_recipe = reduce(getattr, setting.split("."), config)
     where = "the launcher's file" if file == "launcher" else file
     return f"{file}: {key}: {value} conflicts with the recipe's {setting}: {in_recipe}; remove it from {where}"
-
-
-def launcher_command() -> tuple[list[str], Path] | None:
-    """Returns the arguments and folder of the `accelerate launch` that started this process; None without one.
-
-    The launcher passes on neither its config's name nor its command line, so both are read from the parent process.
-    """
-    import psutil
-
-    for parent in psutil.Process().parents()[:3]:
-        try:
-            words = parent.cmdline()
-            folder = Path(parent.cwd())
-        except psutil.Error:
-            continue
-        for module in LAUNCHERS:
-            if module in words:
-                return words[words.index(module) + 1 :], folder
-        if "launch" in words and any(Path(word).name == "accelerate" for word in words):
-            return words[words.index("launch") + 1 :], folder
-    return None
 
 
 def command_problems(strategy: str, processes: int) -> list[str]:
@@ -99,7 +77,8 @@ def launcher_file_problems(path: Path, strategy: str) -> list[str]:
         return []  # accelerate has already reported it
     if not isinstance(settings, dict):
         return []
-    known = {action.dest for action in launch_command_parser()._actions}  # private, but argparse has no public list
+    # Private, but argparse has no public list. Two sizes are read from the file by this project alone.
+    known = {action.dest for action in launch_command_parser()._actions} | set(map(setting, DIMENSIONS))
     problems = []
     asked = settings.get("distributed_type")
     if asked in ("FSDP", "DEEPSPEED", "MEGATRON_LM") and strategy in ("single", "ddp"):

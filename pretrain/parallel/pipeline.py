@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import get_schedule_class
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedConfig
 
 from pretrain.config import Pipeline, RunConfig
@@ -83,6 +84,7 @@ class PipelineModel(nn.Module):
         hidden_size: int,
         group: dist.ProcessGroup,
         device: torch.device,
+        sequence_parts: int = 1,
     ):
         super().__init__()
         self.stages = nn.ModuleList(stages.values())
@@ -95,6 +97,7 @@ class PipelineModel(nn.Module):
         self.group = group
         self.device = device
         self.rank = dist.get_rank(group)
+        self.sequence_parts = sequence_parts
         self.schedules: dict[tuple[int, ...], Any] = {}
         """torch's schedules by the shape (B, T) of their buffers."""
 
@@ -104,7 +107,7 @@ class PipelineModel(nn.Module):
         return self.numbered.get(len(self.owners) - 1)
 
     def forward(self, input_ids_BT: Tensor, targets_BT: Tensor, **attention_arguments) -> tuple[Tensor, Tensor]:
-        microbatches = split_micro_batch(targets_BT, attention_arguments, self.microbatches)
+        microbatches = split_micro_batch(targets_BT, attention_arguments, self.microbatches, self.sequence_parts)
         for stage in self.stages:
             stage.begin(microbatches)
         # Compiled layers compute all gradients at once: with a split backward pass they would compute them twice.
@@ -206,7 +209,9 @@ class StagedTensors(TensorGroup):
 
     def whole(self, name: str, wanted: bool = True) -> Tensor | None:
         if self.owners[name] == dist.get_rank(self.group):
-            tensor = self.tensors[name].detach().to(self.device).contiguous()
+            tensor = self.tensors[name].detach()
+            whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            tensor = whole.to(self.device).contiguous()
         else:
             tensor = torch.empty(self.shapes[name], dtype=self.dtypes[name], device=self.device)
         dist.broadcast(tensor, group=self.group, group_src=self.owners[name])

@@ -57,9 +57,15 @@ class PipelineMicroBatch:
     attention_arguments: dict[str, Any]
 
 
-def split_micro_batch(targets_BT: Tensor, arguments: Mapping[str, Any], parts: int) -> list[PipelineMicroBatch]:
-    """Splits a micro-batch by rows into equal parts, each with the attention's arguments (`attention_arguments`)."""
-    batch, length = targets_BT.shape
+def split_micro_batch(
+    targets_BT: Tensor, arguments: Mapping[str, Any], parts: int, sequence_parts: int = 1
+) -> list[PipelineMicroBatch]:
+    """Splits a micro-batch by rows into equal parts, each with the attention's arguments (`attention_arguments`).
+
+    sequence_parts: number of ranks that share each sequence; segments are those of whole sequences.
+    """
+    batch = targets_BT.shape[0]
+    length = targets_BT.shape[1] * sequence_parts
     rows = batch // parts
     counted_B = (targets_BT >= 0).sum(dim=1)
     all_counted = counted_B.sum().clamp(min=1)

@@ -23,6 +23,7 @@ STRATEGIES: dict[str, str] = {
     "pp": "pretrain.parallel.pipeline:PipelineParallel",
     "cp": "pretrain.parallel.context_parallel:ContextParallel",
     "ep": "pretrain.parallel.expert_parallel:ExpertParallel",
+    "mesh": "pretrain.parallel.mesh:MeshStrategy",
     "zero3_offload": "pretrain.parallel.zero:Zero",
     "zero3_offload_nvme": "pretrain.parallel.zero:Zero",
 }

@@ -1,0 +1,382 @@
+"""Any product of parallel dimensions: one mesh of ranks, and one strategy for every product.
+
+    dense   (pp, dp_replicate, fsdp = dp_shard x cp, tp)   parameters
+    data    (pp, batch = dp_replicate x dp_shard, cp, tp)  which rank reads what, and exchanges heads with which
+    expert  (pp, dp_replicate, efsdp, ep)                  experts; efsdp x ep = fsdp x tp
+
+The dimensions are applied to a model in this order: attention over whole sequences (cp), pipeline stages (pp), slices
+of matrices (tp), experts on their ranks (ep), and then torch's fully_shard of experts, layers and the rest. It is always
+applied, even over a single rank: so every parameter is a DTensor, and one code serves every product. Checkpoints hold
+whole tensors, so a run can resume under any other product.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.utils import patch_environment
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from transformers.distributed.tensor_parallel import apply_tensor_parallelism
+
+from pretrain.config import RunConfig
+from pretrain.model.build import InitialWeights, units_of
+from pretrain.model.compile import layers_of
+from pretrain.model.loss import LanguageModelLoss
+from pretrain.optim.optimizers import OptimizerBuilder, total_norm
+from pretrain.parallel.context_parallel import exchange_heads, part_of_batch
+from pretrain.parallel.expert_parallel import divide_experts, expert_modules
+from pretrain.parallel.fully_sharded import reshard_without_backward
+from pretrain.parallel.model_parallel import sum_in_place
+from pretrain.parallel.pipeline import STAGE_LAYOUTS, PipelineModel, StagedTensors
+from pretrain.parallel.pipeline_stages import Stage, stage_parameters
+from pretrain.parallel.replicas import ReplicaGroup
+from pretrain.parallel.sizes import Sizes, environment_flag, launched_sizes
+from pretrain.parallel.strategy import Strategy
+from pretrain.parallel.tensor_group import TensorGroup
+from pretrain.parallel.tensor_parallel import (
+    SUMMED,
+    separate_kinds,
+    share_head,
+    split,
+    style_of,
+    tensor_plan_of,
+)
+
+if TYPE_CHECKING:
+    from pretrain.optim.matrix_exchange import Holders
+
+
+class Mesh:
+    """Three views of the same ranks, each with all of its dimensions, also those of size 1."""
+
+    def __init__(self, sizes: Sizes, device_type: str):
+        s = sizes
+        make = partial(init_device_mesh, device_type)
+        dense = (s.pp, s.dp_replicate, s.fsdp, s.tp)
+        self.sizes = sizes
+        self.dense = make(dense, mesh_dim_names=("pp", "dp_replicate", "fsdp", "tp"))
+        self.data = make((s.pp, s.batch, s.cp, s.tp), mesh_dim_names=("pp", "batch", "cp", "tp"))
+        self.expert = self.dense
+        if s.ep > 1:
+            expert = (s.pp, s.dp_replicate, s.efsdp, s.ep)
+            self.expert = make(expert, mesh_dim_names=("pp", "dp_replicate", "efsdp", "ep"))
+
+    def rank(self, name: str) -> int:
+        """Returns this rank's place along a dimension of the view of data."""
+        return self.data.get_local_rank(name)
+
+    def shards(self, *, experts: bool = False) -> DeviceMesh:
+        """Returns the mesh for fully_shard: of one dimension, or of two if there are replicas."""
+        mesh = self.expert if experts else self.dense
+        name = mesh.mesh_dim_names[2]
+        return mesh["dp_replicate", name] if self.sizes.dp_replicate > 1 else mesh[name]
+
+
+class MeshStrategy(Strategy):
+    """Strategy for any product of dimensions. See `Strategy` for the order of calls."""
+
+    precisions = ("fp32", "bf16")
+    compilations = ("auto", "none", "regional")
+    holds_whole_model = False
+    parameter_form = "tiles"
+
+    def __init__(self, precision: str, config: RunConfig | None = None):
+        self.sizes = sizes = launched_sizes()
+        super().__init__(precision, config)
+        self.mesh = Mesh(sizes, self.device.type)
+        self.tp_group: dist.ProcessGroup = self.mesh.dense.get_group("tp")
+        self.pp_group: dist.ProcessGroup = self.mesh.dense.get_group("pp")
+        self.data_rank = self.mesh.rank("batch")
+        self.data_ranks = sizes.batch
+        self.sequence_parts = sizes.cp
+        self.part = self.mesh.rank("cp")
+        self.micro_batches_per_call = sizes.pp
+        self.stage_owners = STAGE_LAYOUTS[config.pipeline.schedule].owners(sizes.pp) if config and sizes.pp > 1 else [0]
+        self.micro_steps = 0
+        """Micro-steps since the last update."""
+
+    def make_accelerator(self) -> Accelerator:
+        # accelerate must see plain processes: it knows neither pipelines nor experts, and its context parallelism
+        # would drop the boundaries of documents.
+        with patch_environment(ACCELERATE_USE_FSDP="false", ACCELERATE_USE_PARALLELISM_CONFIG="false"):
+            return super().make_accelerator()
+
+    @property
+    def dropout_rank(self) -> int:
+        """Ranks of tp and of a pipeline compute the same hidden states; those of a sequence have other positions."""
+        return self.data_rank * self.sizes.cp + self.part
+
+    @property
+    def reports_loss(self) -> bool:
+        """True on ranks whose metrics count, so that no token counts twice: of tp the first, of pp the last stage."""
+        return self.mesh.rank("tp") == 0 and self.mesh.rank("pp") == self.stage_owners[-1]
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """Sums over all tokens; all ranks get the sum."""
+        return super().sum(tensor if self.reports_loss else torch.zeros_like(tensor))
+
+    def prepare(
+        self, model: LanguageModelLoss, weights: InitialWeights, build_optimizer: OptimizerBuilder
+    ) -> torch.nn.Module:
+        """Prepares as in `Strategy`. No rank ever holds more than one whole layer, or than all that is in no layer."""
+        self.causal_lm = causal_lm = model.causal_lm
+        self.places = {name: place for place, (name, _) in enumerate(causal_lm.named_parameters())}
+        sizes = self.sizes
+        if sizes.cp > 1:
+            exchange_heads(causal_lm, sizes.cp, self.mesh.data.get_group("cp").group_name)
+        if sizes.tp > 1 and model.from_hidden_states:
+            share_head(model, self.tp_group)
+        self.reshards = environment_flag("FSDP_RESHARD_AFTER_FORWARD")
+        self.offloads = environment_flag("FSDP_OFFLOAD_PARAMS")
+        self.reduces_once = not self.reshards or bool(self.config and self.config.batch.reduce_once)
+        self.roots = self.stages_of(model)
+        self.shard(list(self.roots.values()), weights)
+        self.model = self.called(model)
+        self.optimizer = self.accelerator.prepare_optimizer(
+            separate_kinds(self.optimizer_of_parameters(build_optimizer)), device_placement=False
+        )
+        self.find_shared_parameters(model)
+        return self.model
+
+    def stages_of(self, model: LanguageModelLoss) -> dict[int, nn.Module]:
+        """Returns this rank's stages by number, on the meta device; without a pipeline, the whole model."""
+        if self.sizes.pp == 1:
+            return {0: model}
+        ranges, self.parameters_of_stages = stage_parameters(self.causal_lm, len(self.stage_owners))
+        mine = [number for number, owner in enumerate(self.stage_owners) if owner == self.mesh.rank("pp")]
+        return {number: Stage(model, ranges[number], self.precision) for number in mine}
+
+    def shard(self, roots: list[nn.Module], weights: InitialWeights) -> None:
+        """Gives the modules inside these roots their weights, divides them over tp and ep, and shards them."""
+        causal_lm = self.causal_lm
+        inside = MixedPrecisionPolicy()
+        if self.precision == "bf16":
+            inside = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        offload = CPUOffloadPolicy() if self.offloads else OffloadPolicy()
+        apply = partial(fully_shard, offload_policy=offload)
+        here = {module for root in roots for module in root.modules()}
+        head = causal_lm.get_output_embeddings()
+        if head in here and head.weight is causal_lm.get_input_embeddings().weight:
+            here.add(causal_lm.get_input_embeddings())  # a tied head gets its values from the embedding
+        layers = set(layers_of(causal_lm))
+        plan = tensor_plan_of(causal_lm.config)
+        for unit in units_of(causal_lm):
+            module = causal_lm.get_submodule(unit)
+            if module not in here:
+                continue
+            weights.fill(causal_lm, unit)
+            experts = expert_modules(module) if self.sizes.ep > 1 else {}
+            for part in experts.values():
+                divide_experts(part.to(self.device), self.mesh.expert["ep"], self.mesh.dense["tp"])
+            if self.sizes.tp > 1:
+                split_layer(causal_lm, unit, plan, self.mesh.dense["tp"], self.device, self.sizes.ep > 1)
+            for part in experts.values():
+                apply(part, mesh=self.mesh.shards(experts=True), reshard_after_forward=self.reshards, mp_policy=inside)
+            if module in layers:
+                apply(module, mesh=self.mesh.shards(), reshard_after_forward=self.reshards, mp_policy=inside)
+        causal_lm.tie_weights()
+        # Parameters outside of the layers are used last in forward and first in backward, so they stay gathered.
+        outside = replace(inside, output_dtype=torch.float32)
+        for root in roots:
+            apply(root, mesh=self.mesh.shards(), reshard_after_forward=False, mp_policy=outside)
+            root.register_forward_hook(reshard_without_backward)
+            for module in root.modules():
+                if isinstance(module, FSDPModule):
+                    # Rows for experts arrive from other ranks, so that their gradients are sums over more ranks than
+                    # share them: every gradient is divided by the number of ranks whose tokens differ.
+                    module.set_gradient_divide_factor(float(self.sizes.batch * self.sizes.cp))
+                    module.set_force_sum_reduction_for_comms(True)  # gloo cannot divide as it sums
+
+    def called(self, model: LanguageModelLoss) -> nn.Module:
+        """Returns the module that the loop calls."""
+        called: nn.Module = self.roots[0] if self.sizes.pp == 1 else self.pipeline(model)
+        if self.sizes.cp > 1:
+            cut = partial(part_of_batch, self.part, self.sizes.cp)
+            called.register_forward_pre_hook(cut, with_kwargs=True)
+        return called
+
+    def pipeline(self, model: LanguageModelLoss) -> PipelineModel:
+        """Returns the pipeline of this rank's stages."""
+        return PipelineModel(
+            self.roots,
+            self.stage_owners,
+            self.config.pipeline,
+            hidden_size=self.causal_lm.config.hidden_size,
+            group=self.pp_group,
+            device=self.device,
+            sequence_parts=self.sizes.cp,
+        )
+
+    def find_shared_parameters(self, model: LanguageModelLoss) -> None:
+        """Finds the parameters whose gradients have to be summed over tp, or over the first and the last stage."""
+        plan = tensor_plan_of(self.causal_lm.config)
+        prefix = f"{self.causal_lm.base_model_prefix}."
+        head = self.causal_lm.get_output_embeddings()
+        self.shares = {
+            parameter
+            for parameter, name in self.name_of.items()
+            if style_of(name.removeprefix(prefix).rpartition(".")[0], plan) == SUMMED
+        }
+        """Parameters whole on every rank of tp, of whose gradient each rank has its own share."""
+        if self.sizes.tp > 1 and model.from_hidden_states:
+            self.shares.update(parameter for parameter in head.parameters() if parameter in self.name_of)
+        first, last = self.stage_owners[0], self.stage_owners[-1]
+        self.tied_group: dist.ProcessGroup | None = None
+        self.tied: nn.Parameter | None = None
+        if head.weight is self.causal_lm.get_input_embeddings().weight and first != last:
+            # Creating a group is collective: every rank has to take part for every group.
+            pairs = self.mesh.dense.mesh[[first, last]].flatten(1).T.tolist()
+            group, _ = dist.new_subgroups_by_enumeration(pairs)
+            if self.mesh.rank("pp") in (first, last):
+                self.tied_group, self.tied = group, head.weight
+
+    @contextmanager
+    def accumulate(self, is_last: bool) -> Iterator[None]:
+        self.micro_steps += 1
+        if self.sizes.pp == 1:  # a pipeline's schedule does it for its stages
+            self.model.set_requires_gradient_sync(is_last or not self.reduces_once)
+            self.model.set_requires_all_reduce(is_last)
+            self.model.set_is_last_backward(is_last)
+        yield
+
+    def backward(self, loss: Tensor) -> None:
+        if self.sizes.pp == 1:  # a pipeline's call has computed the gradients
+            loss.backward()
+
+    def combine_gradients(self) -> None:
+        """Completes the gradients, of which fully_shard has done the mean over the ranks that read different data."""
+        gradients = {p: local(p.grad) for p in self.name_of if p.grad is not None}
+        if self.sizes.tp > 1:
+            whole = {parameter: grad for parameter, grad in gradients.items() if not is_split(parameter)}
+            sum_in_place(list(whole.values()), self.tp_group)
+            # Others should be equal already, but GPU kernels may sum in any order: replicas must not drift apart.
+            others = [grad for parameter, grad in whole.items() if parameter not in self.shares]
+            if others:
+                torch._foreach_div_(others, self.sizes.tp)
+        if self.tied is not None:
+            dist.all_reduce(gradients[self.tied], group=self.tied_group)
+        if self.sizes.pp > 1 and self.micro_steps > 1:
+            torch._foreach_div_(list(gradients.values()), self.micro_steps)
+        self.micro_steps = 0
+
+    def gradient_norm(self) -> Tensor:
+        """Returns the norm by one sum over all ranks: a local square counts 1 / (ranks of the stage that have it)."""
+        self.combine_gradients()
+        by_copies: dict[int, list[Tensor]] = {}
+        stage_ranks = self.sizes.world // self.sizes.pp
+        for parameter in self.name_of:
+            is_copy = parameter is self.tied and self.mesh.rank("pp") == self.stage_owners[-1]
+            if parameter.grad is not None and not is_copy:
+                by_copies.setdefault(stage_ranks // pieces(parameter), []).append(local(parameter.grad))
+        square = torch.zeros((), device=self.device)
+        for copies, gradients in by_copies.items():
+            square += total_norm(gradients).square().to(self.device) / copies
+        dist.all_reduce(square)
+        return square.sqrt()
+
+    def gradients(self) -> list[Tensor]:
+        return [local(parameter.grad) for parameter in self.name_of if parameter.grad is not None]
+
+    def model_tensors(self) -> TensorGroup:
+        return self.staged(super().model_tensors())
+
+    def optimizer_tensors(self) -> TensorGroup:
+        return self.staged(super().optimizer_tensors())
+
+    def average_tensors(self) -> TensorGroup:
+        return self.staged(super().average_tensors())
+
+    def staged(self, mine: TensorGroup) -> TensorGroup:
+        """Returns the tensors of all stages, of which this rank has `mine`, in the whole model's order."""
+        if self.sizes.pp == 1:
+            return mine
+        facts = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in mine.tensors.items()}
+        facts_of_rank: list[dict] = [{} for _ in range(self.sizes.pp)]
+        dist.all_gather_object(facts_of_rank, facts, group=self.pp_group)
+        owners = {name: rank for rank in reversed(range(self.sizes.pp)) for name in facts_of_rank[rank]}
+        names = sorted(owners, key=self.place_of)
+        shapes = {name: facts_of_rank[owners[name]][name][0] for name in names}
+        dtypes = {name: facts_of_rank[owners[name]][name][1] for name in names}
+        return StagedTensors(shapes, dtypes, mine.tensors, owners, self.pp_group, self.device)
+
+    def place_of(self, name: str) -> tuple[int, str]:
+        """Returns a tensor's sort key: parameters and their optimizer state in the model's order, then buffers."""
+        parameter = name if name in self.places else name.rpartition(".")[0]
+        return self.places.get(parameter, len(self.places)), name
+
+    def load(self, model: Mapping[str, Tensor], optimizer: Mapping[str, Tensor]) -> None:
+        """Loads only the tensors of this rank's stages."""
+        mine = set(self.name_of.values())
+        super().load(model, {name: optimizer[name] for name in optimizer if name.rpartition(".")[0] in mine})
+
+    def copies(self) -> "Holders | None":
+        return None
+
+    def replicas(self) -> list[ReplicaGroup]:
+        """Lists what several ranks hold: all of it over dp_replicate, what tp does not split, a tied embedding."""
+        parts = {name: local(parameter.detach()) for parameter, name in self.name_of.items()}
+        groups: list[ReplicaGroup] = []
+        if self.sizes.dp_replicate > 1:
+            groups.append((self.mesh.dense.get_group("dp_replicate"), parts))
+        if self.sizes.tp > 1:
+            whole = {name: parts[name] for parameter, name in self.name_of.items() if not is_split(parameter)}
+            groups.append((self.tp_group, whole))
+        if self.tied is not None:
+            name = self.name_of[self.tied]
+            groups.append((self.tied_group, {name: parts[name]}))
+        return groups
+
+    def describe(self) -> dict[str, Any]:
+        facts = {"mesh": self.sizes.named(), "data_parallel_size": self.data_ranks, "reduce_once": self.reduces_once}
+        if self.sizes.pp > 1:
+            facts |= {
+                "schedule": self.config.pipeline.schedule,
+                "pipeline_microbatches": self.model.microbatches,
+                "parameters_of_stages": self.parameters_of_stages,
+            }
+        return {**super().describe(), **facts}
+
+
+def split_layer(
+    causal_lm, unit: str, plan: Mapping[str, str], mesh: DeviceMesh, device: torch.device, has_ep: bool
+) -> None:
+    """Splits the matrices inside `unit` over tp by the model's plan; experts too, unless ep has divided them."""
+    split(causal_lm, unit, {name: style for name, style in plan.items() if ".experts" not in name}, mesh, device)
+    if has_ep:
+        return
+    module = causal_lm.get_submodule(unit)
+    inside = unit.removeprefix(f"{causal_lm.base_model_prefix}.")
+    names = [name for name, _ in module.named_parameters()] + [name for name, _ in module.named_modules()]
+    styles = {name: style_of(f"{inside}.{name}", plan) for name in names if ".experts" in f".{name}"}
+    if styles := {name: style for name, style in styles.items() if style}:
+        apply_tensor_parallelism(module, mesh, styles)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Returns this rank's part of a tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def is_split(tensor: Tensor) -> bool:
+    """Tells if the ranks of a tp group have different parts of a tensor: by tp, or by ep."""
+    if not isinstance(tensor, DTensor):
+        return False
+    names = tensor.device_mesh.mesh_dim_names
+    return any(name in names and tensor.placements[names.index(name)].is_shard() for name in ("tp", "ep"))
+
+
+def pieces(tensor: Tensor) -> int:
+    """Returns the number of different parts into which a tensor is divided."""
+    if not isinstance(tensor, DTensor):
+        return 1
+    mesh = tensor.device_mesh
+    return math.prod(mesh.size(dim) for dim, placement in enumerate(tensor.placements) if placement.is_shard())

@@ -1,0 +1,187 @@
+"""Sizes of the parallel dimensions, as the launcher gives them.
+
+    pp x dp_replicate x dp_shard x cp x tp = processes; ep divides dp_shard x cp x tp again, for experts alone
+
+They stand in the launcher's file as parallelism_config_X_size, or in the environment as PARALLELISM_CONFIG_X_SIZE,
+which wins. accelerate's launcher passes on all of them but pp and ep, which are read from its file here.
+"""
+
+import math
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+from pretrain.errors import InputError
+
+DIMENSIONS = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")
+"""Outermost first: neighboring ranks, which have the fastest links, share a model's layers (tp)."""
+LAUNCHERS = ("accelerate.commands.launch", "pretrain.launch")
+"""Modules that launch processes when run."""
+THE_REST = ("0", "all", "none", "null", "")
+"""Values that mean all processes that the other dimensions leave."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Number of ranks along each dimension."""
+
+    pp: int = 1
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    cp: int = 1
+    tp: int = 1
+    ep: int = 1
+
+    @property
+    def world(self) -> int:
+        return self.pp * self.dp_replicate * self.fsdp * self.tp
+
+    @property
+    def fsdp(self) -> int:
+        """Ranks that shard the dense parameters: those of a sequence (cp) are data parallel as to parameters."""
+        return self.dp_shard * self.cp
+
+    @property
+    def batch(self) -> int:
+        """Ranks that read different sequences."""
+        return self.dp_replicate * self.dp_shard
+
+    @property
+    def efsdp(self) -> int:
+        """Ranks that have the same experts, and shard them."""
+        return self.fsdp * self.tp // self.ep
+
+    def named(self) -> dict[str, int]:
+        """Returns the dimensions that divide something, for the run's record."""
+        return {name: size for name in DIMENSIONS if (size := getattr(self, name)) > 1}
+
+
+def setting(dimension: str) -> str:
+    """Names a size as the launcher's file does."""
+    return f"parallelism_config_{dimension}_size"
+
+
+def environment_flag(name: str) -> bool:
+    return os.environ.get(name, "false").lower() in ("1", "true", "yes")
+
+
+def processes_launched() -> int:
+    """Returns how many processes the launcher started, over all machines."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def launcher_command() -> tuple[list[str], Path] | None:
+    """Returns the arguments and folder of the `accelerate launch` that started this process; None without one.
+
+    The launcher passes on neither its config's name nor its command line, so both are read from the parent process.
+    """
+    import psutil
+
+    for parent in psutil.Process().parents()[:3]:
+        try:
+            words = parent.cmdline()
+            folder = Path(parent.cwd())
+        except psutil.Error:
+            continue
+        for module in LAUNCHERS:
+            if module in words:
+                return words[words.index(module) + 1 :], folder
+        if "launch" in words and any(Path(word).name == "accelerate" for word in words):
+            return words[words.index("launch") + 1 :], folder
+    return None
+
+
+def sizes_in_file() -> dict[str, str]:
+    """Returns {dimension: size} of the launcher's file, as text; {} if it cannot be read."""
+    command = launcher_command()
+    if command is None:
+        return {}
+    words, folder = command
+    joined = next((word.partition("=")[2] for word in words if word.startswith("--config_file=")), None)
+    following = words[words.index("--config_file") + 1] if "--config_file" in words[:-1] else None
+    if (name := joined or following) is None:
+        return {}
+    try:
+        section = yaml.safe_load((folder / name).read_text(encoding="utf-8")).get("parallelism_config") or {}
+    except (OSError, AttributeError, yaml.YAMLError):
+        return {}  # accelerate has already reported it
+    return {name: str(section[setting(name)]) for name in DIMENSIONS if setting(name) in section}
+
+
+def requested_sizes() -> dict[str, str]:
+    """Returns {dimension: size} of all sizes that the launcher gives, as text; those of size 1 are left out."""
+    if not environment_flag("ACCELERATE_USE_PARALLELISM_CONFIG"):
+        return {}
+    in_environment = {name: os.environ.get(f"PARALLELISM_CONFIG_{name.upper()}_SIZE") for name in DIMENSIONS}
+    found = {name: text for name, text in in_environment.items() if text is not None}
+    if not {"pp", "ep"} <= found.keys():
+        in_file = sizes_in_file()
+        found = {name: in_file[name] for name in ("pp", "ep") if name in in_file} | found
+    return {name: found[name].lower() for name in DIMENSIONS if found.get(name, "1") != "1"}
+
+
+def launched_sizes() -> Sizes:
+    """Returns the size of every dimension. Raises InputError with everything that cannot be, and what can.
+
+    What no size claims is sharded under `distributed_type: FSDP`, and replicated under `MULTI_GPU`.
+    """
+    processes = processes_launched()
+    numbers, rest, problems = {}, [], []
+    for name, text in requested_sizes().items():
+        if text in THE_REST:
+            rest.append(name)
+        elif text.isdecimal() and int(text) > 0:
+            numbers[name] = int(text)
+        else:
+            problems.append(f"launcher: {setting(name)}: {text} is not a size; use {allowed(processes)}")
+    experts = numbers.pop("ep", None)
+    all_for_experts = "ep" in rest
+    rest = [name for name in rest if name != "ep"]
+    # dp_shard is null in a file that leaves it open, as accelerate's own files do.
+    if len(rest) > 1 and "dp_shard" in rest:
+        rest.remove("dp_shard")
+    if len(rest) > 1:
+        problems.append(f"launcher: {' and '.join(map(setting, rest))} are both 0; only one can take what is left")
+    given = math.prod(numbers.values())
+    if not problems and processes % given:
+        sizes = " x ".join(f"{setting(name)} {number}" for name, number in numbers.items())
+        product = f"{sizes} = {given}" if len(numbers) > 1 else sizes
+        problems.append(f"launcher: {product} does not divide {processes} processes; use {allowed(processes)}")
+    if problems:
+        raise InputError(*problems)
+    default = "dp_shard" if environment_flag("ACCELERATE_USE_FSDP") else "dp_replicate"
+    open_one = rest[0] if rest else default
+    if open_one not in numbers:
+        numbers[open_one] = processes // given
+    sizes = Sizes(**numbers)
+    if sizes.world != processes:
+        product = " x ".join(f"{name} {size}" for name, size in sizes.named().items())
+        problems.append(
+            f"launcher: {product} is {sizes.world} processes, but {processes} run; leave one size out, or use "
+            f"--num_processes {sizes.world}"
+        )
+    elif rest and rest[0] not in ("dp_shard", "dp_replicate") and numbers[rest[0]] == 1:
+        problems.append(
+            f"launcher: {setting(rest[0])}: no process is left for it of {processes}; use another strategy, or "
+            "--num_processes 2"
+        )
+    exchange = sizes.fsdp * sizes.tp
+    if all_for_experts or experts:
+        experts = experts or exchange
+        if experts < 2 or exchange % experts:
+            problems.append(
+                f"launcher: {setting('ep')}: {experts} does not divide dp_shard x cp x tp = {exchange}; "
+                f"use {allowed(exchange)}"
+            )
+        sizes = Sizes(**numbers, ep=experts)
+    if problems:
+        raise InputError(*problems)
+    return sizes
+
+
+def allowed(processes: int) -> str:
+    """Lists the sizes of a dimension that divide this number of processes."""
+    works = [str(size) for size in range(2, processes + 1) if processes % size == 0]
+    return f"0 (all that are left) or {', '.join(works)}" if works else "another strategy, or --num_processes 2"
