@@ -180,11 +180,12 @@ def part_of(parameter: torch.Tensor) -> ParameterPart:
     """Returns this rank's part of a parameter, which is whole or a DTensor that is sharded along one dimension."""
     if not isinstance(parameter, DTensor):
         return ParameterPart(parameter, tuple(parameter.shape))
-    sharded = [axis for axis, placement in enumerate(parameter.placements) if placement.is_shard()]
+    mesh = parameter.device_mesh
+    placements = enumerate(parameter.placements)
+    sharded = [axis for axis, placement in placements if placement.is_shard() and mesh.size(axis) > 1]
     if not sharded:
         return ParameterPart(parameter, tuple(parameter.shape))
-    ((axis),) = sharded
-    mesh = parameter.device_mesh
+    (axis,) = sharded
     dim = parameter.placements[axis].dim
     holders = Holders(mesh.get_group(axis), torch.device(mesh.device_type))
     start = min(parameter.shape[dim], holders.rank * -(-parameter.shape[dim] // holders.size))

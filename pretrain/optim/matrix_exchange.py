@@ -133,11 +133,14 @@ def pieces_of(parameter: torch.Tensor, matrix: HiddenMatrix, tensor: int, copies
     if isinstance(parameter, DTensor):
         mesh = parameter.device_mesh
         placements = parameter.placements
-        sharded = [(axis, placement.dim) for axis, placement in enumerate(placements) if placement.is_shard()]
+        divided = [(axis, placement) for axis, placement in enumerate(placements) if mesh.size(axis) > 1]
+        sharded = [(axis, placement.dim) for axis, placement in divided if placement.is_shard()]
         holders = Holders(None, torch.device(mesh.device_type))
         if sharded:
             ((axis, dim),) = sharded
             holders = replace(holders, group=mesh.get_group(axis))
+        elif divided:  # replicas, which share the work
+            holders = replace(holders, group=mesh.get_group(divided[0][0]))
     if matrix.stacked > 1:
         return stacked_pieces(matrix, holders, tensor, dim)
     if dim is None:

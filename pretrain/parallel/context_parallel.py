@@ -7,8 +7,6 @@ receives the other positions of its own heads; the outputs go back in the same w
 boundaries and sliding windows, and all ranks have the same amount of work, causal or not. docs/strategies.md compares
 that with gathering keys and values.
 
-Weights, gradients and optimizer are sharded over all ranks, as under FSDP2; several groups share the data.
-
 Shapes: B sequences, T positions of a whole sequence, P positions of this rank, N ranks of a group, H query heads, G
 key heads, E head width.
 """
@@ -18,18 +16,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from pretrain.config import RunConfig, WindowSpec
-from pretrain.data.vocabulary import planned_model_config
+from pretrain.config import WindowSpec
 from pretrain.errors import InputError
 from pretrain.model.attention import in_one_dtype, model_inputs, sdpa
-from pretrain.model.build import InitialWeights, build_model
-from pretrain.model.loss import LanguageModelLoss
+from pretrain.model.build import build_model
 from pretrain.model.small_copy import (
     END_OF_DOCUMENT,
     TOLERANCE,
@@ -41,9 +35,7 @@ from pretrain.model.small_copy import (
     reference_of,
     relative_difference,
 )
-from pretrain.optim.optimizers import OptimizerBuilder
-from pretrain.parallel.fully_sharded import FullySharded
-from pretrain.parallel.launcher import CP_SIZE, parallel_size, sharing_problems, uncombined_sizes
+from pretrain.parallel.sizes import setting
 
 PER_HEAD = ("s_aux", "position_bias")
 """Attention arguments with a value for each head or pair of positions."""
@@ -56,79 +48,31 @@ Attention = Callable[..., tuple[Tensor, Tensor | None]]
 """A function of transformers' attention interface."""
 
 
-class ContextParallel(FullySharded):
-    """FSDP2 over all ranks, with the positions of each sequence sharded over the ranks of a group."""
+def model_problem(model_config: PreTrainedConfig, parts: int, tp: int = 1) -> str | None:
+    """Returns why that many ranks cannot share a sequence of this model. Raises InputError as `reference_of`.
 
-    size_variable = CP_SIZE
-
-    @classmethod
-    def problems(cls, config: RunConfig, name: str) -> list[str]:
-        problems = super().problems(config, name)
-        of_size = uncombined_sizes(CP_SIZE, ("dp_replicate", "tp", "sp"))
-        of_size += sharing_problems(CP_SIZE, word_for_all="0", shared="a sequence")
-        if of_size:
-            return problems + of_size
-        parts = parallel_size(CP_SIZE)
-        length = config.data.sequence_length
-        if length % parts:
-            below = length // parts * parts
-            problems.append(
-                f"data.sequence_length: {length:,} cannot be cut into {parts} equal parts; "
-                f"nearest: {f'{below:,} or ' if below else ''}{below + parts:,}"
-            )
-        try:
-            problem = model_problem(planned_model_config(config.model, config.data), parts)
-        except InputError:
-            problem = None  # `derive` reports this problem of the model
-        return [*problems, *([problem] if problem else [])]
-
-    def __init__(self, precision: str, config: RunConfig | None = None):
-        super().__init__(precision, config)
-        self.sequence_parts = parallel_size(CP_SIZE)
-        shape = (self.ranks.count // self.sequence_parts, self.sequence_parts)
-        mesh = init_device_mesh(self.device.type, shape, mesh_dim_names=("data", "context"))
-        self.context_group: dist.ProcessGroup = mesh.get_group("context")
-        self.part = mesh.get_local_rank("context")
-        self.data_rank = mesh.get_local_rank("data")
-        self.data_ranks = shape[0]
-
-    @property
-    def dropout_rank(self) -> int:
-        return self.ranks.rank
-
-    def prepare(
-        self, model: LanguageModelLoss, weights: InitialWeights, build_optimizer: OptimizerBuilder
-    ) -> torch.nn.Module:
-        """Prepares as in `FullySharded`. Raises InputError for an attention that may not work on whole sequences."""
-        exchange_heads(model.causal_lm, self.sequence_parts, self.context_group.group_name)
-        prepared = super().prepare(model, weights, build_optimizer)
-        prepared.register_forward_pre_hook(
-            functools.partial(part_of_batch, self.part, self.sequence_parts), with_kwargs=True
-        )
-        return prepared
-
-    def describe(self) -> dict:
-        return {**super().describe(), CP_SIZE.lower(): self.sequence_parts, "data_parallel_size": self.data_ranks}
+    tp: number of ranks that have already divided the heads.
+    """
+    return mixing_problem(model_config) or heads_problem(model_config, parts, tp)
 
 
-def model_problem(model_config: PreTrainedConfig, parts: int) -> str | None:
-    """Returns why that many ranks cannot share a sequence of this model. Raises InputError as `reference_of`."""
-    return mixing_problem(model_config) or heads_problem(model_config, parts)
-
-
-def heads_problem(model_config: PreTrainedConfig, parts: int) -> str | None:
+def heads_problem(model_config: PreTrainedConfig, parts: int, tp: int = 1) -> str | None:
     """Returns why this model's heads cannot be divided among the ranks, with what works; None if they can."""
     heads = getattr(model_config, "num_attention_heads", None)
     if not isinstance(heads, int):
         return f"model: {model_config.model_type} does not run under cp: its layers differ in their heads; use fsdp2"
     key_heads = getattr(model_config, "num_key_value_heads", None) or heads
+    if heads % tp or key_heads % tp:
+        return None  # tp's own check reports it
+    heads, key_heads = heads // tp, key_heads // tp
     if divides(heads, key_heads, parts):
         return None
     works = [str(n) for n in range(2, heads + 1) if divides(heads, key_heads, n)]
-    remedy = f"{CP_SIZE.lower()} can be {', '.join(works)}" if works else "use fsdp2"
+    remedy = f"{setting('cp')} can be {', '.join(works)}" if works else "use fsdp2"
+    left = " that tp leaves" if tp > 1 else ""
     return (
-        f"model: {heads} query heads and {key_heads} key-value heads cannot be divided among the {parts} processes of "
-        f"a sequence; {remedy}"
+        f"model: {heads} query heads and {key_heads} key-value heads{left} cannot be divided among the {parts} "
+        f"processes of a sequence; {remedy}"
     )
 
 

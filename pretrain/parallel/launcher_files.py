@@ -81,7 +81,7 @@ def launcher_file_problems(path: Path, strategy: str) -> list[str]:
     known = {action.dest for action in launch_command_parser()._actions} | set(map(setting, DIMENSIONS))
     problems = []
     asked = settings.get("distributed_type")
-    if asked in ("FSDP", "DEEPSPEED", "MEGATRON_LM") and strategy in ("single", "ddp"):
+    if asked in ("FSDP", "DEEPSPEED") and strategy in ("single", "ddp"):
         problems.append(
             f"{path.name}: distributed_type: {asked} was asked for, but {strategy} runs; remove --cpu or --multi_gpu "
             "from the command line and use_cpu from the file"

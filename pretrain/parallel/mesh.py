@@ -5,17 +5,18 @@
     expert  (pp, dp_replicate, efsdp, ep)                  experts; efsdp x ep = fsdp x tp
 
 The dimensions are applied to a model in this order: attention over whole sequences (cp), pipeline stages (pp), slices
-of matrices (tp), experts on their ranks (ep), and then torch's fully_shard of experts, layers and the rest. It is always
-applied, even over a single rank: so every parameter is a DTensor, and one code serves every product. Checkpoints hold
-whole tensors, so a run can resume under any other product.
+of matrices (tp), experts on their ranks (ep), and then torch's fully_shard of experts, layers and the rest. It is
+always applied, even over a single rank: so every parameter is a DTensor, and one code serves every product.
+Checkpoints hold whole tensors, so a run can resume under any other product.
 """
 
 import math
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,34 +26,33 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from transformers.distributed.tensor_parallel import apply_tensor_parallelism
+from transformers import PreTrainedConfig
 
 from pretrain.config import RunConfig
-from pretrain.model.build import InitialWeights, units_of
+from pretrain.data.vocabulary import planned_model_config
+from pretrain.errors import InputError
+from pretrain.model.build import InitialWeights, build_meta_model, units_of
 from pretrain.model.compile import layers_of
 from pretrain.model.loss import LanguageModelLoss
+from pretrain.model.routers import routers_of
 from pretrain.optim.optimizers import OptimizerBuilder, total_norm
+from pretrain.parallel import context_parallel, expert_parallel, tensor_parallel
 from pretrain.parallel.context_parallel import exchange_heads, part_of_batch
 from pretrain.parallel.expert_parallel import divide_experts, expert_modules
-from pretrain.parallel.fully_sharded import reshard_without_backward
-from pretrain.parallel.model_parallel import sum_in_place
 from pretrain.parallel.pipeline import STAGE_LAYOUTS, PipelineModel, StagedTensors
-from pretrain.parallel.pipeline_stages import Stage, stage_parameters
+from pretrain.parallel.pipeline_stages import Stage, cut_problem, layer_problem, stage_parameters
 from pretrain.parallel.replicas import ReplicaGroup
-from pretrain.parallel.sizes import Sizes, environment_flag, launched_sizes
+from pretrain.parallel.sizes import Sizes, environment_flag, launched_sizes, requested_sizes
 from pretrain.parallel.strategy import Strategy
 from pretrain.parallel.tensor_group import TensorGroup
 from pretrain.parallel.tensor_parallel import (
     SUMMED,
-    separate_kinds,
     share_head,
-    split,
+    split_unit,
     style_of,
+    sum_in_place,
     tensor_plan_of,
 )
-
-if TYPE_CHECKING:
-    from pretrain.optim.matrix_exchange import Holders
 
 
 class Mesh:
@@ -87,7 +87,36 @@ class MeshStrategy(Strategy):
     precisions = ("fp32", "bf16")
     compilations = ("auto", "none", "regional")
     holds_whole_model = False
-    parameter_form = "tiles"
+
+    @classmethod
+    def form_launched(cls) -> str:
+        """Returns `tiles` if a tensor is divided along two dimensions, else `sharded`; see `OptimizerSpec.takes`."""
+        try:
+            sizes = launched_sizes()
+        except InputError:  # `problems` reports it
+            return "sharded"
+        return "tiles" if (sizes.fsdp > 1 and sizes.tp > 1) or (sizes.ep > 1 and sizes.efsdp > 1) else "sharded"
+
+    @classmethod
+    def parts_of_micro_batch(cls, config: RunConfig) -> int:
+        if "pp" not in requested_sizes():
+            return 1
+        return STAGE_LAYOUTS[config.pipeline.schedule].stages_per_rank * config.pipeline.microbatch_scale
+
+    @classmethod
+    def problems(cls, config: RunConfig, name: str) -> list[str]:
+        """Lists problems as in the base class, then those of the sizes alone, of the recipe, and of the model."""
+        problems = super().problems(config, name)
+        try:
+            sizes = launched_sizes()
+        except InputError as error:
+            return problems + error.problems
+        problems += recipe_problems(config, sizes)
+        try:
+            model_config = planned_model_config(config.model, config.data)
+            return problems + model_problems(model_config, sizes, config.pipeline.schedule)
+        except InputError:
+            return problems  # `derive` reports this problem of the model
 
     def __init__(self, precision: str, config: RunConfig | None = None):
         self.sizes = sizes = launched_sizes()
@@ -100,7 +129,10 @@ class MeshStrategy(Strategy):
         self.sequence_parts = sizes.cp
         self.part = self.mesh.rank("cp")
         self.micro_batches_per_call = sizes.pp
-        self.stage_owners = STAGE_LAYOUTS[config.pipeline.schedule].owners(sizes.pp) if config and sizes.pp > 1 else [0]
+        self.stage_owners = [0]
+        """Place within the pipeline of the rank that has each stage."""
+        if sizes.pp > 1:
+            self.stage_owners = STAGE_LAYOUTS[config.pipeline.schedule].owners(sizes.pp)
         self.micro_steps = 0
         """Micro-steps since the last update."""
 
@@ -135,7 +167,8 @@ class MeshStrategy(Strategy):
             exchange_heads(causal_lm, sizes.cp, self.mesh.data.get_group("cp").group_name)
         if sizes.tp > 1 and model.from_hidden_states:
             share_head(model, self.tp_group)
-        self.reshards = environment_flag("FSDP_RESHARD_AFTER_FORWARD")
+        # With one rank there is nothing to free: the gathered weights are the shards.
+        self.reshards = sizes.fsdp > 1 and os.environ.get("FSDP_RESHARD_AFTER_FORWARD", "true") == "true"
         self.offloads = environment_flag("FSDP_OFFLOAD_PARAMS")
         self.reduces_once = not self.reshards or bool(self.config and self.config.batch.reduce_once)
         self.roots = self.stages_of(model)
@@ -165,8 +198,10 @@ class MeshStrategy(Strategy):
         apply = partial(fully_shard, offload_policy=offload)
         here = {module for root in roots for module in root.modules()}
         head = causal_lm.get_output_embeddings()
-        if head in here and head.weight is causal_lm.get_input_embeddings().weight:
-            here.add(causal_lm.get_input_embeddings())  # a tied head gets its values from the embedding
+        embedding = causal_lm.get_input_embeddings()
+        is_tied = head.weight is embedding.weight
+        if is_tied and head in here:
+            here.add(embedding)  # a tied head gets its values from the embedding
         layers = set(layers_of(causal_lm))
         plan = tensor_plan_of(causal_lm.config)
         for unit in units_of(causal_lm):
@@ -178,33 +213,48 @@ class MeshStrategy(Strategy):
             for part in experts.values():
                 divide_experts(part.to(self.device), self.mesh.expert["ep"], self.mesh.dense["tp"])
             if self.sizes.tp > 1:
-                split_layer(causal_lm, unit, plan, self.mesh.dense["tp"], self.device, self.sizes.ep > 1)
+                split_unit(
+                    causal_lm,
+                    unit,
+                    plan,
+                    self.mesh.dense["tp"],
+                    self.device,
+                    splits_experts=self.sizes.ep == 1,
+                )
             for part in experts.values():
                 apply(part, mesh=self.mesh.shards(experts=True), reshard_after_forward=self.reshards, mp_policy=inside)
             if module in layers:
                 apply(module, mesh=self.mesh.shards(), reshard_after_forward=self.reshards, mp_policy=inside)
         causal_lm.tie_weights()
+        self.head_copy: nn.Parameter | None = None
+        if is_tied and len(roots) > 1 and self.stage_owners[0] == self.stage_owners[-1] == self.mesh.rank("pp"):
+            # The first and the last stage are both here, and fully_shard gives a parameter to one of them alone.
+            head.weight = self.head_copy = nn.Parameter(embedding.weight.detach().clone())
         # Parameters outside of the layers are used last in forward and first in backward, so they stay gathered.
         outside = replace(inside, output_dtype=torch.float32)
         for root in roots:
             apply(root, mesh=self.mesh.shards(), reshard_after_forward=False, mp_policy=outside)
             root.register_forward_hook(reshard_without_backward)
-            for module in root.modules():
-                if isinstance(module, FSDPModule):
-                    # Rows for experts arrive from other ranks, so that their gradients are sums over more ranks than
-                    # share them: every gradient is divided by the number of ranks whose tokens differ.
-                    module.set_gradient_divide_factor(float(self.sizes.batch * self.sizes.cp))
-                    module.set_force_sum_reduction_for_comms(True)  # gloo cannot divide as it sums
 
     def called(self, model: LanguageModelLoss) -> nn.Module:
         """Returns the module that the loop calls."""
-        called: nn.Module = self.roots[0] if self.sizes.pp == 1 else self.pipeline(model)
+        called: nn.Module = self.roots[0] if self.sizes.pp == 1 else self.pipeline()
+        if self.head_copy is not None:
+            called.register_forward_pre_hook(self.copy_tied_head)
         if self.sizes.cp > 1:
             cut = partial(part_of_batch, self.part, self.sizes.cp)
             called.register_forward_pre_hook(cut, with_kwargs=True)
         return called
 
-    def pipeline(self, model: LanguageModelLoss) -> PipelineModel:
+    @torch.no_grad()
+    def copy_tied_head(self, *_) -> None:
+        """Gives, before each call of the model, the last stage's copy of a tied matrix the values of the first's."""
+        local(self.head_copy).copy_(local(self.causal_lm.get_input_embeddings().weight))
+
+    def trained_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        return [pair for pair in super().trained_parameters() if pair[1] is not self.head_copy]
+
+    def pipeline(self) -> PipelineModel:
         """Returns the pipeline of this rank's stages."""
         return PipelineModel(
             self.roots,
@@ -254,6 +304,9 @@ class MeshStrategy(Strategy):
 
     def combine_gradients(self) -> None:
         """Completes the gradients, of which fully_shard has done the mean over the ranks that read different data."""
+        if self.head_copy is not None:
+            local(self.causal_lm.get_input_embeddings().weight.grad).add_(local(self.head_copy.grad))
+            self.head_copy.grad = None
         gradients = {p: local(p.grad) for p in self.name_of if p.grad is not None}
         if self.sizes.tp > 1:
             whole = {parameter: grad for parameter, grad in gradients.items() if not is_split(parameter)}
@@ -262,6 +315,12 @@ class MeshStrategy(Strategy):
             others = [grad for parameter, grad in whole.items() if parameter not in self.shares]
             if others:
                 torch._foreach_div_(others, self.sizes.tp)
+        if self.sizes.ep > 1:
+            # fully_shard has divided by the ranks that have the same experts. Rows of other ranks' tokens have arrived
+            # as well, so the sum is to be divided by all ranks whose tokens differ. set_gradient_divide_factor would
+            # do that, but torch 2.13 divides twice where only one rank has the experts.
+            experts = [grad for parameter, grad in gradients.items() if "ep" in parameter.device_mesh.mesh_dim_names]
+            torch._foreach_mul_(experts, self.sizes.tp / self.sizes.ep)
         if self.tied is not None:
             dist.all_reduce(gradients[self.tied], group=self.tied_group)
         if self.sizes.pp > 1 and self.micro_steps > 1:
@@ -318,9 +377,6 @@ class MeshStrategy(Strategy):
         mine = set(self.name_of.values())
         super().load(model, {name: optimizer[name] for name in optimizer if name.rpartition(".")[0] in mine})
 
-    def copies(self) -> "Holders | None":
-        return None
-
     def replicas(self) -> list[ReplicaGroup]:
         """Lists what several ranks hold: all of it over dp_replicate, what tp does not split, a tied embedding."""
         parts = {name: local(parameter.detach()) for parameter, name in self.name_of.items()}
@@ -346,19 +402,70 @@ class MeshStrategy(Strategy):
         return {**super().describe(), **facts}
 
 
-def split_layer(
-    causal_lm, unit: str, plan: Mapping[str, str], mesh: DeviceMesh, device: torch.device, has_ep: bool
-) -> None:
-    """Splits the matrices inside `unit` over tp by the model's plan; experts too, unless ep has divided them."""
-    split(causal_lm, unit, {name: style for name, style in plan.items() if ".experts" not in name}, mesh, device)
-    if has_ep:
-        return
-    module = causal_lm.get_submodule(unit)
-    inside = unit.removeprefix(f"{causal_lm.base_model_prefix}.")
-    names = [name for name, _ in module.named_parameters()] + [name for name, _ in module.named_modules()]
-    styles = {name: style_of(f"{inside}.{name}", plan) for name in names if ".experts" in f".{name}"}
-    if styles := {name: style for name, style in styles.items() if style}:
-        apply_tensor_parallelism(module, mesh, styles)
+def recipe_problems(config: RunConfig, sizes: Sizes) -> list[str]:
+    """Lists the recipe's and the launcher's settings that do not run with these sizes."""
+    problems = []
+    length = config.data.sequence_length
+    if length % sizes.cp:
+        below = length // sizes.cp * sizes.cp
+        problems.append(
+            f"data.sequence_length: {length:,} cannot be cut into {sizes.cp} equal parts; "
+            f"nearest: {f'{below:,} or ' if below else ''}{below + sizes.cp:,}"
+        )
+    schedule = STAGE_LAYOUTS[config.pipeline.schedule]
+    if sizes.pp > 1 and schedule.splits_backward and config.activation_checkpointing != "none":
+        others = ", ".join(other for other in STAGE_LAYOUTS if not STAGE_LAYOUTS[other].splits_backward)
+        problems.append(
+            f"activation_checkpointing: {config.activation_checkpointing} does not run with pipeline.schedule "
+            f"{config.pipeline.schedule}, which computes the gradients of inputs and of weights apart; use none, "
+            f"or one of {others}"
+        )
+    if sizes.pp > 1 and config.attention == "flex_attention":
+        problems.append("attention: flex_attention does not run under a pipeline; use auto")
+    if environment_flag("FSDP_OFFLOAD_PARAMS") and max(sizes.pp, sizes.tp, sizes.ep) > 1:
+        names = " and ".join(name for name in ("pp", "tp", "ep") if getattr(sizes, name) > 1)
+        problems.append(f"launcher: fsdp_offload_params: does not run with {names}; use fsdp2, or false")
+    return problems
+
+
+def model_problems(model_config: PreTrainedConfig, sizes: Sizes, schedule: str) -> list[str]:
+    """Lists why this model cannot be divided in these sizes, with what works. Raises InputError as `reference_of`."""
+    problems: list[str | None] = []
+    if sizes.tp > 1:
+        problems.append(tensor_parallel.plan_problem(model_config, sizes.tp, splits_experts=sizes.ep == 1))
+    if sizes.cp > 1:
+        problems.append(context_parallel.model_problem(model_config, sizes.cp, sizes.tp))
+    if sizes.ep > 1:
+        problems.append(expert_parallel.model_problem(model_config, sizes.ep))
+    if sizes.pp > 1:
+        if routers_of(build_meta_model(model_config)):
+            problems.append(
+                f"launcher: pp does not train mixtures of experts, as {model_config.model_type} is: the loads that "
+                "balance experts are counted by micro-step, not by microbatch of a stage; use fsdp2, tp, cp or ep"
+            )
+        else:
+            stages = len(STAGE_LAYOUTS[schedule].owners(sizes.pp))
+            problems.append(cut_problem(model_config) or layer_problem(model_config, stages, sizes.pp, schedule))
+    return [problem for problem in problems if problem]
+
+
+def separate_kinds(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Splits each group by the mesh of its parameters: fused and foreach kernels accept only one in a call."""
+    groups = list(optimizer.param_groups)
+    optimizer.param_groups.clear()
+    for group in groups:
+        kinds: dict[DeviceMesh | None, list[Tensor]] = {}
+        for parameter in group["params"]:
+            kinds.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
+        optimizer.param_groups += [{**group, "params": parameters} for parameters in kinds.values()]
+    return optimizer
+
+
+def reshard_without_backward(model: FSDPModule, *_) -> None:
+    """Frees, as a forward hook, weights that were kept for a backward pass if none follows: they would become outdated
+    at the next update."""
+    if not torch.is_grad_enabled():
+        model.reshard()
 
 
 def local(tensor: Tensor) -> Tensor:

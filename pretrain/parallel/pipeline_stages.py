@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from pretrain.model.build import InitialWeights, units_of
 from pretrain.model.compile import layers_of
 from pretrain.model.loss import LanguageModelLoss
 from pretrain.model.small_copy import TOLERANCE, KeyedConfig, ReferenceWindow, in_a_line, one_thread, reference_of
@@ -219,18 +218,6 @@ def layer_problem(model_config: Any, stages: int, ranks: int, schedule: str) -> 
         f"model: {layers} layers are fewer than the {stages} stages of pipeline.schedule {schedule} on {ranks} "
         f"processes ({stages_per_rank} each); use {works or 'another strategy'}"
     )
-
-
-def fill_stages(causal_lm: PreTrainedModel, stages: list[Stage], weights: InitialWeights) -> None:
-    """Gives the modules of these stages their weights; the rest of the model stays on the meta device."""
-    needed = {module for stage in stages for module in stage.modules()}
-    head = causal_lm.get_output_embeddings()
-    if head in needed and head.weight is causal_lm.get_input_embeddings().weight:
-        needed.add(causal_lm.get_input_embeddings())  # a tied head gets its values from the embedding
-    for unit in units_of(causal_lm):
-        if causal_lm.get_submodule(unit) in needed:
-            weights.fill(causal_lm, unit)
-    causal_lm.tie_weights()
 
 
 def stage_parameters(causal_lm: PreTrainedModel, stages: int) -> tuple[list[range], list[int]]:

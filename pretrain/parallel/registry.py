@@ -6,23 +6,24 @@ from pkgutil import resolve_name
 from pretrain.config import Data, RunConfig
 from pretrain.data.shards import rely_on_first
 from pretrain.errors import InputError
-from pretrain.parallel.launcher import launched_strategy, launcher_problems, parallel_size, processes_launched
+from pretrain.parallel.launcher import launched_strategy, launcher_problems
 from pretrain.parallel.rendezvous import told_by_first
+from pretrain.parallel.sizes import launched_sizes, processes_launched
 from pretrain.parallel.strategy import Strategy, resolve_precision
 
 STRATEGIES: dict[str, str] = {
     "single": "pretrain.parallel.strategy:Strategy",
     "ddp": "pretrain.parallel.strategy:Strategy",
-    "fsdp2": "pretrain.parallel.fully_sharded:FullySharded",
+    "fsdp2": "pretrain.parallel.mesh:MeshStrategy",
     "zero1": "pretrain.parallel.zero:Zero",
     "zero2": "pretrain.parallel.zero:Zero",
     "zero3": "pretrain.parallel.zero:Zero",
-    "hsdp": "pretrain.parallel.fully_sharded:FullySharded",
-    "tp": "pretrain.parallel.tensor_parallel:TensorParallel",
-    "fsdp_tp": "pretrain.parallel.tensor_parallel:ShardedTensorParallel",
-    "pp": "pretrain.parallel.pipeline:PipelineParallel",
-    "cp": "pretrain.parallel.context_parallel:ContextParallel",
-    "ep": "pretrain.parallel.expert_parallel:ExpertParallel",
+    "hsdp": "pretrain.parallel.mesh:MeshStrategy",
+    "tp": "pretrain.parallel.mesh:MeshStrategy",
+    "fsdp_tp": "pretrain.parallel.mesh:MeshStrategy",
+    "pp": "pretrain.parallel.mesh:MeshStrategy",
+    "cp": "pretrain.parallel.mesh:MeshStrategy",
+    "ep": "pretrain.parallel.mesh:MeshStrategy",
     "mesh": "pretrain.parallel.mesh:MeshStrategy",
     "zero3_offload": "pretrain.parallel.zero:Zero",
     "zero3_offload_nvme": "pretrain.parallel.zero:Zero",
@@ -37,12 +38,11 @@ def strategy_named(name: str) -> type[Strategy]:
 
 def micro_batches_launched() -> int:
     """Returns how many micro-batches the launched processes take together in a micro-step."""
-    name = launched_strategy()
     try:
-        sharing = parallel_size(strategy_named(name).size_variable) if name in ("tp", "fsdp_tp", "cp") else 1
-    except ValueError:  # the strategy's own check reports it
-        sharing = 1
-    return max(1, processes_launched() // sharing)
+        sizes = launched_sizes()
+    except InputError:  # the strategy's own check reports it
+        return processes_launched()
+    return sizes.batch * sizes.pp
 
 
 def parts_of_micro_batch(config: RunConfig) -> int:

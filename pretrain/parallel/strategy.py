@@ -33,10 +33,11 @@ from pretrain.optim.optimizers import (
     optimizer_state_by_name,
     total_norm,
 )
-from pretrain.parallel.launcher import PRECISIONS, environment_flag, launched_strategy
+from pretrain.parallel.launcher import PRECISIONS, launched_strategy
 from pretrain.parallel.ranks import Ranks, slow_host_group
 from pretrain.parallel.rendezvous import choose_interface, meet_afresh
 from pretrain.parallel.replicas import ReplicaGroup
+from pretrain.parallel.sizes import environment_flag
 from pretrain.parallel.tensor_group import ShardedState, TensorGroup, load_parts
 
 if TYPE_CHECKING:
@@ -140,12 +141,18 @@ class Strategy:
         return self.dispatcher.take(number, shape, dtype, read).result()
 
     @classmethod
+    def form_launched(cls) -> str:
+        """Returns the form of the parameters under the sizes that the launcher gives."""
+        return cls.parameter_form
+
+    @classmethod
     def problems(cls, config: RunConfig, name: str) -> list[str]:
         """Lists everything in the recipe that this strategy, called `name`, does not support."""
         problems = []
-        if config.optim.stochastic_rounding and cls.parameter_form != "whole":
+        form = cls.form_launched()
+        if config.optim.stochastic_rounding and form != "whole":
             problems.append(f"optim.stochastic_rounding: does not run under {name}; it does under single and ddp")
-        optimizers = [name for name, spec in OPTIMIZERS.items() if cls.parameter_form in spec.takes]
+        optimizers = [name for name, spec in OPTIMIZERS.items() if form in spec.takes]
         given = {
             "optim.name": (config.optim.name, optimizers),
             "precision": (resolve_precision(config.precision), cls.precisions),
@@ -197,9 +204,13 @@ class Strategy:
             order_buckets(self.model)
         return self.model
 
+    def trained_parameters(self) -> list[tuple[str, torch.nn.Parameter]]:
+        """Lists (name, parameter) of all parameters that this rank updates."""
+        return [(name, parameter) for name, parameter in self.causal_lm.named_parameters() if not parameter.is_meta]
+
     def optimizer_of_parameters(self, build_optimizer: OptimizerBuilder) -> torch.optim.Optimizer:
         """Builds the optimizer of this rank's parameters, and sets `name_of` to their names."""
-        named_parameters = [(n, p) for n, p in self.causal_lm.named_parameters() if not p.is_meta]
+        named_parameters = self.trained_parameters()
         self.name_of = {parameter: name for name, parameter in named_parameters}
         self.spec = build_optimizer.spec
         optimizer = build_optimizer(named_parameters)
