@@ -8,7 +8,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from pretrain.parallel.fully_sharded import MeshStrategy
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig
