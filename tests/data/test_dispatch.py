@@ -29,7 +29,7 @@ from support.tiny_models import TINY_LLAMA, TINY_MOE
 STRATEGIES, ON_FOUR = ["ddp", "tp", "cp"], {}
 if os.environ.get("STRATEGIES") == "all":
     STRATEGIES += ["fsdp2", "zero2", "zero3", "pp", "ep"]
-    ON_FOUR = {"fsdp_tp": {}, "pp of two": {"MEGATRON_LM_PP_DEGREE": "2"}}
+    ON_FOUR = {"fsdp_tp": {}, "pp of two": {"PARALLELISM_CONFIG_PP_SIZE": "2"}}
 """{run: launcher's variables} of four processes, two of which take the same windows."""
 STEPS = 4
 ON = ["--data.dispatch_batches", "true"]

@@ -11,13 +11,13 @@ import pretrain.model.architectures  # noqa: F401  (registers the local models)
 from pretrain.errors import InputError
 from pretrain.model.build import build_meta_model
 from pretrain.parallel.context_parallel import (
-    ContextParallel,
     divides,
     exchange_heads,
     heads_problem,
     mixing_problem,
     part_of_batch,
 )
+from pretrain.parallel.mesh import MeshStrategy
 from pretrain.recipe import read_run_config
 from support.context_ranks import CASES
 from support.project import launch, run_script
@@ -30,6 +30,8 @@ def launched(monkeypatch):
 
     def launched(processes: int, size: str = "0", **more: str):
         monkeypatch.setenv("WORLD_SIZE", str(processes))
+        monkeypatch.setenv("ACCELERATE_USE_PARALLELISM_CONFIG", "true")
+        monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
         monkeypatch.setenv("PARALLELISM_CONFIG_CP_SIZE", size)
         for name, value in more.items():
             monkeypatch.setenv(f"PARALLELISM_CONFIG_{name}", value)
@@ -38,7 +40,7 @@ def launched(monkeypatch):
 
 
 def problems(recipe, **overrides) -> str:
-    return "\n".join(ContextParallel.problems(read_run_config(recipe, list(overrides.items())), "cp"))
+    return "\n".join(MeshStrategy.problems(read_run_config(recipe, list(overrides.items())), "cp"))
 
 
 @pytest.fixture(scope="module")
@@ -114,14 +116,14 @@ def test_refusals_before_the_start(launched, recipe):
     assert problems(recipe).endswith("parallelism_config_cp_size can be 2, 4")
     launched(4, "3")
     assert problems(recipe) == (
-        "launcher: parallelism_config_cp_size: 3 of 4 processes cannot share a sequence; use 0 (all processes) or 2, 4"
+        "launcher: parallelism_config_cp_size 3 does not divide 4 processes; use 0 (all that are left) or 2, 4"
     )
     launched(1)
-    assert "1 of 1 processes cannot share a sequence; use another strategy, or --num_processes 2" in problems(recipe)
-    launched(4, "2", DP_REPLICATE_SIZE="2")
-    assert "parallelism_config_dp_replicate_size: 2 is not combined with parallelism_config_cp_size" in problems(
+    assert "parallelism_config_cp_size: no process is left for it of 1; use another strategy, or --num" in problems(
         recipe
     )
+    launched(4, "2", DP_REPLICATE_SIZE="2")
+    assert problems(recipe) == ""
 
 
 def test_a_start_that_is_refused_ends_with_status_2(recipe):

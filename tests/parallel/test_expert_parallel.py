@@ -7,7 +7,6 @@ import pytest
 import yaml
 
 from pretrain.model.model_config import load_model_config
-from pretrain.parallel.launcher import launched_strategy
 from pretrain.parallel.registry import strategy_named
 from pretrain.recipe import read_run_config
 from pretrain_tools.planning.footprints import footprint
@@ -16,7 +15,7 @@ from pretrain_tools.planning.memory import FP32, PlannedRun, sizes_of
 from pretrain_tools.planning.traffic import StepTraffic, traffic
 from support.tiny_models import TINY_LLAMA, TINY_MOE, TINY_OLMOE
 
-SIZE = "MEGATRON_LM_EXPERT_MODEL_PARALLEL_SIZE"
+SIZE = "PARALLELISM_CONFIG_EP_SIZE"
 EP = strategy_named("ep")
 
 
@@ -27,7 +26,11 @@ def problems(recipe, tmp_path, monkeypatch):
     def problems(model: dict, processes: int = 2, size: str = "all", strategy: str = "ep", **environment) -> str:
         (tmp_path / "model.json").write_text(json.dumps(model))
         recipe.write_text(yaml.safe_dump(yaml.safe_load(recipe.read_text()) | {"model": str(tmp_path / "model.json")}))
-        for name, value in {"WORLD_SIZE": str(processes), SIZE: size, **environment}.items():
+        sizes = {"ep": {SIZE: size, "ACCELERATE_USE_FSDP": "true"}, "pp": {"PARALLELISM_CONFIG_PP_SIZE": size}}[
+            strategy
+        ]
+        sizes |= {"WORLD_SIZE": str(processes), "ACCELERATE_USE_PARALLELISM_CONFIG": "true", **environment}
+        for name, value in sizes.items():
             monkeypatch.setenv(name, value)
         return "\n".join(strategy_named(strategy).problems(read_run_config(recipe, []), strategy))
 
@@ -46,13 +49,13 @@ def problems(recipe, tmp_path, monkeypatch):
             {},
             1,
             "all",
-            "expert_model_parallel_size: 1 of 1 processes cannot share a model; use another strategy, or --nu",
+            "launcher: parallelism_config_ep_size: 1 does not divide dp_shard x cp x tp = 1; use another strategy, or --nu",
         ),
         (
             {},
             4,
             "3",
-            "expert_model_parallel_size: 3 of 4 processes cannot share a model; use all (all processes) or 2, 4",
+            "launcher: parallelism_config_ep_size: 3 does not divide dp_shard x cp x tp = 4; use 0 (all that are left) or",
         ),
         (
             TINY_LLAMA
@@ -69,22 +72,7 @@ def test_what_cannot_be_divided_is_refused_with_what_can(problems, model, proces
 
 
 def test_a_pipeline_of_experts_is_refused(problems):
-    said = problems(TINY_MOE, 4, "2", MEGATRON_LM_PP_DEGREE="2")
-    assert "launcher: megatron_lm_pp_degree: 2 does not go with experts in parallel" in said
-
-
-@pytest.mark.parametrize("strategy", ["tp", "pp"])
-def test_strategies_without_experts_say_why(problems, strategy):
-    assert f"launcher: {strategy} does not train mixtures of experts, as qwen3_moe is: " in problems(
-        TINY_MOE, strategy=strategy
-    )
-
-
-def test_the_same_launcher_without_a_number_of_experts_is_a_pipeline(monkeypatch):
-    monkeypatch.setenv("ACCELERATE_USE_MEGATRON_LM", "true")
-    assert launched_strategy() == "pp"
-    monkeypatch.setenv(SIZE, "2")
-    assert launched_strategy() == "ep"
+    assert "launcher: pp does not train mixtures of experts, as qwen3_moe is: " in problems(TINY_MOE, strategy="pp")
 
 
 def test_a_plan_divides_the_experts_and_nothing_else(recipe, tmp_path):

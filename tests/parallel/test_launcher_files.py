@@ -125,7 +125,7 @@ def test_every_line_of_a_shipped_file_is_commented_and_known(path):
     settings = yaml.safe_load(text)
     known = {action.dest for action in launch_command_parser()._actions}
     known |= {"compute_environment", "distributed_type", "fsdp_config", "deepspeed_config", "parallelism_config"}
-    assert not settings.keys() - known - {"megatron_lm_config"}
+    assert not settings.keys() - known
     assert "mixed_precision" not in settings and "use_cpu" not in settings, "the recipe's, and one process only"
 
 

@@ -224,12 +224,12 @@ def test_copies_are_equal_and_a_changed_one_is_found(runs, run, name):
 HALF = ["--batch.sequences_per_micro_batch", "1"]
 GROUPS = {
     "pp": (
-        {"MEGATRON_LM_PP_DEGREE": "2"},
+        {"PARALLELISM_CONFIG_PP_SIZE": "2"},
         ["--pipeline.schedule", "1F1B", "--pipeline.microbatch_scale", "2"],
-        {"megatron_lm_pp_degree": 2, "data_parallel_size": 2},
+        {"mesh": {"pp": 2, "dp_replicate": 2}, "data_parallel_size": 2},
     ),
-    "tp": ({"PARALLELISM_CONFIG_TP_SIZE": "2"}, [], {"parallelism_config_tp_size": 2, "data_parallel_size": 2}),
-    "fsdp_tp": ({}, [], {"parallelism_config_tp_size": 2, "data_parallel_size": 2, "reduce_once": False}),
+    "tp": ({"PARALLELISM_CONFIG_TP_SIZE": "2"}, [], {"mesh": {"dp_replicate": 2, "tp": 2}, "data_parallel_size": 2}),
+    "fsdp_tp": ({}, [], {"mesh": {"dp_shard": 2, "tp": 2}, "data_parallel_size": 2, "reduce_once": False}),
     "hsdp": ({}, HALF, {"mesh": {"dp_replicate": 2, "dp_shard": 2}, "reduce_once": False}),
     "hsdp, reduced once": ({}, [*HALF, "--batch.reduce_once", "true"], {"reduce_once": True}),
 }

@@ -10,7 +10,8 @@ import yaml
 
 from pretrain.config import Pipeline
 from pretrain.errors import InputError
-from pretrain.parallel.pipeline import STAGE_LAYOUTS, PipelineParallel
+from pretrain.parallel.mesh import MeshStrategy
+from pretrain.parallel.pipeline import STAGE_LAYOUTS
 from pretrain.parallel.pipeline_stages import split_micro_batch
 from pretrain.recipe import read_run_config
 from pretrain.training.run_plan import micro_batch_of, sequences_of
@@ -24,15 +25,15 @@ def launched(monkeypatch):
 
     def launched(processes: int, size: str = "None"):
         monkeypatch.setenv("WORLD_SIZE", str(processes))
-        monkeypatch.setenv("ACCELERATE_USE_MEGATRON_LM", "true")
-        monkeypatch.setenv("MEGATRON_LM_PP_DEGREE", size)
+        monkeypatch.setenv("ACCELERATE_USE_PARALLELISM_CONFIG", "true")
+        monkeypatch.setenv("PARALLELISM_CONFIG_PP_SIZE", size)
 
     return launched
 
 
 def problems(recipe, *overrides) -> str:
     return "\n".join(
-        PipelineParallel.problems(read_run_config(recipe, list(zip(*[iter(overrides)] * 2, strict=True))), "pp")
+        MeshStrategy.problems(read_run_config(recipe, list(zip(*[iter(overrides)] * 2, strict=True))), "pp")
     )
 
 
@@ -81,14 +82,14 @@ def test_settings_that_cannot_run_are_refused(launched, deeper, overrides, messa
 def test_all_problems_are_found_at_once(launched, deeper):
     launched(3, "2")
     found = problems(deeper, "attention", "flex_attention", "pipeline.schedule", "1F1B")
-    assert "megatron_lm_pp_degree: 2 of 3 processes cannot share a model; use null (all processes) or 3" in found
+    assert "parallelism_config_pp_size 2 does not divide 3 processes; use 0 (all that are left) or 3" in found
     assert "flex_attention" in found
 
 
-@pytest.mark.parametrize(("processes", "size"), [(1, "None"), (4, "1"), (4, "0"), (4, "two")])
+@pytest.mark.parametrize(("processes", "size"), [(1, "None"), (4, "3"), (4, "-1"), (4, "two")])
 def test_sizes_that_make_no_pipeline_are_refused(launched, deeper, processes, size):
     launched(processes, size)
-    assert "launcher: megatron_lm_pp_degree: " in problems(deeper)
+    assert "launcher: parallelism_config_pp_size" in problems(deeper)
 
 
 def test_too_few_layers_are_refused_with_what_works(launched, deeper, tmp_path):
@@ -138,7 +139,7 @@ def test_whatever_is_accepted_can_be_split(lengthening):
         config = recipe.model_copy(update={"data": data, "pipeline": settings})
         tokens = steps * sequences * 32 * pipelines * ranks
         config = config.with_batch(tokens_per_step=tokens, sequences_per_micro_batch=sequences)
-        parts = PipelineParallel.parts_of_micro_batch(config)
+        parts = MeshStrategy.parts_of_micro_batch(config)
         try:
             sequences_of(config, pipelines * ranks, parts)
         except InputError:
@@ -185,7 +186,7 @@ def test_whatever_is_accepted_can_be_split(lengthening):
     ],
 )
 def test_what_a_stage_leaves_too_small_is_refused_before_the_start(lengthening, overrides, messages):
-    pp = {"WORLD_SIZE": "2", "ACCELERATE_USE_MEGATRON_LM": "true", "MEGATRON_LM_PP_DEGREE": "2"}
+    pp = {"WORLD_SIZE": "2", "ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_PP_SIZE": "2"}
     result = run_script("train.py", "--config", lengthening, "--check", *overrides, check=False, **pp)
     assert result.returncode == 2 and all(message in result.stderr for message in messages)
 

@@ -12,9 +12,9 @@ from pretrain.model.attention import IGNORED
 from pretrain.model.build import build_meta_model
 from pretrain.model.loss import LanguageModelLoss
 from pretrain.parallel import tensor_parallel
+from pretrain.parallel.mesh import MeshStrategy
 from pretrain.parallel.tensor_parallel import (
     SUMMED,
-    TensorParallel,
     plan_problem,
     share_head,
     style_of,
@@ -37,7 +37,7 @@ def launched(monkeypatch):
 
 
 def problems(recipe, **overrides) -> str:
-    return "\n".join(TensorParallel.problems(read_run_config(recipe, list(overrides.items())), "tp"))
+    return "\n".join(MeshStrategy.problems(read_run_config(recipe, list(overrides.items())), "tp"))
 
 
 def test_a_style_is_found_by_pattern():
@@ -91,7 +91,7 @@ def test_refusals_before_the_start(launched, recipe, tmp_path):
     assert "cannot all be divided by 4 tensor-parallel processes; 2 can be used" in problems(recipe)
     launched(4, "3")
     assert (
-        "launcher: parallelism_config_tp_size: 3 of 4 processes cannot share a model; use null (all processes) or 2, 4"
+        "launcher: parallelism_config_tp_size 3 does not divide 4 processes; use 0 (all that are left) or 2, 4"
     ) in problems(recipe)
     launched(2)
     (tmp_path / "one_head.json").write_text(json.dumps(TINY_LLAMA | {"num_key_value_heads": 1}))

@@ -27,7 +27,7 @@ from pretrain.model.build import InitialWeights, build_meta_model, build_model
 from pretrain.model.compile import checkpoint_activations
 from pretrain.model.loss import LanguageModelLoss
 from pretrain.optim.optimizers import OPTIMIZERS, ModelShapes, OptimizerBuilder
-from pretrain.parallel.context_parallel import ContextParallel
+from pretrain.parallel.mesh import MeshStrategy
 
 LENGTH, END = 64, 1
 VISIBLE = 3.0
@@ -80,9 +80,9 @@ def away(found: torch.Tensor, wanted: torch.Tensor) -> float:
 
 def compare(name: str) -> dict[str, float]:
     kind, parts, attention = CASES[name]
-    os.environ[ContextParallel.size_variable] = str(parts)
+    os.environ["PARALLELISM_CONFIG_CP_SIZE"] = str(parts)
     config = AutoConfig.for_model(**MODELS[kind])
-    strategy = ContextParallel("fp32", SimpleNamespace(batch=SimpleNamespace(reduce_once=False)))
+    strategy = MeshStrategy("fp32", SimpleNamespace(batch=SimpleNamespace(reduce_once=False)))
     causal_lm = build_meta_model(config, attention=attention)
     checkpoint_activations(causal_lm, "full" if "recomputed" in name else "none")
     settings = SimpleNamespace(learning_rate=0.0)

@@ -305,7 +305,7 @@ def as_rank_of(launch: Launch) -> Iterator[None]:
 def fake_devices() -> Iterator[FakeTensorMode]:
     """Fake CUDA, with what strategies use and fake tensors do not know."""
     patches = (
-        mock.patch("pretrain.parallel.fully_sharded.init_device_mesh", real_mesh),
+        mock.patch("pretrain.parallel.mesh.init_device_mesh", real_mesh),
         mock.patch.object(DeviceMesh, "__init__", init_real_mesh),
         mock.patch.object(torch.nn.Module, "_apply", apply_in_place),
         mock.patch.object(FakeTensor, "tolist", even_rows),
@@ -407,13 +407,11 @@ LAUNCHES = {
     "tp, 2 x 4": Launch("tp", rank=7, environment=(("PARALLELISM_CONFIG_TP_SIZE", "4"),)),
     "fsdp_tp, 4 x 2": Launch("fsdp_tp", rank=7),
     "pp, an inner stage": Launch("pp", rank=3, layers=8),
-    "pp, 2 x 4, the last stage": Launch("pp", rank=7, environment=(("MEGATRON_LM_PP_DEGREE", "4"),), layers=4),
+    "pp, 2 x 4, the last stage": Launch("pp", rank=7, environment=(("PARALLELISM_CONFIG_PP_SIZE", "4"),), layers=4),
     "cp": Launch("cp"),
     "cp, 2 x 4": Launch("cp", rank=7, environment=(("PARALLELISM_CONFIG_CP_SIZE", "4"),)),
     "ep": Launch("ep", model="qwen3_moe"),
-    "ep, 2 x 4": Launch(
-        "ep", rank=7, environment=(("MEGATRON_LM_EXPERT_MODEL_PARALLEL_SIZE", "4"),), model="qwen3_moe"
-    ),
+    "ep, 2 x 4": Launch("ep", rank=7, environment=(("PARALLELISM_CONFIG_EP_SIZE", "4"),), model="qwen3_moe"),
     "zero1": Launch("zero1"),
     "zero2": Launch("zero2"),
     "zero3": Launch("zero3"),

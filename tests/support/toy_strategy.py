@@ -28,7 +28,7 @@ same_network: true
 """
 
 
-TOY_LAUNCH = ("MULTI_GPU", "cp")
+TOY_LAUNCH = ("MULTI_GPU", ("cp",))
 
 
 class Toy(Strategy):

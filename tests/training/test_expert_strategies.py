@@ -38,7 +38,7 @@ UNDER = {
     "adafactor": STRATEGIES if EVERYTHING else [],
 }
 CASES = [(kind, strategy) for kind, strategies in UNDER.items() for strategy in strategies]
-ON_FOUR = {"ep of 2": {"MEGATRON_LM_EXPERT_MODEL_PARALLEL_SIZE": "2"}, "cp of 2": {"PARALLELISM_CONFIG_CP_SIZE": "2"}}
+ON_FOUR = {"ep of 2": {"PARALLELISM_CONFIG_EP_SIZE": "2"}, "cp of 2": {"PARALLELISM_CONFIG_CP_SIZE": "2"}}
 PAIRS = [("single", "ep"), ("ep", "zero2"), ("zero3", "ep"), ("ep", "cp"), ("cp", "fsdp2")]
 """Saved by the one, continued by the other."""
 if EVERYTHING:
