@@ -49,13 +49,13 @@ def problems(recipe, tmp_path, monkeypatch):
             {},
             1,
             "all",
-            "launcher: parallelism_config_ep_size: 1 does not divide dp_shard x cp x tp = 1; use another strategy, or --nu",
+            "parallelism_config_ep_size: 1 does not divide dp_shard x cp x tp = 1; use another strategy, or",
         ),
         (
             {},
             4,
             "3",
-            "launcher: parallelism_config_ep_size: 3 does not divide dp_shard x cp x tp = 4; use 0 (all that are left) or",
+            "parallelism_config_ep_size: 3 does not divide dp_shard x cp x tp = 4; use 0 (all that are left)",
         ),
         (
             TINY_LLAMA
