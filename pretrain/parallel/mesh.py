@@ -226,10 +226,11 @@ class MeshStrategy(Strategy):
             if module in layers:
                 apply(module, mesh=self.mesh.shards(), reshard_after_forward=self.reshards, mp_policy=inside)
         causal_lm.tie_weights()
-        self.head_copy: nn.Parameter | None = None
+        self.copies_head = False
         if is_tied and len(roots) > 1 and self.stage_owners[0] == self.stage_owners[-1] == self.mesh.rank("pp"):
             # The first and the last stage are both here, and fully_shard gives a parameter to one of them alone.
-            head.weight = self.head_copy = nn.Parameter(embedding.weight.detach().clone())
+            self.copies_head = True
+            head.weight = nn.Parameter(embedding.weight.detach().clone())
         # Parameters outside of the layers are used last in forward and first in backward, so they stay gathered.
         outside = replace(inside, output_dtype=torch.float32)
         for root in roots:
@@ -239,7 +240,7 @@ class MeshStrategy(Strategy):
     def called(self, model: LanguageModelLoss) -> nn.Module:
         """Returns the module that the loop calls."""
         called: nn.Module = self.roots[0] if self.sizes.pp == 1 else self.pipeline()
-        if self.head_copy is not None:
+        if self.copies_head:
             called.register_forward_pre_hook(self.copy_tied_head)
         if self.sizes.cp > 1:
             cut = partial(part_of_batch, self.part, self.sizes.cp)
@@ -249,10 +250,12 @@ class MeshStrategy(Strategy):
     @torch.no_grad()
     def copy_tied_head(self, *_) -> None:
         """Gives, before each call of the model, the last stage's copy of a tied matrix the values of the first's."""
-        local(self.head_copy).copy_(local(self.causal_lm.get_input_embeddings().weight))
+        head, embedding = self.causal_lm.get_output_embeddings(), self.causal_lm.get_input_embeddings()
+        local(head.weight).copy_(local(embedding.weight))
 
     def trained_parameters(self) -> list[tuple[str, nn.Parameter]]:
-        return [pair for pair in super().trained_parameters() if pair[1] is not self.head_copy]
+        copied = self.causal_lm.get_output_embeddings().weight if self.copies_head else None
+        return [pair for pair in super().trained_parameters() if pair[1] is not copied]
 
     def pipeline(self) -> PipelineModel:
         """Returns the pipeline of this rank's stages."""
@@ -304,9 +307,10 @@ class MeshStrategy(Strategy):
 
     def combine_gradients(self) -> None:
         """Completes the gradients, of which fully_shard has done the mean over the ranks that read different data."""
-        if self.head_copy is not None:
-            local(self.causal_lm.get_input_embeddings().weight.grad).add_(local(self.head_copy.grad))
-            self.head_copy.grad = None
+        if self.copies_head:
+            head, embedding = self.causal_lm.get_output_embeddings(), self.causal_lm.get_input_embeddings()
+            local(embedding.weight.grad).add_(local(head.weight.grad))
+            head.weight.grad = None
         gradients = {p: local(p.grad) for p in self.name_of if p.grad is not None}
         if self.sizes.tp > 1:
             whole = {parameter: grad for parameter, grad in gradients.items() if not is_split(parameter)}

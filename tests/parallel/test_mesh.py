@@ -1,0 +1,233 @@
+"""Sizes that the launcher gives, and one loss curve under every product of them on four processes.
+
+One launch trains every product (tests/support/train_strategies.py). With STRATEGIES=all in the environment
+(`make test-strategies`) each product is also resumed from the checkpoint of the one before, and a second launch of eight
+processes trains the products of three and four dimensions.
+"""
+
+import json
+import math
+import os
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+
+from pretrain.errors import InputError
+from pretrain.parallel.launcher import launched_strategy, launcher_problems
+from pretrain.parallel.mesh import MeshStrategy
+from pretrain.parallel.sizes import DIMENSIONS, Sizes, launched_sizes
+from pretrain.recipe import read_run_config
+from support.project import ROOT, events, launch, losses, run_script
+from support.tiny_models import TINY_LLAMA, TINY_MOE
+
+EVERYTHING = os.environ.get("STRATEGIES") == "all"
+STEPS = 4
+MIDDLE = "checkpoints/step-00000002"
+MODELS = {
+    "dense": TINY_LLAMA | {"num_hidden_layers": 4, "num_key_value_heads": 4},
+    "moe": TINY_MOE | {"num_key_value_heads": 4, "head_dim": 16},
+}
+
+
+def products(processes: int) -> list[tuple[str, Sizes]]:
+    """Every legal product of twos, ep also four, that is this number of processes; experts not in a pipeline."""
+    found = []
+    for model, most in (("dense", (1,)), ("moe", (1, 2, 4))):
+        for *numbers, ep in product(*[(1, 2)] * 5, most):
+            sizes = Sizes(*numbers, ep=ep)
+            divides = sizes.fsdp * sizes.tp % ep == 0
+            if sizes.world == processes and divides and not (model == "moe" and sizes.pp > 1):
+                found.append((model, sizes))
+    return found
+
+
+def name_of(model: str, sizes: Sizes) -> str:
+    return " ".join([model, *(f"{name}{size}" for name, size in sizes.named().items())])
+
+
+ON_FOUR = {name_of(*case): case for case in products(4)}
+ON_EIGHT = {name_of(*case): case for case in products(8)} if EVERYTHING else {}
+
+
+@pytest.fixture
+def sizes(monkeypatch):
+    """Sets what the launcher sets; returns the sizes that a process finds."""
+
+    def sizes(processes: int, kind: str = "FSDP", **given: str) -> Sizes:
+        monkeypatch.setenv("WORLD_SIZE", str(processes))
+        monkeypatch.setenv("ACCELERATE_USE_FSDP", str(kind == "FSDP"))
+        monkeypatch.setenv("FSDP_VERSION", "2")
+        monkeypatch.setenv("ACCELERATE_USE_PARALLELISM_CONFIG", "true")
+        for name in DIMENSIONS:
+            monkeypatch.delenv(f"PARALLELISM_CONFIG_{name.upper()}_SIZE", raising=False)
+        for name, size in given.items():
+            monkeypatch.setenv(f"PARALLELISM_CONFIG_{name.upper()}_SIZE", size)
+        return launched_sizes()
+
+    return sizes
+
+
+def test_what_no_size_claims_is_sharded_or_replicated(sizes):
+    assert sizes(8) == Sizes(dp_shard=8)
+    assert sizes(8, "MULTI_GPU") == Sizes(dp_replicate=8)
+    assert sizes(8, pp="2", tp="2") == Sizes(pp=2, tp=2, dp_shard=2)
+    assert sizes(8, "MULTI_GPU", pp="2", tp="2") == Sizes(pp=2, tp=2, dp_replicate=2)
+    assert sizes(8, dp_replicate="2", dp_shard="None") == Sizes(dp_replicate=2, dp_shard=4)
+    assert sizes(8, dp_shard="2", cp="0") == Sizes(dp_shard=2, cp=4)
+    assert sizes(8, dp_shard="None", cp="0") == Sizes(cp=8)
+    assert sizes(8, tp="2", ep="all") == Sizes(dp_shard=4, tp=2, ep=8)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (
+            {"tp": "3"},
+            "parallelism_config_tp_size 3 does not divide 8 processes; use 0 (all that are left) or 2, 4, 8",
+        ),
+        ({"tp": "2", "pp": "3"}, "pp_size 3 x parallelism_config_tp_size 2 = 6 does not divide 8 processes"),
+        ({"tp": "two"}, "parallelism_config_tp_size: two is not a size"),
+        ({"tp": "0", "cp": "0"}, "parallelism_config_cp_size and parallelism_config_tp_size are both 0"),
+        ({"dp_shard": "2", "tp": "2"}, "dp_shard 2 x tp 2 is 4 processes, but 8 run; leave one size out, or use"),
+        ({"ep": "3"}, "parallelism_config_ep_size: 3 does not divide dp_shard x cp x tp = 8; use 0"),
+        ({"dp_replicate": "8", "ep": "2"}, "parallelism_config_ep_size: 2 does not divide dp_shard x cp x tp = 1"),
+    ],
+)
+def test_sizes_that_cannot_be_are_refused_with_what_can(sizes, given, message):
+    with pytest.raises(InputError) as raised:
+        sizes(8, **given)
+    assert message in str(raised.value)
+
+
+def test_a_size_that_was_lost_on_the_way_is_refused(sizes, recipe):
+    """Without the launcher's file a size of pp would be missing, and the run would be plain replicas."""
+    sizes(2, "MULTI_GPU")
+    (problem,) = launcher_problems(read_run_config(recipe), "fp32", launched_strategy())
+    assert problem.startswith(
+        "launcher: parallelism_config has no size above 1; give one of parallelism_config_pp_size"
+    )
+
+
+def test_presets_keep_their_names_and_other_products_are_the_mesh(sizes):
+    names = {"hsdp": {"dp_replicate": "2"}, "fsdp_tp": {"tp": "2"}, "cp": {"cp": "2"}, "ep": {"ep": "2"}, "fsdp2": {}}
+    for name, given in names.items():
+        sizes(4, **given)
+        assert launched_strategy() == name
+    for name, given in {"tp": {"tp": "2"}, "pp": {"pp": "2"}}.items():
+        sizes(4, "MULTI_GPU", **given)
+        assert launched_strategy() == name
+    sizes(8, pp="2", tp="2")
+    assert launched_strategy() == "mesh"
+
+
+def test_models_and_recipes_that_a_product_does_not_take_are_refused_all_at_once(sizes, recipe):
+    sizes(8, cp="2", tp="4")
+    found = MeshStrategy.problems(read_run_config(recipe, [("data.sequence_length", "33")]), "mesh")
+    assert any(
+        "sequence_length: 33 cannot be cut into 2 equal parts; nearest: 32 or 34" in problem for problem in found
+    )
+    assert any("cannot all be divided by 4 tensor-parallel processes; 2 can be used" in problem for problem in found)
+
+
+def test_the_file_and_the_environment_give_the_sizes(recipe, tmp_path):
+    """pp, which accelerate's launcher drops, comes from the file; the environment wins."""
+    settings = yaml.safe_load((ROOT / "accelerate_configs/mesh.yaml").read_text())
+    settings["parallelism_config"] |= {"parallelism_config_pp_size": 2, "parallelism_config_tp_size": 2}
+    (tmp_path / "two.yaml").write_text(yaml.safe_dump(settings))
+    model = tmp_path / "tiny_llama.json"
+    model.write_text(json.dumps(MODELS["dense"]))
+    words = ("-m", "accelerate.commands.launch", "--config_file", tmp_path / "two.yaml", "--num_processes", "4")
+    words += ("train.py", "--config", recipe, "--budget.steps", "1", "--batch.sequences_per_micro_batch", "2")
+    run_script(*words, "--pipeline.schedule", "1F1B", PARALLELISM_CONFIG_TP_SIZE="1")
+    described = json.loads((tmp_path / "run/strategy.json").read_text())
+    assert described["mesh"] == {"pp": 2, "dp_shard": 2}
+
+
+@pytest.fixture(scope="module")
+def runs(shards, tmp_path_factory) -> Path:
+    """Trains every product, and each model in one process."""
+    folder = tmp_path_factory.mktemp("mesh")
+    for name, values in MODELS.items():
+        (folder / f"{name}.json").write_text(json.dumps(values))
+    recipe = folder / "recipe.yaml"
+    values = {
+        "model": str(folder / "dense.json"),
+        "output": str(folder / "run"),
+        "seed": 1,
+        "precision": "fp32",
+        "data": {"train": [{"shards": str(shards)}], "sequence_length": 32},
+        "budget": {"steps": STEPS},
+        "batch": {"tokens_per_step": 512, "sequences_per_micro_batch": 2},
+        "optim": {"learning_rate": 0.001, "warmup_steps": 2, "max_grad_norm": 0.5},
+        "pipeline": {"schedule": "1F1B"},
+        "compile": "none",
+        "validation": {"every_steps": STEPS, "sequences": 6},
+        "checkpoint": {"every_steps": 2, "keep_last": 9},
+        "averaging": {"kind": "ema", "every_steps": 1},
+        "logging": {"every_steps": 1},
+    }
+    recipe.write_text(yaml.safe_dump(values))
+
+    def run(model: str, name: str, strategy: str, sizes: dict[str, int], **more) -> dict:
+        arguments = ["--output", str(folder / name), "--model", str(folder / f"{model}.json")]
+        if model == "moe":
+            arguments += ["--loss.router_balance", "0.5"]
+        environment = {f"PARALLELISM_CONFIG_{key.upper()}_SIZE": str(size) for key, size in sizes.items()}
+        return {"strategy": strategy, "arguments": arguments, "environment": environment, **more}
+
+    def train(processes: int, them: list[dict]) -> None:
+        (folder / "runs.json").write_text(json.dumps(them))
+        program = ("tests/support/train_strategies.py", recipe, folder / "runs.json")
+        launch("single" if processes == 1 else "ddp", processes, *program, timeout=3000)
+
+    train(1, [run(model, f"{model} alone", "single", {}) for model in MODELS])
+    for processes, cases in ((4, ON_FOUR), (8, ON_EIGHT)):
+        them = []
+        before = {model: f"{model} alone" for model in MODELS}
+        for name, (model, sizes) in cases.items():
+            them.append(run(model, name, "mesh", sizes.named()))
+            if EVERYTHING:
+                start = str(folder / before[model] / MIDDLE)
+                them.append(run(model, f"{name} resumed", "mesh", sizes.named(), start_from=start))
+            before[model] = name
+        if them:
+            train(processes, them)
+    return folder
+
+
+@pytest.mark.parametrize("name", [*ON_FOUR, *ON_EIGHT])
+def test_every_product_trains_as_one_process_does(runs, name):
+    model, sizes = {**ON_FOUR, **ON_EIGHT}[name]
+    alone, found = runs / f"{model} alone", runs / name
+    assert json.loads((found / "strategy.json").read_text())["mesh"] == sizes.named()
+    wanted = losses(alone)
+    assert losses(found).keys() == wanted.keys()
+    assert all(math.isclose(loss, wanted[step], rel_tol=1e-6) for step, loss in losses(found).items())
+    norms = [{event["step"]: event["grad_norm"] for event in events(run, "train")} for run in (alone, found)]
+    assert all(math.isclose(norm, norms[0][step], rel_tol=1e-5) for step, norm in norms[1].items())
+    of_validation = [[event["loss"] for event in events(run, "validation")] for run in (alone, found)]
+    assert of_validation[1] == pytest.approx(of_validation[0], rel=1e-6)
+    for file in ("model", "optimizer", "average"):
+        expected, given = (load_file(run / MIDDLE / f"{file}.safetensors") for run in (alone, found))
+        assert expected.keys() == given.keys()
+        assert all(torch.allclose(given[key], tensor, atol=2e-5) for key, tensor in expected.items())
+
+
+@pytest.mark.parametrize("name", [*ON_FOUR, *ON_EIGHT] if EVERYTHING else [])
+def test_a_product_continues_the_run_of_another(runs, name):
+    """Every load is compared with the checkpoint, bit by bit, by train_strategies.py."""
+    model, _ = {**ON_FOUR, **ON_EIGHT}[name]
+    wanted, found = losses(runs / f"{model} alone"), losses(runs / f"{name} resumed")
+    assert min(found) == 3 and all(math.isclose(loss, wanted[step], rel_tol=1e-6) for step, loss in found.items())
+
+
+@pytest.mark.parametrize("name", [*ON_FOUR, *ON_EIGHT])
+def test_copies_are_equal_and_a_changed_one_is_found(runs, name):
+    _, sizes = {**ON_FOUR, **ON_EIGHT}[name]
+    equal, changed = json.loads((runs / name / "replicas.json").read_text())
+    assert equal == []
+    assert bool(changed) == (sizes.dp_replicate > 1 or sizes.tp > 1)
