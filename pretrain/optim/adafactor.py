@@ -182,7 +182,7 @@ def part_of(parameter: torch.Tensor) -> ParameterPart:
         return ParameterPart(parameter, tuple(parameter.shape))
     mesh = parameter.device_mesh
     placements = enumerate(parameter.placements)
-    sharded = [axis for axis, placement in placements if placement.is_shard() and mesh.size(axis) > 1]
+    sharded = [axis for axis, placement in placements if not placement.is_replicate() and mesh.size(axis) > 1]
     if not sharded:
         return ParameterPart(parameter, tuple(parameter.shape))
     (axis,) = sharded

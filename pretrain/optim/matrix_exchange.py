@@ -134,7 +134,8 @@ def pieces_of(parameter: torch.Tensor, matrix: HiddenMatrix, tensor: int, copies
         mesh = parameter.device_mesh
         placements = parameter.placements
         divided = [(axis, placement) for axis, placement in enumerate(placements) if mesh.size(axis) > 1]
-        sharded = [(axis, placement.dim) for axis, placement in divided if placement.is_shard()]
+        # Not is_shard(), which is False for a shard of a dimension that another axis has divided already.
+        sharded = [(axis, placement.dim) for axis, placement in divided if not placement.is_replicate()]
         holders = Holders(None, torch.device(mesh.device_type))
         if sharded:
             ((axis, dim),) = sharded

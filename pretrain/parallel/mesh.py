@@ -236,6 +236,12 @@ class MeshStrategy(Strategy):
         for root in roots:
             apply(root, mesh=self.mesh.shards(), reshard_after_forward=False, mp_policy=outside)
             root.register_forward_hook(reshard_without_backward)
+        if is_tied and not self.copies_head:
+            # fully_shard has replaced the parameter in the stage alone, and the other module is in no stage here.
+            if head in here and 0 not in self.roots:
+                embedding.weight = head.weight
+            else:
+                head.weight = embedding.weight
 
     def called(self, model: LanguageModelLoss) -> nn.Module:
         """Returns the module that the loop calls."""
@@ -490,4 +496,6 @@ def pieces(tensor: Tensor) -> int:
     if not isinstance(tensor, DTensor):
         return 1
     mesh = tensor.device_mesh
-    return math.prod(mesh.size(dim) for dim, placement in enumerate(tensor.placements) if placement.is_shard())
+    # Not is_shard(), which is False for a shard of a dimension that tp or ep has divided already.
+    divided = [dim for dim, placement in enumerate(tensor.placements) if not placement.is_replicate()]
+    return math.prod(mesh.size(dim) for dim in divided)

@@ -1,8 +1,8 @@
 """Sizes that the launcher gives, and one loss curve under every product of them on four processes.
 
 One launch trains every product (tests/support/train_strategies.py). With STRATEGIES=all in the environment
-(`make test-strategies`) each product is also resumed from the checkpoint of the one before, and a second launch of eight
-processes trains the products of three and four dimensions.
+(`make test-strategies`) each product is also resumed from the checkpoint of the one before, and a second launch of
+eight processes trains the products of three and four dimensions.
 """
 
 import json
