@@ -110,7 +110,9 @@ class MeshStrategy(Strategy):
         try:
             sizes = launched_sizes()
         except InputError as error:
-            return problems + error.problems
+            # Whatever the size will be, the dimension is asked for.
+            asked = Sizes(**{dimension: 2 for dimension in requested_sizes() if dimension != "cp"})
+            return problems + error.problems + recipe_problems(config, asked)
         problems += recipe_problems(config, sizes)
         try:
             model_config = planned_model_config(config.model, config.data)

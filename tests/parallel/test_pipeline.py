@@ -126,8 +126,9 @@ def lengthening(deeper):
     return deeper
 
 
-def test_whatever_is_accepted_can_be_split(lengthening):
+def test_whatever_is_accepted_can_be_split(launched, lengthening):
     """In every stage, for every schedule: into pipeline microbatches of equal size, as many as it needs."""
+    launched(2)
     recipe = read_run_config(lengthening)
     accepted = refused = 0
     for schedule, scale, pipelines, ranks, sequences, steps, longer in itertools.product(
