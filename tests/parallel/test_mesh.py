@@ -143,7 +143,8 @@ def test_the_file_and_the_environment_give_the_sizes(recipe, tmp_path):
     words = ("-m", "accelerate.commands.launch", "--config_file", tmp_path / "two.yaml", "--num_processes", "4")
     words += ("train.py", "--config", recipe, "--budget.steps", "1", "--batch.sequences_per_micro_batch", "2")
     words += ("--batch.tokens_per_step", "512")
-    run_script(*words, "--pipeline.schedule", "1F1B", PARALLELISM_CONFIG_TP_SIZE="1")
+    # A new interpreter: the sizes are in the command line of the process that launches.
+    run_script(*words, "--pipeline.schedule", "1F1B", fresh=True, PARALLELISM_CONFIG_TP_SIZE="1")
     described = json.loads((tmp_path / "run/strategy.json").read_text())
     assert described["mesh"] == {"pp": 2, "dp_shard": 2}
 
