@@ -141,7 +141,7 @@ def test_the_file_and_the_environment_give_the_sizes(recipe, tmp_path):
     model = tmp_path / "tiny_llama.json"
     model.write_text(json.dumps(MODELS["dense"]))
     words = ("-m", "accelerate.commands.launch", "--config_file", tmp_path / "two.yaml", "--num_processes", "4")
-    words += ("train.py", "--config", recipe, "--budget.steps", "1", "--batch.sequences_per_micro_batch", "2")
+    words += ("train.py", "--config", recipe, "--budget.steps", "2", "--batch.sequences_per_micro_batch", "2")
     words += ("--batch.tokens_per_step", "512")
     # A new interpreter: the sizes are in the command line of the process that launches.
     run_script(*words, "--pipeline.schedule", "1F1B", fresh=True, PARALLELISM_CONFIG_TP_SIZE="1")
