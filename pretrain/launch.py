@@ -3,7 +3,8 @@
     python -m pretrain.launch --config_file accelerate_configs/ddp.yaml --num_processes 2 train.py --config RECIPE
     python -m pretrain.launch --supervise --config_file ...     # and start it again after every crash
 
---supervise comes first; all other options are those of `accelerate launch`. By itself, that ends on Ctrl-C with a
+--supervise comes first; all other options are those of `accelerate launch`, and two that it lacks,
+--parallelism_config_pp_size and --parallelism_config_ep_size. By itself, that ends on Ctrl-C with a
 traceback, with one process even before the run has saved, returns 1 whatever the processes return, and restarts them
 as often as --max_restarts allows, even if they have ended on purpose.
 """
@@ -27,6 +28,7 @@ from pretrain.errors import (
     EXIT_NUMERIC,
     EXIT_PREEMPTED,
 )
+from pretrain.parallel.sizes import take_own_options
 
 ENDED_ON_PURPOSE = {
     EXIT_BAD_INPUT,
@@ -61,6 +63,8 @@ def launch(arguments: list[str]) -> int:
         if name.startswith("torch.distributed.elastic"):  # each has its own level; the ranks report errors themselves
             logging.getLogger(name).setLevel(logging.CRITICAL)
     torch.distributed.launcher.api.LocalElasticAgent = patient_agent()
+    sizes, arguments = take_own_options(arguments)
+    os.environ.update({f"PARALLELISM_CONFIG_{name.upper()}_SIZE": size for name, size in sizes.items()})
     parsed = launch_command_parser().parse_args(arguments)
     parsed.signals_to_handle = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"  # torchrun's own default lacks SIGUSR1
     try:

@@ -2,8 +2,9 @@
 
     pp x dp_replicate x dp_shard x cp x tp = processes; ep divides dp_shard x cp x tp again, for experts alone
 
-They stand in the launcher's file as parallelism_config_X_size, or in the environment as PARALLELISM_CONFIG_X_SIZE,
-which wins. accelerate's launcher passes on all of them but pp and ep, which are read from its file here.
+They are in the launcher's file as parallelism_config_X_size, or are options of the same name, or environment variables
+PARALLELISM_CONFIG_X_SIZE. accelerate's launcher sets those variables from its options and its file, but for pp and ep,
+which it drops: these two are read from its file here, unless there is a variable. `pretrain.launch` has all options.
 """
 
 import math
@@ -19,6 +20,8 @@ DIMENSIONS = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")
 """Outermost first: neighboring ranks, which have the fastest links, share a model's layers (tp)."""
 LAUNCHERS = ("accelerate.commands.launch", "pretrain.launch")
 """Modules that launch processes when run."""
+DROPPED = ("pp", "ep")
+"""Sizes that accelerate's launcher does not know."""
 THE_REST = ("0", "all", "none", "null", "")
 """Values that mean all processes that the other dimensions leave."""
 
@@ -72,6 +75,31 @@ def processes_launched() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
+def take_own_options(words: list[str]) -> tuple[dict[str, str], list[str]]:
+    """Splits a launcher's arguments into {dimension: size} that accelerate does not know, and the other arguments.
+
+    Only options before the first file ending in .py or --module: what follows is the script's.
+    """
+    found: dict[str, str] = {}
+    rest: list[str] = []
+    place = 0
+    while place < len(words):
+        option, has_value, value = words[place].partition("=")
+        dimension = next((name for name in DROPPED if option == f"--{setting(name)}"), None)
+        if option.endswith(".py") or option in ("-m", "--module"):
+            break
+        if dimension is None:
+            rest.append(words[place])
+            place += 1
+        elif has_value:
+            found[dimension] = value
+            place += 1
+        else:
+            found[dimension] = words[place + 1] if place + 1 < len(words) else ""
+            place += 2
+    return found, rest + words[place:]
+
+
 def launcher_command() -> tuple[list[str], Path] | None:
     """Returns the arguments and folder of the `accelerate launch` that started this process; None without one.
 
@@ -87,7 +115,7 @@ def launcher_command() -> tuple[list[str], Path] | None:
             continue
         for module in LAUNCHERS:
             if module in words:
-                return words[words.index(module) + 1 :], folder
+                return take_own_options(words[words.index(module) + 1 :])[1], folder
         if "launch" in words and any(Path(word).name == "accelerate" for word in words):
             return words[words.index("launch") + 1 :], folder
     return None
@@ -116,9 +144,9 @@ def requested_sizes() -> dict[str, str]:
         return {}
     in_environment = {name: os.environ.get(f"PARALLELISM_CONFIG_{name.upper()}_SIZE") for name in DIMENSIONS}
     found = {name: text for name, text in in_environment.items() if text is not None}
-    if not {"pp", "ep"} <= found.keys():
+    if not found.keys() >= set(DROPPED):
         in_file = sizes_in_file()
-        found = {name: in_file[name] for name in ("pp", "ep") if name in in_file} | found
+        found = {name: in_file[name] for name in DROPPED if name in in_file} | found
     return {name: found[name].lower() for name in DIMENSIONS if found.get(name, "1") != "1"}
 
 

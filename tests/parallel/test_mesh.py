@@ -19,9 +19,9 @@ from safetensors.torch import load_file
 from pretrain.errors import InputError
 from pretrain.parallel.launcher import launched_strategy, launcher_problems
 from pretrain.parallel.mesh import MeshStrategy
-from pretrain.parallel.sizes import DIMENSIONS, Sizes, launched_sizes
+from pretrain.parallel.sizes import DIMENSIONS, Sizes, launched_sizes, take_own_options
 from pretrain.recipe import read_run_config
-from support.project import ROOT, events, launch, losses, run_script
+from support.project import ROOT, events, free_port, launch, losses, run_script
 from support.tiny_models import TINY_LLAMA, TINY_MOE
 
 EVERYTHING = os.environ.get("STRATEGIES") == "all"
@@ -133,20 +133,26 @@ def test_models_and_recipes_that_a_product_does_not_take_are_refused_all_at_once
     assert any("cannot all be divided by 4 tensor-parallel processes; 2 can be used" in problem for problem in found)
 
 
-def test_the_file_and_the_environment_give_the_sizes(recipe, tmp_path):
-    """pp, which accelerate's launcher drops, comes from the file; the environment wins."""
+def test_the_file_and_an_option_give_a_size_that_accelerate_drops(recipe, tmp_path):
+    """In new interpreters: the file's name is in the command line of the process that launches."""
     settings = yaml.safe_load((ROOT / "accelerate_configs/mesh.yaml").read_text())
-    settings["parallelism_config"] |= {"parallelism_config_pp_size": 2, "parallelism_config_tp_size": 2}
+    settings["parallelism_config"]["parallelism_config_pp_size"] = 2
     (tmp_path / "two.yaml").write_text(yaml.safe_dump(settings))
-    model = tmp_path / "tiny_llama.json"
-    model.write_text(json.dumps(MODELS["dense"]))
-    words = ("-m", "accelerate.commands.launch", "--config_file", tmp_path / "two.yaml", "--num_processes", "4")
-    words += ("train.py", "--config", recipe, "--budget.steps", "2", "--batch.sequences_per_micro_batch", "2")
-    words += ("--batch.tokens_per_step", "512")
-    # A new interpreter: the sizes are in the command line of the process that launches.
-    run_script(*words, "--pipeline.schedule", "1F1B", fresh=True, PARALLELISM_CONFIG_TP_SIZE="1")
-    described = json.loads((tmp_path / "run/strategy.json").read_text())
-    assert described["mesh"] == {"pp": 2, "dp_shard": 2}
+    (tmp_path / "tiny_llama.json").write_text(json.dumps(MODELS["dense"]))
+    one_step = ("--budget.steps", "1", "--optim.warmup_steps", "0", "--batch.sequences_per_micro_batch", "2")
+    for launcher, given, mesh in (
+        ("accelerate.commands.launch", (), {"pp": 2}),
+        ("pretrain.launch", ("--parallelism_config_pp_size", "1"), {"dp_shard": 2}),
+    ):
+        words = ("-m", launcher, *given, "--config_file", tmp_path / "two.yaml", "--num_processes", "2")
+        script = ("train.py", "--config", recipe, *one_step, "--output", tmp_path / launcher)
+        run_script(*words, "--main_process_port", free_port(), *script, fresh=True)
+        assert json.loads((tmp_path / launcher / "strategy.json").read_text())["mesh"] == mesh
+
+
+def test_the_scripts_own_options_are_left_alone():
+    words = ["--parallelism_config_pp_size=2", "--num_processes", "4", "train.py", "--parallelism_config_ep_size", "2"]
+    assert take_own_options(words) == ({"pp": "2"}, words[1:])
 
 
 @pytest.fixture(scope="module")
