@@ -9,6 +9,7 @@ all packages may use them:
     hardware, gpus: capabilities of this machine; the GPUs that plan.py knows
     energy: joules and CO2, measured or estimated
     errors: input errors and exit statuses
+    mesh_sizes: sizes of the parallel dimensions, as the launcher gives them
     launch: accelerate launch, for people at a terminal and for schedulers
     terminal: stages, the live line, colors and widths
     files, urls: files and folders that are complete or absent; files by path or URL

@@ -28,7 +28,7 @@ from pretrain.errors import (
     EXIT_NUMERIC,
     EXIT_PREEMPTED,
 )
-from pretrain.parallel.sizes import take_own_options
+from pretrain.mesh_sizes import take_own_options
 
 ENDED_ON_PURPOSE = {
     EXIT_BAD_INPUT,

@@ -5,12 +5,14 @@ Memory, traffic and layouts, which a plan needs and a run does not, are in pretr
 
     registry: every strategy by name
     strategy: base of all strategies: one process, and DDP
+    mesh: any product of replicas, FSDP2, context, tensor, pipeline and expert parallel
+    context_parallel: sequences sharded over ranks
+    pipeline, pipeline_stages: layers divided into stages
+    tensor_parallel: matrices split over ranks
+    expert_parallel: experts divided over ranks
+    zero, zero_partitions: DeepSpeed's ZeRO
     ranks: the processes of a launch, and their communication over CPU memory
     tensor_group: whole tensors by name, for checkpoints
-    fully_sharded: FSDP2 and HSDP
-    context_parallel: sequences sharded over ranks
-    zero, zero_partitions: DeepSpeed's ZeRO
-    model_parallel, pipeline, pipeline_stages, tensor_parallel, expert_parallel: models sharded over ranks
     replicas: bitwise comparison of replicas
     auto_settings: numbers for a recipe's `auto`
     launcher, launcher_files: the strategy that the launcher asks for; checks of its files

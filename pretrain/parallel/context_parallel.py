@@ -22,6 +22,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from pretrain.config import WindowSpec
 from pretrain.errors import InputError
+from pretrain.mesh_sizes import setting
 from pretrain.model.attention import in_one_dtype, model_inputs, sdpa
 from pretrain.model.build import build_model
 from pretrain.model.small_copy import (
@@ -35,7 +36,6 @@ from pretrain.model.small_copy import (
     reference_of,
     relative_difference,
 )
-from pretrain.parallel.sizes import setting
 
 PER_HEAD = ("s_aux", "position_bias")
 """Attention arguments with a value for each head or pair of positions."""

@@ -13,9 +13,9 @@ from torch.distributed.tensor import Shard
 from transformers import PreTrainedConfig
 from transformers.distributed.expert_parallel import EpDispatchExpertsParallel, MoEParamShard
 
+from pretrain.mesh_sizes import setting
 from pretrain.model.build import build_meta_model
 from pretrain.model.routers import expert_parameters, routers_of
-from pretrain.parallel.sizes import setting
 
 
 def model_problem(model_config: PreTrainedConfig, size: int) -> str | None:

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from pretrain.config import RunConfig
 from pretrain.files import ROOT
+from pretrain.mesh_sizes import DIMENSIONS, environment_flag, processes_launched, requested_sizes, setting
 from pretrain.parallel.launcher_files import command_problems, conflict, deepspeed_problems
-from pretrain.parallel.sizes import DIMENSIONS, environment_flag, processes_launched, requested_sizes, setting
 
 PRECISIONS = {"fp32": "no", "bf16": "bf16", "fp16": "fp16", "fp8": "bf16"}
 """{the recipe's precision: accelerate's}."""

@@ -13,7 +13,7 @@ import yaml
 
 from pretrain.config import RunConfig
 from pretrain.errors import did_you_mean
-from pretrain.parallel.sizes import DIMENSIONS, launcher_command, setting
+from pretrain.mesh_sizes import DIMENSIONS, launcher_command, setting
 
 FROM_RECIPE = {
     "train_batch_size": "batch.tokens_per_step",

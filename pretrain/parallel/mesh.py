@@ -31,6 +31,7 @@ from transformers import PreTrainedConfig
 from pretrain.config import RunConfig
 from pretrain.data.vocabulary import planned_model_config
 from pretrain.errors import InputError
+from pretrain.mesh_sizes import Sizes, environment_flag, launched_sizes, requested_sizes
 from pretrain.model.build import InitialWeights, build_meta_model, units_of
 from pretrain.model.compile import layers_of
 from pretrain.model.loss import LanguageModelLoss
@@ -42,7 +43,6 @@ from pretrain.parallel.expert_parallel import divide_experts, expert_modules
 from pretrain.parallel.pipeline import STAGE_LAYOUTS, PipelineModel, StagedTensors
 from pretrain.parallel.pipeline_stages import Stage, cut_problem, layer_problem, stage_parameters
 from pretrain.parallel.replicas import ReplicaGroup
-from pretrain.parallel.sizes import Sizes, environment_flag, launched_sizes, requested_sizes
 from pretrain.parallel.strategy import Strategy
 from pretrain.parallel.tensor_group import TensorGroup
 from pretrain.parallel.tensor_parallel import (

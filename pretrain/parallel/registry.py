@@ -6,9 +6,9 @@ from pkgutil import resolve_name
 from pretrain.config import Data, RunConfig
 from pretrain.data.shards import rely_on_first
 from pretrain.errors import InputError
+from pretrain.mesh_sizes import launched_sizes, processes_launched
 from pretrain.parallel.launcher import launched_strategy, launcher_problems
 from pretrain.parallel.rendezvous import told_by_first
-from pretrain.parallel.sizes import launched_sizes, processes_launched
 from pretrain.parallel.strategy import Strategy, resolve_precision
 
 STRATEGIES: dict[str, str] = {

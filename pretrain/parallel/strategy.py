@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from pretrain.config import RunConfig
 from pretrain.errors import InputError
 from pretrain.hardware import keep_freed_memory, missing_bf16, unusable_gpu, use_all_cores
+from pretrain.mesh_sizes import environment_flag
 from pretrain.model.build import InitialWeights
 from pretrain.model.loss import LanguageModelLoss
 from pretrain.optim.averaging import WeightAverage
@@ -37,7 +38,6 @@ from pretrain.parallel.launcher import PRECISIONS, launched_strategy
 from pretrain.parallel.ranks import Ranks, slow_host_group
 from pretrain.parallel.rendezvous import choose_interface, meet_afresh
 from pretrain.parallel.replicas import ReplicaGroup
-from pretrain.parallel.sizes import environment_flag
 from pretrain.parallel.tensor_group import ShardedState, TensorGroup, load_parts
 
 if TYPE_CHECKING:

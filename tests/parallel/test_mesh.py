@@ -17,9 +17,9 @@ import yaml
 from safetensors.torch import load_file
 
 from pretrain.errors import InputError
+from pretrain.mesh_sizes import DIMENSIONS, Sizes, launched_sizes, take_own_options
 from pretrain.parallel.launcher import launched_strategy, launcher_problems
 from pretrain.parallel.mesh import MeshStrategy
-from pretrain.parallel.sizes import DIMENSIONS, Sizes, launched_sizes, take_own_options
 from pretrain.recipe import read_run_config
 from support.project import ROOT, events, free_port, launch, losses, run_script
 from support.tiny_models import TINY_LLAMA, TINY_MOE

@@ -6,7 +6,7 @@ import yaml
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
 
-from pretrain.parallel.sizes import DROPPED, setting
+from pretrain.mesh_sizes import DROPPED, setting
 
 LAUNCHER_VARIABLES = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_")
 
