@@ -262,9 +262,7 @@ def divided_texts(text: np.ndarray, bounds: np.ndarray) -> DividedTexts:
     word_bounds = np.zeros_like(bounds)
     totals = np.zeros((len(bounds), 3), np.int64)
     lines = np.zeros(ends + len(bounds) + 1, LINE)
-    words, count = _divide(
-        text, bounds, character_classes(), lengths, hashes, word_bounds, totals, lines
-    )
+    words, count = _divide(text, bounds, character_classes(), lengths, hashes, word_bounds, totals, lines)
     return DividedTexts(text, lengths[:words], hashes[:words], word_bounds, totals, lines[:count])
 
 

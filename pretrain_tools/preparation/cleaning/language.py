@@ -1,7 +1,6 @@
 """Documents by their language: by function words where these leave no doubt, else by lingua or a fastText model."""
 
 import functools
-import hashlib
 import itertools
 import re
 from collections import Counter
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from pretrain.errors import InputError, did_you_mean
+from pretrain.files import sha256_of
 from pretrain_tools.preparation.cleaning.published import NamedFilter
 from pretrain_tools.preparation.cleaning.stages import Judge, TextBatch, Verdicts
 
@@ -79,8 +79,7 @@ class LanguageFilter(NamedFilter):
     def as_plan(self) -> dict[str, Any]:
         plan = super().as_plan()
         if self.model is not None:
-            sha256 = hashlib.sha256(Path(self.model).read_bytes()).hexdigest()
-            plan["model"] = {"name": Path(self.model).name, "sha256": sha256}
+            plan["model"] = {"name": Path(self.model).name, "sha256": sha256_of(Path(self.model))}
         return plan
 
     def open(self) -> Judge:

@@ -1,6 +1,5 @@
 """Filters by lists of words and addresses, by length and characters; replacement of personal data."""
 
-import hashlib
 import ipaddress
 import itertools
 import re
@@ -13,6 +12,7 @@ from urllib.parse import urlsplit
 import numpy as np
 
 from pretrain.errors import InputError
+from pretrain.files import sha256_of
 from pretrain_tools.preparation.cleaning.published import NamedFilter, Rule, verdicts_of
 from pretrain_tools.preparation.cleaning.stages import Judge, TextBatch, Verdicts
 
@@ -67,9 +67,8 @@ class ListFilter(NamedFilter):
         return [line.strip() for line in lines if line.strip() and not line.startswith("#")]
 
     def as_plan(self) -> dict[str, Any]:
-        content = Path(self.file).read_bytes()
-        named = {"file": Path(self.file).name, "sha256": hashlib.sha256(content).hexdigest()}
-        return super().as_plan() | named
+        path = Path(self.file)
+        return super().as_plan() | {"file": path.name, "sha256": sha256_of(path)}
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ The rules were made for web pages. With `by_form`, the default, each rule judges
 """
 
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
@@ -24,11 +25,11 @@ CITATION = re.compile(rb"\[(?:\d*|edit|citation needed)\]")
 ENDINGS = b".?!\"'"
 """Last bytes of a line that stays under C4's rule of endings."""
 STOP_WORDS = ("the", "be", "to", "of", "and", "that", "have", "with")
-PHRASES = (
-    b"cookie policy", b"javascript", b"lorem ipsum", b"privacy policy", b"terms of use", b"use cookies",
-    b"use of cookies", b"uses cookies", b"{",
+POLICIES = (
+    b"cookie policy", b"privacy policy", b"terms of use", b"use cookies", b"use of cookies", b"uses cookies",
 )  # fmt: skip
-"""The phrases that C4's rules look for in a line, sorted; those without a rule of their own are about policies."""
+PHRASES = (*POLICIES, b"javascript", b"lorem ipsum", b"{")
+"""The phrases that C4's rules look for in a line."""
 
 
 class NamedFilter:
@@ -284,35 +285,34 @@ class C4Quality(NamedFilter):
             lines = batch.lines
             if cited:
                 lines = lines.replaced(list(cited), TextBatch(list(cited.values()), []).lines)
-            lorem, brackets, dropped = self._lines(lines, prose)
-            stays = np.ones(len(lines.table), bool)
-            before = {}
-            counts = {}
-            for rule, goes in dropped.items():
-                before[rule] = stays.copy()
-                goes &= stays & is_page[lines.table["document"]]
+            table = lines.table
+            document = table["document"]
+            found = phrases_in(lines, prose[document])
+            most = np.inf if self.max_word_characters is None else self.max_word_characters
+            goes_by_rule = {
+                "long_word": table["longest_word"] > most,
+                "no_end": self.endings & (~np.isin(lines.last_bytes, list(ENDINGS)) | lines.ends_in_dots),
+                "few_words": table["words"] < (self.min_words_per_line or 0),
+                "javascript": self.javascript & (found[b"javascript"] > 0),
+                "policy": self.policies & (sum(found[phrase] for phrase in POLICIES) > 0),
+            }
+            stays = np.ones(len(table), bool)
+            counts = Counter()
+            for rule, goes in goes_by_rule.items():
+                goes = goes & stays & is_page[document]
                 stays &= ~goes
                 counts[f"lines.{rule}"] = int(np.count_nonzero(goes))
-            curly = _share(lines.totals(brackets * before["policy"]), lines.totals("words"))
+            lorem = lines.totals(found[b"lorem ipsum"] * stays)
+            curly = _share(lines.totals(found[b"{"] * stays), lines.totals("words"))
+            sentences = lines.totals(table["sentences"] * stays)
             verdicts = verdicts_of(
                 [
-                    Rule(
-                        "lorem_ipsum",
-                        lines.totals(lorem * before["javascript"]),
-                        0 if self.placeholders else None,
-                        fits=prose,
-                    ),
+                    Rule("lorem_ipsum", lorem, 0 if self.placeholders else None, fits=prose),
                     Rule("curly_bracket", curly, self.max_curly_brackets, fits=is_page),
-                    Rule(
-                        "few_sentences",
-                        lines.totals(lines.table["sentences"] * stays),
-                        self.min_sentences,
-                        is_least=True,
-                        fits=prose,
-                    ),
+                    Rule("few_sentences", sentences, self.min_sentences, is_least=True, fits=prose),
                 ]
             )
-            verdicts.counts.update({rule: count for rule, count in counts.items() if count})
+            verdicts.counts = +counts
             joined = lines.joined(stays)
             for number, text in enumerate(batch.texts):
                 new = joined[number] if is_page[number] else cited.get(number, text)
@@ -324,31 +324,14 @@ class C4Quality(NamedFilter):
 
         return judge
 
-    def _lines(self, lines: "Lines", prose: np.ndarray) -> tuple[np.ndarray, np.ndarray, dict[str, np.ndarray]]:
-        """Returns "lorem ipsum" and curly brackets per line, and the lines to drop by rule; all (lines,).
 
-        prose: (documents,) bool.
-        """
-        from pretrain_tools.preparation.cleaning.compiled import count_phrases
+def phrases_in(lines: "Lines", looked_at: np.ndarray) -> dict[bytes, np.ndarray]:
+    """Counts each of PHRASES in each line, (lines,), in any case. looked_at: (lines,) bool, the lines to look into."""
+    from pretrain_tools.preparation.cleaning.compiled import count_phrases
 
-        table = np.array([list(phrase.ljust(16)) for phrase in PHRASES], np.uint8)
-        found = np.zeros((len(lines.table), len(PHRASES)), np.int64)
-        starts = lines.table["start"].copy()
-        # No rule looks into code and tables.
-        stops = np.where(prose[lines.table["document"]], lines.table["stop"], starts)
-        count_phrases(lines.text, starts, stops, table, np.array(list(map(len, PHRASES))), found)
-        counts = dict(zip(PHRASES, found.T, strict=True))
-        javascript, lorem, brackets = map(counts.pop, (b"javascript", b"lorem ipsum", b"{"))
-        most = np.inf if self.max_word_characters is None else self.max_word_characters
-        no_end = ~np.isin(lines.last_bytes, list(ENDINGS)) | lines.ends_in_dots
-        return (
-            lorem,
-            brackets,
-            {
-                "long_word": lines.table["longest_word"] > most,
-                "no_end": self.endings & no_end,
-                "few_words": lines.table["words"] < (self.min_words_per_line or 0),
-                "javascript": self.javascript & (javascript > 0),
-                "policy": self.policies & (sum(counts.values()) > 0),
-            },
-        )
+    table = np.array([list(phrase.ljust(16)) for phrase in PHRASES], np.uint8)
+    found = np.zeros((len(lines.table), len(PHRASES)), np.int64)
+    starts = lines.table["start"].copy()
+    stops = np.where(looked_at, lines.table["stop"], starts)
+    count_phrases(lines.text, starts, stops, table, np.array(list(map(len, PHRASES))), found)
+    return dict(zip(PHRASES, found.T, strict=True))
