@@ -24,9 +24,9 @@ ODD = tuple(map(np.uint32, (0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D, 0x27D4EB2F)))
 BITS_PER_KEY, FEWEST_BITS = 64, 17
 FIRSTS_BITS = 16
 LETTER = r"[^\W_\u2e80-\uabff\U00010000-\U0010ffff]"
-# An ideogram, or letters with apostrophes among them: no character that `folding_table` lacks, or letters and words
-# would be miscounted.
-WORD = re.compile(rf"[\u2e80-\uabff]|{LETTER}+(?:['’]+{LETTER}+)*")
+# Two ideograms, or letters with apostrophes among them: no character that `folding_table` lacks, or letters and words
+# would be miscounted. One ideogram alone is too little: 13 of them are fewer than LEAST_LETTERS.
+WORD = re.compile(rf"[\u2e80-\uabff]{{1,2}}|{LETTER}+(?:['’]+{LETTER}+)*")
 
 
 class Run(NamedTuple):
