@@ -148,17 +148,17 @@ class LengthFilter(NamedFilter):
     max_words: int | None = None
 
     def judge(self, batch: TextBatch) -> Verdicts:
-        verdicts = Verdicts()
-        for number, content in enumerate(batch.texts):
-            text = content.decode()
-            words = len(text.split()) if self.min_words or self.max_words else 0
-            if len(text) < (self.min_characters or 0) or words < (self.min_words or 0):
-                verdicts.removed[number] = "short"
-            elif (self.max_characters and len(text) > self.max_characters) or (
-                self.max_words and words > self.max_words
-            ):
-                verdicts.removed[number] = "long"
-        return verdicts
+        texts = [text.decode() for text in batch.texts]
+        characters = np.array([len(text) for text in texts])
+        words = np.array([len(text.split()) for text in texts])
+        return verdicts_of(
+            [
+                Rule("short", characters, self.min_characters, is_least=True),
+                Rule("short", words, self.min_words, is_least=True),
+                Rule("long", characters, self.max_characters),
+                Rule("long", words, self.max_words),
+            ]
+        )
 
 
 @dataclass(frozen=True)
