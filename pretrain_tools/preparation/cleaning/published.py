@@ -300,13 +300,16 @@ class C4Quality(NamedFilter):
             "policy": self.policies & (sum(found[phrase] for phrase in POLICIES) > 0),
         }
         stays = np.ones(len(table), bool)
+        before = {}
         counts = Counter()
         for rule, goes in goes_by_rule.items():
+            before[rule] = stays.copy()
             goes = goes & stays & forms.page[document]
             stays &= ~goes
             counts[f"lines.{rule}"] = int(np.count_nonzero(goes))
-        lorem = lines.totals(found[b"lorem ipsum"] * stays)
-        curly = _share(lines.totals(found[b"{"] * stays), lines.totals("words"))
+        # C4 looks for these two in a line before it drops the line for what it is about.
+        lorem = lines.totals(found[b"lorem ipsum"] * before["javascript"])
+        curly = _share(lines.totals(found[b"{"] * before["policy"]), lines.totals("words"))
         sentences = lines.totals(table["sentences"] * stays)
         verdicts = verdicts_of(
             [
