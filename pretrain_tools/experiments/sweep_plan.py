@@ -279,7 +279,7 @@ def make_point(request: SweepRequest, settings: dict[str, str], config: RunConfi
     runs = []
     for seed in range(config.seed, config.seed + request.seeds):
         name = run_name(request, settings, seed)
-        run = SmallRun(name, request.output, plan.total_steps, plan.total_flops)
+        run = SmallRun(name, request.output, plan.total_steps)
         text = as_yaml(config_of_run(config, request, seed, run.output))
         run.recipe.parent.mkdir(parents=True, exist_ok=True)
         # Do not touch an unchanged recipe: a run in training reads it again at a restart.
@@ -320,10 +320,13 @@ def seal_plan(request: SweepRequest, configs: Sequence[RunConfig], plans: Sequen
     if {key: there.get(key) for key in PLAN_FORMAT} != PLAN_FORMAT:
         raise InputError(f"{path}: is not the plan of a sweep of this version; choose another --output")
     before = flat_plan(there)
-    now = flat_plan(plan)
     defaults = {name: as_plain(field.default) for name, field in fields_of_config()}
     # A setting that was added in a newer version and has its default is not a difference.
-    now = {name: value for name, value in now.items() if name in before or (name, value) not in defaults.items()}
+    now = {
+        name: value
+        for name, value in flat_plan(plan).items()
+        if name in before or (name, value) not in defaults.items()
+    }
     lines = [
         f"{request.output}: {name} was {shortened(json.dumps(was))}, "
         f"the command now gives {shortened(json.dumps(given))}"
