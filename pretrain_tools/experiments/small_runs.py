@@ -1,6 +1,6 @@
 """Trains many runs, each in its own train.py process, and recovers them after a kill.
 
-    FOLDER/recipes/NAME.yaml   the complete recipe of each run
+    FOLDER/recipes/NAME.yaml   the complete recipe of each run, written when it starts
     FOLDER/runs/NAME           its run folder
     FOLDER/logs/NAME.log       its console; the training process holds a lock on it, so that no run starts twice
     FOLDER/slots/0.json        the run that was started last on a device or share of the CPU
@@ -17,16 +17,18 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
+from pretrain.config import RunConfig
 from pretrain.errors import EXIT_BAD_INPUT, EXIT_INTERRUPTED, EXIT_NUMERIC, EXIT_PREEMPTED
 from pretrain.files import ROOT, SEAL_FILE, write_durably
 from pretrain.parallel.launcher import environment_alone
 from pretrain.processes import hold_while_open, is_held
-from pretrain.runs.event_log import read_metrics
+from pretrain.recipe import as_yaml
+from pretrain.runs.event_log import Event, read_metrics
 from pretrain.runs.run_folder import LOCK_FILE, METRICS_FILE, checkpoint_folders, read_json
 from pretrain.terminal import LIVE_LINE, is_terminal
 from pretrain_tools.runs.history import count_hours, current_events, is_number
@@ -46,6 +48,8 @@ class SmallRun:
     folder: Path
     """Folder of the experiment."""
     total_steps: int
+    config: RunConfig = field(repr=False)
+    """Its complete recipe."""
 
     @property
     def recipe(self) -> Path:
@@ -97,31 +101,42 @@ def read_outcome(run: SmallRun) -> RunOutcome:
     events = read_metrics(run.output)
     count_hours(events)
     events = current_events(events)
-    last = next((e for e in reversed(events) if e["event"] in ("end", "start", "train")), {})
-    code = last.get("code") if last.get("event") == "end" else None
+    end = end_of(events)
     state = "unfinished" if events else "new"
-    if code == EXIT_NUMERIC:
+    if end.get("code") == EXIT_NUMERIC:
         state = "diverged"
     # The exit code alone is not enough: the export may have been deleted or damaged since.
-    if code == 0 and (run.output / "final" / SEAL_FILE).is_file():
+    if end.get("code") == 0 and (run.output / "final" / SEAL_FILE).is_file():
         state = "finished"
+    checkpoint = max(checkpoint_folders(run.output), default=0)
+    return RunOutcome(
+        folder=run.output,
+        state=state,
+        step=end.get("step", checkpoint) if state == "finished" else checkpoint,
+        losses=losses_by_step(events),
+        tokens=next((e.get("tokens") or 0 for e in reversed(events) if e["event"] == "train"), 0),
+        seconds=3600 * events[-1]["hours"] if events else 0.0,
+        reason=str(end.get("reason", "")) if state != "finished" else "",
+        was_stopped=end.get("code") in (EXIT_PREEMPTED, EXIT_INTERRUPTED),
+    )
+
+
+def end_of(events: Sequence[Event]) -> Event:
+    """Returns the `end` event of the newest process; empty if it still trains or has crashed."""
+    # An `end` that is followed by a start belongs to an earlier process.
+    last = next((event for event in reversed(events) if event["event"] in ("end", "start", "train")), {})
+    return last if last.get("event") == "end" else {}
+
+
+def losses_by_step(events: Sequence[Event]) -> dict[int, dict[str, float]]:
+    """Returns the validation loss by step and source; infinite if it was not a finite number."""
     losses: dict[int, dict[str, float]] = {}
     for event in events:
         if event["event"] == "validation":
             loss = event.get("loss")
             of_step = losses.setdefault(event.get("step") or 0, {})
             of_step[str(event.get("source"))] = loss if is_number(loss) else math.inf
-    checkpoint = max(checkpoint_folders(run.output), default=0)
-    return RunOutcome(
-        folder=run.output,
-        state=state,
-        step=last.get("step", checkpoint) if state == "finished" else checkpoint,
-        losses=losses,
-        tokens=next((e.get("tokens") or 0 for e in reversed(events) if e["event"] == "train"), 0),
-        seconds=3600 * events[-1]["hours"] if events else 0.0,
-        reason=str(last.get("reason", "")) if state != "finished" else "",
-        was_stopped=code in (EXIT_PREEMPTED, EXIT_INTERRUPTED),
-    )
+    return losses
 
 
 def device_slots(parallel: int | None) -> list[dict[str, str]]:
@@ -131,16 +146,17 @@ def device_slots(parallel: int | None) -> list[dict[str, str]]:
     """
     import torch
 
+    from pretrain.hardware import available_cores
+
     # Keep the caller's names: CUDA_VISIBLE_DEVICES may already restrict or reorder the GPUs.
     if count := torch.cuda.device_count():
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         names = visible.split(",")[:count] if visible else [str(number) for number in range(count)]
         return [{"CUDA_VISIBLE_DEVICES": names[n % count]} for n in range(parallel or count)]
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     # Each run would start a thread per core and compete with the others; a number set by the user stays.
     if not parallel or parallel == 1 or "OMP_NUM_THREADS" in os.environ:
         return [{} for _ in range(parallel or 1)]
-    return [{"OMP_NUM_THREADS": str(max(1, cores // parallel))} for _ in range(parallel)]
+    return [{"OMP_NUM_THREADS": str(max(1, available_cores() // parallel))} for _ in range(parallel)]
 
 
 @dataclass
@@ -235,8 +251,10 @@ def left_behind(runs: Mapping[str, SmallRun]) -> dict[int, Training]:
 def start_training(run: SmallRun, pause_at: int | None, slot: int, environment: Mapping[str, str]) -> Training:
     """Starts train.py as a user would, with the console going to the run's log."""
     record = run.folder / "slots" / f"{slot}.json"
-    for folder in (record.parent, run.log.parent):
+    for folder in (record.parent, run.log.parent, run.recipe.parent):
         folder.mkdir(parents=True, exist_ok=True)
+    # Only now: a run that an earlier caller left behind may read its recipe again.
+    write_durably(run.recipe, as_yaml(run.config))
     # Written before the start, so that the next caller finds the run even if this one is killed in between.
     write_durably(record, json.dumps({"run": run.name}))
     pause = ["--checkpoint.pause_at", str(pause_at)] if pause_at else []

@@ -30,7 +30,6 @@ from pretrain_tools.experiments.sweep_plan import (
     SweepRequest,
     cautions_of_sweep,
     check_points,
-    make_point,
     name_problems,
     request_problems,
     seal_plan,
@@ -54,17 +53,15 @@ def run_sweep(
     problems.stop_if_any()
     # For a search the grid is the corners of the ranges; settings between them are assumed to work if the corners do.
     grid = request.grid
-    checked = problems.attempt(check_points, request, grid)
+    points = problems.attempt(check_points, request, grid)
     problems += name_problems(request, grid)
     problems.stop_if_any()
-    plans = [plan for _, _, plan in checked]
     request.output.mkdir(parents=True, exist_ok=True)
     with folder_lock(request.output / LOCK_OF_SWEEP):
-        seal_plan(request, [config for _, config, _ in checked], plans)
-        points = [] if request.search else [make_point(request, *one) for one in checked]
-        sweep = Sweep(request, points)
+        seal_plan(request, points)
+        sweep = Sweep(request, [] if request.search else points)
         slots = device_slots(parallel)
-        for caution in cautions_of_sweep(request, sweep.points, plans[-1].parameters):
+        for caution in cautions_of_sweep(request, points):
             print(f"warning: {caution}", file=sys.stderr)
         runs = counted((request.search or len(points)) * request.seeds, "run")
         print(f"{request.output}: {runs}, {counted(len(slots), 'run')} at a time", file=sys.stderr, flush=True)
@@ -89,10 +86,9 @@ class Sweep:
         self.runs: dict[str, SmallRun] = {}
         self.failures: dict[str, str] = {}
         """Reason of each run that failed during this call, by name; the same command tries it again."""
-        for point in points:
+        trials = recorded_trials(request) if request.search else []
+        for point in [*points, *(check_points(request, trials) if trials else ())]:
             self._add(point)
-        for settings in recorded_trials(request) if request.search else ():
-            self._add(point_of(request, settings))
 
     def _add(self, point: SweepPoint) -> None:
         self.points.append(point)
@@ -123,7 +119,7 @@ class Sweep:
         settings = pick_settings(self.request, self.results(), active)
         recorded = [*recorded_trials(self.request), settings]
         try:
-            point = point_of(self.request, settings)
+            (point,) = check_points(self.request, [settings])
         except InputError as error:
             raise InputError(f"trial {len(recorded)}, {settings}: {error}; narrow the range") from None
         # Recorded before the runs start, so that a killed search knows all its trials.
@@ -142,11 +138,11 @@ class Sweep:
         self.rung += 1
 
     def _loss_at_rung(self, point: SweepPoint) -> float:
-        outcomes = {run: self.outcome(run) for run in point.runs}
+        outcomes = [self.outcome(run) for run in point.runs]
         # A diverged run may have a good loss from before it diverged.
-        if any(outcome.state in ("diverged", "failed") for outcome in outcomes.values()):
+        if any(outcome.state in ("diverged", "failed") for outcome in outcomes):
             return math.inf
-        return statistics.fmean(outcome.loss_at(self.pause_at(run)) for run, outcome in outcomes.items())
+        return statistics.fmean(outcome.loss_at(self.pause_at(point.runs[0])) for outcome in outcomes)
 
     def outcome(self, run: SmallRun) -> RunOutcome:
         """Returns the outcome of a run, which `read_outcome` does not know to have failed during this call."""
@@ -172,7 +168,7 @@ class Sweep:
     def results(self) -> list[PointResult]:
         """Returns the result of every point."""
         return [
-            PointResult(point.settings, point.tokens, [self.outcome(run) for run in point.runs])
+            PointResult(point.settings, point.plan.total_tokens, [self.outcome(run) for run in point.runs])
             for point in self.points
         ]
 
@@ -181,12 +177,6 @@ def recorded_trials(request: SweepRequest) -> list[dict[str, str]]:
     """Reads the settings that a search has picked so far."""
     path = request.output / TRIALS_FILE
     return json.loads(path.read_text()) if path.is_file() else []
-
-
-def point_of(request: SweepRequest, settings: dict[str, str]) -> SweepPoint:
-    """Returns the point with these settings. Raises InputError if they are invalid."""
-    (checked,) = check_points(request, [settings])
-    return make_point(request, *checked)
 
 
 def pick_settings(request: SweepRequest, results: Sequence[PointResult], active: set[str]) -> dict[str, str]:

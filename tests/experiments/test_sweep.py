@@ -97,13 +97,13 @@ def test_each_gpu_takes_a_run_and_processors_are_divided(monkeypatch):
 
 
 def fake_runs(tmp_path, count, steps=8):
-    return [SmallRun(f"a={n}", tmp_path, steps) for n in range(count)]
+    return [SmallRun(f"a={n}", tmp_path, steps, config=None) for n in range(count)]
 
 
 def test_halving_drops_the_worse_half_at_each_rung(tmp_path, monkeypatch):
     """Four settings; the last learns nothing, the first is best at the first rung and the second at the second."""
     small = fake_runs(tmp_path, 4)
-    points = [SweepPoint({"a": str(n)}, (run,), 100) for n, run in enumerate(small)]
+    points = [SweepPoint({"a": str(n)}, [run], plan=None) for n, run in enumerate(small)]
     curves = [{2: 1.0, 4: 3.0}, {2: 2.0, 4: 1.0}, {2: 3.0}, {2: math.inf}]
     reached = dict.fromkeys((run.name for run in small), 0)
 
