@@ -83,7 +83,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def read_arguments(argv: list[str]) -> argparse.Namespace:
-    """The command line, checked as far as it can be without reading anything. Raises InputError with all problems."""
+    """Parses the command line and checks what needs no file. Raises InputError with all problems."""
     parser = build_parser()
     arguments, unknown = parser.parse_known_args(argv)
     # argparse has no public list of its options.
@@ -145,7 +145,7 @@ def read_numbers(arguments: argparse.Namespace) -> list[str]:
 
 
 def read_number(name: str, text: str) -> float:
-    """Raises InputError."""
+    """Parses a numeric setting. Raises InputError."""
     kind, least = NUMBERS[name]
     wanted = f"{'a whole number' if kind is int else 'a number'} {'above 0' if least is None else f'from {least}'}"
     try:

@@ -37,7 +37,7 @@ LoadModel = Callable[[], tuple[PreTrainedModel, PreTrainedTokenizerBase, str]]
 
 
 class Session:
-    """A conversation with one model.
+    """Session with one model.
 
     Args:
         load: loads the model; called again for `:reload`.
@@ -67,7 +67,7 @@ class Session:
         return f"{said or 'greedy decoding'}, {self.sampling.max_new_tokens:,} new tokens, seed {self.sampling.seed}"
 
     def answer(self, line: str) -> bool:
-        """Does what a line asks for; False ends the session. Raises InputError for a command that means nothing."""
+        """Carries out a line; returns False at the end of the session. Raises InputError for an unknown command."""
         if not line.startswith(":"):
             if line:
                 self.beginning = line.replace("\\n", "\n")
@@ -127,7 +127,7 @@ class Collector(TextStreamer):
 
 
 def changed(sampling: Sampling, name: str, value: str) -> Sampling:
-    """Raises InputError for a value that is not allowed."""
+    """Returns the sampling with another value. Raises InputError for one that is not allowed."""
     kind, least, most = SETTINGS[name]
     try:
         number = kind(value)
@@ -160,7 +160,7 @@ def lines() -> Iterator[str]:
 
 
 def interact(load: LoadModel, sampling: Sampling, device: torch.device, first: str | None = None) -> None:
-    """A session until `:quit` or the end of the input; `first` is the first beginning."""
+    """Runs a session until `:quit` or the end of the input; `first` is the first beginning."""
     session = Session(load, sampling, device)
     if first is not None:
         session.answer(first)
