@@ -22,9 +22,11 @@ from pathlib import Path
 from pretrain.errors import InputError, Problems, did_you_mean, run_script
 from pretrain.terminal import begin
 
-PRECISIONS = ("auto", "bf16", "fp16", "fp32")
-WEIGHTS = ("raw", "average")
-SPLITS = ("validation", "train")
+CHOICES = {
+    "weights": ("raw", "average"),
+    "precision": ("auto", "bf16", "fp16", "fp32"),
+    "split": ("validation", "train"),
+}
 NUMBERS = {
     "batch_size": (int, 1), "num_fewshot": (int, 0), "sequences": (int, 1), "sequence_length": (int, 1),
     "max_new_tokens": (int, 1), "top_k": (int, 0), "top_p": (float, None), "seed": (int, 0),
@@ -93,7 +95,7 @@ def read_arguments(argv: list[str]) -> argparse.Namespace:
     problems += [f"{word}: belongs to no setting; quote a prompt of several words" for word in stray]
     if not arguments.model:
         problems.append("--model is missing: give a run, RUN@STEP, a Hugging Face folder or a Hub id")
-    for name, allowed in (("weights", WEIGHTS), ("precision", PRECISIONS), ("split", SPLITS)):
+    for name, allowed in CHOICES.items():
         if (given := getattr(arguments, name)) not in allowed:
             problems.append(f"--{name} {given}{did_you_mean(given, allowed)}")
     if arguments.document_mask not in (None, "on", "off"):

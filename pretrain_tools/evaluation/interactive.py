@@ -24,13 +24,12 @@ HELP = """Type a beginning and press Enter; \\n stands for a new line. The model
   :reload            the newest checkpoint         :settings        as they are
   :help              this                          :quit            or Ctrl-D. Ctrl-C stops a text"""
 SETTINGS = {
-    "temperature": (float, 0, 100),
-    "top_k": (int, 0, 10**9),
-    "top_p": (float, 0, 1),
-    "max_new_tokens": (int, 1, 10**9),
+    "temperature": (float, 0, 100, 0.8),
+    "top_k": (int, 0, 10**9, 50),
+    "top_p": (float, 0, 1, 0.9),
+    "max_new_tokens": (int, 1, 10**9, 100),
 }
-"""Kind of number, least and most."""
-EXAMPLES = {"temperature": 0.8, "top_k": 50, "top_p": 0.9, "max_new_tokens": 100}
+"""{setting: (kind of number, least, most, an example)}"""
 
 LoadModel = Callable[[], tuple[PreTrainedModel, PreTrainedTokenizerBase, str]]
 """Gives a model, its tokenizer and its name, as they are on disk now."""
@@ -128,17 +127,17 @@ class Collector(TextStreamer):
 
 def changed(sampling: Sampling, name: str, value: str) -> Sampling:
     """Returns the sampling with another value. Raises InputError for one that is not allowed."""
-    kind, least, most = SETTINGS[name]
+    kind, least, most, example = SETTINGS[name]
     try:
         number = kind(value)
     except ValueError:
         number = None
     if number is None or not least <= number <= most:
-        raise InputError(f":{name} {value}: give a number from {least} to {most:,}, such as :{name} {EXAMPLES[name]}")
+        raise InputError(f":{name} {value}: give a number from {least} to {most:,}, such as :{name} {example}")
     if name == "temperature" and not number:
         return dataclasses.replace(sampling, temperature=None, top_k=None, top_p=None)
     if name in ("top_k", "top_p") and sampling.temperature is None:
-        sampling = dataclasses.replace(sampling, temperature=EXAMPLES["temperature"])
+        sampling = dataclasses.replace(sampling, temperature=SETTINGS["temperature"][-1])
     return dataclasses.replace(sampling, **{name: number or None})
 
 

@@ -74,7 +74,7 @@ def task_problems(
         return [*problems, f"{tasks_are} lm_eval is not installed; pip install lm_eval, or leave the tasks out"]
     if include_path is not None and not include_path.is_dir():
         return [*problems, f"{folder_is} {include_path}: no such folder; give a folder with task .yaml files"]
-    if include_path is not None and not local_manager(include_path).all_tasks:
+    if include_path is not None and not task_manager(include_path, include_defaults=False).all_tasks:
         problems.append(f"{folder_is} {include_path} holds no .yaml file with a task or a group")
     # The harness's whole index takes 10 seconds to build, and is not needed for the tasks of `base` and `small`.
     questioned = [name for name in tasks if name not in {*TASK_SETS, *BASE_TASKS, *SMALL_TASKS}]
@@ -92,25 +92,19 @@ def task_problems(
 def manager_of(names: Iterable[str], include_path: Path | None) -> Any:
     """Returns an lm_eval TaskManager that knows these tasks if any does: that of the user's folder if it is enough."""
     if include_path is not None:
-        local = local_manager(include_path)
+        local = task_manager(include_path, include_defaults=False)
         if all(is_complete(name, local) for name in names):
             return local
-    return whole_manager(include_path)
-
-
-def local_manager(include_path: Path) -> Any:
-    """Returns an lm_eval TaskManager of the user's tasks alone."""
-    from lm_eval.tasks import TaskManager
-
-    return TaskManager(include_path=str(include_path), include_defaults=False)
+    return task_manager(include_path, include_defaults=True)
 
 
 @functools.cache
-def whole_manager(include_path: Path | None) -> Any:
-    """Returns the lm_eval TaskManager of all tasks of the harness and the user's own."""
+def task_manager(include_path: Path | None, include_defaults: bool) -> Any:
+    """Returns the lm_eval TaskManager of the user's tasks, or of these and all tasks of the harness."""
     from lm_eval.tasks import TaskManager
 
-    return TaskManager(include_path=None if include_path is None else str(include_path))
+    folder = None if include_path is None else str(include_path)
+    return TaskManager(include_path=folder, include_defaults=include_defaults)
 
 
 def is_complete(name: str, manager: Any) -> bool:
