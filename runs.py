@@ -26,9 +26,9 @@ from typing import Any
 from pretrain.errors import Problems, run_script
 from pretrain.runs.control import COMMANDS
 from pretrain_tools.runs.commands import steer
-from pretrain_tools.runs.comparison import export_runs, print_comparison, summary_text
-from pretrain_tools.runs.history import read_history, require_run
-from pretrain_tools.runs.status import print_list, print_status, read_status
+from pretrain_tools.runs.comparison import comparison_text, export_runs, summary_text
+from pretrain_tools.runs.history import require_run
+from pretrain_tools.runs.status import print_list, print_status
 
 ROOT_OF_RUNS = {"nargs": "?", "default": Path("runs")}
 RUN = {"metavar": "RUN"}
@@ -64,17 +64,18 @@ def plot(arguments: argparse.Namespace) -> None:
 
 def compare(arguments: argparse.Namespace) -> None:
     """Prints differing settings and results."""
-    print_comparison(arguments.runs)
+    print(comparison_text(arguments.runs))
 
 
 def summary(arguments: argparse.Namespace) -> None:
     """Prints a one-page summary of a run."""
-    print(summary_text(read_history(arguments.run_folder), read_status(arguments.run_folder)))
+    print(summary_text(arguments.run_folder))
 
 
 def export(arguments: argparse.Namespace) -> None:
     """Writes every logged line as CSV."""
-    export_runs(arguments.runs, arguments.output)
+    rows = export_runs(arguments.runs, arguments.output)
+    print(f"{arguments.output}: {rows:,} rows")
 
 
 def documents(arguments: argparse.Namespace) -> None:

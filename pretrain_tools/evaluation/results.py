@@ -17,7 +17,7 @@ from pretrain.training.run_records import RECORDED_PACKAGES, commit_of, package_
 from pretrain.units import count_text
 from pretrain_tools.runs.addresses import ModelAddress
 from pretrain_tools.runs.history import Score, append_events, scores_of
-from pretrain_tools.runs.plots import draw_with_band
+from pretrain_tools.runs.plots import SCORES
 
 PLOT_ENDINGS = (".png", ".svg", ".pdf")
 SOURCE_MEASURES = {"loss": "{:.4f}", "perplexity": "{:.2f}", "bits_per_byte": "{:.4f}"}
@@ -249,7 +249,7 @@ def plot_scores(path: Path, evaluations: list[ModelResults]) -> None:
                 for evaluation in points
                 if evaluation.address.run == run and (name, measure) in _panel_values(evaluation)
             ]
-            draw_with_band(axis, *zip(*sorted(found), strict=True), label=str(run))
+            axis.errorbar(*zip(*sorted(found), strict=True), label=str(run), **SCORES)
         axis.set(title=name, xlabel="training tokens", ylabel=measure)
         axis.xaxis.set_major_formatter(lambda value, _: count_text(value))
         axis.grid(alpha=0.3)

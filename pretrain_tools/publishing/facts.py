@@ -15,7 +15,7 @@ from pretrain.runs.event_log import Event, read_metrics
 from pretrain.runs.run_folder import checkpoint_name, read_config, read_json, read_state, setting
 from pretrain.units import count_text
 from pretrain_tools.runs.curves import Places, flops_per_token_of
-from pretrain_tools.runs.history import History, Score, current_events, joules_of, scores_of
+from pretrain_tools.runs.history import History, Score, scores_of
 
 SHAPES = {
     "layers": ("num_hidden_layers", "n_layer"),
@@ -175,10 +175,8 @@ class Facts:
         per_token, is_exact = flops_per_token_of(self.history)
         if self.tokens is None or per_token is None:
             return None, False
-        steps = [{"hours": 0.0, **event} for event in self.history.of("train")]  # Places needs hours; facts have none
         # Stages may have sequences of other lengths, whose tokens take other FLOPs.
-        places = Places(steps, per_token, self.history.of("stage"))
-        return places.of([{"step": self.step}])["flops"][0], is_exact
+        return Places(self.history).at([self.step])["flops"][0], is_exact
 
     @property
     def budget_text(self) -> str:
@@ -203,10 +201,8 @@ def read_facts(
         model_folder: holds the model's config.json; None: the run's model.json is read.
     """
     logged = read_metrics(run)
-    # Energy counts every logged step: one that was trained twice has used it twice.
-    joules = joules_of(event for event in logged if step is None or (event.get("step") or 0) <= step)
-    events = current_events(logged)
-    steps = [event["step"] for event in events if event["event"] in ("train", "checkpoint") and "step" in event]
+    whole = History.of_events(run, logged)
+    steps = [event["step"] for event in whole.events if event["event"] in ("train", "checkpoint") and "step" in event]
     at = max(steps, default=0) if step is None else step
     config = read_config(run)
     model = read_json(model_folder / "config.json") if model_folder else {}
@@ -217,11 +213,11 @@ def read_facts(
         strategy=read_json(run / "strategy.json"),
         environment=read_json(run / "environment.json"),
         # A rollback is logged after the step that it goes back to, and belongs to the model from that step on.
-        history=History(run, [e for e in events if (e.get("to_step") or e.get("step") or 0) <= at], joules),
+        history=History.of_events(run, [e for e in logged if (e.get("to_step") or e.get("step") or 0) <= at]),
         step=at,
-        total_steps=History(run, events).last("start").get("total_steps"),
+        total_steps=whole.last("start").get("total_steps"),
         sources=tuple(read_sources(config, read_json(run / DATA_FILE))),
-        scores=tuple(read_scores(run, events, at)),
+        scores=tuple(read_scores(run, whole.events, at)),
         lineage=tuple(setting(read_state(run / "checkpoints" / checkpoint_name(at)), "state.lineage") or ()),
         offer=offer or Publication(),
     )

@@ -1,15 +1,17 @@
 """Draws runs as PNG panels, and holds the plotting helpers that the project's other figures share."""
 
-import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
 from pretrain_tools.runs.curves import Columns, RunCurves, curves_of
-from pretrain_tools.runs.history import History, is_number
-from pretrain_tools.runs.status import RunStatus
+from pretrain_tools.runs.history import History, is_number, read_history
+from pretrain_tools.runs.status import RunStatus, read_status
 
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
 """Colors of runs: the Okabe-Ito palette, which is safe for color-blind readers."""
@@ -32,8 +34,11 @@ MOST_SCORE_PANELS = 15
 MARK_HEIGHT = 0.035
 """Height of a run's line of event marks, as a share of the panel."""
 SMOOTHED_SHARE = 0.04
+FEWEST_SMOOTHED = 20
 FEW = 12
 """Points up to which a curve shows each as a dot, and its first ones count for the range of the axis."""
+SCORES = {"marker": "o", "markersize": 4, "capsize": 3}
+"""Look of scores with their standard errors, for matplotlib's `errorbar`."""
 SHARE_LEFT_OUT_OF_RANGE = 0.02
 """Share of a run, from its start, that is ignored when choosing the range of the loss axis."""
 
@@ -48,8 +53,10 @@ class PlottedRun:
     curves: RunCurves
 
     @classmethod
-    def of(cls, name: str, history: History, status: RunStatus) -> "PlottedRun":
-        return cls(name, history, status, curves_of(history))
+    def read(cls, folder: Path, name: str) -> "PlottedRun":
+        """Reads a run's folder. Raises InputError if it is not a run or has no events yet."""
+        history = read_history(folder)
+        return cls(name, history, read_status(folder), curves_of(history))
 
 
 Panel = tuple[str, str, Callable[[Any, str], None]]
@@ -88,15 +95,15 @@ def write_png(runs: Sequence[PlottedRun], path: Path) -> None:
 def picture_panels(runs: Sequence[PlottedRun]) -> list[Panel]:
     """Returns the panels that have data."""
 
-    def measure(title: str, name: str, **options: bool) -> Panel:
-        return title, "step", lambda axis, at: draw_measure(axis, runs, at, name, **options)
+    def measure(title: str, name: str, at: str = "step", **options: bool) -> Panel:
+        return title, at, lambda axis, position: draw_measure(axis, runs, position, name, **options)
 
     curves = [run.curves for run in runs]
     loss = measure("Training loss (bold: smoothed)", "loss", marks=True)
     # For a single run, a plot by tokens or FLOPs has the same shape as the plot by step.
     positions = ("tokens", "hours", "flops") if len(runs) > 1 else ("hours",)
     losses = [
-        (f"Training loss by {POSITION_LABELS[at]}", at, lambda axis, at: draw_measure(axis, runs, at, "loss"))
+        measure(f"Training loss by {POSITION_LABELS[at]}", "loss", at)
         for at in positions
         if any(is_number(value) for run in curves for value in run.train[at])
     ]
@@ -114,26 +121,21 @@ def picture_panels(runs: Sequence[PlottedRun]) -> list[Panel]:
     # For several runs, put the panels that compare losses first.
     panels = [loss, *losses, *panels] if len(runs) > 1 else [loss, *panels, *losses]
     names = dict.fromkeys(name for run in curves for name in run.scores if not name.endswith("perplexity"))
+    # A single point is no picture.
+    names = [name for name in names if sum(len(run.scores[name]["step"]) for run in curves if name in run.scores) > 1]
     # Averages of task sets first, then bits per byte, which improve early; a small model's accuracies stay at chance.
-    names = sorted(names, key=lambda name: (not name.startswith(("core ·", "small ·")), not name.endswith("_byte")))
-    return panels + [panel for name in names for panel in score_panels(runs, name)][:MOST_SCORE_PANELS]
+    names.sort(key=lambda name: (not name.startswith(("core ·", "small ·")), not name.endswith("_byte")))
+    panels += [
+        (f"Evaluation: {name}", "step", lambda axis, at, name=name: draw_score(axis, runs, at, name))
+        for name in names[:MOST_SCORE_PANELS]
+    ]
+    return panels
 
 
-def score_panels(runs: Sequence[PlottedRun], name: str) -> list[Panel]:
-    """Returns a panel by step if a run was evaluated several times, else one point per run; [] for a single point."""
-    points = [len(run.curves.scores[name]["step"]) for run in runs if name in run.curves.scores]
-    if max(points) > 1:
-        return [(f"Evaluation: {name}", "step", lambda axis, at: draw_score(axis, runs, at, name))]
-    if len(points) > 1:
-        return [(f"Evaluation: {name}", "run", lambda axis, _: draw_score_by_run(axis, runs, name))]
-    return []
-
-
-def points_of(columns: Columns, position: str, *measures: str) -> list[list[float]]:
-    """Returns the columns [x, y, ...] of the points at which all of them are known."""
-    rows = zip(*(columns[name] for name in (position, *measures)), strict=True)
-    known = [row for row in rows if None not in row]
-    return [list(column) for column in zip(*known, strict=True)] or [[] for _ in (position, *measures)]
+def points_of(columns: Columns, position: str, *measures: str) -> NDArray:
+    """Returns an array [x, y, ...] of the points at which all of these columns are known."""
+    points = np.array([columns[name] for name in (position, *measures)], dtype=float)  # None becomes NaN
+    return points[:, np.isfinite(points).all(axis=0)]
 
 
 def draw_measure(
@@ -144,17 +146,14 @@ def draw_measure(
         train = run.curves.train
         color = color_of(number)
         x, y = points_of(train, position, measure)
-        dots = {"marker": "o" if len(y) <= FEW else None, "markersize": 3}
-        if smooth and len(y) >= 20:
+        if smooth and len(y) >= FEWEST_SMOOTHED:
             low, high = (f"{measure}_{end}" if f"{measure}_low" in train else measure for end in ("low", "high"))
-            x, low, high = points_of(train, position, low, high)
-            both = list(itertools.chain.from_iterable(zip(low, high, strict=True)))
+            at, *ends = points_of(train, position, low, high)
             # A zigzag between minimum and maximum, so that a spike in a long run stays visible.
-            axis.plot([at for at in x for _ in range(2)], both, color=color, linewidth=0.8, alpha=0.35)
-            x, y = points_of(train, position, measure)
+            axis.plot(np.repeat(at, 2), np.stack(ends, axis=1).ravel(), color=color, linewidth=0.8, alpha=0.35)
             axis.plot(x, smoothed(y), color=color, linewidth=1.8)
         else:
-            axis.plot(x, y, color=color, linewidth=1.6, **dots)
+            axis.plot(x, y, color=color, linewidth=1.6, marker="o" if len(y) <= FEW else None, markersize=3)
     if log:
         axis.set_yscale("log")
         axis.yaxis.set_minor_formatter(axis_text)
@@ -167,19 +166,17 @@ def draw_measure(
         draw_marks(axis, runs, position)
 
 
-def smoothed(values: list[float]) -> list[float]:
+def smoothed(values: ArrayLike) -> NDArray:
     """Computes a centered moving average over about 4% of the points.
 
     A trailing average would lag behind a falling loss. The window is shorter near the steep start.
     """
-    sums = [0.0, *itertools.accumulate(values)]
-    means = []
-    for number in range(len(values)):
-        reach = min(round(SMOOTHED_SHARE * len(values) / 2), number // 4)
-        first = number - reach
-        end = min(number + reach + 1, len(values))
-        means.append((sums[end] - sums[first]) / (end - first))
-    return means
+    number = np.arange(len(values))
+    reach = np.minimum(round(SMOOTHED_SHARE * len(values) / 2), number // 4)
+    first = number - reach
+    end = np.minimum(number + reach + 1, len(values))
+    sums = np.append(0.0, np.cumsum(values))
+    return (sums[end] - sums[first]) / (end - first)
 
 
 def draw_marks(axis: Any, runs: Sequence[PlottedRun], position: str) -> None:
@@ -198,20 +195,13 @@ def draw_marks(axis: Any, runs: Sequence[PlottedRun], position: str) -> None:
 def fit_to_later_loss(axis: Any, runs: Sequence[PlottedRun], position: str, *, marks: bool) -> None:
     """Fits the axis to the loss after the first 2% of the run; the initial drop would flatten everything else."""
     curves = [points_of(run.curves.train, position, "loss_low", "loss_high") for run in runs]
-    if all(len(x) <= FEW for x, _, _ in curves):
+    if all(points.shape[1] <= FEW for points in curves):
         return
-    end = max((x[-1] for x, _, _ in curves if x), default=0)
-    later = [
-        value
-        for x, low, high in curves
-        for at, *both in zip(x, low, high, strict=True)
-        for value in both
-        if at >= SHARE_LEFT_OUT_OF_RANGE * end
-    ]
-    if later:
-        spread = (max(later) - min(later)) or 1.0
-        below = MARK_HEIGHT * (len(curves) + 0.5) if marks else 0.0
-        axis.set_ylim(min(later) - (0.03 + below) * spread, max(later) + 0.03 * spread)
+    points = np.concatenate(curves, axis=1)
+    _, low, high = points[:, points[0] >= SHARE_LEFT_OUT_OF_RANGE * points[0].max()]
+    spread = (high.max() - low.min()) or 1.0
+    below = MARK_HEIGHT * (len(curves) + 0.5) if marks else 0.0
+    axis.set_ylim(low.min() - (0.03 + below) * spread, high.max() + 0.03 * spread)
 
 
 def draw_validation(axis: Any, runs: Sequence[PlottedRun], position: str) -> None:
@@ -244,36 +234,13 @@ def draw_by_position(axis: Any, runs: Sequence[PlottedRun]) -> None:
 
 
 def draw_score(axis: Any, runs: Sequence[PlottedRun], position: str, name: str) -> None:
-    """Draws a score by step, with a band of one standard error."""
+    """Draws a score by step, with its standard errors."""
     for number, run in enumerate(runs):
         if name in run.curves.scores:
             columns = run.curves.scores[name]
             errors = [error or 0.0 for error in columns["standard_error"]]
             points = points_of({**columns, "errors": errors}, position, "value", "errors")
-            draw_with_band(axis, *points, color=color_of(number))
-
-
-def draw_with_band(
-    axis: Any, x: Sequence[float], values: Sequence[float], errors: Sequence[float], **look: Any
-) -> None:
-    """Draws a line through the values with a band of one standard error on each side."""
-    (line,) = axis.plot(x, values, marker="o", markersize=4, **look)
-    low = [value - error for value, error in zip(values, errors, strict=True)]
-    high = [value + error for value, error in zip(values, errors, strict=True)]
-    axis.fill_between(x, low, high, color=line.get_color(), alpha=0.2, linewidth=0)
-
-
-def draw_score_by_run(axis: Any, runs: Sequence[PlottedRun], name: str) -> None:
-    """Draws the last score of each run, with its standard error."""
-    measured = [(n, run.name, run.curves.scores[name]) for n, run in enumerate(runs) if name in run.curves.scores]
-    for place, (number, _, columns) in enumerate(measured):
-        value = columns["value"][-1]
-        error = columns["standard_error"][-1]
-        axis.errorbar([place], [value], yerr=[error or 0.0], color=color_of(number), marker="o", capsize=4)
-        offset = {"textcoords": "offset points", "xytext": (8, 0), "va": "center", "fontsize": 9}
-        axis.annotate(f"{value:.4g}", (place, value), **offset)
-    axis.set_xticks(range(len(measured)), [label for _, label, _ in measured])
-    axis.set_xlim(-0.7, len(measured) - 0.3)
+            axis.errorbar(*points, color=color_of(number), **SCORES)
 
 
 def axis_text(value: float, _position: int | None = None) -> str:

@@ -3,22 +3,22 @@
 import json
 import math
 import re
+from pathlib import Path
 
 import pytest
 from matplotlib.figure import Figure
 
-from pretrain_tools.runs.curves import Curves, Places
-from pretrain_tools.runs.history import read_history
+from pretrain_tools.runs.curves import Places, curves_of
+from pretrain_tools.runs.history import History
 from pretrain_tools.runs.page import PAGE, page_of_plot
 from pretrain_tools.runs.plots import PlottedRun, axis_text, picture_panels, smoothed, write_png
-from pretrain_tools.runs.status import read_status
 from support.run_logs import end_line, finished_run, start_line, train_line, validation_line, write_run
 
 POSITIONS = ("step", "tokens", "hours", "flops")
 
 
 def plotted(run, name="run"):
-    return PlottedRun.of(name, read_history(run), read_status(run))
+    return PlottedRun.read(run, name)
 
 
 def curves(run):
@@ -76,17 +76,14 @@ def test_the_loss_by_position_is_drawn_at_the_end_of_each_stage(tmp_path):
 
 
 def test_places_between_logged_steps_lie_on_straight_lines():
-    train = [train_line(10, hours=1.0), train_line(20, hours=2.0)]
-    place = Places(train, None)
-    columns = place.of([{"step": step} for step in (15, 0, 25, None)])
+    places = Places(History(Path(), [train_line(10, hours=1.0), train_line(20, hours=2.0)]))
+    columns = places.at([15, 0, 25, None])
     assert columns["hours"] == [1.5, 0, 2.0, None] and columns["flops"] == [None] * 4
-    assert place.of([{"step": 5}])["tokens"] == [5 * 2048]
+    assert places.at([5])["tokens"] == [5 * 2048]
 
 
 def drawn(events):
-    found = Curves()
-    found.add({"hours": 0.0, **event} for event in events)
-    return found.drawn().train
+    return curves_of(History.of_events(Path(), events)).train
 
 
 def test_a_long_curve_is_thinned_without_losing_a_spike():
@@ -110,7 +107,7 @@ def test_the_smooth_line_neither_lags_nor_invents():
     falling = [10.0 - n / 100 for n in range(1000)]
     middle = slice(50, 950)
     assert smoothed(falling)[middle] == pytest.approx(falling[middle], abs=1e-9)  # a lagging mean lies above
-    assert smoothed([2.0] * 30) == [pytest.approx(2.0)] * 30
+    assert smoothed([2.0] * 30) == pytest.approx([2.0] * 30)
     noisy = smoothed([math.sin(n * 2.4) for n in range(1000)])
     assert max(map(abs, noisy[100:])) < 0.1
 

@@ -185,7 +185,7 @@ def test_long_runs_are_listed_at_once(tmp_path):
 
 def test_a_comparison_shows_what_differs_and_what_came_of_it(tmp_path):
     runs = [finished_run(tmp_path / "low"), finished_run(tmp_path / "high", learning_rate=2e-3)]
-    text = comparison_text([(read_history(run), read_status(run)) for run in runs])
+    text = comparison_text(runs)
     settings, results = text.split("results")
     assert "optim.learning_rate" in settings and "0.002" in settings and "seed" not in settings
     assert "3.5000, 1.7500 bits/byte" in results and "0.2500 ± 0.0100" in results and "best validation demo" in results
