@@ -20,6 +20,7 @@ python runs.py mixture --config recipes/NAME.yaml --output sweeps/y  # weights o
 import argparse
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,111 +37,86 @@ SEVERAL_RUNS = {"nargs": "+", "metavar": "RUN"}
 ANY_SETTING = "Any setting of the recipe can be changed by its path, as with train.py:"
 
 
-def list_runs(arguments: argparse.Namespace) -> None:
-    """Prints one line per run under a folder."""
-    print_list(arguments.folder)
-
-
-def status(arguments: argparse.Namespace) -> None:
-    """Prints the status of one run, or the list of runs if the folder contains several."""
-    print_status(arguments.run_folder, arguments.watch)
-
-
-def watch(arguments: argparse.Namespace) -> None:
+def watch(**options: Any) -> None:
     """Shows all runs of a folder until Ctrl-C, in the terminal and, if asked for, as a page."""
     # Imported here, as in the functions below, so that `list` and `status` start without heavy libraries.
-    from pretrain_tools.runs import watch
+    from pretrain_tools.runs.watch import watch
 
-    given = {name: getattr(arguments, name) for name in ("once", "page", "port", "output", "interval")}
-    watch.watch(arguments.folder, **given)
+    watch(**options)
 
 
-def plot(arguments: argparse.Namespace) -> None:
+def plot(runs: list[Path], output: Path | None) -> None:
     """Writes the curves as a page and a PNG."""
     from pretrain_tools.runs.page import plot_runs
 
-    print(*plot_runs(arguments.runs, arguments.output), sep="\n")
+    print(*plot_runs(runs, output), sep="\n")
 
 
-def compare(arguments: argparse.Namespace) -> None:
+def compare(runs: list[Path]) -> None:
     """Prints differing settings and results."""
-    print(comparison_text(arguments.runs))
+    print(comparison_text(runs))
 
 
-def summary(arguments: argparse.Namespace) -> None:
+def summary(run: Path) -> None:
     """Prints a one-page summary of a run."""
-    print(summary_text(arguments.run_folder))
+    print(summary_text(run))
 
 
-def export(arguments: argparse.Namespace) -> None:
+def export(runs: list[Path], output: Path) -> None:
     """Writes every logged line as CSV."""
-    rows = export_runs(arguments.runs, arguments.output)
-    print(f"{arguments.output}: {rows:,} rows")
+    print(f"{output}: {export_runs(runs, output):,} rows")
 
 
-def documents(arguments: argparse.Namespace) -> None:
+def documents(run: Path, **options: int) -> None:
     """Prints the documents that a step was trained on."""
     from pretrain_tools.runs.step_documents import documents_text
 
-    run = require_run(arguments.run_folder)
-    print(documents_text(run, arguments.step, limit=arguments.limit, characters=arguments.characters))
+    print(documents_text(require_run(run), **options))
 
 
-def merge(arguments: argparse.Namespace) -> None:
+def merge(models: list[str], **options: Any) -> None:
     """Averages the weights of several models."""
     from pretrain_tools.runs.merge import merge_models
 
-    given = {name: getattr(arguments, name) for name in ("last", "weights", "output")}
-    folder, names = merge_models(arguments.models, **given)
+    folder, names = merge_models(models, **options)
     print(f"The mean of {', '.join(names)} is in {folder}.")
     print(f"Try: python evaluate.py --model {folder} --data FOLDER")
 
 
-def control(arguments: argparse.Namespace) -> int:
-    """Sends a command to a live run and waits until it is done."""
-    more = {"steps": arguments.steps} if arguments.command == "profile" else {}
-    return steer(arguments.run_folder, arguments.command, timeout_seconds=arguments.timeout, **more)
-
-
-def parity(arguments: argparse.Namespace) -> int:
+def parity(config: Path, output: Path, changes: list[str], **options: Any) -> int:
     """Trains the recipe for a few steps under each strategy and compares; returns exit status 1 if one differs."""
     from pretrain.recipe import pair_up
     from pretrain_tools.runs.parity import compare_strategies
 
-    given = {name: getattr(arguments, name) for name in ("models", "steps", "strategies", "processes", "precision")}
-    return compare_strategies(arguments.config, arguments.output, changes=pair_up(arguments.changes), **given)
+    return compare_strategies(config, output, changes=pair_up(changes), **options)
 
 
-def sweep(arguments: argparse.Namespace) -> int:
+def sweep(config: Path, vary: list[str], changes: list[str], parallel: int | None, **options: Any) -> int:
     """Trains the recipe under several settings and compares the results."""
     from pretrain.recipe import pair_up
     from pretrain_tools.experiments.sweep import run_sweep
     from pretrain_tools.experiments.sweep_plan import SweepRequest, read_axes
 
     problems = Problems()
-    axes = problems.attempt(read_axes, arguments.vary)
-    changes = problems.attempt(pair_up, arguments.changes)
+    axes = problems.attempt(read_axes, vary)
+    settings = problems.attempt(pair_up, changes)
     problems.stop_if_any()
-    given = {name: getattr(arguments, name) for name in ("seeds", "halving", "search", "output")}
-    request = SweepRequest(arguments.config, tuple(axes), tuple(changes), **given)
-    return run_sweep(request, arguments.parallel)
+    return run_sweep(SweepRequest(config, tuple(axes), tuple(settings), **options), parallel)
 
 
-def mixture(arguments: argparse.Namespace) -> int:
+def mixture(config: Path, changes: list[str], runs: int, **options: Any) -> int:
     """Trains on many data mixtures and proposes weights of the sources."""
     from pretrain.recipe import pair_up
     from pretrain_tools.experiments.mixture import run_mixture
 
-    given = {name: getattr(arguments, name) for name in ("seeds", "output", "parallel")}
-    return run_mixture(arguments.config, pair_up(arguments.changes), count=arguments.runs, **given)
+    return run_mixture(config, pair_up(changes), count=runs, **options)
 
 
-def ladder(arguments: argparse.Namespace) -> None:
+def ladder(runs: list[Path], **options: Any) -> None:
     """Fits a scaling law to runs and predicts losses."""
     from pretrain_tools.experiments.ladder_report import report_ladder
 
-    given = {name: getattr(arguments, name) for name in ("predict", "count", "intermediate", "output")}
-    report_ladder(arguments.runs, **given)
+    report_ladder(runs, **options)
 
 
 def positive(text: str, kind: type = float) -> float:
@@ -166,11 +142,11 @@ def natural(text: str) -> int:
 def parser() -> argparse.ArgumentParser:
     """Builds the command line, with one subcommand per function above."""
     root = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = root.add_subparsers(required=True, metavar="COMMAND", dest="command")
+    commands = root.add_subparsers(required=True, metavar="COMMAND")
     add_readers(commands)
     add_merge(commands)
     for name, text in COMMANDS.items():
-        command = add_command(commands, name, control, text, run_folder=RUN)
+        command = add_command(commands, name, partial(steer, command=name), text, run=RUN)
         command.add_argument("--timeout", type=positive, default=60.0, help="seconds to wait (default 60)")
         if name == "profile":
             command.add_argument("--steps", type=natural, default=20, help="to record (default 20)")
@@ -184,17 +160,17 @@ def parser() -> argparse.ArgumentParser:
 def add_command(
     commands: argparse._SubParsersAction,
     name: str,
-    run: Callable,
+    function: Callable,
     help: str,
     epilog: str = "",
     **given: dict[str, Any],
 ) -> argparse.ArgumentParser:
-    """Adds a subcommand that calls `run`.
+    """Adds a subcommand that calls a function with its arguments and options, by name.
 
     given: options of its positional argument by name; the argument is a Path unless they say otherwise.
     """
     command = commands.add_parser(name, help=help, epilog=epilog)
-    command.set_defaults(run=run)
+    command.set_defaults(function=function)
     for argument, options in given.items():
         command.add_argument(argument, **{"type": Path, **options})
     return command
@@ -203,7 +179,7 @@ def add_command(
 def add_readers(commands: argparse._SubParsersAction) -> None:
     """Adds the commands that only read runs."""
     text = "all runs under a folder (default runs)"
-    add_command(commands, "list", list_runs, text, folder=ROOT_OF_RUNS)
+    add_command(commands, "list", print_list, text, folder=ROOT_OF_RUNS)
     command = add_command(
         commands, "watch", watch, "all runs under a folder, live (default runs)", folder=ROOT_OF_RUNS
     )
@@ -214,7 +190,7 @@ def add_readers(commands: argparse._SubParsersAction) -> None:
     text = "between two refreshes (default 2)"
     command.add_argument("--interval", type=positive, default=2.0, metavar="SECONDS", help=text)
     default = {**ROOT_OF_RUNS, **RUN}
-    command = add_command(commands, "status", status, "state and progress of a run", run_folder=default)
+    command = add_command(commands, "status", print_status, "state and progress of a run", folder=default)
     command.add_argument("--watch", type=positive, nargs="?", const=2.0, metavar="SECONDS", help="refresh every N (2)")
     command = add_command(commands, "plot", plot, "curves of one or more runs, as PNG and HTML", runs=SEVERAL_RUNS)
     text = (
@@ -222,10 +198,10 @@ def add_readers(commands: argparse._SubParsersAction) -> None:
     )
     command.add_argument("--output", type=Path, help=f"{text}the runs)")
     add_command(commands, "compare", compare, "differing settings and results, side by side", runs=SEVERAL_RUNS)
-    add_command(commands, "summary", summary, "a run on one page", run_folder=RUN)
+    add_command(commands, "summary", summary, "a run on one page", run=RUN)
     command = add_command(commands, "export", export, "all logged metrics as CSV", runs=SEVERAL_RUNS)
     command.add_argument("--output", type=Path, required=True, metavar="FILE.csv")
-    command = add_command(commands, "documents", documents, "the documents that a step was trained on", run_folder=RUN)
+    command = add_command(commands, "documents", documents, "the documents that a step was trained on", run=RUN)
     command.add_argument("--step", type=natural, required=True, help="as logged: the first step is 1")
     command.add_argument("--limit", type=natural, default=8, help="sequences to show (default 8)")
     command.add_argument("--characters", type=natural, default=600, help="shown of each document (default 600)")
@@ -307,11 +283,14 @@ def add_ladder(commands: argparse._SubParsersAction) -> None:
 
 def main() -> int:
     # The rest are settings of the recipe, for the commands that train.
-    arguments, rest = parser().parse_known_args(sys.argv[1:])
-    arguments.changes = rest
-    if arguments.changes and arguments.run not in (parity, sweep, mixture):
-        parser().error(f"unrecognized arguments: {' '.join(arguments.changes)}")
-    return arguments.run(arguments)
+    arguments, changes = parser().parse_known_args(sys.argv[1:])
+    options = vars(arguments)
+    function = options.pop("function")
+    if function in (parity, sweep, mixture):
+        options["changes"] = changes
+    elif changes:
+        parser().error(f"unrecognized arguments: {' '.join(changes)}")
+    return function(**options)
 
 
 if __name__ == "__main__":

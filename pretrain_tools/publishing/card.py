@@ -16,7 +16,9 @@ from pretrain.data.data_record import is_hub_id, public_name
 from pretrain.files import CARD_FILE, PICTURE_FILE
 from pretrain.units import JOULES_PER_KWH, bytes_text, count_text, duration_text, energy_text
 from pretrain_tools.publishing.facts import SHAPES, Facts, read_facts
+from pretrain_tools.runs.curves import curves_of
 from pretrain_tools.runs.history import Score
+from pretrain_tools.runs.plots import points_of
 
 TAGS = ("pretraining", "base-model", "groundwork")
 METRIC_TYPES = {"acc": "accuracy", "acc_norm": "accuracy", "exact_match": "exact_match", "perplexity": "perplexity"}
@@ -183,26 +185,19 @@ def without_folders(value: Any) -> Any:
 
 def plot_losses(facts: Facts, path: Path) -> bool:
     """Draws training and validation loss against tokens as a PNG; False for fewer than two points."""
-    train = {event["step"]: (event["tokens"], event["loss"]) for event in facts.history.of("train")}
-    points = [(tokens, loss) for tokens, loss in train.values() if loss is not None]
-    if len(points) < 2:
+    curves = curves_of(facts.history)
+    training = points_of(curves.train, "tokens", "loss")
+    if training.shape[1] < 2:
         return False
     from matplotlib.figure import Figure
 
-    tokens_at = {0: 0, **{step: tokens for step, (tokens, _) in train.items()}}
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axis = figure.add_subplot(
         title=f"{facts.run_name}: loss", xlabel="training tokens", ylabel="loss (nats per token)"
     )
-    axis.plot(*zip(*points, strict=True), linewidth=1, alpha=0.7, label="training")
-    for source, events in facts.history.validation().items():
-        measured = {
-            event["step"]: (tokens_at[event["step"]], event["loss"])
-            for event in events
-            if event["step"] in tokens_at and event.get("loss") is not None
-        }
-        if measured:
-            axis.plot(*zip(*measured.values(), strict=True), marker="o", markersize=3, label=f"validation, {source}")
+    axis.plot(*training, linewidth=1, alpha=0.7, label="training")
+    for source, columns in curves.validation.items():
+        axis.plot(*points_of(columns, "tokens", "loss"), marker="o", markersize=3, label=f"validation, {source}")
     axis.xaxis.set_major_formatter(lambda value, _: count_text(value))
     axis.set_xlim(left=0)
     axis.grid(alpha=0.3)

@@ -14,7 +14,7 @@ from pretrain.files import sha256_of
 from pretrain.runs.event_log import Event, read_metrics
 from pretrain.runs.run_folder import checkpoint_name, read_config, read_json, read_state, setting
 from pretrain.units import count_text
-from pretrain_tools.runs.curves import Places, flops_per_token_of
+from pretrain_tools.runs.curves import Places
 from pretrain_tools.runs.history import History, Score, scores_of
 
 SHAPES = {
@@ -140,12 +140,12 @@ class Facts:
 
     @property
     def parameters(self) -> int | None:
-        return next((event.get("parameters") for event in self.history.of("start")), None)
+        return self.start.get("parameters")
 
     @property
     def active_parameters(self) -> int | None:
         """Parameters used for each token, if they are fewer than all: in a mixture of experts."""
-        active = next((event.get("active_parameters") for event in self.history.of("start")), None)
+        active = self.start.get("active_parameters")
         return active if active != self.parameters else None
 
     @property
@@ -170,13 +170,13 @@ class Facts:
         """(FLOPs of the training by the formula of MFU, whether the run recorded those of a token).
 
         Repeated steps count once, and the training of a model that the run began with does not count. None if the
-        tokens are not known.
+        tokens or the model's size are not known.
         """
-        per_token, is_exact = flops_per_token_of(self.history)
-        if self.tokens is None or per_token is None:
+        if self.tokens is None:
             return None, False
         # Stages may have sequences of other lengths, whose tokens take other FLOPs.
-        return Places(self.history).at([self.step])["flops"][0], is_exact
+        places = Places(self.history)
+        return places.at([self.step])["flops"][0], places.flops_are_exact
 
     @property
     def budget_text(self) -> str:

@@ -234,10 +234,10 @@ def print_list(folder: Path) -> None:
     print(list_text([read_status(run, brief=True) for run in runs], within=within))
 
 
-def print_status(folder: Path, refresh_seconds: float | None) -> None:
+def print_status(folder: Path, watch: float | None) -> None:
     """Prints the status of a run, or the list of runs if the folder contains several.
 
-    refresh_seconds: print again at this interval while the run is running; None: print once.
+    watch: print again at this interval in seconds while the run is running; None: print once.
 
     Raises InputError if the folder is not a run and contains none.
     """
@@ -246,13 +246,13 @@ def print_status(folder: Path, refresh_seconds: float | None) -> None:
     run = require_run(folder)
     while True:
         now = read_status(run)
-        if refresh_seconds is not None and sys.stdout.isatty():
+        if watch is not None and sys.stdout.isatty():
             print("\033[H\033[2J", end="")
         print(status_text(now), flush=True)
-        if refresh_seconds is None or now.state != "running":
+        if watch is None or now.state != "running":
             return None
         try:
-            time.sleep(refresh_seconds)
+            time.sleep(watch)
         except KeyboardInterrupt:
             return None
         if not sys.stdout.isatty():
