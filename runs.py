@@ -180,9 +180,7 @@ def add_readers(commands: argparse._SubParsersAction) -> None:
     """Adds the commands that only read runs."""
     text = "all runs under a folder (default runs)"
     add_command(commands, "list", print_list, text, folder=ROOT_OF_RUNS)
-    command = add_command(
-        commands, "watch", watch, "all runs under a folder, live (default runs)", folder=ROOT_OF_RUNS
-    )
+    command = add_command(commands, "watch", watch, f"{text}, live", folder=ROOT_OF_RUNS)
     command.add_argument("--page", action="store_true", help="a page with curves and controls too, for this machine")
     command.add_argument("--port", type=whole, metavar="PORT", help="of the page (default 8765; 0: any)")
     command.add_argument("--output", type=Path, metavar="FILE.html", help="keep the page up to date as one file, too")
@@ -193,10 +191,8 @@ def add_readers(commands: argparse._SubParsersAction) -> None:
     command = add_command(commands, "status", print_status, "state and progress of a run", folder=default)
     command.add_argument("--watch", type=positive, nargs="?", const=2.0, metavar="SECONDS", help="refresh every N (2)")
     command = add_command(commands, "plot", plot, "curves of one or more runs, as PNG and HTML", runs=SEVERAL_RUNS)
-    text = (
-        "path without a suffix (default: plot.png and plot.html in the run's folder, or in the folder that contains "
-    )
-    command.add_argument("--output", type=Path, help=f"{text}the runs)")
+    text = "path without a suffix (default: plot, in the run's folder or in the folder of the runs)"
+    command.add_argument("--output", type=Path, help=text)
     add_command(commands, "compare", compare, "differing settings and results, side by side", runs=SEVERAL_RUNS)
     add_command(commands, "summary", summary, "a run on one page", run=RUN)
     command = add_command(commands, "export", export, "all logged metrics as CSV", runs=SEVERAL_RUNS)
@@ -240,10 +236,8 @@ def add_sweep(commands: argparse._SubParsersAction) -> None:
     text = "every combination is trained; or, with --search, a range: optim.learning_rate=1e-4..1e-2"
     command.add_argument("--vary", action="append", required=True, metavar="SETTING=V1,V2", help=text)
     add_small_runs(command, "runs of each, from the recipe's seed on (default 1)")
-    text = (
-        "successive halving: 3 ends the worse half after a quarter of the steps, and half of the rest after half of "
-    )
-    command.add_argument("--halving", type=natural, metavar="RUNGS", help=f"{text}them")
+    text = "successive halving: 3 ends the worse half after a quarter of the steps, half of the rest after half"
+    command.add_argument("--halving", type=natural, metavar="RUNGS", help=text)
     command.add_argument("--search", type=natural, metavar="N", help="try N settings, picked by optuna")
 
 
@@ -266,14 +260,11 @@ def add_small_runs(command: argparse.ArgumentParser, seeds: str) -> None:
 def add_ladder(commands: argparse._SubParsersAction) -> None:
     """Adds the command that predicts losses."""
     several = {**SEVERAL_RUNS, "metavar": "RUN_OR_SWEEP"}
-    command = add_command(
-        commands, "ladder", ladder, "loss by size and tokens, fitted to runs; predictions", runs=several
-    )
+    text = "loss by size and tokens, fitted to runs; predictions"
+    command = add_command(commands, "ladder", ladder, text, runs=several)
     text = "parameters=30M,tokens=600M, or a recipe; may be repeated"
     command.add_argument("--predict", action="append", default=[], metavar="RUN", help=text)
-    text = (
-        "what N counts: parameters in matrix products, without embeddings that are looked up, or all (default matrix)"
-    )
+    text = "parameters that N counts: in matrix products, without embeddings that are looked up, or all (matrix)"
     command.add_argument("--count", choices=["matrix", "total"], default="matrix", help=text)
     text = "also take intermediate losses of runs of constant rate"
     command.add_argument("--intermediate", action="store_true", help=text)

@@ -59,14 +59,14 @@ def render(template: str, **values: Any) -> str:
 
 
 def statements(name: str, facts: Facts) -> list[str]:
-    """The lines of a macro of templates/statements.j2, without the dashes of a list."""
+    """Returns the lines of a macro of templates/statements.j2, without the dashes of a list."""
     macro = getattr(environment().get_template("statements.j2").module, name)
     return [line.removeprefix("- ") for line in str(macro(facts)).splitlines()]
 
 
 @cache
 def environment() -> jinja2.Environment:
-    """The templates' settings. A name that a template mistypes raises UndefinedError."""
+    """Returns the templates' settings. A name that a template mistypes raises UndefinedError."""
     templates = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent / "templates", encoding="utf-8"),
         trim_blocks=True,
@@ -98,7 +98,7 @@ def cell(value: Any) -> str:
 
 
 def metadata(facts: Facts) -> str:
-    """The YAML at the top, checked by huggingface_hub's own classes."""
+    """Returns the YAML at the top, checked by huggingface_hub's own classes."""
     from huggingface_hub import ModelCardData
 
     base = facts.model_source
@@ -120,7 +120,7 @@ def metadata(facts: Facts) -> str:
 
 
 def emissions(facts: Facts) -> dict[str, Any] | None:
-    """Grams of CO2, and how they were found, for the Hub's metadata; None if the energy or the grid is not known."""
+    """Returns the Hub's metadata on CO2; None if the energy or the grid is not known."""
     joules = facts.history.joules
     grams = facts.setting("energy.grid_grams_per_kwh")
     if joules is None or grams is None:
@@ -135,7 +135,7 @@ def emissions(facts: Facts) -> dict[str, Any] | None:
 
 
 def eval_results(facts: Facts) -> list[Any]:
-    """Scores as huggingface_hub.EvalResult, for the model-index, without those over part of a task."""
+    """Returns the scores as huggingface_hub.EvalResult, for the model-index, without those over part of a task."""
     from huggingface_hub import EvalResult
 
     return [
@@ -154,7 +154,7 @@ def eval_results(facts: Facts) -> list[Any]:
 
 
 def hardware_text(facts: Facts) -> str | None:
-    """'8 x NVIDIA H100', or 'CPU (x86_64, 2 cores)'."""
+    """Returns '8 x NVIDIA H100', or 'CPU (x86_64, 2 cores)'."""
     device = facts.environment.get("device")
     ranks = facts.strategy.get("ranks") or 1
     if device in CPUS:
@@ -168,7 +168,7 @@ def score_name(score: Score) -> str:
 
 
 def marked_name(score: Score) -> str:
-    """The name with a star for a score over part of a task."""
+    """Returns the name, with a star for a score over part of a task."""
     return score_name(score) + ("" if score.is_whole else " \\*")
 
 

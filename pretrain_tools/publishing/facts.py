@@ -36,7 +36,7 @@ SHAPES = {
 
 @dataclass(frozen=True)
 class Publication:
-    """The offer of a model, which a run's files do not have. All None: not published yet."""
+    """What a publication states that a run's files do not have. All None: not published yet."""
 
     repository: str | None = None
     """owner/name on the Hub."""
@@ -102,11 +102,11 @@ class Facts:
     offer: Publication = Publication()
 
     def setting(self, name: str) -> Any:
-        """A value of the recipe by its dotted name; None if the recipe does not have it."""
+        """Returns a value of the recipe by its dotted name; None if the recipe does not have it."""
         return setting(self.config, name)
 
     def shape(self, name: str) -> Any:
-        """A size of the model by its name in SHAPES; None if config.json has none of its keys."""
+        """Returns a size of the model by its name in SHAPES; None if config.json has none of its keys."""
         return next((self.model[key] for key in SHAPES[name] if self.model.get(key) is not None), None)
 
     @property
@@ -162,12 +162,12 @@ class Facts:
 
     @property
     def distinct_sources(self) -> list[DataSource]:
-        """Each folder of shards once, in whatever stages it is."""
+        """Every folder of shards once, in whatever stages it is."""
         return list({(source.name, source.manifest_sha256): source for source in self.sources}.values())
 
     @property
     def training_flops(self) -> tuple[float | None, bool]:
-        """(FLOPs of the training by the formula of MFU, whether the run recorded those of a token).
+        """The FLOPs of the training by the formula of MFU, and True if the run recorded those of a token.
 
         Repeated steps count once, and the training of a model that the run began with does not count. None if the
         tokens or the model's size are not known.
@@ -180,7 +180,7 @@ class Facts:
 
     @property
     def budget_text(self) -> str:
-        """'1.5M tokens in 733 steps, 0.5 per parameter'"""
+        """The budget as text: '1.5M tokens in 733 steps, 0.5 per parameter'."""
         if self.tokens is None:
             return f"{self.step:,} steps"
         text = f"{count_text(self.tokens)} tokens in {self.step:,} steps"
@@ -265,7 +265,7 @@ def describe_source(source: dict[str, Any], record: dict[str, Any], weight: floa
 
 
 def manifest_behind(record: dict[str, Any], shards: Path) -> dict[str, Any]:
-    """The manifest whose totals a run kept, if it still lies there unchanged: runs once kept less of it."""
+    """Returns the manifest whose totals a run kept, if it is still there unchanged; older runs kept less of it."""
     if "manifest_sha256" not in record:
         # Only a run's own record has this key.
         return record  # it is the manifest

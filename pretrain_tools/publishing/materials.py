@@ -87,7 +87,7 @@ def bill_of_materials(facts: Facts, files: dict[str, str]) -> Entry:
 
 
 def properties_of(values: Entry) -> list[Entry]:
-    """Names of this project, which CycloneDX keeps apart by a prefix."""
+    """Returns CycloneDX properties, whose names begin with the name of this project."""
     return [{"name": f"groundwork:{name}", "value": str(value)} for name, value in known(values).items()]
 
 
@@ -96,7 +96,7 @@ def hashed(sha256: str | None) -> list[Entry]:
 
 
 def model_entry(facts: Facts, files: dict[str, str]) -> Entry:
-    """The model, its files, where it came from, and its card."""
+    """Describes the model: its files, where it came from, and its card."""
     offer = facts.offer
     links = [{"type": "model-card", "url": CARD_FILE}, {"type": "documentation", "url": TRAINING_CONTENT_FILE}]
     if offer.repository:
@@ -138,7 +138,7 @@ def model_entry(facts: Facts, files: dict[str, str]) -> Entry:
 
 
 def pedigree_of(facts: Facts) -> Entry:
-    """The model that the weights came from, the code that trained them, and every restart."""
+    """Lists the models that the weights came from, the code that trained them, and every restart."""
     ancestors = [
         {"type": "machine-learning-model", "name": public_name(trunk["run"]), "version": f"step-{trunk['step']}"}
         for trunk in facts.lineage
@@ -157,7 +157,7 @@ def pedigree_of(facts: Facts) -> Entry:
 
 
 def model_card_entry(facts: Facts) -> Entry:
-    """CycloneDX's own model card."""
+    """Builds CycloneDX's own model card."""
     architectures = facts.model.get("architectures") or [facts.model.get("model_type")]
     validations = [
         {"type": name, "value": f"{event[name]:.6g}", "slice": f"validation text of {source}, step {event['step']}"}
@@ -193,7 +193,7 @@ def model_card_entry(facts: Facts) -> Entry:
 
 
 def score_entry(score: Score) -> Entry:
-    """A number of an evaluation, with the interval of 95 % if its error is known."""
+    """Describes a score, with its 95 % interval if its error is known."""
     about = score_name(score) + (f" {score.split}" if score.split else "")
     entry = {"type": score.metric, "value": f"{score.value:.6g}"}
     entry["slice"] = about if score.is_whole else f"{about}, a part of the task: not comparable"
@@ -205,7 +205,7 @@ def score_entry(score: Score) -> Entry:
 
 
 def environment_entry(facts: Facts) -> Entry:
-    """The energy of the training, and its CO2 if the grid is known; empty if the energy is not."""
+    """Describes the energy of the training, and its CO2 if the grid is known; empty if the energy is not."""
     if facts.history.joules is None:
         return {}
     kilowatt_hours = facts.history.joules / JOULES_PER_KWH
@@ -230,7 +230,7 @@ def data_reference(source: DataSource) -> str:
 
 
 def dataset_entry(facts: Facts, source: DataSource) -> Entry:
-    """A folder of shards, identified by the hash of its manifest, which has that of every shard."""
+    """Describes a folder of shards, identified by the hash of its manifest, which has that of every shard."""
     made = source.preparation
     # A curriculum may use a folder in several stages, each with a share of its own.
     parts = [one for one in facts.sources if data_reference(one) == data_reference(source)]

@@ -49,7 +49,7 @@ SECURITY = {
 MOST_REQUEST_BYTES = 4096
 ANSWER_SECONDS = 120.0
 MOST_CURVES_IN_FILE = 24
-SHARE_OF_TIME = 0.1
+SHARE_OF_TIME = 0.02
 """Maximum share of time spent redrawing the curves of one run, so that long runs are redrawn less often."""
 
 

@@ -44,7 +44,7 @@ def test_what_is_appended_is_drawn(tmp_path):
 
 def test_curves_of_a_run_are_drawn_less_often_the_longer_it_takes(tmp_path, monkeypatch):
     run = write_run(tmp_path / "run", [train_line(1)])
-    clock = iter([100.0, 103.0, 129.0, 131.0, 131.0])
+    clock = iter([100.0, 103.0, 249.0, 251.0, 251.0])
     monkeypatch.setattr("pretrain_tools.runs.page.time.monotonic", lambda: next(clock))
     followed = FollowedCurves(run)
     followed.refresh()  # takes 3 seconds
