@@ -18,7 +18,7 @@ from pretrain.units import JOULES_PER_KWH, bytes_text, count_text, duration_text
 from pretrain_tools.publishing.facts import SHAPES, Facts, read_facts
 from pretrain_tools.runs.curves import curves_of
 from pretrain_tools.runs.history import Score
-from pretrain_tools.runs.plots import points_of
+from pretrain_tools.runs.plots import Line, Panel, color_of, draw_panel, points_of
 
 TAGS = ("pretraining", "base-model", "groundwork")
 METRIC_TYPES = {"acc": "accuracy", "acc_norm": "accuracy", "exact_match": "exact_match", "perplexity": "perplexity"}
@@ -186,22 +186,15 @@ def without_folders(value: Any) -> Any:
 def plot_losses(facts: Facts, path: Path) -> bool:
     """Draws training and validation loss against tokens as a PNG; False for fewer than two points."""
     curves = curves_of(facts.history)
-    training = points_of(curves.train, "tokens", "loss")
-    if training.shape[1] < 2:
+    if points_of(curves.train, "tokens", "loss").shape[1] < 2:
         return False
     from matplotlib.figure import Figure
 
+    named = {"training": curves.train}
+    named |= {f"validation, {source}": columns for source, columns in curves.validation.items()}
+    lines = [Line(color_of(n), columns, "loss", label=name) for n, (name, columns) in enumerate(named.items())]
     figure = Figure(figsize=(8, 4.5), layout="constrained")
-    axis = figure.add_subplot(
-        title=f"{facts.run_name}: loss", xlabel="training tokens", ylabel="loss (nats per token)"
-    )
-    axis.plot(*training, linewidth=1, alpha=0.7, label="training")
-    for source, columns in curves.validation.items():
-        axis.plot(*points_of(columns, "tokens", "loss"), marker="o", markersize=3, label=f"validation, {source}")
-    axis.xaxis.set_major_formatter(lambda value, _: count_text(value))
-    axis.set_xlim(left=0)
-    axis.grid(alpha=0.3)
-    axis.legend()
+    draw_panel(figure.subplots(), Panel(f"{facts.run_name}: loss (nats per token)", lines, "tokens"))
     # Without date and version: the same run gives the same picture, which need not be uploaded twice.
     figure.savefig(path, dpi=150, metadata={"Software": None})
     return True

@@ -1,6 +1,7 @@
 """Shows runs as text: a one-page summary, a side-by-side comparison, a CSV export."""
 
 import csv
+import io
 import itertools
 import json
 import os
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from pretrain.errors import InputError
+from pretrain.files import write_durably
 from pretrain.runs.run_folder import read_config, read_json, setting
 from pretrain.units import bytes_text, count_text, counted, duration_text, energy_text, table
 from pretrain_tools.preparation.cleaning.decontamination import contamination_text
@@ -212,11 +214,10 @@ def export_runs(folders: list[Path], path: Path) -> int:
         if event["event"] in EXPORTED
     ]
     columns = dict.fromkeys(["run", "event", "step", "tokens", "hours", "time", *itertools.chain.from_iterable(rows)])
-    # Write to a temporary name and rename: a script may read the old table during a new export.
-    unfinished = path.with_name(f".{path.name}.unfinished")
-    with open(unfinished, "w", encoding="utf-8", newline="") as file:
-        writer = csv.DictWriter(file, columns)
-        writer.writeheader()
-        writer.writerows(rows)
-    unfinished.replace(path)
+    text = io.StringIO(newline="")
+    writer = csv.DictWriter(text, columns)
+    writer.writeheader()
+    writer.writerows(rows)
+    # Replaced at once: a script may read the old table during a new export.
+    write_durably(path, text.getvalue())
     return len(rows)

@@ -158,6 +158,7 @@ class LiveData:
 
         shown: {number of a run: version of its curves that the page has, -1 for none}.
         """
+        # Held while logs are read, too: two pages that ask at once would both read a changed log.
         with self.runs.lock:
             found = self.runs.refresh()
             curves = {}

@@ -1,5 +1,6 @@
 """Draws runs as PNG panels, and holds the plotting helpers that the project's other figures share."""
 
+import io
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from pretrain.files import write_durably
 from pretrain_tools.runs.curves import Columns, RunCurves, curves_of
 from pretrain_tools.runs.history import History, is_number, read_history
 from pretrain_tools.runs.status import RunStatus, read_status
@@ -308,7 +310,7 @@ def style_panel(axis: Any, title: str) -> None:
 
 
 def save_figure(figure: Any, path: Path) -> None:
-    """Writes a PNG under a temporary name and renames it, so that readers never see half a file."""
-    unfinished = path.with_name(f".{path.name}.unfinished")
-    figure.savefig(unfinished, dpi=110, format="png")
-    unfinished.replace(path)
+    """Writes a PNG, so that readers never see half a file."""
+    picture = io.BytesIO()
+    figure.savefig(picture, dpi=110, format="png")
+    write_durably(path, picture.getvalue())
