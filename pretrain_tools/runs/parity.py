@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,12 @@ REFERENCE = "single"
 TOLERANCES = {"fp32": (1e-5, 1e-4), "bf16": (2e-2, None), "fp16": (2e-2, None)}
 """Tolerances by precision: (absolute for the loss, relative for the gradient norm). In half precision, strategies
 round at different places, so gradient norms can differ by a few percent although the losses agree."""
+
+RESOLVED = (
+    "batch.tokens_per_step", "batch.sequences_per_micro_batch", "optim.weight_decay", "optim.warmup_steps",
+    "optim.learning_rate",
+)  # fmt: skip
+"""Settings that `auto` may decide by the number of processes."""
 
 
 @dataclass(frozen=True)
@@ -159,14 +166,9 @@ def numbers_for_auto(recipe: Path, changes: Sequence[tuple[str, str]], processes
         return []
     from pretrain.parallel.auto_settings import resolve_auto
 
-    there = resolve_auto(config, processes)
-    return [
-        ("batch.tokens_per_step", str(there.batch.tokens_per_step)),
-        ("batch.sequences_per_micro_batch", str(there.batch.sequences_per_micro_batch)),
-        ("optim.weight_decay", str(there.optim.weight_decay)),
-        ("optim.warmup_steps", str(there.optim.warmup_steps)),
-        *([("optim.learning_rate", str(there.optim.learning_rate))] if there.optim.learning_rate else []),
-    ]
+    resolved = resolve_auto(config, processes)
+    found = {name: attrgetter(name)(resolved) for name in RESOLVED}
+    return [(name, str(value)) for name, value in found.items() if value is not None]
 
 
 def run_overrides(recipe: Path, changes: Sequence[tuple[str, str]], steps: int, precision: str) -> list[str]:
