@@ -17,7 +17,7 @@ from pretrain.training.run_records import RECORDED_PACKAGES, commit_of, package_
 from pretrain.units import count_text
 from pretrain_tools.runs.addresses import ModelAddress
 from pretrain_tools.runs.history import Score, append_events, scores_of
-from pretrain_tools.runs.plots import axis_text, draw_with_band
+from pretrain_tools.runs.plots import SCORES, axis_text
 
 PLOT_ENDINGS = (".png", ".svg", ".pdf")
 SOURCE_MEASURES = {"loss": "{:.4f}", "perplexity": "{:.2f}", "bits_per_byte": "{:.4f}"}
@@ -246,7 +246,7 @@ def plot_scores(path: Path, evaluations: list[ModelResults]) -> None:
     for number, ((name, measure), runs) in enumerate(panels.items(), start=1):
         axis = figure.add_subplot(rows, columns, number)
         for run, points in runs.items():
-            draw_with_band(axis, *zip(*sorted(points), strict=True), label=str(run))
+            axis.errorbar(*zip(*sorted(points), strict=True), label=str(run), **SCORES)
         axis.set(title=name, xlabel="training tokens", ylabel=measure)
         axis.xaxis.set_major_formatter(axis_text)
         axis.grid(alpha=0.3)
