@@ -34,7 +34,7 @@ CONTEXTS = ((2e7, 256), (8e7, 512), (2e8, 1024), (4e9, 2048), (math.inf, 4096))
 
 
 def filled(published: tuple[tuple[int, int], ...]) -> tuple[tuple[int, int], ...]:
-    """(layers, width) of these and of widths between, their layers on a straight line."""
+    """Adds shapes (layers, width) at widths between these, their layers on a straight line."""
     rungs = [*published[:1]]
     for (layers_0, width_0), (layers_1, width_1) in itertools.pairwise(published):
         step = next(step for limit, step in STEPS_BY_WIDTH if width_0 < limit)
@@ -206,7 +206,7 @@ class Shape:
         return json.dumps(self.config_values(2 * self.sequence_length), indent=2) + "\n"
 
     def config_values(self, positions: int) -> dict[str, Any]:
-        """The keys of config.json, for that many positions."""
+        """Returns the keys of config.json, for that many positions."""
         if self.family is GPT2:
             return {
                 "model_type": "gpt2",

@@ -87,11 +87,11 @@ class Machine:
         return replace(self, speed=shape.flops_per_token * tokens_per_second / assumed)
 
     def mfu(self, shape: Shape) -> float:
-        """The MFU that small models of this size reach, by the speed of the one that was timed."""
+        """Estimates the MFU that small models of this size reach, by the speed of the one that was timed."""
         return self.speed * mfu_of_small(shape.parameters, self.device_type, self.precision)
 
     def flops(self, shape: Shape) -> float:
-        """FLOPs of all steps together, for a model of that shape."""
+        """Returns the FLOPs of all steps together, for a model of that shape."""
         return self.peak_flops * self.mfu(shape) * self.seconds
 
     def in_words(self) -> str:
@@ -176,7 +176,7 @@ class SizedRecipe:
         return f"{shape.layers} layers x {shape.width}, {count_text(shape.parameters)} parameters"
 
     def reasons(self) -> dict[str, str]:
-        """{what was chosen: what, and why}."""
+        """Explains the choices: {what was chosen: what, and why}."""
         sizing = self.sizing
         shape = sizing.shape
         mfu = self.machine.mfu(shape)
@@ -205,5 +205,5 @@ class SizedRecipe:
         return rows
 
     def text(self, header: str) -> str:
-        """The recipe; its first line is `header`."""
+        """Formats the recipe; its first line is `header`."""
         return render("own_text.yaml.j2", header=header, recipe=self, machine=self.machine, sizing=self.sizing)
