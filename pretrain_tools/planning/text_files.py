@@ -83,12 +83,7 @@ def find_text_files(given: Sequence[str], exclude: Sequence[str] = ()) -> TextFi
         unmatched = [word for word, rule in rules.items() if not fnmatch.filter(paths, rule)]
         problems += [f"--exclude {shlex.quote(word)}: matches none of the files" for word in sorted(unmatched)]
     kept = {word: [p for p in found if not matches_any(p, rules.values())] for word, found in matches.items()}
-    problems += [
-        f"--exclude {shlex.join(rules)}: leaves none of the files of --text {shown(word)}"
-        for word, paths in kept.items()
-        if not paths
-    ]
-    searches = {word: sorted_out(word, paths) for word, paths in kept.items() if paths}
+    searches = {word: sorted_out(word, paths) for word, paths in kept.items()}
     problems += no_text_problems(searches)
     problems.stop_if_any()
     inputs = list(dict.fromkeys(pattern for search in searches.values() for pattern in search.inputs))
@@ -236,7 +231,7 @@ def no_text_problems(searches: dict[str, Found]) -> list[str]:
         if is_url(word) or os.path.isfile(os.path.expanduser(word)):
             named += found.left_out
         else:
-            said = left_out_text(found.left_out, 0)
+            said = left_out_text(found.left_out, 0) or "--exclude leaves none of its files"
             problems.append(f"--text {shown(word)}: has no text that can be read: {said}")
     if len(named) > MOST_SHOWN:  # the shell has expanded a pattern
         taken = sum(len(found.taken) for found in searches.values())

@@ -101,9 +101,9 @@ def exchange_seconds(layout: Layout, step: StepTraffic, optimizer: OptimizerSpec
     if layout.zero.get("stage") in (1, 2):  # only matrices that the flat partitions cut
         return 0.0
     form = strategy_named(layout.name).parameter_form
-    is_divided_twice = layout.replicas > 1 and layout.replicas < layout.ranks
-    processes = layout.ranks // layout.replicas if is_divided_twice else layout.ranks
-    seconds = exchanged_bytes(optimizer, form, processes) / (step.inside if is_divided_twice else step.across)
+    # Where every process has a copy, all share the update; where a group has one, each group updates its own.
+    groups = 1 if layout.replicas == layout.ranks else layout.replicas
+    seconds = exchanged_bytes(optimizer, form, layout.ranks // groups) / (step.inside if groups > 1 else step.across)
     if layout.cp > 1:  # heads, twice in each layer and direction
         tokens = step.micro_steps * step.tokens / layout.cp
         heads = 2 * 2 * step.sizes.layers * step.sizes.exchanged_width * tokens * ring(layout.cp)

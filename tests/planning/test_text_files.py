@@ -106,7 +106,7 @@ def test_what_is_excluded_is_not_counted_and_must_exist(mine):
     assert "sub dir/d[1].txt" not in names(files) and files.left_out.startswith("10 of 14 files left out")
     assert refusal("mine", exclude=["*.nix", "mine/old"]) == ["--exclude '*.nix': matches none of the files"]
     assert refusal("mine/sub dir", exclude=["*.txt"]) == [
-        "--exclude '*.txt': leaves none of the files of --text mine/sub dir"
+        "--text mine/sub dir: has no text that can be read: --exclude leaves none of its files"
     ]
 
 
