@@ -142,30 +142,6 @@ class SizedRecipe:
         return float(f"{OPTIMIZERS['muon'].auto_rate(self.sizing.shape.parameters, self.sizing.tokens_per_step):.2g}")
 
     @property
-    def sequences_per_micro_batch(self) -> int:
-        tokens = min(MICRO_BATCH_TOKENS[self.machine.device_type], self.sizing.tokens_per_step)
-        return max(1, tokens // self.sizing.shape.sequence_length)
-
-    @property
-    def quarter(self) -> int:
-        """Steps between two validations, checkpoints and samples; the last are at the end."""
-        return self.sizing.steps // 4
-
-    @property
-    def validation_sequences(self) -> int:
-        """Sequences per validation: five validations, forward passes alone, take VALIDATION_SHARE of the training."""
-        tokens = VALIDATION_SHARE * self.sizing.tokens * 3 / 5
-        return int(min(max(tokens / self.sizing.shape.sequence_length, 4), 128))
-
-    @property
-    def warmup_steps(self) -> int:
-        return max(1, min(100, self.sizing.steps // 50))
-
-    @property
-    def is_compiled(self) -> bool:
-        return self.machine.device_type == "cuda" and self.machine.minutes >= COMPILED_FROM_MINUTES
-
-    @property
     def has_validation(self) -> bool:
         """Tells if the held-out text fills a window."""
         return self.prepared.validation_tokens > self.sizing.shape.sequence_length
@@ -206,4 +182,23 @@ class SizedRecipe:
 
     def text(self, header: str) -> str:
         """Formats the recipe; its first line is `header`."""
-        return render("own_text.yaml.j2", header=header, recipe=self, machine=self.machine, sizing=self.sizing)
+        machine = self.machine
+        sizing = self.sizing
+        length = sizing.shape.sequence_length
+        is_compiled = machine.device_type == "cuda" and machine.minutes >= COMPILED_FROM_MINUTES
+        # Five validations, forward passes alone, take VALIDATION_SHARE of the training's computation.
+        validation_sequences = VALIDATION_SHARE * sizing.tokens * 3 / 5 / length
+        return render(
+            "own_text.yaml.j2",
+            header=header,
+            recipe=self,
+            machine=machine,
+            sizing=sizing,
+            sequences_per_micro_batch=max(
+                1, min(MICRO_BATCH_TOKENS[machine.device_type], sizing.tokens_per_step) // length
+            ),
+            warmup_steps=max(1, min(100, sizing.steps // 50)),
+            compile="regional" if is_compiled else "none",
+            quarter=sizing.steps // 4,  # the last validation, checkpoint and sample are at the end
+            validation_sequences=int(min(max(validation_sequences, 4), 128)),
+        )
