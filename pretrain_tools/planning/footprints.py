@@ -48,10 +48,10 @@ def exchanged_heads(work: Work) -> float:
     """Returns the bytes of the copies that exchanges of heads make under cp."""
     if work.layout.cp == 1:
         return 0
-    bytes_per_element = work.tokens * work.compute
-    copied = bytes_per_element * work.sizes.exchanged_width  # on its way there, or back
+    bytes_per_channel = work.tokens * work.compute
+    copied = bytes_per_channel * work.sizes.exchanged_width  # on its way there, or back
     if work.run.config.activation_checkpointing == "none":  # each layer keeps its output on both sides of the exchange
-        copied += bytes_per_element * work.sizes.layers * work.sizes.width
+        copied += bytes_per_channel * work.sizes.layers * work.sizes.width
     return copied
 
 

@@ -11,8 +11,9 @@ from pretrain.parallel.launcher import deepspeed_file, parallel_size, processes_
 from pretrain.parallel.registry import strategy_named
 from pretrain.parallel.strategy import Strategy
 
-DIMENSION_OF = {"tp": "tp", "fsdp_tp": "tp", "cp": "cp", "pp": "pp", "ep": "ep"}
+DIMENSION_OF = {"hsdp": "replicas", "tp": "tp", "fsdp_tp": "tp", "cp": "cp", "pp": "pp", "ep": "ep"}
 """{strategy: the dimension whose size its launcher file gives}"""
+DP_REPLICATE_SIZE = "PARALLELISM_CONFIG_DP_REPLICATE_SIZE"
 SHARDS_STATES = ("fsdp2", "hsdp", "cp", "fsdp_tp", "zero1", "zero2", "zero3", "zero3_offload", "zero3_offload_nvme")
 """Strategies whose remaining processes hold a shard each; those of the others hold a copy each."""
 
@@ -61,53 +62,51 @@ def layout(name: str, ranks: int, machines: int = 1, size: int | None = None) ->
     """Returns how the launcher file of this name divides a run; where nothing is divided, every process has a copy.
 
     Args:
-        size: of the dimension that the file gives (replicas for hsdp); None: as it is planned for these machines.
+        size: of the dimension that the file gives; None: as it is planned for these machines.
     """
     zero = shipped_deepspeed(name)["zero_optimization"] if name.startswith("zero") else {}
     problem = None
     if (name == "single") != (ranks == 1) and not zero.get("offload_optimizer"):
         problem = "runs on one GPU" if name == "single" else "needs more than one GPU"
-    plain = Layout(name, ranks, machines, problem=problem, zero=zero)
-    if name == "hsdp":
-        return _hybrid(plain, size)
-    if name in DIMENSION_OF:
-        return _divided(plain, size)
-    return replace(plain, **{"shards" if name in SHARDS_STATES else "replicas": ranks})
-
-
-def _hybrid(plain: Layout, replicas: int | None) -> Layout:
-    """Makes a copy of the model for each machine, or two on one machine: hsdp."""
-    if replicas is None:
-        replicas = plain.machines if plain.machines > 1 else min(2, plain.ranks)
-    options = f" --parallelism_config_dp_replicate_size {replicas}" if replicas != 2 else ""  # 2 is what the file says
-    problem = "needs at least two GPUs in each of its groups; use ddp" if plain.ranks < 2 * replicas else None
-    shards = plain.ranks // replicas
-    return replace(plain, replicas=replicas, shards=shards, options=options, problem=plain.problem or problem)
-
-
-def _divided(plain: Layout, size: int | None) -> Layout:
-    """Divides along one dimension: within a machine under tp, cp and ep, over all under pp, in pairs fsdp_tp."""
-    name = plain.name
-    ranks = plain.ranks
-    dimension = DIMENSION_OF[name]
-    in_file = 2 if name == "fsdp_tp" else ranks
+    others = "shards" if name in SHARDS_STATES else "replicas"
+    if name not in DIMENSION_OF:
+        return Layout(name, ranks, machines, problem=problem, zero=zero, **{others: ranks})
     if size is None:
-        # tp, cp and ep communicate in every layer, so they stay within a machine.
-        size = in_file if name in ("fsdp_tp", "pp") else ranks // plain.machines
-    variable = strategy_named(name).size_variable
-    problem = None
-    if name == "fsdp_tp" and (ranks < 4 or ranks % 2):
-        problem = "needs at least four GPUs, and an even number"
-    if name == "cp" and ranks > 1 and size < 2:
-        problem = "needs several GPUs in each machine"
-    others = max(1, ranks // size)
-    return replace(
-        plain,
-        **{dimension: size, "shards" if name in SHARDS_STATES else "replicas": others},
+        size = _planned_size(name, ranks, machines)
+    in_file = 2 if name in ("hsdp", "fsdp_tp") else ranks
+    variable = DP_REPLICATE_SIZE if name == "hsdp" else strategy_named(name).size_variable
+    return Layout(
+        name,
+        ranks,
+        machines,
+        **{DIMENSION_OF[name]: size, others: max(1, ranks // size)},
         environment={variable: str(size)},
         options=f" --{variable.lower()} {size}" if size != in_file else "",
-        problem=problem or plain.problem,
+        problem=_size_problem(name, ranks, size) or problem,
     )
+
+
+def _planned_size(name: str, ranks: int, machines: int) -> int:
+    """Chooses the size of a strategy's dimension for these machines."""
+    match name:
+        case "hsdp":  # a copy for each machine, or two on one machine
+            return machines if machines > 1 else min(2, ranks)
+        case "fsdp_tp":
+            return 2
+        case "pp":
+            return ranks
+    return ranks // machines  # tp, cp and ep communicate in every layer: within a machine
+
+
+def _size_problem(name: str, ranks: int, size: int) -> str | None:
+    """Says why so many processes cannot be divided by this size; None if they can."""
+    if name == "hsdp" and 1 < ranks < 2 * size:
+        return "needs at least two GPUs in each of its groups; use ddp"
+    if name == "fsdp_tp" and (ranks < 4 or ranks % 2):
+        return "needs at least four GPUs, and an even number"
+    if name == "cp" and ranks > 1 and size < 2:
+        return "needs several GPUs in each machine"
+    return None
 
 
 def layouts(name: str, ranks: int, machines: int = 1) -> list[Layout]:
@@ -126,10 +125,10 @@ def layouts(name: str, ranks: int, machines: int = 1) -> list[Layout]:
 def launched_layout(name: str) -> Layout:
     """Returns how the processes that were launched divide a run, by the launcher's environment."""
     size = None
-    if name in DIMENSION_OF:
-        size = parallel_size(strategy_named(name).size_variable)
-    elif name == "hsdp":
+    if name == "hsdp":
         size = replicas_requested()
+    elif name in DIMENSION_OF:
+        size = parallel_size(strategy_named(name).size_variable)
     launched = layout(name, processes_launched(), size=size)
     if zero := deepspeed_file().get("zero_optimization") if launched.zero else None:
         return replace(launched, zero={key: value for key, value in zero.items() if value != "auto"})
