@@ -120,28 +120,22 @@ def recipe_of_budget(
 def answer(budget: RunBudget, place: RecipePlace, expect: Expectation | None = None) -> Answer:
     """Chooses a run and finds its alternatives. Raises InputError for a budget that fits no model."""
     chosen = choose_run(budget)
-    rows = []
 
-    def add(name: str, sized: Sized | None) -> None:
-        rows.append(alternative_row(name, sized, chosen))
-
-    def add_budget(name: str, **changes: Any) -> None:
+    def within(**changes: Any) -> Sized | None:
         try:
-            add(name, alternative(replace(budget, **changes), chosen))
+            return alternative(replace(budget, **changes), chosen)
         except InputError:
-            add(name, None)
+            return None
 
-    dial = "flops" if budget.flops else "hours"
-    for name, factor in (("half", 0.5), ("double", 2.0)):
-        add_budget(f"{name} the {'FLOPs' if budget.flops else 'time'}", **{dial: factor * getattr(budget, dial)})
+    dial, unit = ("flops", "FLOPs") if budget.flops else ("hours", "time")
+    given = getattr(budget, dial)
+    found = {f"half the {unit}": within(**{dial: given / 2}), f"double the {unit}": within(**{dial: 2 * given})}
     for name, factor in (("half the size", 0.5), ("double the size", 2.0)):
         if (sized := other_size(chosen, factor)) is not None:
-            add(name, sized if sized.combinations and sized.steps else None)
-    for family in FAMILIES.values():
-        if family is not budget.family:
-            add_budget(family.name, family=family)
-    for found in chosen.combinations[1:]:  # the same steps, each slower
-        rows.append(alternative_row(found.name, chosen, chosen, found))
+            found[name] = sized if sized.combinations and sized.steps else None
+    found |= {family.name: within(family=family) for family in FAMILIES.values() if family is not budget.family}
+    rows = [alternative_row(name, sized, chosen) for name, sized in found.items()]
+    rows += [alternative_row(used.name, chosen, chosen, used) for used in chosen.combinations[1:]]
     work = chosen.work
     expected = expect(work.non_embedding, work.active, chosen.tokens) if expect else None
     return Answer(chosen, rows, expected, place)

@@ -4,6 +4,7 @@ Nothing here touches a GPU. Memory is that of footprints.py, time that of step_t
 """
 
 import bisect
+import collections
 import itertools
 import math
 from dataclasses import dataclass, field, replace
@@ -135,12 +136,16 @@ def mean_flops_per_token(config: RunConfig, model_config: Any) -> float:
     Raises InputError as `configs_of_stages` does.
     """
     configs_of_stages(model_config, config.data)
-    ends = [0.0, *(stage.until or 1.0 for stage in config.data.mixtures)]
-    shares = [end - begin for begin, end in itertools.pairwise(ends)]
     flops = [flops_per_token(model_config, window.sequence_length) for window in config.data.windows]
     if len(set(flops)) == 1:  # the shares' rounding would show
         return flops[0]
-    return sum(share * of_stage for share, of_stage in zip(shares, flops, strict=True))
+    return sum(share * of_stage for share, of_stage in zip(stage_shares(config), flops, strict=True))
+
+
+def stage_shares(config: RunConfig) -> list[float]:
+    """Returns each stage's part of the run."""
+    ends = [0.0, *(stage.until or 1.0 for stage in config.data.mixtures)]
+    return [end - begin for begin, end in itertools.pairwise(ends)]
 
 
 def planned_ramp(config: RunConfig, active: int) -> BatchRamp:
@@ -321,15 +326,11 @@ def sources_of(config: RunConfig, work: RunWork) -> list[dict[str, Any]]:
 
     Raises InputError if the shards cannot serve the run: max_epochs used up, damaged, of different tokenizers.
     """
-    shares = {}
-    begin = 0.0
-    for stage in config.data.mixtures:
-        end = stage.until or 1.0
+    shares = collections.Counter()
+    for stage, share in zip(config.data.mixtures, stage_shares(config), strict=True):
         weights = sum(source.weight for source in stage.train)
         for source in stage.train:
-            share = (end - begin) * source.weight / weights
-            shares[str(source.shards)] = shares.get(str(source.shards), 0.0) + share
-        begin = end
+            shares[str(source.shards)] += share * source.weight / weights
     rows = [{"source": folder, "tokens": share * work.tokens, "epochs": None} for folder, share in shares.items()]
     if not all((Path(folder) / MANIFEST_FILE).is_file() for folder in shares):
         return rows
