@@ -22,9 +22,11 @@ from pathlib import Path
 from pretrain.errors import InputError, Problems, did_you_mean, run_script
 from pretrain.terminal import begin
 
-PRECISIONS = ("auto", "bf16", "fp16", "fp32")
-WEIGHTS = ("raw", "average")
-SPLITS = ("validation", "train")
+CHOICES = {
+    "weights": ("raw", "average"),
+    "precision": ("auto", "bf16", "fp16", "fp32"),
+    "split": ("validation", "train"),
+}
 NUMBERS = {
     "batch_size": (int, 1), "num_fewshot": (int, 0), "sequences": (int, 1), "sequence_length": (int, 1),
     "max_new_tokens": (int, 1), "top_k": (int, 0), "top_p": (float, None), "seed": (int, 0),
@@ -83,7 +85,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def read_arguments(argv: list[str]) -> argparse.Namespace:
-    """The command line, checked as far as it can be without reading anything. Raises InputError with all problems."""
+    """Parses the command line and checks what needs no file. Raises InputError with all problems."""
     parser = build_parser()
     arguments, unknown = parser.parse_known_args(argv)
     # argparse has no public list of its options.
@@ -93,7 +95,7 @@ def read_arguments(argv: list[str]) -> argparse.Namespace:
     problems += [f"{word}: belongs to no setting; quote a prompt of several words" for word in stray]
     if not arguments.model:
         problems.append("--model is missing: give a run, RUN@STEP, a Hugging Face folder or a Hub id")
-    for name, allowed in (("weights", WEIGHTS), ("precision", PRECISIONS), ("split", SPLITS)):
+    for name, allowed in CHOICES.items():
         if (given := getattr(arguments, name)) not in allowed:
             problems.append(f"--{name} {given}{did_you_mean(given, allowed)}")
     if arguments.document_mask not in (None, "on", "off"):
@@ -145,7 +147,7 @@ def read_numbers(arguments: argparse.Namespace) -> list[str]:
 
 
 def read_number(name: str, text: str) -> float:
-    """Raises InputError."""
+    """Parses a numeric setting. Raises InputError."""
     kind, least = NUMBERS[name]
     wanted = f"{'a whole number' if kind is int else 'a number'} {'above 0' if least is None else f'from {least}'}"
     try:

@@ -38,17 +38,17 @@ def build_parser() -> argparse.ArgumentParser:
     add("--output", type=Path, metavar="DIR", help="with --dry_run: a folder, one subfolder per revision")
     add("--attempts", default="1", metavar="N", help="number of attempts; the wait between them doubles [1]")
     add("--first_wait", default="30", metavar="SECONDS", help="before the second attempt; doubles, up to an hour [30]")
-    beside = "used by train.py: records the outcome in metrics.jsonl and adds the scores of a late evaluation to the "
-    add("--beside_training", action="store_true", help=f"{beside}card")
-    verify = "check every file of what was published, a folder or OWNER/NAME[@REVISION]; alone"
-    add("--verify", metavar="PLACE", help=verify)
+    text = "used by train.py: records the outcome in metrics.jsonl and publishes again with late scores"
+    add("--beside_training", action="store_true", help=text)
+    text = "check every file of what was published, a folder or OWNER/NAME[@REVISION]; alone"
+    add("--verify", metavar="PLACE", help=text)
     add("--sign", type=Path, metavar="KEY", help="sign the folder with a private elliptic key in PEM (model-signing)")
     add("--public_key", type=Path, metavar="KEY", help="with --verify: of the signature, in PEM")
     return parser
 
 
 def read_arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """The command line, and what is wrong with it as far as can be told without the run."""
+    """Parses the command line; returns it with the problems that show without the run."""
     parser = build_parser()
     arguments, unknown = parser.parse_known_args(argv)
     # argparse has no public list of its options.

@@ -20,15 +20,16 @@ python runs.py mixture --config recipes/NAME.yaml --output sweeps/y  # weights o
 import argparse
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from pretrain.errors import Problems, run_script
 from pretrain.runs.control import COMMANDS
 from pretrain_tools.runs.commands import steer
-from pretrain_tools.runs.comparison import export_runs, print_comparison, summary_text
-from pretrain_tools.runs.history import read_history, require_run
-from pretrain_tools.runs.status import print_list, print_status, read_status
+from pretrain_tools.runs.comparison import comparison_text, export_runs, summary_text
+from pretrain_tools.runs.history import require_run
+from pretrain_tools.runs.status import print_list, print_status
 
 ROOT_OF_RUNS = {"nargs": "?", "default": Path("runs")}
 RUN = {"metavar": "RUN"}
@@ -36,110 +37,86 @@ SEVERAL_RUNS = {"nargs": "+", "metavar": "RUN"}
 ANY_SETTING = "Any setting of the recipe can be changed by its path, as with train.py:"
 
 
-def list_runs(arguments: argparse.Namespace) -> None:
-    """Prints one line per run under a folder."""
-    print_list(arguments.folder)
-
-
-def status(arguments: argparse.Namespace) -> None:
-    """Prints the status of one run, or the list of runs if the folder contains several."""
-    print_status(arguments.run_folder, arguments.watch)
-
-
-def watch(arguments: argparse.Namespace) -> None:
+def watch(**options: Any) -> None:
     """Shows all runs of a folder until Ctrl-C, in the terminal and, if asked for, as a page."""
     # Imported here, as in the functions below, so that `list` and `status` start without heavy libraries.
-    from pretrain_tools.runs import watch
+    from pretrain_tools.runs.watch import watch
 
-    given = {name: getattr(arguments, name) for name in ("once", "page", "port", "output", "interval")}
-    watch.watch(arguments.folder, **given)
+    watch(**options)
 
 
-def plot(arguments: argparse.Namespace) -> None:
+def plot(runs: list[Path], output: Path | None) -> None:
     """Writes the curves as a page and a PNG."""
     from pretrain_tools.runs.page import plot_runs
 
-    print(*plot_runs(arguments.runs, arguments.output), sep="\n")
+    print(*plot_runs(runs, output), sep="\n")
 
 
-def compare(arguments: argparse.Namespace) -> None:
+def compare(runs: list[Path]) -> None:
     """Prints differing settings and results."""
-    print_comparison(arguments.runs)
+    print(comparison_text(runs))
 
 
-def summary(arguments: argparse.Namespace) -> None:
+def summary(run: Path) -> None:
     """Prints a one-page summary of a run."""
-    print(summary_text(read_history(arguments.run_folder), read_status(arguments.run_folder)))
+    print(summary_text(run))
 
 
-def export(arguments: argparse.Namespace) -> None:
+def export(runs: list[Path], output: Path) -> None:
     """Writes every logged line as CSV."""
-    export_runs(arguments.runs, arguments.output)
+    print(f"{output}: {export_runs(runs, output):,} rows")
 
 
-def documents(arguments: argparse.Namespace) -> None:
+def documents(run: Path, **options: int) -> None:
     """Prints the documents that a step was trained on."""
     from pretrain_tools.runs.step_documents import documents_text
 
-    run = require_run(arguments.run_folder)
-    print(documents_text(run, arguments.step, limit=arguments.limit, characters=arguments.characters))
+    print(documents_text(require_run(run), **options))
 
 
-def merge(arguments: argparse.Namespace) -> None:
+def merge(models: list[str], **options: Any) -> None:
     """Averages the weights of several models."""
     from pretrain_tools.runs.merge import merge_models
 
-    given = {name: getattr(arguments, name) for name in ("last", "weights", "output")}
-    folder, names = merge_models(arguments.models, **given)
+    folder, names = merge_models(models, **options)
     print(f"The mean of {', '.join(names)} is in {folder}.")
     print(f"Try: python evaluate.py --model {folder} --data FOLDER")
 
 
-def control(arguments: argparse.Namespace) -> int:
-    """Sends a command to a live run and waits until it is done."""
-    more = {"steps": arguments.steps} if arguments.command == "profile" else {}
-    return steer(arguments.run_folder, arguments.command, timeout_seconds=arguments.timeout, **more)
-
-
-def parity(arguments: argparse.Namespace) -> int:
+def parity(config: Path, output: Path, changes: list[str], **options: Any) -> int:
     """Trains the recipe for a few steps under each strategy and compares; returns exit status 1 if one differs."""
     from pretrain.recipe import pair_up
     from pretrain_tools.runs.parity import compare_strategies
 
-    given = {name: getattr(arguments, name) for name in ("models", "steps", "strategies", "processes", "precision")}
-    return compare_strategies(arguments.config, arguments.output, changes=pair_up(arguments.changes), **given)
+    return compare_strategies(config, output, changes=pair_up(changes), **options)
 
 
-def sweep(arguments: argparse.Namespace) -> int:
+def sweep(config: Path, vary: list[str], changes: list[str], parallel: int | None, **options: Any) -> int:
     """Trains the recipe under several settings and compares the results."""
     from pretrain.recipe import pair_up
     from pretrain_tools.experiments.sweep import run_sweep
     from pretrain_tools.experiments.sweep_plan import SweepRequest, read_axes
 
     problems = Problems()
-    axes = problems.attempt(read_axes, arguments.vary)
-    changes = problems.attempt(pair_up, arguments.changes)
+    axes = problems.attempt(read_axes, vary)
+    settings = problems.attempt(pair_up, changes)
     problems.stop_if_any()
-    given = {name: getattr(arguments, name) for name in ("seeds", "halving", "search", "output")}
-    request = SweepRequest(arguments.config, tuple(axes), tuple(changes), **given)
-    return run_sweep(request, arguments.parallel)
+    return run_sweep(SweepRequest(config, tuple(axes), tuple(settings), **options), parallel)
 
 
-def mixture(arguments: argparse.Namespace) -> int:
+def mixture(config: Path, changes: list[str], runs: int, **options: Any) -> int:
     """Trains on many data mixtures and proposes weights of the sources."""
     from pretrain.recipe import pair_up
     from pretrain_tools.experiments.mixture import run_mixture
 
-    given = {name: getattr(arguments, name) for name in ("seeds", "output", "parallel")}
-    return run_mixture(arguments.config, pair_up(arguments.changes), count=arguments.runs, **given)
+    return run_mixture(config, pair_up(changes), count=runs, **options)
 
 
-def ladder(arguments: argparse.Namespace) -> None:
+def ladder(runs: list[Path], **options: Any) -> None:
     """Fits a scaling law to runs and predicts losses."""
     from pretrain_tools.experiments.ladder_report import report_ladder
 
-    given = {name: getattr(arguments, name) for name in ("predict", "count", "intermediate", "output")}
-    report_ladder(arguments.runs, **given)
+    report_ladder(runs, **options)
 
 
 def positive(text: str, kind: type = float) -> float:
@@ -165,11 +142,11 @@ def natural(text: str) -> int:
 def parser() -> argparse.ArgumentParser:
     """Builds the command line, with one subcommand per function above."""
     root = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = root.add_subparsers(required=True, metavar="COMMAND", dest="command")
+    commands = root.add_subparsers(required=True, metavar="COMMAND")
     add_readers(commands)
     add_merge(commands)
     for name, text in COMMANDS.items():
-        command = add_command(commands, name, control, text, run_folder=RUN)
+        command = add_command(commands, name, partial(steer, command=name), text, run=RUN)
         command.add_argument("--timeout", type=positive, default=60.0, help="seconds to wait (default 60)")
         if name == "profile":
             command.add_argument("--steps", type=natural, default=20, help="to record (default 20)")
@@ -183,17 +160,17 @@ def parser() -> argparse.ArgumentParser:
 def add_command(
     commands: argparse._SubParsersAction,
     name: str,
-    run: Callable,
+    function: Callable,
     help: str,
     epilog: str = "",
     **given: dict[str, Any],
 ) -> argparse.ArgumentParser:
-    """Adds a subcommand that calls `run`.
+    """Adds a subcommand that calls a function with its arguments and options, by name.
 
     given: options of its positional argument by name; the argument is a Path unless they say otherwise.
     """
     command = commands.add_parser(name, help=help, epilog=epilog)
-    command.set_defaults(run=run)
+    command.set_defaults(function=function)
     for argument, options in given.items():
         command.add_argument(argument, **{"type": Path, **options})
     return command
@@ -202,10 +179,8 @@ def add_command(
 def add_readers(commands: argparse._SubParsersAction) -> None:
     """Adds the commands that only read runs."""
     text = "all runs under a folder (default runs)"
-    add_command(commands, "list", list_runs, text, folder=ROOT_OF_RUNS)
-    command = add_command(
-        commands, "watch", watch, "all runs under a folder, live (default runs)", folder=ROOT_OF_RUNS
-    )
+    add_command(commands, "list", print_list, text, folder=ROOT_OF_RUNS)
+    command = add_command(commands, "watch", watch, f"{text}, live", folder=ROOT_OF_RUNS)
     command.add_argument("--page", action="store_true", help="a page with curves and controls too, for this machine")
     command.add_argument("--port", type=whole, metavar="PORT", help="of the page (default 8765; 0: any)")
     command.add_argument("--output", type=Path, metavar="FILE.html", help="keep the page up to date as one file, too")
@@ -213,18 +188,16 @@ def add_readers(commands: argparse._SubParsersAction) -> None:
     text = "between two refreshes (default 2)"
     command.add_argument("--interval", type=positive, default=2.0, metavar="SECONDS", help=text)
     default = {**ROOT_OF_RUNS, **RUN}
-    command = add_command(commands, "status", status, "state and progress of a run", run_folder=default)
+    command = add_command(commands, "status", print_status, "state and progress of a run", folder=default)
     command.add_argument("--watch", type=positive, nargs="?", const=2.0, metavar="SECONDS", help="refresh every N (2)")
     command = add_command(commands, "plot", plot, "curves of one or more runs, as PNG and HTML", runs=SEVERAL_RUNS)
-    text = (
-        "path without a suffix (default: plot.png and plot.html in the run's folder, or in the folder that contains "
-    )
-    command.add_argument("--output", type=Path, help=f"{text}the runs)")
+    text = "path without a suffix (default: plot, in the run's folder or in the folder of the runs)"
+    command.add_argument("--output", type=Path, help=text)
     add_command(commands, "compare", compare, "differing settings and results, side by side", runs=SEVERAL_RUNS)
-    add_command(commands, "summary", summary, "a run on one page", run_folder=RUN)
+    add_command(commands, "summary", summary, "a run on one page", run=RUN)
     command = add_command(commands, "export", export, "all logged metrics as CSV", runs=SEVERAL_RUNS)
     command.add_argument("--output", type=Path, required=True, metavar="FILE.csv")
-    command = add_command(commands, "documents", documents, "the documents that a step was trained on", run_folder=RUN)
+    command = add_command(commands, "documents", documents, "the documents that a step was trained on", run=RUN)
     command.add_argument("--step", type=natural, required=True, help="as logged: the first step is 1")
     command.add_argument("--limit", type=natural, default=8, help="sequences to show (default 8)")
     command.add_argument("--characters", type=natural, default=600, help="shown of each document (default 600)")
@@ -263,10 +236,8 @@ def add_sweep(commands: argparse._SubParsersAction) -> None:
     text = "every combination is trained; or, with --search, a range: optim.learning_rate=1e-4..1e-2"
     command.add_argument("--vary", action="append", required=True, metavar="SETTING=V1,V2", help=text)
     add_small_runs(command, "runs of each, from the recipe's seed on (default 1)")
-    text = (
-        "successive halving: 3 ends the worse half after a quarter of the steps, and half of the rest after half of "
-    )
-    command.add_argument("--halving", type=natural, metavar="RUNGS", help=f"{text}them")
+    text = "successive halving: 3 ends the worse half after a quarter of the steps, half of the rest after half"
+    command.add_argument("--halving", type=natural, metavar="RUNGS", help=text)
     command.add_argument("--search", type=natural, metavar="N", help="try N settings, picked by optuna")
 
 
@@ -289,14 +260,11 @@ def add_small_runs(command: argparse.ArgumentParser, seeds: str) -> None:
 def add_ladder(commands: argparse._SubParsersAction) -> None:
     """Adds the command that predicts losses."""
     several = {**SEVERAL_RUNS, "metavar": "RUN_OR_SWEEP"}
-    command = add_command(
-        commands, "ladder", ladder, "loss by size and tokens, fitted to runs; predictions", runs=several
-    )
+    text = "loss by size and tokens, fitted to runs; predictions"
+    command = add_command(commands, "ladder", ladder, text, runs=several)
     text = "parameters=30M,tokens=600M, or a recipe; may be repeated"
     command.add_argument("--predict", action="append", default=[], metavar="RUN", help=text)
-    text = (
-        "what N counts: parameters in matrix products, without embeddings that are looked up, or all (default matrix)"
-    )
+    text = "parameters that N counts: in matrix products, without embeddings that are looked up, or all (matrix)"
     command.add_argument("--count", choices=["matrix", "total"], default="matrix", help=text)
     text = "also take intermediate losses of runs of constant rate"
     command.add_argument("--intermediate", action="store_true", help=text)
@@ -306,11 +274,14 @@ def add_ladder(commands: argparse._SubParsersAction) -> None:
 
 def main() -> int:
     # The rest are settings of the recipe, for the commands that train.
-    arguments, rest = parser().parse_known_args(sys.argv[1:])
-    arguments.changes = rest
-    if arguments.changes and arguments.run not in (parity, sweep, mixture):
-        parser().error(f"unrecognized arguments: {' '.join(arguments.changes)}")
-    return arguments.run(arguments)
+    arguments, changes = parser().parse_known_args(sys.argv[1:])
+    options = vars(arguments)
+    function = options.pop("function")
+    if function in (parity, sweep, mixture):
+        options["changes"] = changes
+    elif changes:
+        parser().error(f"unrecognized arguments: {' '.join(changes)}")
+    return function(**options)
 
 
 if __name__ == "__main__":

@@ -5,8 +5,6 @@ Covers processors and GPUs only: neither cooling nor power supplies, disks or ne
 """
 
 import ctypes
-import importlib.util
-import logging
 import os
 import re
 import time
@@ -65,8 +63,9 @@ def _readers(device: torch.device, local: int, powercap: Path) -> tuple[list[Rea
     if device.type != "cuda":
         if processors:
             return processors, "measured by RAPL"
-        watts, source = processor_watts(local)
-        return [_over_time(watts)], f"estimated: {watts:.3g} W of processors ({source}) over time"
+        watts = processor_watts(local)
+        how = f"estimated: {watts:.3g} W of processors ({WATTS_PER_THREAD:g} W per thread) over time"
+        return [_over_time(watts)], how
     if gpus := nvml_readers(local):
         return [*gpus, *processors], "measured by NVML" + (" and RAPL" if processors else ", GPUs alone")
     gpu = gpu_called(torch.cuda.get_device_name(device))
@@ -149,15 +148,6 @@ def _gpu_reader(nvml: ctypes.CDLL, handle: ctypes.c_void_p) -> Reader:
     return read
 
 
-def processor_watts(local: int) -> tuple[float, str]:
-    """Returns (watts of the threads that this many local processes use, source of the figure)."""
-    cores = os.cpu_count() or 1
-    threads = min(cores, local * torch.get_num_threads())
-    if importlib.util.find_spec("codecarbon") is not None:
-        from codecarbon.core.cpu import TDP
-
-        logging.getLogger("codecarbon").setLevel(logging.ERROR)  # it warns of a processor missing in its table
-        rated = TDP().tdp
-        if rated and rated != WATTS_PER_THREAD * cores:  # its guess for a processor missing in its table
-            return rated * threads / cores, f"{rated:g} W rated, codecarbon's table"
-    return WATTS_PER_THREAD * threads, f"{WATTS_PER_THREAD:g} W per thread"
+def processor_watts(local: int) -> float:
+    """Returns the watts of the threads that this many local processes use."""
+    return WATTS_PER_THREAD * min(os.cpu_count() or 1, local * torch.get_num_threads())

@@ -76,28 +76,21 @@ VARIANTS = {"d", "laptop", "max", "mig", "nvl", "super", "ti"}
 """Words in a name that denote another GPU, or a part of one."""
 
 
-def gpu_called(device_name: str) -> Gpu | None:
-    """Finds the GPU with this torch.cuda.get_device_name, e.g. 'NVIDIA A100-SXM4-80GB'; None if unknown."""
-    words = set(re.split(r"[ -]", device_name.lower()))
-    own = {name: set(name.split("_")) for name in GPUS}
-    known = [gpu for name, gpu in GPUS.items() if own[name] <= words and not (words - own[name]) & VARIANTS]
-    return max(known, key=lambda gpu: len(gpu.name), default=None)
+def gpu_called(name: str) -> Gpu | None:
+    """Finds the GPU with this torch.cuda.get_device_name, or as people write it; None if unknown.
+
+    Such as 'NVIDIA A100-SXM4-80GB', 'GeForce RTX 4090', 'rtx4090', '4090' or 'h100 pcie'.
+    """
+    words = _words(name)
+    own = {known: _words(known) for known in GPUS}
+    joined = {known.replace("_", ""): gpu for known, gpu in GPUS.items()}
+    found = [gpu for known, gpu in GPUS.items() if own[known] <= words and not (words - own[known]) & VARIANTS]
+    return joined.get(name.lower()) or max(found, key=lambda gpu: len(gpu.name), default=None)
 
 
-MAKERS = re.compile(r"nvidia|amd|tesla|geforce|instinct|sxm\d?|[^a-z0-9]")
-USUAL_MEMORY = re.compile(r"(?<=.{4})(?:24|32|48|80|94|141)gi?b$")
-"""Memory size at the end of a name, which the table's names omit."""
-
-
-def listed_name(name: str) -> str | None:
-    """Returns the table's name for what people write: RTX4090, 4090, A100-SXM4-80GB, H100 PCIe; None if unknown."""
-    names = {MAKERS.sub("", known): known for known in GPUS}
-    asked = MAKERS.sub("", name.lower())
-    for spelling in (asked, USUAL_MEMORY.sub("", asked)):
-        for possible in (spelling, f"rtx{spelling}", spelling.removeprefix("rtx")):
-            if possible in names:
-                return names[possible]
-    return None
+def _words(name: str) -> set[str]:
+    """Returns the words of a name; 'rtx' is none, since it may be missing or a part of the next one."""
+    return set(re.split(r"[ _-]", name.lower().replace("rtx", ""))) - {""}
 
 
 def find_gpu(name: str, **given: float | None) -> Gpu:
@@ -107,8 +100,8 @@ def find_gpu(name: str, **given: float | None) -> Gpu:
     """
     key = name.lower().replace("-", "_").replace(" ", "_")
     given = {field: value for field, value in given.items() if value is not None}
-    if (listed := listed_name(name)) is not None:
-        return replace(GPUS[listed], **given)
+    if (known := gpu_called(name)) is not None:
+        return replace(known, **given)
     if not {"memory_bytes", "bf16_flops"} <= given.keys():
         raise InputError(
             f"--gpu: {name} is not in the table{did_you_mean(key, [*GPUS, CPU])}; any other can be described with "

@@ -207,6 +207,11 @@ def memory_bytes(device: torch.device) -> int:
     return whole // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
+def available_cores() -> int:
+    """Returns the number of processor cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def use_all_cores() -> None:
     """Shares the machine's cores among its processes, instead of the single thread that launchers set.
 
@@ -215,8 +220,7 @@ def use_all_cores() -> None:
     threads = os.environ.get("OMP_NUM_THREADS")
     launched = "LOCAL_RANK" in os.environ or "ACCELERATE_MIXED_PRECISION" in os.environ
     if threads is None or (threads == "1" and launched):
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        torch.set_num_threads(max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+        torch.set_num_threads(max(1, available_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
 
 
 def threads_beside(device: torch.device) -> str:

@@ -1,6 +1,5 @@
 """Joules from counters that the test moves, and what is said where there are none."""
 
-import sys
 import types
 
 import pytest
@@ -40,7 +39,6 @@ def test_without_counters_energy_is_estimated_and_called_so(tmp_path, monkeypatc
     monkeypatch.setattr(energy, "time", types.SimpleNamespace(perf_counter=lambda: next(clock)))
     monkeypatch.setattr(energy.os, "cpu_count", lambda: 4)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    monkeypatch.setattr(energy.importlib.util, "find_spec", lambda name: None)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     meter = EnergyMeter(CPU, 6, tmp_path)
     assert meter.how == "estimated: 16 W of processors (4 W per thread) over time, on one of 3 machines"
@@ -88,17 +86,3 @@ def test_co2_is_left_out_where_the_grid_is_unknown():
     assert energy_text(3.6e6, "measured by RAPL", 473.0) == "1 kWh, measured by RAPL (473 g of CO2 at 473 g/kWh)"
     assert energy_text(3.6e6, "measured by RAPL", None) == "1 kWh, measured by RAPL"
     assert co2_text(100, 50) == " (5 kg of CO2 at 50 g/kWh)" and co2_text(1e5, 50) == " (5 t of CO2 at 50 g/kWh)"
-
-
-@pytest.mark.parametrize(("rated", "text"), [(120.0, "120 W rated, codecarbon's table"), (32.0, "4 W per thread")])
-def test_a_processor_that_codecarbon_does_not_know_is_not_called_rated(monkeypatch, rated, text):
-    """Of one that its table lacks it gives 4 W for each of the machine's threads."""
-    cpu = types.ModuleType("codecarbon.core.cpu")
-    cpu.TDP = lambda: types.SimpleNamespace(tdp=rated)
-    monkeypatch.setattr(energy.importlib.util, "find_spec", lambda name: name == "codecarbon")
-    for name in ("codecarbon", "codecarbon.core"):
-        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
-    monkeypatch.setitem(sys.modules, "codecarbon.core.cpu", cpu)
-    monkeypatch.setattr(energy.os, "cpu_count", lambda: 8)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    assert energy.processor_watts(1) == (rated / 4 if rated == 120.0 else 8.0, text)

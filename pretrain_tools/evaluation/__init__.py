@@ -6,7 +6,7 @@ Nothing here trains.
     shard_loss: loss on prepared shards
     lm_harness: lm-eval's tasks, and bits per byte of their right answers
     core: DCLM's CORE
-    task_names: do the benchmarks exist
+    task_names: checks that the benchmarks exist
     interactive: continues what is typed
     results: scores, their means and standard errors; tables, JSON, pictures
 """

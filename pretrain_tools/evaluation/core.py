@@ -1,4 +1,4 @@
-"""CORE of DataComp-LM (arXiv 2406.11794): the mean of 22 tasks' accuracies, each centred on chance.
+"""Computes CORE of DataComp-LM (arXiv 2406.11794): the mean of 22 tasks' accuracies, each centered on chance.
 
 Items are those of DCLM's bundle; prompts, examples, answers and the mean are those of nanochat (nanochat/core_eval.py,
 scripts/base_eval.py), so that its published figures compare. The harness's model computes the likelihoods.
@@ -47,12 +47,12 @@ def score_core(
             items = items[: int(limit) if limit >= 1 else -int(-limit * len(items) // 1)]
         right = answers_right(model, task, items, ranks)
         measures = mean_and_error("acc", [float(value) for value in right])
-        centred = {CENTERED: (measures["acc"] - task.baseline) / (1 - task.baseline), f"{CENTERED}_stderr": None}
+        centered = {CENTERED: (measures["acc"] - task.baseline) / (1 - task.baseline), f"{CENTERED}_stderr": None}
         if measures["acc_stderr"] is not None:
-            centred[f"{CENTERED}_stderr"] = measures["acc_stderr"] / (1 - task.baseline)
+            centered[f"{CENTERED}_stderr"] = measures["acc_stderr"] / (1 - task.baseline)
         is_part = CORE in names and f"{CORE}/{task.label}" not in names
         name = f"{CORE}/{task.label}"
-        scores.append(TaskScore(name, measures | centred, task.few_shots, len(items), None, is_part))
+        scores.append(TaskScore(name, measures | centered, task.few_shots, len(items), None, is_part))
     if CORE in names:
         # The two tasks of HellaSwag share their items, so that the error is a little too small.
         samples = sum(score.samples for score in scores)
@@ -94,7 +94,7 @@ def _check(task: BundleTask, item: Item) -> None:
 def answers_right(model: Any, task: BundleTask, items: list[Item], ranks: Ranks) -> list[bool]:
     """Tells of each item if the model answers it correctly.
 
-    Choices: the one whose tokens have the lowest mean loss. Language modelling: every token of the answer is the
+    Choices: the one whose tokens have the lowest mean loss. Language modeling: every token of the answer is the
     likeliest.
     """
     mine: dict[int, bool] = {}
@@ -123,8 +123,8 @@ def answers_right(model: Any, task: BundleTask, items: list[Item], ranks: Ranks)
 
 
 def spans(model: Any, task: BundleTask, items: list[Item], number: int) -> list[tuple[list[int], int]]:
-    """(tokens of a prompt with its answer, where what is scored begins) of every choice of an item; of the one answer
-    of language modelling."""
+    """Returns (tokens of a prompt with its answer, start of what is scored) of every choice of an item, or of the one
+    answer of language modeling."""
     prompts = prompts_of(task, items[number], examples_for(number, items, task.few_shots))
     start_token = _start_token(model.tokenizer)
     tokens = [[start_token, *model.tokenizer(prompt, add_special_tokens=False)["input_ids"]] for prompt in prompts]

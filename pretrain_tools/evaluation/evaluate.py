@@ -25,7 +25,7 @@ from pretrain.parallel.strategy import Strategy, device_type
 from pretrain.training.samples import Sampling, encode_prompt, generate_text
 from pretrain.training.trackers import Trackers
 from pretrain_tools.evaluation.interactive import interact
-from pretrain_tools.evaluation.lm_harness import TaskSelection, TaskSettings, score_tasks, select_tasks
+from pretrain_tools.evaluation.lm_harness import TaskSelection, score_tasks, select_tasks
 from pretrain_tools.evaluation.results import (
     ModelResults,
     append_to_run,
@@ -50,7 +50,7 @@ from pretrain_tools.runs.status import is_training
 
 @dataclass
 class Job:
-    """A model, and what is needed to measure it."""
+    """Holds a model and what is needed to measure it."""
 
     address: ModelAddress
     config: PreTrainedConfig
@@ -61,7 +61,7 @@ class Job:
 
 
 def evaluate_models(arguments: argparse.Namespace) -> tuple[list[ModelResults], Strategy]:
-    """Does what evaluate.py's command line says; returns the same results on every rank, and the strategy to end with.
+    """Measures what evaluate.py's command line says; returns the results, the same on all ranks, and the strategy.
 
     Raises InputError with every problem before anything is measured.
     """
@@ -117,7 +117,7 @@ def track(evaluation: ModelResults) -> None:
 
 
 def report_evaluation(evaluations: list[ModelResults], arguments: argparse.Namespace) -> None:
-    """The table, and where the rest is."""
+    """Prints the table, and where the rest is."""
     if arguments.data or arguments.tasks:
         print_table(evaluations)
     if arguments.plot:
@@ -160,18 +160,18 @@ def find_everything(arguments: argparse.Namespace) -> tuple[list[Job], TaskSelec
 
 
 def averaged_address(address: ModelAddress) -> ModelAddress:
-    """The average in that checkpoint. Raises InputError if there is none."""
+    """Returns the address of the average in a checkpoint. Raises InputError if there is none."""
     require_average(f"--weights average: {address.name}", address.folder)
     return replace(address, name=f"{address.name}, average", weights="average")
 
 
 def weights_of(address: ModelAddress) -> AbstractContextManager[Path]:
-    """The folder that has the address' weights as its model, for as long as it is open."""
+    """Gives the folder that has the address' weights as its model, while the context is open."""
     return average_folder(address.folder) if address.weights == "average" else nullcontext(address.folder)
 
 
 def add_sources(job: Job, arguments: argparse.Namespace) -> None:
-    """The job's shards and how to measure them. Raises InputError."""
+    """Adds the shards and how to measure them. Raises InputError."""
     job.settings = settings_for(job.address, job.config, arguments)
     job.readers = open_evaluation_shards(arguments.data, arguments.split, job.settings.window, arguments.tokenizer)
     manifests = [reader.manifest for reader in job.readers.values()]
@@ -181,7 +181,7 @@ def add_sources(job: Job, arguments: argparse.Namespace) -> None:
 
 
 def add_tokenizer(job: Job, arguments: argparse.Namespace) -> None:
-    """The job's tokenizer and prompt. Raises InputError for a folder without a tokenizer, and for a long prompt."""
+    """Adds the tokenizer and the prompt. Raises InputError for a folder without a tokenizer, and for a long prompt."""
     try:
         job.tokenizer = AutoTokenizer.from_pretrained(
             str(job.address.folder), trust_remote_code=arguments.trust_remote_code
@@ -213,14 +213,16 @@ def measure(job: Job, tasks: TaskSelection | None, arguments: argparse.Namespace
             torch.cuda.empty_cache()
         if tasks is not None:
             result.limit = arguments.limit
-            settings = TaskSettings(
+            result.tasks = score_tasks(
+                folder,
+                tasks,
+                strategy,
                 few_shots=arguments.num_fewshot,
                 limit=arguments.limit,
-                batch_size=None if arguments.batch_size is None else str(arguments.batch_size),
+                batch_size=arguments.batch_size,
                 precision=arguments.precision,
                 trust_remote_code=arguments.trust_remote_code,
             )
-            result.tasks = score_tasks(folder, tasks, strategy, settings)
     result.seconds = time.perf_counter() - started
     return result
 
@@ -243,7 +245,7 @@ def measure_loss(
 
 
 def sampling_of(arguments: argparse.Namespace) -> Sampling:
-    """Small base models repeat themselves under greedy decoding, so text is sampled unless temperature is 0."""
+    """Returns how to sample: small base models repeat themselves under greedy decoding, which is temperature 0."""
     if not arguments.temperature:
         return Sampling(arguments.max_new_tokens, seed=arguments.seed)
     top_k = 50 if arguments.top_k is None else arguments.top_k or None

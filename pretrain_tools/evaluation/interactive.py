@@ -24,20 +24,19 @@ HELP = """Type a beginning and press Enter; \\n stands for a new line. The model
   :reload            the newest checkpoint         :settings        as they are
   :help              this                          :quit            or Ctrl-D. Ctrl-C stops a text"""
 SETTINGS = {
-    "temperature": (float, 0, 100),
-    "top_k": (int, 0, 10**9),
-    "top_p": (float, 0, 1),
-    "max_new_tokens": (int, 1, 10**9),
+    "temperature": (float, 0, 100, 0.8),
+    "top_k": (int, 0, 10**9, 50),
+    "top_p": (float, 0, 1, 0.9),
+    "max_new_tokens": (int, 1, 10**9, 100),
 }
-"""Kind of number, least and most."""
-EXAMPLES = {"temperature": 0.8, "top_k": 50, "top_p": 0.9, "max_new_tokens": 100}
+"""{setting: (kind of number, least, most, an example)}"""
 
 LoadModel = Callable[[], tuple[PreTrainedModel, PreTrainedTokenizerBase, str]]
 """Gives a model, its tokenizer and its name, as they are on disk now."""
 
 
 class Session:
-    """A conversation with one model.
+    """Session with one model.
 
     Args:
         load: loads the model; called again for `:reload`.
@@ -67,7 +66,7 @@ class Session:
         return f"{said or 'greedy decoding'}, {self.sampling.max_new_tokens:,} new tokens, seed {self.sampling.seed}"
 
     def answer(self, line: str) -> bool:
-        """Does what a line asks for; False ends the session. Raises InputError for a command that means nothing."""
+        """Carries out a line; returns False at the end of the session. Raises InputError for an unknown command."""
         if not line.startswith(":"):
             if line:
                 self.beginning = line.replace("\\n", "\n")
@@ -127,18 +126,18 @@ class Collector(TextStreamer):
 
 
 def changed(sampling: Sampling, name: str, value: str) -> Sampling:
-    """Raises InputError for a value that is not allowed."""
-    kind, least, most = SETTINGS[name]
+    """Returns the sampling with another value. Raises InputError for one that is not allowed."""
+    kind, least, most, example = SETTINGS[name]
     try:
         number = kind(value)
     except ValueError:
         number = None
     if number is None or not least <= number <= most:
-        raise InputError(f":{name} {value}: give a number from {least} to {most:,}, such as :{name} {EXAMPLES[name]}")
+        raise InputError(f":{name} {value}: give a number from {least} to {most:,}, such as :{name} {example}")
     if name == "temperature" and not number:
         return dataclasses.replace(sampling, temperature=None, top_k=None, top_p=None)
     if name in ("top_k", "top_p") and sampling.temperature is None:
-        sampling = dataclasses.replace(sampling, temperature=EXAMPLES["temperature"])
+        sampling = dataclasses.replace(sampling, temperature=SETTINGS["temperature"][-1])
     return dataclasses.replace(sampling, **{name: number or None})
 
 
@@ -160,7 +159,7 @@ def lines() -> Iterator[str]:
 
 
 def interact(load: LoadModel, sampling: Sampling, device: torch.device, first: str | None = None) -> None:
-    """A session until `:quit` or the end of the input; `first` is the first beginning."""
+    """Runs a session until `:quit` or the end of the input; `first` is the first beginning."""
     session = Session(load, sampling, device)
     if first is not None:
         session.answer(first)

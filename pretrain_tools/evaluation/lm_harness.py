@@ -25,7 +25,8 @@ from pretrain_tools.evaluation.task_names import (
     BundleTask,
     bundle_tasks,
     core_names,
-    no_such_task,
+    is_file,
+    manager_of,
     task_problems,
 )
 from pretrain_tools.runs.history import is_number
@@ -34,21 +35,6 @@ TASK_FLAGS = ("--tasks", "--include_path", "--eval_bundle")
 BITS_PER_BYTE = "bits_per_byte"
 HARNESS_DTYPES = {"auto": "auto", "bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 BOOKKEEPING = ("alias", "name", "sample_len", "sample_count")
-
-
-@dataclass(frozen=True)
-class TaskSettings:
-    """Settings of all tasks."""
-
-    few_shots: int | None = None
-    """Examples in the prompt; None: the task's own number."""
-    limit: float | None = None
-    """Documents per task, or a fraction below 1; for quick tests."""
-    batch_size: str | None = None
-    """A number, "auto" (the largest that fits) or None: auto on a GPU, 1 on a CPU."""
-    precision: str = "auto"
-    """Dtype of the weights: auto (as saved), bf16, fp16 or fp32."""
-    trust_remote_code: bool = False
 
 
 @dataclass(frozen=True)
@@ -101,60 +87,35 @@ def select_tasks(names: list[str], include_path: Path | None = None, eval_bundle
     code written by the model.
     """
     if problems := task_problems(names, include_path, eval_bundle, TASK_FLAGS):
-        raise InputError(*problems)  # much sooner than the harness, which first reads all its files
+        raise InputError(*problems)
     of_bundle, of_harness = core_names(names)
     core = bundle_tasks(of_bundle, eval_bundle, TASK_FLAGS) if of_bundle else []
     if not of_harness:
         return TaskSelection(names, [], None, core)
-    wanted = list(dict.fromkeys(member for name in of_harness for member in TASK_SETS.get(name, (name,))))
+    wanted = dict.fromkeys(member for name in of_harness for member in TASK_SETS.get(name, (name,)))
+    files = [name for name in wanted if is_file(name)]
+    manager = manager_of([name for name in wanted if name not in files], include_path)
+    specs = [
+        spec
+        for name in wanted
+        for spec in ([str(Path(name).absolute())] if name in files else manager.match_tasks([name]))
+    ]
+    problems = Problems()
     with evaluate_package_importable():
-        manager = _task_manager(wanted, include_path)
-        specs, unknown = match_names(manager, wanted)
-        problems = Problems(unknown)
-        problems.stop_if_any()
-        loaded = [task for spec in dict.fromkeys(specs) for task in problems.attempt(_load, manager, spec) or []]
-    loaded, repeated = _without_repeats(loaded)
-    problems += repeated
+        loaded = [item for spec in dict.fromkeys(specs) for item in problems.attempt(_load, manager, spec) or []]
+    groups = [item for item in loaded if hasattr(item, "get_all_tasks")]
+    grouped = {task.task_name for group in groups for task in group.get_all_tasks()}
+    # A task that is also in a group is scored once, with its group.
+    tasks = {item.task_name: item for item in loaded if item not in groups and item.task_name not in grouped}
+    try:
+        manager.load([*groups, *tasks.values()])
+    except ValueError as error:  # a task in two groups
+        problems.append(f"--tasks: {error}; give one of them, or the tasks by name")
     problems.stop_if_any()
-    return TaskSelection(names, loaded, manager, core)
+    return TaskSelection(names, [*groups, *tasks.values()], manager, core)
 
 
-def _task_manager(wanted: list[str], include_path: Path | None) -> Any:
-    """Makes a manager of the local tasks alone if they are enough: reading the harness's own 14,000 takes seconds."""
-    from lm_eval.tasks import TaskManager
-
-    folder = None if include_path is None else str(include_path)
-    if folder is not None:
-        local = TaskManager(include_path=folder, include_defaults=False)
-        if all(_is_complete(name, local) for name in wanted):
-            return local
-    return TaskManager(include_path=folder)
-
-
-def _is_complete(name: str, manager: Any) -> bool:
-    """Tells if a manager knows a task, or a group and all its tasks. A tag may have more tasks elsewhere."""
-    if name not in manager.all_groups:
-        return name in manager.all_subtasks
-    parts = (manager.task_index[name].cfg or {}).get("task")
-    return isinstance(parts, list) and all(isinstance(part, str) and _is_complete(part, manager) for part in parts)
-
-
-def match_names(manager, wanted: list[str]) -> tuple[list[str], list[str]]:
-    """Resolves names, patterns and paths to (names and files that the task manager can load, problems)."""
-    specs = []
-    problems = []
-    for name in wanted:
-        if name.endswith((".yaml", ".yml")):
-            matches = [str(Path(name).absolute())] if Path(name).is_file() else []
-        else:
-            matches = manager.match_tasks([name])
-        specs += matches
-        if not matches:
-            problems.append(no_such_task("--tasks", name, [*manager.all_tasks, *TASK_SETS]))
-    return specs, problems
-
-
-def _load(manager, spec: str) -> list[Any]:
+def _load(manager: Any, spec: str) -> list[Any]:
     try:
         found = manager.load([spec])
     except Exception as error:  # whatever a task's file, its code, the datasets library or the network raises
@@ -173,63 +134,58 @@ def _load(manager, spec: str) -> list[Any]:
     return [groups[spec]] if spec in groups else list(found["tasks"].values())
 
 
-def _without_repeats(loaded: list[Any]) -> tuple[list[Any], list[str]]:
-    """Returns (each task once, problems): drops a task that is also in a group, refuses one that is in two."""
-    groups = [item for item in loaded if hasattr(item, "get_all_tasks")]
-    holders: dict[str, list[str]] = {}
-    for group in groups:
-        for task in group.get_all_tasks():
-            holders.setdefault(task.task_name, []).append(group.name)
-    problems = [
-        f"--tasks: {task} is in {' and '.join(names)}; give one of them, or the tasks by name"
-        for task, names in holders.items()
-        if len(names) > 1
-    ]
-    tasks = {item.task_name: item for item in loaded if item not in groups}
-    return groups + [task for name, task in tasks.items() if name not in holders], problems
+def score_tasks(
+    folder: Path,
+    tasks: TaskSelection,
+    strategy: Strategy,
+    *,
+    few_shots: int | None = None,
+    limit: float | None = None,
+    batch_size: int | str | None = None,
+    precision: str = "auto",
+    trust_remote_code: bool = False,
+) -> list[TaskScore]:
+    """Scores a model folder; all ranks together, each returns all scores.
 
+    Args:
+        few_shots: examples in the prompt; None: the task's own number.
+        limit: documents per task, or a fraction below 1; for quick tests.
+        batch_size: sequences per forward pass, "auto" (the largest that fits) or None: auto on a GPU, 1 on a CPU.
+        precision: dtype of the weights: auto (as saved), bf16, fp16 or fp32.
+    """
+    from lm_eval import simple_evaluate
 
-def score_tasks(folder: Path, tasks: TaskSelection, strategy: Strategy, settings: TaskSettings) -> list[TaskScore]:
-    """Scores a model folder; all ranks together, each returns all scores."""
-    batch_size = settings.batch_size or ("auto" if strategy.device.type == "cuda" else "1")
+    batch_size = str(batch_size or ("auto" if strategy.device.type == "cuda" else 1))
     scores = []
     with evaluate_package_importable(), only_main_prints(strategy.ranks.is_main):
         model = _shared_model(strategy)(
             pretrained=str(folder),
             device=str(strategy.device),
-            dtype=HARNESS_DTYPES[settings.precision],
+            dtype=HARNESS_DTYPES[precision],
             batch_size=batch_size,
             max_batch_size=64,
-            trust_remote_code=settings.trust_remote_code,
+            trust_remote_code=trust_remote_code,
             # Pickles can run code when they are loaded.
             use_safetensors=True,
         )
         # Only after its creation, which needs this process's real rank.
         model.answer_alone()
         if tasks.loaded:
-            scores += _score_with_harness(model, tasks, strategy, settings, batch_size)
+            results = simple_evaluate(
+                model=model,
+                tasks=list(tasks.loaded),
+                task_manager=tasks.manager,
+                num_fewshot=few_shots,
+                limit=limit,
+                batch_size=batch_size,
+                log_samples=False,
+            )
+            # The harness returns results only where LOCAL_RANK is 0.
+            gathered = strategy.ranks.gather(None if results is None else _scores(results, tasks))
+            scores += next(found for found in gathered if found is not None)
         if tasks.core:
-            scores += score_core(model, tasks.names, tasks.core, strategy.ranks, settings.limit)
+            scores += score_core(model, tasks.names, tasks.core, strategy.ranks, limit)
     return scores
-
-
-def _score_with_harness(
-    model: Any, tasks: TaskSelection, strategy: Strategy, settings: TaskSettings, batch_size: str
-) -> list[TaskScore]:
-    from lm_eval import simple_evaluate
-
-    results = simple_evaluate(
-        model=model,
-        tasks=list(tasks.loaded),
-        task_manager=tasks.manager,
-        num_fewshot=settings.few_shots,
-        limit=settings.limit,
-        batch_size=batch_size,
-        log_samples=False,
-    )
-    # The harness returns results only where LOCAL_RANK is 0.
-    gathered = strategy.ranks.gather(None if results is None else _scores(results, tasks))
-    return next(scores for scores in gathered if scores is not None)
 
 
 def _shared_model(strategy: Strategy) -> type:
@@ -268,26 +224,29 @@ def _shared_model(strategy: Strategy) -> type:
 
 def _scores(results: dict[str, Any], tasks: TaskSelection) -> list[TaskScore]:
     groups = results.get("groups", {})
-    grouped = {part for group, parts in results["group_subtasks"].items() if group in groups for part in parts}
-    rows = {**results["results"], **groups}
+    grouped = {part for group in groups for part in results["group_subtasks"].get(group, ())}
     bits = _bits_per_byte(tasks.loaded)
-    scores = [
-        TaskScore(
-            task=task,
-            # 'acc,none' -> 'acc'; another filter stays, since it makes another metric.
-            measures={
-                key.removesuffix(",none"): value if is_number(value) else None
-                for key, value in row.items()
-                if key not in BOOKKEEPING and (is_number(value) or "_stderr" in key)
-            }
-            | (mean_and_error(BITS_PER_BYTE, bits[task]) if task in bits else {}),
-            few_shots=results["n-shot"].get(task),
-            samples=results["n-samples"].get(task, {}).get("effective"),
-            version=None if results["versions"].get(task) is None else str(results["versions"][task]),
-            is_part=task in grouped and task not in tasks.names,
+    scores = []
+    for task, row in {**results["results"], **groups}.items():
+        # 'acc,none' -> 'acc'; another filter stays, since it makes another metric.
+        measures = {
+            key.removesuffix(",none"): value if is_number(value) else None
+            for key, value in row.items()
+            if key not in BOOKKEEPING and (is_number(value) or "_stderr" in key)
+        }
+        if task in bits:
+            measures |= mean_and_error(BITS_PER_BYTE, bits[task])
+        version = results["versions"].get(task)
+        scores.append(
+            TaskScore(
+                task=task,
+                measures=measures,
+                few_shots=results["n-shot"].get(task),
+                samples=results["n-samples"].get(task, {}).get("effective"),
+                version=None if version is None else str(version),
+                is_part=task in grouped and task not in tasks.names,
+            )
         )
-        for task, row in rows.items()
-    ]
     return scores + ([_mean_of_small(scores)] if "small" in tasks.names else [])
 
 

@@ -17,7 +17,7 @@ from pretrain.training.run_records import RECORDED_PACKAGES, commit_of, package_
 from pretrain.units import count_text
 from pretrain_tools.runs.addresses import ModelAddress
 from pretrain_tools.runs.history import Score, append_events, scores_of
-from pretrain_tools.runs.plots import draw_with_band
+from pretrain_tools.runs.plots import SCORES, axis_text
 
 PLOT_ENDINGS = (".png", ".svg", ".pdf")
 SOURCE_MEASURES = {"loss": "{:.4f}", "perplexity": "{:.2f}", "bits_per_byte": "{:.4f}"}
@@ -25,7 +25,7 @@ SOURCE_MEASURES = {"loss": "{:.4f}", "perplexity": "{:.2f}", "bits_per_byte": "{
 
 @dataclass(frozen=True)
 class TaskScore:
-    """The scores of one task or group."""
+    """Scores of one task or group."""
 
     task: str
     measures: dict[str, float | None]
@@ -76,21 +76,16 @@ class ModelResults:
             split = (self.source_settings or {}).get("split")
             lines.append({**about, "source": source, "split": split, **measured, **now})
         for score in self.tasks:
-            how = {
-                "few_shots": score.few_shots,
-                "samples": score.samples,
-                "limit": self.limit,
-                "is_part": score.is_part,
-            }
-            lines.append({**about, "task": score.task, **score.measures, **how, **now})
+            how = {name: getattr(score, name) for name in ("few_shots", "samples", "is_part")}
+            lines.append({**about, "task": score.task, **score.measures, **how, "limit": self.limit, **now})
         return lines
 
     def scores(self) -> list[Score]:
-        """Every number, without the parts of groups."""
+        """Lists every number, without the parts of groups."""
         return [score for line in self.lines() for score in scores_of(line)]
 
     def numbers(self) -> dict[str, float]:
-        """{'evaluation/acc/arc_easy': 0.31, ...}, as trackers take them, without the parts of groups."""
+        """Returns {'evaluation/acc/arc_easy': 0.31, ...}, as trackers take them, without the parts of groups."""
         measured = self.sources | {score.task: score.measures for score in self.tasks if not score.is_part}
         return {
             f"evaluation/{metric}/{name}": value
@@ -100,19 +95,17 @@ class ModelResults:
         }
 
     def as_dict(self) -> dict[str, Any]:
-        """The entry of this model in the JSON file."""
+        """Returns the entry of this model in the JSON file."""
+        tasks = {}
+        for score in self.tasks:
+            about = {key: getattr(score, key) for key in ("few_shots", "samples", "version", "is_part")}
+            tasks[score.task] = finite(score.measures) | about
         return {
             **asdict(self.address),
             "parameters": self.parameters,
             "sources": {source: finite(measures) for source, measures in self.sources.items()},
             "source_settings": self.source_settings,
-            "tasks": {
-                score.task: {
-                    **finite(score.measures),
-                    **{key: getattr(score, key) for key in ("few_shots", "samples", "version", "is_part")},
-                }
-                for score in self.tasks
-            },
+            "tasks": tasks,
             "sample": self.sample,
             "seconds": round(self.seconds, 1),
         }
@@ -134,7 +127,7 @@ def append_to_run(evaluation: ModelResults) -> None:
 
 
 def output_problems(flag: str, path: Path | None) -> list[str]:
-    """Says why a file cannot be written, before hours of evaluation and not after; [] if it can."""
+    """Returns why a file cannot be written, before hours of evaluation and not after; [] if it can."""
     if path is None:
         return []
     if path.is_dir():
@@ -161,18 +154,18 @@ def write_results(path: Path, evaluations: list[ModelResults], settings: dict[st
 
 
 def print_table(evaluations: list[ModelResults]) -> None:
-    """Measures down, models across. Parts of a group that has its own score are left to the JSON."""
+    """Prints measures down, models across. Parts of a group that has its own score are left to the JSON."""
     from rich.console import Console
     from rich.table import Table
 
-    rows = {row: None for evaluation in evaluations for row in _cells(evaluation)}
+    columns = [_cells(evaluation) for evaluation in evaluations]
     items = {_task_text(score): score.samples for evaluation in evaluations for score in evaluation.tasks}
     table = Table("source or task", "measure", *(["items"] if items else []))
     for evaluation in evaluations:
         table.add_column(_heading(evaluation), justify="right", overflow="fold")
     previous = None
-    for name, measure in rows:
-        cells = [_cells(evaluation).get((name, measure), "") for evaluation in evaluations]
+    for name, measure in dict.fromkeys(row for column in columns for row in column):
+        cells = [column.get((name, measure), "") for column in columns]
         if items:
             cells.insert(0, f"{items[name]:,}" if name != previous and items.get(name) else "")
         table.add_row(name if name != previous else "", measure, *cells)
@@ -196,7 +189,7 @@ def _heading(evaluation: ModelResults) -> str:
 
 
 def _cells(evaluation: ModelResults) -> dict[tuple[str, str], str]:
-    """{(source or task, measure): value ± standard error}"""
+    """Formats {(source or task, measure): value ± standard error}."""
     cells = {}
     for score in evaluation.scores():
         if score.metric in SOURCE_MEASURES and score.task in evaluation.sources:
@@ -216,7 +209,7 @@ def _task_text(score: Score | TaskScore) -> str:
 
 
 def plot_problems(path: Path | None, addresses: list[ModelAddress]) -> list[str]:
-    """Says why there can be no plot of these models; [] if there can."""
+    """Returns why there can be no plot of these models; [] if there can."""
     if path is None:
         return []
     problems = output_problems("--plot", path)
@@ -234,35 +227,29 @@ def plot_scores(path: Path, evaluations: list[ModelResults]) -> None:
     """Draws a panel per source and task: its first measure against training tokens, a line per run with its error."""
     from matplotlib.figure import Figure
 
-    points = [evaluation for evaluation in evaluations if evaluation.address.tokens is not None]
-    panels = list(dict.fromkeys(panel for evaluation in points for panel in _panel_values(evaluation)))
+    panels: dict[tuple[str, str], dict[Path | None, list[tuple[int, float, float]]]] = {}
+    for evaluation in evaluations:
+        address = evaluation.address
+        if address.tokens is None:
+            continue
+        first: dict[str, Score] = {}
+        for score in evaluation.scores():
+            first.setdefault(score.task, score)
+        for score in first.values():
+            points = panels.setdefault((score.task, score.metric), {}).setdefault(address.run, [])
+            points.append((address.tokens, score.value, score.standard_error or 0.0))
     if not panels:
         raise InputError("--plot: nothing was measured that could be drawn; give --tasks or --data")
     columns = min(3, len(panels))
     rows = math.ceil(len(panels) / columns)
     figure = Figure(figsize=(4.5 * columns, 3.2 * rows), layout="constrained")
-    axes = figure.subplots(rows, columns, squeeze=False)
-    for axis, (name, measure) in zip(axes.flat, panels, strict=False):
-        for run in dict.fromkeys(evaluation.address.run for evaluation in points):
-            found = [
-                (evaluation.address.tokens, *_panel_values(evaluation)[name, measure])
-                for evaluation in points
-                if evaluation.address.run == run and (name, measure) in _panel_values(evaluation)
-            ]
-            draw_with_band(axis, *zip(*sorted(found), strict=True), label=str(run))
+    for number, ((name, measure), runs) in enumerate(panels.items(), start=1):
+        axis = figure.add_subplot(rows, columns, number)
+        for run, points in runs.items():
+            axis.errorbar(*zip(*sorted(points), strict=True), label=str(run), **SCORES)
         axis.set(title=name, xlabel="training tokens", ylabel=measure)
-        axis.xaxis.set_major_formatter(lambda value, _: count_text(value))
+        axis.xaxis.set_major_formatter(axis_text)
         axis.grid(alpha=0.3)
-    for axis in list(axes.flat)[len(panels) :]:
-        axis.remove()
-    axes.flat[0].legend(fontsize="small")
+    figure.axes[0].legend(fontsize="small")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
-
-
-def _panel_values(evaluation: ModelResults) -> dict[tuple[str, str], tuple[float, float]]:
-    """{(source or task, measure): (value, standard error)}: the loss of a source, the first metric of a task."""
-    first: dict[str, Score] = {}
-    for score in evaluation.scores():
-        first.setdefault(score.task, score)
-    return {(score.task, score.metric): (score.value, score.standard_error or 0.0) for score in first.values()}

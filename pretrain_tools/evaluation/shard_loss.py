@@ -1,4 +1,4 @@
-"""Loss, perplexity and bits per byte of any model on prepared shards, measured as a training run measures them."""
+"""Measures loss, perplexity and bits per byte of any model on prepared shards, as a training run measures them."""
 
 import argparse
 import contextlib
@@ -60,7 +60,7 @@ class CheckedReader(ShardReader):
 
 
 def settings_for(address: ModelAddress, config: PreTrainedConfig, arguments: argparse.Namespace) -> ShardSettings:
-    """The command line's settings, else those of the model's run, else the defaults.
+    """Returns the command line's settings, else those of the model's run, else the defaults.
 
     Raises InputError for a run whose config.yaml cannot be read, and for sequences longer than the model's positions.
     """
@@ -98,7 +98,7 @@ def settings_for(address: ModelAddress, config: PreTrainedConfig, arguments: arg
 def _attention(
     config: PreTrainedConfig, requested: str, precision: str, length: int, document_mask: bool | None
 ) -> tuple[str, bool]:
-    """(attention, document_mask): the run's own kernel, or where this machine has none the one that computes the same.
+    """Chooses (attention, document_mask): the run's own kernel, or one for this machine that computes the same.
 
     document_mask None: on where the architecture can keep documents apart. A model with its own code is not judged.
     """
@@ -119,7 +119,7 @@ def _attention(
 
 
 def run_config_of(address: ModelAddress) -> RunConfig | None:
-    """The resolved recipe of the run that a model belongs to; None for a model of no run."""
+    """Reads the resolved recipe of the run that a model belongs to; None for a model of no run."""
     if address.run is None:
         return None
     try:
@@ -133,7 +133,10 @@ def run_config_of(address: ModelAddress) -> RunConfig | None:
 def open_evaluation_shards(
     folders: list[Path], split: str, window: WindowSpec, tokenizer: str | None = None
 ) -> dict[str, ShardReader]:
-    """{name: reader}; tokenizer: of files that others prepared. Raises InputError with every unusable folder."""
+    """Opens {name: reader}. Raises InputError with every unusable folder.
+
+    tokenizer: name of the tokenizer of files that other tools prepared.
+    """
     readers: dict[str, ShardReader] = {}
     problems = Problems()
     for folder in folders:
@@ -152,7 +155,7 @@ def open_evaluation_shards(
 
 
 def tokenizer_problems(address: ModelAddress, config: PreTrainedConfig, manifest: Manifest) -> list[str]:
-    """Says why these shards mean something else to this model than to their tokenizer; [] if they do not."""
+    """Returns why these shards mean something else to this model than to their tokenizer; [] if they do not."""
     own_file = address.folder / "tokenizer.json"
     shards_file = manifest.tokenizer_folder / "tokenizer.json"
     shards_text = f"{manifest.folder} was prepared with {manifest.tokenizer_name} ({manifest.vocabulary_size:,} ids)"
@@ -188,7 +191,7 @@ def _ids_of(tokenizer_json: bytes) -> dict[str, Any]:
 def measure_shards(
     causal_lm: PreTrainedModel, readers: dict[str, ShardReader], strategy: Strategy, settings: ShardSettings
 ) -> dict[str, dict[str, Any]]:
-    """{source: {loss, perplexity, bits_per_byte, tokens, ...}} as of `validate`.
+    """Measures {source: {loss, perplexity, bits_per_byte, tokens, ...}}, as a validation does.
 
     All ranks together, each with the whole model in fp32; arithmetic in settings.precision as in training.
     """
@@ -219,7 +222,7 @@ def measure_shards(
 def _progress(
     model: torch.nn.Module, name: str, sequences: int, strategy: Strategy, settings: ShardSettings
 ) -> Iterator[None]:
-    """A bar in tokens, moved by the model's own forward passes."""
+    """Shows a bar in tokens, moved by the model's own forward passes."""
     tokens_per_pass = settings.sequences_per_micro_batch * strategy.ranks.count * settings.window.sequence_length
     bar = tqdm(
         total=sequences * settings.window.sequence_length,

@@ -1,22 +1,18 @@
-"""Checks that the benchmarks that a recipe names exist, from the harness's files and without importing it.
+"""Checks that the benchmarks that a recipe names exist, in the harness, the user's folder or CORE's bundle.
 
     python -m pretrain_tools.evaluation.task_names --tasks TASK ... [--include_path FOLDER] [--eval_bundle FOLDER]
 
 prints what is wrong with a recipe's `evaluation`, one line each; train.py calls it before it starts.
-
-Importing lm_eval and building its index of 14,000 tasks takes half a minute; reading the names in its files takes a
-second or two, and is not needed for the tasks of `base` and `small`. CORE's tasks are those of a bundle of files.
 """
 
 import argparse
 import csv
-import fnmatch
+import functools
 import importlib.util
-import os
-import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -42,10 +38,6 @@ CORE_SHOTS = {
 eval/additional_aggregation.json, with the shots of nanochat's core.yaml)."""
 CORE_KINDS = ("multiple_choice", "schema", "language_modeling")
 
-KEY = re.compile(r"""^["']?(?:task|group|tag)["']?\s*:[ \t]*(\S.*)$""", re.MULTILINE)
-ITEM = re.compile(r"""^[ \t]*-[ \t]+(?:["']?task["']?[ \t]*:)?[ \t]*([^\s:]+)[ \t]*$""", re.MULTILINE)
-"""A line of a list: of tags, or of the tasks of a group."""
-
 
 @dataclass(frozen=True)
 class BundleTask:
@@ -67,12 +59,12 @@ def task_problems(
     bundle: Path | None = None,
     settings: tuple[str, str, str] = ("evaluation.tasks:", "evaluation.include_path:", "evaluation.eval_bundle:"),
 ) -> list[str]:
-    """What is wrong with the names of tasks and the user's folders of tasks, as far as shows without the harness.
+    """Lists what is wrong with the names of tasks and with the user's folders of tasks.
 
-    A name is known if a task, group or tag of any file has it. settings: the three settings, as messages name them.
+    settings: names of the three settings in messages.
     """
     tasks_are, folder_is, _ = settings
-    problems, own = Problems(), set()
+    problems = Problems()
     core, tasks = core_names(tasks)
     if core or bundle is not None:
         problems.attempt(bundle_tasks, core, bundle, settings)
@@ -80,25 +72,51 @@ def task_problems(
         return list(problems)
     if importlib.util.find_spec("lm_eval") is None:
         return [*problems, f"{tasks_are} lm_eval is not installed; pip install lm_eval, or leave the tasks out"]
-    if include_path is not None:
-        if not include_path.is_dir():
-            return [*problems, f"{folder_is} {include_path}: no such folder; give a folder with task .yaml files"]
-        own = set(names_in(include_path))
-        if not own:
-            problems.append(f"{folder_is} {include_path} holds no .yaml file with a task or a group")
-    unquestioned = {*TASK_SETS, *BASE_TASKS, *SMALL_TASKS}
-    unknown = [name for name in tasks if name not in unquestioned and not matches(name, own)]
-    known: set[str] = set()
-    if unknown and not all(is_file(name) for name in unknown):
-        known = set(names_in(harness_folder())) | own
-    for name in unknown:
-        if not os.path.isfile(name) if is_file(name) else not matches(name, known):
-            problems.append(no_such_task(tasks_are, name, known | set(TASK_SETS)))
+    if include_path is not None and not include_path.is_dir():
+        return [*problems, f"{folder_is} {include_path}: no such folder; give a folder with task .yaml files"]
+    if include_path is not None and not task_manager(include_path, include_defaults=False).all_tasks:
+        problems.append(f"{folder_is} {include_path} holds no .yaml file with a task or a group")
+    # The harness's whole index takes 10 seconds to build, and is not needed for the tasks of `base` and `small`.
+    questioned = [name for name in tasks if name not in {*TASK_SETS, *BASE_TASKS, *SMALL_TASKS}]
+    names = [name for name in questioned if not is_file(name)]
+    manager = manager_of(names, include_path) if names else None
+    for name in questioned:
+        if not (Path(name).is_file() if is_file(name) else manager.match_tasks([name])):
+            near = did_you_mean(name, [*manager.all_tasks, *TASK_SETS] if manager else ())
+            # The harness has 14,000 names, too many to list if none is near.
+            near = near if near.startswith("; did") else "; `lm_eval ls tasks` lists all"
+            problems.append(f"{tasks_are} {name}: no such task, group, set or .yaml file{near}")
     return list(problems)
 
 
+def manager_of(names: Iterable[str], include_path: Path | None) -> Any:
+    """Returns an lm_eval TaskManager that knows these tasks if any does: that of the user's folder if it is enough."""
+    if include_path is not None:
+        local = task_manager(include_path, include_defaults=False)
+        if all(is_complete(name, local) for name in names):
+            return local
+    return task_manager(include_path, include_defaults=True)
+
+
+@functools.cache
+def task_manager(include_path: Path | None, include_defaults: bool) -> Any:
+    """Returns the lm_eval TaskManager of the user's tasks, or of these and all tasks of the harness."""
+    from lm_eval.tasks import TaskManager
+
+    folder = None if include_path is None else str(include_path)
+    return TaskManager(include_path=folder, include_defaults=include_defaults)
+
+
+def is_complete(name: str, manager: Any) -> bool:
+    """Tells if a manager knows a task, or a group and all its tasks. A tag may have more tasks elsewhere."""
+    if name not in manager.all_groups:
+        return name in manager.all_subtasks
+    parts = (manager.task_index[name].cfg or {}).get("task")
+    return isinstance(parts, list) and all(isinstance(part, str) and is_complete(part, manager) for part in parts)
+
+
 def core_names(tasks: Iterable[str]) -> tuple[list[str], list[str]]:
-    """(core and core/LABEL, all other names)."""
+    """Divides names into (core and core/LABEL, all others)."""
     tasks = list(tasks)
     core = [name for name in tasks if name == CORE or name.startswith(f"{CORE}/")]
     return core, [name for name in tasks if name not in core]
@@ -107,7 +125,7 @@ def core_names(tasks: Iterable[str]) -> tuple[list[str], list[str]]:
 def bundle_tasks(
     names: Iterable[str], bundle: Path | None, settings: tuple[str, str, str] = ("--tasks", "", "--eval_bundle")
 ) -> list[BundleTask]:
-    """The tasks of a bundle that these names ask for: `core` for its 22, `core/LABEL` for one.
+    """Returns the tasks of a bundle that these names ask for: `core` for its 22, `core/LABEL` for one.
 
     Raises InputError with everything that is absent: CORE of fewer tasks would be another measure.
     """
@@ -149,7 +167,7 @@ def bundle_tasks(
 
 
 def _tasks_in(bundle: Path, bundle_is: str) -> dict[str, BundleTask]:
-    """{label: task} of a bundle. Raises InputError."""
+    """Reads {label: task} of a bundle. Raises InputError."""
     try:
         with open(bundle / "eval_meta_data.csv", encoding="utf-8", newline="") as file:
             percent = {row["Eval Task"]: float(row["Random baseline"] or "nan") for row in csv.DictReader(file)}
@@ -183,41 +201,8 @@ def _tasks_in(bundle: Path, bundle_is: str) -> dict[str, BundleTask]:
     return tasks
 
 
-def no_such_task(setting: str, name: str, known: Iterable[str]) -> str:
-    """The problem with an unknown name: with a suggestion, but without a list of all 14,000."""
-    near = did_you_mean(name, known)
-    near = near if near.startswith("; did") else "; `lm_eval ls tasks` lists all"
-    return f"{setting} {name}: no such task, group, set or .yaml file{near}"
-
-
 def is_file(name: str) -> bool:
     return name.endswith((".yaml", ".yml"))
-
-
-def matches(name: str, known: set[str]) -> bool:
-    """Whether it is one of the names, or a pattern such as blimp_* of any of them."""
-    return name in known or (any(letter in name for letter in "*?[") and bool(fnmatch.filter(known, name)))
-
-
-def harness_folder() -> Path:
-    """Where the installed harness keeps its tasks."""
-    spec = importlib.util.find_spec("lm_eval")
-    return Path(next(iter(spec.submodule_search_locations))) / "tasks"
-
-
-def names_in(folder: Path) -> Iterator[str]:
-    """Names of tasks, groups and tags in the YAML files of a folder, templates without a suffix among them."""
-    for place, _, files in os.walk(folder):
-        for file in files:
-            if not file.endswith(("yaml", "yml")) and "." in file:
-                continue
-            try:
-                text = (Path(place) / file).read_text(encoding="utf-8", errors="replace")
-            except OSError:
-                continue
-            for value in [*KEY.findall(text), *ITEM.findall(text)]:
-                for name in value.split(" #")[0].strip("[] \t").split(","):
-                    yield name.strip(" \t\"'")
 
 
 def main() -> None:

@@ -5,9 +5,11 @@ import json
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from pretrain.data.data_record import DATA_FILE
 from pretrain.errors import InputError, Problems
@@ -15,8 +17,9 @@ from pretrain.recipe import read_run_config
 from pretrain.runs.run_folder import METRICS_FILE, read_config, read_json, setting
 from pretrain.units import count_text, parse_count
 from pretrain_tools.experiments.scaling_law import ScalingLaw, fit_scaling_law
+from pretrain_tools.experiments.small_runs import end_of, losses_by_step
 from pretrain_tools.runs.comparison import flatten_settings
-from pretrain_tools.runs.history import History, find_runs, is_number, read_history
+from pretrain_tools.runs.history import History, find_runs, read_history
 
 LEAST_SIZES = 4
 """Number of distinct sizes required for a prediction."""
@@ -100,7 +103,6 @@ class Ladder:
     backtest: Prediction | None
     """Prediction of the largest rung by a fit without its size; None for fewer than LEAST_SIZES sizes."""
     predictions: list[Prediction]
-    cautions: list[str]
 
     @property
     def measured(self) -> float:
@@ -142,9 +144,7 @@ def read_ladder_runs(folders: Iterable[Path], count: str, intermediate: bool) ->
 
 def unusable(history: History) -> str:
     """Returns the reason why a run's loss cannot be used in a fit; '' if it can."""
-    # An `end` that is followed by a start belongs to an earlier process.
-    end = next((e for e in reversed(history.events) if e["event"] in ("end", "start", "train")), {})
-    if end.get("event") != "end" or end.get("code") != 0:
+    if end_of(history.events).get("code") != 0:
         return "it has not finished"
     if not history.last("validation"):
         return "it has no validation loss"
@@ -165,10 +165,7 @@ def points_of_run(history: History, count: str, intermediate: bool) -> list[Ladd
     settings = {key: value for key, value in config.items() if not key.startswith(IRRELEVANT)}
     data = read_json(folder / DATA_FILE)
     tokenizers = {source.get("tokenizer", {}).get("sha256") for source in data.values() if isinstance(source, dict)}
-    losses: dict[int, dict[str, float]] = {}
-    for event in history.of("validation"):
-        loss = event.get("loss")
-        losses.setdefault(event["step"], {})[str(event["source"])] = loss if is_number(loss) else math.inf
+    losses = losses_by_step(history.events)
     last = max(losses)
     # Stored as settings so that `comparability_problems` and `rungs_of` compare them as well.
     settings |= {"the tokenizer": sorted(map(str, tokenizers)), "the validation sources": sorted(losses[last])}
@@ -280,17 +277,15 @@ def make_ladder(rungs: list[Rung], asked: Sequence[tuple[str, int, int]], count:
         smaller = [rung for rung in rungs if rung.parameters * SIZES_DIFFER < sizes[-1]]
         last = max((rung for rung in rungs if rung not in smaller), key=lambda rung: rung.compute)
         backtest = predict_loss(fit_rungs(smaller), smaller, "backtest", last.parameters, last.tokens)
-    ladder = Ladder(rungs, law, count, backtest, [predict_loss(law, rungs, *one) for one in asked], [])
-    return replace(ladder, cautions=cautions_of(ladder, sizes))
+    return Ladder(rungs, law, count, backtest, [predict_loss(law, rungs, *one) for one in asked])
 
 
-def cautions_of(ladder: Ladder, sizes: Sequence[int]) -> list[str]:
+def cautions_of(ladder: Ladder) -> list[str]:
     """Returns warnings about what the runs cannot determine."""
-    import numpy as np
-
     said = []
-    if len(sizes) < LEAST_SIZES:
-        said.append(f"{len(sizes)} sizes show no law: the fit below is mostly its priors")
+    sizes = len(distinct_sizes(rung.parameters for rung in ladder.rungs))
+    if sizes < LEAST_SIZES:
+        said.append(f"{sizes} sizes show no law: the fit below is mostly its priors")
     logs = np.log([[rung.parameters, rung.tokens] for rung in ladder.rungs]).T
     flat = logs.std(axis=1) < 1e-3
     if flat.any() or abs(np.corrcoef(logs)[0, 1]) > SAME_DIRECTION:

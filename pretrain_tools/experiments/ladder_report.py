@@ -17,7 +17,7 @@ from pretrain_tools.experiments.ladder import (
     LEAST_SIZES,
     MOST_NOISE,
     Ladder,
-    Rung,
+    cautions_of,
     distinct_sizes,
     make_ladder,
     read_ladder_runs,
@@ -124,7 +124,7 @@ def ladder_text(ladder: Ladder, left_out: list[str]) -> str:
     lines += ["", HOW, *left_out]
     if worse := sum(rung.left_out for rung in ladder.rungs):
         lines.append(f"{counted(worse, 'run')} of the same size and tokens with worse settings left out")
-    return "\n".join([*lines, *(f"warning: {caution}" for caution in ladder.cautions)])
+    return "\n".join([*lines, *(f"warning: {caution}" for caution in cautions_of(ladder))])
 
 
 def ladder_values(ladder: Ladder) -> dict[str, Any]:
@@ -143,7 +143,7 @@ def ladder_values(ladder: Ladder) -> dict[str, Any]:
         ],
         "backtest": vars(ladder.backtest) if ladder.backtest else None,
         "predictions": [vars(one) for one in ladder.predictions],
-        "cautions": ladder.cautions,
+        "cautions": cautions_of(ladder),
         "interval_method": HOW,
         "law": law_values(law),
     }
@@ -178,11 +178,10 @@ def read_ladder(path: Path) -> WrittenLadder:
         if {name: values.get(name) for name in LADDER_FORMAT} != LADDER_FORMAT:
             raise ValueError("another format")
         law = law_of(values["law"])
-        # Files of earlier versions may lack newer fields, which have defaults.
-        names = [name for name in Rung.__dataclass_fields__ if name in values["rungs"][0]]
-        rungs = [Rung(**{name: rung[name] for name in names}) for rung in values["rungs"]]
-        sizes = distinct_sizes(rung.parameters for rung in rungs)
-        found = WrittenLadder(path, law, values["count"], max(rung.compute for rung in rungs))
+        rungs = values["rungs"]
+        sizes = distinct_sizes(rung["parameters"] for rung in rungs)
+        largest_compute = max(6.0 * rung["parameters"] * rung["tokens"] for rung in rungs)
+        found = WrittenLadder(path, law, values["count"], largest_compute)
     except InputError as error:
         raise InputError(f"--ladder {path}: {error}") from None
     except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
@@ -197,42 +196,33 @@ def read_ladder(path: Path) -> WrittenLadder:
 
 
 def draw_ladder(ladder: Ladder, path: Path) -> None:
-    """Draws the loss by compute, with the scaling law and its interval along the ladder, and the residuals."""
+    """Draws the loss by compute: the runs, the scaling law and its interval along the ladder, and the predictions."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(12, 4.6), layout="constrained")
-    curve, rest = figure.subplots(1, 2, width_ratios=(3, 2))
-    rungs = ladder.rungs
+    figure = Figure(figsize=(7.2, 4.6), layout="constrained")
+    panel = figure.add_subplot()
     law = ladder.law
-    logs = np.log([[rung.parameters, rung.tokens] for rung in rungs]).T
+    logs = np.log([[rung.parameters, rung.tokens] for rung in ladder.rungs]).T
     # The curve follows the ladder: tokens as a power of N, fitted to the rungs.
-    slope, offset = np.polyfit(*logs, 1) if len(rungs) > 1 else (1.0, 0.0)
+    slope, offset = np.polyfit(*logs, 1)
     largest = max([logs[0].max(), *(math.log(one.parameters) for one in ladder.predictions)])
     sizes = np.exp(np.linspace(logs[0].min(), largest, 60))
     tokens = np.exp(slope * np.log(sizes) + offset)
     low, high = np.array([law.interval(n, d) for n, d in zip(sizes, tokens, strict=True)]).T
     compute = 6 * sizes * tokens
-    curve.fill_between(compute, low, high, color=COLORS[0], alpha=0.15, linewidth=0, label="90 % interval of a run")
-    curve.plot(compute, law.loss(sizes, tokens), color=COLORS[0], linewidth=1.5, label="law, along the ladder")
-    at = [rung.compute for rung in rungs]
-    spreads = [rung.spread or 0.0 for rung in rungs]
-    dots = {"linestyle": "none", "zorder": 3, "color": "#000000", "marker": "o", "markersize": 5}
-    curve.errorbar(at, [rung.loss for rung in rungs], yerr=spreads, label="measured", **dots)
-    stars = {**dots, "color": COLORS[1], "marker": "*", "markersize": 11, "capsize": 4}
+    panel.fill_between(compute, low, high, color=COLORS[0], alpha=0.15, linewidth=0, label="90 % interval of a run")
+    panel.plot(compute, law.loss(sizes, tokens), color=COLORS[0], linewidth=1.5, label="law, along the ladder")
+    measured = [(rung.compute, rung.loss, rung.spread or 0.0) for rung in ladder.rungs]
+    panel.errorbar(*zip(*measured, strict=True), fmt="o", color="#000000", markersize=5, label="measured")
     for number, one in enumerate(ladder.predictions):
         place = (6.0 * one.parameters * one.tokens, one.loss)
         ends = [[one.loss - one.interval[0]], [one.interval[1] - one.loss]]
-        curve.errorbar(*([value] for value in place), yerr=ends, label="" if number else "predicted", **stars)
-        label_offset = {"xytext": (8, 6), "textcoords": "offset points", "fontsize": 9}
-        curve.annotate(f"{one.loss:.3f}", place, **label_offset)
-    curve.legend(frameon=False, fontsize=9)
-    rest.axhspan(-100 * law.noise, 100 * law.noise, color=COLORS[0], alpha=0.12, linewidth=0)
-    rest.axhline(0, color=COLORS[0], linewidth=1)
-    rest.plot(at, 100 * law.residuals, "o", color="#000000", markersize=5)
-    style_panel(curve, "Validation loss (nats per token) by compute (6 N D)")
-    style_panel(rest, "Measured beside the law (%); band: the noise")
-    for panel in (curve, rest):
-        panel.set_xscale("log")
-        panel.set_xlabel("FLOPs")
-        panel.yaxis.set_major_formatter(axis_text)
+        label = "predicted" if number == 0 else None
+        panel.errorbar(*place, ends, fmt="*", color=COLORS[1], markersize=11, capsize=4, label=label)
+        panel.annotate(f"{one.loss:.3f}", place, xytext=(8, 6), textcoords="offset points", fontsize=9)
+    style_panel(panel, "Validation loss (nats per token) by compute")
+    panel.set_xscale("log")
+    panel.set_xlabel("FLOPs (6 N D)")
+    panel.yaxis.set_major_formatter(axis_text)
+    panel.legend(frameon=False, fontsize=9)
     save_figure(figure, path)

@@ -18,12 +18,10 @@ from pretrain.config import RunConfig, Source
 from pretrain.errors import InputError
 from pretrain.files import write_durably
 from pretrain.recipe import as_yaml, parse_yaml, read_run_config
-from pretrain.runs.event_log import read_metrics
 from pretrain.units import table
 from pretrain_tools.experiments.sweep import run_sweep
 from pretrain_tools.experiments.sweep_plan import Axis, SweepRequest
 from pretrain_tools.experiments.sweep_report import PointResult
-from pretrain_tools.runs.history import current_events, is_number
 
 LEAST_WEIGHT = 0.01
 """Minimum weight of a source in a candidate; a weight of 0 has no logarithm."""
@@ -196,13 +194,9 @@ def propose(weights: NDArray, losses: NDArray) -> Proposal:
 
 def losses_by_source(result: PointResult) -> dict[str, float]:
     """Returns the last loss by validation source, averaged over seeds; only sources that every seed measured."""
-    found: dict[str, list[float]] = {}
-    for one in result.runs:
-        events = current_events(read_metrics(one.run.output))
-        last = {e["source"]: e["loss"] for e in events if e["event"] == "validation" and is_number(e.get("loss"))}
-        for source, loss in last.items():
-            found.setdefault(source, []).append(loss)
-    return {source: float(np.mean(losses)) for source, losses in found.items() if len(losses) == len(result.runs)}
+    last = [outcome.losses[outcome.step] for outcome in result.outcomes]
+    shared = set.intersection(*map(set, last))
+    return {source: float(np.mean([losses[source] for losses in last])) for source in shared}
 
 
 def report_mixture(request: SweepRequest, results: Sequence[PointResult]) -> int:

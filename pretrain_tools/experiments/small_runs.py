@@ -1,6 +1,6 @@
 """Trains many runs, each in its own train.py process, and recovers them after a kill.
 
-    FOLDER/recipes/NAME.yaml   the complete recipe of each run
+    FOLDER/recipes/NAME.yaml   the complete recipe of each run, written when it starts
     FOLDER/runs/NAME           its run folder
     FOLDER/logs/NAME.log       its console; the training process holds a lock on it, so that no run starts twice
     FOLDER/slots/0.json        the run that was started last on a device or share of the CPU
@@ -17,19 +17,20 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
+from pretrain.config import RunConfig
 from pretrain.errors import EXIT_BAD_INPUT, EXIT_INTERRUPTED, EXIT_NUMERIC, EXIT_PREEMPTED
 from pretrain.files import ROOT, SEAL_FILE, write_durably
 from pretrain.parallel.launcher import environment_alone
 from pretrain.processes import hold_while_open, is_held
-from pretrain.runs.event_log import read_metrics
+from pretrain.recipe import as_yaml
+from pretrain.runs.event_log import Event, read_metrics
 from pretrain.runs.run_folder import LOCK_FILE, METRICS_FILE, checkpoint_folders, read_json
 from pretrain.terminal import LIVE_LINE, is_terminal
-from pretrain.units import duration_text
 from pretrain_tools.runs.history import count_hours, current_events, is_number
 from pretrain_tools.runs.parity import refusals
 from pretrain_tools.runs.status import read_status
@@ -47,8 +48,8 @@ class SmallRun:
     folder: Path
     """Folder of the experiment."""
     total_steps: int
-    flops: float
-    """FLOPs of its whole budget."""
+    config: RunConfig = field(repr=False)
+    """Its complete recipe."""
 
     @property
     def recipe(self) -> Path:
@@ -67,23 +68,28 @@ class SmallRun:
 class RunOutcome:
     """The progress of a run, determined from its folder alone."""
 
+    folder: Path
     state: str
-    """new, unfinished, finished, or diverged: ended by its guard, so that a retry would end the same way."""
+    """new, unfinished, finished, diverged (ended by its guard, as a retry would be), or failed."""
     step: int
     """Step of the newest checkpoint, or the last step of a finished run."""
-    tokens: int
-    losses: dict[int, float]
-    """Validation loss by step, averaged over the sources; infinite if it was not a finite number."""
-    seconds: float
+    losses: dict[int, dict[str, float]]
+    """Validation loss by step and source; infinite if it was not a finite number."""
+    tokens: int = 0
+    seconds: float = 0.0
     reason: str = ""
     """Reason of its end, if it did not finish."""
     was_stopped: bool = False
     """True if it was stopped with a save: by a signal, a pause or `runs.py stop`."""
 
+    def loss_at(self, step: int | None) -> float:
+        """Returns the validation loss at a step, averaged over the sources; infinite if there is none."""
+        return statistics.fmean(self.losses[step].values()) if step in self.losses else math.inf
+
     @property
     def loss(self) -> float:
         """Final loss of a finished run; infinite for any other."""
-        return self.losses.get(self.step, math.inf) if self.state == "finished" else math.inf
+        return self.loss_at(self.step) if self.state == "finished" else math.inf
 
     def has_reached(self, step: int | None) -> bool:
         """Tells if nothing is left to train up to a step; None means to the end."""
@@ -95,30 +101,42 @@ def read_outcome(run: SmallRun) -> RunOutcome:
     events = read_metrics(run.output)
     count_hours(events)
     events = current_events(events)
-    train = [event for event in events if event["event"] == "train"]
-    last = next((e for e in reversed(events) if e["event"] in ("end", "start", "train")), {})
-    code = last.get("code") if last.get("event") == "end" else None
+    end = end_of(events)
     state = "unfinished" if events else "new"
-    if code == EXIT_NUMERIC:
+    if end.get("code") == EXIT_NUMERIC:
         state = "diverged"
     # The exit code alone is not enough: the export may have been deleted or damaged since.
-    if code == 0 and (run.output / "final" / SEAL_FILE).is_file():
+    if end.get("code") == 0 and (run.output / "final" / SEAL_FILE).is_file():
         state = "finished"
-    losses: dict[int, list[float]] = {}
+    checkpoint = max(checkpoint_folders(run.output), default=0)
+    return RunOutcome(
+        folder=run.output,
+        state=state,
+        step=end.get("step", checkpoint) if state == "finished" else checkpoint,
+        losses=losses_by_step(events),
+        tokens=next((e.get("tokens") or 0 for e in reversed(events) if e["event"] == "train"), 0),
+        seconds=3600 * events[-1]["hours"] if events else 0.0,
+        reason=str(end.get("reason", "")) if state != "finished" else "",
+        was_stopped=end.get("code") in (EXIT_PREEMPTED, EXIT_INTERRUPTED),
+    )
+
+
+def end_of(events: Sequence[Event]) -> Event:
+    """Returns the `end` event of the newest process; empty if it still trains or has crashed."""
+    # An `end` that is followed by a start belongs to an earlier process.
+    last = next((event for event in reversed(events) if event["event"] in ("end", "start", "train")), {})
+    return last if last.get("event") == "end" else {}
+
+
+def losses_by_step(events: Sequence[Event]) -> dict[int, dict[str, float]]:
+    """Returns the validation loss by step and source; infinite if it was not a finite number."""
+    losses: dict[int, dict[str, float]] = {}
     for event in events:
         if event["event"] == "validation":
             loss = event.get("loss")
-            losses.setdefault(event.get("step") or 0, []).append(loss if is_number(loss) else math.inf)
-    checkpoint = max(checkpoint_folders(run.output), default=0)
-    return RunOutcome(
-        state=state,
-        step=last.get("step", checkpoint) if state == "finished" else checkpoint,
-        tokens=train[-1].get("tokens") or 0 if train else 0,
-        losses={step: statistics.fmean(of_sources) for step, of_sources in losses.items()},
-        seconds=3600 * events[-1]["hours"] if events else 0.0,
-        reason=str(last.get("reason", "")) if state != "finished" else "",
-        was_stopped=last.get("code") in (EXIT_PREEMPTED, EXIT_INTERRUPTED),
-    )
+            of_step = losses.setdefault(event.get("step") or 0, {})
+            of_step[str(event.get("source"))] = loss if is_number(loss) else math.inf
+    return losses
 
 
 def device_slots(parallel: int | None) -> list[dict[str, str]]:
@@ -128,69 +146,17 @@ def device_slots(parallel: int | None) -> list[dict[str, str]]:
     """
     import torch
 
+    from pretrain.hardware import available_cores
+
     # Keep the caller's names: CUDA_VISIBLE_DEVICES may already restrict or reorder the GPUs.
     if count := torch.cuda.device_count():
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         names = visible.split(",")[:count] if visible else [str(number) for number in range(count)]
         return [{"CUDA_VISIBLE_DEVICES": names[n % count]} for n in range(parallel or count)]
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     # Each run would start a thread per core and compete with the others; a number set by the user stays.
     if not parallel or parallel == 1 or "OMP_NUM_THREADS" in os.environ:
         return [{} for _ in range(parallel or 1)]
-    return [{"OMP_NUM_THREADS": str(max(1, cores // parallel))} for _ in range(parallel)]
-
-
-class Progress:
-    """The progress of all runs, and the remaining time at the speed so far.
-
-    Args:
-        runs: runs by name; a search adds to the mapping later.
-        work: total FLOPs to train, which halving makes less than the sum of the runs' budgets.
-    """
-
-    def __init__(self, runs: Mapping[str, SmallRun], work: float):
-        self.runs = runs
-        self.work = work
-        self.steps = {name: read_outcome(run).step for name, run in runs.items()}
-        """Current step by name."""
-        self._done_before = self.done()
-        self._since = self._shown = time.monotonic()
-
-    def done(self) -> float:
-        """Returns the FLOPs trained so far."""
-        runs = ((self.runs[name], step) for name, step in self.steps.items())
-        return sum(run.flops * min(1.0, step / run.total_steps) for run, step in runs)
-
-    def left_text(self) -> str:
-        """Formats the remaining time as '12 min 05 s left'; '' while nothing is known."""
-        done = self.done()
-        trained = done - self._done_before
-        if trained <= 0:
-            return ""
-        return f"{duration_text(max(0.0, self.work - done) / trained * (time.monotonic() - self._since))} left"
-
-    def show(self, active: list[str]) -> None:
-        """Redraws the live line, or prints a line every minute if stderr is not a terminal."""
-        watched = is_terminal(sys.stderr)
-        now = time.monotonic()
-        if now - self._shown < (1.0 if watched else SECONDS_BETWEEN_PROGRESS_LINES):
-            return
-        self._shown = now
-        parts = []
-        for name in active:
-            run = self.runs[name]
-            text = "starting"
-            status = read_status(run.output, brief=True) if (run.output / METRICS_FILE).is_file() else None
-            if status and status.step:
-                self.steps[name] = status.step
-                loss = f", loss {status.loss:.4f}" if status.loss is not None else ""
-                text = f"step {status.step:,}/{run.total_steps:,}{loss}"
-            parts.append(f"{name} {text}")
-        text = " · ".join(filter(None, [*parts, self.left_text()]))
-        if watched:
-            LIVE_LINE.show(text)
-        else:
-            print(text, file=sys.stderr, flush=True)
+    return [{"OMP_NUM_THREADS": str(max(1, available_cores() // parallel))} for _ in range(parallel)]
 
 
 @dataclass
@@ -216,23 +182,23 @@ def train_runs(
     slots: list[dict[str, str]],
     next_run: Callable[[set[str]], tuple[SmallRun, int | None] | None],
     ended: Callable[[SmallRun, int | None], None],
-    progress: Progress,
 ) -> int:
     """Trains until `next_run` has no more runs and all have ended. Returns 0, or the exit status of an interruption.
 
     Passes Ctrl-C, SIGTERM and SIGHUP on to the runs, which save; the same command continues them.
 
     Args:
+        runs: runs by name; a search adds to the mapping later.
         next_run: called with the names in training; returns the next run and the step to pause at (None: no pause), or
             None if nothing can start now.
         ended: called with each run that has ended, and its exit status if known.
     """
     training = left_behind(runs)
+    shown = time.monotonic()
     with signals_passed_on(training) as received:
         while True:
             for slot, one in [(slot, one) for slot, one in training.items() if one.ended()]:
                 del training[slot]
-                progress.steps[one.run.name] = read_outcome(one.run).step
                 LIVE_LINE.clear()
                 ended(one.run, one.process.returncode if one.process else None)
             for slot, environment in enumerate(slots):
@@ -247,8 +213,26 @@ def train_runs(
                 if not received:
                     return 0
                 return EXIT_INTERRUPTED if received[0] == signal.SIGINT else EXIT_PREEMPTED
-            progress.show([one.run.name for one in training.values()])
+            if time.monotonic() - shown >= (1.0 if is_terminal(sys.stderr) else SECONDS_BETWEEN_PROGRESS_LINES):
+                shown = time.monotonic()
+                show_progress([one.run for one in training.values()])
             time.sleep(POLL_SECONDS_OF_RUNS)
+
+
+def show_progress(active: list[SmallRun]) -> None:
+    """Shows the step and loss of each active run: redraws the live line, or prints a line if there is no terminal."""
+    parts = []
+    for run in active:
+        status = read_status(run.output, brief=True) if (run.output / METRICS_FILE).is_file() else None
+        if status is None or not status.step:
+            parts.append(f"{run.name} starting")
+            continue
+        loss = f", loss {status.loss:.4f}" if status.loss is not None else ""
+        parts.append(f"{run.name} step {status.step:,}/{run.total_steps:,}{loss}")
+    if is_terminal(sys.stderr):
+        LIVE_LINE.show(" · ".join(parts))
+    else:
+        print(" · ".join(parts), file=sys.stderr, flush=True)
 
 
 def left_behind(runs: Mapping[str, SmallRun]) -> dict[int, Training]:
@@ -267,8 +251,10 @@ def left_behind(runs: Mapping[str, SmallRun]) -> dict[int, Training]:
 def start_training(run: SmallRun, pause_at: int | None, slot: int, environment: Mapping[str, str]) -> Training:
     """Starts train.py as a user would, with the console going to the run's log."""
     record = run.folder / "slots" / f"{slot}.json"
-    for folder in (record.parent, run.log.parent):
+    for folder in (record.parent, run.log.parent, run.recipe.parent):
         folder.mkdir(parents=True, exist_ok=True)
+    # Only now: a run that an earlier caller left behind may read its recipe again.
+    write_durably(run.recipe, as_yaml(run.config))
     # Written before the start, so that the next caller finds the run even if this one is killed in between.
     write_durably(record, json.dumps({"run": run.name}))
     pause = ["--checkpoint.pause_at", str(pause_at)] if pause_at else []
@@ -305,12 +291,12 @@ def signals_passed_on(training: Mapping[int, Training]) -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
-def failure_text(run: SmallRun, status: int | None) -> str:
+def failure_text(run: SmallRun, outcome: RunOutcome, status: int | None) -> str:
     """Returns the reason why a run ended early: the input errors it reported, else the last line of its log."""
     log = run.log.read_text(encoding="utf-8", errors="replace") if run.log.is_file() else ""
     if status == EXIT_BAD_INPUT and (found := refusals(log, status)):
         return "; ".join(found[-3:])
     if status is not None and status < 0:
         return f"killed by signal {-status}"
-    lines = [line for line in (read_outcome(run).reason or log).splitlines() if line.strip()]
+    lines = [line for line in (outcome.reason or log).splitlines() if line.strip()]
     return lines[-1] if lines else f"exit {status}"

@@ -10,13 +10,14 @@ import math
 import statistics
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from pretrain.errors import InputError
 from pretrain.files import write_durably
 from pretrain.processes import folder_lock
 from pretrain.units import counted, duration_text
 from pretrain_tools.experiments.small_runs import (
-    Progress,
+    RunOutcome,
     SmallRun,
     device_slots,
     failure_text,
@@ -29,12 +30,11 @@ from pretrain_tools.experiments.sweep_plan import (
     SweepRequest,
     cautions_of_sweep,
     check_points,
-    make_point,
     name_problems,
     request_problems,
     seal_plan,
 )
-from pretrain_tools.experiments.sweep_report import PointResult, RunResult, report_sweep
+from pretrain_tools.experiments.sweep_report import PointResult, report_sweep
 
 LOCK_OF_SWEEP = ".sweep.lock"
 TRIALS_FILE = "trials.json"
@@ -53,21 +53,19 @@ def run_sweep(
     problems.stop_if_any()
     # For a search the grid is the corners of the ranges; settings between them are assumed to work if the corners do.
     grid = request.grid
-    checked = problems.attempt(check_points, request, grid)
+    points = problems.attempt(check_points, request, grid)
     problems += name_problems(request, grid)
     problems.stop_if_any()
-    plans = [plan for _, _, plan in checked]
     request.output.mkdir(parents=True, exist_ok=True)
     with folder_lock(request.output / LOCK_OF_SWEEP):
-        seal_plan(request, [config for _, config, _ in checked], plans)
-        points = [] if request.search else [make_point(request, *one) for one in checked]
-        sweep = Sweep(request, points, flops=statistics.fmean(plan.total_flops for plan in plans))
+        seal_plan(request, points)
+        sweep = Sweep(request, [] if request.search else points)
         slots = device_slots(parallel)
-        for caution in cautions_of_sweep(request, sweep.points, plans[-1].parameters):
+        for caution in cautions_of_sweep(request, points):
             print(f"warning: {caution}", file=sys.stderr)
         runs = counted((request.search or len(points)) * request.seeds, "run")
         print(f"{request.output}: {runs}, {counted(len(slots), 'run')} at a time", file=sys.stderr, flush=True)
-        if status := train_runs(sweep.runs, slots, sweep.next_run, sweep.ended, sweep.progress):
+        if status := train_runs(sweep.runs, slots, sweep.next_run, sweep.ended):
             print(f"interrupted; give the same command to continue {request.output}", file=sys.stderr)
             return status
         return report(request, sweep.results())
@@ -77,12 +75,9 @@ class Sweep:
     """Decides the order of the runs from their folders alone, so that it is the same after a kill.
 
     With halving, the better half of the points continues from each rung. A search adds points over time.
-
-    Args:
-        flops: average FLOPs of a run.
     """
 
-    def __init__(self, request: SweepRequest, points: Sequence[SweepPoint], flops: float):
+    def __init__(self, request: SweepRequest, points: Sequence[SweepPoint]):
         self.request = request
         self.points: list[SweepPoint] = []
         self.alive: list[SweepPoint] = []
@@ -91,27 +86,14 @@ class Sweep:
         self.runs: dict[str, SmallRun] = {}
         self.failures: dict[str, str] = {}
         """Reason of each run that failed during this call, by name; the same command tries it again."""
-        for point in points:
+        trials = recorded_trials(request) if request.search else []
+        for point in [*points, *(check_points(request, trials) if trials else ())]:
             self._add(point)
-        for settings in recorded_trials(request) if request.search else ():
-            self._add(point_of(request, settings))
-        self.progress = Progress(self.runs, self._work(flops))
 
     def _add(self, point: SweepPoint) -> None:
         self.points.append(point)
         self.alive.append(point)
         self.runs.update({run.name: run for run in point.runs})
-
-    def _work(self, flops: float) -> float:
-        """Returns the total FLOPs to train, with halving taken into account."""
-        total = 0.0
-        before = 0.0
-        alive = self.request.search or len(self.points)
-        for share in self.request.rungs:
-            total += alive * (share - before) * flops * self.request.seeds
-            before = share
-            alive = math.ceil(alive / 2)
-        return total
 
     def pause_at(self, run: SmallRun) -> int | None:
         """Returns the step of the current rung; None for the end of the run."""
@@ -137,7 +119,7 @@ class Sweep:
         settings = pick_settings(self.request, self.results(), active)
         recorded = [*recorded_trials(self.request), settings]
         try:
-            point = point_of(self.request, settings)
+            (point,) = check_points(self.request, [settings])
         except InputError as error:
             raise InputError(f"trial {len(recorded)}, {settings}: {error}; narrow the range") from None
         # Recorded before the runs start, so that a killed search knows all its trials.
@@ -146,22 +128,27 @@ class Sweep:
 
     def _halve(self) -> None:
         """Keeps the better half of the points by mean loss over the seeds at the rung, and moves to the next rung."""
-        losses = [statistics.fmean(self._loss_at_rung(run) for run in point.runs) for point in self.alive]
-        order = sorted(range(len(losses)), key=losses.__getitem__)
-        best = sorted(order[: math.ceil(len(order) / 2)])
+        # Sorting is stable, so equal losses leave the order, and thereby the choice after a kill, the same.
+        best = sorted(self.alive, key=self._loss_at_rung)[: math.ceil(len(self.alive) / 2)]
         # A single remaining setting is not halved, but still has to reach the later rungs.
-        if len(best) < len(order):
+        if len(best) < len(self.alive):
             share = f"{self.request.rungs[self.rung]:.0%} of the budget"
-            print(f"{share}: {len(best)} of {len(order)} settings go on", file=sys.stderr, flush=True)
-        self.alive = [self.alive[number] for number in best]
+            print(f"{share}: {len(best)} of {len(self.alive)} settings go on", file=sys.stderr, flush=True)
+        self.alive = [point for point in self.alive if point in best]
         self.rung += 1
 
-    def _loss_at_rung(self, run: SmallRun) -> float:
+    def _loss_at_rung(self, point: SweepPoint) -> float:
+        outcomes = [self.outcome(run) for run in point.runs]
         # A diverged run may have a good loss from before it diverged.
-        outcome = read_outcome(run)
-        if outcome.state == "diverged" or run.name in self.failures:
+        if any(outcome.state in ("diverged", "failed") for outcome in outcomes):
             return math.inf
-        return outcome.losses.get(self.pause_at(run), math.inf)
+        return statistics.fmean(outcome.loss_at(self.pause_at(point.runs[0])) for outcome in outcomes)
+
+    def outcome(self, run: SmallRun) -> RunOutcome:
+        """Returns the outcome of a run, which `read_outcome` does not know to have failed during this call."""
+        outcome = read_outcome(run)
+        failure = self.failures.get(run.name)
+        return outcome if failure is None else replace(outcome, state="failed", reason=failure)
 
     def ended(self, run: SmallRun, status: int | None) -> None:
         """Prints the outcome of a run and records its failure."""
@@ -172,21 +159,16 @@ class Sweep:
         elif outcome.state == "diverged":
             text = f"diverged at step {outcome.step:,}: {outcome.reason.splitlines()[0]}"
         elif outcome.has_reached(self.pause_at(run)):
-            text = f"validation loss {outcome.losses.get(outcome.step, math.nan):.4f} at step {outcome.step:,}{took}"
+            text = f"validation loss {outcome.loss_at(outcome.step):.4f} at step {outcome.step:,}{took}"
         else:
-            text = self.failures[run.name] = failure_text(run, status)
+            text = self.failures[run.name] = failure_text(run, outcome, status)
             text = text if outcome.was_stopped else f"FAILED: {text}; see {run.log}"
-        left = self.progress.left_text()
-        print(f"{run.name}: {text}{f' · {left}' if left else ''}", file=sys.stderr, flush=True)
+        print(f"{run.name}: {text}", file=sys.stderr, flush=True)
 
     def results(self) -> list[PointResult]:
         """Returns the result of every point."""
         return [
-            PointResult(
-                point.settings,
-                point.tokens,
-                [RunResult(run, read_outcome(run), self.failures.get(run.name)) for run in point.runs],
-            )
+            PointResult(point.settings, point.plan.total_tokens, [self.outcome(run) for run in point.runs])
             for point in self.points
         ]
 
@@ -195,12 +177,6 @@ def recorded_trials(request: SweepRequest) -> list[dict[str, str]]:
     """Reads the settings that a search has picked so far."""
     path = request.output / TRIALS_FILE
     return json.loads(path.read_text()) if path.is_file() else []
-
-
-def point_of(request: SweepRequest, settings: dict[str, str]) -> SweepPoint:
-    """Returns the point with these settings. Raises InputError if they are invalid."""
-    (checked,) = check_points(request, [settings])
-    return make_point(request, *checked)
 
 
 def pick_settings(request: SweepRequest, results: Sequence[PointResult], active: set[str]) -> dict[str, str]:
@@ -227,7 +203,7 @@ def pick_settings(request: SweepRequest, results: Sequence[PointResult], active:
     sampler = optuna.samplers.TPESampler(seed=len(results), n_startup_trials=4, constant_liar=True)
     study = optuna.create_study(sampler=sampler)
     for result in results:
-        running = any(one.run.name in active for one in result.runs)
+        running = any(outcome.folder.name in active for outcome in result.outcomes)
         params = {axis.path: value_of(axis, result.settings[axis.path]) for axis in request.axes}
         state = TrialState.RUNNING if running else TrialState.COMPLETE
         value = None if running else result.mean_loss

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from pretrain.config import Hub, RunConfig
 from pretrain.errors import InputError, Problems, shortened
 from pretrain.files import write_durably
-from pretrain.recipe import as_plain, as_yaml, fields_of_config, parse_yaml, read_run_config
+from pretrain.recipe import as_plain, fields_of_config, parse_yaml, read_run_config
 from pretrain.runs.run_folder import output_problem, read_json
 from pretrain.terminal import say_stage
 from pretrain.units import bytes_text, count_text, counted
@@ -103,10 +103,10 @@ class SweepPoint:
 
     settings: dict[str, str]
     """Values as given on the command line, by dotted path."""
-    runs: tuple[SmallRun, ...]
+    runs: list[SmallRun]
     """Runs, one per seed."""
-    tokens: int
-    """Token budget of one run."""
+    plan: "RunPlan" = field(repr=False)
+    """Numbers of one run, the same for all seeds."""
 
 
 def read_axes(texts: Iterable[str]) -> list[Axis]:
@@ -229,10 +229,8 @@ def config_of_run(config: RunConfig, request: SweepRequest, seed: int, output: P
     return config.model_copy(update=update)
 
 
-def check_points(
-    request: SweepRequest, points: Sequence[dict[str, str]]
-) -> list[tuple[dict[str, str], RunConfig, "RunPlan"]]:
-    """Returns (settings, recipe, plan) of each point. Raises InputError with the problems of all, each listed once."""
+def check_points(request: SweepRequest, points: Sequence[dict[str, str]]) -> list[SweepPoint]:
+    """Returns the points with these settings. Raises InputError with the problems of all, each listed once."""
     from pretrain.training.run_plan import derive
     from pretrain.training.validation import open_validation
 
@@ -260,7 +258,20 @@ def check_points(
     if len(tokenizers) > 1:
         found["data: losses per token of different tokenizers are not comparable; sweep each by itself"] = []
     Problems(f"{where_found(at, points)}{problem}" for problem, at in found.items()).stop_if_any()
-    return list(zip(points, configs, plans, strict=True))
+    return [
+        SweepPoint(settings, runs_of(request, settings, config, plan.total_steps), plan)
+        for settings, config, plan in zip(points, configs, plans, strict=True)
+    ]
+
+
+def runs_of(request: SweepRequest, settings: dict[str, str], config: RunConfig, total_steps: int) -> list[SmallRun]:
+    """Returns the runs of one combination of settings, one per seed from the recipe's own on."""
+    runs = []
+    for seed in range(config.seed, config.seed + request.seeds):
+        name = run_name(request, settings, seed)
+        config_of_seed = config_of_run(config, request, seed, request.output / "runs" / name)
+        runs.append(SmallRun(name, request.output, total_steps, config_of_seed))
+    return runs
 
 
 def where_found(numbers: Sequence[int], points: Sequence[Mapping[str, str]]) -> str:
@@ -274,21 +285,6 @@ def where_found(numbers: Sequence[int], points: Sequence[Mapping[str, str]]) -> 
     return f"with {'; '.join(shown)}{'; ...' * (len(numbers) > 3)}: "
 
 
-def make_point(request: SweepRequest, settings: dict[str, str], config: RunConfig, plan: "RunPlan") -> SweepPoint:
-    """Returns a point after writing the recipes of its runs."""
-    runs = []
-    for seed in range(config.seed, config.seed + request.seeds):
-        name = run_name(request, settings, seed)
-        run = SmallRun(name, request.output, plan.total_steps, plan.total_flops)
-        text = as_yaml(config_of_run(config, request, seed, run.output))
-        run.recipe.parent.mkdir(parents=True, exist_ok=True)
-        # Do not touch an unchanged recipe: a run in training reads it again at a restart.
-        if not run.recipe.is_file() or run.recipe.read_text(encoding="utf-8") != text:
-            write_durably(run.recipe, text)
-        runs.append(run)
-    return SweepPoint(settings, tuple(runs), plan.total_tokens)
-
-
 def name_problems(request: SweepRequest, points: Sequence[Mapping[str, str]]) -> list[str]:
     """Returns a problem for each folder name that several settings would share."""
     names = [run_name(request, settings, 0) for settings in points]
@@ -296,17 +292,21 @@ def name_problems(request: SweepRequest, points: Sequence[Mapping[str, str]]) ->
     return [f"--vary: several settings would be named {name}; give the values shorter names" for name in twice]
 
 
-def seal_plan(request: SweepRequest, configs: Sequence[RunConfig], plans: Sequence["RunPlan"]) -> None:
+def seal_plan(request: SweepRequest, points: Sequence[SweepPoint]) -> None:
     """Writes plan.json, or compares the request with the existing one. Raises InputError with the differences."""
     varied = [axis.path for axis in request.axes]
+    config = read_run_config(request.recipe, [*request.changes, *points[0].settings.items()])
     base = {
         path: value
-        for path, value in flatten_settings(configs[0].model_dump(mode="json")).items()
+        for path, value in flatten_settings(config.model_dump(mode="json")).items()
         if path not in ("output", "seed") and not any(path == name or path.startswith(f"{name}.") for name in varied)
     }
     # Paths are not enough: shards and models may have been replaced under the same name.
-    identity = [{k: v for k, v in plan.identity.items() if k.startswith(("model", "data."))} for plan in plans]
-    first_seed = None if "seed" in varied else configs[0].seed
+    identity = [
+        {key: value for key, value in point.plan.identity.items() if key.startswith(("model", "data."))}
+        for point in points
+    ]
+    first_seed = None if "seed" in varied else config.seed
     plan = {**PLAN_FORMAT, **request.described, "first_seed": first_seed, "recipe": base, "identity": identity}
     # Tuples become lists, as in the plan read from the file.
     plan = json.loads(json.dumps(plan))
@@ -320,10 +320,13 @@ def seal_plan(request: SweepRequest, configs: Sequence[RunConfig], plans: Sequen
     if {key: there.get(key) for key in PLAN_FORMAT} != PLAN_FORMAT:
         raise InputError(f"{path}: is not the plan of a sweep of this version; choose another --output")
     before = flat_plan(there)
-    now = flat_plan(plan)
     defaults = {name: as_plain(field.default) for name, field in fields_of_config()}
     # A setting that was added in a newer version and has its default is not a difference.
-    now = {name: value for name, value in now.items() if name in before or (name, value) not in defaults.items()}
+    now = {
+        name: value
+        for name, value in flat_plan(plan).items()
+        if name in before or (name, value) not in defaults.items()
+    }
     lines = [
         f"{request.output}: {name} was {shortened(json.dumps(was))}, "
         f"the command now gives {shortened(json.dumps(given))}"
@@ -351,16 +354,13 @@ def flat_plan(plan: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def cautions_of_sweep(request: SweepRequest, points: Sequence[SweepPoint], parameters: int) -> list[str]:
-    """Returns warnings about what may be unintended, with numbers.
-
-    points: the points known so far; empty at the start of a search.
-    """
+def cautions_of_sweep(request: SweepRequest, points: Sequence[SweepPoint]) -> list[str]:
+    """Returns warnings about what may be unintended, with numbers. points: those of the request's grid."""
     said = []
-    tokens = sorted({point.tokens for point in points})
+    tokens = sorted({point.plan.total_tokens for point in points})
     varied = [axis.path for axis in request.axes]
     sized = any(path.startswith(("model", "budget")) for path in varied)
-    if tokens and not sized and tokens[-1] > 1.02 * tokens[0]:
+    if not request.search and not sized and tokens[-1] > 1.02 * tokens[0]:
         said.append(
             f"the runs train on {count_text(tokens[0])} to {count_text(tokens[-1])} tokens, so losses differ for that "
             "alone; a budget in tokens, --budget.tokens, is the same for all"
@@ -372,7 +372,7 @@ def cautions_of_sweep(request: SweepRequest, points: Sequence[SweepPoint], param
             f"halving compares at {', '.join(f'{share:.0%}' for share in request.rungs[:-1])} of the budget, before "
             "the learning rate has decayed: high rates look worse there than they end"
         )
-    needed = (request.search or len(points)) * request.seeds * parameters * BYTES_OF_A_KEPT_RUN
+    needed = (request.search or len(points)) * request.seeds * points[-1].plan.parameters * BYTES_OF_A_KEPT_RUN
     if needed > (free := shutil.disk_usage(request.output).free):
         said.append(f"checkpoints and models of all runs take {bytes_text(needed)}; free are {bytes_text(free)}")
     return said

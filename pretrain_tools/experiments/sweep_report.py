@@ -12,7 +12,7 @@ from typing import Any
 from pretrain.files import write_durably
 from pretrain.recipe import as_yaml, parse_yaml, read_run_config
 from pretrain.units import count_text, duration_text, table
-from pretrain_tools.experiments.small_runs import RunOutcome, SmallRun
+from pretrain_tools.experiments.small_runs import RunOutcome
 from pretrain_tools.experiments.sweep_plan import SweepRequest, is_number_text
 from pretrain_tools.runs.plots import axis_text, color_of, save_figure, style_panel
 
@@ -22,22 +22,12 @@ BEST_RECIPE = "best.yaml"
 RATIO_FOR_LOG = 4.0
 """Ratio of the largest to the smallest value from which the axis is logarithmic."""
 MOST_LINES = 8
-LINE_UNDER_PANEL = 64
+"""Number of lines above which a panel has no legend."""
+MOST_TICKS = 10
+PANEL_CHARACTERS = 64
 """Width of a panel in characters, shared by the labels under it."""
-LINE_IN_LEGEND = 48
-"""Width of a line in the legend, in characters."""
-SHORTEST_LINE = 7
-"""Minimum width of a line of a label under the panel, in characters."""
-MOST_LINES_OF_LABEL = 5
-
-
-@dataclass(frozen=True)
-class RunResult:
-    """The result of one seed."""
-
-    run: SmallRun
-    outcome: RunOutcome
-    failure: str | None
+LONGEST_LABEL = 40
+"""Characters of a value in the figure, about; longer ones are cut in the middle."""
 
 
 @dataclass(frozen=True)
@@ -46,17 +36,19 @@ class PointResult:
 
     settings: dict[str, str]
     tokens: int
-    runs: list[RunResult]
+    """Token budget of one run."""
+    outcomes: list[RunOutcome]
+    """One outcome per seed."""
 
     @property
     def losses(self) -> list[float]:
         """Final losses of the seeds that finished, in nats per token."""
-        return [one.outcome.loss for one in self.runs if one.outcome.state == "finished"]
+        return [outcome.loss for outcome in self.outcomes if outcome.state == "finished"]
 
     @property
     def mean_loss(self) -> float:
         """Mean final loss over the seeds; infinite unless all finished."""
-        return statistics.fmean(one.outcome.loss for one in self.runs)
+        return statistics.fmean(outcome.loss for outcome in self.outcomes)
 
     @property
     def spread(self) -> float | None:
@@ -66,18 +58,17 @@ class PointResult:
     @property
     def state(self) -> str:
         """finished, failed, diverged, or 'ended at step 120'."""
-        if any(one.failure for one in self.runs):
-            return "failed"
-        states = {one.outcome.state for one in self.runs}
-        if "diverged" in states:
-            return "diverged"
-        return "finished" if states == {"finished"} else f"ended at step {max(o.outcome.step for o in self.runs):,}"
+        states = {outcome.state for outcome in self.outcomes}
+        if states == {"finished"}:
+            return "finished"
+        last = max(outcome.step for outcome in self.outcomes)
+        return next((state for state in ("failed", "diverged") if state in states), f"ended at step {last:,}")
 
     @property
     def last_loss(self) -> float:
         """Mean loss over the seeds at the last step that all have reached, finished or not."""
-        shared = set.intersection(*(set(one.outcome.losses) for one in self.runs))
-        return statistics.fmean(one.outcome.losses[max(shared)] for one in self.runs) if shared else math.inf
+        shared = set.intersection(*(set(outcome.losses) for outcome in self.outcomes))
+        return statistics.fmean(outcome.loss_at(max(shared)) for outcome in self.outcomes) if shared else math.inf
 
 
 def report_sweep(request: SweepRequest, results: Sequence[PointResult]) -> int:
@@ -108,7 +99,7 @@ def sweep_table(request: SweepRequest, results: Sequence[PointResult]) -> str:
     rows = [[*paths, "loss", "spread", "seeds", "tokens", "time", ""]]
     for result in results:
         loss = f"{result.mean_loss:.4f}" if math.isfinite(result.mean_loss) else f"({result.last_loss:.4f})"
-        why = next((one.failure for one in result.runs if one.failure), "")
+        why = next((outcome.reason for outcome in result.outcomes if outcome.state == "failed"), "")
         state = "" if result.state == "finished" else result.state + (f": {why[:60]}" if why else "")
         rows.append(
             [
@@ -116,8 +107,8 @@ def sweep_table(request: SweepRequest, results: Sequence[PointResult]) -> str:
                 loss if math.isfinite(min(result.mean_loss, result.last_loss)) else "-",
                 f"{result.spread:.4f}" if result.spread is not None else "-",
                 str(len(result.losses)),
-                count_text(max(one.outcome.tokens for one in result.runs)),
-                duration_text(statistics.fmean(one.outcome.seconds for one in result.runs)),
+                count_text(max(outcome.tokens for outcome in result.outcomes)),
+                duration_text(statistics.fmean(outcome.seconds for outcome in result.outcomes)),
                 state,
             ]
         )
@@ -188,15 +179,15 @@ def as_values(request: SweepRequest, results: Sequence[PointResult]) -> dict[str
                 "budget_tokens": result.tokens,
                 "runs": [
                     {
-                        "folder": str(one.run.output),
-                        "state": "failed" if one.failure else one.outcome.state,
-                        "step": one.outcome.step,
-                        "tokens": one.outcome.tokens,
-                        "seconds": round(one.outcome.seconds, 1),
-                        "losses": {str(step): number(loss) for step, loss in one.outcome.losses.items()},
-                        **({"failure": one.failure} if one.failure else {}),
+                        "folder": str(outcome.folder),
+                        "state": outcome.state,
+                        "step": outcome.step,
+                        "tokens": outcome.tokens,
+                        "seconds": round(outcome.seconds, 1),
+                        "losses": {str(step): number(outcome.loss_at(step)) for step in outcome.losses},
+                        **({"failure": outcome.reason} if outcome.state == "failed" else {}),
                     }
-                    for one in result.runs
+                    for outcome in result.outcomes
                 ],
             }
             for result in results
@@ -220,26 +211,19 @@ def draw_sweep(request: SweepRequest, results: Sequence[PointResult], path: Path
     """Draws a panel per setting: the loss by its values, a line through runs that agree otherwise, a dot per seed."""
     from matplotlib.figure import Figure
 
-    axes = request.axes
     finished = [result for result in results if result.losses]
-    columns = min(3, len(axes))
-    rows = math.ceil(len(axes) / columns)
+    columns = min(3, len(request.axes))
+    rows = math.ceil(len(request.axes) / columns)
     figure = Figure(figsize=(5.6 * columns, 4.2 * rows), layout="constrained")
-    panels = figure.subplots(rows, columns, squeeze=False)
-    for panel, axis in zip(panels.flat, axes, strict=False):
-        draw_axis(panel, axis.path, finished)
-    for panel in panels.flat[len(axes) :]:
-        panel.set_visible(False)
-    panels[0][0].set_ylabel("validation loss (nats per token)")
+    for number, axis in enumerate(request.axes, start=1):
+        draw_axis(figure.add_subplot(rows, columns, number), axis.path, finished)
+    figure.axes[0].set_ylabel("validation loss (nats per token)")
     save_figure(figure, path)
 
 
-def fitting_label(text: str, width: int) -> str:
-    """Wraps text to `width` characters, and cuts its middle if it needs more than MOST_LINES_OF_LABEL lines."""
-    most = width * MOST_LINES_OF_LABEL
-    if len(text) > most:
-        text = f"{text[: most // 2 - 2]}...{text[-(most // 2 - 2) :]}"
-    return "\n".join(textwrap.wrap(text, width)) or text
+def short_label(text: str) -> str:
+    """Cuts the middle of a long value out: those of data.train differ at both ends."""
+    return text if len(text) <= LONGEST_LABEL else f"{text[: LONGEST_LABEL // 2]}...{text[-LONGEST_LABEL // 2 :]}"
 
 
 def draw_axis(panel: Any, path: str, finished: Sequence[PointResult]) -> None:
@@ -251,38 +235,25 @@ def draw_axis(panel: Any, path: str, finished: Sequence[PointResult]) -> None:
         if min(place.values()) > 0 and max(place.values()) >= RATIO_FOR_LOG * min(place.values()):
             panel.set_xscale("log")
             panel.xaxis.set_minor_formatter("")
-    if len(texts) <= 10:
-        width = max(SHORTEST_LINE, LINE_UNDER_PANEL // len(texts))
-        panel.set_xticks(list(place.values()), [fitting_label(text, width) for text in place])
+    if len(texts) <= MOST_TICKS:
+        width = max(7, PANEL_CHARACTERS // len(texts))
+        panel.set_xticks(list(place.values()), [textwrap.fill(short_label(text), width) for text in texts])
     lines: dict[str, list[PointResult]] = {}
     for result in finished:
-        others = [(other, value) for other, value in result.settings.items() if other != path]
-        named = ", ".join(f"{other.rpartition('.')[2]} {value}" for other, value in others)
-        lines.setdefault(named, []).append(result)
-    single = all(len(points) == 1 for points in lines.values())
+        others = [f"{other.rpartition('.')[2]} {value}" for other, value in result.settings.items() if other != path]
+        lines.setdefault(", ".join(others), []).append(result)
     for number, (named, points) in enumerate(lines.items()):
-        color = color_of(0 if single else number)
         points = sorted(points, key=lambda result: place[result.settings[path]])
+        means = [statistics.fmean(result.losses) for result in points]
+        look = {"color": color_of(number), "marker": "o", "markersize": 4, "capsize": 3, "linewidth": 1.5}
         x = [place[result.settings[path]] for result in points]
-        panel.errorbar(
-            x,
-            [statistics.fmean(result.losses) for result in points],
-            yerr=[result.spread or 0.0 for result in points],
-            label=fitting_label(named, LINE_IN_LEGEND) if not single and number < MOST_LINES else None,
-            color=color,
-            marker="o",
-            markersize=4,
-            capsize=3,
-            linewidth=1.5,
-        )
+        panel.errorbar(x, means, [result.spread or 0.0 for result in points], label=short_label(named), **look)
         for at, result in zip(x, points, strict=True):
-            if len(result.losses) > 1:
-                panel.scatter([at] * len(result.losses), result.losses, s=9, color=color, alpha=0.5)
+            panel.scatter([at] * len(result.losses), result.losses, s=9, color=color_of(number), alpha=0.5)
     best = finished[0]
-    loss = best.mean_loss if math.isfinite(best.mean_loss) else best.losses[0]
     ring = {"s": 90, "facecolors": "none", "edgecolors": "#000000", "linewidths": 1.4, "zorder": 4}
-    panel.scatter(place[best.settings[path]], loss, **ring)
+    panel.scatter(place[best.settings[path]], statistics.fmean(best.losses), **ring)
     style_panel(panel, path)
     panel.yaxis.set_major_formatter(axis_text)
-    if len(lines) > 1 and not single:
+    if 1 < len(lines) <= MOST_LINES:
         panel.legend(frameon=False, fontsize=8)

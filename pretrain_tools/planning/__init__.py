@@ -5,8 +5,8 @@ Predictions come from footprints and step_time; calibration compares them with a
     hardware_options: the machines that plan.py is asked about
     budget, budget_request, budget_report: from hours or dollars to a recipe; its options; its table
     candidates, report: which strategies fit, ranked; the report
-    layouts: how processes divide a run under each strategy
-    memory, activations, footprints: sizes and states; a traced forward pass; what a process holds under each strategy
+    layouts: the processes of a run along each dimension of parallelism
+    memory, activations, footprints: sizes and one process's part; a traced forward pass; what a process holds
     optimizer_bytes: what an optimizer keeps, allocates and sends
     memory_advice: what to change when memory runs out
     traffic, step_time: bytes and waiting under each strategy; time and cost

@@ -69,7 +69,7 @@ class Activations:
     """The last hidden states."""
 
     def kept(self, layers: int, sequences: int) -> float:
-        """Bytes alive between forward and backward."""
+        """Returns the bytes alive between forward and backward."""
         return self.outside(sequences) + layers * self.per_layer(sequences)
 
 
@@ -400,10 +400,10 @@ FUSED = (
 
 
 def _is_fused(node: fx.Node) -> bool:
-    """True of pointwise operations, views and reductions, which the compiler computes on the way.
+    """Tells pointwise operations, views and reductions, which the compiler computes on the way.
 
-    They never reach memory, unless something that cannot be fused reads them: a matrix product, an attention kernel,
-    or the end of the graph.
+    Their results never reach memory, unless something that cannot be fused reads them: a matrix product, an attention
+    kernel, or the end of the graph.
     """
     if node.op != "call_function":
         return False

@@ -15,7 +15,6 @@ from pathlib import Path
 from pretrain.config import RunConfig
 from pretrain.data.vocabulary import planned_model_config
 from pretrain.errors import InputError
-from pretrain.model.build import active_parameters, matrix_parameters
 from pretrain.optim.optimizers import OPTIMIZERS
 from pretrain.optim.scaling_laws import batch_by_law, warmup_by_law, weight_decay_by_law
 from pretrain.parallel.registry import strategy_named
@@ -24,16 +23,17 @@ from pretrain_tools.planning.activations import Activations, ForwardPass, Line
 from pretrain_tools.planning.candidates import (
     SIMPLEST_FIRST,
     Candidate,
+    Case,
     consider,
     micro_batches,
     planned_precision,
-    reduced_once,
+    timed,
+    work_of_run,
 )
 from pretrain_tools.planning.families import Family, Shape
-from pretrain_tools.planning.footprints import footprint
 from pretrain_tools.planning.judgement import FEWEST_STEPS
 from pretrain_tools.planning.layouts import layout
-from pretrain_tools.planning.memory import PlannedRun, sizes_of
+from pretrain_tools.planning.memory import Memory, PlannedRun
 from pretrain_tools.planning.sizing import MOST_EPOCHS, best_shape, expected_loss, nearest_shape
 from pretrain_tools.planning.step_time import Hardware, RunWork, Speed, mfu_of_size
 
@@ -98,12 +98,12 @@ class RunBudget:
         return Speed(mfu_of_size(shape.active, self.hardware.device_type, self.precision), "assumed for this size")
 
     def tokens(self, shape: Shape, tokens_per_second: float) -> float:
-        """Tokens that a model can be trained on."""
+        """Returns the tokens that a model can be trained on."""
         affordable = self.flops / shape.flops_per_token if self.flops else self.seconds * tokens_per_second
         return min(affordable, MOST_EPOCHS * self.unique_tokens)
 
     def tokens_at_mfu(self, shape: Shape) -> float:
-        """Tokens that a model could be trained on if GPUs did nothing but compute."""
+        """Returns the tokens that a model could be trained on if GPUs did nothing but compute."""
         flops = self.hardware.gpus * self.hardware.gpu.bf16_flops * self.speed(shape).mfu
         return self.tokens(shape, flops / shape.flops_per_token)
 
@@ -150,21 +150,20 @@ class ScaledRun(PlannedRun):
 
 
 @dataclass(frozen=True)
-class Combination:
+class Combination(Candidate):
     """A strategy with the micro-batch and the activation checkpointing that are fastest under it."""
 
-    candidate: Candidate
-    checkpointing: str
+    checkpointing: str = "none"
 
-    @property
-    def seconds(self) -> float:
-        """Seconds of a step."""
-        return self.candidate.step_seconds
+    def applied_to(self, case: Case) -> Case:
+        """Returns the case with this combination's settings."""
+        chosen = case.with_batch(sequences_per_micro_batch=self.micro_batch, reduce_once=self.reduces_once)
+        return chosen.changed(activation_checkpointing=self.checkpointing)
 
     def in_words(self) -> str:
         recomputes = ", activations recomputed" if self.checkpointing == "full" else ""
-        reduces = ", gradients reduced once per step" if self.candidate.reduces_once else ""
-        return f"{self.candidate.name}, micro-batch {self.candidate.micro_batch}{recomputes}{reduces}"
+        reduces = ", gradients reduced once per step" if self.reduces_once else ""
+        return f"{self.name}, micro-batch {self.micro_batch}{recomputes}{reduces}"
 
 
 @dataclass(frozen=True)
@@ -173,24 +172,31 @@ class Sized:
 
     budget: RunBudget
     shape: Shape
-    run: PlannedRun
-    work: RunWork
+    case: Case
     combinations: tuple[Combination, ...]
     """The best of every strategy that fits, best first; none where nothing fits."""
     searched: int
     """Combinations of strategy, micro-batch and checkpointing that fit."""
 
     @property
+    def best(self) -> Combination:
+        return self.combinations[0]
+
+    @property
+    def work(self) -> RunWork:
+        return self.case.work
+
+    @property
     def config(self) -> RunConfig:
         """The recipe with the best combination's settings."""
-        return self.config_with(self.combinations[0])
+        return self.best.applied_to(self.case).run.config
 
-    def config_with(self, chosen: Combination) -> RunConfig:
-        candidate = chosen.candidate
-        config = self.run.config.with_batch(
-            sequences_per_micro_batch=candidate.micro_batch, reduce_once=candidate.reduces_once
-        )
-        return config.model_copy(update={"activation_checkpointing": chosen.checkpointing})
+    @property
+    def memory(self) -> Memory:
+        """The memory of the best combination."""
+        hardware = self.budget.hardware
+        divided = layout(self.best.name, hardware.gpus, hardware.machines)
+        return self.best.applied_to(self.case).memory(divided, self.best.micro_batch)
 
     @property
     def batch(self) -> int:
@@ -198,7 +204,7 @@ class Sized:
 
     @property
     def tokens_per_second(self) -> float:
-        return self.batch / self.combinations[0].seconds if self.combinations else 0.0
+        return self.batch / self.best.step_seconds if self.combinations else 0.0
 
     @property
     def affordable(self) -> float:
@@ -214,15 +220,11 @@ class Sized:
         return self.steps * self.batch
 
     @property
-    def hours(self) -> float:
-        """Hours of the steps."""
-        return self.steps * self.combinations[0].seconds / 3600
-
-    @property
     def billed_hours(self) -> float:
         """Hours with start, validation and checkpoints."""
         kind = self.budget.hardware.device_type
-        return (self.hours + SECONDS_TO_START[kind] / 3600) / SHARE_FOR_STEPS[kind]
+        hours = self.steps * self.best.step_seconds / 3600
+        return (hours + SECONDS_TO_START[kind] / 3600) / SHARE_FOR_STEPS[kind]
 
     @property
     def cost(self) -> float:
@@ -255,151 +257,124 @@ class Sized:
 
 
 def choose_run(budget: RunBudget) -> Sized:
-    """Raises InputError for a budget that fits no model."""
+    """Chooses the size and the way to train it. Raises InputError for a budget that fits no model."""
     found = search_family(budget)
     chosen = size(budget, best_of(budget, found).shape, names=COMPARED)
     if not chosen.combinations:  # scaled memory said that it fits, by a hair
         others = {shape: sized for shape, sized in found.items() if shape.parameters < chosen.shape.parameters}
         chosen = size(budget, best_of(budget, others).shape, names=COMPARED)
-    if problem := too_small(chosen):
-        raise InputError(problem)
+    refuse_few_steps(chosen)
     return chosen
 
 
 def search_family(budget: RunBudget) -> dict[Shape, Sized]:
     """Sizes the shapes that may be the best one: {shape: its run}, smallest first."""
-    refuse_less_than_a_start(budget)
-    refuse_more_than_the_largest(budget)
-    shapes = budget.shapes
-    place = shapes.index(guess(budget))
+    *smaller, first = shapes_within(budget)
     # One trace serves the whole search: a trace takes seconds, scaling it nothing.
-    like = planned_run(budget, shapes[place]), shapes[place]
-    found = {shapes[place]: size(budget, shapes[place], like)}
-    while place > 0:  # communication and recomputing leave less than was guessed, or nothing
-        place -= 1
-        found = {shapes[place]: size(budget, shapes[place], like), **found}
-        able = {shape: sized for shape, sized in found.items() if sized.combinations}
-        if able and best_of(budget, able).shape != shapes[place]:
+    like = size(budget, first)
+    found = {first: like}
+    for shape in reversed(smaller):  # communication and recomputing leave less than was guessed, or nothing
+        found = {shape: size(budget, shape, like), **found}
+        if any(sized.combinations for sized in found.values()) and best_of(budget, found).shape != shape:
             break
     return found
 
 
-def guess(budget: RunBudget) -> Shape:
-    """The shape for a budget if GPUs did nothing but compute."""
-    return budget.best({shape: budget.tokens_at_mfu(shape) for shape in budget.shapes})
+def shapes_within(budget: RunBudget) -> list[Shape]:
+    """Lists shapes up to the best one if GPUs did nothing but compute, smallest first.
+
+    Raises InputError for a budget below the time of a start, and above that of the largest model.
+    """
+    if budget.hours is not None and budget.seconds <= 0:
+        start = SECONDS_TO_START[budget.hardware.device_type]
+        raise InputError(f"budget: {budget.in_words()}: the start alone takes some {start:.0f} s; give more time")
+    shapes = budget.shapes
+    tokens = {shape: budget.tokens_at_mfu(shape) for shape in shapes}
+    largest = shapes[-1]
+    asked = budget.tokens_per_parameter or COMPUTE_OPTIMAL
+    ratio = tokens[largest] / largest.active
+    if ratio > MOST_TIMES_TOO_LONG * asked:
+        wanted = math.sqrt(tokens[largest] * largest.active / asked)
+        raise InputError(
+            f"budget: {budget.in_words()} would train {count_text(wanted)} parameters at {asked:g} tokens per "
+            f"parameter; the largest {budget.family.name} here has {count_text(largest.active)} ({largest.layers} "
+            f"x {largest.width}). Give less, or train that one for longer with --tokens_per_parameter {ratio:.0f}"
+        )
+    return shapes[: shapes.index(budget.best(tokens)) + 1]
 
 
 def other_size(like: Sized, factor: float) -> Sized | None:
-    """The run of a model that is larger by this factor, within the same budget; None beyond the ladder."""
-    budget = like.budget
+    """Sizes a model that is larger by this factor, within the same budget; None beyond the ladder, or if it fails."""
     wanted = factor * like.shape.parameters
-    shape = min(budget.shapes, key=lambda shape: abs(math.log(shape.parameters / wanted)))
-    return None if shape == like.shape else size(budget, shape, (like.run, like.shape))
+    shape = min(like.budget.shapes, key=lambda shape: abs(math.log(shape.parameters / wanted)))
+    return None if shape == like.shape else size(like.budget, shape, like)
 
 
 def alternative(budget: RunBudget, like: Sized) -> Sized | None:
-    """The run of another budget, its memory scaled from `like`, which may be of another family; None if none fits."""
-    refuse_less_than_a_start(budget)
-    refuse_more_than_the_largest(budget)
-    shapes = budget.shapes
-    for shape in reversed(shapes[: shapes.index(guess(budget)) + 1]):
-        sized = size(budget, shape, (like.run, like.shape))
+    """Sizes the run of another budget, which may be of another family, scaled from `like`; None if none fits.
+
+    Raises InputError as `shapes_within`.
+    """
+    for shape in reversed(shapes_within(budget)):
+        sized = size(budget, shape, like)
         if sized.combinations:
             return sized if sized.steps >= FEWEST_STEPS else None
     return None
 
 
-def refuse_less_than_a_start(budget: RunBudget) -> None:
-    if budget.hours is not None and budget.seconds <= 0:
-        start = SECONDS_TO_START[budget.hardware.device_type]
-        raise InputError(f"budget: {budget.in_words()}: the start alone takes some {start:.0f} s; give more time")
-
-
 def best_of(budget: RunBudget, found: dict[Shape, Sized]) -> Sized:
-    able = {shape: sized for shape, sized in found.items() if sized.combinations}
-    if not able:
-        smallest = next(iter(found.values()))
+    """Returns the best run of those that fit. Raises InputError if none does."""
+    # The smallest runs too few steps to be compared, and is refused then.
+    tokens = {shape: max(sized.affordable, 1.0) for shape, sized in found.items() if sized.combinations}
+    if not tokens:
+        smallest = next(iter(found))
         raise InputError(
             f"budget: no {budget.family.name} fits on {budget.hardware.gpus} x {budget.hardware.gpu.name}, not even "
-            f"{count_text(smallest.shape.parameters)} parameters with a vocabulary of {budget.vocabulary:,}; give "
+            f"{count_text(smallest.parameters)} parameters with a vocabulary of {budget.vocabulary:,}; give "
             "GPUs with more memory, or a smaller vocabulary"
         )
-    # The smallest runs too few steps to be compared, and is refused then.
-    tokens = {shape: max(sized.affordable, 1.0) for shape, sized in able.items()}
-    return able[budget.best(tokens)]
+    return found[budget.best(tokens)]
 
 
-def too_small(sized: Sized) -> str | None:
+def refuse_few_steps(sized: Sized) -> None:
+    """Raises InputError for a run in which nothing is learned."""
     if sized.steps >= FEWEST_STEPS:
-        return None
+        return
     budget = sized.budget
     shape = sized.shape
     remedy = "give more of it, fewer GPUs, or a smaller vocabulary"
     if budget.unique_tokens * MOST_EPOCHS <= sized.affordable:
         remedy = f"the data has {count_text(budget.unique_tokens)} tokens: give more text"
-    return (
+    raise InputError(
         f"budget: {budget.in_words()} makes {sized.steps:,} steps of {sized.batch:,} tokens for the smallest model "
         f"that suits it, {budget.family.name} {shape.layers} x {shape.width} with {count_text(shape.parameters)} "
         f"parameters; a run learns little in fewer than {FEWEST_STEPS}: {remedy}"
     )
 
 
-def refuse_more_than_the_largest(budget: RunBudget) -> None:
-    """Raises InputError for a budget above that of the largest model, at the speed of GPUs that only compute."""
-    largest = budget.shapes[-1]
-    asked = budget.tokens_per_parameter or COMPUTE_OPTIMAL
-    tokens = budget.tokens_at_mfu(largest)
-    ratio = tokens / largest.active
-    if ratio > MOST_TIMES_TOO_LONG * asked:
-        wanted = math.sqrt(tokens * largest.active / asked)
-        raise InputError(
-            f"budget: {budget.in_words()} would train {count_text(wanted)} parameters at {asked:g} tokens per "
-            f"parameter; the largest {budget.family.name} here has {count_text(largest.active)} ({largest.layers} "
-            f"x {largest.width}). Give less, or train that one for longer with --tokens_per_parameter {ratio:.0f}"
-        )
-
-
-def size(
-    budget: RunBudget,
-    shape: Shape,
-    like: tuple[PlannedRun, Shape] | None = None,
-    names: Sequence[str] = DATA_PARALLEL,
-) -> Sized:
+def size(budget: RunBudget, shape: Shape, like: Sized | None = None, names: Sequence[str] = DATA_PARALLEL) -> Sized:
     """Finds the fastest way to train a shape within a budget, by these strategies.
 
     Args:
-        like: a run that is traced and its shape, to scale memory from.
+        like: a run that is traced, to scale memory from.
     """
     run = planned_run(budget, shape)
-    if like is not None and like[1] != shape:
-        given = {name: getattr(run, name) for name in ("config", "model_config", "precision", "device_type")}
-        run = ScaledRun(**given, shape=shape, traced=like[0], traced_shape=like[1])
-    batch = run.config.batch.tokens_per_step
-    # At least one step, for a shape that the budget cannot train; it is not chosen then.
-    tokens = max(batch, budget.tokens_at_mfu(shape))
-    sizes = sizes_of(run.model_config)
-    work = RunWork(
-        sizes=sizes,
-        active=active_parameters(run.model_config),
-        non_embedding=matrix_parameters(run.model_config),
-        tokens=int(tokens),
-        steps=int(tokens / batch),
-        tokens_per_step=batch,
-        flops_per_token=shape.flops_per_token,
-        recompute=1.0,
-    )
-    combinations, searched = search(run, work, budget.hardware, budget.speed(shape), names)
-    return Sized(budget, shape, run, work, tuple(combinations), searched)
+    # FLOPs by the shape, as those that the budget was divided by.
+    work = replace(work_of_run(run.config, run.model_config), flops_per_token=shape.flops_per_token)
+    if like is not None and like.shape != shape:
+        run = ScaledRun(**vars(run), shape=shape, traced=like.case.run, traced_shape=like.shape)
+    case = Case(run, work, budget.hardware, budget.speed(shape))
+    return Sized(budget, shape, case, *search(case, names))
 
 
 @functools.cache
 def scratch() -> tempfile.TemporaryDirectory:
-    """A folder for models' JSONs until this process ends: strategies read the model that a recipe names."""
+    """Makes a folder for models' JSONs until this process ends: strategies read the model that a recipe names."""
     return tempfile.TemporaryDirectory()
 
 
 def planned_run(budget: RunBudget, shape: Shape) -> PlannedRun:
-    """A shape's run with a micro-batch of one sequence: the search chooses it."""
+    """Makes a shape's run with a micro-batch of one sequence: the search chooses it."""
     hardware = budget.hardware
     is_cpu = hardware.device_type == "cpu"
     model = Path(scratch().name, f"{shape.family.name}_{shape.layers}_{shape.width}_{shape.vocabulary}.json")
@@ -423,68 +398,43 @@ def planned_run(budget: RunBudget, shape: Shape) -> PlannedRun:
 
 
 def batch_of(budget: RunBudget, shape: Shape, tokens: float) -> int:
-    """Tokens per step by the law: a power of two times a sequence per GPU, small enough for FEWEST_STEPS."""
+    """Chooses tokens per step by the law: a power of two times a sequence per GPU, small enough for FEWEST_STEPS."""
     one_each = budget.hardware.gpus * shape.sequence_length
     wanted = min(batch_by_law(tokens), LARGEST_BATCH_CHOSEN, tokens / FEWEST_STEPS)
     return one_each * 2 ** max(0, round(math.log2(max(wanted, 1) / one_each)))
 
 
-def search(
-    run: PlannedRun, work: RunWork, hardware: Hardware, speed: Speed, names: Sequence[str]
-) -> tuple[list[Combination], int]:
+def search(case: Case, names: Sequence[str]) -> tuple[tuple[Combination, ...], int]:
     """Returns (the best combination of every strategy that fits, best first; how many were compared)."""
     best: dict[str, Combination] = {}
-    enough = ENOUGH_TOKENS[hardware.device_type] // run.config.data.sequence_length
+    enough = ENOUGH_TOKENS[case.hardware.device_type] // case.run.config.data.sequence_length
     compared = 0
-    for checkpointing, recompute in (("none", 1.0), ("full", 4 / 3)):
-        config = run.config.model_copy(update={"activation_checkpointing": checkpointing})
-        with_it = replace(run, config=config)
-        its_work = replace(work, recompute=recompute)
+    for checkpointing in ("none", "full"):
         for name in names:
-            candidates = fitting_micro_batches(name, with_it, its_work, hardware, speed)
-            able = [Combination(candidate, checkpointing) for candidate in candidates]
+            able = fitting_micro_batches(name, case.changed(activation_checkpointing=checkpointing))
             compared += len(able)
-            if able := [*filter(None, [best.get(name)]), *able]:
-                best[name] = quickest(able, enough)
-    # Only the winners' memory is computed again: it is part of the answer.
-    best = {name: with_memory(found, run, hardware) for name, found in best.items()}
-    fastest = min((found.seconds for found in best.values()), default=0.0)
+            if able:
+                best[name] = quickest([*filter(None, [best.get(name)]), *able], enough)
+    fastest = min((found.step_seconds for found in best.values()), default=0.0)
 
     def rank(found: Combination) -> tuple[bool, float]:
-        near = found.seconds <= WORTH_A_STRATEGY * fastest
-        return (not near, SIMPLEST_FIRST[found.candidate.name] if near else found.seconds)
+        near = found.step_seconds <= WORTH_A_STRATEGY * fastest
+        return (not near, SIMPLEST_FIRST[found.name] if near else found.step_seconds)
 
-    return sorted(best.values(), key=rank), compared
+    return tuple(sorted(best.values(), key=rank)), compared
 
 
-def fitting_micro_batches(
-    name: str, run: PlannedRun, work: RunWork, hardware: Hardware, speed: Speed
-) -> list[Candidate]:
+def fitting_micro_batches(name: str, case: Case) -> list[Combination]:
     """Lists a run under one strategy with every micro-batch that fits."""
-    found = consider(name, run, work, hardware, speed)
+    found = consider(name, case)
     if not found.runs:
         return []
-    divided = layout(name, hardware.gpus, hardware.machines)
-    parts = strategy_named(name).parts_of_micro_batch(run.config)
-    candidates = []
-    for sequences in micro_batches(run.config, divided.micro_batches, parts):
-        if sequences <= found.largest_micro_batch:
-            seconds, exposed = speed.step_seconds(run.config, work, hardware, divided, sequences)
-            timing = {"step_seconds": seconds, "communication_seconds": exposed, "reduces_once": False}
-            found = replace(found, micro_batch=sequences, fits=True, **timing)
-            candidates.append(reduced_once(found, divided, run, work, hardware, speed))
-    return candidates
-
-
-def with_memory(found: Combination, run: PlannedRun, hardware: Hardware) -> Combination:
-    """Adds the memory of the combination's own micro-batch, which was the smallest's."""
-    name = found.candidate.name
-    sequences = found.candidate.micro_batch
-    config = run.config.model_copy(update={"activation_checkpointing": found.checkpointing})
-    config = config.with_batch(reduce_once=found.candidate.reduces_once)
-    divided = layout(name, hardware.gpus, hardware.machines)
-    memory = footprint(replace(run, config=config), divided, sequences)
-    return replace(found, candidate=replace(found.candidate, memory=memory))
+    config = case.run.config
+    found = Combination(**vars(found), checkpointing=config.activation_checkpointing)
+    divided = layout(name, case.hardware.gpus, case.hardware.machines)
+    parts = strategy_named(name).parts_of_micro_batch(config)
+    possible = micro_batches(config, divided.micro_batches, parts)
+    return [timed(replace(found, micro_batch=n), divided, case) for n in possible if n <= found.largest_micro_batch]
 
 
 def quickest(able: Sequence[Combination], enough: int) -> Combination:
@@ -492,10 +442,10 @@ def quickest(able: Sequence[Combination], enough: int) -> Combination:
 
     Of these its micro-batch is nearest to `enough` sequences: a larger one takes memory for nothing.
     """
-    fastest = min(combination.seconds for combination in able)
-    near = [combination for combination in able if combination.seconds <= ABOUT_AS_FAST * fastest]
+    fastest = min(found.step_seconds for found in able)
+    near = [found for found in able if found.step_seconds <= ABOUT_AS_FAST * fastest]
 
     def rank(found: Combination) -> tuple[bool, float]:
-        return (found.checkpointing == "full", abs(math.log(found.candidate.micro_batch / max(1, enough))))
+        return (found.checkpointing == "full", abs(math.log(found.micro_batch / max(1, enough))))
 
     return min(near, key=rank)

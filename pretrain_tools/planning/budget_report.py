@@ -49,13 +49,17 @@ Choice = tuple[str, str, str]
 """(name, value, reason) of a line of the answer."""
 
 
+Expectation = Callable[[int, int, int], tuple[float, float, float, str]]
+"""Maps parameters in matmuls, all parameters, and tokens to (loss, low, high, what is known of it)."""
+
+
 @dataclass(frozen=True)
 class Answer:
     """A run within a budget, and its alternatives."""
 
     chosen: Sized
-    alternatives: list[tuple[str, Sized | None, Combination | None]]
-    """(difference from the choice, the run, its combination); None: does not fit."""
+    alternatives: list[dict[str, Any]]
+    """See `alternative_row`."""
     expected: tuple[float, float, float, str] | None
     """(loss, low, high, what is known of it) by a ladder."""
     place: RecipePlace
@@ -66,8 +70,7 @@ class Answer:
         run = self.chosen
         if run.budget.hardware.gpus == 1:
             return f"python train.py --config {self.place.recipe}"
-        candidate = run.combinations[0].candidate
-        return command_of(candidate, str(self.place.recipe), [], run.budget.hardware, run.config)
+        return command_of(run.best, str(self.place.recipe), [], run.budget.hardware, run.config)
 
     @property
     def preparation(self) -> str:
@@ -77,10 +80,6 @@ class Answer:
             f"--max_tokens {count_upwards(1.02 * self.chosen.tokens)} --validation_fraction 0.01 "
             f"--output {self.place.shards}"
         )
-
-
-Expectation = Callable[[int, int, int], tuple[float, float, float, str]]
-"""Maps parameters in matmuls, all parameters, and tokens to (loss, low, high, what is known of it)."""
 
 
 def recipe_of_budget(
@@ -121,31 +120,62 @@ def recipe_of_budget(
 def answer(budget: RunBudget, place: RecipePlace, expect: Expectation | None = None) -> Answer:
     """Chooses a run and finds its alternatives. Raises InputError for a budget that fits no model."""
     chosen = choose_run(budget)
-    rows: list[tuple[str, Sized | None, Combination | None]] = []
-    for name, factor in (("half", 0.5), ("double", 2.0)):
-        if budget.flops:
-            rows.append((f"{name} the FLOPs", tried(replace(budget, flops=factor * budget.flops), chosen), None))
-        else:
-            rows.append((f"{name} the time", tried(replace(budget, hours=factor * budget.hours), chosen), None))
+
+    def within(**changes: Any) -> Sized | None:
+        try:
+            return alternative(replace(budget, **changes), chosen)
+        except InputError:
+            return None
+
+    dial, unit = ("flops", "FLOPs") if budget.flops else ("hours", "time")
+    given = getattr(budget, dial)
+    found = {f"half the {unit}": within(**{dial: given / 2}), f"double the {unit}": within(**{dial: 2 * given})}
     for name, factor in (("half the size", 0.5), ("double the size", 2.0)):
         if (sized := other_size(chosen, factor)) is not None:
-            rows.append((name, sized if sized.combinations and sized.steps else None, None))
-    rows += [
-        (family.name, tried(replace(budget, family=family), chosen), None)
-        for family in FAMILIES.values()
-        if family is not budget.family
-    ]
-    rows += [(found.candidate.name, chosen, found) for found in chosen.combinations[1:]]
+            found[name] = sized if sized.combinations and sized.steps else None
+    found |= {family.name: within(family=family) for family in FAMILIES.values() if family is not budget.family}
+    rows = [alternative_row(name, sized, chosen) for name, sized in found.items()]
+    rows += [alternative_row(used.name, chosen, chosen, used) for used in chosen.combinations[1:]]
     work = chosen.work
     expected = expect(work.non_embedding, work.active, chosen.tokens) if expect else None
     return Answer(chosen, rows, expected, place)
 
 
-def tried(budget: RunBudget, like: Sized) -> Sized | None:
-    try:
-        return alternative(budget, like)
-    except InputError:
+def alternative_row(name: str, sized: Sized | None, chosen: Sized, used: Combination | None = None) -> dict[str, Any]:
+    """Lists the values of an alternative; `loss_difference` in nats by Hoffmann's law, relative to the choice.
+
+    Args:
+        sized: None: does not fit.
+        used: None: the best combination.
+    """
+    if sized is None:
+        return {"alternative": name, "fits": False}
+    used = used or sized.best
+    slower = used.step_seconds / sized.best.step_seconds
+    return {
+        "alternative": name,
+        "fits": True,
+        "family": sized.budget.family.name,
+        "layers": sized.shape.layers,
+        "width": sized.shape.width,
+        "parameters": sized.work.sizes.total,
+        "active_parameters": sized.work.active,
+        "tokens": sized.tokens,
+        "strategy": used.name,
+        "sequences_per_micro_batch": used.micro_batch,
+        "activation_checkpointing": used.checkpointing,
+        "hours": sized.billed_hours * slower,
+        "cost": sized.cost * slower,
+        "loss_difference": loss_difference(sized, chosen),
+    }
+
+
+def loss_difference(sized: Sized, chosen: Sized) -> float | None:
+    """Returns the difference in nats by the law; None for so few tokens that it expects more than from guessing."""
+    guessing = math.log(chosen.shape.vocabulary)
+    if max(sized.expected_loss, chosen.expected_loss) > guessing:
         return None
+    return sized.expected_loss - chosen.expected_loss
 
 
 def choices(found: Answer) -> list[Choice]:
@@ -205,7 +235,7 @@ def tokens_reason(run: Sized) -> str:
 
 def precision_reason(run: Sized) -> str:
     gpu = run.budget.hardware.gpu
-    if run.run.precision == "bf16":
+    if run.case.run.precision == "bf16":
         return f"{gpu.name} multiplies in it; fp8 is not chosen, measure it" if gpu.fp8_flops else f"{gpu.name} has it"
     return f"{gpu.name} has no bf16 products"
 
@@ -216,54 +246,14 @@ def strategy_reason(run: Sized) -> str:
     if not others:
         return compared
     other = others[0]
-    difference = other.seconds / best.seconds - 1
+    difference = other.step_seconds / best.step_seconds - 1
     if difference < 0:
-        return f"{compared}, or the simplest within 3 % of it: {other.candidate.name} is {-difference:.1%} faster"
+        return f"{compared}, or the simplest within 3 % of it: {other.name} is {-difference:.1%} faster"
     return f"{compared}; next {other.in_words()}, {difference:.0%} slower"
-
-
-def alternative_rows(found: Answer) -> list[dict[str, Any]]:
-    """The choice and its alternatives; `loss_difference` in nats by Hoffmann's law, relative to the choice."""
-    rows = []
-    for name, sized, combination in [("chosen", found.chosen, None), *found.alternatives]:
-        if sized is None:
-            rows.append({"alternative": name, "fits": False})
-            continue
-        used = combination or sized.combinations[0]
-        # Another strategy takes the same steps, each slower.
-        slower = used.seconds / sized.combinations[0].seconds
-        rows.append(
-            {
-                "alternative": name,
-                "fits": True,
-                "family": sized.budget.family.name,
-                "layers": sized.shape.layers,
-                "width": sized.shape.width,
-                "parameters": sized.work.sizes.total,
-                "active_parameters": sized.work.active,
-                "tokens": sized.tokens,
-                "strategy": used.candidate.name,
-                "sequences_per_micro_batch": used.candidate.micro_batch,
-                "activation_checkpointing": used.checkpointing,
-                "hours": sized.billed_hours * slower,
-                "cost": sized.cost * slower,
-                "loss_difference": loss_difference(sized, found.chosen),
-            }
-        )
-    return rows
-
-
-def loss_difference(sized: Sized, chosen: Sized) -> float | None:
-    """The difference in nats by the law; None for so few tokens that it expects more loss than from guessing."""
-    guessing = math.log(chosen.shape.vocabulary)
-    if max(sized.expected_loss, chosen.expected_loss) > guessing:
-        return None
-    return sized.expected_loss - chosen.expected_loss
 
 
 def answer_json(found: Answer) -> str:
     run = found.chosen
-    best = run.combinations[0]
     loss = dict(zip(("loss", "low", "high", "source"), found.expected, strict=True)) if found.expected else None
     values = {
         "choices": [dict(zip(("name", "value", "reason"), choice, strict=True)) for choice in choices(found)],
@@ -277,15 +267,15 @@ def answer_json(found: Answer) -> str:
         "flops": run.tokens * run.work.flops_per_token,
         "learning_rate": run.learning_rate,
         "optimizer": run.budget.optimizer,
-        "precision": run.run.precision,
-        "strategy": best.candidate.name,
-        "sequences_per_micro_batch": best.candidate.micro_batch,
-        "activation_checkpointing": best.checkpointing,
-        "bytes_per_gpu": best.candidate.memory.total,
+        "precision": run.case.run.precision,
+        "strategy": run.best.name,
+        "sequences_per_micro_batch": run.best.micro_batch,
+        "activation_checkpointing": run.best.checkpointing,
+        "bytes_per_gpu": run.memory.total,
         "hours": run.billed_hours,
         "cost": run.cost,
         "expected_loss": loss,
-        "alternatives": alternative_rows(found)[1:],
+        "alternatives": found.alternatives,
         "command": found.launch,
     }
     return json.dumps(values, indent=1)
@@ -319,7 +309,7 @@ def alternatives_table(found: Answer) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in ("", "model", "parameters", "tokens", "per parameter", "strategy", "time", "cost", "loss"):
         table.add_column(column, justify="left" if column in ("", "model", "strategy") else "right", no_wrap=True)
-    for row in alternative_rows(found):
+    for row in [alternative_row("chosen", found.chosen, found.chosen), *found.alternatives]:
         if not row["fits"]:
             table.add_row(row["alternative"], "does not fit", *[""] * 7)
             continue
@@ -339,11 +329,10 @@ def alternatives_table(found: Answer) -> Table:
 
 
 def text_of(found: Answer, command: str) -> str:
-    """The recipe, with every reason."""
+    """Formats the recipe, with every reason."""
     run = found.chosen
-    best = run.combinations[0]
     # A long run saves more often than SAVES times, so that a crash costs half an hour at most.
-    every = max(1, min(run.steps // SAVES, round(SECONDS_BETWEEN_SAVES / best.seconds)))
+    every = max(1, min(run.steps // SAVES, round(SECONDS_BETWEEN_SAVES / run.best.step_seconds)))
     sequences = SHARE_FOR_VALIDATION * every * run.batch * 3 / run.shape.sequence_length
     lines = [f"{name:<14} {value}: {reason}" for name, value, reason in choices(found)]
     return render(
@@ -355,7 +344,6 @@ def text_of(found: Answer, command: str) -> str:
         place=found.place,
         reasons="\n".join(textwrap.fill(line, 117, initial_indent="# ", subsequent_indent="#   ") for line in lines),
         run=run,
-        best=best,
         every=every,
         validation_sequences=int(min(max(sequences, 4), 512)),
     )

@@ -144,7 +144,7 @@ def vocabulary_asked_for(given: str) -> int:
 
 
 def data_asked_for(given: str, vocabulary: int | None) -> tuple[int, int]:
-    """(ids, tokens of the training split) of prepared shards. Raises InputError."""
+    """Reads (ids, tokens of the training split) of prepared shards. Raises InputError."""
     from pretrain.data.shards import read_manifest
 
     manifest = read_manifest(given)

@@ -100,7 +100,7 @@ class Steps:
             return plan_model(config, model_config, losses_of_routers), "random tokens"
 
     def _read(self, step: int, micro_step: int) -> dict[str, Any]:
-        """The model's arguments."""
+        """Reads or makes the model's arguments."""
         config = self.config
         if isinstance(self.plan, RunPlan):
             return self.read_ahead.micro_batch(self.plan, step, micro_step % self.plan.micro_steps(step))
@@ -188,7 +188,7 @@ class PeakBytes:
 
 
 def measure_peak(config: RunConfig, strategy: Strategy, micro_steps: int) -> float:
-    """Bytes of tensors at the peak of a step, after FIRST_STEPS others."""
+    """Measures the bytes of tensors at the peak of a step, after FIRST_STEPS others."""
     peak = PeakBytes(strategy.device.type)
     with peak.counting():
         run = Steps(config, strategy)

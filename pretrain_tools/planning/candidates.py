@@ -4,6 +4,7 @@ Nothing here touches a GPU. Memory is that of footprints.py, time that of step_t
 """
 
 import bisect
+import collections
 import itertools
 import math
 from dataclasses import dataclass, field, replace
@@ -31,6 +32,36 @@ from pretrain_tools.planning.traffic import reduces_by_choice
 AS_FAST = 0.03
 """Difference in time below which a plan takes two strategies for equally fast."""
 SIMPLEST_FIRST = {name: place for place, name in enumerate(STRATEGIES)}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A run on machines, to be planned under any strategy."""
+
+    run: PlannedRun
+    work: RunWork
+    hardware: Hardware
+    speed: Speed
+
+    def changed(self, **settings: Any) -> "Case":
+        """Returns the case with other settings of the recipe."""
+        config = self.run.config.model_copy(update=settings)
+        return replace(self, run=replace(self.run, config=config))
+
+    def with_batch(self, **settings: Any) -> "Case":
+        """Returns the case with other settings of the recipe's batch."""
+        return self.changed(batch=self.run.config.with_batch(**settings).batch)
+
+    def memory(self, layout: Layout, sequences: int) -> Memory:
+        """Returns the memory of the process that needs most, with so many sequences per micro-batch."""
+        return largest_footprint(self.run, layout, sequences)
+
+    def fits(self, memory: Memory) -> bool:
+        return memory.total <= self.hardware.usable_bytes
+
+    def step_seconds(self, layout: Layout, sequences: int) -> tuple[float, float]:
+        """Returns (seconds of a step, seconds in which GPUs wait for each other)."""
+        return self.speed.step_seconds(self.run.config, self.work, self.hardware, layout, sequences)
 
 
 @dataclass(frozen=True)
@@ -77,12 +108,11 @@ def planned_precision(config: RunConfig, gpu: Gpu) -> str:
 
 def work_of_run(config: RunConfig, model_config: Any) -> RunWork:
     """Computes parameters, tokens, steps and FLOPs. Raises InputError for an impossible budget or batch."""
-    if problems := too_long(model_config, config.data.sequence_length):
-        raise InputError(*problems)
-    sizes = sizes_of(model_config)
     length = config.data.sequence_length
-    sequences = config.batch.tokens_per_step // length
-    if config.batch.tokens_per_step % length:
+    if problems := too_long(model_config, length):
+        raise InputError(*problems)
+    sequences, rest = divmod(config.batch.tokens_per_step, length)
+    if rest:
         raise InputError(
             f"batch.tokens_per_step: {config.batch.tokens_per_step:,} is not a multiple of data.sequence_length "
             f"{length:,}; nearest: {max(1, sequences) * length:,} or {(sequences + 1) * length:,}"
@@ -90,14 +120,13 @@ def work_of_run(config: RunConfig, model_config: Any) -> RunWork:
     active = active_parameters(model_config)
     ramp = planned_ramp(config, active)
     return RunWork(
-        sizes=sizes,
+        sizes=sizes_of(model_config),
         active=active,
         non_embedding=matrix_parameters(model_config),
         tokens=ramp.total_sequences * length,
         steps=ramp.total_steps,
         tokens_per_step=config.batch.tokens_per_step,
         flops_per_token=mean_flops_per_token(config, model_config),
-        recompute=4 / 3 if config.activation_checkpointing != "none" else 1.0,
     )
 
 
@@ -107,14 +136,16 @@ def mean_flops_per_token(config: RunConfig, model_config: Any) -> float:
     Raises InputError as `configs_of_stages` does.
     """
     configs_of_stages(model_config, config.data)
-    ends = [0.0, *(stage.until or 1.0 for stage in config.data.mixtures)]
-    shares = [end - begin for begin, end in itertools.pairwise(ends)]
     flops = [flops_per_token(model_config, window.sequence_length) for window in config.data.windows]
-    return (
-        sum(share * of_stage for share, of_stage in zip(shares, flops, strict=True))
-        if len(set(flops)) > 1
-        else flops[0]
-    )
+    if len(set(flops)) == 1:  # the shares' rounding would show
+        return flops[0]
+    return sum(share * of_stage for share, of_stage in zip(stage_shares(config), flops, strict=True))
+
+
+def stage_shares(config: RunConfig) -> list[float]:
+    """Returns each stage's part of the run."""
+    ends = [0.0, *(stage.until or 1.0 for stage in config.data.mixtures)]
+    return [end - begin for begin, end in itertools.pairwise(ends)]
 
 
 def planned_ramp(config: RunConfig, active: int) -> BatchRamp:
@@ -130,69 +161,57 @@ def micro_batches(config: RunConfig, ranks: int, parts: int = 1) -> list[int]:
     return [n for n in divisors if not batch_problems(config.with_batch(sequences_per_micro_batch=n), ranks, parts)]
 
 
-def consider(name: str, run: PlannedRun, work: RunWork, hardware: Hardware, speed: Speed) -> Candidate:
+def consider(name: str, case: Case) -> Candidate:
     """Plans the run under one strategy, in the first of its layouts in which the recipe's micro-batch fits."""
     found: list[Candidate] = []
-    for layout in layouts(name, hardware.gpus, hardware.machines):
-        found.append(replace(consider_layout(layout, run, work, hardware, speed), options=layout.options))
+    for layout in layouts(name, case.hardware.gpus, case.hardware.machines):
+        found.append(replace(consider_layout(layout, case), options=layout.options))
         if found[-1].runs and found[-1].fits:
             return found[-1]
     return min(reversed(found), key=lambda each: (bool(each.problems), not each.runs, each.step_seconds))
 
 
-def consider_layout(layout: Layout, run: PlannedRun, work: RunWork, hardware: Hardware, speed: Speed) -> Candidate:
+def consider_layout(layout: Layout, case: Case) -> Candidate:
     """Plans the run in one layout: problems, memory, the largest micro-batch, seconds per step."""
     name = layout.name
-    strategy = strategy_named(name)
-    config = run.config
-    problems = strategy_problems(run, layout)
-    if problems:
+    config = case.run.config
+    if problems := strategy_problems(case.run, layout):
         return Candidate(name, problems)
     ranks = layout.micro_batches
-    parts = strategy.parts_of_micro_batch(config)
+    parts = strategy_named(name).parts_of_micro_batch(config)
     possible = micro_batches(config, ranks, parts)
-    if not possible:
-        return Candidate(name, batch_problems(config, ranks, parts))
-
-    def need(sequences: int) -> Memory:
-        return largest_footprint(run, layout, sequences)
-
-    micro_batch = config.batch.sequences_per_micro_batch
-    memory = need(micro_batch)
-    fitting = largest_that_fits(possible, lambda n: need(n).total <= hardware.usable_bytes)
-    fits = memory.total <= hardware.usable_bytes
     notes = batch_problems(config, ranks, parts)
-    if layout.parts > 1:
-        notes.append(f"{name}: {layout.parts} of {layout.ranks} processes share each sequence")
-    used = micro_batch if fits and micro_batch in possible else fitting
+    if not possible:
+        return Candidate(name, notes)
+    micro_batch = config.batch.sequences_per_micro_batch
+    memory = case.memory(layout, micro_batch)
+    fits = case.fits(memory)
+    largest = largest_that_fits(possible, lambda n: case.fits(case.memory(layout, n)))
+    if layout.cp > 1:
+        notes.append(f"{name}: {layout.cp} of {layout.ranks} processes share each sequence")
+    used = micro_batch if fits and micro_batch in possible else largest
+    found = Candidate(name, [], memory, fits, largest, used, notes=notes)
     if used is None:
-        return Candidate(name, [], memory, fits, None, None, notes=notes)
+        return found
     if config.activation_checkpointing != "none":
-        whole = replace(run, config=config.model_copy(update={"activation_checkpointing": "none"}))
-        if largest_footprint(whole, layout, used).total <= hardware.usable_bytes:
+        whole = case.changed(activation_checkpointing="none")
+        if whole.fits(whole.memory(layout, used)):
             notes.append(f"{name}: fits with --activation_checkpointing none too, which takes a quarter less time")
-    seconds, exposed = speed.step_seconds(config, work, hardware, layout, used)
-    found = Candidate(name, [], memory, fits, fitting, used, seconds, communication_seconds=exposed, notes=notes)
-    return reduced_once(found, layout, run, work, hardware, speed)
+    return timed(found, layout, case)
 
 
-def reduced_once(
-    found: Candidate, layout: Layout, run: PlannedRun, work: RunWork, hardware: Hardware, speed: Speed
-) -> Candidate:
-    """Reduces gradients once per step if the strategy can, if that fits and takes less time."""
-    config = run.config.with_batch(reduce_once=True)
-    if run.config.batch.reduce_once or not reduces_by_choice(found.name, run.precision):
+def timed(found: Candidate, layout: Layout, case: Case) -> Candidate:
+    """Adds the time of a step; reduces gradients once per step if the strategy can, it fits and takes less time."""
+    seconds, exposed = case.step_seconds(layout, found.micro_batch)
+    found = replace(found, step_seconds=seconds, communication_seconds=exposed, reduces_once=False)
+    if case.run.config.batch.reduce_once or not reduces_by_choice(found.name, case.run.precision):
         return found
-    seconds, exposed = speed.step_seconds(config, work, hardware, layout, found.micro_batch)
-    if seconds >= found.step_seconds:
+    once = case.with_batch(reduce_once=True)
+    seconds, exposed = once.step_seconds(layout, found.micro_batch)
+    if seconds >= found.step_seconds or not once.fits(once.memory(layout, found.micro_batch)):
         return found
-    need = [
-        largest_footprint(replace(run, config=config), layout, sequences)
-        for sequences in (found.micro_batch, run.config.batch.sequences_per_micro_batch)
-    ]
-    if need[0].total > hardware.usable_bytes:
-        return found
-    return replace(found, memory=need[1], reduces_once=True, step_seconds=seconds, communication_seconds=exposed)
+    memory = once.memory(layout, case.run.config.batch.sequences_per_micro_batch)
+    return replace(found, memory=memory, reduces_once=True, step_seconds=seconds, communication_seconds=exposed)
 
 
 def largest_that_fits(ascending: list[int], fits) -> int | None:
@@ -307,15 +326,11 @@ def sources_of(config: RunConfig, work: RunWork) -> list[dict[str, Any]]:
 
     Raises InputError if the shards cannot serve the run: max_epochs used up, damaged, of different tokenizers.
     """
-    shares = {}
-    begin = 0.0
-    for stage in config.data.mixtures:
-        end = stage.until or 1.0
+    shares = collections.Counter()
+    for stage, share in zip(config.data.mixtures, stage_shares(config), strict=True):
         weights = sum(source.weight for source in stage.train)
         for source in stage.train:
-            share = (end - begin) * source.weight / weights
-            shares[str(source.shards)] = shares.get(str(source.shards), 0.0) + share
-        begin = end
+            shares[str(source.shards)] += share * source.weight / weights
     rows = [{"source": folder, "tokens": share * work.tokens, "epochs": None} for folder, share in shares.items()]
     if not all((Path(folder) / MANIFEST_FILE).is_file() for folder in shares):
         return rows

@@ -8,7 +8,7 @@ section 3.2).
 import itertools
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 SMALL_RUNGS = ((2, 128), (4, 128), (4, 192), (4, 256), (6, 320), (6, 384), (8, 512))
@@ -23,10 +23,6 @@ LEAST_RISE = 1.15
 """Smallest ratio of a shape's size to that of the next smaller one."""
 NARROW_HEAD = 64
 WIDE_HEAD = 128
-WIDE_HEADS_FROM = 2560
-"""Width of the model: GPT-3's and Llama's heads are 64 wide in small models and 128 in large ones."""
-UNTIED_FROM_WIDTH = 4096
-"""Width from which Llama and Qwen3 have a head of their own: their models below 5B share it with the embedding."""
 CHOSEN = 8
 """Experts per token."""
 CONTEXTS = ((2e7, 256), (8e7, 512), (2e8, 1024), (4e9, 2048), (math.inf, 4096))
@@ -34,7 +30,7 @@ CONTEXTS = ((2e7, 256), (8e7, 512), (2e8, 1024), (4e9, 2048), (math.inf, 4096))
 
 
 def filled(published: tuple[tuple[int, int], ...]) -> tuple[tuple[int, int], ...]:
-    """(layers, width) of these and of widths between, their layers on a straight line."""
+    """Adds shapes (layers, width) at widths between these, their layers on a straight line."""
     rungs = [*published[:1]]
     for (layers_0, width_0), (layers_1, width_1) in itertools.pairwise(published):
         step = next(step for limit, step in STEPS_BY_WIDTH if width_0 < limit)
@@ -62,28 +58,38 @@ class Family:
     """Gives the feed-forward network three matrices instead of two."""
     feed_forward: float = 8 / 3
     """Its width relative to the model's, to a multiple of 64."""
-    ties: bool = True
-    """Shares the embedding with the head, up to UNTIED_FROM_WIDTH."""
-    ties_always: bool = False
+    wide_heads_from: int = 2560
+    """Width from which heads are WIDE_HEAD wide: GPT-3's and Llama's are in large models alone."""
+    groups_heads: bool = False
+    """Shares keys and values between query heads, as Qwen3 does."""
+    untied_from: float = 4096
+    """Width from which the head is not the embedding: Llama and Qwen3 share them in models below 5B."""
     learns_positions: bool = False
     caps_logits: bool = False
     """Applies a soft cap to the logits, so that the loss needs them whole."""
     experts: int = 0
     """Experts of a layer, instead of its feed-forward network; CHOSEN of them are together as wide as that."""
+    settings: dict[str, Any] = field(default_factory=dict, hash=False)
+    """Other keys of config.json."""
 
 
+ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}, "rms_norm_eps": 1e-5}
 GPT3 = "GPT-3's table 2.1 (arXiv 2005.14165)"
 LLAMA = Family(
     "llama",
     filled(LLAMA_RUNGS),
     f"12 x 768, 24 x 1,536, 24 x 2,048 of {GPT3}, 28 x 3,072 of Llama 3.2, 32 x 4,096, 40 x 5,120 of "
     "Llama's table 2 (arXiv 2302.13971)",
+    settings=ROPE,
 )
 QWEN3 = Family(
     "qwen3",
     filled((*SMALL_RUNGS, (16, 768), (28, 1024), (28, 2048), (36, 4096), (40, 5120))),
     "28 x 1,024, 28 x 2,048, 36 x 4,096 and 40 x 5,120 of Qwen3's table 1 (arXiv 2505.09388)",
     feed_forward=3.0,
+    wide_heads_from=1024,
+    groups_heads=True,
+    settings=ROPE | {"rms_norm_eps": 1e-6},
 )
 GPT2 = Family(
     "gpt2",
@@ -91,7 +97,7 @@ GPT2 = Family(
     f"12 x 768, 24 x 1,024, 36 x 1,280 and 48 x 1,600 of GPT-2, 32 x 2,560 and more of {GPT3}",
     gated=False,
     feed_forward=4.0,
-    ties_always=True,
+    untied_from=math.inf,
     learns_positions=True,
 )
 NANOCHAT = Family(
@@ -100,15 +106,18 @@ NANOCHAT = Family(
     "64 wide per layer, in heads of 128, feed-forward 4 times as wide, untied: nanochat's rule of one depth",
     gated=False,
     feed_forward=4.0,
-    ties=False,
+    wide_heads_from=0,
+    untied_from=0,
     caps_logits=True,
+    settings=ROPE | {"rms_norm_eps": 1e-6, "final_logit_softcapping": 15.0},
 )
 DEEPONE = Family(
     "deepone",
     filled((*SMALL_RUNGS, (16, 768), (43, 2048), (64, 4096))),
     "16 x 768 of model_configs/deepone_162m.json, 48 to 64 wide per layer: DeepNet's norms are for deep models "
     "(arXiv 2203.00555)",
-    ties=False,
+    untied_from=0,
+    settings={"rope_theta": 10000.0},
 )
 QWEN3_MOE = Family(
     "qwen3_moe",
@@ -116,7 +125,10 @@ QWEN3_MOE = Family(
     "Qwen3's layers with Qwen3 30B-A3B's experts (arXiv 2505.09388): 8 for a token, each 3/8 as wide as the model; 64 "
     "of them, as OLMoE has (arXiv 2409.02060)",
     feed_forward=3.0,
+    wide_heads_from=1024,
+    groups_heads=True,
     experts=64,
+    settings=QWEN3.settings,
 )
 FAMILIES = {family.name: family for family in (LLAMA, QWEN3, GPT2, NANOCHAT, DEEPONE, QWEN3_MOE)}
 
@@ -132,24 +144,18 @@ class Shape:
 
     @property
     def head_width(self) -> int:
-        if self.family is NANOCHAT or (self.is_qwen3 and self.width >= 1024):
-            return WIDE_HEAD
-        return NARROW_HEAD if self.width < WIDE_HEADS_FROM else WIDE_HEAD
+        return WIDE_HEAD if self.width >= self.family.wide_heads_from else NARROW_HEAD
 
     @property
     def heads(self) -> int:
         """Qwen3's smallest has 16 of 128, whose outputs together are wider than the model."""
-        least = 16 if self.is_qwen3 and self.width >= 1024 else 1
+        least = 16 if self.family.groups_heads and self.head_width == WIDE_HEAD else 1
         return max(least, self.width // self.head_width)
-
-    @property
-    def is_qwen3(self) -> bool:
-        return self.family in (QWEN3, QWEN3_MOE)
 
     @property
     def key_heads(self) -> int:
         """Key-value heads: as many as heads; in Qwen3 half of them, and no more than 8."""
-        if not self.is_qwen3 or self.heads % 2:
+        if not self.family.groups_heads or self.heads % 2:
             return self.heads
         return math.gcd(self.heads, 8) if self.heads >= 16 else self.heads // 2
 
@@ -165,7 +171,7 @@ class Shape:
 
     @property
     def is_tied(self) -> bool:
-        return self.family.ties_always or (self.family.ties and self.width < UNTIED_FROM_WIDTH)
+        return self.width < self.family.untied_from
 
     @property
     def layer_parameters(self) -> int:
@@ -206,7 +212,7 @@ class Shape:
         return json.dumps(self.config_values(2 * self.sequence_length), indent=2) + "\n"
 
     def config_values(self, positions: int) -> dict[str, Any]:
-        """The keys of config.json, for that many positions."""
+        """Returns the keys of config.json, for that many positions."""
         if self.family is GPT2:
             return {
                 "model_type": "gpt2",
@@ -221,15 +227,7 @@ class Shape:
                 "initializer_range": 0.02,
                 "tie_word_embeddings": True,
             }
-        rope = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}, "rms_norm_eps": 1e-5}
-        own: dict[str, dict[str, Any]] = {
-            "qwen3": {"head_dim": self.head_width, **rope, "rms_norm_eps": 1e-6},
-            "nanochat": {**rope, "rms_norm_eps": 1e-6, "final_logit_softcapping": 15.0},
-            "deepone": {"rope_theta": 10000.0},
-        }
-        experts = {"num_experts": self.family.experts, "num_experts_per_tok": CHOSEN, "norm_topk_prob": True}
-        own["qwen3_moe"] = {**own["qwen3"], **experts, "moe_intermediate_size": self.expert_width}
-        return {
+        values = {
             "model_type": self.family.name,
             "vocab_size": self.vocabulary,
             "hidden_size": self.width,
@@ -238,7 +236,11 @@ class Shape:
             "num_attention_heads": self.heads,
             "num_key_value_heads": self.key_heads,
             "max_position_embeddings": positions,
-            **own.get(self.family.name, rope),
-            "initializer_range": 0.02,
-            "tie_word_embeddings": self.is_tied,
         }
+        if self.family.groups_heads:
+            values["head_dim"] = self.head_width
+        values |= self.family.settings
+        if self.family.experts:
+            values |= {"num_experts": self.family.experts, "num_experts_per_tok": CHOSEN, "norm_topk_prob": True}
+            values["moe_intermediate_size"] = self.expert_width
+        return values | {"initializer_range": 0.02, "tie_word_embeddings": self.is_tied}

@@ -1,10 +1,10 @@
-"""Memory of the process that needs most: a function for each kind of parallelism, all arithmetic on shapes.
+"""Memory of the process that needs most: how states are held, and what each dimension of parallelism adds.
 
-Weights, gradients and optimizer state follow from the number of parameters and how they are divided (ZeRO, Rajbhandari
-et al., arXiv 1910.02054). docs/performance.md compares the sums with measurements (bench/memory.py).
+`PlannedRun.work` has divided model, sequences and experts; here weights, gradients and optimizer state follow from
+their number and from how they are held (ZeRO, Rajbhandari et al., arXiv 1910.02054). All is arithmetic on shapes.
+docs/performance.md compares the sums with measurements (bench/memory.py).
 """
 
-import copy
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,13 +12,10 @@ from typing import Any
 
 from pretrain.config import RunConfig
 from pretrain.data.vocabulary import planned_model_config
-from pretrain.parallel.pipeline import STAGE_LAYOUTS, PipelineParallel
+from pretrain.parallel.pipeline import STAGE_LAYOUTS
 from pretrain.parallel.strategy import Strategy
 from pretrain_tools.planning.layouts import Layout, running_layout
-from pretrain_tools.planning.memory import FP32, Memory, PlannedRun, Work, at_peak, loss_bytes, sizes_of
-
-Footprint = Callable[[PlannedRun, Layout, int], Memory]
-"""(run, layout, sequences of a micro-batch) to the memory of the process that needs most."""
+from pretrain_tools.planning.memory import FP32, Memory, PlannedRun, Work, at_peak, loss_bytes
 
 
 def largest_footprint(run: PlannedRun, layout: Layout, sequences: int) -> Memory:
@@ -38,22 +35,42 @@ def planned_memory(strategy: Strategy, config: RunConfig) -> Memory:
 
 def footprint(run: PlannedRun, layout: Layout, sequences: int) -> Memory:
     """Returns the memory of the process that needs most, with so many sequences per micro-batch."""
-    return FOOTPRINTS.get(layout.name, of_copies)(run, layout, sequences)
+    work = run.work(layout, sequences)
+    memory = STATES.get(layout.name, replicated)(work)
+    return replace(
+        memory,
+        activations=memory.activations + (exchanged_heads(work) if memory.moment != "update" else 0),
+        buffers=memory.buffers + exchanged_rows(work),
+    )
 
 
-def of_copies(run: PlannedRun, layout: Layout, sequences: int) -> Memory:
-    """single, ddp: everything on every process."""
-    work = run.work(sequences, layout.micro_batches)
-    return replicated(work, work.update_bytes("whole", layout.ranks), is_ddp=layout.ranks > 1)
+def exchanged_heads(work: Work) -> float:
+    """Returns the bytes of the copies that exchanges of heads make under cp."""
+    if work.layout.cp == 1:
+        return 0
+    bytes_per_channel = work.tokens * work.compute
+    copied = bytes_per_channel * work.sizes.exchanged_width  # on its way there, or back
+    if work.run.config.activation_checkpointing == "none":  # each layer keeps its output on both sides of the exchange
+        copied += bytes_per_channel * work.sizes.layers * work.sizes.width
+    return copied
 
 
-def replicated(work: Work, update_bytes: float, *, is_ddp: bool) -> Memory:
-    """Adds up the memory where everything is on every process.
+def exchanged_rows(work: Work) -> float:
+    """Returns the bytes of a layer's rows on their way to experts and back under ep, if experts share evenly."""
+    if work.layout.ep == 1:
+        return 0
+    return 2 * work.compute * work.tokens * work.sizes.choices * work.sizes.width
+
+
+def replicated(work: Work) -> Memory:
+    """Adds up the memory where every process holds all of its slice.
 
     DDP's buckets stay between steps. In the last micro-step gradients are written into them; those of the micro-steps
-    before it, which are not summed over the processes, have a place of their own.
+    before it, which are not summed over the processes, have a place of their own. tp and ep sum without buckets.
     """
     sizes = work.sizes
+    layout = work.layout
+    is_ddp = layout.replicas == layout.ranks > 1
     weight = work.parameter_bytes
     whole = weight * sizes.total
     resident = whole if is_ddp or work.accumulates else 0.0
@@ -62,26 +79,30 @@ def replicated(work: Work, update_bytes: float, *, is_ddp: bool) -> Memory:
     act = work.activation_bytes(work.activations, weight, waiting=work.head_gradient if sizes.is_tied else 0.0)
     head = 0.0 if sizes.is_tied else weight * sizes.head
     embedding = weight * sizes.embedding
+    if layout.tp > 1:  # the matrices that Muon multiplies are whole
+        updated = work.update_bytes("pieces", layout.tp, work.whole)
+    else:
+        updated = work.update_bytes("whole", layout.ranks)
     moments = {
         "loss": (resident, act["loss"]),
         "backward": (resident or head, act["backward"]),
         "first layer": (resident or whole - embedding - weight * sizes.layer, act["first layer"]),
         "embedding": (resident or whole - embedding, embedding + act["embedding"]),
-        "update": (whole, update_bytes),
+        "update": (whole, updated),
     }
     return at_peak(moments, whole, work.optimizer_bytes(), buckets)
 
 
-def of_shards(run: PlannedRun, layout: Layout, sequences: int) -> Memory:
-    """fsdp2, hsdp: 1/shards of everything, and the layers at work whole."""
-    work = run.work(sequences, layout.ranks)
+def fully_sharded(work: Work) -> Memory:
+    """Adds up an equal shard of everything and whole layers at work: fsdp2, hsdp, cp, fsdp_tp."""
     sizes = work.sizes
     compute = work.compute
-    share = 1 / layout.per_group
+    processes = work.layout.sharing_states
+    share = 1 / processes
     act = work.activation_bytes(work.activations_in_bf16, compute, compute * sizes.vocabulary * sizes.width)
     gradients = FP32 * sizes.total * share
     resident = gradients if work.accumulates else 0.0
-    if work.accumulates and run.config.batch.reduce_once:  # whole, until the last backward pass has come to them
+    if work.accumulates and work.run.config.batch.reduce_once:  # whole, until the last backward pass has come to them
         resident = FP32 * sizes.total
         gradients += FP32 * (sizes.root + sizes.layer)
     root = compute * sizes.root
@@ -95,63 +116,15 @@ def of_shards(run: PlannedRun, layout: Layout, sequences: int) -> Memory:
         "backward": (resident, act["backward"], root + gathered + reduced),
         "first layer": (gradients, act["first layer"], root + gathered + reduced),
         "embedding": (gradients, act["embedding"], root + compute * sizes.embedding + FP32 * sizes.root + layer),
-        "update": (FP32 * sizes.total * share, work.update_bytes("sharded", layout.per_group), layer),
+        "update": (FP32 * sizes.total * share, work.update_bytes("sharded", processes), layer),
     }
     return at_peak(moments, FP32 * sizes.total * share, work.optimizer_bytes(share))
 
 
-def of_sequence_parts(run: PlannedRun, layout: Layout, sequences: int) -> Memory:
-    """cp: as under FSDP2 with a part of each sequence, and the copies that exchanges make."""
-    data = run.config.data
-    sizes = sizes_of(run.model_config)
-    length = data.sequence_length // layout.parts
-    config = run.config.model_copy(update={"data": data.model_copy(update={"sequence_length": length})})
-    memory = of_shards(replace(run, config=config), layout, sequences)
-    bytes_per_layer = sequences * length * (FP32 if run.precision == "fp32" else 2)
-    copied = bytes_per_layer * sizes.exchanged_width  # on its way there, or back
-    if config.activation_checkpointing == "none":  # each layer keeps its output on both sides of the exchange
-        copied += bytes_per_layer * sizes.layers * sizes.width
-    return replace(memory, activations=memory.activations + copied) if memory.moment != "update" else memory
-
-
-def of_slices(run: PlannedRun, layout: Layout, sequences: int) -> Memory:
-    """tp: heads and intermediate width divided, all else whole."""
-    part = replace(run, model_config=sliced(run.model_config, layout.per_group))
-    update_bytes = run.work(sequences, layout.groups).update_bytes("pieces", layout.per_group)
-    return replicated(part.work(sequences, layout.groups), update_bytes, is_ddp=False)
-
-
-def of_sharded_slices(run: PlannedRun, layout: Layout, sequences: int) -> Memory:
-    """fsdp_tp: a slice, sharded over the groups."""
-    part = replace(run, model_config=sliced(run.model_config, layout.per_group))
-    return of_shards(part, replace(layout, ranks=layout.groups, groups=1), sequences)
-
-
-def sliced(model_config: Any, shares: int) -> Any:
-    """Returns the model of one process of tensor parallel: heads and intermediate width divided."""
-    part = copy.deepcopy(model_config)
-    part.head_dim = getattr(part, "head_dim", None) or part.hidden_size // part.num_attention_heads
-    for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
-        if getattr(part, name, None):
-            setattr(part, name, max(1, getattr(part, name) // shares))
-    return part
-
-
-def of_experts(run: PlannedRun, layout: Layout, sequences: int) -> Memory:
-    """ep: as DDP's, with a part of the experts; and a layer's rows that are underway, if experts share evenly."""
-    work = run.work(sequences, layout.ranks)
-    part = replace(work, sizes=work.sizes.in_parts(layout.per_group))
-    memory = replicated(part, part.update_bytes("whole", layout.ranks), is_ddp=False)
-    rows = work.compute * work.tokens * work.sizes.choices * work.sizes.width
-    return replace(memory, buffers=memory.buffers + 2 * rows)
-
-
-def of_stages(run: PlannedRun, layout: Layout, sequences: int) -> Memory:
-    """pp: the process that needs most is either the first, with the embedding, or the last, with head and loss."""
-    settings = run.config.pipeline
-    ranks = layout.per_group
-    # A forward pass has one pipeline microbatch.
-    work = run.work(sequences, layout.ranks, PipelineParallel.parts_of_micro_batch(run.config))
+def in_stages(work: Work) -> Memory:
+    """Adds up the first stage, with the embedding, and the last, with head and loss, and returns the larger: pp."""
+    settings = work.run.config.pipeline
+    ranks = work.layout.pp
     sizes = work.sizes
     act = work.activations
     schedule = STAGE_LAYOUTS[settings.schedule]
@@ -181,21 +154,21 @@ def of_stages(run: PlannedRun, layout: Layout, sequences: int) -> Memory:
     return max(found, key=lambda memory: memory.total)
 
 
-def of_zero(run: PlannedRun, layout: Layout, sequences: int) -> Memory:
-    """zero1 to zero3: as DeepSpeed holds it, offloaded or not."""
-    work = run.work(sequences, layout.ranks)
-    settings = layout.zero
+def by_deepspeed(work: Work) -> Memory:
+    """Adds up what DeepSpeed holds, offloaded or not: zero1 to zero3."""
+    settings = work.layout.zero
+    processes = work.layout.shards
     stage = settings["stage"]
     sizes = work.sizes
     compute = work.compute
-    share = 1 / layout.ranks
+    share = 1 / processes
     waiting = compute * sizes.vocabulary * sizes.width if sizes.is_tied else 0.0
     act = work.activation_bytes(work.activations_in_bf16, compute, waiting)
     # The fp32 masters are a copy even where the weights are fp32.
     states = FP32 * sizes.total * share + work.optimizer_bytes(share)
     weights = compute * sizes.total * (share if stage == 3 else 1.0)
     gradients, buckets = zero_gradients(work, stage, share, settings)
-    unreduced = FP32 * sizes.total if run.config.batch.reduce_once and work.accumulates and stage > 1 else 0.0
+    unreduced = FP32 * sizes.total if work.run.config.batch.reduce_once and work.accumulates and stage > 1 else 0.0
     gathered = 0.0
     if stage == 3:  # layers stay gathered up to this number of elements, or until their next use is further away
         gathered = compute * min(sizes.total, max(settings.get("stage3_max_live_parameters", 1e9), 2 * sizes.layer))
@@ -210,7 +183,7 @@ def of_zero(run: PlannedRun, layout: Layout, sequences: int) -> Memory:
     optimizer = settings.get("offload_optimizer") or {}
     parameters = settings.get("offload_param") or {}
     if not (optimizer or parameters):
-        updated = work.update_bytes("pieces", layout.ranks) + (2 * FP32 * sizes.total * share if stage < 3 else 0.0)
+        updated = work.update_bytes("pieces", processes) + (2 * FP32 * sizes.total * share if stage < 3 else 0.0)
         # The masters belong to the optimizer: they change when it steps.
         return at_peak({**moments, "update": (gradients, updated)}, weights, states)
     # Gradients go to the host as well, where the optimizer needs them.
@@ -238,18 +211,16 @@ def zero_gradients(work: Work, stage: int, share: float, settings: dict[str, Any
     return FP32 * sizes.total * share, FP32 * elements + (work.compute + FP32) * largest
 
 
-FOOTPRINTS: dict[str, Footprint] = {
-    "fsdp2": of_shards,
-    "hsdp": of_shards,
-    "zero1": of_zero,
-    "zero2": of_zero,
-    "zero3": of_zero,
-    "zero3_offload": of_zero,
-    "zero3_offload_nvme": of_zero,
-    "cp": of_sequence_parts,
-    "tp": of_slices,
-    "fsdp_tp": of_sharded_slices,
-    "ep": of_experts,
-    "pp": of_stages,
+STATES: dict[str, Callable[[Work], Memory]] = {
+    "fsdp2": fully_sharded,
+    "hsdp": fully_sharded,
+    "cp": fully_sharded,
+    "fsdp_tp": fully_sharded,
+    "zero1": by_deepspeed,
+    "zero2": by_deepspeed,
+    "zero3": by_deepspeed,
+    "zero3_offload": by_deepspeed,
+    "zero3_offload_nvme": by_deepspeed,
+    "pp": in_stages,
 }
-"""{strategy: its footprint}; one that is not here is as `of_copies`."""
+"""{strategy: how a process holds weights, gradients and optimizer state}; one that is not here is `replicated`."""

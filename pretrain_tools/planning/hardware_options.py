@@ -50,7 +50,7 @@ def option_problems(options: argparse.Namespace) -> Problems:
 
 
 def parse_size(text: str | None) -> float | None:
-    """'80GB' -> bytes, with GB as GPUs are sold: 2^30 bytes. Raises InputError."""
+    """Converts '80GB' to bytes, with GB as GPUs are sold: 2^30 bytes. Raises InputError."""
     if text is None:
         return None
     match = SIZE.match(text.strip())
@@ -60,7 +60,7 @@ def parse_size(text: str | None) -> float | None:
 
 
 def given_figures(options: argparse.Namespace) -> dict[str, float]:
-    """Fields of Gpu that the command line states; without a --gpu_memory that is no size."""
+    """Reads the fields of Gpu that the command line states; without a --gpu_memory that is no size."""
     figures = {
         "memory_bytes": Problems().attempt(parse_size, options.gpu_memory),
         "bf16_flops": options.peak_tflops and options.peak_tflops * 1e12,

@@ -200,7 +200,7 @@ def small_disk(config: RunConfig, run: RunPlan) -> str | None:
 
 
 def _bytes_in(folder: Path) -> int:
-    """Bytes of a run's checkpoints and final model, which later ones replace."""
+    """Adds up the bytes of a run's checkpoints and final model, which later ones replace."""
     return sum(path.stat().st_size for path in folder.glob("*/**/*.safetensors") if path.is_file())
 
 

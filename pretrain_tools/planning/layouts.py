@@ -7,30 +7,37 @@ from typing import Any
 import yaml
 
 from pretrain.files import ROOT
-from pretrain.parallel.launcher import (
-    CP_SIZE,
-    TP_SIZE,
-    deepspeed_file,
-    parallel_size,
-    processes_launched,
-    replicas_requested,
-)
+from pretrain.parallel.launcher import deepspeed_file, parallel_size, processes_launched, replicas_requested
 from pretrain.parallel.registry import strategy_named
 from pretrain.parallel.strategy import Strategy
+
+DIMENSION_OF = {"hsdp": "replicas", "tp": "tp", "fsdp_tp": "tp", "cp": "cp", "pp": "pp", "ep": "ep"}
+"""{strategy: the dimension whose size its launcher file gives}"""
+DP_REPLICATE_SIZE = "PARALLELISM_CONFIG_DP_REPLICATE_SIZE"
+SHARDS_STATES = ("fsdp2", "hsdp", "cp", "fsdp_tp", "zero1", "zero2", "zero3", "zero3_offload", "zero3_offload_nvme")
+"""Strategies whose remaining processes hold a shard each; those of the others hold a copy each."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The way in which a launcher file divides a run over processes."""
+    """The processes of a run along each dimension of parallelism; their product is `ranks`."""
 
     name: str
     """File in accelerate_configs/."""
     ranks: int
     machines: int = 1
-    groups: int = 1
-    """Groups of processes that hold one model together, for hsdp, tp, pp and ep: each holds a copy."""
-    parts: int = 1
-    """Parts of a sequence, each on a process of its own, for cp."""
+    replicas: int = 1
+    """Copies of everything that the other dimensions divide."""
+    shards: int = 1
+    """Processes that divide states and take micro-batches of their own."""
+    tp: int = 1
+    """Processes that divide heads and feed-forward width."""
+    cp: int = 1
+    """Processes that divide each sequence, and the states."""
+    pp: int = 1
+    """Stages of layers."""
+    ep: int = 1
+    """Processes that divide the experts, and take micro-batches of their own."""
     problem: str | None = None
     """The reason why so many processes cannot run it."""
     environment: dict[str, str] = field(default_factory=dict)
@@ -41,43 +48,65 @@ class Layout:
     """zero_optimization of the DeepSpeed JSON."""
 
     @property
-    def per_group(self) -> int:
-        return self.ranks // self.groups
+    def sharing_states(self) -> int:
+        """Processes that divide weights, gradients and optimizer state between them."""
+        return self.shards * self.cp
 
     @property
     def micro_batches(self) -> int:
         """Micro-batches that all processes take together in a micro-step."""
-        if self.name in ("tp", "fsdp_tp"):
-            return self.groups
-        return max(1, self.ranks // self.parts)
-
-    @property
-    def ring(self) -> float:
-        """Part of its bytes that each process sends when all gather something, in a ring; a sum takes two."""
-        return (self.ranks - 1) / self.ranks
+        return max(1, self.ranks // (self.tp * self.cp))
 
 
-def layout(name: str, ranks: int, machines: int = 1) -> Layout:
-    """Returns how the launcher file of this name, as it is shipped, divides a run; a plain copy each by default."""
+def layout(name: str, ranks: int, machines: int = 1, size: int | None = None) -> Layout:
+    """Returns how the launcher file of this name divides a run; where nothing is divided, every process has a copy.
+
+    Args:
+        size: of the dimension that the file gives; None: as it is planned for these machines.
+    """
+    zero = shipped_deepspeed(name)["zero_optimization"] if name.startswith("zero") else {}
     problem = None
-    if (name == "single") != (ranks == 1):
+    if (name == "single") != (ranks == 1) and not zero.get("offload_optimizer"):
         problem = "runs on one GPU" if name == "single" else "needs more than one GPU"
-    plain = Layout(name, ranks, machines, problem=problem)
+    others = "shards" if name in SHARDS_STATES else "replicas"
+    if name not in DIMENSION_OF:
+        return Layout(name, ranks, machines, problem=problem, zero=zero, **{others: ranks})
+    if size is None:
+        size = _planned_size(name, ranks, machines)
+    in_file = 2 if name in ("hsdp", "fsdp_tp") else ranks
+    variable = DP_REPLICATE_SIZE if name == "hsdp" else strategy_named(name).size_variable
+    return Layout(
+        name,
+        ranks,
+        machines,
+        **{DIMENSION_OF[name]: size, others: max(1, ranks // size)},
+        environment={variable: str(size)},
+        options=f" --{variable.lower()} {size}" if size != in_file else "",
+        problem=_size_problem(name, ranks, size) or problem,
+    )
+
+
+def _planned_size(name: str, ranks: int, machines: int) -> int:
+    """Chooses the size of a strategy's dimension for these machines."""
     match name:
-        case "hsdp":
-            return _hybrid(plain)
-        case "cp":
-            return _of_sequences(plain)
-        case "tp" | "ep":  # within a machine: they communicate in every layer
-            return _of_models(plain, machines)
-        case "pp":
-            return _of_models(plain, 1)
+        case "hsdp":  # a copy for each machine, or two on one machine
+            return machines if machines > 1 else min(2, ranks)
         case "fsdp_tp":
-            return _of_pairs(plain)
-    if name.startswith("zero"):
-        zero = shipped_deepspeed(name)["zero_optimization"]
-        return replace(plain, zero=zero, problem=None if zero.get("offload_optimizer") else problem)
-    return plain
+            return 2
+        case "pp":
+            return ranks
+    return ranks // machines  # tp, cp and ep communicate in every layer: within a machine
+
+
+def _size_problem(name: str, ranks: int, size: int) -> str | None:
+    """Says why so many processes cannot be divided by this size; None if they can."""
+    if name == "hsdp" and 1 < ranks < 2 * size:
+        return "needs at least two GPUs in each of its groups; use ddp"
+    if name == "fsdp_tp" and (ranks < 4 or ranks % 2):
+        return "needs at least four GPUs, and an even number"
+    if name == "cp" and ranks > 1 and size < 2:
+        return "needs several GPUs in each machine"
+    return None
 
 
 def layouts(name: str, ranks: int, machines: int = 1) -> list[Layout]:
@@ -89,22 +118,21 @@ def layouts(name: str, ranks: int, machines: int = 1) -> list[Layout]:
     whole = layout(name, ranks, machines)
     if name != "cp" or whole.problem:
         return [whole]
-    sizes = [n for n in range(2, whole.parts) if whole.parts % n == 0]
-    return [*(_in_parts(whole, n, is_option=True) for n in sizes), whole]
+    sizes = [n for n in range(2, whole.cp) if whole.cp % n == 0]
+    return [*(layout(name, ranks, machines, size) for size in sizes), whole]
 
 
 def launched_layout(name: str) -> Layout:
     """Returns how the processes that were launched divide a run, by the launcher's environment."""
-    shipped = layout(name, processes_launched())
-    if name == "cp":
-        return replace(shipped, parts=parallel_size(CP_SIZE))
+    size = None
     if name == "hsdp":
-        return replace(shipped, groups=replicas_requested())
-    if name in ("tp", "fsdp_tp", "pp", "ep"):
-        return replace(shipped, groups=max(1, shipped.ranks // parallel_size(strategy_named(name).size_variable)))
-    if zero := deepspeed_file().get("zero_optimization") if shipped.zero else None:
-        return replace(shipped, zero={key: value for key, value in zero.items() if value != "auto"})
-    return shipped
+        size = replicas_requested()
+    elif name in DIMENSION_OF:
+        size = parallel_size(strategy_named(name).size_variable)
+    launched = layout(name, processes_launched(), size=size)
+    if zero := deepspeed_file().get("zero_optimization") if launched.zero else None:
+        return replace(launched, zero={key: value for key, value in zero.items() if value != "auto"})
+    return launched
 
 
 def running_layout(strategy: Strategy) -> Layout:
@@ -113,42 +141,6 @@ def running_layout(strategy: Strategy) -> Layout:
     if not launched.zero:
         return launched
     return replace(launched, zero=strategy.accelerator.deepspeed_plugin.deepspeed_config["zero_optimization"])
-
-
-def _hybrid(plain: Layout) -> Layout:
-    """hsdp: a group for each machine, or two on one machine."""
-    groups = plain.machines if plain.machines > 1 else min(2, plain.ranks)
-    options = f" --parallelism_config_dp_replicate_size {groups}" if groups != 2 else ""  # 2 is what the file says
-    problem = "needs at least two GPUs in each of its groups; use ddp" if plain.ranks < 2 * groups else None
-    return replace(plain, groups=groups, options=options, problem=plain.problem or problem)
-
-
-def _of_sequences(plain: Layout) -> Layout:
-    """cp: the processes of a machine share their sequences, for they exchange in every layer."""
-    parts = plain.ranks // plain.machines
-    problem = "needs several GPUs in each machine" if plain.ranks > 1 and parts < 2 else None
-    shared = _in_parts(plain, parts, is_option=plain.machines > 1)
-    return replace(shared, problem=plain.problem or problem)
-
-
-def _in_parts(plain: Layout, parts: int, *, is_option: bool) -> Layout:
-    options = f" --{CP_SIZE.lower()} {parts}" if is_option else ""
-    return replace(plain, parts=parts, environment={CP_SIZE: str(parts)}, options=options)
-
-
-def _of_models(plain: Layout, groups: int) -> Layout:
-    """tp, pp and ep: so many groups of processes, each of which shares one model."""
-    variable = strategy_named(plain.name).size_variable
-    size = plain.ranks // groups
-    options = f" --{variable.lower()} {size}" if groups > 1 else ""
-    return replace(plain, groups=groups, environment={variable: str(size)}, options=options)
-
-
-def _of_pairs(plain: Layout) -> Layout:
-    """fsdp_tp: in pairs, as the file says."""
-    problem = "needs at least four GPUs, and an even number" if plain.ranks < 4 or plain.ranks % 2 else None
-    environment = {TP_SIZE: "2"}
-    return replace(plain, groups=max(1, plain.ranks // 2), environment=environment, problem=problem)
 
 
 def shipped_deepspeed(name: str) -> dict[str, Any]:

@@ -4,6 +4,7 @@ Activations follow from a trace of the model's code (activations.py), the loss's
 are bytes of tensors in one process; nothing here touches a GPU.
 """
 
+import copy
 import functools
 import math
 from dataclasses import dataclass, replace
@@ -18,7 +19,9 @@ from pretrain.model.loss import CHUNK_BYTES, CPU_PIECE_BYTES, MIN_CHUNK_TOKENS, 
 from pretrain.model.routers import experts_per_token, routers_of
 from pretrain.model.small_copy import KeyedConfig, projects_hidden_states
 from pretrain.optim.optimizers import OPTIMIZERS, ModelShapes, is_output_head, parameter_dtype
+from pretrain.parallel.pipeline import PipelineParallel
 from pretrain_tools.planning.activations import FLASH, Activations, ForwardPass, trace_activations
+from pretrain_tools.planning.layouts import Layout
 from pretrain_tools.planning.optimizer_bytes import state_elements, update_bytes, with_experts_in_parts
 
 FP32 = 4
@@ -88,10 +91,15 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Work:
-    """The work of a process in a micro-step, however the processes share it."""
+    """The part of a run that one process computes in a micro-step, after every dimension has divided it."""
 
     run: "PlannedRun"
+    """The run, with this process's slice of the model and its part of the sequences."""
+    layout: Layout
     sizes: Sizes
+    """Sizes of the slice, with this process's experts alone."""
+    whole: Sizes
+    """Sizes of the undivided model."""
     sequences: int
     """Sequences of one forward pass."""
     accumulates: bool
@@ -135,10 +143,10 @@ class Work:
         """Bytes in fp32, where the loss computes it in its forward pass; it waits there for a tied embedding's."""
         return 0.0 if self.loss == "logits" else FP32 * self.sizes.vocabulary * self.sizes.width
 
-    def update_bytes(self, form: str, processes: int = 1) -> float:
+    def update_bytes(self, form: str, processes: int = 1, sizes: Sizes | None = None) -> float:
         """Returns the bytes that an update allocates and frees again; see `optimizer_bytes.update_bytes`."""
         optim = self.run.config.optim
-        spec = OPTIMIZERS[optim.name](self.sizes.shapes)
+        spec = OPTIMIZERS[optim.name]((sizes or self.sizes).shapes)
         return update_bytes(spec, self.run.device_type, optim.stochastic_rounding, form, processes)
 
     def optimizer_bytes(self, share: float = 1.0) -> float:
@@ -282,17 +290,39 @@ class PlannedRun:
         found = {window: batch.as_stage(number) for number, window in enumerate(data.windows)}
         return [(replace(self, config=stage), stage.batch.sequences_per_micro_batch) for stage in found.values()]
 
-    def work(self, sequences: int, micro_batches: int, parts: int = 1) -> Work:
-        """Returns the work of a process in one forward pass.
+    def work(self, layout: Layout, sequences: int) -> Work:
+        """Returns what one process computes in a micro-step.
 
-        Args:
-            sequences: batch.sequences_per_micro_batch.
-            micro_batches: that all processes take together in a micro-step.
-            parts: into which a pipeline cuts the micro-batch; one is a forward pass.
+        sequences: batch.sequences_per_micro_batch.
         """
-        tokens = sequences * self.config.data.sequence_length * micro_batches
-        accumulates = self.config.batch.tokens_per_step >= 2 * tokens
-        return Work(self, sizes_of(self.model_config), max(1, sequences // parts), accumulates)
+        config = self.config
+        whole = sizes_of(self.model_config)
+        accumulates = (
+            config.batch.tokens_per_step >= 2 * sequences * config.data.sequence_length * layout.micro_batches
+        )
+        part = self
+        if layout.tp > 1:
+            part = replace(part, model_config=sliced(self.model_config, layout.tp))
+        if layout.cp > 1:
+            length = config.data.sequence_length // layout.cp
+            data = config.data.model_copy(update={"sequence_length": length})
+            part = replace(part, config=config.model_copy(update={"data": data}))
+        sizes = sizes_of(part.model_config) if layout.tp > 1 else whole
+        if layout.ep > 1:
+            sizes = sizes.in_parts(layout.ep)
+        if layout.pp > 1:  # a forward pass has one pipeline microbatch
+            sequences = max(1, sequences // PipelineParallel.parts_of_micro_batch(config))
+        return Work(part, layout, sizes, whole, sequences, accumulates)
+
+
+def sliced(model_config: Any, shares: int) -> Any:
+    """Returns the model of one process of tensor parallel: heads and intermediate width divided."""
+    part = copy.deepcopy(model_config)
+    part.head_dim = getattr(part, "head_dim", None) or part.hidden_size // part.num_attention_heads
+    for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
+        if getattr(part, name, None):
+            setattr(part, name, max(1, getattr(part, name) // shares))
+    return part
 
 
 def optimizer_elements(name: str, sizes: Sizes) -> float:

@@ -16,7 +16,7 @@ BF16 = 2
 
 
 def with_experts_in_parts(model: ModelShapes, shares: int) -> ModelShapes:
-    """The shapes in a process that has one of `shares` equal shares of every layer's experts; 0: none of them."""
+    """Returns the shapes in a process that has one of `shares` equal shares of every layer's experts; 0: none."""
     shapes = {
         name: ((shape[0] // shares if shares else 0), *shape[1:]) if name in model.experts else shape
         for name, shape in model.shapes.items()
@@ -25,7 +25,7 @@ def with_experts_in_parts(model: ModelShapes, shares: int) -> ModelShapes:
 
 
 def state_elements(spec: OptimizerSpec) -> float:
-    """The size of the state, in fp32 elements."""
+    """Returns the size of the state, in fp32 elements."""
     if isinstance(spec, AdamW8bitSpec):  # two bytes, and two fp32 scales for every 256 elements; all share the maps
         return sum(map(math.prod, spec.model.shapes.values())) * (2 / FP32 + 2 / 256)
     shapes = (shape for name in spec.model.shapes for shape in spec.state_shapes(name).values())
@@ -33,7 +33,7 @@ def state_elements(spec: OptimizerSpec) -> float:
 
 
 def update_bytes(spec: OptimizerSpec, device_type: str, weights_in_bf16: bool, form: str, processes: int) -> float:
-    """Bytes that an update allocates and frees again, if `processes` hold the parameters together in this form.
+    """Returns the bytes that an update allocates and frees, if `processes` hold the parameters together in a form.
 
     form: see `OptimizerSpec.takes`.
     """
@@ -56,7 +56,7 @@ def update_bytes(spec: OptimizerSpec, device_type: str, weights_in_bf16: bool, f
 
 
 def exchanged_bytes(spec: OptimizerSpec, form: str, processes: int) -> float:
-    """Bytes that each of `processes` sends for an update, on GPUs."""
+    """Returns the bytes that each of `processes` sends for an update, on GPUs."""
     if isinstance(spec, AdafactorSpec) and form not in ("whole", "stage"):
         return 2 * FP32 * state_elements(spec) * (processes - 1) / processes
     if isinstance(spec, MuonSpec) and form != "stage":
@@ -66,6 +66,6 @@ def exchanged_bytes(spec: OptimizerSpec, form: str, processes: int) -> float:
 
 
 def _hidden_elements(spec: MuonSpec) -> list[int]:
-    """Elements of each hidden matrix."""
+    """Lists the elements of each hidden matrix."""
     hidden = [shape for name, shape in spec.model.shapes.items() if spec.model.is_hidden_matrix(name)]
     return [math.prod(shape[-2:]) for shape in hidden for _ in range(math.prod(shape[:-2]))]

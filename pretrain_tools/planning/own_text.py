@@ -54,6 +54,7 @@ MOST_TIMINGS = 3
 SHARE_FOR_TIMING = 0.01
 """Share of the minutes for the steps of one timing; starting the process that runs them takes seconds more."""
 MOST_SECONDS_OF_TIMING = 10.0
+ANOTHER_NAME = "give another name, with --output runs/NAME"
 
 
 @dataclass(frozen=True)
@@ -164,7 +165,7 @@ def minutes_from(text: str) -> float:
 
 
 def run_name_of(pattern: str) -> str:
-    """'mine/*.txt' -> 'mine', 'books/alice.txt' -> 'alice'; 'own_text' where nothing in it is a name."""
+    """Takes 'mine' from 'mine/*.txt', 'alice' from 'books/alice.txt'; 'own_text' where nothing in it is a name."""
     parts = Path(pattern).parts
     fixed = [part for part in parts if not any(sign in part for sign in "*?[")]
     last = fixed[-1].split(".")[0] if len(fixed) == len(parts) and fixed else fixed[-1] if fixed else Path.cwd().name
@@ -172,7 +173,7 @@ def run_name_of(pattern: str) -> str:
 
 
 def find_text(asked: OwnText) -> "TextFiles":
-    """The files. Raises InputError for none, for named ones that are not text, and for too little altogether."""
+    """Finds the files. Raises InputError for none, for named ones that are not text, and for too little altogether."""
     from pretrain_tools.planning.text_files import find_text_files
     from pretrain_tools.preparation.documents.sources import expected_bytes
 
@@ -197,19 +198,12 @@ def refuse_another_command(asked: OwnText) -> None:
     if first == MADE_BY + asked.command:
         return
     if not first.startswith(MADE_BY):
-        raise InputError(f"{recipe}: exists and was not made by train.py --text; {another_name(asked)}")
+        raise InputError(f"{recipe}: exists and was not made by train.py --text; {ANOTHER_NAME}")
     raise InputError(
         f"{recipe}: was made by another command: {first.removeprefix(MADE_BY)}\nto continue that run, give it "
-        f"again; for a new one, {another_name(asked)}; to train the old one for longer, python train.py --config "
+        f"again; for a new one, {ANOTHER_NAME}; to train the old one for longer, python train.py --config "
         f"{recipe} --budget.steps N"
     )
-
-
-def another_name(asked: OwnText) -> str:
-    """Suggests a name at which nothing is in the way."""
-    numbers = (OwnText((), 0, asked.output.with_name(f"{asked.output.name}_{n}")) for n in range(2, 1000))
-    free = next(other.output for other in numbers if not any(path.exists() for path in in_the_way(other)))
-    return f"give another name, such as --output {free}"
 
 
 def in_the_way(asked: OwnText) -> list[Path]:
@@ -228,7 +222,7 @@ def refuse_files_in_the_way(asked: OwnText) -> None:
 
     own = {Path(asked.place.tokenizer): {RECORD_FILE}, asked.place.shards: {MANIFEST_FILE, UNFINISHED_FOLDER}}
     problems = [
-        f"{path}: exists and was not made by this command; {another_name(asked)}"
+        f"{path}: exists and was not made by this command; {ANOTHER_NAME}"
         for path in in_the_way(asked)
         if path.exists() and not any((path / name).exists() for name in own.get(path, ()))
     ]
@@ -248,7 +242,7 @@ def refuse_other_text(asked: OwnText, files: "TextFiles") -> None:
         more = f"; and {len(changes) - 3} more" if len(changes) > 3 else ""
         raise InputError(
             f"{asked.place.shards}: the text is no longer what it was made from: {'; '.join(changes[:3])}{more}; to "
-            f"train on what there is now, {another_name(asked)}; to go on with the earlier text, python train.py "
+            f"train on what there is now, {ANOTHER_NAME}; to go on with the earlier text, python train.py "
             f"--config {asked.place.recipe}"
         )
 
@@ -336,7 +330,7 @@ def row(name: str, value: str) -> None:
 
 
 def trained_vocabulary(tokenizer: Path) -> int | None:
-    """The vocabulary that an interrupted start has chosen: measured again, the machine might give another."""
+    """Reads the vocabulary that an interrupted start has chosen: measured again, the machine might give another."""
     from pretrain.runs.run_folder import read_json
     from pretrain_tools.preparation.tokenizer_training import RECORD_FILE
 
@@ -344,7 +338,7 @@ def trained_vocabulary(tokenizer: Path) -> int | None:
 
 
 def preparation_commands(asked: OwnText, files: "TextFiles", vocabulary: int, fraction: float) -> list[list[str]]:
-    """Arguments of python that train the tokenizer and prepare the shards."""
+    """Returns arguments of python that train the tokenizer and prepare the shards."""
     same = ["prepare_data.py", *files.arguments, "--validation_fraction", f"{fraction:g}"]
     # prepare_data.py reads a plain-text file as one document.
     if any(source.format == "txt" and source.bytes > LARGEST_FILE_BYTES for source in files.sources):
@@ -356,7 +350,7 @@ def preparation_commands(asked: OwnText, files: "TextFiles", vocabulary: int, fr
 
 
 def command_text(command: list[str]) -> str:
-    """A command of python for a terminal, which does not take file names that are not UTF-8."""
+    """Formats a command of python for a terminal, which does not take file names that are not UTF-8."""
     return os.fsencode(shlex.join(["python", *command])).decode(errors="backslashreplace")
 
 

@@ -25,6 +25,7 @@ from pretrain.units import co2_text
 from pretrain_tools.planning.calibration import Calibration, calibrate
 from pretrain_tools.planning.candidates import (
     Candidate,
+    Case,
     Storage,
     command_of,
     consider,
@@ -114,8 +115,8 @@ def build_plan(
         speed = Speed(calibration.mfu or 0.0, "measured on this machine", rate)
     else:
         speed = Speed(mfu, "stated") if mfu else Speed(*default_mfu(work.active, hardware.device_type))
-    run = PlannedRun(config, model_config, precision, hardware.device_type)
-    candidates = [consider(name, run, work, hardware, speed) for name in STRATEGIES]
+    case = Case(PlannedRun(config, model_config, precision, hardware.device_type), work, hardware, speed)
+    candidates = [consider(name, case) for name in STRATEGIES]
     recommended = recommend(candidates)
     command = command_of(recommended, config_path, overrides, hardware, config) if recommended else None
     # Missing data is no reason not to plan: it is a remark below the table.
@@ -249,7 +250,7 @@ def remarks(plan: Plan) -> list[str]:
 
 
 def plan_verdict(plan: Plan) -> list[str]:
-    """The recommended strategy with time and cost, the reason, and the command."""
+    """Says the recommended strategy with time and cost, the reason, and the command."""
     if plan.recommended is None:
         return lines_of("plan.j2", "verdict", plan, "", "")
     co2 = co2_text(plan.kilowatt_hours, plan.config.energy.grid_grams_per_kwh)

@@ -87,11 +87,11 @@ class Machine:
         return replace(self, speed=shape.flops_per_token * tokens_per_second / assumed)
 
     def mfu(self, shape: Shape) -> float:
-        """The MFU that small models of this size reach, by the speed of the one that was timed."""
+        """Estimates the MFU that small models of this size reach, by the speed of the one that was timed."""
         return self.speed * mfu_of_small(shape.parameters, self.device_type, self.precision)
 
     def flops(self, shape: Shape) -> float:
-        """FLOPs of all steps together, for a model of that shape."""
+        """Returns the FLOPs of all steps together, for a model of that shape."""
         return self.peak_flops * self.mfu(shape) * self.seconds
 
     def in_words(self) -> str:
@@ -142,30 +142,6 @@ class SizedRecipe:
         return float(f"{OPTIMIZERS['muon'].auto_rate(self.sizing.shape.parameters, self.sizing.tokens_per_step):.2g}")
 
     @property
-    def sequences_per_micro_batch(self) -> int:
-        tokens = min(MICRO_BATCH_TOKENS[self.machine.device_type], self.sizing.tokens_per_step)
-        return max(1, tokens // self.sizing.shape.sequence_length)
-
-    @property
-    def quarter(self) -> int:
-        """Steps between two validations, checkpoints and samples; the last are at the end."""
-        return self.sizing.steps // 4
-
-    @property
-    def validation_sequences(self) -> int:
-        """Sequences per validation: five validations, forward passes alone, take VALIDATION_SHARE of the training."""
-        tokens = VALIDATION_SHARE * self.sizing.tokens * 3 / 5
-        return int(min(max(tokens / self.sizing.shape.sequence_length, 4), 128))
-
-    @property
-    def warmup_steps(self) -> int:
-        return max(1, min(100, self.sizing.steps // 50))
-
-    @property
-    def is_compiled(self) -> bool:
-        return self.machine.device_type == "cuda" and self.machine.minutes >= COMPILED_FROM_MINUTES
-
-    @property
     def has_validation(self) -> bool:
         """Tells if the held-out text fills a window."""
         return self.prepared.validation_tokens > self.sizing.shape.sequence_length
@@ -176,7 +152,7 @@ class SizedRecipe:
         return f"{shape.layers} layers x {shape.width}, {count_text(shape.parameters)} parameters"
 
     def reasons(self) -> dict[str, str]:
-        """{what was chosen: what, and why}."""
+        """Explains the choices: {what was chosen: what, and why}."""
         sizing = self.sizing
         shape = sizing.shape
         mfu = self.machine.mfu(shape)
@@ -205,5 +181,24 @@ class SizedRecipe:
         return rows
 
     def text(self, header: str) -> str:
-        """The recipe; its first line is `header`."""
-        return render("own_text.yaml.j2", header=header, recipe=self, machine=self.machine, sizing=self.sizing)
+        """Formats the recipe; its first line is `header`."""
+        machine = self.machine
+        sizing = self.sizing
+        length = sizing.shape.sequence_length
+        is_compiled = machine.device_type == "cuda" and machine.minutes >= COMPILED_FROM_MINUTES
+        # Five validations, forward passes alone, take VALIDATION_SHARE of the training's computation.
+        validation_sequences = VALIDATION_SHARE * sizing.tokens * 3 / 5 / length
+        return render(
+            "own_text.yaml.j2",
+            header=header,
+            recipe=self,
+            machine=machine,
+            sizing=sizing,
+            sequences_per_micro_batch=max(
+                1, min(MICRO_BATCH_TOKENS[machine.device_type], sizing.tokens_per_step) // length
+            ),
+            warmup_steps=max(1, min(100, sizing.steps // 50)),
+            compile="regional" if is_compiled else "none",
+            quarter=sizing.steps // 4,  # the last validation, checkpoint and sample are at the end
+            validation_sequences=int(min(max(validation_sequences, 4), 128)),
+        )

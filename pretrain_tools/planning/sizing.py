@@ -104,17 +104,17 @@ def padded(vocabulary: int) -> int:
 
 
 def optimal_parameters(flops: float) -> float:
-    """Parameters of the best model trained on text without repetition: G x sqrt(C / 6)."""
+    """Returns the parameters of the best model trained on text without repetition: G x sqrt(C / 6)."""
     return math.sqrt(parameters_per_token() * flops / 6)
 
 
 def parameters_per_token() -> float:
-    """Parameters per token at the optimum: 1 / 19.6 for any amount of computation, since both exponents are equal."""
+    """Returns parameters per token at the optimum: 1 / 19.6 for any computation, since both exponents are equal."""
     return (LOSS_BY_PARAMETERS / LOSS_BY_TOKENS) ** (1 / LOSS_EXPONENT)
 
 
 def expected_loss(parameters: float, tokens: float, unique_tokens: float = math.inf) -> float:
-    """Nats per token, by the law for repeated data; only to compare models with."""
+    """Estimates nats per token, by the law for repeated data; only to compare models with."""
     # Parameters beyond the optimum for the unique tokens are worth less, as repeated tokens are.
     unique_parameters = min(parameters, unique_tokens * parameters_per_token())
     effective_parameters = with_repetition(parameters, unique_parameters, EXCESS_PARAMETERS)
@@ -124,7 +124,7 @@ def expected_loss(parameters: float, tokens: float, unique_tokens: float = math.
 
 
 def with_repetition(amount: float, unique: float, scale: float) -> float:
-    """The worth of an amount of which only `unique` is new: U + U R* (1 - exp(-(amount / U - 1) / R*))."""
+    """Returns the worth of an amount of which only `unique` is new: U + U R* (1 - exp(-(amount / U - 1) / R*))."""
     return unique * (1 + scale * -math.expm1(-(amount / unique - 1) / scale))
 
 

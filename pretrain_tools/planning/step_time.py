@@ -74,12 +74,15 @@ class RunWork:
     steps: int
     tokens_per_step: int
     flops_per_token: float
-    recompute: float
-    """Seconds of a step for each second it would take without activation checkpointing."""
 
     @property
     def flops(self) -> float:
         return self.flops_per_token * self.tokens
+
+
+def recomputing(config: RunConfig) -> float:
+    """Returns the seconds of a step for each second it would take without activation checkpointing."""
+    return 4 / 3 if config.activation_checkpointing != "none" else 1.0
 
 
 MFU_OF_CPUS = 0.4
@@ -134,7 +137,7 @@ class Speed:
             compute = work.tokens_per_step / (self.tokens_per_second * hardware.gpus)
         else:
             # Recomputation takes time but does not count in MFU.
-            flops = work.flops_per_token * work.tokens_per_step * work.recompute
+            flops = work.flops_per_token * work.tokens_per_step * recomputing(config)
             compute = flops / (hardware.gpus * hardware.gpu.bf16_flops * self.mfu)
         compute *= 1 + idle(config, layout)
         tokens = micro_batch * config.data.sequence_length

@@ -7,7 +7,7 @@ import glob
 import os
 import shlex
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,17 +27,17 @@ CONTROL_CHARACTERS = bytes(set(range(32)) - set(b"\b\t\n\f\r\x1a\x1b"))
 UTF_16_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 BEGINNING_BYTES = 1 << 16
 MOST_SHOWN = 3
-"""Files of a kind that a message names, and suffixes."""
+"""Files of a kind that a message names."""
 MOST_EXCLUDED = 2000
 """Files left out by name, each on the command line of prepare_data.py."""
 
 
 class LeftOut(NamedTuple):
-    """A file that is left out, and the reason."""
+    """A file that is left out."""
 
     path: str
     reason: str
-    is_counted_by_suffix: bool = False
+    """What it is; files of the same reason, up to a bracket, are counted together."""
     remedy: str = ""
 
 
@@ -57,18 +57,12 @@ class TextFiles:
         return ["--input", *self.inputs, *(["--exclude", *self.exclude] if self.exclude else [])]
 
 
-@dataclass
-class TextSearch:
+class Found(NamedTuple):
     """The files of one word of the command line: a folder, a pattern or a file."""
 
-    word: str
-    inputs: list[str] = field(default_factory=list)
-    taken: list[str] = field(default_factory=list)
-    left_out: list[LeftOut] = field(default_factory=list)
-
-    @property
-    def is_one_file(self) -> bool:
-        return os.path.isfile(self.word) or not (os.path.isdir(self.word) or any(sign in self.word for sign in "*?["))
+    inputs: list[str]
+    taken: list[str]
+    left_out: list[LeftOut]
 
 
 def find_text_files(given: Sequence[str], exclude: Sequence[str] = ()) -> TextFiles:
@@ -78,95 +72,74 @@ def find_text_files(given: Sequence[str], exclude: Sequence[str] = ()) -> TextFi
     --exclude that matches nothing.
     """
     problems = Problems()
-    searches = []
-    unmatched = set(exclude)
-    # A folder is left out with everything in it.
-    # fnmatch's * also matches '/', so the rule holds for all levels below.
+    # A folder is left out with everything in it: fnmatch's * also matches '/'.
     rules = {word: f"{glob.escape(word.rstrip('/'))}/*" if os.path.isdir(word) else word for word in exclude}
+    matches: dict[str, list[str]] = {}
     for word in given:
-        search = problems.attempt(search_for, word, rules, unmatched)
-        if search:
-            searches.append(search)
-    problems += no_text_problems(searches)
-    if searches:
+        if found := problems.attempt(files_of, word):
+            matches[word] = found
+    paths = [path for found in matches.values() for path in found]
+    if paths:
+        unmatched = [word for word, rule in rules.items() if not fnmatch.filter(paths, rule)]
         problems += [f"--exclude {shlex.quote(word)}: matches none of the files" for word in sorted(unmatched)]
+    kept = {word: [p for p in found if not matches_any(p, rules.values())] for word, found in matches.items()}
+    searches = {word: sorted_out(word, paths) for word, paths in kept.items()}
+    problems += no_text_problems(searches)
     problems.stop_if_any()
-    inputs = list(dict.fromkeys(pattern for search in searches for pattern in search.inputs))
-    taken = {path for search in searches for path in search.taken}
+    inputs = list(dict.fromkeys(pattern for search in searches.values() for pattern in search.inputs))
+    taken = {path for search in searches.values() for path in search.taken}
     # A file that one word leaves out may be named by another.
-    left_out = {each.path: each for search in searches for each in search.left_out if each.path not in taken}
-    excluded = list(dict.fromkeys(rules.values()))
-    others = {path for pattern in inputs for path in files_matching(pattern)} - taken
+    left_out = {each.path: each for search in searches.values() for each in search.left_out if each.path not in taken}
+    said = left_out_text(left_out.values(), len(taken))
     # Left-out files that the patterns match are excluded by name, so that the shown command reads the same files.
+    others = {path for pattern in inputs for path in files_matching(pattern)} - taken
+    excluded = list(dict.fromkeys(rules.values()))
     excluded += [glob.escape(path) for path in sorted(others) if not matches_any(path, excluded)]
     if len(excluded) > MOST_EXCLUDED:
-        raise InputError(f"{left_out_text(left_out.values(), len(taken))}; convert them, or --exclude their folders")
-    sources = find_sources(inputs, excluded, option="--text")
-    return TextFiles(sources, inputs, excluded, left_out_text(left_out.values(), len(taken)))
+        raise InputError(f"{said}; convert them, or --exclude their folders")
+    return TextFiles(find_sources(inputs, excluded, option="--text"), inputs, excluded, said)
 
 
-def search_for(word: str, rules: dict[str, str], unmatched: set[str]) -> TextSearch:
-    """Looks at the files that a word stands for; removes from `unmatched` the keys of the rules that match one.
-
-    Suffixes count in any case. Data files (.json, .parquet ...) are taken from a folder that holds no plain text.
-
-    Raises InputError where there is no file.
-    """
-    search = TextSearch(word)
-    pattern, suffix = pattern_and_suffix(word)
-    found = files_matching(pattern)
-    beside = [path for path in found if suffix and written_suffix(path).lower() != suffix]
-    found = [path for path in found if not suffix or written_suffix(path).lower() == suffix]
-    if not found:
-        raise InputError(f"--text {shown(word)}: {why_nothing(word)}")
-    for name, rule in rules.items():
-        if fnmatch.filter(found, rule):
-            unmatched.discard(name)
-    found = [path for path in found if not matches_any(path, rules.values())]
-    if not found:
-        raise InputError(f"--exclude {shlex.join(rules)}: leaves none of the files of --text {shown(word)}")
-    problems = {path: problem for path in found if (problem := why_unread(path))}
-    readable = [path for path in found if path not in problems]
-    is_any_file = suffix is None and os.path.basename(pattern) == "*"
-    if is_any_file and any(format_by_name(path) == "txt" for path in readable):
-        data = [path for path in readable if format_by_name(path) != "txt"]
-        problems.update({path: LeftOut(path, "data beside text; name them to take them", True) for path in data})
-    search.taken = [path for path in readable if path not in problems]
-    search.left_out = [problems[path] for path in found if path in problems]
-    search.left_out += [LeftOut(path, "not named", True) for path in beside if format_by_name(path) == "txt"]
-    by_suffix = suffix is not None or is_any_file
-    suffixes = sorted({written_suffix(path) for path in search.taken})
-    search.inputs = [pattern + each for each in suffixes] if by_suffix else [pattern]
-    return search
-
-
-def pattern_and_suffix(word: str) -> tuple[str, str | None]:
-    """Returns (pattern that finds the files, suffix that they must have in any case).
-
-    'mine' -> ('mine/**/*', None) where it is a folder; 'mine/*.txt' -> ('mine/*', '.txt').
+def pattern_of(word: str) -> str:
+    """Returns the pattern that finds the files of a word.
 
     Raises InputError for a folder that holds the current one, and so what the command itself writes.
     """
-    if is_url(word):
-        return word, None
-    expanded = os.path.expanduser(word)
-    if os.path.isfile(expanded):
-        return glob.escape(expanded), None
-    if os.path.isdir(expanded):
-        if Path.cwd().resolve().is_relative_to(Path(expanded).resolve()):
-            raise InputError(
-                f"--text {shown(word)}: holds the folders that this command writes (data, runs, ...); put the text "
-                "into a folder of its own, or name patterns such as '*.txt'"
-            )
-        return f"{glob.escape(expanded.rstrip('/'))}/**/*", None
-    folder, last = os.path.split(expanded)
-    if last == "**":
-        return os.path.join(expanded, "*"), None
-    if last == "*.*":
-        return os.path.join(folder, "*"), None
-    if last.startswith("*.") and format_by_name(last) and not set(last[1:]) & set("*?["):
-        return os.path.join(folder, "*"), last[1:].lower()
-    return expanded, None
+    path = os.path.expanduser(word)
+    if is_url(word) or not os.path.exists(path):
+        return word
+    if not os.path.isdir(path):
+        return glob.escape(path)
+    if Path.cwd().resolve().is_relative_to(Path(path).resolve()):
+        raise InputError(
+            f"--text {shown(word)}: holds the folders that this command writes (data, runs, ...); put the text "
+            "into a folder of its own, or name patterns such as '*.txt'"
+        )
+    return f"{glob.escape(path.rstrip('/'))}/**/*"
+
+
+def files_of(word: str) -> list[str]:
+    """Lists the files of a word. Raises InputError for none."""
+    found = files_matching(pattern_of(word))
+    if not found:
+        raise InputError(f"--text {shown(word)}: {why_nothing(word)}")
+    return found
+
+
+def sorted_out(word: str, paths: Sequence[str]) -> Found:
+    """Tells text from other files. Data files (.json, .parquet ...) are taken from a folder without plain text."""
+    problems = {path: problem for path in paths if (problem := why_unread(path))}
+    readable = [path for path in paths if path not in problems]
+    pattern = pattern_of(word)
+    is_any_file = os.path.basename(pattern) == "*"
+    if is_any_file and any(format_by_name(path) == "txt" for path in readable):
+        for path in readable:
+            if format_by_name(path) != "txt":
+                problems[path] = LeftOut(path, "data beside text, taken where it is named")
+    taken = [path for path in readable if path not in problems]
+    # By their suffixes as they are written: the many other files of a folder need not be excluded one by one.
+    suffixes = sorted({written_suffix(path) for path in taken}) if is_any_file else [""]
+    return Found([pattern + suffix for suffix in suffixes], taken, list(problems.values()))
 
 
 def why_nothing(word: str) -> str:
@@ -182,7 +155,7 @@ def matches_any(path: str, rules: Iterable[str]) -> bool:
 
 
 def written_suffix(path: str) -> str:
-    """'.TXT' of 'a.TXT', '.txt.gz' of 'a.b.txt.gz': as far as it tells the format."""
+    """Returns '.TXT' of 'a.TXT', '.txt.gz' of 'a.b.txt.gz': as far as it tells the format."""
     stem, last = os.path.splitext(path)
     inner = os.path.splitext(stem)[1]
     is_compressed = format_by_name("a" + last) is None and format_by_name("a" + inner) is not None
@@ -190,11 +163,12 @@ def written_suffix(path: str) -> str:
 
 
 def why_unread(path: str) -> LeftOut | None:
-    """The reason why a file cannot be trained on, if there is one; plain text is read to its end."""
+    """Returns the reason why a file cannot be trained on, if there is one; plain text is read to its end."""
     found = format_by_name(path)
     if found is None:
+        suffix = os.path.splitext(shown(path))[1].lower() or "without a suffix"
         known = " ".join(FORMATS["txt"].suffixes)
-        return LeftOut(path, "unknown format", True, f"if it is text, rename it to end with .txt ({known})")
+        return LeftOut(path, f"of unknown format {suffix}", f"if it is text, rename it to end with .txt ({known})")
     if found != "txt":
         return None
     try:
@@ -202,43 +176,37 @@ def why_unread(path: str) -> LeftOut | None:
     except DamagedFileError as error:
         return LeftOut(path, str(error))
     except OSError as error:
-        return LeftOut(path, f"cannot be read: {error.strerror}", remedy="make it readable")
+        return LeftOut(path, f"cannot be read: {error.strerror}", "make it readable")
 
 
 def encoding_problem(path: str) -> LeftOut | None:
-    """The problem of a file that is not text in UTF-8. Raises DamagedFileError and OSError."""
+    """Returns the problem of a file that is not text in UTF-8. Raises DamagedFileError and OSError."""
     source = find_sources([path if is_url(path) else glob.escape(path)])[0]
     decoder = codecs.getincrementaldecoder("utf-8")()
     beginning = b""
-    position = 0
-    with source.open() as stream:
-        for block in stream.blocks():
-            beginning = beginning or block[:BEGINNING_BYTES]
-            # UTF-16 has NUL bytes too; the byte-order mark tells it from binary files below.
-            if b"\0" in block:
-                break
-            # Bytes of a character that the last block cut; error.start counts from them.
-            held = len(decoder.getstate()[0])
-            try:
+    read = 0
+    try:
+        with source.open() as stream:
+            for block in stream.blocks():
+                beginning = beginning or block[:BEGINNING_BYTES]
+                read += len(block)
+                if b"\0" in block and not beginning.startswith(UTF_16_MARKS):
+                    return LeftOut(path, "not text (it has NUL bytes)")
                 decoder.decode(block)
-            except UnicodeDecodeError as error:
-                at = position - held + error.start
-                return another_encoding(path, beginning, f"byte 0x{error.object[error.start]:02x} at {at + 1:,}")
-            position += len(block)
-        else:
-            held, _ = decoder.getstate()
-            return another_encoding(path, beginning, f"it ends with byte 0x{held[0]:02x}") if held else None
-    if beginning.startswith(UTF_16_MARKS):
-        return another_encoding(path, beginning, "it is UTF-16")
-    return LeftOut(path, "not text (it has NUL bytes)")
+            decoder.decode(b"", final=True)
+    except UnicodeDecodeError as error:
+        # The decoder puts the bytes of a character that the last block cut before the next block.
+        place = read - len(error.object) + error.start + 1
+        return another_encoding(path, beginning, f"byte 0x{error.object[error.start]:02x} at {place:,}")
+    return None
 
 
 def another_encoding(path: str, beginning: bytes, where: str) -> LeftOut:
-    """A file that is binary, or else text in an encoding to convert from."""
+    """Returns a file that is binary, or else text in an encoding to convert from."""
     encoding = "utf-16" if beginning.startswith(UTF_16_MARKS) else "cp1252"
-    without = beginning.translate(None, CONTROL_CHARACTERS)
     # Any bytes are valid cp1252: control characters tell binary files from text.
-    if encoding == "cp1252" and (beginning.startswith(b"%PDF-") or len(without) < len(beginning)):
+    has_controls = len(beginning.translate(None, CONTROL_CHARACTERS)) < len(beginning)
+    if encoding == "cp1252" and (beginning.startswith(b"%PDF-") or has_controls):
         return LeftOut(path, "not text (binary)")
     stem, suffix = os.path.splitext(path)
     remedy = ""
@@ -246,55 +214,44 @@ def another_encoding(path: str, beginning: bytes, where: str) -> LeftOut:
         converted = shlex.quote(shown(f"{stem}.utf8{suffix}"))
         command = f"iconv -f {encoding} -t utf-8 {quoted(path)} > {converted}"
         remedy = f"convert it, if it is in {encoding}: {command}"
-    return LeftOut(path, f"not text in UTF-8 ({where})", remedy=remedy)
+    return LeftOut(path, f"not text in UTF-8 ({where})", remedy)
 
 
 def quoted(path: str) -> str:
     return shlex.quote(shown(path))
 
 
-def no_text_problems(searches: Sequence[TextSearch]) -> list[str]:
-    """The problems of folders and patterns without text, and of files that are named and no text."""
+def no_text_problems(searches: dict[str, Found]) -> list[str]:
+    """Lists the problems of folders and patterns without text, and of files that are named and no text."""
     problems = []
     named = []
-    for search in searches:
-        if search.is_one_file and not search.taken:
-            named += search.left_out
-        elif not search.taken:
-            problems.append(
-                f"--text {shown(search.word)}: has no text that can be read: {left_out_text(search.left_out, 0)}"
-            )
-    if len(named) > MOST_SHOWN:
-        taken = sum(len(search.taken) for search in searches)
+    for word, found in searches.items():
+        if found.taken:
+            continue
+        if is_url(word) or os.path.isfile(os.path.expanduser(word)):
+            named += found.left_out
+        else:
+            said = left_out_text(found.left_out, 0) or "--exclude leaves none of its files"
+            problems.append(f"--text {shown(word)}: has no text that can be read: {said}")
+    if len(named) > MOST_SHOWN:  # the shell has expanded a pattern
+        taken = sum(len(found.taken) for found in searches.values())
         said = left_out_text(named, taken, "no text")
         return [*problems, f"--text: {said}; name the folder, or quote the pattern, and they are left out"]
-    for each in named:
-        what = f"{each.reason} {suffix_in_words(each.path)}" if each.is_counted_by_suffix else f"is {each.reason}"
-        problems.append(f"{quoted(each.path)}: {what}; {each.remedy or 'leave it out'}")
-    return problems
+    return problems + [f"{quoted(each.path)}: is {each.reason}; {each.remedy or 'leave it out'}" for each in named]
 
 
 def left_out_text(left_out: Iterable[LeftOut], taken: int, how: str = "left out") -> str:
-    """'3 of 175 files left out: 2 .pdf (unknown format), mine/a.txt (not text)'; '' if none is."""
+    """Says '3 of 175 files left out: 2 of unknown format .pdf: a.pdf, b.pdf; 1 not text: c.txt'; '' if none is."""
     by_reason: dict[str, list[LeftOut]] = collections.defaultdict(list)
-    for each in left_out:
+    for each in sorted(left_out):  # a listing of a folder has no order
         by_reason[each.reason.split(" (")[0]].append(each)
     if not by_reason:
         return ""
     parts = []
     for reason, files in by_reason.items():
-        if files[0].is_counted_by_suffix:
-            suffixes = collections.Counter(suffix_in_words(each.path) for each in files).most_common()
-            names = [f"{count:,} {suffix}" for suffix, count in suffixes]
-        else:
-            names = [quoted(each.path) for each in files]
-        more = [f"{len(names) - MOST_SHOWN:,} more"] if len(names) > MOST_SHOWN else []
-        parts.append(f"{', '.join([*names[:MOST_SHOWN], *more])} ({reason})")
+        more = [f"{len(files) - MOST_SHOWN:,} more"] if len(files) > MOST_SHOWN else []
+        parts.append(f"{len(files):,} {reason}: {', '.join([*(quoted(f.path) for f in files[:MOST_SHOWN]), *more])}")
     count = sum(map(len, by_reason.values()))
-    remedy = next((each.remedy for files in by_reason.values() for each in files if "iconv" in each.remedy), "")
     said = f"{count:,} of {taken + count:,} files {how}: {'; '.join(parts)}"
+    remedy = next((each.remedy for files in by_reason.values() for each in files if "iconv" in each.remedy), "")
     return f"{said}; {remedy.replace('it,', 'one,', 1)}" if remedy else said
-
-
-def suffix_in_words(path: str) -> str:
-    return os.path.splitext(shown(path))[1].lower() or "without a suffix"

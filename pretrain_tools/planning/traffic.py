@@ -3,7 +3,7 @@
 Ring collectives: a sum of B bytes over n processes moves 2 B (n - 1) / n, a gather or a scatter half of that.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from pretrain.config import RunConfig
 from pretrain.optim.optimizers import OptimizerSpec
@@ -42,68 +42,71 @@ class StepTraffic:
         return 1 if self.reduces_once else self.micro_steps
 
 
+def ring(processes: int) -> float:
+    """Returns the part of its bytes that each process sends when all gather something; a sum takes two."""
+    return (processes - 1) / processes
+
+
 def traffic(layout: Layout, step: StepTraffic) -> tuple[float, float]:
     """Returns (seconds in which a GPU sends in a step, part of the computing behind which that can hide)."""
-    match layout.name:
-        case "fsdp2" | "hsdp" | "cp":
-            return _sharded(layout, step)
-        case "tp":
-            sums = 2 * FP32 * step.sizes.total * layout.ring / step.across if layout.groups > 1 else 0.0
-            return _hidden_states(layout, step) + sums, 0.0
-        case "fsdp_tp":
-            seconds, hidden = _sharded(replace(layout, ranks=layout.groups, groups=1), step)
-            return seconds / layout.per_group, hidden
-        case "pp":  # next to nothing: hidden states between neighbors
-            return 0.0, 0.0
-        case "ep":
-            return _experts(layout, step)
-    if layout.zero.get("stage") == 3:
-        return _sharded(layout, step)
-    if layout.zero.get("stage") == 2:
-        return (FP32 * step.reductions + 2) * step.sizes.total * layout.ring / step.across, 2 / 3
+    total = step.sizes.total
+    sums = 2 * FP32 * total * ring(layout.ranks) / step.across
+    stage = layout.zero.get("stage")
+    if layout.pp > 1:  # next to nothing: hidden states between neighbors
+        return 0.0, 0.0
+    if layout.ep > 1:
+        return _experts(layout, step), 0.0
+    if layout.name in ("fsdp2", "hsdp", "cp", "fsdp_tp") or stage == 3:
+        return _sharded(layout, step), 0.9
+    if layout.tp > 1:
+        return _hidden_states(layout.ranks, step) + (sums if layout.replicas > 1 else 0.0), 0.0
+    if stage == 2:
+        return (FP32 * step.reductions + 2) * total * ring(layout.ranks) / step.across, 2 / 3
     # Copies: gradients are summed in the last micro-step, during its backward pass.
-    return 2 * FP32 * step.sizes.total * layout.ring / step.across, 2 / 3 / step.micro_steps
+    return sums, 2 / 3 / step.micro_steps
 
 
-def _sharded(layout: Layout, step: StepTraffic) -> tuple[float, float]:
-    """Weights in bf16 forward and again backward, but for those beside the layers; gradients in fp32."""
+def _sharded(layout: Layout, step: StepTraffic) -> float:
+    """Returns the seconds of weights in bf16, forward and but for the root backward, and of gradients in fp32."""
     total = step.sizes.total
     gathered = 2 * (2 * total - step.sizes.root) * step.micro_steps + FP32 * total * step.reductions
-    if layout.groups == 1:
-        return gathered * layout.ring / step.across, 0.9
-    sums = 2 * FP32 * total / layout.per_group / step.across
-    return gathered * ((layout.per_group - 1) / layout.per_group) / step.inside + sums, 0.9
+    processes = layout.sharing_states
+    if layout.replicas == 1:
+        return gathered * ring(processes) / step.across / layout.tp
+    return gathered * ring(processes) / step.inside + 2 * FP32 * total / processes / step.across
 
 
-def _hidden_states(layout: Layout, step: StepTraffic) -> float:
-    """tp: two sums of the hidden states forward, two backward, with nothing to hide behind."""
+def _hidden_states(processes: int, step: StepTraffic) -> float:
+    """Returns the seconds of two sums of the hidden states forward, two backward, in each layer: tp."""
     sizes = step.sizes
-    return 4 * sizes.layers * step.micro_steps * step.tokens * sizes.width * 2 * 2 * layout.ring / step.inside
+    return 4 * sizes.layers * step.micro_steps * step.tokens * sizes.width * 2 * 2 * ring(processes) / step.inside
 
 
-def _experts(layout: Layout, step: StepTraffic) -> tuple[float, float]:
-    """Rows in bf16, then sums of the gradients, with nothing to hide behind."""
+def _experts(layout: Layout, step: StepTraffic) -> float:
+    """Returns the seconds of rows in bf16, then of sums of the gradients: ep."""
     sizes = step.sizes
     rows = EXCHANGES_OF_ROWS * 2 * step.micro_steps * step.tokens * sizes.routers * sizes.choices * sizes.width
-    sums = 2 * FP32 * (sizes.total - sizes.experts) * layout.ring
-    sums += 2 * FP32 * sizes.experts / layout.per_group * (layout.groups - 1) / layout.groups
-    return rows * (layout.per_group - 1) / layout.per_group / step.inside + sums / step.across, 0.0
+    sums = 2 * FP32 * (sizes.total - sizes.experts) * ring(layout.ranks)
+    sums += 2 * FP32 * sizes.experts / layout.ep * ring(layout.replicas)
+    return rows * ring(layout.ep) / step.inside + sums / step.across
 
 
 def exchange_seconds(layout: Layout, step: StepTraffic, optimizer: OptimizerSpec) -> float:
     """Returns seconds of exchanges with nothing to hide behind: of matrices for an update, of heads under cp."""
-    if layout.name == "fsdp_tp":
-        return _hidden_states(replace(layout, ranks=layout.per_group, groups=1), step)
-    if layout.name == "ep":  # each process updates its own experts alone
+    if layout.tp > 1 and layout.shards > 1:
+        return _hidden_states(layout.tp, step)
+    if layout.ep > 1:  # each process updates its own experts alone
         beside_experts = type(optimizer)(with_experts_in_parts(optimizer.model, 0))
         return exchanged_bytes(beside_experts, "whole", layout.ranks) / step.across
     if layout.zero.get("stage") in (1, 2):  # only matrices that the flat partitions cut
         return 0.0
-    sent = exchanged_bytes(optimizer, strategy_named(layout.name).parameter_form, layout.per_group)
-    seconds = sent / (step.inside if layout.groups > 1 else step.across)
-    if layout.name == "cp":  # heads, twice in each layer and direction
-        tokens = step.micro_steps * step.tokens / layout.parts
-        heads = 2 * 2 * step.sizes.layers * step.sizes.exchanged_width * tokens * (layout.parts - 1) / layout.parts
+    form = strategy_named(layout.name).parameter_form
+    # Where every process has a copy, all share the update; where a group has one, each group updates its own.
+    groups = 1 if layout.replicas == layout.ranks else layout.replicas
+    seconds = exchanged_bytes(optimizer, form, layout.ranks // groups) / (step.inside if groups > 1 else step.across)
+    if layout.cp > 1:  # heads, twice in each layer and direction
+        tokens = step.micro_steps * step.tokens / layout.cp
+        heads = 2 * 2 * step.sizes.layers * step.sizes.exchanged_width * tokens * ring(layout.cp)
         seconds += heads / step.inside
     return seconds
 
@@ -113,13 +116,13 @@ def idle(config: RunConfig, layout: Layout) -> float:
 
     That is a pipeline's bubble (Narayanan et al., arXiv 2104.04473).
     """
-    if layout.name != "pp":
+    if layout.pp == 1:
         return 0.0
     schedule = STAGE_LAYOUTS[config.pipeline.schedule]
     if schedule.splits_backward:
         return 0.0
-    microbatches = len(schedule.owners(layout.per_group)) * config.pipeline.microbatch_scale
-    return (layout.per_group - 1) / (microbatches * schedule.stages_per_rank)
+    microbatches = len(schedule.owners(layout.pp)) * config.pipeline.microbatch_scale
+    return (layout.pp - 1) / (microbatches * schedule.stages_per_rank)
 
 
 def offload_seconds(layout: Layout, parameters: int) -> float:
@@ -137,6 +140,6 @@ def offload_seconds(layout: Layout, parameters: int) -> float:
 
 
 def reduces_by_choice(name: str, precision: str) -> bool:
-    """True where batch.reduce_once trades memory for communication; elsewhere it is so anyway, or refused."""
+    """Tells where batch.reduce_once trades memory for communication; elsewhere it is so anyway, or refused."""
     # DeepSpeed adds gradients that it does not reduce up in the dtype of the weights.
     return name in ("fsdp2", "hsdp", "cp", "fsdp_tp") or (name in ("zero2", "zero3") and precision == "fp32")

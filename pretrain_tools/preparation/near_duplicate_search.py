@@ -64,8 +64,8 @@ class StageProgress:
         self._began = 0.0
         self._last = time.monotonic()
 
-    def update(self, stage: str, unit: str, done: int, total: int) -> None:
-        """Reports `done` of `total` tasks, in `unit`."""
+    def update(self, stage: str, done: int, total: int) -> None:
+        """Reports `done` of `total` tasks."""
         self.stop_if_asked()
         now = time.monotonic()
         if stage != self._stage:
@@ -74,12 +74,10 @@ class StageProgress:
         elif now - self._last >= LINE_SECONDS:
             rate = done / (now - self._began)
             left = (total - done) / rate
-            self._say(f"near duplicates, {stage}: {done:,} of {total:,} {unit}, {rate:,.3g}/s, {left:,.0f} s left")
+            self._say(
+                f"near duplicates, {stage}: {done:,} of {total:,} {STAGES[stage]}, {rate:,.3g}/s, {left:,.0f} s left"
+            )
             self._last = now
-
-
-def no_stop() -> None:
-    """Lets the work go on."""
 
 
 class DuplicateSearch:
@@ -135,7 +133,7 @@ class DuplicateSearch:
             return []
         return [task for task in range(self.tasks(stage)) if not self._path(stage, task).is_file()]
 
-    def perform(self, stage: str, task: int, stop_if_asked: Callable[[], None] = no_stop) -> None:
+    def perform(self, stage: str, task: int, stop_if_asked: Callable[[], None] = lambda: None) -> None:
         """Writes the file of a task, whose stage before is complete. `stop_if_asked` raises to end the work."""
         found = {"keys": self._keys, "candidates": self._candidates, "pairs": self._pairs}[stage](task, stop_if_asked)
         path = self._path(stage, task)
@@ -333,7 +331,7 @@ def perform_missing(
     for stage in stages:
         ours = [task for task in search.missing(stage) if task % count == number]
         for done, _ in enumerate(perform(search, stage, ours), 1):
-            progress.update(stage, STAGES[stage], done, len(ours))
+            progress.update(stage, done, len(ours))
         if left := len(search.missing(stage)):
             return left
     return 0
@@ -349,7 +347,7 @@ def tasks_in_processes(workers: int, stop_if_asked: Callable[[], None]) -> Tasks
             return
         stop = POOL_CONTEXT.Event()
         name = "a process of the search for near duplicates"
-        with open_pool(name, min(workers, len(tasks)), _Worker, search, stop) as submit:
+        with open_pool(name, min(workers, len(tasks)), _task_of_pool, search, stop) as submit:
             try:
                 waiting = {submit(stage, task) for task in tasks}
                 while waiting:
@@ -366,16 +364,11 @@ class TaskStoppedError(Exception):
     """The main process asked a task to end."""
 
 
-class _Worker:
-    """Performs tasks in a process of the pool."""
+def _task_of_pool(search: DuplicateSearch, stop: Any) -> Callable[[str, int], None]:
+    """Returns what performs a task in a process of the pool."""
 
-    def __init__(self, search: DuplicateSearch, stop: Any):
-        self._search = search
-        self._stop = stop
-
-    def __call__(self, stage: str, task: int) -> None:
-        self._search.perform(stage, task, self._end_if_stopped)
-
-    def _end_if_stopped(self) -> None:
-        if self._stop.is_set():
+    def end_if_stopped() -> None:
+        if stop.is_set():
             raise TaskStoppedError
+
+    return lambda stage, task: search.perform(stage, task, end_if_stopped)

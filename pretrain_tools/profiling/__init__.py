@@ -8,5 +8,5 @@ Outside of a profile, a step pays only for a few comparisons (`StepProfile.after
     trace_events: turns torch.profiler's events into work, waiting and kernels
     expected_step: the step time that plan.py predicts
     causes: rules that find what slows a run down
-    report: the verdict as text, its files, and a Gantt chart of the ranks
+    report: the verdict as text, and its files
 """

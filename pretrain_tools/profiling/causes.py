@@ -5,7 +5,7 @@ their own time, which excludes the time they wait for others.
 """
 
 import statistics
-from collections.abc import Callable
+from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -14,11 +14,9 @@ from pretrain.units import bytes_text, counted
 from pretrain_tools.profiling.expected_step import ExpectedStep
 from pretrain_tools.profiling.trace_events import (
     BACKWARD,
-    BETWEEN_STEPS,
     COMMUNICATION,
     FORWARD,
     POINTWISE,
-    UPDATE,
     StepRecord,
 )
 
@@ -41,7 +39,6 @@ POINTWISE_SHARE = 0.45
 ATTENTION_FACTOR = 3.0
 """Attention's share of the step as a multiple of plan.py's; applies if the share is at least 20%."""
 BUSY = "busy machine"
-PASSES = (FORWARD, BACKWARD, UPDATE)
 MOST_SWAPPED = 1000
 """Pages per step that the machine reads back from swap."""
 LEAST_SECONDS = 1e-3
@@ -68,22 +65,18 @@ class RankSteps:
     """Output of `Recording.summary`."""
     steps: list[StepRecord]
 
-    @classmethod
-    def of(cls, summary: dict[str, Any]) -> "RankSteps":
-        return cls(summary, [StepRecord(**step) for step in summary["steps"]])
-
     @property
     def rank(self) -> int:
         return self.facts["rank"]
 
-    def typical(self, of: Callable[[StepRecord], float]) -> float:
-        """Returns the median of a quantity over the steps."""
-        return statistics.median(of(step) for step in self.steps)
+    def typical(self, name: str) -> float:
+        """Returns the median over the steps of an attribute of their records."""
+        return statistics.median(getattr(step, name) for step in self.steps)
 
     def typical_parts(self, name: str) -> dict[str, float]:
         """Returns the medians, by key, of a mapping in the step records, such as `phases`."""
         keys = dict.fromkeys(key for step in self.steps for key in getattr(step, name))
-        return {key: self.typical(lambda step, key=key: getattr(step, name).get(key, 0.0)) for key in keys}
+        return {key: statistics.median(getattr(step, name).get(key, 0.0) for step in self.steps) for key in keys}
 
 
 @dataclass(frozen=True)
@@ -101,7 +94,7 @@ class Evidence:
     @cached_property
     def seconds(self) -> float:
         """Time of a step; about equal on all ranks, because they wait for the slowest."""
-        return statistics.median(self.each(lambda step: step.seconds))
+        return self.median("seconds")
 
     @cached_property
     def communication(self) -> float:
@@ -113,13 +106,17 @@ class Evidence:
         # The last rank to enter a collective waits only for the transfer itself, so the minimum excludes stragglers.
         return sum(min(of_rank.get(part, 0.0) for of_rank in blocked) for part in parts)
 
-    def each(self, of: Callable[[StepRecord], float]) -> list[float]:
-        """Returns the median of a quantity over the steps, for every rank."""
-        return [rank.typical(of) for rank in self.ranks]
+    def each(self, name: str) -> list[float]:
+        """Returns the typical value of an attribute of the records on every rank."""
+        return [rank.typical(name) for rank in self.ranks]
+
+    def median(self, name: str) -> float:
+        """Returns the median over the ranks of an attribute's typical value."""
+        return statistics.median(self.each(name))
 
     def waiting(self, rank: RankSteps) -> float:
         """Returns the time per step that this rank waits for slower ranks."""
-        return max(0.0, rank.typical(lambda step: step.blocked) - self.communication)
+        return max(0.0, rank.typical("blocked") - self.communication)
 
     def least(self, share: float) -> float:
         """Returns the threshold of a rule in seconds, for its share of a step."""
@@ -136,7 +133,7 @@ def find_causes(evidence: Evidence) -> list[Cause]:
     A busy machine comes before all others, because it may be their reason.
     """
     rules = (
-        busy_machine, slow_data, slow_rank, slow_communication, recompilations, synchronising_lines, idle_device,
+        busy_machine, slow_data, slow_rank, slow_communication, recompilations, synchronizing_lines, idle_device,
         slow_between_steps, full_memory, wasteful_kernels,
     )  # fmt: skip
     found = [cause for rule in rules if (cause := rule(evidence)) is not None]
@@ -158,23 +155,14 @@ def milliseconds(seconds: float) -> str:
     return f"{seconds * 1e3:.3g} ms" if seconds < 0.9995 else f"{seconds:.3g} s"
 
 
-def starved_of(step: StepRecord) -> float:
-    return step.starved
-
-
-def own_of(step: StepRecord) -> float:
-    """Returns the rank's own time without the time that it waited for a core."""
-    return step.own - min(step.starved, step.own)
-
-
 def busy_machine(evidence: Evidence) -> Cause | None:
-    starved = evidence.each(starved_of)
+    starved = evidence.each("starved")
     worst = max(range(len(starved)), key=starved.__getitem__)
     if starved[worst] < evidence.least(BUSY_SHARE):
         return None
     rank = evidence.ranks[worst]
     text = (
-        f"the machine is busy: {rank.typical(lambda step: step.runnable):.0f} runnable processes and threads for "
+        f"the machine is busy: {rank.typical('runnable'):.0f} runnable processes and threads for "
         f"{counted(rank.facts['cores'], 'core')} on {rank.facts['host']}; {named([rank])} waited "
         f"{milliseconds(starved[worst])} of a step of {milliseconds(evidence.seconds)} "
         f"({starved[worst] / evidence.seconds:.0%}) for a core"
@@ -187,7 +175,7 @@ def busy_machine(evidence: Evidence) -> Cause | None:
 
 
 def slow_data(evidence: Evidence) -> Cause | None:
-    waits = {rank.rank: rank.typical(lambda step: step.data) for rank in evidence.ranks}
+    waits = {rank.rank: rank.typical("data") for rank in evidence.ranks}
     late = [rank for rank in evidence.ranks if waits[rank.rank] >= evidence.least(DATA_SHARE)]
     if not late:
         return None
@@ -209,18 +197,18 @@ def slow_data(evidence: Evidence) -> Cause | None:
 def slow_rank(evidence: Evidence) -> Cause | None:
     if len(evidence.ranks) == 1:
         return None
-    rank = max(evidence.ranks, key=lambda rank: rank.typical(own_of))
+    rank = max(evidence.ranks, key=lambda rank: rank.typical("own_with_core"))
     others = [other for other in evidence.ranks if other is not rank]
-    own = rank.typical(own_of)
-    usual = statistics.median(other.typical(own_of) for other in others)
+    own = rank.typical("own_with_core")
+    usual = statistics.median(other.typical("own_with_core") for other in others)
     # The median excludes the rank itself: with two ranks it would otherwise be half of its own baseline.
     excess = own - usual
     if excess < evidence.least(SLOW_SHARE):
         return None
-    usual_idle = statistics.median(other.typical(lambda step: step.idle) for other in others)
+    usual_idle = statistics.median(other.typical("idle") for other in others)
     how = "computing"
     # Idle time explains most of the excess.
-    if rank.typical(lambda step: step.idle) - usual_idle > excess / 2:
+    if rank.typical("idle") - usual_idle > excess / 2:
         how = "the GPU idle" if evidence.on_device else "outside of any operator: Python, a lock or a sleep"
     waits = ", ".join(
         f"rank {other.rank} {milliseconds(evidence.waiting(other))}"
@@ -287,7 +275,7 @@ def recompilations(evidence: Evidence) -> Cause | None:
     return Cause("recompilation", seconds, text, remedy)
 
 
-def synchronising_lines(evidence: Evidence) -> Cause | None:
+def synchronizing_lines(evidence: Evidence) -> Cause | None:
     """Finds lines that wait for the device in every micro-step; those in the update are only listed in the report."""
     lines = {line: count for line, count in lines_per_step(evidence).items() if line[2] in (FORWARD, BACKWARD)}
     # Fewer than one per micro-step is normal: reading the loss for the log, for example.
@@ -299,43 +287,42 @@ def synchronising_lines(evidence: Evidence) -> Cause | None:
         for (place, call, phase), count in list(lines.items())[:5]
     )
     more = f" and {len(lines) - 5} more" if len(lines) > 5 else ""
-    idle = statistics.median(evidence.each(lambda step: step.idle)) if evidence.on_device else 0.0
+    idle = evidence.median("idle") if evidence.on_device else 0.0
     cost = "on a CPU it costs little; on a GPU the host waits there for all that it has launched"
     if evidence.on_device:
         cost = f"the GPU is idle {milliseconds(idle)} per step"
     verb = "waits" if len(lines) == 1 else "wait"
     text = f"{counted(len(lines), 'line')} {verb} for the device in every micro-step: {said}{more}; {cost}"
     remedy = "keep the value on the device (torch.where, masks), or read it once per step after the update"
-    return Cause("synchronising line", idle, text, remedy)
+    return Cause("synchronizing line", idle, text, remedy)
 
 
 def lines_per_step(evidence: Evidence) -> dict[tuple[str, str, str], float]:
     """Returns {(place, call, phase): times per step} for lines that wait for the device, the most frequent first."""
-    found: dict[tuple[str, str, str], float] = {}
+    found: Counter[tuple[str, str, str]] = Counter()
     for rank in evidence.ranks:
         for line in rank.facts["sync_lines"]:
             key = (line["place"], line["call"], line["phase"])
-            found[key] = max(found.get(key, 0.0), line["count"] / len(rank.steps))
-    return dict(sorted(found.items(), key=lambda pair: -pair[1]))
+            found[key] = max(found[key], line["count"] / len(rank.steps))
+    return dict(found.most_common())
 
 
 def idle_device(evidence: Evidence) -> Cause | None:
     """Finds idle time that all ranks have; a single rank's idle time is found by `slow_rank`."""
-    idle = min(evidence.each(lambda step: sum(step.idle_in.get(phase, 0.0) for phase in PASSES) - step.starved))
-    # `starved` is subtracted because a thread without a core means a busy machine, not a slow host.
+    idle = min(evidence.each("idle_in_passes"))
     if idle < evidence.least(IDLE_SHARE if evidence.on_device else IDLE_SHARE_OF_CPU):
         return None
     if not evidence.on_device:
         text = f"Python takes {evidence.part(idle)} between operators: they are too small"
         return Cause("host", idle, text, "compile: regional, and larger micro-batches")
-    kernels = max(evidence.each(lambda step: step.launched))
+    kernels = max(evidence.each("launched"))
     text = f"the GPU is idle {evidence.part(idle)}: the host is too slow to launch {kernels:,.0f} kernels per step"
     remedy = "compile: regional or full makes fewer kernels, larger micro-batches larger ones; a faster core helps too"
     return Cause("host", idle, text, remedy)
 
 
 def slow_between_steps(evidence: Evidence) -> Cause | None:
-    seconds = max(evidence.each(lambda step: step.idle_in.get(BETWEEN_STEPS, 0.0) + step.idle_in.get("logging", 0.0)))
+    seconds = max(evidence.each("idle_between"))
     if seconds < evidence.least(BETWEEN_SHARE):
         return None
     text = f"what is done between steps takes {evidence.part(seconds)}: logs, trackers, the agreement of the ranks"

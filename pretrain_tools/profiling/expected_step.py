@@ -12,7 +12,7 @@ from pretrain.parallel.strategy import Strategy
 from pretrain.training.run_plan import RunPlan
 from pretrain_tools.planning.candidates import work_of_run
 from pretrain_tools.planning.layouts import running_layout
-from pretrain_tools.planning.step_time import Hardware, Speed, default_mfu
+from pretrain_tools.planning.step_time import Hardware, Speed, default_mfu, recomputing
 from pretrain_tools.planning.traffic import idle
 from pretrain_tools.profiling.trace_events import COMMUNICATION
 
@@ -59,8 +59,8 @@ def expected_step(
     head = min(model.vocab_size * model.hidden_size, matrix_parameters(model))
     attention = 12 * model.num_hidden_layers * attention_width(model) * stage.window.sequence_length
     flops = {
-        "matrix products": 6 * (matrix_parameters(model) - head) * work.recompute,
-        "attention": attention * work.recompute,
+        "matrix products": 6 * (matrix_parameters(model) - head) * recomputing(config),
+        "attention": attention * recomputing(config),
         "loss": 6 * head,
     }
     at_peak = {kind: count * tokens / peak_flops for kind, count in flops.items()}

@@ -15,15 +15,17 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
-from torch.profiler import record_function
+from torch.profiler import ProfilerActivity, profile, record_function
 
 from pretrain.errors import one_line
+from pretrain.hardware import available_cores
+from pretrain.training.metrics import peak_memory_bytes
 from pretrain.training.prefetch import ReadAhead
 from pretrain.training.run import Run
 from pretrain_tools.profiling.sync_lines import SyncLines, short_path
 from pretrain_tools.profiling.trace_events import (
-    ALIGNED,
     BACKWARD,
     BETWEEN_STEPS,
     FORWARD,
@@ -36,11 +38,9 @@ from pretrain_tools.profiling.trace_events import (
     read_steps,
 )
 
-EVENTS_OF_BLOCK = 300_000
-"""Events of a block; about 100 MB of trace as JSON, 5 MB compressed."""
-STEPS_DRAWN = 3
 MEMORY_EVENTS = 100_000
-SCHEDSTAT, LOADAVG, VMSTAT = (Path("/proc") / name for name in ("thread-self/schedstat", "loadavg", "vmstat"))
+SCHEDSTAT = Path("/proc/thread-self/schedstat")
+LOADAVG = Path("/proc/loadavg")
 
 
 class PhaseMarks:
@@ -111,11 +111,6 @@ class PhaseMarks:
         self._open = None
         self._step = None
 
-    def align(self) -> None:
-        """Marks the moment at which all ranks leave a barrier, to align their timelines."""
-        with record_function(ALIGNED):
-            pass
-
     def remove(self) -> None:
         for owner, verb in self._marked:
             delattr(owner, verb)
@@ -136,11 +131,9 @@ class Recording:
         self.on_device = strategy.device.type == "cuda"
         self.problems: list[str] = []
         self.records: list[StepRecord] = []
-        self.timeline: list[list[Any]] = []
         self._marks = PhaseMarks(run, read_ahead)
         self._lines = SyncLines(lambda: self._marks.phase, strategy.device.type)
         self._beside: list[dict[str, Any]] = []
-        self._events = 0
         self._began = time.time()
         self._swapped = pages_swapped_in()
         self._retries = self._count_retries()
@@ -148,14 +141,9 @@ class Recording:
             # These names are private, but torch documents them for memory snapshots and has no public ones.
             torch.cuda.memory._record_memory_history(stacks="python", max_entries=MEMORY_EVENTS)
 
-    def begin_block(self, step: int, align: Callable[[], None]) -> None:
-        """Starts the profiler for a block of steps.
-
-        step: number of the next step. align: a barrier over all ranks.
-        """
+    def begin_block(self, step: int) -> None:
+        """Starts the profiler for a block of steps, on all ranks together. step: number of the next step."""
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # otherwise the profiler logs to stderr
-        from torch.profiler import ProfilerActivity, profile
-
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self.on_device else [])]
         self._profiler = profile(activities=activities)
         try:
@@ -164,8 +152,7 @@ class Recording:
             self._problem(error)
         self._lines.begin()
         # Without a barrier, the first step would look slow on ranks that arrive early.
-        align()
-        self._marks.align()
+        self.strategy.ranks.barrier()
         self._begin_step(step)
 
     def _begin_step(self, step: int) -> None:
@@ -184,16 +171,13 @@ class Recording:
         if following is not None:
             self._begin_step(following)
 
-    def end_block(self, *, is_first: bool, is_last: bool) -> int:
-        """Stops the profiler and reads its events; returns the number of events per step."""
+    def end_block(self, *, is_first: bool, is_last: bool) -> None:
+        """Stops the profiler and reads its events."""
         self._lines.end()
-        events = []
         records = []
-        timeline = []
         try:
             self._profiler.stop()
-            events = read_events(self._profiler)
-            records, timeline = read_steps(events, on_device=self.on_device, drawn=STEPS_DRAWN)
+            records = read_steps(read_events(self._profiler), on_device=self.on_device)
         except Exception as error:  # a failure to read a trace must not end the run
             self._problem(error)
         # Drop the first step, which includes the startup of the profiler.
@@ -203,11 +187,10 @@ class Recording:
             self._save_memory()
         else:
             self.records += records
-            self.timeline = timeline
         if is_last:
             self._save(lambda: self._profiler.export_chrome_trace(str(self._path("trace", "json.gz"))))
+        # The events take hundreds of megabytes; training goes on.
         del self._profiler
-        return len(events) // max(1, len(records))
 
     def close(self) -> None:
         """Removes the marks and ends everything that was begun."""
@@ -253,9 +236,8 @@ class Recording:
             "host": socket.gethostname(),
             "pid": os.getpid(),
             "device": name,
-            "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+            "cores": available_cores(),
             "steps": [asdict(record) for record in self.records],
-            "timeline": self.timeline,
             "sync_lines": self._lines.found()[:20],
             "compilations": compilations_since(self._began),
             "read_seconds": list(self.read_ahead.last_seconds),
@@ -264,9 +246,10 @@ class Recording:
         }
 
     def _memory(self) -> dict[str, float]:
-        # ru_maxrss is in bytes on macOS and in KiB on Linux.
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-        found = {"resident_peak": peak, "swapped_per_step": self._per_step(pages_swapped_in() - self._swapped)}
+        found = {
+            "resident_peak": peak_memory_bytes(torch.device("cpu")),
+            "swapped_per_step": self._per_step(pages_swapped_in() - self._swapped),
+        }
         if self.on_device:
             found["retries_per_step"] = self._per_step(self._count_retries() - self._retries)
             found["allocated_peak"] = torch.cuda.max_memory_allocated(self.strategy.device)
@@ -284,9 +267,7 @@ class Recording:
 
 def pages_swapped_in() -> int:
     """Returns the pages that the machine has read back from swap since it booted; 0 if unknown."""
-    with suppress(OSError):
-        return next((int(line.split()[1]) for line in VMSTAT.open() if line.startswith("pswpin ")), 0)
-    return 0
+    return psutil.swap_memory().sin // resource.getpagesize()
 
 
 def read_machine() -> dict[str, float]:

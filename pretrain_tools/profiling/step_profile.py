@@ -9,9 +9,12 @@ from pretrain.training.prefetch import ReadAhead
 from pretrain.training.run import Run
 from pretrain_tools.profiling.causes import Evidence, RankSteps, find_causes
 from pretrain_tools.profiling.expected_step import expected_step
-from pretrain_tools.profiling.recording import EVENTS_OF_BLOCK, Recording
+from pretrain_tools.profiling.recording import Recording
 from pretrain_tools.profiling.report import verdict_of, write_json, write_profile
+from pretrain_tools.profiling.trace_events import StepRecord
 
+STEPS_OF_BLOCK = 5
+"""Steps whose events are in memory together: a step of a large model has 100,000, about 30 MB of trace as JSON."""
 WARM_UP_STEPS = 5
 """Steps after the start that are not profiled, because they compile and create the optimizer's state."""
 USUAL_STEPS = 20
@@ -101,9 +104,7 @@ class StepProfile:
         self.log.say(f"profiling {self._steps} steps from step {step + 2:,} on; training goes on")
         self._recording = Recording(self.run, self.read_ahead, self.folder)
         self._next = step + 1
-        self._block_ends = step + 1
-        self._ends = step + 1 + self._steps
-        self._recording.begin_block(step + 1, self.strategy.ranks.barrier)
+        self._recording.begin_block(step + 1)
 
     def _go_on(self) -> None:
         step = self.run.state.step
@@ -111,19 +112,17 @@ class StepProfile:
             self._recording.abandon()
             return self._finish({"problem": f"given up: the run went back to step {step:,} in the profiled steps"})
         self._next = step + 1
-        is_first = step == self._begins_at + 1
-        self._recording.end_step(following=step + 1 if step < self._block_ends else None)
-        if step < self._block_ends:
-            return None
+        recorded = step - self._begins_at - 1  # without the first, which warms the profiler up
+        is_last = recorded == self._steps
+        if recorded % STEPS_OF_BLOCK and not is_last:
+            return self._recording.end_step(following=step + 1)
+        self._recording.end_step(following=None)
         with self.run.pausing("the profile"):
-            events = self._recording.end_block(is_first=is_first, is_last=step == self._ends)
+            self._recording.end_block(is_first=recorded == 0, is_last=is_last)
             # Reading a trace takes seconds; without a heartbeat the watchdog would report a hang.
             self.run.watch.beat()
-            if step < self._ends:
-                # Blocks must end at the same step on all ranks, so the rank with most events sets their length.
-                most = max(self.strategy.ranks.gather(events))
-                self._block_ends = min(self._ends, step + max(1, EVENTS_OF_BLOCK // max(1, most)))
-                return self._recording.begin_block(step + 1, self.strategy.ranks.barrier)
+            if not is_last:
+                return self._recording.begin_block(step + 1)
             self._recording.close()
             summaries = self.strategy.ranks.gather(self._recording.summary())
             return self._finish(self._report(summaries) if self.strategy.ranks.is_main else {})
@@ -132,7 +131,8 @@ class StepProfile:
         """Writes the report and returns the verdict, or the problem; no failure here ends the run."""
         config = self.run.config
         plan = self.run.plan
-        stage = plan.stage(self._ends - 1)
+        last_step = self._begins_at + self._steps
+        stage = plan.stage(last_step)
         batches = plan.batches
         width = batches.readers[batches.folders[0]].manifest.bytes_per_id
         sequences = stage.sequences_per_micro_batch * self.strategy.micro_batches_per_call
@@ -140,10 +140,10 @@ class StepProfile:
         if short := [summary for summary in summaries if len(summary["steps"]) < self._steps]:
             return {"problem": f"cannot be read: {'; '.join(short[0]['problems']) or 'steps are missing'}"}
         try:
-            expected = expected_step(config, plan, self.strategy, self._ends - 1, self.run.peak_flops)
+            expected = expected_step(config, plan, self.strategy, last_step, self.run.peak_flops)
             evidence = Evidence(
-                [RankSteps.of(summary) for summary in summaries],
-                plan.micro_steps(self._ends - 1),
+                [RankSteps(summary, [StepRecord(**step) for step in summary["steps"]]) for summary in summaries],
+                plan.micro_steps(last_step),
                 self.strategy.device.type == "cuda",
                 expected,
                 read_bytes=sequences * (stage.window.sequence_length + 1) * width,

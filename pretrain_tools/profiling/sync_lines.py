@@ -72,9 +72,10 @@ class SyncLines:
 
     def found(self) -> list[dict[str, Any]]:
         """Returns dicts of place ('file:line'), call, phase and count, the most frequent first."""
-        rows = [dict(zip(("place", "call", "phase"), key, strict=True)) for key in self._counts]
-        rows = [row | {"count": count} for row, count in zip(rows, self._counts.values(), strict=True)]
-        return sorted(rows, key=lambda row: -row["count"])
+        return [
+            {"place": place, "call": call, "phase": phase, "count": count}
+            for (place, call, phase), count in self._counts.most_common()
+        ]
 
     def _replace(self, name: str) -> None:
         method = getattr(torch.Tensor, name)

@@ -16,20 +16,12 @@ import numpy as np
 MARK = "groundwork: "
 STEP = f"{MARK}step "
 """Prefix of the mark of a whole step."""
-ALIGNED = f"{MARK}aligned"
-"""Mark of a moment that all ranks share, used to align their timelines."""
 WAITING_FOR_DATA = "data"
 FORWARD = "forward"
 BACKWARD = "backward"
 UPDATE = "update"
 BETWEEN_STEPS = "between"
 """Phase between two micro-steps or two steps; tasks such as a save have phases of their own."""
-BLOCKED = "communication, waiting for ranks"
-IDLE = "nothing runs"
-WHOLE_STEP = "step"
-"""Name of a whole step in a timeline."""
-LEAST_DRAWN = 0.004
-"""Share of a step below which a timeline omits a wait."""
 
 OPTIMIZER = "optimizer"
 COMMUNICATION = "communication"
@@ -95,9 +87,6 @@ class Spans:
         kept = self._holds(points[:-1]) & ~other._holds(points[:-1])
         return Spans(np.stack([points[:-1][kept], points[1:][kept]], axis=1).tolist())
 
-    def __and__(self, other: "Spans") -> "Spans":
-        return self - (self - other)
-
     def _before(self, time: int) -> int:
         number = int(np.searchsorted(self.pairs[:, 0], time, "right"))
         if number == 0:
@@ -145,6 +134,21 @@ class StepRecord:
     def own(self) -> float:
         """Time that this rank spent itself, without waiting for other ranks or data."""
         return self.seconds - self.blocked - self.data
+
+    @property
+    def own_with_core(self) -> float:
+        """Own time without the time that the rank waited for a core."""
+        return max(0.0, self.own - self.starved)
+
+    @property
+    def idle_in_passes(self) -> float:
+        """Idle time in forward, backward and update, but not that of a thread without a core: the machine is busy."""
+        return sum(self.idle_in.get(phase, 0.0) for phase in (FORWARD, BACKWARD, UPDATE)) - self.starved
+
+    @property
+    def idle_between(self) -> float:
+        """Idle time after the update: logs, trackers, agreement of the ranks."""
+        return self.idle_in.get(BETWEEN_STEPS, 0.0) + self.idle_in.get("logging", 0.0)
 
 
 class PhaseSpan(NamedTuple):
@@ -248,28 +252,23 @@ def walk(events: Iterable[TraceEvent], is_update: Callable[[int], bool]) -> tupl
     return pieces, launched
 
 
-def read_steps(
-    events: list[TraceEvent], *, on_device: bool, drawn: int = 0
-) -> tuple[list[StepRecord], list[list[Any]]]:
-    """Returns the whole steps in a trace, and a timeline: [start, end, name] in seconds since the ALIGNED mark.
+def read_steps(events: list[TraceEvent], *, on_device: bool) -> list[StepRecord]:
+    """Returns the whole steps in a trace.
 
-    Args:
-        on_device: True if kernels run on a GPU; otherwise the main thread's operators count as work.
-        drawn: number of last steps in the timeline.
+    on_device: True if kernels run on a GPU; otherwise the main thread's operators count as work.
     """
     marks = sorted((event for event in events if event.name.startswith(MARK)), key=lambda mark: mark.start)
     steps = [mark for mark in marks if mark.name.startswith(STEP)]
     parts = phases_of(marks, steps)
-    updates = spans_of(parts, UPDATE)
+    updates = Spans((part.start, part.end) for of_step in parts for part in of_step if part.name == UPDATE)
     own, launched = walk_threads(events, steps[0].thread, lambda time: updates.seconds(time, time + 1) > 0)
     if on_device:
         work = [WorkSpan(e.start, e.end, kind_of_kernel(e, launched)) for e in events if e.kind == "kernel"]
     else:
         work = [*own, *(WorkSpan(e.start, e.end, COMMUNICATION) for e in events if e.kind == "collective")]
     by_kind = {kind: Spans((w.start, w.end) for w in work if w.kind == kind) for kind in (*KINDS, COMMUNICATION)}
-    collectives = by_kind.pop(COMMUNICATION)
     busy = Spans((w.start, w.end) for w in work if w.kind != COMMUNICATION)
-    blocked = collectives - busy
+    blocked = by_kind.pop(COMMUNICATION) - busy
     starts = np.sort([w.start for w in work])
     records = []
     for step, of_step in zip(steps, parts, strict=True):
@@ -292,26 +291,11 @@ def read_steps(
         record.data = record.idle_in.pop(WAITING_FOR_DATA, 0.0)
         record.idle = max(0.0, record.seconds - record.busy - record.blocked - record.data)
         records.append(record)
-    shown = steps[-drawn:] if drawn else []
-    within = Spans((step.start, step.end) for step in shown)
-    visible = LEAST_DRAWN * 1e9 * sum(record.seconds for record in records) / len(records)
-    bars = [(step.start, step.end, WHOLE_STEP) for step in shown]
-    bars += [(p.start, p.end, p.name) for of_step in parts[len(parts) - len(shown) :] for p in of_step]
-    idle = within - busy - collectives - spans_of(parts, WAITING_FOR_DATA)
-    for what, spans in ((IDLE, idle), (BLOCKED, within & blocked)):
-        bars += [(begin, end, what) for begin, end in spans.pairs.tolist() if end - begin > visible]
-    # The machines' clocks differ, so timelines start at a mark that all ranks set after a barrier.
-    aligned = next((mark.start for mark in marks if mark.name == ALIGNED), steps[0].start)
-    return records, [[(begin - aligned) / 1e9, (end - aligned) / 1e9, what] for begin, end, what in bars]
+    return records
 
 
 def _add(sums: dict[str, float], name: str, seconds: float) -> None:
     sums[name] = sums.get(name, 0.0) + seconds
-
-
-def spans_of(parts: list[list[PhaseSpan]], name: str) -> Spans:
-    """Returns the spans of all phases with this name."""
-    return Spans((part.start, part.end) for of_step in parts for part in of_step if part.name == name)
 
 
 def kind_of_kernel(event: TraceEvent, launched: Mapping[int, str]) -> str:
@@ -336,7 +320,7 @@ def walk_threads(
 
 def phases_of(marks: list[TraceEvent], steps: list[TraceEvent]) -> list[list[PhaseSpan]]:
     """Returns the phases of each step in order. A micro-step begins with waiting for its data."""
-    phases = [mark for mark in marks if mark.name != ALIGNED and not mark.name.startswith(STEP)]
+    phases = [mark for mark in marks if not mark.name.startswith(STEP)]
     found = []
     for step in steps:
         micro_step = -1

@@ -16,7 +16,9 @@ from pretrain.data.data_record import is_hub_id, public_name
 from pretrain.files import CARD_FILE, PICTURE_FILE
 from pretrain.units import JOULES_PER_KWH, bytes_text, count_text, duration_text, energy_text
 from pretrain_tools.publishing.facts import SHAPES, Facts, read_facts
+from pretrain_tools.runs.curves import curves_of
 from pretrain_tools.runs.history import Score
+from pretrain_tools.runs.plots import Line, Panel, color_of, draw_panel, points_of
 
 TAGS = ("pretraining", "base-model", "groundwork")
 METRIC_TYPES = {"acc": "accuracy", "acc_norm": "accuracy", "exact_match": "exact_match", "perplexity": "perplexity"}
@@ -57,14 +59,14 @@ def render(template: str, **values: Any) -> str:
 
 
 def statements(name: str, facts: Facts) -> list[str]:
-    """The lines of a macro of templates/statements.j2, without the dashes of a list."""
+    """Returns the lines of a macro of templates/statements.j2, without the dashes of a list."""
     macro = getattr(environment().get_template("statements.j2").module, name)
     return [line.removeprefix("- ") for line in str(macro(facts)).splitlines()]
 
 
 @cache
 def environment() -> jinja2.Environment:
-    """The templates' settings. A name that a template mistypes raises UndefinedError."""
+    """Returns the templates' settings. A name that a template mistypes raises UndefinedError."""
     templates = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent / "templates", encoding="utf-8"),
         trim_blocks=True,
@@ -96,7 +98,7 @@ def cell(value: Any) -> str:
 
 
 def metadata(facts: Facts) -> str:
-    """The YAML at the top, checked by huggingface_hub's own classes."""
+    """Returns the YAML at the top, checked by huggingface_hub's own classes."""
     from huggingface_hub import ModelCardData
 
     base = facts.model_source
@@ -118,7 +120,7 @@ def metadata(facts: Facts) -> str:
 
 
 def emissions(facts: Facts) -> dict[str, Any] | None:
-    """Grams of CO2, and how they were found, for the Hub's metadata; None if the energy or the grid is not known."""
+    """Returns the Hub's metadata on CO2; None if the energy or the grid is not known."""
     joules = facts.history.joules
     grams = facts.setting("energy.grid_grams_per_kwh")
     if joules is None or grams is None:
@@ -133,7 +135,7 @@ def emissions(facts: Facts) -> dict[str, Any] | None:
 
 
 def eval_results(facts: Facts) -> list[Any]:
-    """Scores as huggingface_hub.EvalResult, for the model-index, without those over part of a task."""
+    """Returns the scores as huggingface_hub.EvalResult, for the model-index, without those over part of a task."""
     from huggingface_hub import EvalResult
 
     return [
@@ -152,7 +154,7 @@ def eval_results(facts: Facts) -> list[Any]:
 
 
 def hardware_text(facts: Facts) -> str | None:
-    """'8 x NVIDIA H100', or 'CPU (x86_64, 2 cores)'."""
+    """Returns '8 x NVIDIA H100', or 'CPU (x86_64, 2 cores)'."""
     device = facts.environment.get("device")
     ranks = facts.strategy.get("ranks") or 1
     if device in CPUS:
@@ -166,7 +168,7 @@ def score_name(score: Score) -> str:
 
 
 def marked_name(score: Score) -> str:
-    """The name with a star for a score over part of a task."""
+    """Returns the name, with a star for a score over part of a task."""
     return score_name(score) + ("" if score.is_whole else " \\*")
 
 
@@ -183,30 +185,16 @@ def without_folders(value: Any) -> Any:
 
 def plot_losses(facts: Facts, path: Path) -> bool:
     """Draws training and validation loss against tokens as a PNG; False for fewer than two points."""
-    train = {event["step"]: (event["tokens"], event["loss"]) for event in facts.history.of("train")}
-    points = [(tokens, loss) for tokens, loss in train.values() if loss is not None]
-    if len(points) < 2:
+    curves = curves_of(facts.history)
+    if points_of(curves.train, "tokens", "loss").shape[1] < 2:
         return False
     from matplotlib.figure import Figure
 
-    tokens_at = {0: 0, **{step: tokens for step, (tokens, _) in train.items()}}
+    named = {"training": curves.train}
+    named |= {f"validation, {source}": columns for source, columns in curves.validation.items()}
+    lines = [Line(color_of(n), columns, "loss", label=name) for n, (name, columns) in enumerate(named.items())]
     figure = Figure(figsize=(8, 4.5), layout="constrained")
-    axis = figure.add_subplot(
-        title=f"{facts.run_name}: loss", xlabel="training tokens", ylabel="loss (nats per token)"
-    )
-    axis.plot(*zip(*points, strict=True), linewidth=1, alpha=0.7, label="training")
-    for source, events in facts.history.validation().items():
-        measured = {
-            event["step"]: (tokens_at[event["step"]], event["loss"])
-            for event in events
-            if event["step"] in tokens_at and event.get("loss") is not None
-        }
-        if measured:
-            axis.plot(*zip(*measured.values(), strict=True), marker="o", markersize=3, label=f"validation, {source}")
-    axis.xaxis.set_major_formatter(lambda value, _: count_text(value))
-    axis.set_xlim(left=0)
-    axis.grid(alpha=0.3)
-    axis.legend()
+    draw_panel(figure.subplots(), Panel(f"{facts.run_name}: loss (nats per token)", lines, "tokens"))
     # Without date and version: the same run gives the same picture, which need not be uploaded twice.
     figure.savefig(path, dpi=150, metadata={"Software": None})
     return True

@@ -14,8 +14,8 @@ from pretrain.files import sha256_of
 from pretrain.runs.event_log import Event, read_metrics
 from pretrain.runs.run_folder import checkpoint_name, read_config, read_json, read_state, setting
 from pretrain.units import count_text
-from pretrain_tools.runs.curves import Places, flops_per_token_of
-from pretrain_tools.runs.history import History, Score, current_events, joules_of, scores_of
+from pretrain_tools.runs.curves import Places
+from pretrain_tools.runs.history import History, Score, scores_of
 
 SHAPES = {
     "layers": ("num_hidden_layers", "n_layer"),
@@ -36,7 +36,7 @@ SHAPES = {
 
 @dataclass(frozen=True)
 class Publication:
-    """The offer of a model, which a run's files do not have. All None: not published yet."""
+    """What a publication states that a run's files do not have. All None: not published yet."""
 
     repository: str | None = None
     """owner/name on the Hub."""
@@ -102,11 +102,11 @@ class Facts:
     offer: Publication = Publication()
 
     def setting(self, name: str) -> Any:
-        """A value of the recipe by its dotted name; None if the recipe does not have it."""
+        """Returns a value of the recipe by its dotted name; None if the recipe does not have it."""
         return setting(self.config, name)
 
     def shape(self, name: str) -> Any:
-        """A size of the model by its name in SHAPES; None if config.json has none of its keys."""
+        """Returns a size of the model by its name in SHAPES; None if config.json has none of its keys."""
         return next((self.model[key] for key in SHAPES[name] if self.model.get(key) is not None), None)
 
     @property
@@ -140,12 +140,12 @@ class Facts:
 
     @property
     def parameters(self) -> int | None:
-        return next((event.get("parameters") for event in self.history.of("start")), None)
+        return self.start.get("parameters")
 
     @property
     def active_parameters(self) -> int | None:
         """Parameters used for each token, if they are fewer than all: in a mixture of experts."""
-        active = next((event.get("active_parameters") for event in self.history.of("start")), None)
+        active = self.start.get("active_parameters")
         return active if active != self.parameters else None
 
     @property
@@ -162,27 +162,25 @@ class Facts:
 
     @property
     def distinct_sources(self) -> list[DataSource]:
-        """Each folder of shards once, in whatever stages it is."""
+        """Every folder of shards once, in whatever stages it is."""
         return list({(source.name, source.manifest_sha256): source for source in self.sources}.values())
 
     @property
     def training_flops(self) -> tuple[float | None, bool]:
-        """(FLOPs of the training by the formula of MFU, whether the run recorded those of a token).
+        """The FLOPs of the training by the formula of MFU, and True if the run recorded those of a token.
 
         Repeated steps count once, and the training of a model that the run began with does not count. None if the
-        tokens are not known.
+        tokens or the model's size are not known.
         """
-        per_token, is_exact = flops_per_token_of(self.history)
-        if self.tokens is None or per_token is None:
+        if self.tokens is None:
             return None, False
-        steps = [{"hours": 0.0, **event} for event in self.history.of("train")]  # Places needs hours; facts have none
         # Stages may have sequences of other lengths, whose tokens take other FLOPs.
-        places = Places(steps, per_token, self.history.of("stage"))
-        return places.of([{"step": self.step}])["flops"][0], is_exact
+        places = Places(self.history)
+        return places.at([self.step])["flops"][0], places.flops_are_exact
 
     @property
     def budget_text(self) -> str:
-        """'1.5M tokens in 733 steps, 0.5 per parameter'"""
+        """The budget as text: '1.5M tokens in 733 steps, 0.5 per parameter'."""
         if self.tokens is None:
             return f"{self.step:,} steps"
         text = f"{count_text(self.tokens)} tokens in {self.step:,} steps"
@@ -203,10 +201,8 @@ def read_facts(
         model_folder: holds the model's config.json; None: the run's model.json is read.
     """
     logged = read_metrics(run)
-    # Energy counts every logged step: one that was trained twice has used it twice.
-    joules = joules_of(event for event in logged if step is None or (event.get("step") or 0) <= step)
-    events = current_events(logged)
-    steps = [event["step"] for event in events if event["event"] in ("train", "checkpoint") and "step" in event]
+    whole = History.of_events(run, logged)
+    steps = [event["step"] for event in whole.events if event["event"] in ("train", "checkpoint") and "step" in event]
     at = max(steps, default=0) if step is None else step
     config = read_config(run)
     model = read_json(model_folder / "config.json") if model_folder else {}
@@ -217,11 +213,11 @@ def read_facts(
         strategy=read_json(run / "strategy.json"),
         environment=read_json(run / "environment.json"),
         # A rollback is logged after the step that it goes back to, and belongs to the model from that step on.
-        history=History(run, [e for e in events if (e.get("to_step") or e.get("step") or 0) <= at], joules),
+        history=History.of_events(run, [e for e in logged if (e.get("to_step") or e.get("step") or 0) <= at]),
         step=at,
-        total_steps=History(run, events).last("start").get("total_steps"),
+        total_steps=whole.last("start").get("total_steps"),
         sources=tuple(read_sources(config, read_json(run / DATA_FILE))),
-        scores=tuple(read_scores(run, events, at)),
+        scores=tuple(read_scores(run, whole.events, at)),
         lineage=tuple(setting(read_state(run / "checkpoints" / checkpoint_name(at)), "state.lineage") or ()),
         offer=offer or Publication(),
     )
@@ -269,7 +265,7 @@ def describe_source(source: dict[str, Any], record: dict[str, Any], weight: floa
 
 
 def manifest_behind(record: dict[str, Any], shards: Path) -> dict[str, Any]:
-    """The manifest whose totals a run kept, if it still lies there unchanged: runs once kept less of it."""
+    """Returns the manifest whose totals a run kept, if it is still there unchanged; older runs kept less of it."""
     if "manifest_sha256" not in record:
         # Only a run's own record has this key.
         return record  # it is the manifest

@@ -40,88 +40,69 @@ Entry = dict[str, Any]
 
 def write_materials(facts: Facts, folder: Path) -> None:
     """Writes the bill into a folder that has all files but those that cover it. The same files give the same bytes."""
-    (folder / MATERIALS_FILE).write_text(materials_text(facts, hashes_in(folder)), encoding="utf-8")
-
-
-def hashes_in(folder: Path) -> dict[str, str]:
-    """{name: sha256} of the files that the bill lists: not those that have its own hash in them."""
-    # These hold the bill's hash, so the bill cannot hold theirs.
+    # The seal, the provenance and the signature hold the bill's hash, so the bill cannot hold theirs.
     beside = {MATERIALS_FILE, SEAL_FILE, PROVENANCE_FILE, SIGNATURE_FILE}
-    return {path.name: sha256_of(path) for path in sorted(folder.iterdir()) if path.name not in beside}
-
-
-def materials_text(facts: Facts, files: dict[str, str]) -> str:
-    """Formats the bill as JSON. files: {name: sha256}"""
-    bill = without_none(bill_of_materials(facts, files))
+    files = {path.name: sha256_of(path) for path in sorted(folder.iterdir()) if path.name not in beside}
+    bill = bill_of_materials(facts, files)
     digest = hashlib.sha256(json.dumps(bill, default=str).encode()).hexdigest()
     # A UUID of the content, not a random one: the same run gives the same bytes.
     named = {"serialNumber": f"urn:uuid:{uuid.uuid5(uuid.NAMESPACE_OID, digest)}", "version": 1}
-    return json.dumps({**MATERIALS_FORMAT, **named, **bill}, indent=1, ensure_ascii=False) + "\n"
+    text = json.dumps({**MATERIALS_FORMAT, **named, **bill}, indent=1, ensure_ascii=False) + "\n"
+    (folder / MATERIALS_FILE).write_text(text, encoding="utf-8")
 
 
-def without_none(value: Any) -> Any:
-    """Copies values without those keys of dicts whose value is None."""
+def known(value: Any) -> Any:
+    """Copies values without those keys of dicts whose value is None, or has nothing in it."""
     if isinstance(value, dict):
-        return {key: without_none(item) for key, item in value.items() if item is not None}
-    return [without_none(item) for item in value] if isinstance(value, list) else value
+        return {key: found for key, item in value.items() if (found := known(item)) not in (None, "", [], {})}
+    return [known(item) for item in value] if isinstance(value, list) else value
 
 
 def bill_of_materials(facts: Facts, files: dict[str, str]) -> Entry:
-    """Builds the bill: metadata with the model, its data and packages, and which depends on which."""
-    datasets = [dataset_entry(facts, source) for source in facts.distinct_sources]
-    packages = [package_entry(*item) for item in (facts.environment.get("packages") or {}).items()]
-    components = [*datasets, *packages]
+    """Builds the bill: metadata with the model, its data and packages, and which depends on which.
+
+    files: {name: sha256}
+    """
     times = [event["time"] for event in facts.history.events if is_number(event.get("time"))]
-    tool = {"type": "application", "name": "Groundwork", "version": facts.environment.get("commit")}
-    return {
-        "metadata": {
-            # The time of the training, not of now: the same run gives the same bytes.
-            "timestamp": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(max(times))) if times else None,
-            "lifecycles": [{"phase": "build"}],
-            "tools": {"components": [tool]},
-            "component": model_entry(facts, files),
-            "supplier": supplier_of(facts),
+    metadata = {
+        # The time of the training, not of now: the same run gives the same bytes.
+        "timestamp": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(max(times))) if times else None,
+        "lifecycles": [{"phase": "build"}],
+        "tools": {
+            "components": [{"type": "application", "name": "Groundwork", "version": facts.environment.get("commit")}]
         },
-        "components": components,
-        "dependencies": [
-            {"ref": MODEL, "dependsOn": [entry["bom-ref"] for entry in components]},
-            *({"ref": entry["bom-ref"]} for entry in components),
-        ],
+        "component": model_entry(facts, files),
+        "supplier": {"name": facts.offer.owner},
+    }
+    components = [dataset_entry(facts, source) for source in facts.distinct_sources]
+    for name, version in (facts.environment.get("packages") or {}).items():
+        purl = f"pkg:pypi/{name.lower().replace('_', '-')}@{version}"
+        components.append({"type": "library", "bom-ref": purl, "name": name, "version": str(version), "purl": purl})
+    references = [entry["bom-ref"] for entry in components]
+    return {
+        "metadata": known(metadata),
+        "components": known(components),
+        "dependencies": [{"ref": MODEL, "dependsOn": references}, *({"ref": one} for one in references)],
     }
 
 
-def supplier_of(facts: Facts) -> Entry | None:
-    return {"name": facts.offer.owner} if facts.offer.owner else None
-
-
 def properties_of(values: Entry) -> list[Entry]:
-    """Names of this project, which CycloneDX keeps apart by a prefix."""
-    return [{"name": f"groundwork:{name}", "value": str(value)} for name, value in values.items() if value is not None]
+    """Returns CycloneDX properties, whose names begin with the name of this project."""
+    return [{"name": f"groundwork:{name}", "value": str(value)} for name, value in known(values).items()]
 
 
-def hashed(sha256: str | None) -> list[Entry] | None:
-    return [{"alg": "SHA-256", "content": sha256}] if sha256 else None
+def hashed(sha256: str | None) -> list[Entry]:
+    return [{"alg": "SHA-256", "content": sha256}] if sha256 else []
 
 
 def model_entry(facts: Facts, files: dict[str, str]) -> Entry:
-    """The model, its files, where it came from, and its card."""
+    """Describes the model: its files, where it came from, and its card."""
     offer = facts.offer
     links = [{"type": "model-card", "url": CARD_FILE}, {"type": "documentation", "url": TRAINING_CONTENT_FILE}]
     if offer.repository:
         url = f"https://huggingface.co/{offer.repository}/tree/{offer.revision}"
         links.insert(0, {"type": "distribution", "url": url})
     flops, _ = facts.training_flops
-    about = {
-        "run": facts.run_name,
-        "step": facts.step,
-        "training_tokens": facts.tokens,
-        "parameters": facts.parameters,
-        "active_parameters": facts.active_parameters,
-        "training_flops": flops and f"{flops:.6g}",
-        "dtype": offer.dtype,
-        "languages": ", ".join(offer.languages) or None,
-        "evaluation_confidence": "95 %, of the standard error",
-    }
     license = {"id": SPDX[offer.license]} if offer.license in SPDX else {"name": offer.license}
     return {
         "type": "machine-learning-model",
@@ -129,24 +110,35 @@ def model_entry(facts: Facts, files: dict[str, str]) -> Entry:
         "name": facts.title,
         "group": offer.owner,
         "version": f"step-{facts.step}",
-        "supplier": supplier_of(facts),
+        "supplier": {"name": offer.owner},
         "description": " ".join(statements("introduction", facts)),
-        "licenses": [{"license": license}] if offer.license else None,
+        "licenses": [{"license": license}] if offer.license else [],
         "purl": f"pkg:huggingface/{offer.repository}" if offer.repository else None,
         "externalReferences": links,
         "components": [
             {"type": "file", "bom-ref": f"file:{name}", "name": name, "hashes": hashed(sha256)}
             for name, sha256 in files.items()
-        ]
-        or None,
-        "pedigree": pedigree_of(facts) or None,
+        ],
+        "pedigree": pedigree_of(facts),
         "modelCard": model_card_entry(facts),
-        "properties": properties_of(about),
+        "properties": properties_of(
+            {
+                "run": facts.run_name,
+                "step": facts.step,
+                "training_tokens": facts.tokens,
+                "parameters": facts.parameters,
+                "active_parameters": facts.active_parameters,
+                "training_flops": flops and f"{flops:.6g}",
+                "dtype": offer.dtype,
+                "languages": ", ".join(offer.languages),
+                "evaluation_confidence": "95 %, of the standard error",
+            }
+        ),
     }
 
 
 def pedigree_of(facts: Facts) -> Entry:
-    """The model that the weights came from, the code that trained them, and every restart."""
+    """Lists the models that the weights came from, the code that trained them, and every restart."""
     ancestors = [
         {"type": "machine-learning-model", "name": public_name(trunk["run"]), "version": f"step-{trunk['step']}"}
         for trunk in facts.lineage
@@ -154,19 +146,25 @@ def pedigree_of(facts: Facts) -> Entry:
     if facts.is_continued:
         name, _, revision = (facts.model_source or "").partition("@")
         purl = f"pkg:huggingface/{name}" if is_hub_id(name) else None
-        base = {"type": "machine-learning-model", "name": public_name(name), "version": revision or None, "purl": purl}
+        base = {"type": "machine-learning-model", "name": public_name(name), "version": revision, "purl": purl}
         ancestors.append(base)
     commit = facts.environment.get("commit")
     return {
-        "ancestors": ancestors or None,
-        "commits": [{"uid": commit, "message": "the code that trained it"}] if commit else None,
-        "notes": "; ".join(statements("lineage", facts)) or None,
+        "ancestors": ancestors,
+        "commits": [{"uid": commit, "message": "the code that trained it"}] if commit else [],
+        "notes": "; ".join(statements("lineage", facts)),
     }
 
 
 def model_card_entry(facts: Facts) -> Entry:
-    """CycloneDX's own model card."""
+    """Builds CycloneDX's own model card."""
     architectures = facts.model.get("architectures") or [facts.model.get("model_type")]
+    validations = [
+        {"type": name, "value": f"{event[name]:.6g}", "slice": f"validation text of {source}, step {event['step']}"}
+        for source, event in facts.validation.items()
+        for name in CARD_MEASURES
+        if is_number(event.get(name))
+    ]
     return {
         "bom-ref": "model-card",
         "modelParameters": {
@@ -174,11 +172,11 @@ def model_card_entry(facts: Facts) -> Entry:
             "task": "text-generation",
             "architectureFamily": facts.model.get("model_type"),
             "modelArchitecture": architectures[0],
-            "datasets": [{"ref": data_reference(source)} for source in facts.distinct_sources] or None,
+            "datasets": [{"ref": data_reference(source)} for source in facts.distinct_sources],
             "inputs": [{"format": "text"}],
             "outputs": [{"format": "text"}],
         },
-        "quantitativeAnalysis": {"performanceMetrics": [*validation_entries(facts), *map(score_entry, facts.scores)]},
+        "quantitativeAnalysis": {"performanceMetrics": [*validations, *map(score_entry, facts.scores)]},
         "considerations": {
             "useCases": ["continuing text; it has not been trained to follow instructions or to chat"],
             "technicalLimitations": statements("limits", facts),
@@ -194,18 +192,8 @@ def model_card_entry(facts: Facts) -> Entry:
     }
 
 
-def validation_entries(facts: Facts) -> list[Entry]:
-    """The measures of the last validation up to the model's step."""
-    return [
-        {"type": name, "value": f"{event[name]:.6g}", "slice": f"validation text of {source}, step {event['step']}"}
-        for source, event in facts.validation.items()
-        for name in CARD_MEASURES
-        if is_number(event.get(name))
-    ]
-
-
 def score_entry(score: Score) -> Entry:
-    """A number of an evaluation, with the interval of 95 % if its error is known."""
+    """Describes a score, with its 95 % interval if its error is known."""
     about = score_name(score) + (f" {score.split}" if score.split else "")
     entry = {"type": score.metric, "value": f"{score.value:.6g}"}
     entry["slice"] = about if score.is_whole else f"{about}, a part of the task: not comparable"
@@ -216,13 +204,13 @@ def score_entry(score: Score) -> Entry:
     return entry
 
 
-def environment_entry(facts: Facts) -> Entry | None:
-    """The energy of the training, and its CO2 if the grid is known; None if the energy is not."""
-    joules = facts.history.joules
+def environment_entry(facts: Facts) -> Entry:
+    """Describes the energy of the training, and its CO2 if the grid is known; empty if the energy is not."""
+    if facts.history.joules is None:
+        return {}
+    kilowatt_hours = facts.history.joules / JOULES_PER_KWH
     grams = facts.setting("energy.grid_grams_per_kwh")
-    if joules is None:
-        return None
-    energy = {"value": round(joules / JOULES_PER_KWH, 6), "unit": "kWh"}
+    energy = {"value": round(kilowatt_hours, 6), "unit": "kWh"}
     provider = {
         "description": "who provided the energy is not recorded",
         "organization": {"name": "not recorded"},
@@ -231,10 +219,10 @@ def environment_entry(facts: Facts) -> Entry | None:
     }
     consumption = {"activity": "training", "energyProviders": [provider], "activityEnergyCost": energy}
     if grams is not None:
-        tonnes = joules / JOULES_PER_KWH * grams / GRAMS_PER_TONNE
-        consumption["co2CostEquivalent"] = {"value": float(f"{tonnes:.6g}"), "unit": "tCO2eq"}
-    about = properties_of({"energy_is": facts.start.get("energy"), "grid_grams_per_kwh": grams})
-    return {"energyConsumptions": [{**consumption, "properties": about or None}]}
+        tonnes = float(f"{kilowatt_hours * grams / GRAMS_PER_TONNE:.6g}")
+        consumption["co2CostEquivalent"] = {"value": tonnes, "unit": "tCO2eq"}
+    consumption["properties"] = properties_of({"energy_is": facts.start.get("energy"), "grid_grams_per_kwh": grams})
+    return {"energyConsumptions": [consumption]}
 
 
 def data_reference(source: DataSource) -> str:
@@ -242,16 +230,11 @@ def data_reference(source: DataSource) -> str:
 
 
 def dataset_entry(facts: Facts, source: DataSource) -> Entry:
-    """A folder of shards, identified by the hash of its manifest, which has that of every shard."""
+    """Describes a folder of shards, identified by the hash of its manifest, which has that of every shard."""
     made = source.preparation
     # A curriculum may use a folder in several stages, each with a share of its own.
     parts = [one for one in facts.sources if data_reference(one) == data_reference(source)]
-    names = [dataset.get("name") for dataset in made.get("datasets") or []] or list(source.hub_datasets)
-    links = [
-        {"type": "distribution", "url": f"https://huggingface.co/datasets/{name}"}
-        for name in dict.fromkeys(names)
-        if name and "/" in name
-    ]
+    names = [dataset.get("name") for dataset in made.get("datasets") or []] or source.hub_datasets
     about = {
         "share": "; ".join(f"{one.weight:.6g}" + (f" from {one.stage}" if one.stage else "") for one in parts),
         "tokens": source.tokens,
@@ -261,10 +244,10 @@ def dataset_entry(facts: Facts, source: DataSource) -> Entry:
         "tokenizer": source.tokenizer,
         "tokenizer_sha256": source.tokenizer_sha256,
         "files": made.get("files"),
-        "filters": ", ".join(map(str, made.get("filters") or [])) or None,
+        "filters": ", ".join(map(str, made.get("filters") or [])),
         "deduplicated": made.get("deduplicated"),
         "near_duplicates_at": made.get("near_duplicates_at"),
-        "kept_out": ", ".join(row["benchmark"] for row in source.contamination) or None,
+        "kept_out": ", ".join(row["benchmark"] for row in source.contamination),
     }
     return {
         "type": "data",
@@ -272,13 +255,11 @@ def dataset_entry(facts: Facts, source: DataSource) -> Entry:
         "name": source.name,
         "description": "text that it was trained on, as token ids",
         "hashes": hashed(source.manifest_sha256),
-        "externalReferences": links or None,
+        "externalReferences": [
+            {"type": "distribution", "url": f"https://huggingface.co/datasets/{name}"}
+            for name in dict.fromkeys(names)
+            if name and "/" in name
+        ],
         "data": [{"type": "dataset", "name": source.name, "classification": "training data"}],
         "properties": properties_of(about),
     }
-
-
-def package_entry(name: str, version: str) -> Entry:
-    """A package that the training ran with."""
-    purl = f"pkg:pypi/{name.lower().replace('_', '-')}@{version}"
-    return {"type": "library", "bom-ref": purl, "name": name, "version": str(version), "purl": purl}

@@ -14,6 +14,7 @@ from pretrain.errors import InputError
 from pretrain.files import PROVENANCE_FILE, SIGNATURE_FILE, damage_of_file, seal
 from pretrain_tools.publishing.card import CARD_MEASURES, statements, without_folders
 from pretrain_tools.publishing.facts import Facts
+from pretrain_tools.runs.addresses import download
 
 PROVENANCE_FORMAT = {"format": "groundwork-provenance", "version": 1}
 UNSEALED = "0" * 64
@@ -22,7 +23,7 @@ UNSEALED = "0" * 64
 def write_provenance(facts: Facts, folder: Path, *, signed: bool = False) -> None:
     """Writes provenance.json into a folder that is otherwise complete. The same run and files give the same bytes.
 
-    signed: whether a signature is to come.
+    signed: True if a signature follows.
     """
     files = {name: seal(path) for name, path in sorted(files_of(folder).items())}
     contents = {"seal": UNSEALED, **PROVENANCE_FORMAT, "signed": signed, **provenance_of(facts)}
@@ -59,8 +60,10 @@ def provenance_of(facts: Facts) -> dict[str, Any]:
 
 
 def files_of(folder: Path) -> dict[str, Path]:
-    """{name: file} of all that a provenance covers: not itself, its signature, and hidden files, which downloads and
-    the Hub add and nothing reads."""
+    """Returns {name: file} of all that a provenance covers.
+
+    It does not cover itself, its signature, and hidden files, which downloads and the Hub add and nothing reads.
+    """
     found = {path.relative_to(folder): path for path in folder.rglob("*") if path.is_file()}
     beside = (PROVENANCE_FILE, SIGNATURE_FILE)
     return {
@@ -75,7 +78,7 @@ def digest_of(content: bytes) -> str:
 
 
 def provenance_problems(folder: Path) -> list[str]:
-    """Every file of a published folder that was changed, is missing or was added, by name; [] if none."""
+    """Lists every file of a published folder that was changed, is missing or was added, by name; [] if none."""
     try:
         content = (folder / PROVENANCE_FILE).read_bytes()
         contents = json.loads(content)
@@ -104,27 +107,16 @@ def provenance_problems(folder: Path) -> list[str]:
 
 
 def published_folder(place: str) -> Path:
-    """A folder, or that of a download of OWNER/NAME or OWNER/NAME@REVISION. Raises InputError if there is neither."""
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
-
+    """Returns a folder, or that of a download of OWNER/NAME[@REVISION]. Raises InputError if there is neither."""
     folder = Path(place).expanduser()
     if folder.is_dir():
         return folder
-    repository, _, revision = place.partition("@")
-    if folder.exists() or place.startswith((".", "/", "~")) or len(Path(repository).parts) != 2:
+    if folder.exists() or place.startswith((".", "/", "~")) or len(Path(place.partition("@")[0]).parts) != 2:
         raise InputError(
             f"--verify {place}: neither a folder nor a repository of the Hub; give a folder that publish.py wrote, or "
             "OWNER/NAME or OWNER/NAME@REVISION"
         )
-    try:
-        return Path(snapshot_download(repository, revision=revision or None))
-    except (HfHubHTTPError, HFValidationError, OSError, ValueError) as error:
-        reason = str(error).strip().split("\n")[0]
-        raise InputError(
-            f"--verify {place}: not a folder here, and it cannot be read from the Hub ({type(error).__name__}: "
-            f"{reason}); give a folder, or a repository that this machine can reach"
-        ) from error
+    return download("--verify", place)
 
 
 def provenance_text(folder: Path) -> str:

@@ -17,7 +17,7 @@ from pretrain.runs.run_folder import checkpoint_name, read_config, setting
 from pretrain_tools.publishing.facts import Publication
 from pretrain_tools.publishing.hub_upload import PublishError, open_repository, upload
 from pretrain_tools.publishing.provenance import provenance_problems, provenance_text, published_folder
-from pretrain_tools.publishing.signature import load_signer, load_verifier, signature_problems
+from pretrain_tools.publishing.signature import load_key, signature_problems
 from pretrain_tools.publishing.staging import Model, find_publishable, stage
 from pretrain_tools.runs.history import append_events
 
@@ -69,12 +69,11 @@ def find_models(arguments: Namespace, problems: Problems) -> list[Model]:
     if not arguments.dry_run:
         problems += login_problems()
     if arguments.sign is not None:
-        problems.attempt(load_signer, arguments.sign)
+        problems.attempt(load_key, "--sign", arguments.sign)
     models = []
     if is_run:
-        wanted = {"steps": arguments.checkpoint, "milestones": arguments.milestones, "final": arguments.final}
-        wanted["with_optimizer"] = arguments.with_optimizer
-        models = problems.attempt(find_publishable, run, **wanted) or []
+        wanted = {name: getattr(arguments, name) for name in ("milestones", "final", "with_optimizer")}
+        models = problems.attempt(find_publishable, run, steps=arguments.checkpoint, **wanted) or []
     if output := arguments.output:
         if output.exists() and not output.is_dir():
             problems.append(f"--output {output}: is a file; give a folder")
@@ -172,7 +171,7 @@ def verify(place: str, public_key: Path | None) -> int:
 
     place: a folder, or OWNER/NAME[@REVISION] on the Hub. Raises InputError for a signature without a key to check it.
     """
-    verifier = load_verifier(public_key) if public_key is not None else None
+    verifier = load_key("--public_key", public_key) if public_key is not None else None
     folder = published_folder(place)
     is_signed = (folder / SIGNATURE_FILE).exists()
     problems = provenance_problems(folder)

@@ -12,52 +12,42 @@ from typing import Any
 from pretrain.errors import InputError
 from pretrain.files import SIGNATURE_FILE
 
-
-def load_signer(key: Path) -> Any:
-    """model-signing's configuration for a private key. Raises InputError if there is none, or no such package."""
-    signing, *_ = import_model_signing("--sign")
-    remedy = "give an elliptic private key in PEM without a password: openssl ecparam -name prime256v1 -genkey -noout"
-    with_key = signing.Config().use_elliptic_key_signer
-    return load_key("--sign", key, lambda: with_key(private_key=key), remedy)
+REMEDIES = {
+    "--sign": "give an elliptic private key in PEM without a password: "
+    "openssl ecparam -name prime256v1 -genkey -noout",
+    "--public_key": "give the signer's public key in PEM: openssl ec -in KEY -pubout",
+}
 
 
-def load_verifier(key: Path) -> Any:
-    """model-signing's configuration for a public key. Raises InputError if there is none, or no such package."""
-    _, verifying, _ = import_model_signing("--public_key")
-    remedy = "give the signer's public key in PEM: openssl ec -in KEY -pubout"
-    with_key = verifying.Config().use_elliptic_key_verifier
-    return load_key("--public_key", key, lambda: with_key(public_key=key), remedy)
+def load_key(flag: str, key: Path) -> Any:
+    """Returns model-signing's configuration of a signer (--sign) or a verifier (--public_key) with this key.
 
-
-def import_model_signing(flag: str) -> tuple[Any, Any, Any]:
+    Raises InputError for an unusable key, and if the package is not installed.
+    """
     try:
         from model_signing import hashing, signing, verifying
     except ImportError as error:
         raise InputError(f"{flag}: needs model-signing ({error}); pip install model-signing pyOpenSSL") from error
-    return signing, verifying, hashing
-
-
-def load_key(flag: str, path: Path, load: Any, remedy: str) -> Any:
     try:
-        return load()
+        if flag == "--sign":
+            config = signing.Config().use_elliptic_key_signer(private_key=key)
+        else:
+            config = verifying.Config().use_elliptic_key_verifier(public_key=key)
     except Exception as error:  # cryptography has many: not PEM, another kind of key, encrypted
         reason = " ".join(str(error).split())[:200]
-        raise InputError(f"{flag} {path}: not usable ({type(error).__name__}: {reason}); {remedy}") from None
-
-
-def hashing_config() -> Any:
-    *_, hashing = import_model_signing("--sign")
+        raise InputError(f"{flag} {key}: not usable ({type(error).__name__}: {reason}); {REMEDIES[flag]}") from None
     # The Hub's cache is made of links.
-    return hashing.Config().use_file_serialization(hashing_algorithm="sha256").set_allow_symlinks(True)
+    hashes = hashing.Config().use_file_serialization(hashing_algorithm="sha256").set_allow_symlinks(True)
+    return config.set_hashing_config(hashes)
 
 
 def sign(folder: Path, key: Path) -> None:
     """Writes model.sig, the signature of every file of a folder."""
-    load_signer(key).set_hashing_config(hashing_config()).sign(folder, folder / SIGNATURE_FILE)
+    load_key("--sign", key).sign(folder, folder / SIGNATURE_FILE)
 
 
 def signature_problems(folder: Path, verifier: Any) -> list[str]:
-    """Every signed file that is no longer so, by name, and a signature that is not the key's; [] if all is well."""
+    """Lists signed files that were changed, by name, and a signature that is not the key's; [] if all is well."""
     path = folder / SIGNATURE_FILE
     try:
         envelope = json.loads(path.read_bytes())["dsseEnvelope"]
@@ -66,8 +56,7 @@ def signature_problems(folder: Path, verifier: Any) -> list[str]:
         if any(base64.b64encode(base64.b64decode(text)).decode() != text for text in coded):
             return [f"{SIGNATURE_FILE} was changed: it is not as model-signing writes it"]
         # Files that the Hub or a download adds were never signed; added ones are the provenance's to find.
-        checker = verifier.set_hashing_config(hashing_config()).set_ignore_unsigned_files(True)
-        checker.verify(folder, path)
+        verifier.set_ignore_unsigned_files(True).verify(folder, path)
     except FileNotFoundError:
         return [f"{SIGNATURE_FILE} is missing"]
     except Exception as error:  # of parsers, of cryptography and model-signing's own

@@ -1,12 +1,10 @@
 """Finds the models of a run to publish, and stages a folder with exactly the files to upload."""
 
-import json
 import os
 import re
 import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from pretrain.errors import InputError, Problems
 from pretrain.files import CARD_FILE, PICTURE_FILE, PROVENANCE_FILE, SEAL_FILE, SIGNATURE_FILE, commit, remove
@@ -29,14 +27,11 @@ from pretrain_tools.publishing.signature import sign
 from pretrain_tools.publishing.training_content import TRAINING_CONTENT_FILE, write_training_content
 from pretrain_tools.runs.history import last_good_end
 
-if TYPE_CHECKING:
-    from pretrain.model.published_names import PublishedNames
-
 WRITTEN_ANEW = (
     CARD_FILE, PICTURE_FILE, TRAINING_CONTENT_FILE, MATERIALS_FILE, SEAL_FILE, PROVENANCE_FILE, SIGNATURE_FILE,
 )  # fmt: skip
 STAYS_HERE = re.compile(r"(optimizer|average).*\.safetensors(\.index\.json)?|trainer_state\.json")
-WEIGHTS = re.compile(r"model.*\.safetensors")
+WEIGHTS = re.compile(r"model.*\.safetensors(\.index\.json)?")
 SECRET_NAMES = re.compile(r"TOKEN|SECRET|PASSWORD|PASSWD|API_?KEY|ACCESS_?KEY|CREDENTIAL", re.IGNORECASE)
 SHORTEST_SECRET = 12
 
@@ -71,21 +66,19 @@ def find_publishable(
     """
     problems = Problems()
     checkpoints = checkpoint_folders(run)
-    wanted = set(steps)
-    if "best" in wanted:
-        best = best_step(checkpoints)
-        wanted = wanted - {"best"} | ({best} - {None})
-        if best is None:
+    there = ", ".join(map(str, checkpoints)) or "none"
+    wanted = set()
+    for given in dict.fromkeys(steps):
+        step = best_step(checkpoints) if given == "best" else given
+        if step in checkpoints:
+            wanted.add(step)
+        elif given == "best":
             problems.append(f"--checkpoint best: no checkpoint of {run} has a validation loss; give a step")
+        else:
+            problems.append(f"--checkpoint {step}: {run} has no checkpoint of this step; steps there: {there}")
     if milestones:
         wanted.update(problems.attempt(_milestones, run, checkpoints, final) or [])
-    found = [checkpoint_model(checkpoints[step], step) for step in sorted(wanted) if step in checkpoints]
-    found = [replace(model, with_optimizer=with_optimizer) for model in found]
-    there = ", ".join(map(str, checkpoints)) or "none"
-    problems += [
-        f"--checkpoint {step}: {run} has no checkpoint of this step; steps there: {there}"
-        for step in sorted(wanted - set(checkpoints))
-    ]
+    found = [checkpoint_model(checkpoints[step], step, with_optimizer) for step in sorted(wanted)]
     if with_optimizer and not (steps or milestones):
         problems.append("--with_optimizer: final/ has none; give --checkpoint STEP or --milestones")
     if final or not (steps or milestones):
@@ -112,14 +105,15 @@ def _milestones(run: Path, checkpoints: dict[int, Path], final: bool) -> list[in
     return kept
 
 
-def checkpoint_model(folder: Path, step: int) -> Model:
+def checkpoint_model(folder: Path, step: int, with_optimizer: bool = False) -> Model:
+    """Returns a checkpoint, with a tag that names its tokens."""
     tokens = setting(read_state(folder), "state.tokens")
     tag = f"tokens-{count_text(tokens)}" if tokens else None
-    return Model(folder, step, tokens, revision=revision_of(step), tag=tag)
+    return Model(folder, step, tokens, revision_of(step), tag, with_optimizer)
 
 
 def final_model(run: Path) -> Model:
-    """final/, with the step of the run's last good end; of its newest checkpoint while that is not logged."""
+    """Returns final/, with the step of the run's last good end, or of its newest checkpoint if that is not logged."""
     end = last_good_end(run)
     step = end["step"] if end.get("step") is not None else max(checkpoint_folders(run), default=0)
     return Model(run / "final", step, end.get("tokens"), revision="main")
@@ -141,22 +135,7 @@ def stage(run: Path, model: Model, publication: Publication, target: Path, key: 
     unfinished = target.with_name(f".staging-{target.name}")
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)
-    is_rounded = not (model.is_final or model.with_optimizer)
-    weights = {}
-    published = published_names_of(model.folder) if is_rounded else None
-    for path in sorted(model.folder.iterdir()):
-        if not path.is_file() or path.name in WRITTEN_ANEW:
-            continue
-        if STAYS_HERE.fullmatch(path.name) and not model.with_optimizer:
-            continue
-        if is_rounded and WEIGHTS.fullmatch(path.name):
-            weights[path.name] = round_weights(path, unfinished / path.name, dtype, published)
-        elif is_rounded:
-            shutil.copyfile(path, unfinished / path.name)  # not linked: config.json and the index are rewritten
-        else:
-            link_or_copy(path, unfinished / path.name)
-    if is_rounded:
-        note_dtype(unfinished, dtype, weights)
+    copy_model(model, unfinished, dtype)
     # The order matters: each of these files has the hashes of those written before it, and the provenance of all.
     # The staged config.json is read, which has the dtype of the export.
     facts = read_facts(run, model.step, unfinished, publication)
@@ -182,60 +161,53 @@ def stage(run: Path, model: Model, publication: Publication, target: Path, key: 
     return target
 
 
+def copy_model(model: Model, target: Path, dtype: str) -> None:
+    """Copies what a model's folder holds of the model itself; a checkpoint without its optimizer in `dtype`."""
+    is_rounded = not (model.is_final or model.with_optimizer)
+    for path in sorted(model.folder.iterdir()):
+        stays = STAYS_HERE.fullmatch(path.name) and not model.with_optimizer
+        if stays or not path.is_file() or path.name in WRITTEN_ANEW:
+            continue
+        if not is_rounded:
+            link_or_copy(path, target / path.name)
+        elif not WEIGHTS.fullmatch(path.name):
+            shutil.copyfile(path, target / path.name)  # not linked: config.json is rewritten
+    if is_rounded:
+        write_rounded(model.folder, target, dtype)
+
+
 def link_or_copy(source: Path, target: Path) -> None:
-    """Gives the same bytes a second name, or copies them to another file system."""
+    """Links the file under a second name, or copies it to another file system."""
     try:
         os.link(source, target)
     except OSError:
         shutil.copyfile(source, target)
 
 
-def published_names_of(folder: Path) -> "PublishedNames":
+def write_rounded(source: Path, target: Path, dtype: str) -> None:
+    """Writes the weights of a checkpoint, rounded and named as in final/, and notes their dtype in config.json."""
+    import torch
+
     import pretrain.model.architectures  # noqa: F401  (registers the local models)
+    from pretrain.checkpoint.tensor_files import SavedTensors, write_group
+    from pretrain.hardware import DTYPES
     from pretrain.model.model_config import load_model_config
     from pretrain.model.published_names import PublishedNames
+    from pretrain.parallel.tensor_group import TensorGroup
+    from pretrain_tools.runs.merge import note_dtype
 
-    return PublishedNames.of(load_model_config(str(folder)))
-
-
-def round_weights(source: Path, target: Path, dtype: str, published: "PublishedNames") -> dict[str, int]:
-    """Copies a safetensors file, its parameters rounded and named as in final/; returns each tensor's bytes."""
-    from safetensors.torch import load_file, save_file
-
-    from pretrain.hardware import DTYPES
-
+    published = PublishedNames.of(load_model_config(str(source)))
+    saved = SavedTensors(source, "model")
+    group = TensorGroup(saved.shapes(), dict.fromkeys(saved, torch.float32), saved)
     # Buffers stay in fp32, as in final/: a router's bias that is rounded would choose other experts.
     buffers = {name for name, _ in published.meta_model.named_buffers()}
-    tensors = {}
-    for name, tensor in load_file(source).items():
-        keeps = name in buffers or not tensor.is_floating_point()
-        tensors.update(published.split(name, tensor if keeps else tensor.to(DTYPES[dtype])))
-    save_file(tensors, target, metadata={"format": "pt"})
-    return {name: tensor.nbytes for name, tensor in tensors.items()}
-
-
-def note_dtype(folder: Path, dtype: str, weights: dict[str, dict[str, int]]) -> None:
-    """Updates config.json and the index for weights that are now in `dtype`.
-
-    weights: {file: {tensor: bytes}}.
-    """
-    from pretrain.hardware import DTYPES
-
-    path = folder / "config.json"
-    config = json.loads(path.read_text(encoding="utf-8"))
-    # from_pretrained loads in this dtype unless it is told another.
-    config["dtype"] = str(DTYPES[dtype]).removeprefix("torch.")
-    path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-    index_path = folder / "model.safetensors.index.json"
-    if index_path.is_file():
-        total = sum(size for sizes in weights.values() for size in sizes.values())
-        weight_map = {name: file for file, sizes in weights.items() for name in sizes}
-        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        index_path.write_text(json.dumps(index, indent=1), encoding="utf-8")
+    dtypes = dict.fromkeys(saved.keys() - buffers, DTYPES[dtype])
+    write_group(target, "model", group, 0, 1, dtypes, published=published)
+    note_dtype(target, DTYPES[dtype])
 
 
 def secret_problems(folder: Path) -> list[str]:
-    """Files that contain the value of a secret environment variable; the value itself is not shown."""
+    """Lists files that contain the value of a secret environment variable, without that value."""
     secrets = {
         name: value.encode()
         for name, value in os.environ.items()

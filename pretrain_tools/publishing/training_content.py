@@ -70,7 +70,7 @@ def counted(sources: list[DataSource], what: str) -> Counter[str]:
 
 
 def dataset_rows(sources: list[DataSource]) -> list[list[str]]:
-    """Each dataset of the Hub: name, subset and split, tokens, share of the sources' tokens, link."""
+    """Returns a row for each dataset of the Hub: name, subset and split, tokens, share of all tokens, link."""
     total = sum(source.tokens or 0 for source in sources)
     rows = []
     for source in sources:
@@ -88,7 +88,7 @@ def dataset_rows(sources: list[DataSource]) -> list[list[str]]:
 
 
 def filter_rows(source: DataSource) -> list[tuple[str, Any, int]]:
-    """(source, rule, documents removed); 0 for a filter none of whose rules removed any."""
+    """Returns rows (source, rule, documents removed); 0 for a filter none of whose rules removed any."""
     removed = {rule: count for rule, count in (source.preparation.get("removed") or {}).items() if count}
     filters = source.preparation.get("filters") or []
     # A manifest names removals 'filter: rule'.

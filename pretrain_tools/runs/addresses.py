@@ -43,11 +43,24 @@ class ModelAddress:
     """raw, or average: the averaged weights stored in a checkpoint."""
 
 
-def find_models(text: str) -> list[ModelAddress]:
+def find_models(text: str, flag: str = "--model") -> list[ModelAddress]:
     """Returns the model at an address, or several for RUN@all.
 
-    Raises InputError if it does not exist; the message lists what exists instead.
+    Raises InputError if it does not exist; the message, which begins with `flag`, lists what exists instead.
     """
+    try:
+        found = _models_here(text)
+    except InputError as error:
+        raise InputError(*(f"{flag} {problem}" for problem in error.problems)) from None
+    if found:
+        return found
+    # The snapshot's folder is named by its commit.
+    snapshot = download(flag, text, HUB_FILES)
+    return [ModelAddress(text, snapshot, revision=snapshot.name)]
+
+
+def _models_here(text: str) -> list[ModelAddress]:
+    """Returns the models at an address on this machine; [] for a Hub id."""
     folder = Path(text).expanduser()
     # An existing folder takes precedence, so that folders with @ in their name work.
     if folder.is_dir():
@@ -59,10 +72,10 @@ def find_models(text: str) -> list[ModelAddress]:
     if _is_meant_as_path(local_part):
         siblings = [str(path) for path in Path(local_part).parent.glob("*") if path.is_dir()]
         near = did_you_mean(local_part, siblings) if siblings else ""
-        raise InputError(f"--model {text}: no such folder{near}; give a run, RUN@STEP, a model folder or a Hub id")
+        raise InputError(f"{text}: no such folder{near}; give a run, RUN@STEP, a model folder or a Hub id")
     if not HUB_ID.fullmatch(text):
-        raise InputError(f"--model {text}: neither a folder here nor a Hub id (owner/name or owner/name@revision)")
-    return [_from_hub(text)]
+        raise InputError(f"{text}: neither a folder here nor a Hub id (owner/name or owner/name@revision)")
+    return []
 
 
 def _is_meant_as_path(text: str) -> bool:
@@ -72,21 +85,19 @@ def _is_meant_as_path(text: str) -> bool:
 
 def _in_folder(text: str, folder: Path) -> ModelAddress:
     if (folder / "config.json").is_file():
-        _refuse_damaged(text, folder)
-        return _describe(text, folder)
-    checkpoints = checkpoint_folders(folder)
+        return _undamaged(text, folder)
     final = folder / "final"
     if (final / "config.json").is_file():
-        _refuse_damaged(text, final)
-        return _describe(f"{text.rstrip('/')}/final", final)
+        return _undamaged(f"{text.rstrip('/')}/final", final)
+    checkpoints = checkpoint_folders(folder)
     if not checkpoints:
         raise InputError(
-            f"--model {text}: neither a model folder (no config.json) nor a run with final/ or checkpoints/ in it"
+            f"{text}: neither a model folder (no config.json) nor a run with final/ or checkpoints/ in it"
         )
     # Newest first. _intact is lazy, so checkpoints older than the one returned are not verified.
     for step, checkpoint in _intact(dict(reversed(checkpoints.items()))):
         return _describe(f"{text.rstrip('/')}@{step}", checkpoint)
-    raise InputError(f"--model {text}: {folder} has no intact checkpoint; train it further, or restore one")
+    raise InputError(f"{text}: {folder} has no intact checkpoint; train it further, or restore one")
 
 
 def _intact(checkpoints: dict[int, Path]) -> Iterator[tuple[int, Path]]:
@@ -106,35 +117,33 @@ def _in_run(text: str, run: Path, selector: str) -> list[ModelAddress]:
     if selector == "best":
         step = best_step(checkpoints)
         if step is None:
-            raise InputError(f"--model {text}: no checkpoint there has a validation loss; steps there: {available}")
+            raise InputError(f"{text}: no checkpoint there has a validation loss; steps there: {available}")
         text = f"{run}@{step}"
         selector = str(step)
     if not selector.isdecimal():
-        raise InputError(
-            f"--model {text}: after @ comes a step, best or all (got {selector!r}); steps there: {available}"
-        )
+        raise InputError(f"{text}: after @ comes a step, best or all (got {selector!r}); steps there: {available}")
     step = int(selector)
     if step not in checkpoints:
-        raise InputError(f"--model {text}: {run} has no checkpoint of step {step}; steps there: {available}")
-    _refuse_damaged(text, checkpoints[step])
-    return [_describe(text, checkpoints[step])]
+        raise InputError(f"{text}: {run} has no checkpoint of step {step}; steps there: {available}")
+    return [_undamaged(text, checkpoints[step])]
 
 
 def _all_of(text: str, run: Path, checkpoints: dict[int, Path]) -> list[ModelAddress]:
     found = [_describe(f"{run}@{step}", folder) for step, folder in _intact(checkpoints)]
     if (run / "final" / "config.json").is_file():
-        _refuse_damaged(text, run / "final")
-        final = _describe(f"{run}/final", run / "final")
+        final = _undamaged(f"{run}/final", run / "final")
         if final.step not in [address.step for address in found]:
             found.append(final)
     if not found:
-        raise InputError(f"--model {text}: {run} has no intact checkpoint")
+        raise InputError(f"{text}: {run} has no intact checkpoint")
     return found
 
 
-def _refuse_damaged(text: str, folder: Path) -> None:
+def _undamaged(name: str, folder: Path) -> ModelAddress:
+    """Builds the address of a model folder. Raises InputError if it has a manifest and is not as that says."""
     if (folder / SEAL_FILE).is_file() and (problems := checkpoint_damage(folder)):
-        raise InputError(f"--model {text}: {folder} is damaged: {'; '.join(problems)}; give another checkpoint")
+        raise InputError(f"{name}: {folder} is damaged: {'; '.join(problems)}; give another checkpoint")
+    return _describe(name, folder)
 
 
 def _describe(name: str, folder: Path) -> ModelAddress:
@@ -152,17 +161,19 @@ def _describe(name: str, folder: Path) -> ModelAddress:
     return ModelAddress(name, folder)
 
 
-def _from_hub(text: str) -> ModelAddress:
+def download(flag: str, text: str, files: list[str] | None = None) -> Path:
+    """Downloads OWNER/NAME or OWNER/NAME@REVISION from the Hub; returns the folder. Raises InputError, naming `flag`.
+
+    files: patterns of the names to download; None: all.
+    """
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     repository, _, revision = text.partition("@")
     try:
-        folder = snapshot_download(repository, revision=revision or None, allow_patterns=HUB_FILES)
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError, ValueError) as error:
+        return Path(snapshot_download(repository, revision=revision or None, allow_patterns=files))
+    except (OSError, ValueError) as error:  # what huggingface_hub raises is one of them
         reason = str(error).strip().split("\n")[0]
         raise InputError(
-            f"--model {text}: not a folder here, and it cannot be read from the Hub ({type(error).__name__}: "
-            f"{reason}); give a run, RUN@STEP, a model folder or a Hub id that this machine can reach"
+            f"{flag} {text}: not a folder here, and it cannot be read from the Hub ({type(error).__name__}: "
+            f"{reason}); give a folder, or a Hub id that this machine can reach"
         ) from error
-    return ModelAddress(text, Path(folder), revision=Path(folder).name)

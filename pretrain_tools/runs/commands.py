@@ -27,8 +27,10 @@ DONE = {
 POLL_SECONDS = 0.1
 
 
-def steer(run: Path, command: str, *, timeout_seconds: float, **more: Any) -> int:
+def steer(run: Path, command: str, *, timeout: float, **more: Any) -> int:
     """Sends a command to a live run, waits until it is done and prints the answer.
+
+    timeout: in seconds. more: the command's own arguments.
 
     Returns the exit status: 1 for a profile that found causes, EXIT_INTERRUPTED after Ctrl-C. Raises InputError in the
     same cases as `send` and `wait_for_answer`.
@@ -46,7 +48,7 @@ def steer(run: Path, command: str, *, timeout_seconds: float, **more: Any) -> in
 
     try:
         request = send(run, command, request["id"], **more)
-        print(wait_for_answer(run, request, timeout_seconds=timeout_seconds, show=show), flush=True)
+        print(wait_for_answer(run, request, timeout_seconds=timeout, show=show), flush=True)
         if command != "profile":
             return 0
         report = wait_for_profile(run, request, show=show)

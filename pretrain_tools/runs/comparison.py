@@ -1,6 +1,7 @@
 """Shows runs as text: a one-page summary, a side-by-side comparison, a CSV export."""
 
 import csv
+import io
 import itertools
 import json
 import os
@@ -9,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from pretrain.errors import InputError
-from pretrain.runs.run_folder import read_config, read_json
+from pretrain.files import write_durably
+from pretrain.runs.run_folder import read_config, read_json, setting
 from pretrain.units import bytes_text, count_text, counted, duration_text, energy_text, table
 from pretrain_tools.preparation.cleaning.decontamination import contamination_text
 from pretrain_tools.runs.history import History, is_number, read_history, require_runs
-from pretrain_tools.runs.status import RunStatus, number_text, read_status, state_text
+from pretrain_tools.runs.status import RunStatus, read_status, state_text, text_of
 
 SMOOTHED_LINES = 10
 SHOWN_STEPS = 10
@@ -73,72 +75,62 @@ def results_of(history: History, status: RunStatus) -> dict[str, str]:
     """Formats the results of a run: {name: text}, without those that were not measured."""
     results = {
         "state": state_text(status),
-        "step": _text(status.step, "{:,}"),
-        "of steps": _text(status.total_steps or None, "{:,}"),
-        "tokens": _text(history.last("train").get("tokens"), "{:,}"),
-        f"training loss, last {SMOOTHED_LINES} lines": _text(smoothed_loss(history), "{:.4f}"),
+        "step": text_of(status.step, "{:,}".format),
+        "of steps": text_of(status.total_steps or None, "{:,}".format),
+        "tokens": text_of(history.last("train").get("tokens"), "{:,}".format),
+        f"training loss, last {SMOOTHED_LINES} lines": text_of(smoothed_loss(history), "{:.4f}".format),
     }
     for source, events in history.validation().items():
         measured = [e for e in events if is_number(e.get("loss"))]
         if measured:
             last = measured[-1]
             best = min(measured, key=lambda e: e["loss"])
-            per_byte = _text(last.get("bits_per_byte"), ", {:.4f} bits/byte") or ""
+            bits = last.get("bits_per_byte")
+            per_byte = f", {bits:.4f} bits/byte" if is_number(bits) else ""
             results[f"validation {source}"] = f"{last['loss']:.4f}{per_byte}"
-            results[f"validation {source}, average"] = _text(last.get("average_loss"), "{:.4f}")
+            results[f"validation {source}, average"] = text_of(last.get("average_loss"), "{:.4f}".format)
             results[f"best validation {source}"] = f"{best['loss']:.4f} at step {best['step']:,}"
     for name, scores in history.scores().items():
-        results[name] = f"{scores[-1].value:.4f}" + (_text(scores[-1].standard_error, " ± {:.4f}") or "")
+        error = scores[-1].standard_error
+        results[name] = f"{scores[-1].value:.4f}" + (f" ± {error:.4f}" if is_number(error) else "")
     peaks = [event.get("peak_memory_bytes") for event in history.of("train")]
-    memory = max(filter(is_number, peaks), default=None)
     results |= {
         "running time": duration_text(history.events[-1]["hours"] * 3600),
-        "tokens per second, median": _text(history.median("tokens_per_second"), "{:,.0f}"),
-        "MFU, median": _text(history.median("mfu"), "{:.1%}"),
-        "peak memory": bytes_text(memory) if memory is not None else None,
-        "energy": _energy(history),
+        "tokens per second, median": text_of(history.median("tokens_per_second"), "{:,.0f}".format),
+        "MFU, median": text_of(history.median("mfu"), "{:.1%}".format),
+        "peak memory": text_of(max(filter(is_number, peaks), default=None), bytes_text),
     }
+    if history.joules is not None:
+        grid = setting(read_config(history.folder), "energy.grid_grams_per_kwh")
+        results["energy"] = energy_text(history.joules, history.last("start").get("energy"), grid)
     for name in ("resume", "rollback", "spike", "skip", "warning"):
-        results[f"{name} events"] = str(len(history.of(name)) or "") or None
-    return {name: text for name, text in results.items() if text is not None}
+        results[f"{name} events"] = text_of(len(history.of(name)) or None, str)
+    return {name: text for name, text in results.items() if text != "-"}
 
 
-def _energy(history: History) -> str | None:
-    if history.joules is None:
-        return None
-    grid = flatten_settings(read_config(history.folder)).get("energy.grid_grams_per_kwh")
-    return energy_text(history.joules, history.last("start").get("energy"), grid)
+def comparison_text(folders: list[Path]) -> str:
+    """Formats the differing settings and the results, one column per run.
 
-
-def _text(value: float | None, form: str) -> str | None:
-    return form.format(value) if is_number(value) else None
-
-
-def print_comparison(folders: list[Path]) -> None:
-    """Prints differing settings and results. Raises InputError for fewer than two runs, or a folder that is no run."""
+    Raises InputError for fewer than two runs, or a folder that is no run.
+    """
     if len(folders) < 2:
         raise InputError(f"compare {folders[0]}: only one run given; give two or more, or use summary")
-    print(comparison_text([(read_history(run), read_status(run)) for run in require_runs(folders)]))
-
-
-def comparison_text(runs: list[tuple[History, RunStatus]]) -> str:
-    """Formats the differing settings and the results, one column per run."""
-    histories = [history for history, _ in runs]
-    header = ["", *names_of(histories)]
-    differ = setting_differences([recorded_settings(history.folder) for history in histories])
+    require_runs(folders)
+    header = ["", *names_of(folders)]
+    differ = setting_differences([recorded_settings(run) for run in folders])
     # The output folder always differs, and is already the column's header.
     shown = {name: row for name, row in differ.items() if name not in ("output", "model.transformers_version")}
     settings = table([header, *([name, *map(_cell, row)] for name, row in shown.items())]) if shown else "  none"
-    results = [results_of(history, status) for history, status in runs]
+    results = [results_of(read_history(run), read_status(run)) for run in folders]
     names = dict.fromkeys(itertools.chain.from_iterable(results))
     rows = [[name, *(result.get(name, "-") for result in results)] for name in names]
     return "\n".join(["settings that differ", settings, "", "results", table([header, *rows])])
 
 
-def names_of(histories: list[History]) -> list[str]:
+def names_of(runs: list[Path]) -> list[str]:
     """Returns a name for each run: the folder's name, or its path if two runs share that name."""
-    names = [history.folder.name for history in histories]
-    return [str(h.folder) if names.count(h.folder.name) > 1 else h.folder.name for h in histories]
+    names = [run.name for run in runs]
+    return [str(run) if names.count(run.name) > 1 else run.name for run in runs]
 
 
 def _cell(value: Any) -> str:
@@ -146,30 +138,32 @@ def _cell(value: Any) -> str:
     return text if len(text) <= WIDEST_CELL else f"{text[: WIDEST_CELL - 3]}..."
 
 
-def summary_text(history: History, status: RunStatus) -> str:
-    """Formats a one-page summary of a run: settings, results, loss curve."""
-    settings = recorded_settings(history.folder)
+def summary_text(run: Path) -> str:
+    """Formats a one-page summary of a run: settings, results, loss curve. Raises InputError if it is no run."""
+    history = read_history(run)
+    settings = recorded_settings(run)
     start = history.last("start")
     total = start.get("parameters")
     active = start.get("active_parameters")
-    parameters = _text(total, ", {:,} parameters") or ""
+    parameters = f", {total:,} parameters" if is_number(total) else ""
     # Only MoE models have fewer active parameters than parameters.
-    parameters += (_text(active, ", {:,} active") or "") if active != total else ""
+    parameters += f", {active:,} active" if is_number(active) and active != total else ""
     data = [str(value) for key, value in settings.items() if key.startswith("data.") and key.endswith(".shards")]
     optim = {key: settings.get(f"optim.{key}") for key in ("name", "learning_rate", "schedule", "warmup_steps")}
     ranks = settings.get("strategy.ranks")
     processes = counted(ranks, "process") if ranks is not None else None
     machine = (settings.get("strategy.strategy"), processes, settings.get("environment.device"))
+    tokens = settings.get("batch.tokens_per_step")
     kept_out = {
         contamination_text(row): None
-        for record in read_json(history.folder / "data.json").values()
+        for record in read_json(run / "data.json").values()
         for row in record.get("contamination") or []
     }
     about = {
         "model": f"{settings.get('model', settings.get('model.config', '?'))}{parameters}",
         "data": f"{' + '.join(dict.fromkeys(data)) or '?'}, {settings.get('data.sequence_length', '?')} tokens per "
         "sequence",
-        "batch": _text(settings.get("batch.tokens_per_step"), "{:,} tokens per step") or "?",
+        "batch": f"{tokens:,} tokens per step" if is_number(tokens) else "?",
         "optimizer": f"{optim['name']}, learning rate {optim['learning_rate']}, {optim['schedule']}, "
         f"{optim['warmup_steps']} warmup steps",
         "ran on": ", ".join(filter(None, machine)) or "?",
@@ -177,9 +171,9 @@ def summary_text(history: History, status: RunStatus) -> str:
         "seed": str(settings.get("seed", "?")),
         "code": str(settings.get("environment.commit", "?"))[:12],
         **({"kept out of the data": "; ".join(kept_out)} if kept_out else {}),
-        **results_of(history, status),
+        **results_of(history, read_status(run)),
     }
-    return "\n".join([str(history.folder), "", table(list(map(list, about.items()))), "", _curve_text(history)])
+    return "\n".join([str(run), "", table(list(map(list, about.items()))), "", _curve_text(history)])
 
 
 def _curve_text(history: History) -> str:
@@ -195,9 +189,9 @@ def _curve_text(history: History) -> str:
             f"{event['step']:,}",
             count_text(event.get("tokens") or 0),
             f"{event['loss']:.4f}",
-            number_text(event.get("grad_norm"), "{:.3f}"),
-            number_text(event.get("learning_rate"), "{:.2e}"),
-            number_text(event.get("tokens_per_second"), "{:,.0f}"),
+            text_of(event.get("grad_norm"), "{:.3f}".format),
+            text_of(event.get("learning_rate"), "{:.2e}".format),
+            text_of(event.get("tokens_per_second"), "{:,.0f}".format),
             duration_text(event["hours"] * 3600),
         ]
         for event in (train[number] for number in picked)
@@ -205,31 +199,25 @@ def _curve_text(history: History) -> str:
     return table([header, *rows], right=set(range(7)))
 
 
-def export_runs(folders: list[Path], path: Path) -> None:
-    """Writes every logged line as CSV. Raises InputError for a folder that is no run, or an unwritable path."""
-    runs = require_runs(folders)
-    require_writable(path)
-    print(f"{path}: {write_csv([read_history(run) for run in runs], path):,} rows")
-
-
-def write_csv(histories: list[History], path: Path) -> int:
+def export_runs(folders: list[Path], path: Path) -> int:
     """Writes the logged lines of all runs as CSV, one row per line, and returns the number of rows.
 
     Columns are `run`, `event`, then the union of the lines' keys; a cell is empty if its line lacks the key. Raises
-    OSError.
+    InputError for a folder that is no run, or an unwritable path.
     """
+    require_runs(folders)
+    require_writable(path)
     rows = [
         {"run": name, **event}
-        for name, history in zip(names_of(histories), histories, strict=True)
-        for event in history.events
+        for run, name in zip(folders, names_of(folders), strict=True)
+        for event in read_history(run).events
         if event["event"] in EXPORTED
     ]
     columns = dict.fromkeys(["run", "event", "step", "tokens", "hours", "time", *itertools.chain.from_iterable(rows)])
-    # Write to a temporary name and rename: a script may read the old table during a new export.
-    unfinished = path.with_name(f".{path.name}.unfinished")
-    with open(unfinished, "w", encoding="utf-8", newline="") as file:
-        writer = csv.DictWriter(file, columns)
-        writer.writeheader()
-        writer.writerows(rows)
-    unfinished.replace(path)
+    text = io.StringIO(newline="")
+    writer = csv.DictWriter(text, columns)
+    writer.writeheader()
+    writer.writerows(rows)
+    # Replaced at once: a script may read the old table during a new export.
+    write_durably(path, text.getvalue())
     return len(rows)

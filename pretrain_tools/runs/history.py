@@ -25,8 +25,8 @@ NO_MEASURES = {
     "evaluated_tokens",
 }  # fmt: skip
 """Keys of an `evaluation` event that are not scores: they describe what was measured, and how."""
-MOST_SOURCES = 20
-"""Validation lines read in addition to the end of the file, enough for one of each source."""
+FREQUENT = tuple(f'{{"event": "{name}"'.encode() for name in ("train", "sample", "evaluation"))
+"""Prefixes of the most frequent lines: `event` is always written first."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +61,13 @@ class History:
     events: list[Event] = field(repr=False)
     joules: float | None = None
     """Energy of all logged steps, including repeated ones; None if none was logged."""
+
+    @classmethod
+    def of_events(cls, folder: Path, logged: list[Event]) -> "History":
+        """Adds `hours` to the events as they were logged, in place, and drops superseded measurements."""
+        count_hours(logged)
+        joules = [event["joules"] for event in logged if is_number(event.get("joules"))]
+        return cls(folder, current_events(logged), sum(joules) if joules else None)
 
     def of(self, name: str) -> list[Event]:
         """Returns the events of one name, in order."""
@@ -176,14 +183,7 @@ def read_history(run: Path) -> History:
     events = read_metrics(require_run(run))
     if not events:
         raise InputError(f"{run / METRICS_FILE}: holds no events yet; wait until the run has begun")
-    count_hours(events)
-    return History(run, current_events(events), joules_of(events))
-
-
-def joules_of(events: Iterable[Event]) -> float | None:
-    """Returns the sum of the events' energy in joules; None if no event has one."""
-    found = [event["joules"] for event in events if is_number(event.get("joules"))]
-    return sum(found) if found else None
+    return History.of_events(run, events)
 
 
 def append_events(run: Path, events: Iterable[Event]) -> None:
@@ -200,12 +200,10 @@ def append_events(run: Path, events: Iterable[Event]) -> None:
         os.close(descriptor)
 
 
-def count_hours(events: list[Event], since: tuple[float, float | None] = (0.0, None)) -> tuple[float, float | None]:
-    """Adds `hours` to every event in place. Work lost in a crash counts; the time until the restart does not.
-
-    since: return value of the call for the preceding events: (seconds of running, time of the last event).
-    """
-    elapsed, previous = since
+def count_hours(events: list[Event]) -> None:
+    """Adds `hours` to every event in place. Work lost in a crash counts; the time until the restart does not."""
+    elapsed = 0.0
+    previous = None
     for event in events:
         now = event.get("time")
         if is_number(now) and event["event"] not in BESIDE:
@@ -214,7 +212,6 @@ def count_hours(events: list[Event], since: tuple[float, float | None] = (0.0, N
                 elapsed += max(0.0, now - previous)
             previous = now
         event["hours"] = elapsed / 3600
-    return elapsed, previous
 
 
 def current_events(events: Iterable[Event]) -> list[Event]:
@@ -257,16 +254,16 @@ def _subject(event: Event) -> tuple:
 def read_end(run: Path, *, lines: int = 2000, look_back_bytes: int = 1 << 22) -> list[Event]:
     """Reads the last events of a run, without superseded ones, in a time that does not grow with the file.
 
-    lines: number of last lines to read. Before them, only validations within the last `look_back_bytes` are read.
+    lines: number of last lines to read. Before them, only rare events within the last `look_back_bytes` are read.
     """
     with open(run / METRICS_FILE, "rb") as file:
         begin = max(0, file.seek(0, os.SEEK_END) - look_back_bytes)
         file.seek(begin)
         # A read that does not begin at byte 0 usually begins in the middle of a line: drop that line.
         all_lines = file.read().split(b"\n")[1 if begin else 0 :]
-    # Compare the prefix instead of parsing: `event` is always written first, and parsing 4 MB of JSON is slow.
-    validations = [line for line in all_lines[:-lines] if line.startswith(b'{"event": "validation"')]
-    return current_events(parse_lines([*validations[-MOST_SOURCES:], *all_lines[-lines:]]))
+    # Compare the prefix instead of parsing: parsing 4 MB of JSON is slow.
+    rare = [line for line in all_lines[:-lines] if not line.startswith(FREQUENT)]
+    return current_events(parse_lines([*rare, *all_lines[-lines:]]))
 
 
 def last_start(run: Path) -> Event:

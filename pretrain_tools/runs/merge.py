@@ -92,16 +92,13 @@ def merge_models(texts: list[str], *, last: int | None, weights: str, output: Pa
 
 def addressed(text: str, last: int | None) -> list[ModelAddress]:
     """Returns the models at an address; for a run and `last`, its newest intact checkpoints. Raises InputError."""
-    try:
-        if last is None or not (steps := checkpoint_folders(Path(text).expanduser())):
-            return find_models(text)
-    except InputError as error:
-        raise InputError(*(problem.replace("--model", "merge", 1) for problem in error.problems)) from error
+    if last is None or not (steps := checkpoint_folders(Path(text).expanduser())):
+        return find_models(text, "merge")
     found: list[ModelAddress] = []
     # Go from the newest and skip damaged checkpoints until there are enough.
     for step in reversed(steps):
         try:
-            found = [*find_models(f"{text.rstrip('/')}@{step}"), *found]
+            found = [*find_models(f"{text.rstrip('/')}@{step}", "merge"), *found]
         except InputError as error:
             print(f"warning: left out: {error}", file=sys.stderr)
         if len(found) == last:
@@ -170,8 +167,13 @@ def describe_mean(folder: Path, newest: Path, contents: dict) -> None:
     for path in newest.iterdir():
         if path.is_file() and path.name not in LEFT_BEHIND and ".safetensors" not in path.suffixes:
             shutil.copyfile(path, folder / path.name)
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    # The copied config may say bf16, but the merged weights are fp32.
-    config["dtype"] = "float32"
-    (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    note_dtype(folder, torch.float32)
     (folder / MERGE_FILE).write_text(json.dumps(contents, indent=1), encoding="utf-8")
+
+
+def note_dtype(folder: Path, dtype: torch.dtype) -> None:
+    """Sets the dtype in config.json to that of the weights; from_pretrained loads in it unless it is told another."""
+    path = folder / "config.json"
+    config = json.loads(path.read_text(encoding="utf-8"))
+    config["dtype"] = str(dtype).removeprefix("torch.")
+    path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")

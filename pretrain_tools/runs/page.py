@@ -9,7 +9,6 @@ import json
 import os
 import secrets
 import sys
-import threading
 import time
 from collections.abc import Sequence
 from http import HTTPStatus
@@ -21,6 +20,7 @@ from urllib.parse import parse_qs, urlsplit
 from pretrain.errors import InputError
 from pretrain.files import write_durably
 from pretrain.runs.control import COMMANDS
+from pretrain.runs.event_log import read_metrics
 from pretrain.runs.run_folder import METRICS_FILE
 from pretrain_tools.runs.commands import send, wait_for_answer
 from pretrain_tools.runs.comparison import (
@@ -30,11 +30,11 @@ from pretrain_tools.runs.comparison import (
     results_of,
     setting_differences,
 )
-from pretrain_tools.runs.curves import INTERVALS, Curves, RunCurves, rounded
-from pretrain_tools.runs.history import count_hours, read_history, require_runs
-from pretrain_tools.runs.live_log import LiveRun, LiveRuns, LogFollower
+from pretrain_tools.runs.curves import INTERVALS, curves_of, rounded
+from pretrain_tools.runs.history import History, require_runs
+from pretrain_tools.runs.live_runs import LiveRuns, file_version
 from pretrain_tools.runs.plots import MARKS, PlottedRun, write_png
-from pretrain_tools.runs.status import RunStatus, last_event_text, read_status, state_text
+from pretrain_tools.runs.status import RunStatus, last_event_text, state_text
 
 PAGE, LIVE_SCRIPT = (Path(__file__).with_name(name) for name in ("page.html", "page_live.js"))
 LOCAL_NAMES = frozenset({"127.0.0.1", "localhost", "::1"})
@@ -49,9 +49,7 @@ SECURITY = {
 MOST_REQUEST_BYTES = 4096
 ANSWER_SECONDS = 120.0
 MOST_CURVES_IN_FILE = 24
-REFRESHED_SECONDS = 0.5
-"""Minimum time between two refreshes of the runs, however many pages poll."""
-SHARE_OF_TIME = 0.1
+SHARE_OF_TIME = 0.02
 """Maximum share of time spent redrawing the curves of one run, so that long runs are redrawn less often."""
 
 
@@ -76,11 +74,9 @@ def plot_runs(folders: Sequence[Path], output: Path | None) -> list[Path]:
     base = output or folder / "plot"
     base = base.with_suffix("") if base.suffix in (".png", ".html") else base
     require_writable(base)
-    histories = [read_history(run) for run in runs]
-    if not any(history.of("train") for history in histories):
+    plotted = [PlottedRun.read(run, name) for run, name in zip(runs, names_of(runs), strict=True)]
+    if not any(run.history.of("train") for run in plotted):
         raise InputError(f"{', '.join(map(str, runs))}: no steps logged yet, nothing to plot")
-    names = names_of(histories)
-    plotted = [PlottedRun.of(name, h, read_status(h.folder)) for name, h in zip(names, histories, strict=True)]
     page, picture = (base.with_name(base.name + ending) for ending in (".html", ".png"))
     write_durably(page, page_of_plot(plotted))
     write_png(plotted, picture)
@@ -90,16 +86,11 @@ def plot_runs(folders: Sequence[Path], output: Path | None) -> list[Path]:
 def page_of_plot(runs: Sequence[PlottedRun]) -> str:
     """Returns an interactive page with the runs' curves, results and differing settings."""
     differences = setting_differences([recorded_settings(run.history.folder) for run in runs])
-    now = time.time()
-    records = [
-        run_record(number, run.name, run.status, now - run.status.age_seconds) for number, run in enumerate(runs)
-    ]
     data = {
         "all": True,
-        "now": now,
-        "order": list(range(len(runs))),
-        "runs": records,
-        "curves": {number: curves_record(run.curves) for number, run in enumerate(runs)},
+        "now": time.time(),
+        "runs": [run_record(number, run.name, run.status) for number, run in enumerate(runs)],
+        "curves": {number: vars(run.curves) for number, run in enumerate(runs)},
         "results": [results_of(run.history, run.status) for run in runs],
         # The output folder always differs, and is the run's name already.
         "differences": {
@@ -111,115 +102,78 @@ def page_of_plot(runs: Sequence[PlottedRun]) -> str:
     return page_text(", ".join(run.name for run in runs), data)
 
 
-def run_record(number: int, name: str, status: RunStatus, logged: float) -> dict[str, Any]:
-    """Returns the values of a run's row in the page's table."""
-    return {
+def run_record(number: int, name: str, status: RunStatus) -> dict[str, Any]:
+    """Returns what the page's list shows of a run: its status in JSON, with texts."""
+    # JSON has no NaN, which a diverged run may log.
+    shown = {key: rounded(value) if isinstance(value, float) else value for key, value in vars(status).items()}
+    del shown["events"]
+    return shown | {
         "number": number,
         "name": name,
         "folder": str(status.folder),
-        "state": status.state,
+        "logged": status.logged,
         "said": state_text(status),
-        "where": status.where,
-        "step": status.step,
-        "total": status.total_steps,
-        "tokens": status.tokens,
-        "loss": rounded(status.loss),
-        "validation": rounded(status.validation_loss),
-        "speed": rounded(status.tokens_per_second),
-        "mfu": rounded(status.mfu),
-        "left": rounded(status.seconds_left),
-        "silent": rounded(status.silent_seconds),
-        "logged": logged,
         "last": last_event_text(status),
-        "mirror": status.mirror,
     }
 
 
-def curves_record(curves: RunCurves) -> dict[str, Any]:
-    """Returns the curves as the page's script reads them; the page has no panel of loss by position."""
-    return {name: value for name, value in vars(curves).items() if name != "by_position"}
-
-
 class FollowedCurves:
-    """The curves of a live run."""
+    """The curves of a live run, as a page's script reads them."""
 
     def __init__(self, run: Path):
-        self._log = LogFollower(run / METRICS_FILE)
-        self._curves = Curves()
-        self._hours: tuple[float, float | None] = (0.0, None)
-        self._due = 0.0
+        self.run = run
+        self.version = 0
+        """Counts how often they were drawn."""
         self.record: dict[str, Any] = {}
-        """The result of `curves_record`, with the version."""
-        self.version = -1
-        """Version of the run when the curves were drawn."""
+        """The curves, with the version."""
+        self._seen: tuple | None = None
+        self._due = 0.0
 
-    def refresh(self, version: int) -> None:
-        """Reads new events and redraws, unless that was done too recently. Raises OSError if the run is gone."""
+    def refresh(self) -> None:
+        """Reads the log and draws again if it has changed, unless that was done too recently."""
         begin = time.monotonic()
-        # A version that is skipped here is not lost: it still differs from self.version at the next call.
-        if version == self.version or begin < self._due:
+        seen = file_version(self.run / METRICS_FILE)
+        # A change that is skipped here is not lost: it still differs from self._seen at the next call.
+        if seen == self._seen or begin < self._due:
             return
-        events, is_another = self._log.read()
-        # The log was replaced or truncated, so the events read before belong to another run.
-        if is_another:
-            self._curves = Curves()
-            self._hours = (0.0, None)
-        self._hours = count_hours(events, self._hours)
-        self._curves.add(events)
-        self.version = version
-        self.record = {**curves_record(self._curves.drawn(most_steps=INTERVALS)), "version": version}
+        try:
+            history = History.of_events(self.run, read_metrics(self.run))
+        except OSError:
+            return  # a shared disk may be unavailable for a while
+        self._seen = seen
+        self.version += 1
+        self.record = {**vars(curves_of(history, most_steps=INTERVALS)), "version": self.version}
         self._due = begin + (time.monotonic() - begin) / SHARE_OF_TIME
 
 
 class LiveData:
     """The data that pages poll. Thread-safe."""
 
-    def __init__(self, runs: LiveRuns, fresh_seconds: float = REFRESHED_SECONDS):
+    def __init__(self, runs: LiveRuns):
         self.runs = runs
-        self._fresh_seconds = fresh_seconds
-        self._looked = -float("inf")
-        self._found: list[LiveRun] = []
         self._curves: dict[int, FollowedCurves] = {}
-        self._lock = threading.Lock()
 
-    def news(self, since: int, shown: dict[int, int]) -> dict[str, Any]:
-        """Returns the runs and the curves that changed after version `since`.
+    def news(self, shown: dict[int, int]) -> dict[str, Any]:
+        """Returns all runs, and the curves that the page shows and that have changed.
 
-        shown: {number of a run: version of its curves that the page has, -1 for none}, for each run whose curves it
-        shows.
+        shown: {number of a run: version of its curves that the page has, -1 for none}.
         """
-        with self._lock:
-            if time.monotonic() - self._looked >= self._fresh_seconds:
-                self._found = self.runs.refresh()
-                self._looked = time.monotonic()
-            curves = {run.number: self._curves_of(run) for run in self._found if run.number in shown}
-            return {
-                "now": time.time(),
-                "version": max((run.version for run in self._found), default=0),
-                "order": [run.number for run in self._found],
-                "runs": [
-                    run_record(run.number, self.runs.name_of(run), run.status, run.logged)
-                    for run in self._found
-                    if run.version > since
-                ],
-                "curves": {
-                    number: found.record
-                    for number, found in curves.items()
-                    if found is not None and found.version > shown[number]
-                },
-            }
+        # Held while logs are read, too: two pages that ask at once would both read a changed log.
+        with self.runs.lock:
+            found = self.runs.refresh()
+            curves = {}
+            for run in found:
+                if run.number in shown:
+                    followed = self._curves.setdefault(run.number, FollowedCurves(run.folder))
+                    followed.refresh()
+                    if followed.record and followed.version != shown[run.number]:
+                        curves[run.number] = followed.record
+            records = [run_record(run.number, run.name, run.status) for run in found]
+            return {"now": time.time(), "runs": records, "curves": curves}
 
     def everything(self) -> dict[str, Any]:
         """Returns all runs, with the curves of the first MOST_CURVES_IN_FILE."""
-        return self.news(-1, {run.number: -1 for run in self.runs.refresh()[:MOST_CURVES_IN_FILE]})
-
-    def _curves_of(self, run: LiveRun) -> FollowedCurves | None:
-        curves = self._curves.setdefault(run.number, FollowedCurves(run.folder))
-        try:
-            curves.refresh(run.version)
-        except OSError:
-            return None
-        return curves
+        return self.news({run.number: -1 for run in self.runs.refresh()[:MOST_CURVES_IN_FILE]})
 
 
 def write_live_page(data: LiveData, path: Path, refresh_seconds: float | None) -> None:
@@ -319,12 +273,11 @@ class PageRequest(BaseHTTPRequestHandler):
 
     def _answer_news(self, query: dict[str, list[str]]) -> None:
         try:
-            since = int(query.get("since", ["-1"])[0])
             pairs = [text.split(".") for text in query.get("shown", [])]
             shown = {int(number): int(version) for number, version in pairs}
         except ValueError:
             return self._answer_json(HTTPStatus.BAD_REQUEST, {"problem": "no request of this page"})
-        return self._answer_json(HTTPStatus.OK, self.server.data.news(since, shown))
+        return self._answer_json(HTTPStatus.OK, self.server.data.news(shown))
 
     def _answer_plot(self, query: dict[str, list[str]]) -> None:
         """Responds with the page that `runs.py plot` writes."""
@@ -333,10 +286,9 @@ class PageRequest(BaseHTTPRequestHandler):
         if run is None:
             return self._answer_json(HTTPStatus.NOT_FOUND, {"problem": "no such run"})
         try:
-            history = read_history(run.folder)
+            plotted = PlottedRun.read(run.folder, run.name)
         except InputError as error:
             return self._answer_json(HTTPStatus.CONFLICT, {"problem": str(error)})
-        plotted = PlottedRun.of(self.server.data.runs.name_of(run), history, read_status(run.folder))
         return self._answer_html(page_of_plot([plotted]))
 
     def _answer_html(self, text: str) -> None:

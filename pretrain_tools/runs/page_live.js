@@ -2,7 +2,7 @@
 const token = new URLSearchParams(location.search).get("token");
 const ASK = {stop: "Save a checkpoint and stop this run?", abort: "Stop this run now, without saving?",
   anneal: "Start the final learning-rate decay of this run now?"};
-let isLooking = false, timer = null, drawn = "", version = -1;
+let isLooking = false, timer = null, drawn = "";
 
 async function look() {
   clearTimeout(timer);
@@ -11,11 +11,10 @@ async function look() {
   let wait = 1000 * data.poll;
   try {
     const has = shown().map(number => `shown=${number}.${curves.get(number)?.version ?? -1}`);
-    const answer = await fetch(`/news?${[`since=${version}`, ...has].join("&")}`, {headers: {"X-Token": token}});
+    const answer = await fetch(`/news?${has.join("&")}`, {headers: {"X-Token": token}});
     const news = await answer.json();
     if (answer.status === 403) return alarm(news.problem);
     alarm("");
-    version = news.version;
     const isNew = learn(news), key = shown().join();
     render(isNew || key !== drawn);
     drawn = key;

@@ -5,8 +5,9 @@ import math
 import re
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,18 @@ from pretrain.files import ROOT
 from pretrain.recipe import read_run_config
 from pretrain.runs.event_log import read_metrics
 from pretrain.runs.run_folder import read_json
-from pretrain.units import table
+from pretrain.units import counted, table
 
 REFERENCE = "single"
 TOLERANCES = {"fp32": (1e-5, 1e-4), "bf16": (2e-2, None), "fp16": (2e-2, None)}
 """Tolerances by precision: (absolute for the loss, relative for the gradient norm). In half precision, strategies
 round at different places, so gradient norms can differ by a few percent although the losses agree."""
+
+RESOLVED = (
+    "batch.tokens_per_step", "batch.sequences_per_micro_batch", "optim.weight_decay", "optim.warmup_steps",
+    "optim.learning_rate",
+)  # fmt: skip
+"""Settings that `auto` may decide by the number of processes."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +75,7 @@ def compare_strategies(
     """
     names = strategies.split(",") if strategies else strategy_names()
     if not models:
-        return measure_parity(recipe, output, strategies=names, changes=changes, **settings)
+        return exit_status(measure_parity(recipe, output, strategies=names, changes=changes, **settings))
     folders = [path.stem for path in models]
     if repeated := sorted({name for name in folders if folders.count(name) > 1}):
         raise InputError(f"--models: {', '.join(repeated)}: several files of one name; rename one")
@@ -77,8 +84,8 @@ def compare_strategies(
     for folder, path in zip(folders, models, strict=True):
         print(f"{folder}\n", flush=True)
         own = [*changes, ("model.config", str(path))]
-        statuses.append(measure_parity(recipe, output / folder, strategies=names, changes=own, **settings))
-        results = json.loads((output / folder / "parity.json").read_text(encoding="utf-8"))
+        results = measure_parity(recipe, output / folder, strategies=names, changes=own, **settings)
+        statuses.append(exit_status(results))
         rows.append([folder, *(loss_or_why_not(results[name]) for name in rows[0][1:])])
         print()
     print(f"Largest difference of the loss from {REFERENCE}\n{table(rows, right=set(range(1, len(rows[0]))))}")
@@ -99,14 +106,14 @@ def measure_parity(
     processes: int,
     precision: str,
     changes: Sequence[tuple[str, str]] = (),
-) -> int:
-    """Trains under each strategy into output/NAME and prints the curves side by side.
+) -> dict[str, dict]:
+    """Trains under each strategy into output/NAME, prints the curves side by side and returns the results.
 
     Args:
         changes: pairs (dotted path, value) that override the recipe.
 
-    Returns 0 if all strategies that can run the recipe match `single`, else 1. Raises InputError for an unknown
-    strategy, an output folder that already contains runs, or a recipe that `single` rejects.
+    Returns what `report_parity` does. Raises InputError for an unknown strategy, an output folder that already
+    contains runs, or a recipe that `single` rejects.
     """
     known = strategy_names()
     problems = [f"--strategies: {n} is unknown{did_you_mean(n, known)}" for n in strategies if n not in known]
@@ -124,7 +131,7 @@ def measure_parity(
     outcomes: dict[str, StrategyOutcome] = {}
     for number, name in enumerate(strategies, start=1):
         count = 1 if name == REFERENCE else processes
-        on = f"{count} process{'es' if count > 1 else ''}"
+        on = counted(count, "process")
         print(f"[{number}/{len(strategies)}] {name}, {on}, {steps} steps ...", file=sys.stderr, flush=True)
         outcomes[name] = train_under(name, count, recipe, output / name, overrides)
         # Without the reference there is nothing to compare with, so do not train the other strategies.
@@ -159,14 +166,9 @@ def numbers_for_auto(recipe: Path, changes: Sequence[tuple[str, str]], processes
         return []
     from pretrain.parallel.auto_settings import resolve_auto
 
-    there = resolve_auto(config, processes)
-    return [
-        ("batch.tokens_per_step", str(there.batch.tokens_per_step)),
-        ("batch.sequences_per_micro_batch", str(there.batch.sequences_per_micro_batch)),
-        ("optim.weight_decay", str(there.optim.weight_decay)),
-        ("optim.warmup_steps", str(there.optim.warmup_steps)),
-        *([("optim.learning_rate", str(there.optim.learning_rate))] if there.optim.learning_rate else []),
-    ]
+    resolved = resolve_auto(config, processes)
+    found = {name: attrgetter(name)(resolved) for name in RESOLVED}
+    return [(name, str(value)) for name, value in found.items() if value is not None]
 
 
 def run_overrides(recipe: Path, changes: Sequence[tuple[str, str]], steps: int, precision: str) -> list[str]:
@@ -240,25 +242,6 @@ def read_curve(run: Path) -> Curve:
     return Curve(by_step("loss"), by_step("grad_norm"))
 
 
-def distance_table(title: str, curves: Mapping[str, Mapping[int, float]], relative: bool) -> str:
-    """Formats a table of the reference's value and each strategy's distance from it, by step; the last row has maxima.
-
-    A dot means exactly equal.
-    """
-    others = {name: curve for name, curve in curves.items() if name != REFERENCE}
-
-    def row(label: str, value: str, distances: Iterable[float]) -> list[str]:
-        return ["", label, value, *("·" if d == 0 else f"{d:.0e}" for d in distances)]
-
-    reference = curves[REFERENCE]
-    rows = [["", "step", REFERENCE, *others]]
-    for step, value in reference.items():
-        found = (curve.get(step, math.nan) for curve in others.values())
-        rows.append(row(f"{step:,}", f"{value:.6f}", (distance(loss, value, relative) for loss in found)))
-    rows.append(row("largest", "", (largest_distance(curve, reference, relative) for curve in others.values())))
-    return f"{title}\n{table(rows, right=set(range(len(rows[0]))))}"
-
-
 def distance(found: float, expected: float, relative: bool) -> float:
     """Computes |found - expected|, divided by |expected| if relative; 0 if both are NaN, inf if only one is."""
     if math.isnan(found) and math.isnan(expected):
@@ -274,53 +257,75 @@ def largest_distance(curve: Mapping[int, float], reference: Mapping[int, float],
     return max((distance(curve[step], reference[step], relative) for step in reference), default=0.0)
 
 
+def distance_table(title: str, curves: Mapping[str, Mapping[int, float]], relative: bool) -> str:
+    """Formats a table of the reference's value and each strategy's distance from it, by step; the last row has maxima.
+
+    A dot means exactly equal.
+    """
+    others = {name: curve for name, curve in curves.items() if name != REFERENCE}
+    reference = curves[REFERENCE]
+    by_step = {
+        step: [distance(curve.get(step, math.nan), value, relative) for curve in others.values()]
+        for step, value in reference.items()
+    }
+    largest = [largest_distance(curve, reference, relative) for curve in others.values()]
+    rows = [
+        ["step", REFERENCE, *others],
+        *([f"{step:,}", f"{reference[step]:.6f}", *map(distance_text, found)] for step, found in by_step.items()),
+        ["largest", "", *map(distance_text, largest)],
+    ]
+    return f"{title}\n{table([['', *row] for row in rows], right=set(range(len(rows[0]) + 1)))}"
+
+
+def distance_text(difference: float) -> str:
+    """Formats a distance; a dot means exactly equal."""
+    return "·" if difference == 0 else f"{difference:.0e}"
+
+
 def report_parity(
     outcomes: Mapping[str, StrategyOutcome], tolerances: tuple[float, float | None], output: Path
-) -> int:
-    """Prints curves and verdicts and writes parity.json; returns 0 if all strategies that ran are within tolerance."""
+) -> dict[str, dict]:
+    """Prints curves and verdicts, writes parity.json and returns its contents.
+
+    Returns {strategy: result}, of a strategy that ran the largest distances (loss, grad_norm) and whether they are
+    within the tolerances (same); else its messages (refused) or its log (failed).
+    """
     loss_tolerance, norm_tolerance = tolerances
     curves = {name: outcome.curve for name, outcome in outcomes.items() if outcome.curve is not None}
-    losses, norms = ({n: getattr(c, key) for n, c in curves.items()} for key in ("loss", "grad_norm"))
-    print(distance_table(f"Loss, and differences from {REFERENCE}", losses, relative=False), end="\n\n")
-    print(
-        distance_table(f"Gradient norm, and relative differences from {REFERENCE}", norms, relative=True), end="\n\n"
-    )
+    losses = {name: curve.loss for name, curve in curves.items()}
+    norms = {name: curve.grad_norm for name, curve in curves.items()}
+    print(f"{distance_table(f'Loss, and differences from {REFERENCE}', losses, relative=False)}\n")
+    print(f"{distance_table(f'Gradient norm, and relative differences from {REFERENCE}', norms, relative=True)}\n")
     results: dict[str, dict] = {}
     for name, outcome in outcomes.items():
         if name == REFERENCE:
             continue
-        if outcome.curve is None:
-            results[name] = {"refused": outcome.refusals} if outcome.refusals else {"failed": f"{output / name}.log"}
-            continue
-        loss = largest_distance(losses[name], losses[REFERENCE], relative=False)
-        norm = largest_distance(norms[name], norms[REFERENCE], relative=True)
-        same = loss <= loss_tolerance and (norm_tolerance is None or norm <= norm_tolerance)
-        results[name] = {"loss": loss, "grad_norm": norm, "same": same}
-    for name, result in results.items():
-        print(f"  {name:<20} {parity_verdict(result)}")
+        if outcome.curve is not None:
+            loss = largest_distance(losses[name], losses[REFERENCE], relative=False)
+            norm = largest_distance(norms[name], norms[REFERENCE], relative=True)
+            same = loss <= loss_tolerance and (norm_tolerance is None or norm <= norm_tolerance)
+            results[name] = {"loss": loss, "grad_norm": norm, "same": same}
+            verdict = f"{'the same' if same else 'DIFFERENT':<10} loss {loss:.1e}   norm {norm:.1e}"
+        elif outcome.refusals:
+            results[name] = {"refused": outcome.refusals}
+            verdict = "refused: " + ("\n" + 32 * " ").join(outcome.refusals)
+        else:
+            results[name] = {"failed": f"{output / name}.log"}
+            verdict = f"FAILED: see {output / name}.log"
+        print(f"  {name:<20} {verdict}")
     (output / "parity.json").write_text(json.dumps(results, indent=1), encoding="utf-8")
+    same = sum(result.get("same", False) for result in results.values())
+    refused = sum("refused" in result for result in results.values())
+    ran = len(results) - refused
     bounds = f"loss within {loss_tolerance:g}" + (f", norm within {norm_tolerance:g}" if norm_tolerance else "")
-    return conclude(results, bounds)
-
-
-def parity_verdict(result: Mapping) -> str:
-    """Formats one strategy's result."""
-    if "refused" in result:
-        return "refused: " + ("\n" + 32 * " ").join(result["refused"])
-    if "failed" in result:
-        return f"FAILED: see {result['failed']}"
-    word = "the same" if result["same"] else "DIFFERENT"
-    return f"{word:<10} loss {result['loss']:.1e}   norm {result['grad_norm']:.1e}"
-
-
-def conclude(results: Mapping[str, Mapping], bounds: str) -> int:
-    """Prints the conclusion and returns the exit status."""
-    same = [name for name, result in results.items() if result.get("same")]
-    refused = [name for name, result in results.items() if "refused" in result]
-    bad = [name for name in results if name not in same and name not in refused]
-    ran = len(same) + len(bad)
-    print(f"\n{len(same)} of the {ran} that can run this recipe here match {REFERENCE} ({bounds})", end="")
-    print(f"; {len(refused)} refused it, which proves nothing about them." if refused else ".")
+    end = f"; {refused} refused it, which proves nothing about them." if refused else "."
+    print(f"\n{same} of the {ran} that can run this recipe here match {REFERENCE} ({bounds}){end}")
     if not ran:
         print("Nothing was compared.")
-    return 0 if same and not bad else 1
+    return results
+
+
+def exit_status(results: Mapping[str, Mapping]) -> int:
+    """Returns 0 if all strategies that ran are within tolerance, and any did; else 1."""
+    ran = [result for result in results.values() if "refused" not in result]
+    return 0 if ran and all(result.get("same") for result in ran) else 1

@@ -1,15 +1,19 @@
 """Draws runs as PNG panels, and holds the plotting helpers that the project's other figures share."""
 
-import itertools
+import io
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from pretrain.files import write_durably
 from pretrain_tools.runs.curves import Columns, RunCurves, curves_of
-from pretrain_tools.runs.history import History, is_number
-from pretrain_tools.runs.status import RunStatus
+from pretrain_tools.runs.history import History, is_number, read_history
+from pretrain_tools.runs.status import RunStatus, read_status
 
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
 """Colors of runs: the Okabe-Ito palette, which is safe for color-blind readers."""
@@ -27,13 +31,19 @@ MARKS = {
     "end": ("s", "#555555", "ended"),
 }
 """Events marked in the loss panel: (matplotlib marker, color, name in the legend)."""
-POSITION_LABELS = {"step": "step", "tokens": "tokens", "hours": "hours of running", "flops": "FLOPs"}
+POSITION_LABELS = {"step": "step", "tokens": "tokens", "hours": "hours of running", "flops": "FLOPs",
+                   "position": "position in the document, up to"}  # fmt: skip
 MOST_SCORE_PANELS = 15
 MARK_HEIGHT = 0.035
 """Height of a run's line of event marks, as a share of the panel."""
 SMOOTHED_SHARE = 0.04
+FEWEST_SMOOTHED = 20
+MOST_DOTS = 50
+"""Points up to which a curve shows each as a dot."""
 FEW = 12
-"""Points up to which a curve shows each as a dot, and its first ones count for the range of the axis."""
+"""Points up to which a curve's first ones count for the range of the loss axis."""
+SCORES = {"marker": "o", "markersize": 4, "capsize": 3}
+"""Look of scores with their standard errors, for matplotlib's `errorbar`."""
 SHARE_LEFT_OUT_OF_RANGE = 0.02
 """Share of a run, from its start, that is ignored when choosing the range of the loss axis."""
 
@@ -48,36 +58,63 @@ class PlottedRun:
     curves: RunCurves
 
     @classmethod
-    def of(cls, name: str, history: History, status: RunStatus) -> "PlottedRun":
-        return cls(name, history, status, curves_of(history))
+    def read(cls, folder: Path, name: str) -> "PlottedRun":
+        """Reads a run's folder. Raises InputError if it is not a run or has no events yet."""
+        history = read_history(folder)
+        return cls(name, history, read_status(folder), curves_of(history))
 
 
-Panel = tuple[str, str, Callable[[Any, str], None]]
-"""Title, x-axis (a key of POSITION_LABELS or a name of its own), and function that draws into a matplotlib axis."""
+@dataclass(frozen=True)
+class Line:
+    """A curve in a panel."""
+
+    color: str
+    columns: Columns
+    measure: str
+    """The column that is drawn, with its `standard_error` if there is one."""
+    dash: str = "-"
+    label: str | None = None
+    """Text in the panel's own legend; None: not in it."""
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One quantity of all runs."""
+
+    title: str
+    lines: list[Line]
+    position: str = "step"
+    """The x-axis: a key of POSITION_LABELS."""
+    is_smoothed: bool = False
+    is_log: bool = False
+    begins_at_zero: bool = False
+    is_training_loss: bool = False
+    has_marks: bool = False
 
 
 def write_png(runs: Sequence[PlottedRun], path: Path) -> None:
     """Writes a PNG with one panel per quantity, all runs in each, and a legend of runs and event marks on top."""
     # Figure instead of pyplot, which keeps global state and may need a display.
     from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
 
     panels = picture_panels(runs)
     rows = math.ceil(len(panels) / 3)
     figure = Figure(figsize=(16, 4.1 * rows + 0.9), layout="constrained")
     axes = figure.subplots(rows, 3, squeeze=False)
-    for axis, (title, position, draw) in zip(axes.flat, panels, strict=False):
-        style_panel(axis, title)
-        axis.set_xlabel(POSITION_LABELS.get(position, ""))
-        draw(axis, position)
-        if position in POSITION_LABELS:
-            axis.xaxis.set_major_formatter(axis_text)
-            axis.margins(x=0.01)
+    for axis, panel in zip(axes.flat, panels, strict=False):
+        draw_panel(axis, panel)
+        if panel.has_marks:
+            draw_marks(axis, runs, panel.position)
     for axis in axes.flat[len(panels) :]:
         axis.set_visible(False)
-    handles = [line_handle(color_of(n), f"{run.name} ({run.status.state})") for n, run in enumerate(runs)]
+    handles = [
+        Line2D([], [], color=color_of(number), linewidth=2, label=f"{run.name} ({run.status.state})")
+        for number, run in enumerate(runs)
+    ]
     happened = {event["event"] for run in runs for event in run.curves.happened}
     handles += [
-        line_handle(color, label, "none", marker=shape, markersize=6)
+        Line2D([], [], color=color, linestyle="none", marker=shape, markersize=6, label=label)
         for kind, (shape, color, label) in MARKS.items()
         if kind in happened
     ]
@@ -88,98 +125,139 @@ def write_png(runs: Sequence[PlottedRun], path: Path) -> None:
 def picture_panels(runs: Sequence[PlottedRun]) -> list[Panel]:
     """Returns the panels that have data."""
 
-    def measure(title: str, name: str, **options: bool) -> Panel:
-        return title, "step", lambda axis, at: draw_measure(axis, runs, at, name, **options)
+    def training(title: str, measure: str, **options: Any) -> Panel:
+        lines = [Line(color_of(number), run.curves.train, measure) for number, run in enumerate(runs)]
+        return Panel(title, lines, **options)
 
-    curves = [run.curves for run in runs]
-    loss = measure("Training loss (bold: smoothed)", "loss", marks=True)
+    look = {"is_smoothed": True, "is_training_loss": True}
+    loss = training("Training loss (bold: smoothed)", "loss", has_marks=True, **look)
     # For a single run, a plot by tokens or FLOPs has the same shape as the plot by step.
     positions = ("tokens", "hours", "flops") if len(runs) > 1 else ("hours",)
     losses = [
-        (f"Training loss by {POSITION_LABELS[at]}", at, lambda axis, at: draw_measure(axis, runs, at, "loss"))
+        training(f"Training loss by {POSITION_LABELS[at]}", "loss", position=at, **look)
         for at in positions
-        if any(is_number(value) for run in curves for value in run.train[at])
+        if any(is_number(value) for run in runs for value in run.curves.train[at])
     ]
-    panels = []
-    if any(run.validation for run in curves):
-        panels.append(("Validation loss", "step", lambda axis, at: draw_validation(axis, runs, at)))
-    if any(run.by_position for run in curves):
-        title = "Validation loss by position, at the end of each stage"
-        panels.append((title, "position", lambda axis, _: draw_by_position(axis, runs)))
-    panels += [
-        measure("Learning rate", "learning_rate", smooth=False),
-        measure("Gradient norm, before clipping", "grad_norm", log=True),
-        measure("Tokens per second", "tokens_per_second"),
+    panels = [
+        Panel("Validation loss", validation_lines(runs)),
+        Panel("Validation loss by position, at the end of each stage", lines_by_position(runs), "position"),
+        training("Learning rate", "learning_rate", begins_at_zero=True),
+        training("Gradient norm, before clipping", "grad_norm", is_smoothed=True, is_log=True),
+        training("Tokens per second", "tokens_per_second", is_smoothed=True, begins_at_zero=True),
     ]
+    panels = [panel for panel in panels if panel.lines]
     # For several runs, put the panels that compare losses first.
     panels = [loss, *losses, *panels] if len(runs) > 1 else [loss, *panels, *losses]
-    names = dict.fromkeys(name for run in curves for name in run.scores if not name.endswith("perplexity"))
-    # Averages of task sets first, then bits per byte, which improve early; a small model's accuracies stay at chance.
-    names = sorted(names, key=lambda name: (not name.startswith(("core ·", "small ·")), not name.endswith("_byte")))
-    return panels + [panel for name in names for panel in score_panels(runs, name)][:MOST_SCORE_PANELS]
+    return [*panels, *score_panels(runs)[:MOST_SCORE_PANELS]]
 
 
-def score_panels(runs: Sequence[PlottedRun], name: str) -> list[Panel]:
-    """Returns a panel by step if a run was evaluated several times, else one point per run; [] for a single point."""
-    points = [len(run.curves.scores[name]["step"]) for run in runs if name in run.curves.scores]
-    if max(points) > 1:
-        return [(f"Evaluation: {name}", "step", lambda axis, at: draw_score(axis, runs, at, name))]
-    if len(points) > 1:
-        return [(f"Evaluation: {name}", "run", lambda axis, _: draw_score_by_run(axis, runs, name))]
-    return []
-
-
-def points_of(columns: Columns, position: str, *measures: str) -> list[list[float]]:
-    """Returns the columns [x, y, ...] of the points at which all of them are known."""
-    rows = zip(*(columns[name] for name in (position, *measures)), strict=True)
-    known = [row for row in rows if None not in row]
-    return [list(column) for column in zip(*known, strict=True)] or [[] for _ in (position, *measures)]
-
-
-def draw_measure(
-    axis: Any, runs: Sequence[PlottedRun], position: str, measure: str, *, smooth=True, log=False, marks=False
-) -> None:
-    """Draws a measure by step: its moving average in bold, and the range within each point as a faint band."""
+def validation_lines(runs: Sequence[PlottedRun]) -> list[Line]:
+    """Returns a line per run and source, with one dash pattern per source."""
+    sources = list(dict.fromkeys(source for run in runs for source in run.curves.validation))
+    lines = []
     for number, run in enumerate(runs):
-        train = run.curves.train
-        color = color_of(number)
-        x, y = points_of(train, position, measure)
-        dots = {"marker": "o" if len(y) <= FEW else None, "markersize": 3}
-        if smooth and len(y) >= 20:
-            low, high = (f"{measure}_{end}" if f"{measure}_low" in train else measure for end in ("low", "high"))
-            x, low, high = points_of(train, position, low, high)
-            both = list(itertools.chain.from_iterable(zip(low, high, strict=True)))
-            # A zigzag between minimum and maximum, so that a spike in a long run stays visible.
-            axis.plot([at for at in x for _ in range(2)], both, color=color, linewidth=0.8, alpha=0.35)
-            x, y = points_of(train, position, measure)
-            axis.plot(x, smoothed(y), color=color, linewidth=1.8)
-        else:
-            axis.plot(x, y, color=color, linewidth=1.6, **dots)
-    if log:
+        for source, columns in run.curves.validation.items():
+            # The color names the run, so each source is in the legend once.
+            label = None if source in [line.label for line in lines] else source
+            lines.append(Line(color_of(number), columns, "loss", DASHES[sources.index(source) % len(DASHES)], label))
+    return lines
+
+
+def lines_by_position(runs: Sequence[PlottedRun]) -> list[Line]:
+    """Returns a line per run, source and stage: a point at the end of each range of positions."""
+    return [
+        Line(
+            color_of(number if len(runs) > 1 else place),
+            columns,
+            "loss",
+            DASHES[place % len(DASHES)],
+            f"{run.name}: {name}" if len(runs) > 1 else name,
+        )
+        for number, run in enumerate(runs)
+        for place, (name, columns) in enumerate(run.curves.by_position.items())
+    ]
+
+
+def score_panels(runs: Sequence[PlottedRun]) -> list[Panel]:
+    """Returns a panel for each score with more than one point."""
+    names = dict.fromkeys(name for run in runs for name in run.curves.scores if not name.endswith("perplexity"))
+    panels = []
+    # Averages of task sets first, then bits per byte, which improve early; a small model's accuracies stay at chance.
+    for name in sorted(
+        names, key=lambda name: (not name.startswith(("core ·", "small ·")), not name.endswith("_byte"))
+    ):
+        lines = [
+            Line(color_of(number), run.curves.scores[name], "value")
+            for number, run in enumerate(runs)
+            if name in run.curves.scores
+        ]
+        if sum(len(line.columns["step"]) for line in lines) > 1:
+            panels.append(Panel(f"Evaluation: {name}", lines))
+    return panels
+
+
+def points_of(columns: Columns, position: str, *measures: str) -> NDArray:
+    """Returns an array [x, y, ...] of the points at which all of these columns are known."""
+    points = np.array([columns[name] for name in (position, *measures)], dtype=float)  # None becomes NaN
+    return points[:, np.isfinite(points).all(axis=0)]
+
+
+def draw_panel(axis: Any, panel: Panel) -> None:
+    """Draws all lines of a panel into a matplotlib axis."""
+    style_panel(axis, panel.title)
+    for line in panel.lines:
+        draw_line(axis, panel, line)
+    axis.set_xlabel(POSITION_LABELS[panel.position])
+    axis.xaxis.set_major_formatter(axis_text)
+    axis.margins(x=0.01)
+    if panel.position == "position":
+        ends = sorted({end for line in panel.lines for end in line.columns["position"]})
+        axis.set_xscale("log", base=2)
+        axis.set_xticks(ends, [f"{end:,}" for end in ends])
+        axis.minorticks_off()
+    if panel.is_log:
         axis.set_yscale("log")
         axis.yaxis.set_minor_formatter(axis_text)
-    elif measure in ("tokens_per_second", "learning_rate"):
+    if panel.begins_at_zero:
         axis.set_ylim(bottom=0)
-    if measure == "loss":
-        fit_to_later_loss(axis, runs, position, marks=marks)
+    if panel.is_training_loss:
+        fit_to_later_loss(axis, panel)
     axis.yaxis.set_major_formatter(axis_text)
-    if marks:
-        draw_marks(axis, runs, position)
+    if any(line.label for line in panel.lines):
+        axis.legend(frameon=False, fontsize=9)
 
 
-def smoothed(values: list[float]) -> list[float]:
+def draw_line(axis: Any, panel: Panel, line: Line) -> None:
+    """Draws a curve: if smoothed, its moving average in bold and the range within each point as a faint band."""
+    x, y = points_of(line.columns, panel.position, line.measure)
+    look = {"color": line.color, "linestyle": line.dash, "label": line.label, "linewidth": 1.6}
+    if "standard_error" in line.columns:
+        errors = [error or 0.0 for error in line.columns["standard_error"]]
+        axis.errorbar(*points_of({**line.columns, "errors": errors}, panel.position, line.measure, "errors"), **look,
+                      **SCORES)  # fmt: skip
+    elif panel.is_smoothed and len(y) >= FEWEST_SMOOTHED:
+        ends = [f"{line.measure}_{end}" for end in ("low", "high")]
+        if ends[0] not in line.columns:
+            ends = [line.measure, line.measure]
+        at, *ranges = points_of(line.columns, panel.position, *ends)
+        # A zigzag between minimum and maximum, so that a spike in a long run stays visible.
+        axis.plot(np.repeat(at, 2), np.stack(ranges, axis=1).ravel(), color=line.color, linewidth=0.8, alpha=0.35)
+        axis.plot(x, smoothed(y), **look)
+    else:
+        axis.plot(x, y, marker="o" if len(y) <= MOST_DOTS else None, markersize=3, **look)
+
+
+def smoothed(values: ArrayLike) -> NDArray:
     """Computes a centered moving average over about 4% of the points.
 
     A trailing average would lag behind a falling loss. The window is shorter near the steep start.
     """
-    sums = [0.0, *itertools.accumulate(values)]
-    means = []
-    for number in range(len(values)):
-        reach = min(round(SMOOTHED_SHARE * len(values) / 2), number // 4)
-        first = number - reach
-        end = min(number + reach + 1, len(values))
-        means.append((sums[end] - sums[first]) / (end - first))
-    return means
+    number = np.arange(len(values))
+    reach = np.minimum(round(SMOOTHED_SHARE * len(values) / 2), number // 4)
+    first = number - reach
+    end = np.minimum(number + reach + 1, len(values))
+    sums = np.append(0.0, np.cumsum(values))
+    return (sums[end] - sums[first]) / (end - first)
 
 
 def draw_marks(axis: Any, runs: Sequence[PlottedRun], position: str) -> None:
@@ -195,85 +273,16 @@ def draw_marks(axis: Any, runs: Sequence[PlottedRun], position: str) -> None:
                 axis.axvline(x, color=color, linestyle=":", linewidth=1)
 
 
-def fit_to_later_loss(axis: Any, runs: Sequence[PlottedRun], position: str, *, marks: bool) -> None:
+def fit_to_later_loss(axis: Any, panel: Panel) -> None:
     """Fits the axis to the loss after the first 2% of the run; the initial drop would flatten everything else."""
-    curves = [points_of(run.curves.train, position, "loss_low", "loss_high") for run in runs]
-    if all(len(x) <= FEW for x, _, _ in curves):
+    curves = [points_of(line.columns, panel.position, "loss_low", "loss_high") for line in panel.lines]
+    if all(points.shape[1] <= FEW for points in curves):
         return
-    end = max((x[-1] for x, _, _ in curves if x), default=0)
-    later = [
-        value
-        for x, low, high in curves
-        for at, *both in zip(x, low, high, strict=True)
-        for value in both
-        if at >= SHARE_LEFT_OUT_OF_RANGE * end
-    ]
-    if later:
-        spread = (max(later) - min(later)) or 1.0
-        below = MARK_HEIGHT * (len(curves) + 0.5) if marks else 0.0
-        axis.set_ylim(min(later) - (0.03 + below) * spread, max(later) + 0.03 * spread)
-
-
-def draw_validation(axis: Any, runs: Sequence[PlottedRun], position: str) -> None:
-    """Draws the validation loss, with one dash pattern per source."""
-    sources = list(dict.fromkeys(source for run in runs for source in run.curves.validation))
-    for number, run in enumerate(runs):
-        for source, columns in run.curves.validation.items():
-            look = {"color": color_of(number), "marker": "o", "markersize": 3, "linewidth": 1.5}
-            axis.plot(*points_of(columns, position, "loss"), DASHES[sources.index(source) % len(DASHES)], **look)
-    handles = [line_handle("#444444", source, DASHES[n % len(DASHES)]) for n, source in enumerate(sources)]
-    axis.legend(handles=handles, frameon=False, fontsize=9, title="source", title_fontsize=9)
-
-
-def draw_by_position(axis: Any, runs: Sequence[PlottedRun]) -> None:
-    """Draws the loss by position: a point at the end of each range, a line per source and stage."""
-    ends = set()
-    handles = []
-    for number, run in enumerate(runs):
-        for place, (name, columns) in enumerate(run.curves.by_position.items()):
-            color = color_of(number if len(runs) > 1 else place)
-            dash = DASHES[place % len(DASHES)]
-            axis.plot(*points_of(columns, "position", "loss"), dash, color=color, marker="o", markersize=4)
-            ends |= set(columns["position"])
-            handles.append(line_handle(color, f"{run.name}: {name}" if len(runs) > 1 else name, dash))
-    axis.set_xscale("log", base=2)
-    axis.set_xticks(sorted(ends), [f"{end:,}" for end in sorted(ends)])
-    axis.minorticks_off()
-    axis.set_xlabel("position in the document, up to")
-    axis.legend(handles=handles, frameon=False, fontsize=9)
-
-
-def draw_score(axis: Any, runs: Sequence[PlottedRun], position: str, name: str) -> None:
-    """Draws a score by step, with a band of one standard error."""
-    for number, run in enumerate(runs):
-        if name in run.curves.scores:
-            columns = run.curves.scores[name]
-            errors = [error or 0.0 for error in columns["standard_error"]]
-            points = points_of({**columns, "errors": errors}, position, "value", "errors")
-            draw_with_band(axis, *points, color=color_of(number))
-
-
-def draw_with_band(
-    axis: Any, x: Sequence[float], values: Sequence[float], errors: Sequence[float], **look: Any
-) -> None:
-    """Draws a line through the values with a band of one standard error on each side."""
-    (line,) = axis.plot(x, values, marker="o", markersize=4, **look)
-    low = [value - error for value, error in zip(values, errors, strict=True)]
-    high = [value + error for value, error in zip(values, errors, strict=True)]
-    axis.fill_between(x, low, high, color=line.get_color(), alpha=0.2, linewidth=0)
-
-
-def draw_score_by_run(axis: Any, runs: Sequence[PlottedRun], name: str) -> None:
-    """Draws the last score of each run, with its standard error."""
-    measured = [(n, run.name, run.curves.scores[name]) for n, run in enumerate(runs) if name in run.curves.scores]
-    for place, (number, _, columns) in enumerate(measured):
-        value = columns["value"][-1]
-        error = columns["standard_error"][-1]
-        axis.errorbar([place], [value], yerr=[error or 0.0], color=color_of(number), marker="o", capsize=4)
-        offset = {"textcoords": "offset points", "xytext": (8, 0), "va": "center", "fontsize": 9}
-        axis.annotate(f"{value:.4g}", (place, value), **offset)
-    axis.set_xticks(range(len(measured)), [label for _, label, _ in measured])
-    axis.set_xlim(-0.7, len(measured) - 0.3)
+    points = np.concatenate(curves, axis=1)
+    _, low, high = points[:, points[0] >= SHARE_LEFT_OUT_OF_RANGE * points[0].max()]
+    spread = (high.max() - low.min()) or 1.0
+    below = MARK_HEIGHT * (len(curves) + 0.5) if panel.has_marks else 0.0
+    axis.set_ylim(low.min() - (0.03 + below) * spread, high.max() + 0.03 * spread)
 
 
 def axis_text(value: float, _position: int | None = None) -> str:
@@ -293,13 +302,6 @@ def color_of(number: int) -> str:
     return COLORS[number % len(COLORS)]
 
 
-def line_handle(color: str, label: str, dash: str = "-", **mark: Any) -> Any:
-    """Returns a legend entry."""
-    from matplotlib.lines import Line2D
-
-    return Line2D([], [], color=color, label=label, **{"linestyle": dash, "linewidth": 2, **mark})
-
-
 def style_panel(axis: Any, title: str) -> None:
     """Applies the project's style to a panel."""
     axis.set_title(title, fontsize=11, loc="left", fontweight="bold")
@@ -308,7 +310,7 @@ def style_panel(axis: Any, title: str) -> None:
 
 
 def save_figure(figure: Any, path: Path) -> None:
-    """Writes a PNG under a temporary name and renames it, so that readers never see half a file."""
-    unfinished = path.with_name(f".{path.name}.unfinished")
-    figure.savefig(unfinished, dpi=110, format="png")
-    unfinished.replace(path)
+    """Writes a PNG, so that readers never see half a file."""
+    picture = io.BytesIO()
+    figure.savefig(picture, dpi=110, format="png")
+    write_durably(path, picture.getvalue())

@@ -5,14 +5,16 @@ import socket
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from pretrain.errors import InputError
 from pretrain.processes import is_alive
 from pretrain.runs.event_log import Event, first_start_of
 from pretrain.runs.run_folder import LOCK_FILE, METRICS_FILE, MIRROR_STATUS, heartbeat_path, latest_step, read_json
-from pretrain.terminal import sparkline
+from pretrain.terminal import printable, sparkline
 from pretrain.units import count_text, counted, duration_text, table
 from pretrain_tools.runs.history import find_runs, is_number, last_start, read_end, require_run
 
@@ -21,6 +23,9 @@ STALE_HEARTBEAT_SECONDS = 60.0
 LONG_STEP_SECONDS = 60.0
 """Time without progress after which `status` mentions it."""
 SHOWN_EVENTS = 8
+TREND_LINES = 96
+TREND_WIDTH = 16
+LIST_COLUMNS = ("run", "state", "step", "done", "tokens", "loss", "val loss", "tok/s", "left", "last line")
 FIGURES = frozenset({"train", "validation", "sample", "evaluation"})
 """Events that are measurements; the others, such as checkpoint or rollback, are incidents worth listing."""
 
@@ -46,8 +51,8 @@ class RunStatus:
     mfu: float | None
     seconds_left: float | None
     """Estimated time to the last step; None unless it is running."""
-    age_seconds: float
-    """Time since the last log line."""
+    logged: float
+    """Time of the last write to its log, in seconds since 1970."""
     silent_seconds: float | None
     """Time since its last progress, as its heartbeat reports it; None unless it is running."""
     events: list[Event] = field(repr=False)
@@ -108,10 +113,10 @@ def status_from(run: Path, events: list[Event]) -> RunStatus:
     start = last.get("start", {})
     alive = is_training(run)
     end = _end_of(events)
-    age = time.time() - (run / METRICS_FILE).stat().st_mtime
+    logged = (run / METRICS_FILE).stat().st_mtime
     # Without lock and heartbeat, only fresh log lines hint at a live process.
     if alive is None:
-        alive = end is None and age < STALE_HEARTBEAT_SECONDS
+        alive = end is None and time.time() - logged < STALE_HEARTBEAT_SECONDS
     reached = (train.get("step"), start.get("step"), last.get("rollback", {}).get("to_step"))
     step = next((step for step in reached if is_number(step)), None)
     total_steps = _total_steps(run, events, step)
@@ -130,7 +135,7 @@ def status_from(run: Path, events: list[Event]) -> RunStatus:
         tokens_per_second=train.get("tokens_per_second"),
         mfu=train.get("mfu"),
         seconds_left=_seconds_left(events, step, total_steps) if alive else None,
-        age_seconds=max(0.0, age),
+        logged=logged,
         silent_seconds=heartbeat.get("silent_seconds") if alive else None,
         events=events,
         mirror=mirror_text(run),
@@ -196,10 +201,9 @@ def mirror_text(run: Path) -> str | None:
     else:
         said = f"step {copied:,}, {latest - copied:,} steps behind the newest checkpoint"
         if is_number(status.get("copied_time")):
-            said += f", copied {duration_text(max(0.0, time.time() - status['copied_time']))} ago"
+            said += f", copied {ago(status['copied_time'])}"
     if status.get("problem"):
-        since = duration_text(max(0.0, time.time() - status["problem_since"]))
-        said += f"; fails since {since}: {_value_text(status['problem'])}"
+        said += f"; fails since {ago(status['problem_since'])}: {_value_text(status['problem'])}"
     if status.get("dropped"):
         said += f"; {counted(status['dropped'], 'checkpoint')} left out"
     if status.get("damaged"):
@@ -230,10 +234,10 @@ def print_list(folder: Path) -> None:
     print(list_text([read_status(run, brief=True) for run in runs], within=within))
 
 
-def print_status(folder: Path, refresh_seconds: float | None) -> None:
+def print_status(folder: Path, watch: float | None) -> None:
     """Prints the status of a run, or the list of runs if the folder contains several.
 
-    refresh_seconds: print again at this interval while the run is running; None: print once.
+    watch: print again at this interval in seconds while the run is running; None: print once.
 
     Raises InputError if the folder is not a run and contains none.
     """
@@ -242,13 +246,13 @@ def print_status(folder: Path, refresh_seconds: float | None) -> None:
     run = require_run(folder)
     while True:
         now = read_status(run)
-        if refresh_seconds is not None and sys.stdout.isatty():
+        if watch is not None and sys.stdout.isatty():
             print("\033[H\033[2J", end="")
         print(status_text(now), flush=True)
-        if refresh_seconds is None or now.state != "running":
+        if watch is None or now.state != "running":
             return None
         try:
-            time.sleep(refresh_seconds)
+            time.sleep(watch)
         except KeyboardInterrupt:
             return None
         if not sys.stdout.isatty():
@@ -257,36 +261,57 @@ def print_status(folder: Path, refresh_seconds: float | None) -> None:
 
 def list_text(statuses: list[RunStatus], *, within: Path) -> str:
     """Formats a table with one line per run."""
-    header = ["run", "state", "step", "done", "tokens", "loss", "val loss", "tok/s", "left", "last line"]
-    rows = [header, *(_row(status, within) for status in statuses)]
-    return table(rows, right=set(range(2, len(header))))
+    rows = [list(LIST_COLUMNS)]
+    for status in statuses:
+        folder = status.folder
+        name = folder.relative_to(within) if folder.is_relative_to(within) else folder
+        cells = cells_of(str(name), status)
+        rows.append([cells[column] for column in LIST_COLUMNS])
+    return table(rows, right=set(range(2, len(LIST_COLUMNS))))
 
 
-def _row(status: RunStatus, within: Path) -> list[str]:
-    folder = status.folder
-    return [
-        str(folder.relative_to(within) if folder.is_relative_to(within) else folder),
-        state_text(status),
-        number_text(status.step, "{:,}"),
-        number_text(status.progress, "{:.0%}"),
-        count_text(status.tokens) if status.tokens is not None else "-",
-        number_text(status.loss, "{:.4f}"),
-        number_text(status.validation_loss, "{:.4f}"),
-        number_text(status.tokens_per_second, "{:,.0f}"),
-        duration_text(status.seconds_left) if status.seconds_left is not None else "-",
-        f"{duration_text(status.age_seconds)} ago",
-    ]
+def cells_of(name: str, status: RunStatus) -> dict[str, str]:
+    """Formats what a table of runs shows of one, by column, without control characters."""
+    total = f"/{status.total_steps:,}" if status.total_steps else ""
+    losses = recent_losses(status)[-TREND_LINES:]
+    cells = {
+        "run": name,
+        "state": state_text(status),
+        "step": text_of(status.step, lambda step: f"{step:,}{total}"),
+        "done": text_of(status.progress, "{:.0%}".format),
+        "tokens": text_of(status.tokens, count_text),
+        "loss": text_of(status.loss, "{:.4f}".format),
+        "val loss": text_of(status.validation_loss, "{:.4f}".format),
+        "tok/s": text_of(status.tokens_per_second, count_text),
+        "MFU": text_of(status.mfu, "{:.1%}".format),
+        "left": text_of(status.seconds_left, duration_text),
+        "last line": ago(status.logged),
+        "trend": sparkline(losses, width=TREND_WIDTH) if losses else "",
+        "last event": last_event_text(status),
+    }
+    return {column: printable(text) for column, text in cells.items()}
 
 
-def number_text(value: object, form: str) -> str:
+def recent_losses(status: RunStatus) -> list[float]:
+    """Returns the training losses among the last events."""
+    return [e["loss"] for e in status.events if e["event"] == "train" and is_number(e.get("loss"))]
+
+
+def ago(moment: float) -> str:
+    """Formats a time in seconds since 1970 as '2 min 00 s ago'."""
+    # max: the clock may have been set back.
+    return f"{duration_text(max(0.0, time.time() - moment))} ago"
+
+
+def text_of(value: object, form: Callable[[Any], str]) -> str:
     """Formats a table cell; '-' if the value is not a number."""
-    return form.format(value) if is_number(value) else "-"
+    return form(value) if is_number(value) else "-"
 
 
 def status_text(status: RunStatus) -> str:
     """Formats the status of one run to fit on one screen."""
     state = state_text(status) + (f", {status.where}" if status.where else "")
-    rows = {"run": str(status.folder), "state": f"{state}; last line {duration_text(status.age_seconds)} ago"}
+    rows = {"run": str(status.folder), "state": f"{state}; last line {ago(status.logged)}"}
     if status.progress is not None:
         filled = round(30 * min(status.progress, 1.0))
         tokens = f" · {count_text(status.tokens)} tokens" if status.tokens else ""
@@ -299,17 +324,14 @@ def status_text(status: RunStatus) -> str:
     if status.seconds_left is not None:
         finish = time.strftime("%a %d %b %H:%M", time.localtime(time.time() + status.seconds_left))
         rows["time left"] = f"{duration_text(status.seconds_left)} at the current pace: {finish}"
-    losses = [e["loss"] for e in status.events if e["event"] == "train" and is_number(e.get("loss"))]
-    if losses:
+    if losses := recent_losses(status):
         rows["loss"] = f"{losses[-1]:.4f}  {sparkline(losses)}  last {len(losses)} lines"
-    validations = [e for e in status.events if e["event"] == "validation" and is_number(e.get("loss"))]
-    newest = {str(event.get("source")): event for event in validations}
-    rows |= {
-        f"validation {source}": f"loss {event['loss']:.4f}"
-        + number_text(event.get("average_loss"), ", of the average {:.4f}").removeprefix("-")
-        + f" at step {event['step']:,}"
-        for source, event in newest.items()
-    }
+    for event in status.events:
+        if event["event"] == "validation" and is_number(event.get("loss")):
+            average = event.get("average_loss")
+            of_average = f", of the average {average:.4f}" if is_number(average) else ""
+            text = f"loss {event['loss']:.4f}{of_average} at step {event['step']:,}"
+            rows[f"validation {event.get('source')}"] = text
     if status.tokens_per_second is not None:
         mfu = f" · MFU {status.mfu:.1%}" if status.mfu is not None else ""
         rows["speed"] = f"{status.tokens_per_second:,.0f} tok/s{mfu}"
@@ -327,15 +349,19 @@ def last_event_text(status: RunStatus) -> str:
     event = next((event for event in reversed(status.events) if event["event"] not in FIGURES), None)
     if event is None:
         return ""
-    ago = f" {duration_text(max(0.0, time.time() - event['time']))} ago" if is_number(event.get("time")) else ""
+    when = f" {ago(event['time'])}" if is_number(event.get("time")) else ""
     facts = event.get("message") or event.get("reason") or facts_text(event)
-    return f"{event['event']}{ago}: {' '.join(str(facts).split())}"
+    return f"{event['event']}{when}: {' '.join(str(facts).split())}"
+
+
+def time_text(event: Event) -> str:
+    """Formats an event's local time as '2026-01-31 12:00:00'; '' if it has none."""
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(event["time"])) if is_number(event.get("time")) else ""
 
 
 def event_text(event: Event) -> str:
     """Formats an event in one line: '2026-01-31 12:00:00  checkpoint  step 500 · path step-00000500 ...'."""
-    when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(event["time"])) if is_number(event.get("time")) else ""
-    return f"{when}  {event['event']:<10}  {facts_text(event)}".rstrip()
+    return f"{time_text(event)}  {event['event']:<10}  {facts_text(event)}".rstrip()
 
 
 def facts_text(event: Event) -> str:

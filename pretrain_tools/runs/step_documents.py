@@ -12,9 +12,22 @@ from pretrain.data.tokenizer import load_decoder
 from pretrain.errors import InputError
 from pretrain.optim.batch_ramp import BatchRamp
 from pretrain.runs.run_folder import checkpoint_folders, read_config, read_state
+from pretrain.units import counted
 from pretrain_tools.preparation.documents.document_index import read_index
 from pretrain_tools.preparation.documents.sources import place_text
 from pretrain_tools.runs.history import read_history
+
+
+@dataclass(frozen=True)
+class Document:
+    """A document, or the part of it that a sequence holds."""
+
+    number: int
+    """Number in the shard file of the sequence's first token, from 1."""
+    ids: np.ndarray
+    """Token IDs without the end-of-document ID."""
+    origin: str | None
+    """Source file and line; None if the shards do not record it."""
 
 
 @dataclass(frozen=True)
@@ -29,13 +42,7 @@ class Sequence:
     """Offset of its first token in the file, in tokens."""
     ids: np.ndarray
     """Token IDs, shape (sequence_length + 1,); the last one is only a target."""
-    first_document: int
-    """Number in the file, from 1, of the document that the first token belongs to."""
-    documents: list[tuple[int, np.ndarray]]
-    """Pairs (number after the first document, token IDs) without end-of-document IDs; the first and last document may
-    be incomplete."""
-    origins: list[str | None]
-    """Source file and line of each document; None if the shards do not record it."""
+    documents: list[Document]
     begins_inside: bool
     """True if its first document started in an earlier sequence."""
 
@@ -59,7 +66,7 @@ def documents_text(run: Path, step: int, *, limit: int, characters: int) -> str:
         lines += ["", *_sequence_lines(sequence, decoders[sequence.source], characters)]
     if count > limit:
         lines += ["", f"{count - limit:,} more sequences: --limit {count}"]
-    if any(origin is None for sequence in sequences for origin in sequence.origins):
+    if any(document.origin is None for sequence in sequences for document in sequence.documents):
         lines += ["", "Some shards do not record the source file and line of their documents; search for the text."]
     return "\n".join(lines)
 
@@ -123,34 +130,31 @@ def read_sequence(batches: Batches, sample: int, number: int) -> Sequence:
     reader = batches.readers[batches.folders[source]]
     ids = np.empty(batches.span_at(sample) * batches.window.sequence_length + 1, batches.dtype)
     reader.read(start, ids)
-    shards = reader.manifest.of_split(reader.split)
+    manifest = reader.manifest
+    shards = manifest.of_split(reader.split)
     place, offset = place_in_shards(shards, start)
-    end = reader.manifest.end_of_document_id
+    end = manifest.end_of_document_id
     before = np.empty(1, batches.dtype)
     if start:
         reader.read(start - 1, before)
-    first_document = 1 + ends_before(reader.manifest, shards[place], offset)
+    first = 1 + ends_before(manifest, shards[place], offset)
     # The last ID is only a target and opens the next sequence.
-    documents = split_documents(ids[:-1], end)
+    parts = np.split(ids[:-1], np.flatnonzero(ids[:-1] == end))
+    # np.split leaves the end-of-document ID at the start of the next part; it is not text.
+    texts = {number: part[part != end] for number, part in enumerate(parts, start=first)}
     return Sequence(
         number=number,
         source=batches.folders[source],
         file=shards[place].file,
         offset=offset,
         ids=ids,
-        first_document=first_document,
-        documents=documents,
-        origins=[origin_of(reader.manifest, shards[place:], first_document + n) for n, _ in documents],
+        documents=[
+            Document(number, text, origin_of(manifest, shards[place:], number))
+            for number, text in texts.items()
+            if len(text)
+        ],
         begins_inside=bool(start) and before[0] != end and ids[0] != end,
     )
-
-
-def split_documents(ids: np.ndarray, end: int) -> list[tuple[int, np.ndarray]]:
-    """Splits token IDs at `end` and returns pairs (number after the first document, token IDs), without empty ones."""
-    parts = np.split(ids, np.flatnonzero(ids == end))
-    # np.split leaves the end-of-document ID at the start of the next part; it is not text.
-    texts = [(number, part[part != end]) for number, part in enumerate(parts)]
-    return [(number, text) for number, text in texts if len(text)]
 
 
 def place_in_shards(shards: list[Shard], start: int) -> tuple[int, int]:
@@ -185,17 +189,16 @@ def origin_of(manifest: Manifest, shards: list[Shard], number: int) -> str | Non
 
 
 def _sequence_lines(sequence: Sequence, decoder, characters: int) -> list[str]:
-    count = len(sequence.documents)
     lines = [
         f"sequence {sequence.number} · {sequence.source}/{sequence.file} · tokens {sequence.offset:,} to "
-        f"{sequence.offset + len(sequence.ids) - 2:,} · {count} document{'s' if count != 1 else ''}"
+        f"{sequence.offset + len(sequence.ids) - 2:,} · {counted(len(sequence.documents), 'document')}"
     ]
-    for (number, ids), origin in zip(sequence.documents, sequence.origins, strict=True):
-        text = decoder.decode(ids.tolist(), skip_special_tokens=False)
+    for place, document in enumerate(sequence.documents):
+        text = decoder.decode(document.ids.tolist(), skip_special_tokens=False)
         cut = f" [... {len(text) - characters:,} more characters]" if len(text) > characters else ""
-        part = ", continued from an earlier sequence" if number == 0 and sequence.begins_inside else ""
-        lines.append(f"  document {sequence.first_document + number:,} of the file, {len(ids):,} tokens{part}")
-        if origin is not None:
-            lines.append(f"    from {origin}")
+        part = ", continued from an earlier sequence" if place == 0 and sequence.begins_inside else ""
+        lines.append(f"  document {document.number:,} of the file, {len(document.ids):,} tokens{part}")
+        if document.origin is not None:
+            lines.append(f"    from {document.origin}")
         lines += [f"    | {line}" for line in (text[:characters] + cut).splitlines()]
     return lines

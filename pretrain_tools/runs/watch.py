@@ -4,29 +4,21 @@ If the output is a file or a pipe, prints a line for each run that changed.
 """
 
 import contextlib
-import re
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from pretrain.errors import InputError
-from pretrain.terminal import is_terminal, printable, sparkline
-from pretrain.units import count_text, counted, duration_text
+from pretrain.terminal import is_terminal
+from pretrain.units import counted
 from pretrain_tools.runs.comparison import require_writable
-from pretrain_tools.runs.history import is_number
-from pretrain_tools.runs.live_log import LiveRun, LiveRuns
-from pretrain_tools.runs.status import (
-    RunStatus,
-    last_event_text,
-    list_text,
-    number_text,
-    runs_in,
-    state_text,
-)
+from pretrain_tools.runs.live_runs import LiveRun, LiveRuns
+from pretrain_tools.runs.status import RunStatus, cells_of, print_list, runs_in
 
 USUAL_PORT = 8765
 LAST_PORT = 65_535
@@ -35,9 +27,11 @@ LIVE_COLUMNS = {"run": 0, "state": 0, "step": 0, "loss": 0, "val loss": 70, "tok
                 "trend": 150, "last event": 110}  # fmt: skip
 """Minimum width of the terminal, in characters, at which each column is shown."""
 LEFT_ALIGNED = ("run", "state", "trend", "last event")
-TREND_WIDTH = 16
-TREND_LINES = 96
+SHORTENED = ("run", "last event")
+"""Columns that are shortened where the terminal is too narrow, the longer one first."""
 MOST_NAME_WIDTH = 40
+LINE_PARTS = {"loss": "loss {}", "tok/s": "{} tok/s", "left": "{} left"}
+"""{column: how a line per run says it}"""
 
 
 def watch(
@@ -68,32 +62,32 @@ def watch(
         require_writable(output)
     runs_in(folder)
     runs = LiveRuns(folder)
-    if output is None and not page:
-        return print_once(runs) if once else show_live(runs, interval)
-    # Imported here because the table needs neither http.server nor numpy.
-    from pretrain_tools.runs.page import LiveData, PageServer, write_live_page
+    write = None
+    note = "" if output is None else str(output)
+    if output is not None or page:
+        # Imported here because the table needs neither http.server nor numpy.
+        from pretrain_tools.runs.page import LiveData, PageServer, write_live_page
 
-    data = LiveData(runs)
-    write = None if output is None else lambda: write_live_page(data, output, None if once else interval)
-    if write is not None:
+        data = LiveData(runs)
+    if output is not None:
+        write = partial(write_live_page, data, output, None if once else interval)
         write()
     if once:
         print_once(runs)
-        print(output)
-        return None
-    notes = [] if output is None else [str(output)]
-    if not page:
-        return show_live(runs, interval, write, notes[0])
-    with PageServer(data, USUAL_PORT if port is None else port, interval) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        try:
-            show_live(runs, interval, write, " · ".join([server.address, *notes]))
-        finally:
-            server.shutdown()
-    return None
+        if note:
+            print(note)
+    elif page:
+        with PageServer(data, USUAL_PORT if port is None else port, interval) as server:
+            threading.Thread(target=server.serve_forever, daemon=True).start()
+            try:
+                show_live(runs, interval, write, " · ".join(filter(None, [server.address, note])))
+            finally:
+                server.shutdown()
+    else:
+        show_live(runs, interval, write, note)
 
 
-def show_live(runs: LiveRuns, interval: float, write: Callable[[], None] | None = None, note: str = "") -> None:
+def show_live(runs: LiveRuns, interval: float, write: Callable[[], None] | None, note: str) -> None:
     """Shows the runs until Ctrl-C or SIGTERM.
 
     write: called after each refresh. note: shown below the table.
@@ -105,12 +99,14 @@ def show_live(runs: LiveRuns, interval: float, write: Callable[[], None] | None 
         show(runs, interval, write, note)
 
 
-def between_looks(write: Callable[[], None] | None, interval: float) -> None:
-    """Writes the page and waits for `interval` seconds."""
-    if write is not None:
-        with contextlib.suppress(OSError):  # a shared disk may be unavailable for a while; the page shows its age
-            write()
-    time.sleep(interval)
+def refreshes(runs: LiveRuns, interval: float, write: Callable[[], None] | None) -> Iterator[list[LiveRun]]:
+    """Yields the runs every `interval` seconds, and writes the page in between."""
+    while True:
+        yield runs.refresh()
+        if write is not None:
+            with contextlib.suppress(OSError):  # a shared disk may be unavailable for a while; the page shows its age
+                write()
+        time.sleep(interval)
 
 
 def show_table(runs: LiveRuns, interval: float, write: Callable[[], None] | None, note: str) -> None:
@@ -121,60 +117,51 @@ def show_table(runs: LiveRuns, interval: float, write: Callable[[], None] | None
     console = Console(highlight=False)
     try:
         with Live(console=console, auto_refresh=False, screen=True) as live:
-            while True:
-                live.update(live_table(runs, runs.refresh(), console.width, console.height, note), refresh=True)
-                between_looks(write, interval)
+            for found in refreshes(runs, interval, write):
+                live.update(live_table(found, console.width, console.height, note), refresh=True)
     finally:
-        console.print(live_table(runs, runs.refresh(), console.width))  # leave the last table in the scrollback
+        console.print(live_table(runs.refresh(), console.width))  # leave the last table in the scrollback
 
 
 def print_lines(runs: LiveRuns, interval: float, write: Callable[[], None] | None, note: str) -> None:
     """Prints a line for each run that changed since the last refresh."""
-    seen = -1
+    printed: dict[int, RunStatus] = {}
     if note:
         print(note, flush=True)
-    while True:
-        found = runs.refresh()
+    for found in refreshes(runs, interval, write):
         for run in found:
-            if run.version > seen:
-                print(run_line(runs.name_of(run), run.status), flush=True)
-        # Keep the previous value: the run with the largest version may have been deleted.
-        seen = max([seen, *(run.version for run in found)])
-        between_looks(write, interval)
+            if printed.get(run.number) is not run.status:
+                printed[run.number] = run.status
+                print(run_line(run), flush=True)
 
 
-def run_line(name: str, status: RunStatus) -> str:
+def run_line(run: LiveRun) -> str:
     """Formats a run in one line: '12:00:00  demo  running  step 120/586 · loss 2.8130 · 8.22k tok/s · 21 s left'."""
+    cells = cells_of(run.name, run.status)
     parts = [
-        f"step {step_text(status)}",
-        f"loss {status.loss:.4f}" if status.loss is not None else "",
-        f"{count_text(status.tokens_per_second)} tok/s" if status.tokens_per_second is not None else "",
-        f"{duration_text(status.seconds_left)} left" if status.seconds_left is not None else "",
-        last_event_text(status) if status.state != "running" else "",
+        f"step {cells['step']}",
+        *(form.format(cells[name]) for name, form in LINE_PARTS.items() if cells[name] != "-"),
+        cells["last event"] if run.status.state != "running" else "",
     ]
-    return f"{time.strftime('%H:%M:%S')}  {name}  {state_text(status)}  {' · '.join(filter(None, parts))}"
+    return f"{time.strftime('%H:%M:%S')}  {run.name}  {cells['state']}  {' · '.join(filter(None, parts))}"
 
 
 def print_once(runs: LiveRuns) -> None:
     """Prints the table once, as plain text if the output is not a terminal."""
-    # A file gets all columns, whatever their width, and no escape sequences.
-    found = runs.refresh()
     if not is_terminal(sys.stdout):
-        print(list_text([run.status for run in found], within=runs.folder))
-        return
+        return print_list(runs.folder)
     from rich.console import Console
 
     console = Console(highlight=False)
-    console.print(live_table(runs, found, console.width))
+    return console.print(live_table(runs.refresh(), console.width))
 
 
-def live_table(runs: LiveRuns, found: Sequence[LiveRun], width: int, height: int | None = None, note: str = "") -> Any:
+def live_table(found: Sequence[LiveRun], width: int, height: int | None = None, note: str = "") -> Any:
     """Builds a rich.table.Table with the rows and columns that fit into `height` and `width`, in characters."""
     from rich.table import Table
     from rich.text import Text
 
     shown = found if height is None else found[: max(1, height - 3 - bool(note))]
-    rows = [cells_of(runs.name_of(run), run.status, width) for run in shown]
     running = sum(run.status.state == "running" for run in found)
     hidden = f"{len(found) - len(shown)} not shown" if len(shown) < len(found) else ""
     end = "Ctrl-C ends" if height is not None else ""
@@ -182,47 +169,19 @@ def live_table(runs: LiveRuns, found: Sequence[LiveRun], width: int, height: int
     caption = Text("\n".join(filter(None, [" · ".join(filter(None, parts)), note])))
     layout = {"box": None, "padding": (0, 2, 0, 0), "pad_edge": False, "header_style": "bold"}
     table = Table(**layout, caption=caption, caption_justify="left", caption_style="dim")
-    # If the terminal is too narrow, shorten the last event first, then the names.
-    widths = {
-        name: max(len(name), *(len(row[name]) for row in rows))
-        for name, least in LIVE_COLUMNS.items()
-        if width >= least
-    }
-    widths["run"] = min(widths["run"], MOST_NAME_WIDTH)
-    for name in ("last event", "run"):
-        if name in widths:
-            others = sum(size + 2 for column, size in widths.items() if column != name)
-            widths[name] = max(len(name), min(widths[name], width - others))
-    for name, size in widths.items():
-        side = "left" if name in LEFT_ALIGNED else "right"
-        table.add_column(name, justify=side, no_wrap=True, overflow="ellipsis", width=size)
-    for run, row in zip(shown, rows, strict=True):
-        table.add_row(
-            *(Text(row[name], style=STATE_STYLES[run.status.state] if name == "state" else "") for name in widths)
+    columns = [name for name, least in LIVE_COLUMNS.items() if width >= least]
+    for name in columns:
+        table.add_column(
+            Text(name, no_wrap=True),
+            justify="left" if name in LEFT_ALIGNED else "right",
+            # Rich narrows only columns that may wrap; their cells, which may not, end in an ellipsis instead.
+            no_wrap=name not in SHORTENED,
+            min_width=len(name),
+            max_width=MOST_NAME_WIDTH if name == "run" else None,
         )
+    for run in shown:
+        cells = cells_of(run.name, run.status)
+        styles = {"state": STATE_STYLES[run.status.state]}
+        texts = (Text(cells[name], styles.get(name, ""), no_wrap=True, overflow="ellipsis") for name in columns)
+        table.add_row(*texts)
     return table
-
-
-def cells_of(name: str, status: RunStatus, width: int) -> dict[str, str]:
-    """Returns the cells of a run by column, without control characters."""
-    losses = [e["loss"] for e in status.events if e["event"] == "train" and is_number(e.get("loss"))][-TREND_LINES:]
-    left = duration_text(status.seconds_left) if status.seconds_left is not None else "-"
-    cells = {
-        "run": name,
-        "state": state_text(status) if width >= LIVE_COLUMNS["last event"] else status.state,
-        "step": step_text(status),
-        "loss": number_text(status.loss, "{:.4f}"),
-        "val loss": number_text(status.validation_loss, "{:.4f}"),
-        "tok/s": count_text(status.tokens_per_second) if status.tokens_per_second is not None else "-",
-        "MFU": number_text(status.mfu, "{:.1%}"),
-        "left": re.sub(r"(\d\d min) \d\d s", r"\1", left),
-        "trend": sparkline(losses, width=TREND_WIDTH) if losses else "",
-        "last event": last_event_text(status),
-    }
-    return {column: printable(text) for column, text in cells.items()}
-
-
-def step_text(status: RunStatus) -> str:
-    """Formats the progress as '120/586'; '-' before the first step."""
-    total = f"/{status.total_steps:,}" if status.total_steps else ""
-    return f"{status.step:,}{total}" if status.step is not None else "-"

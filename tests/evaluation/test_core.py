@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from pretrain.data.shards import read_manifest
 from pretrain.errors import InputError
 from pretrain.parallel.registry import evaluation_strategy
-from pretrain_tools.evaluation.lm_harness import TaskSettings, score_tasks, select_tasks
+from pretrain_tools.evaluation.lm_harness import score_tasks, select_tasks
 from pretrain_tools.evaluation.task_names import CORE_SHOTS, SMALL_TASKS, bundle_tasks, task_problems
 from support.model_folders import save_tiny
 
@@ -97,12 +97,10 @@ def right_by_hand(model, tokenizer, task, data, number):
 @torch.no_grad()
 def test_core_equals_a_calculation_by_hand(model_folder, bundle):
     """The prompts of ten examples are longer than the model's 128 positions."""
-    scores = score_tasks(
-        model_folder, select_tasks(["core"], None, bundle), evaluation_strategy(), TaskSettings(precision="fp32")
-    )
+    scores = score_tasks(model_folder, select_tasks(["core"], None, bundle), evaluation_strategy(), precision="fp32")
     measured = {score.task: score for score in scores}
     model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32).eval()
-    tokenizer, centred, errors = AutoTokenizer.from_pretrained(model_folder), [], []
+    tokenizer, centered, errors = AutoTokenizer.from_pretrained(model_folder), [], []
     for task in yaml.safe_load((bundle / "core.yaml").read_text())["icl_tasks"]:
         label = task["label"]
         data = [json.loads(line) for line in (bundle / "eval_data" / task["dataset_uri"]).read_text().splitlines()]
@@ -112,11 +110,11 @@ def test_core_equals_a_calculation_by_hand(model_folder, bundle):
         score = measured[f"core/{label}"]
         assert score.measures["acc"] == pytest.approx(sum(right) / 12, abs=1e-12), label
         assert (score.samples, score.few_shots, score.is_part) == (12, CORE_SHOTS[label], True)
-        centred.append((sum(right) / 12 - chance) / (1 - chance))
+        centered.append((sum(right) / 12 - chance) / (1 - chance))
         errors.append(statistics.stdev(map(float, right)) / math.sqrt(12) / (1 - chance))
         assert score.measures["centered_acc_stderr"] == pytest.approx(errors[-1], abs=1e-12)
-    assert len(set(centred)) > 5
-    assert measured["core"].measures["core"] == pytest.approx(sum(centred) / 22, abs=1e-12)
+    assert len(set(centered)) > 5
+    assert measured["core"].measures["core"] == pytest.approx(sum(centered) / 22, abs=1e-12)
     assert measured["core"].measures["core_stderr"] == pytest.approx(math.sqrt(sum(e * e for e in errors)) / 22)
     assert measured["core"].samples == 22 * 12
 
@@ -159,7 +157,7 @@ def test_an_item_that_is_none_is_named(bundle, model_folder, tmp_path):
     copa = broken / "eval_data/some/copa.jsonl"
     copa.write_text('{"query": "a", "choices": ["b", "c"], "gold": 2}\n')
     with pytest.raises(InputError, match=r"copa.jsonl:1: no item of type multiple_choice \(gold is 2 of 2\)"):
-        score_tasks(model_folder, select_tasks(["core/copa"], None, broken), evaluation_strategy(), TaskSettings())
+        score_tasks(model_folder, select_tasks(["core/copa"], None, broken), evaluation_strategy())
 
 
 @pytest.fixture(scope="module")
@@ -191,9 +189,7 @@ def small_tasks(tmp_path_factory):
 @torch.no_grad()
 def test_bits_per_byte_equal_a_calculation_by_hand(model_folder, small_tasks):
     folder, items = small_tasks
-    scores = score_tasks(
-        model_folder, select_tasks(["small"], folder), evaluation_strategy(), TaskSettings(precision="fp32")
-    )
+    scores = score_tasks(model_folder, select_tasks(["small"], folder), evaluation_strategy(), precision="fp32")
     measured = {score.task: score for score in scores}
     model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(model_folder)
@@ -223,5 +219,5 @@ def test_several_right_answers_have_no_bits_per_byte(model_folder, small_tasks, 
     folder, _ = small_tasks
     task = yaml.safe_load((folder / "piqa.yaml").read_text()) | {"task": "several", "doc_to_target": "{{[0, 1]}}"}
     (tmp_path / "several.yaml").write_text(yaml.safe_dump(task))
-    (score,) = score_tasks(model_folder, select_tasks(["several"], tmp_path), evaluation_strategy(), TaskSettings())
+    (score,) = score_tasks(model_folder, select_tasks(["several"], tmp_path), evaluation_strategy())
     assert score.measures["acc"] == 1 and "bits_per_byte" not in score.measures

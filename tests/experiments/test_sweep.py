@@ -21,10 +21,9 @@ from pretrain_tools.experiments.sweep import Sweep, pick_settings
 from pretrain_tools.experiments.sweep_plan import SweepPoint, SweepRequest, config_of_run, read_axes, request_problems
 from pretrain_tools.experiments.sweep_report import (
     PointResult,
-    RunResult,
     at_the_edge,
     draw_sweep,
-    fitting_label,
+    short_label,
     verdict_of_sweep,
 )
 from support.project import events, run_script, start_script
@@ -98,22 +97,23 @@ def test_each_gpu_takes_a_run_and_processors_are_divided(monkeypatch):
 
 
 def fake_runs(tmp_path, count, steps=8):
-    return [SmallRun(f"a={n}", tmp_path, steps, 1.0) for n in range(count)]
+    return [SmallRun(f"a={n}", tmp_path, steps, config=None) for n in range(count)]
 
 
 def test_halving_drops_the_worse_half_at_each_rung(tmp_path, monkeypatch):
     """Four settings; the last learns nothing, the first is best at the first rung and the second at the second."""
     small = fake_runs(tmp_path, 4)
-    points = [SweepPoint({"a": str(n)}, (run,), 100) for n, run in enumerate(small)]
+    points = [SweepPoint({"a": str(n)}, [run], plan=None) for n, run in enumerate(small)]
     curves = [{2: 1.0, 4: 3.0}, {2: 2.0, 4: 1.0}, {2: 3.0}, {2: math.inf}]
     reached = dict.fromkeys((run.name for run in small), 0)
 
     def outcome(run):
         step = reached[run.name]
-        return RunOutcome("finished" if step == 8 else "unfinished", step, 0, curves[small.index(run)], 0.0)
+        losses = {at: {"x": loss} for at, loss in curves[small.index(run)].items()}
+        return RunOutcome(run.output, "finished" if step == 8 else "unfinished", step, losses)
 
     monkeypatch.setattr(sweeps, "read_outcome", outcome)
-    grid = Sweep(request("a=0,1,2,3", halving=3, output=tmp_path), points, flops=1.0)
+    grid = Sweep(request("a=0,1,2,3", halving=3, output=tmp_path), points)
     assert grid.request.rungs == [0.25, 0.5, 1.0]
     order = []
     while given := grid.next_run(set()):
@@ -121,9 +121,12 @@ def test_halving_drops_the_worse_half_at_each_rung(tmp_path, monkeypatch):
         order.append((run.name, pause_at))
         reached[run.name] = pause_at or 8
     assert order == [("a=0", 2), ("a=1", 2), ("a=2", 2), ("a=3", 2), ("a=0", 4), ("a=1", 4), ("a=1", None)]
-    assert grid.progress.work == pytest.approx(4 * 0.25 + 2 * 0.25 + 1 * 0.5)
-    again = Sweep(grid.request, points, flops=1.0)  # after a kill
+    again = Sweep(grid.request, points)  # after a kill
     assert again.next_run(set()) is None and [point.settings["a"] for point in again.alive] == ["1"]
+
+
+def finished_run(folder, loss):
+    return RunOutcome(folder, "finished", 8, {8: {"x": loss}})
 
 
 @pytest.mark.parametrize(
@@ -138,8 +141,7 @@ def test_the_best_is_as_sure_as_its_seeds(second, said, tmp_path):
     """0.110 and 0.109 apart by seed, while the seeds are 0.1 apart."""
 
     def point(losses):
-        outcomes = [RunOutcome("finished", 8, 0, {8: loss}, 0.0) for loss in losses]
-        return PointResult({"a": "1"}, 9, [RunResult(SmallRun("r", tmp_path, 8, 1.0), o, None) for o in outcomes])
+        return PointResult({"a": "1"}, 9, [finished_run(tmp_path, loss) for loss in losses])
 
     best = point([3.0, 3.101])
     text = verdict_of_sweep([best, point(second)] if second else [best])
@@ -147,8 +149,7 @@ def test_the_best_is_as_sure_as_its_seeds(second, said, tmp_path):
 
 
 def finished_point(folder, loss, **settings):
-    outcome = RunOutcome("finished", 8, 0, {8: loss}, 0.0)
-    return PointResult(settings, 9, [RunResult(SmallRun("r", folder, 8, 1.0), outcome, None)])
+    return PointResult(settings, 9, [finished_run(folder, loss)])
 
 
 @pytest.mark.parametrize(
@@ -175,7 +176,7 @@ def test_long_values_stay_within_the_picture(tmp_path, recwarn):
     results = [finished_point(tmp_path, 3.0 + n, **settings) for n, settings in enumerate(asked.grid)]
     draw_sweep(asked, results, tmp_path / "results.png")
     assert not [warning for warning in recwarn if "constrained_layout" in str(warning.message)]
-    assert fitting_label("short", 7) == "short" and max(map(len, fitting_label(values[0], 7).split("\n"))) == 7
+    assert short_label("short") == "short" and len(set(map(short_label, values))) == 4
 
 
 def test_a_search_learns_from_what_it_has_tried_and_repeats_itself(tmp_path):
@@ -184,8 +185,7 @@ def test_a_search_learns_from_what_it_has_tried_and_repeats_itself(tmp_path):
 
     def result(settings, number):
         distance = abs(math.log10(float(settings["optim.learning_rate"])) + 2)
-        outcome = RunOutcome("finished", 8, 0, {8: 3 + distance}, 0.0)
-        return PointResult(settings, 100, [RunResult(SmallRun(str(number), tmp_path, 8, 1.0), outcome, None)])
+        return PointResult(settings, 100, [finished_run(tmp_path / str(number), 3 + distance)])
 
     tried = []
     for number in range(20):

@@ -20,7 +20,7 @@ from pretrain_tools.preparation.cleaning import repeated_text
 from pretrain_tools.preparation.documents import byte_stream, formats, sources
 from pretrain_tools.preparation import prepare, slices
 byte_stream.READ_BYTES = formats.PART_BYTES = sources.PART_BYTES = 30_000
-prepare.COMMIT_SECONDS, near_duplicate_search.PAIRS_COMMIT_SECONDS, slices.TOKENS_PER_PART = 0.02, 0.0, 20_000
+prepare.COMMIT_SECONDS, slices.TOKENS_PER_PART = 0.02, 20_000
 near_duplicate_search.RUN_DOCUMENTS, near_duplicate_search.KEYS_AT_ONCE = 256, 128
 repeated_text.HASHES_PER_RUN = 2_000
 import prepare_data

@@ -92,5 +92,5 @@ def test_a_plan_divides_the_experts_and_nothing_else(recipe, tmp_path):
     beside = 2 * FP32 * (sizes.total - experts) * 3 / 4
     assert traffic(four, step) == (pytest.approx(rows / 1e9 + beside / 1e8), 0.0)
     copies = 2 * FP32 * experts / 2 / 2
-    two = replace(four, groups=2)
+    two = replace(four, replicas=2, ep=2)
     assert traffic(two, step)[0] == pytest.approx(rows / 1e9 * 2 / 3 + (beside + copies) / 1e8)

@@ -8,12 +8,12 @@ from pretrain.gpus import find_gpu
 from pretrain.parallel.launcher import LAUNCHES, launched_strategy
 from pretrain.parallel.registry import STRATEGIES
 from pretrain.recipe import read_run_config
-from pretrain_tools.planning.footprints import FOOTPRINTS
+from pretrain_tools.planning.footprints import STATES
 from pretrain_tools.planning.report import build_plan
 from pretrain_tools.planning.step_time import Hardware
 from support.launcher_environment import launcher_environment
 from support.project import events, launch
-from support.toy_strategy import TOY_FILE, TOY_LAUNCH, toy_footprint
+from support.toy_strategy import TOY_FILE, TOY_LAUNCH, toy_states
 
 
 @pytest.fixture
@@ -25,7 +25,7 @@ def toy_file(tmp_path):
 
 def test_a_plan_lists_it_with_its_own_memory(recipe, monkeypatch):
     monkeypatch.setitem(STRATEGIES, "toy", "support.toy_strategy:Toy")
-    monkeypatch.setitem(FOOTPRINTS, "toy", toy_footprint)
+    monkeypatch.setitem(STATES, "toy", toy_states)
 
     def candidates(*overrides):
         config = read_run_config(recipe, list(overrides))

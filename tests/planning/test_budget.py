@@ -18,7 +18,6 @@ from pretrain_tools.planning.budget import (
 )
 from pretrain_tools.planning.candidates import micro_batches, strategy_problems
 from pretrain_tools.planning.families import FAMILIES, Shape
-from pretrain_tools.planning.footprints import footprint
 from pretrain_tools.planning.layouts import layout
 from pretrain_tools.planning.sizing import MOST_EPOCHS
 from pretrain_tools.planning.step_time import Hardware
@@ -71,33 +70,32 @@ def test_no_combination_that_fits_is_faster(memory, quick_traces):
     given = budget(find_gpu("h100", memory_bytes=memory))
     shape = Shape(24, 2048, 32_000)
     sized = size(given, shape)
-    best, usable = sized.combinations[0], given.hardware.usable_bytes
-    assert best.candidate.memory.total <= usable
+    best, usable = sized.best, given.hardware.usable_bytes
+    assert sized.memory.total <= usable
     seconds = {}
-    for checkpointing, recompute in (("none", 1.0), ("full", 4 / 3)):
-        config = sized.run.config.model_copy(update={"activation_checkpointing": checkpointing})
-        run, work = replace(sized.run, config=config), replace(sized.work, recompute=recompute)
+    for checkpointing in ("none", "full"):
+        case = sized.case.changed(activation_checkpointing=checkpointing)
         for name in DATA_PARALLEL:
             divided = layout(name, 8, 1)
-            if strategy_problems(run, divided):
+            if strategy_problems(case.run, divided):
                 continue
-            for sequences in micro_batches(config, 8):
-                if footprint(run, divided, sequences).total <= usable:
+            for sequences in micro_batches(case.run.config, 8):
+                if case.memory(divided, sequences).total <= usable:
                     key = (name, checkpointing, sequences)
-                    seconds[key] = given.speed(shape).step_seconds(config, work, given.hardware, divided, sequences)[0]
+                    seconds[key] = case.step_seconds(divided, sequences)[0]
     fastest = min(seconds.values())
     assert len(seconds) == sized.searched
-    assert fastest <= best.seconds <= 1.05 * fastest
-    chosen = (best.candidate.name, best.checkpointing, best.candidate.micro_batch)
-    assert best.seconds == pytest.approx(seconds[chosen])
+    assert fastest <= best.step_seconds <= 1.05 * fastest
+    chosen = (best.name, best.checkpointing, best.micro_batch)
+    assert best.step_seconds == pytest.approx(seconds[chosen])
     if memory == 12 * GIB:
-        assert best.candidate.name != "ddp", "19 GB of states alone"
+        assert best.name != "ddp", "19 GB of states alone"
 
 
 def test_a_model_that_does_not_fit_is_not_chosen(quick_traces):
     small = find_gpu("h100", memory_bytes=6 * GIB)
     run = choose_run(budget(small, gpus=1, flops=1e21))
-    assert run.combinations[0].candidate.memory.total <= run.budget.hardware.usable_bytes
+    assert run.memory.total <= run.budget.hardware.usable_bytes
     assert run.shape.parameters < choose_run(budget(gpus=1, flops=1e21)).shape.parameters
     with pytest.raises(InputError, match=r"no llama fits on 1 x h100, not even 8\.62M parameters"):
         choose_run(budget(find_gpu("h100", memory_bytes=1.1 * GIB), gpus=1, vocabulary=64_000, flops=1e17))
@@ -132,5 +130,5 @@ def test_memory_scaled_from_another_size_is_that_of_a_trace():
     scaled = ScaledRun(
         run.config, run.model_config, run.precision, run.device_type, large, planned_run(given, small), small
     )
-    exact, guessed = (r.work(4, 1).activations for r in (run, scaled))
+    exact, guessed = (r.work(layout("single", 1), 4).activations for r in (run, scaled))
     assert guessed.kept(8, 4) == pytest.approx(exact.kept(8, 4), rel=0.1)

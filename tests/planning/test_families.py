@@ -30,7 +30,7 @@ def test_ladders_rise_by_small_steps_from_ten_million_to_thirteen_billion(family
     large = [size for size in sizes if size > 1e7]
     assert all(more / less < (1.8 if family.name != "nanochat" else 2.4) for less, more in itertools.pairwise(large))
     assert 1.2e10 < shapes[-1].parameters < 1.35e10
-    assert all(shape.width == shape.heads * shape.head_width or shape.is_qwen3 for shape in shapes)
+    assert all(shape.width == shape.heads * shape.head_width or family.groups_heads for shape in shapes)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
-from PIL import Image
 
 from pretrain.checkpoint.run_state import Request
 from pretrain_tools.profiling import step_profile
@@ -58,8 +57,6 @@ def test_a_rank_that_takes_longer_is_named(train, tmp_path):
     assert "the others wait for it: rank 0 " in found["slow rank"]
     assert found["slow rank"] in " ".join(ended.output.split()), "the verdict is printed"
     folder = tmp_path / "run/profile" / f"step-{7:08d}"
-    with Image.open(folder / "gantt.png") as picture:
-        assert picture.width > 1000
     for rank in (0, 1):
         with gzip.open(folder / f"trace-rank-{rank:05d}.json.gz") as file:
             names = {event.get("name") for event in json.load(file)["traceEvents"]}
@@ -77,11 +74,11 @@ def test_a_slow_disk_is_named(train, tmp_path):
 def test_a_line_that_waits_for_the_device_is_named(train, tmp_path):
     ended = train("--profile", STEPS, model_type="reading_llama", architecture="support.reading_llama")
     found = causes_of(ended, tmp_path / "run")
-    assert list(found) == ["synchronising line"]
+    assert list(found) == ["synchronizing line"]
     source = (ROOT / "tests/support/reading_llama.py").read_text().splitlines()
     line = next(number for number, text in enumerate(source, start=1) if "# the line" in text)
     assert (
-        f"tests/support/reading_llama.py:{line} (.item() in forward, 2 times per step)" in found["synchronising line"]
+        f"tests/support/reading_llama.py:{line} (.item() in forward, 2 times per step)" in found["synchronizing line"]
     )
 
 

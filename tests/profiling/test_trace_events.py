@@ -3,7 +3,6 @@
 import pytest
 
 from pretrain_tools.profiling.trace_events import (
-    BLOCKED,
     COMMUNICATION,
     MARK,
     Spans,
@@ -39,7 +38,6 @@ def test_spans_are_sets_of_time():
     spans = Spans([(30, 40), (0, 10), (5, 20), (20, 25)])
     assert spans.pairs.tolist() == [[0, 25], [30, 40]]
     assert (spans - Spans([(10, 32)])).pairs.tolist() == [[0, 10], [32, 40]]
-    assert (spans & Spans([(20, 35)])).pairs.tolist() == [[20, 25], [30, 35]]
     assert spans.seconds(24, 31) == pytest.approx(2e-9) and spans.seconds(0, 99) == pytest.approx(35e-9)
     assert Spans([]).seconds(0, 9) == 0 and (Spans([]) - spans).seconds(0, 9) == 0
 
@@ -56,7 +54,7 @@ def test_on_a_cpu_the_main_threads_operators_are_the_work():
         event("gloo:all_reduce", 55, 79, "collective", OTHER), event("aten::mul", 56, 58),
         event("aten::copy_", 0, 100, thread=OTHER),
     ]  # fmt: skip
-    (record,), timeline = read_steps(events, on_device=False, drawn=1)
+    (record,) = read_steps(events, on_device=False)
     assert record.step == 7
     figures = {name: getattr(record, name) for name in ("seconds", "busy", "blocked", "data", "idle", "own")}
     assert in_ms(figures) == {"seconds": 100, "busy": 32, "blocked": 22, "data": 10, "idle": 36, "own": 68}
@@ -66,7 +64,6 @@ def test_on_a_cpu_the_main_threads_operators_are_the_work():
     assert in_ms(record.blocked_in) == {"0/backward": 22}
     assert in_ms(record.idle_in) == {"forward": 12, "backward": 11, "update": 3, "between": 10}
     assert in_ms(record.phases) == {"data": 10, "forward": 30, "backward": 40, "update": 10, "between": 10}
-    assert [[round(1e3 * time) for time in row[:2]] for row in timeline if row[2] == BLOCKED] == [[55, 56], [58, 79]]
 
 
 def test_what_pythons_operators_wait_for_is_no_work():
@@ -76,13 +73,13 @@ def test_what_pythons_operators_wait_for_is_no_work():
         event("aten::mm", 10, 38), event("_c10d_functional::all_gather_into_tensor", 11, 12),
         event("aten::mm", 30, 37), event("gloo:all_gather", 11, 29, "collective", OTHER),
     ]  # fmt: skip
-    (record,), _ = read_steps(events, on_device=False)
+    (record,) = read_steps(events, on_device=False)
     assert in_ms({"busy": record.busy, "blocked": record.blocked}) == {"busy": 7, "blocked": 18}
 
 
 def test_compiled_code_works_between_what_it_calls():
     name = "## Call CompiledFxGraph abc ##"
-    (record,), _ = read_steps([*marks(*PHASES), event(name, 10, 30), event("aten::mm", 15, 25)], on_device=False)
+    (record,) = read_steps([*marks(*PHASES), event(name, 10, 30), event("aten::mm", 15, 25)], on_device=False)
     assert in_ms(record.kernels) == {"matrix products": 10, "pointwise and others": 10}
 
 
@@ -100,7 +97,7 @@ def test_on_a_gpu_its_timeline_counts():
         event("ncclDevKernel_AllReduce_Sum", 55, 75, "kernel", 8),
         event("multi_tensor_apply_kernel", 82, 92, "kernel", 7, 3),
     ]  # fmt: skip
-    (record,), _ = read_steps(events, on_device=True)
+    (record,) = read_steps(events, on_device=True)
     figures = {name: getattr(record, name) for name in ("seconds", "busy", "blocked", "data", "idle")}
     assert in_ms(figures) == {"seconds": 100, "busy": 53, "blocked": 15, "data": 10, "idle": 22}
     assert in_ms(record.kernels) == {

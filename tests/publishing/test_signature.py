@@ -10,7 +10,7 @@ import pytest
 import publish
 from pretrain.errors import InputError
 from pretrain_tools.publishing.provenance import provenance_problems
-from pretrain_tools.publishing.signature import load_signer, load_verifier, signature_problems
+from pretrain_tools.publishing.signature import load_key, signature_problems
 from support.run_folders import write_run
 
 
@@ -54,7 +54,7 @@ def folder(signed, tmp_path):
 
 def test_whatever_is_changed_is_named(folder, keys):
     def problems():
-        return signature_problems(folder, load_verifier(keys / "mine.pub"))
+        return signature_problems(folder, load_key("--public_key", keys / "mine.pub"))
 
     assert problems() == [] and provenance_problems(folder) == []
     for path in sorted(folder.iterdir()):
@@ -71,7 +71,7 @@ def test_whatever_is_changed_is_named(folder, keys):
 
 
 def test_no_byte_of_the_signature_can_change_unseen(folder, keys):
-    path, verifier = folder / "model.sig", load_verifier(keys / "mine.pub")
+    path, verifier = folder / "model.sig", load_key("--public_key", keys / "mine.pub")
     content = path.read_bytes()
     # All of its end, where the signature proper is, and a part of what it signs, which is long.
     for position in [*range(0, len(content) - 200, 17), *range(len(content) - 200, len(content))]:
@@ -114,10 +114,10 @@ def test_keys_that_do_not_sign_are_refused(keys, name):
     with pytest.raises(
         InputError, match=rf"--sign .*{name}: not usable .*give an elliptic private key in PEM without"
     ):
-        load_signer(keys / name)
+        load_key("--sign", keys / name)
 
 
 def test_the_missing_package_is_asked_for(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "model_signing", None)
     with pytest.raises(InputError, match=r"--public_key: needs model-signing .* pip install model-signing pyOpenSSL"):
-        load_verifier(tmp_path / "key.pub")
+        load_key("--public_key", tmp_path / "key.pub")

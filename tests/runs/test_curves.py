@@ -1,10 +1,12 @@
 """Curves that grow: repeated steps forgotten, gaps kept, long runs drawn again less often."""
 
 import json
+from pathlib import Path
 
 import pytest
 
-from pretrain_tools.runs.curves import Curves
+from pretrain_tools.runs.curves import curves_of
+from pretrain_tools.runs.history import History
 from pretrain_tools.runs.page import FollowedCurves
 from support.run_logs import start_line, train_line, validation_line, write_run
 
@@ -18,11 +20,11 @@ class Follower:
     """What a page shows of a run."""
 
     def __init__(self, run):
-        self.followed, self.looks = FollowedCurves(run), 0
+        self.followed = FollowedCurves(run)
 
     def look(self) -> dict:
-        self.followed._due, self.looks = 0.0, self.looks + 1
-        self.followed.refresh(self.looks)
+        self.followed._due = 0.0
+        self.followed.refresh()
         return self.followed.record
 
 
@@ -42,13 +44,14 @@ def test_what_is_appended_is_drawn(tmp_path):
 
 def test_curves_of_a_run_are_drawn_less_often_the_longer_it_takes(tmp_path, monkeypatch):
     run = write_run(tmp_path / "run", [train_line(1)])
-    clock = iter([100.0, 103.0, 129.0, 131.0, 131.0])
+    clock = iter([100.0, 103.0, 249.0, 251.0, 251.0])
     monkeypatch.setattr("pretrain_tools.runs.page.time.monotonic", lambda: next(clock))
     followed = FollowedCurves(run)
-    followed.refresh(1)  # takes 3 seconds
-    followed.refresh(2)
+    followed.refresh()  # takes 3 seconds
+    add(run, train_line(2))
+    followed.refresh()
     assert followed.version == 1
-    followed.refresh(2)
+    followed.refresh()
     assert followed.version == 2
 
 
@@ -77,8 +80,5 @@ def test_repeated_steps_take_the_place_of_the_first(tmp_path):
 
 
 def test_what_is_no_number_is_a_gap():
-    curves = Curves()
-    curves.add(
-        {"hours": 0.0, **line} for line in (train_line(1), train_line(2, loss=float("nan")), {"event": "train"})
-    )
-    assert curves.drawn().train["loss"] == [4.99, None]
+    events = [train_line(1), train_line(2, loss=float("nan")), {"event": "train"}]
+    assert curves_of(History.of_events(Path(), events)).train["loss"] == [4.99, None]

@@ -13,11 +13,9 @@ import pytest
 from pretrain.errors import InputError
 from pretrain.processes import folder_lock
 from pretrain.runs.control import COMMANDS, Control
-from pretrain_tools.runs.history import read_history
-from pretrain_tools.runs.live_log import LiveRuns
+from pretrain_tools.runs.live_runs import LiveRuns
 from pretrain_tools.runs.page import LiveData, PageServer, page_of_plot, write_live_page
 from pretrain_tools.runs.plots import PlottedRun
-from pretrain_tools.runs.status import read_status
 from support.run_logs import end_line, finished_run, start_line, train_line, validation_line, write_run
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -32,7 +30,7 @@ def served(tmp_path, monkeypatch):
     live = write_run(tmp_path / "runs/live", [*lines, {"event": "warning", "step": 40, "message": HOSTILE}])
     finished_run(tmp_path / "runs/done")
     runs = LiveRuns(tmp_path / "runs")
-    with folder_lock(live / ".lock"), PageServer(LiveData(runs, 0), 0, 0.2) as server:
+    with folder_lock(live / ".lock"), PageServer(LiveData(runs), 0, 0.2) as server:
         runs.refresh()
         threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         yield server
@@ -68,18 +66,17 @@ def test_news_are_what_a_page_lacks(served, tmp_path):
     news = json.loads(text)
     assert status == 200 and [run["name"] for run in news["runs"]] == ["live", "done"]
     live, done = news["runs"]
-    assert (live["state"], live["step"], live["total"], live["validation"]) == ("running", 40, 100, 4.5)
+    assert (live["state"], live["step"], live["total_steps"], live["validation_loss"]) == ("running", 40, 100, 4.5)
     assert (done["state"], done["step"]) == ("finished", 100) and news["curves"] == {}
     with open(tmp_path / "runs/live/metrics.jsonl", "a") as file:
         file.write(json.dumps(train_line(41, 1.5)) + '\n{"event": "train", "st')
     number = live["number"]
-    news = json.loads(ask(served, "GET", f"/news?since={news['version']}&shown={number}.-1")[1])
-    assert [run["loss"] for run in news["runs"]] == [1.5]
+    news = json.loads(ask(served, "GET", f"/news?shown={number}.-1")[1])
+    assert [run["loss"] for run in news["runs"]] == [1.5, done["loss"]]
     curves = news["curves"][str(number)]
     assert curves["train"]["loss"][-2:] == [4.6, 1.5] and curves["validation"]["demo"]["loss"] == [4.5]
-    asked = f"/news?since={news['version']}&shown={number}.{curves['version']}"
-    news = json.loads(ask(served, "GET", asked)[1])
-    assert news["runs"] == [] and news["curves"] == {}, "the page has everything"
+    news = json.loads(ask(served, "GET", f"/news?shown={number}.{curves['version']}")[1])
+    assert news["curves"] == {}, "the page has them"
     assert ask(served, "GET", f"/news?shown={number}")[0] == 400
 
 
@@ -140,7 +137,7 @@ def test_a_command_to_a_run_that_has_ended_is_refused_with_the_reason(served):
 
 
 def test_bad_queries_are_answered(served):
-    for path, status in {"/news?since=x": 400, "/news?shown=1.2.3": 400, "/plot?run=x": 404, "/../etc": 404}.items():
+    for path, status in {"/news?shown=x.1": 400, "/news?shown=1.2.3": 400, "/plot?run=x": 404, "/../etc": 404}.items():
         assert ask(served, "GET", path)[0] == status, path
 
 
@@ -156,9 +153,9 @@ def seen_in_browser(address, tmp_path) -> str:
 def test_a_browser_shows_runs_and_curves_and_what_came_after_the_page(served, tmp_path, monkeypatch):
     news, asked = LiveData.news, []
 
-    def and_then_the_run_goes_on(self, since, shown):
-        answer = news(self, since, shown)
-        asked.append(since)
+    def and_then_the_run_goes_on(self, shown):
+        answer = news(self, shown)
+        asked.append(shown)
         if len(asked) == 3:
             with open(tmp_path / "runs/live/metrics.jsonl", "a") as file:
                 file.writelines(json.dumps(train_line(step)) + "\n" for step in range(41, 78))
@@ -189,7 +186,7 @@ def test_the_file_needs_no_server(tmp_path):
 def test_a_single_logged_step_is_seen(tmp_path):
     run = write_run(tmp_path / "runs/short", [start_line(), validation_line(0, 6.2), train_line(10), end_line(10)])
     write_live_page(LiveData(LiveRuns(tmp_path / "runs")), tmp_path / "watch.html", None)
-    (tmp_path / "plot.html").write_text(page_of_plot([PlottedRun.of("short", read_history(run), read_status(run))]))
+    (tmp_path / "plot.html").write_text(page_of_plot([PlottedRun.read(run, "short")]))
     for name in ("watch.html", "plot.html"):
         page = seen_in_browser((tmp_path / name).as_uri(), tmp_path)
         panels = re.findall(r'class="panel.*?</svg>', page, re.DOTALL)

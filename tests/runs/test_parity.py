@@ -20,6 +20,7 @@ from pretrain_tools.runs.parity import (
     StrategyOutcome,
     distance,
     distance_table,
+    exit_status,
     largest_distance,
     read_curve,
     refusals,
@@ -65,13 +66,13 @@ def test_refusals_are_read_from_the_log_of_the_launch():
 
 def test_those_that_ran_decide_the_exit_status(tmp_path, capsys):
     good = {"single": EQUAL, "ddp": StrategyOutcome(Curve({1: 6.000001, 2: 5.0}, REFERENCE.grad_norm))}
-    assert report_parity(good, BOUNDS, tmp_path) == 0
+    assert exit_status(report_parity(good, BOUNDS, tmp_path)) == 0
     assert "1 of the 1 that can run this recipe here match single" in capsys.readouterr().out
     refused = {
         **good,
         "tp": StrategyOutcome(None, ("optim.name: adamw_8bit does not run under tp", "model: too small")),
     }
-    assert report_parity(refused, BOUNDS, tmp_path) == 0
+    assert exit_status(report_parity(refused, BOUNDS, tmp_path)) == 0
     out = capsys.readouterr().out
     assert (
         "tp                   refused: optim.name: adamw_8bit does not run under tp\n" in out
@@ -83,16 +84,22 @@ def test_those_that_ran_decide_the_exit_status(tmp_path, capsys):
 
 def test_a_difference_or_a_crash_is_a_failure(tmp_path, capsys):
     other = StrategyOutcome(Curve({1: 6.1, 2: 5.0}, REFERENCE.grad_norm))
-    assert report_parity({"single": EQUAL, "ddp": EQUAL, "zero3": other}, BOUNDS, tmp_path) == 1
+    assert exit_status(report_parity({"single": EQUAL, "ddp": EQUAL, "zero3": other}, BOUNDS, tmp_path)) == 1
     assert json.loads((tmp_path / "parity.json").read_text())["zero3"]["same"] is False
     assert "zero3                DIFFERENT  loss 1.0e-01   norm 0.0e+00" in capsys.readouterr().out
-    assert report_parity({"single": EQUAL, "ddp": EQUAL, "zero3": StrategyOutcome(None)}, BOUNDS, tmp_path) == 1
+    assert (
+        exit_status(report_parity({"single": EQUAL, "ddp": EQUAL, "zero3": StrategyOutcome(None)}, BOUNDS, tmp_path))
+        == 1
+    )
     out = capsys.readouterr().out
     assert f"FAILED: see {tmp_path / 'zero3'}.log" in out and "1 of the 2 that can run" in out
 
 
 def test_refusals_alone_prove_nothing(tmp_path, capsys):
-    assert report_parity({"single": EQUAL, "tp": StrategyOutcome(None, ("model: no",))}, BOUNDS, tmp_path) == 1
+    assert (
+        exit_status(report_parity({"single": EQUAL, "tp": StrategyOutcome(None, ("model: no",))}, BOUNDS, tmp_path))
+        == 1
+    )
     assert "Nothing was compared." in capsys.readouterr().out
 
 
@@ -200,7 +207,7 @@ def test_an_optimizer_that_computes_in_bf16_is_compared_as_bf16(recipe, tmp_path
         folder.mkdir()
         text = recipe.read_text().replace("optim:", f"optim:\n  name: {name}")
         (folder / "recipe.yaml").write_text(text)
-        return parity.measure_parity(folder / "recipe.yaml", folder, **options)
+        return exit_status(parity.measure_parity(folder / "recipe.yaml", folder, **options))
 
     assert compare("adamw", True) == 1 and "bf16" not in capsys.readouterr().out
     assert compare("muon", False) == 1 and "bf16" not in capsys.readouterr().out
@@ -228,7 +235,7 @@ def test_the_list_of_optimizers_that_compute_in_bf16_is_right(name, monkeypatch)
 def test_fsdp2_on_two_processes_is_compared_with_one(recipe, tmp_path, capsys):
     """Two real runs: the same curves are found, no other, and the strategy trained that was named."""
     options = {"steps": 3, "strategies": ["fsdp2"], "processes": 2, "precision": "fp32"}
-    assert parity.measure_parity(recipe, tmp_path / "out", **options) == 0, capsys.readouterr()
+    assert exit_status(parity.measure_parity(recipe, tmp_path / "out", **options)) == 0, capsys.readouterr()
     found = json.loads((tmp_path / "out/parity.json").read_text())
     assert list(found) == ["fsdp2"] and found["fsdp2"]["same"] and found["fsdp2"]["loss"] < 1e-5
     names = ("single", "fsdp2")
@@ -240,7 +247,7 @@ def test_fsdp2_on_two_processes_is_compared_with_one(recipe, tmp_path, capsys):
     capsys.readouterr()
     other = Curve({step: loss + 1e-4 for step, loss in curves["fsdp2"].loss.items()}, curves["fsdp2"].grad_norm)
     outcomes = {"single": StrategyOutcome(curves["single"]), "fsdp2": StrategyOutcome(other)}
-    assert report_parity(outcomes, parity.TOLERANCES["fp32"], tmp_path) == 1
+    assert exit_status(report_parity(outcomes, parity.TOLERANCES["fp32"], tmp_path)) == 1
 
 
 @pytest.mark.parametrize(("strategy", "ranks"), [("ddp", 2), ("fsdp2", 1), ("single", 1)])

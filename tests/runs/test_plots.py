@@ -3,22 +3,22 @@
 import json
 import math
 import re
+from pathlib import Path
 
 import pytest
 from matplotlib.figure import Figure
 
-from pretrain_tools.runs.curves import Curves, Places
-from pretrain_tools.runs.history import read_history
+from pretrain_tools.runs.curves import Places, curves_of
+from pretrain_tools.runs.history import History
 from pretrain_tools.runs.page import PAGE, page_of_plot
-from pretrain_tools.runs.plots import PlottedRun, axis_text, picture_panels, smoothed, write_png
-from pretrain_tools.runs.status import read_status
+from pretrain_tools.runs.plots import PlottedRun, axis_text, draw_panel, picture_panels, smoothed, write_png
 from support.run_logs import end_line, finished_run, start_line, train_line, validation_line, write_run
 
 POSITIONS = ("step", "tokens", "hours", "flops")
 
 
 def plotted(run, name="run"):
-    return PlottedRun.of(name, read_history(run), read_status(run))
+    return PlottedRun.read(run, name)
 
 
 def curves(run):
@@ -69,24 +69,21 @@ def test_the_loss_by_position_is_drawn_at_the_end_of_each_stage(tmp_path):
         "demo, step 40": {"position": [128, 256, 512], "loss": [3.0, 2.8, 2.6]},
     }
     assert run.validation["demo, stage's length"]["loss"] == [None, None, 2.5, 2.5]
-    assert any(title.startswith("Validation loss by position") for title, _, _ in picture_panels([whole]))
+    assert any(panel.title.startswith("Validation loss by position") for panel in picture_panels([whole]))
     short = curves(write_run(tmp_path / "b", [start_line(), train_line(1), validation(10, 4.0)]))
     assert short.by_position == {}, "one range is the loss itself"
     write_png([whole], tmp_path / "plot.png")
 
 
 def test_places_between_logged_steps_lie_on_straight_lines():
-    train = [train_line(10, hours=1.0), train_line(20, hours=2.0)]
-    place = Places(train, None)
-    columns = place.of([{"step": step} for step in (15, 0, 25, None)])
+    places = Places(History(Path(), [train_line(10, hours=1.0), train_line(20, hours=2.0)]))
+    columns = places.at([15, 0, 25, None])
     assert columns["hours"] == [1.5, 0, 2.0, None] and columns["flops"] == [None] * 4
-    assert place.of([{"step": 5}])["tokens"] == [5 * 2048]
+    assert places.at([5])["tokens"] == [5 * 2048]
 
 
 def drawn(events):
-    found = Curves()
-    found.add({"hours": 0.0, **event} for event in events)
-    return found.drawn().train
+    return curves_of(History.of_events(Path(), events)).train
 
 
 def test_a_long_curve_is_thinned_without_losing_a_spike():
@@ -110,7 +107,7 @@ def test_the_smooth_line_neither_lags_nor_invents():
     falling = [10.0 - n / 100 for n in range(1000)]
     middle = slice(50, 950)
     assert smoothed(falling)[middle] == pytest.approx(falling[middle], abs=1e-9)  # a lagging mean lies above
-    assert smoothed([2.0] * 30) == [pytest.approx(2.0)] * 30
+    assert smoothed([2.0] * 30) == pytest.approx([2.0] * 30)
     noisy = smoothed([math.sin(n * 2.4) for n in range(1000)])
     assert max(map(abs, noisy[100:])) < 0.1
 
@@ -175,10 +172,10 @@ def test_the_picture_has_a_panel_for_everything(tmp_path):
     width, height = int.from_bytes(header[16:20], "big"), int.from_bytes(header[20:24], "big")
     # Four losses, validation, learning rate, norm, speed and one evaluation: three rows of three panels.
     assert width == 1760 and height == round((3 * 4.1 + 0.9) * 110)
-    titles = [title for title, _, _ in picture_panels([busy, *plain])]
+    titles = [panel.title for panel in picture_panels([busy, *plain])]
     assert len(titles) == 9 and titles[-1] == "Evaluation: arc_easy · acc"
     assert len(picture_panels([busy, plain[0]])) == 8  # a single number is no picture
-    alone = [title for title, _, _ in picture_panels([busy])]
+    alone = [panel.title for panel in picture_panels([busy])]
     assert len(alone) == 6 and alone[-1] == "Training loss by hours of running"  # two rows, no curve drawn twice
 
 
@@ -188,12 +185,12 @@ def test_a_single_logged_step_is_seen_and_every_loss_of_a_short_run(tmp_path):
     one = plotted(write_run(tmp_path / "one", lines))
     two = plotted(write_run(tmp_path / "two", [*lines, train_line(2000, loss=3.0)]))
     for run in (one, two):
-        for title, position, draw in picture_panels([run]):
+        for panel in picture_panels([run]):
             axis = Figure().subplots()
-            draw(axis, position)
-            assert axis.lines and all(line.get_marker() == "o" for line in axis.lines), title
+            draw_panel(axis, panel)
+            assert axis.lines and all(line.get_marker() == "o" for line in axis.lines), panel.title
             low, high = axis.get_ylim()
-            assert all(low <= y <= high for line in axis.lines for y in line.get_ydata()), title
+            assert all(low <= y <= high for line in axis.lines for y in line.get_ydata()), panel.title
 
 
 def test_settings_that_differ_are_found_whichever_run_has_them(tmp_path):

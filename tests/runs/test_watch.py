@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from pretrain.processes import folder_lock
-from pretrain_tools.runs.live_log import LiveRuns
+from pretrain_tools.runs.live_runs import LiveRuns
 from pretrain_tools.runs.watch import LIVE_COLUMNS, live_table
 from support.project import ROOT, run_script, start_script
 from support.run_logs import finished_run, start_line, train_line, validation_line, write_run
@@ -19,7 +19,7 @@ from support.terminals import CONTROL_C, InTerminal
 def table(folder, width, height=None) -> list[str]:
     console = Console(file=io.StringIO(), width=width)
     runs = LiveRuns(folder)
-    console.print(live_table(runs, runs.refresh(), width, height, "http://somewhere"))
+    console.print(live_table(runs.refresh(), width, height, "http://somewhere"))
     return console.file.getvalue().splitlines()
 
 
@@ -90,7 +90,7 @@ def test_once_prints_the_table_and_writes_the_page(tmp_path):
     finished_run(tmp_path / "runs/done")
     page = tmp_path / "page.html"
     shown = run_script("runs.py", "watch", tmp_path / "runs", "--once", "--output", page).stdout
-    assert "done  finished   100  100%" in shown and shown.endswith(f"{page}\n")
+    assert "done  finished  100/100  100%" in shown and shown.endswith(f"{page}\n")
     assert '"name": "done"' in page.read_text()
 
 

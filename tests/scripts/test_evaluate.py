@@ -18,7 +18,7 @@ from pretrain.data.shards import read_manifest
 from pretrain.errors import InputError
 from pretrain.files import commit
 from pretrain_tools.evaluation.evaluate import evaluate_models
-from pretrain_tools.evaluation.lm_harness import evaluate_package_importable, match_names, select_tasks
+from pretrain_tools.evaluation.lm_harness import evaluate_package_importable, select_tasks
 from support.model_folders import save_tiny
 from support.project import ROOT, cpu_seconds, events, free_port, run_script
 
@@ -307,14 +307,11 @@ def test_models_side_by_side_do_not_influence_each_other(model_folder, tasks, tm
 
 
 def test_task_names_are_checked_first(model_folder, tasks, tmp_path):
-    from lm_eval.tasks import TaskManager
-
-    local = TaskManager(include_path=str(tasks), include_defaults=False)
-    assert match_names(local, ["tiny_choice", "tiny_p*"]) == (["tiny_choice", "tiny_plain"], [])
-    specs, unknown = match_names(local, ["tiny_chioce", "no.yaml"])
-    assert specs == []
-    assert unknown[0] == "--tasks tiny_chioce: no such task, group, set or .yaml file; did you mean tiny_choice?"
-    assert unknown[1].startswith("--tasks no.yaml: no such task")
+    selected = select_tasks(["tiny_choice", "tiny_p*"], tasks)
+    assert [task.task_name for task in selected.loaded] == ["tiny_choice", "tiny_plain"]
+    text = problems_of(select_tasks, ["tiny_chioce", "no.yaml"], tasks)
+    assert "--tasks tiny_chioce: no such task, group, set or .yaml file; did you mean tiny_choice?" in text
+    assert "--tasks no.yaml: no such task" in text
     text = problems_of(
         evaluate, "--model", model_folder, "--tasks", "tiny_choice", "--include_path", tmp_path / "none",
     )  # fmt: skip

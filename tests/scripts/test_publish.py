@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,6 +22,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import publish
+from pretrain.checkpoint import tensor_files
 from pretrain.errors import InputError
 from pretrain.files import commit, damage
 from pretrain.processes import hold_while_open
@@ -341,7 +343,7 @@ def test_no_secret_goes_up(tmp_path, logged_out, monkeypatch):
     assert not list((tmp_path / "dry").iterdir()), "not even staged"
 
 
-def test_a_checkpoint_in_several_files_is_rounded_file_by_file(run, tmp_path):
+def test_a_checkpoint_in_several_files_is_rounded(run, tmp_path, monkeypatch):
     folder = run / "checkpoints/step-00000004"
     whole = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     (folder / "model.safetensors").unlink()
@@ -350,6 +352,7 @@ def test_a_checkpoint_in_several_files_is_rounded_file_by_file(run, tmp_path):
     sharded = tmp_path / "again"
     folder.rename(sharded)
     commit(sharded, folder, {})
+    monkeypatch.setattr(tensor_files, "plan_files", partial(tensor_files.plan_files, max_file_bytes=100_000))
     staged = stage(run, checkpoint_model(folder, 4), Publication("me/tiny", dtype="bf16"), tmp_path / "staged")
     index = json.loads((staged / "model.safetensors.index.json").read_text())
     weights = {}

@@ -185,7 +185,7 @@ def test_long_runs_are_listed_at_once(tmp_path):
 
 def test_a_comparison_shows_what_differs_and_what_came_of_it(tmp_path):
     runs = [finished_run(tmp_path / "low"), finished_run(tmp_path / "high", learning_rate=2e-3)]
-    text = comparison_text([(read_history(run), read_status(run)) for run in runs])
+    text = comparison_text(runs)
     settings, results = text.split("results")
     assert "optim.learning_rate" in settings and "0.002" in settings and "seed" not in settings
     assert "3.5000, 1.7500 bits/byte" in results and "0.2500 ± 0.0100" in results and "best validation demo" in results
@@ -273,7 +273,7 @@ def test_the_documents_of_a_step_are_those_the_loop_reads(tmp_path, shards):
     decoder = load_decoder(shards / "tokenizer")
     text = documents_text(run, 7, limit=2, characters=10_000)
     first = read_sequence(batches, first_sample, 1)
-    for line in decoder.decode(first.documents[0][1].tolist(), skip_special_tokens=False).splitlines():
+    for line in decoder.decode(first.documents[0].ids.tolist(), skip_special_tokens=False).splitlines():
         assert f"    | {line}" in text
     assert f"train-00000.bin · tokens {first.offset:,} to {first.offset + 63:,}" in text
     assert "2 more sequences: --limit 4" in text
@@ -285,10 +285,10 @@ def test_the_origin_of_a_document_holds_its_text(tmp_path, shards, text_files):
     decoder = load_decoder(shards / "tokenizer")
     for sample in range(0, 80, 7):
         sequence = read_sequence(batches, sample, 1)
-        for (_, ids), origin in zip(sequence.documents, sequence.origins, strict=True):
-            source = (text_files / origin.split(",")[0]).read_text(encoding="utf-8")
+        for document in sequence.documents:
+            source = (text_files / document.origin.split(",")[0]).read_text(encoding="utf-8")
             # A window may cut a character in two.
-            assert decoder.decode(ids.tolist(), skip_special_tokens=False).strip("\ufffd") in source
+            assert decoder.decode(document.ids.tolist(), skip_special_tokens=False).strip("\ufffd") in source
 
 
 def test_shards_of_earlier_versions_have_no_origins(tmp_path, shards):
@@ -313,11 +313,11 @@ def test_documents_are_counted_within_the_shard(tmp_path, shards):
     several = 0
     for sample in range(80):
         sequence = read_sequence(batches, sample, 1)
-        for number, ids in sequence.documents:
-            nth = sequence.first_document + number
+        for document in sequence.documents:
+            nth = document.number
             begin, stop = (ends[nth - 2] + 1 if nth > 1 else 0), ends[nth - 1]
             inside = stream[max(begin, sequence.offset) : min(stop, sequence.offset + 64)]
-            assert (inside == ids).all()
+            assert (inside == document.ids).all()
         several += len(sequence.documents) > 1
     assert several  # or the test says nothing of boundaries
 

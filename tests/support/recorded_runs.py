@@ -1,5 +1,6 @@
 """Runs of many small experiments, recorded at once where train.py would take seconds for each."""
 
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -31,6 +32,7 @@ def record_instead_of_training(monkeypatch, losses: Callable[[RunConfig], dict[s
         trained.append(run.name)
         return SimpleNamespace(poll=lambda: 0, returncode=0)
 
-    monkeypatch.setattr(small_runs.subprocess, "Popen", popen)
+    # Not subprocess.Popen itself, which modules that are imported later may name in their annotations.
+    monkeypatch.setattr(small_runs, "subprocess", SimpleNamespace(**(vars(subprocess) | {"Popen": popen})))
     monkeypatch.setattr(small_runs, "POLL_SECONDS_OF_RUNS", 0.0)
     return trained

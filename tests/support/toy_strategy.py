@@ -14,7 +14,7 @@ from accelerate.utils import patch_environment
 from pretrain.parallel.launcher import LAUNCHES
 from pretrain.parallel.registry import STRATEGIES
 from pretrain.parallel.strategy import Strategy
-from pretrain_tools.planning.footprints import of_copies
+from pretrain_tools.planning.footprints import replicated
 
 TOY_FILE = """\
 compute_environment: LOCAL_MACHINE
@@ -41,9 +41,9 @@ class Toy(Strategy):
             return super().make_accelerator()
 
 
-def toy_footprint(run, layout, sequences):
+def toy_states(work):
     """DDP's, with a byte more."""
-    memory = of_copies(run, layout, sequences)
+    memory = replicated(work)
     return replace(memory, buffers=memory.buffers + 1)
 
 

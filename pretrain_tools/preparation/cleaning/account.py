@@ -5,6 +5,7 @@ difference.
 """
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -85,9 +86,7 @@ class CleaningAccount:
 
     def add_values(self, measure: str, values: Iterable[str]) -> None:
         """Counts documents by a value such as their language; numbers must be rounded to few values."""
-        histogram = self.histograms.setdefault(measure, {})
-        for value in values:
-            histogram[value] = histogram.get(value, 0) + 1
+        _add_numbers(self.histograms.setdefault(measure, {}), Counter(values))
 
     def add_domains(self, texts: Iterable[bytes], urls: Iterable[str | None]) -> None:
         """Draws documents that stay, by their hash, to record their domains."""
@@ -132,11 +131,9 @@ class CleaningAccount:
                 self.add_counts(rule, source, documents, size)
         for stage, amounts in other.changed.items():
             _add(self.changed, stage, amounts)
-        self.add_to_counts(other.counts)
+        _add_numbers(self.counts, other.counts)
         for measure, values in other.histograms.items():
-            histogram = self.histograms.setdefault(measure, {})
-            for value, documents in values.items():
-                histogram[value] = histogram.get(value, 0) + documents
+            _add_numbers(self.histograms.setdefault(measure, {}), values)
         self.domains = other.domains | self.domains
         self._keep_domains()
         for rule, drawn in other.samples.items():
@@ -146,8 +143,7 @@ class CleaningAccount:
 
     def add_to_counts(self, counts: Mapping[str, int]) -> None:
         """Adds the counts of a stage."""
-        for name, number in counts.items():
-            self.counts[name] = self.counts.get(name, 0) + int(number)
+        _add_numbers(self.counts, counts)
 
     @property
     def removed_documents(self) -> int:
@@ -242,6 +238,11 @@ def ranges_text(numbers: Iterable[int]) -> str:
     begins = [n for k, n in enumerate(ordered) if k == 0 or ordered[k - 1] != n - 1]
     ends = [n for k, n in enumerate(ordered) if k + 1 == len(ordered) or ordered[k + 1] != n + 1]
     return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in zip(begins, ends, strict=True))
+
+
+def _add_numbers(numbers: dict[str, int], more: Mapping[str, int]) -> None:
+    for name, number in more.items():
+        numbers[name] = numbers.get(name, 0) + int(number)
 
 
 def _add(amounts: dict[str, list[int]], name: str, more: Iterable[int]) -> None:

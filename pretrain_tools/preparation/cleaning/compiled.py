@@ -16,10 +16,6 @@ import numpy as np
 
 compiled = functools.partial(numba.njit, cache=True, nogil=True, error_model="numpy")
 """Machine code is kept beside the module or in the user's cache, as numba chooses."""
-DE_BRUIJN = np.uint64(0x03F79D71B4CB0A89)
-BIT_OF = np.zeros(64, np.uint8)
-"""The number of the only bit of x, at x * DE_BRUIJN >> 58 (Leiserson, Prokop and Randall 1998)."""
-BIT_OF[[int(DE_BRUIJN) * 2**bit % 2**64 >> 58 for bit in range(64)]] = range(64)
 FACTOR = np.uint64(0x9E3779B97F4A7C15)
 START = np.uint64(0xCBF29CE484222325)
 ONE = np.uint64(1)
@@ -79,7 +75,7 @@ def joined_texts(texts: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
     ends = np.cumsum([len(text) for text in texts], dtype=np.int64)
     bounds = np.stack([ends - np.array([len(text) for text in texts], np.int64), ends], axis=1)
     # From a bytearray, so that all arrays of bytes are writable and nothing is compiled twice.
-    return np.frombuffer(bytearray().join([*texts, bytes(PADDING + -sum(map(len, texts)) % 8)]), np.uint8), bounds
+    return np.frombuffer(bytearray().join([*texts, bytes(PADDING)]), np.uint8), bounds
 
 
 @compiled
@@ -133,25 +129,10 @@ def _count_sign(text, begin, position, code, line):
 
 
 @compiled
-def _hash_of(eights, start, end):
-    """Hashes the bytes [start, end) of a text, eight at once."""
-    value = START ^ np.uint64(end - start)
-    while True:
-        shift = np.uint64(8 * (start & 7))
-        index = np.uintp(start >> 3)
-        eight = eights[index] >> shift | (eights[index + np.uintp(1)] << ONE) << (np.uint64(63) - shift)
-        if end - start < 8:
-            return mixed((value ^ eight & ((ONE << np.uint64(8 * (end - start))) - ONE)) * FACTOR)
-        value = (value ^ eight) * FACTOR
-        value ^= value >> np.uint64(32)
-        start += 8
-
-
-@compiled
-def _divide(text, eights, letters, bounds, classes, lengths, hashes, word_bounds, totals, lines):
+def _divide(text, bounds, classes, lengths, hashes, word_bounds, totals, lines):
     """Fills the arrays of DividedTexts and returns the numbers of words and of lines.
 
-    eights: the text, eight bytes in one. letters: a bit for each byte, whether it is one of a to z. lines: zeros.
+    lines: zeros.
     """
     word = count = block = np.int64(0)
     for document in range(len(bounds)):
@@ -193,6 +174,7 @@ def _divide(text, eights, letters, bounds, classes, lengths, hashes, word_bounds
                 begin = position
                 length = np.int64(0)
                 kinds = np.int64(0)
+                value = START
                 while True:
                     if kind & SIGN:
                         _count_sign(text, begin, position, code, line)
@@ -203,14 +185,15 @@ def _divide(text, eights, letters, bounds, classes, lengths, hashes, word_bounds
                         last_code = code
                     length = length + 1
                     kinds = kinds | kind
+                    value = (value ^ np.uint64(code)) * FACTOR
                     position += size
                     # Words are mostly small letters, and the first of several has the classes of all.
                     if kind == SMALL_LETTER:
-                        others = ~(letters[np.uintp(position >> 6)] >> np.uint64(position & 63))
-                        run = np.int64(BIT_OF[(others & -others) * DE_BRUIJN >> np.uint64(58)])
-                        run = min(run, end - position)
-                        length += run
-                        position += run
+                        first = position
+                        while position < end and np.uint8(text[np.uintp(position)] - np.uint8(97)) < 26:
+                            value = (value ^ np.uint64(text[np.uintp(position)])) * FACTOR
+                            position += 1
+                        length += position - first
                     if position >= end:
                         break
                     # Most other characters are of one byte: the call is left out.
@@ -221,7 +204,7 @@ def _divide(text, eights, letters, bounds, classes, lengths, hashes, word_bounds
                     kind = np.int64(classes[np.uintp(code)])
                     if kind & SPACE:
                         break
-                value = _hash_of(eights, begin, position)
+                value = mixed(value)
                 hashes[word] = value
                 lengths[word] = length
                 digest = (digest ^ value) * FACTOR
@@ -279,12 +262,7 @@ def divided_texts(text: np.ndarray, bounds: np.ndarray) -> DividedTexts:
     word_bounds = np.zeros_like(bounds)
     totals = np.zeros((len(bounds), 3), np.int64)
     lines = np.zeros(ends + len(bounds) + 1, LINE)
-    packed = np.packbits((text - np.uint8(97)) < 26, bitorder="little")
-    letters = np.zeros(len(packed) // 8 + 2, np.uint64)
-    letters.view(np.uint8)[: len(packed)] = packed
-    words, count = _divide(
-        text, text.view(np.uint64), letters, bounds, character_classes(), lengths, hashes, word_bounds, totals, lines
-    )
+    words, count = _divide(text, bounds, character_classes(), lengths, hashes, word_bounds, totals, lines)
     return DividedTexts(text, lengths[:words], hashes[:words], word_bounds, totals, lines[:count])
 
 

@@ -1,7 +1,6 @@
 """Filters by name, with their numbers, and functions of the user's: what --filter may be given."""
 
 import dataclasses
-import hashlib
 import importlib.util
 import re
 from collections.abc import Callable, Sequence
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from pretrain.errors import InputError, Problems, did_you_mean, one_line
+from pretrain.files import sha256_of
 from pretrain_tools.preparation.cleaning.language import LanguageFilter
 from pretrain_tools.preparation.cleaning.lists import CharactersFilter, LengthFilter, PersonalData, UrlList, WordList
 from pretrain_tools.preparation.cleaning.published import C4Quality, FineWebQuality, GopherQuality, GopherRepetition
@@ -140,7 +140,7 @@ class UserFunction:
         """Loads 'FILE.py:FUNCTION'. Raises InputError where there is no such function."""
         path, _, function = given.rpartition(":")
         try:
-            sha256 = hashlib.sha256(Path(path).read_bytes()).hexdigest()
+            sha256 = sha256_of(Path(path))
         except OSError as error:
             raise InputError(f"--filter {given}: {path}: {error.strerror}; give FILE.py:FUNCTION") from None
         stage = cls(path, function, sha256)

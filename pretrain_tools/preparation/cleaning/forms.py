@@ -76,7 +76,8 @@ class Lines:
 
     def totals(self, values: np.ndarray | str) -> np.ndarray:
         """Sums a value per line, (lines,) or a field of LINE, over each document: (documents,)."""
-        return _totals(self.table[values] if isinstance(values, str) else values, self.bounds)
+        by_line = self.table[values] if isinstance(values, str) else values
+        return np.diff(np.append(0, np.cumsum(by_line, dtype=np.int64))[self.bounds])
 
     @cached_property
     def characters(self) -> np.ndarray:
@@ -103,13 +104,26 @@ class Lines:
     @cached_property
     def repeated(self) -> tuple[np.ndarray, np.ndarray]:
         """(documents,) each: lines that their document has before, and the characters of these."""
-        repeated = _is_repeated(self.table["digest"], self.table["document"])
+        repeated = np.empty(len(self.table), bool)
+        mark_repeated(self.table["digest"].copy(), self.table["document"].copy(), repeated)
         return self.totals(repeated), self.totals(repeated * self.table["characters"])
 
     @cached_property
-    def blocks(self) -> "Blocks":
-        """The runs of lines that blank lines divide."""
-        return Blocks(self)
+    def blocks(self) -> "Lines":
+        """The paragraphs, stanzas or speeches that blank lines divide, each as one line.
+
+        Of their fields only `characters`, `digest` and `last_kind` are those of the whole block; a block ends a
+        sentence if any of its lines does.
+        """
+        first = np.flatnonzero(np.diff(self.table["block"], prepend=-1))
+        blocks = self.table.take(first)
+        if len(first):  # reduceat fails without any
+            place = np.arange(len(self.table)) - np.repeat(first, np.diff(first, append=len(self.table)))
+            digests = self.table["digest"] * (2 * place.astype(np.uint64) + np.uint64(1))
+            blocks["characters"] = np.add.reduceat(self.table["characters"], first)
+            blocks["digest"] = np.add.reduceat(digests, first)
+            blocks["last_kind"] = np.bitwise_or.reduceat(self.table["last_kind"], first)
+        return Lines(self.text, blocks, len(self.counts))
 
     def joined(self, stays: np.ndarray) -> list[bytes]:
         """Joins the lines that stay, (lines,) bool, of each document."""
@@ -120,43 +134,6 @@ class Lines:
         join_lines(self.text, kept["start"].copy(), kept["stop"].copy(), joined)
         view = joined.data
         return [bytes(view[begin : max(begin, end - 1)]) for begin, end in pairwise(ends)]
-
-
-class Blocks:
-    """Paragraphs, stanzas or speeches, which blank lines divide. Attributes as in Lines."""
-
-    def __init__(self, lines: Lines):
-        table = lines.table
-        first = np.flatnonzero(np.diff(table["block"], prepend=-1))
-        self.bounds = np.searchsorted(first, lines.bounds)
-        self.counts = np.diff(self.bounds)
-        self._documents = table["document"][first]
-        self.ends_sentence = np.logical_or.reduceat(lines.ends_sentence, first) if len(first) else first
-        """(blocks,) bool: whether any line ends a sentence."""
-        self._sizes = np.add.reduceat(table["characters"], first) if len(first) else first
-        place = np.arange(len(table)) - np.repeat(first, np.diff(first, append=len(table)))
-        digests = table["digest"] * (2 * place.astype(np.uint64) + np.uint64(1))
-        self._digests = np.add.reduceat(digests, first) if len(first) else digests
-
-    def totals(self, values: np.ndarray) -> np.ndarray:
-        """Sums a value per block, (blocks,), over each document: (documents,)."""
-        return _totals(values, self.bounds)
-
-    @cached_property
-    def repeated(self) -> tuple[np.ndarray, np.ndarray]:
-        """(documents,) each: blocks that their document has before, and the characters of these."""
-        repeated = _is_repeated(self._digests, self._documents)
-        return self.totals(repeated), self.totals(repeated * self._sizes)
-
-
-def _totals(values: np.ndarray, bounds: np.ndarray) -> np.ndarray:
-    return np.diff(np.append(0, np.cumsum(values, dtype=np.int64))[bounds])
-
-
-def _is_repeated(digests: np.ndarray, documents: np.ndarray) -> np.ndarray:
-    repeated = np.empty(len(digests), bool)
-    mark_repeated(np.ascontiguousarray(digests), np.ascontiguousarray(documents), repeated)
-    return repeated
 
 
 def forms_of(divided: DividedTexts, lines: Lines) -> np.ndarray:

@@ -6,6 +6,7 @@ So a verdict is exact, not probable.
 """
 
 import functools
+import re
 import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,6 +23,10 @@ LEAST_LETTERS = 20
 ODD = tuple(map(np.uint32, (0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D, 0x27D4EB2F)))
 BITS_PER_KEY, FEWEST_BITS = 64, 17
 FIRSTS_BITS = 16
+LETTER = r"[^\W_\u2e80-\uabff\U00010000-\U0010ffff]"
+# Two ideograms, or letters with apostrophes among them: no character that `folding_table` lacks, or letters and words
+# would be miscounted. One ideogram alone is too little: 13 of them are fewer than LEAST_LETTERS.
+WORD = re.compile(rf"[\u2e80-\uabff]{{1,2}}|{LETTER}+(?:['’]+{LETTER}+)*")
 
 
 class Run(NamedTuple):
@@ -86,25 +91,6 @@ def _fold(content, start, stop, table, letters, places):
         count += uintp(letter != 0)
         at += size
     return count
-
-
-@compiled
-def _word_starts(content, letters, places, count, starts):
-    """Marks the letters that begin a word: after anything but an apostrophe, and every ideogram."""
-    for number in range(count):
-        starts[number] = number == 0 or 0x2E80 <= letters[number] < 0xAC00
-        if number and not starts[number]:
-            at = places[number - 1] + 1
-            while at < places[number] and (content[at] & 0xC0) == 0x80:  # the rest of the letter before
-                at += 1
-            while at < places[number]:
-                if content[at] == 0x27:
-                    at += 1
-                elif content[at] == 0xE2 and content[at + 1] == 0x80 and content[at + 2] == 0x99:  # a curly one
-                    at += 3
-                else:
-                    starts[number] = True
-                    break
 
 
 @compiled
@@ -261,16 +247,14 @@ def build_index(texts: Sequence[bytes], whole: Sequence[bool], words: int) -> It
     table = folding_table()
     all_letters = [np.empty(0, np.uint16)]
     all_starts = [np.empty(0, np.int64)]
+    no_places = np.empty(0, np.int64)
     first_letters = [0]
     first_words = [0]
     for text, is_whole in zip(texts, whole, strict=True):
-        content = np.frombuffer(bytearray(text), np.uint8)
         letters = np.empty(len(text) + 1, np.uint16)
-        places = np.empty(len(text) + 1, np.int64)
-        count = int(_fold(content, 0, len(text), table, letters, places))
-        is_start = np.zeros(count, bool)
-        _word_starts(content, letters, places, count, is_start)
-        starts = np.flatnonzero(is_start)
+        count = int(_fold(np.frombuffer(bytearray(text), np.uint8), 0, len(text), table, letters, no_places))
+        found = WORD.findall(text.decode())
+        starts = np.cumsum([0, *(len(word) - word.count("'") - word.count("’") for word in found)])[:-1]
         if count < LEAST_LETTERS or (not is_whole and len(starts) < words):
             count = 0
             starts = starts[:0]

@@ -1,14 +1,16 @@
 """Documents by their language: by function words where these leave no doubt, else by lingua or a fastText model."""
 
 import functools
-import hashlib
+import itertools
 import re
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
 from pretrain.errors import InputError, did_you_mean
+from pretrain.files import sha256_of
 from pretrain_tools.preparation.cleaning.published import NamedFilter
 from pretrain_tools.preparation.cleaning.stages import Judge, TextBatch, Verdicts
 
@@ -23,13 +25,11 @@ FUNCTION_WORDS = {
 }
 """Frequent words by language. A word of several languages counts for each."""
 WORDS_OF = {language: set(words.encode().split()) for language, words in FUNCTION_WORDS.items()}
-SHIFT_OF = {language: 32 * number for number, language in enumerate(FUNCTION_WORDS)}
-MOST = 0xFFFFFFFF
-COUNTED_AS = {
-    word: sum(1 << SHIFT_OF[language] for language, words in WORDS_OF.items() if word in words)
+LANGUAGES_OF = {
+    word: [language for language, words in WORDS_OF.items() if word in words]
     for word in set().union(*WORDS_OF.values())
 }
-"""{word: 32 bits for each language, 1 if the word is one of its}: one sum counts the words of all languages."""
+"""{word: the languages that it is one of}"""
 PLACES = 5
 """Parts of a sample, at equal distances: an excerpt or a table in the middle is not the whole document."""
 ALIKE = {"id": "id/ms", "ms": "id/ms"}
@@ -79,8 +79,7 @@ class LanguageFilter(NamedFilter):
     def as_plan(self) -> dict[str, Any]:
         plan = super().as_plan()
         if self.model is not None:
-            sha256 = hashlib.sha256(Path(self.model).read_bytes()).hexdigest()
-            plan["model"] = {"name": Path(self.model).name, "sha256": sha256}
+            plan["model"] = {"name": Path(self.model).name, "sha256": sha256_of(Path(self.model))}
         return plan
 
     def open(self) -> Judge:
@@ -117,22 +116,23 @@ def certain_language(text: bytes) -> str | None:
     for size, looks in LOOKS.items():
         each = min(size, len(text)) // places
         words = []
-        counts = []
+        languages = []
         different = set()
         for place in range(places):
             first = len(text) * (2 * place + 1) // (2 * places) - each // 2
             sample = text[first : first + each].lower()
             in_sample = sample.split()
             words.append(len(in_sample) + (0 if sample.isascii() else len(IDEOGRAM.findall(sample))))
-            counts.append(sum([COUNTED_AS[word] for word in in_sample if word in COUNTED_AS]))
+            found = [LANGUAGES_OF[word] for word in in_sample if word in LANGUAGES_OF]
+            languages.append(list(itertools.chain.from_iterable(found)))
             different.update(in_sample)
-        total = [sum(counts) >> shift & MOST for shift in SHIFT_OF.values()]
-        *_, second, most = sorted(total)
+        frequent = Counter(itertools.chain.from_iterable(languages)).most_common(2)
         most_words = sum(words)
-        if most_words < LEAST_WORDS or not most:
+        if most_words < LEAST_WORDS or not frequent:
             continue
-        best = list(FUNCTION_WORDS)[total.index(most)]
-        of_best = [count >> SHIFT_OF[best] & MOST for count in counts]
+        best, most = frequent[0]
+        second = frequent[1][1] if len(frequent) > 1 else 0
+        of_best = [of_place.count(best) for of_place in languages]
         distinct = len(WORDS_OF[best] & different)
         for share, lead, least_different in looks:
             agree = sum(2 * count >= share * all_words for count, all_words in zip(of_best, words, strict=True))

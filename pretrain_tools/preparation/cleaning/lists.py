@@ -1,6 +1,5 @@
 """Filters by lists of words and addresses, by length and characters; replacement of personal data."""
 
-import hashlib
 import ipaddress
 import itertools
 import re
@@ -13,6 +12,7 @@ from urllib.parse import urlsplit
 import numpy as np
 
 from pretrain.errors import InputError
+from pretrain.files import sha256_of
 from pretrain_tools.preparation.cleaning.published import NamedFilter, Rule, verdicts_of
 from pretrain_tools.preparation.cleaning.stages import Judge, TextBatch, Verdicts
 
@@ -67,9 +67,8 @@ class ListFilter(NamedFilter):
         return [line.strip() for line in lines if line.strip() and not line.startswith("#")]
 
     def as_plan(self) -> dict[str, Any]:
-        content = Path(self.file).read_bytes()
-        named = {"file": Path(self.file).name, "sha256": hashlib.sha256(content).hexdigest()}
-        return super().as_plan() | named
+        path = Path(self.file)
+        return super().as_plan() | {"file": path.name, "sha256": sha256_of(path)}
 
 
 @dataclass(frozen=True)
@@ -148,21 +147,18 @@ class LengthFilter(NamedFilter):
     min_words: int | None = None
     max_words: int | None = None
 
-    def open(self) -> Judge:
-        def judge(batch: TextBatch) -> Verdicts:
-            verdicts = Verdicts()
-            for number, content in enumerate(batch.texts):
-                text = content.decode()
-                words = len(text.split()) if self.min_words or self.max_words else 0
-                if len(text) < (self.min_characters or 0) or words < (self.min_words or 0):
-                    verdicts.removed[number] = "short"
-                elif (self.max_characters and len(text) > self.max_characters) or (
-                    self.max_words and words > self.max_words
-                ):
-                    verdicts.removed[number] = "long"
-            return verdicts
-
-        return judge
+    def judge(self, batch: TextBatch) -> Verdicts:
+        texts = [text.decode() for text in batch.texts]
+        characters = np.array([len(text) for text in texts])
+        words = np.array([len(text.split()) for text in texts])
+        return verdicts_of(
+            [
+                Rule("short", characters, self.min_characters, is_least=True),
+                Rule("short", words, self.min_words, is_least=True),
+                Rule("long", characters, self.max_characters),
+                Rule("long", words, self.max_words),
+            ]
+        )
 
 
 @dataclass(frozen=True)
@@ -178,31 +174,28 @@ class CharactersFilter(NamedFilter):
     max_digits: float | None = 0.3
     max_damaged: float | None = 0.001
 
-    def open(self) -> Judge:
+    def judge(self, batch: TextBatch) -> Verdicts:
         from pretrain_tools.preparation.cleaning.compiled import ALPHABETIC, DIGIT, SPACE, character_classes
 
         classes = character_classes()
 
-        def judge(batch: TextBatch) -> Verdicts:
-            letters, digits, damaged = np.zeros((3, len(batch)))
-            for number, text in enumerate(batch.texts):
-                codes = np.frombuffer(text.decode().encode("utf-32-le"), "<u4")
-                codes = codes[classes[codes] & SPACE == 0]
-                kinds = classes[codes]
-                count = max(1, len(codes))
-                letters[number] = np.count_nonzero(kinds & ALPHABETIC) / count
-                digits[number] = np.count_nonzero(kinds & DIGIT) / count
-                control = (codes < 32) | ((codes >= 127) & (codes < 160))
-                damaged[number] = np.count_nonzero(control | (codes == 0xFFFD)) / count
-            return verdicts_of(
-                [
-                    Rule("few_letters", letters, self.min_letters, is_least=True),
-                    Rule("digits", digits, self.max_digits),
-                    Rule("damaged", damaged, self.max_damaged),
-                ]
-            )
-
-        return judge
+        letters, digits, damaged = np.zeros((3, len(batch)))
+        for number, text in enumerate(batch.texts):
+            codes = np.frombuffer(text.decode().encode("utf-32-le"), "<u4")
+            codes = codes[classes[codes] & SPACE == 0]
+            kinds = classes[codes]
+            count = max(1, len(codes))
+            letters[number] = np.count_nonzero(kinds & ALPHABETIC) / count
+            digits[number] = np.count_nonzero(kinds & DIGIT) / count
+            control = (codes < 32) | ((codes >= 127) & (codes < 160))
+            damaged[number] = np.count_nonzero(control | (codes == 0xFFFD)) / count
+        return verdicts_of(
+            [
+                Rule("few_letters", letters, self.min_letters, is_least=True),
+                Rule("digits", digits, self.max_digits),
+                Rule("damaged", damaged, self.max_damaged),
+            ]
+        )
 
 
 @dataclass(frozen=True)
@@ -219,26 +212,23 @@ class PersonalData(NamedFilter):
         "22.214.171.124", "126.96.36.199", "188.8.131.52", "184.108.40.206", "220.127.116.11", "18.104.22.168"
     )  # fmt: skip
 
-    def open(self) -> Judge:
+    def judge(self, batch: TextBatch) -> Verdicts:
         mails = [text.encode() for text in self.mail or ()]
         ips = [text.encode() for text in self.ip or ()]
 
-        def judge(batch: TextBatch) -> Verdicts:
-            verdicts = Verdicts()
-            for number, text in enumerate(batch.texts):
-                changed = text
-                if mails and b"@" in text:
-                    changed, count = without_mail(text, mails)
-                    verdicts.counts["mail_addresses"] += count
-                if ips and MAYBE_IP.search(changed):
-                    changed, count = without_ips(changed, ips)
-                    verdicts.counts["ip_addresses"] += count
-                if changed != text:
-                    verdicts.changed[number] = changed
-            verdicts.counts = +verdicts.counts
-            return verdicts
-
-        return judge
+        verdicts = Verdicts()
+        for number, text in enumerate(batch.texts):
+            changed = text
+            if mails and b"@" in text:
+                changed, count = without_mail(text, mails)
+                verdicts.counts["mail_addresses"] += count
+            if ips and MAYBE_IP.search(changed):
+                changed, count = without_ips(changed, ips)
+                verdicts.counts["ip_addresses"] += count
+            if changed != text:
+                verdicts.changed[number] = changed
+        verdicts.counts = +verdicts.counts
+        return verdicts
 
 
 def without_mail(text: bytes, replacements: list[bytes]) -> tuple[bytes, int]:

@@ -9,7 +9,6 @@ import os
 import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from difflib import SequenceMatcher
 from typing import Any
 
 SOURCE_TEXTS = ("passage", "context", "article", "support", "paragraph", "story", "background")
@@ -22,7 +21,6 @@ ANSWER_BLANK = re.compile(r"(?<!\w)_+(?!\w)")
 """The place to fill an answer in."""
 CONNECTORS = {"cause": ("because",), "effect": ("so", "therefore")}
 WORD = re.compile(r"\w+")
-FEWEST_COMPARED, MOST_COMPARED, MOST_OF_WORDS = 3, 1000, 0.8
 UNKNOWN = "no such task, and no such file or folder"
 
 
@@ -83,8 +81,7 @@ def item_texts(task: Any, document: dict[str, Any]) -> tuple[list[str], list[str
     if not questions:
         return choices, []
     question = max(questions, key=len)
-    connectors = [*connectors_in(strings), *connector_after(question, prompt)]
-    return question_texts(question, choices, connectors), [text for text in questions if text != question]
+    return question_texts(question, choices, connectors_in(strings)), [text for text in questions if text != question]
 
 
 def question_texts(question: str, choices: Sequence[str], connectors: Sequence[str]) -> list[str]:
@@ -102,22 +99,15 @@ def connectors_in(strings: Iterable[tuple[str, str]]) -> list[str]:
     return [word for _, text in strings for word in CONNECTORS.get(text.lower(), ())]
 
 
-def connector_after(question: str, prompt: str) -> list[str]:
-    """Finds the few words that a prompt has between question and answer, on the same line."""
-    pattern = r"\W+".join(map(re.escape, WORD.findall(question)))
-    found = re.search(rf"{pattern}[^\w\n]*(\w+(?: \w+){{0,2}})\s*$", prompt, re.IGNORECASE) if pattern else None
-    return [found[1]] if found else []
-
-
 def shown_in(prompt: str, strings: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
-    """Selects the fields that a prompt shows, in any case and punctuation, or else those that it shows mostly.
+    """Selects the fields that a prompt shows, in any case and punctuation, without those that are part of another.
 
-    Without those that are part of another.
+    A prompt that shows none of them as it is has edited them: then it may show any.
     """
+    if not prompt.strip():
+        return []
     all_words = words_of(prompt)
-    shown = [(name, text) for name, text in strings if stands_in(text, prompt, all_words)]
-    if not shown:
-        shown = [(name, text) for name, text in strings if stands_mostly_in(words_of(text), all_words)]
+    shown = [field for field in strings if stands_in(field[1], prompt, all_words)] or strings
     others = [(text, words_of(text)) for _, text in shown]
     return [
         (name, text)
@@ -137,14 +127,6 @@ def stands_in(text: str, other: str, other_words: Sequence[str]) -> bool:
     if words and f" {' '.join(words)} " in f" {' '.join(other_words)} ":
         return True
     return not text.isascii() and text in other  # a script may not divide words
-
-
-def stands_mostly_in(words: Sequence[str], others: Sequence[str]) -> bool:
-    """Tells whether most of a text's words stand in another, in their order."""
-    if not FEWEST_COMPARED <= len(words) <= MOST_COMPARED or len(others) > MOST_COMPARED:
-        return False
-    blocks = SequenceMatcher(None, words, others, autojunk=False).get_matching_blocks()
-    return sum(block.size for block in blocks) >= MOST_OF_WORDS * len(words)
 
 
 def record_texts(value: Any) -> tuple[list[str], list[str]]:

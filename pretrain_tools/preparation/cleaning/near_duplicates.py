@@ -93,17 +93,11 @@ class NearDuplicates:
         smallest = np.full((len(ends), 1 << bits), EMPTY)
         write_smallest(shingle_hashes(words, self.shingle_words), ends, self.shingle_words, bits, smallest)
         short = np.flatnonzero(ends - starts < self.shingle_words)
-        hashes = self._hashes_of_short(words, starts[short], ends[short])
+        # folded_words makes such a document two words.
+        hashes = _combined([words[starts[short]], words[starts[short] + 1]])
         smallest[short, hashes & np.uint32((1 << bits) - 1)] = hashes >> np.uint32(bits)
         _fill_empty_bins(smallest)
         return smallest[:, : self.signature_bytes].astype(np.uint8)
-
-    def _hashes_of_short(self, words: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
-        """Hashes documents that are shorter than a shingle: (documents,) uint32."""
-        places = starts[:, None] + np.arange(self.shingle_words)
-        within = places < ends[:, None]
-        padded = np.where(within, words[np.minimum(places, len(words) - 1)], EMPTY)
-        return _combined(_mixed(padded).T)
 
     def similarity(self, one: np.ndarray, other: np.ndarray) -> float:
         """Computes the Jaccard similarity of two documents, given by their words."""

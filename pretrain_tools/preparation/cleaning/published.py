@@ -8,6 +8,7 @@ The rules were made for web pages. With `by_form`, the default, each rule judges
 """
 
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
@@ -24,11 +25,11 @@ CITATION = re.compile(rb"\[(?:\d*|edit|citation needed)\]")
 ENDINGS = b".?!\"'"
 """Last bytes of a line that stays under C4's rule of endings."""
 STOP_WORDS = ("the", "be", "to", "of", "and", "that", "have", "with")
-PHRASES = (
-    b"cookie policy", b"javascript", b"lorem ipsum", b"privacy policy", b"terms of use", b"use cookies",
-    b"use of cookies", b"uses cookies", b"{",
+POLICIES = (
+    b"cookie policy", b"privacy policy", b"terms of use", b"use cookies", b"use of cookies", b"uses cookies",
 )  # fmt: skip
-"""The phrases that C4's rules look for in a line, sorted; those without a rule of their own are about policies."""
+PHRASES = (*POLICIES, b"javascript", b"lorem ipsum", b"{")
+"""The phrases that C4's rules look for in a line."""
 
 
 class NamedFilter:
@@ -41,6 +42,13 @@ class NamedFilter:
     @property
     def label(self) -> str:
         return self.name
+
+    def open(self) -> Judge:
+        return self.judge
+
+    def judge(self, batch: TextBatch) -> Verdicts:
+        """Judges a batch, where that needs nothing to be opened before."""
+        raise NotImplementedError
 
     def as_plan(self) -> dict[str, Any]:
         values = asdict(self)
@@ -84,9 +92,26 @@ def _share(part: np.ndarray, whole: np.ndarray) -> np.ndarray:
     return part / np.maximum(whole, 1)
 
 
-def _forms(batch: TextBatch, by_form: bool) -> np.ndarray:
-    """Returns (documents,) forms: without `by_form` all are PARAGRAPHS, web pages."""
-    return batch.forms if by_form else np.zeros(len(batch), np.int64)
+class Forms(NamedTuple):
+    """Tells of each document whether it has a form (`forms`); all are (documents,) bool."""
+
+    page: np.ndarray
+    set_in_lines: np.ndarray
+    code: np.ndarray
+    table: np.ndarray
+
+    @property
+    def prose(self) -> np.ndarray:
+        """(documents,) bool"""
+        return self.page | self.set_in_lines
+
+
+def _forms(batch: TextBatch, by_form: bool) -> Forms:
+    """Returns the forms of documents; without `by_form` all are web pages."""
+    from pretrain_tools.preparation.cleaning.forms import CODE, LINES, PARAGRAPHS, TABLE
+
+    found = batch.forms if by_form else np.full(len(batch), PARAGRAPHS)
+    return Forms(*(found == form for form in (PARAGRAPHS, LINES, CODE, TABLE)))
 
 
 @dataclass(frozen=True)
@@ -106,40 +131,35 @@ class GopherQuality(NamedFilter):
     stop_words: tuple[str, ...] = STOP_WORDS
     by_form: bool = True
 
-    def open(self) -> Judge:
+    def judge(self, batch: TextBatch) -> Verdicts:
         from pretrain_tools.preparation.cleaning.compiled import different_words, divided_texts, joined_texts
-        from pretrain_tools.preparation.cleaning.forms import CODE
 
         stop_words = divided_texts(*joined_texts([" ".join(self.stop_words).encode()])).hashes
-
-        def judge(batch: TextBatch) -> Verdicts:
-            divided = batch.divided
-            lines = batch.lines
-            words, characters, alphabetic = divided.totals.T
-            found = np.zeros(len(batch), np.int64)
-            if self.min_stop_words:
-                different_words(divided.hashes, divided.word_bounds, stop_words, self.min_stop_words, found)
-            length = _share(characters, words)
-            hash_signs = _share(lines.totals("hash_signs"), words)
-            ellipses = _share(lines.totals("ellipses"), words)
-            bullets = _share(lines.totals(np.isin(lines.table["first_code"], BULLETS)), lines.counts)
-            dots = _share(lines.totals(lines.ends_in_dots), lines.counts)
-            prose = _forms(batch, self.by_form) < CODE
-            rules = [
-                Rule("few_words", words, self.min_words, is_least=True),
-                Rule("many_words", words, self.max_words),
-                Rule("short_words", length, self.min_word_length, is_least=True),
-                Rule("long_words", length, self.max_word_length),
-                Rule("hashes", hash_signs, self.max_symbols),
-                Rule("ellipses", ellipses, self.max_symbols),
-                Rule("bullet_lines", bullets, self.max_bullet_lines),
-                Rule("ellipsis_lines", dots, self.max_ellipsis_lines),
-                Rule("few_alphabetic_words", _share(alphabetic, words), self.min_alphabetic_words, is_least=True),
-                Rule("few_stop_words", found, self.min_stop_words, is_least=True),
-            ]
-            return verdicts_of([rule._replace(fits=prose) for rule in rules])
-
-        return judge
+        divided = batch.divided
+        lines = batch.lines
+        words, characters, alphabetic = divided.totals.T
+        found = np.zeros(len(batch), np.int64)
+        if self.min_stop_words:
+            different_words(divided.hashes, divided.word_bounds, stop_words, self.min_stop_words, found)
+        length = _share(characters, words)
+        hash_signs = _share(lines.totals("hash_signs"), words)
+        ellipses = _share(lines.totals("ellipses"), words)
+        bullets = _share(lines.totals(np.isin(lines.table["first_code"], BULLETS)), lines.counts)
+        dots = _share(lines.totals(lines.ends_in_dots), lines.counts)
+        prose = _forms(batch, self.by_form).prose
+        rules = [
+            Rule("few_words", words, self.min_words, is_least=True),
+            Rule("many_words", words, self.max_words),
+            Rule("short_words", length, self.min_word_length, is_least=True),
+            Rule("long_words", length, self.max_word_length),
+            Rule("hashes", hash_signs, self.max_symbols),
+            Rule("ellipses", ellipses, self.max_symbols),
+            Rule("bullet_lines", bullets, self.max_bullet_lines),
+            Rule("ellipsis_lines", dots, self.max_ellipsis_lines),
+            Rule("few_alphabetic_words", _share(alphabetic, words), self.min_alphabetic_words, is_least=True),
+            Rule("few_stop_words", found, self.min_stop_words, is_least=True),
+        ]
+        return verdicts_of([rule._replace(fits=prose) for rule in rules])
 
 
 @dataclass(frozen=True)
@@ -162,53 +182,47 @@ class GopherRepetition(NamedFilter):
     duplicate_10_gram: float | None = 0.10
     by_form: bool = True
 
-    def open(self) -> Judge:
+    def judge(self, batch: TextBatch) -> Verdicts:
         from pretrain_tools.preparation.cleaning.compiled import GRAM_RULES, repetitions
-        from pretrain_tools.preparation.cleaning.forms import CODE, PARAGRAPHS, TABLE
 
         given = (getattr(self, rule) for rule in GRAM_RULES)
         limits = np.array([np.inf if limit is None else limit for limit in given], np.float64)
-
-        def judge(batch: TextBatch) -> Verdicts:
-            divided = batch.divided
-            lines = batch.lines
-            blocks = batch.lines.blocks
-            forms = _forms(batch, self.by_form)
-            is_page = forms == PARAGRAPHS
-            total = lines.characters + lines.counts - 1
-            block_share = _share(blocks.repeated[0], blocks.counts)
-            block_characters = _share(blocks.repeated[1], total)
-            line_share = _share(lines.repeated[0], lines.counts)
-            line_characters = _share(lines.repeated[1], total)
-            verdicts = verdicts_of(
-                [
-                    Rule("duplicate_paragraphs", block_share, self.duplicate_paragraphs, fits=is_page),
-                    Rule(
-                        "duplicate_paragraph_characters",
-                        block_characters,
-                        self.duplicate_paragraph_characters,
-                        fits=forms < CODE,
-                    ),
-                    Rule("duplicate_lines", line_share, self.duplicate_lines, fits=is_page),
-                    Rule(
-                        "duplicate_line_characters",
-                        line_characters,
-                        self.duplicate_line_characters,
-                        fits=is_page | (forms == TABLE),
-                    ),
-                ]
-            )
-            skipped = forms == CODE
-            skipped[list(verdicts.removed)] = True
-            broken = np.full(len(batch), -1)
-            values = np.zeros(len(batch))
-            repetitions(divided.lengths, divided.hashes, divided.word_bounds, total, limits, skipped, broken, values)
-            for number in np.flatnonzero(broken >= 0).tolist():
-                verdicts.removed[number] = GRAM_RULES[broken[number]]
-                verdicts.measured[number] = float(values[number]), float(limits[broken[number]])
-            return verdicts
-
-        return judge
+        divided = batch.divided
+        lines = batch.lines
+        blocks = batch.lines.blocks
+        forms = _forms(batch, self.by_form)
+        total = lines.characters + lines.counts - 1
+        block_share = _share(blocks.repeated[0], blocks.counts)
+        block_characters = _share(blocks.repeated[1], total)
+        line_share = _share(lines.repeated[0], lines.counts)
+        line_characters = _share(lines.repeated[1], total)
+        verdicts = verdicts_of(
+            [
+                Rule("duplicate_paragraphs", block_share, self.duplicate_paragraphs, fits=forms.page),
+                Rule(
+                    "duplicate_paragraph_characters",
+                    block_characters,
+                    self.duplicate_paragraph_characters,
+                    fits=forms.prose,
+                ),
+                Rule("duplicate_lines", line_share, self.duplicate_lines, fits=forms.page),
+                Rule(
+                    "duplicate_line_characters",
+                    line_characters,
+                    self.duplicate_line_characters,
+                    fits=forms.page | forms.table,
+                ),
+            ]
+        )
+        skipped = forms.code
+        skipped[list(verdicts.removed)] = True
+        broken = np.full(len(batch), -1)
+        values = np.zeros(len(batch))
+        repetitions(divided.lengths, divided.hashes, divided.word_bounds, total, limits, skipped, broken, values)
+        for number in np.flatnonzero(broken >= 0).tolist():
+            verdicts.removed[number] = GRAM_RULES[broken[number]]
+            verdicts.measured[number] = float(values[number]), float(limits[broken[number]])
+        return verdicts
 
 
 @dataclass(frozen=True)
@@ -223,31 +237,25 @@ class FineWebQuality(NamedFilter):
     max_newlines_per_word: float | None = 0.3
     by_form: bool = True
 
-    def open(self) -> Judge:
-        from pretrain_tools.preparation.cleaning.forms import CODE, LINES, PARAGRAPHS
-
-        def judge(batch: TextBatch) -> Verdicts:
-            lines = batch.lines
-            blocks = batch.lines.blocks
-            forms = _forms(batch, self.by_form)
-            is_page = forms == PARAGRAPHS
-            is_set = forms == LINES
-            endings = np.where(is_set, blocks.totals(blocks.ends_sentence), lines.totals(lines.ends_sentence))
-            ending = _share(endings, np.where(is_set, blocks.counts, lines.counts))
-            short = _share(lines.totals(lines.table["characters"] <= self.short_line_characters), lines.counts)
-            duplicate = _share(lines.repeated[1], lines.characters)
-            newlines = _share(lines.counts - 1, lines.totals("words"))
-            return verdicts_of(
-                [
-                    Rule("empty", lines.counts, 1, is_least=True),
-                    Rule("few_ending_lines", ending, self.min_ending_lines, is_least=True, fits=forms < CODE),
-                    Rule("short_lines", short, self.max_short_lines, fits=is_page),
-                    Rule("duplicate_characters", duplicate, self.max_duplicate_characters, fits=is_page),
-                    Rule("many_lines", newlines, self.max_newlines_per_word, fits=is_page),
-                ]
-            )
-
-        return judge
+    def judge(self, batch: TextBatch) -> Verdicts:
+        lines = batch.lines
+        blocks = batch.lines.blocks
+        forms = _forms(batch, self.by_form)
+        by_line = _share(lines.totals(lines.ends_sentence), lines.counts)
+        by_block = _share(blocks.totals(blocks.ends_sentence), blocks.counts)
+        ending = np.where(forms.set_in_lines, by_block, by_line)
+        short = _share(lines.totals(lines.table["characters"] <= self.short_line_characters), lines.counts)
+        duplicate = _share(lines.repeated[1], lines.characters)
+        newlines = _share(lines.counts - 1, lines.totals("words"))
+        return verdicts_of(
+            [
+                Rule("empty", lines.counts, 1, is_least=True),
+                Rule("few_ending_lines", ending, self.min_ending_lines, is_least=True, fits=forms.prose),
+                Rule("short_lines", short, self.max_short_lines, fits=forms.page),
+                Rule("duplicate_characters", duplicate, self.max_duplicate_characters, fits=forms.page),
+                Rule("many_lines", newlines, self.max_newlines_per_word, fits=forms.page),
+            ]
+        )
 
 
 @dataclass(frozen=True)
@@ -270,85 +278,64 @@ class C4Quality(NamedFilter):
     policies: bool = True
     by_form: bool = True
 
-    def open(self) -> Judge:
-        from pretrain_tools.preparation.cleaning.forms import CODE, PARAGRAPHS
-
-        def judge(batch: TextBatch) -> Verdicts:
-            forms = _forms(batch, self.by_form)
-            is_page = forms == PARAGRAPHS
-            prose = forms < CODE
-            cited = {}
-            for number, text in enumerate(batch.texts if self.citations else ()):
-                if prose[number] and b"[" in text and (without := CITATION.sub(b"", text)) != text:
-                    cited[number] = without
-            lines = batch.lines
-            if cited:
-                lines = lines.replaced(list(cited), TextBatch(list(cited.values()), []).lines)
-            lorem, brackets, dropped = self._lines(lines, prose)
-            stays = np.ones(len(lines.table), bool)
-            before = {}
-            counts = {}
-            for rule, goes in dropped.items():
-                before[rule] = stays.copy()
-                goes &= stays & is_page[lines.table["document"]]
-                stays &= ~goes
-                counts[f"lines.{rule}"] = int(np.count_nonzero(goes))
-            curly = _share(lines.totals(brackets * before["policy"]), lines.totals("words"))
-            verdicts = verdicts_of(
-                [
-                    Rule(
-                        "lorem_ipsum",
-                        lines.totals(lorem * before["javascript"]),
-                        0 if self.placeholders else None,
-                        fits=prose,
-                    ),
-                    Rule("curly_bracket", curly, self.max_curly_brackets, fits=is_page),
-                    Rule(
-                        "few_sentences",
-                        lines.totals(lines.table["sentences"] * stays),
-                        self.min_sentences,
-                        is_least=True,
-                        fits=prose,
-                    ),
-                ]
-            )
-            verdicts.counts.update({rule: count for rule, count in counts.items() if count})
-            joined = lines.joined(stays)
-            for number, text in enumerate(batch.texts):
-                new = joined[number] if is_page[number] else cited.get(number, text)
-                if number not in verdicts.removed and new != text:
-                    verdicts.changed[number] = new
-            if verdicts.changed:
-                verdicts.lines = lines.of(range(len(batch)), stays)
-            return verdicts
-
-        return judge
-
-    def _lines(self, lines: "Lines", prose: np.ndarray) -> tuple[np.ndarray, np.ndarray, dict[str, np.ndarray]]:
-        """Returns "lorem ipsum" and curly brackets per line, and the lines to drop by rule; all (lines,).
-
-        prose: (documents,) bool.
-        """
-        from pretrain_tools.preparation.cleaning.compiled import count_phrases
-
-        table = np.array([list(phrase.ljust(16)) for phrase in PHRASES], np.uint8)
-        found = np.zeros((len(lines.table), len(PHRASES)), np.int64)
-        starts = lines.table["start"].copy()
-        # No rule looks into code and tables.
-        stops = np.where(prose[lines.table["document"]], lines.table["stop"], starts)
-        count_phrases(lines.text, starts, stops, table, np.array(list(map(len, PHRASES))), found)
-        counts = dict(zip(PHRASES, found.T, strict=True))
-        javascript, lorem, brackets = map(counts.pop, (b"javascript", b"lorem ipsum", b"{"))
+    def judge(self, batch: TextBatch) -> Verdicts:
+        forms = _forms(batch, self.by_form)
+        prose = forms.prose
+        cited = {}
+        for number, text in enumerate(batch.texts if self.citations else ()):
+            if prose[number] and b"[" in text and (without := CITATION.sub(b"", text)) != text:
+                cited[number] = without
+        lines = batch.lines
+        if cited:
+            lines = lines.replaced(list(cited), TextBatch(list(cited.values()), []).lines)
+        table = lines.table
+        document = table["document"]
+        found = phrases_in(lines, prose[document])
         most = np.inf if self.max_word_characters is None else self.max_word_characters
-        no_end = ~np.isin(lines.last_bytes, list(ENDINGS)) | lines.ends_in_dots
-        return (
-            lorem,
-            brackets,
-            {
-                "long_word": lines.table["longest_word"] > most,
-                "no_end": self.endings & no_end,
-                "few_words": lines.table["words"] < (self.min_words_per_line or 0),
-                "javascript": self.javascript & (javascript > 0),
-                "policy": self.policies & (sum(counts.values()) > 0),
-            },
+        goes_by_rule = {
+            "long_word": table["longest_word"] > most,
+            "no_end": self.endings & (~np.isin(lines.last_bytes, list(ENDINGS)) | lines.ends_in_dots),
+            "few_words": table["words"] < (self.min_words_per_line or 0),
+            "javascript": self.javascript & (found[b"javascript"] > 0),
+            "policy": self.policies & (sum(found[phrase] for phrase in POLICIES) > 0),
+        }
+        stays = np.ones(len(table), bool)
+        before = {}
+        counts = Counter()
+        for rule, goes in goes_by_rule.items():
+            before[rule] = stays.copy()
+            goes = goes & stays & forms.page[document]
+            stays &= ~goes
+            counts[f"lines.{rule}"] = int(np.count_nonzero(goes))
+        # C4 looks for these two in a line before it drops the line for what it is about.
+        lorem = lines.totals(found[b"lorem ipsum"] * before["javascript"])
+        curly = _share(lines.totals(found[b"{"] * before["policy"]), lines.totals("words"))
+        sentences = lines.totals(table["sentences"] * stays)
+        verdicts = verdicts_of(
+            [
+                Rule("lorem_ipsum", lorem, 0 if self.placeholders else None, fits=prose),
+                Rule("curly_bracket", curly, self.max_curly_brackets, fits=forms.page),
+                Rule("few_sentences", sentences, self.min_sentences, is_least=True, fits=prose),
+            ]
         )
+        verdicts.counts = +counts
+        joined = lines.joined(stays)
+        for number, text in enumerate(batch.texts):
+            new = joined[number] if forms.page[number] else cited.get(number, text)
+            if number not in verdicts.removed and new != text:
+                verdicts.changed[number] = new
+        if verdicts.changed:
+            verdicts.lines = lines.of(range(len(batch)), stays)
+        return verdicts
+
+
+def phrases_in(lines: "Lines", looked_at: np.ndarray) -> dict[bytes, np.ndarray]:
+    """Counts each of PHRASES in each line, (lines,), in any case. looked_at: (lines,) bool, the lines to look into."""
+    from pretrain_tools.preparation.cleaning.compiled import count_phrases
+
+    table = np.array([list(phrase.ljust(16)) for phrase in PHRASES], np.uint8)
+    found = np.zeros((len(lines.table), len(PHRASES)), np.int64)
+    starts = lines.table["start"].copy()
+    stops = np.where(looked_at, lines.table["stop"], starts)
+    count_phrases(lines.text, starts, stops, table, np.array(list(map(len, PHRASES))), found)
+    return dict(zip(PHRASES, found.T, strict=True))

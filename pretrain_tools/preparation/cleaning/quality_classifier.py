@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from pretrain.errors import InputError
-from pretrain.files import as_json
+from pretrain.files import as_json, sha256_of
 from pretrain_tools.preparation.cleaning.published import NamedFilter
 from pretrain_tools.preparation.cleaning.stages import Judge, TextBatch, Verdicts
 from pretrain_tools.preparation.documents.records import Reading
@@ -44,7 +44,7 @@ class ClassifierFilter(NamedFilter):
         read_classifier(self.model)
 
     def as_plan(self) -> dict[str, Any]:
-        sha256 = hashlib.sha256(Path(self.model, WEIGHTS_FILE).read_bytes()).hexdigest()
+        sha256 = sha256_of(Path(self.model, WEIGHTS_FILE))
         return super().as_plan() | {"model": Path(self.model).name, "sha256": sha256}
 
     def open(self) -> Judge:
