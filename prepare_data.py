@@ -31,7 +31,7 @@ from pretrain_tools.preparation.arguments import parse_arguments
 if TYPE_CHECKING:
     from argparse import Namespace
 
-    from pretrain_tools.preparation.collector import Tally
+    from pretrain_tools.preparation.encoded_part import Tally
     from pretrain_tools.preparation.plan import PreparationOptions, PreparationRequest
     from pretrain_tools.preparation.prepare import PreparationOutcome
 

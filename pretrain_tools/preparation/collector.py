@@ -1,56 +1,16 @@
 """Encoded documents to the shards of both splits: without duplicates, within the limits, counted."""
 
-from dataclasses import dataclass, field, replace
-from typing import Any, Self
+from dataclasses import replace
 
 import numpy as np
 
 from pretrain.errors import InputError
-from pretrain_tools.preparation.cleaning.account import CleaningAccount
 from pretrain_tools.preparation.deduplicate import SeenDocuments
+from pretrain_tools.preparation.encoded_part import EncodedPart, Problem, Tally
 from pretrain_tools.preparation.plan import PreparationOptions
 from pretrain_tools.preparation.shard_writer import ShardWriter
-from pretrain_tools.preparation.worker import EncodedPart, Problem
 
 PROBLEMS_NAMED_IN_MANIFEST = 20
-SKIPPED_COUNTS = ("empty_documents", "filtered_documents", "duplicate_documents", "bad_records")
-NEAR_DUPLICATE_COUNTS = ("near_duplicate_documents", "near_duplicate_bytes")
-ADDED_COUNTS = ("empty_documents", "filtered_documents", *NEAR_DUPLICATE_COUNTS, "input_bytes")
-"""Counts of a part that are added up."""
-
-
-@dataclass
-class Tally:
-    """Counts over both splits."""
-
-    documents: int = 0
-    tokens: int = 0
-    text_bytes: int = 0
-    validation_tokens: int = 0
-    empty_documents: int = 0
-    filtered_documents: int = 0
-    duplicate_documents: int = 0
-    near_duplicate_documents: int = 0
-    near_duplicate_bytes: int = 0
-    bad_records: int = 0
-    bad_examples: list[str] = field(default_factory=list)
-    unread_members: dict[str, int] = field(default_factory=dict)
-    input_bytes: int = 0
-    cleaning: CleaningAccount = field(default_factory=CleaningAccount)
-
-    def skipped(self) -> dict[str, Any]:
-        """Returns the counts of what was left out, as the manifest records them."""
-        # Absent unless near duplicates were looked for, as in older manifests.
-        near = {name: getattr(self, name) for name in NEAR_DUPLICATE_COUNTS if getattr(self, name)}
-        counts = {name: getattr(self, name) for name in SKIPPED_COUNTS} | near
-        if self.unread_members:
-            counts["unread_members"] = dict(sorted(self.unread_members.items()))
-        return counts | {"first_bad_records": self.bad_examples}
-
-    @classmethod
-    def from_progress(cls, fields: dict[str, Any]) -> Self:
-        """Reads the tally that a preparation's progress recorded."""
-        return cls(**fields | {"cleaning": CleaningAccount(**fields.get("cleaning", {}))})
 
 
 class DisagreementError(Exception):
@@ -105,12 +65,7 @@ class Intake:
                 tally.validation_tokens += int(ends[-1]) if split == "validation" else 0
         tally.documents += taken
         tally.text_bytes += int(documents["text_bytes"].sum())
-        for name in ADDED_COUNTS:
-            setattr(tally, name, getattr(tally, name) + getattr(encoded, name))
-        for suffix, members in encoded.unread_members.items():
-            tally.unread_members[suffix] = tally.unread_members.get(suffix, 0) + members
-        if encoded.cleaning is not None:
-            tally.cleaning.add(encoded.cleaning)
+        tally.add(encoded.counts)
         return complete
 
     def _check_problems(self, problems: list[Problem]) -> None:

@@ -24,19 +24,14 @@ from pretrain.data.shards import read_manifest
 from pretrain.errors import InputError
 from pretrain.files import as_json, sync_files, sync_folder, write_durably
 from pretrain.processes import folder_lock
-from pretrain_tools.preparation.cleaning.account import SAMPLES_FILE, recorded_account
+from pretrain_tools.preparation.cleaning.account import SAMPLES_FILE
 from pretrain_tools.preparation.cleaning.repeated_text import RepeatedText, RepetitionCount, write_table
 from pretrain_tools.preparation.cleaning.stages import Cleaning
-from pretrain_tools.preparation.collector import (
-    NEAR_DUPLICATE_COUNTS,
-    SKIPPED_COUNTS,
-    DisagreementError,
-    Intake,
-    Tally,
-)
+from pretrain_tools.preparation.collector import DisagreementError, Intake
 from pretrain_tools.preparation.deduplicate import seen_in_shards
 from pretrain_tools.preparation.documents.sources import BEGINNING, Position
 from pretrain_tools.preparation.encode import Encoder, ReferenceEncoder, make_encoder
+from pretrain_tools.preparation.encoded_part import EncodedPart, Tally
 from pretrain_tools.preparation.near_duplicate_search import (
     NEAR_DUPLICATES_FILE,
     STAGES,
@@ -54,10 +49,11 @@ from pretrain_tools.preparation.plan import (
     refuse_other_files,
     source_differences,
 )
+from pretrain_tools.preparation.progress import timed, timed_items
 from pretrain_tools.preparation.shard_writer import ShardWriter, shard_files
 from pretrain_tools.preparation.slices import merged_parts, require_slices, search_folder, slice_of
 from pretrain_tools.preparation.text_files import TEXT_FOLDER
-from pretrain_tools.preparation.worker import EncodedPart, EncodingSettings, encode_parts
+from pretrain_tools.preparation.worker import PartEncoder, encode_parts
 
 UNFINISHED_FOLDER = ".unfinished"
 FIRST_PASS = "documents"
@@ -138,33 +134,18 @@ def prepare(
         ) from error
 
 
-def timed(items: Iterator[Any], stages: Counter[str], name: str) -> Iterator[Any]:
-    """Yields the items; adds the seconds spent waiting for them to stages[name]."""
-    while True:
-        began = time.perf_counter()
-        item = next(items, None)
-        stages[name] += time.perf_counter() - began
-        if item is None:
-            return
-        yield item
-
-
 def _finished(output: Path, plan: dict[str, Any]) -> PreparationOutcome | None:
     if not (output / MANIFEST_FILE).is_file():
         return None
     manifest = read_manifest(output)
-    made_from = json.loads((output / MANIFEST_FILE).read_bytes())
-    refuse_differences(output, made_from, plan, "was finished")
-    totals = [manifest.totals(split) for split in SPLITS]
-    tally = Tally(
-        documents=sum(total[1] for total in totals),
-        tokens=sum(total[0] for total in totals),
-        text_bytes=sum(total[2] for total in totals),
-        validation_tokens=totals[1][0],
-        **{name: made_from["skipped"].get(name, 0) for name in (*SKIPPED_COUNTS, *NEAR_DUPLICATE_COUNTS)},
-        unread_members=made_from["skipped"].get("unread_members", {}),
-        cleaning=recorded_account(output, made_from),
-    )
+    refuse_differences(output, json.loads((output / MANIFEST_FILE).read_bytes()), plan, "was finished")
+    tally = Tally.recorded(output)
+    for split in SPLITS:
+        tokens, documents, text_bytes = manifest.totals(split)
+        tally.documents += documents
+        tally.tokens += tokens
+        tally.text_bytes += text_bytes
+    tally.validation_tokens = manifest.totals("validation")[0]
     return PreparationOutcome(manifest, tally, already_done=True, continued=False, seconds=0.0, tokens_made=0)
 
 
@@ -190,7 +171,7 @@ class _Run:
         self.report = report
         self.output = request.output
         self.removed: np.ndarray | None = None
-        self.cleaning = request.options.cleaning
+        self.options = request.options
         self.stages: Counter[str] = Counter()
         self.plan_path = self.output / UNFINISHED_FOLDER / "plan.json"
         self.progress_path = self.output / UNFINISHED_FOLDER / "progress.json"
@@ -210,7 +191,7 @@ class _Run:
         else:
             say(f"{self.output}: continuing after {progress['tally']['documents']:,} documents")
         first_pass = None
-        if self.request.options.near_duplicates is not None and self.request.options.slice is None:
+        if self.options.near_duplicates is not None and self.options.slice is None:
             first_pass = self._find_near_duplicates(say)
         if not self.slices:
             self._say_what_is_compiled(say)
@@ -241,7 +222,7 @@ class _Run:
 
     def _find_near_duplicates(self, say: Callable[[str], None]) -> PreparationOutcome | None:
         """Prepares all documents, unless they are in slices, and finds those that `_tokenise` then leaves out."""
-        options = self.request.options
+        options = self.options
         state_folder = self.output / UNFINISHED_FOLDER
         outcome = None
         if not self.slices:
@@ -254,9 +235,8 @@ class _Run:
             finally:
                 self.worth_keeping = self.worth_keeping or self.slices[0].exists()
             self.stages.update(outcome.stage_seconds)
-        began = time.perf_counter()
         manifests = [read_manifest(folder) for folder in self.slices]
-        with _stop_signals() as stopped:
+        with timed(self.stages, "find near duplicates"), _stop_signals() as stopped:
             work = search_folder(self.request) if self.request.merge_slices else state_folder / "near_duplicates"
             search = DuplicateSearch(manifests, options.near_duplicates, work, self.request.tokenizer)
             tokens = sum(shard.tokens for manifest in manifests for shard in manifest.shards)
@@ -273,12 +253,12 @@ class _Run:
             report = report_of(search, duplicates, manifests)
             write_durably(self.output / NEAR_DUPLICATES_FILE, as_json(report))
         self.removed = duplicates["document"]
-        self.stages["find near duplicates"] += time.perf_counter() - began
         return outcome
 
     def _say_what_is_compiled(self, say: Callable[[str], None]) -> None:
         """Announces the compilation of the filters, which takes long at their first use on this machine."""
-        if self.cleaning is None or not any(stage.is_compiled for stage in self.cleaning.stages):
+        cleaning = self.options.cleaning
+        if cleaning is None or not any(stage.is_compiled for stage in cleaning.stages):
             return
         from pretrain_tools.preparation.cleaning.compiled import is_compiled
 
@@ -287,14 +267,15 @@ class _Run:
 
     def _count_repeated(self) -> None:
         """Counts lines or paragraphs over all documents, if they are to be removed where they are repeated."""
-        options = self.request.options
+        options = self.options
         of_slice = self.request.slice
         stages = options.cleaning.stages if options.cleaning else ()
         stage = next((stage for stage in stages if isinstance(stage, RepeatedText)), None)
         if stage is None:
             return
         table = self.output / UNFINISHED_FOLDER / "repeated"
-        self.cleaning = Cleaning(tuple(replace(s, table=table) if s is stage else s for s in stages))
+        cleaning = Cleaning(tuple(replace(s, table=table) if s is stage else s for s in stages))
+        self.options = replace(options, cleaning=cleaning)
         if table.is_file():
             return
         identity = hashlib.sha256(
@@ -311,7 +292,7 @@ class _Run:
             with _stop_signals() as stopped, closing(self._encoded(start, None, stage)) as parts:
                 for part in parts:
                     ours.add(part.hashes, part.after)
-                    tally.input_bytes += part.input_bytes
+                    tally.add(part.counts)
                     self.stages.update(part.stage_seconds)
                     self.report(tally)
                     if stopped:
@@ -338,7 +319,7 @@ class _Run:
         return progress
 
     def _tokenise(self, progress: dict[str, Any] | None, encoder: Encoder) -> tuple[Tally, list[Shard]]:
-        options = self.request.options
+        options = self.options
         dtype = self.plan["dtype"]
         if self.removed is not None:
             # What the limits left out has not been read; nothing more is to be left out by them.
@@ -360,10 +341,9 @@ class _Run:
         try:
             with _stop_signals() as stopped, closing(self._encoded(position, encoder)) as encoded_parts:
                 for encoded in () if progress and progress["complete"] else encoded_parts:
-                    began = time.perf_counter()
-                    complete = intake.add(encoded)
+                    with timed(self.stages, "write"):
+                        complete = intake.add(encoded)
                     self.stages.update(encoded.stage_seconds)
-                    self.stages["write"] += time.perf_counter() - began
                     position = encoded.after
                     self.worth_keeping = self.worth_keeping or tally.documents > 0
                     self.report(tally)
@@ -411,37 +391,26 @@ class _Run:
         counting: instead of documents, the hashes of their lines for this stage.
         """
         request = self.request
-        options = self.request.options
-        if self.slices:
-            total_bytes = request.documents.total_bytes or 0
-            return merged_parts(self.slices, start, total_bytes, options.deduplicate, self.removed)
-        settings = EncodingSettings(
-            request.tokenizer,
-            encoder,
-            options.reading,
-            request.split,
-            stop_at_problem=options.on_error == "stop",
-            deduplicate=options.deduplicate,
-            near_duplicates=options.near_duplicates,
-            cleaning=None if counting else self.cleaning,
-            write_text=options.write_text,
-            counting=counting,
-        )
         documents = request.documents
+        reading = self.options.reading
+        if self.slices:
+            total_bytes = documents.total_bytes or 0
+            return merged_parts(self.slices, start, total_bytes, self.options.deduplicate, self.removed)
+        options = replace(self.options, cleaning=None) if counting else self.options
+        part_encoder = PartEncoder(request.tokenizer, encoder, options, request.split, counting)
         if request.on_ray:
             from pretrain_tools.preparation.ray_workers import encode_parts_on_ray
 
             # Only this machine need have a dataset, so it reads that itself.
             pieces = documents.pieces if isinstance(documents, Files) else documents.parts
-            return encode_parts_on_ray(pieces(options.reading, start), settings, request.workers, request.ray_address)
-        parts = timed(documents.parts(options.reading, start), self.stages, "read")
-        return encode_parts(parts, settings, request.workers)
+            return encode_parts_on_ray(pieces(reading, start), part_encoder, request.workers, request.ray_address)
+        parts = timed_items(documents.parts(reading, start), self.stages, "read")
+        return encode_parts(parts, part_encoder, request.workers)
 
     def _commit(self, writer: ShardWriter, tally: Tally, position: Position, complete: bool) -> None:
-        began = time.perf_counter()
-        state = {"position": position, "complete": complete, "tally": asdict(tally), "writer": writer.sync()}
-        write_durably(self.progress_path, as_json(state))
-        self.stages["sync"] += time.perf_counter() - began
+        with timed(self.stages, "sync"):
+            state = {"position": position, "complete": complete, "tally": asdict(tally), "writer": writer.sync()}
+            write_durably(self.progress_path, as_json(state))
 
     def _finish(self, tally: Tally, shards: list[Shard]) -> Manifest:
         changed = source_differences(self.plan["sources"], self.request.documents.description())

@@ -10,21 +10,17 @@ from typing import Any
 from pretrain.errors import InputError, one_line
 from pretrain_tools.preparation.documents.records import Reading
 from pretrain_tools.preparation.documents.sources import LargeFile, Part
+from pretrain_tools.preparation.encoded_part import EncodedPart
 from pretrain_tools.preparation.near_duplicate_search import DuplicateSearch, Tasks
-from pretrain_tools.preparation.worker import (
-    PARTS_AHEAD_PER_WORKER,
-    EncodedPart,
-    EncodingSettings,
-    PartEncoder,
-    results_in_order,
-)
+from pretrain_tools.preparation.worker import PARTS_AHEAD_PER_WORKER, PartEncoder, results_in_order
 
-WORKERS_PER_READER, PARTS_AHEAD_PER_READER = 4, 16
+PARTS_AHEAD_PER_READER = 16
+WORKERS_PER_READER = 4
 """A process that reads a large file is faster than so many workers encode."""
 
 
 def encode_parts_on_ray(
-    pieces: Iterable[Part | LargeFile], settings: EncodingSettings, workers: int | None, address: str | None
+    pieces: Iterable[Part | LargeFile], encoder: PartEncoder, workers: int | None, address: str | None
 ) -> Iterator[EncodedPart]:
     """Encodes parts in order, with `workers` actors (None: one per core of the cluster).
 
@@ -34,12 +30,22 @@ def encode_parts_on_ray(
     is not installed, cannot be reached, or loses an actor for good.
     """
     with _cluster(address, workers) as (ray, count):
-        shared = ray.put(settings)
-        actor = ray.remote(PartEncoder).options(num_cpus=1, max_restarts=3, max_task_retries=3)
+        shared = ray.put(encoder)
+        actor = ray.remote(_Actor).options(num_cpus=1, max_restarts=3, max_task_retries=3)
         actors = [actor.remote(shared) for _ in range(count)]
-        parts = _parts_of_readers(ray, pieces, settings.reading, 1 + count // WORKERS_PER_READER)
+        parts = _parts_of_readers(ray, pieces, encoder.options.reading, 1 + count // WORKERS_PER_READER)
         jobs = (actor.encode.remote(part) for actor, part in zip(itertools.cycle(actors), parts, strict=False))
         yield from results_in_order(jobs, ray.get, count)
+
+
+class _Actor:
+    """Encodes parts in a process of the cluster."""
+
+    def __init__(self, encoder: PartEncoder):
+        self._encoder = encoder
+
+    def encode(self, part: Part) -> EncodedPart:
+        return self._encoder.encode(part)
 
 
 def _read(file: LargeFile, reading: Reading) -> Iterator[Part]:

@@ -99,9 +99,9 @@ def _texts(request: PreparationRequest, sample: Sample) -> Iterator[str]:
     held_out: list[bytes] = []
     held_out_bytes = 0
     records = _usable_records(request, sample)
-    pieces = (piece for record in records for piece in request.split.pieces(record.text, record.is_validation))
-    for text, is_validation, _ in pieces:
-        if is_validation:
+    for piece in (piece for record in records for piece in request.split.pieces(record)):
+        text = piece.text
+        if piece.is_validation:
             if held_out_bytes < HELD_OUT_BYTES:
                 held_out.append(text)
                 held_out_bytes += len(text)
