@@ -183,7 +183,7 @@ def print_figures(outcome: "PreparationOutcome", options: "PreparationOptions") 
     """What was made."""
     from pretrain.data.data_record import contamination_of
     from pretrain_tools.preparation.cleaning.decontamination import contamination_text
-    from pretrain_tools.preparation.prepare import MOST_NAMED
+    from pretrain_tools.preparation.prepare import removed_whole_lines
 
     tally = outcome.tally
     manifest = outcome.manifest
@@ -205,11 +205,8 @@ def print_figures(outcome: "PreparationOutcome", options: "PreparationOptions") 
     removed = tally.cleaning.as_manifest()["removed"]
     for rule, amounts in sorted(removed.items(), key=lambda item: -item[1]["documents"]):
         print(f"  removed          {amounts['documents']:,} documents, {amounts['bytes']:,} bytes: {rule}")
-    whole = list(tally.cleaning.removed_whole().items())
-    for source, rules in whole[:MOST_NAMED]:
-        print(f"  removed whole    {source}: {', '.join(rules)}")
-    if len(whole) > MOST_NAMED:
-        print(f"  removed whole    {len(whole) - MOST_NAMED:,} more sources: --report shows them")
+    for line in removed_whole_lines(tally.cleaning):
+        print(f"  removed whole    {line}")
     benchmarks = contamination_of({"options": options.as_plan(), "cleaning": tally.cleaning.as_manifest()})
     for row in benchmarks:
         if row["found"]:

@@ -125,7 +125,6 @@ class PreparationOptions:
         fields["cleaning"] = self.cleaning and self.cleaning.as_plan()
         fields["near_duplicates"] = self.near_duplicates and self.near_duplicates.as_plan()
         reading = fields.pop("reading")
-        del reading["tab_separated"]
         reading["only"] = [[name, list(values)] for name, values in reading["only"]] or None
         # Null when off, as where the option is not known yet: folders made before it are recognised.
         fields |= {name: fields[name] or None for name in ("deduplicate", "megatron", "write_text")}
@@ -202,15 +201,13 @@ def refuse_differences(
     """
     differences = []
     for key, now in plan.items():
+        before = made_from.get(key)
         if key == "options":
-            before = made_from.get(key) if isinstance(made_from.get(key), dict) else {}
-            differences += _value_differences(
-                key,
-                {name: value for name, value in before.items() if name in now and name not in free},
-                {name: value for name, value in now.items() if name not in free},
-            )
-        elif key != "sources":
-            differences += _value_differences(key, made_from.get(key), now)
+            now = {name: value for name, value in now.items() if name not in free}
+            # What only another version has as an option is none of this plan's.
+            before = {name: (before or {}).get(name) for name in now}
+        if key != "sources":
+            differences += _differences(key, before, now)
     differences += source_differences(made_from.get("sources") or [], plan["sources"])
     if differences:
         more = len(differences) - SHOWN_DIFFERENCES
@@ -220,31 +217,25 @@ def refuse_differences(
         )
 
 
-def _value_differences(name: str, before: Any, now: Any) -> list[str]:
+def _differences(name: str, before: Any, now: Any) -> list[str]:
     """Describes the differences of an option or of anything within it; stages of a list go by their names."""
     if before == now:
         return []
-    by_name = [_by_name(value) for value in (before, now)]
-    if None not in by_name:
-        old, new = by_name
-        told = [f"{name}: {each} is gone" for each in old if each not in new]
-        told += [f"{name}: {each} is new" for each in new if each not in old]
-        both = [each for each in old if each in new]
-        if both != [each for each in new if each in old]:
-            told.append(f"{name}: the order was {', '.join(old)}, is now {', '.join(new)}")
-        return told + [text for each in both for text in _value_differences(f"{name}.{each}", old[each], new[each])]
-    if isinstance(before, dict) and isinstance(now, dict):
-        keys = dict.fromkeys([*before, *now])
-        return [text for key in keys for text in _value_differences(f"{name}.{key}", before.get(key), now.get(key))]
+    old = _by_name(before)
+    new = _by_name(now)
+    if isinstance(old, dict) and isinstance(new, dict):
+        keys = dict.fromkeys([*old, *new])
+        within = [text for key in keys for text in _differences(f"{name}.{key}", old.get(key), new.get(key))]
+        # Equal stages in another order are a difference, too.
+        return within or [f"{name} was in the order {', '.join(old)}, is now in {', '.join(new)}"]
     return [f"{name} was {shortened(repr(before))}, is now {shortened(repr(now))}"]
 
 
-def _by_name(value: Any) -> dict[str, dict[str, Any]] | None:
-    """Indexes a list of stages or benchmarks by name, None like an empty one; returns None for anything else."""
-    items = [] if value is None else value
-    if not isinstance(items, list) or not all(isinstance(item, dict) and "name" in item for item in items):
-        return None
-    return {str(item["name"]): item for item in items}
+def _by_name(value: Any) -> Any:
+    """Indexes a list of stages or benchmarks by name; returns anything else unchanged."""
+    if isinstance(value, list) and value and all(isinstance(item, dict) and "name" in item for item in value):
+        return {str(item["name"]): item for item in value}
+    return value
 
 
 def source_differences(before: list[dict[str, Any]], now: list[dict[str, Any]]) -> list[str]:

@@ -13,7 +13,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from pretrain.data.shards import read_manifest
 from pretrain.errors import InputError
 from pretrain.files import as_json, sync_files, sync_folder, write_durably
 from pretrain.processes import folder_lock
-from pretrain_tools.preparation.cleaning.account import SAMPLES_FILE
+from pretrain_tools.preparation.cleaning.account import SAMPLES_FILE, CleaningAccount
 from pretrain_tools.preparation.cleaning.repeated_text import RepeatedText, RepetitionCount, write_table
 from pretrain_tools.preparation.cleaning.stages import Cleaning
 from pretrain_tools.preparation.collector import DisagreementError, Intake
@@ -73,7 +72,6 @@ class PreparationOutcome:
     manifest: Manifest
     tally: Tally
     already_done: bool
-    continued: bool
     seconds: float
     tokens_made: int
     stage_seconds: dict[str, float] = field(default_factory=dict)
@@ -146,17 +144,17 @@ def _finished(output: Path, plan: dict[str, Any]) -> PreparationOutcome | None:
         tally.tokens += tokens
         tally.text_bytes += text_bytes
     tally.validation_tokens = manifest.totals("validation")[0]
-    return PreparationOutcome(manifest, tally, already_done=True, continued=False, seconds=0.0, tokens_made=0)
+    return PreparationOutcome(manifest, tally, already_done=True, seconds=0.0, tokens_made=0)
 
 
 def _discard(output: Path, existed: bool) -> None:
     """Removes what a preparation without result wrote, and nothing else."""
     for path in shard_files(output):
         path.unlink()
-    (output / SAMPLES_FILE).unlink(missing_ok=True)
+    for name in (SAMPLES_FILE, NEAR_DUPLICATES_FILE):
+        (output / name).unlink(missing_ok=True)
     for name in (TOKENIZER_FOLDER, UNFINISHED_FOLDER, TEXT_FOLDER):
         shutil.rmtree(output / name, ignore_errors=True)
-    (output / NEAR_DUPLICATES_FILE).unlink(missing_ok=True)
     if not existed:
         output.rmdir()
 
@@ -214,7 +212,6 @@ class _Run:
             self._finish(tally, shards),
             tally,
             already_done=False,
-            continued=progress is not None,
             seconds=time.monotonic() - started,
             tokens_made=first_pass.tokens_made if first_pass else tally.tokens - before,
             stage_seconds=dict(self.stages),
@@ -236,7 +233,7 @@ class _Run:
                 self.worth_keeping = self.worth_keeping or self.slices[0].exists()
             self.stages.update(outcome.stage_seconds)
         manifests = [read_manifest(folder) for folder in self.slices]
-        with timed(self.stages, "find near duplicates"), _stop_signals() as stopped:
+        with timed(self.stages, "find near duplicates"), stop_signals() as stop_if_asked:
             work = search_folder(self.request) if self.request.merge_slices else state_folder / "near_duplicates"
             search = DuplicateSearch(manifests, options.near_duplicates, work, self.request.tokenizer)
             tokens = sum(shard.tokens for manifest in manifests for shard in manifest.shards)
@@ -247,7 +244,7 @@ class _Run:
                     f"{self.output}: {free:,} bytes are free, and leaving out near duplicates needs {needed:,}; free "
                     "space, then run the same command again: it continues here"
                 )
-            progress = StageProgress(say, partial(_stop_if_asked, stopped))
+            progress = StageProgress(say, stop_if_asked)
             perform_missing(search, list(STAGES), _tasks(self.request, progress), progress)
             duplicates = search.duplicates()
             report = report_of(search, duplicates, manifests)
@@ -289,15 +286,17 @@ class _Run:
         if not ours.is_complete:
             start = Position(*ours.position) if ours.position else BEGINNING
             tally = Tally()
-            with _stop_signals() as stopped, closing(self._encoded(start, None, stage)) as parts:
-                for part in parts:
-                    ours.add(part.hashes, part.after)
-                    tally.add(part.counts)
-                    self.stages.update(part.stage_seconds)
-                    self.report(tally)
-                    if stopped:
-                        ours.commit()
-                        raise StoppedError(stopped[0])
+            try:
+                with stop_signals() as stop_if_asked, closing(self._encoded(start, None, stage)) as parts:
+                    for part in parts:
+                        ours.add(part.hashes, part.after)
+                        tally.add(part.counts)
+                        self.stages.update(part.stage_seconds)
+                        self.report(tally)
+                        stop_if_asked()
+            except StoppedError:
+                ours.commit()
+                raise
             ours.commit(is_complete=True)
         counts = [RepetitionCount(folder, identity) for folder in folders]
         waiting = sum(not each.is_complete for each in counts)
@@ -339,7 +338,7 @@ class _Run:
         intake = Intake(tally, writer, options, numbers, seen)
         committed = time.monotonic()
         try:
-            with _stop_signals() as stopped, closing(self._encoded(position, encoder)) as encoded_parts:
+            with stop_signals() as stop_if_asked, closing(self._encoded(position, encoder)) as encoded_parts:
                 for encoded in () if progress and progress["complete"] else encoded_parts:
                     with timed(self.stages, "write"):
                         complete = intake.add(encoded)
@@ -347,18 +346,17 @@ class _Run:
                     position = encoded.after
                     self.worth_keeping = self.worth_keeping or tally.documents > 0
                     self.report(tally)
-                    if complete or stopped or time.monotonic() - committed > COMMIT_SECONDS:
+                    if complete or time.monotonic() - committed > COMMIT_SECONDS:
                         self._commit(writer, tally, position, complete)
                         committed = time.monotonic()
                     if complete:
                         break
-                    if stopped:
-                        raise StoppedError(stopped[0])
+                    stop_if_asked()
             if not tally.documents and options.slice is None:
                 raise InputError(self._nothing_found(tally))
             return tally, writer.finish()
-        except InputError:
-            # What came before the bad record is valid and need not be made again.
+        except (InputError, StoppedError):
+            # What came before the bad record or the signal is valid and need not be made again.
             if tally.documents:
                 self._commit(writer, tally, position, complete=False)
             raise
@@ -371,16 +369,13 @@ class _Run:
             skipped += f", {tally.filtered_documents:,} left out by filters"
         if tally.cleaning.removed_documents:
             skipped += f", {tally.cleaning.removed_documents:,} removed by cleaning"
-        whole = list(tally.cleaning.removed_whole().items())
-        reasons = "".join(f"\n  {source}: removed whole by {', '.join(rules)}" for source, rules in whole[:MOST_NAMED])
-        if len(whole) > MOST_NAMED:
-            reasons += f"\n  and {len(whole) - MOST_NAMED:,} more sources"
+        whole = removed_whole_lines(tally.cleaning)
         limit = self.request.options.max_tokens
         if limit is not None:
             skipped += f", and --max_tokens {limit:,} is less than the first document"
         if whole:
             advice = "--filter with other numbers replaces the filter of the same name"
-            return f"no document is left ({skipped}); nothing was written; {advice}{reasons}"
+            return "\n  ".join([f"no document is left ({skipped}); nothing was written; {advice}", *whole])
         return f"the input holds no documents ({skipped}); nothing was written; give files that contain text"
 
     def _encoded(
@@ -434,6 +429,13 @@ class _Run:
         return read_manifest(self.output)
 
 
+def removed_whole_lines(account: CleaningAccount) -> list[str]:
+    """Names sources of which less than a tenth stays, with the rules that removed the rest."""
+    whole = [f"{source}: removed whole by {', '.join(rules)}" for source, rules in account.removed_whole().items()]
+    more = [f"and {len(whole) - MOST_NAMED:,} more sources"] if len(whole) > MOST_NAMED else []
+    return whole[:MOST_NAMED] + more
+
+
 def search_of_slice(request: PreparationRequest, say: Callable[[str], None] = print) -> str:
     """Performs a prepared slice's share of the search for near duplicates, as far as the others' work allows.
 
@@ -443,8 +445,8 @@ def search_of_slice(request: PreparationRequest, say: Callable[[str], None] = pr
     folders = [slice_of(request, other, count).output for other in range(count)]
     near = request.options.near_duplicates
     work = search_folder(request)
-    with _stop_signals() as stopped:
-        progress = StageProgress(say, partial(_stop_if_asked, stopped))
+    with stop_signals() as stop_if_asked:
+        progress = StageProgress(say, stop_if_asked)
         own = DuplicateSearch([read_manifest(folders[number])], near, work, request.tokenizer)
         tasks = _tasks(request, progress)
         perform_missing(own, ["keys"], tasks, progress)
@@ -467,23 +469,25 @@ def _tasks(request: PreparationRequest, progress: StageProgress) -> Tasks:
     return tasks_in_processes(request.workers, progress.stop_if_asked)
 
 
-def _stop_if_asked(stopped: list[int]) -> None:
-    if stopped:
-        raise StoppedError(stopped[0])
-
-
 @contextmanager
-def _stop_signals() -> Iterator[list[int]]:
-    """Collects SIGINT and SIGTERM so that work stops between parts; a second one acts at once."""
+def stop_signals() -> Iterator[Callable[[], None]]:
+    """Takes note of SIGINT and SIGTERM so that work stops between parts; a second one acts at once.
+
+    Yields what raises StoppedError once one has come.
+    """
     received: list[int] = []
 
     def note(number: int, frame: object) -> None:
         received.append(number)
         signal.signal(number, previous[number])
 
+    def stop_if_asked() -> None:
+        if received:
+            raise StoppedError(received[0])
+
     previous = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield received
+        yield stop_if_asked
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)

@@ -19,7 +19,7 @@ from pretrain_tools.preparation.deduplicate import document_hashes
 from pretrain_tools.preparation.documents.document_index import InputOrder
 from pretrain_tools.preparation.documents.sources import Position
 from pretrain_tools.preparation.encoded_part import EncodedPart, Problem, Tally
-from pretrain_tools.preparation.plan import PreparationOptions, PreparationRequest, refuse_differences
+from pretrain_tools.preparation.plan import PreparationRequest, refuse_differences
 from pretrain_tools.preparation.text_files import has_text, lines_of, stored_lines
 
 TOKENS_PER_PART = 1 << 22
@@ -32,13 +32,6 @@ def parse_slice(text: str) -> tuple[int, int]:
     if not (number.isdigit() and count.isdigit() and 0 <= int(number) < int(count)):
         raise InputError(f"--slice {text}: must be i/n with i from 0 to n - 1, such as 0/16 to 15/16")
     return int(number), int(count)
-
-
-def slice_problems(options: PreparationOptions) -> list[str]:
-    """Lists why a preparation with these options cannot be divided."""
-    limits = {"max_documents": options.max_documents, "max_tokens": options.max_tokens}
-    given = [f"--{name} {value:,}" for name, value in limits.items() if value is not None]
-    return [f"--slice: slices do not know of each other, so {' and '.join(given)} must be left out"] if given else []
 
 
 def slice_of(request: PreparationRequest, number: int, count: int) -> PreparationRequest:

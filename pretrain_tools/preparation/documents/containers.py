@@ -41,23 +41,34 @@ def _readable_as(kind: str, *errors: type[Exception]) -> Iterator[None]:
         raise DamagedFileError(f"not readable as {kind} ({reason})") from None
 
 
-def read_parquet(stream: ByteStream, reading: Reading) -> Iterator[Record]:
-    """Reads parquet: a document per row, which is its record's place."""
+def read_parquet(stream: ByteStream, reading: Reading, row_group: int | None = None) -> Iterator[Record]:
+    """Reads parquet, or one row group of it: a document per row, which is its record's place.
+
+    What cannot be read counts as all the rows that are left.
+    """
     from pyarrow import parquet
 
     with seekable(stream) as file:
         with _parquet_errors():
             table = parquet.ParquetFile(file)
-        yield from _parquet_records(table, reading, range(table.num_row_groups))
-
-
-def read_parquet_rows(stream: ByteStream, reading: Reading, row_group: int) -> Iterator[Record]:
-    """Reads one row group of a parquet file that is not compressed as a whole."""
-    from pyarrow import parquet
-
-    with _parquet_errors():
-        table = parquet.ParquetFile(_parquet_place(stream.path))
-    yield from _parquet_records(table, reading, range(row_group, row_group + 1))
+        rows = [table.metadata.row_group(number).num_rows for number in range(table.num_row_groups)]
+        groups = range(len(rows)) if row_group is None else range(row_group, row_group + 1)
+        place = sum(rows[: groups.start])
+        last = sum(rows[: groups.stop])
+        try:
+            with _parquet_errors():
+                columns = _columns_of(table.schema_arrow, reading)
+                # One group after another, so that damage to one costs nothing of those before.
+                batches = (
+                    batch
+                    for group in groups
+                    for batch in table.iter_batches(ROWS_AT_ONCE, [group], columns, use_threads=False)
+                )
+                for record in _batch_records(batches, reading, place):
+                    place = record.place
+                    yield record
+        except DamagedFileError as error:
+            raise DamagedFileError(str(error), last - place) from None
 
 
 def _parquet_errors() -> AbstractContextManager[None]:
@@ -66,44 +77,16 @@ def _parquet_errors() -> AbstractContextManager[None]:
     return _readable_as("parquet", pa.ArrowException, OSError)
 
 
-def _parquet_records(table: Any, reading: Reading, row_groups: range) -> Iterator[Record]:
-    """Reads consecutive row groups. An unreadable one counts as all the rows that are left."""
-    rows = [table.metadata.row_group(number).num_rows for number in range(row_groups.stop)]
-    place = rows_before = sum(rows[: row_groups.start])
-    try:
-        with _parquet_errors():
-            columns = _columns_of(table.schema_arrow, reading)
-            # One group after another, so that damage to one costs nothing of those before.
-            batches = (
-                batch
-                for group in row_groups
-                for batch in table.iter_batches(ROWS_AT_ONCE, row_groups=[group], columns=columns, use_threads=False)
-            )
-            for record in _batch_records(batches, reading, rows_before):
-                place = record.place
-                yield record
-    except DamagedFileError as error:
-        raise DamagedFileError(str(error), sum(rows) - place) from None
-
-
-def _parquet_place(path: str) -> str | BinaryIO:
-    # pyarrow takes no name that is not UTF-8.
-    return path if path.isprintable() and not is_url(path) else open_file(path)
-
-
 def parquet_row_group_bytes(path: str) -> list[int]:
     """Lists the uncompressed bytes of each row group; [] if they cannot be read one by one."""
-    import pyarrow as pa
     from pyarrow import parquet
 
     try:
-        place = _parquet_place(path)
-        if not isinstance(place, str) and not place.seekable():
-            return []
-        metadata = parquet.read_metadata(place)
-    except UnreachableError:
-        raise
-    except (pa.ArrowException, OSError):
+        with open_file(path) as file, _parquet_errors():
+            if not file.seekable():
+                return []
+            metadata = parquet.read_metadata(file)
+    except DamagedFileError:
         return []
     return [metadata.row_group(number).total_byte_size for number in range(metadata.num_row_groups)]
 

@@ -10,8 +10,10 @@ import json
 import re
 from collections.abc import Iterator
 from contextlib import suppress
+from pathlib import PurePath
 from typing import Any
 
+from pretrain.urls import shown
 from pretrain_tools.preparation.documents.byte_stream import ByteStream, DamagedFileError
 from pretrain_tools.preparation.documents.records import (
     JSON,
@@ -169,7 +171,8 @@ def read_csv(stream: ByteStream, reading: Reading) -> Iterator[Record]:
     csv.field_size_limit(MAXIMUM_DOCUMENT_BYTES)
     # Bytes that are not UTF-8 come through as lone surrogates, so that one bad row is one bad record.
     lines = io.TextIOWrapper(io.BufferedReader(stream), "utf-8", errors="surrogateescape", newline="")
-    rows = csv.reader(lines, delimiter="\t" if reading.tab_separated else ",", strict=True)
+    is_tab_separated = ".tsv" in PurePath(shown(stream.path).lower()).suffixes
+    rows = csv.reader(lines, delimiter="\t" if is_tab_separated else ",", strict=True)
     header: list[str] | None = None
     columns: dict[str, int] = {}
     while True:

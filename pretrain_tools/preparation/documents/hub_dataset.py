@@ -54,16 +54,6 @@ PRESETS = {
     "pile": Preset("monology/pile-uncopyrighted", streams=True),
     "pile-deduplicated": Preset("EleutherAI/the_pile_deduplicated", streams=True),
 }
-OTHER_NAMES = {
-    "the-pile": "pile",
-    "wikitext-2-raw": "wikitext-2",
-    "wikitext-103-raw": "wikitext-103",
-    "wikitext-2-raw-v1": "wikitext-2",
-    "wikitext-103-raw-v1": "wikitext-103",
-    "fineweb-edu-sample-10bt": "fineweb-edu-10bt",
-    "fineweb-edu-sample-100bt": "fineweb-edu-100bt",
-    "fineweb-edu-sample-350bt": "fineweb-edu-350bt",
-}
 
 
 @dataclass(frozen=True)
@@ -311,8 +301,9 @@ def _load(name: str, subset: str | None, split: str, streaming: bool, revision: 
 
 
 def find_preset(name: str) -> Preset | None:
-    """Finds a preset by its name, in any case, with _ or -; None if there is none, or a folder has that name."""
-    key = name.lower().replace("_", "-")
-    if Path(name).exists():
-        return None
-    return PRESETS.get(OTHER_NAMES.get(key, key))
+    """Finds a preset by its name, in any case, with _ or -; None if there is none, or a folder has that name.
+
+    Names of subsets are names of presets, too: wikitext-2-raw-v1, fineweb-edu-sample-10BT.
+    """
+    key = name.lower().replace("_", "-").removeprefix("the-").removesuffix("-v1").removesuffix("-raw")
+    return None if Path(name).exists() else PRESETS.get(key.replace("-sample-", "-"))

@@ -46,7 +46,6 @@ class Reading:
     only: tuple[tuple[str, tuple[str, ...]], ...] = ()
     min_characters: int | None = None
     max_characters: int | None = None
-    tab_separated: bool = False
     url_field: str | None = None
     split_field: str | None = None
 

@@ -14,10 +14,9 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import NamedTuple
 
-from pretrain.errors import Problems, did_you_mean
+from pretrain.errors import InputError, Problems, did_you_mean
 from pretrain.urls import find_urls, is_url, open_file, shown, size_of
 from pretrain_tools.preparation.documents import archives, containers, formats
 from pretrain_tools.preparation.documents.byte_stream import ByteStream, DamagedFileError
@@ -42,13 +41,7 @@ def _member_format(name: str) -> archives.MemberFormat | None:
     """Finds the format of an archive's member by its name."""
     inner, compression = _inner_suffix(name)
     found = _format_of(inner)
-    if found is None:
-        return None
-
-    def read(stream: ByteStream, reading: Reading) -> Iterator[Record]:
-        return FORMATS[found].read(stream, replace(reading, tab_separated=inner == ".tsv"))
-
-    return archives.MemberFormat(found, compression, read)
+    return archives.MemberFormat(found, compression, FORMATS[found].read) if found else None
 
 
 FORMATS = {
@@ -152,11 +145,8 @@ def find_sources(
         problems.append(f"--exclude {' '.join(exclude)}: leaves none of the {len(paths):,} input files")
     if len({is_url(path) for path in kept}) > 1:
         problems.append("--input: gives both URLs and paths of this machine; give file:// URLs for those, too")
-    sources = []
-    for path, name in zip(kept, _names_below(kept), strict=True):
-        source, problem = _source(path, name, format_name)
-        sources.append(source)
-        problems += [problem] if problem else []
+    named = zip(kept, _names_below(kept), strict=True)
+    sources = [problems.attempt(_source, path, name, format_name) for path, name in named]
     counts = collections.Counter(source.name for source in sources if source)
     problems += [f"--input: two files are called {name}; leave one out" for name, n in sorted(counts.items()) if n > 1]
     problems.stop_if_any()
@@ -229,23 +219,27 @@ def _names_below(paths: Sequence[str]) -> list[str]:
     return [posixpath.relpath(path, parent) for path in absolute]
 
 
-def _source(path: str, name: str, format_name: str | None) -> tuple[InputFile | None, str | None]:
+def _source(path: str, name: str, format_name: str | None) -> InputFile:
     inner, compression = _inner_suffix(path)
     found = format_name or _format_of(inner)
     if found is None:
         known = " ".join(suffix for found in FORMATS.values() for suffix in found.suffixes)
         given = inner or "without a suffix"
-        return None, f"{shown(path)}: unknown format {given}; known: {known}, also .gz or .zst; or give --input_format"
+        raise InputError(
+            f"{shown(path)}: unknown format {given}; known: {known}, also .gz or .zst; or give --input_format"
+        )
     try:
         if not is_url(path):
             open_file(path).close()
         size = size_of(path)
     except OSError as error:
-        return None, f"{shown(path)}: cannot be read: {error.strerror}; make it readable or --exclude it"
+        raise InputError(
+            f"{shown(path)}: cannot be read: {error.strerror}; make it readable or --exclude it"
+        ) from None
     source = InputFile(path, name, found, compression, size)
     if found == "json" and format_name is None and _holds_lines(source):
         source = replace(source, format="jsonl")
-    return source, None
+    return source
 
 
 def _holds_lines(source: InputFile) -> bool:
@@ -259,11 +253,10 @@ def _holds_lines(source: InputFile) -> bool:
     return bool(end) and first.startswith(b"{") and first.rstrip().endswith(b"}")
 
 
-def records_of(source: InputFile, reading: Reading, stream: ByteStream | None = None) -> Iterator[Record]:
-    """Reads one file. If the rest of it is unreadable, the last record has that problem."""
+def records_of(source: InputFile, reading: Reading, stream: ByteStream | None = None, **some: int) -> Iterator[Record]:
+    """Reads one file, or `some` of it. If the rest of it is unreadable, the last record has that problem."""
     stream = stream or source.open()
-    reading = replace(reading, tab_separated=".tsv" in Path(source.path).suffixes)
-    return _guarded(FORMATS[source.format].read(stream, reading), stream)
+    return _guarded(FORMATS[source.format].read(stream, reading, **some), stream)
 
 
 def _guarded(records: Iterator[Record], stream: ByteStream) -> Iterator[Record]:
@@ -291,13 +284,9 @@ class Part:
 
     def records(self, reading: Reading) -> Iterator[tuple[InputFile, Record]]:
         """Yields every record with its source; texts shorter or longer than `reading` allows are left out."""
-        found = self.read(reading)
-        if reading.min_characters is None and reading.max_characters is None:
-            return found
-        return (
-            (source, Record(record.place, None) if record.text and reading.leaves_out(record.text) else record)
-            for source, record in found
-        )
+        for source, record in self.read(reading):
+            is_left_out = record.text and reading.leaves_out(record.text)
+            yield source, Record(record.place, None) if is_left_out else record
 
 
 def part_of_records(after: Position, input_bytes: int, source: InputFile, records: Iterable[Record]) -> Part:
@@ -322,9 +311,7 @@ def _line_records(
 
 
 def _row_group_records(source: InputFile, row_group: int, reading: Reading) -> Iterator[tuple[InputFile, Record]]:
-    stream = source.open()
-    found = _guarded(containers.read_parquet_rows(stream, reading, row_group), stream)
-    return ((source, record) for record in found)
+    return ((source, record) for record in records_of(source, reading, row_group=row_group))
 
 
 @dataclass(frozen=True)
