@@ -39,7 +39,6 @@ if TYPE_CHECKING:
 def main() -> int:
     arguments = parse_arguments(__doc__)
     # Imported after the command line is parsed: --help must not wait for numpy.
-    from pretrain_tools.preparation.inspect import inspection_text
     from pretrain_tools.preparation.request import read_request
 
     for name in ("verify", "inspect", "report"):
@@ -49,38 +48,53 @@ def main() -> int:
                 f"--{name} {folder}: looks at a prepared folder, and reads no --input; prepare first, with --output"
             )
     if arguments.verify:
-        return verify(arguments.verify)
-    if arguments.inspect:
-        print(inspection_text(Path(arguments.inspect)))
-        return 0
-    if arguments.train_classifier:
-        return train_filter(arguments)
-    if arguments.report:
-        return report(Path(arguments.report))
-    request = read_request(arguments)
-    with ExitStack() as ending:
-        if request.on_ray:
-            from pretrain_tools.preparation.ray_workers import stop_ray
+        verify(arguments.verify)
+    elif arguments.inspect:
+        from pretrain_tools.preparation.inspect import inspection_text
 
-            ending.callback(stop_ray)
-        return carry_out(request)
+        print(inspection_text(Path(arguments.inspect)))
+    elif arguments.report:
+        from pretrain_tools.preparation.report import write_report
+
+        print(*write_report(Path(arguments.report), Path(arguments.report, "report")), sep="\n")
+    elif arguments.train_classifier:
+        train_filter(arguments)
+    else:
+        request = read_request(arguments)
+        with ExitStack() as ending:
+            if request.on_ray:
+                from pretrain_tools.preparation.ray_workers import stop_ray
+
+                ending.callback(stop_ray)
+            return carry_out(request)
+    return 0
 
 
 def carry_out(request: "PreparationRequest") -> int:
     """Prepares, trains or tries out what is asked for."""
     if request.dry_run:
-        return try_out(request)
+        from pretrain_tools.preparation.dry_run import dry_run
+
+        outcome, written = dry_run(request, request.dry_run, say=say)
+        print_figures(outcome, request.options)
+        print(*written, sep="\n")
+        return 0
     if request.destination:
         request.destination.open()
     status = train(request) if request.vocabulary_size else prepare_shards(request)
     if status == 0 and request.destination and not request.slice:
-        copied = request.destination.fill(say=lambda line: print(line, file=sys.stderr))
+        copied = request.destination.fill(say)
         print(f"{request.destination.shown}: {copied} files copied; {request.output} is no longer needed")
     return status
 
 
-def verify(folder: str) -> int:
-    """Verifies a prepared folder and reports what is wrong with it."""
+def say(line: str) -> None:
+    """Prints a line beside the results."""
+    print(line, file=sys.stderr)
+
+
+def verify(folder: str) -> None:
+    """Verifies a prepared folder. Raises InputError with what is wrong with it."""
     from pretrain.data.shards import read_manifest, verify_shards
 
     problems = verify_shards(folder)
@@ -88,10 +102,9 @@ def verify(folder: str) -> int:
         raise InputError(*problems)
     shards = read_manifest(folder).shards
     print(f"{folder}: all {len(shards)} shards verified, unchanged ({sum(s.tokens for s in shards):,} tokens)")
-    return 0
 
 
-def train_filter(arguments: "Namespace") -> int:
+def train_filter(arguments: "Namespace") -> None:
     """Trains a classifier of quality on good and on other texts, and says how well it tells them apart."""
     from pretrain_tools.preparation.cleaning.quality_classifier import train_classifier
     from pretrain_tools.preparation.request import read_examples
@@ -103,25 +116,6 @@ def train_filter(arguments: "Namespace") -> int:
     told = f"balanced accuracy {measured['accuracy']}, AUC {measured['auc']}"
     print(f"  held out         {measured['texts']:,} texts: {told}")
     print(f"Next: python prepare_data.py --input ... --filter 'classifier({output}, minimum=0.5)' --output data/NAME")
-    return 0
-
-
-def report(folder: Path) -> int:
-    """Writes the report on a prepared folder into it."""
-    from pretrain_tools.preparation.report import write_report
-
-    print(*write_report(folder, folder / "report"), sep="\n")
-    return 0
-
-
-def try_out(request: "PreparationRequest") -> int:
-    """Prepares a few documents and keeps the report."""
-    from pretrain_tools.preparation.dry_run import dry_run
-
-    outcome, written = dry_run(request, request.dry_run, say=lambda line: print(line, file=sys.stderr))
-    print_figures(outcome, request.options)
-    print(*written, sep="\n")
-    return 0
 
 
 def train(request: "PreparationRequest") -> int:

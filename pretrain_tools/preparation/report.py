@@ -31,8 +31,9 @@ SKIPPED_RULES = {
 }
 """Counts in the manifest's `skipped`, in the order of the preparation, and what removed the documents."""
 BEFORE_CLEANING = ("filtered_documents", "empty_documents", "bad_records")
-MOST_SOURCE_ROWS, MOST_DOMAIN_ROWS, MOST_VALUE_ROWS = 50, 30, 40
-"""Most rows of a table."""
+MOST_SOURCE_ROWS = 50
+MOST_DOMAIN_ROWS = 30
+MOST_VALUE_ROWS = 40
 
 
 def write_report(folder: Path, path: Path) -> list[Path]:

@@ -134,42 +134,49 @@ class HubDataset:
         return replace(self, slice=(number, count))
 
     def parts(self, reading: Reading, start: Position) -> Iterator[Part]:
-        """Yields the documents in order, ROWS_PER_PART rows at a time."""
-        if self.streaming and self.document_start is None:
-            yield from self._parts_of_stream(reading, start)
-            return
-        stop = -(-self._rows_to_read // ROWS_PER_PART) if self.rows is not None else sys.maxsize
-        taken = range(stop) if self.slice is None else slice_range(*self.slice, stop)
-        first_part = max(start.part, taken.start)
-        records = self._records(self._tables(first_part * ROWS_PER_PART), reading, first_part * ROWS_PER_PART)
-        source = _source(self.name)
-        if self.document_start is not None:
-            parts = self._joined_parts(source, records, starts_inside=first_part > 0)
-        else:
-            parts = (
-                part_of_records(Position(0, part), input_bytes, source, found)
-                for part, (found, input_bytes) in enumerate(records, first_part + 1)
-            )
-        yield from itertools.takewhile(lambda part: part.after.part <= taken.stop, parts)
+        """Yields the documents in order, ROWS_PER_PART rows at a time.
 
-    def _parts_of_stream(self, reading: Reading, start: Position) -> Iterator[Part]:
-        """Parts file by file: resuming opens no file that was read, and no two slices read the same one."""
-        count = len(self.source_names)
-        taken = range(count) if self.slice is None else slice_range(*self.slice, count)
+        A stream comes file by file: resuming opens no file that was read, and no two slices read the same one.
+        """
+        files = range(len(self.source_names))
+        blocks = range(sys.maxsize)
+        if self.slice is not None and self.streaming:
+            taken = slice_range(*self.slice, len(files))
+            files = files[taken.start : taken.stop]
+        elif self.slice is not None:
+            blocks = slice_range(*self.slice, -(-self._rows_to_read // ROWS_PER_PART))
         rows_before = start.rows
-        for number in range(max(start.source, taken.start), min(count, taken.stop)):
-            first = start.part if number == start.source else 0
-            left = None if self._maximum_rows is None else self._maximum_rows - rows_before
-            if left == 0:
-                return
-            rows = self.rows_of.shard(num_shards=count, index=number, contiguous=True) if count > 1 else self.rows_of
-            rows = rows if left is None else rows.take(left + first * ROWS_PER_PART)
-            tables = rows.skip(first * ROWS_PER_PART).iter(batch_size=ROWS_PER_PART)
-            records = self._records(tables, reading, first * ROWS_PER_PART)
-            for part, (found, input_bytes) in enumerate(records, first + 1):
+        for number in files[max(0, start.source - files.start) :]:
+            first = max(start.part if number == start.source else 0, blocks.start)
+            records = self._records(self._tables(number, first, rows_before), reading, first * ROWS_PER_PART)
+            parts = ((part, *found) for part, found in enumerate(records, first + 1))
+            if self.document_start is not None:
+                parts = self._joined(records, starts_inside=first > 0)
+            name = self.source_names[number]
+            source = InputFile(name, name, "dataset", None, 0)
+            for part, found, input_bytes in parts:
+                if part > blocks.stop:
+                    return
                 rows_before += len(found)
-                position = Position(number, part, rows_before)
-                yield part_of_records(position, input_bytes, _source(self.source_names[number]), found)
+                yield part_of_records(Position(number, part, rows_before), input_bytes, source, found)
+
+    def _tables(self, file: int, first: int, rows_before: int) -> Iterator[Any]:
+        """Yields ROWS_PER_PART rows at a time, from part `first` of a file on; rows_before: those of all before it."""
+        first_row = first * ROWS_PER_PART
+        if not self.streaming:
+            stop = self._rows_to_read
+            starts = range(first_row, stop, ROWS_PER_PART)
+            return (self.rows_of[row : min(row + ROWS_PER_PART, stop)] for row in starts)
+        rows = self.rows_of
+        files = len(self.source_names)
+        if files > 1:
+            rows = rows.shard(num_shards=files, index=file, contiguous=True)
+        if self._maximum_rows is not None:
+            left = self._maximum_rows - rows_before
+            if left == 0:
+                return iter(())
+            rows = rows.take(left + first_row)
+        return rows.skip(first_row).iter(batch_size=ROWS_PER_PART)
 
     def _records(
         self, tables: Iterator[Any], reading: Reading, rows_before: int
@@ -184,25 +191,14 @@ class HubDataset:
             rows_before += table.num_rows
             yield records, table.nbytes if total is None else total * table.num_rows // self._rows_to_read
 
-    def _joined_parts(
-        self, source: InputFile, tables: Iterator[tuple[list[Record], int]], starts_inside: bool
-    ) -> Iterator[Part]:
-        """Parts of documents that are joined from rows. A document belongs to the part in which it begins."""
+    def _joined(
+        self, tables: Iterator[tuple[list[Record], int]], starts_inside: bool
+    ) -> Iterator[tuple[int, list[Record], int]]:
+        """Yields (part, documents, bytes) of documents that are joined from rows; a document is where it begins."""
         documents = joined_documents(tables, self.document_start, starts_inside)
         for part, group in itertools.groupby(documents, key=lambda found: (found[0].place - 1) // ROWS_PER_PART):
             found, sizes = zip(*group, strict=True)
-            yield part_of_records(Position(0, part + 1), sum(sizes), source, found)
-
-    def _tables(self, first_row: int) -> Iterator[Any]:
-        if self.streaming:
-            return self.rows_of.skip(first_row).iter(batch_size=ROWS_PER_PART)
-        stop = self._rows_to_read
-        starts = range(first_row, stop, ROWS_PER_PART)
-        return (self.rows_of[row : min(row + ROWS_PER_PART, stop)] for row in starts)
-
-
-def _source(name: str) -> InputFile:
-    return InputFile(name, name, "dataset", None, 0)
+            yield part + 1, found, sum(sizes)
 
 
 def joined_documents(
