@@ -240,7 +240,8 @@ def refuse_other_text(asked: OwnText, files: "TextFiles") -> None:
     """Raises InputError if the files have changed since they were prepared."""
     from pretrain.data.manifest import MANIFEST_FILE
     from pretrain.runs.run_folder import read_json
-    from pretrain_tools.preparation.plan import Files, source_differences
+    from pretrain_tools.preparation.documents.sources import Files
+    from pretrain_tools.preparation.plan import source_differences
 
     before = (read_json(asked.place.shards / MANIFEST_FILE) or {}).get("sources", [])
     changes = source_differences(before, Files(files.sources).description())

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from pretrain_tools.preparation.documents.records import Reading, Record
-from pretrain_tools.preparation.documents.sources import BEGINNING, InputFile, Part, Position, given_records, parts_of
-from pretrain_tools.preparation.plan import Documents, Files, PreparationRequest
+from pretrain_tools.preparation.documents.sources import BEGINNING, Files, InputFile, Part, Position, given_records
+from pretrain_tools.preparation.plan import Documents, PreparationRequest
 from pretrain_tools.preparation.prepare import PreparationOutcome, prepare
 from pretrain_tools.preparation.report import write_report
 
@@ -51,7 +51,7 @@ class DrawnDocuments:
         # The part applies the limits of length again; they are left out here, so that what they remove is counted.
         unlimited = replace(reading, min_characters=None, max_characters=None)
         if self.files:
-            sources = [parts_of([source], reading) for source in self.files]
+            sources = [Files([source]).parts(reading) for source in self.files]
         else:
             sources = [self.documents.parts(reading, BEGINNING)]
         drawn: list[list[tuple[InputFile, Record]]] = [[] for _ in sources]
@@ -68,7 +68,8 @@ class DrawnDocuments:
         together = tuple(itertools.chain.from_iterable(drawn))
         for first in range(0, len(together), RECORDS_AT_ONCE):
             batch = together[first : first + RECORDS_AT_ONCE]
-            yield Part(Position(0, first + 1), 0, partial(given_records, batch))
+            read = tuple((source, partial(given_records, (record,))) for source, record in batch)
+            yield Part(Position(0, first + 1), 0, read)
 
 
 def _records(parts: Iterator[Part], reading: Reading) -> Iterator[tuple[InputFile, Record]]:

@@ -1,6 +1,6 @@
 """The request of a preparation, and its differences from the one that a folder was made from."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -9,21 +9,10 @@ from typing import Any, Protocol
 from pretrain.data.manifest import dtype_for
 from pretrain.data.tokenizer import LoadedTokenizer
 from pretrain.errors import InputError, shortened
-from pretrain.urls import fingerprint, size_of
 from pretrain_tools.preparation.cleaning.near_duplicates import NearDuplicates
 from pretrain_tools.preparation.cleaning.stages import Cleaning
 from pretrain_tools.preparation.documents.records import Reading
-from pretrain_tools.preparation.documents.sources import (
-    BEGINNING,
-    InputFile,
-    LargeFile,
-    Part,
-    Position,
-    expected_bytes,
-    parts_of,
-    pieces_in,
-    slice_range,
-)
+from pretrain_tools.preparation.documents.sources import Files, Part, Position
 from pretrain_tools.preparation.upload import Destination
 from pretrain_tools.preparation.validation_split import ValidationSplit, split_with_tail
 
@@ -45,58 +34,6 @@ class Documents(Protocol):
 
     def sliced(self, number: int, count: int) -> "Documents":
         """Returns slice `number` of `count`: a run of parts. Raises InputError if they cannot be divided."""
-
-
-@dataclass(frozen=True)
-class Files:
-    """Documents from files, of this machine or by URL. slice: (number, count) of the slice that is read; None: all."""
-
-    sources: Sequence[InputFile]
-    slice: tuple[int, int] | None = None
-    maximum_documents: None = None
-
-    @property
-    def total_bytes(self) -> int:
-        """Bytes of what is read, as it lies there."""
-        return sum(source.bytes for source in self.sources) // (self.slice[1] if self.slice else 1)
-
-    @property
-    def expected_text_bytes(self) -> int:
-        """About how much there is when decompressed."""
-        return sum(map(expected_bytes, self.sources)) // (self.slice[1] if self.slice else 1)
-
-    def description(self) -> list[dict[str, Any]]:
-        """Lists name, size and fingerprint of every file."""
-        sizes = [size_of(source.path) for source in self.sources]
-        return [
-            {"path": source.name, "bytes": size, "fingerprint": fingerprint(source.path, size)}
-            for source, size in zip(self.sources, sizes, strict=True)
-        ]
-
-    def parts(self, reading: Reading, start: Position) -> Iterator[Part]:
-        """Yields the parts of all files, or of the slice."""
-        return parts_of(self.sources, reading, start, self._taken)
-
-    def pieces(self, reading: Reading, start: Position) -> Iterator[Part | LargeFile]:
-        """Yields parts, and large files to be divided by the process that reads them."""
-        return pieces_in(self.sources, reading, start, self._taken)
-
-    @property
-    def _taken(self) -> range | None:
-        return None if self.slice is None else slice_range(*self.slice, sum(map(expected_bytes, self.sources)))
-
-    def sliced(self, number: int, count: int) -> "Files":
-        """Returns slice `number` of `count`: the parts that begin in that share of the bytes."""
-        return replace(self, slice=(number, count))
-
-    def are_whole_documents(self, reading: Reading) -> bool:
-        """Tells whether each file is one document of plain text."""
-        return reading.documents == "file" and all(source.format == "txt" for source in self.sources)
-
-    def texts(self, reading: Reading) -> Iterator[bytes]:
-        """Yields the texts of all files, whatever the slice, without records that cannot be used."""
-        parts = parts_of(self.sources, reading, BEGINNING)
-        return (record.text for part in parts for _, record in part.records(reading) if record.text)
 
 
 @dataclass(frozen=True)

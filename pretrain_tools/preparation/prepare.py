@@ -28,7 +28,7 @@ from pretrain_tools.preparation.cleaning.repeated_text import RepeatedText, Repe
 from pretrain_tools.preparation.cleaning.stages import Cleaning
 from pretrain_tools.preparation.collector import DisagreementError, Intake
 from pretrain_tools.preparation.deduplicate import seen_in_shards
-from pretrain_tools.preparation.documents.sources import BEGINNING, Position
+from pretrain_tools.preparation.documents.sources import BEGINNING, Files, Position
 from pretrain_tools.preparation.encode import Encoder, ReferenceEncoder, make_encoder
 from pretrain_tools.preparation.encoded_part import EncodedPart, Tally
 from pretrain_tools.preparation.near_duplicate_search import (
@@ -42,7 +42,6 @@ from pretrain_tools.preparation.near_duplicate_search import (
     tasks_in_processes,
 )
 from pretrain_tools.preparation.plan import (
-    Files,
     PreparationRequest,
     refuse_differences,
     refuse_other_files,

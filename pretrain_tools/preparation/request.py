@@ -18,9 +18,9 @@ from pretrain_tools.preparation.cleaning.stages import Cleaning
 from pretrain_tools.preparation.documents.formats import DOCUMENT_UNITS
 from pretrain_tools.preparation.documents.hub_dataset import open_dataset
 from pretrain_tools.preparation.documents.records import Reading, template_problem
-from pretrain_tools.preparation.documents.sources import find_sources
+from pretrain_tools.preparation.documents.sources import Files, find_sources
 from pretrain_tools.preparation.encode import ENGINES
-from pretrain_tools.preparation.plan import Documents, Files, PreparationOptions, PreparationRequest
+from pretrain_tools.preparation.plan import Documents, PreparationOptions, PreparationRequest
 from pretrain_tools.preparation.slices import parse_slice
 from pretrain_tools.preparation.tokenizer_training import RECORD_FILE
 from pretrain_tools.preparation.upload import destination_of

@@ -16,8 +16,8 @@ from pretrain.data.shards import verify_shards
 from pretrain.data.tokenizer import load_tokenizer
 from pretrain.errors import InputError
 from pretrain.processes import folder_lock, process_state
-from pretrain_tools.preparation.documents.sources import find_sources
-from pretrain_tools.preparation.plan import Files, PreparationOptions, PreparationRequest
+from pretrain_tools.preparation.documents.sources import Files, find_sources
+from pretrain_tools.preparation.plan import PreparationOptions, PreparationRequest
 from pretrain_tools.preparation.prepare import prepare
 from support.prepared import KILLED, content_of, run_killed, texts, write_jsonl
 from support.project import ROOT

@@ -11,8 +11,7 @@ import pytest
 from pretrain.data.shards import read_manifest
 from pretrain.errors import InputError
 from pretrain_tools.preparation.documents.records import Reading
-from pretrain_tools.preparation.documents.sources import BEGINNING, find_sources
-from pretrain_tools.preparation.plan import Files
+from pretrain_tools.preparation.documents.sources import BEGINNING, Files, find_sources
 from pretrain_tools.preparation.slices import parse_slice
 from support.prepared import WRITERS, content_of, texts, write_jsonl
 from support.project import ROOT

@@ -73,7 +73,7 @@ class HubDataset:
     maximum_examples: int | None
     document_start: re.Pattern[bytes] | None = None
     revision: str | None = None
-    slice: tuple[int, int] | None = None
+    slice: tuple[int, int] = (0, 1)
 
     @property
     def maximum_documents(self) -> int | None:
@@ -84,7 +84,7 @@ class HubDataset:
     def total_bytes(self) -> int | None:
         """Bytes of the rows to read in memory; None where it streams."""
         total = self._bytes_of_rows
-        return total if total is None or self.slice is None else total // self.slice[1]
+        return None if total is None else total // self.slice[1]
 
     expected_text_bytes = total_bytes
 
@@ -140,10 +140,10 @@ class HubDataset:
         """
         files = range(len(self.source_names))
         blocks = range(sys.maxsize)
-        if self.slice is not None and self.streaming:
+        if self.streaming:
             taken = slice_range(*self.slice, len(files))
             files = files[taken.start : taken.stop]
-        elif self.slice is not None:
+        else:
             blocks = slice_range(*self.slice, -(-self._rows_to_read // ROWS_PER_PART))
         rows_before = start.rows
         for number in files[max(0, start.source - files.start) :]:

@@ -14,10 +14,10 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from pretrain.errors import InputError, Problems, did_you_mean
-from pretrain.urls import find_urls, is_url, open_file, shown, size_of
+from pretrain.urls import find_urls, fingerprint, is_url, open_file, shown, size_of
 from pretrain_tools.preparation.documents import archives, containers, formats
 from pretrain_tools.preparation.documents.byte_stream import ByteStream, DamagedFileError
 from pretrain_tools.preparation.documents.formats import PART_BYTES
@@ -58,6 +58,7 @@ COMPRESSIONS = {".gz": "gz", ".tgz": "gz", ".zst": "zst", ".zstd": "zst"}
 EXPECTED_COMPRESSION_RATIO = 4
 LARGEST_ROW_GROUP_BYTES = 64 << 20
 RECORDS_PER_PART = 4096
+MOST_FILES_PER_PART = 1024
 
 
 class Position(NamedTuple):
@@ -272,46 +273,35 @@ def _guarded(records: Iterator[Record], stream: ByteStream) -> Iterator[Record]:
             yield Record(place + 1, None, problem, problem_records=error.records)
 
 
+ReadRecords = Callable[[Reading], Iterable[Record]]
+
+
 @dataclass(frozen=True)
 class Part:
-    """Work for one worker at a time."""
+    """Work for one worker at a time. What it holds depends on the input alone."""
 
     after: Position
     input_bytes: int
     """Bytes of the files as they are stored."""
-    read: Callable[[Reading], Iterator[tuple[InputFile, Record]]]
-    """Yields every record with its source. Picklable."""
+    sources: tuple[tuple[InputFile, ReadRecords], ...]
+    """Each source with what reads its records. Picklable."""
 
     def records(self, reading: Reading) -> Iterator[tuple[InputFile, Record]]:
         """Yields every record with its source; texts shorter or longer than `reading` allows are left out."""
-        for source, record in self.read(reading):
-            is_left_out = record.text and reading.leaves_out(record.text)
-            yield source, Record(record.place, None) if is_left_out else record
+        for source, read in self.sources:
+            for record in read(reading):
+                is_left_out = record.text and reading.leaves_out(record.text)
+                yield source, Record(record.place, None) if is_left_out else record
 
 
-def part_of_records(after: Position, input_bytes: int, source: InputFile, records: Iterable[Record]) -> Part:
+def part_of_records(after: Position, input_bytes: int, source: InputFile, records: Sequence[Record]) -> Part:
     """Makes a part of records that this process has read, from what only one process can read."""
-    return Part(after, input_bytes, partial(given_records, tuple((source, record) for record in records)))
+    return Part(after, input_bytes, ((source, partial(given_records, tuple(records))),))
 
 
-def given_records(records: Sequence[tuple[InputFile, Record]], reading: Reading) -> Iterator[tuple[InputFile, Record]]:
-    """Yields records that have been read already."""
-    return iter(records)
-
-
-def _file_records(sources: Sequence[InputFile], reading: Reading) -> Iterator[tuple[InputFile, Record]]:
-    return ((source, record) for source in sources for record in records_of(source, reading))
-
-
-def _line_records(
-    source: InputFile, first_line: int, content: bytes, reading: Reading
-) -> Iterator[tuple[InputFile, Record]]:
-    found = formats.records_of_lines(first_line, content, source.format, reading)
-    return ((source, record) for record in found)
-
-
-def _row_group_records(source: InputFile, row_group: int, reading: Reading) -> Iterator[tuple[InputFile, Record]]:
-    return ((source, record) for record in records_of(source, reading, row_group=row_group))
+def given_records(records: Sequence[Record], reading: Reading) -> Sequence[Record]:
+    """Returns records that have been read already."""
+    return records
 
 
 @dataclass(frozen=True)
@@ -324,8 +314,8 @@ class LargeFile:
     """Number of the first part to make."""
     offset: int
     """Expected bytes of all sources before the file."""
-    taken: range | None
-    """Expected bytes, over all sources, within which a part must begin; None: all."""
+    taken: range
+    """Expected bytes, over all sources, within which a part must begin."""
 
     def parts(self, reading: Reading) -> Iterator[Part]:
         """Yields the parts in order."""
@@ -338,9 +328,6 @@ class LargeFile:
             parts = _row_group_parts(source, self.number, groups)
         else:
             parts = _record_parts(source, self.number, reading)
-        if self.taken is None:
-            yield from itertools.islice(parts, self.first, None)
-            return
         offset = self.offset
         for part_number, part in enumerate(parts):
             if offset >= self.taken.stop:
@@ -350,43 +337,76 @@ class LargeFile:
             offset += part.input_bytes * (expected_bytes(source) // max(1, source.bytes))
 
 
-def parts_of(
-    sources: Sequence[InputFile], reading: Reading, start: Position = BEGINNING, taken: range | None = None
-) -> Iterator[Part]:
-    """Yields the parts of all sources in order, from `start` on, as `pieces_in` does."""
-    for piece in pieces_in(sources, reading, start, taken):
-        if isinstance(piece, LargeFile):
-            yield from piece.parts(reading)
-        else:
-            yield piece
+@dataclass(frozen=True)
+class Files:
+    """Documents from files, of this machine or by URL. slice: (number, count) of the slice that is read."""
 
+    sources: Sequence[InputFile]
+    slice: tuple[int, int] = (0, 1)
+    maximum_documents: None = None
 
-def pieces_in(
-    sources: Sequence[InputFile], reading: Reading, start: Position = BEGINNING, taken: range | None = None
-) -> Iterator[Part | LargeFile]:
-    """Parts of small files, and large files, in order, from `start` on. What a part holds depends on the files alone.
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of what is read, as it lies there."""
+        return sum(source.bytes for source in self.sources) // self.slice[1]
 
-    taken: the expected bytes, counted over all sources, within which a part must begin; None: all. Reads nothing.
-    """
-    number = start.source
-    offset = sum(map(expected_bytes, sources[:number]))
-    while number < len(sources) and (taken is None or offset < taken.stop):
-        group = list(itertools.takewhile(lambda s: _is_small(s, reading), sources[number : number + 1024]))
-        if group:
-            sizes = itertools.accumulate(expected_bytes(source) for source in group)
-            group = group[: max(1, sum(1 for size in sizes if size <= PART_BYTES))]
-            number += len(group)
-            if taken is None or offset in taken:
-                yield Part(Position(number, 0), sum(s.bytes for s in group), partial(_file_records, tuple(group)))
-            offset += sum(map(expected_bytes, group))
-        else:
-            source = sources[number]
-            # Files that end before the slice are not even opened.
-            if taken is None or offset + expected_bytes(source) > taken.start:
-                first = start.part if number == start.source else 0
-                yield LargeFile(source, number, first, offset, taken)
-            number += 1
-            offset += expected_bytes(source)
+    @property
+    def expected_text_bytes(self) -> int:
+        """About how much there is when decompressed."""
+        return sum(map(expected_bytes, self.sources)) // self.slice[1]
+
+    def description(self) -> list[dict[str, Any]]:
+        """Lists name, size and fingerprint of every file."""
+        sizes = [size_of(source.path) for source in self.sources]
+        return [
+            {"path": source.name, "bytes": size, "fingerprint": fingerprint(source.path, size)}
+            for source, size in zip(self.sources, sizes, strict=True)
+        ]
+
+    def sliced(self, number: int, count: int) -> "Files":
+        """Returns slice `number` of `count`: the parts that begin in that share of the bytes."""
+        return replace(self, slice=(number, count))
+
+    def parts(self, reading: Reading, start: Position = BEGINNING) -> Iterator[Part]:
+        """Yields the parts of all files, or of the slice, in order, from `start` on."""
+        for piece in self.pieces(reading, start):
+            if isinstance(piece, LargeFile):
+                yield from piece.parts(reading)
+            else:
+                yield piece
+
+    def pieces(self, reading: Reading, start: Position = BEGINNING) -> Iterator[Part | LargeFile]:
+        """Yields parts of small files, and large files to be divided by the process that reads them. Reads nothing."""
+        taken = slice_range(*self.slice, sum(map(expected_bytes, self.sources)))
+        number = start.source
+        offset = sum(map(expected_bytes, self.sources[:number]))
+        while number < len(self.sources) and offset < taken.stop:
+            following = self.sources[number : number + MOST_FILES_PER_PART]
+            group = list(itertools.takewhile(lambda source: _is_small(source, reading), following))
+            if group:
+                sizes = itertools.accumulate(expected_bytes(source) for source in group)
+                group = group[: max(1, sum(1 for size in sizes if size <= PART_BYTES))]
+                number += len(group)
+                if offset >= taken.start:
+                    read = tuple((source, partial(records_of, source)) for source in group)
+                    yield Part(Position(number, 0), sum(source.bytes for source in group), read)
+                offset += sum(map(expected_bytes, group))
+            else:
+                source = self.sources[number]
+                # Files that end before the slice are not even opened.
+                if offset + expected_bytes(source) > taken.start:
+                    yield LargeFile(source, number, start.part if number == start.source else 0, offset, taken)
+                number += 1
+                offset += expected_bytes(source)
+
+    def are_whole_documents(self, reading: Reading) -> bool:
+        """Tells whether each file is one document of plain text."""
+        return reading.documents == "file" and all(source.format == "txt" for source in self.sources)
+
+    def texts(self, reading: Reading) -> Iterator[bytes]:
+        """Yields the texts of all files, whatever the slice, without records that cannot be used."""
+        parts = Files(self.sources).parts(reading)
+        return (record.text for part in parts for _, record in part.records(reading) if record.text)
 
 
 def expected_bytes(source: InputFile) -> int:
@@ -407,8 +427,8 @@ def _line_parts(source: InputFile, number: int) -> Iterator[Part]:
         content = b""
         try:
             for part, (line, content) in enumerate(formats.whole_lines(stream), 1):
-                read = partial(_line_records, source, line, content)
-                yield Part(Position(number, part), stream.consumed - before, read)
+                read = partial(formats.records_of_lines, line, content, source.format)
+                yield Part(Position(number, part), stream.consumed - before, ((source, read),))
                 before = stream.consumed
         except DamagedFileError as error:
             problem = Record(line + content.count(b"\n"), None, f"{error}; nothing after it was read")
@@ -418,8 +438,8 @@ def _line_parts(source: InputFile, number: int) -> Iterator[Part]:
 def _row_group_parts(source: InputFile, number: int, groups: list[int]) -> Iterator[Part]:
     total = sum(groups) or 1
     for row_group, size in enumerate(groups):
-        read = partial(_row_group_records, source, row_group)
-        yield Part(Position(number, row_group + 1), source.bytes * size // total, read)
+        read = partial(records_of, source, row_group=row_group)
+        yield Part(Position(number, row_group + 1), source.bytes * size // total, ((source, read),))
 
 
 def _record_parts(source: InputFile, number: int, reading: Reading) -> Iterator[Part]:

@@ -14,7 +14,7 @@ import zstandard
 from pretrain.errors import InputError
 from pretrain_tools.preparation.documents import formats
 from pretrain_tools.preparation.documents.formats import Reading
-from pretrain_tools.preparation.documents.sources import BEGINNING, find_sources, parts_of
+from pretrain_tools.preparation.documents.sources import BEGINNING, Files, find_sources
 
 TEXTS = ["One day, a girl.\nShe sang.", 'zwei, "drei"\tvier', "\u0000 NUL, \u2028, é, 漢字, 👍", "  spaces  ", "last"]
 
@@ -32,7 +32,7 @@ def records_of_parts(patterns, reading=None, start=BEGINNING, **options):
     reading = reading or Reading()
     return [
         record
-        for part in parts_of(find_sources([str(p) for p in patterns], **options), reading, start)
+        for part in Files(find_sources([str(p) for p in patterns], **options)).parts(reading, start)
         for _, record in part.records(reading)
     ]
 
@@ -150,12 +150,12 @@ def test_reading_goes_on_from_any_part(tmp_path, monkeypatch, name):
         if name.endswith(".gz"):
             path.with_name(name).write_bytes(gzip.compress(path.read_bytes()))
     sources = find_sources([str(tmp_path / "*" / name)])
-    parts = list(parts_of(sources, Reading()))
+    parts = list(Files(sources).parts(Reading()))
     assert len(parts) > 4
     for number, part in enumerate(parts):
         rest = [record for later in parts[number + 1 :] for _, record in later.records(Reading())]
         again = [
-            record for later in parts_of(sources, Reading(), part.after) for _, record in later.records(Reading())
+            record for later in Files(sources).parts(Reading(), part.after) for _, record in later.records(Reading())
         ]
         assert again == rest
 
@@ -165,7 +165,7 @@ def test_parts_account_for_all_input_bytes(tmp_path, monkeypatch):
     for name in ("docs.jsonl", "docs.csv", "docs.json", "docs.tar", "docs.arrow"):
         WRITERS[name](tmp_path / name)
     sources = find_sources([str(tmp_path / "*")])
-    assert sum(part.input_bytes for part in parts_of(sources, Reading())) == sum(s.bytes for s in sources)
+    assert sum(part.input_bytes for part in Files(sources).parts(Reading())) == sum(s.bytes for s in sources)
 
 
 @pytest.mark.parametrize(
