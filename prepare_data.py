@@ -162,7 +162,7 @@ def prepare_shards(request: "PreparationRequest") -> int:
 
 
 def print_next(outcome: "PreparationOutcome", output: str, is_slice: bool, fraction: float) -> None:
-    """What to do with what was made. fraction: of validation, as asked."""
+    """Prints what to do next. fraction: share of the validation split, as asked."""
     tally = outcome.tally
     manifest = outcome.manifest
     if is_slice:
@@ -174,7 +174,7 @@ def print_next(outcome: "PreparationOutcome", output: str, is_slice: bool, fract
 
 
 def print_figures(outcome: "PreparationOutcome", options: "PreparationOptions") -> None:
-    """What was made."""
+    """Prints what was made and what was left out."""
     from pretrain.data.data_record import contamination_of
     from pretrain_tools.preparation.cleaning.decontamination import contamination_text
     from pretrain_tools.preparation.prepare import removed_whole_lines
@@ -227,7 +227,7 @@ def warn_of_empty_splits(tally: "Tally", fraction: float) -> None:
 
 
 def skipped_text(tally: "Tally") -> str:
-    """What was left out, in words."""
+    """Describes what was left out."""
     counts = {"filtered": tally.filtered_documents, "copies": tally.duplicate_documents}
     counts["near copies"] = tally.near_duplicate_documents
     more = "".join(f", {number:,} {name}" for name, number in counts.items() if number)

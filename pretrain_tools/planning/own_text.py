@@ -223,7 +223,7 @@ def refuse_files_in_the_way(asked: OwnText) -> None:
     A tokenizer and shards may be its own, interrupted; prepare_data.py refuses those that were made in another way.
     """
     from pretrain.data.manifest import MANIFEST_FILE
-    from pretrain_tools.preparation.prepare import UNFINISHED_FOLDER
+    from pretrain_tools.preparation.collector import UNFINISHED_FOLDER
     from pretrain_tools.preparation.tokenizer_training import RECORD_FILE
 
     own = {Path(asked.place.tokenizer): {RECORD_FILE}, asked.place.shards: {MANIFEST_FILE, UNFINISHED_FOLDER}}

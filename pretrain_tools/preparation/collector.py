@@ -1,15 +1,23 @@
 """Encoded documents to the shards of both splits: without duplicates, within the limits, counted."""
 
-from dataclasses import replace
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from pretrain.errors import InputError
-from pretrain_tools.preparation.deduplicate import SeenDocuments
+from pretrain.files import as_json, write_durably
+from pretrain_tools.preparation.deduplicate import seen_in_shards
+from pretrain_tools.preparation.documents.sources import BEGINNING, Position
 from pretrain_tools.preparation.encoded_part import EncodedPart, Problem, Tally
 from pretrain_tools.preparation.plan import PreparationOptions
 from pretrain_tools.preparation.shard_writer import ShardWriter
+from pretrain_tools.preparation.text_files import TEXT_FOLDER
 
+UNFINISHED_FOLDER = ".unfinished"
+PROGRESS_FILE = "progress.json"
+NO_PROGRESS: dict[str, Any] = {"tally": {}, "position": BEGINNING, "complete": False, "writer": None}
 PROBLEMS_NAMED_IN_MANIFEST = 20
 
 
@@ -18,29 +26,35 @@ class DisagreementError(Exception):
 
 
 class Intake:
-    """Writes encoded parts, one after another, to the shards.
+    """Writes encoded parts, one after another, to the shards of a folder, and records how far it is.
 
     Args:
-        source_numbers: the number of each source by its name.
-        seen: the documents so far, to leave out duplicates; None keeps them.
+        plan: of the folder.
+        progress: the record of an earlier process, to continue; NO_PROGRESS begins.
     """
 
-    def __init__(
-        self,
-        tally: Tally,
-        writer: ShardWriter,
-        options: PreparationOptions,
-        source_numbers: dict[str, int],
-        seen: SeenDocuments | None,
-    ):
-        self.tally = tally
-        self._writer = writer
+    def __init__(self, folder: Path, plan: dict[str, Any], options: PreparationOptions, progress: dict[str, Any]):
+        self.tally = Tally.from_progress(progress["tally"])
+        self.position = Position(*progress["position"])
+        self.is_complete: bool = progress["complete"]
+        """True once a limit has been reached."""
+        state_folder = folder / UNFINISHED_FOLDER
+        self._progress_path = state_folder / PROGRESS_FILE
         self._options = options
-        self._source_numbers = source_numbers
-        self._seen = seen
+        plain_text = state_folder / TEXT_FOLDER if options.write_text else None
+        self.writer = ShardWriter(
+            folder, plan["dtype"], options.shard_tokens, progress["writer"], options.megatron, plain_text
+        )
+        self._seen = seen_in_shards(folder, self.writer.written(), plan["dtype"]) if options.deduplicate else None
+        self._source_numbers = {source["path"]: number for number, source in enumerate(plan["sources"])}
 
-    def add(self, encoded: EncodedPart) -> bool:
-        """Writes a part's documents, up to the limits; returns whether a limit has been reached."""
+    def commit(self) -> None:
+        """Makes all that was added durable, and then the record of it: what no record has is cut off."""
+        state = {"position": self.position, "complete": self.is_complete, "tally": asdict(self.tally)}
+        write_durably(self._progress_path, as_json({**state, "writer": self.writer.sync()}))
+
+    def add(self, encoded: EncodedPart) -> None:
+        """Writes a part's documents, up to the limits."""
         if encoded.disagreement is not None:
             raise DisagreementError(f"gigatoken gives other ids than tokenizers for {encoded.disagreement}")
         tally = self.tally
@@ -49,8 +63,8 @@ class Intake:
             encoded = encoded.keeping(new)
             tally.duplicate_documents += int(np.count_nonzero(~new))
         taken = _documents_within_limits(encoded, tally, self._options)
-        complete = taken < len(encoded.documents) or tally.documents + taken == self._options.max_documents
-        self._check_problems([p for p in encoded.problems if p.documents_before <= taken and not complete])
+        is_complete = taken < len(encoded.documents) or tally.documents + taken == self._options.max_documents
+        self._check_problems([p for p in encoded.problems if p.documents_before <= taken and not is_complete])
         part = encoded.keeping(np.arange(len(encoded.documents)) < taken)
         documents = part.documents.copy()
         numbers = np.array([self._source_numbers[name] for name in encoded.source_names], np.uint32)
@@ -60,13 +74,14 @@ class Intake:
             if chosen.any():
                 of_split = part.keeping(chosen)
                 ends = of_split.documents["end"]
-                self._writer.write(split, of_split.ids, of_split.documents, of_split.signatures, of_split.lines)
+                self.writer.write(split, of_split.ids, of_split.documents, of_split.signatures, of_split.lines)
                 tally.tokens += int(ends[-1])
                 tally.validation_tokens += int(ends[-1]) if split == "validation" else 0
         tally.documents += taken
         tally.text_bytes += int(documents["text_bytes"].sum())
         tally.add(encoded.counts)
-        return complete
+        self.position = encoded.after
+        self.is_complete = is_complete
 
     def _check_problems(self, problems: list[Problem]) -> None:
         tally = self.tally

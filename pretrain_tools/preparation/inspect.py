@@ -114,7 +114,7 @@ def _vocabulary_lines(manifest: Manifest, counts: np.ndarray, decoder) -> list[s
 
 
 def _sample_lines(reader: ShardReader, decoder) -> list[str]:
-    """Documents at the beginning, a third and two thirds of a split."""
+    """Shows documents at the beginning, a third and two thirds of a split."""
     lines = []
     for number in range(SAMPLED_DOCUMENTS if reader.tokens else 0):
         start = reader.tokens * number // SAMPLED_DOCUMENTS

@@ -26,8 +26,13 @@ from pretrain.processes import folder_lock
 from pretrain_tools.preparation.cleaning.account import SAMPLES_FILE, CleaningAccount
 from pretrain_tools.preparation.cleaning.repeated_text import RepeatedText, RepetitionCount, write_table
 from pretrain_tools.preparation.cleaning.stages import Cleaning
-from pretrain_tools.preparation.collector import DisagreementError, Intake
-from pretrain_tools.preparation.deduplicate import seen_in_shards
+from pretrain_tools.preparation.collector import (
+    NO_PROGRESS,
+    PROGRESS_FILE,
+    UNFINISHED_FOLDER,
+    DisagreementError,
+    Intake,
+)
 from pretrain_tools.preparation.documents.sources import BEGINNING, Files, Position
 from pretrain_tools.preparation.encode import Encoder, ReferenceEncoder, make_encoder
 from pretrain_tools.preparation.encoded_part import EncodedPart, Tally
@@ -48,12 +53,12 @@ from pretrain_tools.preparation.plan import (
     source_differences,
 )
 from pretrain_tools.preparation.progress import timed, timed_items
-from pretrain_tools.preparation.shard_writer import ShardWriter, shard_files
+from pretrain_tools.preparation.shard_writer import shard_files
 from pretrain_tools.preparation.slices import merged_parts, require_slices, search_folder, slice_of
 from pretrain_tools.preparation.text_files import TEXT_FOLDER
 from pretrain_tools.preparation.worker import PartEncoder, encode_parts
 
-UNFINISHED_FOLDER = ".unfinished"
+PLAN_FILE = "plan.json"
 FIRST_PASS = "documents"
 """The folder, in the unfinished one, of all documents, of which near duplicates are then left out."""
 PLAN_LAYOUT = 4
@@ -116,11 +121,13 @@ def prepare(
             if finished is not None:
                 shutil.rmtree(state_folder, ignore_errors=True)
                 return finished
-            run = _Run(request, plan, slices, report)
+            # What an earlier process left is not this one's to discard, nor is what has been committed since.
+            results = [state_folder / name for name in (PLAN_FILE, PROGRESS_FILE, FIRST_PASS)]
+            was_begun = results[0].exists()
             try:
-                return run.complete(say)
+                return _Run(request, plan, slices, report).complete(say)
             except InputError:
-                if not run.worth_keeping:
+                if not was_begun and not any(path.exists() for path in results[1:]):
                     _discard(output, existed)
                 raise
     except OSError as error:
@@ -170,10 +177,9 @@ class _Run:
         self.removed: np.ndarray | None = None
         self.options = request.options
         self.stages: Counter[str] = Counter()
-        self.plan_path = self.output / UNFINISHED_FOLDER / "plan.json"
-        self.progress_path = self.output / UNFINISHED_FOLDER / "progress.json"
-        # What an earlier process left is not this one's to discard.
-        self.worth_keeping = self.plan_path.exists()
+        self.state_folder = self.output / UNFINISHED_FOLDER
+        self.plan_path = self.state_folder / PLAN_FILE
+        self.progress_path = self.state_folder / PROGRESS_FILE
 
     def complete(self, say: Callable[[str], None]) -> PreparationOutcome:
         """Tokenises what is left and writes the manifest."""
@@ -181,7 +187,7 @@ class _Run:
         tokenizer = self.request.tokenizer
         engine = self.request.engine
         progress = self._load_progress()
-        if progress is None:
+        if progress is NO_PROGRESS:
             tokenizer.save(self.output / TOKENIZER_FOLDER)
             sync_files(self.output / TOKENIZER_FOLDER)
             write_durably(self.plan_path, as_json({"layout": PLAN_LAYOUT, **self.plan}))
@@ -197,7 +203,7 @@ class _Run:
         encoder, reason = (None, None) if self.slices else make_encoder(tokenizer, engine)
         if reason:
             say(f"tokenising with tokenizers: {reason}")
-        before = progress["tally"]["tokens"] if progress else 0
+        before = progress["tally"].get("tokens", 0)
         try:
             tally, shards = self._tokenise(progress, encoder)
         except DisagreementError as error:
@@ -206,7 +212,7 @@ class _Run:
             say(f"starting over with tokenizers: {error}")
             self.progress_path.unlink(missing_ok=True)
             before = 0
-            tally, shards = self._tokenise(None, ReferenceEncoder(tokenizer))
+            tally, shards = self._tokenise(NO_PROGRESS, ReferenceEncoder(tokenizer))
         return PreparationOutcome(
             self._finish(tally, shards),
             tally,
@@ -219,21 +225,16 @@ class _Run:
     def _find_near_duplicates(self, say: Callable[[str], None]) -> PreparationOutcome | None:
         """Prepares all documents, unless they are in slices, and finds those that `_tokenise` then leaves out."""
         options = self.options
-        state_folder = self.output / UNFINISHED_FOLDER
         outcome = None
         if not self.slices:
-            self.slices = [state_folder / FIRST_PASS]
+            self.slices = [self.state_folder / FIRST_PASS]
             label = "all documents, before near duplicates are left out"
             all_options = replace(options, slice=label, megatron=False)
-            try:
-                first = replace(self.request, output=self.slices[0], options=all_options)
-                outcome = prepare(first, say, self.report)
-            finally:
-                self.worth_keeping = self.worth_keeping or self.slices[0].exists()
+            outcome = prepare(replace(self.request, output=self.slices[0], options=all_options), say, self.report)
             self.stages.update(outcome.stage_seconds)
         manifests = [read_manifest(folder) for folder in self.slices]
         with timed(self.stages, "find near duplicates"), stop_signals() as stop_if_asked:
-            work = search_folder(self.request) if self.request.merge_slices else state_folder / "near_duplicates"
+            work = search_folder(self.request) if self.request.merge_slices else self.state_folder / "near_duplicates"
             search = DuplicateSearch(manifests, options.near_duplicates, work, self.request.tokenizer)
             tokens = sum(shard.tokens for manifest in manifests for shard in manifest.shards)
             needed = search.disk_bytes + tokens * manifests[0].bytes_per_id
@@ -269,7 +270,7 @@ class _Run:
         stage = next((stage for stage in stages if isinstance(stage, RepeatedText)), None)
         if stage is None:
             return
-        table = self.output / UNFINISHED_FOLDER / "repeated"
+        table = self.state_folder / "repeated"
         cleaning = Cleaning(tuple(replace(s, table=table) if s is stage else s for s in stages))
         self.options = replace(options, cleaning=cleaning)
         if table.is_file():
@@ -278,7 +279,7 @@ class _Run:
             as_json({**self.plan, "options": replace(options, slice=None).as_plan()})
         ).hexdigest()
         number, count = of_slice or (0, 1)
-        folders = [self.output / UNFINISHED_FOLDER / "counts"]
+        folders = [self.state_folder / "counts"]
         if of_slice:
             folders = [self.output.with_name(f"{other}-of-{count}.counts") for other in range(count)]
         ours = RepetitionCount(folders[number], identity)
@@ -303,12 +304,12 @@ class _Run:
             raise CountedError(f"{waiting} of {count} slices have not counted what is repeated")
         write_table(table, [run for each in counts for run in each.runs], stage.documents)
 
-    def _load_progress(self) -> dict[str, Any] | None:
+    def _load_progress(self) -> dict[str, Any]:
         if not self.plan_path.is_file():
-            return None
+            return NO_PROGRESS
         try:
             earlier = json.loads(self.plan_path.read_bytes())
-            progress = json.loads(self.progress_path.read_bytes()) if self.progress_path.is_file() else None
+            progress = json.loads(self.progress_path.read_bytes()) if self.progress_path.is_file() else NO_PROGRESS
         except ValueError as error:
             raise InputError(f"{self.output}: its progress is damaged ({error}); remove it and start over") from None
         if earlier.pop("layout", None) != PLAN_LAYOUT:
@@ -316,51 +317,37 @@ class _Run:
         refuse_differences(self.output, earlier, self.plan, "was begun", free=("on_error", "max_errors"))
         return progress
 
-    def _tokenise(self, progress: dict[str, Any] | None, encoder: Encoder) -> tuple[Tally, list[Shard]]:
+    def _tokenise(self, progress: dict[str, Any], encoder: Encoder | None) -> tuple[Tally, list[Shard]]:
         options = self.options
-        dtype = self.plan["dtype"]
         if self.removed is not None:
             # What the limits left out has not been read; nothing more is to be left out by them.
             options = replace(options, max_documents=None, max_tokens=None)
-        tally = Tally.from_progress(progress["tally"]) if progress else Tally()
-        position = Position(*progress["position"]) if progress else BEGINNING
-        writer = ShardWriter(
-            self.output,
-            dtype,
-            options.shard_tokens,
-            progress["writer"] if progress else None,
-            options.megatron,
-            self.output / UNFINISHED_FOLDER / TEXT_FOLDER if options.write_text else None,
-        )
-        seen = seen_in_shards(self.output, writer.written(), dtype) if options.deduplicate else None
-        numbers = {source["path"]: number for number, source in enumerate(self.plan["sources"])}
-        intake = Intake(tally, writer, options, numbers, seen)
+        intake = Intake(self.output, self.plan, options, progress)
         committed = time.monotonic()
         try:
-            with stop_signals() as stop_if_asked, closing(self._encoded(position, encoder)) as encoded_parts:
-                for encoded in () if progress and progress["complete"] else encoded_parts:
-                    with timed(self.stages, "write"):
-                        complete = intake.add(encoded)
+            with stop_signals() as stop_if_asked, closing(self._encoded(intake.position, encoder)) as parts:
+                for encoded in () if intake.is_complete else parts:
                     self.stages.update(encoded.stage_seconds)
-                    position = encoded.after
-                    self.worth_keeping = self.worth_keeping or tally.documents > 0
-                    self.report(tally)
-                    if complete or time.monotonic() - committed > COMMIT_SECONDS:
-                        self._commit(writer, tally, position, complete)
+                    with timed(self.stages, "write"):
+                        intake.add(encoded)
+                    self.report(intake.tally)
+                    if intake.is_complete or time.monotonic() - committed > COMMIT_SECONDS:
+                        with timed(self.stages, "sync"):
+                            intake.commit()
                         committed = time.monotonic()
-                    if complete:
+                    if intake.is_complete:
                         break
                     stop_if_asked()
-            if not tally.documents and options.slice is None:
-                raise InputError(self._nothing_found(tally))
-            return tally, writer.finish()
+            if not intake.tally.documents and options.slice is None:
+                raise InputError(self._nothing_found(intake.tally))
+            return intake.tally, intake.writer.finish()
         except (InputError, StoppedError):
             # What came before the bad record or the signal is valid and need not be made again.
-            if tally.documents:
-                self._commit(writer, tally, position, complete=False)
+            if intake.tally.documents:
+                intake.commit()
             raise
         finally:
-            writer.close()
+            intake.writer.close()
 
     def _nothing_found(self, tally: Tally) -> str:
         skipped = f"{tally.empty_documents:,} empty documents and {tally.bad_records:,} bad records were skipped"
@@ -401,11 +388,6 @@ class _Run:
         parts = timed_items(documents.parts(reading, start), self.stages, "read")
         return encode_parts(parts, part_encoder, request.workers)
 
-    def _commit(self, writer: ShardWriter, tally: Tally, position: Position, complete: bool) -> None:
-        with timed(self.stages, "sync"):
-            state = {"position": position, "complete": complete, "tally": asdict(tally), "writer": writer.sync()}
-            write_durably(self.progress_path, as_json(state))
-
     def _finish(self, tally: Tally, shards: list[Shard]) -> Manifest:
         changed = source_differences(self.plan["sources"], self.request.documents.description())
         if changed:
@@ -424,7 +406,7 @@ class _Run:
         manifest["sources"] = sources
         sync_folder(self.output)
         write_durably(self.output / MANIFEST_FILE, as_json(manifest))
-        shutil.rmtree(self.output / UNFINISHED_FOLDER, ignore_errors=True)
+        shutil.rmtree(self.state_folder, ignore_errors=True)
         return read_manifest(self.output)
 
 

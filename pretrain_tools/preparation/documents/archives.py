@@ -19,8 +19,7 @@ from pretrain_tools.preparation.documents.records import (
     Reading,
     Record,
     checked,
-    fields_record,
-    find_field,
+    object_record,
 )
 
 SHOWN_SUFFIX_CHARACTERS = 12
@@ -188,4 +187,4 @@ def _text_record(text: bytes, beside: bytes | None, reading: Reading) -> Record:
     except (ValueError, RecursionError) as error:
         return Record(1, None, f"broken JSON in the .json beside it ({error})")
     values = (fields if isinstance(fields, dict) else {}) | {reading.text_field: text}
-    return fields_record(1, lambda name: find_field(values, name), reading, list(values))
+    return object_record(1, values, reading)

@@ -7,7 +7,7 @@ from typing import Any, BinaryIO
 
 from pretrain.urls import UnreachableError, is_url, open_file
 from pretrain_tools.preparation.documents.byte_stream import ByteStream, DamagedFileError
-from pretrain_tools.preparation.documents.records import Reading, Record, fields_record, text_record
+from pretrain_tools.preparation.documents.records import Reading, Record, row_records
 
 ROWS_AT_ONCE = 256
 
@@ -111,13 +111,7 @@ def _batch_records(batches: Iterator[Any], reading: Reading, rows_before: int = 
 
 def table_records(table: Any, reading: Reading, rows_before: int) -> Iterator[Record]:
     """Reads an arrow batch or table, numbered from rows_before + 1. Raises DamagedFileError without the column."""
-    if reading.is_plain:
-        for place, value in enumerate(_values(table, reading.text_field), rows_before + 1):
-            yield text_record(place, value, reading.text_field)
-        return
-    columns = [_values(table, name) for name in reading.fields]
-    for place, row in enumerate(zip(*columns, strict=True), rows_before + 1):
-        yield fields_record(place, dict(zip(reading.fields, row, strict=True)).__getitem__, reading)
+    return row_records({name: _values(table, name) for name in reading.fields}, reading, rows_before)
 
 
 def _values(table: Any, field: str) -> list[Any]:
@@ -172,9 +166,8 @@ def read_hdf5(stream: ByteStream, reading: Reading) -> Iterator[Record]:
         if len({len(column) for column in columns.values()}) > 1:
             raise DamagedFileError(f"the datasets {', '.join(columns)} differ in length")
         for start in range(0, len(columns[reading.fields[0]]), ROWS_AT_ONCE):
-            values = [column[start : start + ROWS_AT_ONCE].tolist() for column in columns.values()]
-            for place, row in enumerate(zip(*values, strict=True), start + 1):
-                yield fields_record(place, dict(zip(columns, row, strict=True)).__getitem__, reading)
+            values = {name: column[start : start + ROWS_AT_ONCE].tolist() for name, column in columns.items()}
+            yield from row_records(values, reading, start)
 
 
 def _string_dataset(content: Any, text_field: str) -> Any:

@@ -199,7 +199,7 @@ def read_csv(stream: ByteStream, reading: Reading) -> Iterator[Record]:
             columns = {name: header.index(name) for name in reading.fields}
         elif len(row) == len(header):
             values = {name: row[column].encode(errors="surrogateescape") for name, column in columns.items()}
-            yield fields_record(rows.line_num, values.__getitem__, reading)
+            yield fields_record(rows.line_num, values, reading)
         elif row:
             yield Record(rows.line_num, None, f"row has {len(row)} columns, the header has {len(header)}")
 
