@@ -58,8 +58,8 @@ class Destination:
         Raises InputError where it fails; a second call continues from there.
         """
         system, root = file_system(self.url)
-        names = sorted(str(p.relative_to(self.local)) for p in self.local.rglob("*") if p.is_file())
-        names = [name for name in names if name != self.last] + [self.last]
+        names = [str(path.relative_to(self.local)) for path in self.local.rglob("*") if path.is_file()]
+        names.sort(key=lambda name: (name == self.last, name))
         record = self.local.with_name(self.local.name + ".copied.json")
         copied: dict[str, str] = json.loads(record.read_bytes()) if record.is_file() else {}
         number = 0

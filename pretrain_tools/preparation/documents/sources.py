@@ -189,13 +189,9 @@ def _folders_below(starts: Sequence[str]) -> Iterator[str]:
             continue
         seen.add(real)
         yield folder
-        try:
-            entries = sorted(os.scandir(folder or os.curdir), key=lambda entry: entry.name)
-        except OSError:  # as glob does: what cannot be listed holds nothing
-            continue
-        for entry in entries:
-            if entry.is_dir() and not entry.name.startswith("."):
-                (linked if entry.is_symlink() else waiting).append(os.path.join(folder, entry.name))
+        # As glob lists them: without hidden ones, and nothing where it may not look.
+        for below in sorted(glob.glob(os.path.join(glob.escape(folder), "*", ""))):
+            (linked if os.path.islink(below.rstrip(os.sep)) else waiting).append(below)
 
 
 def _each_once(paths: Collection[str]) -> list[str]:
