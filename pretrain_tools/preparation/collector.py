@@ -1,5 +1,6 @@
 """Encoded documents to the shards of both splits: without duplicates, within the limits, counted."""
 
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -58,13 +59,16 @@ class Intake:
         if encoded.disagreement is not None:
             raise DisagreementError(f"gigatoken gives other ids than tokenizers for {encoded.disagreement}")
         tally = self.tally
+        read = len(encoded.documents)
         if self._seen is not None:
-            new = self._seen.add(encoded.hashes)
-            encoded = encoded.keeping(new)
-            tally.duplicate_documents += int(np.count_nonzero(~new))
+            encoded = encoded.keeping(self._seen.add(encoded.hashes))
+        copies = read - len(encoded.documents)
         taken = _documents_within_limits(encoded, tally, self._options)
         is_complete = taken < len(encoded.documents) or tally.documents + taken == self._options.max_documents
-        self._check_problems([p for p in encoded.problems if p.documents_before <= taken and not is_complete])
+        if not is_complete:
+            # First of all changes to the tally: where this raises, `commit` must record none of the part.
+            count_problems(encoded.problems, tally, self._options)
+        tally.duplicate_documents += copies
         part = encoded.keeping(np.arange(len(encoded.documents)) < taken)
         documents = part.documents.copy()
         numbers = np.array([self._source_numbers[name] for name in encoded.source_names], np.uint32)
@@ -83,28 +87,26 @@ class Intake:
         self.position = encoded.after
         self.is_complete = is_complete
 
-    def _check_problems(self, problems: list[Problem]) -> None:
-        tally = self.tally
-        options = self._options
-        if not problems:
-            return
-        if options.on_error == "stop":
-            first = problems[0]
+
+def count_problems(problems: Sequence[Problem], tally: Tally, options: PreparationOptions) -> None:
+    """Counts records that cannot be used; all or, with InputError, none of them."""
+    if problems and options.on_error == "stop":
+        first = problems[0]
+        raise InputError(
+            f"{first.place}: {first.reason}; fix the input, or use --on_error skip, which counts what it skips"
+        )
+    bad_records = tally.bad_records
+    for problem in problems:
+        bad_records += problem.records
+        if bad_records > options.max_errors:
+            more = "one more" if bad_records == options.max_errors + 1 else f"{bad_records:,}, more"
             raise InputError(
-                f"{first.place}: {first.reason}; fix the input, or use --on_error skip, which counts what it skips"
+                f"{problem.place}: {problem.reason}; that is {more} than --max_errors {options.max_errors:,} bad "
+                "records; fix the input, or run again with a larger --max_errors, which continues from here"
             )
-        bad_records = tally.bad_records
-        for problem in problems:
-            bad_records += problem.records
-            if bad_records > options.max_errors:
-                more = "one more" if bad_records == options.max_errors + 1 else f"{bad_records:,}, more"
-                raise InputError(
-                    f"{problem.place}: {problem.reason}; that is {more} than --max_errors {options.max_errors:,} bad "
-                    "records; fix the input, or run again with a larger --max_errors, which continues from here"
-                )
-        room = PROBLEMS_NAMED_IN_MANIFEST - len(tally.bad_examples)
-        tally.bad_examples += [f"{problem.name}: {problem.reason}" for problem in problems[:room]]
-        tally.bad_records = bad_records
+    tally.bad_records = bad_records
+    room = PROBLEMS_NAMED_IN_MANIFEST - len(tally.bad_examples)
+    tally.bad_examples += [f"{problem.name}: {problem.reason}" for problem in problems[:room]]
 
 
 def _documents_within_limits(encoded: EncodedPart, tally: Tally, options: PreparationOptions) -> int:

@@ -35,7 +35,7 @@ FIRST_DOCUMENTS = 4
 
 
 @dataclass
-class _Documents:
+class Documents:
     """The documents of a part, and what was found besides."""
 
     counts: Tally
@@ -65,6 +65,28 @@ class _Documents:
         self.records = [self.records[number]._replace(text=text) for number, text in zip(kept, texts, strict=True)]
         self.sources = [self.sources[number] for number in kept]
         self.problems = [p._replace(documents_before=bisect_left(kept, p.documents_before)) for p in self.problems]
+
+
+def read_part(part: Part, options: PreparationOptions, split: ValidationSplit) -> Documents:
+    """Reads the documents of a part, up to a record that ends the preparation."""
+    found = Documents(Tally(input_bytes=part.input_bytes))
+    for source, record in part.records(options.reading):
+        if record.text:
+            pieces = split.pieces(record)
+            found.records += pieces
+            found.sources += [source.name] * len(pieces)
+        elif record.problem is not None:
+            where = source.place(record.place), source.recorded_place(record.place)
+            found.problems.append(Problem(len(found.records), *where, record.problem, record.problem_records))
+            if options.on_error == "stop":
+                break
+        elif record.not_read is not None:
+            found.counts.count_unread(record.not_read)
+        elif record.text is None:
+            found.counts.filtered_documents += 1
+        else:
+            found.counts.empty_documents += 1
+    return found
 
 
 @dataclass
@@ -98,7 +120,7 @@ class PartEncoder:
         options = self.options
         seconds: collections.Counter[str] = collections.Counter()
         with timed(seconds, "parse"):
-            found = self._read(part)
+            found = read_part(part, options, self.split)
         if self.counting is not None:
             with timed(seconds, "count"):
                 hashes = self.counting.distinct_hashes(found.texts)
@@ -135,26 +157,6 @@ class PartEncoder:
             disagreement=disagreement,
             stage_seconds=seconds,
         )
-
-    def _read(self, part: Part) -> _Documents:
-        found = _Documents(Tally(input_bytes=part.input_bytes))
-        for source, record in part.records(self.options.reading):
-            if record.text:
-                pieces = self.split.pieces(record)
-                found.records += pieces
-                found.sources += [source.name] * len(pieces)
-            elif record.problem is not None:
-                where = source.place(record.place), source.recorded_place(record.place)
-                found.problems.append(Problem(len(found.records), *where, record.problem, record.problem_records))
-                if self.options.on_error == "stop":
-                    break
-            elif record.not_read is not None:
-                found.counts.count_unread(record.not_read)
-            elif record.text is None:
-                found.counts.filtered_documents += 1
-            else:
-                found.counts.empty_documents += 1
-        return found
 
     def _joined(self, arrays: list[np.ndarray], tokens: int) -> np.ndarray:
         """Puts documents end to end, each closed by the end-of-document id."""

@@ -79,16 +79,18 @@ def test_after_a_bad_record_what_came_before_is_kept_and_skip_goes_on(tmp_path, 
         "preparation.documents.byte_stream.READ_BYTES",
     ):
         monkeypatch.setattr(f"pretrain_tools.{name}", 500)
-    write_jsonl(tmp_path / "a.jsonl", texts(50), [b"bad"])
-    with pytest.raises(InputError, match=r"a\.jsonl, line 51: broken JSON"):
-        prepare_files(tmp_path, tokenizer)
+    # A copy in the part with the bad record, too: it must not be counted twice.
+    write_jsonl(tmp_path / "a.jsonl", [*texts(50), "copy", "copy"], [b"bad"])
+    with pytest.raises(InputError, match=r"a\.jsonl, line 53: broken JSON"):
+        prepare_files(tmp_path, tokenizer, deduplicate=True)
     assert (tmp_path / "out" / ".unfinished" / "progress.json").exists()
-    outcome = prepare_files(tmp_path, tokenizer, on_error="skip")
-    assert "continuing after 50 documents" in capsys.readouterr().out
-    assert (outcome.tally.bad_records, outcome.tally.documents) == (1, 50)
+    outcome = prepare_files(tmp_path, tokenizer, deduplicate=True, on_error="skip")
+    assert "continuing after" in capsys.readouterr().out
+    tally = outcome.tally
+    assert (tally.bad_records, tally.documents, tally.duplicate_documents) == (1, 51, 1)
     continued = content_of(tmp_path / "out")
     (tmp_path / "out").rename(tmp_path / "first")
-    prepare_files(tmp_path, tokenizer, on_error="skip")
+    prepare_files(tmp_path, tokenizer, deduplicate=True, on_error="skip")
     assert content_of(tmp_path / "out") == continued
 
 
