@@ -153,24 +153,17 @@ def prepare_shards(request: "PreparationRequest") -> int:
             return EXIT_INTERRUPTED if stop.args[0] == signal.SIGINT else EXIT_PREEMPTED
     how = "already complete" if outcome.already_done else f"prepared in {time.monotonic() - started:.1f} s"
     print(f"{output}: {how}")
-    fraction = request.options.validation_fraction
     print_figures(outcome, request.options)
-    print_next(outcome, str(output), is_slice=request.slice is not None, fraction=fraction)
-    if waiting:
-        print(f"  or, to search near duplicates on all machines, run it again with --slice: {waiting}")
-    return 0
-
-
-def print_next(outcome: "PreparationOutcome", output: str, is_slice: bool, fraction: float) -> None:
-    """Prints what to do next. fraction: share of the validation split, as asked."""
-    tally = outcome.tally
-    manifest = outcome.manifest
-    if is_slice:
+    if request.slice:
         print("Next: once all slices are prepared, run the same command with --merge_slices N instead of --slice")
-        return
-    warn_of_empty_splits(tally, fraction)
-    print(f"Next: train a model; with vocab_size auto, as here, it takes over the {manifest.vocabulary_size:,} ids")
+        if waiting:
+            print(f"  or, to search near duplicates on all machines, run it again with --slice: {waiting}")
+        return 0
+    warn_of_empty_splits(outcome.tally, request.options.validation_fraction)
+    ids = outcome.manifest.vocabulary_size
+    print(f"Next: train a model; with vocab_size auto, as here, it takes over the {ids:,} ids")
     print(f"  python train.py --config recipes/demo.yaml --data.train '[{{shards: {output}}}]' --output runs/NAME")
+    return 0
 
 
 def print_figures(outcome: "PreparationOutcome", options: "PreparationOptions") -> None:

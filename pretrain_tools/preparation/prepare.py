@@ -58,7 +58,6 @@ from pretrain_tools.preparation.slices import merged_parts, require_slices, sear
 from pretrain_tools.preparation.text_files import TEXT_FOLDER
 from pretrain_tools.preparation.worker import PartEncoder, encode_parts
 
-PLAN_FILE = "plan.json"
 FIRST_PASS = "documents"
 """The folder, in the unfinished one, of all documents, of which near duplicates are then left out."""
 PLAN_LAYOUT = 4
@@ -121,13 +120,13 @@ def prepare(
             if finished is not None:
                 shutil.rmtree(state_folder, ignore_errors=True)
                 return finished
-            # What an earlier process left is not this one's to discard, nor is what has been committed since.
-            results = [state_folder / name for name in (PLAN_FILE, PROGRESS_FILE, FIRST_PASS)]
-            was_begun = results[0].exists()
+            run = _Run(request, plan, slices, report)
+            was_begun = run.plan_path.exists()
             try:
-                return _Run(request, plan, slices, report).complete(say)
+                return run.complete(say)
             except InputError:
-                if not was_begun and not any(path.exists() for path in results[1:]):
+                # What an earlier process left is not this one's to discard, nor what has been committed since.
+                if not (was_begun or run.progress_path.exists() or (state_folder / FIRST_PASS).exists()):
                     _discard(output, existed)
                 raise
     except OSError as error:
@@ -178,7 +177,7 @@ class _Run:
         self.options = request.options
         self.stages: Counter[str] = Counter()
         self.state_folder = self.output / UNFINISHED_FOLDER
-        self.plan_path = self.state_folder / PLAN_FILE
+        self.plan_path = self.state_folder / "plan.json"
         self.progress_path = self.state_folder / PROGRESS_FILE
 
     def complete(self, say: Callable[[str], None]) -> PreparationOutcome:
