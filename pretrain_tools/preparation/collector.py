@@ -69,6 +69,7 @@ class Intake:
             # First of all changes to the tally: where this raises, `commit` must record none of the part.
             count_problems(encoded.problems, tally, self._options)
         tally.duplicate_documents += copies
+        # A part numbers its own sources; the index takes the numbers of the plan.
         part = encoded.keeping(np.arange(len(encoded.documents)) < taken)
         documents = part.documents.copy()
         numbers = np.array([self._source_numbers[name] for name in encoded.source_names], np.uint32)

@@ -189,6 +189,7 @@ class _Run:
         if progress is NO_PROGRESS:
             tokenizer.save(self.output / TOKENIZER_FOLDER)
             sync_files(self.output / TOKENIZER_FOLDER)
+            # After the tokenizer: where there is a plan, the folder is complete but for the shards.
             write_durably(self.plan_path, as_json({"layout": PLAN_LAYOUT, **self.plan}))
         else:
             say(f"{self.output}: continuing after {progress['tally']['documents']:,} documents")
@@ -274,6 +275,7 @@ class _Run:
         self.options = replace(options, cleaning=cleaning)
         if table.is_file():
             return
+        # Without the slice, so that all slices know their counts by the same name.
         identity = hashlib.sha256(
             as_json({**self.plan, "options": replace(options, slice=None).as_plan()})
         ).hexdigest()
@@ -392,7 +394,7 @@ class _Run:
         if changed:
             raise InputError(
                 f"{self.output}: the input changed while it was read: {'; '.join(changed[:8])}; "
-                f"remove {self.output} and prepare it again"
+                "prepare it again into a new --output"
             )
         manifest = {**SHARDS_FORMAT, **self.plan}
         sources = manifest.pop("sources")
@@ -403,6 +405,7 @@ class _Run:
             manifest["cleaning"] = tally.cleaning.as_manifest()
             write_durably(self.output / SAMPLES_FILE, as_json(tally.cleaning.samples))
         manifest["sources"] = sources
+        # Last: without the manifest nothing counts as done.
         sync_folder(self.output)
         write_durably(self.output / MANIFEST_FILE, as_json(manifest))
         shutil.rmtree(self.state_folder, ignore_errors=True)

@@ -44,13 +44,18 @@ class DocumentProgress:
         self._last_bytes = 0
 
     def close(self) -> None:
-        """Ends the line of a terminal."""
-        if self._is_terminal and self._first is not None:
-            print(file=sys.stderr, flush=True)
+        """Removes the line from a terminal."""
+        self._show("")
 
     def say(self, line: str) -> None:
         """Prints a line above that of the progress."""
-        print(f"\r\x1b[K{line}" if self._is_terminal else line, file=sys.stderr, flush=True)
+        self._show("")
+        print(line, file=sys.stderr, flush=True)
+
+    def _show(self, line: str) -> None:
+        if self._is_terminal:
+            # To the start of the line, and clear it.
+            print(f"\r\x1b[K{line}", end="", file=sys.stderr, flush=True)
 
     def update(self, tally: Tally) -> None:
         """Shows how far the preparation is."""
@@ -64,7 +69,7 @@ class DocumentProgress:
         self._last_line = now
         line = self._line(tally, max(now - self._first[0], 1e-9))
         if self._is_terminal:
-            print(f"\r\x1b[K{line}", end="", file=sys.stderr, flush=True)
+            self._show(line)
         else:
             self.say(line)
 

@@ -111,6 +111,7 @@ def _shares(values: Iterable[str]) -> dict[str, float]:
     """Returns {value: its share}, the largest first."""
     counts = Counter(values)
     total = sum(counts.values())
+    # Ties by name: the page must not depend on the order of parts.
     ordered = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
     return {value: count / total for value, count in ordered[:MOST_DOMAIN_ROWS]}
 

@@ -112,46 +112,43 @@ def _read_counts(arguments: argparse.Namespace, problems: list[str]) -> None:
 
 def _missing(arguments: argparse.Namespace) -> list[str]:
     """Lists what is missing from the command line or given twice."""
-    problems = []
-    if bool(arguments.input) == bool(arguments.dataset):
-        problems.append("give either --input 'FILES' or --dataset NAME")
-    if not arguments.output:
-        problems.append("give --output FOLDER, the folder to create")
-    if bool(arguments.tokenizer) == bool(arguments.train_tokenizer):
-        problems.append("give either --tokenizer FOLDER|FILE|HUB_ID, or --train_tokenizer SIZE to train one")
-    if arguments.train_tokenizer and arguments.write_text:
-        problems.append("--write_text writes documents beside shards, and --train_tokenizer makes none; leave one out")
-    if arguments.train_tokenizer and (
-        arguments.filter or arguments.language or arguments.clean or arguments.decontaminate
-    ):
-        problems.append(
-            "--filter, --language, --clean, --decontaminate: a tokenizer is trained on the text as it is; leave out"
-        )
-    return problems
+    cleaning = arguments.filter or arguments.language or arguments.clean or arguments.decontaminate
+    checks = {
+        "give either --input 'FILES' or --dataset NAME": bool(arguments.input) == bool(arguments.dataset),
+        "give --output FOLDER, the folder to create": not arguments.output,
+        "give either --tokenizer FOLDER|FILE|HUB_ID, or --train_tokenizer SIZE to train one": (
+            bool(arguments.tokenizer) == bool(arguments.train_tokenizer)
+        ),
+        "--write_text writes documents beside shards, and --train_tokenizer makes none; leave one out": (
+            arguments.train_tokenizer and arguments.write_text
+        ),
+        "--filter, --language, --clean, --decontaminate: a tokenizer is trained on the text as it is; leave out": (
+            arguments.train_tokenizer and cleaning
+        ),
+    }
+    return [problem for problem, is_there in checks.items() if is_there]
 
 
 def _contradictions(request: PreparationRequest, counts_repeated: bool) -> list[str]:
     """Lists which of --slice, --merge_slices, --dry_run, --train_tokenizer and the limits exclude each other."""
-    options = request.options
-    limits = {"max_documents": options.max_documents, "max_tokens": options.max_tokens}
+    limits = {"max_documents": request.options.max_documents, "max_tokens": request.options.max_tokens}
     limits = [f"--{name} {value:,}" for name, value in limits.items() if value is not None]
-    problems = []
-    if limits and counts_repeated:
-        problems.append("--repeated_lines and --repeated_paragraphs count over all documents: leave out the limits")
     parts = {"--slice": request.slice, "--merge_slices": request.merge_slices}
     parts = [name for name, value in parts.items() if value is not None]
     if request.dry_run and (parts or request.vocabulary_size):
         others = [*parts, "--train_tokenizer"] if request.vocabulary_size else parts
         return [f"--dry_run tries a whole preparation on a few documents; leave out {' and '.join(others)}"]
-    if parts and limits:
-        problems.append(f"--slice: slices do not know of each other, so {' and '.join(limits)} must be left out")
-    if len(parts) > 1:
-        problems.append("give either --slice I/N, or --merge_slices N when all slices are prepared")
-    if parts and request.vocabulary_size:
-        problems.append(
-            "--slice and --merge_slices: a tokenizer is trained by one machine, on a sample; leave them out"
-        )
-    return problems
+    checks = {
+        "--repeated_lines and --repeated_paragraphs count over all documents: leave out the limits": (
+            limits and counts_repeated
+        ),
+        f"--slice: slices do not know of each other, so {' and '.join(limits)} must be left out": parts and limits,
+        "give either --slice I/N, or --merge_slices N when all slices are prepared": len(parts) > 1,
+        "--slice and --merge_slices: a tokenizer is trained by one machine, on a sample; leave them out": (
+            parts and request.vocabulary_size
+        ),
+    }
+    return [problem for problem, is_there in checks.items() if is_there]
 
 
 def _documents(arguments: argparse.Namespace) -> Documents:

@@ -206,6 +206,7 @@ class ShardWriter:
         beside = {ids.with_suffix(suffix).name: hashes[suffix] for suffix in suffixes if suffix in hashes}
         if self._with_megatron_index:
             path = ids.with_suffix(foreign_shards.IDX_SUFFIX)
+            # The index is whole on disk: `finish` has synced it.
             tokens = tokens_of(np.fromfile(index_path(ids), DOCUMENT))
             write_durably(path, foreign_shards.index_bytes(tokens, self._dtype_name))
             beside[path.name] = sha256_of(path)
@@ -227,6 +228,7 @@ class ShardWriter:
         for shard in self._open.values():
             for file in shard.files.values():
                 file.sync()
+        # Folders, too: a synced file whose name is lost in a crash is lost.
         for folder in (self._folder, self._folder / TEXT_FOLDER, self._plain_text):
             if folder and folder.is_dir():
                 sync_folder(folder)

@@ -93,6 +93,7 @@ def merged_parts(
         if number >= start.source:
             first = start.part if number == start.source else 0
             share = input_bytes // len(folders)
+            # Read again up to `first`: the splits can only be followed from their beginning.
             parts = slice_parts(manifest, number, share, deduplicate, removed, first_of_slice)
             yield from itertools.islice(parts, first, None)
         first_of_slice += sum(shard.documents for shard in manifest.shards)
@@ -117,6 +118,7 @@ def slice_parts(
         ends = ends[:taken]
         ids = np.empty(int(ends[-1]), id_dtype(manifest.dtype))
         is_held_out = np.repeat(is_validation, documents["end"].astype(np.int64))
+        # Each split is in the order of the input as well, so both are read front to back.
         for split, chosen in zip(SPLITS, (~is_held_out, is_held_out), strict=True):
             of_split = np.empty(np.count_nonzero(chosen), ids.dtype)
             readers[split].read(read[split], of_split)

@@ -79,6 +79,7 @@ def read_part(part: Part, options: PreparationOptions, split: ValidationSplit) -
             where = source.place(record.place), source.recorded_place(record.place)
             found.problems.append(Problem(len(found.records), *where, record.problem, record.problem_records))
             if options.on_error == "stop":
+                # What comes before it is valid, and is kept for the next process.
                 break
         elif record.not_read is not None:
             found.counts.count_unread(record.not_read)
@@ -179,12 +180,14 @@ class PartEncoder:
         if not isinstance(self.encoder, FastEncoder) or not texts:
             return None
         compared = [texts[len(texts) // 2]] if self._has_compared else texts[:FIRST_DOCUMENTS]
+        # Once per process: the first texts of every part would cost as much as the fast path saves.
         self._has_compared = True
         return self.encoder.disagreement([t[:SAMPLE_BYTES].decode(errors="ignore").encode() for t in compared])
 
 
 def encode_parts(parts: Iterable[Part], encoder: PartEncoder, workers: int) -> Iterator[EncodedPart]:
     """Encodes parts in order, with `workers` processes or, when 1, in this one. Raises InputError when one dies."""
+    # Before the fork: each worker would compile for itself.
     encoder.compile()
     # What exists now stays: a collection in a worker would copy its pages into the worker's memory.
     gc.freeze()
@@ -197,6 +200,7 @@ def encode_parts(parts: Iterable[Part], encoder: PartEncoder, workers: int) -> I
 
 def results_in_order(jobs: Iterator[Any], result: Callable[[Any], EncodedPart], workers: int) -> Iterator[EncodedPart]:
     """Yields the result of each job in order. Taking a job from `jobs` starts it, a few per worker ahead."""
+    # Bounded: parts and results wait in memory, and one slow part holds back all after it.
     waiting: collections.deque[Any] = collections.deque()
     for job in jobs:
         waiting.append(job)

@@ -22,6 +22,7 @@ def seekable(stream: ByteStream, at_once: bool = False) -> BinaryIO:
         if file.seekable():
             return file
         file.close()
+    # On disk and without a name: it is gone with the process, even after a kill.
     spooled = tempfile.TemporaryFile()  # noqa: SIM115 the reader that asked for it closes it
     for block in stream.blocks():
         spooled.write(block)

@@ -51,6 +51,7 @@ def whole_lines(stream: ByteStream) -> Iterator[tuple[int, bytes]]:
             damage = error
         if block is None:
             break
+        # Not joined until there is enough: a line of 200 MB would be copied once per block.
         pending.append(block)
         size += len(block)
         if size >= PART_BYTES and b"\n" in block:

@@ -155,6 +155,7 @@ class HubDataset:
             name = self.source_names[number]
             source = InputFile(name, name, "dataset", None, 0)
             for part, found, input_bytes in parts:
+                # Not by the rows of `blocks`: the last document may go on beyond them.
                 if part > blocks.stop:
                     return
                 rows_before += len(found)
@@ -175,6 +176,7 @@ class HubDataset:
             left = self._maximum_rows - rows_before
             if left == 0:
                 return iter(())
+            # `take` before `skip` counts the rows of this file that were read earlier.
             rows = rows.take(left + first_row)
         return rows.skip(first_row).iter(batch_size=ROWS_PER_PART)
 

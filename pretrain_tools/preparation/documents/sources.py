@@ -380,6 +380,7 @@ class Files:
             following = self.sources[number : number + MOST_FILES_PER_PART]
             group = list(itertools.takewhile(lambda source: _is_small(source, reading), following))
             if group:
+                # By bytes, never by the number of workers: a position must mean the same to a later process.
                 sizes = itertools.accumulate(expected_bytes(source) for source in group)
                 group = group[: max(1, sum(1 for size in sizes if size <= PART_BYTES))]
                 number += len(group)
