@@ -60,11 +60,12 @@ class DocumentProgress:
     def update(self, tally: Tally) -> None:
         """Shows how far the preparation is."""
         now = time.monotonic()
-        if self._first is None or tally.input_bytes < self._last_bytes:
+        is_new = self._first is None or tally.input_bytes < self._last_bytes
+        self._last_bytes = tally.input_bytes
+        if is_new:
             # What an earlier process or pass did says nothing of this one's speed.
             self._first = (now, tally.input_bytes, tally.tokens)
-        self._last_bytes = tally.input_bytes
-        if now - self._last_line < (SECONDS_ON_A_TERMINAL if self._is_terminal else SECONDS_BETWEEN_LINES):
+        if is_new or now - self._last_line < (SECONDS_ON_A_TERMINAL if self._is_terminal else SECONDS_BETWEEN_LINES):
             return
         self._last_line = now
         line = self._line(tally, max(now - self._first[0], 1e-9))
