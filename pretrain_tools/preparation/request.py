@@ -10,6 +10,7 @@ from pretrain.data.tokenizer import load_tokenizer
 from pretrain.errors import Problems
 from pretrain.units import parse_count
 from pretrain.urls import is_url
+from pretrain_tools.preparation.arguments import COUNTS
 from pretrain_tools.preparation.cleaning.decontamination import REMOVALS, SHORTEST_RUN_WORDS, read_decontamination
 from pretrain_tools.preparation.cleaning.filters import read_cleaning
 from pretrain_tools.preparation.cleaning.near_duplicates import NearDuplicates
@@ -28,12 +29,7 @@ from pretrain_tools.preparation.upload import destination_of
 CLEAN_NEAR_DUPLICATES = "0.8"
 """The similarity from which --clean leaves out near copies."""
 SMALLEST_COUNTS = {"max_errors": 0, "decontaminate_words": SHORTEST_RUN_WORDS}
-COUNTS = (
-    *("min_characters", "max_characters", "repeated_lines", "repeated_paragraphs", "decontaminate_words"),
-    *("max_documents", "max_tokens", "max_errors", "shard_tokens", "workers", "merge_slices", "dry_run"),
-    *("train_tokenizer", "tokenizer_sample_bytes"),
-)
-"""Options that are counts, such as 10e9, 100M, 10B or 2k: at least 1, unless SMALLEST_COUNTS has another limit."""
+"""The smallest values of COUNTS where they are not 1."""
 
 
 def read_request(arguments: argparse.Namespace) -> PreparationRequest:
