@@ -120,10 +120,12 @@ def _sample_lines(reader: ShardReader, decoder) -> list[str]:
         start = reader.tokens * number // SAMPLED_DOCUMENTS
         ids = _ids(reader, start, READ_IDS)
         if start:
-            # The place is within a document: the next one begins after its end.
+            # The place is within a document: the next one begins after its end, if there is one.
             skipped = int(np.argmax(ids == reader.manifest.end_of_document_id)) + 1
             ids = ids[skipped:]
             start += skipped
+        if not len(ids):
+            break
         ends = np.flatnonzero(ids[:SAMPLE_CHARACTERS] == reader.manifest.end_of_document_id)
         piece = ids[: ends[0] if len(ends) else SAMPLE_CHARACTERS]
         text = decoder.decode(piece.tolist(), skip_special_tokens=False)[:SAMPLE_CHARACTERS]
