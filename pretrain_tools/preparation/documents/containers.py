@@ -37,9 +37,15 @@ def _readable_as(kind: str, *errors: type[Exception]) -> Iterator[None]:
         yield
     except UnreachableError:  # a server that does not answer has damaged nothing
         raise
-    except errors as error:
+    except (OSError, *errors) as error:
         reason = str(error).strip().split("\n")[0][:200] or type(error).__name__
         raise DamagedFileError(f"not readable as {kind} ({reason})") from None
+
+
+def _readable_by_arrow(kind: str) -> AbstractContextManager[None]:
+    import pyarrow as pa
+
+    return _readable_as(kind, pa.ArrowException)
 
 
 def read_parquet(stream: ByteStream, reading: Reading, row_group: int | None = None) -> Iterator[Record]:
@@ -50,14 +56,14 @@ def read_parquet(stream: ByteStream, reading: Reading, row_group: int | None = N
     from pyarrow import parquet
 
     with seekable(stream) as file:
-        with _parquet_errors():
+        with _readable_by_arrow("parquet"):
             table = parquet.ParquetFile(file)
         rows = [table.metadata.row_group(number).num_rows for number in range(table.num_row_groups)]
         groups = range(len(rows)) if row_group is None else range(row_group, row_group + 1)
         place = sum(rows[: groups.start])
         last = sum(rows[: groups.stop])
         try:
-            with _parquet_errors():
+            with _readable_by_arrow("parquet"):
                 columns = _columns_of(table.schema_arrow, reading)
                 # One group after another, so that damage to one costs nothing of those before.
                 batches = (
@@ -72,18 +78,12 @@ def read_parquet(stream: ByteStream, reading: Reading, row_group: int | None = N
             raise DamagedFileError(str(error), last - place) from None
 
 
-def _parquet_errors() -> AbstractContextManager[None]:
-    import pyarrow as pa
-
-    return _readable_as("parquet", pa.ArrowException, OSError)
-
-
 def parquet_row_group_bytes(path: str) -> list[int]:
     """Lists the uncompressed bytes of each row group; [] if they cannot be read one by one."""
     from pyarrow import parquet
 
     try:
-        with open_file(path) as file, _parquet_errors():
+        with open_file(path) as file, _readable_by_arrow("parquet"):
             if not file.seekable():
                 return []
             metadata = parquet.read_metadata(file)
@@ -139,7 +139,7 @@ def read_arrow(stream: ByteStream, reading: Reading) -> Iterator[Record]:
     """Reads Arrow IPC, file or stream: a document per row."""
     import pyarrow as pa
 
-    with seekable(stream) as file, _readable_as("arrow IPC", pa.ArrowException, OSError):
+    with seekable(stream) as file, _readable_by_arrow("arrow IPC"):
         is_file = file.read(6) == b"ARROW1"
         file.seek(0)
         table = pa.ipc.open_file(file) if is_file else pa.ipc.open_stream(file)
@@ -160,7 +160,7 @@ def read_hdf5(stream: ByteStream, reading: Reading) -> Iterator[Record]:
 
     with (
         seekable(stream, at_once=True) as file,
-        _readable_as("HDF5", OSError, RuntimeError, KeyError),
+        _readable_as("HDF5", RuntimeError, KeyError),
         h5py.File(file, "r") as content,
     ):
         columns = {name: _string_dataset(content, name) for name in reading.fields}
