@@ -21,7 +21,7 @@ import os
 import signal
 import sys
 import time
-from contextlib import ExitStack, closing
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -61,12 +61,13 @@ def main() -> int:
         train_filter(arguments)
     else:
         request = read_request(arguments)
-        with ExitStack() as ending:
+        try:
+            return carry_out(request)
+        finally:
             if request.on_ray:
                 from pretrain_tools.preparation.ray_workers import stop_ray
 
-                ending.callback(stop_ray)
-            return carry_out(request)
+                stop_ray()
     return 0
 
 
