@@ -4,7 +4,7 @@ import collections
 import gc
 import os
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -195,16 +195,16 @@ def encode_parts(parts: Iterable[Part], encoder: PartEncoder, workers: int) -> I
         yield from map(encoder.encode, parts)
         return
     with open_pool("a worker process", workers, attrgetter("encode"), encoder) as submit:
-        yield from results_in_order(map(submit, parts), Future.result, workers)
+        yield from map(Future.result, ahead(map(submit, parts), workers * PARTS_AHEAD_PER_WORKER))
 
 
-def results_in_order(jobs: Iterator[Any], result: Callable[[Any], EncodedPart], workers: int) -> Iterator[EncodedPart]:
-    """Yields the result of each job in order. Taking a job from `jobs` starts it, a few per worker ahead."""
+def ahead(jobs: Iterable[Any], count: int) -> Iterator[Any]:
+    """Yields jobs in order, each after `count` later ones have been taken, which starts them."""
     # Bounded: parts and results wait in memory, and one slow part holds back all after it.
     waiting: collections.deque[Any] = collections.deque()
     for job in jobs:
         waiting.append(job)
-        if len(waiting) > workers * PARTS_AHEAD_PER_WORKER:
-            yield result(waiting.popleft())
+        if len(waiting) > count:
+            yield waiting.popleft()
     while waiting:
-        yield result(waiting.popleft())
+        yield waiting.popleft()
