@@ -20,7 +20,7 @@ from pretrain_tools.preparation.documents.document_index import InputOrder
 from pretrain_tools.preparation.documents.sources import Position
 from pretrain_tools.preparation.encoded_part import EncodedPart, Problem, Tally
 from pretrain_tools.preparation.plan import PreparationRequest, refuse_differences
-from pretrain_tools.preparation.text_files import has_text, lines_of, stored_lines
+from pretrain_tools.preparation.text_files import has_text, stored_lines
 
 TOKENS_PER_PART = 1 << 22
 DOCUMENTS_PER_PART = 1 << 16
@@ -143,7 +143,7 @@ def slice_parts(
             source_names=tuple(manifest.source_names[name] for name in names),
             is_validation=is_validation,
             hashes=document_hashes(ids, ends) if deduplicate else None,
-            lines=lines_of(is_validation.tolist(), text) if text else None,
+            lines=[next(text[SPLITS[held_out]]) for held_out in is_validation.tolist()] if text else None,
         )
         yield encoded.keeping(kept)
         part = part + 1
