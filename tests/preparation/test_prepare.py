@@ -19,7 +19,7 @@ from pretrain.processes import folder_lock, process_state
 from pretrain_tools.preparation.documents.sources import Files, find_sources
 from pretrain_tools.preparation.plan import PreparationOptions, PreparationRequest
 from pretrain_tools.preparation.prepare import prepare
-from support.prepared import KILLED, content_of, run_killed, texts, write_jsonl
+from support.prepared import KILLED, content_of, make_parts_small, run_killed, texts, write_jsonl
 from support.project import ROOT
 
 
@@ -73,12 +73,7 @@ def test_input_that_changes_while_it_is_read_is_noticed(tmp_path, tokenizer):
 
 
 def test_after_a_bad_record_what_came_before_is_kept_and_skip_goes_on(tmp_path, tokenizer, monkeypatch, capsys):
-    for name in (
-        "preparation.documents.formats.PART_BYTES",
-        "preparation.documents.sources.PART_BYTES",
-        "preparation.documents.byte_stream.READ_BYTES",
-    ):
-        monkeypatch.setattr(f"pretrain_tools.{name}", 500)
+    make_parts_small(monkeypatch, 500)
     # A copy in the part with the bad record, too: it must not be counted twice.
     write_jsonl(tmp_path / "a.jsonl", [*texts(50), "copy", "copy"], [b"bad"])
     with pytest.raises(InputError, match=r"a\.jsonl, line 53: broken JSON"):

@@ -41,35 +41,27 @@ def whole_lines(stream: ByteStream) -> Iterator[tuple[int, bytes]]:
     pending: list[bytes] = []
     size = 0
     line = 1
-    damage = None
-    blocks = stream.blocks()
-    while True:
-        try:
-            block = next(blocks, None)
-        except DamagedFileError as error:
-            block = None
-            damage = error
-        if block is None:
-            break
-        # Not joined until there is enough: a line of 200 MB would be copied once per block.
-        pending.append(block)
-        size += len(block)
-        if size >= PART_BYTES and b"\n" in block:
-            head, _, tail = block.rpartition(b"\n")
-            content = b"".join([*pending[:-1], head, b"\n"])
-            yield line, content
-            line += content.count(b"\n")
-            pending = [tail]
-            size = len(tail)
-        elif size > MAXIMUM_DOCUMENT_BYTES + PART_BYTES:
-            raise DamagedFileError(f"line {line} or a later one is longer than {MAXIMUM_DOCUMENT_BYTES:,} bytes")
-    content = b"".join(pending)
-    if damage is not None:
-        content = content[: content.rfind(b"\n") + 1]
-    if content:
+    try:
+        for block in stream.blocks():
+            # Not joined until there is enough: a line of 200 MB would be copied once per block.
+            pending.append(block)
+            size += len(block)
+            if size >= PART_BYTES and b"\n" in block:
+                head, _, tail = block.rpartition(b"\n")
+                content = b"".join([*pending[:-1], head, b"\n"])
+                yield line, content
+                line += content.count(b"\n")
+                pending = [tail]
+                size = len(tail)
+            elif size > MAXIMUM_DOCUMENT_BYTES + PART_BYTES:
+                raise DamagedFileError(f"line {line} or a later one is longer than {MAXIMUM_DOCUMENT_BYTES:,} bytes")
+    except DamagedFileError:
+        content = b"".join(pending)
+        if whole := content[: content.rfind(b"\n") + 1]:
+            yield line, whole
+        raise
+    if content := b"".join(pending):
         yield line, content
-    if damage is not None:
-        raise damage
 
 
 def records_of_lines(first_line: int, content: bytes, format_name: str, reading: Reading) -> Iterator[Record]:
