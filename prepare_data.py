@@ -21,7 +21,7 @@ import os
 import signal
 import sys
 import time
-from contextlib import ExitStack, closing
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,7 +31,7 @@ from pretrain_tools.preparation.arguments import parse_arguments
 if TYPE_CHECKING:
     from argparse import Namespace
 
-    from pretrain_tools.preparation.collector import Tally
+    from pretrain_tools.preparation.encoded_part import Tally
     from pretrain_tools.preparation.plan import PreparationOptions, PreparationRequest
     from pretrain_tools.preparation.prepare import PreparationOutcome
 
@@ -39,7 +39,6 @@ if TYPE_CHECKING:
 def main() -> int:
     arguments = parse_arguments(__doc__)
     # Imported after the command line is parsed: --help must not wait for numpy.
-    from pretrain_tools.preparation.inspect import inspection_text
     from pretrain_tools.preparation.request import read_request
 
     for name in ("verify", "inspect", "report"):
@@ -49,38 +48,54 @@ def main() -> int:
                 f"--{name} {folder}: looks at a prepared folder, and reads no --input; prepare first, with --output"
             )
     if arguments.verify:
-        return verify(arguments.verify)
-    if arguments.inspect:
-        print(inspection_text(Path(arguments.inspect)))
-        return 0
-    if arguments.train_classifier:
-        return train_filter(arguments)
-    if arguments.report:
-        return report(Path(arguments.report))
-    request = read_request(arguments)
-    with ExitStack() as ending:
-        if request.on_ray:
-            from pretrain_tools.preparation.ray_workers import stop_ray
+        verify(arguments.verify)
+    elif arguments.inspect:
+        from pretrain_tools.preparation.inspect import inspection_text
 
-            ending.callback(stop_ray)
-        return carry_out(request)
+        print(inspection_text(Path(arguments.inspect)))
+    elif arguments.report:
+        from pretrain_tools.preparation.report import write_report
+
+        print(*write_report(Path(arguments.report), Path(arguments.report, "report")), sep="\n")
+    elif arguments.train_classifier:
+        train_filter(arguments)
+    else:
+        request = read_request(arguments)
+        try:
+            return carry_out(request)
+        finally:
+            if request.on_ray:
+                from pretrain_tools.preparation.ray_workers import stop_ray
+
+                stop_ray()
+    return 0
 
 
 def carry_out(request: "PreparationRequest") -> int:
     """Prepares, trains or tries out what is asked for."""
     if request.dry_run:
-        return try_out(request)
+        from pretrain_tools.preparation.dry_run import dry_run
+
+        outcome, written = dry_run(request, request.dry_run, say=say)
+        print_figures(outcome, request.options)
+        print(*written, sep="\n")
+        return 0
     if request.destination:
         request.destination.open()
     status = train(request) if request.vocabulary_size else prepare_shards(request)
     if status == 0 and request.destination and not request.slice:
-        copied = request.destination.fill(say=lambda line: print(line, file=sys.stderr))
+        copied = request.destination.fill(say)
         print(f"{request.destination.shown}: {copied} files copied; {request.output} is no longer needed")
     return status
 
 
-def verify(folder: str) -> int:
-    """Verifies a prepared folder and reports what is wrong with it."""
+def say(line: str) -> None:
+    """Prints a line beside the results."""
+    print(line, file=sys.stderr)
+
+
+def verify(folder: str) -> None:
+    """Verifies a prepared folder. Raises InputError with what is wrong with it."""
     from pretrain.data.shards import read_manifest, verify_shards
 
     problems = verify_shards(folder)
@@ -88,10 +103,9 @@ def verify(folder: str) -> int:
         raise InputError(*problems)
     shards = read_manifest(folder).shards
     print(f"{folder}: all {len(shards)} shards verified, unchanged ({sum(s.tokens for s in shards):,} tokens)")
-    return 0
 
 
-def train_filter(arguments: "Namespace") -> int:
+def train_filter(arguments: "Namespace") -> None:
     """Trains a classifier of quality on good and on other texts, and says how well it tells them apart."""
     from pretrain_tools.preparation.cleaning.quality_classifier import train_classifier
     from pretrain_tools.preparation.request import read_examples
@@ -103,25 +117,6 @@ def train_filter(arguments: "Namespace") -> int:
     told = f"balanced accuracy {measured['accuracy']}, AUC {measured['auc']}"
     print(f"  held out         {measured['texts']:,} texts: {told}")
     print(f"Next: python prepare_data.py --input ... --filter 'classifier({output}, minimum=0.5)' --output data/NAME")
-    return 0
-
-
-def report(folder: Path) -> int:
-    """Writes the report on a prepared folder into it."""
-    from pretrain_tools.preparation.report import write_report
-
-    print(*write_report(folder, folder / "report"), sep="\n")
-    return 0
-
-
-def try_out(request: "PreparationRequest") -> int:
-    """Prepares a few documents and keeps the report."""
-    from pretrain_tools.preparation.dry_run import dry_run
-
-    outcome, written = dry_run(request, request.dry_run, say=lambda line: print(line, file=sys.stderr))
-    print_figures(outcome, request.options)
-    print(*written, sep="\n")
-    return 0
 
 
 def train(request: "PreparationRequest") -> int:
@@ -159,31 +154,24 @@ def prepare_shards(request: "PreparationRequest") -> int:
             return EXIT_INTERRUPTED if stop.args[0] == signal.SIGINT else EXIT_PREEMPTED
     how = "already complete" if outcome.already_done else f"prepared in {time.monotonic() - started:.1f} s"
     print(f"{output}: {how}")
-    fraction = request.options.validation_fraction
     print_figures(outcome, request.options)
-    print_next(outcome, str(output), is_slice=request.slice is not None, fraction=fraction)
-    if waiting:
-        print(f"  or, to search near duplicates on all machines, run it again with --slice: {waiting}")
+    if request.slice:
+        print("Next: once all slices are prepared, run the same command with --merge_slices N instead of --slice")
+        if waiting:
+            print(f"  or, to search near duplicates on all machines, run it again with --slice: {waiting}")
+        return 0
+    warn_of_empty_splits(outcome.tally, request.options.validation_fraction)
+    ids = outcome.manifest.vocabulary_size
+    print(f"Next: train a model; with vocab_size auto, as here, it takes over the {ids:,} ids")
+    print(f"  python train.py --config recipes/demo.yaml --data.train '[{{shards: {output}}}]' --output runs/NAME")
     return 0
 
 
-def print_next(outcome: "PreparationOutcome", output: str, is_slice: bool, fraction: float) -> None:
-    """What to do with what was made. fraction: of validation, as asked."""
-    tally = outcome.tally
-    manifest = outcome.manifest
-    if is_slice:
-        print("Next: once all slices are prepared, run the same command with --merge_slices N instead of --slice")
-        return
-    warn_of_empty_splits(tally, fraction)
-    print(f"Next: train a model; with vocab_size auto, as here, it takes over the {manifest.vocabulary_size:,} ids")
-    print(f"  python train.py --config recipes/demo.yaml --data.train '[{{shards: {output}}}]' --output runs/NAME")
-
-
 def print_figures(outcome: "PreparationOutcome", options: "PreparationOptions") -> None:
-    """What was made."""
+    """Prints what was made and what was left out."""
     from pretrain.data.data_record import contamination_of
     from pretrain_tools.preparation.cleaning.decontamination import contamination_text
-    from pretrain_tools.preparation.prepare import MOST_NAMED
+    from pretrain_tools.preparation.prepare import removed_whole_lines
 
     tally = outcome.tally
     manifest = outcome.manifest
@@ -205,11 +193,8 @@ def print_figures(outcome: "PreparationOutcome", options: "PreparationOptions") 
     removed = tally.cleaning.as_manifest()["removed"]
     for rule, amounts in sorted(removed.items(), key=lambda item: -item[1]["documents"]):
         print(f"  removed          {amounts['documents']:,} documents, {amounts['bytes']:,} bytes: {rule}")
-    whole = list(tally.cleaning.removed_whole().items())
-    for source, rules in whole[:MOST_NAMED]:
-        print(f"  removed whole    {source}: {', '.join(rules)}")
-    if len(whole) > MOST_NAMED:
-        print(f"  removed whole    {len(whole) - MOST_NAMED:,} more sources: --report shows them")
+    for line in removed_whole_lines(tally.cleaning):
+        print(f"  removed whole    {line}")
     benchmarks = contamination_of({"options": options.as_plan(), "cleaning": tally.cleaning.as_manifest()})
     for row in benchmarks:
         if row["found"]:
@@ -236,7 +221,7 @@ def warn_of_empty_splits(tally: "Tally", fraction: float) -> None:
 
 
 def skipped_text(tally: "Tally") -> str:
-    """What was left out, in words."""
+    """Describes what was left out."""
     counts = {"filtered": tally.filtered_documents, "copies": tally.duplicate_documents}
     counts["near copies"] = tally.near_duplicate_documents
     more = "".join(f", {number:,} {name}" for name, number in counts.items() if number)

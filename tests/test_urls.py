@@ -15,7 +15,7 @@ import pytest
 from pretrain import urls
 from pretrain.errors import InputError
 from pretrain_tools.preparation.documents.sources import find_sources
-from support.prepared import WRITERS, content_of, texts, write_jsonl
+from support.prepared import WRITERS, content_of, make_parts_small, texts, write_jsonl
 
 
 @pytest.fixture
@@ -80,12 +80,7 @@ def ids_and_documents(folder):
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_documents_in_memory_are_prepared_as_those_in_files(tmp_path, run, memory, monkeypatch, workers):
-    for name in (
-        "preparation.documents.formats.PART_BYTES",
-        "preparation.documents.sources.PART_BYTES",
-        "preparation.documents.byte_stream.READ_BYTES",
-    ):
-        monkeypatch.setattr(f"pretrain_tools.{name}", 500)
+    make_parts_small(monkeypatch, 500)
     write_documents(tmp_path / "docs")
     memory.put(str(tmp_path / "docs"), "/bucket/docs", recursive=True)
     run("--input", tmp_path / "docs/*", "--output", tmp_path / "files")

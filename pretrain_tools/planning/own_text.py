@@ -217,7 +217,7 @@ def refuse_files_in_the_way(asked: OwnText) -> None:
     A tokenizer and shards may be its own, interrupted; prepare_data.py refuses those that were made in another way.
     """
     from pretrain.data.manifest import MANIFEST_FILE
-    from pretrain_tools.preparation.prepare import UNFINISHED_FOLDER
+    from pretrain_tools.preparation.collector import UNFINISHED_FOLDER
     from pretrain_tools.preparation.tokenizer_training import RECORD_FILE
 
     own = {Path(asked.place.tokenizer): {RECORD_FILE}, asked.place.shards: {MANIFEST_FILE, UNFINISHED_FOLDER}}
@@ -234,7 +234,8 @@ def refuse_other_text(asked: OwnText, files: "TextFiles") -> None:
     """Raises InputError if the files have changed since they were prepared."""
     from pretrain.data.manifest import MANIFEST_FILE
     from pretrain.runs.run_folder import read_json
-    from pretrain_tools.preparation.plan import Files, source_differences
+    from pretrain_tools.preparation.documents.sources import Files
+    from pretrain_tools.preparation.plan import source_differences
 
     before = (read_json(asked.place.shards / MANIFEST_FILE) or {}).get("sources", [])
     changes = source_differences(before, Files(files.sources).description())

@@ -8,6 +8,7 @@ The same input gives the same bytes, whatever the workers and interruptions; pla
     validation_split: documents held out, or the tail of one
     encode: texts to ids
     worker, pools, ray_workers: the encoding of parts; processes of this machine; workers on other machines
+    encoded_part: what workers return, and the counts
     collector, deduplicate, shard_writer, text_files: encoded parts to shards; their documents as text
     near_duplicate_search: near duplicates in prepared folders, on disk
     slices, upload: a preparation over several machines; outputs that are URLs

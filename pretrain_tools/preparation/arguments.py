@@ -3,6 +3,12 @@
 import argparse
 from typing import Any
 
+COUNTS = (
+    *("min_characters", "max_characters", "repeated_lines", "repeated_paragraphs", "decontaminate_words"),
+    *("max_documents", "max_tokens", "max_errors", "shard_tokens", "workers", "merge_slices", "dry_run"),
+    *("train_tokenizer", "tokenizer_sample_bytes"),
+)
+"""Options that are counts, such as 10e9, 100M, 10B or 2k."""
 # Counts and fractions stay text in argparse, so that everything wrong is reported at once.
 OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     "documents": {
@@ -15,11 +21,11 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
         "text_field": {"default": "text", "help": "field or column of the text, such as text or meta.text"},
         "template": {"help": r"build the text from several fields, such as '{title}\n\n{meta.text}'"},
         "only": {"nargs": "+", "default": [], "metavar": "FIELD=VALUE", "help": "keep matches only: language=en,de"},
-        "min_characters": {"metavar": "N", "help": "leave out shorter documents"},
-        "max_characters": {"metavar": "N", "help": "leave out longer documents"},
+        "min_characters": {"help": "leave out shorter documents"},
+        "max_characters": {"help": "leave out longer documents"},
         "deduplicate": {"action": "store_true", "help": "leave out exact copies of earlier documents"},
-        "repeated_lines": {"metavar": "N", "help": "remove lines that more than N documents have"},
-        "repeated_paragraphs": {"metavar": "N", "help": "remove paragraphs that more than N documents have"},
+        "repeated_lines": {"help": "remove lines that more than N documents have"},
+        "repeated_paragraphs": {"help": "remove paragraphs that more than N documents have"},
         "near_duplicates": {"metavar": "JACCARD", "help": "leave out near copies of earlier documents, such as 0.8"},
         "near_duplicate_bands": {"metavar": "NxROWS", "help": "MinHash bands (for 0.8: 25x5)"},
         "near_duplicate_shingle": {"default": "5", "metavar": "N", "help": "words per shingle (default: 5)"},
@@ -28,15 +34,15 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
         "language": {"metavar": "CODES", "help": "keep documents in these languages, such as en,de"},
         "decontaminate": {"nargs": "+", "default": [], "metavar": "BENCHMARK", "help": "lm-eval tasks, item files"},
         "decontaminate_remove": {"default": "document", "help": "remove the document (default) or a window around it"},
-        "decontaminate_words": {"default": "13", "metavar": "N", "help": "so many words in a row are contamination"},
+        "decontaminate_words": {"default": "13", "help": "so many words in a row are contamination"},
         "url_field": {"metavar": "FIELD", "help": "field or column of a document's URL, for filters"},
         "split_field": {"metavar": "FIELD", "help": "field that says train or validation, as --write_text writes it"},
         "input_format": {"help": "jsonl, json, csv, txt, parquet, arrow, hdf5, tar (default: by suffix)"},
         "documents": {"default": "file", "help": "unit of plain text: file (default), line or paragraph"},
-        "max_documents": {"metavar": "N", "help": "stop after N documents"},
-        "max_tokens": {"metavar": "N", "help": "stop before more tokens than this, such as 10e9 or 10B"},
+        "max_documents": {"help": "stop after N documents"},
+        "max_tokens": {"help": "stop before more tokens than this, such as 10e9 or 10B"},
         "on_error": {"default": "stop", "help": "what to do at a bad record: stop (default) or skip"},
-        "max_errors": {"default": "100", "metavar": "N", "help": "with skip: stop after more bad records than this"},
+        "max_errors": {"default": "100", "help": "with skip: stop after more bad records than this"},
     },
     "output": {
         "tokenizer": {"metavar": "FOLDER|FILE|HUB_ID", "help": "the tokenizer"},
@@ -44,19 +50,19 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
         "staging": {"default": "staging", "metavar": "FOLDER", "help": "local folder to build URL outputs in"},
         "end_of_document": {"metavar": "TOKEN", "help": "token that ends a document (default: the eos token)"},
         "validation_fraction": {"default": "0.01", "help": "share of documents, chosen by hash (default: 0.01)"},
-        "shard_tokens": {"default": "100M", "metavar": "N", "help": "tokens per shard file (default: 100M)"},
+        "shard_tokens": {"default": "100M", "help": "tokens per shard file (default: 100M)"},
         "format": {"default": "shards", "help": "shards (default), or megatron: with an .idx beside each .bin"},
         "write_text": {"action": "store_true", "help": "also write the documents: OUTPUT/text/*.jsonl.zst"},
-        "workers": {"metavar": "N", "help": "processes (default: one per core)"},
+        "workers": {"help": "processes (default: one per core)"},
         "engine": {"default": "auto", "help": "auto, fast (gigatoken), reference (tokenizers); ray: a cluster"},
         "ray_address": {"metavar": "ADDRESS", "help": "address of the Ray cluster (default: Ray on this machine)"},
         "slice": {"metavar": "I/N", "help": "prepare only part I of N, from 0: one task of a SLURM array"},
-        "merge_slices": {"metavar": "N", "help": "merge N prepared slices into the folder"},
-        "dry_run": {"metavar": "N", "help": "try all this on N documents; writes OUTPUT.dry_run.html and .json only"},
+        "merge_slices": {"help": "merge N prepared slices into the folder"},
+        "dry_run": {"help": "try all this on N documents; writes OUTPUT.dry_run.html and .json only"},
     },
     "instead": {
         "train_tokenizer": {"metavar": "SIZE", "help": "train a byte-level BPE tokenizer of this vocabulary size"},
-        "tokenizer_sample_bytes": {"default": "200M", "metavar": "N", "help": "most text to train it on, in bytes"},
+        "tokenizer_sample_bytes": {"default": "200M", "help": "most text to train it on, in bytes"},
         "train_classifier": {"nargs": 2, "metavar": "GLOB", "help": "train a quality filter on good and other texts"},
         "verify": {"metavar": "FOLDER", "help": "verify every hash and count of a prepared folder"},
         "report": {"metavar": "FOLDER", "help": "write FOLDER/report.html and .json: what was removed, with samples"},
@@ -73,5 +79,6 @@ def parse_arguments(description: str, argv: list[str] | None = None) -> argparse
     for title, options in OPTIONS.items():
         group = parser.add_argument_group(title)
         for name, settings in options.items():
-            group.add_argument(f"--{name}", **settings)
+            metavar = {"metavar": "N"} if name in COUNTS else {}
+            group.add_argument(f"--{name}", **(metavar | settings))
     return parser.parse_args(argv)

@@ -2,6 +2,7 @@
 
 import itertools
 import tempfile
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -9,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from pretrain_tools.preparation.documents.records import Reading, Record
-from pretrain_tools.preparation.documents.sources import BEGINNING, InputFile, Part, Position, given_records, parts_of
-from pretrain_tools.preparation.plan import Documents, Files, PreparationRequest
+from pretrain_tools.preparation.documents.sources import BEGINNING, Files, InputFile, Part, Position, given_records
+from pretrain_tools.preparation.plan import Documents, PreparationRequest
 from pretrain_tools.preparation.prepare import PreparationOutcome, prepare
 from pretrain_tools.preparation.report import write_report
 
@@ -50,26 +51,25 @@ class DrawnDocuments:
         # The part applies the limits of length again; they are left out here, so that what they remove is counted.
         unlimited = replace(reading, min_characters=None, max_characters=None)
         if self.files:
-            readers = [_records(parts_of([source], reading), unlimited) for source in self.files]
+            sources = [Files([source]).parts(reading) for source in self.files]
         else:
-            readers = [_records(self.documents.parts(reading, BEGINNING), unlimited)]
-        drawn: list[list[tuple[InputFile, Record]]] = [[] for _ in readers]
+            sources = [self.documents.parts(reading, BEGINNING)]
+        drawn: list[list[tuple[InputFile, Record]]] = [[] for _ in sources]
+        turns = deque((found, _records(parts, unlimited)) for found, parts in zip(drawn, sources, strict=True))
         left = self.number
-        open_readers = list(range(len(readers)))
-        while left and open_readers:
-            share = max(1, left // len(open_readers))
-            for reader in list(open_readers):
-                more = list(itertools.islice(readers[reader], min(share, left)))
-                drawn[reader] += more
-                left -= len(more)
-                if len(more) < share:
-                    open_readers.remove(reader)
-        records = itertools.chain.from_iterable(drawn)
-        for number in itertools.count(1):
-            batch = tuple(itertools.islice(records, RECORDS_AT_ONCE))
-            if not batch:
-                return
-            yield Part(Position(0, number), 0, partial(given_records, batch))
+        # One document of each in turn: others make up for short files.
+        while left and turns:
+            found, records = turns.popleft()
+            record = next(records, None)
+            if record is not None:
+                found.append(record)
+                turns.append((found, records))
+                left -= 1
+        together = tuple(itertools.chain.from_iterable(drawn))
+        for first in range(0, len(together), RECORDS_AT_ONCE):
+            batch = together[first : first + RECORDS_AT_ONCE]
+            read = tuple((source, partial(given_records, (record,))) for source, record in batch)
+            yield Part(Position(0, first + 1), 0, read)
 
 
 def _records(parts: Iterator[Part], reading: Reading) -> Iterator[tuple[InputFile, Record]]:

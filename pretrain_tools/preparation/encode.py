@@ -7,7 +7,7 @@ or after a document, and nothing is truncated or padded.
 import json
 import re
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -147,60 +147,50 @@ def make_encoder(tokenizer: LoadedTokenizer, engine: str) -> tuple[Encoder, str 
     return ReferenceEncoder(tokenizer), reason
 
 
-class _Piece(NamedTuple):
-    """Ids of text[start:stop] with the character at which each begins and ends in the whole text."""
-
-    start: int
-    stop: int
-    ids: np.ndarray
-    begins: np.ndarray
-    ends: np.ndarray
-
-
 def encode_long_text(backend: "Tokenizer", text: str) -> np.ndarray:
     """Encodes a long text to uint32 ids, those of the whole text without special tokens.
 
     Pieces that cannot be joined, as within one endless word, are encoded as one.
     """
     kept: list[np.ndarray] = []
-    left = _encode(backend, text, 0, PIECE_CHARACTERS)
+    start = 0
+    stop = PIECE_CHARACTERS
+    left = _token_rows(backend, text, start, stop)
     first = 0
-    while left.stop < len(text):
-        right_start = max(left.start, left.stop - OVERLAP_CHARACTERS)
-        right = _encode(backend, text, right_start, right_start + PIECE_CHARACTERS)
-        joint = _joint(left, right, first)
+    while stop < len(text):
+        right_start = max(start, stop - OVERLAP_CHARACTERS)
+        right_stop = right_start + PIECE_CHARACTERS
+        right = _token_rows(backend, text, right_start, right_stop)
+        joint = _joint(left, right, max(first, int(np.searchsorted(left[:, 1], (right_start + stop) // 2))))
         if joint is None:
-            left = _encode(backend, text, left.start, left.stop + PIECE_CHARACTERS)
+            stop += PIECE_CHARACTERS
+            left = _token_rows(backend, text, start, stop)
             continue
-        kept.append(left.ids[first : joint[0]])
-        left = right
+        kept.append(left[first : joint[0], 0])
         first = joint[1]
-    kept.append(left.ids[first:])
-    return np.concatenate(kept)
+        left = right
+        start = right_start
+        stop = right_stop
+    kept.append(left[first:, 0])
+    return np.concatenate(kept).astype(np.uint32)
 
 
-def _encode(backend: "Tokenizer", text: str, start: int, stop: int) -> _Piece:
-    stop = min(stop, len(text))
+def _token_rows(backend: "Tokenizer", text: str, start: int, stop: int) -> np.ndarray:
+    """Encodes text[start:stop] to (tokens, 3): id, and the characters of `text` at which it begins and ends."""
     encoding = backend.encode(text[start:stop], add_special_tokens=False)
     spans = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2) + start
-    return _Piece(start, stop, np.array(encoding.ids, dtype=np.uint32), spans[:, 0], spans[:, 1])
+    return np.column_stack([np.array(encoding.ids, dtype=np.int64), spans])
 
 
-def _joint(left: _Piece, right: _Piece, first: int) -> tuple[int, int] | None:
-    """Positions in left and right from which the tokens are the same, in the middle of their overlap."""
-    middle = (left.stop + right.start) // 2
-    candidate = max(first, int(np.searchsorted(left.begins, middle)))
-    while candidate + AGREEING_TOKENS < len(left.ids):
-        other = int(np.searchsorted(right.begins, left.begins[candidate]))
+def _joint(left: np.ndarray, right: np.ndarray, candidate: int) -> tuple[int, int] | None:
+    """Finds the rows in left, from `candidate` on, and right from which the tokens are the same."""
+    while candidate + AGREEING_TOKENS < len(left):
+        begin = left[candidate, 1]
+        other = int(np.searchsorted(right[:, 1], begin))
         # Several tokens may share one character; only the first of them is a place to cut.
-        is_first = candidate == 0 or left.ends[candidate - 1] <= left.begins[candidate]
-        if is_first and _agree(left, candidate, right, other):
+        is_first = candidate == 0 or left[candidate - 1, 2] <= begin
+        tokens = left[candidate : candidate + AGREEING_TOKENS]
+        if is_first and np.array_equal(tokens, right[other : other + AGREEING_TOKENS]):
             return candidate, other
         candidate += 1
     return None
-
-
-def _agree(left: _Piece, i: int, right: _Piece, j: int) -> bool:
-    a = slice(i, i + AGREEING_TOKENS)
-    b = slice(j, j + AGREEING_TOKENS)
-    return all(np.array_equal(getattr(left, name)[a], getattr(right, name)[b]) for name in ("ids", "begins", "ends"))

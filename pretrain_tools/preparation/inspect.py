@@ -1,18 +1,16 @@
 """The page of --inspect on a prepared folder: counts, lengths of documents, the vocabulary, and a sample."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from pretrain.data.data_record import contamination_of
-from pretrain.data.manifest import MANIFEST_FILE, SPLITS, Manifest, Shard, id_dtype
-from pretrain.data.shards import read_manifest
+from pretrain.data.manifest import MANIFEST_FILE, SPLITS, Manifest, id_dtype
+from pretrain.data.shards import ShardReader, read_manifest
 from pretrain.data.tokenizer import load_decoder
 from pretrain_tools.preparation.cleaning.decontamination import contamination_text
-from pretrain_tools.preparation.documents.document_index import read_index, tokens_of
 
 READ_IDS = 1 << 22
 BAR_CHARACTERS = 40
@@ -24,12 +22,16 @@ SAMPLE_CHARACTERS = 300
 def inspection_text(folder: Path) -> str:
     """Describes a folder of shards; reads every id. Raises InputError if it is none."""
     manifest = read_manifest(folder)
+    readers = [ShardReader(manifest, split) for split in SPLITS]
     counts = np.zeros(manifest.vocabulary_size, np.int64)
-    lengths: list[np.ndarray] = []
-    for shard in manifest.shards:
-        lengths.append(document_lengths(manifest, shard))
-        for ids in ids_of(manifest, shard):
+    lengths = []
+    for reader in readers:
+        ends = [np.array([-1])]
+        for start in range(0, reader.tokens, READ_IDS):
+            ids = _ids(reader, start, READ_IDS)
             counts += np.bincount(ids, minlength=len(counts))[: len(counts)]
+            ends.append(np.flatnonzero(ids == manifest.end_of_document_id) + start)
+        lengths.append(np.diff(np.concatenate(ends)) - 1)
     decoder = load_decoder(manifest.tokenizer_folder)
     lines = [
         str(folder),
@@ -37,34 +39,21 @@ def inspection_text(folder: Path) -> str:
         *(f"  decontaminated   {contamination_text(row)}" for row in contamination_of(_fields_of(manifest))),
         "",
         "tokens per document:",
-        *histogram_lines(np.concatenate(lengths) if lengths else np.empty(0, np.int64)),
+        *histogram_lines(np.concatenate(lengths)),
         "",
         *_vocabulary_lines(manifest, counts, decoder),
         "",
-        *_sample_lines(manifest, decoder),
+        "sample:",
+        *(line for reader in readers for line in _sample_lines(reader, decoder)),
     ]
     return "\n".join(lines)
 
 
-def ids_of(manifest: Manifest, shard: Shard) -> Iterator[np.ndarray]:
-    """Reads the ids of a shard, READ_IDS at a time."""
-    dtype = id_dtype(manifest.dtype)
-    with (manifest.folder / shard.file).open("rb") as file:
-        while len(ids := np.frombuffer(file.read(READ_IDS * dtype.itemsize), dtype)):
-            yield ids
-
-
-def document_lengths(manifest: Manifest, shard: Shard) -> np.ndarray:
-    """Counts the tokens of each document without its end id: (documents,)."""
-    index = read_index(manifest.folder / shard.file, shard.documents)
-    if index is not None:
-        return tokens_of(index) - 1
-    first = 0
-    ends = []
-    for ids in ids_of(manifest, shard):
-        ends.append(np.flatnonzero(ids == manifest.end_of_document_id) + first)
-        first += len(ids)
-    return np.diff(np.concatenate([[-1], *ends])) - 1
+def _ids(reader: ShardReader, start: int, most: int) -> np.ndarray:
+    """Reads at most so many ids of a split."""
+    ids = np.empty(min(most, reader.tokens - start), id_dtype(reader.manifest.dtype))
+    reader.read(start, ids)
+    return ids
 
 
 def _fields_of(manifest: Manifest) -> dict[str, Any]:
@@ -124,30 +113,21 @@ def _vocabulary_lines(manifest: Manifest, counts: np.ndarray, decoder) -> list[s
     return lines
 
 
-def _sample_lines(manifest: Manifest, decoder) -> list[str]:
-    """Documents at the beginning, a third and two thirds of the shards."""
-    lines = ["sample:"]
-    total = sum(shard.tokens for shard in manifest.shards)
-    for number in range(SAMPLED_DOCUMENTS if total else 0):
-        token = total * number // SAMPLED_DOCUMENTS
-        for shard in manifest.shards:
-            if token < shard.tokens:
-                break
-            token -= shard.tokens
-        ids = np.memmap(manifest.folder / shard.file, id_dtype(manifest.dtype), mode="r").view(np.ndarray)
-        start = _next_start(ids, token, manifest.end_of_document_id) if token else 0
-        piece = ids[start : start + SAMPLE_CHARACTERS]
-        ends = np.flatnonzero(piece == manifest.end_of_document_id)
-        piece = piece[: ends[0]] if len(ends) else piece
+def _sample_lines(reader: ShardReader, decoder) -> list[str]:
+    """Shows documents at the beginning, a third and two thirds of a split."""
+    lines = []
+    for number in range(SAMPLED_DOCUMENTS if reader.tokens else 0):
+        start = reader.tokens * number // SAMPLED_DOCUMENTS
+        ids = _ids(reader, start, READ_IDS)
+        if start:
+            # The place is within a document: the next one begins after its end, if there is one.
+            skipped = int(np.argmax(ids == reader.manifest.end_of_document_id)) + 1
+            ids = ids[skipped:]
+            start += skipped
+        if not len(ids):
+            break
+        ends = np.flatnonzero(ids[:SAMPLE_CHARACTERS] == reader.manifest.end_of_document_id)
+        piece = ids[: ends[0] if len(ends) else SAMPLE_CHARACTERS]
         text = decoder.decode(piece.tolist(), skip_special_tokens=False)[:SAMPLE_CHARACTERS]
-        lines += [f"  {shard.file}, token {start:,}:", *(f"    | {line}" for line in text.splitlines())]
+        lines += [f"  {reader.split}, token {start:,}:", *(f"    | {line}" for line in text.splitlines())]
     return lines
-
-
-def _next_start(ids: np.ndarray, token: int, end: int) -> int:
-    """Finds the start of the first document after a token; 0 if there is none."""
-    for first in range(token, len(ids), READ_IDS):
-        found = np.flatnonzero(ids[first : first + READ_IDS] == end)
-        if len(found) and first + int(found[0]) + 1 < len(ids):
-            return first + int(found[0]) + 1
-    return 0

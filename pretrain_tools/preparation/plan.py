@@ -1,6 +1,6 @@
 """The request of a preparation, and its differences from the one that a folder was made from."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -9,21 +9,10 @@ from typing import Any, Protocol
 from pretrain.data.manifest import dtype_for
 from pretrain.data.tokenizer import LoadedTokenizer
 from pretrain.errors import InputError, shortened
-from pretrain.urls import fingerprint, size_of
 from pretrain_tools.preparation.cleaning.near_duplicates import NearDuplicates
 from pretrain_tools.preparation.cleaning.stages import Cleaning
 from pretrain_tools.preparation.documents.records import Reading
-from pretrain_tools.preparation.documents.sources import (
-    BEGINNING,
-    InputFile,
-    LargeFile,
-    Part,
-    Position,
-    expected_bytes,
-    parts_of,
-    pieces_in,
-    slice_range,
-)
+from pretrain_tools.preparation.documents.sources import Files, Part, Position
 from pretrain_tools.preparation.upload import Destination
 from pretrain_tools.preparation.validation_split import ValidationSplit, split_with_tail
 
@@ -45,58 +34,6 @@ class Documents(Protocol):
 
     def sliced(self, number: int, count: int) -> "Documents":
         """Returns slice `number` of `count`: a run of parts. Raises InputError if they cannot be divided."""
-
-
-@dataclass(frozen=True)
-class Files:
-    """Documents from files, of this machine or by URL. slice: (number, count) of the slice that is read; None: all."""
-
-    sources: Sequence[InputFile]
-    slice: tuple[int, int] | None = None
-    maximum_documents: None = None
-
-    @property
-    def total_bytes(self) -> int:
-        """Bytes of what is read, as it lies there."""
-        return sum(source.bytes for source in self.sources) // (self.slice[1] if self.slice else 1)
-
-    @property
-    def expected_text_bytes(self) -> int:
-        """About how much there is when decompressed."""
-        return sum(map(expected_bytes, self.sources)) // (self.slice[1] if self.slice else 1)
-
-    def description(self) -> list[dict[str, Any]]:
-        """Lists name, size and fingerprint of every file."""
-        sizes = [size_of(source.path) for source in self.sources]
-        return [
-            {"path": source.name, "bytes": size, "fingerprint": fingerprint(source.path, size)}
-            for source, size in zip(self.sources, sizes, strict=True)
-        ]
-
-    def parts(self, reading: Reading, start: Position) -> Iterator[Part]:
-        """Yields the parts of all files, or of the slice."""
-        return parts_of(self.sources, reading, start, self._taken)
-
-    def pieces(self, reading: Reading, start: Position) -> Iterator[Part | LargeFile]:
-        """Yields parts, and large files to be divided by the process that reads them."""
-        return pieces_in(self.sources, reading, start, self._taken)
-
-    @property
-    def _taken(self) -> range | None:
-        return None if self.slice is None else slice_range(*self.slice, sum(map(expected_bytes, self.sources)))
-
-    def sliced(self, number: int, count: int) -> "Files":
-        """Returns slice `number` of `count`: the parts that begin in that share of the bytes."""
-        return replace(self, slice=(number, count))
-
-    def are_whole_documents(self, reading: Reading) -> bool:
-        """Tells whether each file is one document of plain text."""
-        return reading.documents == "file" and all(source.format == "txt" for source in self.sources)
-
-    def texts(self, reading: Reading) -> Iterator[bytes]:
-        """Yields the texts of all files, whatever the slice, without records that cannot be used."""
-        parts = parts_of(self.sources, reading, BEGINNING)
-        return (record.text for part in parts for _, record in part.records(reading) if record.text)
 
 
 @dataclass(frozen=True)
@@ -125,7 +62,6 @@ class PreparationOptions:
         fields["cleaning"] = self.cleaning and self.cleaning.as_plan()
         fields["near_duplicates"] = self.near_duplicates and self.near_duplicates.as_plan()
         reading = fields.pop("reading")
-        del reading["tab_separated"]
         reading["only"] = [[name, list(values)] for name, values in reading["only"]] or None
         # Null when off, as where the option is not known yet: folders made before it are recognised.
         fields |= {name: fields[name] or None for name in ("deduplicate", "megatron", "write_text")}
@@ -202,15 +138,13 @@ def refuse_differences(
     """
     differences = []
     for key, now in plan.items():
+        before = made_from.get(key)
         if key == "options":
-            before = made_from.get(key) if isinstance(made_from.get(key), dict) else {}
-            differences += _value_differences(
-                key,
-                {name: value for name, value in before.items() if name in now and name not in free},
-                {name: value for name, value in now.items() if name not in free},
-            )
-        elif key != "sources":
-            differences += _value_differences(key, made_from.get(key), now)
+            now = {name: value for name, value in now.items() if name not in free}
+            # What only another version has as an option is none of this plan's.
+            before = {name: (before or {}).get(name) for name in now}
+        if key != "sources":
+            differences += _differences(key, before, now)
     differences += source_differences(made_from.get("sources") or [], plan["sources"])
     if differences:
         more = len(differences) - SHOWN_DIFFERENCES
@@ -220,31 +154,25 @@ def refuse_differences(
         )
 
 
-def _value_differences(name: str, before: Any, now: Any) -> list[str]:
+def _differences(name: str, before: Any, now: Any) -> list[str]:
     """Describes the differences of an option or of anything within it; stages of a list go by their names."""
     if before == now:
         return []
-    by_name = [_by_name(value) for value in (before, now)]
-    if None not in by_name:
-        old, new = by_name
-        told = [f"{name}: {each} is gone" for each in old if each not in new]
-        told += [f"{name}: {each} is new" for each in new if each not in old]
-        both = [each for each in old if each in new]
-        if both != [each for each in new if each in old]:
-            told.append(f"{name}: the order was {', '.join(old)}, is now {', '.join(new)}")
-        return told + [text for each in both for text in _value_differences(f"{name}.{each}", old[each], new[each])]
-    if isinstance(before, dict) and isinstance(now, dict):
-        keys = dict.fromkeys([*before, *now])
-        return [text for key in keys for text in _value_differences(f"{name}.{key}", before.get(key), now.get(key))]
+    old = _by_name(before)
+    new = _by_name(now)
+    if isinstance(old, dict) and isinstance(new, dict):
+        keys = dict.fromkeys([*old, *new])
+        within = [text for key in keys for text in _differences(f"{name}.{key}", old.get(key), new.get(key))]
+        # Equal stages in another order are a difference, too.
+        return within or [f"{name} was in the order {', '.join(old)}, is now in {', '.join(new)}"]
     return [f"{name} was {shortened(repr(before))}, is now {shortened(repr(now))}"]
 
 
-def _by_name(value: Any) -> dict[str, dict[str, Any]] | None:
-    """Indexes a list of stages or benchmarks by name, None like an empty one; returns None for anything else."""
-    items = [] if value is None else value
-    if not isinstance(items, list) or not all(isinstance(item, dict) and "name" in item for item in items):
-        return None
-    return {str(item["name"]): item for item in items}
+def _by_name(value: Any) -> Any:
+    """Indexes a list of stages or benchmarks by name; returns anything else unchanged."""
+    if isinstance(value, list) and value and all(isinstance(item, dict) and "name" in item for item in value):
+        return {str(item["name"]): item for item in value}
+    return value
 
 
 def source_differences(before: list[dict[str, Any]], now: list[dict[str, Any]]) -> list[str]:

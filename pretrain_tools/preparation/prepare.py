@@ -13,7 +13,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,19 +23,19 @@ from pretrain.data.shards import read_manifest
 from pretrain.errors import InputError
 from pretrain.files import as_json, sync_files, sync_folder, write_durably
 from pretrain.processes import folder_lock
-from pretrain_tools.preparation.cleaning.account import SAMPLES_FILE, recorded_account
+from pretrain_tools.preparation.cleaning.account import SAMPLES_FILE, CleaningAccount
 from pretrain_tools.preparation.cleaning.repeated_text import RepeatedText, RepetitionCount, write_table
 from pretrain_tools.preparation.cleaning.stages import Cleaning
 from pretrain_tools.preparation.collector import (
-    NEAR_DUPLICATE_COUNTS,
-    SKIPPED_COUNTS,
+    NO_PROGRESS,
+    PROGRESS_FILE,
+    UNFINISHED_FOLDER,
     DisagreementError,
     Intake,
-    Tally,
 )
-from pretrain_tools.preparation.deduplicate import seen_in_shards
-from pretrain_tools.preparation.documents.sources import BEGINNING, Position
+from pretrain_tools.preparation.documents.sources import BEGINNING, Files, Position
 from pretrain_tools.preparation.encode import Encoder, ReferenceEncoder, make_encoder
+from pretrain_tools.preparation.encoded_part import EncodedPart, Tally
 from pretrain_tools.preparation.near_duplicate_search import (
     NEAR_DUPLICATES_FILE,
     STAGES,
@@ -48,18 +47,17 @@ from pretrain_tools.preparation.near_duplicate_search import (
     tasks_in_processes,
 )
 from pretrain_tools.preparation.plan import (
-    Files,
     PreparationRequest,
     refuse_differences,
     refuse_other_files,
     source_differences,
 )
-from pretrain_tools.preparation.shard_writer import ShardWriter, shard_files
+from pretrain_tools.preparation.progress import timed, timed_items
+from pretrain_tools.preparation.shard_writer import shard_files
 from pretrain_tools.preparation.slices import merged_parts, require_slices, search_folder, slice_of
 from pretrain_tools.preparation.text_files import TEXT_FOLDER
-from pretrain_tools.preparation.worker import EncodedPart, EncodingSettings, encode_parts
+from pretrain_tools.preparation.worker import PartEncoder, encode_parts
 
-UNFINISHED_FOLDER = ".unfinished"
 FIRST_PASS = "documents"
 """The folder, in the unfinished one, of all documents, of which near duplicates are then left out."""
 PLAN_LAYOUT = 4
@@ -77,7 +75,6 @@ class PreparationOutcome:
     manifest: Manifest
     tally: Tally
     already_done: bool
-    continued: bool
     seconds: float
     tokens_made: int
     stage_seconds: dict[str, float] = field(default_factory=dict)
@@ -124,10 +121,12 @@ def prepare(
                 shutil.rmtree(state_folder, ignore_errors=True)
                 return finished
             run = _Run(request, plan, slices, report)
+            was_begun = run.plan_path.exists()
             try:
                 return run.complete(say)
             except InputError:
-                if not run.worth_keeping:
+                # What an earlier process left is not this one's to discard, nor what has been committed since.
+                if not (was_begun or run.progress_path.exists() or (state_folder / FIRST_PASS).exists()):
                     _discard(output, existed)
                 raise
     except OSError as error:
@@ -138,44 +137,29 @@ def prepare(
         ) from error
 
 
-def timed(items: Iterator[Any], stages: Counter[str], name: str) -> Iterator[Any]:
-    """Yields the items; adds the seconds spent waiting for them to stages[name]."""
-    while True:
-        began = time.perf_counter()
-        item = next(items, None)
-        stages[name] += time.perf_counter() - began
-        if item is None:
-            return
-        yield item
-
-
 def _finished(output: Path, plan: dict[str, Any]) -> PreparationOutcome | None:
     if not (output / MANIFEST_FILE).is_file():
         return None
     manifest = read_manifest(output)
-    made_from = json.loads((output / MANIFEST_FILE).read_bytes())
-    refuse_differences(output, made_from, plan, "was finished")
-    totals = [manifest.totals(split) for split in SPLITS]
-    tally = Tally(
-        documents=sum(total[1] for total in totals),
-        tokens=sum(total[0] for total in totals),
-        text_bytes=sum(total[2] for total in totals),
-        validation_tokens=totals[1][0],
-        **{name: made_from["skipped"].get(name, 0) for name in (*SKIPPED_COUNTS, *NEAR_DUPLICATE_COUNTS)},
-        unread_members=made_from["skipped"].get("unread_members", {}),
-        cleaning=recorded_account(output, made_from),
-    )
-    return PreparationOutcome(manifest, tally, already_done=True, continued=False, seconds=0.0, tokens_made=0)
+    refuse_differences(output, json.loads((output / MANIFEST_FILE).read_bytes()), plan, "was finished")
+    tally = Tally.recorded(output)
+    for split in SPLITS:
+        tokens, documents, text_bytes = manifest.totals(split)
+        tally.documents += documents
+        tally.tokens += tokens
+        tally.text_bytes += text_bytes
+    tally.validation_tokens = manifest.totals("validation")[0]
+    return PreparationOutcome(manifest, tally, already_done=True, seconds=0.0, tokens_made=0)
 
 
 def _discard(output: Path, existed: bool) -> None:
     """Removes what a preparation without result wrote, and nothing else."""
     for path in shard_files(output):
         path.unlink()
-    (output / SAMPLES_FILE).unlink(missing_ok=True)
+    for name in (SAMPLES_FILE, NEAR_DUPLICATES_FILE):
+        (output / name).unlink(missing_ok=True)
     for name in (TOKENIZER_FOLDER, UNFINISHED_FOLDER, TEXT_FOLDER):
         shutil.rmtree(output / name, ignore_errors=True)
-    (output / NEAR_DUPLICATES_FILE).unlink(missing_ok=True)
     if not existed:
         output.rmdir()
 
@@ -190,12 +174,11 @@ class _Run:
         self.report = report
         self.output = request.output
         self.removed: np.ndarray | None = None
-        self.cleaning = request.options.cleaning
+        self.options = request.options
         self.stages: Counter[str] = Counter()
-        self.plan_path = self.output / UNFINISHED_FOLDER / "plan.json"
-        self.progress_path = self.output / UNFINISHED_FOLDER / "progress.json"
-        # What an earlier process left is not this one's to discard.
-        self.worth_keeping = self.plan_path.exists()
+        self.state_folder = self.output / UNFINISHED_FOLDER
+        self.plan_path = self.state_folder / "plan.json"
+        self.progress_path = self.state_folder / PROGRESS_FILE
 
     def complete(self, say: Callable[[str], None]) -> PreparationOutcome:
         """Tokenises what is left and writes the manifest."""
@@ -203,14 +186,15 @@ class _Run:
         tokenizer = self.request.tokenizer
         engine = self.request.engine
         progress = self._load_progress()
-        if progress is None:
+        if progress is NO_PROGRESS:
             tokenizer.save(self.output / TOKENIZER_FOLDER)
             sync_files(self.output / TOKENIZER_FOLDER)
+            # After the tokenizer: where there is a plan, the folder is complete but for the shards.
             write_durably(self.plan_path, as_json({"layout": PLAN_LAYOUT, **self.plan}))
         else:
             say(f"{self.output}: continuing after {progress['tally']['documents']:,} documents")
         first_pass = None
-        if self.request.options.near_duplicates is not None and self.request.options.slice is None:
+        if self.options.near_duplicates is not None and self.options.slice is None:
             first_pass = self._find_near_duplicates(say)
         if not self.slices:
             self._say_what_is_compiled(say)
@@ -219,7 +203,7 @@ class _Run:
         encoder, reason = (None, None) if self.slices else make_encoder(tokenizer, engine)
         if reason:
             say(f"tokenising with tokenizers: {reason}")
-        before = progress["tally"]["tokens"] if progress else 0
+        before = progress["tally"].get("tokens", 0)
         try:
             tally, shards = self._tokenise(progress, encoder)
         except DisagreementError as error:
@@ -228,12 +212,11 @@ class _Run:
             say(f"starting over with tokenizers: {error}")
             self.progress_path.unlink(missing_ok=True)
             before = 0
-            tally, shards = self._tokenise(None, ReferenceEncoder(tokenizer))
+            tally, shards = self._tokenise(NO_PROGRESS, ReferenceEncoder(tokenizer))
         return PreparationOutcome(
             self._finish(tally, shards),
             tally,
             already_done=False,
-            continued=progress is not None,
             seconds=time.monotonic() - started,
             tokens_made=first_pass.tokens_made if first_pass else tally.tokens - before,
             stage_seconds=dict(self.stages),
@@ -241,23 +224,17 @@ class _Run:
 
     def _find_near_duplicates(self, say: Callable[[str], None]) -> PreparationOutcome | None:
         """Prepares all documents, unless they are in slices, and finds those that `_tokenise` then leaves out."""
-        options = self.request.options
-        state_folder = self.output / UNFINISHED_FOLDER
+        options = self.options
         outcome = None
         if not self.slices:
-            self.slices = [state_folder / FIRST_PASS]
+            self.slices = [self.state_folder / FIRST_PASS]
             label = "all documents, before near duplicates are left out"
             all_options = replace(options, slice=label, megatron=False)
-            try:
-                first = replace(self.request, output=self.slices[0], options=all_options)
-                outcome = prepare(first, say, self.report)
-            finally:
-                self.worth_keeping = self.worth_keeping or self.slices[0].exists()
+            outcome = prepare(replace(self.request, output=self.slices[0], options=all_options), say, self.report)
             self.stages.update(outcome.stage_seconds)
-        began = time.perf_counter()
         manifests = [read_manifest(folder) for folder in self.slices]
-        with _stop_signals() as stopped:
-            work = search_folder(self.request) if self.request.merge_slices else state_folder / "near_duplicates"
+        with timed(self.stages, "find near duplicates"), stop_signals() as stop_if_asked:
+            work = search_folder(self.request) if self.request.merge_slices else self.state_folder / "near_duplicates"
             search = DuplicateSearch(manifests, options.near_duplicates, work, self.request.tokenizer)
             tokens = sum(shard.tokens for manifest in manifests for shard in manifest.shards)
             needed = search.disk_bytes + tokens * manifests[0].bytes_per_id
@@ -267,18 +244,18 @@ class _Run:
                     f"{self.output}: {free:,} bytes are free, and leaving out near duplicates needs {needed:,}; free "
                     "space, then run the same command again: it continues here"
                 )
-            progress = StageProgress(say, partial(_stop_if_asked, stopped))
+            progress = StageProgress(say, stop_if_asked)
             perform_missing(search, list(STAGES), _tasks(self.request, progress), progress)
             duplicates = search.duplicates()
             report = report_of(search, duplicates, manifests)
             write_durably(self.output / NEAR_DUPLICATES_FILE, as_json(report))
         self.removed = duplicates["document"]
-        self.stages["find near duplicates"] += time.perf_counter() - began
         return outcome
 
     def _say_what_is_compiled(self, say: Callable[[str], None]) -> None:
         """Announces the compilation of the filters, which takes long at their first use on this machine."""
-        if self.cleaning is None or not any(stage.is_compiled for stage in self.cleaning.stages):
+        cleaning = self.options.cleaning
+        if cleaning is None or not any(stage.is_compiled for stage in cleaning.stages):
             return
         from pretrain_tools.preparation.cleaning.compiled import is_compiled
 
@@ -287,36 +264,40 @@ class _Run:
 
     def _count_repeated(self) -> None:
         """Counts lines or paragraphs over all documents, if they are to be removed where they are repeated."""
-        options = self.request.options
+        options = self.options
         of_slice = self.request.slice
         stages = options.cleaning.stages if options.cleaning else ()
         stage = next((stage for stage in stages if isinstance(stage, RepeatedText)), None)
         if stage is None:
             return
-        table = self.output / UNFINISHED_FOLDER / "repeated"
-        self.cleaning = Cleaning(tuple(replace(s, table=table) if s is stage else s for s in stages))
+        table = self.state_folder / "repeated"
+        cleaning = Cleaning(tuple(replace(s, table=table) if s is stage else s for s in stages))
+        self.options = replace(options, cleaning=cleaning)
         if table.is_file():
             return
+        # Without the slice, so that all slices know their counts by the same name.
         identity = hashlib.sha256(
             as_json({**self.plan, "options": replace(options, slice=None).as_plan()})
         ).hexdigest()
         number, count = of_slice or (0, 1)
-        folders = [self.output / UNFINISHED_FOLDER / "counts"]
+        folders = [self.state_folder / "counts"]
         if of_slice:
             folders = [self.output.with_name(f"{other}-of-{count}.counts") for other in range(count)]
         ours = RepetitionCount(folders[number], identity)
         if not ours.is_complete:
             start = Position(*ours.position) if ours.position else BEGINNING
             tally = Tally()
-            with _stop_signals() as stopped, closing(self._encoded(start, None, stage)) as parts:
-                for part in parts:
-                    ours.add(part.hashes, part.after)
-                    tally.input_bytes += part.input_bytes
-                    self.stages.update(part.stage_seconds)
-                    self.report(tally)
-                    if stopped:
-                        ours.commit()
-                        raise StoppedError(stopped[0])
+            try:
+                with stop_signals() as stop_if_asked, closing(self._encoded(start, None, stage)) as parts:
+                    for part in parts:
+                        ours.add(part.hashes, part.after)
+                        tally.add(part.counts)
+                        self.stages.update(part.stage_seconds)
+                        self.report(tally)
+                        stop_if_asked()
+            except StoppedError:
+                ours.commit()
+                raise
             ours.commit(is_complete=True)
         counts = [RepetitionCount(folder, identity) for folder in folders]
         waiting = sum(not each.is_complete for each in counts)
@@ -324,12 +305,12 @@ class _Run:
             raise CountedError(f"{waiting} of {count} slices have not counted what is repeated")
         write_table(table, [run for each in counts for run in each.runs], stage.documents)
 
-    def _load_progress(self) -> dict[str, Any] | None:
+    def _load_progress(self) -> dict[str, Any]:
         if not self.plan_path.is_file():
-            return None
+            return NO_PROGRESS
         try:
             earlier = json.loads(self.plan_path.read_bytes())
-            progress = json.loads(self.progress_path.read_bytes()) if self.progress_path.is_file() else None
+            progress = json.loads(self.progress_path.read_bytes()) if self.progress_path.is_file() else NO_PROGRESS
         except ValueError as error:
             raise InputError(f"{self.output}: its progress is damaged ({error}); remove it and start over") from None
         if earlier.pop("layout", None) != PLAN_LAYOUT:
@@ -337,53 +318,37 @@ class _Run:
         refuse_differences(self.output, earlier, self.plan, "was begun", free=("on_error", "max_errors"))
         return progress
 
-    def _tokenise(self, progress: dict[str, Any] | None, encoder: Encoder) -> tuple[Tally, list[Shard]]:
-        options = self.request.options
-        dtype = self.plan["dtype"]
+    def _tokenise(self, progress: dict[str, Any], encoder: Encoder | None) -> tuple[Tally, list[Shard]]:
+        options = self.options
         if self.removed is not None:
             # What the limits left out has not been read; nothing more is to be left out by them.
             options = replace(options, max_documents=None, max_tokens=None)
-        tally = Tally.from_progress(progress["tally"]) if progress else Tally()
-        position = Position(*progress["position"]) if progress else BEGINNING
-        writer = ShardWriter(
-            self.output,
-            dtype,
-            options.shard_tokens,
-            progress["writer"] if progress else None,
-            options.megatron,
-            self.output / UNFINISHED_FOLDER / TEXT_FOLDER if options.write_text else None,
-        )
-        seen = seen_in_shards(self.output, writer.written(), dtype) if options.deduplicate else None
-        numbers = {source["path"]: number for number, source in enumerate(self.plan["sources"])}
-        intake = Intake(tally, writer, options, numbers, seen)
+        intake = Intake(self.output, self.plan, options, progress)
         committed = time.monotonic()
         try:
-            with _stop_signals() as stopped, closing(self._encoded(position, encoder)) as encoded_parts:
-                for encoded in () if progress and progress["complete"] else encoded_parts:
-                    began = time.perf_counter()
-                    complete = intake.add(encoded)
+            with stop_signals() as stop_if_asked, closing(self._encoded(intake.position, encoder)) as parts:
+                for encoded in () if intake.is_complete else parts:
                     self.stages.update(encoded.stage_seconds)
-                    self.stages["write"] += time.perf_counter() - began
-                    position = encoded.after
-                    self.worth_keeping = self.worth_keeping or tally.documents > 0
-                    self.report(tally)
-                    if complete or stopped or time.monotonic() - committed > COMMIT_SECONDS:
-                        self._commit(writer, tally, position, complete)
+                    with timed(self.stages, "write"):
+                        intake.add(encoded)
+                    self.report(intake.tally)
+                    if intake.is_complete or time.monotonic() - committed > COMMIT_SECONDS:
+                        with timed(self.stages, "sync"):
+                            intake.commit()
                         committed = time.monotonic()
-                    if complete:
+                    if intake.is_complete:
                         break
-                    if stopped:
-                        raise StoppedError(stopped[0])
-            if not tally.documents and options.slice is None:
-                raise InputError(self._nothing_found(tally))
-            return tally, writer.finish()
-        except InputError:
-            # What came before the bad record is valid and need not be made again.
-            if tally.documents:
-                self._commit(writer, tally, position, complete=False)
+                    stop_if_asked()
+            if not intake.tally.documents and options.slice is None:
+                raise InputError(self._nothing_found(intake.tally))
+            return intake.tally, intake.writer.finish()
+        except (InputError, StoppedError):
+            # What came before the bad record or the signal is valid and need not be made again.
+            if intake.tally.documents:
+                intake.commit()
             raise
         finally:
-            writer.close()
+            intake.writer.close()
 
     def _nothing_found(self, tally: Tally) -> str:
         skipped = f"{tally.empty_documents:,} empty documents and {tally.bad_records:,} bad records were skipped"
@@ -391,16 +356,13 @@ class _Run:
             skipped += f", {tally.filtered_documents:,} left out by filters"
         if tally.cleaning.removed_documents:
             skipped += f", {tally.cleaning.removed_documents:,} removed by cleaning"
-        whole = list(tally.cleaning.removed_whole().items())
-        reasons = "".join(f"\n  {source}: removed whole by {', '.join(rules)}" for source, rules in whole[:MOST_NAMED])
-        if len(whole) > MOST_NAMED:
-            reasons += f"\n  and {len(whole) - MOST_NAMED:,} more sources"
+        whole = removed_whole_lines(tally.cleaning)
         limit = self.request.options.max_tokens
         if limit is not None:
             skipped += f", and --max_tokens {limit:,} is less than the first document"
         if whole:
             advice = "--filter with other numbers replaces the filter of the same name"
-            return f"no document is left ({skipped}); nothing was written; {advice}{reasons}"
+            return "\n  ".join([f"no document is left ({skipped}); nothing was written; {advice}", *whole])
         return f"the input holds no documents ({skipped}); nothing was written; give files that contain text"
 
     def _encoded(
@@ -411,44 +373,28 @@ class _Run:
         counting: instead of documents, the hashes of their lines for this stage.
         """
         request = self.request
-        options = self.request.options
-        if self.slices:
-            total_bytes = request.documents.total_bytes or 0
-            return merged_parts(self.slices, start, total_bytes, options.deduplicate, self.removed)
-        settings = EncodingSettings(
-            request.tokenizer,
-            encoder,
-            options.reading,
-            request.split,
-            stop_at_problem=options.on_error == "stop",
-            deduplicate=options.deduplicate,
-            near_duplicates=options.near_duplicates,
-            cleaning=None if counting else self.cleaning,
-            write_text=options.write_text,
-            counting=counting,
-        )
         documents = request.documents
+        reading = self.options.reading
+        if self.slices:
+            total_bytes = documents.total_bytes or 0
+            return merged_parts(self.slices, start, total_bytes, self.options.deduplicate, self.removed)
+        options = replace(self.options, cleaning=None) if counting else self.options
+        part_encoder = PartEncoder(request.tokenizer, encoder, options, request.split, counting)
         if request.on_ray:
             from pretrain_tools.preparation.ray_workers import encode_parts_on_ray
 
             # Only this machine need have a dataset, so it reads that itself.
             pieces = documents.pieces if isinstance(documents, Files) else documents.parts
-            return encode_parts_on_ray(pieces(options.reading, start), settings, request.workers, request.ray_address)
-        parts = timed(documents.parts(options.reading, start), self.stages, "read")
-        return encode_parts(parts, settings, request.workers)
-
-    def _commit(self, writer: ShardWriter, tally: Tally, position: Position, complete: bool) -> None:
-        began = time.perf_counter()
-        state = {"position": position, "complete": complete, "tally": asdict(tally), "writer": writer.sync()}
-        write_durably(self.progress_path, as_json(state))
-        self.stages["sync"] += time.perf_counter() - began
+            return encode_parts_on_ray(pieces(reading, start), part_encoder, request.workers, request.ray_address)
+        parts = timed_items(documents.parts(reading, start), self.stages, "read")
+        return encode_parts(parts, part_encoder, request.workers)
 
     def _finish(self, tally: Tally, shards: list[Shard]) -> Manifest:
         changed = source_differences(self.plan["sources"], self.request.documents.description())
         if changed:
             raise InputError(
                 f"{self.output}: the input changed while it was read: {'; '.join(changed[:8])}; "
-                f"remove {self.output} and prepare it again"
+                "prepare it again into a new --output"
             )
         manifest = {**SHARDS_FORMAT, **self.plan}
         sources = manifest.pop("sources")
@@ -459,10 +405,18 @@ class _Run:
             manifest["cleaning"] = tally.cleaning.as_manifest()
             write_durably(self.output / SAMPLES_FILE, as_json(tally.cleaning.samples))
         manifest["sources"] = sources
+        # Last: without the manifest nothing counts as done.
         sync_folder(self.output)
         write_durably(self.output / MANIFEST_FILE, as_json(manifest))
-        shutil.rmtree(self.output / UNFINISHED_FOLDER, ignore_errors=True)
+        shutil.rmtree(self.state_folder, ignore_errors=True)
         return read_manifest(self.output)
+
+
+def removed_whole_lines(account: CleaningAccount) -> list[str]:
+    """Names sources of which less than a tenth stays, with the rules that removed the rest."""
+    whole = [f"{source}: removed whole by {', '.join(rules)}" for source, rules in account.removed_whole().items()]
+    more = [f"and {len(whole) - MOST_NAMED:,} more sources"] if len(whole) > MOST_NAMED else []
+    return whole[:MOST_NAMED] + more
 
 
 def search_of_slice(request: PreparationRequest, say: Callable[[str], None] = print) -> str:
@@ -474,8 +428,8 @@ def search_of_slice(request: PreparationRequest, say: Callable[[str], None] = pr
     folders = [slice_of(request, other, count).output for other in range(count)]
     near = request.options.near_duplicates
     work = search_folder(request)
-    with _stop_signals() as stopped:
-        progress = StageProgress(say, partial(_stop_if_asked, stopped))
+    with stop_signals() as stop_if_asked:
+        progress = StageProgress(say, stop_if_asked)
         own = DuplicateSearch([read_manifest(folders[number])], near, work, request.tokenizer)
         tasks = _tasks(request, progress)
         perform_missing(own, ["keys"], tasks, progress)
@@ -498,23 +452,25 @@ def _tasks(request: PreparationRequest, progress: StageProgress) -> Tasks:
     return tasks_in_processes(request.workers, progress.stop_if_asked)
 
 
-def _stop_if_asked(stopped: list[int]) -> None:
-    if stopped:
-        raise StoppedError(stopped[0])
-
-
 @contextmanager
-def _stop_signals() -> Iterator[list[int]]:
-    """Collects SIGINT and SIGTERM so that work stops between parts; a second one acts at once."""
+def stop_signals() -> Iterator[Callable[[], None]]:
+    """Takes note of SIGINT and SIGTERM so that work stops between parts; a second one acts at once.
+
+    Yields what raises StoppedError once one has come.
+    """
     received: list[int] = []
 
     def note(number: int, frame: object) -> None:
         received.append(number)
         signal.signal(number, previous[number])
 
+    def stop_if_asked() -> None:
+        if received:
+            raise StoppedError(received[0])
+
     previous = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield received
+        yield stop_if_asked
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)

@@ -1,12 +1,36 @@
-"""Progress of a preparation on standard error: a bar on a terminal, a line now and then elsewhere."""
+"""Progress of a preparation on standard error: a line that is rewritten on a terminal, now and then one elsewhere."""
 
 import sys
 import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
-from pretrain_tools.preparation.collector import Tally
+from pretrain_tools.preparation.encoded_part import Tally
 
 SECONDS_BETWEEN_LINES = 10.0
+SECONDS_ON_A_TERMINAL = 0.2
+
+
+@contextmanager
+def timed(stages: Counter[str], name: str) -> Iterator[None]:
+    """Adds the seconds that its block takes to stages[name]."""
+    began = time.perf_counter()
+    try:
+        yield
+    finally:
+        stages[name] += time.perf_counter() - began
+
+
+def timed_items(items: Iterator[Any], stages: Counter[str], name: str) -> Iterator[Any]:
+    """Yields the items; adds the seconds spent waiting for them to stages[name]."""
+    while True:
+        with timed(stages, name):
+            item = next(items, None)
+        if item is None:
+            return
+        yield item
 
 
 class DocumentProgress:
@@ -14,58 +38,52 @@ class DocumentProgress:
 
     def __init__(self, total_bytes: int | None):
         self._total_bytes = total_bytes
-        self._bar: Any = None
+        self._is_terminal = sys.stderr.isatty()
         self._first: tuple[float, int, int] | None = None
         self._last_line = time.monotonic()
         self._last_bytes = 0
 
     def close(self) -> None:
-        """Ends the bar."""
-        if self._bar is not None:
-            self._bar.close()
+        """Removes the line from a terminal."""
+        self._show("")
 
     def say(self, line: str) -> None:
-        """Prints a line without disturbing the bar."""
-        if self._bar is not None:
-            self._bar.clear()
+        """Prints a line above that of the progress."""
+        self._show("")
         print(line, file=sys.stderr, flush=True)
+
+    def _show(self, line: str) -> None:
+        if self._is_terminal:
+            # To the start of the line, and clear it.
+            print(f"\r\x1b[K{line}", end="", file=sys.stderr, flush=True)
 
     def update(self, tally: Tally) -> None:
         """Shows how far the preparation is."""
         now = time.monotonic()
-        if self._first is None or tally.input_bytes < self._last_bytes:
+        is_new = self._first is None or tally.input_bytes < self._last_bytes
+        self._last_bytes = tally.input_bytes
+        if is_new:
             # What an earlier process or pass did says nothing of this one's speed.
             self._first = (now, tally.input_bytes, tally.tokens)
-        self._last_bytes = tally.input_bytes
-        seconds = max(now - self._first[0], 1e-9)
-        read_bytes = tally.input_bytes - self._first[1]
-        token_rate = (tally.tokens - self._first[2]) / seconds / 1e6
-        if sys.stderr.isatty():
-            self._update_bar(tally, f"{token_rate:.2f} Mtok/s")
-        elif now - self._last_line >= SECONDS_BETWEEN_LINES:
-            self._last_line = now
-            self.say(self._line(tally, read_bytes / seconds, token_rate))
+        if is_new or now - self._last_line < (SECONDS_ON_A_TERMINAL if self._is_terminal else SECONDS_BETWEEN_LINES):
+            return
+        self._last_line = now
+        line = self._line(tally, max(now - self._first[0], 1e-9))
+        if self._is_terminal:
+            self._show(line)
+        else:
+            self.say(line)
 
-    def _update_bar(self, tally: Tally, rate: str) -> None:
-        if self._bar is None:
-            from tqdm import tqdm
-
-            # No monitor thread: worker processes are forked from this one.
-            tqdm.monitor_interval = 0
-            self._bar = tqdm(
-                desc="preparing", total=self._total_bytes, unit="B", unit_scale=True, initial=tally.input_bytes
-            )
-        self._bar.set_postfix_str(f"{tally.tokens / 1e6:,.1f} Mtok, {rate}", refresh=False)
-        self._bar.update(tally.input_bytes - self._bar.n)
-
-    def _line(self, tally: Tally, byte_rate: float, token_rate: float) -> str:
+    def _line(self, tally: Tally, seconds: float) -> str:
+        _, first_bytes, first_tokens = self._first
+        byte_rate = (tally.input_bytes - first_bytes) / seconds
+        token_rate = (tally.tokens - first_tokens) / seconds
         done = f"{tally.input_bytes / 1e6:,.0f} MB"
         left = ""
         if self._total_bytes:
             done = f"{tally.input_bytes / self._total_bytes:.0%} of {self._total_bytes / 1e6:,.0f} MB"
-            remaining = self._total_bytes - tally.input_bytes
-            left = f", {remaining / byte_rate:,.0f} s left" if byte_rate > 0 else ""
+            left = f", {(self._total_bytes - tally.input_bytes) / max(byte_rate, 1):,.0f} s left"
         return (
             f"{done}, {tally.documents:,} documents, {tally.tokens / 1e6:,.1f} Mtok, "
-            f"{byte_rate / 1e6:.1f} MB/s, {token_rate:.2f} Mtok/s{left}"
+            f"{byte_rate / 1e6:.1f} MB/s, {token_rate / 1e6:.2f} Mtok/s{left}"
         )

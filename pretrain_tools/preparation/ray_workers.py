@@ -10,21 +10,17 @@ from typing import Any
 from pretrain.errors import InputError, one_line
 from pretrain_tools.preparation.documents.records import Reading
 from pretrain_tools.preparation.documents.sources import LargeFile, Part
+from pretrain_tools.preparation.encoded_part import EncodedPart
 from pretrain_tools.preparation.near_duplicate_search import DuplicateSearch, Tasks
-from pretrain_tools.preparation.worker import (
-    PARTS_AHEAD_PER_WORKER,
-    EncodedPart,
-    EncodingSettings,
-    PartEncoder,
-    results_in_order,
-)
+from pretrain_tools.preparation.worker import PARTS_AHEAD_PER_WORKER, PartEncoder, ahead
 
-WORKERS_PER_READER, PARTS_AHEAD_PER_READER = 4, 16
+PARTS_AHEAD_PER_READER = 16
+WORKERS_PER_READER = 4
 """A process that reads a large file is faster than so many workers encode."""
 
 
 def encode_parts_on_ray(
-    pieces: Iterable[Part | LargeFile], settings: EncodingSettings, workers: int | None, address: str | None
+    pieces: Iterable[Part | LargeFile], encoder: PartEncoder, workers: int | None, address: str | None
 ) -> Iterator[EncodedPart]:
     """Encodes parts in order, with `workers` actors (None: one per core of the cluster).
 
@@ -34,12 +30,22 @@ def encode_parts_on_ray(
     is not installed, cannot be reached, or loses an actor for good.
     """
     with _cluster(address, workers) as (ray, count):
-        shared = ray.put(settings)
-        actor = ray.remote(PartEncoder).options(num_cpus=1, max_restarts=3, max_task_retries=3)
+        shared = ray.put(encoder)
+        actor = ray.remote(_Actor).options(num_cpus=1, max_restarts=3, max_task_retries=3)
         actors = [actor.remote(shared) for _ in range(count)]
-        parts = _parts_of_readers(ray, pieces, settings.reading, 1 + count // WORKERS_PER_READER)
+        parts = _parts_of_readers(ray, pieces, encoder.options.reading, count // WORKERS_PER_READER)
         jobs = (actor.encode.remote(part) for actor, part in zip(itertools.cycle(actors), parts, strict=False))
-        yield from results_in_order(jobs, ray.get, count)
+        yield from map(ray.get, ahead(jobs, count * PARTS_AHEAD_PER_WORKER))
+
+
+class _Actor:
+    """Encodes parts in a process of the cluster."""
+
+    def __init__(self, encoder: PartEncoder):
+        self._encoder = encoder
+
+    def encode(self, part: Part) -> EncodedPart:
+        return self._encoder.encode(part)
 
 
 def _read(file: LargeFile, reading: Reading) -> Iterator[Part]:
@@ -47,8 +53,8 @@ def _read(file: LargeFile, reading: Reading) -> Iterator[Part]:
         _ = yield part  # Ray sends a value, which `yield from` would pass on to a generator that takes none
 
 
-def _parts_of_readers(ray: Any, pieces: Iterable[Part | LargeFile], reading: Reading, readers: int) -> Iterator[Any]:
-    """Yields the parts in order; those of large files as references. `readers` files are read ahead."""
+def _parts_of_readers(ray: Any, pieces: Iterable[Part | LargeFile], reading: Reading, others: int) -> Iterator[Any]:
+    """Yields the parts in order; those of large files as references. `others` files are read ahead."""
     # No cores: readers mostly wait, and would take cores from the workers.
     read = ray.remote(_read).options(
         num_cpus=0,
@@ -57,14 +63,9 @@ def _parts_of_readers(ray: Any, pieces: Iterable[Part | LargeFile], reading: Rea
         num_returns="streaming",
         _generator_backpressure_num_objects=PARTS_AHEAD_PER_READER,
     )
-    pieces = iter(pieces)
-    waiting = deque()
-    while True:
-        for piece in itertools.islice(pieces, readers - len(waiting)):
-            waiting.append(read.remote(piece, reading) if isinstance(piece, LargeFile) else (piece,))
-        if not waiting:
-            return
-        yield from itertools.chain(waiting.popleft())  # which hides `close`: a reader has none
+    reads = (read.remote(piece, reading) if isinstance(piece, LargeFile) else (piece,) for piece in pieces)
+    for parts in ahead(reads, others):
+        yield from itertools.chain(parts)  # which hides `close`: a reader has none
 
 
 def tasks_on_ray(workers: int | None, address: str | None) -> Tasks:
@@ -76,13 +77,11 @@ def tasks_on_ray(workers: int | None, address: str | None) -> Tasks:
         with _cluster(address, workers) as (ray, count):
             shared = ray.put(search)
             task_type = ray.remote(DuplicateSearch.perform).options(num_cpus=1, max_retries=3)
+            left = deque(tasks)
             running: list[Any] = []
-            for task in tasks:
-                if len(running) >= count * PARTS_AHEAD_PER_WORKER:
-                    done, running = ray.wait(running)
-                    yield from ray.get(done)
-                running.append(task_type.remote(shared, stage, task))
-            while running:
+            while left or running:
+                while left and len(running) < count * PARTS_AHEAD_PER_WORKER:
+                    running.append(task_type.remote(shared, stage, left.popleft()))
                 done, running = ray.wait(running)
                 yield from ray.get(done)
 
@@ -117,11 +116,9 @@ def _started(address: str | None, workers: int | None):
         raise InputError("--engine ray: Ray is not installed; pip install 'ray>=2.40', or use --workers") from None
     if ray.is_initialized():
         return ray
+    here = {"num_cpus": workers, "include_dashboard": False} if address is None else {}
     try:
-        if address is None:
-            ray.init(num_cpus=workers, include_dashboard=False, log_to_driver=False, logging_level="warning")
-        else:
-            ray.init(address=address, log_to_driver=False, logging_level="warning")
+        ray.init(address=address, log_to_driver=False, logging_level="warning", **here)
     except Exception as error:  # Ray raises plain Exception when a node takes long to start
         ray.shutdown()
         failed = f"--ray_address {address}: cannot be reached ({one_line(error)}); start it: ray start"

@@ -30,9 +30,9 @@ SKIPPED_RULES = {
     "near_duplicate_documents": "--near_duplicates: nearly copies of documents that stay",
 }
 """Counts in the manifest's `skipped`, in the order of the preparation, and what removed the documents."""
-BEFORE_CLEANING = ("filtered_documents", "empty_documents", "bad_records")
-MOST_SOURCE_ROWS, MOST_DOMAIN_ROWS, MOST_VALUE_ROWS = 50, 30, 40
-"""Most rows of a table."""
+MOST_SOURCE_ROWS = 50
+MOST_DOMAIN_ROWS = 30
+MOST_VALUE_ROWS = 40
 
 
 def write_report(folder: Path, path: Path) -> list[Path]:
@@ -65,13 +65,11 @@ def report_facts(folder: Path) -> dict[str, Any]:
         if skipped.get(name)
     ]
     near = folder / NEAR_DUPLICATES_FILE
-    before = sum(skipped.get(name, 0) for name in BEFORE_CLEANING)
-    after = sum(skipped.get(name, 0) for name in SKIPPED_RULES if name not in BEFORE_CLEANING)
     stayed = sum(split["documents"] for split in kept.values())
     return {
         "folder": folder.name,
         "options": {name: value for name, value in made.get("options", {}).items() if value is not None},
-        "documents_in": before + after + stayed + sum(row["documents"] for row in rules),
+        "documents_in": stayed + sum(row["documents"] for row in [*rules, *others]),
         "documents_kept": stayed,
         "bytes_kept": sum(split["bytes"] for split in kept.values()),
         "splits": kept,
@@ -109,9 +107,12 @@ def _lengths(folder: Path, manifest: Any, unit: str) -> dict[str, int]:
 def _shares(values: Iterable[str]) -> dict[str, float]:
     """Returns {value: its share}, the largest first."""
     counts = Counter(values)
-    total = sum(counts.values())
-    ordered = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
-    return {value: count / total for value, count in ordered[:MOST_DOMAIN_ROWS]}
+    return {value: count / counts.total() for value, count in _most_frequent(counts, MOST_DOMAIN_ROWS)}
+
+
+def _most_frequent(counts: Mapping[str, int], most: int) -> list[tuple[str, int]]:
+    # Ties by name: the page must not depend on the order of parts.
+    return sorted(counts.items(), key=lambda item: (-item[1], item[0]))[:most]
 
 
 def report_page(facts: Mapping[str, Any]) -> str:
@@ -135,7 +136,7 @@ def _shown_values(name: str, values: Mapping[str, int]) -> list[tuple[str, int]]
     """Lists the rows of a histogram: the most frequent values, but every length in order."""
     if len(values) <= MOST_VALUE_ROWS or name.startswith("length"):
         return list(values.items())
-    return sorted(values.items(), key=lambda item: (-item[1], item[0]))[:MOST_VALUE_ROWS]
+    return _most_frequent(values, MOST_VALUE_ROWS)
 
 
 def _source_rows(sources: Mapping[str, Mapping[str, Sequence[int]]]) -> list[dict[str, Any]]:

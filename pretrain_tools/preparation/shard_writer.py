@@ -126,6 +126,7 @@ class ShardWriter:
         return _OpenShard(number, **counts, files=files)
 
     def _remove_unknown_files(self, opened: dict[str, dict[str, Any]]) -> None:
+        """Removes what was begun after the state. Raises InputError where what it has is not as it was written."""
         known = {self._folder / name for shard in self._finished for name in (shard.file, *shard.beside)}
         for split, fields in opened.items():
             known |= {self._path(split, fields["number"], suffix) for suffix in fields["sizes"]}
@@ -135,8 +136,8 @@ class ShardWriter:
         for shard in self._finished:
             path = self._folder / shard.file
             size = shard.tokens * self._dtype.itemsize
-            lost = [name for name in shard.beside if not (self._folder / name).is_file()]
-            if lost or not path.is_file() or path.stat().st_size != size:
+            files = (path, *(self._folder / name for name in shard.beside))
+            if not all(file.is_file() for file in files) or path.stat().st_size != size:
                 raise InputError(
                     f"{path}: has changed since it was written; remove {self._folder} and prepare it again"
                 )
@@ -191,35 +192,31 @@ class ShardWriter:
             self._counts[split] += 1
         return self._open[split]
 
-    def _as_shard(
-        self, split: str, shard: _OpenShard, sha256: str = "", beside: dict[str, str] | None = None
-    ) -> Shard:
+    def _as_shard(self, split: str, shard: _OpenShard, sha256: str, beside: dict[str, str]) -> Shard:
         name = self._path(split, shard.number, IDS_SUFFIX).name
-        return Shard(name, split, shard.tokens, shard.documents, shard.text_bytes, sha256, beside or {})
+        return Shard(name, split, shard.tokens, shard.documents, shard.text_bytes, sha256, beside)
 
     def _finish(self, split: str) -> None:
         shard = self._open.pop(split, None)
         if shard is None:
             return
-        hashes = {file.path: file.finish() for file in shard.files.values()}
+        hashes = {suffix: file.finish() for suffix, file in shard.files.items()}
         ids = self._path(split, shard.number, IDS_SUFFIX)
-        plain = shard.files.get(PLAIN_TEXT_SUFFIX)
-        beside = {
-            file.path.name: hashes[file.path]
-            for suffix, file in shard.files.items()
-            if suffix in (DOCUMENTS_SUFFIX, SIGNATURES_SUFFIX)
-        }
+        suffixes = (DOCUMENTS_SUFFIX, SIGNATURES_SUFFIX)
+        beside = {ids.with_suffix(suffix).name: hashes[suffix] for suffix in suffixes if suffix in hashes}
         if self._with_megatron_index:
             path = ids.with_suffix(foreign_shards.IDX_SUFFIX)
+            # The index is whole on disk: `finish` has synced it.
             tokens = tokens_of(np.fromfile(index_path(ids), DOCUMENT))
             write_durably(path, foreign_shards.index_bytes(tokens, self._dtype_name))
             beside[path.name] = sha256_of(path)
-        if plain is not None:
+        if PLAIN_TEXT_SUFFIX in shard.files:
             name = text_name(ids.name)
-            compress(plain.path, self._folder / name)
+            plain = shard.files[PLAIN_TEXT_SUFFIX].path
+            compress(plain, self._folder / name)
             beside[name] = sha256_of(self._folder / name)
-            self._compressed.append(plain.path)
-        self._finished.append(self._as_shard(split, shard, sha256=hashes[ids], beside=beside))
+            self._compressed.append(plain)
+        self._finished.append(self._as_shard(split, shard, hashes[IDS_SUFFIX], beside))
 
     def sync(self) -> dict[str, Any]:
         """Makes everything written so far durable and returns the state that continues from here."""
@@ -231,6 +228,7 @@ class ShardWriter:
         for shard in self._open.values():
             for file in shard.files.values():
                 file.sync()
+        # Folders, too: a synced file whose name is lost in a crash is lost.
         for folder in (self._folder, self._folder / TEXT_FOLDER, self._plain_text):
             if folder and folder.is_dir():
                 sync_folder(folder)
@@ -242,10 +240,7 @@ class ShardWriter:
 
     def written(self) -> list[Shard]:
         """Returns the shards so far; open ones have no hash yet."""
-        return [
-            *self._finished,
-            *(self._as_shard(split, shard, sha256="", beside={}) for split, shard in self._open.items()),
-        ]
+        return [*self._finished, *(self._as_shard(split, shard, "", {}) for split, shard in self._open.items())]
 
     def finish(self) -> list[Shard]:
         """Closes the last shards and returns all, train before validation."""

@@ -15,13 +15,12 @@ import numpy as np
 from pretrain.data.manifest import MANIFEST_FILE, SPLITS, Manifest, id_dtype
 from pretrain.data.shards import ShardReader, read_manifest
 from pretrain.errors import InputError, Problems
-from pretrain_tools.preparation.cleaning.account import recorded_account
 from pretrain_tools.preparation.deduplicate import document_hashes
-from pretrain_tools.preparation.documents.document_index import InputOrder, document_table
+from pretrain_tools.preparation.documents.document_index import InputOrder
 from pretrain_tools.preparation.documents.sources import Position
-from pretrain_tools.preparation.plan import PreparationOptions, PreparationRequest, refuse_differences
-from pretrain_tools.preparation.text_files import has_text, lines_of, stored_lines
-from pretrain_tools.preparation.worker import EncodedPart, Problem
+from pretrain_tools.preparation.encoded_part import EncodedPart, Problem, Tally
+from pretrain_tools.preparation.plan import PreparationRequest, refuse_differences
+from pretrain_tools.preparation.text_files import has_text, stored_lines
 
 TOKENS_PER_PART = 1 << 22
 DOCUMENTS_PER_PART = 1 << 16
@@ -33,13 +32,6 @@ def parse_slice(text: str) -> tuple[int, int]:
     if not (number.isdigit() and count.isdigit() and 0 <= int(number) < int(count)):
         raise InputError(f"--slice {text}: must be i/n with i from 0 to n - 1, such as 0/16 to 15/16")
     return int(number), int(count)
-
-
-def slice_problems(options: PreparationOptions) -> list[str]:
-    """Lists why a preparation with these options cannot be divided."""
-    limits = {"max_documents": options.max_documents, "max_tokens": options.max_tokens}
-    given = [f"--{name} {value:,}" for name, value in limits.items() if value is not None]
-    return [f"--slice: slices do not know of each other, so {' and '.join(given)} must be left out"] if given else []
 
 
 def slice_of(request: PreparationRequest, number: int, count: int) -> PreparationRequest:
@@ -101,6 +93,7 @@ def merged_parts(
         if number >= start.source:
             first = start.part if number == start.source else 0
             share = input_bytes // len(folders)
+            # Read again up to `first`: the splits can only be followed from their beginning.
             parts = slice_parts(manifest, number, share, deduplicate, removed, first_of_slice)
             yield from itertools.islice(parts, first, None)
         first_of_slice += sum(shard.documents for shard in manifest.shards)
@@ -123,53 +116,49 @@ def slice_parts(
         documents = documents[:taken]
         is_validation = is_validation[:taken]
         ends = ends[:taken]
-        tokens = documents["end"].astype(np.int64)
         ids = np.empty(int(ends[-1]), id_dtype(manifest.dtype))
-        runs = np.flatnonzero(np.diff(is_validation)) + 1
-        start = 0
-        for run, stop in zip([0, *runs], ends[np.append(runs, taken) - 1].tolist(), strict=True):
-            split = SPLITS[int(is_validation[run])]
-            readers[split].read(read[split], ids[start:stop])
-            read[split] += stop - start
-            start = stop
-        names, sources = np.unique(documents["source"], return_inverse=True)
+        is_held_out = np.repeat(is_validation, documents["end"].astype(np.int64))
+        # Each split is in the order of the input as well, so both are read front to back.
+        for split, chosen in zip(SPLITS, (~is_held_out, is_held_out), strict=True):
+            of_split = np.empty(np.count_nonzero(chosen), ids.dtype)
+            readers[split].read(read[split], of_split)
+            read[split] += len(of_split)
+            ids[chosen] = of_split
+        names, documents["source"] = np.unique(documents["source"], return_inverse=True)
+        documents["end"] = ends
         number_of_first = first_of_slice + first
         left, right = np.searchsorted(removed, (number_of_first, number_of_first + taken))
         kept = np.ones(taken, bool)
         kept[removed[left:right].astype(np.int64) - number_of_first] = False
-        encoded = EncodedPart(
-            ids=ids,
-            documents=document_table(tokens, documents["text_bytes"], sources, documents["place"]),
-            source_names=tuple(manifest.source_names[name] for name in names),
-            is_validation=is_validation,
-            hashes=document_hashes(ids, ends) if deduplicate else None,
-            lines=lines_of(is_validation.tolist(), text) if text else None,
-            after=Position(number, part + 1),
+        counts = Tally(
             near_duplicate_documents=int(right - left),
             near_duplicate_bytes=int(documents["text_bytes"][~kept].sum()),
             input_bytes=round(input_bytes * len(ids) / all_tokens),
         )
+        encoded = EncodedPart(
+            Position(number, part + 1),
+            counts,
+            ids=ids,
+            documents=documents,
+            source_names=tuple(manifest.source_names[name] for name in names),
+            is_validation=is_validation,
+            hashes=document_hashes(ids, ends) if deduplicate else None,
+            lines=[next(text[SPLITS[held_out]]) for held_out in is_validation.tolist()] if text else None,
+        )
         yield encoded.keeping(kept)
         part = part + 1
         first = first + taken
-    yield _counts_of(manifest.folder, manifest, number)
+    yield _counts_of(manifest.folder, number)
 
 
-def _counts_of(folder: Path, manifest: Manifest, number: int) -> EncodedPart:
+def _counts_of(folder: Path, number: int) -> EncodedPart:
     """Returns a part without documents that adds what the slice left out to the counts."""
-    made = json.loads((folder / MANIFEST_FILE).read_bytes())
-    skipped = made["skipped"]
-    named = [example.partition(": ") for example in skipped["first_bad_records"]]
+    counts = Tally.recorded(folder)
+    named = [example.partition(": ") for example in counts.bad_examples]
     problems = [Problem(0, name, name, reason) for name, _, reason in named]
     if problems:
         # A slice names as many as the merged folder will: the last one stands for the others.
-        problems[-1] = problems[-1]._replace(records=1 + skipped["bad_records"] - len(problems))
-    return EncodedPart(
-        after=Position(number + 1, 0),
-        hashes=np.empty(0, np.uint64),
-        empty_documents=skipped["empty_documents"],
-        filtered_documents=skipped["filtered_documents"],
-        unread_members=skipped.get("unread_members", {}),
-        problems=tuple(problems),
-        cleaning=recorded_account(folder, made),
-    )
+        problems[-1] = problems[-1]._replace(records=1 + counts.bad_records - len(problems))
+    # The merge counts bad records by their problems.
+    counts.bad_records = 0
+    return EncodedPart(Position(number + 1, 0), counts, hashes=np.empty(0, np.uint64), problems=tuple(problems))

@@ -7,7 +7,7 @@ when the shard is full. So the bytes depend on the documents alone, not on parts
 import io
 import json
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 from pretrain.data.manifest import Manifest
@@ -65,8 +65,3 @@ def stored_lines(manifest: Manifest, split: str) -> Iterator[bytes]:
     except (OSError, DamagedFileError) as error:
         raise InputError(f"{folder / TEXT_FOLDER}: cannot be read ({error}); prepare {folder} again") from None
     raise InputError(f"{folder / TEXT_FOLDER}: has fewer documents than the shards; prepare {folder} again")
-
-
-def lines_of(is_validation: Iterable[bool], by_split: dict[str, Iterator[bytes]]) -> list[bytes]:
-    """Merges the lines of both splits into input order."""
-    return [next(by_split["validation" if held_out else "train"]) for held_out in is_validation]

@@ -7,17 +7,20 @@ import shutil
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pretrain.data.tokenizer import USUAL_END_OF_DOCUMENT, load_tokenizer
 from pretrain.errors import InputError
 from pretrain.files import as_json
+from pretrain_tools.preparation.collector import count_problems
 from pretrain_tools.preparation.documents.records import Record
 from pretrain_tools.preparation.documents.sources import BEGINNING
 from pretrain_tools.preparation.encode import ReferenceEncoder
+from pretrain_tools.preparation.encoded_part import Tally
 from pretrain_tools.preparation.plan import PreparationRequest, refuse_differences, refuse_other_files
+from pretrain_tools.preparation.worker import read_part
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -44,7 +47,8 @@ class Sample:
     limit_bytes: int
     documents: int = 0
     text_bytes: int = 0
-    bad_records: int = 0
+    skipped: Tally = field(default_factory=Tally)
+    """Counts of bad records."""
     held_out: tuple[bytes, ...] = ()
 
     @property
@@ -98,10 +102,9 @@ def train_tokenizer(request: PreparationRequest) -> None:
 def _texts(request: PreparationRequest, sample: Sample) -> Iterator[str]:
     held_out: list[bytes] = []
     held_out_bytes = 0
-    records = _usable_records(request, sample)
-    pieces = (piece for record in records for piece in request.split.pieces(record.text, record.is_validation))
-    for text, is_validation, _ in pieces:
-        if is_validation:
+    for record in _records(request, sample.skipped):
+        text = record.text
+        if record.is_validation:
             if held_out_bytes < HELD_OUT_BYTES:
                 held_out.append(text)
                 held_out_bytes += len(text)
@@ -121,24 +124,18 @@ def _is_drawn(text: bytes, fraction: float) -> bool:
     return int.from_bytes(hashlib.sha256(text).digest()[8:16], "big") < fraction * 2.0**64
 
 
-def _usable_records(request: PreparationRequest, sample: Sample) -> Iterator[Record]:
-    taken = 0
+def _records(request: PreparationRequest, skipped: Tally) -> Iterator[Record]:
+    """Yields the documents as a preparation would read them."""
     options = request.options
+    left = options.max_documents
     for part in request.documents.parts(options.reading, BEGINNING):
-        for source, record in part.records(options.reading):
-            if record.problem is not None:
-                sample.bad_records += record.problem_records
-                allowed = options.max_errors if options.on_error == "skip" else 0
-                if sample.bad_records > allowed:
-                    raise InputError(
-                        f"{source.place(record.place)}: {record.problem}; fix the input, or use --on_error skip "
-                        "with a large enough --max_errors"
-                    )
-            elif record.text:
-                if taken == options.max_documents:
-                    return
-                taken += 1
-                yield record
+        found = read_part(part, options, request.split)
+        count_problems(found.problems, skipped, options)
+        yield from found.records[:left]
+        if left is not None:
+            left -= min(left, len(found.records))
+            if not left:
+                return
 
 
 def _trained(texts: Iterator[str], vocabulary_size: int) -> "Tokenizer":
@@ -186,8 +183,8 @@ def _print_summary(output: Path, size: int, asked: int, sample: Sample, seconds:
     print(f"{output}: {size:,} tokens, trained on {sample.text_bytes:,} bytes of {sample.documents:,} documents")
     if size < asked:
         print(f"  The text has no more pairs to merge: {size:,} tokens instead of {asked:,}. Use more text for more.")
-    if sample.bad_records:
-        print(f"  {sample.bad_records:,} bad records were skipped.")
+    if sample.skipped.bad_records:
+        print(f"  {sample.skipped.bad_records:,} bad records were skipped.")
     if sample.held_out:
         held_out_bytes = sum(len(text) for text in sample.held_out)
         where = f"on {held_out_bytes:,} bytes of validation documents, held out"

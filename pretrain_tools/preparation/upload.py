@@ -58,8 +58,9 @@ class Destination:
         Raises InputError where it fails; a second call continues from there.
         """
         system, root = file_system(self.url)
-        names = sorted(str(p.relative_to(self.local)) for p in self.local.rglob("*") if p.is_file())
-        names = [name for name in names if name != self.last] + [self.last]
+        names = [str(path.relative_to(self.local)) for path in self.local.rglob("*") if path.is_file()]
+        # A reader takes the folder for complete once `last` is there.
+        names.sort(key=lambda name: (name == self.last, name))
         record = self.local.with_name(self.local.name + ".copied.json")
         copied: dict[str, str] = json.loads(record.read_bytes()) if record.is_file() else {}
         number = 0
@@ -71,6 +72,7 @@ class Destination:
                 path = self.local / name
                 size = path.stat().st_size
                 sha256 = sha256_of(path)
+                # The size alone is no proof: an earlier preparation may have put another file there.
                 if held.get(name) == size and copied.get(name) == sha256:
                     continue
                 say(f"copying {name} ({size / 1e6:,.1f} MB) to {self.shown}")

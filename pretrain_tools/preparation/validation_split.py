@@ -3,19 +3,11 @@
 import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import NamedTuple
+
+from pretrain_tools.preparation.documents.records import Record
 
 DIVIDERS = (b"\n\n", b"\r\n\r\n", b"\n", b" ")
 """Places to cut a text, if one is near: between paragraphs, else lines, else words."""
-
-
-class Piece(NamedTuple):
-    """A document, or a part of one that is a document of its own."""
-
-    text: bytes
-    is_validation: bool
-    lines_before: int = 0
-    """Lines before it in the whole document."""
 
 
 @dataclass(frozen=True)
@@ -28,18 +20,19 @@ class ValidationSplit:
     tail_from: int = 0
     """First byte of the tail."""
 
-    def pieces(self, text: bytes, given: bool | None = None) -> list[Piece]:
-        """Returns the document, or its head for training and its tail for validation.
-
-        given: whether it is for validation, where a field says so.
-        """
-        if given is not None:
-            return [Piece(text, given)]
+    def pieces(self, record: Record) -> list[Record]:
+        """Returns the document with its split, or its head for training and its tail for validation."""
+        text = record.text
+        if record.is_validation is not None:
+            return [record]
         if self.divided_sha256 is None or hashlib.sha256(text).hexdigest() != self.divided_sha256:
-            return [Piece(text, is_validation_text(text, self.fraction))]
+            return [record._replace(is_validation=is_validation_text(text, self.fraction))]
         head = text[: self.tail_from]
-        tail = text[self.tail_from :]
-        return [Piece(head, is_validation=False), Piece(tail, is_validation=True, lines_before=head.count(b"\n"))]
+        place_of_tail = record.place + head.count(b"\n")
+        return [
+            record._replace(text=head, is_validation=False),
+            record._replace(text=text[self.tail_from :], is_validation=True, place=place_of_tail),
+        ]
 
     def as_plan(self) -> dict:
         """Returns what a manifest records beside the fraction; {} if no text is divided."""
@@ -49,6 +42,7 @@ class ValidationSplit:
 
 def is_validation_text(text: bytes, fraction: float) -> bool:
     """Tells whether a document is for validation, by the first 8 bytes of its text's SHA-256."""
+    # Never change this: folders prepared earlier must agree on the side of a document.
     return int.from_bytes(hashlib.sha256(text).digest()[:8], "big") < fraction * 2.0**64
 
 

@@ -8,9 +8,9 @@ import pytest
 from pretrain.data.tokenizer import LoadedTokenizer, load_tokenizer
 from pretrain.errors import InputError
 from pretrain_tools.preparation.documents.formats import Reading
-from pretrain_tools.preparation.documents.sources import find_sources
+from pretrain_tools.preparation.documents.sources import Files, find_sources
 from pretrain_tools.preparation.encode import AGREEMENT_TEXTS, FastEncoder, ReferenceEncoder, make_encoder
-from pretrain_tools.preparation.plan import Files, PreparationOptions, PreparationRequest
+from pretrain_tools.preparation.plan import PreparationOptions, PreparationRequest
 from pretrain_tools.preparation.tokenizer_training import train_tokenizer
 
 END = "<|endoftext|>"

@@ -3,7 +3,8 @@
 import numpy as np
 
 from pretrain.data.shards import read_manifest
-from pretrain_tools.preparation.inspect import document_lengths, histogram_lines
+from pretrain_tools.preparation.documents.document_index import read_index
+from pretrain_tools.preparation.inspect import histogram_lines
 from support.prepared import stream_of, write_jsonl
 
 
@@ -22,13 +23,17 @@ def test_the_page_tells_counts_tokens_and_text(tmp_path, run):
     assert "validation       nothing" in page
 
 
-def test_lengths_come_from_the_index_or_else_from_the_ids(tmp_path, run):
+def test_lengths_of_both_splits_are_those_of_the_index(tmp_path, run):
     write_jsonl(tmp_path / "a.jsonl", ["a b c" * n for n in range(1, 20)])
-    run("--input", tmp_path / "a.jsonl", "--output", tmp_path / "out", "--validation_fraction", 0)
-    manifest = read_manifest(tmp_path / "out")
-    indexed = document_lengths(manifest, manifest.shards[0]).tolist()
-    (tmp_path / "out" / "train-00000.documents").unlink()
-    assert document_lengths(manifest, manifest.shards[0]).tolist() == indexed
+    run("--input", tmp_path / "a.jsonl", "--output", tmp_path / "out", "--validation_fraction", 0.3)
+    indices = [read_index(tmp_path / f"out/{split}-00000.bin", n) for split, n in documents_in(tmp_path / "out")]
+    lengths = np.concatenate([np.diff(index["end"].astype(int), prepend=0) - 1 for index in indices])
+    assert len(indices) == 2 and len(lengths) == 19
+    assert "\n".join(histogram_lines(lengths)) in run("--inspect", tmp_path / "out", with_tokenizer=False)
+
+
+def documents_in(folder):
+    return [(shard.split, shard.documents) for shard in read_manifest(folder).shards]
 
 
 def test_a_histogram_by_powers_of_two():

@@ -16,10 +16,10 @@ from pretrain.data.shards import verify_shards
 from pretrain.data.tokenizer import load_tokenizer
 from pretrain.errors import InputError
 from pretrain.processes import folder_lock, process_state
-from pretrain_tools.preparation.documents.sources import find_sources
-from pretrain_tools.preparation.plan import Files, PreparationOptions, PreparationRequest
+from pretrain_tools.preparation.documents.sources import Files, find_sources
+from pretrain_tools.preparation.plan import PreparationOptions, PreparationRequest
 from pretrain_tools.preparation.prepare import prepare
-from support.prepared import KILLED, content_of, run_killed, texts, write_jsonl
+from support.prepared import KILLED, content_of, make_parts_small, run_killed, texts, write_jsonl
 from support.project import ROOT
 
 
@@ -73,21 +73,19 @@ def test_input_that_changes_while_it_is_read_is_noticed(tmp_path, tokenizer):
 
 
 def test_after_a_bad_record_what_came_before_is_kept_and_skip_goes_on(tmp_path, tokenizer, monkeypatch, capsys):
-    for name in (
-        "preparation.documents.formats.PART_BYTES",
-        "preparation.documents.sources.PART_BYTES",
-        "preparation.documents.byte_stream.READ_BYTES",
-    ):
-        monkeypatch.setattr(f"pretrain_tools.{name}", 500)
-    write_jsonl(tmp_path / "a.jsonl", texts(50), [b"bad"])
-    with pytest.raises(InputError, match=r"a\.jsonl, line 51: broken JSON"):
-        prepare_files(tmp_path, tokenizer)
+    make_parts_small(monkeypatch, 500)
+    # A copy in the part with the bad record, too: it must not be counted twice.
+    write_jsonl(tmp_path / "a.jsonl", [*texts(50), "copy", "copy"], [b"bad"])
+    with pytest.raises(InputError, match=r"a\.jsonl, line 53: broken JSON"):
+        prepare_files(tmp_path, tokenizer, deduplicate=True)
     assert (tmp_path / "out" / ".unfinished" / "progress.json").exists()
-    outcome = prepare_files(tmp_path, tokenizer, on_error="skip")
-    assert (outcome.continued, outcome.tally.bad_records, outcome.tally.documents) == (True, 1, 50)
+    outcome = prepare_files(tmp_path, tokenizer, deduplicate=True, on_error="skip")
+    assert "continuing after" in capsys.readouterr().out
+    tally = outcome.tally
+    assert (tally.bad_records, tally.documents, tally.duplicate_documents) == (1, 51, 1)
     continued = content_of(tmp_path / "out")
     (tmp_path / "out").rename(tmp_path / "first")
-    prepare_files(tmp_path, tokenizer, on_error="skip")
+    prepare_files(tmp_path, tokenizer, deduplicate=True, on_error="skip")
     assert content_of(tmp_path / "out") == continued
 
 

@@ -8,9 +8,8 @@ import pytest
 
 from pretrain_tools.preparation.cleaning.account import DOMAIN_SAMPLE, CleaningAccount
 from pretrain_tools.preparation.documents.records import Reading
-from pretrain_tools.preparation.documents.sources import BEGINNING, find_sources
+from pretrain_tools.preparation.documents.sources import BEGINNING, Files, find_sources
 from pretrain_tools.preparation.dry_run import DrawnDocuments
-from pretrain_tools.preparation.plan import Files
 from pretrain_tools.preparation.report import report_facts, report_page
 from support.project import run_script
 

@@ -11,22 +11,15 @@ import pytest
 from pretrain.data.shards import read_manifest
 from pretrain.errors import InputError
 from pretrain_tools.preparation.documents.records import Reading
-from pretrain_tools.preparation.documents.sources import BEGINNING, find_sources
-from pretrain_tools.preparation.plan import Files
+from pretrain_tools.preparation.documents.sources import BEGINNING, Files, find_sources
 from pretrain_tools.preparation.slices import parse_slice
-from support.prepared import WRITERS, content_of, texts, write_jsonl
+from support.prepared import WRITERS, content_of, make_parts_small, texts, write_jsonl
 from support.project import ROOT
 
 
 @pytest.fixture
 def small_parts(monkeypatch):
-    for name in (
-        "preparation.documents.formats.PART_BYTES",
-        "preparation.documents.sources.PART_BYTES",
-        "preparation.documents.byte_stream.READ_BYTES",
-        "preparation.slices.TOKENS_PER_PART",
-    ):
-        monkeypatch.setattr(f"pretrain_tools.{name}", 1000)
+    make_parts_small(monkeypatch, 1000)
 
 
 def write_inputs(tmp_path):

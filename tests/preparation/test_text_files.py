@@ -9,7 +9,7 @@ import zstandard
 from pretrain.data.shards import open_shards, verify_shards
 from pretrain.data.tokenizer import load_decoder
 from pretrain.errors import InputError
-from support.prepared import END, PROSE, content_of, run_killed, stream_of, texts, write_jsonl
+from support.prepared import END, PROSE, content_of, make_parts_small, run_killed, stream_of, texts, write_jsonl
 
 SPLITS = ("train", "validation")
 
@@ -30,8 +30,7 @@ def documents_of(folder, split):
 
 @pytest.fixture
 def small_parts(monkeypatch):
-    for name in ("documents.formats.PART_BYTES", "documents.sources.PART_BYTES", "slices.TOKENS_PER_PART"):
-        monkeypatch.setattr(f"pretrain_tools.preparation.{name}", 1000)
+    make_parts_small(monkeypatch, 1000)
 
 
 def inputs(tmp_path):

@@ -6,6 +6,7 @@ import pytest
 
 from pretrain.data.shards import read_manifest
 from pretrain_tools.preparation.documents.document_index import read_index
+from pretrain_tools.preparation.documents.records import Record
 from pretrain_tools.preparation.validation_split import ValidationSplit, is_validation_text, split_with_tail
 from support.prepared import content_of, stream_of
 
@@ -70,7 +71,7 @@ def test_a_tokenizer_is_not_trained_on_the_tail(tmp_path, run):
 def test_many_documents_are_divided_by_their_hash_alone():
     texts = [f"text {number}".encode() for number in range(400)]
     assert split_with_tail(iter(texts), 0.05) == ValidationSplit(0.05)
-    pieces = [piece for text in texts for piece in ValidationSplit(0.05).pieces(text)]
+    pieces = [piece for text in texts for piece in ValidationSplit(0.05).pieces(Record(1, text))]
     assert [piece.text for piece in pieces] == texts
     assert [piece.is_validation for piece in pieces] == [is_validation_text(text, 0.05) for text in texts]
 
@@ -83,9 +84,9 @@ def test_reading_ends_where_both_splits_have_a_document():
 
 def test_a_single_text_that_its_hash_puts_into_validation_is_divided_too():
     text = next(text for n in range(1000) if is_validation_text(text := f"{n} {novel(30)}".encode(), 0.05))
-    head, tail = split_with_tail([text], 0.05).pieces(text)
+    head, tail = split_with_tail([text], 0.05).pieces(Record(1, text))
     assert (head.is_validation, tail.is_validation) == (False, True)
-    assert head.text + tail.text == text and tail.lines_before == head.text.count(b"\n")
+    assert head.text + tail.text == text and tail.place == 1 + head.text.count(b"\n")
 
 
 @pytest.mark.parametrize(
@@ -100,7 +101,7 @@ def test_a_single_text_that_its_hash_puts_into_validation_is_divided_too():
 )
 def test_the_cut_is_at_the_best_place_near(text, end):
     content = text.encode()
-    head, tail = split_with_tail([content], 10 / len(content)).pieces(content)
+    head, tail = split_with_tail([content], 10 / len(content)).pieces(Record(1, content))
     assert head.text.decode().endswith(end) and tail.text.decode()
     assert 8 <= len(tail.text) <= 17
 

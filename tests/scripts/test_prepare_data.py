@@ -18,7 +18,7 @@ from pretrain_tools.preparation.documents.records import Reading
 from pretrain_tools.preparation.documents.sources import BEGINNING, Position
 from pretrain_tools.preparation.encode import FastEncoder, ReferenceEncoder
 from pretrain_tools.preparation.validation_split import is_validation_text
-from support.prepared import END, as_parquet, content_of, stream_of, texts, write_jsonl
+from support.prepared import END, as_parquet, content_of, make_parts_small, stream_of, texts, write_jsonl
 from support.project import ROOT, cpu_seconds, run_script
 
 EVERYTHING = os.environ.get("FAULTS") == "all"
@@ -53,9 +53,7 @@ def test_the_tokenizer_travels_with_the_shards(tmp_path, run, tokenizer):
 
 
 def test_workers_engines_and_order_of_options_change_no_byte(tmp_path, run, monkeypatch):
-    monkeypatch.setattr("pretrain_tools.preparation.documents.formats.PART_BYTES", 2000)
-    monkeypatch.setattr("pretrain_tools.preparation.documents.sources.PART_BYTES", 2000)
-    monkeypatch.setattr("pretrain_tools.preparation.documents.byte_stream.READ_BYTES", 1000)
+    make_parts_small(monkeypatch, 2000)
     write_jsonl(tmp_path / "a.jsonl", texts())
     (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress((tmp_path / "a.jsonl").read_bytes()))
     folders = []
@@ -222,9 +220,7 @@ def test_what_to_read_and_what_to_make_must_be_said_once(tmp_path, run):
 def test_a_wrong_fast_path_is_noticed_and_everything_is_made_anew(
     tmp_path, run, monkeypatch, tokenizer, capsys, wrong
 ):
-    monkeypatch.setattr("pretrain_tools.preparation.documents.formats.PART_BYTES", 2000)
-    monkeypatch.setattr("pretrain_tools.preparation.documents.sources.PART_BYTES", 2000)
-    monkeypatch.setattr("pretrain_tools.preparation.documents.byte_stream.READ_BYTES", 1000)
+    make_parts_small(monkeypatch, 2000)
     documents = [text.replace(END, "") for text in texts()]
     write_jsonl(tmp_path / "a.jsonl", documents)
     arguments = ("--input", tmp_path / "a.jsonl", "--workers", 1)

@@ -35,6 +35,13 @@ def write_jsonl(path, documents, extra=()):
     path.write_bytes(b"\n".join(lines) + b"\n")
 
 
+def make_parts_small(monkeypatch, size):
+    """Divides input into parts of about so many bytes, and slices into parts of so many tokens."""
+    for name in ("documents.formats.PART_BYTES", "documents.sources.PART_BYTES", "slices.TOKENS_PER_PART"):
+        monkeypatch.setattr(f"pretrain_tools.preparation.{name}", size)
+    monkeypatch.setattr("pretrain_tools.preparation.documents.byte_stream.READ_BYTES", size)
+
+
 def content_of(folder):
     return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
 

@@ -2,7 +2,7 @@
 
 A new format is one generator in formats, or in containers when it needs a library (docs/data.md).
 
-    sources: files here and behind URLs
+    sources: files here and behind URLs, divided into parts for workers
     formats, containers, byte_stream: formats; those that need a library; bytes of a file
     archives: tar
     records: texts made of fields

@@ -19,8 +19,7 @@ from pretrain_tools.preparation.documents.records import (
     Reading,
     Record,
     checked,
-    fields_record,
-    find_field,
+    object_record,
 )
 
 SHOWN_SUFFIX_CHARACTERS = 12
@@ -76,6 +75,20 @@ class _Sample:
     objects: list[tuple[str, bytes]] = field(default_factory=list)
     """The .json members."""
 
+    def records(self, reading: Reading, format_of: FormatOf, others: Counter[str]) -> Iterator[Record]:
+        """Yields its texts with the fields of its .json member, or the documents of its .json members."""
+        objects = {name.lower().rpartition("/")[2].partition(".")[2]: content for name, content in self.objects}
+        for name, content in self.texts:
+            record = _text_record(content.removeprefix(BYTE_ORDER_MARK), objects.get("json"), reading)
+            yield record._replace(problem=record.problem and f"member {_shown(name)}: {record.problem}")
+        if self.texts:
+            beside = len(objects) - ("json" in objects)
+            if beside:
+                others[".json beside a text"] += beside
+            return
+        for name, content in self.objects:
+            yield from _member_records(name, io.BytesIO(content), format_of(name), reading)
+
 
 def read_tar(stream: ByteStream, reading: Reading, format_of: FormatOf) -> Iterator[Record]:
     """Reads a document per text member, those of .json members without a text beside them, and those of other files.
@@ -112,7 +125,7 @@ def _records(stream: ByteStream, reading: Reading, format_of: FormatOf, others: 
                 folder, _, base = member.name.rpartition("/")
                 name = (folder, base.partition(".")[0])
                 if name != sample.name:
-                    yield from _sample_records(sample, reading, format_of, others)
+                    yield from sample.records(reading, format_of, others)
                     sample = _Sample(name)
                 is_text = found.name == "txt" and reading.documents == "file"
                 if found.compression is not None or not (is_text or found.name == "json"):
@@ -122,10 +135,10 @@ def _records(stream: ByteStream, reading: Reading, format_of: FormatOf, others: 
                 else:
                     content = archive.extractfile(member).read()
                     (sample.texts if is_text else sample.objects).append((member.name, content))
-            yield from _sample_records(sample, reading, format_of, others)
+            yield from sample.records(reading, format_of, others)
     except tarfile.TarError as error:
         # What was read before the damage is whole.
-        yield from _sample_records(sample, reading, format_of, others)
+        yield from sample.records(reading, format_of, others)
         raise DamagedFileError(f"damaged tar archive ({error})") from None
 
 
@@ -166,21 +179,6 @@ def _member_records(name: str, file: io.IOBase, found: MemberFormat, reading: Re
             yield _problem(name, f"{error}; nothing after it was read of it")._replace(problem_records=error.records)
 
 
-def _sample_records(sample: _Sample, reading: Reading, format_of: FormatOf, others: Counter[str]) -> Iterator[Record]:
-    """Its texts with the fields of its .json member, or the documents of its .json members."""
-    objects = {name.lower().rpartition("/")[2].partition(".")[2]: content for name, content in sample.objects}
-    for name, content in sample.texts:
-        record = _text_record(content.removeprefix(BYTE_ORDER_MARK), objects.get("json"), reading)
-        yield record._replace(problem=record.problem and f"member {_shown(name)}: {record.problem}")
-    for name, content in sample.objects:
-        if not sample.texts:
-            yield from _member_records(name, io.BytesIO(content), format_of(name), reading)
-        elif name.lower().rpartition("/")[2].partition(".")[2] != "json":
-            others[".json beside a text"] += 1
-    sample.texts = []
-    sample.objects = []
-
-
 def _text_record(text: bytes, beside: bytes | None, reading: Reading) -> Record:
     if reading.is_plain:
         return checked(1, text)
@@ -189,4 +187,4 @@ def _text_record(text: bytes, beside: bytes | None, reading: Reading) -> Record:
     except (ValueError, RecursionError) as error:
         return Record(1, None, f"broken JSON in the .json beside it ({error})")
     values = (fields if isinstance(fields, dict) else {}) | {reading.text_field: text}
-    return fields_record(1, lambda name: find_field(values, name), reading, list(values))
+    return object_record(1, values, reading)

@@ -28,7 +28,7 @@ class ByteStream(io.RawIOBase):
     def __init__(self, path: str, compression: str | None, file: BinaryIO | None = None):
         self.path = path
         self.is_as_stored = compression is None and file is None
-        """Whether the file at `path` has the same bytes."""
+        """True if the file at `path` has the same bytes."""
         self._file = open_file(path) if file is None else file
         self._blocks = self._read_blocks() if compression is None else self._decompress(compression)
         self._left = memoryview(b"")

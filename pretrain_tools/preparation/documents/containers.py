@@ -7,7 +7,7 @@ from typing import Any, BinaryIO
 
 from pretrain.urls import UnreachableError, is_url, open_file
 from pretrain_tools.preparation.documents.byte_stream import ByteStream, DamagedFileError
-from pretrain_tools.preparation.documents.records import Reading, Record, fields_record, text_record
+from pretrain_tools.preparation.documents.records import Reading, Record, row_records
 
 ROWS_AT_ONCE = 256
 
@@ -22,6 +22,7 @@ def seekable(stream: ByteStream, at_once: bool = False) -> BinaryIO:
         if file.seekable():
             return file
         file.close()
+    # On disk and without a name: it is gone with the process, even after a kill.
     spooled = tempfile.TemporaryFile()  # noqa: SIM115 the reader that asked for it closes it
     for block in stream.blocks():
         spooled.write(block)
@@ -36,74 +37,57 @@ def _readable_as(kind: str, *errors: type[Exception]) -> Iterator[None]:
         yield
     except UnreachableError:  # a server that does not answer has damaged nothing
         raise
-    except errors as error:
+    except (OSError, *errors) as error:
         reason = str(error).strip().split("\n")[0][:200] or type(error).__name__
         raise DamagedFileError(f"not readable as {kind} ({reason})") from None
 
 
-def read_parquet(stream: ByteStream, reading: Reading) -> Iterator[Record]:
-    """Reads parquet: a document per row, which is its record's place."""
+def _readable_by_arrow(kind: str) -> AbstractContextManager[None]:
+    import pyarrow as pa
+
+    return _readable_as(kind, pa.ArrowException)
+
+
+def read_parquet(stream: ByteStream, reading: Reading, row_group: int | None = None) -> Iterator[Record]:
+    """Reads parquet, or one row group of it: a document per row, which is its record's place.
+
+    What cannot be read counts as all the rows that are left.
+    """
     from pyarrow import parquet
 
     with seekable(stream) as file:
-        with _parquet_errors():
+        with _readable_by_arrow("parquet"):
             table = parquet.ParquetFile(file)
-        yield from _parquet_records(table, reading, range(table.num_row_groups))
-
-
-def read_parquet_rows(stream: ByteStream, reading: Reading, row_group: int) -> Iterator[Record]:
-    """Reads one row group of a parquet file that is not compressed as a whole."""
-    from pyarrow import parquet
-
-    with _parquet_errors():
-        table = parquet.ParquetFile(_parquet_place(stream.path))
-    yield from _parquet_records(table, reading, range(row_group, row_group + 1))
-
-
-def _parquet_errors() -> AbstractContextManager[None]:
-    import pyarrow as pa
-
-    return _readable_as("parquet", pa.ArrowException, OSError)
-
-
-def _parquet_records(table: Any, reading: Reading, row_groups: range) -> Iterator[Record]:
-    """Reads consecutive row groups. An unreadable one counts as all the rows that are left."""
-    rows = [table.metadata.row_group(number).num_rows for number in range(row_groups.stop)]
-    place = rows_before = sum(rows[: row_groups.start])
-    try:
-        with _parquet_errors():
-            columns = _columns_of(table.schema_arrow, reading)
-            # One group after another, so that damage to one costs nothing of those before.
-            batches = (
-                batch
-                for group in row_groups
-                for batch in table.iter_batches(ROWS_AT_ONCE, row_groups=[group], columns=columns, use_threads=False)
-            )
-            for record in _batch_records(batches, reading, rows_before):
-                place = record.place
-                yield record
-    except DamagedFileError as error:
-        raise DamagedFileError(str(error), sum(rows) - place) from None
-
-
-def _parquet_place(path: str) -> str | BinaryIO:
-    # pyarrow takes no name that is not UTF-8.
-    return path if path.isprintable() and not is_url(path) else open_file(path)
+        rows = [table.metadata.row_group(number).num_rows for number in range(table.num_row_groups)]
+        groups = range(len(rows)) if row_group is None else range(row_group, row_group + 1)
+        place = sum(rows[: groups.start])
+        last = sum(rows[: groups.stop])
+        try:
+            with _readable_by_arrow("parquet"):
+                columns = _columns_of(table.schema_arrow, reading)
+                # One group after another, so that damage to one costs nothing of those before.
+                batches = (
+                    batch
+                    for group in groups
+                    for batch in table.iter_batches(ROWS_AT_ONCE, [group], columns, use_threads=False)
+                )
+                for record in _batch_records(batches, reading, place):
+                    place = record.place
+                    yield record
+        except DamagedFileError as error:
+            raise DamagedFileError(str(error), last - place) from None
 
 
 def parquet_row_group_bytes(path: str) -> list[int]:
     """Lists the uncompressed bytes of each row group; [] if they cannot be read one by one."""
-    import pyarrow as pa
     from pyarrow import parquet
 
     try:
-        place = _parquet_place(path)
-        if not isinstance(place, str) and not place.seekable():
-            return []
-        metadata = parquet.read_metadata(place)
-    except UnreachableError:
-        raise
-    except (pa.ArrowException, OSError):
+        with open_file(path) as file, _readable_by_arrow("parquet"):
+            if not file.seekable():
+                return []
+            metadata = parquet.read_metadata(file)
+    except DamagedFileError:
         return []
     return [metadata.row_group(number).total_byte_size for number in range(metadata.num_row_groups)]
 
@@ -128,13 +112,7 @@ def _batch_records(batches: Iterator[Any], reading: Reading, rows_before: int = 
 
 def table_records(table: Any, reading: Reading, rows_before: int) -> Iterator[Record]:
     """Reads an arrow batch or table, numbered from rows_before + 1. Raises DamagedFileError without the column."""
-    if reading.is_plain:
-        for place, value in enumerate(_values(table, reading.text_field), rows_before + 1):
-            yield text_record(place, value, reading.text_field)
-        return
-    columns = [_values(table, name) for name in reading.fields]
-    for place, row in enumerate(zip(*columns, strict=True), rows_before + 1):
-        yield fields_record(place, dict(zip(reading.fields, row, strict=True)).__getitem__, reading)
+    return row_records({name: _values(table, name) for name in reading.fields}, reading, rows_before)
 
 
 def _values(table: Any, field: str) -> list[Any]:
@@ -161,7 +139,7 @@ def read_arrow(stream: ByteStream, reading: Reading) -> Iterator[Record]:
     """Reads Arrow IPC, file or stream: a document per row."""
     import pyarrow as pa
 
-    with seekable(stream) as file, _readable_as("arrow IPC", pa.ArrowException, OSError):
+    with seekable(stream) as file, _readable_by_arrow("arrow IPC"):
         is_file = file.read(6) == b"ARROW1"
         file.seek(0)
         table = pa.ipc.open_file(file) if is_file else pa.ipc.open_stream(file)
@@ -182,16 +160,15 @@ def read_hdf5(stream: ByteStream, reading: Reading) -> Iterator[Record]:
 
     with (
         seekable(stream, at_once=True) as file,
-        _readable_as("HDF5", OSError, RuntimeError, KeyError),
+        _readable_as("HDF5", RuntimeError, KeyError),
         h5py.File(file, "r") as content,
     ):
         columns = {name: _string_dataset(content, name) for name in reading.fields}
         if len({len(column) for column in columns.values()}) > 1:
             raise DamagedFileError(f"the datasets {', '.join(columns)} differ in length")
         for start in range(0, len(columns[reading.fields[0]]), ROWS_AT_ONCE):
-            values = [column[start : start + ROWS_AT_ONCE].tolist() for column in columns.values()]
-            for place, row in enumerate(zip(*values, strict=True), start + 1):
-                yield fields_record(place, dict(zip(columns, row, strict=True)).__getitem__, reading)
+            values = {name: column[start : start + ROWS_AT_ONCE].tolist() for name, column in columns.items()}
+            yield from row_records(values, reading, start)
 
 
 def _string_dataset(content: Any, text_field: str) -> Any:

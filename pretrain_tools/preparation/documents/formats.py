@@ -10,8 +10,10 @@ import json
 import re
 from collections.abc import Iterator
 from contextlib import suppress
+from pathlib import PurePath
 from typing import Any
 
+from pretrain.urls import shown
 from pretrain_tools.preparation.documents.byte_stream import ByteStream, DamagedFileError
 from pretrain_tools.preparation.documents.records import (
     JSON,
@@ -39,34 +41,27 @@ def whole_lines(stream: ByteStream) -> Iterator[tuple[int, bytes]]:
     pending: list[bytes] = []
     size = 0
     line = 1
-    damage = None
-    blocks = stream.blocks()
-    while True:
-        try:
-            block = next(blocks, None)
-        except DamagedFileError as error:
-            block = None
-            damage = error
-        if block is None:
-            break
-        pending.append(block)
-        size += len(block)
-        if size >= PART_BYTES and b"\n" in block:
-            head, _, tail = block.rpartition(b"\n")
-            content = b"".join([*pending[:-1], head, b"\n"])
-            yield line, content
-            line += content.count(b"\n")
-            pending = [tail]
-            size = len(tail)
-        elif size > MAXIMUM_DOCUMENT_BYTES + PART_BYTES:
-            raise DamagedFileError(f"line {line} or a later one is longer than {MAXIMUM_DOCUMENT_BYTES:,} bytes")
-    content = b"".join(pending)
-    if damage is not None:
-        content = content[: content.rfind(b"\n") + 1]
-    if content:
+    try:
+        for block in stream.blocks():
+            # Not joined until there is enough: a line of 200 MB would be copied once per block.
+            pending.append(block)
+            size += len(block)
+            if size >= PART_BYTES and b"\n" in block:
+                head, _, tail = block.rpartition(b"\n")
+                content = b"".join([*pending[:-1], head, b"\n"])
+                yield line, content
+                line += content.count(b"\n")
+                pending = [tail]
+                size = len(tail)
+            elif size > MAXIMUM_DOCUMENT_BYTES + PART_BYTES:
+                raise DamagedFileError(f"line {line} or a later one is longer than {MAXIMUM_DOCUMENT_BYTES:,} bytes")
+    except DamagedFileError:
+        content = b"".join(pending)
+        if whole := content[: content.rfind(b"\n") + 1]:
+            yield line, whole
+        raise
+    if content := b"".join(pending):
         yield line, content
-    if damage is not None:
-        raise damage
 
 
 def records_of_lines(first_line: int, content: bytes, format_name: str, reading: Reading) -> Iterator[Record]:
@@ -169,7 +164,8 @@ def read_csv(stream: ByteStream, reading: Reading) -> Iterator[Record]:
     csv.field_size_limit(MAXIMUM_DOCUMENT_BYTES)
     # Bytes that are not UTF-8 come through as lone surrogates, so that one bad row is one bad record.
     lines = io.TextIOWrapper(io.BufferedReader(stream), "utf-8", errors="surrogateescape", newline="")
-    rows = csv.reader(lines, delimiter="\t" if reading.tab_separated else ",", strict=True)
+    is_tab_separated = ".tsv" in PurePath(shown(stream.path).lower()).suffixes
+    rows = csv.reader(lines, delimiter="\t" if is_tab_separated else ",", strict=True)
     header: list[str] | None = None
     columns: dict[str, int] = {}
     while True:
@@ -196,7 +192,7 @@ def read_csv(stream: ByteStream, reading: Reading) -> Iterator[Record]:
             columns = {name: header.index(name) for name in reading.fields}
         elif len(row) == len(header):
             values = {name: row[column].encode(errors="surrogateescape") for name, column in columns.items()}
-            yield fields_record(rows.line_num, values.__getitem__, reading)
+            yield fields_record(rows.line_num, values, reading)
         elif row:
             yield Record(rows.line_num, None, f"row has {len(row)} columns, the header has {len(header)}")
 

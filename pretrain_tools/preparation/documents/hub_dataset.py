@@ -54,16 +54,6 @@ PRESETS = {
     "pile": Preset("monology/pile-uncopyrighted", streams=True),
     "pile-deduplicated": Preset("EleutherAI/the_pile_deduplicated", streams=True),
 }
-OTHER_NAMES = {
-    "the-pile": "pile",
-    "wikitext-2-raw": "wikitext-2",
-    "wikitext-103-raw": "wikitext-103",
-    "wikitext-2-raw-v1": "wikitext-2",
-    "wikitext-103-raw-v1": "wikitext-103",
-    "fineweb-edu-sample-10bt": "fineweb-edu-10bt",
-    "fineweb-edu-sample-100bt": "fineweb-edu-100bt",
-    "fineweb-edu-sample-350bt": "fineweb-edu-350bt",
-}
 
 
 @dataclass(frozen=True)
@@ -83,7 +73,7 @@ class HubDataset:
     maximum_examples: int | None
     document_start: re.Pattern[bytes] | None = None
     revision: str | None = None
-    slice: tuple[int, int] | None = None
+    slice: tuple[int, int] = (0, 1)
 
     @property
     def maximum_documents(self) -> int | None:
@@ -94,7 +84,7 @@ class HubDataset:
     def total_bytes(self) -> int | None:
         """Bytes of the rows to read in memory; None where it streams."""
         total = self._bytes_of_rows
-        return total if total is None or self.slice is None else total // self.slice[1]
+        return None if total is None else total // self.slice[1]
 
     expected_text_bytes = total_bytes
 
@@ -144,42 +134,51 @@ class HubDataset:
         return replace(self, slice=(number, count))
 
     def parts(self, reading: Reading, start: Position) -> Iterator[Part]:
-        """Yields the documents in order, ROWS_PER_PART rows at a time."""
-        if self.streaming and self.document_start is None:
-            yield from self._parts_of_stream(reading, start)
-            return
-        stop = -(-self._rows_to_read // ROWS_PER_PART) if self.rows is not None else sys.maxsize
-        taken = range(stop) if self.slice is None else slice_range(*self.slice, stop)
-        first_part = max(start.part, taken.start)
-        records = self._records(self._tables(first_part * ROWS_PER_PART), reading, first_part * ROWS_PER_PART)
-        source = _source(self.name)
-        if self.document_start is not None:
-            parts = self._joined_parts(source, records, starts_inside=first_part > 0)
-        else:
-            parts = (
-                part_of_records(Position(0, part), input_bytes, source, found)
-                for part, (found, input_bytes) in enumerate(records, first_part + 1)
-            )
-        yield from itertools.takewhile(lambda part: part.after.part <= taken.stop, parts)
+        """Yields the documents in order, ROWS_PER_PART rows at a time.
 
-    def _parts_of_stream(self, reading: Reading, start: Position) -> Iterator[Part]:
-        """Parts file by file: resuming opens no file that was read, and no two slices read the same one."""
-        count = len(self.source_names)
-        taken = range(count) if self.slice is None else slice_range(*self.slice, count)
+        A stream comes file by file: resuming opens no file that was read, and no two slices read the same one.
+        """
+        files = range(len(self.source_names))
+        blocks = range(sys.maxsize)
+        if self.streaming:
+            taken = slice_range(*self.slice, len(files))
+            files = files[taken.start : taken.stop]
+        else:
+            blocks = slice_range(*self.slice, -(-self._rows_to_read // ROWS_PER_PART))
         rows_before = start.rows
-        for number in range(max(start.source, taken.start), min(count, taken.stop)):
-            first = start.part if number == start.source else 0
-            left = None if self._maximum_rows is None else self._maximum_rows - rows_before
-            if left == 0:
-                return
-            rows = self.rows_of.shard(num_shards=count, index=number, contiguous=True) if count > 1 else self.rows_of
-            rows = rows if left is None else rows.take(left + first * ROWS_PER_PART)
-            tables = rows.skip(first * ROWS_PER_PART).iter(batch_size=ROWS_PER_PART)
-            records = self._records(tables, reading, first * ROWS_PER_PART)
-            for part, (found, input_bytes) in enumerate(records, first + 1):
+        for number in files[max(0, start.source - files.start) :]:
+            first = max(start.part if number == start.source else 0, blocks.start)
+            records = self._records(self._tables(number, first, rows_before), reading, first * ROWS_PER_PART)
+            parts = ((part, *found) for part, found in enumerate(records, first + 1))
+            if self.document_start is not None:
+                parts = self._joined(records, starts_inside=first > 0)
+            name = self.source_names[number]
+            source = InputFile(name, name, "dataset", None, 0)
+            for part, found, input_bytes in parts:
+                # Not by the rows of `blocks`: the last document may go on beyond them.
+                if part > blocks.stop:
+                    return
                 rows_before += len(found)
-                position = Position(number, part, rows_before)
-                yield part_of_records(position, input_bytes, _source(self.source_names[number]), found)
+                yield part_of_records(Position(number, part, rows_before), input_bytes, source, found)
+
+    def _tables(self, file: int, first: int, rows_before: int) -> Iterator[Any]:
+        """Yields ROWS_PER_PART rows at a time, from part `first` of a file on; rows_before: those of all before it."""
+        first_row = first * ROWS_PER_PART
+        if not self.streaming:
+            stop = self._rows_to_read
+            starts = range(first_row, stop, ROWS_PER_PART)
+            return (self.rows_of[row : min(row + ROWS_PER_PART, stop)] for row in starts)
+        rows = self.rows_of
+        files = len(self.source_names)
+        if files > 1:
+            rows = rows.shard(num_shards=files, index=file, contiguous=True)
+        if self._maximum_rows is not None:
+            left = self._maximum_rows - rows_before
+            if left == 0:
+                return iter(())
+            # `take` before `skip` counts the rows of this file that were read earlier.
+            rows = rows.take(left + first_row)
+        return rows.skip(first_row).iter(batch_size=ROWS_PER_PART)
 
     def _records(
         self, tables: Iterator[Any], reading: Reading, rows_before: int
@@ -194,25 +193,14 @@ class HubDataset:
             rows_before += table.num_rows
             yield records, table.nbytes if total is None else total * table.num_rows // self._rows_to_read
 
-    def _joined_parts(
-        self, source: InputFile, tables: Iterator[tuple[list[Record], int]], starts_inside: bool
-    ) -> Iterator[Part]:
-        """Parts of documents that are joined from rows. A document belongs to the part in which it begins."""
+    def _joined(
+        self, tables: Iterator[tuple[list[Record], int]], starts_inside: bool
+    ) -> Iterator[tuple[int, list[Record], int]]:
+        """Yields (part, documents, bytes) of documents that are joined from rows; a document is where it begins."""
         documents = joined_documents(tables, self.document_start, starts_inside)
         for part, group in itertools.groupby(documents, key=lambda found: (found[0].place - 1) // ROWS_PER_PART):
             found, sizes = zip(*group, strict=True)
-            yield part_of_records(Position(0, part + 1), sum(sizes), source, found)
-
-    def _tables(self, first_row: int) -> Iterator[Any]:
-        if self.streaming:
-            return self.rows_of.skip(first_row).iter(batch_size=ROWS_PER_PART)
-        stop = self._rows_to_read
-        starts = range(first_row, stop, ROWS_PER_PART)
-        return (self.rows_of[row : min(row + ROWS_PER_PART, stop)] for row in starts)
-
-
-def _source(name: str) -> InputFile:
-    return InputFile(name, name, "dataset", None, 0)
+            yield part + 1, found, sum(sizes)
 
 
 def joined_documents(
@@ -311,8 +299,9 @@ def _load(name: str, subset: str | None, split: str, streaming: bool, revision: 
 
 
 def find_preset(name: str) -> Preset | None:
-    """Finds a preset by its name, in any case, with _ or -; None if there is none, or a folder has that name."""
-    key = name.lower().replace("_", "-")
-    if Path(name).exists():
-        return None
-    return PRESETS.get(OTHER_NAMES.get(key, key))
+    """Finds a preset by its name, in any case, with _ or -; None if there is none, or a folder has that name.
+
+    Names of subsets are names of presets, too: wikitext-2-raw-v1, fineweb-edu-sample-10BT.
+    """
+    key = name.lower().replace("_", "-").removeprefix("the-").removesuffix("-v1").removesuffix("-raw")
+    return None if Path(name).exists() else PRESETS.get(key.replace("-sample-", "-"))

@@ -4,7 +4,7 @@ import codecs
 import json
 import re
 import string
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -46,7 +46,6 @@ class Reading:
     only: tuple[tuple[str, tuple[str, ...]], ...] = ()
     min_characters: int | None = None
     max_characters: int | None = None
-    tab_separated: bool = False
     url_field: str | None = None
     split_field: str | None = None
 
@@ -104,19 +103,23 @@ def object_record(place: int, value: Any, reading: Reading) -> Record:
     """Makes the record of one JSON object."""
     if not isinstance(value, dict):
         return Record(place, None, f"is {kind_of(value)}, must be an object with the field {reading.fields[0]!r}")
-    return fields_record(place, lambda name: find_field(value, name), reading, list(value))
+    values = {name: find_field(value, name) for name in reading.fields}
+    return fields_record(place, values, reading, list(value))
 
 
-def fields_record(place: int, find: Callable[[str], Any], reading: Reading, available: Sequence[str] = ()) -> Record:
-    """Makes the record of a document. find: returns a field by its name. available: names for messages."""
+def row_records(columns: dict[str, Sequence[Any]], reading: Reading, rows_before: int) -> Iterator[Record]:
+    """Makes the records of rows, numbered from rows_before + 1. columns: the values of each field."""
+    for place, row in enumerate(zip(*columns.values(), strict=True), rows_before + 1):
+        yield fields_record(place, dict(zip(columns, row, strict=True)), reading)
+
+
+def fields_record(place: int, values: dict[str, Any], reading: Reading, available: Sequence[str] = ()) -> Record:
+    """Makes the record of a document. values: each of reading.fields, or MISSING. available: names for messages."""
+    if MISSING in values.values():
+        missing = next(name for name, value in values.items() if value is MISSING)
+        return Record(place, None, f"no field {missing!r} (fields: {', '.join(available[:12]) or 'none'})")
     if reading.is_plain:
-        found = find(reading.text_field)
-        if found is not MISSING:
-            return text_record(place, found, reading.text_field)
-    values = {name: find(name) for name in reading.fields}
-    missing = [name for name, value in values.items() if value is MISSING]
-    if missing:
-        return Record(place, None, f"no field {missing[0]!r} (fields: {', '.join(available[:12]) or 'none'})")
+        return text_record(place, values[reading.text_field], reading.text_field)
     if any(as_text(values[name]) not in allowed for name, allowed in reading.only):
         return Record(place, None)
     if reading.template is None:

@@ -14,11 +14,10 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from pretrain.errors import Problems, did_you_mean
-from pretrain.urls import find_urls, is_url, open_file, shown, size_of
+from pretrain.errors import InputError, Problems, did_you_mean
+from pretrain.urls import find_urls, fingerprint, is_url, open_file, shown, size_of
 from pretrain_tools.preparation.documents import archives, containers, formats
 from pretrain_tools.preparation.documents.byte_stream import ByteStream, DamagedFileError
 from pretrain_tools.preparation.documents.formats import PART_BYTES
@@ -42,13 +41,7 @@ def _member_format(name: str) -> archives.MemberFormat | None:
     """Finds the format of an archive's member by its name."""
     inner, compression = _inner_suffix(name)
     found = _format_of(inner)
-    if found is None:
-        return None
-
-    def read(stream: ByteStream, reading: Reading) -> Iterator[Record]:
-        return FORMATS[found].read(stream, replace(reading, tab_separated=inner == ".tsv"))
-
-    return archives.MemberFormat(found, compression, read)
+    return archives.MemberFormat(found, compression, FORMATS[found].read) if found else None
 
 
 FORMATS = {
@@ -65,6 +58,7 @@ COMPRESSIONS = {".gz": "gz", ".tgz": "gz", ".zst": "zst", ".zstd": "zst"}
 EXPECTED_COMPRESSION_RATIO = 4
 LARGEST_ROW_GROUP_BYTES = 64 << 20
 RECORDS_PER_PART = 4096
+MOST_FILES_PER_PART = 1024
 
 
 class Position(NamedTuple):
@@ -152,11 +146,8 @@ def find_sources(
         problems.append(f"--exclude {' '.join(exclude)}: leaves none of the {len(paths):,} input files")
     if len({is_url(path) for path in kept}) > 1:
         problems.append("--input: gives both URLs and paths of this machine; give file:// URLs for those, too")
-    sources = []
-    for path, name in zip(kept, _names_below(kept), strict=True):
-        source, problem = _source(path, name, format_name)
-        sources.append(source)
-        problems += [problem] if problem else []
+    named = zip(kept, _names_below(kept), strict=True)
+    sources = [problems.attempt(_source, path, name, format_name) for path, name in named]
     counts = collections.Counter(source.name for source in sources if source)
     problems += [f"--input: two files are called {name}; leave one out" for name, n in sorted(counts.items()) if n > 1]
     problems.stop_if_any()
@@ -198,13 +189,9 @@ def _folders_below(starts: Sequence[str]) -> Iterator[str]:
             continue
         seen.add(real)
         yield folder
-        try:
-            entries = sorted(os.scandir(folder or os.curdir), key=lambda entry: entry.name)
-        except OSError:  # as glob does: what cannot be listed holds nothing
-            continue
-        for entry in entries:
-            if entry.is_dir() and not entry.name.startswith("."):
-                (linked if entry.is_symlink() else waiting).append(os.path.join(folder, entry.name))
+        # As glob lists them: without hidden ones, and nothing where it may not look.
+        for below in sorted(glob.glob(os.path.join(glob.escape(folder), "*", ""))):
+            (linked if os.path.islink(below.rstrip(os.sep)) else waiting).append(below)
 
 
 def _each_once(paths: Collection[str]) -> list[str]:
@@ -229,23 +216,27 @@ def _names_below(paths: Sequence[str]) -> list[str]:
     return [posixpath.relpath(path, parent) for path in absolute]
 
 
-def _source(path: str, name: str, format_name: str | None) -> tuple[InputFile | None, str | None]:
+def _source(path: str, name: str, format_name: str | None) -> InputFile:
     inner, compression = _inner_suffix(path)
     found = format_name or _format_of(inner)
     if found is None:
         known = " ".join(suffix for found in FORMATS.values() for suffix in found.suffixes)
         given = inner or "without a suffix"
-        return None, f"{shown(path)}: unknown format {given}; known: {known}, also .gz or .zst; or give --input_format"
+        raise InputError(
+            f"{shown(path)}: unknown format {given}; known: {known}, also .gz or .zst; or give --input_format"
+        )
     try:
         if not is_url(path):
             open_file(path).close()
         size = size_of(path)
     except OSError as error:
-        return None, f"{shown(path)}: cannot be read: {error.strerror}; make it readable or --exclude it"
+        raise InputError(
+            f"{shown(path)}: cannot be read: {error.strerror}; make it readable or --exclude it"
+        ) from None
     source = InputFile(path, name, found, compression, size)
     if found == "json" and format_name is None and _holds_lines(source):
         source = replace(source, format="jsonl")
-    return source, None
+    return source
 
 
 def _holds_lines(source: InputFile) -> bool:
@@ -259,11 +250,10 @@ def _holds_lines(source: InputFile) -> bool:
     return bool(end) and first.startswith(b"{") and first.rstrip().endswith(b"}")
 
 
-def records_of(source: InputFile, reading: Reading, stream: ByteStream | None = None) -> Iterator[Record]:
-    """Reads one file. If the rest of it is unreadable, the last record has that problem."""
+def records_of(source: InputFile, reading: Reading, stream: ByteStream | None = None, **some: int) -> Iterator[Record]:
+    """Reads one file, or `some` of it. If the rest of it is unreadable, the last record has that problem."""
     stream = stream or source.open()
-    reading = replace(reading, tab_separated=".tsv" in Path(source.path).suffixes)
-    return _guarded(FORMATS[source.format].read(stream, reading), stream)
+    return _guarded(FORMATS[source.format].read(stream, reading, **some), stream)
 
 
 def _guarded(records: Iterator[Record], stream: ByteStream) -> Iterator[Record]:
@@ -279,52 +269,35 @@ def _guarded(records: Iterator[Record], stream: ByteStream) -> Iterator[Record]:
             yield Record(place + 1, None, problem, problem_records=error.records)
 
 
+ReadRecords = Callable[[Reading], Iterable[Record]]
+
+
 @dataclass(frozen=True)
 class Part:
-    """Work for one worker at a time."""
+    """Work for one worker at a time. What it holds depends on the input alone."""
 
     after: Position
     input_bytes: int
     """Bytes of the files as they are stored."""
-    read: Callable[[Reading], Iterator[tuple[InputFile, Record]]]
-    """Yields every record with its source. Picklable."""
+    sources: tuple[tuple[InputFile, ReadRecords], ...]
+    """Each source with what reads its records. Picklable."""
 
     def records(self, reading: Reading) -> Iterator[tuple[InputFile, Record]]:
         """Yields every record with its source; texts shorter or longer than `reading` allows are left out."""
-        found = self.read(reading)
-        if reading.min_characters is None and reading.max_characters is None:
-            return found
-        return (
-            (source, Record(record.place, None) if record.text and reading.leaves_out(record.text) else record)
-            for source, record in found
-        )
+        for source, read in self.sources:
+            for record in read(reading):
+                is_left_out = record.text and reading.leaves_out(record.text)
+                yield source, Record(record.place, None) if is_left_out else record
 
 
-def part_of_records(after: Position, input_bytes: int, source: InputFile, records: Iterable[Record]) -> Part:
+def part_of_records(after: Position, input_bytes: int, source: InputFile, records: Sequence[Record]) -> Part:
     """Makes a part of records that this process has read, from what only one process can read."""
-    return Part(after, input_bytes, partial(given_records, tuple((source, record) for record in records)))
+    return Part(after, input_bytes, ((source, partial(given_records, tuple(records))),))
 
 
-def given_records(records: Sequence[tuple[InputFile, Record]], reading: Reading) -> Iterator[tuple[InputFile, Record]]:
-    """Yields records that have been read already."""
-    return iter(records)
-
-
-def _file_records(sources: Sequence[InputFile], reading: Reading) -> Iterator[tuple[InputFile, Record]]:
-    return ((source, record) for source in sources for record in records_of(source, reading))
-
-
-def _line_records(
-    source: InputFile, first_line: int, content: bytes, reading: Reading
-) -> Iterator[tuple[InputFile, Record]]:
-    found = formats.records_of_lines(first_line, content, source.format, reading)
-    return ((source, record) for record in found)
-
-
-def _row_group_records(source: InputFile, row_group: int, reading: Reading) -> Iterator[tuple[InputFile, Record]]:
-    stream = source.open()
-    found = _guarded(containers.read_parquet_rows(stream, reading, row_group), stream)
-    return ((source, record) for record in found)
+def given_records(records: Sequence[Record], reading: Reading) -> Sequence[Record]:
+    """Returns records that have been read already."""
+    return records
 
 
 @dataclass(frozen=True)
@@ -337,8 +310,8 @@ class LargeFile:
     """Number of the first part to make."""
     offset: int
     """Expected bytes of all sources before the file."""
-    taken: range | None
-    """Expected bytes, over all sources, within which a part must begin; None: all."""
+    taken: range
+    """Expected bytes, over all sources, within which a part must begin."""
 
     def parts(self, reading: Reading) -> Iterator[Part]:
         """Yields the parts in order."""
@@ -351,9 +324,6 @@ class LargeFile:
             parts = _row_group_parts(source, self.number, groups)
         else:
             parts = _record_parts(source, self.number, reading)
-        if self.taken is None:
-            yield from itertools.islice(parts, self.first, None)
-            return
         offset = self.offset
         for part_number, part in enumerate(parts):
             if offset >= self.taken.stop:
@@ -363,43 +333,77 @@ class LargeFile:
             offset += part.input_bytes * (expected_bytes(source) // max(1, source.bytes))
 
 
-def parts_of(
-    sources: Sequence[InputFile], reading: Reading, start: Position = BEGINNING, taken: range | None = None
-) -> Iterator[Part]:
-    """Yields the parts of all sources in order, from `start` on, as `pieces_in` does."""
-    for piece in pieces_in(sources, reading, start, taken):
-        if isinstance(piece, LargeFile):
-            yield from piece.parts(reading)
-        else:
-            yield piece
+@dataclass(frozen=True)
+class Files:
+    """Documents from files, of this machine or by URL. slice: (number, count) of the slice that is read."""
 
+    sources: Sequence[InputFile]
+    slice: tuple[int, int] = (0, 1)
+    maximum_documents: None = None
 
-def pieces_in(
-    sources: Sequence[InputFile], reading: Reading, start: Position = BEGINNING, taken: range | None = None
-) -> Iterator[Part | LargeFile]:
-    """Parts of small files, and large files, in order, from `start` on. What a part holds depends on the files alone.
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of what is read, as it lies there."""
+        return sum(source.bytes for source in self.sources) // self.slice[1]
 
-    taken: the expected bytes, counted over all sources, within which a part must begin; None: all. Reads nothing.
-    """
-    number = start.source
-    offset = sum(map(expected_bytes, sources[:number]))
-    while number < len(sources) and (taken is None or offset < taken.stop):
-        group = list(itertools.takewhile(lambda s: _is_small(s, reading), sources[number : number + 1024]))
-        if group:
-            sizes = itertools.accumulate(expected_bytes(source) for source in group)
-            group = group[: max(1, sum(1 for size in sizes if size <= PART_BYTES))]
-            number += len(group)
-            if taken is None or offset in taken:
-                yield Part(Position(number, 0), sum(s.bytes for s in group), partial(_file_records, tuple(group)))
-            offset += sum(map(expected_bytes, group))
-        else:
-            source = sources[number]
-            # Files that end before the slice are not even opened.
-            if taken is None or offset + expected_bytes(source) > taken.start:
-                first = start.part if number == start.source else 0
-                yield LargeFile(source, number, first, offset, taken)
-            number += 1
-            offset += expected_bytes(source)
+    @property
+    def expected_text_bytes(self) -> int:
+        """About how much there is when decompressed."""
+        return sum(map(expected_bytes, self.sources)) // self.slice[1]
+
+    def description(self) -> list[dict[str, Any]]:
+        """Lists name, size and fingerprint of every file."""
+        sizes = [size_of(source.path) for source in self.sources]
+        return [
+            {"path": source.name, "bytes": size, "fingerprint": fingerprint(source.path, size)}
+            for source, size in zip(self.sources, sizes, strict=True)
+        ]
+
+    def sliced(self, number: int, count: int) -> "Files":
+        """Returns slice `number` of `count`: the parts that begin in that share of the bytes."""
+        return replace(self, slice=(number, count))
+
+    def parts(self, reading: Reading, start: Position = BEGINNING) -> Iterator[Part]:
+        """Yields the parts of all files, or of the slice, in order, from `start` on."""
+        for piece in self.pieces(reading, start):
+            if isinstance(piece, LargeFile):
+                yield from piece.parts(reading)
+            else:
+                yield piece
+
+    def pieces(self, reading: Reading, start: Position = BEGINNING) -> Iterator[Part | LargeFile]:
+        """Yields parts of small files, and large files to be divided by the process that reads them. Reads nothing."""
+        taken = slice_range(*self.slice, sum(map(expected_bytes, self.sources)))
+        number = start.source
+        offset = sum(map(expected_bytes, self.sources[:number]))
+        while number < len(self.sources) and offset < taken.stop:
+            following = self.sources[number : number + MOST_FILES_PER_PART]
+            group = list(itertools.takewhile(lambda source: _is_small(source, reading), following))
+            if group:
+                # By bytes, never by the number of workers: a position must mean the same to a later process.
+                sizes = itertools.accumulate(expected_bytes(source) for source in group)
+                group = group[: max(1, sum(1 for size in sizes if size <= PART_BYTES))]
+                number += len(group)
+                if offset >= taken.start:
+                    read = tuple((source, partial(records_of, source)) for source in group)
+                    yield Part(Position(number, 0), sum(source.bytes for source in group), read)
+                offset += sum(map(expected_bytes, group))
+            else:
+                source = self.sources[number]
+                # Files that end before the slice are not even opened.
+                if offset + expected_bytes(source) > taken.start:
+                    yield LargeFile(source, number, start.part if number == start.source else 0, offset, taken)
+                number += 1
+                offset += expected_bytes(source)
+
+    def are_whole_documents(self, reading: Reading) -> bool:
+        """Tells whether each file is one document of plain text."""
+        return reading.documents == "file" and all(source.format == "txt" for source in self.sources)
+
+    def texts(self, reading: Reading) -> Iterator[bytes]:
+        """Yields the texts of all files, whatever the slice, without records that cannot be used."""
+        parts = Files(self.sources).parts(reading)
+        return (record.text for part in parts for _, record in part.records(reading) if record.text)
 
 
 def expected_bytes(source: InputFile) -> int:
@@ -420,8 +424,8 @@ def _line_parts(source: InputFile, number: int) -> Iterator[Part]:
         content = b""
         try:
             for part, (line, content) in enumerate(formats.whole_lines(stream), 1):
-                read = partial(_line_records, source, line, content)
-                yield Part(Position(number, part), stream.consumed - before, read)
+                read = partial(formats.records_of_lines, line, content, source.format)
+                yield Part(Position(number, part), stream.consumed - before, ((source, read),))
                 before = stream.consumed
         except DamagedFileError as error:
             problem = Record(line + content.count(b"\n"), None, f"{error}; nothing after it was read")
@@ -431,8 +435,8 @@ def _line_parts(source: InputFile, number: int) -> Iterator[Part]:
 def _row_group_parts(source: InputFile, number: int, groups: list[int]) -> Iterator[Part]:
     total = sum(groups) or 1
     for row_group, size in enumerate(groups):
-        read = partial(_row_group_records, source, row_group)
-        yield Part(Position(number, row_group + 1), source.bytes * size // total, read)
+        read = partial(records_of, source, row_group=row_group)
+        yield Part(Position(number, row_group + 1), source.bytes * size // total, ((source, read),))
 
 
 def _record_parts(source: InputFile, number: int, reading: Reading) -> Iterator[Part]:

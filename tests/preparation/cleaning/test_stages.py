@@ -17,8 +17,8 @@ from pretrain_tools.preparation.cleaning.account import (
     measured_text,
 )
 from pretrain_tools.preparation.cleaning.filters import read_cleaning
-from pretrain_tools.preparation.documents.sources import find_sources
-from pretrain_tools.preparation.plan import Files, PreparationOptions, PreparationRequest
+from pretrain_tools.preparation.documents.sources import Files, find_sources
+from pretrain_tools.preparation.plan import PreparationOptions, PreparationRequest
 from pretrain_tools.preparation.prepare import prepare
 from pretrain_tools.preparation.slices import slice_of
 from support.prepared import PROSE, content_of, texts, write_jsonl

@@ -12,7 +12,7 @@ import pytest
 import zstandard
 
 from pretrain_tools.preparation.documents.formats import Reading
-from pretrain_tools.preparation.documents.sources import find_sources, parts_of
+from pretrain_tools.preparation.documents.sources import Files, find_sources
 
 TEXTS = [f"{n} " + "a text of some length, " * 30 for n in range(10)]
 BLOCK = 512
@@ -33,7 +33,7 @@ def tar_of(members, **options):
 
 def records_of(path, reading=None):
     reading = reading or Reading()
-    return [record for part in parts_of(find_sources([str(path)]), reading) for _, record in part.records(reading)]
+    return [record for part in Files(find_sources([str(path)])).parts(reading) for _, record in part.records(reading)]
 
 
 def read(path, reading=None):

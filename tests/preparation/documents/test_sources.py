@@ -14,25 +14,17 @@ import zstandard
 from pretrain.errors import InputError
 from pretrain_tools.preparation.documents import formats
 from pretrain_tools.preparation.documents.formats import Reading
-from pretrain_tools.preparation.documents.sources import BEGINNING, find_sources, parts_of
+from pretrain_tools.preparation.documents.sources import BEGINNING, Files, find_sources
+from support.prepared import make_parts_small
 
 TEXTS = ["One day, a girl.\nShe sang.", 'zwei, "drei"\tvier', "\u0000 NUL, \u2028, é, 漢字, 👍", "  spaces  ", "last"]
-
-
-def make_parts_small(monkeypatch):
-    for name in (
-        "preparation.documents.formats.PART_BYTES",
-        "preparation.documents.sources.PART_BYTES",
-        "preparation.documents.byte_stream.READ_BYTES",
-    ):
-        monkeypatch.setattr(f"pretrain_tools.{name}", 8)
 
 
 def records_of_parts(patterns, reading=None, start=BEGINNING, **options):
     reading = reading or Reading()
     return [
         record
-        for part in parts_of(find_sources([str(p) for p in patterns], **options), reading, start)
+        for part in Files(find_sources([str(p) for p in patterns], **options)).parts(reading, start)
         for _, record in part.records(reading)
     ]
 
@@ -128,7 +120,7 @@ WRITERS = {
 @pytest.mark.parametrize("name", WRITERS)
 def test_every_format_gives_the_same_documents_plain_gz_and_zst(tmp_path, monkeypatch, name, large):
     if large:
-        make_parts_small(monkeypatch)
+        make_parts_small(monkeypatch, 8)
     path = tmp_path / name
     WRITERS[name](path)
     content = path.read_bytes()
@@ -142,7 +134,7 @@ def test_every_format_gives_the_same_documents_plain_gz_and_zst(tmp_path, monkey
 
 @pytest.mark.parametrize("name", ["docs.jsonl", "docs.jsonl.gz", "docs.csv", "docs.parquet", "docs.tar"])
 def test_reading_goes_on_from_any_part(tmp_path, monkeypatch, name):
-    make_parts_small(monkeypatch)
+    make_parts_small(monkeypatch, 8)
     for folder in ("a", "b"):
         (tmp_path / folder).mkdir()
         path = tmp_path / folder / name.removesuffix(".gz")
@@ -150,22 +142,22 @@ def test_reading_goes_on_from_any_part(tmp_path, monkeypatch, name):
         if name.endswith(".gz"):
             path.with_name(name).write_bytes(gzip.compress(path.read_bytes()))
     sources = find_sources([str(tmp_path / "*" / name)])
-    parts = list(parts_of(sources, Reading()))
+    parts = list(Files(sources).parts(Reading()))
     assert len(parts) > 4
     for number, part in enumerate(parts):
         rest = [record for later in parts[number + 1 :] for _, record in later.records(Reading())]
         again = [
-            record for later in parts_of(sources, Reading(), part.after) for _, record in later.records(Reading())
+            record for later in Files(sources).parts(Reading(), part.after) for _, record in later.records(Reading())
         ]
         assert again == rest
 
 
 def test_parts_account_for_all_input_bytes(tmp_path, monkeypatch):
-    make_parts_small(monkeypatch)
+    make_parts_small(monkeypatch, 8)
     for name in ("docs.jsonl", "docs.csv", "docs.json", "docs.tar", "docs.arrow"):
         WRITERS[name](tmp_path / name)
     sources = find_sources([str(tmp_path / "*")])
-    assert sum(part.input_bytes for part in parts_of(sources, Reading())) == sum(s.bytes for s in sources)
+    assert sum(part.input_bytes for part in Files(sources).parts(Reading())) == sum(s.bytes for s in sources)
 
 
 @pytest.mark.parametrize(
@@ -294,7 +286,7 @@ def lost_records(path, **reading):
 def test_a_file_without_the_column_counts_as_all_that_it_holds(tmp_path, monkeypatch, name):
     WRITERS[name](tmp_path / name)
     assert lost_records(tmp_path / name, text_field="body") == len(TEXTS)
-    make_parts_small(monkeypatch)
+    make_parts_small(monkeypatch, 8)
     assert lost_records(tmp_path / name, text_field="body") == len(TEXTS)
 
 
