@@ -28,7 +28,7 @@ from pretrain.errors import (
     EXIT_NUMERIC,
     EXIT_PREEMPTED,
 )
-from pretrain.mesh_sizes import take_own_options
+from pretrain.mesh_sizes import take_own_options, variable
 
 ENDED_ON_PURPOSE = {
     EXIT_BAD_INPUT,
@@ -64,7 +64,7 @@ def launch(arguments: list[str]) -> int:
             logging.getLogger(name).setLevel(logging.CRITICAL)
     torch.distributed.launcher.api.LocalElasticAgent = patient_agent()
     sizes, arguments = take_own_options(arguments)
-    os.environ.update({f"PARALLELISM_CONFIG_{name.upper()}_SIZE": size for name, size in sizes.items()})
+    os.environ.update({variable(name): size for name, size in sizes.items()})
     parsed = launch_command_parser().parse_args(arguments)
     parsed.signals_to_handle = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"  # torchrun's own default lacks SIGUSR1
     try:

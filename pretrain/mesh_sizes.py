@@ -66,6 +66,11 @@ def setting(dimension: str) -> str:
     return f"parallelism_config_{dimension}_size"
 
 
+def variable(dimension: str) -> str:
+    """Names the environment variable of a size."""
+    return f"PARALLELISM_CONFIG_{dimension.upper()}_SIZE"
+
+
 def environment_flag(name: str) -> bool:
     return os.environ.get(name, "false").lower() in ("1", "true", "yes")
 
@@ -142,7 +147,7 @@ def requested_sizes() -> dict[str, str]:
     """Returns {dimension: size} of all sizes that the launcher gives, as text; those of size 1 are left out."""
     if not environment_flag("ACCELERATE_USE_PARALLELISM_CONFIG"):
         return {}
-    in_environment = {name: os.environ.get(f"PARALLELISM_CONFIG_{name.upper()}_SIZE") for name in DIMENSIONS}
+    in_environment = {name: os.environ.get(variable(name)) for name in DIMENSIONS}
     found = {name: text for name, text in in_environment.items() if text is not None}
     if not found.keys() >= set(DROPPED):
         in_file = sizes_in_file()

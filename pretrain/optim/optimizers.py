@@ -91,9 +91,9 @@ class OptimizerSpec(ABC):
     model: ModelShapes
 
     takes = ("whole",)
-    """Forms of parameters that it updates; a strategy names its own as `parameter_form`. whole: single and ddp; stage:
-    whole ones of some layers, under pp; sharded: as DTensors, under fsdp2 and hsdp; pieces: any part of a matrix
-    without the rest, under ZeRO and tp; tiles: parts of parts, under fsdp_tp."""
+    """Forms of parameters that it updates; a strategy names its own as `parameter_form`. whole: single and ddp;
+    sharded: as DTensors divided along one dimension of the mesh; tiles: along two; pieces: any part of a flat tensor
+    of many parameters, under ZeRO."""
     state_is_whole = False
     """True if each rank keeps all of the state, and not only that of its parameter shards."""
     shares_work = False
@@ -155,7 +155,7 @@ class OptimizerSpec(ABC):
 class AdamWSpec(OptimizerSpec):
     """AdamW (Loshchilov and Hutter, arXiv 1711.05101), fused if the device has the kernel."""
 
-    takes = ("whole", "stage", "sharded", "pieces", "tiles")
+    takes = ("whole", "sharded", "pieces", "tiles")
     runs_from_disk = True
 
     def make(self, parameters, settings, learning_rate, seed, device_type) -> torch.optim.AdamW:
@@ -175,7 +175,7 @@ class AdamWSpec(OptimizerSpec):
 class AdafactorSpec(OptimizerSpec):
     """Adafactor, whose row and column statistics are replicated on every rank."""
 
-    takes = ("whole", "stage", "sharded", "pieces")
+    takes = ("whole", "sharded", "pieces")
     state_is_whole = True
 
     def make(self, parameters, settings, learning_rate, seed, device_type) -> torch.optim.Optimizer:
@@ -192,7 +192,7 @@ class AdafactorSpec(OptimizerSpec):
 class MuonSpec(AdamWSpec):
     """Muon for the hidden matrices; AdamW for embeddings, the output head, norms and biases."""
 
-    takes = ("whole", "stage", "sharded", "pieces")
+    takes = ("whole", "sharded", "pieces")
     runs_from_disk = False
     shares_work = True
     relative_learning_rate = 2.0

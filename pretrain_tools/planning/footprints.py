@@ -36,7 +36,7 @@ def planned_memory(strategy: Strategy, config: RunConfig) -> Memory:
 def footprint(run: PlannedRun, layout: Layout, sequences: int) -> Memory:
     """Returns the memory of the process that needs most, with so many sequences per micro-batch."""
     work = run.work(layout, sequences)
-    memory = STATES.get(layout.name, replicated)(work)
+    memory = in_stages(work) if layout.pp > 1 else STATES.get(layout.name, replicated)(work)
     return replace(
         memory,
         activations=memory.activations + (exchanged_heads(work) if memory.moment != "update" else 0),
@@ -94,13 +94,14 @@ def replicated(work: Work) -> Memory:
 
 
 def fully_sharded(work: Work) -> Memory:
-    """Adds up an equal shard of everything and whole layers at work: fsdp2, hsdp, cp, fsdp_tp."""
+    """Adds up an equal shard of everything and whole layers at work: fsdp2, hsdp, cp, fsdp_tp, ep."""
     sizes = work.sizes
     compute = work.compute
     processes = work.layout.sharing_states
     share = 1 / processes
     act = work.activation_bytes(work.activations_in_bf16, compute, compute * sizes.vocabulary * sizes.width)
-    gradients = FP32 * sizes.total * share
+    states = FP32 * work.held.total * share
+    gradients = states
     resident = gradients if work.accumulates else 0.0
     if work.accumulates and work.run.config.batch.reduce_once:  # whole, until the last backward pass has come to them
         resident = FP32 * sizes.total
@@ -116,9 +117,9 @@ def fully_sharded(work: Work) -> Memory:
         "backward": (resident, act["backward"], root + gathered + reduced),
         "first layer": (gradients, act["first layer"], root + gathered + reduced),
         "embedding": (gradients, act["embedding"], root + compute * sizes.embedding + FP32 * sizes.root + layer),
-        "update": (FP32 * sizes.total * share, work.update_bytes("sharded", processes), layer),
+        "update": (states, work.update_bytes("sharded", processes), layer),
     }
-    return at_peak(moments, FP32 * sizes.total * share, work.optimizer_bytes(share))
+    return at_peak(moments, states, work.optimizer_bytes(share))
 
 
 def in_stages(work: Work) -> Memory:
@@ -147,7 +148,8 @@ def in_stages(work: Work) -> Memory:
         "loss": (both if schedule.is_v else last, (kept if schedule.is_v else kept / 2) + loss),
     }
     found = []
-    for moment, (elements, activations) in ends.items():
+    for moment, (stage_elements, activations) in ends.items():
+        elements = stage_elements / work.layout.sharing_states
         moments = {moment: (FP32 * elements, activations), "update": (FP32 * elements, work.update_bytes("stage"))}
         share = elements / sizes.total
         found.append(at_peak(moments, FP32 * elements, work.optimizer_bytes(share), traveling))
@@ -221,6 +223,8 @@ STATES: dict[str, Callable[[Work], Memory]] = {
     "zero3": by_deepspeed,
     "zero3_offload": by_deepspeed,
     "zero3_offload_nvme": by_deepspeed,
-    "pp": in_stages,
+    "ep": fully_sharded,
+    "mesh": fully_sharded,
 }
-"""{strategy: how a process holds weights, gradients and optimizer state}; one that is not here is `replicated`."""
+"""{strategy: how a process without a pipeline holds weights, gradients and optimizer state}; one that is not here is
+`replicated`."""

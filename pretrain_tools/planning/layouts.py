@@ -6,21 +6,27 @@ from typing import Any
 
 import yaml
 
+from pretrain.errors import InputError
 from pretrain.files import ROOT
-from pretrain.parallel.launcher import deepspeed_file, parallel_size, processes_launched, replicas_requested
-from pretrain.parallel.registry import strategy_named
+from pretrain.mesh_sizes import launched_sizes, processes_launched, setting, variable
+from pretrain.parallel.launcher import deepspeed_file
+from pretrain.parallel.registry import STRATEGIES
 from pretrain.parallel.strategy import Strategy
 
-DIMENSION_OF = {"hsdp": "replicas", "tp": "tp", "fsdp_tp": "tp", "cp": "cp", "pp": "pp", "ep": "ep"}
+PLANNED = [name for name in STRATEGIES if name != "mesh"]
+"""Strategies among which a plan chooses: those whose sizes follow from the number of processes."""
+DIMENSION_OF = {"hsdp": "dp_replicate", "tp": "tp", "fsdp_tp": "tp", "cp": "cp", "pp": "pp", "ep": "ep"}
 """{strategy: the dimension whose size its launcher file gives}"""
-DP_REPLICATE_SIZE = "PARALLELISM_CONFIG_DP_REPLICATE_SIZE"
-SHARDS_STATES = ("fsdp2", "hsdp", "cp", "fsdp_tp", "zero1", "zero2", "zero3", "zero3_offload", "zero3_offload_nvme")
+SHARDS_STATES = (
+    *("fsdp2", "hsdp", "cp", "fsdp_tp", "ep", "mesh"),
+    *("zero1", "zero2", "zero3", "zero3_offload", "zero3_offload_nvme"),
+)
 """Strategies whose remaining processes hold a shard each; those of the others hold a copy each."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The processes of a run along each dimension of parallelism; their product is `ranks`."""
+    """The processes of a run along each dimension of parallelism; their product without ep is `ranks`."""
 
     name: str
     """File in accelerate_configs/."""
@@ -37,7 +43,7 @@ class Layout:
     pp: int = 1
     """Stages of layers."""
     ep: int = 1
-    """Processes that divide the experts, and take micro-batches of their own."""
+    """Processes, of those that divide states, sequences or heads, that divide the experts."""
     problem: str | None = None
     """The reason why so many processes cannot run it."""
     environment: dict[str, str] = field(default_factory=dict)
@@ -74,16 +80,27 @@ def layout(name: str, ranks: int, machines: int = 1, size: int | None = None) ->
     if size is None:
         size = _planned_size(name, ranks, machines)
     in_file = 2 if name in ("hsdp", "fsdp_tp") else ranks
-    variable = DP_REPLICATE_SIZE if name == "hsdp" else strategy_named(name).size_variable
+    dimension = DIMENSION_OF[name]
+    sizes = {
+        "replicas" if name == "hsdp" else dimension: size,
+        others: ranks if name == "ep" else max(1, ranks // size),
+    }
+    environment = {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", variable(dimension): str(size)}
+    environment["ACCELERATE_USE_FSDP"] = "false" if name in ("tp", "pp") else "true"
     return Layout(
         name,
         ranks,
         machines,
-        **{DIMENSION_OF[name]: size, others: max(1, ranks // size)},
-        environment={variable: str(size)},
-        options=f" --{variable.lower()} {size}" if size != in_file else "",
+        **sizes,
+        environment=environment,
+        options=_options(dimension, size) if size != in_file else "",
         problem=_size_problem(name, ranks, size) or problem,
     )
+
+
+def _options(dimension: str, size: int) -> str:
+    """Returns the option for a size other than the file's."""
+    return f" --{setting(dimension)} {size}"
 
 
 def _planned_size(name: str, ranks: int, machines: int) -> int:
@@ -124,12 +141,23 @@ def layouts(name: str, ranks: int, machines: int = 1) -> list[Layout]:
 
 def launched_layout(name: str) -> Layout:
     """Returns how the processes that were launched divide a run, by the launcher's environment."""
-    size = None
-    if name == "hsdp":
-        size = replicas_requested()
-    elif name in DIMENSION_OF:
-        size = parallel_size(strategy_named(name).size_variable)
-    launched = layout(name, processes_launched(), size=size)
+    ranks = processes_launched()
+    launched = layout(name, ranks)
+    if not launched.zero:
+        try:
+            sizes = launched_sizes()
+        except InputError:  # the strategy's own check reports it
+            return launched
+        return Layout(
+            name,
+            ranks,
+            replicas=sizes.dp_replicate,
+            shards=sizes.dp_shard,
+            tp=sizes.tp,
+            cp=sizes.cp,
+            pp=sizes.pp,
+            ep=sizes.ep,
+        )
     if zero := deepspeed_file().get("zero_optimization") if launched.zero else None:
         return replace(launched, zero={key: value for key, value in zero.items() if value != "auto"})
     return launched

@@ -19,7 +19,7 @@ from pretrain.model.loss import CHUNK_BYTES, CPU_PIECE_BYTES, MIN_CHUNK_TOKENS, 
 from pretrain.model.routers import experts_per_token, routers_of
 from pretrain.model.small_copy import KeyedConfig, projects_hidden_states
 from pretrain.optim.optimizers import OPTIMIZERS, ModelShapes, is_output_head, parameter_dtype
-from pretrain.parallel.pipeline import PipelineParallel
+from pretrain.parallel.pipeline import STAGE_LAYOUTS
 from pretrain_tools.planning.activations import FLASH, Activations, ForwardPass, trace_activations
 from pretrain_tools.planning.layouts import Layout
 from pretrain_tools.planning.optimizer_bytes import state_elements, update_bytes, with_experts_in_parts
@@ -97,7 +97,9 @@ class Work:
     """The run, with this process's slice of the model and its part of the sequences."""
     layout: Layout
     sizes: Sizes
-    """Sizes of the slice, with this process's experts alone."""
+    """Sizes of the slice, with the experts of this process's ranks of ep alone."""
+    held: Sizes
+    """Sizes of the slice with all experts, which all processes that divide states hold together."""
     whole: Sizes
     """Sizes of the undivided model."""
     sequences: int
@@ -152,9 +154,9 @@ class Work:
     def optimizer_bytes(self, share: float = 1.0) -> float:
         """Returns the optimizer's state, and the average of the weights, for this share of the parameters."""
         name = self.run.config.optim.name
-        average = share * FP32 * self.sizes.total if self.run.config.averaging.kind != "none" else 0.0
+        average = share * FP32 * self.held.total if self.run.config.averaging.kind != "none" else 0.0
         share = 1.0 if OPTIMIZERS[name].state_is_whole else share
-        return average + share * FP32 * optimizer_elements(name, self.sizes)
+        return average + share * FP32 * optimizer_elements(name, self.held)
 
     def activation_bytes(self, activations: Activations, weight_bytes: int, waiting: float) -> dict[str, float]:
         """Returns what activations and the loss take at each moment until the backward pass has come to the embedding.
@@ -307,12 +309,13 @@ class PlannedRun:
             length = config.data.sequence_length // layout.cp
             data = config.data.model_copy(update={"sequence_length": length})
             part = replace(part, config=config.model_copy(update={"data": data}))
-        sizes = sizes_of(part.model_config) if layout.tp > 1 else whole
-        if layout.ep > 1:
-            sizes = sizes.in_parts(layout.ep)
+        held = sizes_of(part.model_config) if layout.tp > 1 else whole
+        sizes = held.in_parts(layout.ep) if layout.ep > 1 else held
         if layout.pp > 1:  # a forward pass has one pipeline microbatch
-            sequences = max(1, sequences // PipelineParallel.parts_of_micro_batch(config))
-        return Work(part, layout, sizes, whole, sequences, accumulates)
+            pipeline = config.pipeline
+            parts = STAGE_LAYOUTS[pipeline.schedule].stages_per_rank * pipeline.microbatch_scale
+            sequences = max(1, sequences // parts)
+        return Work(part, layout, sizes, held, whole, sequences, accumulates)
 
 
 def sliced(model_config: Any, shares: int) -> Any:

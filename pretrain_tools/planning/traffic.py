@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pretrain.config import RunConfig
 from pretrain.optim.optimizers import OptimizerSpec
 from pretrain.parallel.pipeline import STAGE_LAYOUTS
-from pretrain.parallel.registry import strategy_named
 from pretrain_tools.planning.layouts import Layout
 from pretrain_tools.planning.memory import FP32, Sizes
 from pretrain_tools.planning.optimizer_bytes import exchanged_bytes, with_experts_in_parts
@@ -55,7 +54,9 @@ def traffic(layout: Layout, step: StepTraffic) -> tuple[float, float]:
     if layout.pp > 1:  # next to nothing: hidden states between neighbors
         return 0.0, 0.0
     if layout.ep > 1:
-        return _experts(layout, step), 0.0
+        rows = _rows(layout, step)
+        sharded = _sharded(layout, step)
+        return rows + sharded, 0.9 * sharded / (rows + sharded)
     if layout.name in ("fsdp2", "hsdp", "cp", "fsdp_tp") or stage == 3:
         return _sharded(layout, step), 0.9
     if layout.tp > 1:
@@ -68,7 +69,7 @@ def traffic(layout: Layout, step: StepTraffic) -> tuple[float, float]:
 
 def _sharded(layout: Layout, step: StepTraffic) -> float:
     """Returns the seconds of weights in bf16, forward and but for the root backward, and of gradients in fp32."""
-    total = step.sizes.total
+    total = step.sizes.total - step.sizes.experts * (1 - 1 / layout.ep)
     gathered = 2 * (2 * total - step.sizes.root) * step.micro_steps + FP32 * total * step.reductions
     processes = layout.sharing_states
     if layout.replicas == 1:
@@ -82,13 +83,11 @@ def _hidden_states(processes: int, step: StepTraffic) -> float:
     return 4 * sizes.layers * step.micro_steps * step.tokens * sizes.width * 2 * 2 * ring(processes) / step.inside
 
 
-def _experts(layout: Layout, step: StepTraffic) -> float:
-    """Returns the seconds of rows in bf16, then of sums of the gradients: ep."""
+def _rows(layout: Layout, step: StepTraffic) -> float:
+    """Returns the seconds of rows in bf16 on their way to experts and back: ep."""
     sizes = step.sizes
     rows = EXCHANGES_OF_ROWS * 2 * step.micro_steps * step.tokens * sizes.routers * sizes.choices * sizes.width
-    sums = 2 * FP32 * (sizes.total - sizes.experts) * ring(layout.ranks)
-    sums += 2 * FP32 * sizes.experts / layout.ep * ring(layout.replicas)
-    return rows * ring(layout.ep) / step.inside + sums / step.across
+    return rows * ring(layout.ep) / step.inside
 
 
 def exchange_seconds(layout: Layout, step: StepTraffic, optimizer: OptimizerSpec) -> float:
@@ -97,18 +96,27 @@ def exchange_seconds(layout: Layout, step: StepTraffic, optimizer: OptimizerSpec
         return _hidden_states(layout.tp, step)
     if layout.ep > 1:  # each process updates its own experts alone
         beside_experts = type(optimizer)(with_experts_in_parts(optimizer.model, 0))
-        return exchanged_bytes(beside_experts, "whole", layout.ranks) / step.across
+        return exchanged_bytes(beside_experts, "sharded", layout.ranks) / step.across
     if layout.zero.get("stage") in (1, 2):  # only matrices that the flat partitions cut
         return 0.0
-    form = strategy_named(layout.name).parameter_form
     # Where every process has a copy, all share the update; where a group has one, each group updates its own.
     groups = 1 if layout.replicas == layout.ranks else layout.replicas
-    seconds = exchanged_bytes(optimizer, form, layout.ranks // groups) / (step.inside if groups > 1 else step.across)
+    sent = exchanged_bytes(optimizer, form_of(layout), layout.ranks // groups)
+    seconds = sent / (step.inside if groups > 1 else step.across)
     if layout.cp > 1:  # heads, twice in each layer and direction
         tokens = step.micro_steps * step.tokens / layout.cp
         heads = 2 * 2 * step.sizes.layers * step.sizes.exchanged_width * tokens * ring(layout.cp)
         seconds += heads / step.inside
     return seconds
+
+
+def form_of(layout: Layout) -> str:
+    """Names the form in which an optimizer gets the parameters; see `OptimizerSpec.takes`."""
+    if layout.zero or layout.tp > 1:
+        return "pieces"
+    if layout.pp > 1:
+        return "stage"
+    return "sharded" if layout.sharing_states > 1 else "whole"
 
 
 def idle(config: RunConfig, layout: Layout) -> float:
