@@ -95,9 +95,9 @@ def measure(shape: Shape, processes: int, steps: int) -> GuardCost:
 
 def train_and_time(report: Path, steps: int) -> None:
     """Runs train.py in a launched process, ends its loop after `steps` steps, and writes the costs to `report`."""
-    from pretrain.training import supervision
+    from pretrain.training import steps as steps_module
 
-    after_step = supervision.after_step
+    after_step = steps_module.after_step
     begun: list[float] = []
     seconds: list[float] = []
 
@@ -115,7 +115,7 @@ def train_and_time(report: Path, steps: int) -> None:
         return outcome
 
     # Replaced before train.py runs, so that its loop calls the timed version.
-    supervision.after_step = timed
+    steps_module.after_step = timed
     sys.argv[0] = str(ROOT / "train.py")
     runpy.run_path(sys.argv[0], run_name="__main__")
 
@@ -124,7 +124,7 @@ def cost_of(run, begun: list[float], seconds: list[float]) -> GuardCost:
     """Computes the costs from the times at which the loop called the guards, and the duration of each call."""
     import psutil
 
-    from pretrain.training.supervision import compare_copies
+    from pretrain.training.steps import compare_copies
 
     measured = begun[WARM_UP_STEPS:]
     thread = run.watch.thread_id

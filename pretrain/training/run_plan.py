@@ -125,6 +125,15 @@ class RunPlan(ModelPlan):
         """Counts the training tokens of all steps before `step`, over all ranks."""
         return self.ramp.sequences_before(step) * self.batches.window.sequence_length
 
+    def tokens_in(self, step: int) -> int:
+        """Counts the training tokens of `step`, over all ranks."""
+        return self.ramp.sequences_at(step) * self.batches.window.sequence_length
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens of a step once the batch has its full size."""
+        return self.ramp.sequences_per_level[-1] * self.batches.window.sequence_length
+
     def flops_before(self, step: int) -> float:
         """Counts the FLOPs of all steps before `step`, forward and backward, over all ranks."""
         starts = [min(start, step) for start in self.batches.first_steps]
@@ -141,8 +150,7 @@ class RunPlan(ModelPlan):
     def micro_steps(self, step: int) -> int:
         """Counts the forward and backward passes of each rank in `step`."""
         stage = self.stage(step)
-        tokens = self.ramp.sequences_at(step) * self.batches.window.sequence_length
-        return tokens // (stage.window.sequence_length * stage.sequences_per_micro_batch * self.ranks)
+        return self.tokens_in(step) // (stage.window.sequence_length * stage.sequences_per_micro_batch * self.ranks)
 
     def learning_rate(self, step: int) -> float:
         return self.schedule.learning_rate(step, self.peak_learning_rate)
@@ -166,16 +174,12 @@ class RunPlan(ModelPlan):
 
     def planned(self) -> dict[str, Any]:
         """Returns the fields of the plan that a checkpoint records."""
-        if isinstance(self.schedule, Annealing):
-            schedule = self.schedule.schedule
-            stable_until = self.schedule.from_step
-        else:
-            schedule = self.schedule
-            stable_until = self.schedule.decays_from
+        schedule = self.schedule
+        is_annealing = isinstance(schedule, Annealing)
         return {
             "total_steps": self.total_steps,
-            "schedule": asdict(schedule),
-            "stable_until": stable_until,
+            "schedule": asdict(schedule.schedule if is_annealing else schedule),
+            "stable_until": schedule.from_step if is_annealing else schedule.decays_from,
             "stage_starts": self.batches.stage_starts,
             "ramp": asdict(self.ramp),
             "ramp_steps": self.ramp_steps,
@@ -219,10 +223,9 @@ class Cadences:
     @classmethod
     def of(cls, config: RunConfig, plan: RunPlan) -> "Cadences":
         """Reads the intervals from the recipe, which may give some of them in tokens."""
-        tokens_per_step = plan.ramp.sequences_per_level[-1] * plan.batches.window.sequence_length
 
         def interval(cadence: Cadence) -> int | None:
-            steps = cadence.every_tokens / tokens_per_step if cadence.every_tokens else cadence.every_steps
+            steps = cadence.every_tokens / plan.tokens_per_step if cadence.every_tokens else cadence.every_steps
             return max(1, round(steps * config.cadence)) if steps else None
 
         return cls(
@@ -238,15 +241,23 @@ class Cadences:
 
     def after(self, step: int, total_steps: int) -> Due:
         """Returns what is due after `step`, counted from 1. The last step also logs, validates and saves."""
-        due = {name: bool(every) and step % every == 0 for name, every in vars(self).items()}
-        del due["pauses_at"], due["saves_at_end"]
+
+        def is_at(every: int | None) -> bool:
+            return every is not None and step % every == 0
+
         is_last = step == total_steps
-        due["pauses"] = step == self.pauses_at and not is_last
-        due["logs"] |= is_last or due["pauses"]
-        due["validates"] |= is_last or due["pauses"]
-        due["samples"] |= is_last and self.samples is not None
-        due["saves"] |= (is_last and self.saves_at_end) or due["evaluates"]  # an evaluation needs a checkpoint
-        return Due(**due, is_last=is_last)
+        pauses = step == self.pauses_at and not is_last
+        evaluates = is_at(self.evaluates)
+        return Due(
+            logs=is_at(self.logs) or is_last or pauses,
+            validates=is_at(self.validates) or is_last or pauses,
+            saves=is_at(self.saves) or (is_last and self.saves_at_end) or evaluates,  # evaluation needs a checkpoint
+            evaluates=evaluates,
+            samples=is_at(self.samples) or (is_last and self.samples is not None),
+            compares_copies=is_at(self.compares_copies),
+            pauses=pauses,
+            is_last=is_last,
+        )
 
 
 def derive(config: RunConfig, ranks: int) -> RunPlan:

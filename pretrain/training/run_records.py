@@ -1,4 +1,4 @@
-"""Writes the record in a run's folder (config, model, data, strategy, environment) and announces its start."""
+"""Writes the record in a run's folder (config, model, data, environment) and announces its start, with warnings."""
 
 import contextlib
 import dataclasses
@@ -17,21 +17,28 @@ from pretrain.data.manifest import MANIFEST_FILE, SPLITS
 from pretrain.data.shards import ShardReader
 from pretrain.data.vocabulary import vocabulary_text
 from pretrain.energy import EnergyMeter
-from pretrain.hardware import DTYPES, describe_machine, device_in_words, missing_bf16
-from pretrain.model.build import FORMULA
-from pretrain.model.model_config import rope_in_words
+from pretrain.hardware import DTYPES, describe_machine, device_in_words, emulation_of_bf16, missing_bf16
+from pretrain.model.build import FORMULA, build_meta_model
+from pretrain.model.model_config import padded_vocabulary, rope_in_words
 from pretrain.optim.averaging import averages_after
+from pretrain.optim.optimizers import OPTIMIZERS
 from pretrain.parallel.strategy import Strategy, device_type
 from pretrain.recipe import as_yaml
 from pretrain.runs.run_folder import read_json
 from pretrain.training.run import Run
 from pretrain.training.run_plan import ModelPlan, RunPlan
-from pretrain.training.start_warnings import start_warnings
 from pretrain.units import count_text, counted
 
 RECORD_FILES = ("config.yaml", "model.json", DATA_FILE, "strategy.json", "environment.json")
 SPLIT_TOTALS = ("tokens", "documents", "text_bytes")
 RECORDED_PACKAGES = ("torch", "transformers", "accelerate", "deepspeed", "safetensors", "tokenizers", "numpy")
+
+FAR = 5.0
+"""Factor between a stated learning rate and auto's above which a warning appears."""
+FAR_FOR_ANOTHER_OPTIMIZER = 2.0
+"""Such a factor if the command line changes the optimizer but keeps the recipe's learning rate for another one."""
+WASTE = 0.01
+"""Share of a model's parameters in rows of unused token IDs above which a warning appears."""
 
 
 def announce(run: Run, peak_source: str) -> str:
@@ -57,7 +64,7 @@ def announce(run: Run, peak_source: str) -> str:
         "flops_per_token": plan.stages[0].flops_per_token,
         "ranks": strategy.ranks.count,
     }
-    log.begin(config, total_steps=plan.total_steps, meter=meter, facts={**sizes, "total_steps": plan.total_steps})
+    log.begin(config, meter=meter, facts={**sizes, "total_steps": plan.total_steps})
     peak = f"{run.peak_flops / 1e12:.3g} TFLOP/s per process ({peak_source})" if run.peak_flops else peak_source
     built = {
         "strategy": f"{strategy.name}, {counted(strategy.ranks.count, 'process')} on {strategy.device.type}",
@@ -170,7 +177,7 @@ def stages_in_words(plan: RunPlan) -> dict[str, str]:
             continue
         step = batches.first_steps[number]
         length = stage.window.sequence_length
-        sequences = plan.ramp.sequences_at(step) * batches.window.sequence_length // length
+        sequences = plan.tokens_in(step) // length
         parts = [f"from step {step:,} on {counted(sequences, 'sequence')} of {length:,} tokens per step"]
         parts += [f"{stage.sequences_per_micro_batch:,} per micro-batch"]
         if stage.model_config is not before.model_config:
@@ -246,3 +253,59 @@ def in_rows(rows: dict[str, str]) -> str:
     """Formats {name: value} as lines, with the values below each other."""
     width = max(map(len, rows))
     return "\n".join(f"{name:<{width}}  {value}" for name, value in rows.items())
+
+
+def start_warnings(config: RunConfig, plan: RunPlan, overridden: frozenset[str], device: torch.device) -> list[str]:
+    """Lists warnings, a sentence or two each; takes 0.2 s if bf16 is emulated, else no time.
+
+    Args:
+        overridden: dotted paths of the settings given on the command line.
+    """
+    emulation = emulation_of_bf16(device) if config.precision == "bf16" else None
+    precision = f"precision: {emulation}; use precision: fp32 or auto" if emulation else None
+    found = (precision, unusual_learning_rate(config, plan, overridden), unused_vocabulary(config, plan))
+    return [caution for caution in found if caution]
+
+
+def unusual_learning_rate(config: RunConfig, plan: RunPlan, overridden: frozenset[str]) -> str | None:
+    """Warns that the peak is far from auto's for this optimizer and size; None if it is near, or auto."""
+    optim = config.optim
+    stated = plan.peak_learning_rate
+    if optim.learning_rate == "auto":
+        return None
+    usual = OPTIMIZERS[optim.name].auto_rate(plan.parameters, plan.tokens_per_step)
+    factor = stated / usual
+    setting = "optim.learning_rate" if optim.base_learning_rate is None else "optim.base_learning_rate"
+    by_hand = {"optim", setting} & overridden
+    another = "optim.name" in overridden and not by_hand
+    far = FAR_FOR_ANOTHER_OPTIMIZER if another else FAR
+    is_low = config.init == "scratch" and factor < 1 / far  # continued pretraining uses low learning rates
+    if factor <= far and not is_low:
+        return None
+    times = f"{factor:.3g} times" if factor > 1 else f"1/{1 / factor:.3g} of"
+    origin = f"the recipe's, while --optim.name {optim.name} is the command line's, and " if another else ""
+    return (
+        f"{setting}: the peak of {stated:.3g} is {origin}{times} what auto gives {optim.name} at "
+        f"{count_text(plan.parameters)} parameters, {usual:.3g}; use --optim.learning_rate auto unless this is "
+        "intended"
+    )
+
+
+def unused_vocabulary(config: RunConfig, plan: RunPlan) -> str | None:
+    """Warns that the model has many more rows than the data has token IDs; None within padding, or if pretrained."""
+    ids = plan.batches.vocabulary_size
+    rows = plan.model_config.vocab_size
+    padded = padded_vocabulary(ids)
+    if rows <= padded or config.init == "pretrained":
+        return None
+    model = build_meta_model(plan.model_config)
+    heads = (model.get_input_embeddings(), model.get_output_embeddings())
+    matrices = {head.weight for head in heads if head is not None}  # one if they are tied
+    wasted = len(matrices) * plan.model_config.hidden_size * (rows - padded)
+    if wasted <= WASTE * plan.parameters:
+        return None
+    return (
+        f"vocabulary: the model has {rows:,} rows and the data {ids:,} ids: {count_text(wasted)} of "
+        f"{count_text(plan.parameters)} parameters ({wasted / plan.parameters:.0%}) stand for no text; "
+        f"--model.vocab_size auto makes it {padded:,}"
+    )

@@ -18,8 +18,7 @@ from pretrain.model.model_config import padded_vocabulary
 from pretrain.parallel.launcher import launched_strategy
 from pretrain.parallel.strategy import device_type
 from pretrain.training.run_plan import ModelPlan, RunPlan, plan_without_data, sequences_of
-from pretrain.training.run_records import in_rows, rows_of_model
-from pretrain.training.start_warnings import start_warnings
+from pretrain.training.run_records import in_rows, rows_of_model, start_warnings
 from pretrain.units import bytes_text, count_text, counted, duration_text
 from pretrain_tools.planning.candidates import storage_of, work_of_run
 from pretrain_tools.planning.footprints import largest_footprint

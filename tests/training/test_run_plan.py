@@ -2,12 +2,10 @@
 
 from types import SimpleNamespace
 
-from pretrain.config import Cadence, Checkpoint, Guard, WindowSpec
+from pretrain.config import Cadence, Checkpoint, Guard
 from pretrain.training.run_plan import Cadences, Due
 
-RUN = SimpleNamespace(
-    ramp=SimpleNamespace(sequences_per_level=(2, 4)), batches=SimpleNamespace(window=WindowSpec(64, True))
-)
+RUN = SimpleNamespace(tokens_per_step=4 * 64)
 
 
 def cadences(factor: float = 1.0, **settings: Cadence) -> Cadences:
