@@ -16,7 +16,6 @@ from pretrain.runs.run_folder import step_of, trunk_checkpoint
 from pretrain.training.background_jobs import publish_cut_short
 from pretrain.training.continued_plan import (
     Continuation,
-    SavedState,
     continue_from,
     describe_continuation,
     no_stable_checkpoint,
@@ -102,7 +101,8 @@ def _take_up(run: Run, *, is_finished: bool = False) -> Continuation:
         run.config,
         run.recipe_plan,
         run.command_line,
-        SavedState(run.loaded_from, run.saved.contents),
+        run.loaded_from,
+        run.saved.contents,
         rollbacks=_recorded_rollbacks(run),
         begins_branch=run.is_new,
         is_finished=is_finished,
