@@ -13,7 +13,7 @@ Run the same command to resume; a finished run is reported as already complete.
 import sys
 
 from pretrain.errors import EXIT_DONE, Problems, or_exit, run_script
-from pretrain.recipe import CommandLine, explain, naming_preparations, read_command_line
+from pretrain.recipe import CommandLine, explain, read_command_line
 from pretrain.terminal import begin
 
 if __name__ == "__main__":  # before torch is imported: --help and a mistyped setting answer at once
@@ -192,10 +192,5 @@ def start(asked: CommandLine) -> None:
     strategy.ranks.exit(train(settled_config))
 
 
-def run(asked: CommandLine) -> None:
-    with naming_preparations(asked.recipe):
-        (check if asked.check else start)(asked)
-
-
 if __name__ == "__main__":
-    run_script(lambda: run(command_line))
+    run_script(lambda: (check if command_line.check else start)(command_line))

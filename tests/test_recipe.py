@@ -13,7 +13,7 @@ from pretrain.recipe import (
     SECTIONS_LEFT_OUT,
     as_yaml,
     explain,
-    list_fields,
+    fields_of_config,
     read_command_line,
     read_run_config,
     sections_in,
@@ -238,12 +238,12 @@ def test_help_has_headings_choices_and_every_option(capsys):
     assert code == 0 and "the usage" in text and "\noptim:\n" in text
     assert "--precision {auto,fp32,bf16,fp16,fp8}" in text and "--tracking.project" in text
     assert "--optim.learning_rate  [null]" in text, "a number is allowed too"
-    for flag in ("--check", "--verbose", "--smoke", "--text", *(f"--{path}" for path, _, _ in list_fields())):
+    for flag in ("--check", "--verbose", "--smoke", "--text", *(f"--{path}" for path, _ in fields_of_config())):
         assert flag in text, flag
 
 
 def test_every_setting_is_described():
-    assert [path for path, _, text in list_fields() if not text.strip()] == []
+    assert [path for path, field in fields_of_config() if not (field.description or "").strip()] == []
 
 
 def test_help_tells_a_default_that_holds_only_where_its_section_is_given(capsys):
@@ -267,7 +267,7 @@ def test_help_of_one_section(capsys):
 
 
 def test_every_setting_is_listed_once():
-    paths = [path for path, _, _ in list_fields()]
+    paths = [path for path, _ in fields_of_config()]
     assert len(paths) == len(set(paths)) > 50
     assert {"batch.ramp.from", "data.train[].shards", "data.stages[].train[].weight"} <= set(paths)
 

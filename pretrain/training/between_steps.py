@@ -29,7 +29,6 @@ def log_step(run: Run, report: StepReport, learning_rate: float) -> None:
     plan = run.plan
     log = run.log
     ranks = run.strategy.ranks.count
-    device = run.strategy.device
     experts = run.built.experts
     tokens = run.state.tokens - plan.tokens_before(run.logged_step)
     flops = plan.flops_before(step) - plan.flops_before(run.logged_step)
@@ -41,19 +40,15 @@ def log_step(run: Run, report: StepReport, learning_rate: float) -> None:
         "learning_rate": learning_rate,
         **run.throughput.read(tokens, flops, run.peak_flops, ranks),
         **(experts.figures() if experts else {}),
-        "peak_memory_bytes": peak_memory_bytes(device),
+        "peak_memory_bytes": peak_memory_bytes(run.strategy.device),
         **log.energy(),
     }
     log.pace = run.throughput.pace
     log.seconds_left = run.clock.left
     log.write("train", step=step, tokens=run.state.tokens, **figures)
-    warnings = [
-        run.speed_guard.judge(figures["tokens_per_second"]),
-        run.speed_guard.judge_mfu(figures["mfu"]) if device.type == "cuda" else None,
-        experts.newly_dead() if experts else None,
-    ]
-    for warning in filter(None, warnings):
-        log.write("warning", step=step, message=warning)
+    for warning in (run.speed_guard.judge(figures["tokens_per_second"]), experts and experts.newly_dead()):
+        if warning:
+            log.write("warning", step=step, message=warning)
     run.evaluations.fetch()
     run.mirror.look()
 
@@ -204,6 +199,7 @@ def evaluate(run: Run) -> None:
     ranks = run.strategy.ranks
     with may_be_cut_short(run, "evaluation") as beat:
         process = run.evaluations.start(run.newest_checkpoint, settings) if ranks.is_main else None
+        # Only the main rank knows if it still runs; all must leave the loop in the same round.
         while settings.where == "same" and ranks.gather(process is not None and process.poll() is None)[0]:
             time.sleep(0.5)
             beat()

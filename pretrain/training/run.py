@@ -92,6 +92,7 @@ class Run:
 
     def replan(self) -> None:
         """Derives the plan in effect from the whole plan and the state."""
+        # In this order: a decay that was requested ends the run without the skipped data, `last_step` ends any run.
         plan = self.whole_plan.leaving_out(self.state.left_out)
         self.plan = plan.annealing(self.state.anneal_from, self.state.anneal_steps).cut(self.last_step)
         self.log.total_steps = self.plan.total_steps

@@ -20,7 +20,6 @@ from pretrain.config import (
     ModelSource,
     Optim,
     RunConfig,
-    Source,
     WindowSpec,
 )
 from pretrain.data.batches import Batches, SkippedRange, open_training
@@ -397,13 +396,6 @@ def plan_model(config: RunConfig, model_config: Any, losses_of_routers: RouterLo
     )
 
 
-def plan_without_data(config: RunConfig) -> tuple[ModelPlan, str]:
-    """Returns (model, precision) of a recipe that `derive` rejects only for its data."""
-    model_config = planned_model_config(config.model, config.data)
-    model = plan_model(config, model_config, router_losses(config.loss, build_meta_model(model_config)))
-    return model, resolve_precision(config.precision)
-
-
 def place_problems(config: RunConfig) -> Problems:
     """Lists problems of what the recipe names: folder, trunk, mirror, benchmarks, trackers, repository."""
     problems = Problems()
@@ -561,19 +553,17 @@ def identity_of(config: RunConfig, model_config: Any, batches: Batches) -> dict[
     architecture = {k: v for k, v in model_config.to_diff_dict().items() if k not in ("transformers_version", "dtype")}
     data_of = {folder: reader.manifest.sha256[:16] for folder, reader in batches.readers.items()}
 
-    def mixture(sources: list[Source]) -> list[tuple]:
-        return [(str(s.shards), data_of[str(s.shards)], s.weight, s.max_epochs) for s in sources]
+    def identity_of_stage(stage: CurriculumStage) -> dict[str, Any]:
+        return {
+            "until": stage.until,
+            "train": [(str(s.shards), data_of[str(s.shards)], s.weight, s.max_epochs) for s in stage.train],
+            **stage.model_dump(include={"sequence_length", "rope_parameters"}, exclude_none=True),
+        }
 
-    def changes(stage: CurriculumStage) -> dict[str, Any]:
-        return stage.model_dump(include={"sequence_length", "rope_parameters"}, exclude_none=True)
-
-    mixtures = [
-        {"until": stage.until, "train": mixture(stage.train), **changes(stage)} for stage in config.data.mixtures
-    ]
     identity = {
         "model": hashlib.sha256(json.dumps(architecture, sort_keys=True, default=str).encode()).hexdigest()[:16],
         "seed": config.seed,
-        "data.stages" if config.data.stages else "data.train": mixtures,
+        "data.stages" if config.data.stages else "data.train": [identity_of_stage(s) for s in config.data.mixtures],
         "data.sequence_length": config.data.sequence_length,
         "data.document_mask": config.data.document_mask,
         "data.sampling": config.data.sampling,
@@ -581,4 +571,4 @@ def identity_of(config: RunConfig, model_config: Any, batches: Batches) -> dict[
         "batch.ramp": config.batch.ramp.model_dump(by_alias=True) if config.batch.ramp else None,
         "optim.name": config.optim.name,
     }
-    return json.loads(json.dumps(identity))
+    return json.loads(json.dumps(identity))  # tuples as lists, so that it equals what a checkpoint has read back

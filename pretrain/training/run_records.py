@@ -53,11 +53,13 @@ def announce(run: Run, peak_source: str) -> str:
     plan = run.plan
     strategy = run.strategy
     log = run.log
+    step = run.state.step
     is_main = strategy.ranks.is_main
     missing = [name for name in RECORD_FILES if run.is_new or not (config.output / name).exists()]
     if is_main and missing:
         write_record(config, plan, strategy, missing)
     meter = EnergyMeter(strategy.device, strategy.ranks.count) if is_main else None
+    energy = meter.how if meter else None
     sizes = {
         "parameters": plan.parameters,
         "active_parameters": plan.active_parameters,
@@ -70,16 +72,14 @@ def announce(run: Run, peak_source: str) -> str:
         "strategy": f"{strategy.name}, {counted(strategy.ranks.count, 'process')} on {strategy.device.type}",
         "optimizer": strategy.optimizer_built,
         "peak for MFU": peak,
+        **({"energy": energy} if energy else {}),
     }
-    if meter is not None and meter.how is not None:
-        built["energy"] = meter.how
     log.say(banner(config, plan, built))
     if run.continues:
         log.say(run.continues)
-    step = run.state.step
-    overridden = run.command_line.overridden
-    for caution in start_warnings(config, plan, overridden, strategy.device) if is_main else ():
-        log.write("warning", step=step, message=caution)
+    if is_main:
+        for warning in start_warnings(config, plan, run.command_line.overridden, strategy.device):
+            log.write("warning", step=step, message=warning)
     start_id = uuid.uuid4().hex
     facts = {"start_id": start_id, **sizes, **dataclasses.asdict(plan.schedule), **dataclasses.asdict(plan.ramp)}
     if len(plan.stages) > 1:
@@ -87,8 +87,7 @@ def announce(run: Run, peak_source: str) -> str:
     if plan.batches.origin is not None:  # from here on the data differ from config.yaml's
         facts["origin"] = dataclasses.asdict(plan.batches.origin)
         facts["data"] = config.data.model_dump(mode="json")
-    facts["energy"] = meter and meter.how
-    log.write("start", step=step, **facts)
+    log.write("start", step=step, **facts, energy=energy)
     if run.loaded_from:
         event = "branch" if run.is_new else "resume"
         log.write(event, step=step, path=run.loaded_from.name, run=str(run.loaded_from.parents[1]))
@@ -100,12 +99,15 @@ def announce(run: Run, peak_source: str) -> str:
 def write_record(config: RunConfig, plan: RunPlan, strategy: Strategy, names: Iterable[str]) -> None:
     """Writes these of RECORD_FILES; no environment variables are recorded. Main rank only."""
     data = {str(shards): data_record(reader) for shards, reader in plan.batches.readers.items()}
+    packages = package_versions(RECORDED_PACKAGES)
+    commit = commit_of(Path(__file__).parent)
+    environment = {"commit": commit, **describe_machine(strategy.device), "packages": packages}
     texts = {
         "config.yaml": as_yaml(config),
         "model.json": plan.model_config.to_json_string(),
         DATA_FILE: json.dumps(data, indent=1),
         "strategy.json": json.dumps(strategy.describe(), indent=1),
-        "environment.json": json.dumps(environment(strategy), indent=1),
+        "environment.json": json.dumps(environment, indent=1),
     }
     config.output.mkdir(parents=True, exist_ok=True)
     for name in names:
@@ -128,12 +130,6 @@ def data_record(reader: ShardReader) -> dict:
         "preparation": preparation_of(fields),
         "input_files": len(manifest.source_names),
     }
-
-
-def environment(strategy: Strategy) -> dict:
-    """Returns package versions, commit and machine."""
-    packages = package_versions(RECORDED_PACKAGES)
-    return {"commit": commit_of(Path(__file__).parent), **describe_machine(strategy.device), "packages": packages}
 
 
 def package_versions(packages: Iterable[str]) -> dict[str, str]:
@@ -177,9 +173,11 @@ def stages_in_words(plan: RunPlan) -> dict[str, str]:
             continue
         step = batches.first_steps[number]
         length = stage.window.sequence_length
-        sequences = plan.tokens_in(step) // length
-        parts = [f"from step {step:,} on {counted(sequences, 'sequence')} of {length:,} tokens per step"]
-        parts += [f"{stage.sequences_per_micro_batch:,} per micro-batch"]
+        sequences = counted(plan.tokens_in(step) // length, "sequence")
+        parts = [
+            f"from step {step:,} on {sequences} of {length:,} tokens per step",
+            f"{stage.sequences_per_micro_batch:,} per micro-batch",
+        ]
         if stage.model_config is not before.model_config:
             parts.append(f"max_position_embeddings {stage.model_config.max_position_embeddings:,}")
             parts.append(rope_in_words(stage.model_config.rope_parameters))
@@ -262,9 +260,12 @@ def start_warnings(config: RunConfig, plan: RunPlan, overridden: frozenset[str],
         overridden: dotted paths of the settings given on the command line.
     """
     emulation = emulation_of_bf16(device) if config.precision == "bf16" else None
-    precision = f"precision: {emulation}; use precision: fp32 or auto" if emulation else None
-    found = (precision, unusual_learning_rate(config, plan, overridden), unused_vocabulary(config, plan))
-    return [caution for caution in found if caution]
+    found = (
+        emulation and f"precision: {emulation}; use precision: fp32 or auto",
+        unusual_learning_rate(config, plan, overridden),
+        unused_vocabulary(config, plan),
+    )
+    return [*filter(None, found)]
 
 
 def unusual_learning_rate(config: RunConfig, plan: RunPlan, overridden: frozenset[str]) -> str | None:
