@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pretrain import config
+from pretrain.config import Checkpoint, Evaluation, RunConfig
 from pretrain.files import ROOT
 from pretrain.parallel.launcher import environment_alone, python_path
 from pretrain.processes import hold_while_open, is_held
@@ -33,7 +33,7 @@ LAST_COPY_SECONDS = 30.0
 """Maximum time to wait for the copy of the log's last lines."""
 
 
-def evaluation_problems(settings: config.Evaluation) -> list[str]:
+def evaluation_problems(settings: Evaluation) -> list[str]:
     """Lists the problems of the tasks and their folders, found by evaluate.py's code in a separate process."""
     command = [sys.executable, "-m", "pretrain_tools.evaluation.task_names", *task_arguments(settings)]
     environment = environment_alone() | {"PYTHONPATH": python_path()}
@@ -46,7 +46,7 @@ def evaluation_problems(settings: config.Evaluation) -> list[str]:
     return done.stdout.splitlines()
 
 
-def task_arguments(settings: config.Evaluation) -> list[str]:
+def task_arguments(settings: Evaluation) -> list[str]:
     """Returns the benchmarks as command-line arguments of evaluate.py."""
     arguments = ["--tasks", *settings.tasks]
     for flag, path in (("--include_path", settings.include_path), ("--eval_bundle", settings.eval_bundle)):
@@ -74,7 +74,7 @@ class Evaluations:
                 if step_named(leftover.name) is not None and not is_held(evaluation_log(run, leftover.name)):
                     shutil.rmtree(leftover)
 
-    def start(self, checkpoint: Path, settings: config.Evaluation) -> subprocess.Popen | None:
+    def start(self, checkpoint: Path, settings: Evaluation) -> subprocess.Popen | None:
         """Starts evaluating a checkpoint, whose results go into metrics.jsonl; a failure to start is a warning."""
         folder = self.run / EVALUATIONS / checkpoint.name
         log = evaluation_log(self.run, checkpoint.name)
@@ -132,7 +132,7 @@ class Evaluations:
         return [folder.name for folder in self._running]
 
 
-def evaluation_command(folder: Path, settings: config.Evaluation) -> list[str]:
+def evaluation_command(folder: Path, settings: Evaluation) -> list[str]:
     """Returns the command of evaluate.py for the model in a folder; the results go next to the folder."""
     results = folder.with_suffix(".json").absolute()
     command = [sys.executable, str(ROOT / "evaluate.py"), "--model", str(folder.absolute()), "--output", str(results)]
@@ -140,27 +140,28 @@ def evaluation_command(folder: Path, settings: config.Evaluation) -> list[str]:
     return command + task_arguments(settings)
 
 
-def publish_beside(run: config.RunConfig, step: int | None, metrics: Metrics) -> None:
+def publish_beside(config: RunConfig, step: int | None, metrics: Metrics) -> None:
     """Publishes a checkpoint, or final/ (step None), as configured in the recipe; the run neither waits nor fails."""
-    if run.hub.repository is None or not metrics.is_main:
+    hub = config.hub
+    if hub.repository is None or not metrics.is_main:
         return
     warning = publish_in_background(
-        run.output,
-        run.hub.repository,
+        config.output,
+        hub.repository,
         step=step,
-        private=run.hub.private,
-        license=run.publish.license,
-        languages=run.publish.language,
+        private=hub.private,
+        license=config.publish.license,
+        languages=config.publish.language,
     )
     if warning:
         metrics.write("warning", message=warning)
 
 
-def publish_cut_short(run: config.RunConfig, metrics: Metrics) -> None:
+def publish_cut_short(config: RunConfig, metrics: Metrics) -> None:
     """Restarts uploads that a crash of the machine interrupted."""
     if metrics.is_main:
-        for step in cut_short(run.output):
-            publish_beside(run, step, metrics)
+        for step in cut_short(config.output):
+            publish_beside(config, step, metrics)
 
 
 def numbers_of(results: Path) -> dict[str, float]:
@@ -181,9 +182,9 @@ class MirrorCopies:
     Only `settle` and `close`, at the end of the run, wait for the mirror.
     """
 
-    def __init__(self, run: config.RunConfig, metrics: Metrics):
-        self.run = run.output
-        self.settings = run.checkpoint
+    def __init__(self, run: Path, settings: Checkpoint, metrics: Metrics):
+        self.run = run
+        self.settings = settings
         self.metrics = metrics
         self._thread: CopyThread | None = None
         self._reported: int | None = None
@@ -191,19 +192,19 @@ class MirrorCopies:
         self._warned: set[str] = set()
         """Warnings that still hold: failing, dropping, silent."""
         self._damaged: dict[str, str] = {}
-        if self.settings.mirror is None or not metrics.is_main:
+        if settings.mirror is None or not metrics.is_main:
             return
         from pretrain.checkpoint import mirror_copy
         from pretrain.checkpoint.mirror_store import CLAIM_FILE, connect
 
-        claim = read_json(self.run / MIRROR_FOLDER / CLAIM_FILE)
+        claim = read_json(run / MIRROR_FOLDER / CLAIM_FILE)
         self._warn_of_damage(claim.get("damaged") or {})
         if found := claim.get("fetched"):
             figures = {name: found[name] for name in ("bytes", "seconds", "mirror")}
             metrics.write("fetch", step=found["step"], path=checkpoint_name(found["step"]), **figures)
         if problem := claim.get("problem"):
             self._warn(f"the mirror {problem}; the run continues from its own folder; its end says what is not copied")
-        copier = mirror_copy.MirrorCopier(self.run, connect(self.settings, self.run), self.settings)
+        copier = mirror_copy.MirrorCopier(run, connect(settings, run), settings)
         self._thread = mirror_copy.CopyThread(copier)
         self._thread.start()
 

@@ -63,10 +63,8 @@ def is_named(path: str, overridden: frozenset[str]) -> bool:
 class Changes:
     """Differences between the recipe and the checkpoint that a run continues from."""
 
-    before: dict[str, Any]
-    """The checkpoint's values of the settings that have changed."""
-    now: dict[str, Any]
-    """The recipe's values of the settings that have changed."""
+    changed: dict[str, tuple[Any, Any]]
+    """{setting that has changed: (the checkpoint's value, the recipe's)}."""
     touched: frozenset[str]
     """Settings that have changed or, for a branch, were given on the command line, perhaps with the same value."""
     begins_branch: bool
@@ -110,10 +108,9 @@ def changes_since(
     """
     now = settings_of(asked)
     before = contents.get("settings", now)
-    changed = [path for path in now if path in before and now[path] != before[path]]
+    changed = {p: (before[p], now[p]) for p in now if p in before and now[p] != before[p]}
     named = [path for path in now if begins_branch and is_named(path, overridden)]
-    touched = frozenset([*changed, *named])
-    return Changes({p: before[p] for p in changed}, {p: now[p] for p in changed}, touched, begins_branch)
+    return Changes(changed, frozenset([*changed, *named]), begins_branch)
 
 
 def old_checkpoint_problems(contents: Mapping[str, Any], plan: RunPlan, *, begins_branch: bool) -> list[str]:
@@ -181,18 +178,12 @@ def continued(
             f"length that does, such as {math.gcd(length, state.tokens):,}, or a checkpoint of another step"
         )
     other_length = identity["data.sequence_length"] != length
-    if other_length:  # only a branch; of the past, the number of sequences of this length is known
-        past = BatchRamp((max(1, -(-state.tokens // (length * max(1, state.step)))),), (0,), state.step)
-    elif "ramp" in planned:
-        past = BatchRamp(**{name: tuple(v) if isinstance(v, list) else v for name, v in planned["ramp"].items()})
-    else:  # an earlier version's, whose settings have not changed: see `old_checkpoint_problems`
-        past = plan.ramp
     future = plan.ramp
     ramp_steps = plan.ramp_steps
     if plan.identity["batch.ramp"] == identity.get("batch.ramp"):
         ramp_steps = tuple(planned.get("ramp_steps", ramp_steps))
         future = BatchRamp(plan.ramp.sequences_per_level, ramp_steps, 0)
-    ramp = future.after(past, state.step, state.tokens // length)
+    ramp = future.after(_past_ramp(plan, contents, state), state.step, state.tokens // length)
     sequences = target_sequences(config.budget, length, plan.active_parameters)
     total_steps = config.budget.steps or ramp.steps_to_reach(sequences)
     if total_steps < state.step:
@@ -204,6 +195,7 @@ def continued(
         total_steps = state.step
     ramp = replace(ramp, total_steps=total_steps)
 
+    # Checkpoints count samples with the skipped ones, `ramp` without.
     sample = moved_past(state.left_out, ramp.sequences_before(state.step))
     origin = planned.get("origin")
     if data_changes(plan.identity, identity):
@@ -225,6 +217,22 @@ def continued(
     batches = batches.continued(ramp, (), batches.passed, batches.origin)
     schedule = _continued_schedule(config, total_steps, contents, state, changes)
     return replace(plan, ramp=ramp, ramp_steps=ramp_steps, batches=batches, schedule=schedule)
+
+
+def _past_ramp(plan: RunPlan, contents: Mapping[str, Any], state: RunState) -> BatchRamp:
+    """Returns the batch of all past steps, in sequences of the recipe's length."""
+    length = plan.batches.window.sequence_length
+    if contents["identity"]["data.sequence_length"] != length:  # a branch, for which only the sum counts
+        return BatchRamp((max(1, -(-state.tokens // (length * max(1, state.step)))),), (0,), state.step)
+    if "ramp" not in contents["plan"]:  # an earlier version's, whose batch has not changed: `old_checkpoint_problems`
+        return plan.ramp
+    recorded = contents["plan"]["ramp"]
+    return BatchRamp(
+        sequences_per_level=tuple(recorded["sequences_per_level"]),
+        first_steps=tuple(recorded["first_steps"]),
+        total_steps=recorded["total_steps"],
+        first_sequences=tuple(recorded["first_sequences"]),
+    )
 
 
 def data_changes(now: Mapping[str, Any], before: Mapping[str, Any]) -> bool:
@@ -396,7 +404,7 @@ def describe_continuation(plan: RunPlan, state: RunState, changes: Changes, foun
     origin = plan.batches.origin
     if origin is not None and origin.step == step:
         lines.append("  data: another mixture from here on; each source goes on where the run left it")
-    lines += [f"  {path}: {changes.before[path]} until now, {now} from here on" for path, now in changes.now.items()]
+    lines += [f"  {path}: {before} until now, {now} from here on" for path, (before, now) in changes.changed.items()]
     return "\n".join(lines)
 
 

@@ -54,7 +54,7 @@ def begin(run: Run, validation_readers: dict[str, ShardReader]) -> None:
     run.stage = run.plan.stage(max(run.state.step - 1, 0))
     if config.data.stages:
         _take_positions(run)
-    run.mirror = MirrorCopies(config, run.log)
+    run.mirror = MirrorCopies(config.output, config.checkpoint, run.log)
     run.evaluations = Evaluations(config.output, run.log, threads_beside(device))
     run.cadences = Cadences.of(config, run.plan)
     run.throughput = Throughput()
