@@ -50,7 +50,7 @@ from pretrain.training.metrics import Metrics
 from pretrain.training.prefetch import ReadAhead
 from pretrain.training.resuming import load_checkpoint, open_run, roll_back
 from pretrain.training.run import Run
-from pretrain.training.run_plan import derive, resolve_auto
+from pretrain.training.run_plan import derive, due_after, resolve_auto, steps_between
 from pretrain.training.run_records import banner
 from pretrain.training.starting import with_recorded_end
 from pretrain.training.steps import after_step, answer, begin, begin_step, compare_copies, count_step
@@ -85,9 +85,8 @@ def main(asked: CommandLine, config: RunConfig, strategy: Strategy, last_step: i
     throughput = run.throughput
     read_ahead = ReadAhead(strategy)
     first_step = run.state.step
-    if run.state.validation_loss is None and (
-        (first_step == 0 and run.cadences.validates) or first_step == run.plan.total_steps
-    ):
+    validates = steps_between(config.validation, run.plan, config.cadence) is not None
+    if run.state.validation_loss is None and ((first_step == 0 and validates) or first_step == run.plan.total_steps):
         validate(run)
 
     profile = None
@@ -114,7 +113,7 @@ def main(asked: CommandLine, config: RunConfig, strategy: Strategy, last_step: i
         count_step(run)  # also updates the average of the weights, if the run has one
 
         # Between steps all ranks agree on what happened and on requests, and so on what to do next.
-        due = run.cadences.after(run.state.step, plan.total_steps)
+        due = due_after(run.state.step, config, plan)
         reports, bad = after_step(run, step_loss, grad_norm, skipped, settle=due.settles)
         if due.logs:
             log_step(run, reports[-1], learning_rate)

@@ -16,7 +16,7 @@ from pretrain.training.background_jobs import publish_beside
 from pretrain.training.continued_plan import trainer_state
 from pretrain.training.metrics import peak_memory_bytes
 from pretrain.training.run import Run
-from pretrain.training.run_plan import StagePlan
+from pretrain.training.run_plan import StagePlan, steps_between
 from pretrain.training.samples import sample_texts
 from pretrain.training.step_reports import StepReport
 from pretrain.training.steps import compare_copies, listen, may_be_cut_short, steps_of_decay, steps_of_decay_left
@@ -67,7 +67,7 @@ def show_progress(run: Run, reports: list[StepReport]) -> None:
         rate = live.tokens_per_second / run.strategy.ranks.count
         live.mfu = run.stage.flops_per_token * rate / run.peak_flops if run.peak_flops else None
     total_steps = run.plan.total_steps
-    every = run.cadences.saves or total_steps
+    every = steps_between(run.config.checkpoint, run.plan, run.config.cadence) or total_steps
     next_save = min((step // every + 1) * every, total_steps)
     run.log.show(live, step, next_save, run.clock.left)
 

@@ -17,7 +17,7 @@ from pretrain.training.background_jobs import Evaluations, MirrorCopies
 from pretrain.training.build import Built
 from pretrain.training.guard import SpeedGuard, StepGuard
 from pretrain.training.metrics import LiveFigures, Metrics, Throughput
-from pretrain.training.run_plan import Cadences, RunPlan, StagePlan
+from pretrain.training.run_plan import RunPlan, StagePlan
 from pretrain.training.step_reports import Consensus
 from pretrain.training.time_budget import TimeBudget
 from pretrain.training.watchdog import Watch
@@ -67,7 +67,6 @@ class Run:
     stage: StagePlan = field(init=False)
     """Stage of the last step, whose windows and positions the model has."""
     steps_begun: int = 0
-    cadences: Cadences = field(init=False)
     throughput: Throughput = field(init=False)
     speed_guard: SpeedGuard = field(init=False)
     live: LiveFigures = field(init=False)

@@ -205,58 +205,34 @@ class Due:
         return self.logs or self.validates or self.saves
 
 
-@dataclass(frozen=True)
-class Cadences:
-    """Steps between two events of a kind; None: never."""
+def steps_between(cadence: Cadence, plan: RunPlan, factor: float) -> int | None:
+    """Returns the interval in steps that the recipe gives in steps or tokens, times `factor`; None: never."""
+    steps = cadence.every_tokens / plan.tokens_per_step if cadence.every_tokens else cadence.every_steps
+    return max(1, round(steps * factor)) if steps else None
 
-    logs: int
-    validates: int | None
-    saves: int | None
-    evaluates: int | None
-    samples: int | None
-    compares_copies: int
-    pauses_at: int | None
-    """Step at which to pause, not an interval."""
-    saves_at_end: bool = True
 
-    @classmethod
-    def of(cls, config: RunConfig, plan: RunPlan) -> "Cadences":
-        """Reads the intervals from the recipe, which may give some of them in tokens."""
+def due_after(step: int, config: RunConfig, plan: RunPlan) -> Due:
+    """Returns what is due after `step`, counted from 1. The last step also logs, validates and saves."""
 
-        def interval(cadence: Cadence) -> int | None:
-            steps = cadence.every_tokens / plan.tokens_per_step if cadence.every_tokens else cadence.every_steps
-            return max(1, round(steps * config.cadence)) if steps else None
+    def is_at(cadence: Cadence) -> bool:
+        every = steps_between(cadence, plan, config.cadence)
+        return every is not None and step % every == 0
 
-        return cls(
-            logs=max(1, round(config.logging.every_steps * config.cadence)),
-            validates=interval(config.validation),
-            saves=interval(config.checkpoint),
-            evaluates=interval(config.evaluation),
-            samples=interval(config.samples),
-            compares_copies=config.guard.compare_copies_every_steps,
-            pauses_at=config.checkpoint.pause_at,
-            saves_at_end=config.checkpoint.at_end,
-        )
-
-    def after(self, step: int, total_steps: int) -> Due:
-        """Returns what is due after `step`, counted from 1. The last step also logs, validates and saves."""
-
-        def is_at(every: int | None) -> bool:
-            return every is not None and step % every == 0
-
-        is_last = step == total_steps
-        pauses = step == self.pauses_at and not is_last
-        evaluates = is_at(self.evaluates)
-        return Due(
-            logs=is_at(self.logs) or is_last or pauses,
-            validates=is_at(self.validates) or is_last or pauses,
-            saves=is_at(self.saves) or (is_last and self.saves_at_end) or evaluates,  # evaluation needs a checkpoint
-            evaluates=evaluates,
-            samples=is_at(self.samples) or (is_last and self.samples is not None),
-            compares_copies=is_at(self.compares_copies),
-            pauses=pauses,
-            is_last=is_last,
-        )
+    is_last = step == plan.total_steps
+    pauses = step == config.checkpoint.pause_at and not is_last
+    evaluates = is_at(config.evaluation)
+    samples_every = steps_between(config.samples, plan, config.cadence)
+    return Due(
+        logs=step % max(1, round(config.logging.every_steps * config.cadence)) == 0 or is_last or pauses,
+        validates=is_at(config.validation) or is_last or pauses,
+        # An evaluation needs a checkpoint.
+        saves=is_at(config.checkpoint) or (is_last and config.checkpoint.at_end) or evaluates,
+        evaluates=evaluates,
+        samples=samples_every is not None and (is_last or step % samples_every == 0),
+        compares_copies=step % config.guard.compare_copies_every_steps == 0,
+        pauses=pauses,
+        is_last=is_last,
+    )
 
 
 def derive(config: RunConfig, ranks: int) -> RunPlan:

@@ -21,7 +21,6 @@ from pretrain.training.background_jobs import Evaluations, MirrorCopies
 from pretrain.training.guard import Finding, SpeedGuard, StepGuard
 from pretrain.training.metrics import LiveFigures, Throughput
 from pretrain.training.run import Run
-from pretrain.training.run_plan import Cadences
 from pretrain.training.run_records import announce
 from pretrain.training.step_reports import Consensus, StepReport
 from pretrain.training.time_budget import TimeBudget
@@ -56,7 +55,6 @@ def begin(run: Run, validation_readers: dict[str, ShardReader]) -> None:
         _take_positions(run)
     run.mirror = MirrorCopies(config.output, config.checkpoint, run.log)
     run.evaluations = Evaluations(config.output, run.log, threads_beside(device))
-    run.cadences = Cadences.of(config, run.plan)
     run.throughput = Throughput()
     run.speed_guard = SpeedGuard(config.guard.speed_drop)
     run.live = LiveFigures()
