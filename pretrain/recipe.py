@@ -343,7 +343,7 @@ def describe(problem: dict, path: str | Path, overridden: set[str]) -> str:
     message = problem["msg"].removeprefix("Value error, ")
     if known is None:  # pydantic appends the branch of a union to the path, which is not a key of the recipe
         where = ".".join(str(part) for part in problem["loc"][:-1])
-        message += ", or auto" if problem["loc"][-1] == "number" else ""
+        message += ", or auto" if problem["loc"][-1:] == ("number",) else ""
     source = f"--{where}" if where in overridden else f"{path}: {where or 'recipe'}"
     if problem["type"] == "extra_forbidden":
         return f"{source}: unknown key{did_you_mean(str(problem['loc'][-1]), known or [])}"

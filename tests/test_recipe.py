@@ -168,6 +168,18 @@ def test_the_origin_of_a_changed_model_is_told(recipe):
     assert rows["model.num_hidden_layers"] == ["8", "command line"]
 
 
+def test_a_group_in_two_places_is_refused(recipe):
+    """A problem of the recipe as a whole, with no path."""
+    (problem,) = problems_of(recipe, ("group", "x"), ("tracking.group", "y"))
+    assert problem == f"{recipe}: recipe: group is tracking.group now, and both are given: leave out group"
+
+
+@pytest.mark.parametrize("key", ["optim.learning_rate", "optim.warmup_steps", "batch.tokens_per_step"])
+def test_a_mistake_in_a_number_or_auto_is_told_once(recipe, key):
+    (problem,) = problems_of(recipe, (key, "often"))
+    assert problem.startswith(f"--{key}: Input should be a valid ") and problem.endswith(", or auto (got 'often')")
+
+
 def test_two_budgets_are_refused(recipe):
     (problem,) = problems_of(recipe, ("budget.steps", "100"), ("budget.tokens", "1M"))
     assert "give exactly one of tokens_per_parameter, tokens, steps (got tokens, steps)" in problem
