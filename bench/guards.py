@@ -17,6 +17,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -127,7 +128,7 @@ def cost_of(run, begun: list[float], seconds: list[float]) -> GuardCost:
     from pretrain.training.steps import compare_copies
 
     measured = begun[WARM_UP_STEPS:]
-    thread = run.watch.thread_id
+    thread = next(thread.native_id for thread in threading.enumerate() if thread.name == "watch")
     watch = next(times.user_time + times.system_time for times in psutil.Process().threads() if times.id == thread)
     compare_copies(run)
     compares = []
