@@ -76,8 +76,6 @@ class ReadAhead:
         micro_steps = range(run.micro_steps(step))
         return self.strategy.dispatcher.take(
             step,
-            (len(micro_steps), self._rows(run, step), run.stage(step).window.sequence_length + 1),
-            run.batches.dtype,
             lambda data_rank: np.stack([self._ids(run, step, number, data_rank) for number in micro_steps]),
             lambda ids: [self._host_batch(run, step, part) for part in ids],
         )
