@@ -26,16 +26,16 @@ from pretrain import config
 from pretrain.checkpoint.mirror_store import (
     CLAIM_FILE,
     IDENTITY_FILE,
-    NAMELESS,
     DamagedCopyError,
     MirrorStore,
     connect,
     id_of_run,
     is_ahead,
     name_of,
+    require_same_run,
     run_files,
 )
-from pretrain.errors import CRASHED, one_line, run_script
+from pretrain.errors import CRASHED, InputError, one_line, run_script
 from pretrain.files import SEAL_FILE, write_durably
 from pretrain.runs.run_folder import (
     MIRROR_FOLDER,
@@ -63,12 +63,8 @@ class TakenOverError(Exception):
     """Raised if another start of the run writes to the mirror now: this one stops copying for good."""
 
 
-class AbandonedError(Exception):
-    """Raised if the run has rolled back to before the checkpoint that is being copied."""
-
-
 class MirrorCopier:
-    """Copier of one start of a run.
+    """Copier of one start of a run, by `keep_copying` in a thread or by single calls of `attempt`.
 
     Args:
         run: the run's folder.
@@ -107,8 +103,44 @@ class MirrorCopier:
             "is_over": False,
             "damaged": self.damaged,
         }
+        self.is_settled = False
+        """True if everything that was there at `settle` is copied."""
+        self._settles = False
+        self._ends = False
+        self._wake = threading.Event()
         (run / MIRROR_FOLDER).mkdir(parents=True, exist_ok=True)
         shutil.rmtree(run / MIRROR_FOLDER / "copying", ignore_errors=True)
+
+    def keep_copying(self) -> None:
+        """Copies until `end`, and then copies the rest."""
+        if sys.platform == "linux":  # threads have their own priority there
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
+        with copying_alone(self.run):
+            while True:
+                # Cleared before the flags are read: a request that comes later ends the wait below at once.
+                self._wake.clear()
+                settles = self._settles
+                ends = self._ends
+                done = self.attempt(everything=settles)
+                failed = self.status["problem"] is not None
+                self.is_settled = settles and done and not failed
+                self.beat(now=failed or settles)
+                if self.status["is_over"] or (ends and done):
+                    return
+                if done or failed:
+                    self._wake.wait(
+                        min(self.pause_seconds, LONGEST_PAUSE_AT_THE_END) if settles else self.pause_seconds
+                    )
+
+    def settle(self) -> None:
+        """Asks for everything to be copied now."""
+        self._settles = True
+        self._wake.set()
+
+    def end(self) -> None:
+        """Asks for everything written since `settle` to be copied, after which `keep_copying` returns."""
+        self._ends = True
+        self._wake.set()
 
     def attempt(self, *, everything: bool) -> bool:
         """Makes one pass, recording a failure in the status; returns whether nothing is left to do."""
@@ -160,10 +192,10 @@ class MirrorCopier:
         if identity is not None and identity.start is not None and claim.get("claimed") == self.store.address:
             self._require_claim()
         elif any(steps.values()):
-            if identity is None or (identity.run is None and identity.damage is not None):
-                raise TakenOverError(NAMELESS)
-            if identity.run != own:
-                raise TakenOverError("it holds another run; choose another checkpoint.mirror, or remove what is there")
+            try:
+                require_same_run(self.run, own or "", identity, self.store)
+            except (InputError, DamagedCopyError) as error:
+                raise TakenOverError(str(error)) from error
             newest = max(there, default=0)
             if newest > (latest_step(self.run) or 0) and is_ahead(self.run, self.store.state(newest)):
                 raise TakenOverError(
@@ -266,9 +298,12 @@ class MirrorCopier:
         started = time.perf_counter()
         held = self.run / MIRROR_FOLDER / "copying" / checkpoint_name(step)
 
+        def is_abandoned() -> bool:
+            return (latest_step(self.run) or 0) < step
+
         def before_seal() -> None:
-            if (latest_step(self.run) or 0) < step:
-                raise AbandonedError
+            if is_abandoned():
+                raise FileNotFoundError
             self._require_claim()
             self._put_files()
 
@@ -278,12 +313,10 @@ class MirrorCopier:
             manifest = (folder / SEAL_FILE).read_bytes()
             size = self.store.put(folder, name_of(step), beat=self.beat, before_seal=before_seal)
             self.there[step] = validation_loss_of(read_state(folder))
-        except AbandonedError:
-            return
         except FileNotFoundError:
-            if (self.run / name_of(step)).is_dir():
+            if (self.run / name_of(step)).is_dir() and not is_abandoned():
                 raise
-            return  # pruned in the meantime: there is a newer one
+            return  # the run has rolled back, or has pruned it in the meantime: there is a newer one
         finally:
             shutil.rmtree(held.parent, ignore_errors=True)
         self._copied(name_of(step), manifest)
@@ -348,49 +381,6 @@ def content_of(path: Path) -> bytes | None:
         return path.read_bytes()
     except (FileNotFoundError, NotADirectoryError):
         return None
-
-
-class CopyThread(threading.Thread):
-    """Thread that copies until `end`, and then copies the rest."""
-
-    def __init__(self, copier: MirrorCopier):
-        super().__init__(name="mirror", daemon=True)
-        self.copier = copier
-        self.is_settled = False
-        """True if everything that was there at `settle` is copied."""
-        self._settles = False
-        self._ends = False
-        self._wake = threading.Event()
-
-    def settle(self) -> None:
-        """Asks for everything to be copied now."""
-        self._settles = True
-        self._wake.set()
-
-    def end(self, seconds: float) -> None:
-        """Waits up to this long until everything written since `settle` is copied."""
-        self._ends = True
-        self._wake.set()
-        self.join(seconds)
-
-    def run(self) -> None:
-        copier = self.copier
-        if sys.platform == "linux":  # threads have their own priority there
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
-        with copying_alone(copier.run):
-            while True:
-                self._wake.clear()
-                settles = self._settles
-                ends = self._ends
-                done = copier.attempt(everything=settles)
-                failed = copier.status["problem"] is not None
-                self.is_settled = settles and done and not failed
-                copier.beat(now=failed or settles)
-                if copier.status["is_over"] or (ends and done):
-                    return
-                if done or failed:
-                    pause = copier.pause_seconds
-                    self._wake.wait(min(pause, LONGEST_PAUSE_AT_THE_END) if settles else pause)
 
 
 def copying_alone(run: Path) -> TextIO:

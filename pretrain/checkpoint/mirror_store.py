@@ -41,10 +41,6 @@ IDENTITY_FILE = "run.json"
 """File on the mirror: which run it holds, and which start of it writes."""
 CLAIM_FILE = "claim.json"
 """File in the run's folder: what its last start found on the mirror."""
-NAMELESS = (
-    f"{IDENTITY_FILE} and {METRICS_FILE} there are damaged, so that nothing tells whose checkpoints it has; restore "
-    "one of the two, or remove what is there"
-)
 UNFETCHED = ".saving-"
 """Prefix of a download until it is complete: the next start removes what a kill leaves behind."""
 RUN_FILES = ("*.json", "*.jsonl", "*.yaml", "train.log", "evaluations/*.json")
@@ -369,6 +365,25 @@ def connect(settings: config.Checkpoint, run: Path) -> MirrorStore:
 def id_of_run(run: Path) -> str | None:
     """Returns the ID of the run's first start; None before it."""
     return first_start_of(run).get("start_id") if (run / METRICS_FILE).is_file() else None
+
+
+def require_same_run(run: Path, own: str | None, identity: Identity | None, store: MirrorStore) -> None:
+    """Raises InputError if the mirror holds another run than the folder's, DamagedCopyError if that is unknown.
+
+    own: ID of the folder's run; None: it has none yet, and takes any.
+    """
+    if own is None:
+        return
+    if identity is None or (identity.run is None and identity.damage is not None):
+        raise DamagedCopyError(
+            f"{IDENTITY_FILE} and {METRICS_FILE} there are damaged, so that nothing tells whose checkpoints it has; "
+            "restore one of the two, or remove what is there"
+        )
+    if identity.run not in (None, own):
+        raise InputError(
+            f"checkpoint.mirror: {store.address} holds another run than {run}; choose another mirror or --output, or "
+            "remove what is there"
+        )
 
 
 def is_ahead(run: Path, state: Mapping[str, Any]) -> bool:

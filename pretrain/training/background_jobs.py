@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -28,7 +29,7 @@ from pretrain.training.metrics import Metrics
 from pretrain.units import bytes_text, counted, duration_text
 
 if TYPE_CHECKING:
-    from pretrain.checkpoint.mirror_copy import CopyThread
+    from pretrain.checkpoint.mirror_copy import MirrorCopier
 
 THEN_REMOVE = 'renice -n 10 -p $$ >/dev/null 2>&1; "$@"; status=$?; rm -rf -- "$0"; exit $status'
 """Shell script that runs a command at low priority, removes the folder given before it, and keeps its status."""
@@ -203,7 +204,8 @@ class MirrorCopies:
         self.run = run.output
         self.settings = run.checkpoint
         self.metrics = metrics
-        self._thread: CopyThread | None = None
+        self._copier: MirrorCopier | None = None
+        self._thread: threading.Thread | None = None
         self._reported: int | None = None
         """Last copied step in the log."""
         self._warned: set[str] = set()
@@ -222,8 +224,9 @@ class MirrorCopies:
         if problem := claim.get("problem"):
             what_now = "the run goes on from its own folder, and its end says what is not copied"
             self._warn(f"the mirror {problem}; {what_now}")
-        copier = mirror_copy.MirrorCopier(self.run, connect(self.settings, self.run), self.settings)
-        self._thread = mirror_copy.CopyThread(copier)
+        self._copier = mirror_copy.MirrorCopier(self.run, connect(self.settings, self.run), self.settings)
+        # A daemon: a mirror that hangs must not keep the finished process alive.
+        self._thread = threading.Thread(target=self._copier.keep_copying, name="mirror", daemon=True)
         self._thread.start()
 
     def _warn(self, message: str) -> None:
@@ -245,9 +248,9 @@ class MirrorCopies:
 
     def look(self) -> None:
         """Logs what was copied since the last call, and warns once of each failure, without waiting."""
-        if self._thread is None:
+        if self._copier is None:
             return
-        status = dict(self._thread.copier.status)
+        status = dict(self._copier.status)
         mirror = status["mirror"]
         problem = status["problem"]
         step = status["copied_step"]
@@ -273,7 +276,7 @@ class MirrorCopies:
                 f"favour of newer ones; {last}, {bytes_text(status['bytes'] or 0)} in {status['seconds'] or 0:.0f} s",
                 holds=bool(status["dropped"]),
             )
-        silent = time.monotonic() - self._thread.copier.beaten
+        silent = time.monotonic() - self._copier.beaten
         self._warn_once(
             "silent",
             f"the mirror {mirror} has not answered for {duration_text(silent)}; {last}; training does not wait",
@@ -282,26 +285,25 @@ class MirrorCopies:
 
     def settle(self, beat: Callable[[], None]) -> None:
         """Waits until everything is on the mirror, for `mirror_wait_seconds` at most, and reports what is not."""
-        if self._thread is None:
+        if self._copier is None:
             return
         deadline = time.monotonic() + self.settings.mirror_wait_seconds
-        self._thread.settle()
+        self._copier.settle()
         with self.metrics.doing("copying to the mirror"):
-            while not self._thread.is_settled and self._thread.is_alive() and time.monotonic() < deadline:
+            while not self._copier.is_settled and self._thread.is_alive() and time.monotonic() < deadline:
                 beat()
                 time.sleep(0.05)
         self.look()
-        copier = self._thread.copier
-        left = dict(copier.damaged)
+        left = dict(self._copier.damaged)
         if cured := [name for name in self._damaged if name not in left]:
             self.metrics.say(f"Damaged on the mirror at first, and replaced or removed there: {', '.join(cured)}")
         if left:
             names = "; ".join(f"{name} ({what})" for name, what in left.items())
             what_now = f"the next copy replaces what is in {self.run}; restore or remove the rest there"
             self._warn(f"still damaged on the mirror: {names}; {what_now}")
-        if self._thread.is_settled:
+        if self._copier.is_settled:
             return
-        step = copier.status["copied_step"]
+        step = self._copier.status["copied_step"]
         latest = latest_step(self.run)
         waited = (
             f"within {self.settings.mirror_wait_seconds:g} s" if self._thread.is_alive() else "as copying has ended"
@@ -313,5 +315,7 @@ class MirrorCopies:
 
     def close(self) -> None:
         """Lets the log be copied to its last line, and ends the thread."""
-        if self._thread is not None:
-            self._thread.end(LAST_COPY_SECONDS if self._thread.is_settled else 0.0)
+        if self._copier is not None:
+            seconds = LAST_COPY_SECONDS if self._copier.is_settled else 0.0
+            self._copier.end()
+            self._thread.join(seconds)
