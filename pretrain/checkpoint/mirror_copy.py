@@ -128,9 +128,8 @@ class MirrorCopier:
                 if self.status["is_over"] or (ends and done):
                     return
                 if done or failed:
-                    self._wake.wait(
-                        min(self.pause_seconds, LONGEST_PAUSE_AT_THE_END) if settles else self.pause_seconds
-                    )
+                    pause = self.pause_seconds
+                    self._wake.wait(min(pause, LONGEST_PAUSE_AT_THE_END) if settles else pause)
 
     def settle(self) -> None:
         """Asks for everything to be copied now."""
@@ -233,7 +232,7 @@ class MirrorCopier:
         return losses
 
     def _copied(self, name: str, manifest: bytes | None = None) -> None:
-        """Records that a file or folder there is complete or gone, so that the next start forgets earlier damage."""
+        """Records that a file or folder there is complete or gone, so that a copy by hand forgets earlier damage."""
         if manifest is not None:
             self.manifests[name] = manifest
         if self.damaged.pop(name, None) is not None:
@@ -274,14 +273,16 @@ class MirrorCopier:
     def _next(self) -> int | None:
         """Returns the step to copy next: the newest, else a missing one that is to be kept for good."""
         latest = latest_step(self.run)
+        if latest is None:
+            return None
         here = {}
         for step, path in checkpoint_folders(self.run).items():
             manifest = content_of(path / SEAL_FILE)
-            if manifest is not None and latest is not None and step <= latest:
+            if manifest is not None and step <= latest:
                 here[step] = manifest
         # Checkpoints that were pruned while the mirror was busy with others, or unreachable.
         known = {step for step in self.seen if name_of(step) in self.manifests}
-        dropped = {step for step in self.seen - here.keys() - known if latest is not None and step <= latest}
+        dropped = {step for step in self.seen - here.keys() - known if step <= latest}
         self.seen = set(here)
         if dropped:
             self.status["dropped"] += len(dropped)

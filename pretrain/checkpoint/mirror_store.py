@@ -158,8 +158,9 @@ class MirrorStore:
         name = name_of(step)
         file = "trainer_state.json"
         entry = self.look_over(name).get(file, {})
-        if damage := damage_of_content(file, content := self.read(f"{name}/{file}") or b"", entry):
-            raise DamagedCopyError(damage)
+        content = self.read(f"{name}/{file}") or b""
+        if problems := damage_of_content(file, content, entry):
+            raise DamagedCopyError(problems[0])
         return json.loads(content)
 
     def files(self) -> list[str]:

@@ -96,7 +96,8 @@ def load_model_config(
         keys = _changed(config_class, in_file, changes)
         stated = {key: keys[key] for key in keys if key in changes or key == "rope_parameters"}
     if follows_the_data(config_class, keys):
-        stated, keys = ({key: of[key] for key in of if key != VOCABULARY_KEY} for of in (stated, keys))
+        stated = {key: value for key, value in stated.items() if key != VOCABULARY_KEY}
+        keys = {key: value for key, value in keys.items() if key != VOCABULARY_KEY}
         if vocabulary_size is not None:
             keys[VOCABULARY_KEY] = padded_vocabulary(vocabulary_size)
         elif isinstance(in_file.get(VOCABULARY_KEY), int):
