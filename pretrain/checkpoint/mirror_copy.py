@@ -162,7 +162,7 @@ class MirrorCopier:
 
         everything: also copies small files that have changed. Raises what the file system raises.
         """
-        if self.there is None:
+        if self.there is None:  # also after run.json was found missing or damaged
             self._first_look()
         self._drop_abandoned()
         step = self._next()
@@ -265,6 +265,7 @@ class MirrorCopier:
         if steps:
             self._require_claim()
         for step in steps:
+            # Forgotten before it is removed: a removal that fails halfway must not count as a copy.
             self.there.pop(step, None)
             self.manifests.pop(name_of(step), None)
             self.store.remove(name_of(step))
@@ -306,6 +307,7 @@ class MirrorCopier:
             if is_abandoned():
                 raise FileNotFoundError
             self._require_claim()
+            # Before the manifest: a start that finds this checkpoint must find the log up to its step.
             self._put_files()
 
         self.beat()

@@ -70,10 +70,9 @@ def fetch_from_mirror(run: Path, settings: config.Checkpoint, ranks: Ranks) -> N
     def work() -> Exception | None:
         try:
             look(run, settings)
-        except (InputError, RunStoppedError) as error:
-            return error
-        except Exception as error:  # each file system raises its own errors, and the other ranks wait for the answer
-            return MirrorError(f"checkpoint.mirror: {one_line(error)}")
+        except Exception as error:  # returned, not raised: the other ranks wait for the answer
+            is_told = isinstance(error, InputError | RunStoppedError)
+            return error if is_told else MirrorError(f"checkpoint.mirror: {one_line(error)}")
         return None
 
     problem = ranks.gather(ranks.by_main(work, lambda: None))[0]
@@ -183,6 +182,7 @@ def catch_up(run: Path, store: MirrorStore, sealed: list[int], here: int | None,
 
     if not (later := [step for step in sealed if is_later(step)]):
         return
+    # Before the checkpoint: a kill in between leaves a log without checkpoints, which the next start fetches again.
     damaged |= fetch_files(run, store)
     if fetched := fetch(run, store, later, damaged, required=here is None):
         claim["fetched"] = fetched
