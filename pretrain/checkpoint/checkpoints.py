@@ -323,7 +323,7 @@ class Checkpoints:
         self.wait()
         with self.ranks.together(SaveError):
             if self.ranks.is_main:
-                # Before the removals: the mirror's copier takes steps after LATEST for abandoned, and copies none of them.
+                # Before the removals: the mirror's copier takes steps after LATEST for abandoned, and copies none.
                 write_durably(self.folder / "LATEST", checkpoint_name(step))
                 for later, folder in checkpoint_folders(self.run).items():
                     if later > step:

@@ -152,7 +152,7 @@ class Batches:
         data: the recipe's data section.
         seed: seed of the order of samples.
         ramp: sequences per step over the run.
-        skipped: samples that training skips, ascending; later samples move up.
+        skipped: samples that training skips, in ranges that may overlap and come in any order; later samples move up.
         passed: first samples of the stages that a run has begun, except the first stage, as far as they are known: a
             run that is extended keeps them.
         origin: position of the run when it was given this data; None for the data that it began with. Only steps from
@@ -178,7 +178,7 @@ class Batches:
         self.random_windows = data.sampling == "random_windows"
         self.seed = seed
         self.ramp = ramp
-        self.skipped = tuple(skipped)
+        self.skipped = tuple(_merged(skipped))
         self.passed = tuple(passed)
         self.readers = open_training(data)
         # Sources are numbered in the order in which the stages first name them.
@@ -334,8 +334,8 @@ class Batches:
         return first, last + 1 - first
 
     def leaving_out(self, ranges: Sequence[SkippedRange]) -> "Batches":
-        """Returns the same order of samples without these ranges, which may overlap and come in any order."""
-        return self._with(skipped=_merged(ranges))
+        """Returns the same order of samples without these ranges."""
+        return self._with(skipped=ranges)
 
     def passing(self, stage_starts: Sequence[int], sample: int) -> "Batches":
         """Returns the same run from `sample` on, keeping the starts of stages that it has passed as planned so far."""
@@ -352,7 +352,7 @@ class Batches:
         self, ramp: BatchRamp, skipped: Sequence[SkippedRange], passed: Sequence[int], origin: DataPosition | None
     ) -> "Batches":
         """Returns the same data for a run that has begun; see the arguments of `Batches`."""
-        return self._with(ramp=ramp, skipped=(), passed=passed, origin=origin).leaving_out(skipped)
+        return self._with(ramp=ramp, skipped=skipped, passed=passed, origin=origin)
 
     def begins_segment(self, step: int) -> bool:
         """Tells if the mixture changes within `step` or at its start: a stage ends or a source is used up."""
@@ -365,7 +365,7 @@ class Batches:
         return bisect.bisect_right(self._starts, sample) - 1
 
     def _leave_out(self, samples: np.ndarray) -> np.ndarray:
-        # Ascending: each range must see samples already moved by earlier ranges.
+        # In ascending order: each range must see samples already moved by earlier ranges.
         for first, count in self.skipped:
             samples = np.where(samples >= first, samples + count, samples)
         return samples
