@@ -8,7 +8,6 @@ NAME is the name of the run's folder. A folder without a manifest is incomplete,
 """
 
 import hashlib
-import importlib.util
 import json
 import os
 import shutil
@@ -341,18 +340,15 @@ def mirror_problems(output: Path, settings: config.Checkpoint) -> list[str]:
             f"checkpoint.mirror: {shown(mirror)}: holds secrets, which config.yaml would; put them into the "
             "environment, as the store's own tools take them, and give the bare URL"
         ]
-    from fsspec.registry import get_filesystem_class, known_implementations
+    from fsspec.registry import get_filesystem_class
 
     protocol = mirror.partition("://")[0]
     try:
         get_filesystem_class(protocol)
     except ValueError:
         return [f"checkpoint.mirror: {mirror}: {protocol}:// is not known; give a folder, or s3://, gs://, hf://, ..."]
-    except ImportError as error:
-        package = known_implementations[protocol]["class"].partition(".")[0]
-        if package == "fsspec" or importlib.util.find_spec(package) is not None:
-            return [f"checkpoint.mirror: {mirror}: {one_line(error)}"]
-        return [f"checkpoint.mirror: {mirror}: needs {package}, which is not installed: pip install {package}"]
+    except ImportError as error:  # its text names the package to install
+        return [f"checkpoint.mirror: {mirror}: {error}"]
     return []
 
 
