@@ -214,12 +214,13 @@ def _checked_config(
         raise InputError(f"{where}: lists or objects are nested more than {MOST_DEPTH} deep; no model's JSON is")
     fields = {field.name: field for field in dataclasses.fields(config_class)}
     defaults = {key: getattr(config_class, config_class.attribute_map.get(key, key), None) for key in stated}
-    problems = _value_problems(stated, defaults) + _rope_problems(stated, has_keys="rope_parameters" in fields)
+    problems = _value_problems(stated, defaults)
     # transformers accepts standard names for a class's own (hidden_size for GPT-2's n_embd): check the class's own.
     names = {key: config_class.attribute_map.get(key, key) for key in keys}
     problems += _unknown_keys(config_class, fields, stated)
     wrong_types = {key: problem for key in stated if (problem := _type_problem(names[key], stated[key], fields))}
     problems += [f"{key}: {problem}" for key, problem in wrong_types.items()]
+    problems += _rope_problems(stated, has_keys="rope_parameters" in fields)
     values = {name: field.default for name, field in fields.items()}
     wrong = {*wrong_types, *(problem.partition(":")[0] for problem in problems)}
     values |= {names[key]: keys[key] for key in keys if key not in wrong}
