@@ -322,9 +322,18 @@ class Batches:
     def _drawn_before(self, sample: int) -> Drawn:
         return self.segments[self._segment_of(sample)].drawn_until(sample)
 
-    def _epochs(self, drawn: Drawn) -> np.ndarray:
-        """Returns (sources,) epochs, over all lengths together."""
-        return sum(windows / self._windows_per_epoch[length] for length, windows in drawn.items())
+    def _epochs(self, drawn: Drawn, without: int | None = None) -> np.ndarray:
+        """Returns (sources,) epochs, over all lengths together or all but one."""
+        # Lengths that the run no longer has are summed apart: in another order the last bit would differ from what was
+        # logged, and from where max_epochs ended a source.
+        current = {self.window.sequence_length, *self._lengths}
+        here = np.zeros(len(self.folders))
+        elsewhere = np.zeros(len(self.folders))
+        for length, windows in drawn.items():
+            if length != without:
+                total = here if length in current else elsewhere
+                total += windows / self._windows_per_epoch[length]
+        return here + elsewhere
 
     def samples_of(self, first_step: int, last_step: int) -> SkippedRange:
         """Returns the samples of steps first_step to last_step (counted from 0), as a range to skip."""
@@ -460,9 +469,8 @@ class Batches:
         for source in sources:
             number = self.folders.index(str(source.shards))
             if source.max_epochs is not None:
-                per_epoch = self._windows_per_epoch
-                elsewhere = sum(drawn[other][number] / per_epoch[other][number] for other in drawn if other != length)
-                left[number] = int((source.max_epochs - elsewhere) * per_epoch[length][number]) - drawn[length][number]
+                epochs = source.max_epochs - self._epochs(drawn, without=length)[number]
+                left[number] = int(epochs * self._windows_per_epoch[length][number]) - drawn[length][number]
             weights[number] = source.weight if left[number] > 0 else 0.0
         if not weights.any():
             return None
