@@ -158,13 +158,15 @@ class HostMemory:
     def __init__(self, layout: dict[str, tuple[tuple[int, ...], torch.dtype]]):
         self.layout = layout
         """{name: (shape, dtype)}."""
-        sizes = {name: tensor_bytes(shape, dtype) for name, (shape, dtype) in layout.items()}
-        starts = itertools.accumulate((-(-size // ALIGNMENT) * ALIGNMENT for size in sizes.values()), initial=0)
-        starts = dict(zip([*layout, None], starts, strict=True))
-        self._bytes = torch.empty(starts[None], dtype=torch.uint8)
+        spans = {}
+        end = 0
+        for name, (shape, dtype) in layout.items():
+            start = -(-end // ALIGNMENT) * ALIGNMENT
+            end = start + tensor_bytes(shape, dtype)
+            spans[name] = slice(start, end)
+        self._bytes = torch.empty(end, dtype=torch.uint8)
         self._tensors = {
-            name: self._bytes[starts[name] : starts[name] + sizes[name]].view(dtype).view(shape)
-            for name, (shape, dtype) in layout.items()
+            name: self._bytes[spans[name]].view(dtype).view(shape) for name, (shape, dtype) in layout.items()
         }
         self._tried_to_lock = False
 
