@@ -184,13 +184,13 @@ class MirrorCopier:
         self.manifests = {}
         self.files = {}
         identity = self.store.identity()
-        steps = self.store.steps()
-        there = self._whole([step for step, is_sealed in steps.items() if is_sealed])
+        sealed, parts = self.store.steps()
+        there = self._whole(sealed)
         own = id_of_run(self.run)
         claim = read_json(self.run / MIRROR_FOLDER / CLAIM_FILE)
         if identity is not None and identity.start is not None and claim.get("claimed") == self.store.address:
             self._require_claim()
-        elif any(steps.values()):
+        elif sealed:
             try:
                 require_same_run(self.run, own or "", identity, self.store)
             except (InputError, DamagedCopyError) as error:
@@ -207,7 +207,7 @@ class MirrorCopier:
         self._copied(IDENTITY_FILE)
         self.there = there
         self.status["copied_step"] = max(there, default=None)
-        self._remove([step for step, is_sealed in steps.items() if not is_sealed])  # left by interrupted copies
+        self._remove(parts)  # left by interrupted copies
 
     def _whole(self, sealed: list[int]) -> dict[int, float | None]:
         """Returns {step: validation loss} of the checkpoints without visible damage; records damage of the others.

@@ -116,7 +116,7 @@ def fetch_wanted(
         with suppress(Exception):  # each file system raises its own errors; the run can continue without
             store = connect(settings, run)
             look_around = partial(patiently, seconds=LOOK_SECONDS_WITHOUT_NEED, retry=False)
-            sealed = [step for step, is_sealed in look_around(store.steps).items() if is_sealed]
+            sealed, _ = look_around(store.steps)
             require_same_run(run, id_of_run(run), look_around(store.identity), store)
             wanted = [step for step in sealed if is_wanted(store, step)]
             return fetch(run, store, wanted, {}, required=False) is not None
@@ -139,10 +139,10 @@ def look(run: Path, settings: config.Checkpoint) -> None:
     try:
         say_stage(f"Looking at the mirror {store.address}")
         wait = settings.mirror_wait_seconds if here is None else LOOK_SECONDS_WITHOUT_NEED
-        identity, steps = patiently(lambda: (store.identity(), store.steps()), wait, retry=here is None)
+        identity, (sealed, _) = patiently(lambda: (store.identity(), store.steps()), wait, retry=here is None)
         if identity is not None and identity.damage is not None:
             claim["damaged"][IDENTITY_FILE] = identity.damage
-        if sealed := [step for step, is_sealed in steps.items() if is_sealed]:
+        if sealed:
             require_same_run(run, id_of_run(run), identity, store)
             catch_up(run, store, sealed, here, claim)
             known = identity.run if identity is not None else None

@@ -120,15 +120,12 @@ class MirrorStore:
         """Writes the mirror's identity."""
         self.write(IDENTITY_FILE, json.dumps({"run": run, "start": start}).encode())
 
-    def steps(self) -> dict[int, bool]:
-        """Returns {step: is it sealed} of the checkpoints here."""
-        found: dict[int, bool] = {}
-        for name in self._sizes("checkpoints"):
-            folder, _, file = name.partition("/")
-            step = step_named(folder)
-            if step is not None:
-                found[step] = found.get(step, False) or file == SEAL_FILE
-        return found
+    def steps(self) -> tuple[list[int], list[int]]:
+        """Lists the steps of the checkpoints here: those that are sealed, and parts of others."""
+        files = [name.split("/") for name in self._sizes("checkpoints")]
+        found = {step_named(path[0]) for path in files} - {None}
+        sealed = {step_named(path[0]) for path in files if path[1:] == [SEAL_FILE]} & found
+        return sorted(sealed), sorted(found - sealed)
 
     def sealed(self, name: str) -> dict[str, dict]:
         """Returns {file: {bytes, sha256}} of a folder, by its manifest. Raises DamagedCopyError."""
