@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -21,7 +22,7 @@ from pretrain.training.metrics import Metrics
 from pretrain.units import bytes_text, counted, duration_text
 
 if TYPE_CHECKING:
-    from pretrain.checkpoint.mirror_copy import CopyThread
+    from pretrain.checkpoint.mirror_copy import MirrorCopier
 
 THEN_REMOVE = 'renice -n 10 -p $$ >/dev/null 2>&1; "$@"; status=$?; rm -rf -- "$0"; exit $status'
 """Shell script that runs a command at low priority, removes the folder given before it, and keeps its status."""
@@ -186,7 +187,8 @@ class MirrorCopies:
         self.run = run
         self.settings = settings
         self.metrics = metrics
-        self._thread: CopyThread | None = None
+        self._copier: MirrorCopier | None = None
+        self._thread: threading.Thread | None = None
         self._reported: int | None = None
         """Last copied step in the log."""
         self._warned: set[str] = set()
@@ -204,8 +206,9 @@ class MirrorCopies:
             metrics.write("fetch", step=found["step"], path=checkpoint_name(found["step"]), **figures)
         if problem := claim.get("problem"):
             self._warn(f"the mirror {problem}; the run continues from its own folder; its end says what is not copied")
-        copier = mirror_copy.MirrorCopier(run, connect(settings, run), settings)
-        self._thread = mirror_copy.CopyThread(copier)
+        self._copier = mirror_copy.MirrorCopier(run, connect(settings, run), settings)
+        # A daemon: a mirror that hangs must not keep the finished process alive.
+        self._thread = threading.Thread(target=self._copier.keep_copying, name="mirror", daemon=True)
         self._thread.start()
 
     def _warn(self, message: str) -> None:
@@ -227,9 +230,9 @@ class MirrorCopies:
 
     def look(self) -> None:
         """Logs what was copied since the last call, and warns once of each failure, without waiting."""
-        if self._thread is None:
+        if self._copier is None:
             return
-        status = dict(self._thread.copier.status)
+        status = dict(self._copier.status)
         mirror = status["mirror"]
         problem = status["problem"]
         step = status["copied_step"]
@@ -256,7 +259,7 @@ class MirrorCopies:
                 f"favour of newer ones; {last}, {bytes_text(size or 0)} in {seconds or 0:.0f} s",
                 holds=bool(status["dropped"]),
             )
-        silent = time.monotonic() - self._thread.copier.beaten
+        silent = time.monotonic() - self._copier.beaten
         self._warn_once(
             "silent",
             f"the mirror {mirror} has not answered for {duration_text(silent)}; {last}; training does not wait",
@@ -265,39 +268,38 @@ class MirrorCopies:
 
     def settle(self, beat: Callable[[], None]) -> None:
         """Waits until everything is on the mirror, for `mirror_wait_seconds` at most, and reports what is not."""
-        if self._thread is None:
+        if self._copier is None:
             return
         deadline = time.monotonic() + self.settings.mirror_wait_seconds
-        self._thread.settle()
+        self._copier.settle()
         with self.metrics.doing("copying to the mirror"):
-            while not self._thread.is_settled and self._thread.is_alive() and time.monotonic() < deadline:
+            while not self._copier.is_settled and self._thread.is_alive() and time.monotonic() < deadline:
                 beat()
                 time.sleep(0.05)
         self.look()
-        copier = self._thread.copier
-        left = dict(copier.damaged)
+        left = dict(self._copier.damaged)
         if cured := [name for name in self._damaged if name not in left]:
             self.metrics.say(f"Damaged on the mirror at first, and replaced or removed there: {', '.join(cured)}")
         if left:
-            self._warn(
-                f"still damaged on the mirror: {named(left)}; the next copy replaces what is in {self.run}; restore "
-                "or remove the rest there"
-            )
-        if self._thread.is_settled:
+            what_now = f"the next copy replaces what is in {self.run}; restore or remove the rest there"
+            self._warn(f"still damaged on the mirror: {named(left)}; {what_now}")
+        if self._copier.is_settled:
             return
         latest = latest_step(self.run)
         waited = f"within {self.settings.mirror_wait_seconds:g} s"
         if not self._thread.is_alive():
             waited = "as copying has ended"
-        missing = f"step {latest:,}" if latest not in (None, copier.status["copied_step"]) else "the last files"
+        missing = f"step {latest:,}" if latest not in (None, self._copier.status["copied_step"]) else "the last files"
         missing += " and final/" if (self.run / "final").exists() else ""
         again = f"python -m pretrain.checkpoint.mirror_copy {self.run} --mirror {self.settings.mirror}"
         self._warn(f"{missing} not copied to the mirror {waited}; they are in {self.run}: {again} copies them")
 
     def close(self) -> None:
         """Lets the log be copied to its last line, and ends the thread."""
-        if self._thread is not None:
-            self._thread.end(LAST_COPY_SECONDS if self._thread.is_settled else 0.0)
+        if self._copier is not None:
+            seconds = LAST_COPY_SECONDS if self._copier.is_settled else 0.0
+            self._copier.end()
+            self._thread.join(seconds)
 
 
 def named(damaged: dict[str, str]) -> str:

@@ -65,8 +65,6 @@ class ReadAhead:
         micro_steps = range(plan.micro_steps(step))
         return self.strategy.dispatcher.take(
             step,
-            (len(micro_steps), self._rows(plan, step), plan.stage(step).window.sequence_length + 1),
-            plan.batches.dtype,
             lambda data_rank: np.stack([self._ids(plan, step, number, data_rank) for number in micro_steps]),
             lambda ids: [self._host_batch(plan, step, part) for part in ids],
         )

@@ -73,7 +73,7 @@ def copies(tmp_path, monkeypatch):
     """What a run's log says of its mirror, with a thread that does nothing until the test lets it: (run, copies)."""
     run = write_run(tmp_path / "run", (4, 8))
     lets_go = threading.Event()
-    monkeypatch.setattr(mirror_copy.CopyThread, "run", lambda self: lets_go.wait(SOON))
+    monkeypatch.setattr(mirror_copy.MirrorCopier, "keep_copying", lambda self: lets_go.wait(SOON))
     metrics = Metrics(run, is_main=True)
     settings = Checkpoint(mirror=str(tmp_path / "mirror"), mirror_wait_seconds=0.1)
     yield run, MirrorCopies(run, settings, metrics)
@@ -83,7 +83,7 @@ def copies(tmp_path, monkeypatch):
 
 def test_the_log_says_once_what_the_mirror_does_not_take(copies):
     run, copies = copies
-    copier = copies._thread.copier
+    copier = copies._copier
     usual = dict(copier.status)
 
     def look(**status):
