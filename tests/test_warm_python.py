@@ -4,7 +4,9 @@ import os
 import signal
 import subprocess
 import sys
+import time
 
+import psutil
 import pytest
 
 from support.warm_python import WarmPopen, can_be_forked, starter
@@ -75,6 +77,20 @@ def test_it_is_forked_gets_signals_and_starts_others_warm():
         assert process.stdout.readline() == "ready\n" and process.poll() is None
         process.send_signal(signal.SIGTERM)
         assert process.wait(100) == 3
+
+
+def test_it_can_be_signaled_until_its_end_is_known():
+    """A torchrun whose processes end at the same time asks whether one has ended, and signals its group if not."""
+    deadline = time.monotonic() + 100
+    with WarmPopen([sys.executable, "-c", ""], env=ENVIRONMENT, start_new_session=True) as process:
+        while psutil.Process(process.pid).status() != psutil.STATUS_ZOMBIE:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        os.killpg(process.pid, signal.SIGTERM)
+        assert process.wait(100) == 0
+    while psutil.pid_exists(process.pid):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def test_what_imports_read_gets_a_new_interpreter():

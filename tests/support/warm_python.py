@@ -101,7 +101,8 @@ class WarmPopen(subprocess.Popen):
 
     def _ended(self) -> int:
         """The status as os.waitpid gives it; that of a process killed with SIGKILL if the server has died."""
-        status = self._connection.recv(8, socket.MSG_WAITALL)
+        with self._connection:  # once it is closed, the server lets the process go
+            status = self._connection.recv(8, socket.MSG_WAITALL)
         return int.from_bytes(status, "little") if status else signal.SIGKILL
 
 
@@ -220,15 +221,19 @@ def serve() -> dict:
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(wakes.fileno(), warn_on_full_buffer=False)
     children: dict[int, socket.socket] = {}
+    ended: dict[socket.socket, int] = {}
     while True:
-        ready = select.select([listener, wake, sys.stdin.fileno()], [], [])[0]
+        ready = select.select([listener, wake, sys.stdin.fileno(), *ended], [], [])[0]
         if sys.stdin.fileno() in ready:  # whoever started this is gone
             for pid in children:
                 os.kill(pid, signal.SIGKILL)
             os._exit(0)
         if wake in ready:
             wake.recv(4096)
-            report_ends(children)
+            report_ends(children, ended)
+        for connection in ended.keys() & set(ready):
+            os.waitpid(ended.pop(connection), 0)
+            connection.close()
         if listener in ready:
             connection = listener.accept()[0]
             request, files = receive(connection)
@@ -238,7 +243,7 @@ def serve() -> dict:
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
                 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell starts a job in the background
                     signal.signal(signal.SIGINT, signal.default_int_handler)
-                for other in (listener, wake, wakes, connection, *children.values()):
+                for other in (listener, wake, wakes, connection, *children.values(), *ended):
                     other.close()
                 return request | {"files": files}
             for file in files:
@@ -253,13 +258,19 @@ def receive(connection: socket.socket) -> tuple[dict, list[int]]:
     return json.loads(content), list(array.array("i", files))
 
 
-def report_ends(children: dict[int, socket.socket]) -> None:
-    while children:
-        pid, status = os.waitpid(-1, os.WNOHANG)
-        if pid == 0:
-            return
-        with children.pop(pid) as connection, contextlib.suppress(OSError):  # nobody waits any more
-            connection.sendall(status.to_bytes(8, "little"))
+def report_ends(children: dict[int, socket.socket], ended: dict[socket.socket, int]) -> None:
+    """Tells whoever waits for them the statuses of children that have ended, and moves them to `ended`.
+
+    There they stay zombies until that has been read, as a parent's own children do: torchrun asks whether a process
+    has ended and then signals its group, which raises ProcessLookupError if it was gone in between.
+    """
+    for pid in list(children):
+        if found := os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+            status = found.si_status << 8 if found.si_code == os.CLD_EXITED else found.si_status
+            connection = children.pop(pid)
+            ended[connection] = pid
+            with contextlib.suppress(OSError):  # nobody waits any more
+                connection.sendall(status.to_bytes(8, "little"))
 
 
 def become(request: dict) -> list[str]:
