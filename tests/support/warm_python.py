@@ -14,6 +14,7 @@ gets a new interpreter by itself.
 import array
 import atexit
 import contextlib
+import fcntl
 import functools
 import gc
 import importlib
@@ -27,6 +28,7 @@ import signal
 import socket
 import subprocess
 import sys
+import termios
 import threading
 from collections.abc import Mapping
 from pathlib import Path
@@ -36,7 +38,7 @@ SOCKET, ENVIRONMENT = "WARM_PYTHON_SOCKET", "WARM_PYTHON_ENVIRONMENT"
 READ_BY_IMPORTS = (
     "OMP_", "MKL_", "KMP_", "OPENBLAS", "ATEN_", "ONEDNN_", "DNNL_", "LD_", "PYTHON", "PATH", "TRANSFORMERS_",
     "TORCH_", "TORCHINDUCTOR_", "PYTORCH_", "TRITON_", "CUDA_", "TQDM_", "DS_", "MPL", "XDG_", "HOME", "TMPDIR",
-    "TOKENIZERS_", "NO_COLOR", "COLUMNS", "TERM", "LANG", "LC_",
+    "TOKENIZERS_", "LANG", "LC_",
 )  # fmt: skip
 SET_BY_LIBRARIES = (
     "TORCH_NCCL_ASYNC_ERROR_HANDLING", "PYTORCH_NVML_BASED_CUDA_CHECK", "KMP_DUPLICATE_LIB_OK",
@@ -58,13 +60,16 @@ ASKED_BY: list[int] = []
 class WarmPopen(subprocess.Popen):
     """subprocess.Popen whose process is forked from the server where that makes no difference."""
 
+    takes_terminal = False
+    """Whether Ctrl-C of the terminal on stdin reaches the process, which has a session of its own."""
     _connection: socket.socket | None = None
 
     def _execute_child(self, args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *rest):
         python = [str(part) for part in args] if isinstance(args, list | tuple) else []
         environment = dict(os.environ if env is None else env)
         if preexec_fn or pass_fds or not can_be_forked(python, environment):
-            return super()._execute_child(args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *rest)
+            begin = preexec_fn or self._begin
+            return super()._execute_child(args, executable, begin, close_fds, pass_fds, cwd, env, *rest)
         # Of the rest: startupinfo, creationflags, shell, the six ends of the pipes, and what follows them.
         pipes, start_new_session = rest[3:9], rest[-2]
         files = [own if given == -1 else given for own, given in enumerate((pipes[0], pipes[3], pipes[5]))]
@@ -73,6 +78,7 @@ class WarmPopen(subprocess.Popen):
             "environment": environment,
             "folder": str(cwd or os.getcwd()),
             "new_session": bool(start_new_session),
+            "takes_terminal": self.takes_terminal,
             "starter": os.getpid(),
         }
         content = json.dumps(request).encode()
@@ -84,6 +90,12 @@ class WarmPopen(subprocess.Popen):
         self._child_created = True
         self._close_pipe_fds(*pipes)
         return None
+
+    def _begin(self):
+        """In a new interpreter, before it begins: what `serve` and `become` do in a forked one."""
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        if self.takes_terminal:
+            take_terminal()
 
     def _try_wait(self, wait_flags):
         if self._connection is None:
@@ -104,6 +116,17 @@ class WarmPopen(subprocess.Popen):
         with self._connection:  # once it is closed, the server lets the process go
             status = self._connection.recv(8, socket.MSG_WAITALL)
         return int.from_bytes(status, "little") if status else signal.SIGKILL
+
+
+class PopenInTerminal(WarmPopen):
+    """Start it with a terminal as stdin and start_new_session."""
+
+    takes_terminal = True
+
+
+def take_terminal() -> None:
+    """Makes the terminal on stdin that of this process's session."""
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 
 
 def starter() -> int:
@@ -287,6 +310,8 @@ def become(request: dict) -> list[str]:
     os.environ.clear()
     os.environ.update(request["environment"])
     os.environ.update(own)
+    if request["takes_terminal"]:
+        take_terminal()
     if of_the_hub(os.environ) != imported:
         read_hub_variables()
     os.chdir(request["folder"])
@@ -294,9 +319,10 @@ def become(request: dict) -> list[str]:
     arguments = request["arguments"]
     unbuffered = arguments[0] == "-u"
     sys.stdout.reconfigure(line_buffering=unbuffered or os.isatty(1))
-    subprocess.Popen = WarmPopen
     elastic = "torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler"
-    importlib.import_module(elastic).Popen = subprocess.Popen
+    importlib.import_module(elastic).Popen = WarmPopen
+    if not request["takes_terminal"]:  # else Ctrl-C must reach its children too, which torchrun's don't ask for
+        subprocess.Popen = WarmPopen
     importlib.import_module("pretrain.training.watchdog").LAUNCHER = os.getppid()
     return arguments[1:] if unbuffered else arguments
 
