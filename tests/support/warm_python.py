@@ -42,14 +42,15 @@ READ_BY_IMPORTS = (
 )  # fmt: skip
 SET_BY_LIBRARIES = (
     "TORCH_NCCL_ASYNC_ERROR_HANDLING", "PYTORCH_NVML_BASED_CUDA_CHECK", "KMP_DUPLICATE_LIB_OK",
-    "TOKENIZERS_PARALLELISM", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "PYTHONPATH",
+    "TOKENIZERS_PARALLELISM", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "PYTHONPATH", "CUDA_VISIBLE_DEVICES",
 )  # fmt: skip
-"""And by launchers, for those that they start. PYTHONPATH is read below."""
+"""And by launchers, for those that they start. PYTHONPATH is read below; a machine that forks has no CUDA device."""
 LIBRARIES = (
     "accelerate.commands.launch", "torch.distributed.run", "torch._dynamo", "torch._inductor.compile_fx",
     "torch.distributed.fsdp", "torch.distributed.tensor.parallel", "torch.distributed.pipelining", "matplotlib.pyplot",
     "datasets", "deepspeed", "transformers.models.llama.modeling_llama", "transformers.models.gpt2.modeling_gpt2",
     "transformers.models.qwen3.modeling_qwen3", "safetensors.torch", "huggingface_hub", "psutil",
+    "pretrain_tools.publishing.card", "pretrain_tools.planning.memory_advice",
 )  # fmt: skip
 
 
