@@ -43,7 +43,7 @@ demo: .venv/requirements
 		&& touch $@ || echo 'requirements-gpu.txt cannot be installed: fp8 and 8-bit AdamW are not tested'
 
 test: .venv/requirements-dev .venv/gpu/requirements
-	$(BIN)/python -m pytest -n 3 --dist loadfile
+	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 	PYTHONPATH=.venv/gpu $(BIN)/python -m pytest tests/model/test_fp8.py tests/optim/test_optimizers.py -k 'fp8 or 8bit'
 
 # Every strategy for 50 steps, checkpoints from each to each on one process and on two, and a SIGKILL in each: about

@@ -13,7 +13,7 @@ Run the same command to resume; a finished run is reported as already complete.
 import sys
 
 from pretrain.errors import EXIT_DONE, Problems, or_exit, run_script
-from pretrain.recipe import CommandLine, explain, naming_preparations, read_command_line
+from pretrain.recipe import CommandLine, explain, read_command_line
 from pretrain.terminal import begin
 
 if __name__ == "__main__":  # before torch is imported: --help and a mistyped setting answer at once
@@ -50,11 +50,10 @@ from pretrain.training.metrics import Metrics
 from pretrain.training.prefetch import ReadAhead
 from pretrain.training.resuming import load_checkpoint, open_run, roll_back
 from pretrain.training.run import Run
-from pretrain.training.run_plan import Cadences, derive, resolve_auto
+from pretrain.training.run_plan import derive, due_after, resolve_auto, steps_between
 from pretrain.training.run_records import banner
 from pretrain.training.starting import with_recorded_end
-from pretrain.training.steps import begin, begin_step, count_step
-from pretrain.training.supervision import after_step, answer, compare_copies
+from pretrain.training.steps import after_step, answer, begin, begin_step, compare_copies, count_step
 from pretrain.training.validation import data_problems, open_validation
 
 
@@ -83,13 +82,11 @@ def main(asked: CommandLine, config: RunConfig, strategy: Strategy, last_step: i
     load_checkpoint(run)
     begin(run, validation_readers)
     model = run.built.model
-    throughput = run.speed.throughput
+    throughput = run.throughput
     read_ahead = ReadAhead(strategy)
-    cadences = Cadences.of(config, run.plan)
     first_step = run.state.step
-    if run.state.validation_loss is None and (
-        (first_step == 0 and cadences.validates) or first_step == run.plan.total_steps
-    ):
+    validates = steps_between(config.validation, run.plan, config.cadence) is not None
+    if run.state.validation_loss is None and ((first_step == 0 and validates) or first_step == run.plan.total_steps):
         validate(run)
 
     profile = None
@@ -116,14 +113,14 @@ def main(asked: CommandLine, config: RunConfig, strategy: Strategy, last_step: i
         count_step(run)  # also updates the average of the weights, if the run has one
 
         # Between steps all ranks agree on what happened and on requests, and so on what to do next.
-        due = cadences.after(run.state.step, plan.total_steps)
-        outcome = after_step(run, step_loss, grad_norm, skipped, settle=due.settles)
+        due = due_after(run.state.step, config, plan)
+        reports, bad = after_step(run, step_loss, grad_norm, skipped, settle=due.settles)
         if due.logs:
-            log_step(run, outcome.report, learning_rate)
-        show_progress(run, outcome.reports)
+            log_step(run, reports[-1], learning_rate)
+        show_progress(run, reports)
         report_saves(run)
-        if outcome.bad is not None:
-            roll_back(run, outcome.bad)  # to an earlier checkpoint, then on with other data or a lower learning rate
+        if bad is not None:
+            roll_back(run, bad)  # to an earlier checkpoint, then on with other data or a lower learning rate
             continue
         if due.validates:
             validate(run)
@@ -194,10 +191,5 @@ def start(asked: CommandLine) -> None:
     strategy.ranks.exit(train(settled_config))
 
 
-def run(asked: CommandLine) -> None:
-    with naming_preparations(asked.recipe):
-        (check if asked.check else start)(asked)
-
-
 if __name__ == "__main__":
-    run_script(lambda: run(command_line))
+    run_script(lambda: (check if command_line.check else start)(command_line))

@@ -17,6 +17,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -95,9 +96,9 @@ def measure(shape: Shape, processes: int, steps: int) -> GuardCost:
 
 def train_and_time(report: Path, steps: int) -> None:
     """Runs train.py in a launched process, ends its loop after `steps` steps, and writes the costs to `report`."""
-    from pretrain.training import supervision
+    from pretrain.training import steps as steps_module
 
-    after_step = supervision.after_step
+    after_step = steps_module.after_step
     begun: list[float] = []
     seconds: list[float] = []
 
@@ -115,7 +116,7 @@ def train_and_time(report: Path, steps: int) -> None:
         return outcome
 
     # Replaced before train.py runs, so that its loop calls the timed version.
-    supervision.after_step = timed
+    steps_module.after_step = timed
     sys.argv[0] = str(ROOT / "train.py")
     runpy.run_path(sys.argv[0], run_name="__main__")
 
@@ -124,10 +125,10 @@ def cost_of(run, begun: list[float], seconds: list[float]) -> GuardCost:
     """Computes the costs from the times at which the loop called the guards, and the duration of each call."""
     import psutil
 
-    from pretrain.training.supervision import compare_copies
+    from pretrain.training.steps import compare_copies
 
     measured = begun[WARM_UP_STEPS:]
-    thread = run.watch.thread_id
+    thread = next(thread.native_id for thread in threading.enumerate() if thread.name == "watch")
     watch = next(times.user_time + times.system_time for times in psutil.Process().threads() if times.id == thread)
     compare_copies(run)
     compares = []

@@ -6,9 +6,18 @@ A recipe is self-contained: no inheritance, no interpolation, so `diff` of two r
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_serializer, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    model_serializer,
+    model_validator,
+)
 
 from pretrain.errors import shortened
 from pretrain.units import parse_count
@@ -50,6 +59,13 @@ PositiveFraction = Annotated[float, BeforeValidator(parse_fraction), NotBoolean,
 PositiveFloat = Annotated[float, NotBoolean, Field(gt=0)]
 NonNegativeFloat = Annotated[float, NotBoolean, Field(ge=0)]
 FactorAboveOne = Annotated[float, NotBoolean, Field(gt=1)]
+
+Number = TypeVar("Number")
+# By a discriminator: a plain union would report every mistake twice, once as no number and once as not auto.
+OrAuto = Annotated[
+    Annotated[Number, Tag("number")] | Annotated[Literal["auto"], Tag("auto")],
+    Discriminator(lambda value: "auto" if value == "auto" else "number"),
+]
 
 
 class Section(BaseModel):
@@ -198,7 +214,7 @@ class Ramp(Section):
 
 
 class Batch(Section):
-    tokens_per_step: BinaryCount | Literal["auto"]
+    tokens_per_step: OrAuto[BinaryCount]
     """Global batch in tokens, whatever the number of processes; 512k is 2^19. auto: chosen from the run's tokens."""
     sequences_per_micro_batch: Count = 8
     """Sequences per forward pass and process; affects speed and memory, not results. At most this, if
@@ -227,7 +243,7 @@ class MuonSettings(Section):
 class Optim(Section):
     name: Literal["adamw", "adafactor", "muon", "adamw_8bit"] = "adamw"
     """The optimizer; see docs/training.md, section Optimizers."""
-    learning_rate: PositiveFloat | Literal["auto"] | None = None
+    learning_rate: OrAuto[PositiveFloat] | None = None
     """Peak learning rate, or auto: chosen from the number of parameters, the batch and the optimizer."""
     base_learning_rate: PositiveFloat | None = None
     """Peak learning rate for a global batch of one sequence; scaled by the square root of the global batch."""
@@ -235,7 +251,7 @@ class Optim(Section):
     """AdamW: decay rates of the running means of the gradient and of its square."""
     eps: PositiveFloat = 1e-8
     """AdamW: added to the denominator of an update."""
-    weight_decay: NonNegativeFloat | Literal["auto"] = 0.1
+    weight_decay: OrAuto[NonNegativeFloat] = 0.1
     """Applied to matrices only: never to embeddings, norms or biases. auto: by model, tokens, batch, learning rate."""
     max_grad_norm: PositiveFloat | None = 1.0
     """Clip gradients to this global norm; null: no clipping."""
@@ -248,7 +264,7 @@ class Optim(Section):
     """mup: the hidden size at which learning_rate was tuned, where initial weights are the architecture's own."""
     schedule: Literal["cosine", "linear", "constant", "wsd", "infinite"] = "cosine"
     """Learning-rate schedule; see docs/training.md."""
-    warmup_steps: CountFromZero | Literal["auto"] = 500
+    warmup_steps: OrAuto[CountFromZero] = 500
     """Steps of linear warmup to the peak. auto: a token per parameter, at most 5% of the run."""
     final_ratio: Fraction = 0.1
     """Learning rate at the end of the decay, relative to the peak."""

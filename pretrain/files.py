@@ -95,6 +95,7 @@ def commit(unfinished: Path, final: Path, files: Mapping[str, dict]) -> None:
             files = {**files, name: seal(path)}
     contents = {**FORMAT, "files": dict(sorted(files.items()))}
     write_durably(unfinished / SEAL_FILE, json.dumps(contents, indent=1))
+    # Before the rename: else a crash may leave the final name with entries that never reached the disk.
     for folder in [*(path for path in unfinished.rglob("*") if path.is_dir()), unfinished]:
         sync_folder(folder)
     leftover = final.with_name(f"{REMOVED}{final.name}")
@@ -122,10 +123,9 @@ def delete(path: Path) -> None:
 
 def seal(path: Path) -> dict:
     """Forces a file to disk; returns its size and sha256."""
-    with open(path, "rb") as file:
-        os.fsync(file.fileno())
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    return {"bytes": path.stat().st_size, "sha256": digest}
+    # Synced before it is hashed: the hash must be of what the disk has taken.
+    sync_folder(path)
+    return {"bytes": path.stat().st_size, "sha256": sha256_of(path)}
 
 
 def damage(folder: Path, rank: int = 0, ranks: int = 1, beat: Callable[[], None] = lambda: None) -> list[str]:
@@ -148,7 +148,7 @@ def damage(folder: Path, rank: int = 0, ranks: int = 1, beat: Callable[[], None]
     problems = [f"{name} is not in the manifest" for name in sorted(present - set(expected))] if rank == 0 else []
     for name, entry in sorted(expected.items())[rank::ranks]:
         beat()
-        problems += damage_of_file(folder / name, name, entry["bytes"], entry["sha256"])
+        problems += damage_of_file(folder / name, name, entry)
     return problems
 
 
@@ -166,23 +166,23 @@ def sealed_files(manifest: bytes) -> dict[str, dict]:
     return files
 
 
-def damage_of_content(name: str, content: bytes, entry: Mapping[str, object]) -> str | None:
-    """Returns the problem of a file's content, given its entry in the manifest; None if there is none."""
-    if len(content) != entry.get("bytes"):
-        return f"{name} has {len(content):,} bytes instead of {entry.get('bytes')}"
-    is_same = hashlib.sha256(content).hexdigest() == entry.get("sha256")
-    return None if is_same else f"{name} does not have the sha256 that was written"
+def mismatch(name: str, size: int, digest: Callable[[], str], entry: Mapping[str, object]) -> list[str]:
+    """Lists how a file's size and hash differ from its entry in the manifest; hashes it only if the size is right."""
+    if size != entry.get("bytes"):
+        return [f"{name} has {size:,} bytes instead of {entry.get('bytes')}"]
+    return [] if digest() == entry.get("sha256") else [f"{name} does not have the sha256 that was written"]
 
 
-def damage_of_file(path: Path, name: str, expected_size: object, sha256: object) -> list[str]:
-    """Lists the problem of one file, given the manifest's size and hash."""
+def damage_of_content(name: str, content: bytes, entry: Mapping[str, object]) -> list[str]:
+    """Lists the problem of a file's content, given its entry in the manifest."""
+    return mismatch(name, len(content), lambda: hashlib.sha256(content).hexdigest(), entry)
+
+
+def damage_of_file(path: Path, name: str, entry: Mapping[str, object]) -> list[str]:
+    """Lists the problem of one file, given its entry in the manifest."""
     try:
-        if (size := path.stat().st_size) != expected_size:
-            return [f"{name} has {size:,} bytes instead of {expected_size}"]
-        with open(path, "rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        return mismatch(name, path.stat().st_size, lambda: sha256_of(path), entry)
     except FileNotFoundError:
         return [f"{name} is missing"]
     except (OSError, ValueError) as error:  # ValueError: a name that no file can have
         return [f"{name} cannot be read ({error})"]
-    return [] if digest == sha256 else [f"{name} does not have the sha256 that was written"]

@@ -4,15 +4,12 @@ A misspelled key, a wrong type or a rule that two settings violate together is r
 the given value and the allowed ones, all problems at once.
 """
 
-import itertools
 import json
 import os
 import re
 import reprlib
 import sys
 import textwrap
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
@@ -90,41 +87,6 @@ class CommandLine:
     profile: int | None
     """Number of steps to profile, to find out why the run is slow; None: none."""
     recipe: Path
-    """Path of the recipe."""
-
-
-def preparation_command(folder: str | Path) -> str:
-    """Returns the command that prepares shards, for an error that only knows the folder."""
-    return f"python prepare_data.py --input 'FILES' --tokenizer TOKENIZER --output {folder}"
-
-
-@contextmanager
-def naming_preparations(recipe: Path) -> Iterator[None]:
-    """Makes errors about missing shards name the command in the recipe's own comment for the folder."""
-    try:
-        yield
-    except InputError as error:
-        problems = error.problems
-        for folder, command in preparations(recipe).items():
-            usual = preparation_command(folder)
-            problems = [p.removesuffix(usual) + command if p.endswith(usual) else p for p in problems]
-        raise InputError(*problems) from error
-
-
-def preparations(recipe: Path) -> dict[str, str]:
-    """Returns {folder: the command that prepares its shards} from the comment at the head of a recipe.
-
-    If the tokenizer of a command is trained by another command, that one is prepended, joined by &&.
-    """
-    lines = itertools.takewhile(lambda line: line.startswith("#"), recipe.read_text().splitlines())
-    head = "\n".join(line.removeprefix("#").strip() for line in lines)
-    commands = {f"data/{name}": f"make {name}" for name in re.findall(r"`make (\w+)` prepares", head)}
-    for line in re.sub(r"\s*\\\n\s*", " ", head).splitlines():
-        options = dict(re.findall(r"--(\w+) (\S+)", line))
-        if line.startswith("python prepare_data.py ") and "output" in options:
-            before = commands.get(options.get("tokenizer"))
-            commands[options["output"]] = f"{before} && {line}" if before else line
-    return commands
 
 
 NAMES_ELSEWHERE = {
@@ -198,7 +160,10 @@ def read_command_line(argv: list[str], usage: str) -> CommandLine:
     flags = {flag: f"--{flag}" in argv for flag in FLAGS}
     if (flags["verbose"] and not flags["check"]) or (flags["check"] and flags["smoke"]):
         raise InputError("give --check, --check --verbose, or --smoke")
-    pairs = pair_up(named_recipe([argument for argument in argv if argument.removeprefix("--") not in FLAGS]))
+    words = [word for word in argv if word.removeprefix("--") not in FLAGS]
+    if words and words[0].endswith((".yaml", ".yml")) and not words[0].startswith("-"):
+        words.insert(0, "--config")
+    pairs = pair_up(words)
     recipes = [value for key, value in pairs if key == "config"]
     if len(recipes) != 1:
         raise InputError(f"give one recipe: --config recipes/NAME.yaml (got {', '.join(recipes) or 'none'})")
@@ -218,12 +183,6 @@ def steps_to_profile(given: list[str], flags: dict[str, bool]) -> int | None:
     if flags["check"] or flags["smoke"]:
         raise InputError("--profile: profiles a run while it trains; leave out --check and --smoke")
     return int(given[0])
-
-
-def named_recipe(arguments: list[str]) -> list[str]:
-    """Turns ['recipes/x.yaml', ...] into ['--config', 'recipes/x.yaml', ...]; leaves anything else unchanged."""
-    is_recipe = bool(arguments) and arguments[0].endswith((".yaml", ".yml")) and not arguments[0].startswith("-")
-    return ["--config", *arguments] if is_recipe else arguments
 
 
 def help_text(usage: str, asked: list[str]) -> str:
@@ -352,18 +311,9 @@ def read_run_config(path: str | Path, overrides: list[tuple[str, str]] = ()) -> 
     try:
         config = RunConfig.model_validate(values)
     except ValidationError as error:
-        problems += [describe(problem, path, overridden) for problem in without_auto(error.errors())]
+        problems += [describe(problem, path, overridden) for problem in error.errors()]
     problems.stop_if_any()
     return config
-
-
-def without_auto(errors: list[dict]) -> list[dict]:
-    """Drops "or auto" errors of numbers that are rejected anyway, and adds "or auto" to those messages."""
-    is_auto = [error["type"] == "literal_error" and error["ctx"]["expected"] == "'auto'" for error in errors]
-    of_auto = {error["loc"][:-1] for error, auto in zip(errors, is_auto, strict=True) if auto}
-    numbers = {error["loc"][:-1] for error, auto in zip(errors, is_auto, strict=True) if not auto} & of_auto
-    kept = [e for e, auto in zip(errors, is_auto, strict=True) if not (auto and e["loc"][:-1] in numbers)]
-    return [{**e, "msg": f"{e['msg']}, or auto"} if e["loc"][:-1] in numbers else e for e in kept]
 
 
 def set_dotted(values: dict, key: str, text: str) -> str | None:
@@ -390,14 +340,15 @@ def describe(problem: dict, path: str | Path, overridden: set[str]) -> str:
     """Formats one of pydantic's errors: file or flag, dotted path, what is wrong, what was given."""
     where = ".".join(str(part) for part in problem["loc"] if not str(part).startswith("function-"))
     known = allowed_keys(problem["loc"])
+    message = problem["msg"].removeprefix("Value error, ")
     if known is None:  # pydantic appends the branch of a union to the path, which is not a key of the recipe
         where = ".".join(str(part) for part in problem["loc"][:-1])
+        message += ", or auto" if problem["loc"][-1:] == ("number",) else ""
     source = f"--{where}" if where in overridden else f"{path}: {where or 'recipe'}"
     if problem["type"] == "extra_forbidden":
         return f"{source}: unknown key{did_you_mean(str(problem['loc'][-1]), known or [])}"
     if problem["type"] == "missing":
         return f"{source}: is missing"
-    message = problem["msg"].removeprefix("Value error, ")
     if problem["type"] == "model_type":
         message = f"is a section; give its settings one by one, as in --{where}.NAME VALUE (train.py --help {where})"
     if problem["type"] == "literal_error":
@@ -440,14 +391,6 @@ def fields_of_config(schema: type[Section] = RunConfig, prefix: str = "") -> lis
 
 SECTIONS_LEFT_OUT = {"batch.ramp"}
 """Sections that are null by default; their settings' defaults apply once one of them is given."""
-
-
-def list_fields() -> list[tuple[str, Any, str]]:
-    """Lists (dotted path, default, docstring) of every setting, for docs and tests."""
-    return [
-        (path, "required" if field.is_required() else field.default, field.description or "")
-        for path, field in fields_of_config()
-    ]
 
 
 def as_yaml(config: RunConfig) -> str:

@@ -57,14 +57,12 @@ def wrapped(text: str, width: int | None) -> str:
         return text
     lines = []
     for line in text.splitlines():
+        if len(line) <= width:
+            lines.append(line)
+            continue
         name = FIRST_COLUMN.match(line)
         indent = " " * (len(name[0]) if name and len(name[0]) <= width // 2 else 2)
-        fits = len(line) <= width
-        lines += (
-            [line]
-            if fits
-            else textwrap.wrap(line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
-        )
+        lines += textwrap.wrap(line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
     return "\n".join(lines)
 
 

@@ -20,6 +20,23 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # more are processes that import for half a minute
 os.environ["NO_PROXY"] = os.environ["no_proxy"] = "127.0.0.1,localhost"  # servers of tests are no proxy's business
 
+LONGEST = (
+    "test_pages.py", "parallel/test_model_parallel.py", "parallel/test_strategies.py", "scripts/test_train.py",
+    "training/test_expert_strategies.py", "scripts/test_evaluate.py", "preparation/cleaning/test_near_duplicates.py",
+    "parallel/test_muon_and_adafactor.py", "parallel/test_communication.py", "runs/test_parity.py",
+    "parallel/test_kill_strategies.py", "scripts/test_publish.py", "test_extending.py", "test_closure.py",
+)  # fmt: skip
+"""Files that take longest, for the order in which processes side by side begin them."""
+
+
+def pytest_collection_modifyitems(items):
+    """Puts the longest files first: begun last, one would keep a process busy while the others had nothing to do.
+
+    xdist keeps this order with --no-loadscope-reorder; by itself it begins with the files that have the most tests.
+    """
+    place = {Path(__file__).parent / name: number for number, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: place.get(item.path, len(LONGEST)))
+
 
 def pytest_terminal_summary(terminalreporter):
     """The faults that the fault tests have injected, as a table."""

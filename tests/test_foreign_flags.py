@@ -5,10 +5,10 @@ import re
 import pytest
 
 from pretrain.errors import InputError
-from pretrain.recipe import SETTINGS_ELSEWHERE, list_fields, own_name, read_command_line
+from pretrain.recipe import SETTINGS_ELSEWHERE, fields_of_config, own_name, read_command_line
 from support.project import ROOT
 
-SETTINGS = [path for path, _, _ in list_fields()]
+SETTINGS = [path for path, _ in fields_of_config()]
 OWN_FLAGS = {"config", "text"}
 
 

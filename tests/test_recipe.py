@@ -13,7 +13,7 @@ from pretrain.recipe import (
     SECTIONS_LEFT_OUT,
     as_yaml,
     explain,
-    list_fields,
+    fields_of_config,
     read_command_line,
     read_run_config,
     sections_in,
@@ -168,6 +168,18 @@ def test_the_origin_of_a_changed_model_is_told(recipe):
     assert rows["model.num_hidden_layers"] == ["8", "command line"]
 
 
+def test_a_group_in_two_places_is_refused(recipe):
+    """A problem of the recipe as a whole, with no path."""
+    (problem,) = problems_of(recipe, ("group", "x"), ("tracking.group", "y"))
+    assert problem == f"{recipe}: recipe: group is tracking.group now, and both are given: leave out group"
+
+
+@pytest.mark.parametrize("key", ["optim.learning_rate", "optim.warmup_steps", "batch.tokens_per_step"])
+def test_a_mistake_in_a_number_or_auto_is_told_once(recipe, key):
+    (problem,) = problems_of(recipe, (key, "often"))
+    assert problem.startswith(f"--{key}: Input should be a valid ") and problem.endswith(", or auto (got 'often')")
+
+
 def test_two_budgets_are_refused(recipe):
     (problem,) = problems_of(recipe, ("budget.steps", "100"), ("budget.tokens", "1M"))
     assert "give exactly one of tokens_per_parameter, tokens, steps (got tokens, steps)" in problem
@@ -238,12 +250,12 @@ def test_help_has_headings_choices_and_every_option(capsys):
     assert code == 0 and "the usage" in text and "\noptim:\n" in text
     assert "--precision {auto,fp32,bf16,fp16,fp8}" in text and "--tracking.project" in text
     assert "--optim.learning_rate  [null]" in text, "a number is allowed too"
-    for flag in ("--check", "--verbose", "--smoke", "--text", *(f"--{path}" for path, _, _ in list_fields())):
+    for flag in ("--check", "--verbose", "--smoke", "--text", *(f"--{path}" for path, _ in fields_of_config())):
         assert flag in text, flag
 
 
 def test_every_setting_is_described():
-    assert [path for path, _, text in list_fields() if not text.strip()] == []
+    assert [path for path, field in fields_of_config() if not (field.description or "").strip()] == []
 
 
 def test_help_tells_a_default_that_holds_only_where_its_section_is_given(capsys):
@@ -267,7 +279,7 @@ def test_help_of_one_section(capsys):
 
 
 def test_every_setting_is_listed_once():
-    paths = [path for path, _, _ in list_fields()]
+    paths = [path for path, _ in fields_of_config()]
     assert len(paths) == len(set(paths)) > 50
     assert {"batch.ramp.from", "data.train[].shards", "data.stages[].train[].weight"} <= set(paths)
 

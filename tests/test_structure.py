@@ -95,7 +95,11 @@ def test_every_setting_is_read_somewhere():
     ("module", "reader", "unread"),
     [
         ("pretrain/training/background_jobs.py", "settings.device", ("Evaluation", "device")),
-        ("pretrain/training/run_plan.py", "interval(config.samples)", ("Samples", "every_steps")),
+        (
+            "pretrain/training/run_plan.py",
+            "steps_between(config.samples, plan, config.cadence)",
+            ("Samples", "every_steps"),
+        ),
         ("pretrain/training/resuming.py", "guard.roll_back ==", ("Guard", "roll_back")),
     ],
 )

@@ -4,7 +4,9 @@ import os
 import signal
 import subprocess
 import sys
+import time
 
+import psutil
 import pytest
 
 from support.warm_python import WarmPopen, can_be_forked, starter
@@ -18,12 +20,14 @@ sys.exit(7)
 """
 
 
-ENVIRONMENT = dict(os.environ) | {"HF_HUB_OFFLINE": "1"}
+def environment(**more) -> dict[str, str]:
+    """As it is when a test runs: what other tests import sets variables."""
+    return {**os.environ, "HF_HUB_OFFLINE": "1", **more}
 
 
 def outcome(start, arguments, **settings):
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with start([sys.executable, *arguments], **pipes, **{"env": ENVIRONMENT, **settings}) as process:
+    with start([sys.executable, *arguments], **pipes, **{"env": environment(), **settings}) as process:
         output, errors = process.communicate(timeout=100)
     return process.returncode, output, errors
 
@@ -33,12 +37,12 @@ def test_arguments_environment_files_session_and_status(form, tmp_path):
     (tmp_path / "program.py").write_text(WHAT_IT_SEES)
     command = {"-c": ["-c", WHAT_IT_SEES], "file": [tmp_path / "program.py"], "-m": ["-m", "program"]}[form]
     (tmp_path / "input").write_text("given")
-    environment = {name: value for name, value in ENVIRONMENT.items() if name != "OTHERS"} | {"MINE": "1"}
+    own = {name: value for name, value in environment(MINE="1").items() if name != "OTHERS"}
 
     def run(start):
         with open(tmp_path / "input") as given:
             return outcome(
-                start, [*map(str, command), "a b"], cwd=tmp_path, env=environment, stdin=given, start_new_session=True
+                start, [*map(str, command), "a b"], cwd=tmp_path, env=own, stdin=given, start_new_session=True
             )
 
     assert run(WarmPopen) == run(subprocess.Popen)
@@ -71,15 +75,29 @@ def test_it_is_forked_gets_signals_and_starts_others_warm():
         "print('ready', flush=True)\n"
         "signal.pause()"
     ).replace("CHILD", repr("import sys; sys.exit(3 if 'deepspeed' in sys.modules else 4)"))
-    with WarmPopen([sys.executable, "-c", program], env=ENVIRONMENT, stdout=subprocess.PIPE, text=True) as process:
+    with WarmPopen([sys.executable, "-c", program], env=environment(), stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout.readline() == "ready\n" and process.poll() is None
         process.send_signal(signal.SIGTERM)
         assert process.wait(100) == 3
 
 
+def test_it_can_be_signaled_until_its_end_is_known():
+    """A torchrun whose processes end at the same time asks whether one has ended, and signals its group if not."""
+    deadline = time.monotonic() + 100
+    with WarmPopen([sys.executable, "-c", ""], env=environment(), start_new_session=True) as process:
+        while psutil.Process(process.pid).status() != psutil.STATUS_ZOMBIE:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        os.killpg(process.pid, signal.SIGTERM)
+        assert process.wait(100) == 0
+    while psutil.pid_exists(process.pid):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 def test_what_imports_read_gets_a_new_interpreter():
     command = [sys.executable, "-c", ""]
-    assert can_be_forked(command, ENVIRONMENT)
-    assert not can_be_forked(command, ENVIRONMENT | {"OMP_NUM_THREADS": "7"})
-    assert not can_be_forked(["bash", "-c", ""], ENVIRONMENT)
+    assert can_be_forked(command, environment())
+    assert not can_be_forked(command, environment(OMP_NUM_THREADS="7"))
+    assert not can_be_forked(["bash", "-c", ""], environment())
     assert starter() == os.getppid()

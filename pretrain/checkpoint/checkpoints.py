@@ -236,6 +236,7 @@ class Checkpoints:
         save.describe(unfinished)
         (unfinished / "trainer_state.json").write_text(json.dumps(save.contents, indent=1))
         commit(unfinished, save.folder, files)
+        # After the rename: LATEST must never name a folder that a crash may leave unfinished.
         write_durably(self.folder / "LATEST", save.folder.name)
         try:
             self._prune()
@@ -322,6 +323,7 @@ class Checkpoints:
         self.wait()
         with self.ranks.together(SaveError):
             if self.ranks.is_main:
+                # Before the removals: the mirror's copier takes steps after LATEST for abandoned, and copies none.
                 write_durably(self.folder / "LATEST", checkpoint_name(step))
                 for later, folder in checkpoint_folders(self.run).items():
                     if later > step:

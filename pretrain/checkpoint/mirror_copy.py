@@ -26,16 +26,16 @@ from pretrain import config
 from pretrain.checkpoint.mirror_store import (
     CLAIM_FILE,
     IDENTITY_FILE,
-    NAMELESS,
     DamagedCopyError,
     MirrorStore,
     connect,
     id_of_run,
     is_ahead,
     name_of,
+    require_same_run,
     run_files,
 )
-from pretrain.errors import CRASHED, one_line, run_script
+from pretrain.errors import CRASHED, InputError, one_line, run_script
 from pretrain.files import SEAL_FILE, write_durably
 from pretrain.runs.run_folder import (
     MIRROR_FOLDER,
@@ -63,12 +63,8 @@ class TakenOverError(Exception):
     """Raised if another start of the run writes to the mirror now: this one stops copying for good."""
 
 
-class AbandonedError(Exception):
-    """Raised if the run has rolled back to before the checkpoint that is being copied."""
-
-
 class MirrorCopier:
-    """Copier of one start of a run.
+    """Copier of one start of a run, by `keep_copying` in a thread or by single calls of `attempt`.
 
     Args:
         run: the run's folder.
@@ -107,8 +103,43 @@ class MirrorCopier:
             "is_over": False,
             "damaged": self.damaged,
         }
+        self.is_settled = False
+        """True if everything that was there at `settle` is copied."""
+        self._settles = False
+        self._ends = False
+        self._wake = threading.Event()
         (run / MIRROR_FOLDER).mkdir(parents=True, exist_ok=True)
         shutil.rmtree(run / MIRROR_FOLDER / "copying", ignore_errors=True)
+
+    def keep_copying(self) -> None:
+        """Copies until `end`, and then copies the rest."""
+        if sys.platform == "linux":  # threads have their own priority there
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
+        with copying_alone(self.run):
+            while True:
+                # Cleared before the flags are read: a request that comes later ends the wait below at once.
+                self._wake.clear()
+                settles = self._settles
+                ends = self._ends
+                done = self.attempt(everything=settles)
+                failed = self.status["problem"] is not None
+                self.is_settled = settles and done and not failed
+                self.beat(now=failed or settles)
+                if self.status["is_over"] or (ends and done):
+                    return
+                if done or failed:
+                    pause = self.pause_seconds
+                    self._wake.wait(min(pause, LONGEST_PAUSE_AT_THE_END) if settles else pause)
+
+    def settle(self) -> None:
+        """Asks for everything to be copied now."""
+        self._settles = True
+        self._wake.set()
+
+    def end(self) -> None:
+        """Asks for everything written since `settle` to be copied, after which `keep_copying` returns."""
+        self._ends = True
+        self._wake.set()
 
     def attempt(self, *, everything: bool) -> bool:
         """Makes one pass, recording a failure in the status; returns whether nothing is left to do."""
@@ -131,7 +162,7 @@ class MirrorCopier:
 
         everything: also copies small files that have changed. Raises what the file system raises.
         """
-        if self.there is None:
+        if self.there is None:  # also after run.json was found missing or damaged
             self._first_look()
         self._drop_abandoned()
         step = self._next()
@@ -153,17 +184,17 @@ class MirrorCopier:
         self.manifests = {}
         self.files = {}
         identity = self.store.identity()
-        steps = self.store.steps()
-        there = self._whole([step for step, is_sealed in steps.items() if is_sealed])
+        sealed, parts = self.store.steps()
+        there = self._whole(sealed)
         own = id_of_run(self.run)
         claim = read_json(self.run / MIRROR_FOLDER / CLAIM_FILE)
         if identity is not None and identity.start is not None and claim.get("claimed") == self.store.address:
             self._require_claim()
-        elif any(steps.values()):
-            if identity is None or (identity.run is None and identity.damage is not None):
-                raise TakenOverError(NAMELESS)
-            if identity.run != own:
-                raise TakenOverError("it holds another run; choose another checkpoint.mirror, or remove what is there")
+        elif sealed:
+            try:
+                require_same_run(self.run, own or "", identity, self.store)
+            except (InputError, DamagedCopyError) as error:
+                raise TakenOverError(str(error)) from error
             newest = max(there, default=0)
             if newest > (latest_step(self.run) or 0) and is_ahead(self.run, self.store.state(newest)):
                 raise TakenOverError(
@@ -176,7 +207,7 @@ class MirrorCopier:
         self._copied(IDENTITY_FILE)
         self.there = there
         self.status["copied_step"] = max(there, default=None)
-        self._remove([step for step, is_sealed in steps.items() if not is_sealed])  # left by interrupted copies
+        self._remove(parts)  # left by interrupted copies
 
     def _whole(self, sealed: list[int]) -> dict[int, float | None]:
         """Returns {step: validation loss} of the checkpoints without visible damage; records damage of the others.
@@ -201,7 +232,7 @@ class MirrorCopier:
         return losses
 
     def _copied(self, name: str, manifest: bytes | None = None) -> None:
-        """Records that a file or folder there is complete or gone, so that the next start forgets earlier damage."""
+        """Records that a file or folder there is complete or gone, so that a copy by hand forgets earlier damage."""
         if manifest is not None:
             self.manifests[name] = manifest
         if self.damaged.pop(name, None) is not None:
@@ -234,6 +265,7 @@ class MirrorCopier:
         if steps:
             self._require_claim()
         for step in steps:
+            # Forgotten before it is removed: a removal that fails halfway must not count as a copy.
             self.there.pop(step, None)
             self.manifests.pop(name_of(step), None)
             self.store.remove(name_of(step))
@@ -242,14 +274,16 @@ class MirrorCopier:
     def _next(self) -> int | None:
         """Returns the step to copy next: the newest, else a missing one that is to be kept for good."""
         latest = latest_step(self.run)
+        if latest is None:
+            return None
         here = {}
         for step, path in checkpoint_folders(self.run).items():
             manifest = content_of(path / SEAL_FILE)
-            if manifest is not None and latest is not None and step <= latest:
+            if manifest is not None and step <= latest:
                 here[step] = manifest
         # Checkpoints that were pruned while the mirror was busy with others, or unreachable.
         known = {step for step in self.seen if name_of(step) in self.manifests}
-        dropped = {step for step in self.seen - here.keys() - known if latest is not None and step <= latest}
+        dropped = {step for step in self.seen - here.keys() - known if step <= latest}
         self.seen = set(here)
         if dropped:
             self.status["dropped"] += len(dropped)
@@ -266,10 +300,14 @@ class MirrorCopier:
         started = time.perf_counter()
         held = self.run / MIRROR_FOLDER / "copying" / checkpoint_name(step)
 
+        def is_abandoned() -> bool:
+            return (latest_step(self.run) or 0) < step
+
         def before_seal() -> None:
-            if (latest_step(self.run) or 0) < step:
-                raise AbandonedError
+            if is_abandoned():
+                raise FileNotFoundError
             self._require_claim()
+            # Before the manifest: a start that finds this checkpoint must find the log up to its step.
             self._put_files()
 
         self.beat()
@@ -278,12 +316,10 @@ class MirrorCopier:
             manifest = (folder / SEAL_FILE).read_bytes()
             size = self.store.put(folder, name_of(step), beat=self.beat, before_seal=before_seal)
             self.there[step] = validation_loss_of(read_state(folder))
-        except AbandonedError:
-            return
         except FileNotFoundError:
-            if (self.run / name_of(step)).is_dir():
+            if (self.run / name_of(step)).is_dir() and not is_abandoned():
                 raise
-            return  # pruned in the meantime: there is a newer one
+            return  # the run has rolled back, or has pruned it in the meantime: there is a newer one
         finally:
             shutil.rmtree(held.parent, ignore_errors=True)
         self._copied(name_of(step), manifest)
@@ -348,49 +384,6 @@ def content_of(path: Path) -> bytes | None:
         return path.read_bytes()
     except (FileNotFoundError, NotADirectoryError):
         return None
-
-
-class CopyThread(threading.Thread):
-    """Thread that copies until `end`, and then copies the rest."""
-
-    def __init__(self, copier: MirrorCopier):
-        super().__init__(name="mirror", daemon=True)
-        self.copier = copier
-        self.is_settled = False
-        """True if everything that was there at `settle` is copied."""
-        self._settles = False
-        self._ends = False
-        self._wake = threading.Event()
-
-    def settle(self) -> None:
-        """Asks for everything to be copied now."""
-        self._settles = True
-        self._wake.set()
-
-    def end(self, seconds: float) -> None:
-        """Waits up to this long until everything written since `settle` is copied."""
-        self._ends = True
-        self._wake.set()
-        self.join(seconds)
-
-    def run(self) -> None:
-        copier = self.copier
-        if sys.platform == "linux":  # threads have their own priority there
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
-        with copying_alone(copier.run):
-            while True:
-                self._wake.clear()
-                settles = self._settles
-                ends = self._ends
-                done = copier.attempt(everything=settles)
-                failed = copier.status["problem"] is not None
-                self.is_settled = settles and done and not failed
-                copier.beat(now=failed or settles)
-                if copier.status["is_over"] or (ends and done):
-                    return
-                if done or failed:
-                    pause = copier.pause_seconds
-                    self._wake.wait(min(pause, LONGEST_PAUSE_AT_THE_END) if settles else pause)
 
 
 def copying_alone(run: Path) -> TextIO:

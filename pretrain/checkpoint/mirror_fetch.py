@@ -23,9 +23,7 @@ from pretrain import config
 from pretrain.checkpoint.mirror_store import (
     CLAIM_FILE,
     IDENTITY_FILE,
-    NAMELESS,
     DamagedCopyError,
-    Identity,
     MirrorError,
     MirrorStore,
     connect,
@@ -33,6 +31,7 @@ from pretrain.checkpoint.mirror_store import (
     id_of_run,
     is_ahead,
     name_of,
+    require_same_run,
 )
 from pretrain.checkpoint.run_state import RunStoppedError
 from pretrain.errors import EXIT_NO_VALID_CHECKPOINT, InputError, one_line
@@ -71,10 +70,9 @@ def fetch_from_mirror(run: Path, settings: config.Checkpoint, ranks: Ranks) -> N
     def work() -> Exception | None:
         try:
             look(run, settings)
-        except (InputError, RunStoppedError) as error:
-            return error
-        except Exception as error:  # each file system raises its own errors, and the other ranks wait for the answer
-            return MirrorError(f"checkpoint.mirror: {one_line(error)}")
+        except Exception as error:  # returned, not raised: the other ranks wait for the answer
+            is_told = isinstance(error, InputError | RunStoppedError)
+            return error if is_told else MirrorError(f"checkpoint.mirror: {one_line(error)}")
         return None
 
     problem = ranks.gather(ranks.by_main(work, lambda: None))[0]
@@ -118,8 +116,8 @@ def fetch_wanted(
         with suppress(Exception):  # each file system raises its own errors; the run can continue without
             store = connect(settings, run)
             look_around = partial(patiently, seconds=LOOK_SECONDS_WITHOUT_NEED, retry=False)
-            sealed = [step for step, is_sealed in look_around(store.steps).items() if is_sealed]
-            require_same_run(run, look_around(store.identity), store)
+            sealed, _ = look_around(store.steps)
+            require_same_run(run, id_of_run(run), look_around(store.identity), store)
             wanted = [step for step in sealed if is_wanted(store, step)]
             return fetch(run, store, wanted, {}, required=False) is not None
         return False
@@ -141,11 +139,11 @@ def look(run: Path, settings: config.Checkpoint) -> None:
     try:
         say_stage(f"Looking at the mirror {store.address}")
         wait = settings.mirror_wait_seconds if here is None else LOOK_SECONDS_WITHOUT_NEED
-        identity, steps = patiently(lambda: (store.identity(), store.steps()), wait, retry=here is None)
+        identity, (sealed, _) = patiently(lambda: (store.identity(), store.steps()), wait, retry=here is None)
         if identity is not None and identity.damage is not None:
             claim["damaged"][IDENTITY_FILE] = identity.damage
-        if sealed := [step for step, is_sealed in steps.items() if is_sealed]:
-            require_same_run(run, identity, store)
+        if sealed:
+            require_same_run(run, id_of_run(run), identity, store)
             catch_up(run, store, sealed, here, claim)
             known = identity.run if identity is not None else None
             identify = partial(store.identify, known or id_of_run(run), claim["start"])
@@ -184,6 +182,7 @@ def catch_up(run: Path, store: MirrorStore, sealed: list[int], here: int | None,
 
     if not (later := [step for step in sealed if is_later(step)]):
         return
+    # Before the checkpoint: a kill in between leaves a log without checkpoints, which the next start fetches again.
     damaged |= fetch_files(run, store)
     if fetched := fetch(run, store, later, damaged, required=here is None):
         claim["fetched"] = fetched
@@ -198,20 +197,6 @@ def catch_up(run: Path, store: MirrorStore, sealed: list[int], here: int | None,
 def newest_sealed(run: Path) -> int | None:
     """Returns the newest step in the run's own folder, by name and manifest; None if there is none."""
     return max((step for step, path in checkpoint_folders(run).items() if (path / SEAL_FILE).is_file()), default=None)
-
-
-def require_same_run(run: Path, identity: Identity | None, store: MirrorStore) -> None:
-    """Raises InputError if the mirror holds another run than this folder, DamagedCopyError if that is unknown."""
-    own = id_of_run(run)
-    if own is None:
-        return
-    if identity is None or (identity.run is None and identity.damage is not None):
-        raise DamagedCopyError(NAMELESS)
-    if identity.run not in (None, own):
-        raise InputError(
-            f"checkpoint.mirror: {store.address} holds another run than {run}; choose another mirror or --output, or "
-            "remove what is there"
-        )
 
 
 def require_no_loss(run: Path, store: MirrorStore) -> None:

@@ -8,7 +8,6 @@ NAME is the name of the run's folder. A folder without a manifest is incomplete,
 """
 
 import hashlib
-import importlib.util
 import json
 import os
 import shutil
@@ -41,10 +40,6 @@ IDENTITY_FILE = "run.json"
 """File on the mirror: which run it holds, and which start of it writes."""
 CLAIM_FILE = "claim.json"
 """File in the run's folder: what its last start found on the mirror."""
-NAMELESS = (
-    f"{IDENTITY_FILE} and {METRICS_FILE} there are damaged, so that nothing tells whose checkpoints it has; restore "
-    "one of the two, or remove what is there"
-)
 UNFETCHED = ".saving-"
 """Prefix of a download until it is complete: the next start removes what a kill leaves behind."""
 RUN_FILES = ("*.json", "*.jsonl", "*.yaml", "train.log", "evaluations/*.json")
@@ -125,15 +120,12 @@ class MirrorStore:
         """Writes the mirror's identity."""
         self.write(IDENTITY_FILE, json.dumps({"run": run, "start": start}).encode())
 
-    def steps(self) -> dict[int, bool]:
-        """Returns {step: is it sealed} of the checkpoints here."""
-        found: dict[int, bool] = {}
-        for name in self._sizes("checkpoints"):
-            folder, _, file = name.partition("/")
-            step = step_named(folder)
-            if step is not None:
-                found[step] = found.get(step, False) or file == SEAL_FILE
-        return found
+    def steps(self) -> tuple[list[int], list[int]]:
+        """Lists the steps of the checkpoints here: those that are sealed, and parts of others."""
+        files = [name.split("/") for name in self._sizes("checkpoints")]
+        found = {step_named(path[0]) for path in files} - {None}
+        sealed = {step_named(path[0]) for path in files if path[1:] == [SEAL_FILE]} & found
+        return sorted(sealed), sorted(found - sealed)
 
     def sealed(self, name: str) -> dict[str, dict]:
         """Returns {file: {bytes, sha256}} of a folder, by its manifest. Raises DamagedCopyError."""
@@ -162,8 +154,9 @@ class MirrorStore:
         name = name_of(step)
         file = "trainer_state.json"
         entry = self.look_over(name).get(file, {})
-        if damage := damage_of_content(file, content := self.read(f"{name}/{file}") or b"", entry):
-            raise DamagedCopyError(damage)
+        content = self.read(f"{name}/{file}") or b""
+        if problems := damage_of_content(file, content, entry):
+            raise DamagedCopyError(problems[0])
         return json.loads(content)
 
     def files(self) -> list[str]:
@@ -344,18 +337,15 @@ def mirror_problems(output: Path, settings: config.Checkpoint) -> list[str]:
             f"checkpoint.mirror: {shown(mirror)}: holds secrets, which config.yaml would; put them into the "
             "environment, as the store's own tools take them, and give the bare URL"
         ]
-    from fsspec.registry import get_filesystem_class, known_implementations
+    from fsspec.registry import get_filesystem_class
 
     protocol = mirror.partition("://")[0]
     try:
         get_filesystem_class(protocol)
     except ValueError:
         return [f"checkpoint.mirror: {mirror}: {protocol}:// is not known; give a folder, or s3://, gs://, hf://, ..."]
-    except ImportError as error:
-        package = known_implementations[protocol]["class"].partition(".")[0]
-        if package == "fsspec" or importlib.util.find_spec(package) is not None:
-            return [f"checkpoint.mirror: {mirror}: {one_line(error)}"]
-        return [f"checkpoint.mirror: {mirror}: needs {package}, which is not installed: pip install {package}"]
+    except ImportError as error:  # its text names the package to install
+        return [f"checkpoint.mirror: {mirror}: {error}"]
     return []
 
 
@@ -369,6 +359,25 @@ def connect(settings: config.Checkpoint, run: Path) -> MirrorStore:
 def id_of_run(run: Path) -> str | None:
     """Returns the ID of the run's first start; None before it."""
     return first_start_of(run).get("start_id") if (run / METRICS_FILE).is_file() else None
+
+
+def require_same_run(run: Path, own: str | None, identity: Identity | None, store: MirrorStore) -> None:
+    """Raises InputError if the mirror holds another run than the folder's, DamagedCopyError if that is unknown.
+
+    own: ID of the folder's run; None: it has none yet, and takes any.
+    """
+    if own is None:
+        return
+    if identity is None or (identity.run is None and identity.damage is not None):
+        raise DamagedCopyError(
+            f"{IDENTITY_FILE} and {METRICS_FILE} there are damaged, so that nothing tells whose checkpoints it has; "
+            "restore one of the two, or remove what is there"
+        )
+    if identity.run not in (None, own):
+        raise InputError(
+            f"checkpoint.mirror: {store.address} holds another run than {run}; choose another mirror or --output, or "
+            "remove what is there"
+        )
 
 
 def is_ahead(run: Path, state: Mapping[str, Any]) -> bool:

@@ -15,7 +15,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from pretrain.files import seal
-from pretrain.model.published_names import PublishedNames
+from pretrain.model.published_names import PublishedNames, shapes_in_files
 from pretrain.parallel.tensor_group import TensorGroup
 
 MAX_FILE_BYTES = 4 * 1024**3
@@ -38,11 +38,7 @@ class SavedTensors(Mapping[str, torch.Tensor]):
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Returns {name: shape}, from the files' headers."""
-        found: dict[str, tuple[int, ...]] = {}
-        for path in dict.fromkeys(self._file_of.values()):
-            with safe_open(path, framework="pt") as file:
-                found |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 (not a mapping)
-        return found
+        return shapes_in_files(self._file_of.values())
 
     def __contains__(self, name: object) -> bool:  # Mapping's own would read the tensor
         return name in self._file_of
@@ -162,13 +158,15 @@ class HostMemory:
     def __init__(self, layout: dict[str, tuple[tuple[int, ...], torch.dtype]]):
         self.layout = layout
         """{name: (shape, dtype)}."""
-        sizes = {name: torch.Size(shape).numel() * dtype.itemsize for name, (shape, dtype) in layout.items()}
-        starts = itertools.accumulate((-(-size // ALIGNMENT) * ALIGNMENT for size in sizes.values()), initial=0)
-        starts = dict(zip([*layout, None], starts, strict=True))
-        self._bytes = torch.empty(starts[None], dtype=torch.uint8)
+        spans = {}
+        end = 0
+        for name, (shape, dtype) in layout.items():
+            start = -(-end // ALIGNMENT) * ALIGNMENT
+            end = start + tensor_bytes(shape, dtype)
+            spans[name] = slice(start, end)
+        self._bytes = torch.empty(end, dtype=torch.uint8)
         self._tensors = {
-            name: self._bytes[starts[name] : starts[name] + sizes[name]].view(dtype).view(shape)
-            for name, (shape, dtype) in layout.items()
+            name: self._bytes[spans[name]].view(dtype).view(shape) for name, (shape, dtype) in layout.items()
         }
         self._tried_to_lock = False
 

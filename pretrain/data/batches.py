@@ -12,7 +12,6 @@ step does not change, and the stage begins at the start of a step. Each length h
 import bisect
 import hashlib
 import itertools
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -80,7 +79,7 @@ def key_of(*parts: object) -> int:
 
 
 Drawn = dict[int, np.ndarray]
-"""{span: (sources,) number of windows of that length that were drawn from each source}."""
+"""{tokens in a window: (sources,) number of windows of that length that were drawn from each source}."""
 
 
 @dataclass(frozen=True)
@@ -121,6 +120,8 @@ class Segment:
     """A stretch of samples drawn by one pattern: a stage, or the rest of it after a source is used up."""
 
     first_sample: int
+    length: int
+    """Tokens in one of its windows."""
     span: int
     """Samples that one of its windows counts as: its length over data.sequence_length."""
     pattern: np.ndarray
@@ -134,14 +135,14 @@ class Segment:
         """Returns the source of the window at each sample, and the number of earlier windows of it at that length."""
         rounds, place = np.divmod((samples - self.first_sample) // self.span, len(self.pattern))
         source = self.pattern[place]
-        draws = self.drawn_before[self.span][source] + rounds * self.drawn[-1, source] + self.drawn[place, source]
+        draws = self.drawn_before[self.length][source] + rounds * self.drawn[-1, source] + self.drawn[place, source]
         return source, draws
 
     def drawn_until(self, sample: int) -> Drawn:
         """Counts the windows drawn before `sample`."""
         rounds, place = divmod(-((self.first_sample - sample) // self.span), len(self.pattern))
-        before = self.drawn_before[self.span]
-        return self.drawn_before | {self.span: before + rounds * self.drawn[-1] + self.drawn[place]}
+        before = self.drawn_before[self.length]
+        return self.drawn_before | {self.length: before + rounds * self.drawn[-1] + self.drawn[place]}
 
 
 class Batches:
@@ -151,7 +152,7 @@ class Batches:
         data: the recipe's data section.
         seed: seed of the order of samples.
         ramp: sequences per step over the run.
-        skipped: samples that training skips, ascending; later samples move up.
+        skipped: samples that training skips, in ranges that may overlap and come in any order; later samples move up.
         passed: first samples of the stages that a run has begun, except the first stage, as far as they are known: a
             run that is extended keeps them.
         origin: position of the run when it was given this data; None for the data that it began with. Only steps from
@@ -177,33 +178,20 @@ class Batches:
         self.random_windows = data.sampling == "random_windows"
         self.seed = seed
         self.ramp = ramp
-        self.skipped = tuple(skipped)
+        self.skipped = tuple(_merged(skipped))
         self.passed = tuple(passed)
         self.readers = open_training(data)
         # Sources are numbered in the order in which the stages first name them.
         self.folders = list(self.readers)
         self._numbers, self._read_before = self._continued(origin.sources if origin else ())
-        self._spans = [window.sequence_length // self.window.sequence_length for window in data.windows]
+        self._lengths = [window.sequence_length for window in data.windows]
+        """Tokens in the windows of each stage."""
+        read_at = [length for before in self._read_before for length in before]
         self._windows_per_epoch = {
-            window.sequence_length // self.window.sequence_length: np.array(
-                # At least one, also for sources too short for a stage that does not draw from them; avoids dividing by
-                # 0.
-                [max(1, window.count_in(reader.tokens)) for reader in self.readers.values()],
-                np.int64,
-            )
-            for window in [self.window, *data.windows]
+            length: self._whole_windows(length)
+            for length in dict.fromkeys([self.window.sequence_length, *self._lengths, *read_at])
         }
-        self._epochs_at_other_lengths = np.array(
-            [
-                sum(
-                    windows / max(1, replace(self.window, sequence_length=length).count_in(reader.tokens))
-                    for length, windows in before.items()
-                    if length not in [span * self.window.sequence_length for span in self._windows_per_epoch]
-                )
-                for before, reader in zip(self._read_before, self.readers.values(), strict=True)
-            ]
-        )
-        """Epochs of each source that were read in windows of lengths that the run no longer has."""
+        """{tokens in a window, also of windows that only an earlier part of the run had: (sources,) windows}."""
         self.stage_starts = self._stage_starts(data)
         """First sample of each stage."""
         self.first_steps = [self._first_step_from(sample) for sample in self.stage_starts]
@@ -218,6 +206,11 @@ class Batches:
         self.dtype = np.dtype(manifests[0].dtype)
         self.vocabulary_size = manifests[0].vocabulary_size
         self.end_of_document_id = manifests[0].end_of_document_id
+
+    def _whole_windows(self, length: int) -> np.ndarray:
+        """Returns (sources,) windows of that length in each; at least 1, since a stage may draw from others only."""
+        window = replace(self.window, sequence_length=length)
+        return np.array([max(1, window.count_in(reader.tokens)) for reader in self.readers.values()], np.int64)
 
     def _continued(self, read: Sequence[SourceRead]) -> tuple[list[int], list[dict[int, int]]]:
         """Returns (number, windows drawn before by length) of each source; new sources get unused numbers."""
@@ -237,11 +230,10 @@ class Batches:
     def position(self, step: int) -> DataPosition:
         """Returns the position of a run that has taken the steps before `step`."""
         sample = self.first_sample(step)
-        drawn = self.segments[self._segment_of(sample)].drawn_until(sample)
+        drawn = self._drawn_before(sample)
         sources = []
         for place, (folder, reader) in enumerate(self.readers.items()):
-            here = {span * self.window.sequence_length: int(windows[place]) for span, windows in drawn.items()}
-            windows = {length: count for length, count in (self._read_before[place] | here).items() if count}
+            windows = {length: int(counts[place]) for length, counts in drawn.items() if counts[place]}
             sources.append(SourceRead(folder, reader.manifest.sha256[:16], self._numbers[place], windows))
         # Sources that the run no longer uses may come back.
         numbers = {source.number for source in sources}
@@ -250,10 +242,10 @@ class Batches:
 
     def read(self, step: int, micro_step: int, rank: int, *, ranks: int, sequences: int) -> np.ndarray:
         """Reads token IDs (sequences, sequence_length + 1) of one micro-batch, in the shards' own integer type."""
-        stage = self.stage_at(step)
+        length = self._lengths[self.stage_at(step)]
         # Counted over all ranks, so that the order of the data does not depend on their number.
-        first = self.ramp.sequences_before(step) + (micro_step * ranks + rank) * sequences * self._spans[stage]
-        out = np.empty((sequences, self.data.windows[stage].sequence_length + 1), self.dtype)
+        first = self.ramp.sequences_before(step) + (micro_step * ranks + rank) * sequences * self._span(length)
+        out = np.empty((sequences, length + 1), self.dtype)
         for row, (source, start) in enumerate(self._located(first, sequences)):
             self.readers[self.folders[source]].read(start, out[row])
         # Checked on the CPU, before the copy: a device would fail far from the cause.
@@ -293,12 +285,15 @@ class Batches:
             here = (samples >= self._starts[number]) & (samples < end)
             segment = self.segments[number]
             source[here], draw = segment.locate(samples[here])
-            start[here] = self._first_tokens(source[here], draw, segment.span)
+            start[here] = self._first_tokens(source[here], draw, segment)
         return list(zip(source.tolist(), start.tolist(), strict=True))
 
     def span_at(self, sample: int) -> int:
         """Returns how many samples the window at `sample` counts as: its length over data.sequence_length."""
         return self.segments[self._segment_of(self._unskipped(sample))].span
+
+    def _span(self, length: int) -> int:
+        return length // self.window.sequence_length
 
     def first_sample(self, step: int) -> int:
         """Returns the first sample of `step`, counting skipped ones."""
@@ -310,32 +305,35 @@ class Batches:
 
     def epochs_at(self, step: int) -> dict[str, float]:
         """Returns the epochs of each source completed before `step`, over all lengths together."""
-        sample = self.first_sample(step)
-        drawn = self.segments[self._segment_of(sample)].drawn_until(sample)
-        epochs = sum(windows / self._windows_per_epoch[span] for span, windows in drawn.items())
-        epochs = epochs + self._epochs_at_other_lengths
-        return dict(zip(self.folders, epochs.tolist(), strict=True))
+        drawn = self._drawn_before(self.first_sample(step))
+        return dict(zip(self.folders, self._epochs(drawn).tolist(), strict=True))
 
-    def repeated_in_stage(self, number: int) -> dict[str, tuple[float, float]]:
-        """Returns {source: (its epochs in that stage, share of those tokens that were read at other lengths before)}.
-
-        The share is an expectation: the orders of windows of different lengths are independent.
-        """
-        first = self.stage_starts[number]
+    def epochs_in_stage(self, number: int) -> dict[str, float]:
+        """Returns the epochs that the stage reads, or what is left of it, of each source that it draws from."""
+        first = max(self.stage_starts[number], self.segments[0].first_sample)
         end = [*self.stage_starts, self._total][number + 1]
-        if self.origin is not None:
-            first = max(first, self.origin.sample)
-        before = self.segments[self._segment_of(first)].drawn_before if end > first else {}
-        drawn = self.segments[self._segment_of(end - 1)].drawn_until(end) if end > first else {}
-        span = self._spans[number]
-        found = {}
-        for place, folder in enumerate(self.folders):
-            epochs = {s: before[s][place] / self._windows_per_epoch[s][place] for s in before}
-            here = (drawn[span][place] - before[span][place]) / self._windows_per_epoch[span][place] if drawn else 0
-            if here > 0:
-                unread = math.prod(1 - min(1.0, read) for s, read in epochs.items() if s != span)
-                found[folder] = float(here), float(1 - unread)
-        return found
+        if end <= first:
+            return {}
+        before = self._drawn_before(first)
+        drawn = {length: windows - before[length] for length, windows in self._drawn_before(end).items()}
+        epochs = self._epochs(drawn).tolist()
+        return {folder: here for folder, here in zip(self.folders, epochs, strict=True) if here > 0}
+
+    def _drawn_before(self, sample: int) -> Drawn:
+        return self.segments[self._segment_of(sample)].drawn_until(sample)
+
+    def _epochs(self, drawn: Drawn, without: int | None = None) -> np.ndarray:
+        """Returns (sources,) epochs, over all lengths together or all but one."""
+        # Lengths that the run no longer has are summed apart: in another order the last bit would differ from what was
+        # logged, and from where max_epochs ended a source.
+        current = {self.window.sequence_length, *self._lengths}
+        here = np.zeros(len(self.folders))
+        elsewhere = np.zeros(len(self.folders))
+        for length, windows in drawn.items():
+            if length != without:
+                total = here if length in current else elsewhere
+                total += windows / self._windows_per_epoch[length]
+        return here + elsewhere
 
     def samples_of(self, first_step: int, last_step: int) -> SkippedRange:
         """Returns the samples of steps first_step to last_step (counted from 0), as a range to skip."""
@@ -345,8 +343,8 @@ class Batches:
         return first, last + 1 - first
 
     def leaving_out(self, ranges: Sequence[SkippedRange]) -> "Batches":
-        """Returns the same order of samples without these ranges, which may overlap and come in any order."""
-        return self._with(skipped=_merged(ranges))
+        """Returns the same order of samples without these ranges."""
+        return self._with(skipped=ranges)
 
     def passing(self, stage_starts: Sequence[int], sample: int) -> "Batches":
         """Returns the same run from `sample` on, keeping the starts of stages that it has passed as planned so far."""
@@ -363,7 +361,7 @@ class Batches:
         self, ramp: BatchRamp, skipped: Sequence[SkippedRange], passed: Sequence[int], origin: DataPosition | None
     ) -> "Batches":
         """Returns the same data for a run that has begun; see the arguments of `Batches`."""
-        return self._with(ramp=ramp, skipped=(), passed=passed, origin=origin).leaving_out(skipped)
+        return self._with(ramp=ramp, skipped=skipped, passed=passed, origin=origin)
 
     def begins_segment(self, step: int) -> bool:
         """Tells if the mixture changes within `step` or at its start: a stage ends or a source is used up."""
@@ -376,7 +374,7 @@ class Batches:
         return bisect.bisect_right(self._starts, sample) - 1
 
     def _leave_out(self, samples: np.ndarray) -> np.ndarray:
-        # Ascending: each range must see samples already moved by earlier ranges.
+        # In ascending order: each range must see samples already moved by earlier ranges.
         for first, count in self.skipped:
             samples = np.where(samples >= first, samples + count, samples)
         return samples
@@ -400,7 +398,7 @@ class Batches:
             if number <= len(self.passed):
                 start = self.passed[number - 1]
             # The model cannot change its windows or positions in the middle of a step.
-            if self._spans[number] != self._spans[number - 1] or following.rope_parameters:
+            if self._lengths[number] != self._lengths[number - 1] or following.rope_parameters:
                 step = self._first_step_from(start)
                 if step == self.ramp.total_steps:
                     raise InputError(
@@ -412,83 +410,79 @@ class Batches:
             starts.append(max(start, starts[-1]))
         return starts
 
-    def _first_tokens(self, source: np.ndarray, draw: np.ndarray, span: int) -> np.ndarray:
+    def _first_tokens(self, source: np.ndarray, draw: np.ndarray, segment: Segment) -> np.ndarray:
         starts = np.empty_like(draw)
-        length = span * self.window.sequence_length
-        epoch, place = np.divmod(draw, self._windows_per_epoch[span][source])
+        epoch, place = np.divmod(draw, self._windows_per_epoch[segment.length][source])
         for number, turn in {*zip(source.tolist(), epoch.tolist(), strict=True)}:
             here = (source == number) & (epoch == turn)
             if self.random_windows:
                 reader = self.readers[self.folders[number]]
-                key = key_of(self.seed, self._numbers[number], *self._of_span(span), "random")
-                key = np.uint64(key & (2**64 - 1))
-                starts[here] = _mix(_mix(draw[here].astype(np.uint64)) ^ key) % (reader.tokens - length)
+                key = np.uint64(self._key("random", segment, number) & (2**64 - 1))
+                starts[here] = _mix(_mix(draw[here].astype(np.uint64)) ^ key) % (reader.tokens - segment.length)
             else:
-                starts[here] = self._permutation(number, turn, span)(place[here]) * length
+                starts[here] = self._permutation(number, turn, segment)(place[here]) * segment.length
         return starts
 
-    @staticmethod
-    def _of_span(span: int) -> tuple[int, ...]:
-        """Returns extra parts for keys of longer windows; data.sequence_length has none, as in runs without stages."""
-        return (span,) if span > 1 else ()
+    def _key(self, purpose: str, segment: Segment, source: int, *epoch: int) -> int:
+        # Never change what is in a key: the order of the data depends on it. Windows of data.sequence_length have no
+        # span in theirs, as in runs without stages.
+        span = (segment.span,) if segment.span > 1 else ()
+        return key_of(self.seed, self._numbers[source], *epoch, *span, purpose)
 
-    def _permutation(self, source: int, epoch: int, span: int) -> Permutation:
-        if (source, epoch, span) not in self._permutations:
+    def _permutation(self, source: int, epoch: int, segment: Segment) -> Permutation:
+        if (source, epoch, segment.length) not in self._permutations:
             # The previous epoch stays: one batch may have windows of both.
             self._permutations = {key: value for key, value in self._permutations.items() if key[1] >= epoch - 1}
-            windows = int(self._windows_per_epoch[span][source])
-            key = key_of(self.seed, self._numbers[source], epoch, *self._of_span(span), "epoch")
-            self._permutations[source, epoch, span] = Permutation(windows, key)
-        return self._permutations[source, epoch, span]
+            windows = int(self._windows_per_epoch[segment.length][source])
+            key = self._key("epoch", segment, source, epoch)
+            self._permutations[source, epoch, segment.length] = Permutation(windows, key)
+        return self._permutations[source, epoch, segment.length]
 
     def _plan(self, data: Data) -> list[Segment]:
         skipped = sum(count for _, count in self.skipped)
         segments: list[Segment] = []
         sample = self.origin.sample if self.origin else 0
-        length = self.window.sequence_length
         drawn = {
-            span: np.array([before.get(span * length, 0) for before in self._read_before], np.int64)
-            for span in self._windows_per_epoch
+            length: np.array([before.get(length, 0) for before in self._read_before], np.int64)
+            for length in self._windows_per_epoch
         }
         ends = [*self.stage_starts[1:], self._total]
-        for stage, span, end in zip(data.mixtures, self._spans, ends, strict=True):
-            while sample < end:
-                segment, windows = self._segment(stage.train, span, sample, drawn)
-                if segment is None:
+        for number, (stage, end) in enumerate(zip(data.mixtures, ends, strict=True), start=1):
+            # A run that ends at the step at which it was given this data has one segment too.
+            while sample < end or (number == len(ends) and not segments):
+                found = self._segment(stage.train, self._lengths[number - 1], sample, drawn)
+                if found is None:
                     raise InputError(self._exhausted(stage.train, sample - skipped, self._total - skipped))
+                segment, windows = found
                 segments.append(segment)
-                sample += min(windows * span, end - sample)
+                sample += min(windows * segment.span, end - sample)
                 drawn = segment.drawn_until(sample)
-        if not segments:  # the run ends at the step at which it was given this data
-            segment, _ = self._segment(data.mixtures[-1].train, self._spans[-1], sample, drawn)
-            if segment is None:
-                raise InputError(self._exhausted(data.mixtures[-1].train, sample - skipped, self._total - skipped))
-            segments.append(segment)
         return segments
 
-    def _segment(self, sources: list[Source], span: int, sample: int, drawn: Drawn) -> tuple[Segment | None, int]:
-        """Returns the segment that begins at `sample`, and its number of windows until its first source is used up."""
+    def _segment(self, sources: list[Source], length: int, sample: int, drawn: Drawn) -> tuple[Segment, int] | None:
+        """Returns the segment that begins at `sample`, and its number of windows until its first source is used up.
+
+        None: all of its sources are used up.
+        """
         weights = np.zeros(len(self.folders))
         left = np.full(len(self.folders), np.iinfo(np.int64).max)
         for source in sources:
             number = self.folders.index(str(source.shards))
             if source.max_epochs is not None:
-                per_epoch = self._windows_per_epoch
-                elsewhere = sum(drawn[s][number] / per_epoch[s][number] for s in drawn if s != span)
-                elsewhere += self._epochs_at_other_lengths[number]
-                left[number] = int((source.max_epochs - elsewhere) * per_epoch[span][number]) - drawn[span][number]
+                epochs = source.max_epochs - self._epochs(drawn, without=length)[number]
+                left[number] = int(epochs * self._windows_per_epoch[length][number]) - drawn[length][number]
             weights[number] = source.weight if left[number] > 0 else 0.0
         if not weights.any():
-            return None, 0
+            return None
         pattern = interleave(weights)
         one_hot = pattern[:, None] == np.arange(len(weights))
         counts = np.vstack([np.zeros(len(weights), np.int64), np.cumsum(one_hot, axis=0)])
-        length = np.iinfo(np.int64).max
+        windows = np.iinfo(np.int64).max
         for number in np.flatnonzero(weights):
             if left[number] < np.iinfo(np.int64).max:
                 rounds, rest = divmod(int(left[number]) - 1, int(counts[-1, number]))
-                length = min(length, rounds * PATTERN_LENGTH + int(np.flatnonzero(one_hot[:, number])[rest]) + 1)
-        return Segment(sample, span, pattern, counts, drawn), length
+                windows = min(windows, rounds * PATTERN_LENGTH + int(np.flatnonzero(one_hot[:, number])[rest]) + 1)
+        return Segment(sample, length, self._span(length), pattern, counts, drawn), windows
 
     def _exhausted(self, sources: list[Source], sample: int, total: int) -> str:
         tokens = self.window.sequence_length

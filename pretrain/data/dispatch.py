@@ -1,7 +1,6 @@
 """Dispatch of batches from shards that only the first rank can read: it reads for all and sends each its windows."""
 
 import json
-import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, replace
@@ -9,7 +8,6 @@ from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
-import torch
 import torch.distributed as dist
 
 from pretrain.config import Data
@@ -19,9 +17,7 @@ from pretrain.errors import InputError
 
 _Result = TypeVar("_Result")
 
-HEADER_BYTES = 16
-"""Bytes of the header of each message: the outcome of reading and the batch's number, as int64."""
-READ, INPUT_REFUSED, READ_FAILED = range(3)
+NOT_READ = "the first process, which reads the shards for all, could not: its own message says why"
 
 
 def describe_shards(data: Data) -> str:
@@ -75,8 +71,6 @@ class Dispatcher:
     def take(
         self,
         number: int,
-        shape: tuple[int, ...],
-        dtype: np.dtype | type,
         read: Callable[[int], np.ndarray],
         then: Callable[[np.ndarray], _Result] = lambda ids: ids,
     ) -> Future[_Result]:
@@ -84,47 +78,30 @@ class Dispatcher:
 
         Args:
             number: number of this batch; all ranks must ask for the same one.
-            shape, dtype: shape and dtype of the token IDs.
             read: reads the token IDs of a data rank; called only on the first rank, for all ranks.
 
         An error of `read` is raised on the first rank; the others raise an InputError if it was one, else a
         RuntimeError.
         """
-        return self._thread.submit(lambda: then(self._exchange(number, shape, np.dtype(dtype), read)))
+        return self._thread.submit(lambda: then(self._exchange(number, read)))
 
-    def _exchange(
-        self, number: int, shape: tuple[int, ...], dtype: np.dtype, read: Callable[[int], np.ndarray]
-    ) -> np.ndarray:
-        # The outcome travels with the token IDs: a failed read needs no collective of its own.
-        mine = np.zeros(HEADER_BYTES + math.prod(shape) * dtype.itemsize, np.uint8)
-        parts = None
+    def _exchange(self, number: int, read: Callable[[int], np.ndarray]) -> np.ndarray:
+        sent = None
         problem = None
         if self.rank == 0:
             try:
                 # Ranks that share one model take the same part, which is read once.
-                packed = {part: _packed(number, read(part), mine.size) for part in sorted(set(self.data_ranks))}
+                ids = {part: read(part) for part in sorted(set(self.data_ranks))}
+                sent = [(number, ids[part]) for part in self.data_ranks]
             except Exception as error:  # sent before it is raised: the other ranks wait in the same collective
                 problem = error
-                failed = torch.from_numpy(mine.copy())
-                failed[:HEADER_BYTES].view(torch.int64)[0] = (
-                    INPUT_REFUSED if isinstance(error, InputError) else READ_FAILED
-                )
-                packed = dict.fromkeys(self.data_ranks, failed)
-            parts = [packed[part] for part in self.data_ranks]
-        dist.scatter(torch.from_numpy(mine), parts, src=0, group=self.group)
-        if problem is not None:
-            raise problem
-        outcome, found = mine[:HEADER_BYTES].view(np.int64).tolist()
-        if outcome != READ:
-            error = InputError if outcome == INPUT_REFUSED else RuntimeError
-            raise error("the first process, which reads the shards for all, could not: its own message says why")
+                kind = InputError if isinstance(error, InputError) else RuntimeError
+                sent = [(number, kind(NOT_READ))] * len(self.data_ranks)
+        received = [None]
+        dist.scatter_object_list(received, sent, src=0, group=self.group)
+        found, ids = received[0]
+        if problem is not None or isinstance(ids, Exception):
+            raise problem or ids
         if found != number:
             raise RuntimeError(f"the first process has sent ids {found:,} where {number:,} were due")
-        return mine[HEADER_BYTES:].view(dtype).reshape(shape)
-
-
-def _packed(number: int, ids: np.ndarray, size: int) -> torch.Tensor:
-    packed = np.empty(size, np.uint8)
-    packed[:HEADER_BYTES].view(np.int64)[:] = READ, number
-    packed[HEADER_BYTES:] = np.ascontiguousarray(ids).reshape(-1).view(np.uint8)
-    return torch.from_numpy(packed)
+        return ids

@@ -20,7 +20,6 @@ import numpy as np
 from pretrain.data.manifest import HDF5_SUFFIXES, MANIFEST_FILE, SHARDS_FORMAT, Manifest, Shard, id_dtype
 from pretrain.errors import InputError
 from pretrain.files import sha256_of
-from pretrain.recipe import preparation_command
 
 if TYPE_CHECKING:
     import h5py
@@ -71,8 +70,10 @@ def read_manifest(folder: str | Path, tokenizer: str | None = None) -> Manifest:
         if foreign_files(folder):
             return foreign_manifest(folder, tokenizer)
     if not folder.is_dir():
-        command = preparation_command(folder)
-        raise InputError(f"{folder}: no such folder of prepared shards; prepare it with {command}")
+        raise InputError(
+            f"{folder}: no such folder of prepared shards; prepare it with the commands at the head of the recipe, or "
+            f"with python prepare_data.py --input 'FILES' --tokenizer TOKENIZER --output {folder}"
+        )
     path = folder / MANIFEST_FILE
     if not path.is_file():
         raise InputError(

@@ -186,9 +186,16 @@ FLASH_PACKAGES = {
     "flash_attention_3": ("flash_attn_interface", "pip install flash-attn-3, see requirements-flash-attn.txt"),
 }
 """{attention: (module, how to install it)}."""
-ATTENTION_NAMES = dict.fromkeys(("auto", "sdpa", "varlen"), "groundwork_sdpa") | {"eager": "groundwork_eager"}
-ATTENTION_NAMES |= {"flex_attention": "flex_attention"}
-ATTENTION_NAMES |= {"flash_attention_2": "groundwork_fa2", "flash_attention_3": "groundwork_fa3"}
+ATTENTION_NAMES = {
+    "auto": "groundwork_sdpa",
+    "sdpa": "groundwork_sdpa",
+    "varlen": "groundwork_sdpa",
+    "eager": "groundwork_eager",
+    "flex_attention": "flex_attention",
+    "flash_attention_2": "groundwork_fa2",
+    "flash_attention_3": "groundwork_fa3",
+}
+"""{a recipe's attention: the attn_implementation of transformers}."""
 
 
 def why_not(requested: str, *, device_type: str, dtype: torch.dtype, window: WindowSpec | None = None) -> str | None:

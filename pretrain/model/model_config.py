@@ -48,6 +48,12 @@ LARGEST = (
 )
 """(keys, largest value, unit). The first matching pattern counts. The largest known models have some 130 layers,
 128 heads, 16,384 experts, 300,000 tokens, 110,000 numbers in a vector, 10 million positions."""
+NUMBER_RULES = (
+    (r"drop", lambda value: 0 <= value < 1, "a probability from 0 to below 1"),
+    (r"eps(?:ilon)?(?:_|$)", lambda value: 0 < value < 1, "a small number above 0 and below 1, such as 1e-6"),
+    (r"initializer_range|init_std|_std$", lambda value: value >= 0, "a number from 0, such as 0.02"),
+)
+"""(pattern of a key's name, whether a number is allowed there, what is allowed)."""
 MAY_BE_NEGATIVE = re.compile(r"(?:_id|_index|_bound|_min|clamp_len|_ids)$")
 CONFIG_DTYPES = ("bfloat16", "float16", "float32", "float64")
 ROPE_TYPES = ("default", *ROPE_INIT_FUNCTIONS)
@@ -90,7 +96,8 @@ def load_model_config(
         keys = _changed(config_class, in_file, changes)
         stated = {key: keys[key] for key in keys if key in changes or key == "rope_parameters"}
     if follows_the_data(config_class, keys):
-        stated, keys = ({key: of[key] for key in of if key != VOCABULARY_KEY} for of in (stated, keys))
+        stated = {key: value for key, value in stated.items() if key != VOCABULARY_KEY}
+        keys = {key: value for key, value in keys.items() if key != VOCABULARY_KEY}
         if vocabulary_size is not None:
             keys[VOCABULARY_KEY] = padded_vocabulary(vocabulary_size)
         elif isinstance(in_file.get(VOCABULARY_KEY), int):
@@ -203,18 +210,17 @@ def _checked_config(
     where: str, config_class: type[PreTrainedConfig], keys: dict[str, Any], stated: dict[str, Any]
 ) -> PreTrainedConfig:
     """Builds the configuration from these keys; those that people `stated` are verified one by one."""
+    if _depth(stated) > MOST_DEPTH:  # the checks below recurse
+        raise InputError(f"{where}: lists or objects are nested more than {MOST_DEPTH} deep; no model's JSON is")
     fields = {field.name: field for field in dataclasses.fields(config_class)}
-    problems = value_problems(
-        stated, {key: getattr(config_class, config_class.attribute_map.get(key, key), None) for key in stated}
-    )
-    if any("are nested" in problem for problem in problems):
-        raise InputError(*[f"{where}: {problem}" for problem in problems])
+    defaults = {key: getattr(config_class, config_class.attribute_map.get(key, key), None) for key in stated}
+    problems = _value_problems(stated, defaults)
     # transformers accepts standard names for a class's own (hidden_size for GPT-2's n_embd): check the class's own.
     names = {key: config_class.attribute_map.get(key, key) for key in keys}
     problems += _unknown_keys(config_class, fields, stated)
     wrong_types = {key: problem for key in stated if (problem := _type_problem(names[key], stated[key], fields))}
     problems += [f"{key}: {problem}" for key, problem in wrong_types.items()]
-    problems += _rope_problems(fields, stated)
+    problems += _rope_problems(stated, has_keys="rope_parameters" in fields)
     values = {name: field.default for name, field in fields.items()}
     wrong = {*wrong_types, *(problem.partition(":")[0] for problem in problems)}
     values |= {names[key]: keys[key] for key in keys if key not in wrong}
@@ -358,25 +364,6 @@ def _type_problem(name: str, value: Any, fields: dict) -> str | None:
     return None
 
 
-def _rope_problems(fields: dict, keys: dict[str, Any]) -> list[str]:
-    """Lists unknown keys of rotary positions; `value_problems` checks the values."""
-    if "rope_parameters" not in fields:
-        return []
-    allowed = {*RopeParameters.__annotations__, "type"}
-    # Some classes nest one dict per kind of layer; transformers itself checks those.
-    given = {
-        outer: keys[outer]
-        for outer in ("rope_parameters", "rope_scaling")
-        if isinstance(keys.get(outer), dict) and not any(isinstance(value, dict) for value in keys[outer].values())
-    }
-    return [
-        f"{outer}.{key} is not a key of rotary positions{did_you_mean(key, allowed)}"
-        for outer, values in given.items()
-        for key in values
-        if key not in allowed
-    ]
-
-
 def _shape_problems(config_class: type[PreTrainedConfig], values: dict[str, Any]) -> list[str]:
     """Lists impossible shapes among values of the right type, by the standard names of transformers."""
     own_name = {name: config_class.attribute_map.get(name, name) for name in COUNT_FIELDS}
@@ -408,14 +395,12 @@ def _shape_problems(config_class: type[PreTrainedConfig], values: dict[str, Any]
     return problems
 
 
-def value_problems(keys: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[str]:
-    """Lists the problems of the values in a model's JSON, whatever its class.
+def _value_problems(keys: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[str]:
+    """Lists the problems of the values in a model's JSON, whatever its class; those of rotary positions apart.
 
     Args:
         defaults: defaults of the class's keys; if one is an activation or negative, the key accepts such values.
     """
-    if _depth(keys) > MOST_DEPTH:
-        return [f"lists or objects are nested more than {MOST_DEPTH} deep; no model's JSON is"]
     problems = []
     for path, value in _numbers(keys):
         problems += _number_problems(path, value, defaults.get(path))
@@ -423,17 +408,9 @@ def value_problems(keys: Mapping[str, Any], defaults: Mapping[str, Any]) -> list
         is_activation = isinstance(defaults.get(key), str) and defaults[key] in ACT2FN
         if is_activation and (not isinstance(value, str) or value not in ACT2FN):
             problems.append(f"{key}: {_shown(value)} is not an activation{did_you_mean(str(value), ACT2FN)}")
-    return problems + _kind_problems(keys) + _rope_value_problems(keys)
-
-
-def _kind_problems(keys: Mapping[str, Any]) -> list[str]:
-    """Lists the problems of keys that every class has."""
-    problems = []
-    for key in ("dtype", "torch_dtype"):
-        if (value := keys.get(key)) is not None and value not in CONFIG_DTYPES:
+        if key in ("dtype", "torch_dtype") and value is not None and value not in CONFIG_DTYPES:
             problems.append(f"{key}: {_shown(value)} is not a dtype{did_you_mean(str(value), CONFIG_DTYPES)}")
-    for key in ("id2label", "label2id"):
-        if (value := keys.get(key)) is not None and not isinstance(value, dict):
+        if key in ("id2label", "label2id") and value is not None and not isinstance(value, dict):
             problems.append(f"{key}: {_shown(value)} is not an object of labels; a language model needs none")
     return problems
 
@@ -444,12 +421,9 @@ def _number_problems(path: str, value: float, default: Any) -> list[str]:
     if not math.isfinite(value):
         example = default if isinstance(default, int | float) and not isinstance(default, bool) else 1.0
         return [f"{path}: {value} is not a finite number; allowed: finite numbers, such as {example}"]
-    if "drop" in name and isinstance(value, int | float) and not 0 <= value < 1 and not isinstance(default, bool):
-        return [f"{path}: {_shown(value)}; allowed: a probability from 0 to below 1"]
-    if re.search(r"eps(?:ilon)?(?:_|$)", name) and not 0 < value < 1:
-        return [f"{path}: {_shown(value)}; allowed: a small number above 0 and below 1, such as 1e-6"]
-    if re.search(r"initializer_range|init_std|_std$", name) and value < 0:
-        return [f"{path}: {_shown(value)}; allowed: a number from 0, such as 0.02"]
+    for pattern, is_allowed, allowed in NUMBER_RULES:
+        if re.search(pattern, name) and not is_allowed(value):
+            return [f"{path}: {_shown(value)}; allowed: {allowed}"]
     if isinstance(value, int):
         _, most, what = next(bound for bound in LARGEST if re.search(bound[0], name))
         if value > most:
@@ -460,8 +434,12 @@ def _number_problems(path: str, value: float, default: Any) -> list[str]:
     return []
 
 
-def _rope_value_problems(keys: Mapping[str, Any]) -> list[str]:
-    """Lists the problems of rotary parameters, also if there is one object per kind of layer."""
+def _rope_problems(keys: Mapping[str, Any], *, has_keys: bool) -> list[str]:
+    """Lists the problems of rotary positions, also if there is one object per kind of layer.
+
+    has_keys: the class declares rope_parameters, so that their keys are known; transformers checks nested ones.
+    """
+    known = {*RopeParameters.__annotations__, "type"}
     problems = _rope_kind_problems("", {"rope_theta": keys.get("rope_theta")})
     for outer in ("rope_parameters", "rope_scaling"):
         if (given := keys.get(outer)) is None:
@@ -474,6 +452,9 @@ def _rope_value_problems(keys: Mapping[str, Any]) -> list[str]:
         nested = {f"{outer}.{kind}.": value for kind, value in given.items() if isinstance(value, dict)}
         for prefix, values in (nested or {f"{outer}.": given}).items():
             problems += _rope_kind_problems(prefix, values)
+        for key in given if has_keys and not nested else ():
+            if key not in known:
+                problems.append(f"{outer}.{key} is not a key of rotary positions{did_you_mean(key, known)}")
     return problems
 
 

@@ -15,8 +15,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from pretrain.config import Data
 from pretrain.errors import InputError, Problems
 from pretrain.model.build import build_meta_model, build_model
-from pretrain.model.model_config import changed_config
-from pretrain.model.small_copy import KeyedConfig, ReferenceWindow, in_a_line, logits_of, one_thread, reference_of
+from pretrain.model.model_config import changed_config, described
+from pretrain.model.small_copy import KeyedConfig, ReferenceWindow, logits_of, one_thread, reference_of
 
 KEPT_BY_TYPE = ("rope_theta", "partial_rotary_factor")
 """Keys that a stage with another rope_type keeps from the previous stage."""
@@ -126,7 +126,7 @@ def _rope_problem(keyed: KeyedConfig, keyed_changed: KeyedConfig) -> str | None:
         wanted = logits_of(built, ids_BT)
         found = logits_of(model, ids_BT)
     except Exception as error:  # the library's own classes may raise anything
-        return f"cannot have its positions changed ({in_a_line(error)}); leave rope_parameters out"
+        return f"cannot have its positions changed ({described(error)}); leave rope_parameters out"
     if torch.equal(wanted, before):
         return "computes the same with these as without: what it takes from them is what it has; leave them out"
     if not torch.equal(found, wanted):

@@ -12,7 +12,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cache
 from pretrain.errors import InputError
 from pretrain.model.build import clear_padding, initialize_module
 from pretrain.model.model_config import first_line, load_model_config
-from pretrain.model.published_names import PublishedNames
+from pretrain.model.published_names import PublishedNames, shapes_in_files
 from pretrain.model.routers import as_buffers
 
 TensorPlaces = dict[str, tuple[Path, str]]
@@ -191,7 +191,7 @@ def places_in_files(files: dict[str, Path], names: PublishedNames) -> dict[str, 
     Returns None if a parameter is missing or has another shape.
     """
     meta_model = names.meta_model
-    shapes = shapes_in_files(files)
+    shapes = shapes_in_files(files.values())
     prefix = f"{meta_model.base_model_prefix}."
     found = {}
     wanted = dict(meta_model.named_parameters())
@@ -203,12 +203,3 @@ def places_in_files(files: dict[str, Path], names: PublishedNames) -> dict[str, 
                 if all(shapes.get(place) == pieces[piece] for piece, place in places.items()):
                     found.setdefault(name, {piece: (files[place], place) for piece, place in places.items()})
     return found if wanted.keys() <= found.keys() else None
-
-
-def shapes_in_files(files: dict[str, Path]) -> dict[str, tuple[int, ...]]:
-    """Reads {name: shape} from the files' headers."""
-    found: dict[str, tuple[int, ...]] = {}
-    for path in set(files.values()):
-        with safe_open(path, framework="pt") as file:
-            found |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 (not a mapping)
-    return found

@@ -6,9 +6,11 @@ Both directions work tensor by tensor here, by transformers' own conversions, so
 """
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Self
 
+from safetensors import safe_open
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
@@ -80,6 +82,15 @@ class PublishedNames:
 
 def shapes_of(tensors: Mapping[str, Tensor]) -> Shapes:
     return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+
+
+def shapes_in_files(paths: Iterable[Path]) -> Shapes:
+    """Reads {name: shape} of the tensors in safetensors files, from their headers."""
+    found: Shapes = {}
+    for path in dict.fromkeys(paths):
+        with safe_open(path, framework="pt") as file:
+            found |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 (not a mapping)
+    return found
 
 
 class JoinedTensors(Mapping[str, Tensor]):

@@ -24,6 +24,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from pretrain.errors import InputError
 from pretrain.model.build import build_model
+from pretrain.model.model_config import described
 
 VOCABULARY = 96
 SMALL_PARAMETERS = 8_000_000
@@ -127,7 +128,7 @@ def small_copies(config: PreTrainedConfig, failures: list[str]) -> Iterator[PreT
             if sum(parameter.numel() for parameter in _meta_model(small).parameters()) <= limit:
                 yield small
         except Exception as error:  # the library's own checks of sizes that it does not support
-            failures.append(in_a_line(error))
+            failures.append(described(error))
 
 
 def kinds_of_layers(config: PreTrainedConfig) -> tuple[int, int] | None:
@@ -214,12 +215,6 @@ def _meta_model(config: PreTrainedConfig) -> nn.Module:
         return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
 
 
-def in_a_line(error: Exception) -> str:
-    """Returns the error's class and the last line of its text, which has the reason in the library's checks."""
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[-1].strip()}" if lines else type(error).__name__
-
-
 def _is_above(value: Any, limit: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value > limit
 
@@ -276,7 +271,7 @@ def reference_of(keyed: KeyedConfig) -> PreTrainedModel:
         except InputError:
             raise
         except Exception as error:  # the library's own forward may raise anything
-            failures.append(in_a_line(error))
+            failures.append(described(error))
             continue
         return model
     raise InputError(_unbuildable(keyed.config, failures))

@@ -17,7 +17,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from pretrain.errors import InputError
 from pretrain.model.build import build_meta_model, embedding_parameter_names, transposed_names
 from pretrain.model.compile import layers_of
-from pretrain.model.small_copy import GROWING, in_a_line
+from pretrain.model.model_config import described
+from pretrain.model.small_copy import GROWING
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ def width_roles(config: PreTrainedConfig) -> dict[str, WidthRole]:
         wide = build_meta_model(at_width(config, 2.0))
     except Exception as error:  # the library's own checks may raise anything at other sizes
         raise InputError(
-            f"optim.width_transfer: mup: this model cannot be built at twice its width ({in_a_line(error)}), from "
+            f"optim.width_transfer: mup: this model cannot be built at twice its width ({described(error)}), from "
             "which the parts of its parameters are found; use none"
         ) from None
     shapes = {name: tuple(parameter.shape) for name, parameter in wide.named_parameters()}

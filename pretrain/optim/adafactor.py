@@ -19,6 +19,11 @@ DECAY_EXPONENT = 0.8
 LEAST_SQUARE = 1e-30
 """Added to squared gradients."""
 
+# Dimensions, from the end, that a number per row, per column or per matrix of a parameter does not have.
+ROW = (-1,)
+COLUMN = (-2,)
+MATRIX = (-2, -1)
+
 
 @dataclass(frozen=True)
 class ParameterPart:
@@ -59,6 +64,19 @@ class ParameterPart:
         if self.offset is None:
             return block
         return block.view(-1).narrow(0, self.start - first * math.prod(self.shape[1:]), self.elements)
+
+    def of_block(
+        self, numbers: torch.Tensor, first: int, block: torch.Tensor, without: tuple[int, ...]
+    ) -> torch.Tensor:
+        """Narrows numbers over the whole parameter to those of a block, as `block` returns it.
+
+        without: dimensions of the parameter that the numbers do not have, from the end: (-1,) for one per row.
+        """
+        missing = [len(self.shape) + dim for dim in without]
+        if self.dim in missing:
+            return numbers
+        dim = self.dim - sum(other < self.dim for other in missing)
+        return numbers.narrow(dim, first, block.size(self.dim))
 
 
 class Adafactor(torch.optim.Optimizer):
@@ -128,10 +146,10 @@ class Adafactor(torch.optim.Optimizer):
         places = {key: torch.zeros_like(state[key]) for key in state if key != "step"}
         squared = block.square()
         if "row" in state:
-            part_of_rows(places["row"], part, first, block).copy_(squared.sum(-1))
-            part_of_columns(places["column"], part, first, block).copy_(squared.sum(-2))
+            part.of_block(places["row"], first, block, ROW).copy_(squared.sum(-1))
+            part.of_block(places["column"], first, block, COLUMN).copy_(squared.sum(-2))
         else:
-            part_of_vector(places["variance"], first, block).copy_(squared.view(-1))
+            part.of_block(places["variance"].view(-1), first, block.view(-1), ()).copy_(squared.view(-1))
         del squared
         # Every update waits here, so that one collective sums for all; see `run_together`.
         sums = dict(zip(places, (yield list(places.values())), strict=True))
@@ -139,15 +157,15 @@ class Adafactor(torch.optim.Optimizer):
             state["row"].lerp_(sums["row"] / part.shape[-1] + LEAST_SQUARE, new)
             state["column"].lerp_(sums["column"] / part.shape[-2] + LEAST_SQUARE, new)
             row = (state["row"] / state["row"].mean(-1, keepdim=True)).rsqrt()
-            block.mul_(part_of_rows(row, part, first, block).unsqueeze(-1))
-            block.mul_(part_of_columns(state["column"].rsqrt(), part, first, block).unsqueeze(-2))
+            block.mul_(part.of_block(row, first, block, ROW).unsqueeze(-1))
+            block.mul_(part.of_block(state["column"].rsqrt(), first, block, COLUMN).unsqueeze(-2))
         else:
             state["variance"].lerp_(sums["variance"] + LEAST_SQUARE, new)
-            block.mul_(part_of_vector(state["variance"].rsqrt(), first, block).view_as(block))
+            block.mul_(part.of_block(state["variance"].rsqrt().view(-1), first, block.view(-1), ()).view_as(block))
         update = part.inside(block, first)
         if is_stack := are_matrices(part.shape):
             squares = torch.zeros(part.shape[:-2], device=block.device)
-            part_of_matrices(squares, part, first, block).copy_(block.square().sum((-2, -1)))
+            part.of_block(squares, first, block, MATRIX).copy_(block.square().sum((-2, -1)))
         else:
             squares = update.square().sum()
         if part.offset is not None:
@@ -160,7 +178,7 @@ class Adafactor(torch.optim.Optimizer):
         excess = torch.clamp(rms / CLIP, min=1.0)
         if is_stack:
             block, first = part.block(update)
-            block.div_(part_of_matrices(excess, part, first, block)[..., None, None])
+            block.div_(part.of_block(excess, first, block, MATRIX)[..., None, None])
             update.copy_(part.inside(block, first))
             del block
         else:
@@ -190,28 +208,6 @@ def part_of(parameter: torch.Tensor) -> ParameterPart:
     holders = Holders(mesh.get_group(axis), torch.device(mesh.device_type))
     start = min(parameter.shape[dim], holders.rank * -(-parameter.shape[dim] // holders.size))
     return ParameterPart(parameter, tuple(parameter.shape), holders, dim, start)
-
-
-def part_of_rows(rows: torch.Tensor, part: ParameterPart, first: int, block: torch.Tensor) -> torch.Tensor:
-    """Narrows a tensor with a value per row of the whole parameter to the rows of a block."""
-    return rows if part.dim == len(part.shape) - 1 else rows.narrow(part.dim, first, block.size(part.dim))
-
-
-def part_of_columns(columns: torch.Tensor, part: ParameterPart, first: int, block: torch.Tensor) -> torch.Tensor:
-    """Narrows a tensor with a value per column to the columns of a block."""
-    if part.dim == len(part.shape) - 2:
-        return columns
-    return columns.narrow(min(part.dim, len(part.shape) - 2), first, block.size(part.dim))
-
-
-def part_of_matrices(numbers: torch.Tensor, part: ParameterPart, first: int, block: torch.Tensor) -> torch.Tensor:
-    """Narrows a tensor with a value per matrix of a stack to the matrices of a block."""
-    return numbers if part.dim >= len(part.shape) - 2 else numbers.narrow(part.dim, first, block.size(part.dim))
-
-
-def part_of_vector(vector: torch.Tensor, first: int, block: torch.Tensor) -> torch.Tensor:
-    """Narrows a tensor with a value per element of a vector to the elements of a block."""
-    return vector.view(-1).narrow(0, first, block.numel())
 
 
 def run_together(updates: Sequence[Generator], holders: Holders | None) -> None:

@@ -269,12 +269,14 @@ def exchange_parts(bucket: Bucket, holders: Holders, tensors, dtype: torch.dtype
     dist.all_to_all_single(received, sent, incoming, outgoing, group=holders.group)
 
     wholes = consecutive_views(torch.empty_like(received), [piece.elements for piece in mine])
+    # By rank, then by piece: the order in which the collective delivers them.
     received_parts = consecutive_views(received, [piece.counts()[rank] for rank in processes for piece in mine])
     places = [
         whole[slice(*piece.ranges[rank])] for rank in processes for piece, whole in zip(mine, wholes, strict=True)
     ]
     copy_all(places, received_parts)
     replace_all([(piece.as_matrix(whole), piece.matrix) for piece, whole in zip(mine, wholes, strict=True)])
+    # The results go back in the memory in which the parts came: the same layout, sent the other way.
     copy_all(received_parts, places)
 
     dist.all_to_all_single(sent, received, outgoing, incoming, group=holders.group)

@@ -131,6 +131,7 @@ class Muon(torch.optim.Optimizer):
             decay = torch.where(skips, 1.0, decay)
         torch._foreach_lerp_(momenta, updates, 1 - group["momentum"])
         torch._foreach_lerp_(updates, momenta, group["momentum"])
+        # In every group's own order: the ranks must exchange the same pieces in the same order.
         pieces = self._pieces(parameters)
         coefficients = iterations(group["coefficients"], group["ns_steps"])
         replace_whole_matrices(pieces, updates, product_dtype, lambda wholes: orthogonalize_all(wholes, coefficients))

@@ -377,7 +377,10 @@ def describe_optimizer(optimizer: torch.optim.Optimizer) -> str:
     decayed = others = 0
     for group in inner.param_groups:
         elements = sum(getattr(p, "ds_numel", p.numel()) for p in group["params"])  # ZeRO-3's parameters are empty
-        decayed, others = (decayed + elements, others) if group["weight_decay"] else (decayed, others + elements)
+        if group["weight_decay"]:
+            decayed += elements
+        else:
+            others += elements
     fused = " (fused)" if any(group.get("fused") for group in inner.param_groups) else ""
     return f"{type(inner).__name__}{fused}, weight decay on {decayed:,} of {decayed + others:,} parameters"
 

@@ -25,12 +25,12 @@ from pretrain.errors import InputError
 from pretrain.mesh_sizes import setting
 from pretrain.model.attention import in_one_dtype, model_inputs, sdpa
 from pretrain.model.build import build_model
+from pretrain.model.model_config import described
 from pretrain.model.small_copy import (
     END_OF_DOCUMENT,
     TOLERANCE,
     KeyedConfig,
     ReferenceWindow,
-    in_a_line,
     logits_of,
     one_thread,
     reference_of,
@@ -215,7 +215,7 @@ def _mixing_problem(keyed: KeyedConfig) -> str | None:
             logits = logits_of(model, cut["input_ids_BT"], position_ids=cut["position_ids"], **inputs)
             found.append(logits.unflatten(0, (-1, parts)).flatten(1, 2))
     except Exception as error:  # a model's own code may fail in any way on arguments it does not know
-        return f"model: {model_type} does not run under cp ({in_a_line(error)}); use fsdp2, or another architecture"
+        return f"model: {model_type} does not run under cp ({described(error)}); use fsdp2, or another architecture"
     if relative_difference(found[1], found[0]) <= TOLERANCE:
         return None
     return (

@@ -14,7 +14,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from pretrain.model.compile import layers_of
 from pretrain.model.loss import LanguageModelLoss
-from pretrain.model.small_copy import TOLERANCE, KeyedConfig, ReferenceWindow, in_a_line, one_thread, reference_of
+from pretrain.model.model_config import described
+from pretrain.model.small_copy import TOLERANCE, KeyedConfig, ReferenceWindow, one_thread, reference_of
 
 
 def split_layers(parameters_per_layer: list[int], stages: int, first: int, last: int) -> list[range]:
@@ -199,7 +200,7 @@ def cut_problem(model_config: PreTrainedConfig) -> str | None:
                 stage.begin(split_micro_batch(targets_BT, {}, 1))
                 x = stage(x, torch.zeros(1))
     except Exception as error:  # a base model that does not consist of embeddings, layers and a norm
-        return f"{said} ({in_a_line(error)}); {works}"
+        return f"{said} ({described(error)}); {works}"
     if not abs(x - wanted) <= TOLERANCE * wanted:
         return f"{said}: the loss of two stages is {x:.4f}, that of the whole {wanted:.4f}; {works}"
     return None

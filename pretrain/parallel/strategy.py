@@ -132,13 +132,11 @@ class Strategy:
         if self.ranks.count > 1:
             self.dispatcher = Dispatcher(self.ranks.gather(self.data_rank), self.ranks.rank, slow_host_group())
 
-    def read(
-        self, number: int, shape: tuple[int, ...], dtype: np.dtype | type, read: Callable[[int], np.ndarray]
-    ) -> np.ndarray:
+    def read(self, number: int, read: Callable[[int], np.ndarray]) -> np.ndarray:
         """Returns the token IDs of this rank's part, whoever reads them; arguments as of `Dispatcher.take`."""
         if self.dispatcher is None:
             return read(self.data_rank)
-        return self.dispatcher.take(number, shape, dtype, read).result()
+        return self.dispatcher.take(number, read).result()
 
     @classmethod
     def form_launched(cls) -> str:

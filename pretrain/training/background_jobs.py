@@ -6,29 +6,23 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pretrain import config
+from pretrain.config import Checkpoint, Evaluation, RunConfig
 from pretrain.files import ROOT
 from pretrain.parallel.launcher import environment_alone, python_path
-from pretrain.parallel.ranks import Ranks
 from pretrain.processes import hold_while_open, is_held
 from pretrain.runs.hub import EVALUATIONS, cut_short, evaluation_log, publish_in_background
-from pretrain.runs.run_folder import (
-    MIRROR_FOLDER,
-    checkpoint_name,
-    latest_step,
-    read_json,
-    step_named,
-)
+from pretrain.runs.run_folder import MIRROR_FOLDER, checkpoint_name, latest_step, read_json, step_named
 from pretrain.training.metrics import Metrics
 from pretrain.units import bytes_text, counted, duration_text
 
 if TYPE_CHECKING:
-    from pretrain.checkpoint.mirror_copy import CopyThread
+    from pretrain.checkpoint.mirror_copy import MirrorCopier
 
 THEN_REMOVE = 'renice -n 10 -p $$ >/dev/null 2>&1; "$@"; status=$?; rm -rf -- "$0"; exit $status'
 """Shell script that runs a command at low priority, removes the folder given before it, and keeps its status."""
@@ -40,7 +34,7 @@ LAST_COPY_SECONDS = 30.0
 """Maximum time to wait for the copy of the log's last lines."""
 
 
-def evaluation_problems(settings: config.Evaluation) -> list[str]:
+def evaluation_problems(settings: Evaluation) -> list[str]:
     """Lists the problems of the tasks and their folders, found by evaluate.py's code in a separate process."""
     command = [sys.executable, "-m", "pretrain_tools.evaluation.task_names", *task_arguments(settings)]
     environment = environment_alone() | {"PYTHONPATH": python_path()}
@@ -53,7 +47,7 @@ def evaluation_problems(settings: config.Evaluation) -> list[str]:
     return done.stdout.splitlines()
 
 
-def task_arguments(settings: config.Evaluation) -> list[str]:
+def task_arguments(settings: Evaluation) -> list[str]:
     """Returns the benchmarks as command-line arguments of evaluate.py."""
     arguments = ["--tasks", *settings.tasks]
     for flag, path in (("--include_path", settings.include_path), ("--eval_bundle", settings.eval_bundle)):
@@ -81,7 +75,7 @@ class Evaluations:
                 if step_named(leftover.name) is not None and not is_held(evaluation_log(run, leftover.name)):
                     shutil.rmtree(leftover)
 
-    def start(self, checkpoint: Path, settings: config.Evaluation) -> subprocess.Popen | None:
+    def start(self, checkpoint: Path, settings: Evaluation) -> subprocess.Popen | None:
         """Starts evaluating a checkpoint, whose results go into metrics.jsonl; a failure to start is a warning."""
         folder = self.run / EVALUATIONS / checkpoint.name
         log = evaluation_log(self.run, checkpoint.name)
@@ -115,7 +109,9 @@ class Evaluations:
 
     def fetch(self) -> None:
         """Sends the results of finished evaluations to the trackers and reports failures, without waiting."""
-        for folder, process in [(folder, p) for folder, p in self._running.items() if p.poll() is not None]:
+        for folder, process in list(self._running.items()):
+            if process.poll() is None:
+                continue
             del self._running[folder]
             if process.returncode:
                 failed = f"the evaluation of {folder.name} failed (exit {process.returncode})"
@@ -137,7 +133,7 @@ class Evaluations:
         return [folder.name for folder in self._running]
 
 
-def evaluation_command(folder: Path, settings: config.Evaluation) -> list[str]:
+def evaluation_command(folder: Path, settings: Evaluation) -> list[str]:
     """Returns the command of evaluate.py for the model in a folder; the results go next to the folder."""
     results = folder.with_suffix(".json").absolute()
     command = [sys.executable, str(ROOT / "evaluate.py"), "--model", str(folder.absolute()), "--output", str(results)]
@@ -145,40 +141,28 @@ def evaluation_command(folder: Path, settings: config.Evaluation) -> list[str]:
     return command + task_arguments(settings)
 
 
-def evaluate_beside(
-    evaluations: Evaluations, ranks: Ranks, checkpoint: Path, settings: config.Evaluation, beat: Callable[[], None]
-) -> None:
-    """Evaluates a checkpoint in a separate process; a collective call.
-
-    With `where: same` all ranks wait for its end, calling `beat` regularly.
-    """
-    process = evaluations.start(checkpoint, settings) if ranks.is_main else None
-    while settings.where == "same" and ranks.gather(process is not None and process.poll() is None)[0]:
-        time.sleep(0.5)
-        beat()
-
-
-def publish_beside(run: config.RunConfig, step: int | None, metrics: Metrics) -> None:
+def publish_beside(config: RunConfig, step: int | None, metrics: Metrics) -> None:
     """Publishes a checkpoint, or final/ (step None), as configured in the recipe; the run neither waits nor fails."""
-    if run.hub.repository is None or not metrics.is_main:
+    hub = config.hub
+    if hub.repository is None or not metrics.is_main:
         return
     warning = publish_in_background(
-        run.output,
-        run.hub.repository,
+        config.output,
+        hub.repository,
         step=step,
-        private=run.hub.private,
-        license=run.publish.license,
-        languages=run.publish.language,
+        private=hub.private,
+        license=config.publish.license,
+        languages=config.publish.language,
     )
     if warning:
         metrics.write("warning", message=warning)
 
 
-def publish_cut_short(run: config.RunConfig, metrics: Metrics) -> None:
+def publish_cut_short(config: RunConfig, metrics: Metrics) -> None:
     """Restarts uploads that a crash of the machine interrupted."""
     if metrics.is_main:
-        for step in cut_short(run.output):
-            publish_beside(run, step, metrics)
+        for step in cut_short(config.output):
+            publish_beside(config, step, metrics)
 
 
 def numbers_of(results: Path) -> dict[str, float]:
@@ -199,31 +183,32 @@ class MirrorCopies:
     Only `settle` and `close`, at the end of the run, wait for the mirror.
     """
 
-    def __init__(self, run: config.RunConfig, metrics: Metrics):
-        self.run = run.output
-        self.settings = run.checkpoint
+    def __init__(self, run: Path, settings: Checkpoint, metrics: Metrics):
+        self.run = run
+        self.settings = settings
         self.metrics = metrics
-        self._thread: CopyThread | None = None
+        self._copier: MirrorCopier | None = None
+        self._thread: threading.Thread | None = None
         self._reported: int | None = None
         """Last copied step in the log."""
         self._warned: set[str] = set()
         """Warnings that still hold: failing, dropping, silent."""
         self._damaged: dict[str, str] = {}
-        if self.settings.mirror is None or not metrics.is_main:
+        if settings.mirror is None or not metrics.is_main:
             return
         from pretrain.checkpoint import mirror_copy
         from pretrain.checkpoint.mirror_store import CLAIM_FILE, connect
 
-        claim = read_json(self.run / MIRROR_FOLDER / CLAIM_FILE)
+        claim = read_json(run / MIRROR_FOLDER / CLAIM_FILE)
         self._warn_of_damage(claim.get("damaged") or {})
         if found := claim.get("fetched"):
             figures = {name: found[name] for name in ("bytes", "seconds", "mirror")}
             metrics.write("fetch", step=found["step"], path=checkpoint_name(found["step"]), **figures)
         if problem := claim.get("problem"):
-            what_now = "the run goes on from its own folder, and its end says what is not copied"
-            self._warn(f"the mirror {problem}; {what_now}")
-        copier = mirror_copy.MirrorCopier(self.run, connect(self.settings, self.run), self.settings)
-        self._thread = mirror_copy.CopyThread(copier)
+            self._warn(f"the mirror {problem}; the run continues from its own folder; its end says what is not copied")
+        self._copier = mirror_copy.MirrorCopier(run, connect(settings, run), settings)
+        # A daemon: a mirror that hangs must not keep the finished process alive.
+        self._thread = threading.Thread(target=self._copier.keep_copying, name="mirror", daemon=True)
         self._thread.start()
 
     def _warn(self, message: str) -> None:
@@ -239,24 +224,25 @@ class MirrorCopies:
 
     def _warn_of_damage(self, damaged: dict[str, str]) -> None:
         """Warns of damage that was not known before; {name: what is wrong}."""
-        if fresh := [f"{name} ({what})" for name, what in damaged.items() if name not in self._damaged]:
-            self._warn(f"damaged on the mirror: {'; '.join(fresh)}; what this folder has of it is copied again")
+        if fresh := {name: what for name, what in damaged.items() if name not in self._damaged}:
+            self._warn(f"damaged on the mirror: {named(fresh)}; what this folder has of it is copied again")
         self._damaged |= damaged
 
     def look(self) -> None:
         """Logs what was copied since the last call, and warns once of each failure, without waiting."""
-        if self._thread is None:
+        if self._copier is None:
             return
-        status = dict(self._thread.copier.status)
+        status = dict(self._copier.status)
         mirror = status["mirror"]
         problem = status["problem"]
         step = status["copied_step"]
         latest = latest_step(self.run) or 0
+        size = status["bytes"]
+        seconds = status["seconds"]
         self._warn_of_damage(dict(status["damaged"]))
-        if step not in (None, self._reported) and status["bytes"] is not None:
+        if step not in (None, self._reported) and size is not None:
             self._reported = step
-            figures = {"bytes": status["bytes"], "seconds": status["seconds"]}
-            self.metrics.write("mirror", step=step, **figures, latest_step=latest)
+            self.metrics.write("mirror", step=step, bytes=size, seconds=seconds, latest_step=latest)
         last = f"its last copy is of step {step:,}" if step is not None else "nothing was copied since the start"
         tries = counted(status["failures"], "attempt")
         what_now = "copying ends" if status["is_over"] else "it is tried again, and training does not wait"
@@ -270,10 +256,10 @@ class MirrorCopies:
                 "dropping",
                 f"the mirror {mirror} is slower than checkpoints are written: "
                 f"{counted(status['dropped'], 'checkpoint')} up to step {status['dropped_step'] or 0:,} left out in "
-                f"favour of newer ones; {last}, {bytes_text(status['bytes'] or 0)} in {status['seconds'] or 0:.0f} s",
+                f"favour of newer ones; {last}, {bytes_text(size or 0)} in {seconds or 0:.0f} s",
                 holds=bool(status["dropped"]),
             )
-        silent = time.monotonic() - self._thread.copier.beaten
+        silent = time.monotonic() - self._copier.beaten
         self._warn_once(
             "silent",
             f"the mirror {mirror} has not answered for {duration_text(silent)}; {last}; training does not wait",
@@ -282,36 +268,40 @@ class MirrorCopies:
 
     def settle(self, beat: Callable[[], None]) -> None:
         """Waits until everything is on the mirror, for `mirror_wait_seconds` at most, and reports what is not."""
-        if self._thread is None:
+        if self._copier is None:
             return
         deadline = time.monotonic() + self.settings.mirror_wait_seconds
-        self._thread.settle()
+        self._copier.settle()
         with self.metrics.doing("copying to the mirror"):
-            while not self._thread.is_settled and self._thread.is_alive() and time.monotonic() < deadline:
+            while not self._copier.is_settled and self._thread.is_alive() and time.monotonic() < deadline:
                 beat()
                 time.sleep(0.05)
         self.look()
-        copier = self._thread.copier
-        left = dict(copier.damaged)
+        left = dict(self._copier.damaged)
         if cured := [name for name in self._damaged if name not in left]:
             self.metrics.say(f"Damaged on the mirror at first, and replaced or removed there: {', '.join(cured)}")
         if left:
-            names = "; ".join(f"{name} ({what})" for name, what in left.items())
             what_now = f"the next copy replaces what is in {self.run}; restore or remove the rest there"
-            self._warn(f"still damaged on the mirror: {names}; {what_now}")
-        if self._thread.is_settled:
+            self._warn(f"still damaged on the mirror: {named(left)}; {what_now}")
+        if self._copier.is_settled:
             return
-        step = copier.status["copied_step"]
         latest = latest_step(self.run)
-        waited = (
-            f"within {self.settings.mirror_wait_seconds:g} s" if self._thread.is_alive() else "as copying has ended"
-        )
-        missing = f"step {latest:,}" if latest is not None and latest != step else "the last files"
+        waited = f"within {self.settings.mirror_wait_seconds:g} s"
+        if not self._thread.is_alive():
+            waited = "as copying has ended"
+        missing = f"step {latest:,}" if latest not in (None, self._copier.status["copied_step"]) else "the last files"
         missing += " and final/" if (self.run / "final").exists() else ""
         again = f"python -m pretrain.checkpoint.mirror_copy {self.run} --mirror {self.settings.mirror}"
         self._warn(f"{missing} not copied to the mirror {waited}; they are in {self.run}: {again} copies them")
 
     def close(self) -> None:
         """Lets the log be copied to its last line, and ends the thread."""
-        if self._thread is not None:
-            self._thread.end(LAST_COPY_SECONDS if self._thread.is_settled else 0.0)
+        if self._copier is not None:
+            seconds = LAST_COPY_SECONDS if self._copier.is_settled else 0.0
+            self._copier.end()
+            self._thread.join(seconds)
+
+
+def named(damaged: dict[str, str]) -> str:
+    """Lists damaged files: 'run.json (is cut); model.json (is empty)'."""
+    return "; ".join(f"{name} ({what})" for name, what in damaged.items())

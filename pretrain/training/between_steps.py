@@ -12,94 +12,75 @@ from typing import Any
 from pretrain.checkpoint.checkpoints import SaveError
 from pretrain.checkpoint.export import describe_model
 from pretrain.checkpoint.run_state import Request
-from pretrain.training.background_jobs import evaluate_beside, publish_beside
+from pretrain.training.background_jobs import publish_beside
 from pretrain.training.continued_plan import trainer_state
 from pretrain.training.metrics import peak_memory_bytes
 from pretrain.training.run import Run
-from pretrain.training.run_plan import StagePlan
+from pretrain.training.run_plan import StagePlan, steps_between
 from pretrain.training.samples import sample_texts
 from pretrain.training.step_reports import StepReport
-from pretrain.training.supervision import (
-    compare_copies,
-    listen,
-    listen_or_leave,
-    may_be_cut_short,
-    steps_of_decay,
-    steps_of_decay_left,
-)
+from pretrain.training.steps import compare_copies, listen, may_be_cut_short, steps_of_decay, steps_of_decay_left
 from pretrain.training.validation import measure, perplexity_of
 
 
 def log_step(run: Run, report: StepReport, learning_rate: float) -> None:
     """Logs the metrics since the last log; collects finished evaluations and the mirror's progress."""
-    state = run.state
-    speed = run.speed
-    tokens = state.tokens - speed.tokens_at_log
-    flops_so_far = run.plan.flops_before(state.step)
-    flops = flops_so_far - speed.flops_at_log
-    speed.tokens_at_log = state.tokens
-    speed.flops_at_log = flops_so_far
+    step = run.state.step
+    plan = run.plan
+    log = run.log
+    ranks = run.strategy.ranks.count
     experts = run.built.experts
+    tokens = run.state.tokens - plan.tokens_before(run.logged_step)
+    flops = plan.flops_before(step) - plan.flops_before(run.logged_step)
+    run.logged_step = step
     figures = {
         "loss": report.loss,
         "perplexity": perplexity_of(report.loss),
         "grad_norm": report.grad_norm,
         "learning_rate": learning_rate,
-        **speed.throughput.read(tokens, flops, run.peak_flops, run.strategy.ranks.count),
+        **run.throughput.read(tokens, flops, run.peak_flops, ranks),
         **(experts.figures() if experts else {}),
         "peak_memory_bytes": peak_memory_bytes(run.strategy.device),
-        **run.log.energy(),
+        **log.energy(),
     }
-    run.log.pace = speed.throughput.pace
-    run.log.seconds_left = run.clock.left
-    run.log.write("train", step=state.step, tokens=state.tokens, **figures)
-    on_gpu = run.strategy.device.type == "cuda"
-    warnings = [
-        speed.guard.judge(figures["tokens_per_second"]),
-        speed.guard.judge_mfu(figures["mfu"]) if on_gpu else None,
-        experts.newly_dead() if experts else None,
-    ]
-    for warning in filter(None, warnings):
-        run.log.write("warning", step=state.step, message=warning)
+    log.pace = run.throughput.pace
+    log.seconds_left = run.clock.left
+    log.write("train", step=step, tokens=run.state.tokens, **figures)
+    for warning in (run.speed_guard.judge(figures["tokens_per_second"]), experts and experts.newly_dead()):
+        if warning:
+            log.write("warning", step=step, message=warning)
     run.evaluations.fetch()
     run.mirror.look()
 
 
 def show_progress(run: Run, reports: list[StepReport]) -> None:
     """Updates the live line from what the CPU already knows: on a GPU the loss is the previous step's."""
-    run.log.stands_at(run.state.step, run.state.tokens)
+    step = run.state.step
+    run.log.stands_at(step, run.state.tokens)
     if not run.log.is_live:
         return
-    speed = run.speed
-    step = run.state.step
-    total_steps = run.log.total_steps
-    live = speed.live
-    live.step = step
-    live.total_steps = total_steps
-    live.seconds_left = run.clock.left
+    live = run.live
     live.losses.extend(report.loss for report in reports)
-    tokens = run.state.tokens - speed.tokens_shown
-    speed.tokens_shown = run.state.tokens
-    seconds = speed.throughput.recent_step_seconds
-    if seconds and tokens > 0:  # else the figures from before a pause stay
+    if seconds := run.throughput.recent_step_seconds:  # else the figures from before a pause stay
         live.step_seconds = seconds
-        live.tokens_per_second = tokens / seconds
+        live.tokens_per_second = run.plan.tokens_in(step - 1) / seconds
         rate = live.tokens_per_second / run.strategy.ranks.count
         live.mfu = run.stage.flops_per_token * rate / run.peak_flops if run.peak_flops else None
-    every = speed.saves_every or total_steps
-    live.next_save = min((step // every + 1) * every, total_steps)
-    run.log.show(live)
+    total_steps = run.plan.total_steps
+    every = steps_between(run.config.checkpoint, run.plan, run.config.cadence) or total_steps
+    next_save = min((step // every + 1) * every, total_steps)
+    run.log.show(live, step, next_save, run.clock.left)
 
 
 def validate(run: Run) -> None:
     """Measures and logs the validation loss of every source, of the weights and of their average. All ranks."""
     began = time.perf_counter()
-    with may_be_cut_short(run, "validation"):
+    with may_be_cut_short(run, "validation") as beat:
         sequences = run.config.validation.sequences
-        results = losses_of_sources(run, sequences)
+        results = losses_of_sources(run, sequences, beat)
         averages = {}
         if run.stage.window != run.config.data.window:
-            for source, result in losses_of_sources(run, sequences, run.stage).items():
+            for source, result in losses_of_sources(run, sequences, beat, run.stage).items():
                 results[source] |= {
                     "loss_by_position": result["loss_by_position"],
                     "tokens_by_position": result["tokens_by_position"],
@@ -108,7 +89,7 @@ def validate(run: Run) -> None:
                 }
         if run.state.average:
             with run.strategy.averaged():
-                averages = losses_of_sources(run, sequences)
+                averages = losses_of_sources(run, sequences, beat)
         for source, result in results.items():
             average = {"average_loss": averages[source]["loss"]} if averages else {}
             run.log.write("validation", step=run.state.step, source=source, **result, **average)
@@ -117,7 +98,9 @@ def validate(run: Run) -> None:
     run.clock.validation_seconds = time.perf_counter() - began
 
 
-def losses_of_sources(run: Run, sequences: int, stage: StagePlan | None = None) -> dict[str, dict[str, Any]]:
+def losses_of_sources(
+    run: Run, sequences: int, beat: Callable[[], None], stage: StagePlan | None = None
+) -> dict[str, dict[str, Any]]:
     """Measures each source on this many windows of data.window, as `measure` does.
 
     stage: measure about as many tokens in this stage's windows instead, for sources that have such windows.
@@ -130,17 +113,16 @@ def losses_of_sources(run: Run, sequences: int, stage: StagePlan | None = None) 
         window = stage.window
         rows = stage.sequences_per_micro_batch
         readers = {name: reader for name, reader in readers.items() if window.count_in(reader.tokens)}
-    with run.pausing("validation"):
-        return measure(
-            run.built.model,
-            readers,
-            run.strategy,
-            window=window,
-            sequences=sequences,
-            sequences_per_micro_batch=rows * run.strategy.micro_batches_per_call,
-            attention=run.plan.attention,
-            after_batch=partial(listen_or_leave, run),
-        )
+    return measure(
+        run.built.model,
+        readers,
+        run.strategy,
+        window=window,
+        sequences=sequences,
+        sequences_per_micro_batch=rows * run.strategy.micro_batches_per_call,
+        attention=run.plan.attention,
+        after_batch=beat,
+    )
 
 
 def save(run: Run, *, wait: bool, required: bool = False) -> None:
@@ -159,7 +141,7 @@ def save(run: Run, *, wait: bool, required: bool = False) -> None:
         if run.checkpoints.begun_step != run.state.step:
             _begin_save(run)
         if wait or required:
-            run.checkpoints.wait(run.beat)
+            run.checkpoints.wait(run.watch.beat)
             report_saves(run)
             if required and not run.is_saved:
                 raise SaveError(f"the checkpoint of step {run.state.step:,} could not be written: see train.log")
@@ -177,7 +159,7 @@ def _begin_save(run: Run) -> None:
         "guard": run.guard.state(),
         "validation_loss": run.state.validation_loss,
     }
-    run.checkpoints.save(run.state.step, contents, groups, model_describer(run), run.beat)
+    run.checkpoints.save(run.state.step, contents, groups, model_describer(run), run.watch.beat)
     report_saves(run)
 
 
@@ -207,19 +189,26 @@ def report_saves(run: Run) -> None:
 
 
 def evaluate(run: Run) -> None:
-    """Evaluates this step's checkpoint in a separate process, if it was written."""
+    """Evaluates this step's checkpoint in a separate process, if it was written. A collective call.
+
+    With `where: same` all ranks wait for its end.
+    """
     if not run.is_saved:
         return
-    with run.pausing("evaluation"), may_be_cut_short(run, "evaluation"):
-        beat = partial(listen_or_leave, run)
-        evaluate_beside(run.evaluations, run.strategy.ranks, run.newest_checkpoint, run.config.evaluation, beat)
+    settings = run.config.evaluation
+    ranks = run.strategy.ranks
+    with may_be_cut_short(run, "evaluation") as beat:
+        process = run.evaluations.start(run.newest_checkpoint, settings) if ranks.is_main else None
+        # Only the main rank knows if it still runs; all must leave the loop in the same round.
+        while settings.where == "same" and ranks.gather(process is not None and process.poll() is None)[0]:
+            time.sleep(0.5)
+            beat()
 
 
 def sample(run: Run) -> None:
     """Logs the model's continuations of the recipe's prompts. A collective call."""
-    with run.pausing("samples"), may_be_cut_short(run, "samples"):
-        beat = partial(listen_or_leave, run)
-        step = run.state.step
+    step = run.state.step
+    with may_be_cut_short(run, "samples") as beat:
         texts = sample_texts(
             run.strategy, run.stage.model_config, run.tokenizer, run.config.samples, seed=step, beat=beat
         )
@@ -237,4 +226,3 @@ def decay(run: Run) -> None:
         state.anneal_steps = max(1, round(steps_of_decay(run)))
         state.anneal_from = state.step
     run.replan()
-    run.log.change_total(run.plan.total_steps)

@@ -16,14 +16,14 @@ from typing import Any
 from pretrain.checkpoint.run_state import RunState, recorded_rollbacks
 from pretrain.config import RunConfig
 from pretrain.data.batches import DataPosition, moved_past
-from pretrain.errors import InputError
+from pretrain.errors import InputError, Problems
 from pretrain.files import SEAL_FILE
 from pretrain.model.build import shape_changes
 from pretrain.model.model_config import config_differences, load_model_config
-from pretrain.optim.batch_ramp import BatchRamp, batch_ramp
+from pretrain.optim.batch_ramp import BatchRamp
 from pretrain.optim.learning_rate import Schedule
 from pretrain.recipe import CommandLine
-from pretrain.runs.run_folder import checkpoint_folders, read_config, read_state, setting, step_of, trunk_checkpoint
+from pretrain.runs.run_folder import checkpoint_folders, read_state, setting, step_of, trunk_checkpoint
 from pretrain.training.run_plan import RunPlan, schedule_of, target_sequences
 from pretrain.units import counted, duration_text
 
@@ -63,32 +63,23 @@ def is_named(path: str, overridden: frozenset[str]) -> bool:
 class Changes:
     """Differences between the recipe and the checkpoint that a run continues from."""
 
-    before: dict[str, Any]
-    """The checkpoint's values of the settings that have changed."""
-    now: dict[str, Any]
-    """The recipe's values of the settings that have changed."""
-    named: frozenset[str]
-    """Settings that the command line gives, changed or not."""
+    changed: dict[str, tuple[Any, Any]]
+    """{setting that has changed: (the checkpoint's value, the recipe's)}."""
+    touched: frozenset[str]
+    """Settings that have changed or, for a branch, were given on the command line, perhaps with the same value."""
     begins_branch: bool
 
     @property
     def budget(self) -> bool:
-        return self._touch(BUDGET)
+        return not self.touched.isdisjoint(BUDGET)
 
     @property
     def clock(self) -> bool:
-        return self._touch(CLOCK)
+        return not self.touched.isdisjoint(CLOCK)
 
     @property
     def shape(self) -> bool:
-        return self._touch(SHAPE)
-
-    def touched(self, path: str) -> bool:
-        """Tells if the setting has changed or, for a branch, was given on the command line with the same value."""
-        return path in self.now or (self.begins_branch and path in self.named)
-
-    def _touch(self, paths: tuple[str, ...]) -> bool:
-        return any(map(self.touched, paths))
+        return not self.touched.isdisjoint(SHAPE)
 
 
 def trainer_state(asked: RunConfig, whole: RunPlan, plan: RunPlan, state: RunState) -> dict[str, Any]:
@@ -109,51 +100,38 @@ def trainer_state(asked: RunConfig, whole: RunPlan, plan: RunPlan, state: RunSta
 
 
 def changes_since(
-    contents: Mapping[str, Any],
-    asked: RunConfig,
-    plan: RunPlan,
-    overridden: frozenset[str],
-    trunk: str | None = None,
+    contents: Mapping[str, Any], asked: RunConfig, overridden: frozenset[str], *, begins_branch: bool
 ) -> Changes:
     """Compares the recipe with a checkpoint's trainer_state.json.
 
-    Args:
-        asked: the recipe with `auto` where the user wrote it.
-        plan: plan of the recipe alone.
-        trunk: run that a branch begins from.
+    asked: the recipe with `auto` where the user wrote it.
     """
     now = settings_of(asked)
-    before = contents.get("settings")
-    if before is None:
-        before = _settings_of_old_checkpoint(contents, now, plan, trunk)
-    changed = [path for path in now if path in before and now[path] != before[path]]
-    named = frozenset(path for path in now if is_named(path, overridden))
-    return Changes({p: before[p] for p in changed}, {p: now[p] for p in changed}, named, trunk is not None)
+    before = contents.get("settings", now)
+    changed = {p: (before[p], now[p]) for p in now if p in before and now[p] != before[p]}
+    named = [path for path in now if begins_branch and is_named(path, overridden)]
+    return Changes(changed, frozenset([*changed, *named]), begins_branch)
 
 
-def _settings_of_old_checkpoint(
-    contents: Mapping[str, Any], now: dict[str, Any], plan: RunPlan, trunk: str | None
-) -> dict[str, Any]:
-    """Reconstructs the settings of a checkpoint from before they were stored: its schedule, length and batch."""
-    if trunk is not None and (recorded := read_config(Path(trunk))):
-        # config.yaml has the number where the recipe says auto.
-        return {path: setting(recorded, path) for path in now if now[path] != "auto"}
+def old_checkpoint_problems(contents: Mapping[str, Any], plan: RunPlan, *, begins_branch: bool) -> list[str]:
+    """Lists why a run cannot continue from a checkpoint of an earlier version, which recorded fewer settings.
+
+    plan: plan of the recipe alone.
+    """
     planned = contents["plan"]
-    identity = contents["identity"]
     schedule = planned["schedule"]
-    batch = {"batch.tokens_per_step": identity["batch.tokens_per_step"], "batch.ramp": identity.get("batch.ramp")}
-    before = batch | {"optim.schedule": schedule["name"]}
-    if _planned_steps(planned, contents["state"]) != plan.total_steps:
-        before |= dict.fromkeys(BUDGET)
-    return before
-
-
-def _planned_steps(planned: Mapping[str, Any], state: Mapping[str, Any]) -> int:
-    """Returns the length that the checkpoint's run was planned for, without a requested decay."""
-    is_old = "ramp" not in planned  # extending such a run could keep the old end of its schedule
-    return (
-        planned["total_steps"] if is_old and state.get("anneal_from") is None else planned["schedule"]["total_steps"]
-    )
+    if "settings" in contents or not (
+        begins_branch
+        or plan.total_steps not in (planned["total_steps"], schedule["total_steps"])
+        or plan.schedule.name != schedule["name"]
+        or plan.identity["batch.tokens_per_step"] != contents["identity"]["batch.tokens_per_step"]
+    ):
+        return []
+    return [
+        f"the checkpoint of step {contents['state']['step']:,} is of an earlier version, which recorded too little "
+        "for a branch, or another budget, batch or schedule; continue the run as it was up to its next checkpoint, "
+        "and change it there"
+    ]
 
 
 def rewind_step(plan: RunPlan, contents: Mapping[str, Any], changes: Changes) -> int | None:
@@ -168,8 +146,8 @@ def rewind_step(plan: RunPlan, contents: Mapping[str, Any], changes: Changes) ->
     step = contents["state"]["step"]
     if changes.begins_branch or changes.clock or not changes.budget:
         return None
-    is_longer = plan.total_steps > planned["total_steps"]
-    return planned["stable_until"] if is_longer and step > planned["stable_until"] else None
+    must_rewind = plan.total_steps > planned["total_steps"] and step > planned["stable_until"]
+    return planned["stable_until"] if must_rewind else None
 
 
 def continued(
@@ -200,13 +178,12 @@ def continued(
             f"length that does, such as {math.gcd(length, state.tokens):,}, or a checkpoint of another step"
         )
     other_length = identity["data.sequence_length"] != length
-    past, ramp_steps = _past_ramp(config, plan, contents, state)
     future = plan.ramp
+    ramp_steps = plan.ramp_steps
     if plan.identity["batch.ramp"] == identity.get("batch.ramp"):
+        ramp_steps = tuple(planned.get("ramp_steps", ramp_steps))
         future = BatchRamp(plan.ramp.sequences_per_level, ramp_steps, 0)
-    else:
-        ramp_steps = plan.ramp.first_steps
-    ramp = future.after(past, state.step, state.tokens // length)
+    ramp = future.after(_past_ramp(plan, contents, state), state.step, state.tokens // length)
     sequences = target_sequences(config.budget, length, plan.active_parameters)
     total_steps = config.budget.steps or ramp.steps_to_reach(sequences)
     if total_steps < state.step:
@@ -218,6 +195,7 @@ def continued(
         total_steps = state.step
     ramp = replace(ramp, total_steps=total_steps)
 
+    # Checkpoints count samples with the skipped ones, `ramp` without.
     sample = moved_past(state.left_out, ramp.sequences_before(state.step))
     origin = planned.get("origin")
     if data_changes(plan.identity, identity):
@@ -229,16 +207,32 @@ def continued(
             )
         if other_length:
             origin = {**origin, "sample": sample}
-    stage_starts = [] if other_length else stage_starts_of(contents)
     batches = plan.batches.continued(
         ramp, state.left_out, (), DataPosition.of_json(origin) if origin is not None else None
     )
-    if len(plan.stages) > 1 and stage_starts is not None:
+    if len(plan.stages) > 1:
+        stage_starts = [] if other_length else planned.get("stage_starts", plan.batches.stage_starts)
         batches = batches.passing(stage_starts, sample)
     # Without skipped ranges: `Run.replan` skips them, also after a later rollback.
     batches = batches.continued(ramp, (), batches.passed, batches.origin)
     schedule = _continued_schedule(config, total_steps, contents, state, changes)
     return replace(plan, ramp=ramp, ramp_steps=ramp_steps, batches=batches, schedule=schedule)
+
+
+def _past_ramp(plan: RunPlan, contents: Mapping[str, Any], state: RunState) -> BatchRamp:
+    """Returns the batch of all past steps, in sequences of the recipe's length."""
+    length = plan.batches.window.sequence_length
+    if contents["identity"]["data.sequence_length"] != length:  # a branch, for which only the sum counts
+        return BatchRamp((max(1, -(-state.tokens // (length * max(1, state.step)))),), (0,), state.step)
+    if "ramp" not in contents["plan"]:  # an earlier version's, whose batch has not changed: `old_checkpoint_problems`
+        return plan.ramp
+    recorded = contents["plan"]["ramp"]
+    return BatchRamp(
+        sequences_per_level=tuple(recorded["sequences_per_level"]),
+        first_steps=tuple(recorded["first_steps"]),
+        total_steps=recorded["total_steps"],
+        first_sequences=tuple(recorded["first_sequences"]),
+    )
 
 
 def data_changes(now: Mapping[str, Any], before: Mapping[str, Any]) -> bool:
@@ -299,41 +293,6 @@ def without_ranges_ahead(state: RunState, plan: RunPlan, identity: Mapping[str, 
     return replace(state, rollbacks=rollbacks)
 
 
-def _past_ramp(
-    config: RunConfig, plan: RunPlan, contents: Mapping[str, Any], state: RunState
-) -> tuple[BatchRamp, tuple[int, ...]]:
-    """Returns (batch of all past steps, steps at which the levels of batch.ramp begin)."""
-    planned = contents["plan"]
-    identity = contents["identity"]
-    length = config.data.sequence_length
-    sequences = state.tokens // config.data.sequence_length
-    if "ramp" in planned:
-        recorded = planned["ramp"]
-        ramp = BatchRamp(
-            tuple(recorded["sequences_per_level"]),
-            tuple(recorded["first_steps"]),
-            recorded["total_steps"],
-            tuple(recorded["first_sequences"]),
-        )
-        ramp_steps = tuple(planned["ramp_steps"])
-    else:
-        # Earlier versions stored neither, and extended their runs by a budget in steps.
-        settings = identity.get("batch.ramp")
-        full = identity["batch.tokens_per_step"]
-        ramp = batch_ramp(
-            full // identity["data.sequence_length"],
-            total_steps=_planned_steps(planned, contents["state"]),
-            ramp_from=settings["from"] if settings else 1.0,
-            ramp_over=settings["over"] if settings else 0.0,
-        )
-        if ramp.sequences_before(state.step) != sequences and identity["data.sequence_length"] == length:
-            ramp = plan.ramp
-        ramp_steps = ramp.first_steps
-    if identity["data.sequence_length"] != length:
-        ramp = BatchRamp((max(1, -(-sequences // max(1, state.step))),), (0,), state.step)
-    return ramp, ramp_steps
-
-
 def _continued_schedule(
     config: RunConfig, total_steps: int, contents: Mapping[str, Any], state: RunState, changes: Changes
 ) -> Schedule:
@@ -344,10 +303,10 @@ def _continued_schedule(
     optim = config.optim
     per_step = config.batch.tokens_per_step
     if changes.clock:
-        warmup = None if changes.touched("optim.warmup_steps") else 0
+        warmup = None if "optim.warmup_steps" in changes.touched else 0
         return schedule_of(optim, per_step, total_steps, first_step=step, warmup_steps=warmup)
     planned = schedule_of(optim, per_step, total_steps, first_step=before.first_step, warmup_steps=before.warmup_steps)
-    if total_steps != _planned_steps(contents["plan"], contents["state"]):
+    if total_steps != before.total_steps:
         return before.moved_to(total_steps, step, planned)
     return replace(planned, decayed=before.decayed) if changes.shape else before
 
@@ -420,12 +379,6 @@ def no_stable_checkpoint(planned: Mapping[str, Any]) -> InputError:
     )
 
 
-def stage_starts_of(contents: Mapping[str, Any]) -> list[int] | None:
-    """Returns the first sample of each stage in a checkpoint's plan; None if the checkpoint does not record it."""
-    alone = [0] if "data.train" in contents["identity"] else None
-    return contents["plan"].get("stage_starts", alone)
-
-
 def describe_continuation(plan: RunPlan, state: RunState, changes: Changes, found: Path) -> str:
     """Describes in one paragraph how the run continues: from which step, at which learning rate, to which end."""
     step = state.step
@@ -436,10 +389,9 @@ def describe_continuation(plan: RunPlan, state: RunState, changes: Changes, foun
         factor = state.learning_rate_factor
         first = plan.learning_rate(step) * factor
         last = plan.learning_rate(total - 1) * factor
-        batch = plan.ramp.sequences_at(step) * plan.batches.window.sequence_length
         lines += [
             f"  to step {total:,}: {counted(total - step, 'step')}, {plan.total_tokens - state.tokens:,} tokens, "
-            f"{batch:,} tokens per step",
+            f"{plan.tokens_in(step):,} tokens per step",
             f"  learning rate {first:.3g} at the first of them, {last:.3g} at the last ({plan.schedule.name})",
         ]
         if first == last and isinstance(plan.schedule, Schedule) and plan.schedule.progress(step) >= 1.0:
@@ -452,17 +404,8 @@ def describe_continuation(plan: RunPlan, state: RunState, changes: Changes, foun
     origin = plan.batches.origin
     if origin is not None and origin.step == step:
         lines.append("  data: another mixture from here on; each source goes on where the run left it")
-    lines += [f"  {path}: {changes.before[path]} until now, {now} from here on" for path, now in changes.now.items()]
+    lines += [f"  {path}: {before} until now, {now} from here on" for path, (before, now) in changes.changed.items()]
     return "\n".join(lines)
-
-
-@dataclass(frozen=True)
-class SavedState:
-    """A checkpoint without its tensors."""
-
-    folder: Path
-    contents: Mapping[str, Any]
-    """Contents of trainer_state.json."""
 
 
 @dataclass(frozen=True)
@@ -481,35 +424,40 @@ def continue_from(
     config: RunConfig,
     plan: RunPlan,
     asked: CommandLine,
-    found: SavedState,
+    found: Path,
+    contents: Mapping[str, Any],
     *,
     rollbacks: list[dict[str, Any]],
     begins_branch: bool,
     is_finished: bool,
 ) -> Continuation:
-    """Decides how the run of this recipe continues from that checkpoint.
+    """Decides how the run of this recipe continues from a checkpoint.
 
     Args:
         plan: plan of the recipe alone, as for a new run.
+        found: the checkpoint's folder.
+        contents: contents of its trainer_state.json.
         rollbacks: rollbacks recorded in the run's folder, which may be newer than the checkpoint.
         begins_branch: the checkpoint is of the run that branch_from names.
         is_finished: the run has its final model.
 
     Raises InputError for differences from the checkpoint that are impossible, or not named on the command line.
     """
-    contents = found.contents
-    identity = found.contents["identity"]
+    identity = contents["identity"]
     if not begins_branch and config.branch_from is not None:
         refuse_other_branch(config, contents["state"].get("lineage", []))
+    problems = Problems(
+        continuation_problems(found, identity, plan, asked.overridden, begins_branch=begins_branch)
+        or old_checkpoint_problems(contents, plan, begins_branch=begins_branch)
+    )
+    problems.stop_if_any()
+    changes = changes_since(contents, asked.config, asked.overridden, begins_branch=begins_branch)
     trunk = config.branch_from.rpartition("@")[0] if begins_branch else None
-    if problems := continuation_problems(found.folder, identity, plan, asked.overridden, begins_branch=begins_branch):
-        raise InputError(*problems)
-    changes = changes_since(contents, asked.config, plan, asked.overridden, trunk)
     state = continued_state(config, contents, changes, trunk).after_rollbacks(rollbacks)
     whole = continued(config, plan, contents, state, changes, is_finished=is_finished)
-    problems = decay_problems(whole, contents, changes, config.branch_from)
-    if problems := [*problems, *time_problems(config, whole, state)]:
-        raise InputError(*problems)
+    problems += decay_problems(whole, contents, changes, config.branch_from)
+    problems += time_problems(config, whole, state)
+    problems.stop_if_any()
     state = without_ranges_ahead(state, whole, identity)
     return Continuation(whole, state, changes, rewind_step(whole, contents, changes))
 
@@ -525,22 +473,20 @@ def describe_next_start(config: RunConfig, plan: RunPlan, asked: CommandLine) ->
         folders = [trunk_checkpoint(config.branch_from)]
     if not folders or not (contents := read_state(folders[-1])):
         return ""
-    found = SavedState(folders[-1], contents)
-    how = {
-        "rollbacks": recorded_rollbacks(config.output),
-        "begins_branch": begins_branch,
-        "is_finished": (config.output / "final" / SEAL_FILE).exists(),
-    }
-    continuation = continue_from(config, plan, asked, found, **how)
+    rollbacks = recorded_rollbacks(config.output)
+    is_finished = (config.output / "final" / SEAL_FILE).exists()
+    how = {"rollbacks": rollbacks, "begins_branch": begins_branch, "is_finished": is_finished}
+    found = folders[-1]
+    continuation = continue_from(config, plan, asked, found, contents, **how)
     if continuation.stable_until is not None:
         stable = [folder for folder in folders if step_of(folder) <= continuation.stable_until]
         if not stable:
             raise no_stable_checkpoint(contents["plan"])
-        found = SavedState(stable[-1], read_state(stable[-1]))
-        continuation = continue_from(config, plan, asked, found, **how)
+        found = stable[-1]
+        continuation = continue_from(config, plan, asked, found, read_state(found), **how)
     state = continuation.state
     effective = continuation.plan.leaving_out(state.left_out).annealing(state.anneal_from, state.anneal_steps)
-    return describe_continuation(effective, state, continuation.changes, found.folder)
+    return describe_continuation(effective, state, continuation.changes, found)
 
 
 def refuse_other_branch(config: RunConfig, lineage: Sequence[Mapping[str, Any]]) -> None:
@@ -593,10 +539,10 @@ def identity_problems(
             continue
         if path in MIXTURES and now.get(path) is None:  # the recipe has the other one, which is compared too
             continue
-        before = next(filter(None, map(saved.get, MIXTURES)), None) if path in MIXTURES else saved.get(path)
-        found = f"{path}: the run was started with {json.dumps(before)}, "
         paths = MIXTURES if path in MIXTURES else (path,)
-        named = any(name == each or name.startswith(f"{each}.") for name in overridden for each in paths)
+        before = next((saved[each] for each in paths if saved.get(each) is not None), None)
+        found = f"{path}: the run was started with {json.dumps(before)}, "
+        named = any(is_named(each, overridden) for each in paths)
         if path == "optim.name":  # another optimizer could not load the state, named or not
             problems.append(
                 f"{found}whose state {json.dumps(now.get(path))} cannot use; restore it, or choose another --output "

@@ -1,7 +1,6 @@
 """Ends a run: early and to be continued, or with the exported model."""
 
 from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
 
 from pretrain.checkpoint.average_folder import average_folder
@@ -12,7 +11,7 @@ from pretrain.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_PREEMPTED
 from pretrain.training.background_jobs import publish_beside
 from pretrain.training.between_steps import losses_of_sources, model_describer, save
 from pretrain.training.run import Run
-from pretrain.training.supervision import answer, listen_or_leave, may_be_cut_short
+from pretrain.training.steps import answer, may_be_cut_short
 
 REASONS = {
     Request.PREEMPT: "preempted",
@@ -31,7 +30,7 @@ def end_early(run: Run) -> int:
     if run.request != Request.ABORT:
         save(run, wait=True, required=True)
     run.evaluations.stop()
-    run.mirror.settle(run.beat)
+    run.mirror.settle(run.watch.beat)
     request = run.request  # a more urgent request may have come during the save
     saved = "nothing saved" if request == Request.ABORT else f"saved at step {run.state.step:,}"
     how = "give it a later step, or null, to" if request == Request.PAUSE else "run the same command to"
@@ -50,7 +49,7 @@ def finish(run: Run) -> int:
     run.evaluations.fetch()
     if names := ", ".join(run.evaluations.names):
         run.log.say(f"Evaluations still running, with results to come in metrics.jsonl: {names}")
-    run.mirror.settle(run.beat)
+    run.mirror.settle(run.watch.beat)
     run.watch.close()
     run.log.end(EXIT_DONE, "done", step=state.step, tokens=state.tokens, skipped_steps=state.skipped_steps)
     run.mirror.close()
@@ -76,9 +75,10 @@ def _export(run: Run, weights: str) -> Path:
     config = run.config
     dtype = config.export.dtype
     with run.log.doing("exporting the model"):
-        final = export_final(config.output, run.strategy, dtype, model_describer(run), run.beat)
-    with run.log.doing("checking the export"), may_be_cut_short(run, f"the check of {final}"):
-        losses = {source: result["loss"] for source, result in losses_of_sources(run, sequences=1).items()}
+        final = export_final(config.output, run.strategy, dtype, model_describer(run), run.watch.beat)
+    with may_be_cut_short(run, f"the check of {final}") as beat:
+        results = losses_of_sources(run, 1, beat)
+        losses = {source: result["loss"] for source, result in results.items()}
         trained = TrainingLosses(losses, run.validation_readers, config.data.window)
         newest = run.newest_checkpoint
 
@@ -88,7 +88,7 @@ def _export(run: Run, weights: str) -> Path:
                     final, checkpoint, dtype=dtype, precision=run.whole_plan.precision, trained=trained
                 )
 
-        verdict = run.strategy.ranks.by_main(verification, partial(listen_or_leave, run))
+        verdict = run.strategy.ranks.by_main(verification, beat)
         if verdict is not None:
             run.log.write("export", step=run.state.step, weights=weights, problems=verdict.problems)
             run.log.say(verdict.in_words())

@@ -29,7 +29,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from pretrain.model.routers import (
-    Router,
     RouterLosses,
     balancing_bias,
     expert_parameters,
@@ -58,7 +57,7 @@ class WithLoss(torch.autograd.Function):
 
 
 class FollowedRouter(nn.Module):
-    """Base class of monitored routers; `follow` creates the subclass and sets the attributes.
+    """Base class of monitored routers; `Experts` creates the subclass and sets the attributes.
 
     It is a subclass instead of a hook: only its tensors differ between layers, so one compilation serves all layers,
     and no hook breaks a compiled block's graph.
@@ -133,30 +132,6 @@ def scores_at(outputs: tuple, logits_at: int) -> int:
     return next((place for place in floating if place != logits_at), logits_at)
 
 
-def follow(
-    router: Router, config: object, *, device: torch.device, scale: Tensor, balance: float, z_loss: float, experts: int
-) -> None:
-    """Makes a router record its choices, and add its losses to the backward pass.
-
-    Args:
-        scale: a scalar shared by all routers, written before every step.
-        balance: coefficient of E x sum(share x mean probability).
-        z_loss: coefficient of the mean of logsumexp(logits)^2.
-    """
-    module = router.module
-    score = score_of(module)
-    module.__class__ = _followed(type(module))
-    top_k = experts_per_token(router, config)
-    module.follow_share_E = torch.full((experts,), top_k / experts, device=device)
-    module.follow_record_3E = torch.zeros(3, experts, device=device)
-    module.follow_scale = scale
-    module.follow_balance = balance
-    module.follow_z_loss = z_loss
-    module.follow_logits_at = router.logits_at
-    module.follow_top_k = top_k
-    module.follow_score = score
-
-
 def score_of(module: nn.Module) -> str:
     """Returns how a router turns logits into scores, by its code: softmax, sigmoid, or own (its `score_fn`)."""
     if callable(getattr(module, "score_fn", None)):
@@ -190,11 +165,19 @@ class Experts:
         layers = len(self.routers)
         most = max(self.sizes)
         self._scale = torch.ones((), device=device)
+        """Factor of a micro-batch's gradients, shared by all routers and written before every step."""
         for router, size in zip(self.routers, self.sizes, strict=True):
-            follow(
-                router, causal_lm.config, device=device, scale=self._scale, experts=size,
-                balance=losses.balance / layers, z_loss=losses.z_loss / layers,
-            )  # fmt: skip
+            module = router.module
+            score = score_of(module)  # by its own code, before it gets another class
+            module.__class__ = _followed(type(module))
+            module.follow_top_k = experts_per_token(router, causal_lm.config)
+            module.follow_share_E = torch.full((size,), module.follow_top_k / size, device=device)
+            module.follow_record_3E = torch.zeros(3, size, device=device)
+            module.follow_scale = self._scale
+            module.follow_balance = losses.balance / layers
+            module.follow_z_loss = losses.z_loss / layers
+            module.follow_logits_at = router.logits_at
+            module.follow_score = score
         self._bias_rate = losses.bias_rate
         self._biases = [balancing_bias(router) for router in self.routers] if losses.bias_rate else []
         self._top_k_L = torch.tensor([float(router.module.follow_top_k) for router in self.routers], device=device)

@@ -61,8 +61,13 @@ class StepGuard:
 
     def state(self) -> dict[str, Any]:
         """Returns what a checkpoint stores."""
-        averages = {"fast": self._fast, "slow": self._slow, "diverging": self._diverging}
-        return {"losses": list(self._losses), "strikes": list(self._strikes), **averages}
+        return {
+            "losses": list(self._losses),
+            "strikes": list(self._strikes),
+            "fast": self._fast,
+            "slow": self._slow,
+            "diverging": self._diverging,
+        }
 
     def forget(self) -> None:
         """Forgets earlier losses when the data changes, as between stages: later losses are not comparable."""
@@ -133,17 +138,12 @@ class StepGuard:
         return Finding("warning", report.step, message, values, roll_back=(first, last))
 
 
-USUAL_MFU = 0.4
-"""MFU that plan.py assumes for models up to 500M parameters; larger ones reach more."""
-
-
 class SpeedGuard:
     """Detector of slowdowns relative to the median of the run's own readings. Main rank only; it only warns."""
 
     def __init__(self, drop: float):
         self.drop = drop
         self._readings: list[float] = []
-        self._mfus: list[float | None] = []
         self._slow = False
 
     def judge(self, tokens_per_second: float) -> str | None:
@@ -155,16 +155,3 @@ class SpeedGuard:
         if was or not self._slow:
             return None
         return f"{tokens_per_second:,.0f} tokens/s, {1 - tokens_per_second / median:.0%} below this run's median"
-
-    def judge_mfu(self, mfu: float | None) -> str | None:
-        """Returns a warning, once, if most of a GPU's arithmetic is idle, judged after compilation is over."""
-        self._mfus.append(mfu)
-        if len(self._mfus) != FEWEST_FOR_MEAN or None in self._mfus:
-            return None
-        median = statistics.median(self._mfus)
-        if median >= USUAL_MFU:
-            return None
-        return (
-            f"MFU {median:.1%}, where the best codebases reach {USUAL_MFU:.0%} and more on H100s: larger "
-            "micro-batches, compile: regional and bf16 raise it most (docs/performance.md)"
-        )

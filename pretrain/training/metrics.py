@@ -25,7 +25,6 @@ from pretrain.model.model_config import rope_in_words
 from pretrain.runs.event_log import last_position
 from pretrain.runs.run_folder import METRICS_FILE
 from pretrain.terminal import LIVE_LINE, fitting, is_terminal, printable, say, say_stage, sparkline, width_of
-from pretrain.training.guard import SpeedGuard
 from pretrain.units import bytes_text, count_text, duration_text
 
 if TYPE_CHECKING:
@@ -155,48 +154,28 @@ class Throughput:
 class LiveFigures:
     """Figures of the live line: all known to the CPU already, so that none waits for the device."""
 
-    step: int
-    total_steps: int
     losses: deque[float] = field(default_factory=lambda: deque(maxlen=STEPS_OF_TREND))
     step_seconds: float | None = None
-    tokens_per_second: float | None = None
+    tokens_per_second: float = 0.0
     mfu: float | None = None
-    seconds_left: float = math.inf
-    """Seconds left of budget.minutes."""
-    next_save: int | None = None
-    """Step after which the next checkpoint is due."""
 
-    def in_words(self, width: int) -> str:
-        """Returns the figures that fit in `width` columns."""
-        seconds = self.step_seconds
+    def in_words(self, step: int, total_steps: int, next_save: int, seconds_left: float, width: int) -> str:
+        """Returns what fits in `width` columns; arguments as of `Metrics.show`."""
         losses = [loss for loss in self.losses if math.isfinite(loss)]
-        parts = [(ALWAYS, f"step {self.step:,}/{self.total_steps:,}")]
+        parts = [(ALWAYS, f"step {step:,}/{total_steps:,}")]
         if losses:
             trend = f" {sparkline(losses, width=COLUMNS_OF_TREND)}" if len(losses) >= COLUMNS_OF_TREND else ""
             parts.append((ALWAYS, f"loss {losses[-1]:.4f}{trend}"))
-        if seconds is not None and self.tokens_per_second is not None:
-            parts.append((ALWAYS, f"{self.tokens_per_second:,.0f} tok/s"))
-            parts.append((90, f"MFU {self.mfu:.1%}" if self.mfu else ""))
-            left = min((self.total_steps - self.step) * seconds, self.seconds_left)
-            parts.append((ALWAYS, f"{duration_text(left)} left"))
-            if self.next_save is not None:
-                parts.append((WIDE + 20, f"checkpoint in {duration_text((self.next_save - self.step) * seconds)}"))
+        if self.step_seconds is not None:
+            left = min((total_steps - step) * self.step_seconds, seconds_left)
+            save = duration_text((next_save - step) * self.step_seconds)
+            parts += [
+                (ALWAYS, f"{self.tokens_per_second:,.0f} tok/s"),
+                (90, f"MFU {self.mfu:.1%}" if self.mfu else ""),
+                (ALWAYS, f"{duration_text(left)} left"),
+                (WIDER, f"checkpoint in {save}"),
+            ]
         return fitting(parts, width)
-
-
-@dataclass
-class Speed:
-    """Counts from which `log_step` and `show_progress` take differences."""
-
-    guard: SpeedGuard
-    live: LiveFigures
-    tokens_at_log: int
-    flops_at_log: float
-    tokens_shown: int
-    """Tokens when the live line last moved."""
-    saves_every: int
-    """Steps between checkpoints."""
-    throughput: Throughput = field(default_factory=Throughput)
 
 
 class LineFile:
@@ -233,6 +212,7 @@ class Metrics:
         self.is_main = is_main
         self._run = run
         self.total_steps = 0
+        """Length of the run, as it is planned now."""
         self.began = False
         """True if the run has started training; the same on all ranks."""
         self._ended = False
@@ -250,13 +230,10 @@ class Metrics:
             self._lines = LineFile(run / METRICS_FILE)
             self._log = LineFile(run / "train.log")
 
-    def begin(
-        self, config: RunConfig, *, total_steps: int, meter: "EnergyMeter | None" = None, facts: dict | None = None
-    ) -> None:
+    def begin(self, config: RunConfig, *, meter: "EnergyMeter | None" = None, facts: dict | None = None) -> None:
         """Starts the live line and, with the whole config and these facts about the run, the trackers."""
         self.began = True
         self._meter = meter
-        self.total_steps = total_steps
         if self.is_main and config.trackers:
             from pretrain.training.trackers import Trackers
 
@@ -267,10 +244,6 @@ class Metrics:
         """True if somebody watches the live line: this process writes, and to a terminal."""
         return self.is_main and self.began and not self._ended and is_terminal(sys.stderr)
 
-    def change_total(self, total_steps: int) -> None:
-        """Sets the length of a run that has become shorter or longer."""
-        self.total_steps = total_steps
-
     def expect(self, what: str) -> None:
         """Shows what the run waits for, which may take long, until the live line moves."""
         if self.is_live:
@@ -278,12 +251,18 @@ class Metrics:
         elif self.is_main:
             say_stage(what)
 
-    def show(self, figures: LiveFigures) -> None:
-        """Moves the live line, at most a few times per second."""
+    def show(self, figures: LiveFigures, step: int, next_save: int, seconds_left: float) -> None:
+        """Moves the live line, at most a few times per second.
+
+        Args:
+            next_save: step after which the next checkpoint is due.
+            seconds_left: of budget.minutes.
+        """
         now = time.perf_counter()
         if self.is_live and now - self._drawn >= SECONDS_BETWEEN_DRAWINGS:
             self._drawn = now
-            LIVE_LINE.show(figures.in_words(width_of(sys.stderr)))
+            width = width_of(sys.stderr)
+            LIVE_LINE.show(figures.in_words(step, self.total_steps, next_save, seconds_left, width))
 
     @contextmanager
     def doing(self, what: str) -> Iterator[None]:

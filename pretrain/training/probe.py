@@ -22,6 +22,7 @@ from pretrain.errors import InputError
 from pretrain.model.attention import candidates_of, model_inputs
 from pretrain.model.build import NO_SUCH_ATTENTION, build_model
 from pretrain.model.loss import LanguageModelLoss
+from pretrain.model.model_config import described
 from pretrain.model.routers import RouterLosses, routers_of
 from pretrain.model.small_copy import (
     DOCUMENT_LENGTHS,
@@ -29,7 +30,6 @@ from pretrain.model.small_copy import (
     TOLERANCE,
     KeyedConfig,
     ReferenceWindow,
-    in_a_line,
     is_projection,
     logits_of,
     one_thread,
@@ -164,7 +164,7 @@ def _judge(reference: PreTrainedModel, attention: str, window: WindowSpec) -> Ju
     except InputError as error:
         judgement.problems += error.problems
     except Exception as error:  # a model's own code may fail in any way on arguments it does not know
-        judgement.problems.append(f"fails with {in_a_line(error)}")
+        judgement.problems.append(f"fails with {described(error)}")
     return judgement
 
 

@@ -16,7 +16,6 @@ from pretrain.runs.run_folder import step_of, trunk_checkpoint
 from pretrain.training.background_jobs import publish_cut_short
 from pretrain.training.continued_plan import (
     Continuation,
-    SavedState,
     continue_from,
     describe_continuation,
     no_stable_checkpoint,
@@ -27,7 +26,7 @@ from pretrain.training.metrics import Metrics
 from pretrain.training.run import Run
 from pretrain.training.run_plan import RunPlan
 from pretrain.training.starting import refuse_crash_loop
-from pretrain.training.supervision import new_guard
+from pretrain.training.steps import new_guard
 
 
 def open_run(
@@ -102,7 +101,8 @@ def _take_up(run: Run, *, is_finished: bool = False) -> Continuation:
         run.config,
         run.recipe_plan,
         run.command_line,
-        SavedState(run.loaded_from, run.saved.contents),
+        run.loaded_from,
+        run.saved.contents,
         rollbacks=_recorded_rollbacks(run),
         begins_branch=run.is_new,
         is_finished=is_finished,
@@ -166,8 +166,7 @@ def roll_back(run: Run, finding: Finding) -> None:
         _go_back(run, finding)
         run.request = max([run.request, *(report.request for report in run.consensus.settle())])
         run.guard = new_guard(run)
-    run.speed.tokens_at_log = run.state.tokens
-    run.speed.flops_at_log = run.plan.flops_before(run.state.step)
+    run.logged_step = run.state.step
 
 
 def _go_back(run: Run, finding: Finding) -> None:
@@ -182,9 +181,9 @@ def _go_back(run: Run, finding: Finding) -> None:
     origin = run.whole_plan.batches.origin if skips else None
     at_least = origin.step if origin is not None else 0
     distant = max(first - 1 - guard.distance, at_least)
-    _fetch_earlier(run, distant, run.beat)
-    target = run.checkpoints.newest_valid(ranks.print, at_most=distant, beat=run.beat)
-    target = target or run.checkpoints.newest_valid(ranks.print, at_most=first - 1, beat=run.beat)
+    _fetch_earlier(run, distant, run.watch.beat)
+    target = run.checkpoints.newest_valid(ranks.print, at_most=distant, beat=run.watch.beat)
+    target = target or run.checkpoints.newest_valid(ranks.print, at_most=first - 1, beat=run.watch.beat)
     if target is None or step_of(target) < at_least:
         since = f" since its data changed at step {at_least:,}" if at_least else ""
         raise NumericStopError(f"{finding.message}; there is no earlier checkpoint{since} to roll back to")

@@ -1,10 +1,9 @@
 """State that the functions called by the loop share."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from pretrain.checkpoint.checkpoints import Checkpoints, SavedRun
 from pretrain.checkpoint.run_state import Request, RunState
@@ -16,8 +15,8 @@ from pretrain.runs.control import Control
 from pretrain.runs.run_folder import checkpoint_name
 from pretrain.training.background_jobs import Evaluations, MirrorCopies
 from pretrain.training.build import Built
-from pretrain.training.guard import StepGuard
-from pretrain.training.metrics import Metrics, Speed
+from pretrain.training.guard import SpeedGuard, StepGuard
+from pretrain.training.metrics import LiveFigures, Metrics, Throughput
 from pretrain.training.run_plan import RunPlan, StagePlan
 from pretrain.training.step_reports import Consensus
 from pretrain.training.time_budget import TimeBudget
@@ -68,7 +67,11 @@ class Run:
     stage: StagePlan = field(init=False)
     """Stage of the last step, whose windows and positions the model has."""
     steps_begun: int = 0
-    speed: Speed = field(init=False)
+    throughput: Throughput = field(init=False)
+    speed_guard: SpeedGuard = field(init=False)
+    live: LiveFigures = field(init=False)
+    logged_step: int = field(init=False)
+    """Step up to which speed and load are logged; they count from there."""
     mirror: MirrorCopies = field(init=False)
     evaluations: Evaluations = field(init=False)
 
@@ -88,13 +91,10 @@ class Run:
 
     def replan(self) -> None:
         """Derives the plan in effect from the whole plan and the state."""
+        # In this order: a decay that was requested ends the run without the skipped data, `last_step` ends any run.
         plan = self.whole_plan.leaving_out(self.state.left_out)
         self.plan = plan.annealing(self.state.anneal_from, self.state.anneal_steps).cut(self.last_step)
-
-    @property
-    def guard_state(self) -> dict[str, Any] | None:
-        """Guard's memory in the checkpoint that the run continues from."""
-        return self.saved.contents["guard"] if self.saved else None
+        self.log.total_steps = self.plan.total_steps
 
     @property
     def newest_checkpoint(self) -> Path:
@@ -125,13 +125,8 @@ class Run:
         """Writes a warning event."""
         self.log.write("warning", message=message)
 
-    @property
-    def beat(self) -> Callable[[], None]:
-        """Function that tells the watchdog that long work is alive."""
-        return self.watch.beat
-
     @contextmanager
     def pausing(self, work: str) -> Iterator[None]:
         """Names work between steps in the live line; its time does not count as training."""
-        with self.speed.throughput.paused(), self.log.doing(work):
+        with self.throughput.paused(), self.log.doing(work):
             yield

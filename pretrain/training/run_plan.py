@@ -20,7 +20,6 @@ from pretrain.config import (
     ModelSource,
     Optim,
     RunConfig,
-    Source,
     WindowSpec,
 )
 from pretrain.data.batches import Batches, SkippedRange, open_training
@@ -125,6 +124,15 @@ class RunPlan(ModelPlan):
         """Counts the training tokens of all steps before `step`, over all ranks."""
         return self.ramp.sequences_before(step) * self.batches.window.sequence_length
 
+    def tokens_in(self, step: int) -> int:
+        """Counts the training tokens of `step`, over all ranks."""
+        return self.ramp.sequences_at(step) * self.batches.window.sequence_length
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens of a step once the batch has its full size."""
+        return self.ramp.sequences_per_level[-1] * self.batches.window.sequence_length
+
     def flops_before(self, step: int) -> float:
         """Counts the FLOPs of all steps before `step`, forward and backward, over all ranks."""
         starts = [min(start, step) for start in self.batches.first_steps]
@@ -141,8 +149,7 @@ class RunPlan(ModelPlan):
     def micro_steps(self, step: int) -> int:
         """Counts the forward and backward passes of each rank in `step`."""
         stage = self.stage(step)
-        tokens = self.ramp.sequences_at(step) * self.batches.window.sequence_length
-        return tokens // (stage.window.sequence_length * stage.sequences_per_micro_batch * self.ranks)
+        return self.tokens_in(step) // (stage.window.sequence_length * stage.sequences_per_micro_batch * self.ranks)
 
     def learning_rate(self, step: int) -> float:
         return self.schedule.learning_rate(step, self.peak_learning_rate)
@@ -166,16 +173,12 @@ class RunPlan(ModelPlan):
 
     def planned(self) -> dict[str, Any]:
         """Returns the fields of the plan that a checkpoint records."""
-        if isinstance(self.schedule, Annealing):
-            schedule = self.schedule.schedule
-            stable_until = self.schedule.from_step
-        else:
-            schedule = self.schedule
-            stable_until = self.schedule.decays_from
+        schedule = self.schedule
+        is_annealing = isinstance(schedule, Annealing)
         return {
             "total_steps": self.total_steps,
-            "schedule": asdict(schedule),
-            "stable_until": stable_until,
+            "schedule": asdict(schedule.schedule if is_annealing else schedule),
+            "stable_until": schedule.from_step if is_annealing else schedule.decays_from,
             "stage_starts": self.batches.stage_starts,
             "ramp": asdict(self.ramp),
             "ramp_steps": self.ramp_steps,
@@ -202,51 +205,34 @@ class Due:
         return self.logs or self.validates or self.saves
 
 
-@dataclass(frozen=True)
-class Cadences:
-    """Steps between two events of a kind; None: never."""
+def steps_between(cadence: Cadence, plan: RunPlan, factor: float) -> int | None:
+    """Returns the interval in steps that the recipe gives in steps or tokens, times `factor`; None: never."""
+    steps = cadence.every_tokens / plan.tokens_per_step if cadence.every_tokens else cadence.every_steps
+    return max(1, round(steps * factor)) if steps else None
 
-    logs: int
-    validates: int | None
-    saves: int | None
-    evaluates: int | None
-    samples: int | None
-    compares_copies: int
-    pauses_at: int | None
-    """Step at which to pause, not an interval."""
-    saves_at_end: bool = True
 
-    @classmethod
-    def of(cls, config: RunConfig, plan: RunPlan) -> "Cadences":
-        """Reads the intervals from the recipe, which may give some of them in tokens."""
-        tokens_per_step = plan.ramp.sequences_per_level[-1] * plan.batches.window.sequence_length
+def due_after(step: int, config: RunConfig, plan: RunPlan) -> Due:
+    """Returns what is due after `step`, counted from 1. The last step also logs, validates and saves."""
 
-        def interval(cadence: Cadence) -> int | None:
-            steps = cadence.every_tokens / tokens_per_step if cadence.every_tokens else cadence.every_steps
-            return max(1, round(steps * config.cadence)) if steps else None
+    def is_at(cadence: Cadence) -> bool:
+        every = steps_between(cadence, plan, config.cadence)
+        return every is not None and step % every == 0
 
-        return cls(
-            logs=max(1, round(config.logging.every_steps * config.cadence)),
-            validates=interval(config.validation),
-            saves=interval(config.checkpoint),
-            evaluates=interval(config.evaluation),
-            samples=interval(config.samples),
-            compares_copies=config.guard.compare_copies_every_steps,
-            pauses_at=config.checkpoint.pause_at,
-            saves_at_end=config.checkpoint.at_end,
-        )
-
-    def after(self, step: int, total_steps: int) -> Due:
-        """Returns what is due after `step`, counted from 1. The last step also logs, validates and saves."""
-        due = {name: bool(every) and step % every == 0 for name, every in vars(self).items()}
-        del due["pauses_at"], due["saves_at_end"]
-        is_last = step == total_steps
-        due["pauses"] = step == self.pauses_at and not is_last
-        due["logs"] |= is_last or due["pauses"]
-        due["validates"] |= is_last or due["pauses"]
-        due["samples"] |= is_last and self.samples is not None
-        due["saves"] |= (is_last and self.saves_at_end) or due["evaluates"]  # an evaluation needs a checkpoint
-        return Due(**due, is_last=is_last)
+    is_last = step == plan.total_steps
+    pauses = step == config.checkpoint.pause_at and not is_last
+    evaluates = is_at(config.evaluation)
+    samples_every = steps_between(config.samples, plan, config.cadence)
+    return Due(
+        logs=step % max(1, round(config.logging.every_steps * config.cadence)) == 0 or is_last or pauses,
+        validates=is_at(config.validation) or is_last or pauses,
+        # An evaluation needs a checkpoint.
+        saves=is_at(config.checkpoint) or (is_last and config.checkpoint.at_end) or evaluates,
+        evaluates=evaluates,
+        samples=samples_every is not None and (is_last or step % samples_every == 0),
+        compares_copies=step % config.guard.compare_copies_every_steps == 0,
+        pauses=pauses,
+        is_last=is_last,
+    )
 
 
 def derive(config: RunConfig, ranks: int) -> RunPlan:
@@ -384,13 +370,6 @@ def plan_model(config: RunConfig, model_config: Any, losses_of_routers: RouterLo
         from_hidden_states=found.from_hidden_states,
         attention_passed_over=found.passed_over,
     )
-
-
-def plan_without_data(config: RunConfig) -> tuple[ModelPlan, str]:
-    """Returns (model, precision) of a recipe that `derive` rejects only for its data."""
-    model_config = planned_model_config(config.model, config.data)
-    model = plan_model(config, model_config, router_losses(config.loss, build_meta_model(model_config)))
-    return model, resolve_precision(config.precision)
 
 
 def place_problems(config: RunConfig) -> Problems:
@@ -550,19 +529,17 @@ def identity_of(config: RunConfig, model_config: Any, batches: Batches) -> dict[
     architecture = {k: v for k, v in model_config.to_diff_dict().items() if k not in ("transformers_version", "dtype")}
     data_of = {folder: reader.manifest.sha256[:16] for folder, reader in batches.readers.items()}
 
-    def mixture(sources: list[Source]) -> list[tuple]:
-        return [(str(s.shards), data_of[str(s.shards)], s.weight, s.max_epochs) for s in sources]
+    def identity_of_stage(stage: CurriculumStage) -> dict[str, Any]:
+        return {
+            "until": stage.until,
+            "train": [(str(s.shards), data_of[str(s.shards)], s.weight, s.max_epochs) for s in stage.train],
+            **stage.model_dump(include={"sequence_length", "rope_parameters"}, exclude_none=True),
+        }
 
-    def changes(stage: CurriculumStage) -> dict[str, Any]:
-        return stage.model_dump(include={"sequence_length", "rope_parameters"}, exclude_none=True)
-
-    mixtures = [
-        {"until": stage.until, "train": mixture(stage.train), **changes(stage)} for stage in config.data.mixtures
-    ]
     identity = {
         "model": hashlib.sha256(json.dumps(architecture, sort_keys=True, default=str).encode()).hexdigest()[:16],
         "seed": config.seed,
-        "data.stages" if config.data.stages else "data.train": mixtures,
+        "data.stages" if config.data.stages else "data.train": [identity_of_stage(s) for s in config.data.mixtures],
         "data.sequence_length": config.data.sequence_length,
         "data.document_mask": config.data.document_mask,
         "data.sampling": config.data.sampling,
@@ -570,4 +547,4 @@ def identity_of(config: RunConfig, model_config: Any, batches: Batches) -> dict[
         "batch.ramp": config.batch.ramp.model_dump(by_alias=True) if config.batch.ramp else None,
         "optim.name": config.optim.name,
     }
-    return json.loads(json.dumps(identity))
+    return json.loads(json.dumps(identity))  # tuples as lists, so that it equals what a checkpoint has read back

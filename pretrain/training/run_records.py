@@ -1,4 +1,4 @@
-"""Writes the record in a run's folder (config, model, data, strategy, environment) and announces its start."""
+"""Writes the record in a run's folder (config, model, data, environment) and announces its start, with warnings."""
 
 import contextlib
 import dataclasses
@@ -17,21 +17,28 @@ from pretrain.data.manifest import MANIFEST_FILE, SPLITS
 from pretrain.data.shards import ShardReader
 from pretrain.data.vocabulary import vocabulary_text
 from pretrain.energy import EnergyMeter
-from pretrain.hardware import DTYPES, describe_machine, device_in_words, missing_bf16
-from pretrain.model.build import FORMULA
-from pretrain.model.model_config import rope_in_words
+from pretrain.hardware import DTYPES, describe_machine, device_in_words, emulation_of_bf16, missing_bf16
+from pretrain.model.build import FORMULA, build_meta_model
+from pretrain.model.model_config import padded_vocabulary, rope_in_words
 from pretrain.optim.averaging import averages_after
+from pretrain.optim.optimizers import OPTIMIZERS
 from pretrain.parallel.strategy import Strategy, device_type
 from pretrain.recipe import as_yaml
 from pretrain.runs.run_folder import read_json
 from pretrain.training.run import Run
 from pretrain.training.run_plan import ModelPlan, RunPlan
-from pretrain.training.start_warnings import start_warnings
 from pretrain.units import count_text, counted
 
 RECORD_FILES = ("config.yaml", "model.json", DATA_FILE, "strategy.json", "environment.json")
 SPLIT_TOTALS = ("tokens", "documents", "text_bytes")
 RECORDED_PACKAGES = ("torch", "transformers", "accelerate", "deepspeed", "safetensors", "tokenizers", "numpy")
+
+FAR = 5.0
+"""Factor between a stated learning rate and auto's above which a warning appears."""
+FAR_FOR_ANOTHER_OPTIMIZER = 2.0
+"""Such a factor if the command line changes the optimizer but keeps the recipe's learning rate for another one."""
+WASTE = 0.01
+"""Share of a model's parameters in rows of unused token IDs above which a warning appears."""
 
 
 def announce(run: Run, peak_source: str) -> str:
@@ -46,33 +53,33 @@ def announce(run: Run, peak_source: str) -> str:
     plan = run.plan
     strategy = run.strategy
     log = run.log
+    step = run.state.step
     is_main = strategy.ranks.is_main
     missing = [name for name in RECORD_FILES if run.is_new or not (config.output / name).exists()]
     if is_main and missing:
         write_record(config, plan, strategy, missing)
     meter = EnergyMeter(strategy.device, strategy.ranks.count) if is_main else None
+    energy = meter.how if meter else None
     sizes = {
         "parameters": plan.parameters,
         "active_parameters": plan.active_parameters,
         "flops_per_token": plan.stages[0].flops_per_token,
         "ranks": strategy.ranks.count,
     }
-    log.begin(config, total_steps=plan.total_steps, meter=meter, facts={**sizes, "total_steps": plan.total_steps})
+    log.begin(config, meter=meter, facts={**sizes, "total_steps": plan.total_steps})
     peak = f"{run.peak_flops / 1e12:.3g} TFLOP/s per process ({peak_source})" if run.peak_flops else peak_source
     built = {
         "strategy": f"{strategy.name}, {counted(strategy.ranks.count, 'process')} on {strategy.device.type}",
         "optimizer": strategy.optimizer_built,
         "peak for MFU": peak,
+        **({"energy": energy} if energy else {}),
     }
-    if meter is not None and meter.how is not None:
-        built["energy"] = meter.how
     log.say(banner(config, plan, built))
     if run.continues:
         log.say(run.continues)
-    step = run.state.step
-    overridden = run.command_line.overridden
-    for caution in start_warnings(config, plan, overridden, strategy.device) if is_main else ():
-        log.write("warning", step=step, message=caution)
+    if is_main:
+        for warning in start_warnings(config, plan, run.command_line.overridden, strategy.device):
+            log.write("warning", step=step, message=warning)
     start_id = uuid.uuid4().hex
     facts = {"start_id": start_id, **sizes, **dataclasses.asdict(plan.schedule), **dataclasses.asdict(plan.ramp)}
     if len(plan.stages) > 1:
@@ -80,8 +87,7 @@ def announce(run: Run, peak_source: str) -> str:
     if plan.batches.origin is not None:  # from here on the data differ from config.yaml's
         facts["origin"] = dataclasses.asdict(plan.batches.origin)
         facts["data"] = config.data.model_dump(mode="json")
-    facts["energy"] = meter and meter.how
-    log.write("start", step=step, **facts)
+    log.write("start", step=step, **facts, energy=energy)
     if run.loaded_from:
         event = "branch" if run.is_new else "resume"
         log.write(event, step=step, path=run.loaded_from.name, run=str(run.loaded_from.parents[1]))
@@ -93,12 +99,15 @@ def announce(run: Run, peak_source: str) -> str:
 def write_record(config: RunConfig, plan: RunPlan, strategy: Strategy, names: Iterable[str]) -> None:
     """Writes these of RECORD_FILES; no environment variables are recorded. Main rank only."""
     data = {str(shards): data_record(reader) for shards, reader in plan.batches.readers.items()}
+    packages = package_versions(RECORDED_PACKAGES)
+    commit = commit_of(Path(__file__).parent)
+    environment = {"commit": commit, **describe_machine(strategy.device), "packages": packages}
     texts = {
         "config.yaml": as_yaml(config),
         "model.json": plan.model_config.to_json_string(),
         DATA_FILE: json.dumps(data, indent=1),
         "strategy.json": json.dumps(strategy.describe(), indent=1),
-        "environment.json": json.dumps(environment(strategy), indent=1),
+        "environment.json": json.dumps(environment, indent=1),
     }
     config.output.mkdir(parents=True, exist_ok=True)
     for name in names:
@@ -121,12 +130,6 @@ def data_record(reader: ShardReader) -> dict:
         "preparation": preparation_of(fields),
         "input_files": len(manifest.source_names),
     }
-
-
-def environment(strategy: Strategy) -> dict:
-    """Returns package versions, commit and machine."""
-    packages = package_versions(RECORDED_PACKAGES)
-    return {"commit": commit_of(Path(__file__).parent), **describe_machine(strategy.device), "packages": packages}
 
 
 def package_versions(packages: Iterable[str]) -> dict[str, str]:
@@ -170,16 +173,15 @@ def stages_in_words(plan: RunPlan) -> dict[str, str]:
             continue
         step = batches.first_steps[number]
         length = stage.window.sequence_length
-        sequences = plan.ramp.sequences_at(step) * batches.window.sequence_length // length
-        parts = [f"from step {step:,} on {counted(sequences, 'sequence')} of {length:,} tokens per step"]
-        parts += [f"{stage.sequences_per_micro_batch:,} per micro-batch"]
+        sequences = counted(plan.tokens_in(step) // length, "sequence")
+        parts = [
+            f"from step {step:,} on {sequences} of {length:,} tokens per step",
+            f"{stage.sequences_per_micro_batch:,} per micro-batch",
+        ]
         if stage.model_config is not before.model_config:
             parts.append(f"max_position_embeddings {stage.model_config.max_position_embeddings:,}")
             parts.append(rope_in_words(stage.model_config.rope_parameters))
-        parts += [
-            f"{folder} {epochs:.2f} epochs" + (f" ({again:.0%} of it read before at another length)" if again else "")
-            for folder, (epochs, again) in batches.repeated_in_stage(number).items()
-        ]
+        parts += [f"{folder} {epochs:.2f} epochs" for folder, epochs in batches.epochs_in_stage(number).items()]
         rows[f"stage {stage.number}"] = ", ".join(parts)
     return rows
 
@@ -246,3 +248,62 @@ def in_rows(rows: dict[str, str]) -> str:
     """Formats {name: value} as lines, with the values below each other."""
     width = max(map(len, rows))
     return "\n".join(f"{name:<{width}}  {value}" for name, value in rows.items())
+
+
+def start_warnings(config: RunConfig, plan: RunPlan, overridden: frozenset[str], device: torch.device) -> list[str]:
+    """Lists warnings, a sentence or two each; takes 0.2 s if bf16 is emulated, else no time.
+
+    Args:
+        overridden: dotted paths of the settings given on the command line.
+    """
+    emulation = emulation_of_bf16(device) if config.precision == "bf16" else None
+    found = (
+        emulation and f"precision: {emulation}; use precision: fp32 or auto",
+        unusual_learning_rate(config, plan, overridden),
+        unused_vocabulary(config, plan),
+    )
+    return [*filter(None, found)]
+
+
+def unusual_learning_rate(config: RunConfig, plan: RunPlan, overridden: frozenset[str]) -> str | None:
+    """Warns that the peak is far from auto's for this optimizer and size; None if it is near, or auto."""
+    optim = config.optim
+    stated = plan.peak_learning_rate
+    if optim.learning_rate == "auto":
+        return None
+    usual = OPTIMIZERS[optim.name].auto_rate(plan.parameters, plan.tokens_per_step)
+    factor = stated / usual
+    setting = "optim.learning_rate" if optim.base_learning_rate is None else "optim.base_learning_rate"
+    by_hand = {"optim", setting} & overridden
+    another = "optim.name" in overridden and not by_hand
+    far = FAR_FOR_ANOTHER_OPTIMIZER if another else FAR
+    is_low = config.init == "scratch" and factor < 1 / far  # continued pretraining uses low learning rates
+    if factor <= far and not is_low:
+        return None
+    times = f"{factor:.3g} times" if factor > 1 else f"1/{1 / factor:.3g} of"
+    origin = f"the recipe's, while --optim.name {optim.name} is the command line's, and " if another else ""
+    return (
+        f"{setting}: the peak of {stated:.3g} is {origin}{times} what auto gives {optim.name} at "
+        f"{count_text(plan.parameters)} parameters, {usual:.3g}; use --optim.learning_rate auto unless this is "
+        "intended"
+    )
+
+
+def unused_vocabulary(config: RunConfig, plan: RunPlan) -> str | None:
+    """Warns that the model has many more rows than the data has token IDs; None within padding, or if pretrained."""
+    ids = plan.batches.vocabulary_size
+    rows = plan.model_config.vocab_size
+    padded = padded_vocabulary(ids)
+    if rows <= padded or config.init == "pretrained":
+        return None
+    model = build_meta_model(plan.model_config)
+    heads = (model.get_input_embeddings(), model.get_output_embeddings())
+    matrices = {head.weight for head in heads if head is not None}  # one if they are tied
+    wasted = len(matrices) * plan.model_config.hidden_size * (rows - padded)
+    if wasted <= WASTE * plan.parameters:
+        return None
+    return (
+        f"vocabulary: the model has {rows:,} rows and the data {ids:,} ids: {count_text(wasted)} of "
+        f"{count_text(plan.parameters)} parameters ({wasted / plan.parameters:.0%}) stand for no text; "
+        f"--model.vocab_size auto makes it {padded:,}"
+    )

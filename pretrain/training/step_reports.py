@@ -30,15 +30,25 @@ class StepReport:
     request: Request
 
 
-@dataclass
-class _Pending:
+@dataclass(frozen=True)
+class _Arriving:
+    """Figures of this rank, perhaps in transfer from a GPU."""
+
     step: int
     figures: torch.Tensor
-    """Loss, grad_norm, skipped, whether the loss counts: (4,) float32 on the CPU, perhaps in transfer from a GPU."""
+    """Loss, grad_norm, skipped, whether the loss counts: (4,) float32 on the CPU."""
     arrived: torch.cuda.Event | None
     request: int
-    answers: list[torch.Tensor] | None = None
-    work: dist.Work | None = None
+
+
+@dataclass(frozen=True)
+class _Sent:
+    """Figures of all ranks, perhaps in transfer between them."""
+
+    step: int
+    answers: list[torch.Tensor]
+    """Figures and request of each rank: (5,) float64 on the CPU."""
+    work: dist.Work | None
 
 
 class Consensus:
@@ -47,7 +57,8 @@ class Consensus:
     def __init__(self, strategy: Strategy):
         self.ranks = strategy.ranks
         self.reports_loss = torch.tensor(float(strategy.reports_loss), device=strategy.device)
-        self._pending: deque[_Pending] = deque()
+        self._arriving: deque[_Arriving] = deque()
+        self._sent: deque[_Sent] = deque()
 
     def exchange(
         self, step: int, loss: torch.Tensor, grad_norm: torch.Tensor, skipped: torch.Tensor, request: Request
@@ -59,17 +70,16 @@ class Consensus:
         """
         figures = torch.stack([loss.float(), grad_norm.float(), skipped.float(), self.reports_loss])
         arrived = None
+        pending = 0
         if figures.is_cuda:
             figures = torch.empty(4, pin_memory=True).copy_(figures, non_blocking=True)
             arrived = torch.cuda.Event()
             arrived.record()
-        pending = _Pending(step, figures, arrived, request)
-        self._pending.append(pending)
-        # On a CPU these metrics are ready; on a GPU the previous step's are, while the device computes this one.
-        ready = pending if arrived is None else self._pending[-2] if len(self._pending) > 1 else None
-        if ready is not None:
-            self._send(ready)
-        return [self._receive() for _ in range(len(self._pending) - (1 if arrived is None else 2))]
+            pending = 1  # in each queue: the device still computes this step, and the network carries the one before
+        self._arriving.append(_Arriving(step, figures, arrived, request))
+        while len(self._arriving) > pending:
+            self._send()
+        return [self._receive() for _ in range(len(self._sent) - pending)]
 
     def agree(self, request: Request) -> Request:
         """Returns the most urgent of all ranks' requests, immediately. A collective call, between steps."""
@@ -81,30 +91,31 @@ class Consensus:
 
     def settle(self) -> list[StepReport]:
         """Waits for pending metrics; returns the reports up to the last submitted step."""
-        for pending in self._pending:
-            self._send(pending)
-        return [self._receive() for _ in range(len(self._pending))]
+        while self._arriving:
+            self._send()
+        return [self._receive() for _ in range(len(self._sent))]
 
-    def _send(self, pending: _Pending) -> None:
-        if pending.answers is not None:
-            return
-        if pending.arrived is not None:
-            pending.arrived.synchronize()
-        mine = torch.tensor([*pending.figures.tolist(), float(pending.request)], dtype=torch.float64)
-        pending.answers = [mine]
+    def _send(self) -> None:
+        arriving = self._arriving.popleft()
+        if arriving.arrived is not None:
+            arriving.arrived.synchronize()
+        mine = torch.tensor([*arriving.figures.tolist(), float(arriving.request)], dtype=torch.float64)
+        answers = [mine]
+        work = None
         if self.ranks.count > 1:
-            pending.answers = [torch.empty_like(mine) for _ in range(self.ranks.count)]
-            pending.work = dist.all_gather(pending.answers, mine, group=self.ranks.host_group, async_op=True)
+            answers = [torch.empty_like(mine) for _ in range(self.ranks.count)]
+            work = dist.all_gather(answers, mine, group=self.ranks.host_group, async_op=True)
+        self._sent.append(_Sent(arriving.step, answers, work))
 
     def _receive(self) -> StepReport:
-        pending = self._pending.popleft()
-        if pending.work is not None:
-            pending.work.wait()
+        sent = self._sent.popleft()
+        if sent.work is not None:
+            sent.work.wait()
         # Plain Python numbers: for so few, a single torch or numpy call takes longer than all of this.
-        losses, norms, skipped, reports_loss, requests = zip(*(a.tolist() for a in pending.answers), strict=True)
+        losses, norms, skipped, reports_loss, requests = zip(*(a.tolist() for a in sent.answers), strict=True)
         reported = [loss for loss, counts in zip(losses, reports_loss, strict=True) if counts]
         return StepReport(
-            step=pending.step,
+            step=sent.step,
             loss=sum(reported) / len(reported),
             grad_norm=max(norms, key=lambda norm: (math.isnan(norm), norm)),
             skipped=any(skipped),

@@ -1,24 +1,51 @@
-"""Begins a run's training, and each of its steps."""
+"""Begins the run and each of its steps; after a step all ranks agree on its metrics, findings and requests."""
 
 import gc
+import os
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
 
+import torch
+
+from pretrain.checkpoint.run_state import Request, RunStoppedError
 from pretrain.data.shards import ShardReader
+from pretrain.errors import CRASHED
 from pretrain.hardware import peak_flops, threads_beside
 from pretrain.optim.averaging import average_after_step
+from pretrain.parallel.replicas import replica_differences
+from pretrain.runs.control import Control
+from pretrain.runs.run_folder import LOCK_FILE
 from pretrain.training.background_jobs import Evaluations, MirrorCopies
-from pretrain.training.guard import SpeedGuard
-from pretrain.training.metrics import LiveFigures, Speed
+from pretrain.training.guard import Finding, SpeedGuard, StepGuard
+from pretrain.training.metrics import LiveFigures, Throughput
 from pretrain.training.run import Run
-from pretrain.training.run_plan import Cadences
 from pretrain.training.run_records import announce
-from pretrain.training.supervision import watch_over
+from pretrain.training.step_reports import Consensus, StepReport
+from pretrain.training.time_budget import TimeBudget
+from pretrain.training.watchdog import Watch
+
+ANSWERED = (Request.PROFILE, Request.SAVE, Request.SHORTEN, Request.ANNEAL, Request.STOP, Request.ABORT)
+"""Requests of runs.py or of the clock, whose sender gets an answer."""
+
+
+class CopiesDifferError(RunStoppedError):
+    """Raised if ranks that should hold the same weights do not; restarting from the last checkpoint fixes that."""
+
+    exit_code = CRASHED
+
+
+class CutShortError(Exception):
+    """Raised on all ranks at the same point to abandon work between two steps, because the run is stopping."""
 
 
 def begin(run: Run, validation_readers: dict[str, ShardReader]) -> None:
     """Announces the run, and creates what the steps and the work between them need. A collective call."""
     config = run.config
+    device = run.strategy.device
     run.validation_readers = validation_readers
-    run.peak_flops, peak_source = peak_flops(run.strategy.device, run.plan.precision)
+    run.peak_flops, peak_source = peak_flops(device, run.plan.precision)
     start_id = announce(run, peak_source)
     watch_over(run, start_id)
     batches = run.whole_plan.batches
@@ -26,17 +53,52 @@ def begin(run: Run, validation_readers: dict[str, ShardReader]) -> None:
     run.stage = run.plan.stage(max(run.state.step - 1, 0))
     if config.data.stages:
         _take_positions(run)
-    run.mirror = MirrorCopies(config, run.log)
-    run.evaluations = Evaluations(config.output, run.log, threads_beside(run.strategy.device))
-    run.speed = Speed(
-        guard=SpeedGuard(config.guard.speed_drop),
-        live=LiveFigures(run.state.step, run.plan.total_steps),
-        tokens_at_log=run.state.tokens,
-        flops_at_log=run.plan.flops_before(run.state.step),
-        tokens_shown=run.state.tokens,
-        saves_every=Cadences.of(config, run.plan).saves,
-    )
+    run.mirror = MirrorCopies(config.output, config.checkpoint, run.log)
+    run.evaluations = Evaluations(config.output, run.log, threads_beside(device))
+    run.throughput = Throughput()
+    run.speed_guard = SpeedGuard(config.guard.speed_drop)
+    run.live = LiveFigures()
+    run.logged_step = run.state.step
     run.watch.start()  # from here on a signal is a request, handled after the step
+
+
+def watch_over(run: Run, start_id: str) -> None:
+    """Creates the guard, and what listens for signals and commands and detects hangs. A collective call.
+
+    Args:
+        start_id: ID of this start of the run; commands of runs.py are addressed to it.
+    """
+    ranks = run.strategy.ranks
+    output = run.config.output
+    guard = run.config.guard
+    run.consensus = Consensus(run.strategy)
+    run.guard = new_guard(run)
+    run.control = Control(output, start_id, warn=run.warn)
+    run.clock = TimeBudget(run.config.budget.minutes, run.state.seconds, run.log.started)
+    here = (socket.gethostname(), pid_namespace())
+    processes = ranks.gather((here, os.getpid()))
+    run.watch = Watch(
+        output,
+        ranks.rank,
+        [pid for rank, (host, pid) in enumerate(processes) if host == here and rank != ranks.rank],
+        step_timeout_seconds=guard.step_timeout_seconds,
+        first_step_timeout_seconds=guard.first_step_timeout_seconds,
+        held=output / LOCK_FILE if ranks.is_main else None,
+        on_end=lambda reason, code: run.log.end(code, reason),
+    )
+
+
+def new_guard(run: Run) -> StepGuard:
+    """Creates a guard with the memory of the checkpoint that the run continues from."""
+    memory = run.saved.contents["guard"] if run.saved else None
+    return StepGuard(run.config.guard, memory, scales_loss=run.whole_plan.precision == "fp16")
+
+
+def pid_namespace() -> str | None:
+    """Names the namespace of process IDs: containers with the same host name may number their own processes."""
+    with suppress(OSError):
+        return os.readlink("/proc/self/ns/pid")
+    return None
 
 
 def begin_step(run: Run) -> int:
@@ -54,7 +116,6 @@ def begin_step(run: Run) -> int:
 
 
 def _take_positions(run: Run) -> None:
-    """Gives the model the positions of the stage."""
     from pretrain.model.positions import use_positions
 
     use_positions(run.built.model, run.stage.model_config, run.built.causal_lm)
@@ -63,24 +124,23 @@ def _take_positions(run: Run) -> None:
 def _enter_stage(run: Run) -> None:
     """Gives the model the stage's windows and positions."""
     stage = run.stage
-    model_config = stage.model_config
+    length = stage.window.sequence_length
     _take_positions(run)
     run.watch.allow_compiling()
-    run.speed.guard = SpeedGuard(run.config.guard.speed_drop)
-    tokens = run.plan.ramp.sequences_at(run.state.step) * run.plan.batches.window.sequence_length
+    run.speed_guard = SpeedGuard(run.config.guard.speed_drop)
     run.log.write(
         "stage",
         step=run.state.step,
         flops_per_token=stage.flops_per_token,
         stage=stage.number,
-        sequence_length=stage.window.sequence_length,
-        max_position_embeddings=getattr(model_config, "max_position_embeddings", None),
-        rope_parameters=getattr(model_config, "rope_parameters", None),
-        sequences_per_step=tokens // stage.window.sequence_length,
+        sequence_length=length,
+        max_position_embeddings=getattr(stage.model_config, "max_position_embeddings", None),
+        rope_parameters=getattr(stage.model_config, "rope_parameters", None),
+        sequences_per_step=run.plan.tokens_in(run.state.step) // length,
         sequences_per_micro_batch=stage.sequences_per_micro_batch,
     )
     if run.config.compile != "none":
-        run.speed.throughput.expect_compiling()
+        run.throughput.expect_compiling()
         run.log.expect("First step of the stage, which compiles the model anew")
 
 
@@ -98,3 +158,117 @@ def count_step(run: Run) -> None:
         run.strategy.average = None
     else:
         run.strategy.update_average(share)
+
+
+def after_step(
+    run: Run, loss: torch.Tensor, grad_norm: torch.Tensor, skipped: torch.Tensor, *, settle: bool
+) -> tuple[list[StepReport], Finding | None]:
+    """Submits this rank's metrics of the step, on the device; returns what all ranks know and decide.
+
+    settle: wait for this step's own metrics.
+
+    Returns (reports of the steps whose metrics have arrived, the finding that prevents continuing as planned), both
+    identical on all ranks.
+    """
+    step = run.state.step
+    run.watch.beat(step)
+    run.clock.step_taken()
+    reports = run.consensus.exchange(step, loss, grad_norm, skipped, asked_of(run))
+    if settle:
+        reports += run.consensus.settle()
+    bad = None
+    for report in reports:
+        bad = _judge(run, report) or bad
+    return reports, bad
+
+
+def _judge(run: Run, report: StepReport) -> Finding | None:
+    """Takes note of a step; returns the finding after which training must not continue as planned."""
+    run.request = max(run.request, report.request)
+    if report.skipped:
+        run.state.skipped_steps += 1
+        run.log.write("skip", step=report.step, steps=1, loss=report.loss, grad_norm=report.grad_norm)
+    if run.plan.batches.begins_segment(report.step - 1):
+        run.guard.forget()
+    bad = None
+    for finding in run.guard.judge(report):
+        if finding.roll_back or finding.stop:
+            bad = finding
+        run.log.write(finding.event, step=finding.step, message=finding.message, **finding.values)
+    return bad
+
+
+def asked_of(run: Run) -> Request:
+    """Returns what this rank is asked to do: a command once, a signal for as long as the process lives."""
+    asked = run.watch.request
+    if not run.strategy.ranks.is_main:
+        return asked
+    if command := run.control.poll():
+        asked = max(asked, Request[command.upper()])
+    if not run.clock.is_limited:
+        return asked
+    has_begun_to_decay = run.state.anneal_from is not None or run.state.step >= run.plan.schedule.decays_from
+    if not has_begun_to_decay and run.clock.asks_for_decay(steps_of_decay(run)):
+        asked = max(asked, Request.ANNEAL)
+    if has_begun_to_decay and run.clock.asks_to_shorten(steps_of_decay_left(run)):
+        asked = max(asked, Request.SHORTEN)
+    return asked
+
+
+def listen(run: Run) -> None:
+    """Checks for requests during long work between steps; a collective call."""
+    run.watch.beat()
+    run.request = max(run.request, run.consensus.agree(asked_of(run)))
+
+
+def listen_or_leave(run: Run) -> None:
+    """Raises CutShortError on all ranks at the same call if the run is stopping: schedulers do not wait long."""
+    listen(run)
+    if run.ends:
+        raise CutShortError
+
+
+@contextmanager
+def may_be_cut_short(run: Run, work: str) -> Iterator[Callable[[], None]]:
+    """Pauses training for work that is abandoned when the run is stopping; the run continues without its results.
+
+    Yields the function that all ranks must call at the same points of the work.
+    """
+    with run.pausing(work):
+        try:
+            yield partial(listen_or_leave, run)
+        except CutShortError:
+            run.warn(f"{work} skipped: the run is stopping")
+
+
+def answer(run: Run) -> None:
+    """Clears the request; if it was carried out, the sender of a command gets an answer."""
+    if run.request == Request.ANNEAL and run.state.anneal_from is None and not run.refusal:
+        return  # the request came after the loop's check: the next step handles it
+    done = run.request != Request.SAVE or run.is_saved
+    if done and run.request in ANSWERED:
+        step = run.state.step
+        if run.refusal is None:
+            by = "runs.py" if run.control.asked else "budget.minutes"
+            command = run.request.name.lower()
+            run.log.write("control", step=step, command=command, by=by, total_steps=run.plan.total_steps)
+        run.control.acknowledge(step, run.refusal)
+    run.request = Request.NONE
+    run.refusal = None
+
+
+def steps_of_decay(run: Run) -> float:
+    """Counts the steps that a final decay takes if it begins now."""
+    return min(run.plan.total_steps - run.state.step, run.config.optim.decay_fraction * run.state.step)
+
+
+def steps_of_decay_left(run: Run) -> int:
+    """Counts the remaining steps of a requested final decay; 0 if there is none."""
+    state = run.state
+    return 0 if state.anneal_from is None else state.anneal_from + state.anneal_steps - state.step
+
+
+def compare_copies(run: Run) -> None:
+    """Raises CopiesDifferError on all ranks if the weights of some ranks differ."""
+    if found := replica_differences(run.strategy.replicas(), run.strategy.device):
+        raise CopiesDifferError(f"copies of the weights differ: {'; '.join(found)}")

@@ -99,7 +99,7 @@ def measure(
                 def read(data_rank: int, reader: ShardReader = reader, parts: list = parts) -> np.ndarray:
                     return read_windows(reader, parts[data_rank], window, rows)
 
-                ids = strategy.read(first, (rows, window.sequence_length + 1), np.int64, read)
+                ids = strategy.read(first, read)
                 batch = model_inputs(
                     ids,
                     window,

@@ -11,15 +11,16 @@ import torch
 
 from pretrain.config import RunConfig
 from pretrain.data.shards import ShardReader
-from pretrain.data.vocabulary import assumed_vocabulary
+from pretrain.data.vocabulary import assumed_vocabulary, planned_model_config
 from pretrain.errors import InputError, one_line
 from pretrain.hardware import memory_bytes, peak_flops
+from pretrain.model.build import build_meta_model
 from pretrain.model.model_config import padded_vocabulary
+from pretrain.model.routers import router_losses
 from pretrain.parallel.launcher import launched_strategy
-from pretrain.parallel.strategy import device_type
-from pretrain.training.run_plan import ModelPlan, RunPlan, plan_without_data, sequences_of
-from pretrain.training.run_records import in_rows, rows_of_model
-from pretrain.training.start_warnings import start_warnings
+from pretrain.parallel.strategy import device_type, resolve_precision
+from pretrain.training.run_plan import ModelPlan, RunPlan, plan_model, sequences_of
+from pretrain.training.run_records import in_rows, rows_of_model, start_warnings
 from pretrain.units import bytes_text, count_text, counted, duration_text
 from pretrain_tools.planning.candidates import storage_of, work_of_run
 from pretrain_tools.planning.footprints import largest_footprint
@@ -68,7 +69,9 @@ def judgement(
 
 def judgement_without_data(config: RunConfig, words: Sequence[str]) -> list[str]:
     """Lists the lines for a recipe that lacks only its data: everything else has been checked."""
-    model, precision = plan_without_data(config)
+    model_config = planned_model_config(config.model, config.data)
+    model = plan_model(config, model_config, router_losses(config.loss, build_meta_model(model_config)))
+    precision = resolve_precision(config.precision)
     assumed = assumed_vocabulary(config.model, config.data, model.model_config)
     vocabulary = "; ".join(assumed).removeprefix("vocabulary: ")
     rows = rows_of_model(config, model, precision, vocabulary or f"{model.model_config.vocab_size:,} ids, as stated")

@@ -82,7 +82,9 @@ def provenance_problems(folder: Path) -> list[str]:
     try:
         content = (folder / PROVENANCE_FILE).read_bytes()
         contents = json.loads(content)
-        recorded = {name: (entry["bytes"], entry["sha256"]) for name, entry in contents["files"].items()}
+        recorded = {
+            name: {key: entry[key] for key in ("bytes", "sha256")} for name, entry in contents["files"].items()
+        }
         is_whole = digest_of(content.replace(contents["seal"].encode(), UNSEALED.encode(), 1)) == contents["seal"]
     except FileNotFoundError:
         return [f"{PROVENANCE_FILE} is missing; without it no other file can be checked"]
@@ -101,7 +103,7 @@ def provenance_problems(folder: Path) -> list[str]:
     problems += [f"{name} was added" for name in sorted(present.keys() - recorded)]
     problems += [f"{name} is missing" for name in sorted(recorded.keys() - present)]
     for name in sorted(recorded.keys() & present):
-        found = damage_of_file(present[name], name, *recorded[name])
+        found = damage_of_file(present[name], name, recorded[name])
         problems += [f"{name} was changed: it {problem.removeprefix(name + ' ')}" for problem in found]
     return problems
 

@@ -135,14 +135,14 @@ def test_a_store_that_is_no_disk(tmp_path):
     copier = copier_of(run, settings.mirror, keep_last=1)
     copy_all(copier)
     log = (run / "metrics.jsonl").read_bytes()
-    assert copier.store.steps() == {8: True}
+    assert copier.store.steps() == ([8], [])
     lose(run)
     look(run, settings)
     assert damage(run / "checkpoints/step-00000008") == [] and (run / "metrics.jsonl").read_bytes() == log
     write_checkpoint(run, 12)
     copier = copier_of(run, settings.mirror, keep_last=1)
     copy_all(copier)
-    assert copier.store.steps() == {12: True}
+    assert copier.store.steps() == ([12], [])
 
 
 def test_a_manifest_that_leads_out_of_its_folder_is_damaged(lost):

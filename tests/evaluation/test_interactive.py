@@ -5,7 +5,6 @@ import os
 import pty
 import signal
 import subprocess
-import sys
 
 import pytest
 from transformers import AutoTokenizer
@@ -15,7 +14,7 @@ from pretrain.model.build import build_model
 from pretrain.model.model_config import load_model_config
 from pretrain.training.samples import Sampling
 from pretrain_tools.evaluation.interactive import changed
-from support.project import ROOT, run_script, start_script
+from support.project import run_script, start_script
 from support.tiny_models import TINY_LLAMA
 
 
@@ -78,10 +77,9 @@ def test_settings():
 
 def test_ctrl_c_stops_a_text_and_ctrl_d_the_session(model):
     terminal, end = pty.openpty()
-    process = subprocess.Popen(
-        [sys.executable, "evaluate.py", "--model", str(model), "--interactive", "--max_new_tokens", "450"],
-        cwd=ROOT, stdin=end, stdout=end, stderr=end, env={**os.environ, "TERM": "dumb"},
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    process = start_script(
+        "evaluate.py", "--model", model, "--interactive", "--max_new_tokens", 450,
+        stdin=end, stdout=end, stderr=end, env={"TERM": "dumb"},
     )  # fmt: skip
     os.close(end)
     said = b""

@@ -3,13 +3,12 @@
 import os
 import signal
 import subprocess
-import sys
 import time
 
 from pretrain.files import damage
 from support.faults import EVERYTHING, end_of, launch_with_faults, reached, tell, wait_until
 from support.faults import notes as rank_notes
-from support.project import ROOT, events, losses, run_script
+from support.project import events, losses, run_script, start_script
 
 SECRETS = {
     "HF_TOKEN": "hf_canaryCANARYcanary1",
@@ -125,23 +124,11 @@ def test_secrets_do_not_reach_trackers_logs_or_cards(recipe, tmp_path):
     tell("24", f"{len(SECRETS)} secrets in the environment", "in no output, log, tracker, checkpoint or card")
 
 
-def started(recipe, run) -> subprocess.Popen:
-    """One process, no launcher, signals as at a terminal, whatever the one that runs the tests ignores."""
-    return subprocess.Popen(
-        [sys.executable, "train.py", *map(str, arguments(recipe, run))],
-        cwd=ROOT,
-        env={**os.environ, "HF_HUB_OFFLINE": "1"},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        preexec_fn=lambda: [signal.signal(number, signal.SIG_DFL) for number in (signal.SIGINT, signal.SIGHUP)],
-    )
-
-
 def test_control_c_and_a_second_start(recipe, tmp_path):
     """While it runs, a second start on the same folder is turned away, by name of the first."""
     run = tmp_path / "run"
-    process = started(recipe, run)
+    pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
+    process = start_script("train.py", *arguments(recipe, run), **pipes)
     try:
         wait_until(lambda: reached(run, 5), process)
         second = run_script("train.py", *arguments(recipe, run), check=False)

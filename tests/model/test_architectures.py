@@ -95,8 +95,8 @@ def test_a_layer_is_the_formula(model, ids):
     layer = model.model.layers[0]
     x_BTD = model.model.embed_tokens(ids)
     after_attention = model.model(ids, output_hidden_states=True).hidden_states[1]
-    cos_sin = pretrain.model.architectures.deepone.rotary_cos_sin(torch.arange(12)[None], 8, 10000.0, torch.float32)
-    attended, _ = layer.self_attn(x_BTD, position_embeddings=cos_sin)
+    cos_sin = model.model.rotary_emb(x_BTD, torch.arange(12)[None])
+    attended, _ = layer.self_attn(x_BTD, position_embeddings=cos_sin, attention_mask=None)
     y = torch.nn.functional.layer_norm(6**0.25 * x_BTD + attended, (32,))
     fed = layer.mlp.down_proj(torch.nn.functional.silu(layer.mlp.gate_proj(y)) * layer.mlp.up_proj(y))
     expected = torch.nn.functional.layer_norm(6**0.25 * y + fed, (32,))

@@ -227,12 +227,13 @@ def test_the_launcher_itself_is_checked(tmp_path, shards):
     }
     recipe.write_text(yaml.safe_dump(values))
     launcher = ["-m", "accelerate.commands.launch", "--config_file"]
-    command = ["--num_processes", "2", "--main_process_port", free_port(), "train.py", "--config", recipe]
-    refused = run_script(*launcher, "accelerate_configs/ddp.yaml", "--cpu", *command, check=False, fresh=True)
+    command = ["--main_process_port", free_port(), "train.py", "--config", recipe]
+    two = ["--num_processes", "2", "--cpu"]
+    refused = run_script(*launcher, "accelerate_configs/ddp.yaml", *two, *command, check=False, fresh=True)
     assert "--num_processes 2 was asked for, but 1 runs" in refused.stderr
 
     path = changed(ROOT / "accelerate_configs/fsdp2.yaml", tmp_path, "fsdp_config", fsdp_offload_param=True)
-    refused = run_script(*launcher, path, *command, check=False, fresh=True)
+    refused = run_script(*launcher, path, "--num_processes", "1", *command, check=False, fresh=True)
     assert refused.returncode != 0 and not (tmp_path / "run").exists()
     assert "fsdp_config.fsdp_offload_param is unknown" in refused.stderr
     assert "did you mean fsdp_offload_params?" in refused.stderr

@@ -6,7 +6,6 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 import warnings
@@ -20,7 +19,7 @@ from pretrain.processes import folder_lock
 from pretrain.runs.control import ANSWER_FILE, COMMANDS, REQUEST_FILE, Control
 from pretrain_tools.runs.commands import send, wait_for_answer, withdraw
 from pretrain_tools.runs.status import read_json, read_status
-from support.project import ROOT, events, free_port, run_script, start_script
+from support.project import events, free_port, run_script, start_script
 from support.run_logs import end_line, finished_run, start_line, train_line, write_run
 
 START = "start-1"
@@ -177,10 +176,7 @@ def test_only_its_own_request_is_cancelled(run):
 
 
 def test_ctrl_c_stops_waiting_and_withdraws(run):
-    sender = subprocess.Popen(
-        [sys.executable, "runs.py", "save", run], cwd=ROOT, stderr=subprocess.PIPE, text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
-    )  # fmt: skip
+    sender = start_script("runs.py", "save", run, stderr=subprocess.PIPE)
     wait_until((run / REQUEST_FILE).exists, sender)
     sender.send_signal(signal.SIGINT)
     _, said = sender.communicate(timeout=SOON)

@@ -7,7 +7,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import threading
 import time
 from functools import partial
@@ -35,7 +34,7 @@ from pretrain_tools.publishing.hub_upload import set_tag
 from pretrain_tools.publishing.staging import Model, checkpoint_model, find_publishable, stage
 from pretrain_tools.runs.history import append_events
 from support.hub_server import TOKEN, running_hub
-from support.project import ROOT, events, run_script
+from support.project import events, run_script, start_script
 from support.run_folders import write_run
 from support.tiny_experts import as_the_library_saves
 from support.tiny_models import TINY_MOE
@@ -170,16 +169,10 @@ def test_an_upload_that_was_killed_is_completed(run, hub, home):
             raise ConnectionError("who sent it is dead")
 
     hub.before_upload = stop_at_the_second_file
-    command = [sys.executable, "publish.py", "--run", str(run), "--repo", "me/tiny", *OFFER]
-    environment = {**os.environ, **home, **hub.environment}
-    process = subprocess.Popen(
-        command,
-        cwd=ROOT,
-        env=environment,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )
+    process = start_script(
+        "publish.py", "--run", run, "--repo", "me/tiny", *OFFER, env={**home, **hub.environment},
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
+    )  # fmt: skip
     try:
         assert reached.wait(SOON), "the upload did not come to its second file"
         wait_for(lambda: len(hub.uploads) == 1)
@@ -199,15 +192,8 @@ def test_an_upload_that_was_killed_is_completed(run, hub, home):
 def test_control_c_ends_in_words(run, hub, home):
     reached, go_on = threading.Event(), threading.Event()
     hub.before_upload = lambda sha256: (reached.set(), go_on.wait(SOON))
-    # A shell that starts a process in the background has it ignore Ctrl-C; Python then leaves it so.
-    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
-    command = [sys.executable, "publish.py", "--run", str(run), "--repo", "me/tiny", *OFFER]
-    try:
-        process = subprocess.Popen(
-            command, cwd=ROOT, env={**os.environ, **home, **hub.environment}, stderr=subprocess.PIPE, text=True
-        )
-    finally:
-        signal.signal(signal.SIGINT, handler)
+    command = ("publish.py", "--run", run, "--repo", "me/tiny", *OFFER)
+    process = start_script(*command, env={**home, **hub.environment}, stderr=subprocess.PIPE)
     assert reached.wait(SOON)
     process.send_signal(signal.SIGINT)
     go_on.set()

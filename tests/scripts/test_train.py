@@ -6,7 +6,6 @@ import shutil
 import signal
 import struct
 import subprocess
-import sys
 from types import SimpleNamespace
 
 import numpy as np
@@ -22,7 +21,7 @@ from pretrain.recipe import read_run_config
 from pretrain.training.run_plan import derive
 from support.faults import launch_with_faults
 from support.numbered_shards import write_shards
-from support.project import ROOT, cpu_seconds, events, losses, run_script
+from support.project import cpu_seconds, events, losses, run_script, start_script
 from train import check
 
 GOLDEN = {1: 6.24694, 4: 6.21027, 8: 6.16098, 12: 6.13158}
@@ -103,15 +102,8 @@ def test_a_run_longer_than_before_goes_on(recipe, tmp_path):
 
 
 def test_control_c_ends_in_words(recipe):
-    # What starts the tests may ignore SIGINT, as a shell does for its background jobs, and processes inherit that.
-    process = subprocess.Popen(
-        [sys.executable, "train.py", "--config", str(recipe), "--budget.steps", "100000"],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    process = start_script("train.py", "--config", recipe, "--budget.steps", 100_000, **pipes)
     try:
         for line in process.stdout:
             if line.startswith("step 5/"):

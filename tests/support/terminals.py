@@ -5,14 +5,13 @@ import io
 import os
 import pty
 import select
-import signal
 import struct
-import subprocess
 import sys
 import termios
 import time
 
 from support.project import ROOT
+from support.warm_python import PopenInTerminal
 
 CONTROL_C = b"\x03"
 SOON = 300
@@ -47,7 +46,7 @@ class InTerminal:
         fcntl.ioctl(inside, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
         own = {"TERM": "xterm", "HF_HUB_OFFLINE": "1", **environment}
         inherited = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "NO_COLOR")}
-        self.process = subprocess.Popen(
+        self.process = PopenInTerminal(
             [sys.executable, *map(str, arguments)],
             cwd=ROOT,
             env={**inherited, **own},
@@ -55,14 +54,8 @@ class InTerminal:
             stdout=inside,
             stderr=inside,
             start_new_session=True,
-            preexec_fn=self._take_terminal,
         )
         os.close(inside)
-
-    @staticmethod
-    def _take_terminal():
-        fcntl.ioctl(0, termios.TIOCSCTTY, 0)
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
 
     def __enter__(self):
         return self

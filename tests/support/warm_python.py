@@ -14,6 +14,7 @@ gets a new interpreter by itself.
 import array
 import atexit
 import contextlib
+import fcntl
 import functools
 import gc
 import importlib
@@ -27,6 +28,7 @@ import signal
 import socket
 import subprocess
 import sys
+import termios
 import threading
 from collections.abc import Mapping
 from pathlib import Path
@@ -36,18 +38,19 @@ SOCKET, ENVIRONMENT = "WARM_PYTHON_SOCKET", "WARM_PYTHON_ENVIRONMENT"
 READ_BY_IMPORTS = (
     "OMP_", "MKL_", "KMP_", "OPENBLAS", "ATEN_", "ONEDNN_", "DNNL_", "LD_", "PYTHON", "PATH", "TRANSFORMERS_",
     "TORCH_", "TORCHINDUCTOR_", "PYTORCH_", "TRITON_", "CUDA_", "TQDM_", "DS_", "MPL", "XDG_", "HOME", "TMPDIR",
-    "TOKENIZERS_", "NO_COLOR", "COLUMNS", "TERM", "LANG", "LC_",
+    "TOKENIZERS_", "LANG", "LC_",
 )  # fmt: skip
 SET_BY_LIBRARIES = (
     "TORCH_NCCL_ASYNC_ERROR_HANDLING", "PYTORCH_NVML_BASED_CUDA_CHECK", "KMP_DUPLICATE_LIB_OK",
-    "TOKENIZERS_PARALLELISM", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "PYTHONPATH",
+    "TOKENIZERS_PARALLELISM", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "PYTHONPATH", "CUDA_VISIBLE_DEVICES",
 )  # fmt: skip
-"""And by launchers, for those that they start. PYTHONPATH is read below."""
+"""And by launchers, for those that they start. PYTHONPATH is read below; a machine that forks has no CUDA device."""
 LIBRARIES = (
     "accelerate.commands.launch", "torch.distributed.run", "torch._dynamo", "torch._inductor.compile_fx",
     "torch.distributed.fsdp", "torch.distributed.tensor.parallel", "torch.distributed.pipelining", "matplotlib.pyplot",
     "datasets", "deepspeed", "transformers.models.llama.modeling_llama", "transformers.models.gpt2.modeling_gpt2",
     "transformers.models.qwen3.modeling_qwen3", "safetensors.torch", "huggingface_hub", "psutil",
+    "pretrain_tools.publishing.card", "pretrain_tools.planning.memory_advice",
 )  # fmt: skip
 
 
@@ -58,13 +61,16 @@ ASKED_BY: list[int] = []
 class WarmPopen(subprocess.Popen):
     """subprocess.Popen whose process is forked from the server where that makes no difference."""
 
+    takes_terminal = False
+    """Whether Ctrl-C of the terminal on stdin reaches the process, which has a session of its own."""
     _connection: socket.socket | None = None
 
     def _execute_child(self, args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *rest):
         python = [str(part) for part in args] if isinstance(args, list | tuple) else []
         environment = dict(os.environ if env is None else env)
         if preexec_fn or pass_fds or not can_be_forked(python, environment):
-            return super()._execute_child(args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *rest)
+            begin = preexec_fn or self._begin
+            return super()._execute_child(args, executable, begin, close_fds, pass_fds, cwd, env, *rest)
         # Of the rest: startupinfo, creationflags, shell, the six ends of the pipes, and what follows them.
         pipes, start_new_session = rest[3:9], rest[-2]
         files = [own if given == -1 else given for own, given in enumerate((pipes[0], pipes[3], pipes[5]))]
@@ -73,6 +79,7 @@ class WarmPopen(subprocess.Popen):
             "environment": environment,
             "folder": str(cwd or os.getcwd()),
             "new_session": bool(start_new_session),
+            "takes_terminal": self.takes_terminal,
             "starter": os.getpid(),
         }
         content = json.dumps(request).encode()
@@ -84,6 +91,12 @@ class WarmPopen(subprocess.Popen):
         self._child_created = True
         self._close_pipe_fds(*pipes)
         return None
+
+    def _begin(self):
+        """In a new interpreter, before it begins: what `serve` and `become` do in a forked one."""
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        if self.takes_terminal:
+            take_terminal()
 
     def _try_wait(self, wait_flags):
         if self._connection is None:
@@ -101,8 +114,20 @@ class WarmPopen(subprocess.Popen):
 
     def _ended(self) -> int:
         """The status as os.waitpid gives it; that of a process killed with SIGKILL if the server has died."""
-        status = self._connection.recv(8, socket.MSG_WAITALL)
+        with self._connection:  # once it is closed, the server lets the process go
+            status = self._connection.recv(8, socket.MSG_WAITALL)
         return int.from_bytes(status, "little") if status else signal.SIGKILL
+
+
+class PopenInTerminal(WarmPopen):
+    """Start it with a terminal as stdin and start_new_session."""
+
+    takes_terminal = True
+
+
+def take_terminal() -> None:
+    """Makes the terminal on stdin that of this process's session."""
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 
 
 def starter() -> int:
@@ -220,15 +245,19 @@ def serve() -> dict:
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(wakes.fileno(), warn_on_full_buffer=False)
     children: dict[int, socket.socket] = {}
+    ended: dict[socket.socket, int] = {}
     while True:
-        ready = select.select([listener, wake, sys.stdin.fileno()], [], [])[0]
+        ready = select.select([listener, wake, sys.stdin.fileno(), *ended], [], [])[0]
         if sys.stdin.fileno() in ready:  # whoever started this is gone
             for pid in children:
                 os.kill(pid, signal.SIGKILL)
             os._exit(0)
         if wake in ready:
             wake.recv(4096)
-            report_ends(children)
+            report_ends(children, ended)
+        for connection in ended.keys() & set(ready):
+            os.waitpid(ended.pop(connection), 0)
+            connection.close()
         if listener in ready:
             connection = listener.accept()[0]
             request, files = receive(connection)
@@ -238,7 +267,7 @@ def serve() -> dict:
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
                 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell starts a job in the background
                     signal.signal(signal.SIGINT, signal.default_int_handler)
-                for other in (listener, wake, wakes, connection, *children.values()):
+                for other in (listener, wake, wakes, connection, *children.values(), *ended):
                     other.close()
                 return request | {"files": files}
             for file in files:
@@ -253,13 +282,19 @@ def receive(connection: socket.socket) -> tuple[dict, list[int]]:
     return json.loads(content), list(array.array("i", files))
 
 
-def report_ends(children: dict[int, socket.socket]) -> None:
-    while children:
-        pid, status = os.waitpid(-1, os.WNOHANG)
-        if pid == 0:
-            return
-        with children.pop(pid) as connection, contextlib.suppress(OSError):  # nobody waits any more
-            connection.sendall(status.to_bytes(8, "little"))
+def report_ends(children: dict[int, socket.socket], ended: dict[socket.socket, int]) -> None:
+    """Tells whoever waits for them the statuses of children that have ended, and moves them to `ended`.
+
+    There they stay zombies until that has been read, as a parent's own children do: torchrun asks whether a process
+    has ended and then signals its group, which raises ProcessLookupError if it was gone in between.
+    """
+    for pid in list(children):
+        if found := os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+            status = found.si_status << 8 if found.si_code == os.CLD_EXITED else found.si_status
+            connection = children.pop(pid)
+            ended[connection] = pid
+            with contextlib.suppress(OSError):  # nobody waits any more
+                connection.sendall(status.to_bytes(8, "little"))
 
 
 def become(request: dict) -> list[str]:
@@ -276,6 +311,8 @@ def become(request: dict) -> list[str]:
     os.environ.clear()
     os.environ.update(request["environment"])
     os.environ.update(own)
+    if request["takes_terminal"]:
+        take_terminal()
     if of_the_hub(os.environ) != imported:
         read_hub_variables()
     os.chdir(request["folder"])
@@ -283,9 +320,10 @@ def become(request: dict) -> list[str]:
     arguments = request["arguments"]
     unbuffered = arguments[0] == "-u"
     sys.stdout.reconfigure(line_buffering=unbuffered or os.isatty(1))
-    subprocess.Popen = WarmPopen
     elastic = "torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler"
-    importlib.import_module(elastic).Popen = subprocess.Popen
+    importlib.import_module(elastic).Popen = WarmPopen
+    if not request["takes_terminal"]:  # else Ctrl-C must reach its children too, which torchrun's don't ask for
+        subprocess.Popen = WarmPopen
     importlib.import_module("pretrain.training.watchdog").LAUNCHER = os.getppid()
     return arguments[1:] if unbuffered else arguments
 

@@ -3,7 +3,6 @@
 import json
 import threading
 import time
-from types import SimpleNamespace
 
 import pytest
 
@@ -74,17 +73,17 @@ def copies(tmp_path, monkeypatch):
     """What a run's log says of its mirror, with a thread that does nothing until the test lets it: (run, copies)."""
     run = write_run(tmp_path / "run", (4, 8))
     lets_go = threading.Event()
-    monkeypatch.setattr(mirror_copy.CopyThread, "run", lambda self: lets_go.wait(SOON))
+    monkeypatch.setattr(mirror_copy.MirrorCopier, "keep_copying", lambda self: lets_go.wait(SOON))
     metrics = Metrics(run, is_main=True)
     settings = Checkpoint(mirror=str(tmp_path / "mirror"), mirror_wait_seconds=0.1)
-    yield run, MirrorCopies(SimpleNamespace(output=run, checkpoint=settings), metrics)
+    yield run, MirrorCopies(run, settings, metrics)
     lets_go.set()
     metrics.end(0, "done")
 
 
 def test_the_log_says_once_what_the_mirror_does_not_take(copies):
     run, copies = copies
-    copier = copies._thread.copier
+    copier = copies._copier
     usual = dict(copier.status)
 
     def look(**status):
@@ -125,7 +124,7 @@ def test_what_is_written_after_the_last_wait_is_copied_too(tmp_path):
     """The run's last line in the log, which says that it has ended."""
     run, mirror = write_run(tmp_path / "run", (4,)), tmp_path / "mirror"
     metrics = Metrics(run, is_main=True)
-    copies = MirrorCopies(SimpleNamespace(output=run, checkpoint=Checkpoint(mirror=str(mirror))), metrics)
+    copies = MirrorCopies(run, Checkpoint(mirror=str(mirror)), metrics)
     copies.settle(lambda: None)
     metrics.end(0, "done")
     copies.close()

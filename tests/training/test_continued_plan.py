@@ -21,7 +21,7 @@ import yaml
 from pretrain.checkpoint.run_state import RunState
 from pretrain.recipe import read_command_line
 from pretrain.training import run_plan
-from pretrain.training.continued_plan import SavedState, continue_from, rollback_entry, trainer_state
+from pretrain.training.continued_plan import continue_from, rollback_entry, trainer_state
 from support.numbered_shards import write_shards
 from support.tiny_models import TINY_LLAMA
 
@@ -210,7 +210,8 @@ class History:
                 self.asked.config,
                 self.plan,
                 self.asked,
-                SavedState(Path("nowhere"), json.loads(json.dumps(contents))),
+                Path("nowhere"),
+                json.loads(json.dumps(contents)),
                 rollbacks=self.rollbacks,
                 begins_branch=begins_branch,
                 is_finished=False,

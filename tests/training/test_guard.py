@@ -91,13 +91,3 @@ def test_a_drop_in_speed_is_reported_once():
     guard = SpeedGuard(0.3)
     said = [guard.judge(speed) is not None for speed in [100.0] * 10 + [60.0] * 3 + [100.0] * 3 + [50.0]]
     assert said == [False] * 10 + [True, False, False] + [False] * 3 + [True]
-
-
-def test_a_gpu_that_mostly_waits_is_reported_once_compiling_is_over():
-    def said(*mfus):
-        guard = SpeedGuard(0.3)
-        return [text for text in map(guard.judge_mfu, mfus) if text]
-
-    (text,) = said(*[0.01] * 3, *[0.22] * 20)
-    assert text.startswith("MFU 22.0%, where the best codebases reach 40% and more")
-    assert said(*[0.01] * 3, *[0.41] * 20) == [] and said(*[None] * 20) == []

@@ -1,6 +1,7 @@
 """What is said of a run: speeds that are differences of times, lines that any JSON reader takes, words."""
 
 import json
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -68,7 +69,7 @@ ESSENTIAL = "step 500/586 · loss 2.8130 · 8,224 tok/s · 22 s left"
 @pytest.fixture
 def metrics(tmp_path):
     metrics = Metrics(tmp_path, is_main=True)
-    metrics.change_total(586)
+    metrics.total_steps = 586
     metrics.pace = TRAIN["step_seconds"]
     return metrics
 
@@ -102,7 +103,7 @@ def test_samples_are_text(metrics, capsys):
 
 
 def begin(metrics):
-    metrics.begin(SimpleNamespace(output=None, trackers=[]), total_steps=586)
+    metrics.begin(SimpleNamespace(output=None, trackers=[]))
 
 
 def test_the_live_line_moves_between_log_lines_and_stands_below_them(metrics, monkeypatch):
@@ -111,12 +112,11 @@ def test_the_live_line_moves_between_log_lines_and_stands_below_them(metrics, mo
     monkeypatch.setattr("pretrain.training.metrics.time.perf_counter", lambda: now[0])
     begin(metrics)
     metrics.expect("First step")
-    figures = LiveFigures(0, 586, step_seconds=0.25, tokens_per_second=8224.0, next_save=200)
+    figures = LiveFigures(step_seconds=0.25, tokens_per_second=8224.0)
     for step in range(1, 11):
         now[0] += 0.06  # shown every other time: at most ten times per second
-        figures.step = step
         figures.losses.append(4.0 - step / 10)
-        metrics.show(figures)
+        metrics.show(figures, step, 200, math.inf)
     drawn = [line.removesuffix("\r") for line in screen.getvalue().split("\r\x1b[K")]
     assert drawn[1] == "First step ..." and len(drawn) == 1 + 1 + 5
     assert drawn[-1] == "step 10/586 · loss 3.0000 █▇▆▅▄▃▂▁ · 8,224 tok/s · 2 min 24 s left"
@@ -130,14 +130,16 @@ def test_the_live_line_moves_between_log_lines_and_stands_below_them(metrics, mo
 
 
 def test_a_wide_live_line_has_mfu_and_the_next_checkpoint():
-    figures = LiveFigures(100, 586, step_seconds=0.5, tokens_per_second=8224.0, mfu=0.396, next_save=200)
-    assert figures.in_words(160) == ("step 100/586 · 8,224 tok/s · MFU 39.6% · 4 min 03 s left · checkpoint in 50 s")
-    assert LiveFigures(0, 586).in_words(80) == "step 0/586"
+    figures = LiveFigures(step_seconds=0.5, tokens_per_second=8224.0, mfu=0.396)
+    wide = figures.in_words(100, 586, 200, math.inf, 160)
+    assert wide == "step 100/586 · 8,224 tok/s · MFU 39.6% · 4 min 03 s left · checkpoint in 50 s"
+    assert figures.in_words(100, 586, 200, 60.0, 80).endswith("1 min 00 s left"), "budget.minutes ends it before"
+    assert LiveFigures().in_words(0, 586, 200, math.inf, 80) == "step 0/586"
 
 
 def test_a_file_gets_no_live_line(metrics, capsys):
     begin(metrics)
-    metrics.show(LiveFigures(1, 586))
+    metrics.show(LiveFigures(), 1, 200, math.inf)
     with metrics.doing("validation"):
         pass
     assert not metrics.is_live and capsys.readouterr() == ("", "")

@@ -47,7 +47,7 @@ class Run:
         self.reads.append((step, micro_step))
         if (step, micro_step) == self.damaged:
             raise InputError("the shards are damaged")
-        if len(self.reads) == 2:
+        if len(self.reads) == 4:
             self.is_read.set()
         return np.full((2, 9), 100 * self.name + 10 * step + micro_step, np.uint16)
 
@@ -73,10 +73,10 @@ def test_in_the_order_of_training_every_batch_is_read_once_and_nothing_beyond_th
     assert run.reads == places
 
 
-def test_the_next_one_is_read_before_it_is_asked_for():
+def test_the_next_step_is_read_before_it_is_asked_for():
     run, ahead = Run(), reader()
     ahead.micro_batch(run, 0, 0)
-    assert run.is_read.wait(WAIT_SECONDS) and run.reads == [(0, 0), (0, 1)]
+    assert run.is_read.wait(WAIT_SECONDS) and run.reads == [(0, 0), (0, 1), (1, 0), (1, 1)]
 
 
 def test_quick_reads_stay_in_the_thread_that_trains(monkeypatch):
@@ -84,7 +84,7 @@ def test_quick_reads_stay_in_the_thread_that_trains(monkeypatch):
     run, ahead = Run(), reader()
     ahead.micro_batch(run, 0, 0)
     ahead._thread.shutdown()  # a second one would be an error
-    assert token(ahead.micro_batch(run, 0, 1)) == 1 and run.reads == [(0, 0), (0, 1)]
+    assert token(ahead.micro_batch(run, 1, 1)) == 11 and run.reads == [(0, 0), (0, 1), (1, 0), (1, 1)]
 
 
 def test_after_going_back_the_other_run_s_batch_arrives():
@@ -95,10 +95,10 @@ def test_after_going_back_the_other_run_s_batch_arrives():
 
 
 def test_an_error_is_that_of_the_step_that_asks_for_the_batch():
-    run, ahead = Run(damaged=(0, 1)), reader()
-    assert token(ahead.micro_batch(run, 0, 0)) == 0
+    run, ahead = Run(damaged=(1, 1)), reader()
+    assert [token(ahead.micro_batch(run, 0, number)) for number in range(2)] == [0, 1]
     with pytest.raises(InputError, match="damaged"):
-        ahead.micro_batch(run, 0, 1)
+        ahead.micro_batch(run, 1, 0)
 
 
 class FirstProcess:

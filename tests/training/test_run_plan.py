@@ -2,20 +2,16 @@
 
 from types import SimpleNamespace
 
-from pretrain.config import Cadence, Checkpoint, Guard, WindowSpec
-from pretrain.training.run_plan import Cadences, Due
-
-RUN = SimpleNamespace(
-    ramp=SimpleNamespace(sequences_per_level=(2, 4)), batches=SimpleNamespace(window=WindowSpec(64, True))
-)
+from pretrain.config import Cadence, Checkpoint, Evaluation, Guard, Samples, Validation
+from pretrain.training.run_plan import Due, due_after, steps_between
 
 
-def cadences(factor: float = 1.0, **settings: Cadence) -> Cadences:
-    """Those of a recipe that names these alone, and logs every third step."""
-    never = {name: Cadence() for name in ("validation", "evaluation", "samples")} | {"checkpoint": Checkpoint()}
-    config = SimpleNamespace(logging=SimpleNamespace(every_steps=3), guard=Guard(), cadence=factor)
-    config.__dict__.update(never | settings)
-    return Cadences.of(config, RUN)
+def found(step: int, total_steps: int, factor: float = 1.0, **sections: Cadence) -> Due:
+    """What is due in a recipe with these sections alone, which logs every third step of 4 x 64 tokens."""
+    never = {"validation": Validation(), "evaluation": Evaluation(), "samples": Samples(), "checkpoint": Checkpoint()}
+    settings = {"logging": SimpleNamespace(every_steps=3), "guard": Guard(), "cadence": factor}
+    plan = SimpleNamespace(tokens_per_step=4 * 64, total_steps=total_steps)
+    return due_after(step, SimpleNamespace(**settings, **never | sections), plan)
 
 
 def due(**names: bool) -> Due:
@@ -23,35 +19,32 @@ def due(**names: bool) -> Due:
 
 
 def test_what_is_due_follows_from_the_step():
-    found = cadences(validation=Cadence(every_steps=4), samples=Cadence(every_steps=6))
-    assert [found.after(step, 100) for step in (1, 3, 4, 6)] == [
-        due(),
-        due(logs=True),
-        due(validates=True),
-        due(logs=True, samples=True),
-    ]
-    assert not found.after(1, 100).settles and found.after(3, 100).settles and found.after(4, 100).settles
+    sections = {"validation": Validation(every_steps=4), "samples": Samples(every_steps=6)}
+    of_steps = [found(step, 100, **sections) for step in (1, 3, 4, 6)]
+    assert of_steps == [due(), due(logs=True), due(validates=True), due(logs=True, samples=True)]
+    assert [each.settles for each in of_steps] == [False, True, True, True]
 
 
 def test_the_last_step_is_logged_measured_and_saved_and_no_more():
-    assert cadences().after(7, 7) == due(logs=True, validates=True, saves=True, is_last=True)
-    unsaved = cadences(checkpoint=Checkpoint(every_steps=4, at_end=False))
-    assert unsaved.after(7, 7) == due(logs=True, validates=True, is_last=True)
-    assert unsaved.after(4, 7).saves and not unsaved.after(4, 7).is_last
+    assert found(7, 7) == due(logs=True, validates=True, saves=True, is_last=True)
+    unsaved = Checkpoint(every_steps=4, at_end=False)
+    assert found(7, 7, checkpoint=unsaved) == due(logs=True, validates=True, is_last=True)
+    assert found(4, 7, checkpoint=unsaved) == due(saves=True)
+    assert found(7, 7, samples=Samples(every_tokens=10**6)).samples, "a last sample"
 
 
 def test_what_is_evaluated_is_saved():
-    assert cadences(evaluation=Cadence(every_steps=5)).after(5, 7) == due(saves=True, evaluates=True)
+    assert found(5, 7, evaluation=Evaluation(every_steps=5)) == due(saves=True, evaluates=True)
 
 
 def test_a_cadence_in_tokens_counts_those_of_the_full_batch():
-    found = cadences(checkpoint=Checkpoint(every_tokens=2 * 4 * 64), factor=1.0)
-    assert (found.saves, found.validates) == (2, None)
-    assert cadences(checkpoint=Checkpoint(every_tokens=2 * 4 * 64), factor=0.1).saves == 1
-    assert cadences(factor=2.0).logs == 6
+    plan = SimpleNamespace(tokens_per_step=4 * 64)
+    every = [steps_between(Checkpoint(every_tokens=2 * 4 * 64), plan, factor) for factor in (1.0, 0.1, 2.0)]
+    assert every == [2, 1, 4] and steps_between(Checkpoint(), plan, 1.0) is None
+    assert found(6, 9, factor=2.0).logs and not found(3, 9, factor=2.0).logs
 
 
 def test_a_pause_is_logged_and_measured_before_the_end_alone():
-    found = cadences(checkpoint=Checkpoint(pause_at=5))
-    assert found.after(5, 7) == due(logs=True, validates=True, pauses=True)
-    assert not found.after(5, 5).pauses and not found.after(10, 20).pauses
+    pausing = Checkpoint(pause_at=5)
+    assert found(5, 7, checkpoint=pausing) == due(logs=True, validates=True, pauses=True)
+    assert not found(5, 5, checkpoint=pausing).pauses and not found(10, 20, checkpoint=pausing).pauses

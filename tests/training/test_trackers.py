@@ -190,7 +190,7 @@ def test_trackers_get_curves_and_the_sizes_of_the_run_with_its_settings(own, tmp
     """Facts of starts, checkpoints and ends would be charts of one point each."""
     metrics = Metrics(tmp_path, is_main=True)
     config = config_of("own", tags="a,b").model_copy(update={"output": tmp_path})
-    metrics.begin(config, total_steps=5, facts={"parameters": 7})
+    metrics.begin(config, facts={"parameters": 7})
     metrics.write("start", step=0, parameters=7)
     metrics.write("validation", step=3, source="s", loss=2.0, perplexity=7.4, bits_per_byte=1.0)
     metrics.write("checkpoint", step=3, path="p", bytes=1, seconds=1.0, stall_seconds=0.1)

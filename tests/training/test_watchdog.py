@@ -127,7 +127,7 @@ def test_the_second_signal_ends_a_loop_that_never_comes_back(start, tmp_path, nu
 
 def test_a_hang_is_ended_in_time_with_stacks(start, tmp_path):
     seconds = 100.0
-    for _ in range(3):  # a machine that stands still for a moment is late once
+    for _ in range(9):  # a machine that stands still for a moment is late, but not each time
         process = start(HANGS, step_timeout=2.0)
         assert process.wait(SOON) == 1
         seconds = min(seconds, time.monotonic() - process.begun)

@@ -5,12 +5,12 @@ keep the expected update of the model bounded whatever its depth (DeepNet, arXiv
 of N layers alpha = (2N)^(1/4) and beta = (8N)^(-1/4)). It also has rotary positions (arXiv 2104.09864), RMS-normalized
 queries and keys as in Qwen3 (arXiv 2505.09388), and a SwiGLU feed-forward (arXiv 2002.05202) or ReLU squared.
 
-This file imports only torch and transformers, because it is copied into every saved model folder.
+What does not differ from Llama and Qwen3 is taken from transformers. This file imports nothing else but torch, because
+it is copied into every saved model folder.
 
 Shape suffixes:
-    B  sequences in the batch          T  query positions        S  key positions (cache included)
-    D  hidden size                     F  feed-forward width     V  vocabulary size
-    H  query heads                     K  key and value heads    E  width of one head
+    B  sequences in the batch    T  query positions       S  key positions (cache included)
+    D  hidden size               H  query heads           K  key and value heads    E  width of one head
 """
 
 # transformers declares these class attributes as plain lists and dicts.
@@ -18,17 +18,18 @@ Shape suffixes:
 
 import torch
 from torch import nn
-from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel, Qwen3Config
 from transformers import initialization as init
-from transformers.cache_utils import Cache, DynamicCache
-from transformers.masking_utils import create_causal_mask
+from transformers.cache_utils import Cache
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.models.llama.modeling_llama import LlamaRMSNorm, eager_attention_forward
-from transformers.utils import can_return_tuple
-from transformers.utils.generic import merge_with_config_defaults
-from transformers.utils.output_capturing import capture_outputs
+from transformers.models.llama.modeling_llama import (
+    LlamaForCausalLM,
+    LlamaModel,
+    LlamaPreTrainedModel,
+    eager_attention_forward,
+)
+from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 
 FEED_FORWARDS = ("swiglu", "relu2")
 
@@ -42,19 +43,8 @@ class DeepOneConfig(PreTrainedConfig):
 
     model_type = "deepone"
     keys_to_ignore_at_inference = ["past_key_values"]
-    # Read by the tensor parallelism of transformers and by other tools that use its plans. The norms of queries and
-    # keys are replicated, but each rank only has the gradient from its own heads, so these gradients are all-reduced.
-    base_model_tp_plan = {
-        "layers.*.self_attn.q_proj": "colwise",
-        "layers.*.self_attn.k_proj": "colwise",
-        "layers.*.self_attn.v_proj": "colwise",
-        "layers.*.self_attn.q_norm": "replicated_with_grad_allreduce",
-        "layers.*.self_attn.k_norm": "replicated_with_grad_allreduce",
-        "layers.*.self_attn.o_proj": "rowwise",
-        "layers.*.mlp.gate_proj": "colwise",
-        "layers.*.mlp.up_proj": "colwise",
-        "layers.*.mlp.down_proj": "rowwise",
-    }
+    base_model_tp_plan = Qwen3Config.base_model_tp_plan
+    attention_bias = False
 
     vocab_size: int = 32000
     hidden_size: int = 768
@@ -108,18 +98,24 @@ class DeepOneConfig(PreTrainedConfig):
         return (8 * self.num_hidden_layers) ** -0.25
 
 
-def rotary_cos_sin(
-    position_ids_BT: torch.Tensor, head_dim: int, theta: float, dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Computes cos and sin of the rotary angles, each (B, 1, T, E), in fp32.
+class DeepOneRotaryEmbedding(nn.Module):
+    """Cos and sin of the rotary angles.
 
     The frequencies are recomputed at each call instead of stored in a buffer: `.to(bfloat16)` would round a buffer,
     and the meta device would lose it.
     """
-    exponents = torch.arange(0, head_dim, 2, device=position_ids_BT.device, dtype=torch.float32) / head_dim
-    angles = position_ids_BT[:, None, :, None].float() * theta**-exponents
-    angles_B1TE = torch.cat((angles, angles), dim=-1)
-    return angles_B1TE.cos().to(dtype), angles_B1TE.sin().to(dtype)
+
+    def __init__(self, config: DeepOneConfig):
+        super().__init__()
+        self.config = config
+
+    def forward(self, x_BTD: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns cos and sin, each (B, 1, T, E), computed in fp32, in the dtype of x_BTD."""
+        width = self.config.head_dim
+        exponents = torch.arange(0, width, 2, device=position_ids.device, dtype=torch.float32) / width
+        angles = position_ids[:, None, :, None].float() * self.config.rope_theta**-exponents
+        angles_B1TE = torch.cat((angles, angles), dim=-1)
+        return angles_B1TE.cos().to(x_BTD.dtype), angles_B1TE.sin().to(x_BTD.dtype)
 
 
 def rotate(x_BHTE: torch.Tensor, cos_B1TE: torch.Tensor, sin_B1TE: torch.Tensor) -> torch.Tensor:
@@ -128,37 +124,15 @@ def rotate(x_BHTE: torch.Tensor, cos_B1TE: torch.Tensor, sin_B1TE: torch.Tensor)
     return x_BHTE * cos_B1TE + torch.cat((-second, first), dim=-1) * sin_B1TE
 
 
-def deepnet_linear(in_width: int, out_width: int, initial_gain: float) -> nn.Linear:
-    """Returns a linear layer without bias that carries the gain of its initial weights.
-
-    The gain is stored on the layer itself because, for code outside the library, transformers never passes a module
-    without parameters of its own (such as the attention around its projections) to `_init_weights`.
-    """
-    linear = nn.Linear(in_width, out_width, bias=False)
-    linear.initial_gain = initial_gain
-    return linear
-
-
-class DeepOneAttention(nn.Module):
+class DeepOneAttention(Qwen3Attention):
     """Causal self-attention with RMS-normalized queries and keys."""
 
     def __init__(self, config: DeepOneConfig, layer_idx: int):
-        super().__init__()
-        self.config = config
-        self.layer_idx = layer_idx
-        self.head_dim = config.head_dim
-        self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
-        self.scaling = config.head_dim**-0.5
-        self.attention_dropout = config.attention_dropout
-        self.is_causal = True
-        query_width = config.num_attention_heads * config.head_dim
-        key_width = config.num_key_value_heads * config.head_dim
-        self.q_proj = deepnet_linear(config.hidden_size, query_width, 1.0)
-        self.k_proj = deepnet_linear(config.hidden_size, key_width, 1.0)
-        self.v_proj = deepnet_linear(config.hidden_size, key_width, config.initial_gain)
-        self.o_proj = deepnet_linear(query_width, config.hidden_size, config.initial_gain)
-        self.q_norm = LlamaRMSNorm(config.head_dim, config.rms_norm_eps)
-        self.k_norm = LlamaRMSNorm(config.head_dim, config.rms_norm_eps)
+        super().__init__(config, layer_idx)
+        # On the layers themselves: for code outside the library, transformers never passes a module without parameters
+        # of its own, such as this one, to `_init_weights`.
+        self.q_proj.initial_gain = self.k_proj.initial_gain = 1.0
+        self.v_proj.initial_gain = self.o_proj.initial_gain = config.initial_gain
 
     def forward(
         self,
@@ -191,9 +165,11 @@ class DeepOneMLP(nn.Module):
         super().__init__()
         self.gate_proj = None
         if config.feed_forward == "swiglu":
-            self.gate_proj = deepnet_linear(config.hidden_size, config.intermediate_size, config.initial_gain)
-        self.up_proj = deepnet_linear(config.hidden_size, config.intermediate_size, config.initial_gain)
-        self.down_proj = deepnet_linear(config.intermediate_size, config.hidden_size, config.initial_gain)
+            self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+        for linear in self.children():
+            linear.initial_gain = config.initial_gain
 
     def forward(self, x_BTD: torch.Tensor) -> torch.Tensor:
         if self.gate_proj is None:
@@ -218,19 +194,11 @@ class DeepOneDecoderLayer(GradientCheckpointingLayer):
         return self.mlp_layernorm(self.residual_scale * x_BTD + self.mlp(x_BTD))
 
 
-class DeepOnePreTrainedModel(PreTrainedModel):
-    """Base class of the base model and the language model: initialization and the library's switches."""
+class DeepOnePreTrainedModel(LlamaPreTrainedModel):
+    """Base class of the base model and the language model: initialization and what the library records."""
 
     config_class = DeepOneConfig
-    base_model_prefix = "model"
-    supports_gradient_checkpointing = True
     _no_split_modules = ["DeepOneDecoderLayer"]
-    _skip_keys_device_placement = ["past_key_values"]
-    _supports_sdpa = True
-    _supports_flash_attn = True
-    _supports_flex_attn = True
-    _supports_attention_backend = True
-    _can_compile_fullgraph = True
     _can_record_outputs = {"hidden_states": DeepOneDecoderLayer, "attentions": DeepOneAttention}
 
     @torch.no_grad()
@@ -246,99 +214,24 @@ class DeepOnePreTrainedModel(PreTrainedModel):
             super()._init_weights(module)
 
 
-class DeepOneModel(DeepOnePreTrainedModel):
+class DeepOneModel(DeepOnePreTrainedModel, LlamaModel):
     """Base model from token IDs to hidden states. It has no final norm because the last block ends with one."""
 
     def __init__(self, config: DeepOneConfig):
-        super().__init__(config)
+        PreTrainedModel.__init__(self, config)  # LlamaModel's own would build Llama's layers
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
         self.layers = nn.ModuleList(DeepOneDecoderLayer(config, index) for index in range(config.num_hidden_layers))
+        self.norm = nn.Identity()
+        self.rotary_emb = DeepOneRotaryEmbedding(config)
         self.gradient_checkpointing = False
         self.post_init()
 
-    @merge_with_config_defaults
-    @capture_outputs
-    def forward(
-        self,
-        input_ids: torch.Tensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        position_ids: torch.Tensor | None = None,
-        past_key_values: Cache | None = None,
-        inputs_embeds: torch.Tensor | None = None,
-        use_cache: bool | None = None,
-        **kwargs,
-    ) -> BaseModelOutputWithPast:
-        if (input_ids is None) == (inputs_embeds is None):
-            raise ValueError("give either input_ids or inputs_embeds")
-        x_BTD = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
-        if use_cache and past_key_values is None:
-            past_key_values = DynamicCache(config=self.config)
-        if position_ids is None:
-            start = past_key_values.get_seq_length() if past_key_values is not None else 0
-            position_ids = torch.arange(start, start + x_BTD.shape[1], device=x_BTD.device)[None]
-        mask = create_causal_mask(
-            config=self.config,
-            inputs_embeds=x_BTD,
-            attention_mask=attention_mask,
-            past_key_values=past_key_values,
-            position_ids=position_ids,
-        )
-        cos_sin = rotary_cos_sin(position_ids, self.config.head_dim, self.config.rope_theta, x_BTD.dtype)
-        for layer in self.layers:
-            x_BTD = layer(
-                x_BTD,
-                attention_mask=mask,
-                position_embeddings=cos_sin,
-                position_ids=position_ids,
-                past_key_values=past_key_values,
-                use_cache=use_cache,
-                **kwargs,
-            )
-        return BaseModelOutputWithPast(last_hidden_state=x_BTD, past_key_values=past_key_values)
 
-
-class DeepOneForCausalLM(DeepOnePreTrainedModel, GenerationMixin):
+class DeepOneForCausalLM(DeepOnePreTrainedModel, LlamaForCausalLM):
     """The base model with a linear head over the vocabulary."""
 
-    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
-
     def __init__(self, config: DeepOneConfig):
-        super().__init__(config)
+        PreTrainedModel.__init__(self, config)
         self.model = DeepOneModel(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
-
-    @can_return_tuple
-    def forward(
-        self,
-        input_ids: torch.Tensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        position_ids: torch.Tensor | None = None,
-        past_key_values: Cache | None = None,
-        inputs_embeds: torch.Tensor | None = None,
-        labels: torch.Tensor | None = None,
-        use_cache: bool | None = None,
-        logits_to_keep: int | torch.Tensor = 0,
-        **kwargs,
-    ) -> CausalLMOutputWithPast:
-        outputs = self.model(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            past_key_values=past_key_values,
-            inputs_embeds=inputs_embeds,
-            use_cache=use_cache,
-            **kwargs,
-        )
-        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits_BTV = self.lm_head(outputs.last_hidden_state[:, kept])
-        loss = None
-        if labels is not None:
-            loss = self.loss_function(logits=logits_BTV, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
-        return CausalLMOutputWithPast(
-            loss=loss,
-            logits=logits_BTV,
-            past_key_values=outputs.past_key_values,
-            hidden_states=outputs.hidden_states,
-            attentions=outputs.attentions,
-        )

@@ -5,10 +5,9 @@ import torch
 
 from pretrain.optim.optimizers import OPTIMIZERS
 from pretrain.recipe import read_run_config
-from pretrain.training import start_warnings as start_warnings_module
+from pretrain.training import run_records
 from pretrain.training.run_plan import derive
-from pretrain.training.run_records import banner
-from pretrain.training.start_warnings import start_warnings
+from pretrain.training.run_records import banner, start_warnings
 from support.project import events, run_script
 
 CPU = torch.device("cpu")
@@ -75,7 +74,7 @@ def test_a_vocabulary_that_the_data_does_not_fill_is_reported(recipe, rows, mess
 
 def test_an_emulated_precision_is_reported_where_it_was_requested(recipe, monkeypatch):
     emulation = "bf16 is emulated here (12 against 240)"
-    monkeypatch.setattr(start_warnings_module, "emulation_of_bf16", lambda device: emulation)
+    monkeypatch.setattr(run_records, "emulation_of_bf16", lambda device: emulation)
     assert said(recipe, ("precision", "bf16")) == [
         "precision: bf16 is emulated here (12 against 240); use precision: fp32 or auto"
     ]

@@ -10,14 +10,15 @@ import torch
 
 from pretrain.checkpoint.run_state import Request
 from pretrain.config import Guard
-from pretrain.training import resuming, supervision
+from pretrain.training import resuming
 from pretrain.training.metrics import Metrics, Throughput
 from pretrain.training.resuming import roll_back
 from pretrain.training.run import Run
-from pretrain.training.supervision import (
+from pretrain.training.steps import (
     CutShortError,
     after_step,
     answer,
+    asked_of,
     listen_or_leave,
     may_be_cut_short,
     watch_over,
@@ -38,7 +39,7 @@ def run_of(folder, rank=0, ranks=1) -> Run:
     batches = SimpleNamespace(begins_segment=lambda step: False)
     run.plan = SimpleNamespace(total_steps=100, batches=batches, flops_before=lambda step: 0.0)
     run.checkpoints = SimpleNamespace(last_step=1)
-    run.speed = SimpleNamespace(throughput=Throughput())
+    run.throughput = Throughput()
     watch_over(run, START)
     return run
 
@@ -85,7 +86,7 @@ def test_a_command_whose_report_is_under_way_while_the_run_goes_back_is_not_lost
     run = run_of(tmp_path)
     figures = torch.ones(()), torch.ones(()), torch.zeros(())
     ask(tmp_path, "stop")
-    run.consensus.exchange(1, *figures, supervision._asked(run))
+    run.consensus.exchange(1, *figures, asked_of(run))
     assert run.request == Request.NONE
     roll_back(run, None)
     assert run.request == Request.STOP
@@ -120,9 +121,9 @@ def leave(tmp_path, rank) -> list:
         heard += 1
         if rank == 1 and heard == 3:
             run.watch.request = Request.PREEMPT
-        listen_or_leave(run)
+        leave_if_asked()
 
-    with may_be_cut_short(run, "the work"):
+    with may_be_cut_short(run, "the work") as leave_if_asked:
         run.strategy.ranks.by_main(lambda: time.sleep(600), listen)
     return [heard, run.request.name, run.ends, time.monotonic() - begun < 300]
 
