@@ -21,17 +21,17 @@ from pretrain.gpus import CPU, Gpu
 from pretrain.model.build import active_parameters, flops_per_token, matrix_parameters
 from pretrain.model.positions import configs_of_stages
 from pretrain.optim.batch_ramp import BatchRamp
-from pretrain.parallel.registry import strategy_named
+from pretrain.parallel.registry import STRATEGIES, strategy_named
 from pretrain.training.run_plan import ramp_of, sequences_of, too_long
 from pretrain_tools.planning.footprints import largest_footprint
-from pretrain_tools.planning.layouts import PLANNED, Layout, layouts
+from pretrain_tools.planning.layouts import Layout, layouts
 from pretrain_tools.planning.memory import FP32, Memory, PlannedRun, optimizer_elements, sizes_of
 from pretrain_tools.planning.step_time import Hardware, RunWork, Speed
 from pretrain_tools.planning.traffic import reduces_by_choice
 
 AS_FAST = 0.03
 """Difference in time below which a plan takes two strategies for equally fast."""
-SIMPLEST_FIRST = {name: place for place, name in enumerate(PLANNED)}
+SIMPLEST_FIRST = {name: place for place, name in enumerate(STRATEGIES)}
 
 
 @dataclass(frozen=True)

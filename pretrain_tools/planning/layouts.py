@@ -13,8 +13,6 @@ from pretrain.parallel.launcher import deepspeed_file
 from pretrain.parallel.registry import STRATEGIES
 from pretrain.parallel.strategy import Strategy
 
-PLANNED = [name for name in STRATEGIES if name != "mesh"]
-"""Strategies among which a plan chooses: those whose sizes follow from the number of processes."""
 DIMENSION_OF = {"hsdp": "dp_replicate", "tp": "tp", "fsdp_tp": "tp", "cp": "cp", "pp": "pp", "ep": "ep"}
 """{strategy: the dimension whose size its launcher file gives}"""
 SHARDS_STATES = (
@@ -62,6 +60,11 @@ class Layout:
     def micro_batches(self) -> int:
         """Micro-batches that all processes take together in a micro-step."""
         return max(1, self.ranks // (self.tp * self.cp))
+
+
+def planned_strategies() -> list[str]:
+    """Lists the strategies among which a plan chooses: those whose sizes follow from the number of processes."""
+    return [name for name in STRATEGIES if name != "mesh"]
 
 
 def layout(name: str, ranks: int, machines: int = 1, size: int | None = None) -> Layout:

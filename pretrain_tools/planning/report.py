@@ -35,7 +35,7 @@ from pretrain_tools.planning.candidates import (
     storage_of,
     work_of_run,
 )
-from pretrain_tools.planning.layouts import PLANNED
+from pretrain_tools.planning.layouts import planned_strategies
 from pretrain_tools.planning.memory import PlannedRun
 from pretrain_tools.planning.step_time import (
     COMMUNICATION_BYTES,
@@ -116,7 +116,7 @@ def build_plan(
     else:
         speed = Speed(mfu, "stated") if mfu else Speed(*default_mfu(work.active, hardware.device_type))
     case = Case(PlannedRun(config, model_config, precision, hardware.device_type), work, hardware, speed)
-    candidates = [consider(name, case) for name in PLANNED]
+    candidates = [consider(name, case) for name in planned_strategies()]
     recommended = recommend(candidates)
     command = command_of(recommended, config_path, overrides, hardware, config) if recommended else None
     # Missing data is no reason not to plan: it is a remark below the table.

@@ -75,22 +75,22 @@ def test_a_pipeline_of_experts_is_refused(problems):
     assert "launcher: pp does not train mixtures of experts, as qwen3_moe is: " in problems(TINY_MOE, strategy="pp")
 
 
-def test_a_plan_divides_the_experts_and_nothing_else(recipe, tmp_path):
-    """Weights, gradients and AdamW's moments; rows to the experts and back, in both directions; sums of gradients."""
+def test_a_plan_shards_everything_and_sends_rows_to_experts(recipe, tmp_path):
+    """Weights and AdamW's moments; rows to the experts and back, in both directions; what is gathered and reduced."""
     (tmp_path / "model.json").write_text(json.dumps(TINY_MOE))
     config = load_model_config(str(tmp_path / "model.json"))
     run, sizes = PlannedRun(read_run_config(recipe, []), config, "fp32"), sizes_of(config)
     experts = 2 * 8 * 3 * 64 * 32
     assert (sizes.experts, sizes.routers, sizes.choices) == (experts, 2, 2)
-    whole = footprint(run, layout("ddp", 4), 1)
     four = layout("ep", 4)
     divided = footprint(run, four, 1)
-    assert whole.parameters - divided.parameters == FP32 * experts * 3 / 4
-    assert whole.optimizer - divided.optimizer == 2 * FP32 * experts * 3 / 4
+    assert divided.parameters == FP32 * sizes.total / 4
+    assert divided.optimizer == 2 * FP32 * sizes.total / 4
     step = StepTraffic(sizes, micro_steps=3, tokens=64, inside=1e9, across=1e8)
-    rows = 3 * 2 * 4 * 64 * 2 * 64 * 2 * 3 / 4
-    beside = 2 * FP32 * (sizes.total - experts) * 3 / 4
-    assert traffic(four, step) == (pytest.approx(rows / 1e9 + beside / 1e8), 0.0)
-    copies = 2 * FP32 * experts / 2 / 2
-    two = replace(four, replicas=2, ep=2)
-    assert traffic(two, step)[0] == pytest.approx(rows / 1e9 * 2 / 3 + (beside + copies) / 1e8)
+    rows = 3 * 2 * 4 * 64 * 2 * 64 * 2
+    for ep in (4, 2):
+        here = sizes.total - experts * (1 - 1 / ep)  # weights forward and backward in bf16, gradients in fp32
+        gathered = 3 * (2 * (2 * here - sizes.root) + FP32 * here) * 3 / 4
+        seconds, hidden = traffic(replace(four, ep=ep), step)
+        assert seconds == pytest.approx(rows * (ep - 1) / ep / 1e9 + gathered / 1e8)
+        assert hidden == pytest.approx(0.9 * gathered / 1e8 / seconds)

@@ -59,7 +59,9 @@ def changed(path: Path, folder: Path, section: str | None, **values) -> Path:
 @pytest.mark.parametrize("path", LAUNCHER_FILES, ids=NAMES)
 def test_shipped_files_ask_for_a_strategy_that_runs_and_contradict_no_recipe(path, config, environment):
     environment(path)
-    expected = {"single": "ddp", "zero3_offload": "zero3", "zero3_offload_nvme": "zero3"}.get(path.stem, path.stem)
+    expected = {"single": "ddp", "zero3_offload": "zero3", "zero3_offload_nvme": "zero3", "mesh": "fsdp2"}.get(
+        path.stem, path.stem
+    )
     assert launched_strategy() == expected and expected in STRATEGIES
     assert launcher_problems(config, "fp32", expected) == []
     assert launcher_file_problems(path, expected) == []
@@ -81,10 +83,8 @@ def test_the_environment_for_torchrun_asks_for_what_the_launcher_file_asks_for(n
     ("flags", "sizes", "name"),
     [
         (["FSDP", "DEEPSPEED"], {}, "DEEPSPEED and FSDP"),
-        (["DEEPSPEED"], {"TP": "2"}, "DEEPSPEED with tp_size"),
-        (["FSDP"], {"CP": "0", "TP": "2"}, "cp"),  # which refuses the other
-        ([], {"TP": "1"}, "tp"),  # which refuses one process
-        ([], {"CP": "2"}, "MULTI_GPU with cp_size"),
+        (["DEEPSPEED"], {"TP": "2"}, "DEEPSPEED with parallelism_config_tp_size"),
+        ([], {"TP": "1"}, "ddp"),  # a size that was lost
     ],
 )
 def test_what_no_launcher_file_asks_for_is_named_and_does_not_run(config, monkeypatch, flags, sizes, name):
@@ -96,7 +96,7 @@ def test_what_no_launcher_file_asks_for_is_named_and_does_not_run(config, monkey
     monkeypatch.setenv("FSDP_VERSION", "2")
     monkeypatch.setenv("WORLD_SIZE", "4")
     assert launched_strategy() == name
-    with pytest.raises(InputError, match=r"not combined|cannot share|not among the strategies|deepspeed"):
+    with pytest.raises(InputError, match=r"no size above 1|not among the strategies|deepspeed"):
         strategy_class(config)
 
 
@@ -190,8 +190,6 @@ def test_a_deepspeed_file_that_cannot_be_used(tmp_path, config):
         ("zero2", "deepspeed_config", {"gradient_clipping": 0.3}, "recipe's optim.max_grad_norm: 1.0"),
         ("fsdp2", "fsdp_config", {"fsdp_activation_checkpointing": True}, "recipe's activation_checkpointing: none"),
         ("ddp", "dynamo_config", {"dynamo_backend": "INDUCTOR"}, "recipe's compile: auto"),
-        ("hsdp", "parallelism_config", {"parallelism_config_dp_replicate_size": 3}, "3 does not divide 2 processes"),
-        ("hsdp", "parallelism_config", {"parallelism_config_dp_shard_size": 4}, "2 x dp_shard_size 4 is not 2 proc"),
     ],
 )
 def test_settings_that_conflict_with_the_recipe(config, environment, tmp_path, name, section, setting, message):
