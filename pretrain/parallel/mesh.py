@@ -267,6 +267,12 @@ class MeshStrategy(Strategy):
 
     def pipeline(self) -> PipelineModel:
         """Returns the pipeline of this rank's stages."""
+        schedule = self.config.pipeline.schedule
+        if STAGE_LAYOUTS[schedule].splits_backward and self.config.compile != "none":
+            self.ranks.print(
+                f"compile: {self.config.compile} has no effect with {schedule}: a compiled layer cannot compute the "
+                "gradients of its inputs and of its weights apart"
+            )
         return PipelineModel(
             self.roots,
             self.stage_owners,
@@ -473,11 +479,15 @@ def separate_kinds(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     return optimizer
 
 
-def reshard_without_backward(model: FSDPModule, *_) -> None:
-    """Frees, as a forward hook, weights that were kept for a backward pass if none follows: they would become outdated
-    at the next update."""
+def reshard_without_backward(model: nn.Module, *_) -> None:
+    """Frees, as a forward hook, gathered weights that were kept for a backward pass if none follows.
+
+    They would be out of date after the next update, or after an exchange with the average of the weights.
+    """
     if not torch.is_grad_enabled():
-        model.reshard()
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -489,8 +499,9 @@ def is_split(tensor: Tensor) -> bool:
     """Tells if the ranks of a tp group have different parts of a tensor: by tp, or by ep."""
     if not isinstance(tensor, DTensor):
         return False
-    names = tensor.device_mesh.mesh_dim_names
-    return any(name in names and tensor.placements[names.index(name)].is_shard() for name in ("tp", "ep"))
+    placements = dict(zip(tensor.device_mesh.mesh_dim_names, tensor.placements, strict=True))
+    # Not is_shard(), which is False for rows of two matrices in one, and for what is divided twice.
+    return any(not placements[name].is_replicate() for name in ("tp", "ep") if name in placements)
 
 
 def pieces(tensor: Tensor) -> int:
