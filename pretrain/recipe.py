@@ -160,10 +160,7 @@ def read_command_line(argv: list[str], usage: str) -> CommandLine:
     flags = {flag: f"--{flag}" in argv for flag in FLAGS}
     if (flags["verbose"] and not flags["check"]) or (flags["check"] and flags["smoke"]):
         raise InputError("give --check, --check --verbose, or --smoke")
-    words = [word for word in argv if word.removeprefix("--") not in FLAGS]
-    if words and words[0].endswith((".yaml", ".yml")) and not words[0].startswith("-"):
-        words.insert(0, "--config")
-    pairs = pair_up(words)
+    pairs = pair_up(named_recipe([word for word in argv if word.removeprefix("--") not in FLAGS]))
     recipes = [value for key, value in pairs if key == "config"]
     if len(recipes) != 1:
         raise InputError(f"give one recipe: --config recipes/NAME.yaml (got {', '.join(recipes) or 'none'})")
@@ -172,6 +169,12 @@ def read_command_line(argv: list[str], usage: str) -> CommandLine:
     config = read_run_config(recipes[0], overrides)
     overridden = frozenset(key for key, _ in overrides)
     return CommandLine(config, overridden, **flags, profile=profile, recipe=Path(recipes[0]))
+
+
+def named_recipe(arguments: list[str]) -> list[str]:
+    """Turns ['recipes/x.yaml', ...] into ['--config', 'recipes/x.yaml', ...]; leaves anything else unchanged."""
+    is_recipe = bool(arguments) and arguments[0].endswith((".yaml", ".yml")) and not arguments[0].startswith("-")
+    return ["--config", *arguments] if is_recipe else arguments
 
 
 def steps_to_profile(given: list[str], flags: dict[str, bool]) -> int | None:

@@ -50,7 +50,9 @@ def test_contestants_take_turns_and_none_is_left(tmp_path):
     slow, fast = contestant(tmp_path, "slow", 0.2), contestant(tmp_path, "fast", 0.02)
     contest.hold([slow, fast], ROOT, rounds=2, reports=3, warm_up=1)
     assert slow.process is None and fast.process is None
-    assert len(slow.tokens_per_second) == len(fast.tokens_per_second) == 6 and len(slow.cpu_seconds_per_step) == 2
+    # On a busy machine a contestant may write another line before it is stopped.
+    assert len(slow.tokens_per_second) >= 6 and len(fast.tokens_per_second) >= 6
+    assert len(slow.cpu_seconds_per_step) == 2
     # Each stood still while the other ran, and no interval holds a standstill: 0.2 s of sleep are 500 tokens/s.
     assert max(slow.tokens_per_second) <= 500 and max(slow.tokens_per_second) < max(fast.tokens_per_second)
     lines = [json.loads(line) for line in fast.steps_file.read_text().splitlines()]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import yaml
 
-from pretrain.recipe import list_fields
+from pretrain.recipe import fields_of_config
 from pretrain_tools.preparation.arguments import OPTIONS
 from support.fuzzing import Case
 
@@ -70,7 +70,7 @@ def recipe_case(material: Material, number: int) -> Case:
     rng, folder = generator_of("recipe", number), material.place(f"recipe-{number}")
     values, raw, names, words = json.loads(json.dumps(material.recipe)), {}, [], []
     values["output"] = str(folder / "run")
-    settings = [path for path, _, _ in list_fields()]
+    settings = [path for path, _ in fields_of_config()]
     for _ in range(rng.choice((1, 1, 2, 3))):
         path = rng.choice(settings)
         value = rng.choice(VALUES)

@@ -14,6 +14,7 @@ from pretrain.training import resuming
 from pretrain.training.metrics import Metrics, Throughput
 from pretrain.training.resuming import roll_back
 from pretrain.training.run import Run
+from pretrain.training.step_reports import _Arriving as Arriving
 from pretrain.training.steps import (
     CutShortError,
     after_step,
@@ -84,9 +85,9 @@ def test_a_command_on_the_step_that_goes_back_is_done_after_it(tmp_path):
 def test_a_command_whose_report_is_under_way_while_the_run_goes_back_is_not_lost(tmp_path):
     """As on a GPU, where the report of a step comes with the next."""
     run = run_of(tmp_path)
-    figures = torch.ones(()), torch.ones(()), torch.zeros(())
     ask(tmp_path, "stop")
-    run.consensus.exchange(1, *figures, asked_of(run))
+    figures = torch.tensor([1.0, 1.0, 0.0, 1.0])
+    run.consensus._arriving.append(Arriving(1, figures, None, asked_of(run)))  # still on its way from the GPU
     assert run.request == Request.NONE
     roll_back(run, None)
     assert run.request == Request.STOP
