@@ -119,10 +119,9 @@ class PipelineModel(nn.Module):
         shape = tuple(input_ids_BT.shape)
         if shape not in self.schedules:
             self.schedules[shape] = self.build_schedule(*shape)
-        numbers = torch.arange(self.microbatches)
         inputs = (input_ids_BT,) if 0 in self.numbered else ()
-        target = numbers if self.last_stage is not None else None
-        self.schedules[shape].step(*inputs, target=target, return_outputs=False, number=numbers)
+        target = torch.arange(self.microbatches) if self.last_stage is not None else None
+        self.schedules[shape].step(*inputs, target=target, return_outputs=False)
 
     def build_schedule(self, batch: int, length: int) -> Any:
         """Builds torch's schedule for micro-batches of this shape; with stated shapes torch needs no trial run."""
@@ -161,7 +160,7 @@ class PipelineModel(nn.Module):
                 if not 0 <= microbatch < self.microbatches:
                     continue
                 x = ids[microbatch] if number == 0 else arrived.pop((number, microbatch))
-                y = stage(x, torch.tensor([microbatch]))
+                y = stage(x)
                 if number < last and self.owners[number + 1] == self.rank:
                     arrived[number + 1, microbatch] = y
                 elif number < last:

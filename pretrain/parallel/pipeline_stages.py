@@ -110,17 +110,22 @@ class Stage(nn.Module):
         self.recorder = model.recorder
         self.microbatches: list[PipelineMicroBatch] = []
         """Pipeline microbatches of the current micro-batch."""
+        self.microbatches_run = 0
         self.cross_entropy: Tensor | None = None
         """Weighted sum over the pipeline microbatches so far, in the last stage."""
 
     def begin(self, microbatches: list[PipelineMicroBatch]) -> None:
         """Sets the pipeline microbatches of a call, before the first of them arrives."""
         self.microbatches = microbatches
+        self.microbatches_run = 0
         self.cross_entropy = None
 
-    def forward(self, x: Tensor, number: Tensor) -> Tensor:
-        """Runs the stage on `x`; `number`, a CPU tensor of one element, is the index of the pipeline microbatch."""
-        microbatch = self.microbatches[int(number)]
+    def forward(self, x: Tensor) -> Tensor:
+        """Runs the stage on `x` of the next pipeline microbatch."""
+        # Every schedule runs a stage's microbatches in their order. A number passed beside `x` would have to be a
+        # tensor, which fully_shard would copy to the device, and then the host would wait for it.
+        microbatch = self.microbatches[self.microbatches_run]
+        self.microbatches_run += 1
         inputs = {"input_ids" if self.is_first else "inputs_embeds": x}
         with torch.autocast(x.device.type, torch.bfloat16, enabled=self.precision == "bf16"):
             hidden_BTD = self.base(**inputs, use_cache=False, **microbatch.attention_arguments).last_hidden_state
@@ -198,7 +203,7 @@ def cut_problem(model_config: PreTrainedConfig) -> str | None:
             for part in (range(layers // 2), range(layers // 2, layers)):
                 stage = Stage(model, part, "fp32")
                 stage.begin(split_micro_batch(targets_BT, {}, 1))
-                x = stage(x, torch.zeros(1))
+                x = stage(x)
     except Exception as error:  # a base model that does not consist of embeddings, layers and a norm
         return f"{said} ({described(error)}); {works}"
     if not abs(x - wanted) <= TOLERANCE * wanted:

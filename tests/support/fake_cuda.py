@@ -243,7 +243,8 @@ def _where(error: Exception) -> str:
     """The error and the lines that led to it, without torch's own."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if "/torch/" not in f.filename]
     lines = [f"  {f.filename.rpartition('site-packages/')[2]}:{f.lineno} {f.line}" for f in frames[-6:]]
-    return "\n".join([f"{type(error).__name__}: {str(error)[:2000]}", *lines])
+    cause = [_where(error.__cause__)] if error.__cause__ else []
+    return "\n".join([f"{type(error).__name__}: {str(error)[:2000]}", *lines, *cause])
 
 
 def _main(module: str, results: str, library: str) -> None:

@@ -317,8 +317,6 @@ def fake_devices() -> Iterator[FakeTensorMode]:
         mock.patch("torch.nn.parallel.distributed._verify_param_shape_across_processes"),
         mock.patch("torch.nn.parallel.distributed._sync_module_states"),
         mock.patch("torch.distributed.pipelining.schedules._PipelineSchedule._warmup_p2p", agree_on_shapes),
-        # Which microbatch arrives is a value, if one of the host's.
-        mock.patch("pretrain.parallel.pipeline_stages.int", lambda number: 0, create=True),
         mock.patch("transformers.integrations.flex_attention.compile_friendly_flex_attention", flex_attention),
         flash_packages(),
     )
