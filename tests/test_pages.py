@@ -20,6 +20,7 @@ from torch.distributed.run import get_args_parser
 import plan
 import publish
 import runs
+from pretrain.mesh_sizes import take_own_options
 from pretrain.recipe import named_recipe, pair_up, read_command_line, read_run_config
 from pretrain_tools.planning.own_text import read_own_text
 from pretrain_tools.preparation.arguments import parse_arguments
@@ -177,7 +178,8 @@ def read_command(words: list[str]) -> None:
     words = [WORDS.get(word, word) for word in words]
     if words[:2] == ["accelerate", "launch"] or words[:3] == ["python", "-m", "pretrain.launch"]:
         words = [word for word in words if word != "--supervise"]
-        own = launch_command_parser().parse_args(words[2 if words[0] == "accelerate" else 3 :])
+        given = words[2:] if words[0] == "accelerate" else take_own_options(words[3:])[1]
+        own = launch_command_parser().parse_args(given)
         words = [own.training_script, *own.training_script_args]
         assert (ROOT / own.config_file).is_file()
     elif words[0] == "torchrun":

@@ -309,9 +309,9 @@ class MeshStrategy(Strategy):
     @contextmanager
     def accumulate(self, is_last: bool) -> Iterator[None]:
         self.micro_steps += 1
-        if self.sizes.pp == 1:  # a pipeline's schedule does it for its stages
+        if self.sizes.pp == 1:  # a pipeline's schedule does it for its stages, in every call
             self.model.set_requires_gradient_sync(is_last or not self.reduces_once)
-            self.model.set_requires_all_reduce(is_last)
+            self.model.set_requires_all_reduce(is_last)  # between replicas; the line before sets it too
             self.model.set_is_last_backward(is_last)
         yield
 

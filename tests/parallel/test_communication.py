@@ -98,16 +98,33 @@ def staged(ranks: int, neighbours: int) -> dict[str, dict[str, tuple[int, int]]]
 
 
 def exchanged(ranks: int) -> dict[str, dict[str, tuple[int, int]]]:
-    """Rows of all tokens' choices to the experts and back, both ways; before, how many there are for each expert."""
+    """Rows of all tokens' choices to the experts and back, both ways; before, how many there are for each expert.
+
+    All that is not an expert is sharded over all ranks, and experts over the ranks that have the same.
+    """
     rows, counts = BF16 * HIDDEN * MIXTURE["num_experts_per_tok"], INT64 * MIXTURE["num_experts"]
-    micro_step = {f"all-to-all of {ranks}": (5 * LAYERS, LAYERS * (4 * rows + counts))}
-    update = {"all-reduce of 8": (1, FP32 * BESIDE_EXPERTS)}
-    times, size = update.get(f"all-reduce of {ranks}", (0, 0))
+    gathers = (2 * LAYERS + 1, BF16 * (2 * BESIDE_EXPERTS - BESIDE))
+    micro_step = {
+        f"all-to-all of {ranks}": (5 * LAYERS, LAYERS * (4 * rows + counts)),
+        "all-gather of 8": gathers,
+        "reduce-scatter of 8": (LAYERS + 1, FP32 * BESIDE_EXPERTS),
+    }
+    validation = {
+        f"all-to-all of {ranks}": (3 * LAYERS, LAYERS * (2 * rows + counts)),
+        "all-gather of 8": (LAYERS + 1, BF16 * BESIDE_EXPERTS),
+    }
+    if ranks < RANKS:
+        copies, here = RANKS // ranks, EXPERTS // ranks
+        micro_step |= {
+            f"all-gather of {copies}": (2 * LAYERS, 2 * BF16 * here),
+            f"reduce-scatter of {copies}": (LAYERS, FP32 * here),
+        }
+        validation[f"all-gather of {copies}"] = (LAYERS, BF16 * here)
     return {
         "micro-step": micro_step,
         "last micro-step": micro_step,
-        "update": update | {f"all-reduce of {ranks}": (times + 1, size + FP32)},
-        "validation": {f"all-to-all of {ranks}": (3 * LAYERS, LAYERS * (2 * rows + counts))},
+        "update": {"all-reduce of 8": (1, FP32)},
+        "validation": validation,
     }
 
 
@@ -130,11 +147,11 @@ LEAST = {
     "cp, 2 x 4": cut(4),
     "tp": split(8),
     "fsdp_tp, 4 x 2": split_and_sharded(2, 4),
-    "tp, 2 x 4": with_replicas(split(4), "update", 1, WHOLE + LAYERS * SPLIT // 4),
+    "tp, 2 x 4": with_replicas(split(4), "last micro-step", 1, WHOLE + LAYERS * SPLIT // 4),
     "pp, an inner stage": staged(8, neighbours=2),
-    "pp, 2 x 4, the last stage": with_replicas(staged(4, neighbours=1), "update", 1, STAGE),
+    "pp, 2 x 4, the last stage": with_replicas(staged(4, neighbours=1), "last micro-step", 1, STAGE),
     "ep": exchanged(8),
-    "ep, 2 x 4": with_replicas(exchanged(4), "update", 1, EXPERTS // 4),
+    "ep, 2 x 4": exchanged(4),
     "zero1": {"last micro-step": SCATTERED_ONCE, "update": {**GATHERED_ONCE, **ONE_SUM}},
     "zero2": {"micro-step": SCATTERED_ONCE, "last micro-step": SCATTERED_ONCE, "update": {**GATHERED_ONCE, **ONE_SUM}},
     "zero3": {
@@ -155,15 +172,20 @@ IN_TWO = "DeepSpeed's groups: what decays and what does not"
 REASONS = {
     ("ddp", "last micro-step"): "buckets of 25 MB, summed during the backward pass",
     ("hsdp, 2 x 4", "last micro-step"): "a layer at a time, during the backward pass",
+    ("tp, 2 x 4", "last micro-step"): "a layer at a time, during the backward pass",
     **{
-        (launch, moment): "the head's gradient in fp32, as hidden states are under autocast on one GPU"
-        for launch in ("tp", "tp, 2 x 4")
-        for moment in ("micro-step", "last micro-step")
+        (launch, "update"): "the norm is one sum over all ranks, in every mesh"
+        for launch in ("hsdp, 2 x 4", "tp, 2 x 4", "fsdp_tp, 4 x 2", "pp, 2 x 4, the last stage")
     },
     **{
         (launch, moment): FP32_BETWEEN_STAGES
         for launch in ("pp, an inner stage", "pp, 2 x 4, the last stage")
         for moment in ("micro-step", "last micro-step", "validation")
+    },
+    **{
+        ("pp, 2 x 4, the last stage", moment): f"{FP32_BETWEEN_STAGES}; torch's schedules reduce in every call, a "
+        "layer at a time"
+        for moment in ("micro-step", "last micro-step")
     },
     ("zero1", "last micro-step"): ALL_REDUCED,
     ("zero1", "update"): IN_TWO,

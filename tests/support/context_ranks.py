@@ -134,7 +134,7 @@ def of_documents(strategy, model, whole, ids: torch.Tensor, attention: str):
         _, found = model(**batch)
         part = batch["targets_BT"].unflatten(1, (strategy.sequence_parts, -1))[:, strategy.part]
         total = found * (part != IGNORED).sum()
-        dist.all_reduce(total, group=strategy.context_group)
+        dist.all_reduce(total, group=strategy.mesh.data.get_group("cp"))
         yield abs(total - alone).item() / max(1, length)
 
 
