@@ -31,7 +31,7 @@ from transformers import PreTrainedConfig
 from pretrain.config import RunConfig
 from pretrain.data.vocabulary import planned_model_config
 from pretrain.errors import InputError
-from pretrain.mesh_sizes import Sizes, environment_flag, launched_sizes, requested_sizes
+from pretrain.mesh_sizes import Sizes, environment_flag, launched_sizes, requested_sizes, setting
 from pretrain.model.build import InitialWeights, build_meta_model, units_of
 from pretrain.model.compile import layers_of
 from pretrain.model.loss import LanguageModelLoss
@@ -116,7 +116,7 @@ class MeshStrategy(Strategy):
         problems += recipe_problems(config, sizes)
         try:
             model_config = planned_model_config(config.model, config.data)
-            return problems + model_problems(model_config, sizes, config.pipeline.schedule)
+            return problems + model_problems(model_config, sizes, config.pipeline.schedule, config.optim.name)
         except InputError:
             return problems  # `derive` reports this problem of the model
 
@@ -446,9 +446,15 @@ def recipe_problems(config: RunConfig, sizes: Sizes) -> list[str]:
     return problems
 
 
-def model_problems(model_config: PreTrainedConfig, sizes: Sizes, schedule: str) -> list[str]:
+def model_problems(model_config: PreTrainedConfig, sizes: Sizes, schedule: str, optimizer: str) -> list[str]:
     """Lists why this model cannot be divided in these sizes, with what works. Raises InputError as `reference_of`."""
     problems: list[str | None] = []
+    has_experts = sizes.pp * sizes.tp > 1 and bool(routers_of(build_meta_model(model_config)))
+    if has_experts and sizes.tp > 1 and sizes.ep == 1 and optimizer != "adamw":
+        problems.append(
+            f"optim.name: {optimizer} does not run where tp splits the matrices of experts; use adamw, or "
+            f"{setting('ep')} {sizes.tp} beside tp"
+        )
     if sizes.tp > 1:
         problems.append(tensor_parallel.plan_problem(model_config, sizes.tp, splits_experts=sizes.ep == 1))
     if sizes.cp > 1:
@@ -456,7 +462,7 @@ def model_problems(model_config: PreTrainedConfig, sizes: Sizes, schedule: str) 
     if sizes.ep > 1:
         problems.append(expert_parallel.model_problem(model_config, sizes.ep))
     if sizes.pp > 1:
-        if routers_of(build_meta_model(model_config)):
+        if has_experts:
             problems.append(
                 f"launcher: pp does not train mixtures of experts, as {model_config.model_type} is: the loads that "
                 "balance experts are counted by micro-step, not by microbatch of a stage; use fsdp2, tp, cp or ep"

@@ -133,6 +133,16 @@ def test_models_and_recipes_that_a_product_does_not_take_are_refused_all_at_once
     assert any("cannot all be divided by 4 tensor-parallel processes; 2 can be used" in problem for problem in found)
 
 
+def test_optimizers_that_need_whole_matrices_are_refused_where_tp_splits_experts(sizes, recipe, tmp_path):
+    (tmp_path / "tiny_llama.json").write_text(json.dumps(MODELS["moe"]))
+    muon = read_run_config(recipe, [("optim.name", "muon")])
+    sizes(2, "MULTI_GPU", tp="2")
+    (problem,) = MeshStrategy.problems(muon, "tp")
+    assert "optim.name: muon does not run where tp splits the matrices of experts; use adamw, or parallel" in problem
+    sizes(2, tp="2", ep="2")
+    assert MeshStrategy.problems(muon, "mesh") == []
+
+
 def test_the_file_and_an_option_give_a_size_that_accelerate_drops(recipe, tmp_path):
     """In new interpreters: the file's name is in the command line of the process that launches."""
     settings = yaml.safe_load((ROOT / "accelerate_configs/mesh.yaml").read_text())
