@@ -10,7 +10,16 @@ from pathlib import Path
 
 from pretrain.config import RunConfig
 from pretrain.files import ROOT
-from pretrain.mesh_sizes import DIMENSIONS, environment_flag, processes_launched, requested_sizes, setting
+from pretrain.mesh_sizes import (
+    DIMENSIONS,
+    DROPPED,
+    environment_flag,
+    launcher_command,
+    processes_launched,
+    requested_sizes,
+    setting,
+    variable,
+)
 from pretrain.parallel.launcher_files import command_problems, conflict, deepspeed_problems
 
 PRECISIONS = {"fp32": "no", "bf16": "bf16", "fp16": "fp16", "fp8": "bf16"}
@@ -87,8 +96,8 @@ def launcher_problems(config: RunConfig, precision: str, strategy: str) -> list[
         "dynamo_backend": ("ACCELERATE_DYNAMO_BACKEND", "compile"),
         "fsdp_activation_checkpointing": ("FSDP_ACTIVATION_CHECKPOINTING", "activation_checkpointing"),
     }
-    for name, (variable, path) in set_by_recipe.items():
-        value = os.environ.get(variable, "none")
+    for name, (in_environment, path) in set_by_recipe.items():
+        value = os.environ.get(in_environment, "none")
         if value.lower() not in ("none", "no", "false", "auto", "1" if name == "gradient_accumulation_steps" else ""):
             problems.append(conflict("launcher", name, value, config, path))
     if environment_flag("ACCELERATE_USE_DEEPSPEED"):
@@ -101,6 +110,14 @@ def launcher_problems(config: RunConfig, precision: str, strategy: str) -> list[
 def parallelism_problems() -> list[str]:
     """Lists what is wrong with a parallelism_config as a whole; `launched_sizes` judges the sizes."""
     problems = []
+    # Set by accelerate's launcher alone. It drops two sizes, and where its file cannot be found they would be missing.
+    came_through_launcher = "PARALLELISM_CONFIG_CP_BACKEND" in os.environ
+    missing = [variable(name) for name in DROPPED if variable(name) not in os.environ]
+    if came_through_launcher and missing and launcher_command() is None:
+        problems.append(
+            f"launcher: {' and '.join(map(setting, DROPPED))} cannot be read, as the process that launched this one "
+            f"does not show its command line; set {' and '.join(missing)}, 1 for none"
+        )
     sequence = os.environ.get("PARALLELISM_CONFIG_SP_SIZE", "1")
     if sequence not in ("1", "None"):
         problems.append(f"launcher: parallelism_config_sp_size: {sequence} is not run here; use {setting('cp')}")

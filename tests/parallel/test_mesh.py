@@ -112,6 +112,13 @@ def test_a_size_that_was_lost_on_the_way_is_refused(sizes, recipe):
     )
 
 
+def test_sizes_that_cannot_be_read_from_the_launchers_file_are_refused(sizes, recipe, monkeypatch):
+    sizes(2, cp="2")
+    monkeypatch.setenv("PARALLELISM_CONFIG_CP_BACKEND", "torch")  # by accelerate's launcher, whose file is unknown
+    (problem,) = launcher_problems(read_run_config(recipe), "fp32", launched_strategy())
+    assert "cannot be read" in problem and "set PARALLELISM_CONFIG_PP_SIZE and PARALLELISM_CONFIG_EP_SIZE" in problem
+
+
 def test_presets_keep_their_names_and_other_products_are_the_mesh(sizes):
     names = {"hsdp": {"dp_replicate": "2"}, "fsdp_tp": {"tp": "2"}, "cp": {"cp": "2"}, "ep": {"ep": "2"}, "fsdp2": {}}
     for name, given in names.items():

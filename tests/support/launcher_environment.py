@@ -6,7 +6,7 @@ import yaml
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
 
-from pretrain.mesh_sizes import DROPPED, setting
+from pretrain.mesh_sizes import DROPPED, setting, variable
 
 LAUNCHER_VARIABLES = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_")
 
@@ -23,5 +23,4 @@ def launcher_environment(file: Path, processes: int) -> dict[str, str]:
     variables = {name: value for name, value in environment.items() if name.startswith(LAUNCHER_VARIABLES)}
     # The launcher drops these two, and a process reads them from the launcher's file.
     sizes = yaml.safe_load(file.read_text()).get("parallelism_config", {})
-    dropped = {name: sizes[setting(name)] for name in DROPPED if setting(name) in sizes}
-    return variables | {f"PARALLELISM_CONFIG_{name.upper()}_SIZE": str(size) for name, size in dropped.items()}
+    return variables | {variable(name): str(sizes.get(setting(name), 1)) for name in DROPPED}

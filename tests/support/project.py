@@ -12,9 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
-import yaml
 
-from pretrain.mesh_sizes import DROPPED, setting, variable
 from support.warm_python import WarmPopen
 
 ROOT = Path(__file__).parents[2]
@@ -79,10 +77,6 @@ def free_port() -> int:
 def launch(strategy: str | Path, processes: int, *arguments, **settings) -> subprocess.CompletedProcess:
     """Runs a script under `accelerate launch` with a shipped launcher file or another; settings as of `run_script`."""
     file = strategy if isinstance(strategy, Path) else f"accelerate_configs/{strategy}.yaml"
-    # A process finds the launcher's file by the command line of the process that launched it. That of a warm
-    # interpreter names none, so what accelerate's launcher drops is given here.
-    sizes = yaml.safe_load((ROOT / file).read_text()).get("parallelism_config", {})
-    settings = {variable(name): str(sizes[setting(name)]) for name in DROPPED if setting(name) in sizes} | settings
     return run_script(
         "-m", "accelerate.commands.launch", "--config_file", file,
         "--num_processes", processes, "--main_process_port", free_port(), *arguments, **settings,

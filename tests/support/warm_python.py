@@ -22,6 +22,7 @@ import io
 import json
 import os
 import pkgutil
+import re
 import runpy
 import select
 import signal
@@ -58,6 +59,20 @@ ASKED_BY: list[int] = []
 """In a process that the server has forked: the process that asked for it."""
 
 
+def sizes_of_launch(words: list[str], folder: Path) -> dict[str, str]:
+    """The sizes in a launcher's file that accelerate's launcher drops, as variables.
+
+    A process reads them from that file, whose name is in the command line of the process that launched it; a forked
+    one has the command line of the server.
+    """
+    file = folder / words[words.index("--config_file") + 1] if "--config_file" in words else folder
+    text = file.read_text() if file.is_file() else ""
+    if "parallelism_config" not in text:
+        return {}
+    sizes = {name: re.search(rf"parallelism_config_{name}_size: *(\S+)", text) for name in ("pp", "ep")}
+    return {f"PARALLELISM_CONFIG_{name.upper()}_SIZE": found[1] if found else "1" for name, found in sizes.items()}
+
+
 class WarmPopen(subprocess.Popen):
     """subprocess.Popen whose process is forked from the server where that makes no difference."""
 
@@ -71,6 +86,7 @@ class WarmPopen(subprocess.Popen):
         if preexec_fn or pass_fds or not can_be_forked(python, environment):
             begin = preexec_fn or self._begin
             return super()._execute_child(args, executable, begin, close_fds, pass_fds, cwd, env, *rest)
+        environment = sizes_of_launch(python, Path(cwd or os.getcwd())) | environment
         # Of the rest: startupinfo, creationflags, shell, the six ends of the pipes, and what follows them.
         pipes, start_new_session = rest[3:9], rest[-2]
         files = [own if given == -1 else given for own, given in enumerate((pipes[0], pipes[3], pipes[5]))]
