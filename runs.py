@@ -31,6 +31,8 @@ from pretrain_tools.runs.comparison import comparison_text, export_runs, summary
 from pretrain_tools.runs.history import require_run
 from pretrain_tools.runs.status import print_list, print_status
 
+Commands = argparse._SubParsersAction
+"""What `add_subparsers` returns; argparse has no public name for it."""
 ROOT_OF_RUNS = {"nargs": "?", "default": Path("runs")}
 RUN = {"metavar": "RUN"}
 SEVERAL_RUNS = {"nargs": "+", "metavar": "RUN"}
@@ -158,7 +160,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def add_command(
-    commands: argparse._SubParsersAction,
+    commands: Commands,
     name: str,
     function: Callable,
     help: str,
@@ -176,7 +178,7 @@ def add_command(
     return command
 
 
-def add_readers(commands: argparse._SubParsersAction) -> None:
+def add_readers(commands: Commands) -> None:
     """Adds the commands that only read runs."""
     text = "all runs under a folder (default runs)"
     add_command(commands, "list", print_list, text, folder=ROOT_OF_RUNS)
@@ -203,7 +205,7 @@ def add_readers(commands: argparse._SubParsersAction) -> None:
     command.add_argument("--characters", type=natural, default=600, help="shown of each document (default 600)")
 
 
-def add_merge(commands: argparse._SubParsersAction) -> None:
+def add_merge(commands: Commands) -> None:
     """Adds the command that averages models."""
     models = {"nargs": "+", "metavar": "MODEL", "help": "a run, RUN@STEP, or a model folder", "type": str}
     text = "the mean of checkpoints or models, as a model folder"
@@ -214,7 +216,7 @@ def add_merge(commands: argparse._SubParsersAction) -> None:
     command.add_argument("--output", type=Path, metavar="FOLDER", help="(default: merged-FIRST-LAST in the run)")
 
 
-def add_parity(commands: argparse._SubParsersAction) -> None:
+def add_parity(commands: Commands) -> None:
     """Adds the command that trains under every strategy."""
     epilog = f"{ANY_SETTING} --data.sequence_length 256"
     text = "check that a recipe trains identically under every strategy"
@@ -229,7 +231,7 @@ def add_parity(commands: argparse._SubParsersAction) -> None:
     command.add_argument("--output", type=Path, default=Path("runs/parity"), help="(default runs/parity)")
 
 
-def add_sweep(commands: argparse._SubParsersAction) -> None:
+def add_sweep(commands: Commands) -> None:
     """Adds the command that trains under several settings."""
     text = "train a recipe under several settings and compare; the same command continues"
     command = add_command(commands, "sweep", sweep, text, f"{ANY_SETTING} --budget.steps 500")
@@ -241,7 +243,7 @@ def add_sweep(commands: argparse._SubParsersAction) -> None:
     command.add_argument("--search", type=natural, metavar="N", help="try N settings, picked by optuna")
 
 
-def add_mixture(commands: argparse._SubParsersAction) -> None:
+def add_mixture(commands: Commands) -> None:
     """Adds the command that proposes weights of data sources."""
     text = "train a small recipe on many mixtures of its sources and propose weights; the same command continues"
     command = add_command(commands, "mixture", mixture, text, f"{ANY_SETTING} --budget.steps 500")
@@ -257,7 +259,7 @@ def add_small_runs(command: argparse.ArgumentParser, seeds: str) -> None:
     command.add_argument("--parallel", type=natural, metavar="N", help="runs at a time (default: the GPUs, or 1)")
 
 
-def add_ladder(commands: argparse._SubParsersAction) -> None:
+def add_ladder(commands: Commands) -> None:
     """Adds the command that predicts losses."""
     several = {**SEVERAL_RUNS, "metavar": "RUN_OR_SWEEP"}
     text = "loss by size and tokens, fitted to runs; predictions"

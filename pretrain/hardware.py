@@ -41,6 +41,7 @@ def missing_bf16(device_type: str) -> str | None:
         return None if native else "this GPU has no bf16 instructions"
     if not torch.backends.mkldnn.is_available():
         return "this torch has no oneDNN, which multiplies in bf16"
+    # Private: torch has no public way to ask for a CPU's instructions.
     if platform.machine().lower() not in ("x86_64", "amd64"):
         return None if torch.ops.mkldnn._is_mkldnn_bf16_supported() else "this CPU has no bf16 instructions"
     if not (torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()):

@@ -359,7 +359,7 @@ def _materialize(module: nn.Module, module_name: str, tied_names: set[str]) -> N
     for name, buffer in module.named_buffers(recurse=False):
         if buffer.is_meta:
             fill = float("nan") if buffer.is_floating_point() else 0
-            module._buffers[name] = torch.full_like(buffer, fill, device="cpu")
+            setattr(module, name, torch.full_like(buffer, fill, device="cpu"))
 
 
 def _run_initializer(
@@ -370,7 +370,7 @@ def _run_initializer(
     own = module.named_parameters(recurse=False)
     tied = [parameter for name, parameter in own if prefix + name in tied_names]
     for parameter in tied:
-        parameter._is_hf_initialized = True
+        parameter._is_hf_initialized = True  # private, but the only mark by which transformers leaves it alone
     initializing_model._init_weights(module)
     for parameter in tied:
         del parameter._is_hf_initialized

@@ -210,6 +210,7 @@ def _backward_in_blocks(
         grad_out_NQE = _heads_together(grad_out_RHTE[:, :, begin:end], heads)
         softmax_NQK = softmaxes_NQK.pop()
         grad_NQK = torch.bmm(grad_out_NQE, value_NET[:, :, :end])
+        # Private, but the only way to write a softmax's gradient over the gradient of its output.
         torch._softmax_backward_data(grad_NQK, softmax_NQK, -1, dtype, grad_input=grad_NQK)
         grad_query_NQE = torch.bmm(grad_NQK, key_NTE[:, :end]).mul_(scale)
         gradients[0][:, :, begin:end] = grad_query_NQE.unflatten(0, (rows, heads))
@@ -243,6 +244,7 @@ def _packed_attention(
             _forward_in_blocks(out_BHTE[rows, :, positions], *inputs, scale, probabilities)
             continue
         dtype = _flash_dtype(query_BHTE.dtype, positions)
+        # Private, since the public function returns no logsumexp, which a backward pass of our own needs.
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             *(x.to(dtype) for x in inputs), 0.0, True, scale=scale
         )
@@ -276,6 +278,7 @@ def _packed_attention_backward(
             continue
         dtype = _flash_dtype(query_BHTE.dtype, positions)
         arguments = (x.to(dtype) for x in (*arguments, out_BHTE[rows, :, positions]))
+        # Private, as in the forward pass.
         parts = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             *arguments, lse_BHT[rows, :, positions], 0.0, True, scale=scale
         )

@@ -147,7 +147,8 @@ def use_positions(model: nn.Module, config: PreTrainedConfig, *others: PreTraine
                 _take_positions(own, config)
     for root in (model, *others):
         for module in root.modules():
-            if "inv_freq" in module._buffers and isinstance(getattr(module, "config", None), PreTrainedConfig):
+            has_table = isinstance(getattr(module, "inv_freq", None), torch.Tensor)
+            if has_table and isinstance(getattr(module, "config", None), PreTrainedConfig):
                 _make_tables_anew(module)
 
 
@@ -163,8 +164,8 @@ def _make_tables_anew(module: nn.Module) -> None:
     with torch.device("cpu"):
         fresh = type(module)(config=module.config)
     for name, table in fresh.named_buffers(recurse=False):
-        if not module._buffers[name].is_meta:
-            module._buffers[name].copy_(table)
+        if not module.get_buffer(name).is_meta:
+            module.get_buffer(name).copy_(table)
     for name, value in vars(fresh).items():
         if not name.startswith("_") and name not in ("config", "training"):
             setattr(module, name, value)

@@ -87,7 +87,7 @@ class LoadedModel:
             for key, parameter in list(twin.named_parameters(recurse=False)):
                 setattr(module, key, parameter)
             for key, buffer in list(twin.named_buffers(recurse=False)):
-                module._buffers[key] = buffer
+                setattr(module, key, buffer)
 
 
 def load_pretrained(name_or_path: str, *, trust_remote_code: bool = False) -> PreTrainedModel:

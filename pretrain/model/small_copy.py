@@ -210,7 +210,7 @@ def _cut_layers(values: dict[str, Any], config: PreTrainedConfig, total: int, la
 
 def _meta_model(config: PreTrainedConfig) -> nn.Module:
     config = copy.deepcopy(config)
-    config._attn_implementation = "eager"
+    config._attn_implementation = "eager"  # private, but transformers has no public name for it in a config
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
 

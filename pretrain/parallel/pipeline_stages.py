@@ -158,15 +158,15 @@ def cut(causal_lm: PreTrainedModel, layers: range, is_first: bool, is_last: bool
         part.config.layer_types = [whole.config.layer_types[number] for number in layers]
     for name, child in whole.named_children():
         if all_layers[0] in child.children():
-            part._modules[name] = nn.ModuleList(all_layers[number] for number in layers)
+            setattr(part, name, nn.ModuleList(all_layers[number] for number in layers))
         elif isinstance(child, nn.Embedding):
             if not is_first:
-                part._modules[name] = Nothing()
+                setattr(part, name, Nothing())
         elif isinstance(child, nn.Dropout):
             if not is_first:
-                part._modules[name] = nn.Identity()
+                setattr(part, name, nn.Identity())
         elif not is_last and ("Norm" in type(child).__name__ or next(child.parameters(), None) is not None):
-            part._modules[name] = nn.Identity()
+            setattr(part, name, nn.Identity())
     if not is_first and hasattr(part, "embedding_dropout"):
         part.embedding_dropout = 0.0
     return part

@@ -267,12 +267,10 @@ def _fake_tensors(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[None]:
     with FakeTensorMode(allow_non_fake_inputs=True), _grouped_products_of_any_dtype():
         for module in model.modules():
             # Module.to cannot turn meta tensors into fake ones.
-            for name, parameter in module._parameters.items():
-                if parameter is not None:
-                    module._parameters[name] = nn.Parameter(torch.empty(parameter.shape, dtype=dtype))
-            for name, buffer in module._buffers.items():
-                if buffer is not None:
-                    module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype)
+            for name, parameter in list(module.named_parameters(recurse=False)):
+                setattr(module, name, nn.Parameter(torch.empty(parameter.shape, dtype=dtype)))
+            for name, buffer in list(module.named_buffers(recurse=False)):
+                setattr(module, name, torch.empty(buffer.shape, dtype=buffer.dtype))
         model.tie_weights()
         model.train()
         yield
@@ -389,6 +387,7 @@ def _storage_of(node: fx.Node) -> dict[int, int]:
     if not isinstance(value, Tensor):
         return {}
     storage = value.untyped_storage()
+    # Private, but a storage without memory has no address, and Python makes a new object at each call.
     return {storage._cdata: storage.nbytes()}
 
 

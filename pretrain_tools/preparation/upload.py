@@ -105,6 +105,7 @@ def _files_of(system: "AbstractFileSystem", root: str) -> dict[str, int]:
     if not system.exists(root):
         return {}
     found: dict[str, dict[str, Any]] = system.find(root, detail=True)
+    # Private, but fsspec has no public way to the form in which `find` names files.
     prefix = system._strip_protocol(root).rstrip("/") + "/"
     return {name.removeprefix(prefix): int(about.get("size") or 0) for name, about in found.items()}
 

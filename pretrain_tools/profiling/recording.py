@@ -220,6 +220,7 @@ class Recording:
     def _save_memory(self) -> None:
         """Writes torch's snapshot of the GPU's memory over a step, for pytorch.org/memory_viz."""
         if self.on_device:
+            # Private, but what torch's own documentation of memory_viz calls.
             self._save(lambda: torch.cuda.memory._dump_snapshot(str(self._path("memory", "pickle"))))
             torch.cuda.memory._record_memory_history(enabled=None)
 
