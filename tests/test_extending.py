@@ -142,7 +142,7 @@ EDITS: dict[str, dict[str, str | list[tuple[str, str]]]] = {
             ('    "fsdp2":', '    "mine": "pretrain.parallel.mine:Mine",\n    "fsdp2":')
         ],
         "pretrain/parallel/launcher.py": [
-            ('    ("MULTI_GPU", "tp")', '    ("MULTI_GPU", "cp"): "mine",\n    ("MULTI_GPU", "tp")')
+            ('    ("MULTI_GPU", ("tp",))', '    ("MULTI_GPU", ("cp",)): "mine",\n    ("MULTI_GPU", ("tp",))')
         ],
         "accelerate_configs/mine.yaml": LAUNCHER_FILE,
     },

@@ -27,7 +27,6 @@ from pretrain.optim.optimizers import (
     optimizer_builder,
     optimizer_state_by_name,
 )
-from pretrain.parallel.mesh import MeshStrategy
 from pretrain.parallel.strategy import Strategy
 from pretrain.parallel.zero import Zero
 from pretrain_tools.planning.memory import optimizer_elements
@@ -537,7 +536,7 @@ def test_an_optimizer_is_added_by_one_class_and_one_line(monkeypatch):
         compile="none",
         batch=SimpleNamespace(reduce_once=False),
     )
-    assert Strategy.problems(config, "ddp") == MeshStrategy.problems(config, "fsdp2") == []
+    assert Strategy.problems(config, "ddp") == []
     (problem,) = Zero.problems(config, "zero1")
     assert (
         problem.startswith("optim.name: sign_sgd does not run under")
