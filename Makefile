@@ -49,7 +49,7 @@ test: .venv/requirements-dev .venv/gpu/requirements
 # Every strategy for 50 steps, checkpoints from each to each on one process and on two, and a SIGKILL in each: about
 # 20 minutes.
 test-strategies: .venv/requirements-dev
-	STRATEGIES=all $(BIN)/python -m pytest tests/parallel/test_strategies.py tests/parallel/test_model_parallel.py \
+	STRATEGIES=all $(BIN)/python -m pytest tests/parallel/test_strategies.py tests/parallel/test_model_parallel.py tests/parallel/test_mesh.py \
 		tests/parallel/test_kill_strategies.py tests/parallel/test_muon_and_adafactor.py tests/parallel/test_nvme.py \
 		tests/training/test_expert_strategies.py tests/training/test_experts.py tests/model/test_compile.py \
 		tests/data/test_dispatch.py
