@@ -370,8 +370,8 @@ def require_same_run(run: Path, own: str | None, identity: Identity | None, stor
         return
     if identity is None or (identity.run is None and identity.damage is not None):
         raise DamagedCopyError(
-            f"{IDENTITY_FILE} and {METRICS_FILE} there are damaged, so that nothing tells whose checkpoints it has; "
-            "restore one of the two, or remove what is there"
+            f"{IDENTITY_FILE} and {METRICS_FILE} there are damaged, so nothing says which run the mirror belongs to; "
+            "restore either file, or empty the mirror"
         )
     if identity.run not in (None, own):
         raise InputError(

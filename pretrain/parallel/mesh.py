@@ -296,6 +296,11 @@ class MeshStrategy(Strategy):
         """Parameters whole on every rank of tp, of whose gradient each rank has its own share."""
         if self.sizes.tp > 1 and model.from_hidden_states:
             self.shares.update(parameter for parameter in head.parameters() if parameter in self.name_of)
+        self.whole_over_tp = [parameter for parameter in self.name_of if not is_split(parameter)]
+        """Parameters that all ranks of a tp group have whole, or the same shard of."""
+        stage_ranks = self.sizes.world // self.sizes.pp
+        self.copies_of = {parameter: stage_ranks // pieces(parameter) for parameter in self.name_of}
+        """Number of the stage's ranks that have the same part of a parameter."""
         first, last = self.stage_owners[0], self.stage_owners[-1]
         self.tied_group: dist.ProcessGroup | None = None
         self.tied: nn.Parameter | None = None
@@ -327,7 +332,7 @@ class MeshStrategy(Strategy):
             head.weight.grad = None
         gradients = {p: local(p.grad) for p in self.name_of if p.grad is not None}
         if self.sizes.tp > 1:
-            whole = {parameter: grad for parameter, grad in gradients.items() if not is_split(parameter)}
+            whole = {parameter: gradients[parameter] for parameter in self.whole_over_tp if parameter in gradients}
             sum_in_place(list(whole.values()), self.tp_group)
             # Others should be equal already, but GPU kernels may sum in any order: replicas must not drift apart.
             others = [grad for parameter, grad in whole.items() if parameter not in self.shares]
@@ -349,11 +354,10 @@ class MeshStrategy(Strategy):
         """Returns the norm by one sum over all ranks: a local square counts 1 / (ranks of the stage that have it)."""
         self.combine_gradients()
         by_copies: dict[int, list[Tensor]] = {}
-        stage_ranks = self.sizes.world // self.sizes.pp
-        for parameter in self.name_of:
+        for parameter, copies in self.copies_of.items():
             is_copy = parameter is self.tied and self.mesh.rank("pp") == self.stage_owners[-1]
             if parameter.grad is not None and not is_copy:
-                by_copies.setdefault(stage_ranks // pieces(parameter), []).append(local(parameter.grad))
+                by_copies.setdefault(copies, []).append(local(parameter.grad))
         square = torch.zeros((), device=self.device)
         for copies, gradients in by_copies.items():
             square += total_norm(gradients).square().to(self.device) / copies
@@ -402,7 +406,7 @@ class MeshStrategy(Strategy):
         if self.sizes.dp_replicate > 1:
             groups.append((self.mesh.dense.get_group("dp_replicate"), parts))
         if self.sizes.tp > 1:
-            whole = {name: parts[name] for parameter, name in self.name_of.items() if not is_split(parameter)}
+            whole = {self.name_of[parameter]: parts[self.name_of[parameter]] for parameter in self.whole_over_tp}
             groups.append((self.tp_group, whole))
         if self.tied is not None:
             name = self.name_of[self.tied]
@@ -453,7 +457,7 @@ def model_problems(model_config: PreTrainedConfig, sizes: Sizes, schedule: str, 
     if has_experts and sizes.tp > 1 and sizes.ep == 1 and optimizer != "adamw":
         problems.append(
             f"optim.name: {optimizer} does not run where tp splits the matrices of experts; use adamw, or "
-            f"{setting('ep')} {sizes.tp} beside tp"
+            f"{setting('ep')} {sizes.tp} together with tp"
         )
     if sizes.tp > 1:
         problems.append(tensor_parallel.plan_problem(model_config, sizes.tp, splits_experts=sizes.ep == 1))

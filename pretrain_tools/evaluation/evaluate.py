@@ -117,7 +117,7 @@ def track(evaluation: ModelResults) -> None:
 
 
 def report_evaluation(evaluations: list[ModelResults], arguments: argparse.Namespace) -> None:
-    """Prints the table, and where the rest is."""
+    """Prints the table, and the paths of the files with the full results."""
     if arguments.data or arguments.tasks:
         print_table(evaluations)
     if arguments.plot:

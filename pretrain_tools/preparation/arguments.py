@@ -34,7 +34,7 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
         "language": {"metavar": "CODES", "help": "keep documents in these languages, such as en,de"},
         "decontaminate": {"nargs": "+", "default": [], "metavar": "BENCHMARK", "help": "lm-eval tasks, item files"},
         "decontaminate_remove": {"default": "document", "help": "remove the document (default) or a window around it"},
-        "decontaminate_words": {"default": "13", "help": "so many words in a row are contamination"},
+        "decontaminate_words": {"default": "13", "help": "consecutive words in common that count as contamination"},
         "url_field": {"metavar": "FIELD", "help": "field or column of a document's URL, for filters"},
         "split_field": {"metavar": "FIELD", "help": "field that says train or validation, as --write_text writes it"},
         "input_format": {"help": "jsonl, json, csv, txt, parquet, arrow, hdf5, tar (default: by suffix)"},

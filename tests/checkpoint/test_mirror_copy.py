@@ -196,7 +196,7 @@ def test_a_mirror_whose_identity_is_damaged_while_the_run_trains(tmp_path, conte
     write_checkpoint(run, 12)
     assert not copier.attempt(everything=True)
     assert copier.attempt(everything=True) and copier.status["is_over"]
-    assert "nothing tells whose checkpoints it has" in copier.status["problem"] and steps_there(mirror) == [4, 8]
+    assert "nothing says which run the mirror belongs to" in copier.status["problem"] and steps_there(mirror) == [4, 8]
 
 
 def test_a_damaged_copy_takes_the_place_of_no_whole_one(tmp_path):
