@@ -460,7 +460,7 @@ def model_problems(model_config: PreTrainedConfig, sizes: Sizes, schedule: str, 
             f"{setting('ep')} {sizes.tp} together with tp"
         )
     if sizes.tp > 1:
-        problems.append(tensor_parallel.plan_problem(model_config, sizes.tp, splits_experts=sizes.ep == 1))
+        problems.append(tensor_parallel.model_problem(model_config, sizes.tp, splits_experts=sizes.ep == 1))
     if sizes.cp > 1:
         problems.append(context_parallel.model_problem(model_config, sizes.cp, sizes.tp))
     if sizes.ep > 1:

@@ -1,31 +1,41 @@
 """Tensor parallel: each rank holds a slice of every large matrix of the layers, and ranks sum their partial results.
 
-It follows the model's own plan (transformers' base_model_tp_plan) with torch's parallelize_module: a matrix split by
-columns needs nothing from other ranks, the following one, split by rows, one all-reduce of its outputs (Shoeybi et
-al., arXiv 1909.08053). Embedding, head and norms are replicated; each rank computes the loss of its part of the
-tokens.
+It follows the model's own plan (transformers' base_model_tp_plan): a matrix split by columns needs nothing from other
+ranks, the following one, split by rows, one all-reduce of its outputs (Shoeybi et al., arXiv 1909.08053). Embedding,
+head and norms are replicated; each rank computes the loss of its part of the tokens.
 """
 
+import copy
+import functools
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from transformers import PreTrainedModel
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
 from pretrain.model.attention import IGNORED
 from pretrain.model.loss import LanguageModelLoss
+from pretrain.model.model_config import described
+from pretrain.model.small_copy import (
+    TOLERANCE,
+    KeyedConfig,
+    ReferenceWindow,
+    one_thread,
+    reference_of,
+    relative_difference,
+)
 
-STYLES = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
+MATRIX_DIMENSION = {"colwise": 0, "rowwise": 1}
+"""{style: dimension of a linear layer's weight (outputs, inputs) that is split}."""
 SUMMED = "replicated_with_grad_allreduce"
 """Style of a norm inside a split part: replicated, but each rank only has the gradient of its own heads."""
 
@@ -44,25 +54,40 @@ def style_of(name: str, plan: Mapping[str, str]) -> str | None:
     return next((style for pattern, style in plan.items() if re.fullmatch(pattern.replace("*", r"\d+"), name)), None)
 
 
-def plan_problem(model_config: Any, size: int, *, splits_experts: bool = True) -> str | None:
-    """Returns why this model cannot be split over `size` ranks, with what works; None if it can."""
+def model_problem(model_config: PreTrainedConfig, size: int, *, splits_experts: bool = True) -> str | None:
+    """Returns why this model cannot be split over `size` ranks, with what works. Raises InputError as `reference_of`.
+
+    splits_experts: experts are split by tp as well, since no other dimension divides them.
+    """
+    return plan_problem(model_config, size, splits_experts=splits_experts) or input_problem(model_config)
+
+
+def plan_problem(model_config: PreTrainedConfig, size: int, *, splits_experts: bool = True) -> str | None:
+    """Returns what in the model's plan or sizes prevents it from being split over `size` ranks, with what works."""
     plan = tensor_plan_of(model_config)
-    unknown = sorted({style for name, style in plan.items() if not EXPERTS.search(name)} - {*STYLES, SUMMED})
+    unknown = sorted({style for name, style in plan.items() if not EXPERTS.search(name)} - {*MATRIX_DIMENSION, SUMMED})
     if not plan or unknown:
         reason = f"has {', '.join(unknown)} in its tensor-parallel plan" if unknown else "has no tensor-parallel plan"
         return (
             f"model: {model_config.model_type} {reason}; use pp or fsdp2, or an architecture whose plan is of colwise "
             "and rowwise alone, such as llama, qwen3, mistral, deepone"
         )
-    heads = model_config.num_attention_heads
+    heads = getattr(model_config, "num_attention_heads", None)
     dimensions = {
         "num_attention_heads": heads,
         "num_key_value_heads": getattr(model_config, "num_key_value_heads", None) or heads,
-        "intermediate_size": model_config.intermediate_size,
     }
+    for name in ("intermediate_size", "shared_expert_intermediate_size"):
+        if getattr(model_config, name, None):
+            dimensions[name] = getattr(model_config, name)
     if splits_experts and any(EXPERTS.search(name) for name in plan):
         width = getattr(model_config, "moe_intermediate_size", None)
-        dimensions["moe_intermediate_size"] = width or dimensions["intermediate_size"]
+        dimensions["moe_intermediate_size"] = width or dimensions.get("intermediate_size")
+    if unfit := [name for name, value in dimensions.items() if not isinstance(value, int)]:
+        return (
+            f"model: {model_config.model_type} does not run under tp: its layers do not share one "
+            f"{' and one '.join(unfit)}; use pp or fsdp2"
+        )
     if any(value % size for value in dimensions.values()):
         works = [str(n) for n in range(2, heads + 1) if all(value % n == 0 for value in dimensions.values())]
         shape = ", ".join(f"{name} {value}" for name, value in dimensions.items())
@@ -71,6 +96,61 @@ def plan_problem(model_config: Any, size: int, *, splits_experts: bool = True) -
             f"{', '.join(works) + ' can be used' if works else 'no number can: use another strategy'}"
         )
     return None
+
+
+def input_problem(model_config: PreTrainedConfig) -> str | None:
+    """Returns what in the model's code prevents it from being split as its plan says; None if nothing does.
+
+    Determined by running a small copy. Raises InputError as `reference_of`.
+    """
+    return _input_problem(KeyedConfig.of(model_config))
+
+
+@functools.lru_cache(maxsize=64)
+@one_thread()
+def _input_problem(keyed: KeyedConfig) -> str | None:
+    """Finds other uses of what `share_input` passes on: their gradient would be summed too, once for each rank.
+
+    The copy doubles the gradient where tp would sum it, and halves it at each column-split matrix: the gradients of a
+    model without other uses do not change.
+    """
+    model = copy.deepcopy(reference_of(keyed))
+    styles = {name: style_of(name, tensor_plan_of(keyed.config)) for name, _ in model.base_model.named_modules()}
+    matrices = {name: style for name, style in styles.items() if style in MATRIX_DIMENSION}
+    matrices = {name: style for name, style in matrices.items() if not EXPERTS.search(name)}
+    for name in matrices:
+        module = model.base_model.get_submodule(name)
+        if type(module).forward is not nn.Linear.forward:
+            return (
+                f"model: {keyed.config.model_type} does not run under tp: {name} in its tensor-parallel plan is "
+                f"{type(module).__name__}, not nn.Linear; use fsdp2 or pp"
+            )
+    ids_BT = ReferenceWindow.of(model.config).inputs_BT
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+    def gradients() -> list[Tensor]:
+        logits = model(input_ids=ids_BT, use_cache=False).logits
+        every = torch.autograd.grad(logits.float().square().mean(), parameters, allow_unused=True)
+        return [gradient for gradient in every if gradient is not None]
+
+    wanted = gradients()
+    for parent in parents_of_columns(matrices):
+        share_input(model.base_model.get_submodule(parent), lambda x: ScaledGradient.apply(x, 2.0))
+    for name, style in matrices.items():
+        if style == "colwise":
+            halve = lambda _, args: ScaledGradient.apply(args[0], 0.5)  # noqa: E731
+            model.base_model.get_submodule(name).register_forward_pre_hook(halve)
+    try:
+        found = gradients()
+    except Exception as error:  # a model's own code may pass its hidden states in any way
+        return f"model: {keyed.config.model_type} does not run under tp ({described(error)}); use fsdp2 or pp"
+    differences = [relative_difference(*pair) for pair in zip(found, wanted, strict=True)]
+    if max(differences) <= TOLERANCE:
+        return None
+    return (
+        f"model: {keyed.config.model_type} does not run under tp: the inputs of its column-split matrices are used by "
+        "others as well, whose gradients would be counted once per process; use fsdp2 or pp"
+    )
 
 
 def split_unit(
@@ -96,40 +176,119 @@ def split_unit(
         apply_tensor_parallelism(module, mesh, styles)
 
 
-def split(causal_lm: PreTrainedModel, unit: str, plan: Mapping[str, str], mesh: Any, device: torch.device) -> None:
-    """Splits the modules inside `unit` that the plan names, and frees the whole ones."""
+def split(causal_lm: PreTrainedModel, unit: str, plan: Mapping[str, str], mesh: DeviceMesh, device: Any) -> None:
+    """Splits the linear layers inside `unit` that the plan names, and frees the whole ones."""
     module = causal_lm.get_submodule(unit)
     if any(parameter.is_meta for parameter in module.parameters()):
         return  # a tied head, whose weight is the embedding's
     module.to(device)
     inside = unit.removeprefix(f"{causal_lm.base_model_prefix}.")
     styles = {name: style_of(f"{inside}.{name}", plan) for name, _ in module.named_modules() if name}
-    for parent in {name.rpartition(".")[0] for name, style in styles.items() if style == "colwise"}:
-        module.get_submodule(parent).register_forward_pre_hook(partial(as_one_input, mesh), with_kwargs=True)
-    styles = {name: STYLES[style]() for name, style in styles.items() if style in STYLES}
-    if styles:
+    group = mesh.get_group().group_name
+    for parent in parents_of_columns(styles):
+        share_input(module.get_submodule(parent), lambda x: SumOfGradients.apply(x, group))
+    for name, style in styles.items():
+        if style in MATRIX_DIMENSION:
+            split_linear(module.get_submodule(name), style, mesh)
+
+
+def split_linear(linear: nn.Linear, style: str, mesh: DeviceMesh) -> None:
+    """Gives a linear layer this rank's slice, and a forward pass on plain tensors.
+
+    Parameters are DTensors, as fully_shard and checkpoints need them. The forward pass takes their local parts,
+    because each operator on DTensors costs several times its own time on the host.
+    """
+    for name, parameter in list(linear.named_parameters()):
+        is_whole = style == "rowwise" and name == "bias"
+        placement = Replicate() if is_whole else Shard(MATRIX_DIMENSION[style] if name == "weight" else 0)
         # Every rank has created the same whole matrices, so none has to be sent.
-        parallelize_module(module, mesh, styles, src_data_rank=None)
+        slice_ = distribute_tensor(parameter.detach(), mesh, [placement], src_data_rank=None)
+        setattr(linear, name, nn.Parameter(slice_, requires_grad=parameter.requires_grad))
+    if style == "colwise":
+        linear.forward = partial(project, linear)
+    else:
+        linear.forward = partial(project_and_sum, linear, mesh.get_group().group_name)
 
 
-def as_one_input(mesh: DeviceMesh, module: torch.nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-    """Turns, as a pre-hook of a module with column-split matrices, its hidden states into one DTensor for all of them.
+def project(linear: nn.Linear, x: Tensor) -> Tensor:
+    """Returns the outputs of this rank's columns."""
+    bias = None if linear.bias is None else linear.bias.to_local()
+    return F.linear(x, linear.weight.to_local(), bias)
 
-    Otherwise each matrix would create its own DTensor, and all-reduce its part of the gradient separately. The cast to
-    autocast's dtype comes first, so that gradients are communicated in it.
+
+def project_and_sum(linear: nn.Linear, group: str, x: Tensor) -> Tensor:
+    """Returns the sum over the ranks of what their rows contribute."""
+    out = Sum.apply(F.linear(x, linear.weight.to_local()), group)
+    return out if linear.bias is None else out + linear.bias.to_local().to(out.dtype)
+
+
+class Sum(torch.autograd.Function):
+    """Sums over the ranks of a group; the gradient, which all of them have, passes unchanged."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, group: str) -> Tensor:
+        return all_reduce(x, group)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+class SumOfGradients(torch.autograd.Function):
+    """Passes a tensor that all ranks of a group have; its gradient is the sum of what their columns contribute."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, group: str) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+        return all_reduce(grad, ctx.group), None
+
+
+class ScaledGradient(torch.autograd.Function):
+    """Passes a tensor unchanged; multiplies its gradient by a factor."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+        return grad * ctx.factor, None
+
+
+def all_reduce(x: Tensor, group: str) -> Tensor:
+    # The operator behind torch's functional collectives, whose module is private too; torch.compile supports it.
+    summed = torch.ops._c10d_functional.all_reduce(x.contiguous(), "sum", group)
+    return torch.ops._c10d_functional.wait_tensor(summed)
+
+
+def parents_of_columns(styles: Mapping[str, str | None]) -> list[str]:
+    """Lists the modules that have column-split matrices as children."""
+    return sorted({name.rpartition(".")[0] for name, style in styles.items() if style == "colwise"})
+
+
+def share_input(module: nn.Module, pass_on: Callable[[Tensor], Tensor]) -> None:
+    """Passes a module's hidden states through one function for all of its column-split matrices.
+
+    Otherwise each matrix would all-reduce its part of their gradient separately. The cast to autocast's dtype comes
+    first, so that the gradient is communicated in it. `input_problem` refuses models for which it would be wrong.
     """
 
-    def shared(x: Tensor) -> DTensor:
+    def replace_input(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        x = args[0] if args else kwargs["hidden_states"]
         if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
-        return DTensor.from_local(x, mesh, [Replicate()], run_check=False)
+        x = pass_on(x)
+        return ((x, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": x})
 
-    if args:
-        return (shared(args[0]), *args[1:]), kwargs
-    return args, {**kwargs, "hidden_states": shared(kwargs["hidden_states"])}
+    module.register_forward_pre_hook(replace_input, with_kwargs=True)
 
 
-def share_head(model: LanguageModelLoss, group: dist.ProcessGroup) -> list[torch.nn.Parameter]:
+def share_head(model: LanguageModelLoss, group: dist.ProcessGroup) -> list[nn.Parameter]:
     """Makes each rank compute the loss of its part of the tokens, whose hidden states all ranks have.
 
     The loss is then this rank's share, the cross-entropy that of all tokens. Without gradients each rank computes
@@ -150,7 +309,7 @@ def share_head(model: LanguageModelLoss, group: dist.ProcessGroup) -> list[torch
         dist.all_reduce(cross_entropy, group=group)
         return loss * share, cross_entropy
 
-    def share_gradient(module: torch.nn.Module, args: tuple, looked_up: Tensor) -> None:
+    def share_gradient(module: nn.Module, args: tuple, looked_up: Tensor) -> None:
         if looked_up.requires_grad:  # every rank looks up all tokens, and the gradients will be summed
             looked_up.register_hook(lambda gradient: gradient / ranks)
 

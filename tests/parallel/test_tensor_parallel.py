@@ -1,11 +1,17 @@
 """Plans, and what is refused before tensor parallelism starts."""
 
 import json
+import time
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.llama.modeling_llama import LlamaMLP
 
 import pretrain.model.architectures  # noqa: F401  (registers the local models)
 from pretrain.model.attention import IGNORED
@@ -15,8 +21,10 @@ from pretrain.parallel import tensor_parallel
 from pretrain.parallel.mesh import MeshStrategy
 from pretrain.parallel.tensor_parallel import (
     SUMMED,
+    input_problem,
     plan_problem,
     share_head,
+    split_unit,
     style_of,
     tensor_plan_of,
 )
@@ -79,6 +87,81 @@ def test_a_model_that_cannot_be_split_is_refused(model_type, size, message):
     config = AutoConfig.for_model(model_type, **({} if model_type == "gpt2" else shape))
     found = plan_problem(config, size)
     assert found is None if message is None else message in found
+
+
+def test_a_size_of_each_layer_is_refused():
+    config = AutoConfig.for_model("gemma3n_text")
+    assert "model: gemma3n_text does not run under tp: its layers do not share one intermediate_size" in plan_problem(
+        config, 2
+    )
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen3_moe", "deepone"])
+def test_inputs_of_split_matrices_are_used_by_these_alone(model_type):
+    assert input_problem(AutoConfig.for_model(model_type)) is None
+
+
+def test_a_model_that_uses_the_inputs_of_split_matrices_otherwise_is_refused(monkeypatch):
+    """Its gradient would be summed over the ranks although each of them has the whole of it."""
+    plain = LlamaMLP.forward
+    monkeypatch.setattr(LlamaMLP, "forward", lambda self, x: plain(self, x) + x)
+    config = AutoConfig.for_model("llama", hidden_size=64, num_attention_heads=4, intermediate_size=80)
+    assert "model: llama does not run under tp: the inputs of its column-split" in input_problem(config)
+
+
+def test_a_matrix_that_is_not_a_linear_layer_is_refused():
+    config = AutoConfig.for_model("llama", hidden_size=64, num_attention_heads=4, intermediate_size=96)
+    config.base_model_tp_plan = {"layers.*.input_layernorm": "colwise"}
+    assert "layers.0.input_layernorm in its tensor-parallel plan is LlamaRMSNorm, not nn.Linear" in input_problem(
+        config
+    )
+
+
+@pytest.fixture
+def two_ranks_in_name():
+    """A group of two ranks of which only this process exists; collectives return at once."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    yield init_device_mesh("cpu", (1, 2), mesh_dim_names=("fsdp", "tp"))
+    dist.destroy_process_group()
+
+
+def test_layers_take_at_most_half_the_time_on_the_host_of_layers_of_dtensors(two_ranks_in_name):
+    """Measured side by side, in CPU time of this process: the matrices are so small that the host's time is all."""
+    config = AutoConfig.for_model(**LLAMA)
+    hidden_BTD = torch.randn(1, 16, LLAMA["hidden_size"])
+    mesh = two_ranks_in_name
+    styles = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
+    plan_of_model = tensor_plan_of(config)
+
+    def model_of_dtensors() -> torch.nn.Module:
+        model = AutoModelForCausalLM.from_config(config)
+        for index, layer in enumerate(model.model.layers):
+            named = {name: style_of(f"layers.{index}.{name}", plan_of_model) for name, _ in layer.named_modules()}
+            plan = {name: styles[style]() for name, style in named.items() if style in styles}
+            parallelize_module(layer, mesh["tp"], plan, src_data_rank=None)
+        return model
+
+    def model_of_local_parts() -> torch.nn.Module:
+        model = AutoModelForCausalLM.from_config(config)
+        for index in range(len(model.model.layers)):
+            unit = f"model.layers.{index}"
+            split_unit(model, unit, plan_of_model, mesh["tp"], torch.device("cpu"), splits_experts=False)
+        return model
+
+    def seconds(model: torch.nn.Module) -> float:
+        rotary = model.model.rotary_emb(hidden_BTD, torch.arange(16)[None])
+        start = time.process_time()
+        for _ in range(5):
+            x = hidden_BTD.clone().requires_grad_()
+            for layer in model.model.layers:
+                x = layer(x, position_embeddings=rotary, attention_mask=None)
+            x.sum().backward()
+        return time.process_time() - start
+
+    models = [model_of_dtensors(), model_of_local_parts()]
+    rounds = [[seconds(model) for model in models] for _ in range(6)]
+    dtensors, local_parts = (min(times) for times in zip(*rounds, strict=True))
+    assert local_parts < 0.5 * dtensors, f"{local_parts:.3f} s against {dtensors:.3f} s"
 
 
 def test_refusals_before_the_start(launched, recipe, tmp_path):
