@@ -14,6 +14,7 @@ from pydantic import (
     ConfigDict,
     Discriminator,
     Field,
+    PrivateAttr,
     Tag,
     model_serializer,
     model_validator,
@@ -94,6 +95,8 @@ class Shards(Section):
     """Folder written by prepare_data.py; nanoGPT's .bin or folder; or Megatron's .bin with its .idx next to it."""
     tokenizer: str | None = None
     """Tokenizer (folder or Hub ID) for shards made by other tools; prepare_data.py's folders contain their own."""
+    _found: Any = PrivateAttr(None)
+    """What the run's first rank found in the folder (data/shards.py), where it reads for all; None: look there."""
 
 
 class Source(Shards):

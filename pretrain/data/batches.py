@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from pretrain.config import Data, Source, WindowSpec
-from pretrain.data.shards import ShardReader, open_shards
+from pretrain.data.shards import ShardReader, open_source
 from pretrain.errors import InputError, Problems
 from pretrain.optim.batch_ramp import BatchRamp
 
@@ -538,8 +538,8 @@ def open_training(data: Data) -> dict[str, ShardReader]:
     """
     readers: dict[str, ShardReader] = {}
     problems = Problems()
-    for folder, tokenizer in {str(s.shards): s.tokenizer for stage in data.mixtures for s in stage.train}.items():
-        reader = problems.attempt(open_shards, folder, "train", tokenizer)
+    for folder, source in {str(source.shards): source for stage in data.mixtures for source in stage.train}.items():
+        reader = problems.attempt(open_source, source, "train")
         if reader is None:
             continue
         readers[folder] = reader

@@ -10,7 +10,7 @@ from typing import TypeVar
 import numpy as np
 import torch.distributed as dist
 
-from pretrain.config import Data
+from pretrain.config import Data, Shards
 from pretrain.data.manifest import SPLITS, Manifest, Shard
 from pretrain.data.shards import FoundShards, read_manifest, shard_size_problems
 from pretrain.errors import InputError
@@ -22,9 +22,12 @@ NOT_READ = "the first process, which reads the shards for all, could not: its ow
 
 def describe_shards(data: Data) -> str:
     """Describes, as JSON, what every rank must know about a recipe's shards before it trains."""
-    sources = [*(source for stage in data.mixtures for source in stage.train), *(data.validation or ())]
-    pairs = dict.fromkeys((str(source.shards), source.tokenizer) for source in sources)
+    pairs = dict.fromkeys((str(source.shards), source.tokenizer) for source in _sources(data))
     return json.dumps([(*pair, _found(*pair)) for pair in pairs], default=str)
+
+
+def _sources(data: Data) -> list[Shards]:
+    return [*(source for stage in data.mixtures for source in stage.train), *(data.validation or ())]
 
 
 def _found(folder: str, tokenizer: str | None) -> dict:
@@ -39,8 +42,8 @@ def _found(folder: str, tokenizer: str | None) -> dict:
     return {"problems": [], "manifest": asdict(brief), "damage": damage}
 
 
-def found_shards(description: str) -> dict[tuple[str, str | None], FoundShards]:
-    """Parses the JSON of `describe_shards`, for `rely_on_first`."""
+def rely_on_description(data: Data, description: str) -> None:
+    """Gives the recipe's sources what `describe_shards` has found, so that this rank opens none of their folders."""
     shards = {}
     for folder, tokenizer, found in json.loads(description):
         if fields := found.pop("manifest", None):
@@ -49,7 +52,8 @@ def found_shards(description: str) -> dict[tuple[str, str | None], FoundShards]:
             fields["tokenizer_path"] = fields["tokenizer_path"] and Path(fields["tokenizer_path"])
             found["manifest"] = Manifest(**fields)
         shards[folder, tokenizer] = FoundShards(**found)
-    return shards
+    for source in _sources(data):
+        source._found = shards[str(source.shards), source.tokenizer]
 
 
 class Dispatcher:

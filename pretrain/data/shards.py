@@ -10,13 +10,14 @@ import bisect
 import hashlib
 import itertools
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from pretrain.config import Shards
 from pretrain.data.manifest import HDF5_SUFFIXES, MANIFEST_FILE, SHARDS_FORMAT, Manifest, Shard, id_dtype
 from pretrain.errors import InputError
 from pretrain.files import sha256_of
@@ -39,17 +40,14 @@ class FoundShards:
     """{split: problems of its files}."""
 
 
-_found_by_first: dict[tuple[str, str | None], FoundShards] = {}
-"""{(folder, tokenizer) of the recipe: what the first rank found}; written only by `rely_on_first`."""
-
-
-def rely_on_first(found: Mapping[tuple[str, str | None], FoundShards]) -> None:
-    """Makes this process use `found` and open none of these folders; {}: it reads every folder itself.
-
-    Stored for the whole process instead of passed along, because it must hold wherever a manifest is read.
-    """
-    _found_by_first.clear()
-    _found_by_first.update(found)
+def manifest_of(source: Shards) -> Manifest:
+    """Returns the manifest of a recipe's source: the first rank's findings if it reads for all, else as read."""
+    found: FoundShards | None = source._found
+    if found is None:
+        return read_manifest(source.shards, source.tokenizer)
+    if found.manifest is None:
+        raise InputError(*found.problems)
+    return found.manifest
 
 
 def read_manifest(folder: str | Path, tokenizer: str | None = None) -> Manifest:
@@ -58,10 +56,6 @@ def read_manifest(folder: str | Path, tokenizer: str | None = None) -> Manifest:
     tokenizer: tokenizer of such files; a folder of prepare_data.py has its own. Raises InputError with all problems: a
     missing, unfinished or foreign folder, broken JSON, another format version, missing or mistyped keys.
     """
-    if found := _found_by_first.get((str(folder), tokenizer)):
-        if found.manifest is None:
-            raise InputError(*found.problems)
-        return found.manifest
     folder = Path(folder)
     # Most runs have a manifest and never import the code for other formats.
     if not (folder / MANIFEST_FILE).is_file():
@@ -212,14 +206,20 @@ def open_shards(folder: str | Path, split: str, tokenizer: str | None = None) ->
 
     Raises InputError naming each bad shard, or the splits that exist if this one is empty.
     """
-    manifest = read_manifest(folder, tokenizer)
+    return open_source(Shards(shards=folder, tokenizer=tokenizer), split)
+
+
+def open_source(source: Shards, split: str) -> ShardReader:
+    """Opens a split of a recipe's source, as `open_shards` does; the first rank's findings replace the checks."""
+    folder = source.shards
+    manifest = manifest_of(source)
     if manifest.totals(split)[0] == 0:
         existing = [name for name in dict.fromkeys(s.split for s in manifest.shards) if manifest.totals(name)[0]]
         raise InputError(
             f"{folder}: has no tokens in split {split!r}; splits that exist: {', '.join(existing) or 'none'}; "
             f"prepare it with a larger --validation_fraction or more documents, or use another split"
         )
-    found = _found_by_first.get((str(folder), tokenizer))
+    found: FoundShards | None = source._found
     if problems := found.damage[split] if found else shard_size_problems(manifest, manifest.of_split(split)):
         raise InputError(*problems)
     return ShardReader(manifest, split)

@@ -3,7 +3,7 @@
 from transformers import PreTrainedConfig
 
 from pretrain.config import Data, ModelSource
-from pretrain.data.shards import read_manifest
+from pretrain.data.shards import manifest_of
 from pretrain.errors import InputError
 from pretrain.model.model_config import load_recipe_model_config, padded_vocabulary
 
@@ -12,7 +12,7 @@ def vocabulary_of(data: Data) -> int | None:
     """Returns the first source's vocabulary size; None if its manifest is unreadable (opening it says why)."""
     source = data.mixtures[0].train[0]
     try:
-        return read_manifest(source.shards, source.tokenizer).vocabulary_size
+        return manifest_of(source).vocabulary_size
     except (InputError, OSError):
         return None
 

@@ -4,7 +4,6 @@ import os
 from pkgutil import resolve_name
 
 from pretrain.config import Data, RunConfig
-from pretrain.data.shards import rely_on_first
 from pretrain.errors import InputError
 from pretrain.mesh_sizes import launched_sizes, processes_launched
 from pretrain.parallel.launcher import launched_strategy, launcher_problems
@@ -62,13 +61,12 @@ def make_strategy(config: RunConfig) -> Strategy:
 
 def share_shards(data: Data) -> None:
     """Lets the first rank describe the shards to all, before anything opens them, if it reads for all."""
-    rely_on_first({})
     if data.dispatch_batches and processes_launched() > 1:
-        from pretrain.data.dispatch import describe_shards, found_shards
+        from pretrain.data.dispatch import describe_shards, rely_on_description
 
         description = told_by_first("shards", lambda: describe_shards(data))
         if os.environ["RANK"] != "0":
-            rely_on_first(found_shards(description))
+            rely_on_description(data, description)
 
 
 def strategy_class(config: RunConfig) -> type[Strategy]:

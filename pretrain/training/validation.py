@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pretrain.config import Data, WindowSpec
 from pretrain.data.batches import open_training, read_windows, windows_of
-from pretrain.data.shards import ShardReader, open_shards, read_manifest
+from pretrain.data.shards import ShardReader, manifest_of, open_source
 from pretrain.errors import Problems
 from pretrain.model.attention import model_inputs
 from pretrain.model.loss import recording_losses
@@ -25,18 +25,19 @@ SHORTEST_RANGE = 128
 def open_validation(data: Data) -> dict[str, ShardReader]:
     """Opens the validation sources, as {folder name: reader}. Raises InputError with every problem found."""
     if data.validation is not None:
-        wanted = [(source.shards, source.split, source.tokenizer) for source in data.validation]
+        wanted = [(source, source.split) for source in data.validation]
     else:
-        sources = {source.shards: source.tokenizer for stage in data.mixtures for source in stage.train}
+        sources = {source.shards: source for stage in data.mixtures for source in stage.train}
         wanted = [
-            (folder, "validation", tokenizer)
-            for folder, tokenizer in sources.items()
-            if data.window.count_in(read_manifest(folder, tokenizer).totals("validation")[0]) > 0
+            (source, "validation")
+            for source in sources.values()
+            if data.window.count_in(manifest_of(source).totals("validation")[0]) > 0
         ]
     readers = {}
     problems = Problems()
-    for folder, split, tokenizer in wanted:
-        reader = problems.attempt(open_shards, folder, split, tokenizer)
+    for source, split in wanted:
+        folder = source.shards
+        reader = problems.attempt(open_source, source, split)
         if reader is None:
             continue
         if not data.window.count_in(reader.tokens):

@@ -20,8 +20,7 @@ from safetensors.torch import load_file
 from pretrain.config import Data
 from pretrain.data import dispatch
 from pretrain.data.batches import open_training
-from pretrain.data.dispatch import Dispatcher, describe_shards, found_shards
-from pretrain.data.shards import rely_on_first
+from pretrain.data.dispatch import Dispatcher, describe_shards, rely_on_description
 from pretrain.errors import InputError
 from support.numbered_shards import write_shards
 from support.project import ROOT, events, launch, losses
@@ -194,11 +193,10 @@ def elsewhere(tmp_path):
         data = Data(train=[{"shards": folder} for folder in folders], sequence_length=10)
         said = describe_shards(data)
         (tmp_path / "a").rename(tmp_path / "moved_a")
-        rely_on_first(found_shards(said))
+        rely_on_description(data, said)
         return data
 
-    yield believing
-    rely_on_first({})
+    return believing
 
 
 def test_shards_are_what_the_first_process_says(elsewhere):

@@ -9,13 +9,13 @@ import functools
 
 from pydantic import BaseModel
 
-from pretrain.config import Cadence, RunConfig
+from pretrain.config import Cadence, RunConfig, Shards
 from pretrain.recipe import sections_in
 from support.project import ROOT
 
 Fields = dict[str, dict[str, str | None]]
 """{section: {field: the section that it holds, or whose list it holds, None for a value}}."""
-SHARED = {Cadence.__name__: tuple(section.__name__ for section in Cadence.__subclasses__())}
+SHARED = {base.__name__: tuple(section.__name__ for section in base.__subclasses__()) for base in (Cadence, Shards)}
 """{section that only others extend: those}. A function that takes it reads for the sections that it is called with."""
 
 BINDING = (ast.arg, ast.AnnAssign, ast.Assign, ast.NamedExpr, ast.For, ast.comprehension)
@@ -67,7 +67,8 @@ class SettingReads:
             (section, field)
             for node in nodes
             if isinstance(node, ast.Call)
-            for shared in takers.get(getattr(node.func, "attr", getattr(node.func, "id", "")), ())
+            for called in (node.func, *node.args)  # an argument may be a function that will be called with the others
+            for shared in takers.get(getattr(called, "attr", getattr(called, "id", "")), ())
             for section in set().union(*map(self._sections, node.args)) & set(SHARED[shared])
             for field in fields[shared]
         }
@@ -127,7 +128,7 @@ def sections_named(annotation: ast.expr | None, fields: Fields) -> set[str]:
 @functools.cache
 def signatures() -> tuple[Fields, dict[str, str], dict[str, set[str]]]:
     """(fields, returns, takers) of the whole package, as SettingReads takes them."""
-    fields = fields_of() | fields_of(Cadence)
+    fields = fields_of() | fields_of(Cadence) | fields_of(Shards)
     trees = [ast.parse(path.read_text()) for path in ROOT.glob("pretrain*/**/*.py")]
     functions = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
     returns = {f.name: section for f in functions for section in sections_named(f.returns, fields)}
