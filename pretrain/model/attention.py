@@ -221,10 +221,18 @@ def why_not(requested: str, *, device_type: str, dtype: torch.dtype, window: Win
     return f"needs the package {package}, which is not installed: {source}"
 
 
+WIDEST_OF_FLASH = 256
+"""Maximum width of a head in flash attention's kernels."""
+WITHOUT_BACKWARD = {(8, 6), (8, 9), (12, 0)}
+"""GPUs whose shared memory is too small for the backward pass of heads of 193 to 224."""
+
+
 @torch.compiler.assume_constant_result
-def has_flash_kernels(device_index: int | None) -> bool:
-    """Tells if this GPU runs torch's flash attention; a T4 and a V100 do not, in any dtype."""
-    return torch.cuda.get_device_capability(device_index) >= FLASH_CAPABILITY
+def has_flash_kernels(device_index: int | None, width: int) -> bool:
+    """Tells if this GPU runs torch's flash attention for heads of that width; a T4 and a V100 do for none."""
+    capability = torch.cuda.get_device_capability(device_index)
+    lacks_backward = capability in WITHOUT_BACKWARD and 192 < width <= 224
+    return capability >= FLASH_CAPABILITY and width <= WIDEST_OF_FLASH and not lacks_backward
 
 
 def sdpa(
@@ -253,7 +261,7 @@ def sdpa(
     window = None if sliding_window is None or sliding_window >= keys else sliding_window
     device_type = query_BHTE.device.type
     in_half_on_gpu = device_type == "cuda" and query_BHTE.dtype in HALF_DTYPES
-    has_flash = in_half_on_gpu and has_flash_kernels(query_BHTE.device.index)
+    has_flash = in_half_on_gpu and has_flash_kernels(query_BHTE.device.index, query_BHTE.shape[-1])
     if attention_mask is None and not dropout and value_BGTE.shape[-1] == query_BHTE.shape[-1]:
         own = length == keys and cpu_attention.serves_windows(query_BHTE.dtype, query_BHTE.shape[0], length)
         if device_type == "cpu" and window is None and (cu_seq_lens_q is not None or own):
@@ -396,13 +404,18 @@ def _library_masks(cu_seq_lens: Tensor, batch: int, length: int, attention: str)
 def _varlen(query_BHTE, key_BGTE, value_BGTE, cu_seq_lens, scaling, window) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
-    batch, heads, length, _ = query_BHTE.shape
+    batch, heads, length, width = query_BHTE.shape
+    if width % 8:
+        # torch pads for its own sdpa, but varlen_attn refuses other widths.
+        scaling = width**-0.5 if scaling is None else scaling
+        query_BHTE, key_BGTE, value_BGTE = (F.pad(x, (0, -width % 8)) for x in (query_BHTE, key_BGTE, value_BGTE))
     tokens = [x.transpose(1, 2).flatten(0, 1) for x in (query_BHTE, key_BGTE, value_BGTE)]
     segments = (cu_seq_lens, cu_seq_lens, length, length)
     grouped = {"enable_gqa": True} if heads != key_BGTE.shape[1] else {}
     # The kernel's window excludes the query itself.
     seen = (-1 if window is None else window - 1, 0)
-    return varlen_attn(*tokens, *segments, scale=scaling, window_size=seen, **grouped).unflatten(0, (batch, length))
+    out_NHE = varlen_attn(*tokens, *segments, scale=scaling, window_size=seen, **grouped)
+    return out_NHE[..., :width].unflatten(0, (batch, length))
 
 
 def _flash(

@@ -54,6 +54,9 @@ def compile_model(model: torch.nn.Module, causal_lm: PreTrainedModel, mode: str,
             if isinstance(module, (GELUTanh, NewGELUActivation)):
                 module.forward = gelu_by_sigmoid
     if mode == "regional":
+        # Dynamo would cut each layer at every 25 MB of DDP's buckets, so that they overlap with its backward pass.
+        # Layers overlap with each other anyway, and whole ones move a quarter less memory (docs/performance.md).
+        torch._dynamo.config.optimize_ddp = False
         for layer in layers_of(causal_lm):
             # Not layer.compile(): it would trace what FSDP and DeepSpeed hook onto a layer, and break the graph.
             layer.forward = torch.compile(layer.forward, dynamic=False)

@@ -484,18 +484,47 @@ def test_flash_attention_is_for_gpus_that_have_its_kernels(gpu, monkeypatch, cap
                 choose_attention(name, device_type="cuda", dtype=torch.float16)
 
 
-@pytest.mark.parametrize(("capability", "taken"), [((7, 5), "dense mask"), ((8, 0), "varlen")])
-def test_sdpa_takes_the_kernel_that_the_gpu_has(gpu, monkeypatch, capability, taken):
+@pytest.mark.parametrize(
+    ("capability", "width", "taken"),
+    [
+        ((7, 5), 16, "dense mask"),
+        ((8, 0), 16, "varlen"),
+        ((8, 0), 200, "varlen"),
+        ((8, 9), 200, "dense mask"),
+        ((8, 9), 256, "varlen"),
+        ((9, 0), 264, "dense mask"),
+    ],
+)
+def test_sdpa_takes_the_kernel_that_the_gpu_has(gpu, monkeypatch, capability, width, taken):
     gpu.append(capability)
     seen = []
     monkeypatch.setattr(attention_module, "_varlen", lambda query, *rest: seen.append("varlen") or query)
     monkeypatch.setattr(attention_module, "_dense_mask", lambda *parts: seen.append("dense mask"))
     product = SimpleNamespace(transpose=lambda *dims: None)
     monkeypatch.setattr(attention_module.F, "scaled_dot_product_attention", lambda *parts, **named: product)
-    shape = {"device": torch.device("cuda", 0), "dtype": torch.float16, "shape": (1, 2, 8, 16)}
+    shape = {"device": torch.device("cuda", 0), "dtype": torch.float16, "shape": (1, 2, 8, width)}
     on_gpu = SimpleNamespace(**shape, to=lambda dtype: on_gpu)
     sdpa(torch.nn.Identity(), on_gpu, on_gpu, on_gpu, None, cu_seq_lens_q=torch.tensor([0, 3, 8]))
     assert seen == [taken]
+
+
+def test_heads_of_any_width_are_padded_for_varlen(monkeypatch):
+    """The kernel takes multiples of 8; padding changes neither scores nor outputs."""
+    widths = []
+
+    def varlen_attn(query_NHE, key_NHE, value_NHE, cu_seq_q, cu_seq_k, max_q, max_k, *, scale, window_size):
+        widths.append(query_NHE.shape[-1])
+        causal = torch.ones(max_q, max_k, dtype=torch.bool).tril()
+        scores_HNN = torch.einsum("qhe,khe->hqk", query_NHE, key_NHE) * scale
+        weights_HNN = scores_HNN.masked_fill(~causal, -torch.inf).softmax(-1)
+        return torch.einsum("hqk,khe->qhe", weights_HNN, value_NHE)
+
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_attn)
+    tensors = [torch.randn(1, 2, 6, 20) for _ in range(3)]
+    found = attention_module._varlen(*tensors, torch.tensor([0, 6]), None, None)
+    wanted = F.scaled_dot_product_attention(*tensors, is_causal=True).transpose(1, 2)
+    assert widths == [24] and found.shape == (1, 6, 2, 20)
+    torch.testing.assert_close(found, wanted)
 
 
 @pytest.mark.parametrize(("capability", "in_kernel"), [((7, 5), False), ((8, 0), True)])
@@ -520,7 +549,7 @@ def test_groups_of_queries_are_for_the_kernel_that_knows_them(gpu, monkeypatch, 
 
 def test_the_question_for_the_kernel_does_not_break_a_compiled_graph(gpu):
     def scaled(x):
-        return x * (2 if attention_module.has_flash_kernels(x.device.index) else 3)
+        return x * (2 if attention_module.has_flash_kernels(x.device.index, 64) else 3)
 
     x = torch.ones(4)
     assert torch.compile(scaled, backend="eager", fullgraph=True)(x).tolist() == [2.0] * 4

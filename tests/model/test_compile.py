@@ -1,11 +1,14 @@
 """What is compiled is compiled at the start, once, and never while a run is under way."""
 
+import functools
 import json
 import os
 import shutil
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.activations import ACT2FN
 
@@ -44,6 +47,30 @@ def test_layers_are_compiled_once_and_nothing_after_step_2(recipe, tmp_path, str
     )
     if strategy == "single":
         continue_uncompiled(recipe, tmp_path)
+
+
+def test_ddp_leaves_layers_whole(monkeypatch):
+    """By default Dynamo cuts what it compiles under DDP at every 25 MB of parameters: this layer into three graphs."""
+    graphs = []
+
+    def count(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    shape = {"hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 8, "vocab_size": 64}
+    config = AutoConfig.for_model("llama", num_hidden_layers=2, **shape)
+    causal_lm = AutoModelForCausalLM.from_config(config)
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=count))
+    monkeypatch.setattr(torch._dynamo.config, "optimize_ddp", torch._dynamo.config.optimize_ddp)
+    compile_model(causal_lm, causal_lm, "regional")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model = DistributedDataParallel(causal_lm)
+        model(input_ids=torch.zeros(1, 8, dtype=torch.int64), use_cache=False).logits.sum().backward()
+    finally:
+        dist.destroy_process_group()
+        torch._dynamo.reset()
+    assert len(graphs) == 1
 
 
 def continue_uncompiled(recipe, tmp_path):
