@@ -1,6 +1,12 @@
 """Compiles a model's layers, or recomputes them in the backward pass, in place: parameter names do not change."""
 
+import importlib.util
 import math
+import os
+import shutil
+import sys
+import sysconfig
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -62,6 +68,31 @@ def compile_model(model: torch.nn.Module, causal_lm: PreTrainedModel, mode: str,
             layer.forward = torch.compile(layer.forward, dynamic=False)
     elif mode == "full":
         model.compile(dynamic=False)
+
+
+def compiler_problems(requested: str, device_type: str) -> list[str]:
+    """Lists what torch.compile lacks on this machine for the recipe's compile, with the remedy; empty if nothing.
+
+    Without it the first compiled step would fail, after the model has been built.
+    """
+    if requested == "none":
+        return []
+    cxx = os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")
+    compilers = [os.environ.get("CC"), "gcc", "clang"] if device_type == "cuda" else [cxx]
+    needs = []
+    if not any(name and shutil.which(name.split()[0]) for name in compilers):
+        kind = "C" if device_type == "cuda" else "C++"
+        needs.append(f"a {kind} compiler (none of {', '.join(filter(None, compilers))} is there)")
+    header = Path(sysconfig.get_path("include")) / "Python.h"
+    if not header.is_file():
+        needs.append(f"Python's headers ({header} is missing)")
+    install = ["apt install build-essential python3-dev, or conda install gxx python"] if needs else []
+    if device_type == "cuda" and importlib.util.find_spec("triton") is None:
+        needs.append("Triton")
+        install.append("pip install triton")
+    if not needs:
+        return []
+    return [f"compile: {requested} needs {' and '.join(needs)}: {'; '.join(install)}; or train slower with none"]
 
 
 def gelu_by_sigmoid(x: Tensor) -> Tensor:

@@ -36,7 +36,7 @@ from pretrain.model.build import (
     set_end_of_document,
     shape_changes,
 )
-from pretrain.model.compile import checkpointing_problems
+from pretrain.model.compile import checkpointing_problems, compiler_problems
 from pretrain.model.loss import loss_problems
 from pretrain.model.model_config import load_model_config
 from pretrain.model.routers import RouterLosses, router_losses
@@ -258,6 +258,7 @@ def derive(config: RunConfig, ranks: int) -> RunPlan:
         dtype=DTYPES[precision or "fp32"],
         window=data.window,
     )
+    problems += compiler_problems(config.compile, device or "cpu")
     parts = parts_of_micro_batch(config)
     sequences_per_step = problems.attempt(sequences_of, config, ranks, parts)
     if model_config is not None and readers:

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.activations import ACT2FN
 
-from pretrain.model.compile import choose_compile, compile_model, gelu_by_sigmoid
+from pretrain.model.compile import choose_compile, compile_model, compiler_problems, gelu_by_sigmoid
 from support.project import events, launch, losses, run_script
 
 
@@ -71,6 +71,32 @@ def test_ddp_leaves_layers_whole(monkeypatch):
         dist.destroy_process_group()
         torch._dynamo.reset()
     assert len(graphs) == 1
+
+
+@pytest.mark.parametrize(
+    ("device_type", "missing", "message"),
+    [
+        ("cpu", ("g++",), "compile: auto needs a C++ compiler (none of g++ is there): apt install build-essential"),
+        ("cuda", ("gcc", "clang"), "compile: auto needs a C compiler (none of gcc, clang is there): apt install"),
+        ("cuda", ("triton",), "compile: auto needs Triton: pip install triton; or train slower with none"),
+        (
+            "cuda",
+            ("Python.h", "triton"),
+            "Python.h is missing) and Triton: apt install build-essential python3-dev, or ",
+        ),
+    ],
+)
+def test_what_compiled_layers_need_is_checked_before_the_start(monkeypatch, device_type, missing, message):
+    there = {"g++", "gcc", "clang", "triton"} - set(missing)
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setattr("shutil.which", lambda name: name if name in there else None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name if name in there else None)
+    if "Python.h" in missing:
+        monkeypatch.setattr("sysconfig.get_path", lambda name: "/nowhere")
+    (problem,) = compiler_problems("auto", device_type)
+    assert message in problem
+    assert compiler_problems("none", device_type) == []
 
 
 def continue_uncompiled(recipe, tmp_path):
