@@ -11,11 +11,13 @@ FROM python:3.12-slim-bookworm AS cpu
 RUN apt-get update && apt-get install --yes --no-install-recommends build-essential git make \
     && rm -rf /var/lib/apt/lists/*
 
+# libibverbs with its providers is what NCCL needs for InfiniBand between machines; without it, it falls back to TCP.
 # Of the CUDA toolkit only nvcc is used, by DeepSpeed's offload; torch brings its own libraries. The driver of the
 # machine has to be 580 or newer.
 FROM nvidia/cuda:13.0.1-devel-ubuntu24.04 AS cuda
 RUN apt-get update \
     && apt-get install --yes --no-install-recommends build-essential git make python3 python3-dev python3-venv \
+        libibverbs1 ibverbs-providers librdmacm1 \
     && rm -rf /var/lib/apt/lists/*
 
 FROM ${DEVICE}

@@ -77,6 +77,57 @@ def emulation_of_bf16(device: torch.device) -> str | None:
     )
 
 
+FEWEST_CORES = 2
+"""Cores that a process on a GPU needs: one for its loop, one for what reads ahead, compiles and communicates."""
+INFINIBAND = Path("/sys/class/infiniband")
+"""Folder of Linux with an entry for each InfiniBand or RoCE adapter."""
+
+
+def environment_warnings(device: torch.device) -> list[str]:
+    """Lists what about this machine or container makes training on GPUs slow, with the remedy."""
+    if device.type != "cuda":
+        return []
+    found = [few_cores()]
+    processes_here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    has_adapters = INFINIBAND.is_dir() and any(INFINIBAND.iterdir())
+    if has_adapters and int(os.environ.get("WORLD_SIZE", 1)) > processes_here:
+        found.append(unused_infiniband())
+    return [*filter(None, found)]
+
+
+def few_cores() -> str | None:
+    """Warns if this process has too few cores: its own where it is bound to some, else its share of the machine's."""
+    cores = available_cores()
+    is_bound = cores < (os.cpu_count() or cores)
+    share = cores if is_bound else cores / int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    if share >= FEWEST_CORES:
+        return None
+    return (
+        f"cores: each process has {share:.2g}, and needs at least {FEWEST_CORES} for the loop, reading ahead and "
+        "compiling; under SLURM set --cpus-per-task, and export SRUN_CPUS_PER_TASK for srun"
+    )
+
+
+def unused_infiniband() -> str | None:
+    """Warns if NCCL cannot use this machine's InfiniBand adapters, and so sends over TCP, many times slower."""
+    import resource
+
+    try:
+        ctypes.CDLL("libibverbs.so.1")
+    except OSError:
+        return (
+            "network: this machine has InfiniBand, but libibverbs.so.1 is not installed here, so NCCL uses TCP: "
+            "apt install libibverbs1 ibverbs-providers"
+        )
+    limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if limit == resource.RLIM_INFINITY or limit >= 2**30:
+        return None
+    return (
+        f"network: this machine has InfiniBand, but only {bytes_text(limit)} of memory can be locked for it; run with "
+        "ulimit -l unlimited (docker run --ulimit memlock=-1, capability IPC_LOCK on Kubernetes)"
+    )
+
+
 def unusable_gpu() -> str | None:
     """Returns the problem if torch cannot use an NVIDIA GPU that CUDA_VISIBLE_DEVICES does not hide.
 

@@ -2,6 +2,7 @@
 
 import json
 import re
+import resource
 import runpy
 import subprocess
 import sys
@@ -14,7 +15,14 @@ from transformers import AutoTokenizer
 
 from pretrain import hardware
 from pretrain.errors import InputError
-from pretrain.hardware import ONEDNN_ISAS_WITHOUT_BF16, emulation_of_bf16, missing_bf16, peak_flops, seed_dropout
+from pretrain.hardware import (
+    ONEDNN_ISAS_WITHOUT_BF16,
+    emulation_of_bf16,
+    environment_warnings,
+    missing_bf16,
+    peak_flops,
+    seed_dropout,
+)
 from pretrain.parallel import strategy
 from pretrain.parallel.strategy import device_type, resolve_precision
 from support.project import ROOT
@@ -22,6 +30,7 @@ from support.tiny_models import TINY_LLAMA
 
 OLD_CPU = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
 CPU = torch.device("cpu")
+GPU = torch.device("cuda", 0)
 DRIVER = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  470.57.02  Tue Jul 13 16:14:05 2021\nGCC version: 9.3.0\n"
 
 
@@ -255,3 +264,45 @@ def test_dropout_on_a_cpu_is_seeded_as_by_torch_without_stack_traces(monkeypatch
     monkeypatch.setattr(traceback, "format_stack", lambda: pytest.fail("a stack trace in every micro-step"))
     seed_dropout(5, CPU)
     assert torch.equal(torch.rand(4), wanted)
+
+
+@pytest.fixture
+def eight_gpus(monkeypatch, tmp_path):
+    """Sets the environment of one of eight processes on one of two machines with InfiniBand and 64 cores."""
+    (tmp_path / "mlx5_0").mkdir()
+    monkeypatch.setattr(hardware, "INFINIBAND", tmp_path)
+    monkeypatch.setattr(hardware, "available_cores", lambda: 64)
+    monkeypatch.setattr("os.cpu_count", lambda: 64)
+    monkeypatch.setattr("resource.getrlimit", lambda kind: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    monkeypatch.setattr(hardware.ctypes, "CDLL", lambda name: None)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    monkeypatch.setenv("WORLD_SIZE", "16")
+
+
+def test_a_machine_that_lacks_nothing_is_not_warned_about(eight_gpus):
+    assert environment_warnings(GPU) == environment_warnings(CPU) == []
+
+
+@pytest.mark.parametrize(
+    ("cores", "on_machine", "message"),
+    [(1, 64, "each process has 1, and needs at least 2"), (8, 8, "each process has 1"), (4, 64, None), (16, 16, None)],
+)
+def test_processes_with_few_cores_are_warned_about(eight_gpus, monkeypatch, cores, on_machine, message):
+    """Four of 64 are the process's own, where sixteen of sixteen are shared by eight processes."""
+    monkeypatch.setattr(hardware, "available_cores", lambda: cores)
+    monkeypatch.setattr("os.cpu_count", lambda: on_machine)
+    found = environment_warnings(GPU)
+    assert found == [] if message is None else message in found[0]
+
+
+def test_infiniband_that_nccl_cannot_use_is_warned_about(eight_gpus, monkeypatch):
+    monkeypatch.setattr("resource.getrlimit", lambda kind: (2**16, 2**16))
+    assert "only 65.5 kB of memory can be locked" in environment_warnings(GPU)[0]
+
+    def missing(name):
+        raise OSError(name)
+
+    monkeypatch.setattr(hardware.ctypes, "CDLL", missing)
+    assert "libibverbs.so.1 is not installed here, so NCCL uses TCP" in environment_warnings(GPU)[0]
+    monkeypatch.setenv("WORLD_SIZE", "8")  # one machine needs none
+    assert environment_warnings(GPU) == []

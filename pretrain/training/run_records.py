@@ -17,7 +17,14 @@ from pretrain.data.manifest import MANIFEST_FILE, SPLITS
 from pretrain.data.shards import ShardReader
 from pretrain.data.vocabulary import vocabulary_text
 from pretrain.energy import EnergyMeter
-from pretrain.hardware import DTYPES, describe_machine, device_in_words, emulation_of_bf16, missing_bf16
+from pretrain.hardware import (
+    DTYPES,
+    describe_machine,
+    device_in_words,
+    emulation_of_bf16,
+    environment_warnings,
+    missing_bf16,
+)
 from pretrain.model.build import FORMULA, build_meta_model
 from pretrain.model.model_config import padded_vocabulary, rope_in_words
 from pretrain.optim.averaging import averages_after
@@ -262,7 +269,7 @@ def start_warnings(config: RunConfig, plan: RunPlan, overridden: frozenset[str],
         unusual_learning_rate(config, plan, overridden),
         unused_vocabulary(config, plan),
     )
-    return [*filter(None, found)]
+    return [*filter(None, found), *environment_warnings(device)]
 
 
 def unusual_learning_rate(config: RunConfig, plan: RunPlan, overridden: frozenset[str]) -> str | None:
