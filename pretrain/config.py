@@ -68,6 +68,12 @@ OrAuto = Annotated[
     Discriminator(lambda value: "auto" if value == "auto" else "number"),
 ]
 
+NoneFullOrShare = Annotated[
+    Annotated[Annotated[float, BeforeValidator(parse_fraction), NotBoolean, Field(gt=0, lt=1)], Tag("share")]
+    | Annotated[Literal["none", "full"], Tag("word")],
+    Discriminator(lambda value: "word" if isinstance(value, str) and value[:1].isalpha() else "share"),
+]
+
 
 class Section(BaseModel):
     # extra=forbid: a misspelled key is an error, not ignored. frozen: the saved record is what ran.
@@ -578,8 +584,9 @@ class RunConfig(Section):
     compile: Literal["auto", "none", "regional", "full"] = "auto"
     """torch.compile: regional compiles one layer and reuses it; full compiles the whole model (single and ddp); auto
     is full for at most four layers in one process on a CPU, else regional."""
-    activation_checkpointing: Literal["none", "full"] = "none"
-    """full: keep only each layer's input and recompute the rest in the backward pass."""
+    activation_checkpointing: NoneFullOrShare = "none"
+    """full: keep only each layer's input and recompute the rest in the backward pass. A share, such as 50% or 0.5: do
+    so in that share of the layers, spread evenly; each layer costs a third of its time and frees its activations."""
     validation: Validation = Validation()
     checkpoint: Checkpoint = Checkpoint()
     samples: Samples = Samples()

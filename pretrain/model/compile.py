@@ -10,8 +10,9 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.activations import GELUTanh, NewGELUActivation
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 
 def layers_of(causal_lm: PreTrainedModel) -> list[torch.nn.Module]:
@@ -104,15 +105,31 @@ def gelu_by_sigmoid(x: Tensor) -> Tensor:
     return (fp32 * torch.sigmoid(math.sqrt(8.0 / math.pi) * (fp32 + 0.044715 * fp32.pow(3)))).to(x.dtype)
 
 
-def checkpointing_problems(mode: str, model_config: PreTrainedConfig) -> list[str]:
+def checkpointing_problems(mode: str | float, causal_lm: PreTrainedModel) -> list[str]:
     """Lists why this model's activations cannot be recomputed as asked; empty if they can."""
-    model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(model_config), None)
-    if mode == "none" or getattr(model_class, "supports_gradient_checkpointing", True):
+    if mode == "none":
         return []
-    return [f"activation_checkpointing: {mode} does not work with {model_config.model_type} in transformers; use none"]
+    model_type = causal_lm.config.model_type
+    if not causal_lm.supports_gradient_checkpointing:
+        return [f"activation_checkpointing: {mode} does not work with {model_type} in transformers; use none"]
+    if mode == "full" or all(isinstance(layer, GradientCheckpointingLayer) for layer in layers_of(causal_lm)):
+        return []
+    return [
+        f"activation_checkpointing: {mode} does not work with {model_type}, whose layers are recomputed all or not at "
+        "all; use full or none"
+    ]
 
 
-def checkpoint_activations(causal_lm: PreTrainedModel, mode: str) -> None:
-    """Sets up recomputation. none: keep all activations. full: keep each block's input and recompute the rest."""
+def checkpoint_activations(causal_lm: PreTrainedModel, mode: str | float) -> None:
+    """Sets up recomputation.
+
+    none: keep all activations. full: keep each block's input and recompute the rest. A share: do so in that share of
+    the blocks, rounded up and spread evenly, so that each stage of a pipeline has its part.
+    """
+    if mode == "none":
+        return
+    causal_lm.gradient_checkpointing_enable({"use_reentrant": False})
     if mode == "full":
-        causal_lm.gradient_checkpointing_enable({"use_reentrant": False})
+        return
+    for index, layer in enumerate(layers_of(causal_lm)):
+        layer.gradient_checkpointing = math.ceil((index + 1) * mode) > math.ceil(index * mode)

@@ -276,7 +276,8 @@ def derive(config: RunConfig, ranks: int) -> RunPlan:
         losses_of_routers = problems.attempt(lambda: router_losses(config.loss, build_meta_model(model_config)))
         problems += problems.attempt(optimizer_problems, config.optim, model_config, device or "cpu") or []
         problems += problems.attempt(loss_problems, config.loss, model_config) or []
-        problems += checkpointing_problems(config.activation_checkpointing, model_config)
+        mode = config.activation_checkpointing
+        problems += problems.attempt(lambda: checkpointing_problems(mode, build_meta_model(model_config))) or []
     if problems:
         raise InputError(*problems, *of_data)
     say_stage("Testing the architecture")

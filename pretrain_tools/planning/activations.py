@@ -15,7 +15,7 @@ import json
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -53,6 +53,9 @@ class Line:
 
     def __sub__(self, other: "Line") -> "Line":
         return Line(self.fixed - other.fixed, self.per_sequence - other.per_sequence)
+
+    def times(self, factor: float) -> "Line":
+        return Line(self.fixed * factor, self.per_sequence * factor)
 
 
 @dataclass(frozen=True)
@@ -195,7 +198,7 @@ class ForwardPass:
     attention: str = FLASH
     """FLASH for the kernels of a GPU that keep query, key, value, output and logsumexp (sdpa in half precision,
     varlen, flash attention 2 and 3, flex attention); groundwork_sdpa as it is on a CPU; groundwork_eager."""
-    activation_checkpointing: str = "none"
+    activation_checkpointing: str | float = "none"
     compiled: bool = False
     """Layer by layer."""
 
@@ -209,6 +212,10 @@ def trace_activations(model_config: Any, call: ForwardPass) -> Activations:
 
 @functools.lru_cache(maxsize=64)
 def _trace(config_json: str, call: ForwardPass) -> Activations:
+    share = call.activation_checkpointing
+    if isinstance(share, float):
+        none, full = (_trace(config_json, replace(call, activation_checkpointing=mode)) for mode in ("none", "full"))
+        return replace(full, per_layer=full.per_layer.times(share) + none.per_layer.times(1 - share))
     model_config = AutoConfig.for_model(**json.loads(config_json))
     measured = {(layers, n): _measure(model_config, layers, n, call) for layers in (1, 2) for n in (1, 2)}
 

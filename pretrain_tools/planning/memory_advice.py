@@ -58,9 +58,10 @@ def ladder(run: PlannedRun, divided: Layout, gpu_memory_bytes: float) -> list[st
         return fits
 
     if run.config.activation_checkpointing == "none":
-        run = recomputed(run)
-        if climb("--activation_checkpointing full, a third slower"):
-            return rungs
+        for share, name, slower in ((0.5, "50%", "a sixth"), ("full", "full", "a third")):
+            run = recomputed(run, share)
+            if climb(f"--activation_checkpointing {name}, {slower} slower"):
+                return rungs
     while sequences > 1:
         sequences //= 2
         if climb(f"--batch.sequences_per_micro_batch {sequences}"):
@@ -76,9 +77,9 @@ def ladder(run: PlannedRun, divided: Layout, gpu_memory_bytes: float) -> list[st
     return rungs
 
 
-def recomputed(run: PlannedRun) -> PlannedRun:
-    """Returns the run with activation checkpointing."""
-    return replace(run, config=run.config.model_copy(update={"activation_checkpointing": "full"}))
+def recomputed(run: PlannedRun, share: str | float = "full") -> PlannedRun:
+    """Returns the run with activation checkpointing in that share of the layers."""
+    return replace(run, config=run.config.model_copy(update={"activation_checkpointing": share}))
 
 
 def can_share(run: PlannedRun, parts: int) -> bool:

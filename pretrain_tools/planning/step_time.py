@@ -82,7 +82,8 @@ class RunWork:
 
 def recomputing(config: RunConfig) -> float:
     """Returns the seconds of a step for each second it would take without activation checkpointing."""
-    return 4 / 3 if config.activation_checkpointing != "none" else 1.0
+    share = {"none": 0.0, "full": 1.0}.get(config.activation_checkpointing, config.activation_checkpointing)
+    return 1 + share / 3
 
 
 MFU_OF_CPUS = 0.4

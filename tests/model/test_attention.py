@@ -16,6 +16,7 @@ from pretrain.errors import InputError
 from pretrain.model import attention as attention_module
 from pretrain.model import cpu_attention
 from pretrain.model.attention import attention_arguments, choose_attention, document_layout, eager, sdpa
+from pretrain.model.compile import checkpoint_activations
 from pretrain.model.loss import LanguageModelLoss
 from support.flash_packages import flash_packages
 
@@ -153,16 +154,27 @@ def test_operator_between_generated_kernels_equals_eager():
     torch.testing.assert_close(results[1], results[0], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("share", "recomputed"), [(0.5, [0, 2, 4, 6]), (0.3, [0, 3, 6]), (0.9, [0, 1, 2, 3, 4, 5, 6, 7]), (0.01, [0])]
+)
+def test_a_share_of_the_layers_is_recomputed(share, recomputed):
+    """The share is rounded up, and spread evenly: of 8 layers a tenth fewer than all is all."""
+    model = tiny_model("llama", "groundwork_sdpa", num_hidden_layers=8)
+    checkpoint_activations(model, share)
+    layers = model.model.layers
+    assert [index for index, layer in enumerate(layers) if layer.gradient_checkpointing] == recomputed
+
+
 def test_activation_checkpointing_changes_nothing():
     input_ids, targets = packed_batch()
     arguments = attention_arguments(document_layout(input_ids.numpy(), EOD), "groundwork_sdpa", "cpu")
     results = []
-    for checkpointing in (False, True):
+    for checkpointing in ("none", 0.5, "full"):
         model = tiny_model("llama", "groundwork_sdpa").train()
-        if checkpointing:
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        checkpoint_activations(model, checkpointing)
         results.append(loss_and_gradients(model, LanguageModelLoss(model)(input_ids, targets, **arguments)[0]))
     assert_same(results[1], results[0])
+    assert_same(results[2], results[0])
 
 
 def test_without_a_layout_attention_is_causal_over_the_window():

@@ -138,7 +138,8 @@ def test_what_costs_memory_and_what_saves_it(model_config, model_file):
     plain = need(run_config(model_file), model_config)
     assert need(run_config(model_file, attention="eager"), model_config).total > plain.total
     full = need(run_config(model_file, activation_checkpointing="full"), model_config)
-    assert full.activations < plain.activations
+    half = need(run_config(model_file, activation_checkpointing=0.5), model_config)
+    assert full.activations < half.activations < plain.activations
     assert need(run_config(model_file), model_config, sequences=4).activations < plain.activations
 
 
@@ -234,9 +235,9 @@ def test_a_measured_peak_is_predicted_within_15_percent():
 def test_the_ladder_climbs_until_it_fits(model_config, model_file):
     run = PlannedRun(run_config(model_file), model_config, "bf16")
     rungs = ladder(run, layout("ddp", 2), 0.0)
-    assert rungs[0].startswith("--activation_checkpointing full")
-    assert [rung.split(":")[0] for rung in rungs[1:4]] == [f"--batch.sequences_per_micro_batch {n}" for n in (4, 2, 1)]
+    assert [rung.split(",")[0] for rung in rungs[:2]] == [f"--activation_checkpointing {n}" for n in ("50%", "full")]
+    assert [rung.split(":")[0] for rung in rungs[2:5]] == [f"--batch.sequences_per_micro_batch {n}" for n in (4, 2, 1)]
     assert rungs[-1].startswith("accelerate_configs/zero3_offload.yaml") and "does not fit" in rungs[-1]
     enough = need(run_config(model_file, activation_checkpointing="full"), model_config, "ddp", ranks=2).total / 0.89
-    (only,) = ladder(run, layout("ddp", 2), enough)
-    assert only.endswith("fits") and "does not" not in only
+    half, full = ladder(run, layout("ddp", 2), enough)
+    assert "does not fit" in half and full.endswith("fits") and "does not" not in full

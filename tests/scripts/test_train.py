@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, pipeline
 
 from pretrain.errors import InputError
+from pretrain.model import compile
 from pretrain.optim.optimizers import ModelShapes
 from pretrain.parallel import registry
 from pretrain.recipe import read_run_config
@@ -359,6 +360,14 @@ def test_check_finds_a_model_that_cannot_recompute_its_activations(recipe, monke
     monkeypatch.setattr(LlamaForCausalLM, "supports_gradient_checkpointing", False)
     found = check_problems(recipe, ("activation_checkpointing", "full"))
     assert found == "activation_checkpointing: full does not work with llama in transformers; use none"
+
+
+def test_check_finds_a_model_whose_layers_are_recomputed_all_or_not_at_all(recipe, monkeypatch):
+    monkeypatch.setattr(compile, "GradientCheckpointingLayer", torch.nn.Bilinear)
+    found = check_problems(recipe, ("activation_checkpointing", "50%"))
+    assert found.startswith(
+        "activation_checkpointing: 0.5 does not work with llama, whose layers are recomputed all or"
+    )
 
 
 def test_check_finds_what_the_strategy_refuses_with_all_else(recipe, monkeypatch):
