@@ -568,6 +568,9 @@ class RunConfig(Section):
     """RUN@STEP: start from that checkpoint of another run and decay the learning rate from there to the end."""
     seed: CountFromZero = 42
     """Seed for initial weights, data order and dropout."""
+    deterministic: bool = False
+    """Use only kernels that add in one order: on a GPU too, the same run gives the same bits, for some speed; where
+    torch has no such kernel the first step fails and names the operator. CPUs add in one order anyway."""
     precision: Literal["auto", "fp32", "bf16", "fp16", "fp8"] = "bf16"
     """Precision of forward and backward; weights and optimizer stay in fp32. auto: bf16 if the device has it."""
     data: Data

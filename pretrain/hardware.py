@@ -285,6 +285,15 @@ def seed_dropout(seed: int, device: torch.device) -> None:
     (torch.default_generator if device.type == "cpu" else torch).manual_seed(seed)
 
 
+def compute_deterministically() -> None:
+    """Makes torch use only kernels that add in one order; an operator without one raises RuntimeError when called."""
+    # cuBLAS reads it when its first handle is made; with other workspaces its sums depend on what runs beside them.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # costs time, and nothing here reads such memory
+    torch._inductor.config.deterministic = True  # compiled kernels are not chosen by timing
+
+
 def keep_freed_memory() -> None:
     """Makes glibc keep the memory that tensors have freed (Linux; elsewhere nothing happens).
 

@@ -266,6 +266,18 @@ def test_dropout_on_a_cpu_is_seeded_as_by_torch_without_stack_traces(monkeypatch
     assert torch.equal(torch.rand(4), wanted)
 
 
+def test_deterministic_runs_use_kernels_that_add_in_one_order(recipe):
+    """In a process of its own, since it sets what holds for all of torch; the first step of the run has been taken."""
+    program = (
+        "import sys, torch, runpy\n"
+        f"sys.argv = ['train.py', '--config', '{recipe}', '--deterministic', 'true', '--budget.steps', '1']\n"
+        "try:\n    runpy.run_path('train.py', run_name='__main__')\nfinally:\n"
+        "    print('deterministic', torch.are_deterministic_algorithms_enabled(), torch._inductor.config.deterministic)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert "deterministic True True" in done.stdout, done.stderr
+
+
 @pytest.fixture
 def eight_gpus(monkeypatch, tmp_path):
     """Sets the environment of one of eight processes on one of two machines with InfiniBand and 64 cores."""

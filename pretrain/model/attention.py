@@ -440,6 +440,8 @@ def _flash(
     # The kernels need values as wide as keys; the padding is cut off below.
     tensors[2] = F.pad(tensors[2], (0, width - value_width))
     settings = {"softmax_scale": scaling, "causal": True, "softcap": softcap or 0.0}
+    # With it the backward pass does not add by atomics, in any order.
+    settings["deterministic"] = torch.are_deterministic_algorithms_enabled()
     settings["window_size"] = (-1, -1) if sliding_window is None else (sliding_window - 1, 0)
     if dropout_p is not None:
         settings["dropout_p"] = dropout_p

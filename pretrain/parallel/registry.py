@@ -5,6 +5,7 @@ from pkgutil import resolve_name
 
 from pretrain.config import Data, RunConfig
 from pretrain.errors import InputError
+from pretrain.hardware import compute_deterministically
 from pretrain.mesh_sizes import launched_sizes, processes_launched
 from pretrain.parallel.launcher import launched_strategy, launcher_problems
 from pretrain.parallel.rendezvous import told_by_first
@@ -53,6 +54,8 @@ def parts_of_micro_batch(config: RunConfig) -> int:
 
 def make_strategy(config: RunConfig) -> Strategy:
     """Builds the strategy that the launcher asks for. Raises InputError as `strategy_class`."""
+    if config.deterministic:
+        compute_deterministically()
     strategy = strategy_class(config)(resolve_precision(config.precision), config)
     if config.data.dispatch_batches:
         strategy.dispatch_batches()
