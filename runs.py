@@ -1,9 +1,9 @@
 """Inspects runs and controls live ones.
 
 python runs.py list [FOLDER]                 # every run under a folder: state, step, loss, speed, time left
-python runs.py watch [FOLDER]                # the same, live; --page: with curves and controls in a browser
-python runs.py status RUN                    # one run: progress, loss, last events; --watch to refresh
-python runs.py plot RUN...                   # curves: a PNG and an interactive HTML page
+python runs.py watch [FOLDER]                # the same, live
+python runs.py status RUN                    # one run: progress, loss, last events
+python runs.py plot RUN...                   # curves, as a PNG
 python runs.py compare RUN...                # differing settings and results, side by side
 python runs.py summary RUN                   # a run on one page
 python runs.py export RUN... --output x.csv  # every logged line as a table
@@ -40,7 +40,7 @@ ANY_SETTING = "Any setting of the recipe can be changed by its path, as with tra
 
 
 def watch(**options: Any) -> None:
-    """Shows all runs of a folder until Ctrl-C, in the terminal and, if asked for, as a page."""
+    """Shows all runs of a folder until Ctrl-C."""
     # Imported here, as in the functions below, so that `list` and `status` start without heavy libraries.
     from pretrain_tools.runs.watch import watch
 
@@ -48,10 +48,10 @@ def watch(**options: Any) -> None:
 
 
 def plot(runs: list[Path], output: Path | None) -> None:
-    """Writes the curves as a page and a PNG."""
-    from pretrain_tools.runs.page import plot_runs
+    """Writes the curves as a PNG."""
+    from pretrain_tools.runs.plots import plot_runs
 
-    print(*plot_runs(runs, output), sep="\n")
+    print(plot_runs(runs, output))
 
 
 def compare(runs: list[Path]) -> None:
@@ -129,13 +129,6 @@ def positive(text: str, kind: type = float) -> float:
     return value
 
 
-def whole(text: str) -> int:
-    """Parses an integer of at least 0 for argparse."""
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text} is not a whole number from 0")
-    return int(text)
-
-
 def natural(text: str) -> int:
     """Parses an integer of at least 1 for argparse."""
     return positive(text, int)
@@ -183,18 +176,14 @@ def add_readers(commands: Commands) -> None:
     text = "all runs under a folder (default runs)"
     add_command(commands, "list", print_list, text, folder=ROOT_OF_RUNS)
     command = add_command(commands, "watch", watch, f"{text}, live", folder=ROOT_OF_RUNS)
-    command.add_argument("--page", action="store_true", help="a page with curves and controls too, for this machine")
-    command.add_argument("--port", type=whole, metavar="PORT", help="of the page (default 8765; 0: any)")
-    command.add_argument("--output", type=Path, metavar="FILE.html", help="keep the page up to date as one file, too")
     command.add_argument("--once", action="store_true", help="print once and exit")
     text = "between two refreshes (default 2)"
     command.add_argument("--interval", type=positive, default=2.0, metavar="SECONDS", help=text)
     default = {**ROOT_OF_RUNS, **RUN}
-    command = add_command(commands, "status", print_status, "state and progress of a run", folder=default)
-    command.add_argument("--watch", type=positive, nargs="?", const=2.0, metavar="SECONDS", help="refresh every N (2)")
-    command = add_command(commands, "plot", plot, "curves of one or more runs, as PNG and HTML", runs=SEVERAL_RUNS)
-    text = "path without a suffix (default: plot, in the run's folder or in the folder of the runs)"
-    command.add_argument("--output", type=Path, help=text)
+    add_command(commands, "status", print_status, "state and progress of a run", folder=default)
+    command = add_command(commands, "plot", plot, "curves of one or more runs", runs=SEVERAL_RUNS)
+    text = "(default: plot.png, in the run's folder or in the folder of the runs)"
+    command.add_argument("--output", type=Path, metavar="FILE.png", help=text)
     add_command(commands, "compare", compare, "differing settings and results, side by side", runs=SEVERAL_RUNS)
     add_command(commands, "summary", summary, "a run on one page", run=RUN)
     command = add_command(commands, "export", export, "all logged metrics as CSV", runs=SEVERAL_RUNS)

@@ -1,7 +1,6 @@
 """Follows all runs of a folder while they are written; runs that have ended and did not change are not read again."""
 
 import os
-import threading
 import time
 from pathlib import Path
 
@@ -19,11 +18,10 @@ FIND_EVERY_SECONDS = 10.0
 class LiveRun:
     """One run, and its status at the last `refresh`."""
 
-    def __init__(self, folder: Path, name: str, number: int):
+    def __init__(self, folder: Path, name: str):
         self.folder = folder
         self.name = name
         """Its path relative to the watched folder."""
-        self.number = number
         self.status: RunStatus | None = None
         """A new object whenever anything changed, and only then."""
         self._seen: list[tuple] = []
@@ -55,27 +53,24 @@ def file_version(path: Path) -> tuple[int, ...]:
 
 
 class LiveRuns:
-    """The runs in a folder, or the single run that the folder is. Thread-safe."""
+    """The runs in a folder, or the single run that the folder is."""
 
     def __init__(self, folder: Path, find_every: float = FIND_EVERY_SECONDS):
         self.folder = folder
-        self.lock = threading.RLock()
         self._find_every = find_every
         self._runs: dict[Path, LiveRun] = {}
-        self._numbers = 0
         self._found = -float("inf")
 
     def refresh(self) -> list[LiveRun]:
         """Refreshes all runs and returns them: running ones first, then by the time of their last log line."""
-        with self.lock:
-            if time.monotonic() - self._found >= self._find_every:
-                self._find()
-            for run in list(self._runs.values()):
-                try:
-                    run.refresh()
-                except OSError:
-                    del self._runs[run.folder]
-            return sorted(self._runs.values(), key=lambda run: (run.status.state != "running", -run.status.logged))
+        if time.monotonic() - self._found >= self._find_every:
+            self._find()
+        for run in list(self._runs.values()):
+            try:
+                run.refresh()
+            except OSError:
+                del self._runs[run.folder]
+        return sorted(self._runs.values(), key=lambda run: (run.status.state != "running", -run.status.logged))
 
     def _find(self) -> None:
         if os.path.isfile(self.folder / METRICS_FILE):
@@ -85,13 +80,5 @@ class LiveRuns:
         else:
             found = {}
         for folder, name in found.items():
-            if folder not in self._runs:
-                # Numbers are not reused, so a stale page cannot control a different run.
-                self._runs[folder] = LiveRun(folder, name, self._numbers)
-                self._numbers += 1
+            self._runs.setdefault(folder, LiveRun(folder, name))
         self._found = time.monotonic()
-
-    def numbered(self, number: int) -> LiveRun | None:
-        """Returns the run with this number; None if it is gone."""
-        with self.lock:
-            return next((run for run in self._runs.values() if run.number == number), None)

@@ -3,7 +3,6 @@
 import fcntl
 import socket
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -234,29 +233,14 @@ def print_list(folder: Path) -> None:
     print(list_text([read_status(run, brief=True) for run in runs], within=within))
 
 
-def print_status(folder: Path, watch: float | None) -> None:
+def print_status(folder: Path) -> None:
     """Prints the status of a run, or the list of runs if the folder contains several.
-
-    watch: print again at this interval in seconds while the run is running; None: print once.
 
     Raises InputError if the folder is not a run and contains none.
     """
     if folder.is_dir() and not (folder / METRICS_FILE).is_file() and find_runs(folder):
         return print_list(folder)
-    run = require_run(folder)
-    while True:
-        now = read_status(run)
-        if watch is not None and sys.stdout.isatty():
-            print("\033[H\033[2J", end="")
-        print(status_text(now), flush=True)
-        if watch is None or now.state != "running":
-            return None
-        try:
-            time.sleep(watch)
-        except KeyboardInterrupt:
-            return None
-        if not sys.stdout.isatty():
-            print()
+    return print(status_text(read_status(require_run(folder))))
 
 
 def list_text(statuses: list[RunStatus], *, within: Path) -> str:

@@ -1,4 +1,4 @@
-"""Shows all runs of a folder live (runs.py watch): as a table in the terminal, on a page, or both.
+"""Shows all runs of a folder live (runs.py watch): as a table in the terminal.
 
 If the output is a file or a pipe, prints a line for each run that changed.
 """
@@ -6,22 +6,16 @@ If the output is a file or a pipe, prints a line for each run that changed.
 import contextlib
 import signal
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from pretrain.errors import InputError
 from pretrain.terminal import is_terminal
 from pretrain.units import counted
-from pretrain_tools.runs.comparison import require_writable
 from pretrain_tools.runs.live_runs import LiveRun, LiveRuns
 from pretrain_tools.runs.status import RunStatus, cells_of, print_list, runs_in
 
-USUAL_PORT = 8765
-LAST_PORT = 65_535
 STATE_STYLES = {"running": "green", "finished": "cyan", "stopped": "yellow", "crashed": "red"}
 LIVE_COLUMNS = {"run": 0, "state": 0, "step": 0, "loss": 0, "val loss": 70, "tok/s": 0, "MFU": 90, "left": 0,
                 "trend": 150, "last event": 110}  # fmt: skip
@@ -34,82 +28,32 @@ LINE_PARTS = {"loss": "loss {}", "tok/s": "{} tok/s", "left": "{} left"}
 """{column: how a line per run says it}"""
 
 
-def watch(
-    folder: Path, *, interval: float, once: bool = False, page: bool = False, port: int | None = None, output=None
-) -> None:
-    """Shows the runs of a folder until Ctrl-C or SIGTERM.
-
-    Raises InputError with all problems of the arguments.
+def watch(folder: Path, *, interval: float, once: bool = False) -> None:
+    """Shows the runs of a folder until Ctrl-C or SIGTERM. Raises InputError if there are none.
 
     Args:
         interval: seconds between refreshes.
         once: print the current state and return.
-        page: also serve a page on this machine at `port` (None: USUAL_PORT).
-        output: also keep the page up to date in this file.
     """
-    problems = []
-    if not folder.is_dir():
-        problems.append(f"{folder}: no such folder; give a folder that contains runs")
-    if once and page:
-        problems.append("--once: not with --page, which serves until Ctrl-C; --output FILE writes the page as a file")
-    if port is not None and not page:
-        problems.append("--port: only valid with --page")
-    if port is not None and port > LAST_PORT:
-        problems.append(f"--port {port}: must be from 0 to {LAST_PORT}")
-    if problems:
-        raise InputError(*problems)
-    if output is not None:
-        require_writable(output)
     runs_in(folder)
     runs = LiveRuns(folder)
-    write = None
-    note = "" if output is None else str(output)
-    if output is not None or page:
-        # Imported here because the table needs neither http.server nor numpy.
-        from pretrain_tools.runs.page import LiveData, PageServer, write_live_page
-
-        data = LiveData(runs)
-    if output is not None:
-        write = partial(write_live_page, data, output, None if once else interval)
-        write()
     if once:
-        print_once(runs)
-        if note:
-            print(note)
-    elif page:
-        with PageServer(data, USUAL_PORT if port is None else port, interval) as server:
-            threading.Thread(target=server.serve_forever, daemon=True).start()
-            try:
-                show_live(runs, interval, write, " · ".join(filter(None, [server.address, note])))
-            finally:
-                server.shutdown()
-    else:
-        show_live(runs, interval, write, note)
-
-
-def show_live(runs: LiveRuns, interval: float, write: Callable[[], None] | None, note: str) -> None:
-    """Shows the runs until Ctrl-C or SIGTERM.
-
-    write: called after each refresh. note: shown below the table.
-    """
+        return print_once(runs)
     # SIGTERM raises KeyboardInterrupt, like Ctrl-C; otherwise the terminal would stay on the alternate screen.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     show = show_table if is_terminal(sys.stdout) else print_lines
     with contextlib.suppress(KeyboardInterrupt):
-        show(runs, interval, write, note)
+        show(runs, interval)
 
 
-def refreshes(runs: LiveRuns, interval: float, write: Callable[[], None] | None) -> Iterator[list[LiveRun]]:
-    """Yields the runs every `interval` seconds, and writes the page in between."""
+def refreshes(runs: LiveRuns, interval: float) -> Iterator[list[LiveRun]]:
+    """Yields the runs every `interval` seconds."""
     while True:
         yield runs.refresh()
-        if write is not None:
-            with contextlib.suppress(OSError):  # a shared disk may be unavailable for a while; the page shows its age
-                write()
         time.sleep(interval)
 
 
-def show_table(runs: LiveRuns, interval: float, write: Callable[[], None] | None, note: str) -> None:
+def show_table(runs: LiveRuns, interval: float) -> None:
     """Redraws the table on the terminal's alternate screen."""
     from rich.console import Console
     from rich.live import Live
@@ -117,21 +61,19 @@ def show_table(runs: LiveRuns, interval: float, write: Callable[[], None] | None
     console = Console(highlight=False)
     try:
         with Live(console=console, auto_refresh=False, screen=True) as live:
-            for found in refreshes(runs, interval, write):
-                live.update(live_table(found, console.width, console.height, note), refresh=True)
+            for found in refreshes(runs, interval):
+                live.update(live_table(found, console.width, console.height), refresh=True)
     finally:
         console.print(live_table(runs.refresh(), console.width))  # leave the last table in the scrollback
 
 
-def print_lines(runs: LiveRuns, interval: float, write: Callable[[], None] | None, note: str) -> None:
+def print_lines(runs: LiveRuns, interval: float) -> None:
     """Prints a line for each run that changed since the last refresh."""
-    printed: dict[int, RunStatus] = {}
-    if note:
-        print(note, flush=True)
-    for found in refreshes(runs, interval, write):
+    printed: dict[Path, RunStatus] = {}
+    for found in refreshes(runs, interval):
         for run in found:
-            if printed.get(run.number) is not run.status:
-                printed[run.number] = run.status
+            if printed.get(run.folder) is not run.status:
+                printed[run.folder] = run.status
                 print(run_line(run), flush=True)
 
 
@@ -156,17 +98,17 @@ def print_once(runs: LiveRuns) -> None:
     return console.print(live_table(runs.refresh(), console.width))
 
 
-def live_table(found: Sequence[LiveRun], width: int, height: int | None = None, note: str = "") -> Any:
+def live_table(found: Sequence[LiveRun], width: int, height: int | None = None) -> Any:
     """Builds a rich.table.Table with the rows and columns that fit into `height` and `width`, in characters."""
     from rich.table import Table
     from rich.text import Text
 
-    shown = found if height is None else found[: max(1, height - 3 - bool(note))]
+    shown = found if height is None else found[: max(1, height - 3)]
     running = sum(run.status.state == "running" for run in found)
     hidden = f"{len(found) - len(shown)} not shown" if len(shown) < len(found) else ""
     end = "Ctrl-C ends" if height is not None else ""
     parts = [counted(len(found), "run"), f"{running} running", hidden, time.strftime("%H:%M:%S"), end]
-    caption = Text("\n".join(filter(None, [" · ".join(filter(None, parts)), note])))
+    caption = Text(" · ".join(filter(None, parts)))
     layout = {"box": None, "padding": (0, 2, 0, 0), "pad_edge": False, "header_style": "bold"}
     table = Table(**layout, caption=caption, caption_justify="left", caption_style="dim")
     columns = [name for name, least in LIVE_COLUMNS.items() if width >= least]

@@ -97,7 +97,7 @@ def test_an_ended_run_that_nobody_writes_costs_no_reading(tmp_path, monkeypatch)
 def test_runs_come_and_go(tmp_path):
     first = finished_run(tmp_path / "first")
     runs = LiveRuns(tmp_path, find_every=0)
-    assert [run.number for run in runs.refresh()] == [0]
+    assert [run.name for run in runs.refresh()] == ["first"]
     finished_run(tmp_path / "second")
     shutil.rmtree(first)
     assert [run.name for run in runs.refresh()] == ["second"]

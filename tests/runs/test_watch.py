@@ -19,7 +19,7 @@ from support.terminals import CONTROL_C, InTerminal
 def table(folder, width, height=None) -> list[str]:
     console = Console(file=io.StringIO(), width=width)
     runs = LiveRuns(folder)
-    console.print(live_table(runs.refresh(), width, height, "http://somewhere"))
+    console.print(live_table(runs.refresh(), width, height))
     return console.file.getvalue().splitlines()
 
 
@@ -52,7 +52,7 @@ def test_a_low_terminal_shows_what_runs(tmp_path):
     live = write_run(tmp_path / "live", [start_line(), train_line(1)])
     with folder_lock(live / ".lock"):
         lines = table(tmp_path, 100, 12)
-    assert len(lines) <= 12 and lines[1].startswith("live") and "23 not shown" in "".join(lines)
+    assert len(lines) <= 12 and lines[1].startswith("live") and "22 not shown" in "".join(lines)
 
 
 @pytest.mark.parametrize("ends", [signal.SIGINT, signal.SIGTERM])
@@ -86,12 +86,10 @@ def test_in_a_pipe_each_change_is_a_line(tmp_path):
     assert (process.returncode, rest, errors) == (0, "", "")
 
 
-def test_once_prints_the_table_and_writes_the_page(tmp_path):
+def test_once_prints_the_table(tmp_path):
     finished_run(tmp_path / "runs/done")
-    page = tmp_path / "page.html"
-    shown = run_script("runs.py", "watch", tmp_path / "runs", "--once", "--output", page).stdout
-    assert "done  finished  100/100  100%" in shown and shown.endswith(f"{page}\n")
-    assert '"name": "done"' in page.read_text()
+    shown = run_script("runs.py", "watch", tmp_path / "runs", "--once").stdout
+    assert "done  finished  100/100  100%" in shown
 
 
 @pytest.mark.parametrize(
@@ -99,12 +97,7 @@ def test_once_prints_the_table_and_writes_the_page(tmp_path):
     [
         (["nowhere"], "nowhere: no such folder"),
         (["."], ".: contains no runs"),
-        ([".", "--once", "--page"], "--once: not with --page"),
-        ([".", "--port", "80"], "--port: only valid with --page"),
-        ([".", "--page", "--port", "70000"], "--port 70000: must be from 0 to 65535"),
-        ([".", "--page", "--port", "x"], "x is not a whole number"),
         ([".", "--interval", "0"], "0 is not above 0"),
-        ([".", "--output", "no/page.html"], "--output no/page.html: no is not a folder"),
     ],
 )
 def test_what_cannot_be_watched_is_refused(tmp_path, arguments, words):

@@ -154,10 +154,6 @@ def test_the_status_page_says_what_one_wants_to_know(tmp_path):
     assert "validation web  loss 4.0000 at step 50" in text and "warning     step 50 · message a slow disk" in text
 
 
-def test_watching_ends_with_the_run(tmp_path):
-    assert "finished" in run_script("runs.py", "status", finished_run(tmp_path / "run"), "--watch", "0.1").stdout
-
-
 def test_the_list_has_a_line_for_every_run(tmp_path):
     finished_run(tmp_path / "done")
     write_run(tmp_path / "sweep" / "cut", [start_line(), train_line(7), end_line(7, 75, "preempted")])
@@ -243,12 +239,12 @@ def test_the_export_holds_every_line_of_the_curves_once(tmp_path):
     assert [row["acc"] for row in rows if row["event"] == "evaluation"] == ["0.25", "0.25"]
 
 
-def test_plot_writes_a_picture_and_a_page(tmp_path):
+def test_plot_writes_a_picture(tmp_path):
     runs = [finished_run(tmp_path / "a"), finished_run(tmp_path / "b")]
-    assert run_script("runs.py", "plot", runs[0]).stdout.split() == [f"{runs[0]}/plot.html", f"{runs[0]}/plot.png"]
+    assert run_script("runs.py", "plot", runs[0]).stdout == f"{runs[0]}/plot.png\n"
     run_script("runs.py", "plot", *runs)
     run_script("runs.py", "plot", *runs, "--output", tmp_path / "mine.png")
-    assert {path.name for path in tmp_path.glob("*.*")} == {"plot.html", "plot.png", "mine.html", "mine.png"}
+    assert {path.name for path in tmp_path.glob("*.*")} == {"plot.png", "mine.png"}
 
 
 def trained(tmp_path, shards, **more):
@@ -379,7 +375,6 @@ def test_bad_input_gets_a_clear_answer(tmp_path):
         ("export", run, "--output", tmp_path / "no" / "x.csv"): "is not a folder; create it",
         ("documents", run, "--step", "0"): "0 is not above 0",
         ("documents", run, "--step", "x"): "invalid natural value",
-        ("status", run, "--watch", "-1"): "-1 is not above 0",
         ("abort", tmp_path / "runs"): f"is not a run but holds 1: {run}; give one of them",
     }
     for arguments, message in cases.items():

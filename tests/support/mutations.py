@@ -202,7 +202,7 @@ SCRIPT_OPTIONS = {
                     "prompt", "max_new_tokens", "temperature", "top_k", "seed"],
     "publish.py": ["run", "repo", "checkpoint", "license", "language", "message", "output", "attempts", "first_wait"],
     "prepare_data.py": [name for group in OPTIONS.values() for name in group],
-    "runs.py": ["output", "step", "limit", "characters", "watch", "timeout"],
+    "runs.py": ["output", "step", "limit", "characters", "timeout"],
 }  # fmt: skip
 """Every option that takes a value."""
 
