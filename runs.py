@@ -227,8 +227,6 @@ def add_sweep(commands: Commands) -> None:
     text = "every combination is trained; or, with --search, a range: optim.learning_rate=1e-4..1e-2"
     command.add_argument("--vary", action="append", required=True, metavar="SETTING=V1,V2", help=text)
     add_small_runs(command, "runs of each, from the recipe's seed on (default 1)")
-    text = "successive halving: 3 ends the worse half after a quarter of the steps, half of the rest after half"
-    command.add_argument("--halving", type=natural, metavar="RUNGS", help=text)
     command.add_argument("--search", type=natural, metavar="N", help="try N settings, picked by optuna")
 
 

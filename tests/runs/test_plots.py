@@ -172,5 +172,3 @@ def test_a_single_logged_step_is_seen_and_every_loss_of_a_short_run(tmp_path):
             assert axis.lines and all(line.get_marker() == "o" for line in axis.lines), panel.title
             low, high = axis.get_ylim()
             assert all(low <= y <= high for line in axis.lines for y in line.get_ydata()), panel.title
-
-
