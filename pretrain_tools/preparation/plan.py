@@ -94,8 +94,6 @@ class PreparationRequest:
     vocabulary_size: int | None = None
     sample_bytes: int | None = None
     destination: Destination | None = None
-    dry_run: int | None = None
-    """Documents to try it on, instead."""
 
     @cached_property
     def split(self) -> ValidationSplit:

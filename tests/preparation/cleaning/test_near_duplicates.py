@@ -215,24 +215,6 @@ def test_workers_slices_and_small_memory_give_the_same_bytes(tmp_path, run, smal
     assert json.loads(whole["manifest.json"])["skipped"]["near_duplicate_documents"] > 20
 
 
-def test_slices_search_and_the_merge_unites(tmp_path, run, small_parts, monkeypatch):
-    """Each slice's command three times: documents, then pairs with equal keys, then their similarities."""
-    write_jsonl(tmp_path / "a.jsonl", documents_with_copies(120)[0])
-    arguments = ("--input", tmp_path / "a.jsonl", "--near_duplicates", "0.8", "--validation_fraction", 0.2)
-    run(*arguments, "--output", tmp_path / "whole")
-    told = [
-        run(*arguments, "--output", tmp_path / "merged", "--slice", f"{number}/3")
-        for _ in range(3)
-        for number in range(3)
-    ]
-    assert "run it again with --slice: 2 of 3 slices are not prepared" in told[0]
-    assert "tasks of other slices in the search for near duplicates are to be done" in told[3]
-    assert "again with --slice" not in told[-1]
-    monkeypatch.setattr(near_duplicate_search.DuplicateSearch, "perform", None)
-    run(*arguments, "--output", tmp_path / "merged", "--merge_slices", 3)
-    assert content_of(tmp_path / "merged") == content_of(tmp_path / "whole")
-
-
 MOMENTS = (
     "40",
     "/.unfinished/documents/.manifest.json",
