@@ -25,8 +25,6 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
         "max_characters": {"help": "leave out longer documents"},
         "deduplicate": {"action": "store_true", "help": "leave out exact copies of earlier documents"},
         "near_duplicates": {"metavar": "JACCARD", "help": "leave out near copies of earlier documents, such as 0.8"},
-        "near_duplicate_bands": {"metavar": "NxROWS", "help": "MinHash bands (for 0.8: 25x5)"},
-        "near_duplicate_shingle": {"default": "5", "metavar": "N", "help": "words per shingle (default: 5)"},
         "filter": {"nargs": "+", "default": [], "metavar": "FILTER", "help": "clean: NAME(NUMBER=VALUE) or FILE.py:F"},
         "clean": {"action": "store_true", "help": "clean by FineWeb's set of filters, and without near copies"},
         "language": {"metavar": "CODES", "help": "keep documents in these languages, such as en,de"},
@@ -44,7 +42,6 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     "output": {
         "tokenizer": {"metavar": "FOLDER|FILE|HUB_ID", "help": "the tokenizer"},
         "output": {"metavar": "FOLDER|URL", "help": "folder to create"},
-        "staging": {"default": "staging", "metavar": "FOLDER", "help": "local folder to build URL outputs in"},
         "end_of_document": {"metavar": "TOKEN", "help": "token that ends a document (default: the eos token)"},
         "validation_fraction": {"default": "0.01", "help": "share of documents, chosen by hash (default: 0.01)"},
         "shard_tokens": {"default": "100M", "help": "tokens per shard file (default: 100M)"},

@@ -197,7 +197,7 @@ def keys_of(model_type: str) -> list[str]:
 SCRIPT_OPTIONS = {
     "plan.py": ["gpus", "gpu", "machines", "gpu_memory", "peak_tflops", "price_per_gpu_hour", "network_gbits", "mfu",
                 "config", "batch.tokens_per_step", "budget.steps", "data.sequence_length", "optim.name"],
-    "evaluate.py": ["model", "output", "plot", "precision", "tasks", "include_path", "num_fewshot", "limit",
+    "evaluate.py": ["model", "output", "precision", "tasks", "include_path", "num_fewshot", "limit",
                     "batch_size", "data", "tokenizer", "split", "sequences", "sequence_length", "document_mask",
                     "prompt", "max_new_tokens", "temperature", "top_k", "seed"],
     "publish.py": ["run", "repo", "checkpoint", "license", "language", "message", "output", "attempts", "first_wait"],
@@ -207,7 +207,7 @@ SCRIPT_OPTIONS = {
 """Every option that takes a value."""
 
 
-WRITTEN = ("output", "staging", "plot")
+WRITTEN = ("output",)
 OUTSIDE = ("/", "../..", "/nonexistent/x", "~")
 """What no test may write to."""
 
