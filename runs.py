@@ -6,7 +6,6 @@ python runs.py status RUN                    # one run: progress, loss, last eve
 python runs.py plot RUN...                   # curves, as a PNG
 python runs.py compare RUN...                # differing settings and results, side by side
 python runs.py summary RUN                   # a run on one page
-python runs.py export RUN... --output x.csv  # every logged line as a table
 python runs.py documents RUN --step N        # the text that a step was trained on
 python runs.py merge RUN --last 5            # the mean of its last checkpoints, as a model folder
 python runs.py save|stop|abort|anneal RUN    # controls a live run, from any machine that shares its disk
@@ -27,7 +26,7 @@ from typing import Any
 from pretrain.errors import Problems, run_script
 from pretrain.runs.control import COMMANDS
 from pretrain_tools.runs.commands import steer
-from pretrain_tools.runs.comparison import comparison_text, export_runs, summary_text
+from pretrain_tools.runs.comparison import comparison_text, summary_text
 from pretrain_tools.runs.history import require_run
 from pretrain_tools.runs.status import print_list, print_status
 
@@ -62,11 +61,6 @@ def compare(runs: list[Path]) -> None:
 def summary(run: Path) -> None:
     """Prints a one-page summary of a run."""
     print(summary_text(run))
-
-
-def export(runs: list[Path], output: Path) -> None:
-    """Writes every logged line as CSV."""
-    print(f"{output}: {export_runs(runs, output):,} rows")
 
 
 def documents(run: Path, **options: int) -> None:
@@ -176,7 +170,6 @@ def add_readers(commands: Commands) -> None:
     text = "all runs under a folder (default runs)"
     add_command(commands, "list", print_list, text, folder=ROOT_OF_RUNS)
     command = add_command(commands, "watch", watch, f"{text}, live", folder=ROOT_OF_RUNS)
-    command.add_argument("--once", action="store_true", help="print once and exit")
     text = "between two refreshes (default 2)"
     command.add_argument("--interval", type=positive, default=2.0, metavar="SECONDS", help=text)
     default = {**ROOT_OF_RUNS, **RUN}
@@ -186,8 +179,6 @@ def add_readers(commands: Commands) -> None:
     command.add_argument("--output", type=Path, metavar="FILE.png", help=text)
     add_command(commands, "compare", compare, "differing settings and results, side by side", runs=SEVERAL_RUNS)
     add_command(commands, "summary", summary, "a run on one page", run=RUN)
-    command = add_command(commands, "export", export, "all logged metrics as CSV", runs=SEVERAL_RUNS)
-    command.add_argument("--output", type=Path, required=True, metavar="FILE.csv")
     command = add_command(commands, "documents", documents, "the documents that a step was trained on", run=RUN)
     command.add_argument("--step", type=natural, required=True, help="as logged: the first step is 1")
     command.add_argument("--limit", type=natural, default=8, help="sequences to show (default 8)")
@@ -255,8 +246,6 @@ def add_ladder(commands: Commands) -> None:
     command.add_argument("--predict", action="append", default=[], metavar="RUN", help=text)
     text = "parameters that N counts: in matrix products, without embeddings that are looked up, or all (matrix)"
     command.add_argument("--count", choices=["matrix", "total"], default="matrix", help=text)
-    text = "also take intermediate losses of runs of constant rate"
-    command.add_argument("--intermediate", action="store_true", help=text)
     text = "without a suffix (default: ladder, in the folder)"
     command.add_argument("--output", type=Path, metavar="PATH", help=text)
 

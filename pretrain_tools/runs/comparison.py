@@ -1,7 +1,5 @@
-"""Shows runs as text: a one-page summary, a side-by-side comparison, a CSV export."""
+"""Shows runs as text: a one-page summary, a side-by-side comparison."""
 
-import csv
-import io
 import itertools
 import json
 import os
@@ -10,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from pretrain.errors import InputError
-from pretrain.files import write_durably
 from pretrain.runs.run_folder import read_config, read_json, setting
 from pretrain.units import bytes_text, count_text, counted, duration_text, energy_text, table
 from pretrain_tools.preparation.cleaning.decontamination import contamination_text
@@ -19,7 +16,6 @@ from pretrain_tools.runs.status import RunStatus, read_status, state_text, text_
 
 SMOOTHED_LINES = 10
 SHOWN_STEPS = 10
-EXPORTED = ("train", "validation", "evaluation")
 WIDEST_CELL = 44
 
 
@@ -197,27 +193,3 @@ def _curve_text(history: History) -> str:
         for event in (train[number] for number in picked)
     ]
     return table([header, *rows], right=set(range(7)))
-
-
-def export_runs(folders: list[Path], path: Path) -> int:
-    """Writes the logged lines of all runs as CSV, one row per line, and returns the number of rows.
-
-    Columns are `run`, `event`, then the union of the lines' keys; a cell is empty if its line lacks the key. Raises
-    InputError for a folder that is no run, or an unwritable path.
-    """
-    require_runs(folders)
-    require_writable(path)
-    rows = [
-        {"run": name, **event}
-        for run, name in zip(folders, names_of(folders), strict=True)
-        for event in read_history(run).events
-        if event["event"] in EXPORTED
-    ]
-    columns = dict.fromkeys(["run", "event", "step", "tokens", "hours", "time", *itertools.chain.from_iterable(rows)])
-    text = io.StringIO(newline="")
-    writer = csv.DictWriter(text, columns)
-    writer.writeheader()
-    writer.writerows(rows)
-    # Replaced at once: a script may read the old table during a new export.
-    write_durably(path, text.getvalue())
-    return len(rows)

@@ -14,7 +14,7 @@ from typing import Any
 from pretrain.terminal import is_terminal
 from pretrain.units import counted
 from pretrain_tools.runs.live_runs import LiveRun, LiveRuns
-from pretrain_tools.runs.status import RunStatus, cells_of, print_list, runs_in
+from pretrain_tools.runs.status import RunStatus, cells_of, runs_in
 
 STATE_STYLES = {"running": "green", "finished": "cyan", "stopped": "yellow", "crashed": "red"}
 LIVE_COLUMNS = {"run": 0, "state": 0, "step": 0, "loss": 0, "val loss": 70, "tok/s": 0, "MFU": 90, "left": 0,
@@ -28,17 +28,13 @@ LINE_PARTS = {"loss": "loss {}", "tok/s": "{} tok/s", "left": "{} left"}
 """{column: how a line per run says it}"""
 
 
-def watch(folder: Path, *, interval: float, once: bool = False) -> None:
+def watch(folder: Path, interval: float) -> None:
     """Shows the runs of a folder until Ctrl-C or SIGTERM. Raises InputError if there are none.
 
-    Args:
-        interval: seconds between refreshes.
-        once: print the current state and return.
+    interval: seconds between refreshes.
     """
     runs_in(folder)
     runs = LiveRuns(folder)
-    if once:
-        return print_once(runs)
     # SIGTERM raises KeyboardInterrupt, like Ctrl-C; otherwise the terminal would stay on the alternate screen.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     show = show_table if is_terminal(sys.stdout) else print_lines
@@ -86,16 +82,6 @@ def run_line(run: LiveRun) -> str:
         cells["last event"] if run.status.state != "running" else "",
     ]
     return f"{time.strftime('%H:%M:%S')}  {run.name}  {cells['state']}  {' · '.join(filter(None, parts))}"
-
-
-def print_once(runs: LiveRuns) -> None:
-    """Prints the table once, as plain text if the output is not a terminal."""
-    if not is_terminal(sys.stdout):
-        return print_list(runs.folder)
-    from rich.console import Console
-
-    console = Console(highlight=False)
-    return console.print(live_table(runs.refresh(), console.width))
 
 
 def live_table(found: Sequence[LiveRun], width: int, height: int | None = None) -> Any:

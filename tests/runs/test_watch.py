@@ -86,12 +86,6 @@ def test_in_a_pipe_each_change_is_a_line(tmp_path):
     assert (process.returncode, rest, errors) == (0, "", "")
 
 
-def test_once_prints_the_table(tmp_path):
-    finished_run(tmp_path / "runs/done")
-    shown = run_script("runs.py", "watch", tmp_path / "runs", "--once").stdout
-    assert "done  finished  100/100  100%" in shown
-
-
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

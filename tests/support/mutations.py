@@ -266,12 +266,11 @@ def base_of(rng: random.Random, script: str, material: Material, folder: Path) -
         return rng.choice(
             [words, words, words, ["--inspect", str(material.shards)], ["--verify", str(material.shards)]]
         )
-    command = rng.choice(("list", "status", "plot", "compare", "summary", "export", "documents", "save", "parity"))
+    command = rng.choice(("list", "status", "plot", "compare", "summary", "documents", "save", "parity"))
     place = rng.choice([run, run, str(material.run.parent), "/typo", "é" * 300, str(material.text), "/dev/zero", ""])
     rest = {
         "plot": ["--output", str(folder / "curves")],
         "compare": [run],
-        "export": ["--output", str(folder / "x.csv")],
         "documents": ["--step", "1"],
         "save": ["--timeout", "1"],
     }
