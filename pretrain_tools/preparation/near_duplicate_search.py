@@ -165,7 +165,8 @@ class DuplicateSearch:
     def _entries(self, band: int, partition: int) -> np.ndarray:
         """Reads sorted entries of all runs: keys in the upper, documents in the lower 32 bits."""
         shift = 64 - (self._partitions.bit_length() - 1)
-        smallest, largest = np.uint64(partition << shift), np.uint64((partition + 1 << shift) - 1)
+        smallest = np.uint64(partition << shift)
+        largest = np.uint64((partition + 1 << shift) - 1)
         pieces = [np.empty(0, "<u8")]
         for path, first, stop in self._runs:
             row = np.memmap(path, "<u8", "r", 8 * band * (stop - first), (stop - first,))

@@ -9,13 +9,12 @@ from typing import Any
 
 from pretrain.errors import InputError
 from pretrain.runs.run_folder import read_config, read_json, setting
-from pretrain.units import bytes_text, count_text, counted, duration_text, energy_text, table
+from pretrain.units import bytes_text, counted, duration_text, energy_text, table
 from pretrain_tools.preparation.cleaning.decontamination import contamination_text
 from pretrain_tools.runs.history import History, is_number, read_history, require_runs
 from pretrain_tools.runs.status import RunStatus, read_status, state_text, text_of
 
 SMOOTHED_LINES = 10
-SHOWN_STEPS = 10
 WIDEST_CELL = 44
 
 
@@ -135,7 +134,7 @@ def _cell(value: Any) -> str:
 
 
 def summary_text(run: Path) -> str:
-    """Formats a one-page summary of a run: settings, results, loss curve. Raises InputError if it is no run."""
+    """Formats a one-page summary of a run: settings and results. Raises InputError if it is no run."""
     history = read_history(run)
     settings = recorded_settings(run)
     start = history.last("start")
@@ -169,27 +168,4 @@ def summary_text(run: Path) -> str:
         **({"kept out of the data": "; ".join(kept_out)} if kept_out else {}),
         **results_of(history, read_status(run)),
     }
-    return "\n".join([str(run), "", table(list(map(list, about.items()))), "", _curve_text(history)])
-
-
-def _curve_text(history: History) -> str:
-    """Formats a table of up to SHOWN_STEPS evenly spaced steps."""
-    train = [e for e in history.of("train") if is_number(e.get("loss"))]
-    if not train:
-        return "no steps logged yet"
-    count = min(SHOWN_STEPS, len(train))
-    picked = sorted({round(n * (len(train) - 1) / max(1, count - 1)) for n in range(count)})
-    header = ["step", "tokens", "loss", "grad norm", "learning rate", "tok/s", "running time"]
-    rows = [
-        [
-            f"{event['step']:,}",
-            count_text(event.get("tokens") or 0),
-            f"{event['loss']:.4f}",
-            text_of(event.get("grad_norm"), "{:.3f}".format),
-            text_of(event.get("learning_rate"), "{:.2e}".format),
-            text_of(event.get("tokens_per_second"), "{:,.0f}".format),
-            duration_text(event["hours"] * 3600),
-        ]
-        for event in (train[number] for number in picked)
-    ]
-    return table([header, *rows], right=set(range(7)))
+    return "\n".join([str(run), "", table(list(map(list, about.items())))])

@@ -1,7 +1,4 @@
-"""Shows all runs of a folder live (runs.py watch): as a table in the terminal.
-
-If the output is a file or a pipe, prints a line for each run that changed.
-"""
+"""Shows all runs of a folder live (runs.py watch): as a table in the terminal."""
 
 import contextlib
 import signal
@@ -14,7 +11,7 @@ from typing import Any
 from pretrain.terminal import is_terminal
 from pretrain.units import counted
 from pretrain_tools.runs.live_runs import LiveRun, LiveRuns
-from pretrain_tools.runs.status import RunStatus, cells_of, runs_in
+from pretrain_tools.runs.status import cells_of, print_list, runs_in
 
 STATE_STYLES = {"running": "green", "finished": "cyan", "stopped": "yellow", "crashed": "red"}
 LIVE_COLUMNS = {"run": 0, "state": 0, "step": 0, "loss": 0, "val loss": 70, "tok/s": 0, "MFU": 90, "left": 0,
@@ -24,22 +21,20 @@ LEFT_ALIGNED = ("run", "state", "trend", "last event")
 SHORTENED = ("run", "last event")
 """Columns that are shortened where the terminal is too narrow, the longer one first."""
 MOST_NAME_WIDTH = 40
-LINE_PARTS = {"loss": "loss {}", "tok/s": "{} tok/s", "left": "{} left"}
-"""{column: how a line per run says it}"""
 
 
 def watch(folder: Path, interval: float) -> None:
-    """Shows the runs of a folder until Ctrl-C or SIGTERM. Raises InputError if there are none.
+    """Shows the runs of a folder until Ctrl-C or SIGTERM; in a file or a pipe, once. Raises InputError without runs.
 
     interval: seconds between refreshes.
     """
+    if not is_terminal(sys.stdout):
+        return print_list(folder)
     runs_in(folder)
-    runs = LiveRuns(folder)
     # SIGTERM raises KeyboardInterrupt, like Ctrl-C; otherwise the terminal would stay on the alternate screen.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    show = show_table if is_terminal(sys.stdout) else print_lines
     with contextlib.suppress(KeyboardInterrupt):
-        show(runs, interval)
+        show_table(LiveRuns(folder), interval)
 
 
 def refreshes(runs: LiveRuns, interval: float) -> Iterator[list[LiveRun]]:
@@ -61,27 +56,6 @@ def show_table(runs: LiveRuns, interval: float) -> None:
                 live.update(live_table(found, console.width, console.height), refresh=True)
     finally:
         console.print(live_table(runs.refresh(), console.width))  # leave the last table in the scrollback
-
-
-def print_lines(runs: LiveRuns, interval: float) -> None:
-    """Prints a line for each run that changed since the last refresh."""
-    printed: dict[Path, RunStatus] = {}
-    for found in refreshes(runs, interval):
-        for run in found:
-            if printed.get(run.folder) is not run.status:
-                printed[run.folder] = run.status
-                print(run_line(run), flush=True)
-
-
-def run_line(run: LiveRun) -> str:
-    """Formats a run in one line: '12:00:00  demo  running  step 120/586 · loss 2.8130 · 8.22k tok/s · 21 s left'."""
-    cells = cells_of(run.name, run.status)
-    parts = [
-        f"step {cells['step']}",
-        *(form.format(cells[name]) for name, form in LINE_PARTS.items() if cells[name] != "-"),
-        cells["last event"] if run.status.state != "running" else "",
-    ]
-    return f"{time.strftime('%H:%M:%S')}  {run.name}  {cells['state']}  {' · '.join(filter(None, parts))}"
 
 
 def live_table(found: Sequence[LiveRun], width: int, height: int | None = None) -> Any:

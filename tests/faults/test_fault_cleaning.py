@@ -29,7 +29,8 @@ run_script(prepare_data.main)
 
 def documents(rng, count):
     """Prose with notices, near copies, benchmark items and addresses, and texts that filters remove."""
-    words, made = PROSE.replace(".", "").split(), []
+    words = PROSE.replace(".", "").split()
+    made = []
     for number in range(count):
         own = [" ".join(rng.choices(words, k=14)).capitalize() + "." for _ in range(rng.randint(8, 40))]
         text = "\n".join([*own, "Home | About | Contact"] if number % 3 else own)
@@ -73,11 +74,15 @@ def test_kills_at_random_moments_of_a_cleaning_change_no_byte(tmp_path, tokenize
 
     process, began = started("whole")
     assert process.wait(300) == 0
-    whole, expected, finished, hit = time.monotonic() - began, content_of(tmp_path / "whole"), 0, []
+    whole = time.monotonic() - began
+    expected = content_of(tmp_path / "whole")
+    finished = 0
+    hit = []
     while len(hit) < KILLS:
         name = f"broken-{finished}"
         process, began = started(name)
-        delay, kind = rng.uniform(0, whole), rng.choice(["all", "main", "worker"] if workers > 1 else ["all", "main"])
+        delay = rng.uniform(0, whole)
+        kind = rng.choice(["all", "main", "worker"] if workers > 1 else ["all", "main"])
         time.sleep(delay)
         children = [] if process.poll() is not None else psutil.Process(process.pid).children()
         if process.poll() is None and (children or kind != "worker"):

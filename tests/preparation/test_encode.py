@@ -60,7 +60,8 @@ def test_fast_and_reference_and_transformers_give_the_same_ids(loaded, tokenizer
     from transformers import AutoTokenizer
 
     transformers_tokenizer = AutoTokenizer.from_pretrained(tokenizer)
-    fast, reference = FastEncoder(loaded).encode(TEXTS), ReferenceEncoder(loaded).encode(TEXTS)
+    fast = FastEncoder(loaded).encode(TEXTS)
+    reference = ReferenceEncoder(loaded).encode(TEXTS)
     for text, fast_ids, reference_ids in zip(TEXTS, fast, reference, strict=True):
         assert fast_ids.tolist() == reference_ids.tolist()
         assert reference_ids.tolist() == transformers_tokenizer(text.decode(), add_special_tokens=False).input_ids

@@ -40,7 +40,8 @@ class Page(HTMLParser):
 
     def __init__(self, text):
         super().__init__()
-        self.tags, self.text = [], ""
+        self.tags = []
+        self.text = ""
         self.feed(text)
 
     def handle_starttag(self, tag, attributes):

@@ -150,7 +150,8 @@ def test_the_picture_has_a_panel_for_everything(tmp_path):
     plain = [plotted(finished_run(tmp_path / name), name) for name in ("plain", "other")]
     write_png([busy, *plain], path)
     header = path.read_bytes()[:24]
-    width, height = int.from_bytes(header[16:20], "big"), int.from_bytes(header[20:24], "big")
+    width = int.from_bytes(header[16:20], "big")
+    height = int.from_bytes(header[20:24], "big")
     # Four losses, validation, learning rate, norm, speed and one evaluation: three rows of three panels.
     assert width == 1760 and height == round((3 * 4.1 + 0.9) * 110)
     titles = [panel.title for panel in picture_panels([busy, *plain])]

@@ -332,7 +332,8 @@ def test_a_task_without_its_data(tasks, tmp_path):
 def test_a_sample_continues_the_prompt(model_folder, capsys):
     words = ["--model", model_folder, "--prompt", "def f", "--max_new_tokens", 8]
     (greedy,) = evaluate(*words, "--temperature", 0)
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(model_folder), AutoTokenizer.from_pretrained(model_folder)
+    model = AutoModelForCausalLM.from_pretrained(model_folder)
+    tokenizer = AutoTokenizer.from_pretrained(model_folder)
     ids = tokenizer("def f", return_tensors="pt").input_ids
     output = model.generate(ids, max_new_tokens=8, do_sample=False)
     assert greedy.sample == tokenizer.decode(output[0], skip_special_tokens=True)

@@ -297,7 +297,8 @@ def test_documents_are_counted_within_the_shard(tmp_path, shards):
         sequence = read_sequence(batches, sample, 1)
         for document in sequence.documents:
             nth = document.number
-            begin, stop = (ends[nth - 2] + 1 if nth > 1 else 0), ends[nth - 1]
+            begin = ends[nth - 2] + 1 if nth > 1 else 0
+            stop = ends[nth - 1]
             inside = stream[max(begin, sequence.offset) : min(stop, sequence.offset + 64)]
             assert (inside == document.ids).all()
         several += len(sequence.documents) > 1

@@ -47,7 +47,8 @@ def store():
 
 def test_a_lost_run_goes_on_from_its_mirror(store, recipe, tmp_path):
     """To the last bit, as one that was never interrupted."""
-    run, whole = tmp_path / "run", tmp_path / "whole"
+    run = tmp_path / "run"
+    whole = tmp_path / "whole"
     mirrored = ("train.py", recipe, "--checkpoint.mirror", "s3://mine/runs", "--checkpoint.mirror_wait_seconds", 120)
     run_script("train.py", recipe, "--output", whole)
     assert run_script(*mirrored, "--checkpoint.pause_at", 8, check=False, **store.environment).returncode == 130

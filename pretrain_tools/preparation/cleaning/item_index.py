@@ -17,7 +17,8 @@ LEAST_LETTERS = 20
 """A run of fewer letters is no evidence, however many words it has: it is continued, or not sought."""
 BASE = 0x9E3779B97F4A7C15
 INVERSE = pow(BASE, -1, 1 << 64)
-ENTRIES_PER_SEED, FEWEST_BITS = 16, 16
+ENTRIES_PER_SEED = 16
+FEWEST_BITS = 16
 
 
 def _powers(base: int, count: int) -> np.ndarray:

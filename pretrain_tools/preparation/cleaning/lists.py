@@ -39,7 +39,8 @@ VERSION_BEFORE = re.compile(
     re.IGNORECASE,
 )
 VERSION_AFTER = re.compile(rb"-?[a-z]|\.(?:tar|t?gz|zip|whl|jar|exe|deb|rpm|dmg|msi|so|dll)\b", re.IGNORECASE)
-HEADING_BEFORE, HEADING_AFTER = re.compile(rb"(?:^|\n)[#*\s]*$"), re.compile(rb"\.?[ \t]+[A-Z\xc3-\xf4]")
+HEADING_BEFORE = re.compile(rb"(?:^|\n)[#*\s]*$")
+HEADING_AFTER = re.compile(rb"\.?[ \t]+[A-Z\xc3-\xf4]")
 LARGEST_SECTION = 40
 BEFORE_BYTES = 60
 

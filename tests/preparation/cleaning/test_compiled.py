@@ -42,7 +42,8 @@ def test_words_and_lines_are_those_of_python(text):
 
 def test_blank_lines_and_documents_divide_blocks():
     divided = divided_texts(*joined_texts([b"\na\nb\n\n \nc\n", b"d\r\ne\r\n\r\nf"]))
-    blocks, documents = divided.lines["block"].tolist(), divided.lines["document"].tolist()
+    blocks = divided.lines["block"].tolist()
+    documents = divided.lines["document"].tolist()
     assert documents == [0, 0, 0, 1, 1, 1]
     assert [blocks.index(block) for block in blocks] == [0, 0, 2, 3, 3, 5]
 
@@ -108,7 +109,8 @@ def test_a_text_of_single_letters_and_one_of_line_ends_have_room():
 
 
 def test_phrases_are_counted_within_their_line_in_any_case():
-    rng, phrases = np.random.default_rng(5), [phrase.decode() for phrase in PHRASES]
+    rng = np.random.default_rng(5)
+    phrases = [phrase.decode() for phrase in PHRASES]
     pieces = [*phrases, *(phrase[:-1] for phrase in phrases), *map(str.upper, phrases), "s", "é", " uses ", "[", "u"]
     lines = ["".join(rng.choice(pieces, rng.integers(0, 40))) for _ in range(300)]
     lines = [line for line in lines if line.strip()]

@@ -31,7 +31,8 @@ def sentence(count):
     return " ".join("".join(RNG.choice(LETTERS, 7)) for _ in range(count)).capitalize() + "."
 
 
-LONG, SHORT = [sentence(20) for _ in range(12)], [sentence(5) for _ in range(12)]
+LONG = [sentence(20) for _ in range(12)]
+SHORT = [sentence(5) for _ in range(12)]
 COPIES = (str, str.upper, lambda text: text.translate(str.maketrans(" ", "\n", ".")), lambda text: f'"{text[:-1]}"!')
 
 
@@ -42,7 +43,8 @@ def planted(tmp_path, monkeypatch):
         monkeypatch.setattr(f"pretrain_tools.preparation.{name}", 3000)
     write_jsonl(tmp_path / "long.jsonl", LONG)
     (tmp_path / "short.txt").write_text("\n\n".join([*SHORT, "Too short."]))
-    documents, holding = [f"{number} {sentence(40)} {sentence(40)}" for number in range(96)], []
+    documents = [f"{number} {sentence(40)} {sentence(40)}" for number in range(96)]
+    holding = []
     for number, item in enumerate((*LONG[:9], *SHORT, *LONG[:3])):
         holding.append(number * 4)
         documents[number * 4] += f" {COPIES[number % 4](item)} {sentence(60)}"
@@ -193,7 +195,9 @@ def test_items_are_found_in_natural_form_however_prompt_and_fields_have_them(tas
 def test_the_items_of_lm_eval_tasks_are_their_questions_with_their_answers(tasks):
     found = {benchmark.name: benchmark for benchmark in read_benchmarks([str(tasks / "tasks")])}
     assert sorted(found) == sorted(TASKS)
-    pairs, quiz, sums = found["pairs"], found["quiz"], found["sums"]
+    pairs = found["pairs"]
+    quiz = found["quiz"]
+    sums = found["sums"]
     question = "Which of these is it then?"
     # The task's own words, the passage and the identifier are no part of an item.
     assert quiz.items == (BenchmarkItem((question, f"{question} the first one", f"{question} the other")),)

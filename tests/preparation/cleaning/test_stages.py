@@ -153,7 +153,8 @@ def test_a_full_disk_in_any_stage_is_said_and_the_same_command_goes_on(tmp_path,
     write_jsonl(tmp_path / "a.jsonl", [*documents, *(text.replace("owls", "bats") for text in documents[:4])])
     arguments = ("--input", tmp_path / "a.jsonl", "--clean", "--workers", 1, "--output")
     run(*arguments, tmp_path / "whole")
-    sync, left = os.fsync, list(WRITES)
+    sync = os.fsync
+    left = list(WRITES)
 
     def full(descriptor):
         path = os.readlink(f"/proc/self/fd/{descriptor}")
