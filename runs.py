@@ -1,7 +1,6 @@
 """Inspects runs and controls live ones.
 
 python runs.py list [FOLDER]                 # every run under a folder: state, step, loss, speed, time left
-python runs.py watch [FOLDER]                # the same, live
 python runs.py status RUN                    # one run: progress, loss, last events
 python runs.py plot RUN...                   # curves, as a PNG
 python runs.py compare RUN...                # differing settings and results, side by side
@@ -38,16 +37,9 @@ SEVERAL_RUNS = {"nargs": "+", "metavar": "RUN"}
 ANY_SETTING = "Any setting of the recipe can be changed by its path, as with train.py:"
 
 
-def watch(**options: Any) -> None:
-    """Shows all runs of a folder until Ctrl-C."""
-    # Imported here, as in the functions below, so that `list` and `status` start without heavy libraries.
-    from pretrain_tools.runs.watch import watch
-
-    watch(**options)
-
-
 def plot(runs: list[Path], output: Path | None) -> None:
     """Writes the curves as a PNG."""
+    # Imported here, as in the functions below, so that `list` and `status` start without heavy libraries.
     from pretrain_tools.runs.plots import plot_runs
 
     print(plot_runs(runs, output))
@@ -167,11 +159,7 @@ def add_command(
 
 def add_readers(commands: Commands) -> None:
     """Adds the commands that only read runs."""
-    text = "all runs under a folder (default runs)"
-    add_command(commands, "list", print_list, text, folder=ROOT_OF_RUNS)
-    command = add_command(commands, "watch", watch, f"{text}, live", folder=ROOT_OF_RUNS)
-    text = "between two refreshes (default 2)"
-    command.add_argument("--interval", type=positive, default=2.0, metavar="SECONDS", help=text)
+    add_command(commands, "list", print_list, "all runs under a folder (default runs)", folder=ROOT_OF_RUNS)
     default = {**ROOT_OF_RUNS, **RUN}
     add_command(commands, "status", print_status, "state and progress of a run", folder=default)
     command = add_command(commands, "plot", plot, "curves of one or more runs", runs=SEVERAL_RUNS)

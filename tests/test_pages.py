@@ -54,7 +54,6 @@ ONLY_READ = {
     r"evaluate\.py .*--tasks (small|core)": "needs the Hub, and DCLM's bundle: tests/evaluation/test_core.py",
     r"train\.py .*--smoke": "300 steps: tests/planning/test_smoke.py",
     r"runs\.py merge": "more checkpoints than the demo keeps: tests/runs/test_merge.py",
-    r"runs\.py watch": "until Ctrl-C: tests/runs/test_watch.py",
     r"runs\.py parity": "trains under every strategy: tests/runs/test_parity.py",
     r"runs\.py (sweep|mixture)": "trains many runs: tests/experiments",
     r"runs\.py ladder": "needs runs of several sizes: tests/experiments/test_ladder.py",

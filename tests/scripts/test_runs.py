@@ -153,6 +153,12 @@ def test_the_status_page_says_what_one_wants_to_know(tmp_path):
     assert "validation web  loss 4.0000 at step 50" in text and "warning     step 50 · message a slow disk" in text
 
 
+def test_the_list_shows_no_control_characters(tmp_path):
+    finished_run(tmp_path / "done\x1b[2J")
+    text = run_script("runs.py", "list", tmp_path).stdout
+    assert "\x1b" not in text and "done" in text and "100/100" in text
+
+
 def test_the_list_has_a_line_for_every_run(tmp_path):
     finished_run(tmp_path / "done")
     write_run(tmp_path / "sweep" / "cut", [start_line(), train_line(7), end_line(7, 75, "preempted")])
