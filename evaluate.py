@@ -42,7 +42,6 @@ def build_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--model", nargs="+", default=[], metavar="MODEL", help="model or models to evaluate; see above")
     add("--output", type=Path, metavar="FILE", help="also write everything as JSON")
-    add("--plot", type=Path, metavar="FILE", help="scores against training tokens (.png, .svg, .pdf); for RUN@all")
     add("--weights", default="raw", help="raw, or average: the mean of the weights that a checkpoint has [raw]")
     add("--precision", default="auto", help="auto, bf16, fp16 or fp32; auto: tasks as saved, data as the run trained")
     add("--trust_remote_code", action="store_true", help="run the code in the model folder; off by default")
@@ -121,7 +120,7 @@ def interactive_problems(arguments: argparse.Namespace) -> list[str]:
     problems = []
     if len(arguments.model) > 1:
         problems.append(f"--interactive: continues text with one model, and --model names {len(arguments.model)}")
-    if other := [flag for flag in ("tasks", "data", "output", "plot") if getattr(arguments, flag)]:
+    if other := [flag for flag in ("tasks", "data", "output") if getattr(arguments, flag)]:
         problems.append(f"--interactive: measures nothing; leave out --{', --'.join(other)}")
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         problems.append("--interactive: needs one process; start it with python evaluate.py")

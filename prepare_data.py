@@ -5,9 +5,7 @@
         --tokenizer gpt2 --output data/fineweb_edu
     python prepare_data.py --input 'docs/*.txt' --train_tokenizer 32000 --output tokenizers/mine
     python prepare_data.py --dataset tinystories --tokenizer gpt2 --output data/tinystories
-    python prepare_data.py --input 's3://mine/docs/*.parquet' --tokenizer gpt2 --output s3://mine/tokens
-    python prepare_data.py --input 'web/*.parquet' --filter mine.py:keep --dry_run 5000 \\
-        --tokenizer gpt2 --output data/web
+    python prepare_data.py --input 's3://mine/docs/*.parquet' --tokenizer gpt2 --output data/tokens
     python prepare_data.py --input 'web/*.parquet' --clean --tokenizer gpt2 --output data/clean --write_text
     python prepare_data.py --input 'data/clean/text/*' --split_field split --tokenizer gpt2 --output data/again
     python prepare_data.py --report data/web
@@ -72,21 +70,8 @@ def main() -> int:
 
 
 def carry_out(request: "PreparationRequest") -> int:
-    """Prepares, trains or tries out what is asked for."""
-    if request.dry_run:
-        from pretrain_tools.preparation.dry_run import dry_run
-
-        outcome, written = dry_run(request, request.dry_run, say=say)
-        print_figures(outcome, request.options)
-        print(*written, sep="\n")
-        return 0
-    if request.destination:
-        request.destination.open()
-    status = train(request) if request.vocabulary_size else prepare_shards(request)
-    if status == 0 and request.destination and not request.slice:
-        copied = request.destination.fill(say)
-        print(f"{request.destination.shown}: {copied} files copied; {request.output} is no longer needed")
-    return status
+    """Prepares or trains what is asked for."""
+    return train(request) if request.vocabulary_size else prepare_shards(request)
 
 
 def say(line: str) -> None:
@@ -131,24 +116,17 @@ def train(request: "PreparationRequest") -> int:
 
 def prepare_shards(request: "PreparationRequest") -> int:
     """Makes the folder of shards, or one slice of it."""
-    from pretrain_tools.preparation.prepare import CountedError, StoppedError, prepare, search_of_slice
+    from pretrain_tools.preparation.prepare import StoppedError, prepare
     from pretrain_tools.preparation.progress import DocumentProgress
     from pretrain_tools.preparation.slices import slice_of
 
     started = time.monotonic()
-    waiting = ""
-    whole = request
     if request.slice:
         request = slice_of(request, *request.slice)
     output = request.output
     with closing(DocumentProgress(request.documents.total_bytes)) as progress:
         try:
             outcome = prepare(request, say=progress.say, report=progress.update)
-            if request.slice and request.options.near_duplicates:
-                waiting = search_of_slice(whole, say=progress.say)
-        except CountedError as counted:
-            print(f"{output}: its part is counted; {counted}. Next: once all have, run each slice's command again")
-            return 0
         except StoppedError as stop:
             progress.say(f"stopped; run the same command again to continue {output}")
             return EXIT_INTERRUPTED if stop.args[0] == signal.SIGINT else EXIT_PREEMPTED
@@ -157,8 +135,6 @@ def prepare_shards(request: "PreparationRequest") -> int:
     print_figures(outcome, request.options)
     if request.slice:
         print("Next: once all slices are prepared, run the same command with --merge_slices N instead of --slice")
-        if waiting:
-            print(f"  or, to search near duplicates on all machines, run it again with --slice: {waiting}")
         return 0
     warn_of_empty_splits(outcome.tally, request.options.validation_fraction)
     ids = outcome.manifest.vocabulary_size

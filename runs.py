@@ -1,12 +1,10 @@
 """Inspects runs and controls live ones.
 
 python runs.py list [FOLDER]                 # every run under a folder: state, step, loss, speed, time left
-python runs.py watch [FOLDER]                # the same, live; --page: with curves and controls in a browser
-python runs.py status RUN                    # one run: progress, loss, last events; --watch to refresh
-python runs.py plot RUN...                   # curves: a PNG and an interactive HTML page
+python runs.py status RUN                    # one run: progress, loss, last events
+python runs.py plot RUN...                   # curves, as a PNG
 python runs.py compare RUN...                # differing settings and results, side by side
 python runs.py summary RUN                   # a run on one page
-python runs.py export RUN... --output x.csv  # every logged line as a table
 python runs.py documents RUN --step N        # the text that a step was trained on
 python runs.py merge RUN --last 5            # the mean of its last checkpoints, as a model folder
 python runs.py save|stop|abort|anneal RUN    # controls a live run, from any machine that shares its disk
@@ -27,7 +25,7 @@ from typing import Any
 from pretrain.errors import Problems, run_script
 from pretrain.runs.control import COMMANDS
 from pretrain_tools.runs.commands import steer
-from pretrain_tools.runs.comparison import comparison_text, export_runs, summary_text
+from pretrain_tools.runs.comparison import comparison_text, summary_text
 from pretrain_tools.runs.history import require_run
 from pretrain_tools.runs.status import print_list, print_status
 
@@ -39,19 +37,12 @@ SEVERAL_RUNS = {"nargs": "+", "metavar": "RUN"}
 ANY_SETTING = "Any setting of the recipe can be changed by its path, as with train.py:"
 
 
-def watch(**options: Any) -> None:
-    """Shows all runs of a folder until Ctrl-C, in the terminal and, if asked for, as a page."""
-    # Imported here, as in the functions below, so that `list` and `status` start without heavy libraries.
-    from pretrain_tools.runs.watch import watch
-
-    watch(**options)
-
-
 def plot(runs: list[Path], output: Path | None) -> None:
-    """Writes the curves as a page and a PNG."""
-    from pretrain_tools.runs.page import plot_runs
+    """Writes the curves as a PNG."""
+    # Imported here, as in the functions below, so that `list` and `status` start without heavy libraries.
+    from pretrain_tools.runs.plots import plot_runs
 
-    print(*plot_runs(runs, output), sep="\n")
+    print(plot_runs(runs, output))
 
 
 def compare(runs: list[Path]) -> None:
@@ -62,11 +53,6 @@ def compare(runs: list[Path]) -> None:
 def summary(run: Path) -> None:
     """Prints a one-page summary of a run."""
     print(summary_text(run))
-
-
-def export(runs: list[Path], output: Path) -> None:
-    """Writes every logged line as CSV."""
-    print(f"{output}: {export_runs(runs, output):,} rows")
 
 
 def documents(run: Path, **options: int) -> None:
@@ -129,13 +115,6 @@ def positive(text: str, kind: type = float) -> float:
     return value
 
 
-def whole(text: str) -> int:
-    """Parses an integer of at least 0 for argparse."""
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text} is not a whole number from 0")
-    return int(text)
-
-
 def natural(text: str) -> int:
     """Parses an integer of at least 1 for argparse."""
     return positive(text, int)
@@ -180,25 +159,14 @@ def add_command(
 
 def add_readers(commands: Commands) -> None:
     """Adds the commands that only read runs."""
-    text = "all runs under a folder (default runs)"
-    add_command(commands, "list", print_list, text, folder=ROOT_OF_RUNS)
-    command = add_command(commands, "watch", watch, f"{text}, live", folder=ROOT_OF_RUNS)
-    command.add_argument("--page", action="store_true", help="a page with curves and controls too, for this machine")
-    command.add_argument("--port", type=whole, metavar="PORT", help="of the page (default 8765; 0: any)")
-    command.add_argument("--output", type=Path, metavar="FILE.html", help="keep the page up to date as one file, too")
-    command.add_argument("--once", action="store_true", help="print once and exit")
-    text = "between two refreshes (default 2)"
-    command.add_argument("--interval", type=positive, default=2.0, metavar="SECONDS", help=text)
+    add_command(commands, "list", print_list, "all runs under a folder (default runs)", folder=ROOT_OF_RUNS)
     default = {**ROOT_OF_RUNS, **RUN}
-    command = add_command(commands, "status", print_status, "state and progress of a run", folder=default)
-    command.add_argument("--watch", type=positive, nargs="?", const=2.0, metavar="SECONDS", help="refresh every N (2)")
-    command = add_command(commands, "plot", plot, "curves of one or more runs, as PNG and HTML", runs=SEVERAL_RUNS)
-    text = "path without a suffix (default: plot, in the run's folder or in the folder of the runs)"
-    command.add_argument("--output", type=Path, help=text)
+    add_command(commands, "status", print_status, "state and progress of a run", folder=default)
+    command = add_command(commands, "plot", plot, "curves of one or more runs", runs=SEVERAL_RUNS)
+    text = "(default: plot.png, in the run's folder or in the folder of the runs)"
+    command.add_argument("--output", type=Path, metavar="FILE.png", help=text)
     add_command(commands, "compare", compare, "differing settings and results, side by side", runs=SEVERAL_RUNS)
     add_command(commands, "summary", summary, "a run on one page", run=RUN)
-    command = add_command(commands, "export", export, "all logged metrics as CSV", runs=SEVERAL_RUNS)
-    command.add_argument("--output", type=Path, required=True, metavar="FILE.csv")
     command = add_command(commands, "documents", documents, "the documents that a step was trained on", run=RUN)
     command.add_argument("--step", type=natural, required=True, help="as logged: the first step is 1")
     command.add_argument("--limit", type=natural, default=8, help="sequences to show (default 8)")
@@ -238,8 +206,6 @@ def add_sweep(commands: Commands) -> None:
     text = "every combination is trained; or, with --search, a range: optim.learning_rate=1e-4..1e-2"
     command.add_argument("--vary", action="append", required=True, metavar="SETTING=V1,V2", help=text)
     add_small_runs(command, "runs of each, from the recipe's seed on (default 1)")
-    text = "successive halving: 3 ends the worse half after a quarter of the steps, half of the rest after half"
-    command.add_argument("--halving", type=natural, metavar="RUNGS", help=text)
     command.add_argument("--search", type=natural, metavar="N", help="try N settings, picked by optuna")
 
 
@@ -268,8 +234,6 @@ def add_ladder(commands: Commands) -> None:
     command.add_argument("--predict", action="append", default=[], metavar="RUN", help=text)
     text = "parameters that N counts: in matrix products, without embeddings that are looked up, or all (matrix)"
     command.add_argument("--count", choices=["matrix", "total"], default="matrix", help=text)
-    text = "also take intermediate losses of runs of constant rate"
-    command.add_argument("--intermediate", action="store_true", help=text)
     text = "without a suffix (default: ladder, in the folder)"
     command.add_argument("--output", type=Path, metavar="PATH", help=text)
 

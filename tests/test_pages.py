@@ -54,7 +54,6 @@ ONLY_READ = {
     r"evaluate\.py .*--tasks (small|core)": "needs the Hub, and DCLM's bundle: tests/evaluation/test_core.py",
     r"train\.py .*--smoke": "300 steps: tests/planning/test_smoke.py",
     r"runs\.py merge": "more checkpoints than the demo keeps: tests/runs/test_merge.py",
-    r"runs\.py watch(?!.*--once)": "until Ctrl-C: tests/runs/test_watch.py",
     r"runs\.py parity": "trains under every strategy: tests/runs/test_parity.py",
     r"runs\.py (sweep|mixture)": "trains many runs: tests/experiments",
     r"runs\.py ladder": "needs runs of several sizes: tests/experiments/test_ladder.py",
@@ -137,7 +136,8 @@ def lend_stand_ins(clone, commands: str) -> None:
     """Makes what the commands take as the reader's own and none of them makes."""
     for name in STAND_INS:
         named = name if name != "data/fineweb_edu" else "recipes/llama_125m.yaml"
-        source, target = clone / DEMOS[name.split("/")[0]], clone / name
+        source = clone / DEMOS[name.split("/")[0]]
+        target = clone / name
         made = rf"--output {name}\b|--text '?{Path(name).stem}\b"
         if re.search(rf"{named}\b", commands) and not re.search(made, commands):
             (shutil.copytree if source.is_dir() else shutil.copy)(source, target)
@@ -145,7 +145,8 @@ def lend_stand_ins(clone, commands: str) -> None:
 
 def read(words: list[str]) -> None:
     """Reads a command as its script does, up to where it would look at data. Raises, or exits, if it is refused."""
-    script, arguments = words[0], words[1:]
+    script = words[0]
+    arguments = words[1:]
     problems = []
     if script == "train.py" and "--text" in arguments:
         read_own_text(arguments)

@@ -30,8 +30,6 @@ from pretrain_tools.evaluation.results import (
     ModelResults,
     append_to_run,
     output_problems,
-    plot_problems,
-    plot_scores,
     print_table,
     write_results,
 )
@@ -120,9 +118,6 @@ def report_evaluation(evaluations: list[ModelResults], arguments: argparse.Names
     """Prints the table, and the paths of the files with the full results."""
     if arguments.data or arguments.tasks:
         print_table(evaluations)
-    if arguments.plot:
-        plot_scores(arguments.plot, evaluations)
-        print(f"The plot is in {arguments.plot}.")
     if arguments.output:
         print(f"Everything is in {arguments.output}.")
 
@@ -148,8 +143,6 @@ def find_everything(arguments: argparse.Namespace) -> tuple[list[Job], TaskSelec
             problems.attempt(add_sources, job, arguments)
         if arguments.tasks or arguments.prompt is not None:
             problems.attempt(add_tokenizer, job, arguments)
-    if addresses:
-        problems.extend(plot_problems(arguments.plot, addresses))
     # Last, and not at all where something else is wrong already: it takes seconds and may download.
     tasks = None
     if arguments.tasks and not problems:

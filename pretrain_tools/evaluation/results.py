@@ -1,4 +1,4 @@
-"""Scores of an evaluation: a table on screen, JSON on disk, lines in the run's metrics.jsonl, a plot over a run."""
+"""Scores of an evaluation: a table on screen, JSON on disk, lines in the run's metrics.jsonl."""
 
 import json
 import math
@@ -10,16 +10,13 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pretrain.errors import InputError
 from pretrain.files import write_durably
 from pretrain.training.metrics import finite
 from pretrain.training.run_records import RECORDED_PACKAGES, commit_of, package_versions
 from pretrain.units import count_text
 from pretrain_tools.runs.addresses import ModelAddress
 from pretrain_tools.runs.history import Score, append_events, scores_of
-from pretrain_tools.runs.plots import SCORES, axis_text
 
-PLOT_ENDINGS = (".png", ".svg", ".pdf")
 SOURCE_MEASURES = {"loss": "{:.4f}", "perplexity": "{:.2f}", "bits_per_byte": "{:.4f}"}
 
 
@@ -206,50 +203,3 @@ def _cells(evaluation: ModelResults) -> dict[tuple[str, str], str]:
 
 def _task_text(score: Score | TaskScore) -> str:
     return score.task + (f" ({score.few_shots}-shot)" if score.few_shots else "")
-
-
-def plot_problems(path: Path | None, addresses: list[ModelAddress]) -> list[str]:
-    """Returns why there can be no plot of these models; [] if there can."""
-    if path is None:
-        return []
-    problems = output_problems("--plot", path)
-    if path.suffix not in PLOT_ENDINGS:
-        problems.append(f"--plot {path}: ends in {path.suffix or 'nothing'}; allowed: {', '.join(PLOT_ENDINGS)}")
-    if sum(address.tokens is not None for address in addresses) < 2:
-        problems.append(
-            "--plot: draws scores against training tokens, and fewer than two of the models are checkpoints of a run; "
-            "give --model RUN@all"
-        )
-    return problems
-
-
-def plot_scores(path: Path, evaluations: list[ModelResults]) -> None:
-    """Draws a panel per source and task: its first measure against training tokens, a line per run with its error."""
-    from matplotlib.figure import Figure
-
-    panels: dict[tuple[str, str], dict[Path | None, list[tuple[int, float, float]]]] = {}
-    for evaluation in evaluations:
-        address = evaluation.address
-        if address.tokens is None:
-            continue
-        first: dict[str, Score] = {}
-        for score in evaluation.scores():
-            first.setdefault(score.task, score)
-        for score in first.values():
-            points = panels.setdefault((score.task, score.metric), {}).setdefault(address.run, [])
-            points.append((address.tokens, score.value, score.standard_error or 0.0))
-    if not panels:
-        raise InputError("--plot: nothing was measured that could be drawn; give --tasks or --data")
-    columns = min(3, len(panels))
-    rows = math.ceil(len(panels) / columns)
-    figure = Figure(figsize=(4.5 * columns, 3.2 * rows), layout="constrained")
-    for number, ((name, measure), runs) in enumerate(panels.items(), start=1):
-        axis = figure.add_subplot(rows, columns, number)
-        for run, points in runs.items():
-            axis.errorbar(*zip(*sorted(points), strict=True), label=str(run), **SCORES)
-        axis.set(title=name, xlabel="training tokens", ylabel=measure)
-        axis.xaxis.set_major_formatter(axis_text)
-        axis.grid(alpha=0.3)
-    figure.axes[0].legend(fontsize="small")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)

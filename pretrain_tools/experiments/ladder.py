@@ -31,8 +31,6 @@ FAR_COMPUTE = 8.0
 """Compute, as a multiple of the largest run's, above which a prediction gets a warning."""
 SAME_DIRECTION = 0.98
 """Correlation of log N and log D above which alpha and beta cannot be told apart."""
-AFTER_WARMUP = 0.2
-"""Share of a run with constant learning rate after which an intermediate loss equals that of a run ending there."""
 IRRELEVANT = ("seed", "output", "group", "branch_from", "model", "budget", "samples", "evaluation", "checkpoint",
               "logging", "cadence", "export", "publish", "hub", "trackers", "tracking", "guard", "validation.every",
               "batch.sequences_per_micro_batch", "compile", "attention", "activation_checkpointing")  # fmt: skip
@@ -49,8 +47,6 @@ class LadderRun:
     loss: float
     settings: Mapping[str, Any] = field(repr=False)
     """The settings that affect the loss, by dotted path."""
-    is_end: bool = True
-    """False for an intermediate loss."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +107,7 @@ class Ladder:
         return next(rung.loss for rung in self.rungs if (rung.parameters, rung.tokens) == asked)
 
 
-def read_ladder_runs(folders: Iterable[Path], count: str, intermediate: bool) -> tuple[list[LadderRun], list[str]]:
+def read_ladder_runs(folders: Iterable[Path], count: str) -> tuple[list[LadderRun], list[str]]:
     """Reads the finished runs in the folders; returns their losses and the reasons for which others were left out.
 
     Raises InputError if no run is usable, or if the runs are not comparable.
@@ -133,11 +129,11 @@ def read_ladder_runs(folders: Iterable[Path], count: str, intermediate: bool) ->
         if history and (reason := unusable(history)):
             said.append(f"{shown}: left out: {reason}")
         elif history:
-            points += problems.attempt(points_of_run, history, count, intermediate) or []
+            points += [point] if (point := problems.attempt(ladder_run, history, count)) else []
     problems.stop_if_any()
     if not points:
         raise InputError(*said, "none of the runs can be used: a ladder takes runs that finished, with validation")
-    problems += comparability_problems([point for point in points if point.is_end])
+    problems += comparability_problems(points)
     problems.stop_if_any()
     return points, said
 
@@ -153,8 +149,8 @@ def unusable(history: History) -> str:
     return ""
 
 
-def points_of_run(history: History, count: str, intermediate: bool) -> list[LadderRun]:
-    """Returns the final loss of a run, and with `intermediate` the earlier ones if the learning rate was constant."""
+def ladder_run(history: History, count: str) -> LadderRun | None:
+    """Returns the final loss of a run; None if it is not a number."""
     from pretrain.model.build import active_parameters, matrix_parameters
     from pretrain.model.model_config import load_model_config
 
@@ -170,16 +166,10 @@ def points_of_run(history: History, count: str, intermediate: bool) -> list[Ladd
     # Stored as settings so that `comparability_problems` and `rungs_of` compare them as well.
     settings |= {"the tokenizer": sorted(map(str, tokenizers)), "the validation sources": sorted(losses[last])}
     tokens = {event["step"]: event["tokens"] for event in history.of("train")}
-    steps = [last]
-    # With a decaying learning rate, an intermediate loss is higher than the final loss of a run of that length.
-    if intermediate and config.get("optim.schedule") == "constant":
-        begin = max(AFTER_WARMUP * last, 2 * (config.get("optim.warmup_steps") or 0))
-        steps = [step for step in losses if begin <= step]
-    return [
-        LadderRun(folder, parameters, tokens[step], statistics.fmean(losses[step].values()), settings, step == last)
-        for step in steps
-        if step in tokens and all(map(math.isfinite, losses[step].values()))
-    ]
+    loss = statistics.fmean(losses[last].values())
+    if last not in tokens or not math.isfinite(loss):
+        return None
+    return LadderRun(folder, parameters, tokens[last], loss, settings)
 
 
 def comparability_problems(runs: Sequence[LadderRun]) -> list[str]:

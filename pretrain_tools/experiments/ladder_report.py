@@ -52,9 +52,7 @@ HOW = (
 )
 
 
-def report_ladder(
-    folders: Sequence[Path], *, predict: Sequence[str], count: str, intermediate: bool, output: Path | None
-) -> None:
+def report_ladder(folders: Sequence[Path], *, predict: Sequence[str], count: str, output: Path | None) -> None:
     """Fits a ladder to the runs in these folders, prints it, and writes it as JSON and PNG.
 
     Raises InputError with all problems.
@@ -62,13 +60,12 @@ def report_ladder(
     Args:
         predict: see `read_predictions`.
         count: what N counts: matrix (non-embedding parameters) or total.
-        intermediate: also use intermediate losses of runs with a constant learning rate.
         output: path without a suffix. None: `ladder` in the given folder, or in the current one if several are given.
     """
     base = output or (folders[0] if len(folders) == 1 else Path()) / "ladder"
     problems = Problems()
     asked = problems.attempt(read_predictions, predict, count)
-    found = problems.attempt(read_ladder_runs, folders, count, intermediate)
+    found = problems.attempt(read_ladder_runs, folders, count)
     problems.attempt(require_writable, base)
     problems.stop_if_any()
     runs, left_out = found

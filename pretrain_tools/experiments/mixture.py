@@ -81,7 +81,7 @@ def run_mixture(
     texts = [as_setting(sources, weights) for weights in candidates]
     labels = {text: f"{number:03d}" for number, text in enumerate(texts)}
     axes = (Axis("data.train", tuple(texts)),)
-    request = SweepRequest(recipe, axes, tuple(changes), seeds, None, None, output, labels)
+    request = SweepRequest(recipe, axes, tuple(changes), seeds, None, output, labels)
     return run_sweep(request, parallel, report_mixture)
 
 

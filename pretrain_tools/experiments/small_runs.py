@@ -80,7 +80,7 @@ class RunOutcome:
     reason: str = ""
     """Reason of its end, if it did not finish."""
     was_stopped: bool = False
-    """True if it was stopped with a save: by a signal, a pause or `runs.py stop`."""
+    """True if it was stopped with a save: by a signal or `runs.py stop`."""
 
     def loss_at(self, step: int | None) -> float:
         """Returns the validation loss at a step, averaged over the sources; infinite if there is none."""
@@ -91,9 +91,10 @@ class RunOutcome:
         """Final loss of a finished run; infinite for any other."""
         return self.loss_at(self.step) if self.state == "finished" else math.inf
 
-    def has_reached(self, step: int | None) -> bool:
-        """Tells if nothing is left to train up to a step; None means to the end."""
-        return self.state in ("finished", "diverged") or (step is not None and self.step >= step)
+    @property
+    def is_over(self) -> bool:
+        """Tells if nothing is left to train."""
+        return self.state in ("finished", "diverged")
 
 
 def read_outcome(run: SmallRun) -> RunOutcome:
@@ -180,7 +181,7 @@ class Training:
 def train_runs(
     runs: Mapping[str, SmallRun],
     slots: list[dict[str, str]],
-    next_run: Callable[[set[str]], tuple[SmallRun, int | None] | None],
+    next_run: Callable[[set[str]], SmallRun | None],
     ended: Callable[[SmallRun, int | None], None],
 ) -> int:
     """Trains until `next_run` has no more runs and all have ended. Returns 0, or the exit status of an interruption.
@@ -189,8 +190,7 @@ def train_runs(
 
     Args:
         runs: runs by name; a search adds to the mapping later.
-        next_run: called with the names in training; returns the next run and the step to pause at (None: no pause), or
-            None if nothing can start now.
+        next_run: called with the names in training; returns the next run, or None if nothing can start now.
         ended: called with each run that has ended, and its exit status if known.
     """
     training = left_behind(runs)
@@ -203,11 +203,11 @@ def train_runs(
                 ended(one.run, one.process.returncode if one.process else None)
             for slot, environment in enumerate(slots):
                 if slot not in training and not received:
-                    given = next_run({one.run.name for one in training.values()})
+                    run = next_run({one.run.name for one in training.values()})
                     # Slots are interchangeable: if nothing can start in this one, nothing can start in the others.
-                    if given is None:
+                    if run is None:
                         break
-                    training[slot] = start_training(*given, slot, environment)
+                    training[slot] = start_training(run, slot, environment)
             if not training:
                 LIVE_LINE.clear()
                 if not received:
@@ -248,7 +248,7 @@ def left_behind(runs: Mapping[str, SmallRun]) -> dict[int, Training]:
     return found
 
 
-def start_training(run: SmallRun, pause_at: int | None, slot: int, environment: Mapping[str, str]) -> Training:
+def start_training(run: SmallRun, slot: int, environment: Mapping[str, str]) -> Training:
     """Starts train.py as a user would, with the console going to the run's log."""
     record = run.folder / "slots" / f"{slot}.json"
     for folder in (record.parent, run.log.parent, run.recipe.parent):
@@ -257,12 +257,11 @@ def start_training(run: SmallRun, pause_at: int | None, slot: int, environment: 
     write_durably(run.recipe, as_yaml(run.config))
     # Written before the start, so that the next caller finds the run even if this one is killed in between.
     write_durably(record, json.dumps({"run": run.name}))
-    pause = ["--checkpoint.pause_at", str(pause_at)] if pause_at else []
     with open(run.log, "ab") as log:
         # The child inherits the lock, so it remains held even if the caller dies.
         hold_while_open(log)
         process = subprocess.Popen(
-            [sys.executable, str(ROOT / "train.py"), "--config", str(run.recipe), *pause],
+            [sys.executable, str(ROOT / "train.py"), "--config", str(run.recipe)],
             # A launcher's variables (RANK, WORLD_SIZE) would make each run join the caller's process group.
             env=environment_alone() | environment,
             stdin=subprocess.DEVNULL,

@@ -6,8 +6,6 @@ FOLDER also contains the runs, see small_runs.
 """
 
 import json
-import math
-import statistics
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -74,15 +72,12 @@ def run_sweep(
 class Sweep:
     """Decides the order of the runs from their folders alone, so that it is the same after a kill.
 
-    With halving, the better half of the points continues from each rung. A search adds points over time.
+    A search adds points over time.
     """
 
     def __init__(self, request: SweepRequest, points: Sequence[SweepPoint]):
         self.request = request
         self.points: list[SweepPoint] = []
-        self.alive: list[SweepPoint] = []
-        """Points that are trained to the current rung."""
-        self.rung = 0
         self.runs: dict[str, SmallRun] = {}
         self.failures: dict[str, str] = {}
         """Reason of each run that failed during this call, by name; the same command tries it again."""
@@ -92,28 +87,19 @@ class Sweep:
 
     def _add(self, point: SweepPoint) -> None:
         self.points.append(point)
-        self.alive.append(point)
         self.runs.update({run.name: run for run in point.runs})
 
-    def pause_at(self, run: SmallRun) -> int | None:
-        """Returns the step of the current rung; None for the end of the run."""
-        share = self.request.rungs[self.rung]
-        return None if share == 1.0 else max(1, round(share * run.total_steps))
-
-    def next_run(self, active: set[str]) -> tuple[SmallRun, int | None] | None:
-        """Returns the next run for `train_runs`. A rung ends when all its runs have ended."""
+    def next_run(self, active: set[str]) -> SmallRun | None:
+        """Returns the next run for `train_runs`."""
         while True:
-            for run in (run for point in self.alive for run in point.runs):
+            for run in self.runs.values():
                 is_open = run.name not in active and run.name not in self.failures
-                if is_open and not read_outcome(run).has_reached(self.pause_at(run)):
-                    return run, self.pause_at(run)
+                if is_open and not read_outcome(run).is_over:
+                    return run
             # A search picks the next settings while other runs are still training, so that no device is idle.
-            if len(self.points) < (self.request.search or 0):
-                self._pick(active)
-            elif active or self.rung == len(self.request.rungs) - 1:
+            if len(self.points) >= (self.request.search or 0):
                 return None
-            else:
-                self._halve()
+            self._pick(active)
 
     def _pick(self, active: set[str]) -> None:
         settings = pick_settings(self.request, self.results(), active)
@@ -125,24 +111,6 @@ class Sweep:
         # Recorded before the runs start, so that a killed search knows all its trials.
         write_durably(self.request.output / TRIALS_FILE, json.dumps(recorded, indent=1))
         self._add(point)
-
-    def _halve(self) -> None:
-        """Keeps the better half of the points by mean loss over the seeds at the rung, and moves to the next rung."""
-        # Sorting is stable, so equal losses leave the order, and thereby the choice after a kill, the same.
-        best = sorted(self.alive, key=self._loss_at_rung)[: math.ceil(len(self.alive) / 2)]
-        # A single remaining setting is not halved, but still has to reach the later rungs.
-        if len(best) < len(self.alive):
-            share = f"{self.request.rungs[self.rung]:.0%} of the budget"
-            print(f"{share}: {len(best)} of {len(self.alive)} settings go on", file=sys.stderr, flush=True)
-        self.alive = [point for point in self.alive if point in best]
-        self.rung += 1
-
-    def _loss_at_rung(self, point: SweepPoint) -> float:
-        outcomes = [self.outcome(run) for run in point.runs]
-        # A diverged run may have a good loss from before it diverged.
-        if any(outcome.state in ("diverged", "failed") for outcome in outcomes):
-            return math.inf
-        return statistics.fmean(outcome.loss_at(self.pause_at(point.runs[0])) for outcome in outcomes)
 
     def outcome(self, run: SmallRun) -> RunOutcome:
         """Returns the outcome of a run, which `read_outcome` does not know to have failed during this call."""
@@ -158,8 +126,6 @@ class Sweep:
             text = f"validation loss {outcome.loss:.4f}{took}"
         elif outcome.state == "diverged":
             text = f"diverged at step {outcome.step:,}: {outcome.reason.splitlines()[0]}"
-        elif outcome.has_reached(self.pause_at(run)):
-            text = f"validation loss {outcome.loss_at(outcome.step):.4f} at step {outcome.step:,}{took}"
         else:
             text = self.failures[run.name] = failure_text(run, outcome, status)
             text = text if outcome.was_stopped else f"FAILED: {text}; see {run.log}"

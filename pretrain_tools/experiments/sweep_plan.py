@@ -3,7 +3,6 @@
 import io
 import itertools
 import json
-import math
 import re
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
@@ -65,8 +64,6 @@ class SweepRequest:
     changes: tuple[tuple[str, str], ...]
     """Pairs (dotted path, value) that override the recipe in every run."""
     seeds: int
-    halving: int | None
-    """Number of rungs of successive halving; None: no halving."""
     search: int | None
     """Number of settings to try instead of a grid; None: grid."""
     output: Path
@@ -81,18 +78,11 @@ class SweepRequest:
         return [dict(zip(paths, values, strict=True)) for values in combinations]
 
     @property
-    def rungs(self) -> list[float]:
-        """Shares of the budget at which the worse half ends, then 1.0: [0.25, 0.5, 1.0] for three rungs."""
-        count = self.halving or 1
-        return [2.0 ** (rung - count + 1) for rung in range(count)]
-
-    @property
     def described(self) -> dict[str, Any]:
         """Request as plan.json records it."""
         return {
             "vary": {axis.path: "..".join(axis.values) if axis.is_range else list(axis.values) for axis in self.axes},
             "seeds": self.seeds,
-            "halving": self.halving,
             "search": self.search,
         }
 
@@ -161,7 +151,6 @@ def is_number_text(text: str) -> bool:
 def request_problems(request: SweepRequest) -> Problems:
     """Returns the problems that can be found from the command line alone."""
     problems = Problems()
-    combinations = math.prod(len(axis.values) for axis in request.axes)
     ranges = [axis for axis in request.axes if axis.is_range]
     changed = {path for path, _ in request.changes}
     for path in (axis.path for axis in request.axes):
@@ -181,16 +170,6 @@ def request_problems(request: SweepRequest) -> Problems:
         problems.append(f"--search {request.search}: searches ranges, as in --vary optim.learning_rate=1e-4..1e-2")
     elif find_spec("optuna") is None:
         problems.append(f"--search needs optuna, which is not installed: pip install {OPTUNA}")
-    if request.search is not None and request.halving is not None:
-        problems.append("--search with --halving: give one of the two; a search already spends its runs where it pays")
-    if request.halving is not None and request.search is None:
-        if request.halving < 2:
-            problems.append(f"--halving {request.halving}: needs two rungs or more; with one, nothing ends early")
-        elif combinations < 2 ** (request.halving - 1):
-            problems.append(
-                f"--halving {request.halving}: halves {request.halving - 1} times, which takes "
-                f"{2 ** (request.halving - 1)} settings or more (got {combinations})"
-            )
     output = output_problem(request.output)
     problems += [output.replace("output:", "--output:", 1)] if output else []
     return problems
@@ -342,7 +321,7 @@ def seal_plan(request: SweepRequest, points: Sequence[SweepPoint]) -> None:
 def flat_plan(plan: Mapping[str, Any]) -> dict[str, Any]:
     """Flattens a plan to the names that a user knows from the command line and the recipe."""
     return {
-        **{f"--{key}": plan.get(key) for key in ("seeds", "halving", "search")},
+        **{f"--{key}": plan.get(key) for key in ("seeds", "search")},
         **{f"--vary {path}": values for path, values in (plan.get("vary") or {}).items()},
         "seed": plan.get("first_seed"),
         **(plan.get("recipe") or {}),
@@ -367,11 +346,6 @@ def cautions_of_sweep(request: SweepRequest, points: Sequence[SweepPoint]) -> li
         )
     if any(path.startswith(("data.sequence_length", "data.document_mask", "data.validation")) for path in varied):
         said.append("what is varied changes the validation windows too: their losses are of different context")
-    if request.halving:
-        said.append(
-            f"halving compares at {', '.join(f'{share:.0%}' for share in request.rungs[:-1])} of the budget, before "
-            "the learning rate has decayed: high rates look worse there than they end"
-        )
     needed = (request.search or len(points)) * request.seeds * points[-1].plan.parameters * BYTES_OF_A_KEPT_RUN
     if needed > (free := shutil.disk_usage(request.output).free):
         said.append(f"checkpoints and models of all runs take {bytes_text(needed)}; free are {bytes_text(free)}")

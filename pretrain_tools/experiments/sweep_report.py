@@ -1,12 +1,10 @@
-"""Reports a sweep: a table, results.json, a figure of the loss by each setting, and the best recipe."""
+"""Reports a sweep: a table, results.json and the best recipe."""
 
 import json
 import math
 import statistics
-import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from pretrain.files import write_durably
@@ -14,20 +12,9 @@ from pretrain.recipe import as_yaml, parse_yaml, read_run_config
 from pretrain.units import count_text, duration_text, table
 from pretrain_tools.experiments.small_runs import RunOutcome
 from pretrain_tools.experiments.sweep_plan import SweepRequest, is_number_text
-from pretrain_tools.runs.plots import axis_text, color_of, save_figure, style_panel
 
 SWEEP_RESULTS = "results.json"
-SWEEP_PICTURE = "results.png"
 BEST_RECIPE = "best.yaml"
-RATIO_FOR_LOG = 4.0
-"""Ratio of the largest to the smallest value from which the axis is logarithmic."""
-MOST_LINES = 8
-"""Number of lines above which a panel has no legend."""
-MOST_TICKS = 10
-PANEL_CHARACTERS = 64
-"""Width of a panel in characters, shared by the labels under it."""
-LONGEST_LABEL = 40
-"""Characters of a value in the figure, about; longer ones are cut in the middle."""
 
 
 @dataclass(frozen=True)
@@ -81,14 +68,13 @@ def report_sweep(request: SweepRequest, results: Sequence[PointResult]) -> int:
     if not finished:
         print(f"\nNo setting has finished; see {request.output / 'logs'}. The same command tries again what failed.")
         return 1
-    draw_sweep(request, results, request.output / SWEEP_PICTURE)
     write_durably(request.output / BEST_RECIPE, best_recipe(request, finished[0]))
     print(f"\n{verdict_of_sweep(finished)}")
     for line in at_the_edge(request, results):
         print(line)
     if failed := [result for result in results if result.state == "failed"]:
         print(f"{len(failed)} of {len(results)} settings failed; the same command tries them again.")
-    for name in (SWEEP_RESULTS, SWEEP_PICTURE, BEST_RECIPE):
+    for name in (SWEEP_RESULTS, BEST_RECIPE):
         print(request.output / name)
     return 0
 
@@ -205,55 +191,3 @@ def best_recipe(request: SweepRequest, best: PointResult) -> str:
         f"# {request.recipe} with the best settings of the sweep in {request.output}:\n{named}"
         f"# validation loss {best.mean_loss:.4f}{spread} over {len(best.losses)} seeds\n{as_yaml(config)}"
     )
-
-
-def draw_sweep(request: SweepRequest, results: Sequence[PointResult], path: Path) -> None:
-    """Draws a panel per setting: the loss by its values, a line through runs that agree otherwise, a dot per seed."""
-    from matplotlib.figure import Figure
-
-    finished = [result for result in results if result.losses]
-    columns = min(3, len(request.axes))
-    rows = math.ceil(len(request.axes) / columns)
-    figure = Figure(figsize=(5.6 * columns, 4.2 * rows), layout="constrained")
-    for number, axis in enumerate(request.axes, start=1):
-        draw_axis(figure.add_subplot(rows, columns, number), axis.path, finished)
-    figure.axes[0].set_ylabel("validation loss (nats per token)")
-    save_figure(figure, path)
-
-
-def short_label(text: str) -> str:
-    """Cuts the middle of a long value out: those of data.train differ at both ends."""
-    return text if len(text) <= LONGEST_LABEL else f"{text[: LONGEST_LABEL // 2]}...{text[-LONGEST_LABEL // 2 :]}"
-
-
-def draw_axis(panel: Any, path: str, finished: Sequence[PointResult]) -> None:
-    """Draws one setting's panel, with a ring around the best result, which is the first."""
-    texts = list(dict.fromkeys(result.settings[path] for result in finished))
-    place = {text: float(number) for number, text in enumerate(texts)}
-    if all(is_number_text(text) for text in texts):
-        place = {text: float(parse_yaml(text)) for text in texts}
-        if min(place.values()) > 0 and max(place.values()) >= RATIO_FOR_LOG * min(place.values()):
-            panel.set_xscale("log")
-            panel.xaxis.set_minor_formatter("")
-    if len(texts) <= MOST_TICKS:
-        width = max(7, PANEL_CHARACTERS // len(texts))
-        panel.set_xticks(list(place.values()), [textwrap.fill(short_label(text), width) for text in texts])
-    lines: dict[str, list[PointResult]] = {}
-    for result in finished:
-        others = [f"{other.rpartition('.')[2]} {value}" for other, value in result.settings.items() if other != path]
-        lines.setdefault(", ".join(others), []).append(result)
-    for number, (named, points) in enumerate(lines.items()):
-        points = sorted(points, key=lambda result: place[result.settings[path]])
-        means = [statistics.fmean(result.losses) for result in points]
-        look = {"color": color_of(number), "marker": "o", "markersize": 4, "capsize": 3, "linewidth": 1.5}
-        x = [place[result.settings[path]] for result in points]
-        panel.errorbar(x, means, [result.spread or 0.0 for result in points], label=short_label(named), **look)
-        for at, result in zip(x, points, strict=True):
-            panel.scatter([at] * len(result.losses), result.losses, s=9, color=color_of(number), alpha=0.5)
-    best = finished[0]
-    ring = {"s": 90, "facecolors": "none", "edgecolors": "#000000", "linewidths": 1.4, "zorder": 4}
-    panel.scatter(place[best.settings[path]], statistics.fmean(best.losses), **ring)
-    style_panel(panel, path)
-    panel.yaxis.set_major_formatter(axis_text)
-    if 1 < len(lines) <= MOST_LINES:
-        panel.legend(frameon=False, fontsize=8)

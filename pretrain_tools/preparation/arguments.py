@@ -4,8 +4,8 @@ import argparse
 from typing import Any
 
 COUNTS = (
-    *("min_characters", "max_characters", "repeated_lines", "repeated_paragraphs", "decontaminate_words"),
-    *("max_documents", "max_tokens", "max_errors", "shard_tokens", "workers", "merge_slices", "dry_run"),
+    *("min_characters", "max_characters", "decontaminate_words"),
+    *("max_documents", "max_tokens", "max_errors", "shard_tokens", "workers", "merge_slices"),
     *("train_tokenizer", "tokenizer_sample_bytes"),
 )
 """Options that are counts, such as 10e9, 100M, 10B or 2k."""
@@ -24,16 +24,11 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
         "min_characters": {"help": "leave out shorter documents"},
         "max_characters": {"help": "leave out longer documents"},
         "deduplicate": {"action": "store_true", "help": "leave out exact copies of earlier documents"},
-        "repeated_lines": {"help": "remove lines that more than N documents have"},
-        "repeated_paragraphs": {"help": "remove paragraphs that more than N documents have"},
         "near_duplicates": {"metavar": "JACCARD", "help": "leave out near copies of earlier documents, such as 0.8"},
-        "near_duplicate_bands": {"metavar": "NxROWS", "help": "MinHash bands (for 0.8: 25x5)"},
-        "near_duplicate_shingle": {"default": "5", "metavar": "N", "help": "words per shingle (default: 5)"},
         "filter": {"nargs": "+", "default": [], "metavar": "FILTER", "help": "clean: NAME(NUMBER=VALUE) or FILE.py:F"},
         "clean": {"action": "store_true", "help": "clean by FineWeb's set of filters, and without near copies"},
         "language": {"metavar": "CODES", "help": "keep documents in these languages, such as en,de"},
         "decontaminate": {"nargs": "+", "default": [], "metavar": "BENCHMARK", "help": "lm-eval tasks, item files"},
-        "decontaminate_remove": {"default": "document", "help": "remove the document (default) or a window around it"},
         "decontaminate_words": {"default": "13", "help": "consecutive words in common that count as contamination"},
         "url_field": {"metavar": "FIELD", "help": "field or column of a document's URL, for filters"},
         "split_field": {"metavar": "FIELD", "help": "field that says train or validation, as --write_text writes it"},
@@ -47,7 +42,6 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     "output": {
         "tokenizer": {"metavar": "FOLDER|FILE|HUB_ID", "help": "the tokenizer"},
         "output": {"metavar": "FOLDER|URL", "help": "folder to create"},
-        "staging": {"default": "staging", "metavar": "FOLDER", "help": "local folder to build URL outputs in"},
         "end_of_document": {"metavar": "TOKEN", "help": "token that ends a document (default: the eos token)"},
         "validation_fraction": {"default": "0.01", "help": "share of documents, chosen by hash (default: 0.01)"},
         "shard_tokens": {"default": "100M", "help": "tokens per shard file (default: 100M)"},
@@ -58,7 +52,6 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
         "ray_address": {"metavar": "ADDRESS", "help": "address of the Ray cluster (default: Ray on this machine)"},
         "slice": {"metavar": "I/N", "help": "prepare only part I of N, from 0: one task of a SLURM array"},
         "merge_slices": {"help": "merge N prepared slices into the folder"},
-        "dry_run": {"help": "try all this on N documents; writes OUTPUT.dry_run.html and .json only"},
     },
     "instead": {
         "train_tokenizer": {"metavar": "SIZE", "help": "train a byte-level BPE tokenizer of this vocabulary size"},

@@ -13,7 +13,6 @@ from pretrain.data.tokenizer import load_decoder
 from pretrain_tools.preparation.cleaning.decontamination import contamination_text
 
 READ_IDS = 1 << 22
-BAR_CHARACTERS = 40
 FREQUENT_TOKENS = 20
 SAMPLED_DOCUMENTS = 3
 SAMPLE_CHARACTERS = 300
@@ -38,8 +37,7 @@ def inspection_text(folder: Path) -> str:
         *_count_lines(manifest),
         *(f"  decontaminated   {contamination_text(row)}" for row in contamination_of(_fields_of(manifest))),
         "",
-        "tokens per document:",
-        *histogram_lines(np.concatenate(lengths)),
+        f"tokens per document: {lengths_text(np.concatenate(lengths))}",
         "",
         *_vocabulary_lines(manifest, counts, decoder),
         "",
@@ -81,22 +79,15 @@ def _count_lines(manifest: Manifest) -> list[str]:
     return lines
 
 
-def histogram_lines(lengths: np.ndarray) -> list[str]:
-    """Prints a histogram by powers of two, with the median and the extremes."""
+def lengths_text(lengths: np.ndarray) -> str:
+    """Describes lengths by their extremes, percentiles and mean."""
     if not len(lengths):
-        return ["  no documents"]
-    bins = np.bincount(np.ceil(np.log2(np.maximum(lengths, 1))).astype(np.int64))
-    lines = []
-    for power in range(int(np.flatnonzero(bins)[0]), len(bins)):
-        low = 0 if power == 0 else (1 << power - 1) + 1
-        bar = "█" * -(-int(bins[power]) * BAR_CHARACTERS // int(bins.max()))
-        lines.append(f"  {low:>11,} to {1 << power:>11,}  {int(bins[power]):>11,}  {bar}".rstrip())
+        return "no documents"
     share = [np.percentile(lengths, p) for p in (50, 90, 99)]
-    lines.append(
-        f"  shortest {lengths.min():,}, median {share[0]:,.0f}, 90 % up to {share[1]:,.0f}, 99 % up to "
+    return (
+        f"shortest {lengths.min():,}, median {share[0]:,.0f}, 90 % up to {share[1]:,.0f}, 99 % up to "
         f"{share[2]:,.0f}, longest {lengths.max():,}, mean {lengths.mean():,.1f}"
     )
-    return lines
 
 
 def _vocabulary_lines(manifest: Manifest, counts: np.ndarray, decoder) -> list[str]:

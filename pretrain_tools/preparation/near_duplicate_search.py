@@ -165,7 +165,8 @@ class DuplicateSearch:
     def _entries(self, band: int, partition: int) -> np.ndarray:
         """Reads sorted entries of all runs: keys in the upper, documents in the lower 32 bits."""
         shift = 64 - (self._partitions.bit_length() - 1)
-        smallest, largest = np.uint64(partition << shift), np.uint64((partition + 1 << shift) - 1)
+        smallest = np.uint64(partition << shift)
+        largest = np.uint64((partition + 1 << shift) - 1)
         pieces = [np.empty(0, "<u8")]
         for path, first, stop in self._runs:
             row = np.memmap(path, "<u8", "r", 8 * band * (stop - first), (stop - first,))
@@ -316,25 +317,12 @@ Tasks = Callable[[DuplicateSearch, str, Sequence[int]], Iterator[None]]
 """Performs tasks of a stage and yields after each."""
 
 
-def perform_missing(
-    search: DuplicateSearch,
-    stages: Sequence[str],
-    perform: Tasks,
-    progress: StageProgress,
-    share: tuple[int, int] = (0, 1),
-) -> int:
-    """Performs what is missing of stages, one after another; returns the missing tasks of the last stage begun.
-
-    share: (number, count): every `count`-th task only; a stage begins when the one before is complete.
-    """
-    number, count = share
-    for stage in stages:
-        ours = [task for task in search.missing(stage) if task % count == number]
-        for done, _ in enumerate(perform(search, stage, ours), 1):
-            progress.update(stage, done, len(ours))
-        if left := len(search.missing(stage)):
-            return left
-    return 0
+def perform_missing(search: DuplicateSearch, perform: Tasks, progress: StageProgress) -> None:
+    """Performs what is missing of all stages, one after another."""
+    for stage in STAGES:
+        missing = search.missing(stage)
+        for done, _ in enumerate(perform(search, stage, missing), 1):
+            progress.update(stage, done, len(missing))
 
 
 def tasks_in_processes(workers: int, stop_if_asked: Callable[[], None]) -> Tasks:

@@ -4,7 +4,6 @@ An unfinished folder has `.unfinished/` with the plan (what was asked for), the 
 valid) and the lock. The manifest is written last: without it, nothing counts as done.
 """
 
-import hashlib
 import json
 import shutil
 import signal
@@ -24,8 +23,6 @@ from pretrain.errors import InputError
 from pretrain.files import as_json, sync_files, sync_folder, write_durably
 from pretrain.processes import folder_lock
 from pretrain_tools.preparation.cleaning.account import SAMPLES_FILE, CleaningAccount
-from pretrain_tools.preparation.cleaning.repeated_text import RepeatedText, RepetitionCount, write_table
-from pretrain_tools.preparation.cleaning.stages import Cleaning
 from pretrain_tools.preparation.collector import (
     NO_PROGRESS,
     PROGRESS_FILE,
@@ -33,12 +30,11 @@ from pretrain_tools.preparation.collector import (
     DisagreementError,
     Intake,
 )
-from pretrain_tools.preparation.documents.sources import BEGINNING, Files, Position
+from pretrain_tools.preparation.documents.sources import Files, Position
 from pretrain_tools.preparation.encode import Encoder, ReferenceEncoder, make_encoder
 from pretrain_tools.preparation.encoded_part import EncodedPart, Tally
 from pretrain_tools.preparation.near_duplicate_search import (
     NEAR_DUPLICATES_FILE,
-    STAGES,
     DuplicateSearch,
     StageProgress,
     Tasks,
@@ -54,7 +50,7 @@ from pretrain_tools.preparation.plan import (
 )
 from pretrain_tools.preparation.progress import timed, timed_items
 from pretrain_tools.preparation.shard_writer import shard_files
-from pretrain_tools.preparation.slices import merged_parts, require_slices, search_folder, slice_of
+from pretrain_tools.preparation.slices import merged_parts, require_slices
 from pretrain_tools.preparation.text_files import TEXT_FOLDER
 from pretrain_tools.preparation.worker import PartEncoder, encode_parts
 
@@ -83,10 +79,6 @@ class PreparationOutcome:
 
 class StoppedError(Exception):
     """A signal (its number is the argument) asked to stop; everything until then is kept."""
-
-
-class CountedError(Exception):
-    """A slice has counted what is repeated in its part, and waits for the other slices to do so."""
 
 
 Report = Callable[[Tally], None]
@@ -198,7 +190,6 @@ class _Run:
             first_pass = self._find_near_duplicates(say)
         if not self.slices:
             self._say_what_is_compiled(say)
-            self._count_repeated()
         # Slices are tokenised already.
         encoder, reason = (None, None) if self.slices else make_encoder(tokenizer, engine)
         if reason:
@@ -234,7 +225,7 @@ class _Run:
             self.stages.update(outcome.stage_seconds)
         manifests = [read_manifest(folder) for folder in self.slices]
         with timed(self.stages, "find near duplicates"), stop_signals() as stop_if_asked:
-            work = search_folder(self.request) if self.request.merge_slices else self.state_folder / "near_duplicates"
+            work = self.state_folder / "near_duplicates"
             search = DuplicateSearch(manifests, options.near_duplicates, work, self.request.tokenizer)
             tokens = sum(shard.tokens for manifest in manifests for shard in manifest.shards)
             needed = search.disk_bytes + tokens * manifests[0].bytes_per_id
@@ -245,7 +236,7 @@ class _Run:
                     "space, then run the same command again: it continues here"
                 )
             progress = StageProgress(say, stop_if_asked)
-            perform_missing(search, list(STAGES), _tasks(self.request, progress), progress)
+            perform_missing(search, _tasks(self.request, progress), progress)
             duplicates = search.duplicates()
             report = report_of(search, duplicates, manifests)
             write_durably(self.output / NEAR_DUPLICATES_FILE, as_json(report))
@@ -261,49 +252,6 @@ class _Run:
 
         if not is_compiled():
             say(f"compiling the filters, once on this machine: about {COMPILING_SECONDS} s")
-
-    def _count_repeated(self) -> None:
-        """Counts lines or paragraphs over all documents, if they are to be removed where they are repeated."""
-        options = self.options
-        of_slice = self.request.slice
-        stages = options.cleaning.stages if options.cleaning else ()
-        stage = next((stage for stage in stages if isinstance(stage, RepeatedText)), None)
-        if stage is None:
-            return
-        table = self.state_folder / "repeated"
-        cleaning = Cleaning(tuple(replace(s, table=table) if s is stage else s for s in stages))
-        self.options = replace(options, cleaning=cleaning)
-        if table.is_file():
-            return
-        # Without the slice, so that all slices know their counts by the same name.
-        identity = hashlib.sha256(
-            as_json({**self.plan, "options": replace(options, slice=None).as_plan()})
-        ).hexdigest()
-        number, count = of_slice or (0, 1)
-        folders = [self.state_folder / "counts"]
-        if of_slice:
-            folders = [self.output.with_name(f"{other}-of-{count}.counts") for other in range(count)]
-        ours = RepetitionCount(folders[number], identity)
-        if not ours.is_complete:
-            start = Position(*ours.position) if ours.position else BEGINNING
-            tally = Tally()
-            try:
-                with stop_signals() as stop_if_asked, closing(self._encoded(start, None, stage)) as parts:
-                    for part in parts:
-                        ours.add(part.hashes, part.after)
-                        tally.add(part.counts)
-                        self.stages.update(part.stage_seconds)
-                        self.report(tally)
-                        stop_if_asked()
-            except StoppedError:
-                ours.commit()
-                raise
-            ours.commit(is_complete=True)
-        counts = [RepetitionCount(folder, identity) for folder in folders]
-        waiting = sum(not each.is_complete for each in counts)
-        if waiting:
-            raise CountedError(f"{waiting} of {count} slices have not counted what is repeated")
-        write_table(table, [run for each in counts for run in each.runs], stage.documents)
 
     def _load_progress(self) -> dict[str, Any]:
         if not self.plan_path.is_file():
@@ -365,21 +313,15 @@ class _Run:
             return "\n  ".join([f"no document is left ({skipped}); nothing was written; {advice}", *whole])
         return f"the input holds no documents ({skipped}); nothing was written; give files that contain text"
 
-    def _encoded(
-        self, start: Position, encoder: Encoder | None, counting: RepeatedText | None = None
-    ) -> Iterator[EncodedPart]:
-        """Yields encoded parts from a position on, from slices, a Ray cluster, or processes of this machine.
-
-        counting: instead of documents, the hashes of their lines for this stage.
-        """
+    def _encoded(self, start: Position, encoder: Encoder | None) -> Iterator[EncodedPart]:
+        """Yields encoded parts from a position on, from slices, a Ray cluster, or processes of this machine."""
         request = self.request
         documents = request.documents
         reading = self.options.reading
         if self.slices:
             total_bytes = documents.total_bytes or 0
             return merged_parts(self.slices, start, total_bytes, self.options.deduplicate, self.removed)
-        options = replace(self.options, cleaning=None) if counting else self.options
-        part_encoder = PartEncoder(request.tokenizer, encoder, options, request.split, counting)
+        part_encoder = PartEncoder(request.tokenizer, encoder, self.options, request.split)
         if request.on_ray:
             from pretrain_tools.preparation.ray_workers import encode_parts_on_ray
 
@@ -417,30 +359,6 @@ def removed_whole_lines(account: CleaningAccount) -> list[str]:
     whole = [f"{source}: removed whole by {', '.join(rules)}" for source, rules in account.removed_whole().items()]
     more = [f"and {len(whole) - MOST_NAMED:,} more sources"] if len(whole) > MOST_NAMED else []
     return whole[:MOST_NAMED] + more
-
-
-def search_of_slice(request: PreparationRequest, say: Callable[[str], None] = print) -> str:
-    """Performs a prepared slice's share of the search for near duplicates, as far as the others' work allows.
-
-    request: of the whole, with its slice. Returns what it waits for, in words; '' when the search is complete.
-    """
-    number, count = request.slice
-    folders = [slice_of(request, other, count).output for other in range(count)]
-    near = request.options.near_duplicates
-    work = search_folder(request)
-    with stop_signals() as stop_if_asked:
-        progress = StageProgress(say, stop_if_asked)
-        own = DuplicateSearch([read_manifest(folders[number])], near, work, request.tokenizer)
-        tasks = _tasks(request, progress)
-        perform_missing(own, ["keys"], tasks, progress)
-        if waiting := sum(not (folder / MANIFEST_FILE).is_file() for folder in folders):
-            return f"{waiting} of {count} slices are not prepared"
-        require_slices(replace(request, slice=None, merge_slices=count))
-        search = DuplicateSearch([read_manifest(folder) for folder in folders], near, work, request.tokenizer)
-        if search.missing("keys"):
-            return "other slices have not written their keys"
-        left = perform_missing(search, ["candidates", "pairs"], tasks, progress, (number, count))
-    return f"{left:,} tasks of other slices in the search for near duplicates are to be done" if left else ""
 
 
 def _tasks(request: PreparationRequest, progress: StageProgress) -> Tasks:

@@ -5,16 +5,14 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from pretrain.data.manifest import MANIFEST_FILE
 from pretrain.data.tokenizer import load_tokenizer
 from pretrain.errors import Problems
 from pretrain.units import parse_count
-from pretrain.urls import is_url
+from pretrain.urls import is_url, shown
 from pretrain_tools.preparation.arguments import COUNTS
-from pretrain_tools.preparation.cleaning.decontamination import REMOVALS, SHORTEST_RUN_WORDS, read_decontamination
+from pretrain_tools.preparation.cleaning.decontamination import SHORTEST_RUN_WORDS, read_decontamination
 from pretrain_tools.preparation.cleaning.filters import read_cleaning
 from pretrain_tools.preparation.cleaning.near_duplicates import NearDuplicates
-from pretrain_tools.preparation.cleaning.repeated_text import DIVIDERS, RepeatedText
 from pretrain_tools.preparation.cleaning.stages import Cleaning
 from pretrain_tools.preparation.documents.formats import DOCUMENT_UNITS
 from pretrain_tools.preparation.documents.hub_dataset import open_dataset
@@ -23,8 +21,6 @@ from pretrain_tools.preparation.documents.sources import Files, find_sources
 from pretrain_tools.preparation.encode import ENGINES
 from pretrain_tools.preparation.plan import Documents, PreparationOptions, PreparationRequest
 from pretrain_tools.preparation.slices import parse_slice
-from pretrain_tools.preparation.tokenizer_training import RECORD_FILE
-from pretrain_tools.preparation.upload import destination_of
 
 CLEAN_NEAR_DUPLICATES = "0.8"
 """The similarity from which --clean leaves out near copies."""
@@ -41,10 +37,8 @@ def read_request(arguments: argparse.Namespace) -> PreparationRequest:
     tokenizer = None
     if arguments.tokenizer and not arguments.train_tokenizer:
         tokenizer = problems.attempt(load_tokenizer, arguments.tokenizer, arguments.end_of_document)
-    destination = None
     if is_url(arguments.output or ""):
-        last = RECORD_FILE if arguments.train_tokenizer else MANIFEST_FILE
-        destination = problems.attempt(destination_of, arguments.output, Path(arguments.staging), last)
+        problems.append(f"--output {shown(arguments.output)}: is a URL; give a folder of this machine, then copy it")
     engines = arguments.engine.split(",")
     on_ray = "ray" in engines
     engine = ",".join(engine for engine in engines if engine != "ray") or "auto"
@@ -58,7 +52,7 @@ def read_request(arguments: argparse.Namespace) -> PreparationRequest:
         documents,
         options.within(documents) if documents else options,
         tokenizer,
-        destination.local if destination else Path(arguments.output or ""),
+        Path(arguments.output or ""),
         engine=engine,
         workers=arguments.workers or (None if on_ray else cores),
         on_ray=on_ray,
@@ -67,10 +61,8 @@ def read_request(arguments: argparse.Namespace) -> PreparationRequest:
         merge_slices=arguments.merge_slices,
         vocabulary_size=arguments.train_tokenizer,
         sample_bytes=arguments.tokenizer_sample_bytes,
-        destination=destination,
-        dry_run=arguments.dry_run,
     )
-    problems += _contradictions(request, bool(arguments.repeated_lines or arguments.repeated_paragraphs))
+    problems += _contradictions(request)
     if documents and (request.slice or request.merge_slices):
         problems.attempt(documents.sliced, 0, 1)
     problems.stop_if_any()
@@ -125,19 +117,13 @@ def _missing(arguments: argparse.Namespace) -> list[str]:
     return [problem for problem, is_there in checks.items() if is_there]
 
 
-def _contradictions(request: PreparationRequest, counts_repeated: bool) -> list[str]:
-    """Lists which of --slice, --merge_slices, --dry_run, --train_tokenizer and the limits exclude each other."""
+def _contradictions(request: PreparationRequest) -> list[str]:
+    """Lists which of --slice, --merge_slices, --train_tokenizer and the limits exclude each other."""
     limits = {"max_documents": request.options.max_documents, "max_tokens": request.options.max_tokens}
     limits = [f"--{name} {value:,}" for name, value in limits.items() if value is not None]
     parts = {"--slice": request.slice, "--merge_slices": request.merge_slices}
     parts = [name for name, value in parts.items() if value is not None]
-    if request.dry_run and (parts or request.vocabulary_size):
-        others = [*parts, "--train_tokenizer"] if request.vocabulary_size else parts
-        return [f"--dry_run tries a whole preparation on a few documents; leave out {' and '.join(others)}"]
     checks = {
-        "--repeated_lines and --repeated_paragraphs count over all documents: leave out the limits": (
-            limits and counts_repeated
-        ),
         f"--slice: slices do not know of each other, so {' and '.join(limits)} must be left out": parts and limits,
         "give either --slice I/N, or --merge_slices N when all slices are prepared": len(parts) > 1,
         "--slice and --merge_slices: a tokenizer is trained by one machine, on a sample; leave them out": (
@@ -163,7 +149,6 @@ def _options(arguments: argparse.Namespace, problems: Problems) -> PreparationOp
         "documents": DOCUMENT_UNITS,
         "on_error": ("stop", "skip"),
         "format": ("shards", "megatron"),
-        "decontaminate_remove": REMOVALS,
     }
     for name, allowed in choices.items():
         if (given := getattr(arguments, name)) not in allowed:
@@ -173,8 +158,7 @@ def _options(arguments: argparse.Namespace, problems: Problems) -> PreparationOp
     if arguments.clean and not arguments.deduplicate:
         threshold = threshold or CLEAN_NEAR_DUPLICATES
     if threshold is not None:
-        given = (threshold, arguments.near_duplicate_bands, arguments.near_duplicate_shingle)
-        near = problems.attempt(NearDuplicates.parse, *given)
+        near = problems.attempt(NearDuplicates.parse, threshold)
         if arguments.deduplicate:
             problems.append("--deduplicate: --near_duplicates leaves out exact copies as well; give one of them")
     return PreparationOptions(
@@ -195,17 +179,11 @@ def _options(arguments: argparse.Namespace, problems: Problems) -> PreparationOp
 
 
 def _cleaning(arguments: argparse.Namespace, problems: Problems) -> Cleaning | None:
-    """Reads repeated text, filters and decontamination; adds what is wrong to `problems`."""
-    limits = {unit: getattr(arguments, f"repeated_{unit}") for unit in DIVIDERS}
-    repeated = [RepeatedText(unit, limit) for unit, limit in limits.items() if limit is not None]
-    if len(repeated) > 1:
-        problems.append("give either --repeated_lines or --repeated_paragraphs")
+    """Reads filters and decontamination; adds what is wrong to `problems`."""
     has_urls = arguments.url_field is not None
     filters = problems.attempt(read_cleaning, arguments.filter, arguments.language, arguments.clean, has_urls)
-    decontamination = problems.attempt(
-        read_decontamination, arguments.decontaminate, arguments.decontaminate_words, arguments.decontaminate_remove
-    )
-    stages = (*repeated, *(filters.stages if filters else ()), *([decontamination] if decontamination else []))
+    decontamination = problems.attempt(read_decontamination, arguments.decontaminate, arguments.decontaminate_words)
+    stages = (*(filters.stages if filters else ()), *([decontamination] if decontamination else []))
     return Cleaning(stages) if stages else None
 
 

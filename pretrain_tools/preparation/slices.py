@@ -48,11 +48,6 @@ def slices_folder(request: PreparationRequest) -> Path:
     return request.output.with_name(request.output.name + ".slices")
 
 
-def search_folder(request: PreparationRequest) -> Path:
-    """Returns the folder that all slices share in the search for near duplicates."""
-    return slices_folder(request) / "near_duplicates"
-
-
 def require_slices(request: PreparationRequest) -> list[Path]:
     """Lists the folders of the slices to merge. Raises InputError with each that is unfinished or made differently."""
     if request.merge_slices is None:

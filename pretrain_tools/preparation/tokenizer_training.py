@@ -30,7 +30,6 @@ HELD_OUT_BYTES = 2 << 20
 # The pre-tokeniser's memory is many times its text; where a long document is cut does not matter to the counts.
 LONGEST_PIECE_CHARACTERS = 1 << 20
 RECORD_FILE = "training.json"
-GPT2_NAMES = ("openai-community/gpt2", "gpt2")
 # The splitting of GPT-4 (cl100k_base, openai/tiktoken): contractions in any case, words with one leading character
 # that is no letter, at most three digits, runs of signs, line ends, and spaces but for the one before a word.
 SPLIT_PATTERN = (
@@ -178,8 +177,6 @@ def _bytes_per_token(tokenizer: Path, texts: tuple[bytes, ...]) -> float:
 
 
 def _print_summary(output: Path, size: int, asked: int, sample: Sample, seconds: float) -> None:
-    from huggingface_hub import try_to_load_from_cache
-
     print(f"{output}: {size:,} tokens, trained on {sample.text_bytes:,} bytes of {sample.documents:,} documents")
     if size < asked:
         print(f"  The text has no more pairs to merge: {size:,} tokens instead of {asked:,}. Use more text for more.")
@@ -189,9 +186,4 @@ def _print_summary(output: Path, size: int, asked: int, sample: Sample, seconds:
         held_out_bytes = sum(len(text) for text in sample.held_out)
         where = f"on {held_out_bytes:,} bytes of validation documents, held out"
         print(f"  {_bytes_per_token(output, sample.held_out):.3f} bytes per token {where}")
-        # Where the Hub's cache on this machine has it; nothing is downloaded.
-        cached = (try_to_load_from_cache(name, "tokenizer.json") for name in GPT2_NAMES)
-        if gpt2 := next((path for path in cached if isinstance(path, str)), None):
-            rate = _bytes_per_token(Path(gpt2), sample.held_out)
-            print(f"  {rate:.3f} bytes per token of GPT-2's (50,257 tokens) there")
     print(f"  {seconds:.1f} s")

@@ -15,7 +15,6 @@ import numpy as np
 from pretrain.data.manifest import dtype_for
 from pretrain.data.tokenizer import LoadedTokenizer
 from pretrain.errors import InputError
-from pretrain_tools.preparation.cleaning.repeated_text import RepeatedText
 from pretrain_tools.preparation.cleaning.stages import Cleaning
 from pretrain_tools.preparation.deduplicate import document_hashes
 from pretrain_tools.preparation.documents.document_index import document_table
@@ -92,23 +91,17 @@ def read_part(part: Part, options: PreparationOptions, split: ValidationSplit) -
 
 @dataclass
 class PartEncoder:
-    """Encodes parts, one after another, in one process.
-
-    counting: only hashes the lines of documents for this stage, instead of encoding them.
-    """
+    """Encodes parts, one after another, in one process."""
 
     tokenizer: LoadedTokenizer
     encoder: Encoder | None
     options: PreparationOptions
     split: ValidationSplit
-    counting: RepeatedText | None = None
     _has_compared: bool = field(default=False, init=False)
 
     def compile(self) -> None:
         """Compiles what the work needs, so that forked workers share it."""
         near_duplicates = self.options.near_duplicates
-        if self.counting is not None:
-            self.counting.distinct_hashes([b"compiled once"])
         if near_duplicates is not None:
             near_duplicates.signatures(*near_duplicates.words([b"compiled once"]))
         if self.options.cleaning is not None:
@@ -122,10 +115,6 @@ class PartEncoder:
         seconds: collections.Counter[str] = collections.Counter()
         with timed(seconds, "parse"):
             found = read_part(part, options, self.split)
-        if self.counting is not None:
-            with timed(seconds, "count"):
-                hashes = self.counting.distinct_hashes(found.texts)
-            return EncodedPart(part.after, found.counts, hashes=hashes, stage_seconds=seconds)
         if options.cleaning is not None:
             with timed(seconds, "clean"):
                 found.clean(options.cleaning)

@@ -38,7 +38,6 @@ from pretrain_tools.profiling.trace_events import (
     read_steps,
 )
 
-MEMORY_EVENTS = 100_000
 SCHEDSTAT = Path("/proc/thread-self/schedstat")
 LOADAVG = Path("/proc/loadavg")
 
@@ -117,7 +116,7 @@ class PhaseMarks:
 
 
 class Recording:
-    """Records steps until `close`. The first one warms up the profiler and records the GPU's memory history.
+    """Records steps until `close`. The first one warms up the profiler.
 
     Args:
         folder: output folder. If it is not writable, training continues and `problems` lists the errors.
@@ -137,9 +136,6 @@ class Recording:
         self._began = time.time()
         self._swapped = pages_swapped_in()
         self._retries = self._count_retries()
-        if self.on_device:
-            # These names are private, but torch documents them for memory snapshots and has no public ones.
-            torch.cuda.memory._record_memory_history(stacks="python", max_entries=MEMORY_EVENTS)
 
     def begin_block(self, step: int) -> None:
         """Starts the profiler for a block of steps, on all ranks together. step: number of the next step."""
@@ -184,7 +180,6 @@ class Recording:
         if is_first:
             self._beside.clear()
             self._lines.forget()
-            self._save_memory()
         else:
             self.records += records
         if is_last:
@@ -196,8 +191,6 @@ class Recording:
         """Removes the marks and ends everything that was begun."""
         self._lines.end()
         self._marks.remove()
-        if self.on_device:
-            torch.cuda.memory._record_memory_history(enabled=None)
 
     def abandon(self) -> None:
         """Closes the recording in the middle of a block."""
@@ -216,13 +209,6 @@ class Recording:
 
     def _problem(self, error: Exception) -> None:
         self.problems.append(f"rank {self.strategy.ranks.rank}: {one_line(error)}")
-
-    def _save_memory(self) -> None:
-        """Writes torch's snapshot of the GPU's memory over a step, for pytorch.org/memory_viz."""
-        if self.on_device:
-            # Private, but what torch's own documentation of memory_viz calls.
-            self._save(lambda: torch.cuda.memory._dump_snapshot(str(self._path("memory", "pickle"))))
-            torch.cuda.memory._record_memory_history(enabled=None)
 
     def summary(self) -> dict[str, Any]:
         """Returns everything that the verdict needs from this rank, as plain values that can be gathered."""

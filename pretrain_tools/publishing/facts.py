@@ -4,6 +4,7 @@ So any run can be described at any time. What a run does not have (a data folder
 out; nothing is guessed.
 """
 
+import math
 from dataclasses import dataclass, field
 from pathlib import Path, PurePath
 from typing import Any
@@ -176,7 +177,8 @@ class Facts:
             return None, False
         # Stages may have sequences of other lengths, whose tokens take other FLOPs.
         places = Places(self.history)
-        return places.at([self.step])["flops"][0], places.flops_are_exact
+        flops = float(places.at([self.step])["flops"][0])
+        return None if math.isnan(flops) else flops, places.flops_are_exact
 
     @property
     def budget_text(self) -> str:

@@ -8,8 +8,6 @@ pretrain.runs.control.
     status: state, progress, time left
     comparison: runs as text, side by side, as a table
     curves, plots: the curves of runs, as a PNG
-    page: the same curves on an HTML page, static or live
-    live_runs, watch: follow all runs of a folder, in the terminal and on a page
     commands: send a command to a live run and wait for its answer
     step_documents: the documents that a step was trained on
     parity: one recipe under every strategy

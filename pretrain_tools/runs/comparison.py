@@ -1,7 +1,5 @@
-"""Shows runs as text: a one-page summary, a side-by-side comparison, a CSV export."""
+"""Shows runs as text: a one-page summary, a side-by-side comparison."""
 
-import csv
-import io
 import itertools
 import json
 import os
@@ -10,16 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from pretrain.errors import InputError
-from pretrain.files import write_durably
 from pretrain.runs.run_folder import read_config, read_json, setting
-from pretrain.units import bytes_text, count_text, counted, duration_text, energy_text, table
+from pretrain.units import bytes_text, counted, duration_text, energy_text, table
 from pretrain_tools.preparation.cleaning.decontamination import contamination_text
 from pretrain_tools.runs.history import History, is_number, read_history, require_runs
 from pretrain_tools.runs.status import RunStatus, read_status, state_text, text_of
 
 SMOOTHED_LINES = 10
-SHOWN_STEPS = 10
-EXPORTED = ("train", "validation", "evaluation")
 WIDEST_CELL = 44
 
 
@@ -139,7 +134,7 @@ def _cell(value: Any) -> str:
 
 
 def summary_text(run: Path) -> str:
-    """Formats a one-page summary of a run: settings, results, loss curve. Raises InputError if it is no run."""
+    """Formats a one-page summary of a run: settings and results. Raises InputError if it is no run."""
     history = read_history(run)
     settings = recorded_settings(run)
     start = history.last("start")
@@ -173,51 +168,4 @@ def summary_text(run: Path) -> str:
         **({"kept out of the data": "; ".join(kept_out)} if kept_out else {}),
         **results_of(history, read_status(run)),
     }
-    return "\n".join([str(run), "", table(list(map(list, about.items()))), "", _curve_text(history)])
-
-
-def _curve_text(history: History) -> str:
-    """Formats a table of up to SHOWN_STEPS evenly spaced steps."""
-    train = [e for e in history.of("train") if is_number(e.get("loss"))]
-    if not train:
-        return "no steps logged yet"
-    count = min(SHOWN_STEPS, len(train))
-    picked = sorted({round(n * (len(train) - 1) / max(1, count - 1)) for n in range(count)})
-    header = ["step", "tokens", "loss", "grad norm", "learning rate", "tok/s", "running time"]
-    rows = [
-        [
-            f"{event['step']:,}",
-            count_text(event.get("tokens") or 0),
-            f"{event['loss']:.4f}",
-            text_of(event.get("grad_norm"), "{:.3f}".format),
-            text_of(event.get("learning_rate"), "{:.2e}".format),
-            text_of(event.get("tokens_per_second"), "{:,.0f}".format),
-            duration_text(event["hours"] * 3600),
-        ]
-        for event in (train[number] for number in picked)
-    ]
-    return table([header, *rows], right=set(range(7)))
-
-
-def export_runs(folders: list[Path], path: Path) -> int:
-    """Writes the logged lines of all runs as CSV, one row per line, and returns the number of rows.
-
-    Columns are `run`, `event`, then the union of the lines' keys; a cell is empty if its line lacks the key. Raises
-    InputError for a folder that is no run, or an unwritable path.
-    """
-    require_runs(folders)
-    require_writable(path)
-    rows = [
-        {"run": name, **event}
-        for run, name in zip(folders, names_of(folders), strict=True)
-        for event in read_history(run).events
-        if event["event"] in EXPORTED
-    ]
-    columns = dict.fromkeys(["run", "event", "step", "tokens", "hours", "time", *itertools.chain.from_iterable(rows)])
-    text = io.StringIO(newline="")
-    writer = csv.DictWriter(text, columns)
-    writer.writeheader()
-    writer.writerows(rows)
-    # Replaced at once: a script may read the old table during a new export.
-    write_durably(path, text.getvalue())
-    return len(rows)
+    return "\n".join([str(run), "", table(list(map(list, about.items())))])

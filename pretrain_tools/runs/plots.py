@@ -2,6 +2,7 @@
 
 import io
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,9 +11,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from pretrain.errors import InputError
 from pretrain.files import write_durably
+from pretrain_tools.runs.comparison import names_of, require_writable
 from pretrain_tools.runs.curves import Columns, RunCurves, curves_of
-from pretrain_tools.runs.history import History, is_number, read_history
+from pretrain_tools.runs.history import History, read_history, require_runs
 from pretrain_tools.runs.status import RunStatus, read_status
 
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
@@ -50,7 +53,7 @@ SHARE_LEFT_OUT_OF_RANGE = 0.02
 
 @dataclass(frozen=True)
 class PlottedRun:
-    """A run with everything that a picture or page shows of it."""
+    """A run with everything that a picture shows of it."""
 
     name: str
     history: History
@@ -92,6 +95,24 @@ class Panel:
     has_marks: bool = False
 
 
+def plot_runs(folders: Sequence[Path], output: Path | None) -> Path:
+    """Writes the PNG, by default into the nearest common folder of the runs; returns its path.
+
+    Raises InputError if a folder is not a run, no run has logged a step, or the path is not writable.
+    """
+    runs = require_runs(folders)
+    folder = runs[0] if len(runs) == 1 else Path(os.path.commonpath([run.resolve().parent for run in runs]))
+    folder = folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
+    path = output or folder / "plot.png"
+    require_writable(path)
+    path = path if path.suffix == ".png" else path.with_name(f"{path.name}.png")
+    plotted = [PlottedRun.read(run, name) for run, name in zip(runs, names_of(runs), strict=True)]
+    if not any(run.history.of("train") for run in plotted):
+        raise InputError(f"{', '.join(map(str, runs))}: no steps logged yet, nothing to plot")
+    write_png(plotted, path)
+    return path
+
+
 def write_png(runs: Sequence[PlottedRun], path: Path) -> None:
     """Writes a PNG with one panel per quantity, all runs in each, and a legend of runs and event marks on top."""
     # Figure instead of pyplot, which keeps global state and may need a display.
@@ -112,7 +133,7 @@ def write_png(runs: Sequence[PlottedRun], path: Path) -> None:
         Line2D([], [], color=color_of(number), linewidth=2, label=f"{run.name} ({run.status.state})")
         for number, run in enumerate(runs)
     ]
-    happened = {event["event"] for run in runs for event in run.curves.happened}
+    happened = {name for run in runs for name in run.curves.happened}
     handles += [
         Line2D([], [], color=color, linestyle="none", marker=shape, markersize=6, label=label)
         for kind, (shape, color, label) in MARKS.items()
@@ -136,7 +157,7 @@ def picture_panels(runs: Sequence[PlottedRun]) -> list[Panel]:
     losses = [
         training(f"Training loss by {POSITION_LABELS[at]}", "loss", position=at, **look)
         for at in positions
-        if any(is_number(value) for run in runs for value in run.curves.train[at])
+        if any(np.isfinite(run.curves.train[at]).any() for run in runs)
     ]
     panels = [
         Panel("Validation loss", validation_lines(runs)),
@@ -198,7 +219,7 @@ def score_panels(runs: Sequence[PlottedRun]) -> list[Panel]:
 
 def points_of(columns: Columns, position: str, *measures: str) -> NDArray:
     """Returns an array [x, y, ...] of the points at which all of these columns are known."""
-    points = np.array([columns[name] for name in (position, *measures)], dtype=float)  # None becomes NaN
+    points = np.array([columns[name] for name in (position, *measures)])
     return points[:, np.isfinite(points).all(axis=0)]
 
 
@@ -211,9 +232,9 @@ def draw_panel(axis: Any, panel: Panel) -> None:
     axis.xaxis.set_major_formatter(axis_text)
     axis.margins(x=0.01)
     if panel.position == "position":
-        ends = sorted({end for line in panel.lines for end in line.columns["position"]})
+        ends = np.unique(np.concatenate([line.columns["position"] for line in panel.lines]))
         axis.set_xscale("log", base=2)
-        axis.set_xticks(ends, [f"{end:,}" for end in ends])
+        axis.set_xticks(ends, [f"{end:,.0f}" for end in ends])
         axis.minorticks_off()
     if panel.is_log:
         axis.set_yscale("log")
@@ -228,20 +249,15 @@ def draw_panel(axis: Any, panel: Panel) -> None:
 
 
 def draw_line(axis: Any, panel: Panel, line: Line) -> None:
-    """Draws a curve: if smoothed, its moving average in bold and the range within each point as a faint band."""
+    """Draws a curve: if smoothed, its moving average in bold and all points as a faint line."""
     x, y = points_of(line.columns, panel.position, line.measure)
     look = {"color": line.color, "linestyle": line.dash, "label": line.label, "linewidth": 1.6}
     if "standard_error" in line.columns:
-        errors = [error or 0.0 for error in line.columns["standard_error"]]
+        errors = np.nan_to_num(line.columns["standard_error"])
         axis.errorbar(*points_of({**line.columns, "errors": errors}, panel.position, line.measure, "errors"), **look,
                       **SCORES)  # fmt: skip
     elif panel.is_smoothed and len(y) >= FEWEST_SMOOTHED:
-        ends = [f"{line.measure}_{end}" for end in ("low", "high")]
-        if ends[0] not in line.columns:
-            ends = [line.measure, line.measure]
-        at, *ranges = points_of(line.columns, panel.position, *ends)
-        # A zigzag between minimum and maximum, so that a spike in a long run stays visible.
-        axis.plot(np.repeat(at, 2), np.stack(ranges, axis=1).ravel(), color=line.color, linewidth=0.8, alpha=0.35)
+        axis.plot(x, y, color=line.color, linewidth=0.8, alpha=0.35)
         axis.plot(x, smoothed(y), **look)
     else:
         axis.plot(x, y, marker="o" if len(y) <= MOST_DOTS else None, markersize=3, **look)
@@ -264,8 +280,7 @@ def draw_marks(axis: Any, runs: Sequence[PlottedRun], position: str) -> None:
     """Draws event markers along the bottom, one row per run, and a dotted line at each resume or rollback."""
     for number, run in enumerate(runs):
         for kind, (shape, color, _) in MARKS.items():
-            events = [event for event in run.curves.happened if event["event"] == kind]
-            at = [event[position] for event in events if event[position] is not None]
+            at = points_of(run.curves.happened.get(kind, {position: []}), position)[0]
             height = [0.02 + MARK_HEIGHT * number] * len(at)
             look = {"marker": shape, "s": 26, "c": color, "linewidths": 1.1, "zorder": 3}
             axis.scatter(at, height, **look, transform=axis.get_xaxis_transform())
@@ -275,14 +290,14 @@ def draw_marks(axis: Any, runs: Sequence[PlottedRun], position: str) -> None:
 
 def fit_to_later_loss(axis: Any, panel: Panel) -> None:
     """Fits the axis to the loss after the first 2% of the run; the initial drop would flatten everything else."""
-    curves = [points_of(line.columns, panel.position, "loss_low", "loss_high") for line in panel.lines]
+    curves = [points_of(line.columns, panel.position, "loss") for line in panel.lines]
     if all(points.shape[1] <= FEW for points in curves):
         return
     points = np.concatenate(curves, axis=1)
-    _, low, high = points[:, points[0] >= SHARE_LEFT_OUT_OF_RANGE * points[0].max()]
-    spread = (high.max() - low.min()) or 1.0
+    losses = points[1, points[0] >= SHARE_LEFT_OUT_OF_RANGE * points[0].max()]
+    spread = np.ptp(losses) or 1.0
     below = MARK_HEIGHT * (len(curves) + 0.5) if panel.has_marks else 0.0
-    axis.set_ylim(low.min() - (0.03 + below) * spread, high.max() + 0.03 * spread)
+    axis.set_ylim(losses.min() - (0.03 + below) * spread, losses.max() + 0.03 * spread)
 
 
 def axis_text(value: float, _position: int | None = None) -> str:

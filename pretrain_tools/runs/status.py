@@ -3,7 +3,6 @@
 import fcntl
 import socket
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -23,9 +22,6 @@ STALE_HEARTBEAT_SECONDS = 60.0
 LONG_STEP_SECONDS = 60.0
 """Time without progress after which `status` mentions it."""
 SHOWN_EVENTS = 8
-TREND_LINES = 96
-TREND_WIDTH = 16
-LIST_COLUMNS = ("run", "state", "step", "done", "tokens", "loss", "val loss", "tok/s", "left", "last line")
 FIGURES = frozenset({"train", "validation", "sample", "evaluation"})
 """Events that are measurements; the others, such as checkpoint or rollback, are incidents worth listing."""
 
@@ -102,11 +98,7 @@ def read_status(run: Path, *, brief: bool = False) -> RunStatus:
 
     brief: reads less of the metrics, for long lists.
     """
-    return status_from(run, read_end(run, lines=100, look_back_bytes=1 << 20) if brief else read_end(run))
-
-
-def status_from(run: Path, events: list[Event]) -> RunStatus:
-    """Determines the state of a run from its last events. Raises OSError if the run's folder is gone."""
+    events = read_end(run, lines=100, look_back_bytes=1 << 20) if brief else read_end(run)
     heartbeat = read_json(heartbeat_path(run))
     last = {event["event"]: event for event in events}
     train = last.get("train", {})
@@ -234,62 +226,36 @@ def print_list(folder: Path) -> None:
     print(list_text([read_status(run, brief=True) for run in runs], within=within))
 
 
-def print_status(folder: Path, watch: float | None) -> None:
+def print_status(folder: Path) -> None:
     """Prints the status of a run, or the list of runs if the folder contains several.
-
-    watch: print again at this interval in seconds while the run is running; None: print once.
 
     Raises InputError if the folder is not a run and contains none.
     """
     if folder.is_dir() and not (folder / METRICS_FILE).is_file() and find_runs(folder):
         return print_list(folder)
-    run = require_run(folder)
-    while True:
-        now = read_status(run)
-        if watch is not None and sys.stdout.isatty():
-            print("\033[H\033[2J", end="")
-        print(status_text(now), flush=True)
-        if watch is None or now.state != "running":
-            return None
-        try:
-            time.sleep(watch)
-        except KeyboardInterrupt:
-            return None
-        if not sys.stdout.isatty():
-            print()
+    return print(status_text(read_status(require_run(folder))))
 
 
 def list_text(statuses: list[RunStatus], *, within: Path) -> str:
-    """Formats a table with one line per run."""
-    rows = [list(LIST_COLUMNS)]
+    """Formats a table with one line per run, without control characters."""
+    rows = [["run", "state", "step", "done", "tokens", "loss", "val loss", "tok/s", "left", "last line"]]
     for status in statuses:
         folder = status.folder
-        name = folder.relative_to(within) if folder.is_relative_to(within) else folder
-        cells = cells_of(str(name), status)
-        rows.append([cells[column] for column in LIST_COLUMNS])
-    return table(rows, right=set(range(2, len(LIST_COLUMNS))))
-
-
-def cells_of(name: str, status: RunStatus) -> dict[str, str]:
-    """Formats what a table of runs shows of one, by column, without control characters."""
-    total = f"/{status.total_steps:,}" if status.total_steps else ""
-    losses = recent_losses(status)[-TREND_LINES:]
-    cells = {
-        "run": name,
-        "state": state_text(status),
-        "step": text_of(status.step, lambda step: f"{step:,}{total}"),
-        "done": text_of(status.progress, "{:.0%}".format),
-        "tokens": text_of(status.tokens, count_text),
-        "loss": text_of(status.loss, "{:.4f}".format),
-        "val loss": text_of(status.validation_loss, "{:.4f}".format),
-        "tok/s": text_of(status.tokens_per_second, count_text),
-        "MFU": text_of(status.mfu, "{:.1%}".format),
-        "left": text_of(status.seconds_left, duration_text),
-        "last line": ago(status.logged),
-        "trend": sparkline(losses, width=TREND_WIDTH) if losses else "",
-        "last event": last_event_text(status),
-    }
-    return {column: printable(text) for column, text in cells.items()}
+        total = f"/{status.total_steps:,}" if status.total_steps else ""
+        cells = (
+            str(folder.relative_to(within) if folder.is_relative_to(within) else folder),
+            state_text(status),
+            text_of(status.step, lambda step, total=total: f"{step:,}{total}"),
+            text_of(status.progress, "{:.0%}".format),
+            text_of(status.tokens, count_text),
+            text_of(status.loss, "{:.4f}".format),
+            text_of(status.validation_loss, "{:.4f}".format),
+            text_of(status.tokens_per_second, count_text),
+            text_of(status.seconds_left, duration_text),
+            ago(status.logged),
+        )
+        rows.append([printable(cell) for cell in cells])
+    return table(rows, right=set(range(2, len(rows[0]))))
 
 
 def recent_losses(status: RunStatus) -> list[float]:
@@ -342,16 +308,6 @@ def status_text(status: RunStatus) -> str:
     if events:
         lines += ["", "last events", *(f"  {event_text(event)}" for event in events)]
     return "\n".join(lines)
-
-
-def last_event_text(status: RunStatus) -> str:
-    """Formats the last event that is not a measurement: 'checkpoint 12 s ago: step 500 · path ...'; '' if none."""
-    event = next((event for event in reversed(status.events) if event["event"] not in FIGURES), None)
-    if event is None:
-        return ""
-    when = f" {ago(event['time'])}" if is_number(event.get("time")) else ""
-    facts = event.get("message") or event.get("reason") or facts_text(event)
-    return f"{event['event']}{when}: {' '.join(str(facts).split())}"
 
 
 def time_text(event: Event) -> str:

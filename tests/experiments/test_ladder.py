@@ -1,14 +1,12 @@
 """runs.py ladder: which runs count, what is predicted and what is refused."""
 
 import json
-import math
 
 import pytest
 import yaml
 
 from pretrain.model.build import matrix_parameters
 from pretrain.model.model_config import load_model_config
-from pretrain_tools.experiments.ladder import read_ladder_runs, rungs_of
 from support.project import ROOT, run_script
 from support.tiny_models import LLAMA
 
@@ -113,16 +111,3 @@ def test_a_larger_size_with_fewer_steps_is_warned_of(tmp_path):
     first, second = (round(tokens / batch) for (_, tokens), batch in zip(sizes, (256, 1024), strict=False))
     (said,) = [line for line in ladder(tmp_path / "runs").stdout.splitlines() if "steps of" in line]
     assert f"had {second:,} steps of 1,024 tokens, " in said and f"{first:,} of 256: such a ladder bends" in said
-
-
-def test_losses_on_the_way_count_only_where_the_rate_was_constant(tmp_path):
-    for schedule in ("cosine", "constant"):
-        write_ladder_run(tmp_path / schedule, 32, schedule=schedule)
-        write_ladder_run(tmp_path / f"{schedule}_2", 64, schedule=schedule)
-    runs, _ = read_ladder_runs([tmp_path / "cosine", tmp_path / "cosine_2"], "matrix", intermediate=True)
-    assert len(rungs_of(runs)) == 2
-    constant = [tmp_path / "constant", tmp_path / "constant_2"]
-    rungs = rungs_of(read_ladder_runs(constant, "matrix", intermediate=True)[0])
-    assert [rung.tokens / rung.parameters for rung in rungs] == pytest.approx([4, 10, 20] * 2, rel=1e-3)
-    assert all(math.isclose(r.loss, loss_of(r.parameters, r.tokens)) for r in rungs)
-    assert len(rungs_of(read_ladder_runs(constant, "matrix", intermediate=False)[0])) == 2

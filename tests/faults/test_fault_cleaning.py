@@ -16,13 +16,11 @@ KILLS = 20
 # prepare_data.py with small parts and a commit every 20 ms, so that its work is divided as that of a large input is.
 IN_SMALL_PARTS = """
 from pretrain_tools.preparation import near_duplicate_search
-from pretrain_tools.preparation.cleaning import repeated_text
 from pretrain_tools.preparation.documents import byte_stream, formats, sources
 from pretrain_tools.preparation import prepare, slices
 byte_stream.READ_BYTES = formats.PART_BYTES = sources.PART_BYTES = 30_000
 prepare.COMMIT_SECONDS, slices.TOKENS_PER_PART = 0.02, 20_000
 near_duplicate_search.RUN_DOCUMENTS, near_duplicate_search.KEYS_AT_ONCE = 256, 128
-repeated_text.HASHES_PER_RUN = 2_000
 import prepare_data
 from pretrain.errors import run_script
 run_script(prepare_data.main)
@@ -31,7 +29,8 @@ run_script(prepare_data.main)
 
 def documents(rng, count):
     """Prose with notices, near copies, benchmark items and addresses, and texts that filters remove."""
-    words, made = PROSE.replace(".", "").split(), []
+    words = PROSE.replace(".", "").split()
+    made = []
     for number in range(count):
         own = [" ".join(rng.choices(words, k=14)).capitalize() + "." for _ in range(rng.randint(8, 40))]
         text = "\n".join([*own, "Home | About | Contact"] if number % 3 else own)
@@ -62,7 +61,7 @@ def test_kills_at_random_moments_of_a_cleaning_change_no_byte(tmp_path, tokenize
     (tmp_path / "items.txt").write_text("\n".join(items))
     command = [
         "-c", IN_SMALL_PARTS, "--input", tmp_path / "*.jsonl", "--tokenizer", tokenizer, "--workers", workers,
-        "--clean", "--decontaminate", tmp_path / "items.txt", "--repeated_lines", 9, "--validation_fraction", 0.1,
+        "--clean", "--decontaminate", tmp_path / "items.txt", "--validation_fraction", 0.1,
     ]  # fmt: skip
 
     def started(name):
@@ -75,11 +74,15 @@ def test_kills_at_random_moments_of_a_cleaning_change_no_byte(tmp_path, tokenize
 
     process, began = started("whole")
     assert process.wait(300) == 0
-    whole, expected, finished, hit = time.monotonic() - began, content_of(tmp_path / "whole"), 0, []
+    whole = time.monotonic() - began
+    expected = content_of(tmp_path / "whole")
+    finished = 0
+    hit = []
     while len(hit) < KILLS:
         name = f"broken-{finished}"
         process, began = started(name)
-        delay, kind = rng.uniform(0, whole), rng.choice(["all", "main", "worker"] if workers > 1 else ["all", "main"])
+        delay = rng.uniform(0, whole)
+        kind = rng.choice(["all", "main", "worker"] if workers > 1 else ["all", "main"])
         time.sleep(delay)
         children = [] if process.poll() is not None else psutil.Process(process.pid).children()
         if process.poll() is None and (children or kind != "worker"):
@@ -102,6 +105,6 @@ def test_kills_at_random_moments_of_a_cleaning_change_no_byte(tmp_path, tokenize
     assert process.wait(300) == 0
     assert content_of(tmp_path / f"broken-{finished}") == expected, f"KILL_SEED={seed}"
     manifest = expected["manifest.json"]
-    for said in (b"near_duplicate_documents", b"repeated_lines.removed", b"items.txt", b"gopher_repetition"):
+    for said in (b"near_duplicate_documents", b"items.txt", b"gopher_repetition"):
         assert said in manifest
     tell("29", f"{KILLS} kills at random moments of a whole cleaning, {workers} workers", "the same bytes each time")

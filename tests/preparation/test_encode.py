@@ -1,5 +1,4 @@
 import json
-import re
 import shutil
 
 import numpy as np
@@ -61,7 +60,8 @@ def test_fast_and_reference_and_transformers_give_the_same_ids(loaded, tokenizer
     from transformers import AutoTokenizer
 
     transformers_tokenizer = AutoTokenizer.from_pretrained(tokenizer)
-    fast, reference = FastEncoder(loaded).encode(TEXTS), ReferenceEncoder(loaded).encode(TEXTS)
+    fast = FastEncoder(loaded).encode(TEXTS)
+    reference = ReferenceEncoder(loaded).encode(TEXTS)
     for text, fast_ids, reference_ids in zip(TEXTS, fast, reference, strict=True):
         assert fast_ids.tolist() == reference_ids.tolist()
         assert reference_ids.tolist() == transformers_tokenizer(text.decode(), add_special_tokens=False).input_ids
@@ -227,19 +227,6 @@ def test_training_gives_equal_bytes_and_tells_compression_on_unseen_text(tmp_pat
     train(tmp_path, tmp_path / "two", validation_fraction=0.1)
     for path in (tmp_path / "one").iterdir():
         assert path.read_bytes() == (tmp_path / "two" / path.name).read_bytes()
-
-
-def test_compression_is_told_beside_that_of_gpt2_where_it_is_in_the_cache(tmp_path, tokenizer, capsys, monkeypatch):
-    snapshot = tmp_path / "cache/models--openai-community--gpt2/snapshots/abc"
-    snapshot.mkdir(parents=True)
-    shutil.copy(tokenizer / "tokenizer.json", snapshot)
-    (snapshot.parents[1] / "refs").mkdir()
-    (snapshot.parents[1] / "refs/main").write_text("abc")
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
-    write_paragraphs(tmp_path / "a.txt")
-    train(tmp_path, tmp_path / "one", validation_fraction=0.1)
-    ours, theirs = re.findall(r"([\d.]+) bytes per token", capsys.readouterr().out)
-    assert float(ours) > float(theirs) > 1, "the stand-in was trained on other text"
 
 
 def test_training_again_is_recognised_and_other_options_are_refused(tmp_path, capsys):

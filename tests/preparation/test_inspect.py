@@ -4,7 +4,7 @@ import numpy as np
 
 from pretrain.data.shards import read_manifest
 from pretrain_tools.preparation.documents.document_index import read_index
-from pretrain_tools.preparation.inspect import histogram_lines
+from pretrain_tools.preparation.inspect import lengths_text
 from support.prepared import stream_of, write_jsonl
 
 
@@ -29,16 +29,16 @@ def test_lengths_of_both_splits_are_those_of_the_index(tmp_path, run):
     indices = [read_index(tmp_path / f"out/{split}-00000.bin", n) for split, n in documents_in(tmp_path / "out")]
     lengths = np.concatenate([np.diff(index["end"].astype(int), prepend=0) - 1 for index in indices])
     assert len(indices) == 2 and len(lengths) == 19
-    assert "\n".join(histogram_lines(lengths)) in run("--inspect", tmp_path / "out", with_tokenizer=False)
+    assert f"tokens per document: {lengths_text(lengths)}\n" in run(
+        "--inspect", tmp_path / "out", with_tokenizer=False
+    )
 
 
 def documents_in(folder):
     return [(shard.split, shard.documents) for shard in read_manifest(folder).shards]
 
 
-def test_a_histogram_by_powers_of_two():
-    lines = histogram_lines(np.array([1, 2, 3, 4, 4, 100]))
-    counts = [int(line.split()[3].replace(",", "")) for line in lines[:-1]]
-    assert counts == [1, 1, 3, 0, 0, 0, 0, 1]
-    assert "shortest 1, median 4" in lines[-1] and "longest 100" in lines[-1]
-    assert histogram_lines(np.array([], np.int64)) == ["  no documents"]
+def test_lengths_are_told_in_one_line():
+    text = lengths_text(np.array([1, 2, 3, 4, 4, 100]))
+    assert text.startswith("shortest 1, median 4, 90 % up to 52") and "longest 100, mean 19.0" in text
+    assert lengths_text(np.array([], np.int64)) == "no documents"

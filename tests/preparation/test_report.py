@@ -1,4 +1,4 @@
-"""The report on a prepared folder: figures that add up, samples that cannot break the page, and dry runs."""
+"""The report on a prepared folder: figures that add up, samples that cannot break the page."""
 
 import json
 import re
@@ -7,9 +7,6 @@ from html.parser import HTMLParser
 import pytest
 
 from pretrain_tools.preparation.cleaning.account import DOMAIN_SAMPLE, CleaningAccount
-from pretrain_tools.preparation.documents.records import Reading
-from pretrain_tools.preparation.documents.sources import BEGINNING, Files, find_sources
-from pretrain_tools.preparation.dry_run import DrawnDocuments
 from pretrain_tools.preparation.report import report_facts, report_page
 from support.project import run_script
 
@@ -43,7 +40,8 @@ class Page(HTMLParser):
 
     def __init__(self, text):
         super().__init__()
-        self.tags, self.text = [], ""
+        self.tags = []
+        self.text = ""
         self.feed(text)
 
     def handle_starttag(self, tag, attributes):
@@ -73,31 +71,6 @@ def test_figures_add_up_and_samples_are_escaped(documents, tokenizer):
     assert "script" not in page.tags and "link" not in page.tags and "<script>alert(1)</script>" in page.text
     assert "1,600 documents went in; 1,001 (63 %) stayed" in page.text
     assert not re.search(r"https?://(?!www\.site)", (documents / "out/report.html").read_text())
-
-
-def test_a_dry_run_leaves_the_report_alone(documents, tokenizer):
-    for number in (64, 70):  # the second replaces the first
-        done = run_script("prepare_data.py", *arguments(documents, tokenizer, "--dry_run", number))
-    facts = json.loads((documents / "out.dry_run.json").read_bytes())
-    assert facts["documents_in"] == 70 and len(facts["by_source"]) == 32
-    assert "removed" in done.stdout and not (documents / "out").exists()
-    assert {path.name for path in documents.iterdir()} == {"docs", "mine.py", "out.dry_run.html", "out.dry_run.json"}
-
-
-def test_a_dry_run_draws_from_all_over_the_input_and_makes_up_for_short_files(tmp_path):
-    for number, lines in enumerate((1, 50, 2)):
-        (tmp_path / f"{number}.jsonl").write_text("".join(f'{{"text": "{number} {n}"}}\n' for n in range(lines)))
-    drawn = DrawnDocuments(Files(find_sources([f"{tmp_path}/*.jsonl"])), 20)
-    records = [record for part in drawn.parts(Reading(), BEGINNING) for _, record in part.records(Reading())]
-    texts = [record.text.decode() for record in records]
-    assert texts == ["0 0", *(f"1 {n}" for n in range(17)), "2 0", "2 1"]
-
-
-def test_what_a_dry_run_does_not_go_with_is_refused(documents, tokenizer):
-    given = arguments(documents, tokenizer, "--dry_run", 5, "--slice", "0/2")
-    done = run_script("prepare_data.py", *given, check=False)
-    assert done.returncode == 2
-    assert "--dry_run tries a whole preparation on a few documents; leave out --slice" in done.stderr
 
 
 def test_a_folder_without_cleaning_has_a_report_too(shards):

@@ -160,7 +160,7 @@ def test_ray_gives_the_bytes_of_one_machine(tmp_path, run, small_parts):
     for name in ("e.jsonl", "f.jsonl"):
         write_jsonl(tmp_path / name, lines)
     arguments = (*write_inputs(tmp_path), "--decontaminate", tmp_path / "items.txt", "--max_characters", 5000)
-    arguments = (*arguments, "--near_duplicates", "0.8", "--repeated_lines", 50, "--write_text")
+    arguments = (*arguments, "--near_duplicates", "0.8", "--write_text")
     run(*arguments, "--output", tmp_path / "whole")
     run(*arguments, "--output", tmp_path / "ray", "--engine", "ray", "--workers", 2)
     assert content_of(tmp_path / "ray") == content_of(tmp_path / "whole")

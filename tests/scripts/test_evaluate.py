@@ -194,14 +194,12 @@ def test_messages_of_the_command_line(words, message):
 
 def test_all_problems_of_the_inputs_at_once(model_folder, tmp_path):
     text = problems_of(
-        evaluate, "--model", model_folder, tmp_path / "none", "--data", tmp_path / "no_data", "--output", tmp_path,
-        "--plot", "scores.gif",
+        evaluate, "--model", model_folder, tmp_path / "none", "--data", tmp_path / "no_data", "--output", tmp_path
     )  # fmt: skip
     for part in (
         f"--model {tmp_path}/none: no such folder",
         f"{tmp_path}/no_data: no such folder of prepared shards",
         f"--output {tmp_path}: is a folder",
-        "--plot scores.gif: ends in .gif; allowed: .png, .svg, .pdf",
     ):
         assert part in text
 
@@ -328,13 +326,14 @@ def test_a_task_without_its_data(tasks, tmp_path):
         select_tasks(["tiny_gone"], tmp_path)
 
 
-# Samples, JSON, plot
+# Samples, JSON
 
 
 def test_a_sample_continues_the_prompt(model_folder, capsys):
     words = ["--model", model_folder, "--prompt", "def f", "--max_new_tokens", 8]
     (greedy,) = evaluate(*words, "--temperature", 0)
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(model_folder), AutoTokenizer.from_pretrained(model_folder)
+    model = AutoModelForCausalLM.from_pretrained(model_folder)
+    tokenizer = AutoTokenizer.from_pretrained(model_folder)
     ids = tokenizer("def f", return_tensors="pt").input_ids
     output = model.generate(ids, max_new_tokens=8, do_sample=False)
     assert greedy.sample == tokenizer.decode(output[0], skip_special_tokens=True)
@@ -353,7 +352,7 @@ def test_a_model_without_a_tokenizer(model_folder, tmp_path):
     assert "its tokenizer cannot be loaded, which --tasks and --prompt need" in text
 
 
-def test_json_and_plot_over_a_run(model_folder, shards, tmp_path):
+def test_json_and_lines_of_a_run(model_folder, shards, tmp_path):
     run = tmp_path / "run"
     shutil.copytree(model_folder, run / "final")
     for step in (4, 8):
@@ -371,10 +370,8 @@ def test_json_and_plot_over_a_run(model_folder, shards, tmp_path):
     (run / "config.yaml").write_text(yaml.safe_dump(values))
     (run / "metrics.jsonl").write_text('{"event": "end", "code": 0, "step": 8, "tokens": 80}\n{"event": "tra')
     evaluate(
-        "--model", f"{run}@all", "--data", shards, "--sequences", 4, "--output", tmp_path / "new/results.json",
-        "--plot", tmp_path / "scores.png",
+        "--model", f"{run}@all", "--data", shards, "--sequences", 4, "--output", tmp_path / "new/results.json"
     )  # fmt: skip
-    assert (tmp_path / "scores.png").read_bytes().startswith(b"\x89PNG")
     results = json.loads((tmp_path / "new/results.json").read_text())
     assert [model["tokens"] for model in results["models"]] == [40, 80]
     assert results["models"][0]["source_settings"]["sequence_length"] == 64  # the run's own

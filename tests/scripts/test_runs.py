@@ -1,6 +1,5 @@
 """runs.py: what it says of runs in every state, side by side, as a table, and of what a step was trained on."""
 
-import csv
 import json
 import os
 import re
@@ -37,7 +36,7 @@ from pretrain_tools.runs.step_documents import documents_text, open_step, read_s
 from support.project import run_script
 from support.run_logs import end_line, finished_run, start_line, train_line, validation_line, write_run
 
-COMMANDS = ("list", "status", "plot", "compare", "summary", "export", "documents", "save", "stop", "abort", "anneal")
+COMMANDS = ("list", "status", "plot", "compare", "summary", "documents", "save", "stop", "abort", "anneal")
 DEAD = {"pid": 2**22 + 1, "host": socket.gethostname()}
 
 
@@ -154,8 +153,10 @@ def test_the_status_page_says_what_one_wants_to_know(tmp_path):
     assert "validation web  loss 4.0000 at step 50" in text and "warning     step 50 · message a slow disk" in text
 
 
-def test_watching_ends_with_the_run(tmp_path):
-    assert "finished" in run_script("runs.py", "status", finished_run(tmp_path / "run"), "--watch", "0.1").stdout
+def test_the_list_shows_no_control_characters(tmp_path):
+    finished_run(tmp_path / "done\x1b[2J")
+    text = run_script("runs.py", "list", tmp_path).stdout
+    assert "\x1b" not in text and "done" in text and "100/100" in text
 
 
 def test_the_list_has_a_line_for_every_run(tmp_path):
@@ -230,25 +231,12 @@ def test_results_of_a_run_that_lost_its_numbers(tmp_path):
     assert results["step"] == "1" and not any("loss" in name for name in results)
 
 
-def test_the_export_holds_every_line_of_the_curves_once(tmp_path):
+def test_plot_writes_a_picture(tmp_path):
     runs = [finished_run(tmp_path / "a"), finished_run(tmp_path / "b")]
-    path = tmp_path / "x.csv"
-    assert run_script("runs.py", "export", *runs, "--output", path).stdout == f"{path}: 208 rows\n"
-    with open(path, newline="") as file:
-        rows = list(csv.DictReader(file))
-    train = [row for row in rows if row["run"] == "b" and row["event"] == "train"]
-    assert [int(row["step"]) for row in train] == list(range(1, 101))
-    assert float(train[9]["loss"]) == 4.9 and train[9]["source"] == ""
-    assert [row["loss"] for row in rows if row["event"] == "validation"][:3] == ["4.3", "3.9", "3.5"]
-    assert [row["acc"] for row in rows if row["event"] == "evaluation"] == ["0.25", "0.25"]
-
-
-def test_plot_writes_a_picture_and_a_page(tmp_path):
-    runs = [finished_run(tmp_path / "a"), finished_run(tmp_path / "b")]
-    assert run_script("runs.py", "plot", runs[0]).stdout.split() == [f"{runs[0]}/plot.html", f"{runs[0]}/plot.png"]
+    assert run_script("runs.py", "plot", runs[0]).stdout == f"{runs[0]}/plot.png\n"
     run_script("runs.py", "plot", *runs)
     run_script("runs.py", "plot", *runs, "--output", tmp_path / "mine.png")
-    assert {path.name for path in tmp_path.glob("*.*")} == {"plot.html", "plot.png", "mine.html", "mine.png"}
+    assert {path.name for path in tmp_path.glob("*.*")} == {"plot.png", "mine.png"}
 
 
 def trained(tmp_path, shards, **more):
@@ -315,7 +303,8 @@ def test_documents_are_counted_within_the_shard(tmp_path, shards):
         sequence = read_sequence(batches, sample, 1)
         for document in sequence.documents:
             nth = document.number
-            begin, stop = (ends[nth - 2] + 1 if nth > 1 else 0), ends[nth - 1]
+            begin = ends[nth - 2] + 1 if nth > 1 else 0
+            stop = ends[nth - 1]
             inside = stream[max(begin, sequence.offset) : min(stop, sequence.offset + 64)]
             assert (inside == document.ids).all()
         several += len(sequence.documents) > 1
@@ -376,10 +365,9 @@ def test_bad_input_gets_a_clear_answer(tmp_path):
         ("plot", run, "--output", tmp_path / "no" / "where"): "is not a folder; create it, or choose another path",
         ("plot", run, "--output", tmp_path / "runs"): "is a folder; give a file name in it",
         ("compare", run): "only one run given; give two or more, or use summary",
-        ("export", run, "--output", tmp_path / "no" / "x.csv"): "is not a folder; create it",
+        ("plot", run, "--output", tmp_path / "no" / "x.png"): "is not a folder; create it",
         ("documents", run, "--step", "0"): "0 is not above 0",
         ("documents", run, "--step", "x"): "invalid natural value",
-        ("status", run, "--watch", "-1"): "-1 is not above 0",
         ("abort", tmp_path / "runs"): f"is not a run but holds 1: {run}; give one of them",
     }
     for arguments, message in cases.items():

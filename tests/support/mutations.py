@@ -67,8 +67,12 @@ def generator_of(kind: str, number: int) -> random.Random:
 
 def recipe_case(material: Material, number: int) -> Case:
     """train.py --check with one to three mistakes in the recipe or on the command line."""
-    rng, folder = generator_of("recipe", number), material.place(f"recipe-{number}")
-    values, raw, names, words = json.loads(json.dumps(material.recipe)), {}, [], []
+    rng = generator_of("recipe", number)
+    folder = material.place(f"recipe-{number}")
+    values = json.loads(json.dumps(material.recipe))
+    raw = {}
+    names = []
+    words = []
     values["output"] = str(folder / "run")
     settings = [path for path, _ in fields_of_config()]
     for _ in range(rng.choice((1, 1, 2, 3))):
@@ -147,7 +151,8 @@ def spoil(rng: random.Random, text: str) -> tuple[str | bytes, list[str]]:
 
 def model_case(material: Material, number: int) -> Case:
     """train.py --check with mistakes in the model's JSON."""
-    rng, folder = generator_of("model", number), material.place(f"model-{number}")
+    rng = generator_of("model", number)
+    folder = material.place(f"model-{number}")
     model_type = rng.choice(sorted(ARCHITECTURES))
     keys = model_of(material, model_type)
     known = sorted({*keys, *keys_of(model_type), "torch_dtype", "rope_scaling", "rope_theta", "id2label"})
@@ -197,36 +202,39 @@ def keys_of(model_type: str) -> list[str]:
 SCRIPT_OPTIONS = {
     "plan.py": ["gpus", "gpu", "machines", "gpu_memory", "peak_tflops", "price_per_gpu_hour", "network_gbits", "mfu",
                 "config", "batch.tokens_per_step", "budget.steps", "data.sequence_length", "optim.name"],
-    "evaluate.py": ["model", "output", "plot", "precision", "tasks", "include_path", "num_fewshot", "limit",
+    "evaluate.py": ["model", "output", "precision", "tasks", "include_path", "num_fewshot", "limit",
                     "batch_size", "data", "tokenizer", "split", "sequences", "sequence_length", "document_mask",
                     "prompt", "max_new_tokens", "temperature", "top_k", "seed"],
     "publish.py": ["run", "repo", "checkpoint", "license", "language", "message", "output", "attempts", "first_wait"],
     "prepare_data.py": [name for group in OPTIONS.values() for name in group],
-    "runs.py": ["output", "step", "limit", "characters", "watch", "timeout"],
+    "runs.py": ["output", "step", "limit", "characters", "timeout"],
 }  # fmt: skip
 """Every option that takes a value."""
 
 
-WRITTEN = ("output", "staging", "plot")
+WRITTEN = ("output",)
 OUTSIDE = ("/", "../..", "/nonexistent/x", "~")
 """What no test may write to."""
 
 
 def script_case(material: Material, number: int) -> Case:
     """A command line of another script with mistakes in it."""
-    rng, folder = generator_of("script", number), material.place(f"script-{number}")
+    rng = generator_of("script", number)
+    folder = material.place(f"script-{number}")
     script = list(SCRIPT_OPTIONS)[number % len(SCRIPT_OPTIONS)]
     words = base_of(rng, script, material, folder)
     names = []
     for _ in range(rng.choice((1, 1, 2, 3))):
-        option, value = rng.choice(SCRIPT_OPTIONS[script]), rng.choice([*VALUES, str(folder), str(material.text)])
+        option = rng.choice(SCRIPT_OPTIONS[script])
+        value = rng.choice([*VALUES, str(folder), str(material.text)])
         if option in WRITTEN and value in OUTSIDE:
             value = "/dev/null/x"
         names += [option, option.rpartition(".")[2], *([value[:40]] if len(value) > 2 else [f"{value}:"])]
         flag = f"--{option}"
         kind = rng.random()
         if kind < 0.1:
-            words, names = [*words, f"{flag}x", value], [*names, f"{flag}x", "unrecognized"]
+            words = [*words, f"{flag}x", value]
+            names = [*names, f"{flag}x", "unrecognized"]
         elif kind < 0.2 and flag in words:
             words.remove(flag)
             names += ["--", *names_of_words(words)]
@@ -248,7 +256,8 @@ def names_of_words(words: list[str]) -> list[str]:
 
 def base_of(rng: random.Random, script: str, material: Material, folder: Path) -> list[str]:
     """A command line that works."""
-    run, recipe = str(material.run), folder / "recipe.yaml"
+    run = str(material.run)
+    recipe = folder / "recipe.yaml"
     recipe.write_text(yaml.safe_dump({**material.recipe, "output": str(folder / "run")}))
     if script == "plan.py":
         return ["--config", str(recipe), "--gpus", "8", "--gpu", "h100", *rng.choice([[], ["--json"], ["--comment"]])]
@@ -266,12 +275,11 @@ def base_of(rng: random.Random, script: str, material: Material, folder: Path) -
         return rng.choice(
             [words, words, words, ["--inspect", str(material.shards)], ["--verify", str(material.shards)]]
         )
-    command = rng.choice(("list", "status", "plot", "compare", "summary", "export", "documents", "save", "parity"))
+    command = rng.choice(("list", "status", "plot", "compare", "summary", "documents", "save", "parity"))
     place = rng.choice([run, run, str(material.run.parent), "/typo", "é" * 300, str(material.text), "/dev/zero", ""])
     rest = {
         "plot": ["--output", str(folder / "curves")],
         "compare": [run],
-        "export": ["--output", str(folder / "x.csv")],
         "documents": ["--step", "1"],
         "save": ["--timeout", "1"],
     }

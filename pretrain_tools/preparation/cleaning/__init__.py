@@ -12,6 +12,5 @@ Stages depend on a document alone, so workers, slices and interruptions change n
     decontamination, item_index: benchmarks kept out; the index of their items
     lm_eval_items: the items of lm-eval's tasks
     account: what was removed by which rule, in counts and in samples
-    repeated_text: lines and paragraphs that many documents have
     near_duplicates, folded_words: signatures of documents, and their similarity; their words
 """

@@ -35,7 +35,7 @@ class Found(NamedTuple):
     number: int
     """Its number in the list, from 0."""
     excerpt: str
-    """The text of the document in that place."""
+    """The beginning of the entry that the document holds."""
 
 
 @dataclass

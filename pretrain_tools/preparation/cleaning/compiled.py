@@ -19,14 +19,11 @@ compiled = functools.partial(numba.njit, cache=True, nogil=True, error_model="nu
 FACTOR = np.uint64(0x9E3779B97F4A7C15)
 START = np.uint64(0xCBF29CE484222325)
 ONE = np.uint64(1)
-SPACE, LINE_END, ALPHABETIC, LOWER, DIGIT, VISIBLE, SENTENCE_END, CLOSING, SIGN = (1 << bit for bit in range(9))
+SPACE, LINE_END, ALPHABETIC, LOWER, DIGIT, VISIBLE, SENTENCE_END, CLOSING = (1 << bit for bit in range(8))
 """Classes of characters. LINE_END: as in str.splitlines. VISIBLE: neither space nor punctuation. CLOSING: quotes and
-brackets that may follow the end of a sentence. SIGN: counted by the fields of LINE."""
+brackets that may follow the end of a sentence."""
 SENTENCE_ENDS = ".!?…。．！？｡؟۔।॥։።၊။។៕᠃᠉‼‽⁇⁈⁉"
 LINE_ENDS = "\n\v\f\r\x1c\x1d\x1e\x85\u2028\u2029"
-SIGNS = ".…#|,;()[]{}<>=_"
-SMALL_LETTER = ALPHABETIC | LOWER | VISIBLE
-"""The classes of a to z."""
 FIRST_WIDE = 0x3000
 """Signs from here on end sentences without a space."""
 LINE = np.dtype(
@@ -34,14 +31,13 @@ LINE = np.dtype(
         (name, "<i4")
         for name in (
             "document", "block", "start", "stop", "characters", "words", "sentences", "longest_word",
-            "first_kind", "first_code", "last_kind", "last_code", "numbers", "gaps", "tabs", "pipes", "commas",
-            "semicolons", "opening", "closed", "signs", "hash_signs", "ellipses",
+            "first_kind", "first_code", "last_kind", "last_code", "numbers", "gaps",
         )
     ] + [("digest", "<u8")]
 )  # fmt: skip
 """A line that is not blank. block: a number for each run of lines without a blank one between. start, stop: bytes of
 the joined texts, without the spaces around the line. digest: a hash of its words. gaps: two spaces or more. numbers:
-words with digits. signs: of code. The kinds are classes; closing quotes and brackets do not count for the last one."""
+words with digits. The kinds are classes; closing quotes and brackets do not count for the last one."""
 PADDING = 16
 """Bytes behind joined texts that may be read; no result depends on them."""
 GRAM_RULES = ("top_2_gram", "top_3_gram", "top_4_gram", *(f"duplicate_{n}_gram" for n in range(5, 11)))
@@ -64,7 +60,7 @@ def character_classes() -> np.ndarray:
         | VISIBLE * ~(spaces | punctuation)
         | CLOSING * closing
     )
-    flags = {SENTENCE_ENDS: SENTENCE_END, LINE_ENDS: LINE_END, SIGNS: SIGN, "\"'`*_": CLOSING, "0123456789": DIGIT}
+    flags = {SENTENCE_ENDS: SENTENCE_END, LINE_ENDS: LINE_END, "\"'`*_": CLOSING, "0123456789": DIGIT}
     for characters, flag in flags.items():
         classes[list(map(ord, characters))] |= flag
     return classes
@@ -102,33 +98,6 @@ def mixed(value):
 
 
 @compiled
-def _count_sign(text, begin, position, code, line):
-    """Counts a sign in a word that begins at `begin`."""
-    if code == 46:
-        dots = 1
-        while position - dots >= begin and text[position - dots] == 46:
-            dots += 1
-        line.ellipses += dots % 3 == 0
-    elif code == 0x2026:
-        line.ellipses += 1
-    elif code == 124:
-        line.pipes += 1
-    elif code == 44:
-        line.commas += 1
-    elif code == 35:
-        line.hash_signs += 1
-    elif code == 40 or code == 91:
-        line.opening += 1
-    elif code == 41 or code == 93:
-        line.closed += 1
-    else:
-        line.semicolons += code == 59
-        line.opening += code == 123
-        line.closed += code == 125
-        line.signs += 1
-
-
-@compiled
 def _divide(text, bounds, classes, lengths, hashes, word_bounds, totals, lines):
     """Fills the arrays of DividedTexts and returns the numbers of words and of lines.
 
@@ -142,7 +111,6 @@ def _divide(text, bounds, classes, lengths, hashes, word_bounds, totals, lines):
         block += 1
         while position < end:
             line = lines[count]
-            line.tabs = 0  # those of a blank line before, which is overwritten
             first_word = word
             spaces = np.int64(0)
             is_ended = False
@@ -150,16 +118,11 @@ def _divide(text, bounds, classes, lengths, hashes, word_bounds, totals, lines):
             last_kind = last_code = np.int64(0)
             digest = START
             while position < end:
-                if text[np.uintp(position)] == 32:
-                    spaces += 1
-                    position += 1
-                    continue
                 code, size = code_at(text, position)
                 kind = np.int64(classes[code])
                 if kind & SPACE:
                     if kind & LINE_END and not (code == 13 and position + 1 < end and text[position + 1] == 10):
                         break
-                    line.tabs += code == 9
                     spaces += 1
                     position += size
                     continue
@@ -171,13 +134,10 @@ def _divide(text, bounds, classes, lengths, hashes, word_bounds, totals, lines):
                     line.gaps += spaces > 1
                     line.sentences += is_ended
                     line.characters += spaces
-                begin = position
                 length = np.int64(0)
                 kinds = np.int64(0)
                 value = START
                 while True:
-                    if kind & SIGN:
-                        _count_sign(text, begin, position, code, line)
                     if not kind & CLOSING:
                         if last_kind & SENTENCE_END and last_code >= FIRST_WIDE and length > 0:
                             line.sentences += 1
@@ -187,16 +147,9 @@ def _divide(text, bounds, classes, lengths, hashes, word_bounds, totals, lines):
                     kinds = kinds | kind
                     value = (value ^ np.uint64(code)) * FACTOR
                     position += size
-                    # Words are mostly small letters, and the first of several has the classes of all.
-                    if kind == SMALL_LETTER:
-                        first = position
-                        while position < end and np.uint8(text[np.uintp(position)] - np.uint8(97)) < 26:
-                            value = (value ^ np.uint64(text[np.uintp(position)])) * FACTOR
-                            position += 1
-                        length += position - first
                     if position >= end:
                         break
-                    # Most other characters are of one byte: the call is left out.
+                    # Most characters are of one byte: the call is left out.
                     code = np.int64(text[np.uintp(position)])
                     size = np.int64(1)
                     if code >= 0x80:
@@ -266,80 +219,6 @@ def divided_texts(text: np.ndarray, bounds: np.ndarray) -> DividedTexts:
     return DividedTexts(text, lengths[:words], hashes[:words], word_bounds, totals, lines[:count])
 
 
-def count_phrases(
-    text: np.ndarray, starts: np.ndarray, stops: np.ndarray, phrases: np.ndarray, sizes: np.ndarray, found: np.ndarray
-) -> None:
-    """Adds how often each phrase stands in each line, in any case, to `found`, (lines, phrases).
-
-    text: as joined_texts gives it. phrases: (phrases, the longest) uint8, in lower case; sizes: (phrases,).
-    """
-    marks = np.zeros(len(text), bool)
-    _mark_heads(text, phrases, sizes, marks)
-    places = np.flatnonzero(marks)
-    _count_at(text, starts, stops, places, np.searchsorted(places, starts), phrases, sizes, found)
-
-
-@compiled
-def _mark_heads(text, phrases, sizes, marks):
-    """Marks the bytes where the first three letters of a phrase, or one of a shorter phrase, may stand."""
-    # A loop over all bytes for each phrase, with unsigned places: the compiler vectorizes it.
-    for number in range(len(phrases)):
-        first = phrases[number, 0]
-        second = phrases[number, 1]
-        third = phrases[number, 2]
-        is_short = sizes[number] < 3
-        for place in range(np.uintp(len(text) - 2)):
-            is_second = (text[place + np.uintp(1)] | 32) == second
-            is_third = (text[place + np.uintp(2)] | 32) == third
-            marks[place] |= ((text[place] | 32) == first) & (is_short | is_second & is_third)
-
-
-@compiled
-def _count_at(text, starts, stops, places, first_places, phrases, sizes, found):
-    """Counts phrases at ascending places. first_places: (lines,), the first place in each line."""
-    for line in range(len(starts)):
-        at = first_places[line]
-        while at < len(places) and places[at] < stops[line]:
-            begin = places[at]
-            for number in range(len(phrases)):
-                size = min(sizes[number], stops[line] - begin)
-                index = 0
-                while index < size:
-                    byte = text[np.uintp(begin + index)]
-                    byte |= np.uint8(32) if 65 <= byte <= 90 else np.uint8(0)
-                    if byte != phrases[number, index]:
-                        break
-                    index += 1
-                found[line, number] += index == sizes[number]
-            at += 1
-
-
-@compiled
-def join_lines(text, starts, stops, joined):
-    """Writes lines one after another, each with a line end behind it."""
-    position = np.int64(0)
-    for line in range(len(starts)):
-        for place in range(starts[line], stops[line]):
-            joined[np.uintp(position)] = text[np.uintp(place)]
-            position += 1
-        joined[position] = 10
-        position += 1
-
-
-@compiled
-def different_words(hashes, word_bounds, sought, enough, found):
-    """Writes how many different ones of at most 64 sought words each document has; it stops at `enough`."""
-    for document in range(len(word_bounds)):
-        seen = np.uint64(0)
-        for word in range(word_bounds[document, 0], word_bounds[document, 1]):
-            for index in range(len(sought)):
-                if hashes[word] == sought[index] and not seen >> np.uint64(index) & ONE:
-                    seen |= ONE << np.uint64(index)
-                    found[document] += 1
-            if found[document] >= enough:
-                break
-
-
 @compiled
 def _find(keys, stamps, stamp, value):
     """Returns (slot, whether the value is in it) of a hash table in which entries with another stamp are empty."""
@@ -358,17 +237,6 @@ def _table_size(count):
     while size < 2 * count:
         size *= 2
     return size
-
-
-@compiled
-def mark_repeated(hashes, documents, repeated):
-    """Marks the (lines,) whose document, an ascending number, has the same hash before."""
-    keys = np.empty(_table_size(len(hashes)), np.uint64)
-    stamps = np.zeros(_table_size(len(hashes)), np.int64)
-    for line in range(len(hashes)):
-        slot, repeated[line] = _find(keys, stamps, documents[line] + 1, hashes[line])
-        keys[slot] = hashes[line]
-        stamps[slot] = documents[line] + 1
 
 
 @compiled

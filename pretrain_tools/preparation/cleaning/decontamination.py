@@ -1,14 +1,13 @@
-"""Benchmark items are kept out of training data: documents that hold one are removed, or the places where they do.
+"""Benchmark items are kept out of training data: documents that hold one are removed.
 
 As in GPT-3 (arXiv 2005.14165, appendix C), a document holds an item if 13 consecutive words of it stand there, in any
-case and with any punctuation; a shorter item counts as a whole, from LEAST_LETTERS letters on. Spaces do not count
-either, and the comparison is exact (item_index). Answers count together with the end of their question; a passage that
-is only read for the question does not count (lm_eval_items).
+case, with any accents and punctuation; a shorter item counts as a whole, from LEAST_LETTERS letters on (item_index).
+Answers count together with the end of their question; a passage that is only read for the question does not count
+(lm_eval_items).
 """
 
 import hashlib
 import json
-import re
 import subprocess
 import sys
 from collections import Counter
@@ -25,18 +24,12 @@ from pretrain_tools.preparation.cleaning.account import Found
 from pretrain_tools.preparation.cleaning.stages import Judge, TextBatch, Verdicts
 
 if TYPE_CHECKING:
-    from pretrain_tools.preparation.cleaning.item_index import ItemIndex, Run
+    from pretrain_tools.preparation.cleaning.item_index import ItemIndex
 
 FILE_SUFFIXES = (".jsonl", ".ndjson", ".txt")
 TASK_SUFFIXES = (".yaml", ".yml")
-REMOVALS = ("document", "window")
 SHORTEST_RUN_WORDS = 5
-# GPT-3's: the margin around a run, the shortest piece that it kept, and the most runs before a document went whole.
-MARGIN_CHARACTERS = 200
-SHORTEST_PIECE_CHARACTERS = 200
-MOST_WINDOWS = 10
 EXCERPT_CHARACTERS = 200
-BLANK = re.compile(rb"\s")
 
 
 class BenchmarkItem(NamedTuple):
@@ -61,12 +54,11 @@ class Benchmark:
 
 @dataclass(frozen=True)
 class Decontamination:
-    """The stage. words: the length of a run that counts. remove: the document, or a window around the run."""
+    """The stage, which removes documents that hold an item. words: the length of a run that counts."""
 
     is_compiled: ClassVar[bool] = True
     benchmarks: tuple[Benchmark, ...]
     words: int = 13
-    remove: str = "document"
 
     @property
     def label(self) -> str:
@@ -80,7 +72,7 @@ class Decontamination:
         return {
             "name": DECONTAMINATION,
             "words": self.words,
-            "remove": self.remove,
+            "remove": "document",
             "benchmarks": [
                 {"name": b.name, "items": len(b.items), "sought": sought[number], "sha256": b.sha256}
                 for number, b in enumerate(self.benchmarks)
@@ -111,62 +103,21 @@ class Decontamination:
 
     def _judge(self, batch: TextBatch) -> Verdicts:
         verdicts = Verdicts()
-        runs: dict[int, list[Run]] = {}
-        for run in self._index.find(batch.texts):
-            runs.setdefault(run.document, []).append(run)
-        for document, of_document in runs.items():
-            text = batch.texts[document]
-            verdicts.found[document] = self._found(text, of_document)
-            shorter = without_windows(text, of_document) if self.remove == "window" else None
-            while shorter and (left := self._index.find([shorter])):  # the cut may have joined what is one run now
-                shorter = without_windows(shorter, left)
-            if shorter is None:
-                verdicts.removed[document] = verdicts.found[document][0].list_name
-            else:
-                verdicts.changed[document] = shorter
+        for document, text in self._index.find(batch.texts):
+            benchmark, item, content, _ = self._texts[text]
+            found = verdicts.found.setdefault(document, [])
+            # The texts are in the order of the items.
+            if not found or (found[-1].list_name, found[-1].number) != (self.benchmarks[benchmark].name, item):
+                excerpt = content.decode()[:EXCERPT_CHARACTERS].strip()
+                found.append(Found(self.benchmarks[benchmark].name, item, excerpt))
+            verdicts.removed[document] = found[0].list_name
         return verdicts
 
-    def _found(self, text: bytes, runs: Sequence["Run"]) -> list[Found]:
-        """Lists the items of a document, each once, in the order of the benchmarks."""
-        found: dict[tuple[int, int], Found] = {}
-        for run in runs:
-            benchmark, item = self._texts[run.text][:2]
-            excerpt = text[run.start : run.stop].decode(errors="replace")[:EXCERPT_CHARACTERS].strip()
-            found.setdefault((benchmark, item), Found(self.benchmarks[benchmark].name, item, excerpt))
-        return [found[key] for key in sorted(found)]
 
-
-def without_windows(text: bytes, runs: Sequence["Run"]) -> bytes | None:
-    """Cuts the runs and MARGIN_CHARACTERS on both sides out of a text, between words; None: too many runs.
-
-    Pieces of fewer than SHORTEST_PIECE_CHARACTERS go as well; the others are paragraphs of one document.
-    """
-    windows: list[list[int]] = []
-    for start, stop in sorted((run.start, run.stop) for run in runs):
-        if windows and start <= windows[-1][1]:
-            windows[-1][1] = max(windows[-1][1], stop)
-        else:
-            windows.append([start, stop])
-    if len(windows) > MOST_WINDOWS:
-        return None
-    pieces = []
-    begin = 0
-    for start, stop in windows:
-        before = text[begin:start].decode()[:-MARGIN_CHARACTERS].encode()
-        # Back to the last blank, so that no word is cut; without a blank nothing is left.
-        pieces.append(before[: max((m.end() for m in BLANK.finditer(before)), default=0)])
-        after = stop + len(text[stop:].decode()[:MARGIN_CHARACTERS].encode())
-        blank = BLANK.search(text, after)
-        begin = max(begin, len(text) if blank is None else blank.end())
-    pieces.append(text[begin:])
-    kept = [piece.strip() for piece in pieces]
-    return b"\n\n".join(piece for piece in kept if len(piece.decode()) >= SHORTEST_PIECE_CHARACTERS)
-
-
-def read_decontamination(given: Sequence[str], words: int, remove: str) -> Decontamination | None:
+def read_decontamination(given: Sequence[str], words: int) -> Decontamination | None:
     """Makes the stage that the command line asks for; names may be joined by commas. None without any."""
     names = [name for text in given for name in text.split(",") if name]
-    return Decontamination(read_benchmarks(names), words, remove) if names else None
+    return Decontamination(read_benchmarks(names), words) if names else None
 
 
 def contamination_text(row: dict[str, Any]) -> str:

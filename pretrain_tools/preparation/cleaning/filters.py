@@ -11,13 +11,13 @@ from typing import Any, ClassVar, Self
 from pretrain.errors import InputError, Problems, did_you_mean, one_line
 from pretrain.files import sha256_of
 from pretrain_tools.preparation.cleaning.language import LanguageFilter
-from pretrain_tools.preparation.cleaning.lists import CharactersFilter, LengthFilter, PersonalData, UrlList, WordList
+from pretrain_tools.preparation.cleaning.lists import PersonalData, UrlList, WordList
 from pretrain_tools.preparation.cleaning.published import C4Quality, FineWebQuality, GopherQuality, GopherRepetition
 from pretrain_tools.preparation.cleaning.quality_classifier import ClassifierFilter
 from pretrain_tools.preparation.cleaning.stages import Cleaning, CleaningStage, Judge, TextBatch, Verdicts
 
 CLASSES = (
-    GopherQuality, GopherRepetition, C4Quality, FineWebQuality, LanguageFilter, LengthFilter, CharactersFilter,
+    GopherQuality, GopherRepetition, C4Quality, FineWebQuality, LanguageFilter,
     WordList, UrlList, PersonalData, ClassifierFilter,
 )  # fmt: skip
 FILTERS: dict[str, type] = {filter_class.name: filter_class for filter_class in CLASSES}

@@ -4,20 +4,12 @@ The published rules were made for web pages, in which each line is a paragraph. 
 that end anywhere in a sentence; code and tables have no sentences.
 """
 
-from collections.abc import Sequence
 from functools import cached_property
 from itertools import pairwise
 
 import numpy as np
 
-from pretrain_tools.preparation.cleaning.compiled import (
-    LINE,
-    LOWER,
-    SENTENCE_END,
-    DividedTexts,
-    join_lines,
-    mark_repeated,
-)
+from pretrain_tools.preparation.cleaning.compiled import LOWER, SENTENCE_END, DividedTexts
 
 PARAGRAPHS, LINES, CODE, TABLE = range(4)
 """Forms of a text: each line is a paragraph; set in lines, with blank lines between paragraphs, stanzas or speeches;
@@ -26,8 +18,12 @@ LONG_LINE = 120
 """Characters. A longer line is a paragraph."""
 CONTINUES = (ord(","), ord(";"), ord("-"), 0x2013, 0x2014)
 """Signs at the end of a line whose sentence continues in the next line."""
-CELL_SIGNS = ("tabs", "pipes", "commas", "semicolons", "gaps")
-"""Fields of LINE that count what divides cells."""
+SIGNS = (b"\t", b"|", b",", b";", b"([", b")]", b"{", b"}", b"<>=_")
+"""Signs that divide cells (the first four) or belong to code."""
+SIGN_KINDS = np.zeros(256, np.uint8)
+"""(256,): 1 + the place in SIGNS of each byte; 0 for the others."""
+for number, signs in enumerate(SIGNS, start=1):
+    SIGN_KINDS[list(signs)] = number
 DOTS = (b"...", "…".encode())
 FEWEST_LINES = 10
 """Shorter texts are neither code nor tables."""
@@ -50,30 +46,6 @@ class Lines:
         self.counts = np.diff(self.bounds)
         """(documents,) lines of each."""
 
-    def of(self, documents: Sequence[int], stays: np.ndarray | None = None) -> "Lines":
-        """Selects the lines of some documents, which are renumbered. stays: (lines,) bool, None for all."""
-        number = np.full(len(self.counts), -1, np.int32)
-        number[documents] = np.arange(len(documents))
-        new = number[self.table["document"]]
-        # take is several times as fast as an index of bool.
-        table = self.table.take(np.flatnonzero(new >= 0 if stays is None else stays & (new >= 0)))
-        table["document"] = number[table["document"]]
-        return Lines(self.text, table, len(documents))
-
-    def replaced(self, documents: Sequence[int], others: "Lines") -> "Lines":
-        """Replaces the lines of some documents, in ascending order, by `others`."""
-        stay = np.flatnonzero(~np.isin(self.table["document"], documents))
-        # As plain bytes: numpy joins records field by field, which takes twenty times as long.
-        rows = [table.view(f"V{LINE.itemsize}") for table in (self.table.take(stay), others.table)]
-        table = np.concatenate(rows).view(LINE)
-        moved = table[len(stay) :]
-        moved["start"] += len(self.text)
-        moved["stop"] += len(self.text)
-        moved["document"] = np.array(documents)[moved["document"]]
-        moved["block"] += self.table["block"].max(initial=0)
-        table = table.take(np.argsort(table["document"], kind="stable"))
-        return Lines(np.append(self.text, others.text), table, len(self.counts))
-
     def totals(self, values: np.ndarray | str) -> np.ndarray:
         """Sums a value per line, (lines,) or a field of LINE, over each document: (documents,)."""
         by_line = self.table[values] if isinstance(values, str) else values
@@ -88,6 +60,17 @@ class Lines:
     def ends_sentence(self) -> np.ndarray:
         """(lines,) bool"""
         return self.table["last_kind"] & SENTENCE_END != 0
+
+    @cached_property
+    def signs(self) -> np.ndarray:
+        """(lines, kinds) how often each line has each of SIGNS."""
+        kinds = SIGN_KINDS[self.text]
+        places = np.flatnonzero(kinds)
+        line = np.searchsorted(self.table["start"], places, "right") - 1
+        # Tabs stand before and behind lines, too.
+        is_within = (line >= 0) & (places < self.table["stop"].take(line, mode="clip"))
+        found = line[is_within] * len(SIGNS) + kinds[places[is_within]] - 1
+        return np.bincount(found, minlength=len(self.table) * len(SIGNS)).reshape(-1, len(SIGNS))
 
     @property
     def last_bytes(self) -> np.ndarray:
@@ -104,8 +87,13 @@ class Lines:
     @cached_property
     def repeated(self) -> tuple[np.ndarray, np.ndarray]:
         """(documents,) each: lines that their document has before, and the characters of these."""
-        repeated = np.empty(len(self.table), bool)
-        mark_repeated(self.table["digest"].copy(), self.table["document"].copy(), repeated)
+        digest = self.table["digest"]
+        document = self.table["document"]
+        # A stable order: among equal lines of a document the first stays the first.
+        order = np.lexsort((digest, document))
+        repeated = np.zeros(len(order), bool)
+        is_same = (np.diff(digest[order]) == 0) & (np.diff(document[order]) == 0)
+        repeated[order[1:][is_same]] = True
         return self.totals(repeated), self.totals(repeated * self.table["characters"])
 
     @cached_property
@@ -127,13 +115,11 @@ class Lines:
 
     def joined(self, stays: np.ndarray) -> list[bytes]:
         """Joins the lines that stay, (lines,) bool, of each document."""
-        kept = self.table.take(np.flatnonzero(stays))
-        first = np.searchsorted(kept["document"], np.arange(len(self.counts) + 1))
-        ends = np.append(0, np.cumsum(kept["stop"] - kept["start"] + 1))[first]
-        joined = np.empty(ends[-1], np.uint8)
-        join_lines(self.text, kept["start"].copy(), kept["stop"].copy(), joined)
-        view = joined.data
-        return [bytes(view[begin : max(begin, end - 1)]) for begin, end in pairwise(ends)]
+        kept = np.flatnonzero(stays)
+        text = self.text.tobytes()
+        places = zip(self.table["start"][kept].tolist(), self.table["stop"][kept].tolist(), strict=True)
+        lines = [text[start:stop] for start, stop in places]
+        return [b"\n".join(lines[a:b]) for a, b in pairwise(np.searchsorted(kept, self.bounds).tolist())]
 
 
 def forms_of(divided: DividedTexts, lines: Lines) -> np.ndarray:
@@ -153,13 +139,15 @@ def forms_of(divided: DividedTexts, lines: Lines) -> np.ndarray:
     ends = share(lines.ends_sentence)
     is_set = (long <= 0.1) & (share(table["words"]) >= 3) & (runs_on >= 0.08) & (runs_on + ends >= 0.25)
 
-    opening = lines.totals("opening")
-    closed = lines.totals("closed")
-    any_sign = table["signs"] + table["opening"] + table["closed"] > 0
+    *cell_signs, semicolon, opened, closing, opened_block, closing_block, other = lines.signs.T
+    signs = semicolon + opened_block + closing_block + other
+    brackets = opened + opened_block + closing + closing_block
+    opening = lines.totals(opened + opened_block)
+    closed = lines.totals(closing + closing_block)
     is_code = (
-        (share(any_sign) >= 0.4)
-        & (share(table["signs"] > 0) >= 0.15)
-        & ((lines.totals("signs") + opening + closed) / characters >= 0.03)
+        (share(signs + brackets > 0) >= 0.4)
+        & (share(signs > 0) >= 0.15)
+        & (lines.totals(signs + brackets) / characters >= 0.03)
         & (ends <= 0.25)
         & (np.abs(opening - closed) <= 0.02 * (opening + closed) + 1)
         & (opening > 0)
@@ -167,8 +155,7 @@ def forms_of(divided: DividedTexts, lines: Lines) -> np.ndarray:
     )
 
     is_table = np.zeros(len(counts), bool)
-    for sign in CELL_SIGNS:
-        cells = table[sign]
+    for cells in (*cell_signs, semicolon, table["gaps"]):
         is_like_last = np.append(False, (cells[1:] == cells[:-1]) & (cells[1:] >= 2))[: len(cells)]
         is_table |= share(is_like_last) >= 0.75
     is_table &= share(table["numbers"] > 0) >= 0.5

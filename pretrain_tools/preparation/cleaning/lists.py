@@ -1,4 +1,4 @@
-"""Filters by lists of words and addresses, by length and characters; replacement of personal data."""
+"""Filters by lists of words and addresses; replacement of personal data."""
 
 import ipaddress
 import itertools
@@ -9,11 +9,9 @@ from pathlib import Path
 from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
-import numpy as np
-
 from pretrain.errors import InputError
 from pretrain.files import sha256_of
-from pretrain_tools.preparation.cleaning.published import NamedFilter, Rule, verdicts_of
+from pretrain_tools.preparation.cleaning.published import NamedFilter
 from pretrain_tools.preparation.cleaning.stages import Judge, TextBatch, Verdicts
 
 _NAME = rb"[A-Za-z0-9!#$%&'*+/=?^_`{|}~-]+"
@@ -41,7 +39,8 @@ VERSION_BEFORE = re.compile(
     re.IGNORECASE,
 )
 VERSION_AFTER = re.compile(rb"-?[a-z]|\.(?:tar|t?gz|zip|whl|jar|exe|deb|rpm|dmg|msi|so|dll)\b", re.IGNORECASE)
-HEADING_BEFORE, HEADING_AFTER = re.compile(rb"(?:^|\n)[#*\s]*$"), re.compile(rb"\.?[ \t]+[A-Z\xc3-\xf4]")
+HEADING_BEFORE = re.compile(rb"(?:^|\n)[#*\s]*$")
+HEADING_AFTER = re.compile(rb"\.?[ \t]+[A-Z\xc3-\xf4]")
 LARGEST_SECTION = 40
 BEFORE_BYTES = 60
 
@@ -134,68 +133,6 @@ def domains_of(url: str) -> Iterator[str]:
         return
     labels = host.split(".")
     yield from (".".join(labels[first:]) for first in range(len(labels)))
-
-
-@dataclass(frozen=True)
-class LengthFilter(NamedFilter):
-    """Removes documents that are shorter or longer; words stand between spaces."""
-
-    name: ClassVar[str] = "length"
-    is_compiled: ClassVar[bool] = False
-    min_characters: int | None = None
-    max_characters: int | None = None
-    min_words: int | None = None
-    max_words: int | None = None
-
-    def judge(self, batch: TextBatch) -> Verdicts:
-        texts = [text.decode() for text in batch.texts]
-        characters = np.array([len(text) for text in texts])
-        words = np.array([len(text.split()) for text in texts])
-        return verdicts_of(
-            [
-                Rule("short", characters, self.min_characters, is_least=True),
-                Rule("short", words, self.min_words, is_least=True),
-                Rule("long", characters, self.max_characters),
-                Rule("long", words, self.max_words),
-            ]
-        )
-
-
-@dataclass(frozen=True)
-class CharactersFilter(NamedFilter):
-    """Removes documents by the kinds of their characters that are not spaces.
-
-    `max_damaged`: replacement and control characters, signs of a wrong encoding.
-    """
-
-    name: ClassVar[str] = "characters"
-    is_compiled: ClassVar[bool] = False
-    min_letters: float | None = 0.5
-    max_digits: float | None = 0.3
-    max_damaged: float | None = 0.001
-
-    def judge(self, batch: TextBatch) -> Verdicts:
-        from pretrain_tools.preparation.cleaning.compiled import ALPHABETIC, DIGIT, SPACE, character_classes
-
-        classes = character_classes()
-
-        letters, digits, damaged = np.zeros((3, len(batch)))
-        for number, text in enumerate(batch.texts):
-            codes = np.frombuffer(text.decode().encode("utf-32-le"), "<u4")
-            codes = codes[classes[codes] & SPACE == 0]
-            kinds = classes[codes]
-            count = max(1, len(codes))
-            letters[number] = np.count_nonzero(kinds & ALPHABETIC) / count
-            digits[number] = np.count_nonzero(kinds & DIGIT) / count
-            control = (codes < 32) | ((codes >= 127) & (codes < 160))
-            damaged[number] = np.count_nonzero(control | (codes == 0xFFFD)) / count
-        return verdicts_of(
-            [
-                Rule("few_letters", letters, self.min_letters, is_least=True),
-                Rule("digits", digits, self.max_digits),
-                Rule("damaged", damaged, self.max_damaged),
-            ]
-        )
 
 
 @dataclass(frozen=True)

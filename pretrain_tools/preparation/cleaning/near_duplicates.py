@@ -16,9 +16,9 @@ from typing import Any, Self
 
 import numpy as np
 
-from pretrain.errors import Problems
+from pretrain.errors import InputError
 
-DEFAULT_BINS, MOST_BINS = 128, 1024
+DEFAULT_BINS = 128
 COMPARED_AT_THRESHOLD = 0.999
 """Least share of pairs at the threshold that the bands chosen for it compare."""
 EMPTY = np.uint32(0xFFFFFFFF)
@@ -39,30 +39,18 @@ class NearDuplicates:
     shingle_words: int = 5
 
     @classmethod
-    def parse(cls, threshold: str, bands: str | None, shingle_words: str) -> Self:
-        """Reads the command line's '0.8', '25x5', '5'. Raises InputError with everything that is wrong.
+    def parse(cls, threshold: str) -> Self:
+        """Reads the command line's '0.8'. Raises InputError for what is no similarity.
 
-        bands: None takes the most rows, which compare the fewest other pairs, that still find those at the threshold.
+        The rows are the most, which compare the fewest other pairs, that still find those at the threshold.
         """
-        problems = Problems()
         try:
             similarity = float(threshold)
         except ValueError:
             similarity = 0.0
         if not 0.3 <= similarity <= 1.0:
-            problems.append(f"--near_duplicates {threshold}: must be a Jaccard similarity from 0.3 to 1, such as 0.8")
-        given = [int(text) if text.isdigit() else 0 for text in (bands or "1x1").partition("x")[::2]]
-        if min(given) < 1 or given[0] * given[1] > MOST_BINS:
-            problems.append(
-                f"--near_duplicate_bands {bands}: must be BANDSxROWS, such as 25x5, at most {MOST_BINS} rows in all"
-            )
-        shingle = int(shingle_words) if shingle_words.isdigit() else 0
-        if not 1 <= shingle <= 64:
-            problems.append(f"--near_duplicate_shingle {shingle_words}: must be a number of words from 1 to 64")
-        problems.stop_if_any()
-        if bands is not None:
-            return cls(similarity, given[0], given[1], shingle)
-        choices = [cls(similarity, DEFAULT_BINS // rows, rows, shingle) for rows in range(DEFAULT_BINS, 0, -1)]
+            raise InputError(f"--near_duplicates {threshold}: must be a Jaccard similarity from 0.3 to 1, such as 0.8")
+        choices = [cls(similarity, DEFAULT_BINS // rows, rows) for rows in range(DEFAULT_BINS, 0, -1)]
         return next(choice for choice in choices if choice.compared(similarity) >= COMPARED_AT_THRESHOLD)
 
     def as_plan(self) -> dict[str, Any]:

@@ -24,6 +24,7 @@ BULLETS = (ord("-"), ord("•"))
 CITATION = re.compile(rb"\[(?:\d*|edit|citation needed)\]")
 ENDINGS = b".?!\"'"
 """Last bytes of a line that stays under C4's rule of endings."""
+DOTS = (b"...", "…".encode())
 STOP_WORDS = ("the", "be", "to", "of", "and", "that", "have", "with")
 POLICIES = (
     b"cookie policy", b"privacy policy", b"terms of use", b"use cookies", b"use of cookies", b"uses cookies",
@@ -132,18 +133,17 @@ class GopherQuality(NamedFilter):
     by_form: bool = True
 
     def judge(self, batch: TextBatch) -> Verdicts:
-        from pretrain_tools.preparation.cleaning.compiled import different_words, divided_texts, joined_texts
-
-        stop_words = divided_texts(*joined_texts([" ".join(self.stop_words).encode()])).hashes
+        stop_words = TextBatch([" ".join(self.stop_words).encode()], [None]).divided.hashes
         divided = batch.divided
         lines = batch.lines
         words, characters, alphabetic = divided.totals.T
         found = np.zeros(len(batch), np.int64)
-        if self.min_stop_words:
-            different_words(divided.hashes, divided.word_bounds, stop_words, self.min_stop_words, found)
+        for stop_word in np.unique(stop_words):
+            places = np.flatnonzero(divided.hashes == stop_word)
+            found[np.unique(np.searchsorted(divided.word_bounds[:, 1], places, "right"))] += 1
         length = _share(characters, words)
-        hash_signs = _share(lines.totals("hash_signs"), words)
-        ellipses = _share(lines.totals("ellipses"), words)
+        hash_signs = _share(np.array([text.count(b"#") for text in batch.texts]), words)
+        ellipses = _share(np.array([sum(map(text.count, DOTS)) for text in batch.texts]), words)
         bullets = _share(lines.totals(np.isin(lines.table["first_code"], BULLETS)), lines.counts)
         dots = _share(lines.totals(lines.ends_in_dots), lines.counts)
         prose = _forms(batch, self.by_form).prose
@@ -285,9 +285,8 @@ class C4Quality(NamedFilter):
         for number, text in enumerate(batch.texts if self.citations else ()):
             if prose[number] and b"[" in text and (without := CITATION.sub(b"", text)) != text:
                 cited[number] = without
-        lines = batch.lines
-        if cited:
-            lines = lines.replaced(list(cited), TextBatch(list(cited.values()), []).lines)
+        texts = [cited.get(number, text) for number, text in enumerate(batch.texts)]
+        lines = TextBatch(texts, batch.urls).lines if cited else batch.lines
         table = lines.table
         document = table["document"]
         found = phrases_in(lines, prose[document])
@@ -321,21 +320,20 @@ class C4Quality(NamedFilter):
         verdicts.counts = +counts
         joined = lines.joined(stays)
         for number, text in enumerate(batch.texts):
-            new = joined[number] if forms.page[number] else cited.get(number, text)
+            new = joined[number] if forms.page[number] else texts[number]
             if number not in verdicts.removed and new != text:
                 verdicts.changed[number] = new
-        if verdicts.changed:
-            verdicts.lines = lines.of(range(len(batch)), stays)
         return verdicts
 
 
 def phrases_in(lines: "Lines", looked_at: np.ndarray) -> dict[bytes, np.ndarray]:
     """Counts each of PHRASES in each line, (lines,), in any case. looked_at: (lines,) bool, the lines to look into."""
-    from pretrain_tools.preparation.cleaning.compiled import count_phrases
-
-    table = np.array([list(phrase.ljust(16)) for phrase in PHRASES], np.uint8)
-    found = np.zeros((len(lines.table), len(PHRASES)), np.int64)
-    starts = lines.table["start"].copy()
-    stops = np.where(looked_at, lines.table["stop"], starts)
-    count_phrases(lines.text, starts, stops, table, np.array(list(map(len, PHRASES))), found)
-    return dict(zip(PHRASES, found.T, strict=True))
+    lower = lines.text.tobytes().lower()
+    found = {}
+    for phrase in PHRASES:
+        places = np.array([match.start() for match in re.finditer(re.escape(phrase), lower)], np.int64)
+        line = np.searchsorted(lines.table["start"], places, "right") - 1
+        # One text follows the other: what begins in one may end in the next.
+        line = line[places + len(phrase) <= lines.table["stop"].take(line, mode="clip")]
+        found[phrase] = np.bincount(line, minlength=len(lines.table)) * looked_at
+    return found

@@ -26,9 +26,12 @@ BUCKETS = 1 << 18
 MOST_BYTES = 20_000
 """Bytes at the beginning of a text that count."""
 HELD_OUT = 0.1
-TRAINING_EPOCHS, STEP_SIZE, L2 = 10, 0.5, 1e-6
+TRAINING_EPOCHS = 10
+STEP_SIZE = 0.5
+L2 = 1e-6
 FEWEST_TEXTS = 50
-WEIGHTS_FILE, CLASSIFIER_FILE = "weights.npy", "classifier.json"
+WEIGHTS_FILE = "weights.npy"
+CLASSIFIER_FILE = "classifier.json"
 CLASSIFIER_FORMAT = {"format": "groundwork-classifier", "version": 1}
 
 
@@ -159,11 +162,10 @@ def _fitted(texts: list[bytes], labels: np.ndarray) -> np.ndarray:
 
 def _measures(scores: np.ndarray, labels: np.ndarray) -> dict[str, Any]:
     """Measures accuracy and area under the curve on held-out texts; None where one kind has none."""
-    good = scores[labels == 1.0]
-    other = scores[labels == 0.0]
-    if not len(good) or not len(other):
+    from sklearn.metrics import balanced_accuracy_score, roc_auc_score
+
+    if len(np.unique(labels)) < 2:
         return {"texts": len(scores), "accuracy": None, "auc": None}
-    accuracy = (np.mean(good >= 0.5) + np.mean(other < 0.5)) / 2
-    ranks = np.searchsorted(np.sort(other), good, "left") + np.searchsorted(np.sort(other), good, "right")
-    auc = ranks.sum() / (2 * len(good) * len(other))
+    accuracy = balanced_accuracy_score(labels, scores >= 0.5)
+    auc = roc_auc_score(labels, scores)
     return {"texts": len(scores), "accuracy": round(float(accuracy), 4), "auc": round(float(auc), 4)}

@@ -58,17 +58,8 @@ class TextBatch:
         """Returns the documents that stay, with their new texts."""
         texts = [verdicts.changed.get(number, self.texts[number]) for number in stay]
         after = TextBatch(texts, [self.urls[number] for number in stay])
-        known = self.__dict__
-        if "forms" in known:
+        if "forms" in self.__dict__:
             after.forms = self.forms[stay]
-        # Dividing again would cost more than all rules together.
-        if verdicts.lines is not None:
-            after.lines = verdicts.lines.of(stay)
-        elif not verdicts.changed and known.keys() & {"divided", "lines"}:
-            after.lines = self.lines.of(stay)
-        if not verdicts.changed and "divided" in known:
-            words = self.divided
-            after.divided = words._replace(word_bounds=words.word_bounds[stay], totals=words.totals[stay])
         return after
 
 
@@ -82,8 +73,6 @@ class Verdicts:
     """{document: the value that its rule measured, and the limit}, where the rule has one."""
     changed: dict[int, bytes] = field(default_factory=dict)
     """{document: its new text}; an empty one is removed by the rule `nothing_left`."""
-    lines: "Lines | None" = None
-    """The lines of the texts afterwards, where the stage knows them."""
     counts: Counter[str] = field(default_factory=Counter)
     """Anything else to add up, under the stage's name, such as e-mail addresses replaced."""
     values: dict[str, Sequence[str]] = field(default_factory=dict)

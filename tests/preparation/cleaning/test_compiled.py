@@ -3,16 +3,9 @@
 import numpy as np
 import pytest
 
-from pretrain_tools.preparation.cleaning.compiled import (
-    LOWER,
-    SENTENCE_END,
-    count_phrases,
-    divided_texts,
-    joined_texts,
-    mark_repeated,
-)
-from pretrain_tools.preparation.cleaning.forms import Lines
-from pretrain_tools.preparation.cleaning.published import PHRASES
+from pretrain_tools.preparation.cleaning.compiled import LOWER, SENTENCE_END, divided_texts, joined_texts
+from pretrain_tools.preparation.cleaning.forms import SIGNS, Lines
+from pretrain_tools.preparation.cleaning.published import PHRASES, phrases_in
 
 TEXTS = [
     "Hello, (world): it's 5p.m. in the U.S.A., isn't it?  He'd've said \"no\"... \t Mr. Smith -- shan't!",
@@ -49,7 +42,8 @@ def test_words_and_lines_are_those_of_python(text):
 
 def test_blank_lines_and_documents_divide_blocks():
     divided = divided_texts(*joined_texts([b"\na\nb\n\n \nc\n", b"d\r\ne\r\n\r\nf"]))
-    blocks, documents = divided.lines["block"].tolist(), divided.lines["document"].tolist()
+    blocks = divided.lines["block"].tolist()
+    documents = divided.lines["document"].tolist()
     assert documents == [0, 0, 0, 1, 1, 1]
     assert [blocks.index(block) for block in blocks] == [0, 0, 2, 3, 3, 5]
 
@@ -58,8 +52,6 @@ def test_lines_are_joined_by_one_line_end():
     lines = lines_of(["  é a \n\n b\x0bc", "", "d\n", "e\nf"])
     stays = np.array([True, False, True, True, False, False])
     assert lines.joined(stays) == ["é a\nc".encode(), b"", b"d", b""]
-    rest = lines.of([0, 2, 3], stays)
-    assert rest.joined(np.array([False, True, True])) == [b"c", b"d", b""]
 
 
 def test_words_of_random_texts_are_those_of_python():
@@ -104,13 +96,10 @@ def test_closing_quotes_and_brackets_do_not_hide_the_end_of_a_sentence():
 
 
 def test_signs_are_counted_by_line():
-    counted = ("gaps", "tabs", "pipes", "commas", "opening", "closed", "signs")
-    text = "a  b   c, d\n1\t2\t3\nx | y\nf(a[0]) = {b};"
-    assert list(map(list, zip(*columns_of(text, *counted), strict=True))) == [
-        [2, 0, 0, 1, 0, 0, 0], [0, 2, 0, 0, 0, 0, 0], [0, 0, 1, 0, 0, 0, 0], [0, 0, 0, 0, 3, 3, 4]
-    ]  # fmt: skip
-    text = "# one ## ...\na.. ...... b… .\n.\n..."
-    assert columns_of(text, "hash_signs", "ellipses") == [[3, 0, 0, 0], [1, 3, 0, 1]]
+    lines = ["a  b   c, d", "\t1\t2\t3\t", "x | y", "f(a[0]) = {b};"]
+    expected = [[sum(line.strip().encode().count(sign) for sign in signs) for signs in SIGNS] for line in lines]
+    assert lines_of(["\n \t\n".join(lines)]).signs.tolist() == expected
+    assert columns_of("a  b   c, d\nx y", "gaps") == [[2, 0]]
     assert columns_of("a1 b 2 c", "numbers") == [[2]]
 
 
@@ -120,26 +109,20 @@ def test_a_text_of_single_letters_and_one_of_line_ends_have_room():
 
 
 def test_phrases_are_counted_within_their_line_in_any_case():
-    rng, phrases = np.random.default_rng(5), [phrase.decode() for phrase in PHRASES]
+    rng = np.random.default_rng(5)
+    phrases = [phrase.decode() for phrase in PHRASES]
     pieces = [*phrases, *(phrase[:-1] for phrase in phrases), *map(str.upper, phrases), "s", "é", " uses ", "[", "u"]
     lines = ["".join(rng.choice(pieces, rng.integers(0, 40))) for _ in range(300)]
-    text, bounds = joined_texts([line.encode() for line in lines])
-    found = np.zeros((len(lines), len(phrases)), np.int64)
-    table = np.array([list(phrase.ljust(16)) for phrase in PHRASES], np.uint8)
-    starts, stops = np.ascontiguousarray(bounds.T.astype(np.int32))
-    count_phrases(text, starts, stops, table, np.array(list(map(len, PHRASES))), found)
+    lines = [line for line in lines if line.strip()]
+    # Each a document: no phrase spans two of them.
+    table = phrases_in(lines_of(lines), np.ones(len(lines), bool))
+    found = np.array([table[phrase.encode()] for phrase in phrases]).T
     assert found.tolist() == [[line.lower().count(phrase) for phrase in phrases] for line in lines]
     assert found.sum(axis=0).min() > 100
 
 
 def test_a_line_is_repeated_when_its_document_has_it_before():
     rng = np.random.default_rng(7)
-    document = np.sort(rng.integers(0, 30, 2000)).astype(np.int32)
-    # Hashes that share a slot, too.
-    hashes = rng.integers(0, 40, 2000).astype(np.uint64) << np.uint64(60) | rng.integers(0, 4, 2000).astype(np.uint64)
-    repeated = np.empty(2000, bool)
-    mark_repeated(hashes, document, repeated)
-    seen = set()
-    for pair, is_repeated in zip(zip(document.tolist(), hashes.tolist(), strict=True), repeated, strict=True):
-        assert is_repeated == (pair in seen)
-        seen.add(pair)
+    texts = ["\n".join(f"line {number}" for number in rng.integers(0, 40, rng.integers(0, 60))) for _ in range(30)]
+    counts, _ = lines_of(texts).repeated
+    assert counts.tolist() == [len(text.splitlines()) - len(set(text.splitlines())) for text in texts]

@@ -1,4 +1,4 @@
-"""Filters by lists, length and characters, and what is personal replaced."""
+"""Filters by lists, and what is personal replaced."""
 
 import pytest
 
@@ -33,16 +33,6 @@ def test_urls_are_removed_by_domain_and_by_page(tmp_path):
     removed = verdicts_of(f"url_list({tmp_path}/urls.txt)", ["text"] * 5, urls).removed
     assert removed == {0: "domain", 1: "url"}
     assert list(domains_of("http://[broken")) == []
-
-
-def test_length_and_characters():
-    texts = ["one two", "one two three four", "one two three four five six"]
-    assert verdicts_of("length(min_words=3, max_words=5)", texts).removed == {0: "short", 2: "long"}
-    assert verdicts_of("length(8)", ["é" * 8, "é" * 7]).removed == {1: "short"}
-    texts = ["plain words", "1234 5678 ab", "??!! ...", "a\ufffdb"]
-    removed = verdicts_of("characters", texts).removed
-    assert removed == {1: "few_letters", 2: "few_letters", 3: "damaged"}
-    assert verdicts_of("characters(min_letters=off)", texts).removed == {1: "digits", 3: "damaged"}
 
 
 def test_addresses_are_replaced_in_turn_within_a_document():

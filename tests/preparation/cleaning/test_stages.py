@@ -137,13 +137,12 @@ def test_values_are_shown_with_digits_that_tell_them_from_the_limit():
 
 
 WRITES = (
-    "/.unfinished/counts/.00000", "/counts/.state.json", "/.unfinished/.repeated", "/documents/train-00000.bin",
-    "/documents/.unfinished/.progress.json", "/documents/.cleaning_samples.json", "/documents/.manifest.json",
-    "/near_duplicate_keys/", "/candidates/", "/pairs/", "/.duplicates", "broken/.near_duplicates.json",
-    "broken/train-00000.bin", "broken/.unfinished/.progress.json", "broken/.cleaning_samples.json",
-    "broken/.manifest.json",
+    "/documents/train-00000.bin", "/documents/.unfinished/.progress.json", "/documents/.cleaning_samples.json",
+    "/documents/.manifest.json", "/near_duplicate_keys/", "/candidates/", "/pairs/", "/.duplicates",
+    "broken/.near_duplicates.json", "broken/train-00000.bin", "broken/.unfinished/.progress.json",
+    "broken/.cleaning_samples.json", "broken/.manifest.json",
 )  # fmt: skip
-"""What a whole cleaning writes, in this order: the count of lines, all documents, near duplicates, those that stay."""
+"""What a whole cleaning writes, in this order: all documents, near duplicates, those that stay."""
 
 
 def test_a_full_disk_in_any_stage_is_said_and_the_same_command_goes_on(tmp_path, run, monkeypatch):
@@ -152,9 +151,10 @@ def test_a_full_disk_in_any_stage_is_said_and_the_same_command_goes_on(tmp_path,
     monkeypatch.setattr("pretrain_tools.preparation.prepare.COMMIT_SECONDS", 0.0)
     documents = [f"{number} {PROSE}\nRead more\n{number}" for number in range(12)] + ["buy now " * 60]
     write_jsonl(tmp_path / "a.jsonl", [*documents, *(text.replace("owls", "bats") for text in documents[:4])])
-    arguments = ("--input", tmp_path / "a.jsonl", "--clean", "--repeated_lines", 3, "--workers", 1, "--output")
+    arguments = ("--input", tmp_path / "a.jsonl", "--clean", "--workers", 1, "--output")
     run(*arguments, tmp_path / "whole")
-    sync, left = os.fsync, list(WRITES)
+    sync = os.fsync
+    left = list(WRITES)
 
     def full(descriptor):
         path = os.readlink(f"/proc/self/fd/{descriptor}")
