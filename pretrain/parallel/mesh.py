@@ -31,7 +31,7 @@ from transformers import PreTrainedConfig
 from pretrain.config import RunConfig
 from pretrain.data.vocabulary import planned_model_config
 from pretrain.errors import InputError
-from pretrain.mesh_sizes import Sizes, environment_flag, launched_sizes, requested_sizes, setting
+from pretrain.mesh_sizes import Sizes, environment_flag, launched_sizes, requested_sizes
 from pretrain.model.build import InitialWeights, build_meta_model, units_of
 from pretrain.model.compile import layers_of
 from pretrain.model.loss import LanguageModelLoss
@@ -40,6 +40,7 @@ from pretrain.optim.optimizers import OptimizerBuilder, total_norm
 from pretrain.parallel import context_parallel, expert_parallel, tensor_parallel
 from pretrain.parallel.context_parallel import exchange_heads, part_of_batch
 from pretrain.parallel.expert_parallel import divide_experts, expert_modules
+from pretrain.parallel.mesh_tiles import place_tiles
 from pretrain.parallel.pipeline import STAGE_LAYOUTS, PipelineModel, StagedTensors
 from pretrain.parallel.pipeline_stages import Stage, cut_problem, layer_problem, stage_parameters
 from pretrain.parallel.replicas import ReplicaGroup
@@ -80,22 +81,19 @@ class Mesh:
         name = mesh.mesh_dim_names[2]
         return mesh["dp_replicate", name] if self.sizes.dp_replicate > 1 else mesh[name]
 
+    def replica_group(self) -> dist.ProcessGroup:
+        """Returns the group of this rank's stage and replica: fsdp x tp, efsdp x ep; a collective call."""
+        ranks = self.dense.mesh.view(-1, self.sizes.fsdp * self.sizes.tp).tolist()
+        return dist.new_subgroups_by_enumeration(ranks)[0]
+
 
 class MeshStrategy(Strategy):
     """Strategy for any product of dimensions. See `Strategy` for the order of calls."""
 
+    parameter_form = "sharded"
     precisions = ("fp32", "bf16")
     compilations = ("auto", "none", "regional")
     holds_whole_model = False
-
-    @classmethod
-    def form_launched(cls) -> str:
-        """Returns `tiles` if a tensor is divided along two dimensions, else `sharded`; see `OptimizerSpec.takes`."""
-        try:
-            sizes = launched_sizes()
-        except InputError:  # `problems` reports it
-            return "sharded"
-        return "tiles" if (sizes.fsdp > 1 and sizes.tp > 1) or (sizes.ep > 1 and sizes.efsdp > 1) else "sharded"
 
     @classmethod
     def parts_of_micro_batch(cls, config: RunConfig) -> int:
@@ -116,7 +114,7 @@ class MeshStrategy(Strategy):
         problems += recipe_problems(config, sizes)
         try:
             model_config = planned_model_config(config.model, config.data)
-            return problems + model_problems(model_config, sizes, config.pipeline.schedule, config.optim.name)
+            return problems + model_problems(model_config, sizes, config.pipeline.schedule)
         except InputError:
             return problems  # `derive` reports this problem of the model
 
@@ -176,9 +174,9 @@ class MeshStrategy(Strategy):
         self.roots = self.stages_of(model)
         self.shard(list(self.roots.values()), weights)
         self.model = self.called(model)
-        self.optimizer = self.accelerator.prepare_optimizer(
-            separate_kinds(self.optimizer_of_parameters(build_optimizer)), device_placement=False
-        )
+        optimizer = self.optimizer_of_parameters(build_optimizer)
+        place_tiles(optimizer, self.mesh)
+        self.optimizer = self.accelerator.prepare_optimizer(separate_kinds(optimizer), device_placement=False)
         self.find_shared_parameters(model)
         return self.model
 
@@ -450,15 +448,10 @@ def recipe_problems(config: RunConfig, sizes: Sizes) -> list[str]:
     return problems
 
 
-def model_problems(model_config: PreTrainedConfig, sizes: Sizes, schedule: str, optimizer: str) -> list[str]:
+def model_problems(model_config: PreTrainedConfig, sizes: Sizes, schedule: str) -> list[str]:
     """Lists why this model cannot be divided in these sizes, with what works. Raises InputError as `reference_of`."""
     problems: list[str | None] = []
     has_experts = sizes.pp * sizes.tp > 1 and bool(routers_of(build_meta_model(model_config)))
-    if has_experts and sizes.tp > 1 and sizes.ep == 1 and optimizer != "adamw":
-        problems.append(
-            f"optim.name: {optimizer} does not run where tp splits the matrices of experts; use adamw, or "
-            f"{setting('ep')} {sizes.tp} together with tp"
-        )
     if sizes.tp > 1:
         problems.append(tensor_parallel.plan_problem(model_config, sizes.tp, splits_experts=sizes.ep == 1))
     if sizes.cp > 1:

@@ -139,18 +139,15 @@ class Strategy:
         return self.dispatcher.take(number, read).result()
 
     @classmethod
-    def form_launched(cls) -> str:
-        """Returns the form of the parameters under the sizes that the launcher gives."""
-        return cls.parameter_form
-
-    @classmethod
     def problems(cls, config: RunConfig, name: str) -> list[str]:
         """Lists everything in the recipe that this strategy, called `name`, does not support."""
         problems = []
-        form = cls.form_launched()
-        if config.optim.stochastic_rounding and form != "whole":
-            problems.append(f"optim.stochastic_rounding: does not run under {name}; it does under single and ddp")
-        optimizers = [name for name, spec in OPTIMIZERS.items() if form in spec.takes]
+        if config.optim.stochastic_rounding and cls.parameter_form == "pieces":
+            problems.append(
+                f"optim.stochastic_rounding: does not run under {name}, which keeps weights in fp32; it does under "
+                "ddp, fsdp2 and meshes"
+            )
+        optimizers = [name for name, spec in OPTIMIZERS.items() if cls.parameter_form in spec.takes]
         given = {
             "optim.name": (config.optim.name, optimizers),
             "precision": (resolve_precision(config.precision), cls.precisions),

@@ -7,8 +7,8 @@ from typing import Self
 import torch
 from torch.distributed.tensor import DTensor
 
-# Private, because distribute_tensor, the public way, would send what every rank already has.
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from pretrain.optim.tiles import take
+from pretrain.parallel.mesh_tiles import tile_of
 
 
 @dataclass(frozen=True)
@@ -77,6 +77,5 @@ def load_parts(tensors: Mapping[str, torch.Tensor], whole: Mapping[str, torch.Te
 
 
 def local_part(whole: torch.Tensor, like: DTensor) -> torch.Tensor:
-    """Returns this rank's shard of `whole` if it is sharded like the DTensor `like`."""
-    shape, offset = compute_local_shape_and_global_offset(whole.shape, like.device_mesh, like.placements)
-    return whole[tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))]
+    """Returns this rank's part of `whole` if it is divided like the DTensor `like`."""
+    return take(whole, tile_of(like))
