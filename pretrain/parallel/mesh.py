@@ -81,10 +81,15 @@ class Mesh:
         name = mesh.mesh_dim_names[2]
         return mesh["dp_replicate", name] if self.sizes.dp_replicate > 1 else mesh[name]
 
-    def replica_group(self) -> dist.ProcessGroup:
-        """Returns the group of this rank's stage and replica: fsdp x tp, efsdp x ep; a collective call."""
-        ranks = self.dense.mesh.view(-1, self.sizes.fsdp * self.sizes.tp).tolist()
-        return dist.new_subgroups_by_enumeration(ranks)[0]
+    def replica_group(self) -> dist.ProcessGroup | None:
+        """Returns the group of this rank's stage and replica, fsdp x tp or efsdp x ep; a collective call.
+
+        None if it is that of one dimension.
+        """
+        s = self.sizes
+        if min(s.fsdp, s.tp) == 1 and min(s.efsdp, s.ep) == 1:
+            return None
+        return dist.new_subgroups_by_enumeration(self.dense.mesh.view(-1, s.fsdp * s.tp).tolist())[0]
 
 
 class MeshStrategy(Strategy):
