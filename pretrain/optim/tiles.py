@@ -1,7 +1,7 @@
 """Tiles: the part of a tensor that a rank holds, as index ranges along each dimension.
 
-A rank's part of a matrix is a rectangle of it or, of gate and up projections stored as one matrix, a rectangle of each:
-then a dimension has several ranges, and the part holds their indices one after the other.
+A rank's part of a matrix is a rectangle of it or, of gate and up projections stored as one matrix, a rectangle of
+each: then a dimension has several ranges, and the part holds their indices one after the other.
 """
 
 from collections.abc import Iterator, Sequence

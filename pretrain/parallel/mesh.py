@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -34,6 +35,7 @@ from pretrain.errors import InputError
 from pretrain.mesh_sizes import Sizes, environment_flag, launched_sizes, requested_sizes
 from pretrain.model.build import InitialWeights, build_meta_model, units_of
 from pretrain.model.compile import layers_of
+from pretrain.model.fp8 import use_fp8
 from pretrain.model.loss import LanguageModelLoss
 from pretrain.model.routers import routers_of
 from pretrain.optim.optimizers import OptimizerBuilder, total_norm
@@ -96,7 +98,14 @@ class MeshStrategy(Strategy):
     """Strategy for any product of dimensions. See `Strategy` for the order of calls."""
 
     parameter_form = "sharded"
-    precisions = ("fp32", "bf16")
+    precisions = ("fp32", "bf16", "fp8")
+    why_not = MappingProxyType(
+        {
+            "fp16": "weights would be gathered in it, and the head's gradient, a sum over tokens, can exceed 65,504, "
+            "its largest number",
+            "adamw_8bit": "its scales are of 256 neighboring elements, which every product divides in another way",
+        }
+    )
     compilations = ("auto", "none", "regional")
     holds_whole_model = False
 
@@ -166,6 +175,8 @@ class MeshStrategy(Strategy):
     ) -> torch.nn.Module:
         """Prepares as in `Strategy`. No rank ever holds more than one whole layer, or than all that is in no layer."""
         self.causal_lm = causal_lm = model.causal_lm
+        if self.precision == "fp8":
+            use_fp8(causal_lm)
         self.places = {name: place for place, (name, _) in enumerate(causal_lm.named_parameters())}
         sizes = self.sizes
         if sizes.cp > 1:
@@ -197,9 +208,9 @@ class MeshStrategy(Strategy):
         """Gives the modules inside these roots their weights, divides them over tp and ep, and shards them."""
         causal_lm = self.causal_lm
         inside = MixedPrecisionPolicy()
-        if self.precision == "bf16":
+        if self.precision != "fp32":
             inside = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        offload = CPUOffloadPolicy() if self.offloads else OffloadPolicy()
+        offload = CPUOffloadPolicy(pin_memory=self.device.type != "cpu") if self.offloads else OffloadPolicy()
         apply = partial(fully_shard, offload_policy=offload)
         here = {module for root in roots for module in root.modules()}
         head = causal_lm.get_output_embeddings()
@@ -336,7 +347,7 @@ class MeshStrategy(Strategy):
         gradients = {p: local(p.grad) for p in self.name_of if p.grad is not None}
         if self.sizes.tp > 1:
             whole = {parameter: gradients[parameter] for parameter in self.whole_over_tp if parameter in gradients}
-            sum_in_place(list(whole.values()), self.tp_group)
+            self.sum_gradients(list(whole.values()), self.tp_group)
             # Others should be equal already, but GPU kernels may sum in any order: replicas must not drift apart.
             others = [grad for parameter, grad in whole.items() if parameter not in self.shares]
             if others:
@@ -348,10 +359,17 @@ class MeshStrategy(Strategy):
             experts = [grad for parameter, grad in gradients.items() if "ep" in parameter.device_mesh.mesh_dim_names]
             torch._foreach_mul_(experts, self.sizes.tp / self.sizes.ep)
         if self.tied is not None:
-            dist.all_reduce(gradients[self.tied], group=self.tied_group)
+            self.sum_gradients([gradients[self.tied]], self.tied_group)
         if self.sizes.pp > 1 and self.micro_steps > 1:
             torch._foreach_div_(list(gradients.values()), self.micro_steps)
         self.micro_steps = 0
+
+    def sum_gradients(self, gradients: list[Tensor], group: dist.ProcessGroup) -> None:
+        """Sums gradients over the ranks of a group, in place; offloaded ones by the GPU."""
+        here = [gradient.to(self.device) for gradient in gradients] if self.offloads else gradients
+        sum_in_place(here, group)
+        if self.offloads and gradients:
+            torch._foreach_copy_(gradients, here)
 
     def gradient_norm(self) -> Tensor:
         """Returns the norm by one sum over all ranks: a local square counts 1 / (ranks of the stage that have it)."""
@@ -447,9 +465,16 @@ def recipe_problems(config: RunConfig, sizes: Sizes) -> list[str]:
         )
     if sizes.pp > 1 and config.attention == "flex_attention":
         problems.append("attention: flex_attention does not run under a pipeline; use auto")
-    if environment_flag("FSDP_OFFLOAD_PARAMS") and max(sizes.pp, sizes.tp, sizes.ep) > 1:
-        names = " and ".join(name for name in ("pp", "tp", "ep") if getattr(sizes, name) > 1)
-        problems.append(f"launcher: fsdp_offload_params: does not run with {names}; use fsdp2, or false")
+    if config.precision == "fp8" and sizes.tp > 1:
+        problems.append(
+            "precision: fp8 does not run with tp, where every slice of a matrix would have its own scale; use bf16, "
+            "or fp8 with dp_shard, dp_replicate, cp, pp or ep"
+        )
+    if config.precision == "fp8" and sizes.pp > 1 and schedule.splits_backward:
+        problems.append(
+            f"precision: fp8 does not run with pipeline.schedule {config.pipeline.schedule}: it computes the "
+            "gradients of inputs and of weights together, so twice each; use 1F1B or Interleaved1F1B"
+        )
     return problems
 
 

@@ -90,9 +90,7 @@ def part_of(parameter: DTensor, replica: dist.ProcessGroup | None) -> "Parameter
     return ParameterPart(parameter, tuple(parameter.shape), holders, tile_of(parameter))
 
 
-def pieces_in(
-    parameter: DTensor, matrix: "HiddenMatrix", replica: dist.ProcessGroup | None
-) -> "list[MatrixPiece]":
+def pieces_in(parameter: DTensor, matrix: "HiddenMatrix", replica: dist.ProcessGroup | None) -> "list[MatrixPiece]":
     """Returns Muon's view of a parameter: the pieces of its matrix, or of the matrices of its stack."""
     from pretrain.optim.matrix_exchange import pieces_of
 
@@ -109,7 +107,7 @@ def pieces_in(
 
 
 def replicated_axis(tensor: DTensor) -> tuple[int, ...]:
-    """Returns the first dimension of the mesh along which several ranks have all of the tensor; they share the work."""
+    """Returns the first dimension of the mesh along which several ranks have all of the tensor, and share the work."""
     sizes = tensor.device_mesh.shape
     return tuple(axis for axis, size in enumerate(sizes) if size > 1)[:1]
 

@@ -87,6 +87,8 @@ class Strategy:
     """The recipe's precisions that this strategy supports."""
     compilations: tuple[str, ...] = ("auto", "none", "regional", "full")
     """The recipe's values of compile that this strategy supports."""
+    why_not: Mapping[str, str] = {}
+    """{value of optim.name, precision or compile: why this strategy does not run it}, where that is not obvious."""
     holds_whole_model = True
     """True if each rank has all fp32 weights on its device."""
 
@@ -154,8 +156,8 @@ class Strategy:
             "compile": (config.compile, cls.compilations),
         }
         return problems + [
-            f"{path}: {value} does not run under {name}; choose {' or '.join(allowed)}, or a strategy "
-            f"that runs it, as ddp does"
+            f"{path}: {value} does not run under {name}{f': {cls.why_not[value]}' if value in cls.why_not else ''}; "
+            f"choose {' or '.join(allowed)}, or a strategy that runs it, as ddp does"
             for path, (value, allowed) in given.items()
             if value not in allowed
         ]

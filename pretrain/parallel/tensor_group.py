@@ -27,14 +27,25 @@ class TensorGroup:
 
     def whole(self, name: str, wanted: bool = True) -> torch.Tensor | None:
         """Returns the whole tensor on its device, perhaps the training one; None on a rank that does not want it."""
-        tensor = self.tensors[name].detach()
-        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        whole = whole_of(self.tensors[name])
         return whole if wanted else None
 
     def fetch(self, name: str, wanted: bool = True) -> torch.Tensor | None:
         """Returns the whole tensor on the CPU; None on a rank that takes part but does not want it."""
         whole = self.whole(name, wanted)
         return whole.to("cpu") if wanted else None
+
+
+def whole_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns the whole of a tensor that is divided; a collective call of its ranks. Offloaded parts go by the GPU."""
+    tensor = tensor.detach()
+    if not isinstance(tensor, DTensor):
+        return tensor
+    local = tensor.to_local().to(tensor.device_mesh.device_type)
+    divided = DTensor.from_local(
+        local, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+    )
+    return divided.full_tensor()
 
 
 class ShardedState(Mapping[str, torch.Tensor]):
