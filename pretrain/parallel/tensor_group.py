@@ -37,15 +37,19 @@ class TensorGroup:
 
 
 def whole_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the whole of a tensor that is divided; a collective call of its ranks. Offloaded parts go by the GPU."""
+    """Returns the whole of a tensor, on the mesh's device if it is divided; then a collective call of its ranks."""
     tensor = tensor.detach()
     if not isinstance(tensor, DTensor):
         return tensor
-    local = tensor.to_local().to(tensor.device_mesh.device_type)
-    divided = DTensor.from_local(
-        local, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
-    )
-    return divided.full_tensor()
+    # Not full_tensor alone: a part in host memory has to go to the GPU first, as from_local sends it.
+    return DTensor.from_local(
+        tensor.to_local(),
+        tensor.device_mesh,
+        tensor.placements,
+        run_check=False,
+        shape=tensor.shape,
+        stride=tensor.stride(),
+    ).full_tensor()
 
 
 class ShardedState(Mapping[str, torch.Tensor]):
