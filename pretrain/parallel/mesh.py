@@ -103,7 +103,7 @@ class MeshStrategy(Strategy):
         {
             "fp16": "weights would be gathered in it, and the head's gradient, a sum over tokens, can exceed 65,504, "
             "its largest number",
-            "adamw_8bit": "its scales are of 256 neighboring elements, which every product divides in another way",
+            "adamw_8bit": "each of its scales is of 256 neighboring elements, and parts do not end where they do",
         }
     )
     compilations = ("auto", "none", "regional")

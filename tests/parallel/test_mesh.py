@@ -161,7 +161,7 @@ def test_what_no_mesh_trains_with_is_refused_with_the_reason(sizes, recipe):
     sizes(4, tp="2")
     with_8_bits = read_run_config(recipe, [("optim.name", "adamw_8bit")])
     (problem,) = MeshStrategy.problems(with_8_bits, "mesh")
-    assert problem.startswith("optim.name: adamw_8bit does not run under mesh: its scales are of 256 neighboring")
+    assert problem.startswith("optim.name: adamw_8bit does not run under mesh: each of its scales is of 256")
     assert problem.endswith("choose adamw or adafactor or muon, or a strategy that runs it, as ddp does")
 
 
