@@ -6,6 +6,7 @@ product has all three, each is also resumed from the checkpoint of the one befor
 processes trains the products of three and four dimensions.
 """
 
+import importlib.util
 import json
 import math
 import os
@@ -67,6 +68,8 @@ if EVERYTHING:
     ON_FOUR |= cases(4, "muon") | cases(4, "adafactor")
     ON_EIGHT = cases(8)
 RESUMED = list(ON_FOUR | ON_EIGHT) if EVERYTHING else [name_of(*case) for case in IN_TWO_DIMENSIONS]
+HAS_FP8 = importlib.util.find_spec("torchao") is not None
+IN_FP8 = ["--precision", "fp8"]
 ROUNDED = ["--optim.name", "adafactor", "--optim.stochastic_rounding", "true", "--averaging.kind", "none"]
 
 
@@ -245,10 +248,16 @@ def runs(shards, tmp_path_factory) -> Path:
     kinds = list(dict.fromkeys(case[:2] for case in (ON_FOUR | ON_EIGHT).values()))
     on_one = [run((*kind, Sizes()), f"{' '.join(kind)} alone", "single") for kind in kinds]
     rounded = ("adafactor", "dense", Sizes(dp_shard=2, tp=2))
-    train(1, [*on_one, run((*rounded[:2], Sizes()), "rounded alone", "single", *ROUNDED)])
+    on_one.append(run((*rounded[:2], Sizes()), "rounded alone", "single", *ROUNDED))
+    if HAS_FP8:
+        on_one.append(run(("adamw", "moe", Sizes()), "fp8 alone", "single", *IN_FP8, emulates_fp8=True))
+    train(1, on_one)
     before = {kind: f"{' '.join(kind)} alone" for kind in kinds}
     for processes, them in ((4, ON_FOUR), (8, ON_EIGHT)):
         runs = [run(rounded, "rounded", "mesh", *ROUNDED)] if processes == 4 else []
+        if HAS_FP8 and processes == 4:
+            sizes = Sizes(dp_replicate=2, dp_shard=2, ep=2)
+            runs.append(run(("adamw", "moe", sizes), "fp8", "mesh", *IN_FP8, emulates_fp8=True))
         for name, case in them.items():
             runs.append(run(case, name, "mesh"))
             if name in RESUMED:
@@ -302,3 +311,10 @@ def test_weights_in_bf16_round_as_on_one_process(runs):
     matrices = [key for key in expected if "proj" in key]
     assert all(given[key].dtype == torch.bfloat16 for key in matrices)
     assert all((given[key] == expected[key]).float().mean() > 0.6 for key in matrices)
+
+
+@pytest.mark.skipif(not HAS_FP8, reason="pip install torchao")
+def test_fp8_differs_from_one_process_by_its_rounding(runs):
+    """Of a loss of 6.2: 1e-3 beside 5e-4 between fp8 and bf16 on one process. Dense layers alone are in fp8."""
+    wanted, found = losses(runs / "fp8 alone"), losses(runs / "fp8")
+    assert all(0 < abs(loss - wanted[step]) < 5e-3 for step, loss in found.items())
