@@ -5,7 +5,8 @@ learning_rate, a new optimizer one class and one line in optimizers (docs/traini
 
     optimizers: available optimizers, what each keeps and needs, what decays, state by name, norms
     adafactor, muon: Adafactor and Muon
-    matrix_exchange: gathers matrices that are sharded over ranks for an update
+    matrix_exchange: gathers matrices that are divided among ranks for an update
+    tiles: parts of a tensor, as index ranges
     learning_rate: schedules
     scaling_laws: values of `auto`
     batch_ramp: sequences per step

@@ -2,15 +2,16 @@
 
 import hashlib
 import math
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
 from pretrain.optim.matrix_exchange import Holders, local_tensor
+from pretrain.optim.tiles import Tile, narrowed, put, shape_of, take, whole_tile
 
 CLIP = 1.0
 """Maximum root mean square of an update; in a stack of matrices, such as experts, of each matrix's."""
@@ -18,6 +19,10 @@ DECAY_EXPONENT = 0.8
 """The second moment's decay at step t is 1 - t^-DECAY_EXPONENT."""
 LEAST_SQUARE = 1e-30
 """Added to squared gradients."""
+GOLDEN = 0x9E3779B97F4A7C15
+"""SplitMix64's increment."""
+DRAWN_TOGETHER = 2**24
+"""Most elements that are rounded at once; each needs 24 bytes."""
 
 # Dimensions, from the end, that a number per row, per column or per matrix of a parameter does not have.
 ROW = (-1,)
@@ -27,7 +32,7 @@ MATRIX = (-2, -1)
 
 @dataclass(frozen=True)
 class ParameterPart:
-    """Part of a parameter that this rank holds: a slice, or flat elements somewhere in a tensor of many."""
+    """Part of a parameter that this rank holds: a tile, or flat elements somewhere in a tensor of many parameters."""
 
     parameter: torch.Tensor
     """Parameter under which the optimizer keeps the state."""
@@ -35,48 +40,55 @@ class ParameterPart:
     """Shape of the whole parameter."""
     holders: Holders | None = None
     """Ranks that hold the other parts; None: this is the whole."""
-    dim: int = 0
-    """Dimension along which the parameter is sharded."""
+    tile: Tile | None = None
+    """The part or, of flat elements, the rows that contain it; None: all of the parameter."""
     start: int = 0
-    """First index of the slice along `dim`; for flat elements, index of the first in the flattened parameter."""
+    """Index, in the flattened parameter, of the first flat element."""
     offset: int | None = None
     """Index of the first flat element in its tensor; None: the tensor is the part."""
     elements: int = 0
     """Number of flat elements."""
 
+    @classmethod
+    def flat(
+        cls, parameter: torch.Tensor, shape: tuple[int, ...], holders: Holders, start: int, offset: int, elements: int
+    ) -> Self:
+        """Returns the part that is these flat elements."""
+        inner = math.prod(shape[1:])
+        rows = ((start // inner, -(-(start + elements) // inner)),) if elements else ()
+        return cls(parameter, shape, holders, (rows, *whole_tile(shape[1:])), start, offset, elements)
+
+    @property
+    def rows(self) -> Tile:
+        """Tile of `block`; a single number has one dimension here."""
+        return whole_tile(self.shape or (1,)) if self.tile is None else self.tile
+
     def view(self, tensor: torch.Tensor) -> torch.Tensor:
         """Returns the part, in the tensor that the optimizer updates or in one of the same layout."""
         return tensor if self.offset is None else tensor.narrow(0, self.offset, self.elements)
 
-    def block(self, part: torch.Tensor) -> tuple[torch.Tensor, int]:
-        """Returns (slice along `dim` that contains the part, its first index); flat elements are padded with zeros."""
+    def block(self, part: torch.Tensor) -> torch.Tensor:
+        """Returns the part as a tile; flat elements are padded with zeros to whole rows."""
         if self.offset is None:
-            return part, self.start
-        inner = math.prod(self.shape[1:])
-        first = self.start // inner
-        last = -(-(self.start + self.elements) // inner)
-        block = torch.zeros((last - first, *self.shape[1:]), dtype=part.dtype, device=part.device)
-        self.inside(block, first).copy_(part)
-        return block, first
+            return part
+        block = torch.zeros(shape_of(self.rows), dtype=part.dtype, device=part.device)
+        self.inside(block).copy_(part)
+        return block
 
-    def inside(self, block: torch.Tensor, first: int) -> torch.Tensor:
+    def inside(self, block: torch.Tensor) -> torch.Tensor:
         """Returns the part in its block."""
         if self.offset is None:
             return block
+        first = self.rows[0][0][0] if self.elements else 0
         return block.view(-1).narrow(0, self.start - first * math.prod(self.shape[1:]), self.elements)
 
-    def of_block(
-        self, numbers: torch.Tensor, first: int, block: torch.Tensor, without: tuple[int, ...]
-    ) -> torch.Tensor:
-        """Narrows numbers over the whole parameter to those of a block, as `block` returns it.
+    def tile_of(self, without: tuple[int, ...]) -> Tile:
+        """Returns the block's tile of numbers over the whole parameter.
 
         without: dimensions of the parameter that the numbers do not have, from the end: (-1,) for one per row.
         """
         missing = [len(self.shape) + dim for dim in without]
-        if self.dim in missing:
-            return numbers
-        dim = self.dim - sum(other < self.dim for other in missing)
-        return numbers.narrow(dim, first, block.size(self.dim))
+        return tuple(ranges for dim, ranges in enumerate(self.rows) if dim not in missing)
 
 
 class Adafactor(torch.optim.Optimizer):
@@ -84,39 +96,49 @@ class Adafactor(torch.optim.Optimizer):
 
     The second moment of a matrix is stored as its row and column means. Parameters in bf16 are updated with stochastic
     rounding: up or down at random so that the expectation is exact, which keeps small updates from being lost without
-    an fp32 copy. The random bits are a function of (seed, step, position of the parameter), so a resumed run repeats
-    them.
+    an fp32 copy. The random bits are a function of the seed, the step, the parameter's name and the element's place in
+    it, so a resumed run repeats them, and it does not matter how the parameter is divided.
 
-    State is replicated on every rank. For sharded parameters, two all-reduces in each step keep it so: of all rows and
+    State is replicated on every rank. For divided parameters, two all-reduces in each step keep it so: of all rows and
     columns, and of the updates' squares. A step turns fp32 gradients into updates in place. `grad_scale` and
     `found_inf` are as in torch's fused optimizers.
 
-    lr: step size, relative to the clipped update, whose root mean square is at most CLIP.
+    Args:
+        lr: step size, relative to the clipped update, whose root mean square is at most CLIP.
+        names: names of the parameters, if any is in bf16.
     """
 
     grad_scale: torch.Tensor | None = None
     found_inf: torch.Tensor | None = None
 
-    def __init__(self, params: Iterable, lr: float, *, weight_decay: float = 0.0, seed: int = 0):
+    def __init__(
+        self,
+        params: Iterable,
+        lr: float,
+        *,
+        weight_decay: float = 0.0,
+        seed: int = 0,
+        names: Mapping[torch.Tensor, str] | None = None,
+    ):
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
         self.seed = seed
+        self.names = names or {}
         self.placed: dict[torch.Tensor, list[ParameterPart]] = {}
-        """{flat tensor: the parts in it}, if a strategy updates many parameters as one tensor."""
+        """{tensor: the parts in it}, from a strategy that divides parameters, or updates many as one tensor."""
         self._step_supports_amp_scaling = True
 
     @torch.no_grad()
     def step(self, closure=None):
-        position = 0
         shared: dict[Holders, list[Generator]] = {}
         for group in self.param_groups:
             for parameter in group["params"]:
-                position += 1
                 if parameter.grad is None:
                     continue
                 weight = local_tensor(parameter)
                 gradient = local_tensor(parameter.grad)
-                for part in self.placed.get(parameter) or [part_of(parameter)]:
-                    update = self._update(part, part.view(weight), part.view(gradient), group, position)
+                for part in self.placed.get(parameter) or [ParameterPart(parameter, tuple(parameter.shape))]:
+                    name = self.names.get(part.parameter, "")
+                    update = self._update(part, part.view(weight), part.view(gradient), group, name)
                     if part.holders is None or part.holders.size == 1:
                         run_together([update], None)
                     else:
@@ -125,7 +147,7 @@ class Adafactor(torch.optim.Optimizer):
             run_together(updates, holders)
 
     def _update(
-        self, part: ParameterPart, weight: torch.Tensor, gradient: torch.Tensor, group: dict, position: int
+        self, part: ParameterPart, weight: torch.Tensor, gradient: torch.Tensor, group: dict, name: str
     ) -> Generator[list[torch.Tensor], list[torch.Tensor], None]:
         """Updates the weight; yields tensors to sum over the ranks that have parts, and receives the sums."""
         state = self.state[part.parameter]
@@ -142,14 +164,14 @@ class Adafactor(torch.optim.Optimizer):
         new = state["step"].double().pow(-DECAY_EXPONENT).float()
         new = new if skips is None else torch.where(skips, 0.0, new)
 
-        block, first = part.block(gradient.float())
+        block = part.block(gradient.float())
         places = {key: torch.zeros_like(state[key]) for key in state if key != "step"}
         squared = block.square()
         if "row" in state:
-            part.of_block(places["row"], first, block, ROW).copy_(squared.sum(-1))
-            part.of_block(places["column"], first, block, COLUMN).copy_(squared.sum(-2))
+            put(places["row"], part.tile_of(ROW), squared.sum(-1))
+            put(places["column"], part.tile_of(COLUMN), squared.sum(-2))
         else:
-            part.of_block(places["variance"].view(-1), first, block.view(-1), ()).copy_(squared.view(-1))
+            put(places["variance"].view(-1), part.rows, squared.view(-1))
         del squared
         # Every update waits here, so that one collective sums for all; see `run_together`.
         sums = dict(zip(places, (yield list(places.values())), strict=True))
@@ -157,15 +179,15 @@ class Adafactor(torch.optim.Optimizer):
             state["row"].lerp_(sums["row"] / part.shape[-1] + LEAST_SQUARE, new)
             state["column"].lerp_(sums["column"] / part.shape[-2] + LEAST_SQUARE, new)
             row = (state["row"] / state["row"].mean(-1, keepdim=True)).rsqrt()
-            block.mul_(part.of_block(row, first, block, ROW).unsqueeze(-1))
-            block.mul_(part.of_block(state["column"].rsqrt(), first, block, COLUMN).unsqueeze(-2))
+            block.mul_(take(row, part.tile_of(ROW)).unsqueeze(-1))
+            block.mul_(take(state["column"].rsqrt(), part.tile_of(COLUMN)).unsqueeze(-2))
         else:
             state["variance"].lerp_(sums["variance"] + LEAST_SQUARE, new)
-            block.mul_(part.of_block(state["variance"].rsqrt().view(-1), first, block.view(-1), ()).view_as(block))
-        update = part.inside(block, first)
+            block.mul_(take(state["variance"].rsqrt().view(-1), part.rows).view_as(block))
+        update = part.inside(block)
         if is_stack := are_matrices(part.shape):
             squares = torch.zeros(part.shape[:-2], device=block.device)
-            part.of_block(squares, first, block, MATRIX).copy_(block.square().sum((-2, -1)))
+            put(squares, part.tile_of(MATRIX), block.square().sum((-2, -1)))
         else:
             squares = update.square().sum()
         if part.offset is not None:
@@ -177,9 +199,9 @@ class Adafactor(torch.optim.Optimizer):
         rms = square.sqrt() / math.sqrt(math.prod(part.shape[-2:] if is_stack else part.shape))
         excess = torch.clamp(rms / CLIP, min=1.0)
         if is_stack:
-            block, first = part.block(update)
-            block.div_(part.of_block(excess, first, block, MATRIX)[..., None, None])
-            update.copy_(part.inside(block, first))
+            block = part.block(update)
+            block.div_(take(excess, part.tile_of(MATRIX))[..., None, None])
+            update.copy_(part.inside(block))
             del block
         else:
             update.div_(excess)
@@ -189,25 +211,7 @@ class Adafactor(torch.optim.Optimizer):
             decay = torch.where(skips, 1.0, decay)
         fresh = weight.float().mul_(decay).add_(update, alpha=-group["lr"])
         if weight.dtype == torch.bfloat16:
-            key = repr((self.seed, position)).encode()
-            seed = int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little") >> 1
-            weight.copy_(round_stochastically(fresh, seed, state["step"]))
-
-
-def part_of(parameter: torch.Tensor) -> ParameterPart:
-    """Returns this rank's part of a parameter, which is whole or a DTensor that is sharded along one dimension."""
-    if not isinstance(parameter, DTensor):
-        return ParameterPart(parameter, tuple(parameter.shape))
-    mesh = parameter.device_mesh
-    placements = enumerate(parameter.placements)
-    sharded = [axis for axis, placement in placements if not placement.is_replicate() and mesh.size(axis) > 1]
-    if not sharded:
-        return ParameterPart(parameter, tuple(parameter.shape))
-    (axis,) = sharded
-    dim = parameter.placements[axis].dim
-    holders = Holders(mesh.get_group(axis), torch.device(mesh.device_type))
-    start = min(parameter.shape[dim], holders.rank * -(-parameter.shape[dim] // holders.size))
-    return ParameterPart(parameter, tuple(parameter.shape), holders, dim, start)
+            weight.copy_(round_stochastically(fresh, draws_of(self.seed, name), state["step"], part.rows, part.shape))
 
 
 def run_together(updates: Sequence[Generator], holders: Holders | None) -> None:
@@ -239,21 +243,58 @@ def are_matrices(shape: tuple[int, ...]) -> bool:
     return len(shape) > 2 and min(shape[-2:]) > 1
 
 
-def round_stochastically(values: torch.Tensor, seed: int, step: torch.Tensor) -> torch.Tensor:
+def draws_of(seed: int, name: str) -> int:
+    """Returns the seed of a parameter's draws, below 2^63."""
+    return int.from_bytes(hashlib.blake2b(repr((seed, name)).encode(), digest_size=8).digest(), "little") >> 1
+
+
+def round_stochastically(
+    values: torch.Tensor, seed: int, step: torch.Tensor, tile: Tile | None = None, shape: tuple[int, ...] = ()
+) -> torch.Tensor:
     """Rounds fp32 to bf16, up or down so that the expectation is exact; nothing waits for the device.
 
     bf16 is the upper half of fp32's bits: adding a uniform 16-bit number before truncating the lower half carries
     into the upper half with exactly the right probability, for either sign.
+
+    tile, shape: the values' tile of a parameter of that shape; None: they are all of it.
     """
-    generator = torch.Generator(values.device).manual_seed(seed)
-    bits = values.contiguous().view(torch.int32)
-    noise = torch.randint(0, 1 << 16, bits.shape, generator=generator, device=bits.device, dtype=torch.int32)
-    # The step's number is on the device, so it cannot seed the generator: it permutes the 2^16 numbers instead.
-    mixed = step.long() + 1
-    for factor in (0x9E3779B97F4A7C15 - 2**64, 0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64):  # SplitMix64's
-        mixed = mixed * factor
-        mixed = mixed ^ (mixed >> 31)
-    noise.mul_(mixed & 0x7FFF | 1).add_(mixed >> 16 & 0xFFFF).bitwise_and_(0xFFFF)
-    finite = values.isfinite()
-    rounded = ((bits + noise) & -65536).view(torch.float32)
-    return torch.where(finite, rounded, values).to(torch.bfloat16)
+    if values.dim() == 0:
+        return round_stochastically(values.view(1), seed, step).view(())
+    shape = shape if tile else tuple(values.shape)
+    rows, *others = tile or whole_tile(shape)
+    rounded = torch.empty(values.shape, dtype=torch.bfloat16, device=values.device)
+    at_once = max(1, DRAWN_TOGETHER * len(values) // max(1, values.numel()))
+    for first in range(0, len(values), at_once):
+        some = values[first : first + at_once]
+        noise = draws(seed, step, (narrowed(rows, first, first + at_once), *others), shape)
+        bits = some.contiguous().view(torch.int32)
+        up_or_down = ((bits + noise) & -65536).view(torch.float32)
+        rounded[first : first + at_once] = torch.where(some.isfinite(), up_or_down, some)
+    return rounded
+
+
+def draws(seed: int, step: torch.Tensor, tile: Tile, shape: tuple[int, ...]) -> torch.Tensor:
+    """Draws a 16-bit number, as int32, for each element of a tile of a parameter.
+
+    They are SplitMix64's (Steele et al. 2014): the generator's state follows from seed and step, its counter is the
+    element's place in the whole parameter. So a number does not depend on how the parameter is divided.
+    """
+    numbers = mixed(step.long() + seed)  # the step's number is on the device
+    stride = 1
+    for dim, ranges in reversed(list(enumerate(tile))):
+        places = torch.cat([torch.arange(first, end, device=step.device) for first, end in ranges or ((0, 0),)])
+        numbers = numbers + places.mul_(signed(stride * GOLDEN)).view(-1, *[1] * (len(shape) - dim - 1))
+        stride *= shape[dim]
+    return mixed(numbers).bitwise_and_(0xFFFF).int()
+
+
+def mixed(numbers: torch.Tensor) -> torch.Tensor:
+    """Mixes the bits of 64-bit numbers, in place."""
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        numbers.bitwise_xor_(numbers >> shift).mul_(signed(factor))
+    return numbers.bitwise_xor_(numbers >> 31)
+
+
+def signed(number: int) -> int:
+    """Returns the int64 with the lower 64 bits of a number."""
+    return (number + 2**63) % 2**64 - 2**63

@@ -1,16 +1,20 @@
-"""Exchange of matrices that are sharded over ranks: an owner gathers each one, works on it, and sends it back.
+"""Exchange of matrices that are divided among ranks: an owner gathers each one, works on it, and sends it back.
 
 The matrices of a bucket travel together: one collective to the owners and one back, or only one if every rank has
 every matrix already. So the number of collectives depends on an update's bytes, not on its number of matrices.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import accumulate, pairwise
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
+
+from pretrain.optim.tiles import Tile, rectangles, shape_of
 
 BUCKET_ELEMENTS = 2**24
 """Elements in a bucket for each rank that shares it; a larger matrix has a bucket of its own."""
@@ -68,23 +72,26 @@ class MatrixPiece:
 
     matrix: HiddenMatrix
     holders: Holders
-    tensor: int
+    tensor: int = 0
     """Index of that tensor."""
-    ranges: tuple[tuple[int, int], ...] = ()
-    """(first element, end) of each rank's piece of the flat matrix; (): every rank has all of it."""
-    offset: int | None = None
-    """Index of the piece's first element in the flat tensor; None: the tensor is the piece."""
-    is_transposed: bool = False
-    """True if the ranges are of the transposed matrix."""
+    tiles: tuple[Tile, ...] = ()
+    """Each rank's part, of the flat matrix if its tile has one dimension; (): every rank has all of it."""
+    offset: int = 0
+    """Index of the piece's first element in the flat tensor."""
 
     @property
     def elements(self) -> int:
         return self.matrix.elements
 
+    @cached_property
+    def counts(self) -> list[int]:
+        """Number of elements on each rank."""
+        return [math.prod(shape_of(tile)) for tile in self.tiles]
+
     @property
     def owner(self) -> int | None:
         """Rank that has all of it, if only one has any."""
-        return next((rank for rank, (first, end) in enumerate(self.ranges) if end - first == self.elements), None)
+        return next((rank for rank, count in enumerate(self.counts) if count == self.elements), None)
 
     @property
     def is_alone(self) -> bool:
@@ -94,28 +101,23 @@ class MatrixPiece:
     @property
     def is_here(self) -> bool:
         """True if this rank has any of it."""
-        return not self.ranges or self.counts()[self.holders.rank] > 0
-
-    def counts(self) -> list[int]:
-        """Returns the number of elements on each rank."""
-        return [end - first for first, end in self.ranges]
+        return not self.tiles or self.counts[self.holders.rank] > 0
 
     def part(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Returns this rank's elements, in the order of the ranges."""
-        part = tensors[self.tensor]
-        if self.offset is not None:
-            part = part.view(-1).narrow(
-                0, self.offset, self.counts()[self.holders.rank] if self.ranges else self.elements
-            )
-        return part.mT if self.is_transposed else part
+        """Returns this rank's elements, in the shape of its tile."""
+        shape = shape_of(self.tiles[self.holders.rank]) if self.tiles else self.matrix.shape
+        return tensors[self.tensor].view(-1).narrow(0, self.offset, math.prod(shape)).view(shape)
 
     def whole(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         """Returns the matrix, if all of it is on this rank."""
-        return tensors[self.tensor] if self.offset is None else self.part(tensors).view(self.matrix.shape)
+        return self.part(tensors).view(self.matrix.shape)
 
-    def as_matrix(self, flat: torch.Tensor) -> torch.Tensor:
-        """Returns a view, as the matrix, of all its elements in the order of the ranges."""
-        return flat.view(self.matrix.shape[::-1]).mT if self.is_transposed else flat.view(self.matrix.shape)
+    def places(self, rank: int, whole: torch.Tensor, part: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Returns (view of the whole matrix, view of a rank's flat part) of each rectangle that the rank holds."""
+        tile = self.tiles[rank]
+        whole = whole.view(-1) if len(tile) == 1 else whole
+        part = part.view(shape_of(tile))
+        return [(whole[outside], part[inside]) for inside, outside in rectangles(tile)]
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
@@ -123,51 +125,20 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
 
-def pieces_of(parameter: torch.Tensor, matrix: HiddenMatrix, tensor: int, copies: Holders | None) -> list[MatrixPiece]:
-    """Returns the pieces of a parameter that is a matrix or a stack, whole or sharded along one dimension (DTensor).
+def pieces_of(
+    matrix: HiddenMatrix, holders: Holders, tiles: tuple[Tile, ...] = (), held: int | None = None
+) -> list[MatrixPiece]:
+    """Returns the piece of a parameter that is a matrix, or of each matrix of a stack.
 
-    copies: the ranks that hold replicas of the whole parameter and share the work of its update.
+    Args:
+        holders: the ranks that have parts, or replicas, of the same matrices; they share the work.
+        tiles: each of these ranks' tile of a matrix; (): every rank has all of it.
+        held: number of matrices of the stack of which this rank has a part; None: all.
     """
-    holders = copies or Holders(None, parameter.device)
-    dim = None
-    if isinstance(parameter, DTensor):
-        mesh = parameter.device_mesh
-        placements = parameter.placements
-        divided = [(axis, placement) for axis, placement in enumerate(placements) if mesh.size(axis) > 1]
-        # Not is_shard(), which is False for a shard of a dimension that another axis has divided already.
-        sharded = [(axis, placement.dim) for axis, placement in divided if not placement.is_replicate()]
-        holders = Holders(None, torch.device(mesh.device_type))
-        if sharded:
-            ((axis, dim),) = sharded
-            holders = replace(holders, group=mesh.get_group(axis))
-        elif divided:  # replicas, which share the work
-            holders = replace(holders, group=mesh.get_group(divided[0][0]))
-    if matrix.stacked > 1:
-        return stacked_pieces(matrix, holders, tensor, dim)
-    if dim is None:
-        return [MatrixPiece(matrix, holders, tensor)]
-    rows, columns = matrix.shape if dim == 0 else matrix.shape[::-1]
-    share = -(-rows // holders.size)  # as torch.chunk divides
-    ends = [columns * min(rows, share * rank) for rank in range(holders.size + 1)]
-    return [MatrixPiece(matrix, holders, tensor, tuple(pairwise(ends)), is_transposed=dim == 1)]
-
-
-def stacked_pieces(matrix: HiddenMatrix, holders: Holders, tensor: int, dim: int | None) -> list[MatrixPiece]:
-    """Returns a piece per matrix of a stack; each is whole on every rank or, sharded along `dim` 0, on one of them."""
-    if dim not in (None, 0):
-        raise ValueError(f"stacked matrices are sharded between them, not along their dimension {dim}")
     one = replace(matrix, stacked=1)
-    elements = matrix.elements
-    if dim is None:
-        return [MatrixPiece(one, holders, tensor, offset=index * elements) for index in range(matrix.stacked)]
-    share = -(-matrix.stacked // holders.size)  # as torch.chunk divides
-    pieces = []
-    for index in range(matrix.stacked):
-        owner, place = divmod(index, share)
-        ranges = tuple((0, elements if rank == owner else 0) for rank in range(holders.size))
-        offset = place * elements if owner == holders.rank else 0
-        pieces.append(MatrixPiece(one, holders, tensor, ranges, offset))
-    return pieces
+    elements = math.prod(shape_of(tiles[holders.rank])) if tiles else matrix.elements
+    count = matrix.stacked if held is None else held
+    return [MatrixPiece(one, holders, tiles=tiles, offset=index * elements) for index in range(count)]
 
 
 def replace_whole_matrices(
@@ -202,7 +173,7 @@ def replace_whole_matrices(
     replace_all(here)
     for holders, theirs in shared.items():
         for bucket in buckets_of(theirs, holders.size):
-            is_split = [piece for piece, _ in bucket if piece.ranges]
+            is_split = [piece for piece, _ in bucket if piece.tiles]
             exchange = exchange_parts if is_split else exchange_results
             exchange(bucket, holders, tensors, dtype(holders.device), replace_all)
 
@@ -216,13 +187,13 @@ def buckets_of(pieces: Sequence[MatrixPiece], processes: int) -> list[Bucket]:
     work = [0] * processes
     buckets: list[Bucket] = []
     room = 0
-    # Sharded and replicated matrices apart, since they use different collectives. Largest first, equal shapes
+    # Divided and replicated matrices apart, since they use different collectives. Largest first, equal shapes
     # together.
-    for piece in sorted(pieces, key=lambda piece: (bool(piece.ranges), -piece.elements, piece.matrix.shape)):
+    for piece in sorted(pieces, key=lambda piece: (bool(piece.tiles), -piece.elements, piece.matrix.shape)):
         owner = work.index(min(work))
         # Proportional to the operations of the matmul X X^T.
         work[owner] += piece.elements * min(piece.matrix.shape)
-        if not buckets or piece.elements > room or bool(buckets[-1][0][0].ranges) != bool(piece.ranges):
+        if not buckets or piece.elements > room or bool(buckets[-1][0][0].tiles) != bool(piece.tiles):
             buckets.append([])
             room = BUCKET_ELEMENTS * processes
         buckets[-1].append((piece, owner))
@@ -241,24 +212,24 @@ def exchange_results(bucket: Bucket, holders: Holders, tensors, dtype: torch.dty
     ]
     mine = owned[holders.rank]
     own_views = views[holders.rank]
-    matrices = [piece.as_matrix(view) for piece, view in zip(mine, own_views, strict=True)]
+    matrices = [view.view(piece.matrix.shape) for piece, view in zip(mine, own_views, strict=True)]
     copy_all(matrices, [piece.whole(tensors) for piece in mine])
     replace_all([(matrix, piece.matrix) for matrix, piece in zip(matrices, mine, strict=True)])
     # Cloned: a collective must not read the memory that it writes.
     dist.all_gather_single(gathered.view(-1), gathered[holders.rank].clone(), group=holders.group)
     for theirs, of_rank in zip(owned, views, strict=True):
-        copy_all([piece.whole(tensors) for piece in theirs], map(MatrixPiece.as_matrix, theirs, of_rank))
+        results = [view.view(piece.matrix.shape) for piece, view in zip(theirs, of_rank, strict=True)]
+        copy_all([piece.whole(tensors) for piece in theirs], results)
 
 
 def exchange_parts(bucket: Bucket, holders: Holders, tensors, dtype: torch.dtype, replace_all) -> None:
-    """Updates sharded matrices: all parts go to the owners, and the results back, in one collective each."""
-    me = holders.rank
+    """Updates divided matrices: all parts go to the owners, and the results back, in one collective each."""
     processes = range(holders.size)
     owned = [[piece for piece, owner in bucket if owner == rank] for rank in processes]
-    mine = owned[me]
+    mine = owned[holders.rank]
     parts = [piece.part(tensors) for theirs in owned for piece in theirs]
     outgoing = [sum(part.numel() for part in of_rank) for of_rank in split_like(parts, owned)]
-    incoming = [sum(piece.counts()[rank] for piece in mine) for rank in processes]
+    incoming = [sum(piece.counts[rank] for piece in mine) for rank in processes]
     sent = torch.empty(sum(outgoing), dtype=dtype, device=holders.device)
     received = torch.empty(sum(incoming), dtype=dtype, device=holders.device)
     sent_parts = [
@@ -268,16 +239,22 @@ def exchange_parts(bucket: Bucket, holders: Holders, tensors, dtype: torch.dtype
     copy_all(sent_parts, parts)
     dist.all_to_all_single(received, sent, incoming, outgoing, group=holders.group)
 
-    wholes = consecutive_views(torch.empty_like(received), [piece.elements for piece in mine])
+    flat = consecutive_views(torch.empty_like(received), [piece.elements for piece in mine])
+    wholes = [view.view(piece.matrix.shape) for view, piece in zip(flat, mine, strict=True)]
     # By rank, then by piece: the order in which the collective delivers them.
-    received_parts = consecutive_views(received, [piece.counts()[rank] for rank in processes for piece in mine])
+    arrived = iter(consecutive_views(received, [piece.counts[rank] for rank in processes for piece in mine]))
     places = [
-        whole[slice(*piece.ranges[rank])] for rank in processes for piece, whole in zip(mine, wholes, strict=True)
+        pair
+        for rank in processes
+        for piece, whole in zip(mine, wholes, strict=True)
+        for pair in piece.places(rank, whole, next(arrived))
     ]
-    copy_all(places, received_parts)
-    replace_all([(piece.as_matrix(whole), piece.matrix) for piece, whole in zip(mine, wholes, strict=True)])
+    in_wholes = [place for place, _ in places]
+    received_parts = [part for _, part in places]
+    copy_all(in_wholes, received_parts)
+    replace_all([(whole, piece.matrix) for whole, piece in zip(wholes, mine, strict=True)])
     # The results go back in the memory in which the parts came: the same layout, sent the other way.
-    copy_all(received_parts, places)
+    copy_all(received_parts, in_wholes)
 
     dist.all_to_all_single(sent, received, outgoing, incoming, group=holders.group)
     copy_all(parts, sent_parts)

@@ -102,7 +102,8 @@ class Muon(torch.optim.Optimizer):
         if shapes := [matrix.shape for matrix in self.matrices.values() if len(matrix.shape) != 2]:
             raise ValueError(f"Muon updates matrices, not parameters of shape {', '.join(map(str, shapes))}")
         self.placed: dict[torch.Tensor, list[MatrixPiece]] = {}
-        """{flat tensor: the pieces in it}, if a strategy updates many parameters as one tensor."""
+        """{tensor: the pieces in it}, from a strategy that divides parameters, or updates many as one tensor."""
+        self._pieces: dict[tuple[torch.Tensor, ...], list[MatrixPiece]] = {}
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -132,7 +133,7 @@ class Muon(torch.optim.Optimizer):
         torch._foreach_lerp_(momenta, updates, 1 - group["momentum"])
         torch._foreach_lerp_(updates, momenta, group["momentum"])
         # In every group's own order: the ranks must exchange the same pieces in the same order.
-        pieces = self._pieces(parameters)
+        pieces = self._pieces_in(parameters)
         coefficients = iterations(group["coefficients"], group["ns_steps"])
         replace_whole_matrices(pieces, updates, product_dtype, lambda wholes: orthogonalize_all(wholes, coefficients))
         if self.found_inf is not None:
@@ -143,14 +144,19 @@ class Muon(torch.optim.Optimizer):
                 factor = group["lr"] * update_scale(piece.matrix)
                 piece.part(weights).add_(piece.part(updates), alpha=-factor)
 
-    def _pieces(self, parameters: list[torch.Tensor]) -> list[MatrixPiece]:
-        found = []
-        for index, parameter in enumerate(parameters):
-            if parameter in self.placed:
-                found += [replace(piece, tensor=index) for piece in self.placed[parameter]]
-            else:
-                found += pieces_of(parameter, self.matrices[parameter], index, self.copies)
-        return found
+    def _pieces_in(self, parameters: list[torch.Tensor]) -> list[MatrixPiece]:
+        """Returns the pieces in these tensors, found once."""
+        key = tuple(parameters)
+        if key not in self._pieces:
+            found = []
+            for index, parameter in enumerate(parameters):
+                pieces = self.placed.get(parameter)
+                if pieces is None:
+                    holders = self.copies or Holders(None, parameter.device)
+                    pieces = pieces_of(self.matrices[parameter], holders)
+                found += [replace(piece, tensor=index) for piece in pieces]
+            self._pieces[key] = found
+        return self._pieces[key]
 
 
 class MuonWithAdamW(torch.optim.Optimizer):

@@ -92,8 +92,8 @@ class OptimizerSpec(ABC):
 
     takes = ("whole",)
     """Forms of parameters that it updates; a strategy names its own as `parameter_form`. whole: single and ddp;
-    sharded: as DTensors divided along one dimension of the mesh; tiles: along two; pieces: any part of a flat tensor
-    of many parameters, under ZeRO."""
+    sharded: DTensors, divided along any dimensions of a mesh; pieces: any part of a flat tensor of many parameters,
+    under ZeRO."""
     state_is_whole = False
     """True if each rank keeps all of the state, and not only that of its parameter shards."""
     shares_work = False
@@ -155,7 +155,7 @@ class OptimizerSpec(ABC):
 class AdamWSpec(OptimizerSpec):
     """AdamW (Loshchilov and Hutter, arXiv 1711.05101), fused if the device has the kernel."""
 
-    takes = ("whole", "sharded", "pieces", "tiles")
+    takes = ("whole", "sharded", "pieces")
     runs_from_disk = True
 
     def make(self, parameters, settings, learning_rate, seed, device_type) -> torch.optim.AdamW:
@@ -181,7 +181,8 @@ class AdafactorSpec(OptimizerSpec):
     def make(self, parameters, settings, learning_rate, seed, device_type) -> torch.optim.Optimizer:
         from pretrain.optim.adafactor import Adafactor
 
-        return Adafactor(self.groups(parameters, settings.weight_decay), lr=learning_rate, seed=seed)
+        names = {parameter: name for name, parameter in parameters}
+        return Adafactor(self.groups(parameters, settings.weight_decay), lr=learning_rate, seed=seed, names=names)
 
     def state_shapes(self, name: str) -> dict[str, tuple[int, ...]]:
         from pretrain.optim.adafactor import factored_shapes

@@ -6,6 +6,7 @@ Memory, traffic and layouts, which a plan needs and a run does not, are in pretr
     registry: every strategy by name
     strategy: base of all strategies: one process, and DDP
     mesh: any product of replicas, FSDP2, context, tensor, pipeline and expert parallel
+    mesh_tiles: the part of each parameter that a rank of a mesh holds
     context_parallel: sequences sharded over ranks
     pipeline, pipeline_stages: layers divided into stages
     tensor_parallel: matrices split over ranks

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -31,15 +32,17 @@ from transformers import PreTrainedConfig
 from pretrain.config import RunConfig
 from pretrain.data.vocabulary import planned_model_config
 from pretrain.errors import InputError
-from pretrain.mesh_sizes import Sizes, environment_flag, launched_sizes, requested_sizes, setting
+from pretrain.mesh_sizes import Sizes, environment_flag, launched_sizes, requested_sizes
 from pretrain.model.build import InitialWeights, build_meta_model, units_of
 from pretrain.model.compile import layers_of
+from pretrain.model.fp8 import use_fp8
 from pretrain.model.loss import LanguageModelLoss
 from pretrain.model.routers import routers_of
 from pretrain.optim.optimizers import OptimizerBuilder, total_norm
 from pretrain.parallel import context_parallel, expert_parallel, tensor_parallel
 from pretrain.parallel.context_parallel import exchange_heads, part_of_batch
 from pretrain.parallel.expert_parallel import divide_experts, expert_modules
+from pretrain.parallel.mesh_tiles import place_tiles
 from pretrain.parallel.pipeline import STAGE_LAYOUTS, PipelineModel, StagedTensors
 from pretrain.parallel.pipeline_stages import Stage, cut_problem, layer_problem, stage_parameters
 from pretrain.parallel.replicas import ReplicaGroup
@@ -80,22 +83,31 @@ class Mesh:
         name = mesh.mesh_dim_names[2]
         return mesh["dp_replicate", name] if self.sizes.dp_replicate > 1 else mesh[name]
 
+    def replica_group(self) -> dist.ProcessGroup | None:
+        """Returns the group of this rank's stage and replica, fsdp x tp or efsdp x ep; a collective call.
+
+        None if it is that of one dimension.
+        """
+        s = self.sizes
+        if min(s.fsdp, s.tp) == 1 and min(s.efsdp, s.ep) == 1:
+            return None
+        return dist.new_subgroups_by_enumeration(self.dense.mesh.view(-1, s.fsdp * s.tp).tolist())[0]
+
 
 class MeshStrategy(Strategy):
     """Strategy for any product of dimensions. See `Strategy` for the order of calls."""
 
-    precisions = ("fp32", "bf16")
+    parameter_form = "sharded"
+    precisions = ("fp32", "bf16", "fp8")
+    why_not = MappingProxyType(
+        {
+            "fp16": "weights would be gathered in it, and the head's gradient, a sum over tokens, can exceed 65,504, "
+            "its largest number",
+            "adamw_8bit": "each of its scales is of 256 neighboring elements, and parts do not end where they do",
+        }
+    )
     compilations = ("auto", "none", "regional")
     holds_whole_model = False
-
-    @classmethod
-    def form_launched(cls) -> str:
-        """Returns `tiles` if a tensor is divided along two dimensions, else `sharded`; see `OptimizerSpec.takes`."""
-        try:
-            sizes = launched_sizes()
-        except InputError:  # `problems` reports it
-            return "sharded"
-        return "tiles" if (sizes.fsdp > 1 and sizes.tp > 1) or (sizes.ep > 1 and sizes.efsdp > 1) else "sharded"
 
     @classmethod
     def parts_of_micro_batch(cls, config: RunConfig) -> int:
@@ -116,7 +128,7 @@ class MeshStrategy(Strategy):
         problems += recipe_problems(config, sizes)
         try:
             model_config = planned_model_config(config.model, config.data)
-            return problems + model_problems(model_config, sizes, config.pipeline.schedule, config.optim.name)
+            return problems + model_problems(model_config, sizes, config.pipeline.schedule)
         except InputError:
             return problems  # `derive` reports this problem of the model
 
@@ -163,6 +175,8 @@ class MeshStrategy(Strategy):
     ) -> torch.nn.Module:
         """Prepares as in `Strategy`. No rank ever holds more than one whole layer, or than all that is in no layer."""
         self.causal_lm = causal_lm = model.causal_lm
+        if self.precision == "fp8":
+            use_fp8(causal_lm)
         self.places = {name: place for place, (name, _) in enumerate(causal_lm.named_parameters())}
         sizes = self.sizes
         if sizes.cp > 1:
@@ -176,9 +190,9 @@ class MeshStrategy(Strategy):
         self.roots = self.stages_of(model)
         self.shard(list(self.roots.values()), weights)
         self.model = self.called(model)
-        self.optimizer = self.accelerator.prepare_optimizer(
-            separate_kinds(self.optimizer_of_parameters(build_optimizer)), device_placement=False
-        )
+        optimizer = self.optimizer_of_parameters(build_optimizer)
+        place_tiles(optimizer, self.mesh)
+        self.optimizer = self.accelerator.prepare_optimizer(separate_kinds(optimizer), device_placement=False)
         self.find_shared_parameters(model)
         return self.model
 
@@ -194,9 +208,9 @@ class MeshStrategy(Strategy):
         """Gives the modules inside these roots their weights, divides them over tp and ep, and shards them."""
         causal_lm = self.causal_lm
         inside = MixedPrecisionPolicy()
-        if self.precision == "bf16":
+        if self.precision != "fp32":
             inside = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        offload = CPUOffloadPolicy() if self.offloads else OffloadPolicy()
+        offload = CPUOffloadPolicy(pin_memory=self.device.type != "cpu") if self.offloads else OffloadPolicy()
         apply = partial(fully_shard, offload_policy=offload)
         here = {module for root in roots for module in root.modules()}
         head = causal_lm.get_output_embeddings()
@@ -333,7 +347,7 @@ class MeshStrategy(Strategy):
         gradients = {p: local(p.grad) for p in self.name_of if p.grad is not None}
         if self.sizes.tp > 1:
             whole = {parameter: gradients[parameter] for parameter in self.whole_over_tp if parameter in gradients}
-            sum_in_place(list(whole.values()), self.tp_group)
+            self.sum_gradients(list(whole.values()), self.tp_group)
             # Others should be equal already, but GPU kernels may sum in any order: replicas must not drift apart.
             others = [grad for parameter, grad in whole.items() if parameter not in self.shares]
             if others:
@@ -345,10 +359,17 @@ class MeshStrategy(Strategy):
             experts = [grad for parameter, grad in gradients.items() if "ep" in parameter.device_mesh.mesh_dim_names]
             torch._foreach_mul_(experts, self.sizes.tp / self.sizes.ep)
         if self.tied is not None:
-            dist.all_reduce(gradients[self.tied], group=self.tied_group)
+            self.sum_gradients([gradients[self.tied]], self.tied_group)
         if self.sizes.pp > 1 and self.micro_steps > 1:
             torch._foreach_div_(list(gradients.values()), self.micro_steps)
         self.micro_steps = 0
+
+    def sum_gradients(self, gradients: list[Tensor], group: dist.ProcessGroup) -> None:
+        """Sums gradients over the ranks of a group, in place; offloaded ones by the GPU."""
+        here = [gradient.to(self.device) for gradient in gradients] if self.offloads else gradients
+        sum_in_place(here, group)
+        if self.offloads and gradients:
+            torch._foreach_copy_(gradients, here)
 
     def gradient_norm(self) -> Tensor:
         """Returns the norm by one sum over all ranks: a local square counts 1 / (ranks of the stage that have it)."""
@@ -444,21 +465,23 @@ def recipe_problems(config: RunConfig, sizes: Sizes) -> list[str]:
         )
     if sizes.pp > 1 and config.attention == "flex_attention":
         problems.append("attention: flex_attention does not run under a pipeline; use auto")
-    if environment_flag("FSDP_OFFLOAD_PARAMS") and max(sizes.pp, sizes.tp, sizes.ep) > 1:
-        names = " and ".join(name for name in ("pp", "tp", "ep") if getattr(sizes, name) > 1)
-        problems.append(f"launcher: fsdp_offload_params: does not run with {names}; use fsdp2, or false")
+    if config.precision == "fp8" and sizes.tp > 1:
+        problems.append(
+            "precision: fp8 does not run with tp, where every slice of a matrix would have its own scale; use bf16, "
+            "or fp8 with dp_shard, dp_replicate, cp, pp or ep"
+        )
+    if config.precision == "fp8" and sizes.pp > 1 and schedule.splits_backward:
+        problems.append(
+            f"precision: fp8 does not run with pipeline.schedule {config.pipeline.schedule}: it computes the "
+            "gradients of inputs and of weights together, so twice each; use 1F1B or Interleaved1F1B"
+        )
     return problems
 
 
-def model_problems(model_config: PreTrainedConfig, sizes: Sizes, schedule: str, optimizer: str) -> list[str]:
+def model_problems(model_config: PreTrainedConfig, sizes: Sizes, schedule: str) -> list[str]:
     """Lists why this model cannot be divided in these sizes, with what works. Raises InputError as `reference_of`."""
     problems: list[str | None] = []
     has_experts = sizes.pp * sizes.tp > 1 and bool(routers_of(build_meta_model(model_config)))
-    if has_experts and sizes.tp > 1 and sizes.ep == 1 and optimizer != "adamw":
-        problems.append(
-            f"optim.name: {optimizer} does not run where tp splits the matrices of experts; use adamw, or "
-            f"{setting('ep')} {sizes.tp} together with tp"
-        )
     if sizes.tp > 1:
         problems.append(tensor_parallel.model_problem(model_config, sizes.tp, splits_experts=sizes.ep == 1))
     if sizes.cp > 1:

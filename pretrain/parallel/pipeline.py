@@ -14,12 +14,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import get_schedule_class
-from torch.distributed.tensor import DTensor
 
 from pretrain.config import Pipeline
 from pretrain.hardware import seed_dropout
 from pretrain.parallel.pipeline_stages import Stage, split_micro_batch
-from pretrain.parallel.tensor_group import TensorGroup
+from pretrain.parallel.tensor_group import TensorGroup, whole_of
 
 
 @dataclass(frozen=True)
@@ -194,9 +193,7 @@ class StagedTensors(TensorGroup):
 
     def whole(self, name: str, wanted: bool = True) -> Tensor | None:
         if self.owners[name] == dist.get_rank(self.group):
-            tensor = self.tensors[name].detach()
-            whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-            tensor = whole.to(self.device).contiguous()
+            tensor = whole_of(self.tensors[name]).to(self.device).contiguous()
         else:
             tensor = torch.empty(self.shapes[name], dtype=self.dtypes[name], device=self.device)
         dist.broadcast(tensor, group=self.group, group_src=self.owners[name])

@@ -95,7 +95,7 @@ class Stage(nn.Module):
     Args:
         model: the whole model.
         layers: indices of this stage's layers.
-        precision: "fp32" or "bf16", the dtype of autocast.
+        precision: "fp32" for no autocast; else it is in bf16.
     """
 
     def __init__(self, model: LanguageModelLoss, layers: range, precision: str):
@@ -127,7 +127,7 @@ class Stage(nn.Module):
         microbatch = self.microbatches[self.microbatches_run]
         self.microbatches_run += 1
         inputs = {"input_ids" if self.is_first else "inputs_embeds": x}
-        with torch.autocast(x.device.type, torch.bfloat16, enabled=self.precision == "bf16"):
+        with torch.autocast(x.device.type, torch.bfloat16, enabled=self.precision != "fp32"):
             hidden_BTD = self.base(**inputs, use_cache=False, **microbatch.attention_arguments).last_hidden_state
             if not self.is_last:
                 hidden_BTD = hidden_BTD.float()

@@ -87,6 +87,8 @@ class Strategy:
     """The recipe's precisions that this strategy supports."""
     compilations: tuple[str, ...] = ("auto", "none", "regional", "full")
     """The recipe's values of compile that this strategy supports."""
+    why_not: Mapping[str, str] = {}
+    """{value of optim.name, precision or compile: why this strategy does not run it}, where that is not obvious."""
     holds_whole_model = True
     """True if each rank has all fp32 weights on its device."""
 
@@ -139,26 +141,23 @@ class Strategy:
         return self.dispatcher.take(number, read).result()
 
     @classmethod
-    def form_launched(cls) -> str:
-        """Returns the form of the parameters under the sizes that the launcher gives."""
-        return cls.parameter_form
-
-    @classmethod
     def problems(cls, config: RunConfig, name: str) -> list[str]:
         """Lists everything in the recipe that this strategy, called `name`, does not support."""
         problems = []
-        form = cls.form_launched()
-        if config.optim.stochastic_rounding and form != "whole":
-            problems.append(f"optim.stochastic_rounding: does not run under {name}; it does under single and ddp")
-        optimizers = [name for name, spec in OPTIMIZERS.items() if form in spec.takes]
+        if config.optim.stochastic_rounding and cls.parameter_form == "pieces":
+            problems.append(
+                f"optim.stochastic_rounding: does not run under {name}, which keeps weights in fp32; it does under "
+                "ddp, fsdp2 and meshes"
+            )
+        optimizers = [name for name, spec in OPTIMIZERS.items() if cls.parameter_form in spec.takes]
         given = {
             "optim.name": (config.optim.name, optimizers),
             "precision": (resolve_precision(config.precision), cls.precisions),
             "compile": (config.compile, cls.compilations),
         }
         return problems + [
-            f"{path}: {value} does not run under {name}; choose {' or '.join(allowed)}, or a strategy "
-            f"that runs it, as ddp does"
+            f"{path}: {value} does not run under {name}{f': {cls.why_not[value]}' if value in cls.why_not else ''}; "
+            f"choose {' or '.join(allowed)}, or a strategy that runs it, as ddp does"
             for path, (value, allowed) in given.items()
             if value not in allowed
         ]

@@ -7,8 +7,8 @@ from typing import Self
 import torch
 from torch.distributed.tensor import DTensor
 
-# Private, because distribute_tensor, the public way, would send what every rank already has.
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from pretrain.optim.tiles import take
+from pretrain.parallel.mesh_tiles import tile_of
 
 
 @dataclass(frozen=True)
@@ -27,14 +27,29 @@ class TensorGroup:
 
     def whole(self, name: str, wanted: bool = True) -> torch.Tensor | None:
         """Returns the whole tensor on its device, perhaps the training one; None on a rank that does not want it."""
-        tensor = self.tensors[name].detach()
-        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        whole = whole_of(self.tensors[name])
         return whole if wanted else None
 
     def fetch(self, name: str, wanted: bool = True) -> torch.Tensor | None:
         """Returns the whole tensor on the CPU; None on a rank that takes part but does not want it."""
         whole = self.whole(name, wanted)
         return whole.to("cpu") if wanted else None
+
+
+def whole_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns the whole of a tensor, on the mesh's device if it is divided; then a collective call of its ranks."""
+    tensor = tensor.detach()
+    if not isinstance(tensor, DTensor):
+        return tensor
+    # Not full_tensor alone: a part in host memory has to go to the GPU first, as from_local sends it.
+    return DTensor.from_local(
+        tensor.to_local(),
+        tensor.device_mesh,
+        tensor.placements,
+        run_check=False,
+        shape=tensor.shape,
+        stride=tensor.stride(),
+    ).full_tensor()
 
 
 class ShardedState(Mapping[str, torch.Tensor]):
@@ -77,6 +92,5 @@ def load_parts(tensors: Mapping[str, torch.Tensor], whole: Mapping[str, torch.Te
 
 
 def local_part(whole: torch.Tensor, like: DTensor) -> torch.Tensor:
-    """Returns this rank's shard of `whole` if it is sharded like the DTensor `like`."""
-    shape, offset = compute_local_shape_and_global_offset(whole.shape, like.device_mesh, like.placements)
-    return whole[tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))]
+    """Returns this rank's part of `whole` if it is divided like the DTensor `like`."""
+    return take(whole, tile_of(like))

@@ -136,9 +136,10 @@ def placed_pieces(
         elements = matrices[parameter].elements
         for start in range(0, matrices[parameter].stacked * elements, elements):
             inside = tuple(tuple(min(max(place - start, 0), elements) for place in each) for each in ranges)
+            tiles = tuple((((low, high),) if low < high else (),) for low, high in inside)
             before = max(0, start - ranges[holders.rank][0])  # elements of this rank's part before this matrix
             first, end = inside[holders.rank]
-            piece = MatrixPiece(one, holders, 0, inside, offset + before if first < end else offset)
+            piece = MatrixPiece(one, holders, 0, tiles, offset + before if first < end else offset)
             pieces.setdefault(flat, []).append(piece)
     return pieces
 
@@ -149,6 +150,6 @@ def placed_parts(places: Sequence[Place], holders: Holders) -> dict[torch.Tensor
     for parameter, flat, offset, ranges in places:
         first, end = ranges[holders.rank]
         shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
-        part = ParameterPart(parameter, shape, holders, 0, first if first < end else 0, offset, end - first)
+        part = ParameterPart.flat(parameter, shape, holders, first if first < end else 0, offset, end - first)
         parts.setdefault(flat, []).append(part)
     return parts

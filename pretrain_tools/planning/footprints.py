@@ -100,7 +100,7 @@ def fully_sharded(work: Work) -> Memory:
     processes = work.layout.sharing_states
     share = 1 / processes
     act = work.activation_bytes(work.activations_in_bf16, compute, compute * sizes.vocabulary * sizes.width)
-    states = FP32 * work.held.total * share
+    states = work.parameter_bytes * work.held.total * share
     gradients = states
     resident = gradients if work.accumulates else 0.0
     if work.accumulates and work.run.config.batch.reduce_once:  # whole, until the last backward pass has come to them
@@ -117,7 +117,8 @@ def fully_sharded(work: Work) -> Memory:
         "backward": (resident, act["backward"], root + gathered + reduced),
         "first layer": (gradients, act["first layer"], root + gathered + reduced),
         "embedding": (gradients, act["embedding"], root + compute * sizes.embedding + FP32 * sizes.root + layer),
-        "update": (states, work.update_bytes("sharded", processes), layer),
+        # The matrices that Muon multiplies are whole.
+        "update": (states, work.update_bytes("sharded", processes * work.layout.tp, work.whole), layer),
     }
     return at_peak(moments, states, work.optimizer_bytes(share))
 
@@ -148,9 +149,11 @@ def in_stages(work: Work) -> Memory:
         "loss": (both if schedule.is_v else last, (kept if schedule.is_v else kept / 2) + loss),
     }
     found = []
+    dividing = work.layout.sharing_states * work.layout.tp
+    updated = work.update_bytes("sharded" if dividing > 1 else "stage", dividing, work.whole)
     for moment, (stage_elements, activations) in ends.items():
         elements = stage_elements / work.layout.sharing_states
-        moments = {moment: (FP32 * elements, activations), "update": (FP32 * elements, work.update_bytes("stage"))}
+        moments = {moment: (FP32 * elements, activations), "update": (FP32 * elements, updated)}
         share = elements / sizes.total
         found.append(at_peak(moments, FP32 * elements, work.optimizer_bytes(share), traveling))
     return max(found, key=lambda memory: memory.total)

@@ -7,6 +7,7 @@ import math
 from dataclasses import replace
 
 from pretrain.hardware import missing_bf16
+from pretrain.optim.adafactor import DRAWN_TOGETHER
 from pretrain.optim.matrix_exchange import BUCKET_ELEMENTS
 from pretrain.optim.muon import BATCH_ELEMENTS
 from pretrain.optim.optimizers import AdafactorSpec, AdamW8bitSpec, ModelShapes, MuonSpec, OptimizerSpec
@@ -38,9 +39,16 @@ def update_bytes(spec: OptimizerSpec, device_type: str, weights_in_bf16: bool, f
     form: see `OptimizerSpec.takes`.
     """
     if isinstance(spec, AdafactorSpec):
-        # Squares, beside whole rows of flat parts; for weights in bf16 also fp32 copies and random bits.
-        largest = max(math.prod(shape) for shape in spec.model.shapes.values())
-        return largest * (24 if weights_in_bf16 else FP32 * (2 if form == "pieces" else 1))
+        elements = list(map(math.prod, spec.model.shapes.values()))
+        share = processes if form == "sharded" else 1
+        # Squares, beside whole rows of flat parts.
+        squares = FP32 * max(elements) / share * (2 if form == "pieces" else 1)
+        if not weights_in_bf16:
+            return squares
+        # fp32 copies of the gradients, all at once where they wait for the sums of the processes, and of the weights.
+        copies = (sum(elements) if share > 1 else max(elements)) / share + max(elements) / share
+        drawn = 24 * min(DRAWN_TOGETHER, max(elements) / share)
+        return FP32 * copies + max(squares, BF16 * max(elements) / share + drawn)
     if not isinstance(spec, MuonSpec):
         return 0.0
     # A batch of matrices, and four products of it, in the dtype in which they are multiplied.

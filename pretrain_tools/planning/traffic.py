@@ -92,8 +92,9 @@ def _rows(layout: Layout, step: StepTraffic) -> float:
 
 def exchange_seconds(layout: Layout, step: StepTraffic, optimizer: OptimizerSpec) -> float:
     """Returns seconds of exchanges with nothing to hide behind: of matrices for an update, of heads under cp."""
-    if layout.tp > 1 and layout.shards > 1:
-        return _hidden_states(layout.tp, step)
+    if layout.tp > 1 and layout.shards > 1:  # both divide the matrices
+        sent = exchanged_bytes(optimizer, "sharded", layout.sharing_states * layout.tp)
+        return _hidden_states(layout.tp, step) + sent / step.across
     if layout.ep > 1:  # each process updates its own experts alone
         beside_experts = type(optimizer)(with_experts_in_parts(optimizer.model, 0))
         return exchanged_bytes(beside_experts, "sharded", layout.ranks) / step.across
@@ -114,7 +115,7 @@ def form_of(layout: Layout) -> str:
     """Names the form in which an optimizer gets the parameters; see `OptimizerSpec.takes`."""
     if layout.zero or layout.tp > 1:
         return "pieces"
-    if layout.pp > 1:
+    if layout.pp > 1 and layout.sharing_states == 1:
         return "stage"
     return "sharded" if layout.sharing_states > 1 else "whole"
 

@@ -5,8 +5,9 @@ import torch
 from torch import nn
 
 from pretrain.optim import adafactor, matrix_exchange
-from pretrain.optim.adafactor import Adafactor, ParameterPart
+from pretrain.optim.adafactor import Adafactor, ParameterPart, round_stochastically
 from pretrain.optim.matrix_exchange import Holders
+from pretrain.optim.tiles import take, whole_tile
 from support.threads_as_processes import PROCESSES, Threads, edges_of_chunks, flat_layout
 
 CPU = torch.device("cpu")
@@ -66,34 +67,60 @@ def compare_state(found, expected):
             assert all(torch.allclose(state[key], whole[key], rtol=1e-5, atol=0) for key in whole)
 
 
-@pytest.mark.parametrize("dim", [0, 1])
-def test_slices(threads, expected, monkeypatch, dim):
-    """Of rows or columns, where there are two dimensions or more; the rest is divided along its only one, or whole."""
+def tile_of(rank, shape, kind):
+    """This rank's tile of a parameter; along the last dimension if it has fewer than `kind` needs."""
+    tile = [((0, size),) for size in shape]
+    if not shape:
+        return ()
+    if kind == "two dimensions" and len(shape) > 1:
+        # The first rank has rows, the others a part of the columns of the rest each.
+        (_, rows), (_, columns) = tile[-2][0], tile[-1][0]
+        tile[-2] = ((0, rows // 2),) if rank == 0 else ((rows // 2, rows),)
+        tile[-1] = (tile[-1], ((0, columns // 2),), ((columns // 2, columns),))[rank]
+        return tuple(tile)
+    dim = min(kind if kind != "two dimensions" else 0, len(shape) - 1)
+    first, end = edges_of_chunks(shape[dim])[rank : rank + 2]
+    tile[dim] = ((first, end),) if first < end else ()
+    return tuple(tile)
 
-    def cut(rank, whole):
-        along = min(dim, whole.dim() - 1)
-        if whole.dim() == 0:
-            return whole, along, 0
-        edges = edges_of_chunks(whole.size(along))
-        return whole.narrow(along, edges[rank], edges[rank + 1] - edges[rank]), along, edges[rank]
+
+@pytest.mark.parametrize("kind", [0, 1, "two dimensions"])
+def test_tiles(threads, expected, kind):
+    """Slices of rows or of columns, and both; what has only one dimension is divided along it, a number is whole."""
 
     def run(rank):
         wholes = values(1)
-        parameters = [nn.Parameter(cut(rank, whole)[0].clone()) for whole in wholes]
+        tiles = [tile_of(rank, shape, kind) for shape in SHAPES]
+        parameters = [nn.Parameter(take(whole, tile).clone()) for whole, tile in zip(wholes, tiles, strict=True)]
         optimizer = Adafactor(parameters, lr=0.1, weight_decay=0.2)
-        for parameter, whole in zip(parameters, wholes, strict=True):
-            _, along, start = cut(rank, whole)
-            holders = Holders(rank, CPU) if whole.dim() else None
-            optimizer.placed[parameter] = [ParameterPart(parameter, tuple(whole.shape), holders, along, start)]
-        train(optimizer, parameters, lambda wholes: [cut(rank, whole)[0] for whole in wholes])
+        for parameter, shape, tile in zip(parameters, SHAPES, tiles, strict=True):
+            part = ParameterPart(parameter, shape, Holders(rank, CPU) if shape else None, tile or None)
+            optimizer.placed[parameter] = [part]
+        train(optimizer, parameters, lambda wholes: list(map(take, wholes, tiles)))
         return [p.detach() for p in parameters], [optimizer.state[p] for p in parameters]
 
     found = threads.run(run)
-    for whole, *slices in zip(expected[0], *(parameters for parameters, _ in found), strict=True):
-        together = torch.cat(slices, min(dim, whole.dim() - 1)) if whole.dim() else slices[0]
-        torch.testing.assert_close(together, whole)
+    for index, whole in enumerate(expected[0]):
+        for rank, (parameters, _) in enumerate(found):
+            torch.testing.assert_close(parameters[index], take(whole, tile_of(rank, SHAPES[index], kind)))
     compare_state([state for _, state in found], expected[1])
     assert threads.calls == 2 * STEPS, "two sums for all parameters"
+
+
+@pytest.mark.parametrize("shape", [(40, 30), (8, 10, 6), (50,)])
+def test_draws_for_rounding_do_not_depend_on_how_a_parameter_is_divided(monkeypatch, shape):
+    monkeypatch.setattr(adafactor, "DRAWN_TOGETHER", 64)
+    generator = torch.Generator().manual_seed(0)
+    whole, step = torch.randn(shape, generator=generator), torch.tensor(3.0)
+    rounded = round_stochastically(whole, 7, step)
+    nearest = whole.to(torch.bfloat16)
+    assert not torch.equal(rounded, nearest)
+    for kind in (0, 1, "two dimensions"):
+        for rank in range(PROCESSES):
+            tile = tile_of(rank, shape, kind)
+            assert torch.equal(round_stochastically(take(whole, tile), 7, step, tile, shape), take(rounded, tile))
+    both = (*whole_tile(shape[:-1]), ((0, 2), (shape[-1] - 2, shape[-1])))
+    assert torch.equal(round_stochastically(take(whole, both), 7, step, both, shape), take(rounded, both))
 
 
 def test_flat_partitions_that_cut_anywhere(threads, expected):
@@ -112,7 +139,8 @@ def test_flat_partitions_that_cut_anywhere(threads, expected):
         for key, shape, start, ends in zip(keys, SHAPES, starts, edges, strict=True):
             first, end = ends[rank], ends[rank + 1]
             offset = max(0, start - size * rank) if first < end else 0
-            part = ParameterPart(key, shape, Holders(rank, CPU), 0, first if first < end else 0, offset, end - first)
+            start = first if first < end else 0
+            part = ParameterPart.flat(key, shape, Holders(rank, CPU), start, offset, end - first)
             optimizer.placed.setdefault(flat, []).append(part)
         train(optimizer, [flat], lambda wholes: [partition(rank, wholes)])
         return flat.detach(), [optimizer.state[key] for key in keys]

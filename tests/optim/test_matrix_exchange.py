@@ -1,12 +1,20 @@
 """Exchanged matrices are those of one process, however they are divided. Threads play the processes."""
 
-from itertools import pairwise
+from itertools import pairwise, product
 
 import pytest
 import torch
 
 from pretrain.optim import matrix_exchange
-from pretrain.optim.matrix_exchange import HiddenMatrix, Holders, MatrixPiece, buckets_of, replace_whole_matrices
+from pretrain.optim.matrix_exchange import (
+    HiddenMatrix,
+    Holders,
+    MatrixPiece,
+    buckets_of,
+    pieces_of,
+    replace_whole_matrices,
+)
+from pretrain.optim.tiles import take
 from support.threads_as_processes import PROCESSES, Threads, edges_of_chunks, flat_layout
 
 CPU = torch.device("cpu")
@@ -27,9 +35,13 @@ def replaced(pairs):
         whole.copy_(whole.flip(0).cumsum(1) * whole.sum())
 
 
-def rows(matrix, dim):
-    """Elements of shards along a dimension."""
-    return tuple(pairwise(matrix.shape[1 - dim] * edge for edge in edges_of_chunks(matrix.shape[dim])))
+def ranges_of(size, parts=1):
+    """Of each rank, its indices of each of so many equal parts of a dimension, as those of one."""
+    part = size // parts
+    return [
+        tuple((part * number + first, part * number + end) for number in range(parts) if first < end)
+        for first, end in pairwise(edges_of_chunks(part))
+    ]
 
 
 def expected():
@@ -52,21 +64,55 @@ def run_threads(monkeypatch, of_rank):
     return threads.run(run), threads.calls
 
 
-@pytest.mark.parametrize("dim", [0, 1])
-def test_shards(monkeypatch, dim):
+def cut(matrix, kind):
+    """The tile of each rank."""
+    rows, columns = matrix.shape
+    if kind == "rows":
+        return [(ranges, ((0, columns),)) for ranges in ranges_of(rows)]
+    if kind == "columns":
+        return [(((0, rows),), ranges) for ranges in ranges_of(columns)]
+    if kind == "both halves of the columns":
+        odd = ((columns // 2 * 2, columns),) if columns % 2 else ()
+        halves = ranges_of(columns // 2 * 2, parts=2)
+        return [(((0, rows),), ranges + (odd if rank == 1 else ())) for rank, ranges in enumerate(halves)]
+    # Two dimensions: the first rank has rows, the others a part of the columns of the rest each.
+    middle, half = rows // 2, columns // 2
+    below = ((middle, rows),)
+    return [(((0, middle),) if middle else (), ((0, columns),)), (below, ((0, half),)), (below, ((half, columns),))]
+
+
+@pytest.mark.parametrize("kind", ["rows", "columns", "both halves of the columns", "two dimensions"])
+def test_tiles(monkeypatch, kind):
+    """Some of them empty."""
+
     def of_rank(rank):
         tensors, pieces = [], []
         for index, (whole, matrix) in enumerate(zip(wholes(), MATRICES, strict=True)):
-            ranges = rows(matrix, dim)
-            first, end = (edge // matrix.shape[1 - dim] for edge in ranges[rank])
-            tensors.append(whole.narrow(dim, first, end - first).clone())
-            pieces.append(MatrixPiece(matrix, Holders(rank, CPU), index, ranges, is_transposed=dim == 1))
+            tiles = tuple(cut(matrix, kind))
+            tensors.append(take(whole, tiles[rank]).clone())
+            pieces.append(MatrixPiece(matrix, Holders(rank, CPU), index, tiles))
         return tensors, pieces
 
     found, calls = run_threads(monkeypatch, of_rank)
-    for shards, whole in zip(zip(*found, strict=True), expected(), strict=True):
-        torch.testing.assert_close(torch.cat(shards, dim), whole)
+    for (index, whole), rank in product(enumerate(expected()), range(PROCESSES)):
+        torch.testing.assert_close(found[rank][index], take(whole, cut(MATRICES[index], kind)[rank]))
     assert calls <= 2 * BUCKETS
+
+
+def test_a_stack_whose_matrices_tp_splits(monkeypatch):
+    """Each rank has a part of every matrix of the stack, one after the other."""
+    matrix = HiddenMatrix((6, 4), stacked=3)
+    tiles = tuple((((0, 6),), ranges) for ranges in ranges_of(4))
+    stack = torch.randn(3, 6, 4, generator=torch.Generator().manual_seed(1))
+
+    def of_rank(rank):
+        part = torch.stack([take(one, tiles[rank]) for one in stack])
+        return [part], pieces_of(matrix, Holders(rank, CPU), tiles, held=3)
+
+    found, _ = run_threads(monkeypatch, of_rank)
+    whole = stack.clone()
+    replaced([(one, HiddenMatrix((6, 4))) for one in whole])
+    torch.testing.assert_close(torch.cat([tensors[0] for tensors in found], 2), whole)
 
 
 def test_flat_partitions_that_cut_matrices_anywhere(monkeypatch):
@@ -80,7 +126,8 @@ def test_flat_partitions_that_cut_matrices_anywhere(monkeypatch):
         pieces = []
         for matrix, start, ends in zip(MATRICES, starts, edges, strict=True):
             offset = max(0, start - size * rank) if ends[rank] < ends[rank + 1] else 0
-            pieces.append(MatrixPiece(matrix, Holders(rank, CPU), 0, tuple(pairwise(ends)), offset))
+            tiles = tuple((((first, end),) if first < end else (),) for first, end in pairwise(ends))
+            pieces.append(MatrixPiece(matrix, Holders(rank, CPU), 0, tiles, offset))
         return [flat[size * rank : size * (rank + 1)].clone()], pieces
 
     found, calls = run_threads(monkeypatch, of_rank)

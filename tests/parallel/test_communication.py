@@ -5,7 +5,7 @@ import pytest
 
 from support.fake_cuda import outcomes_of
 from support.project import ROOT
-from support.ranks_on_fake_cuda import ATTENTIONS, HIDDEN_STATES, LAUNCHES, MIXTURE, MODEL, RANKS
+from support.ranks_on_fake_cuda import ATTENTIONS, HIDDEN_STATES, LAUNCHES, MIXTURE, MODEL, OFFLOADED, RANKS
 
 WIDTH, MLP, LAYERS = MODEL["hidden_size"], MODEL["intermediate_size"], MODEL["num_hidden_layers"]
 SPLIT = 4 * WIDTH**2 + 3 * WIDTH * MLP
@@ -210,7 +210,7 @@ def outcomes():
     return outcomes_of("support.ranks_on_fake_cuda")
 
 
-@pytest.mark.parametrize("launch", [*LAUNCHES, *ATTENTIONS])
+@pytest.mark.parametrize("launch", [*LAUNCHES, *ATTENTIONS, *OFFLOADED])
 def test_prepare_two_micro_steps_and_update_run_as_one_of_eight_gpus_and_never_wait(outcomes, launch):
     assert outcomes[launch].error is None
 
@@ -301,3 +301,9 @@ def test_an_update_on_the_host_awaits_what_it_reads(outcomes):
     """The clipping divisor and whether to skip come from the device; torch would copy them without waiting."""
     assert outcomes["fsdp2, offloaded"].result["update"]["unawaited_copies"] == 0
     assert outcomes["fsdp2, offloaded"].result["micro-step"]["unawaited_copies"] > 0, "gradients, which FSDP awaits"
+
+
+@pytest.mark.parametrize("launch", ["fsdp2, offloaded", *OFFLOADED])
+def test_gpus_send_what_is_in_host_memory(outcomes, launch):
+    moments = outcomes[launch].result
+    assert not any(seen["sent_from_host"] for moment, seen in moments.items()), moments

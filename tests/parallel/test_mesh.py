@@ -1,10 +1,12 @@
 """Sizes that the launcher gives, and one loss curve under every product of them on four processes.
 
-One launch trains every product (tests/support/train_strategies.py). With STRATEGIES=all in the environment
-(`make test-strategies`) each product is also resumed from the checkpoint of the one before, and a second launch of
-eight processes trains the products of three and four dimensions.
+One launch trains every product with AdamW, and one with Muon and with Adafactor, where matrices are divided in two
+dimensions (tests/support/train_strategies.py). With STRATEGIES=all in the environment (`make test-strategies`) every
+product has all three, each is also resumed from the checkpoint of the one before, and a second launch of eight
+processes trains the products of three and four dimensions.
 """
 
+import importlib.util
 import json
 import math
 import os
@@ -45,12 +47,30 @@ def products(processes: int) -> list[tuple[str, Sizes]]:
     return found
 
 
-def name_of(model: str, sizes: Sizes) -> str:
-    return " ".join([model, *(f"{name}{size}" for name, size in sizes.named().items())])
+Case = tuple[str, str, Sizes]
+"""(optimizer, model, sizes)"""
 
 
-ON_FOUR = {name_of(*case): case for case in products(4)}
-ON_EIGHT = {name_of(*case): case for case in products(8)} if EVERYTHING else {}
+def name_of(optimizer: str, model: str, sizes: Sizes) -> str:
+    words = [model, *(f"{name}{size}" for name, size in sizes.named().items())]
+    return " ".join(words if optimizer == "adamw" else [optimizer, *words])
+
+
+def cases(processes: int, optimizer: str = "adamw") -> dict[str, Case]:
+    found = [(optimizer, model, sizes) for model, sizes in products(processes)]
+    return {name_of(*case): case for case in found}
+
+
+IN_TWO_DIMENSIONS = [(optimizer, "moe", Sizes(dp_shard=2, tp=2)) for optimizer in ("muon", "adafactor")]
+ON_FOUR = cases(4) | {name_of(*case): case for case in IN_TWO_DIMENSIONS}
+ON_EIGHT: dict[str, Case] = {}
+if EVERYTHING:
+    ON_FOUR |= cases(4, "muon") | cases(4, "adafactor")
+    ON_EIGHT = cases(8)
+RESUMED = list(ON_FOUR | ON_EIGHT) if EVERYTHING else [name_of(*case) for case in IN_TWO_DIMENSIONS]
+HAS_FP8 = importlib.util.find_spec("torchao") is not None
+IN_FP8 = ["--precision", "fp8"]
+ROUNDED = ["--optim.name", "adafactor", "--optim.stochastic_rounding", "true", "--averaging.kind", "none"]
 
 
 @pytest.fixture
@@ -140,14 +160,26 @@ def test_models_and_recipes_that_a_product_does_not_take_are_refused_all_at_once
     assert any("cannot all be divided by 4 tensor-parallel processes; 2 can be used" in problem for problem in found)
 
 
-def test_optimizers_that_need_whole_matrices_are_refused_where_tp_splits_experts(sizes, recipe, tmp_path):
-    (tmp_path / "tiny_llama.json").write_text(json.dumps(MODELS["moe"]))
-    muon = read_run_config(recipe, [("optim.name", "muon")])
-    sizes(2, "MULTI_GPU", tp="2")
-    (problem,) = MeshStrategy.problems(muon, "tp")
-    assert "optim.name: muon does not run where tp splits the matrices of experts; use adamw, or parallel" in problem
-    sizes(2, tp="2", ep="2")
-    assert MeshStrategy.problems(muon, "mesh") == []
+def test_what_no_mesh_trains_with_is_refused_with_the_reason(sizes, recipe):
+    sizes(4, tp="2")
+    with_8_bits = read_run_config(recipe, [("optim.name", "adamw_8bit")])
+    (problem,) = MeshStrategy.problems(with_8_bits, "mesh")
+    assert problem.startswith("optim.name: adamw_8bit does not run under mesh: each of its scales is of 256")
+    assert problem.endswith("choose adamw or adafactor or muon, or a strategy that runs it, as ddp does")
+
+
+def test_fp8_has_a_scale_for_each_matrix_so_tp_is_refused(sizes, recipe, monkeypatch):
+    monkeypatch.setattr("pretrain.parallel.strategy.resolve_precision", lambda requested: requested)
+    zero_bubble = [("precision", "fp8"), ("pipeline.schedule", "ZBVZeroBubble")]
+    in_fp8 = read_run_config(recipe, zero_bubble)
+    for given, reasons in (
+        ({"dp_shard": "8"}, []),
+        ({"tp": "2"}, ["precision: fp8 does not run with tp"]),
+        ({"pp": "2"}, ["precision: fp8 does not run with pipeline.schedule ZBVZeroBubble"]),
+    ):
+        sizes(8, **given)
+        found = [problem for problem in MeshStrategy.problems(in_fp8, "mesh") if "precision" in problem]
+        assert len(found) == len(reasons) and all(map(str.startswith, found, reasons))
 
 
 def test_the_file_and_an_option_give_a_size_that_accelerate_drops(recipe, tmp_path):
@@ -197,37 +229,50 @@ def runs(shards, tmp_path_factory) -> Path:
     }
     recipe.write_text(yaml.safe_dump(values))
 
-    def run(model: str, name: str, strategy: str, sizes: dict[str, int], **more) -> dict:
-        arguments = ["--output", str(folder / name), "--model", str(folder / f"{model}.json")]
+    def run(case: Case, name: str, strategy: str, *options: str, **more) -> dict:
+        optimizer, model, sizes = case
+        arguments = ["--output", str(folder / name), "--model", str(folder / f"{model}.json"), *options]
+        arguments += ["--optim.name", optimizer]
         if model == "moe":
             arguments += ["--loss.router_balance", "0.5"]
-        environment = {f"PARALLELISM_CONFIG_{key.upper()}_SIZE": str(size) for key, size in sizes.items()}
-        return {"strategy": strategy, "arguments": arguments, "environment": environment, **more}
+        environment = {f"PARALLELISM_CONFIG_{key.upper()}_SIZE": str(size) for key, size in sizes.named().items()}
+        if case in IN_TWO_DIMENSIONS:
+            environment["FSDP_OFFLOAD_PARAMS"] = str(optimizer == "adafactor")
+        return {"strategy": strategy, "arguments": arguments, "environment": environment, "muon_bucket": 2**13, **more}
 
     def train(processes: int, them: list[dict]) -> None:
         (folder / "runs.json").write_text(json.dumps(them))
         program = ("tests/support/train_strategies.py", recipe, folder / "runs.json")
         launch("single" if processes == 1 else "ddp", processes, *program, timeout=3000)
 
-    train(1, [run(model, f"{model} alone", "single", {}) for model in MODELS])
-    for processes, cases in ((4, ON_FOUR), (8, ON_EIGHT)):
-        them = []
-        before = {model: f"{model} alone" for model in MODELS}
-        for name, (model, sizes) in cases.items():
-            them.append(run(model, name, "mesh", sizes.named()))
-            if EVERYTHING:
-                start = str(folder / before[model] / MIDDLE)
-                them.append(run(model, f"{name} resumed", "mesh", sizes.named(), start_from=start))
-            before[model] = name
-        if them:
-            train(processes, them)
+    kinds = list(dict.fromkeys(case[:2] for case in (ON_FOUR | ON_EIGHT).values()))
+    on_one = [run((*kind, Sizes()), f"{' '.join(kind)} alone", "single") for kind in kinds]
+    rounded = ("adafactor", "dense", Sizes(dp_shard=2, tp=2))
+    on_one.append(run((*rounded[:2], Sizes()), "rounded alone", "single", *ROUNDED))
+    if HAS_FP8:
+        on_one.append(run(("adamw", "moe", Sizes()), "fp8 alone", "single", *IN_FP8, emulates_fp8=True))
+    train(1, on_one)
+    before = {kind: f"{' '.join(kind)} alone" for kind in kinds}
+    for processes, them in ((4, ON_FOUR), (8, ON_EIGHT)):
+        runs = [run(rounded, "rounded", "mesh", *ROUNDED)] if processes == 4 else []
+        if HAS_FP8 and processes == 4:
+            sizes = Sizes(dp_replicate=2, dp_shard=2, ep=2)
+            runs.append(run(("adamw", "moe", sizes), "fp8", "mesh", *IN_FP8, emulates_fp8=True))
+        for name, case in them.items():
+            runs.append(run(case, name, "mesh"))
+            if name in RESUMED:
+                start = str(folder / before[case[:2]] / MIDDLE)
+                runs.append(run(case, f"{name} resumed", "mesh", start_from=start))
+            before[case[:2]] = name
+        if runs:
+            train(processes, runs)
     return folder
 
 
 @pytest.mark.parametrize("name", [*ON_FOUR, *ON_EIGHT])
 def test_every_product_trains_as_one_process_does(runs, name):
-    model, sizes = {**ON_FOUR, **ON_EIGHT}[name]
-    alone, found = runs / f"{model} alone", runs / name
+    optimizer, model, sizes = {**ON_FOUR, **ON_EIGHT}[name]
+    alone, found = runs / f"{optimizer} {model} alone", runs / name
     assert json.loads((found / "strategy.json").read_text())["mesh"] == sizes.named()
     wanted = losses(alone)
     assert losses(found).keys() == wanted.keys()
@@ -242,17 +287,34 @@ def test_every_product_trains_as_one_process_does(runs, name):
         assert all(torch.allclose(given[key], tensor, atol=2e-5) for key, tensor in expected.items())
 
 
-@pytest.mark.parametrize("name", [*ON_FOUR, *ON_EIGHT] if EVERYTHING else [])
+@pytest.mark.parametrize("name", RESUMED)
 def test_a_product_continues_the_run_of_another(runs, name):
     """Every load is compared with the checkpoint, bit by bit, by train_strategies.py."""
-    model, _ = {**ON_FOUR, **ON_EIGHT}[name]
-    wanted, found = losses(runs / f"{model} alone"), losses(runs / f"{name} resumed")
+    optimizer, model, _ = {**ON_FOUR, **ON_EIGHT}[name]
+    wanted, found = losses(runs / f"{optimizer} {model} alone"), losses(runs / f"{name} resumed")
     assert min(found) == 3 and all(math.isclose(loss, wanted[step], rel_tol=1e-6) for step, loss in found.items())
 
 
 @pytest.mark.parametrize("name", [*ON_FOUR, *ON_EIGHT])
 def test_copies_are_equal_and_a_changed_one_is_found(runs, name):
-    _, sizes = {**ON_FOUR, **ON_EIGHT}[name]
+    _, _, sizes = {**ON_FOUR, **ON_EIGHT}[name]
     equal, changed = json.loads((runs / name / "replicas.json").read_text())
     assert equal == []
     assert bool(changed) == (sizes.dp_replicate > 1 or sizes.tp > 1 or sizes.pp > 1)  # the embedding is tied
+
+
+def test_weights_in_bf16_round_as_on_one_process(runs):
+    """Gradients differ in bf16's last digits, and so do some roundings; with other draws 0.41 to 0.45 were equal."""
+    wanted, found = losses(runs / "rounded alone"), losses(runs / "rounded")
+    assert all(math.isclose(loss, wanted[step], rel_tol=1e-3) for step, loss in found.items())
+    expected, given = (load_file(runs / name / MIDDLE / "model.safetensors") for name in ("rounded alone", "rounded"))
+    matrices = [key for key in expected if "proj" in key]
+    assert all(given[key].dtype == torch.bfloat16 for key in matrices)
+    assert all((given[key] == expected[key]).float().mean() > 0.6 for key in matrices)
+
+
+@pytest.mark.skipif(not HAS_FP8, reason="pip install torchao")
+def test_fp8_differs_from_one_process_by_its_rounding(runs):
+    """Of a loss of 6.2: 1e-3 beside 5e-4 between fp8 and bf16 on one process. Dense layers alone are in fp8."""
+    wanted, found = losses(runs / "fp8 alone"), losses(runs / "fp8")
+    assert all(0 < abs(loss - wanted[step]) < 5e-3 for step, loss in found.items())

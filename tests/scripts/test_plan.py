@@ -163,7 +163,8 @@ def test_largest_is_found_by_bisection(limit, found):
 def test_what_cannot_run_is_reported_with_the_reason(recipe):
     plan = plan_of(recipe, ("optim.name", "adamw_8bit"))
     text = "\n".join(remarks(plan))
-    assert "optim.name: adamw_8bit does not run under fsdp2; choose adamw or adafactor or muon" in text
+    assert "adamw_8bit does not run under fsdp2: each of its scales is of 256 neighboring elements" in text
+    assert "choose adamw or adafactor or muon, or a strategy that runs it, as ddp does" in text
     assert "num_key_value_heads 2" in text and "cannot all be divided by 8" in text
     assert not candidate(plan, "zero2").runs and candidate(plan, "ddp").runs
 

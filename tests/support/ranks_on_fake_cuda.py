@@ -85,6 +85,7 @@ class Launch:
     layers: int = MODEL["num_hidden_layers"]
     model: str = "llama"
     may_wait: bool = False
+    saves: bool = False
     settings: tuple[tuple[str, str], ...] = ()
     """Of the recipe, beside those that all have."""
     attention: str = "groundwork_sdpa"
@@ -118,6 +119,8 @@ class Seen:
     """For how many rows experts will get."""
     unawaited_copies: int = 0
     """From the device to the host."""
+    sent_from_host: int = 0
+    """Collectives of tensors on the host, which NCCL refuses."""
     casts_to_fp32: int = 0
     """Of hidden states."""
     head_dtypes: list[str] = field(default_factory=list)
@@ -155,6 +158,7 @@ class Counter(TorchDispatchMode):
         ranks = next(size for argument in arguments if (size := ranks_of(argument)))
         # What is gathered or scattered is there whole and in part; of functional gathers the part alone.
         size = max(map(bytes_of, arguments))
+        self.seen.sent_from_host += any(map(is_on_host, arguments))
         if func.namespace == "_c10d_functional" and kind == "all-gather":
             size *= ranks
         times_and_bytes = self.seen.collectives.setdefault(f"{kind} of {ranks}", [0, 0])
@@ -175,6 +179,12 @@ def bytes_of(argument: object) -> int:
     if isinstance(argument, torch.Tensor):
         return argument.numel() * argument.element_size()
     return sum(map(bytes_of, argument)) if isinstance(argument, list | tuple) else 0
+
+
+def is_on_host(argument: object) -> bool:
+    if isinstance(argument, torch.Tensor):
+        return argument.device.type == "cpu"
+    return any(map(is_on_host, argument)) if isinstance(argument, list | tuple) else False
 
 
 class NoWeights:
@@ -377,6 +387,10 @@ def count(launch: Launch) -> dict[str, dict]:
             for _ in range(2):  # what the first leaves behind, the second could use
                 with Counter() as counters["validation"], torch.no_grad():
                     model(**batch)
+        if launch.saves:
+            with Counter() as counters["save"]:
+                tensors = strategy.model_tensors()
+                assert all(tensors.whole(name).is_cuda for name in tensors.shapes)
         return {moment: asdict(counter.seen) for moment, counter in counters.items()}
 
 
@@ -420,4 +434,19 @@ ATTENTIONS = {
     for attention in ("groundwork_eager", "flex_attention", "groundwork_fa2", "groundwork_fa3")
 }
 """The other ways to attend over sequences that are cut."""
-CASES = {name: functools.partial(count, launch) for name, launch in {**LAUNCHES, **ATTENTIONS}.items()}
+IN_HOST_MEMORY = (("FSDP_OFFLOAD_PARAMS", "true"),)
+OFFLOADED = {
+    "fsdp_tp, offloaded": Launch("fsdp_tp", rank=7, environment=IN_HOST_MEMORY, may_wait=True, saves=True),
+    "pp, 2 x 4, offloaded": Launch(
+        "pp", environment=(*IN_HOST_MEMORY, ("PARALLELISM_CONFIG_PP_SIZE", "4")), layers=4, may_wait=True
+    ),
+    "ep, 2 x 4, offloaded": Launch(
+        "ep",
+        rank=7,
+        environment=(*IN_HOST_MEMORY, ("PARALLELISM_CONFIG_EP_SIZE", "4")),
+        model="qwen3_moe",
+        may_wait=True,
+    ),
+}
+"""Parameters in host memory beside dimensions whose ranks sum gradients themselves, on their GPUs."""
+CASES = {name: functools.partial(count, launch) for name, launch in {**LAUNCHES, **ATTENTIONS, **OFFLOADED}.items()}

@@ -11,6 +11,7 @@ RUNS.json is a list of runs, each with its `strategy` and the `arguments` of tra
     muon_bucket         Muon multiplies in fp32, its buckets hold so many elements of each process, and muon.json
                         names the collectives of the last update of its matrices
     fp16_scale          precision fp16 runs on the host, with a gradient scaler that begins with this scale
+    emulates_fp8        precision fp8 runs on the host: torchao rounds as a GPU does
     plain_files         DeepSpeed swaps by plain reads and writes, as libaio would
     working_folders     of each rank: where relative paths of the recipe are looked for, as on machines of their own
     kill_in_step        [step, seconds]: so long after this step has begun, counted from 1, the launcher and all its
@@ -44,8 +45,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import pretrain.parallel.strategy
 import train
 from pretrain.checkpoint import export
+from pretrain.model import fp8
 from pretrain.optim import matrix_exchange, muon
-from pretrain.parallel import registry
+from pretrain.parallel import mesh, registry
 from pretrain.parallel.ranks import Ranks
 from pretrain.parallel.replicas import replica_differences
 from pretrain.parallel.strategy import Strategy
@@ -242,6 +244,8 @@ if __name__ == "__main__":
     # Each group has threads that wake a hundred times a second; those of fifty runs took most of the cores.
     Ranks.of_launch = functools.cache(Ranks.of_launch)
     Ranks.exit = lambda ranks, code: record_replicas(run.pop("trained_by"), code, run)  # the processes outlive a run
+    # Each asks for it in its own way: the mesh at import, one process when it prepares a model.
+    fp8.use_fp8 = mesh.use_fp8 = functools.partial(fp8.use_fp8, emulate=True)
     bucket, missing_bf16 = matrix_exchange.BUCKET_ELEMENTS, muon.missing_bf16
     muon.replace_whole_matrices = count_exchanges(muon.replace_whole_matrices, run)
     for description in json.loads(Path(sys.argv[2]).read_text()):
@@ -251,7 +255,8 @@ if __name__ == "__main__":
         muon.missing_bf16 = (lambda device_type: "asked for") if "muon_bucket" in run else missing_bf16
         for name in [name for name in os.environ if name.startswith(LAUNCHER_VARIABLES)]:
             del os.environ[name]
-        resolve = (lambda requested: requested) if "fp16_scale" in run else resolve_precision
+        without_gpu = "fp16_scale" in run or "emulates_fp8" in run
+        resolve = (lambda requested: requested) if without_gpu else resolve_precision
         for module in (registry, pretrain.parallel.strategy, run_plan):
             module.resolve_precision = resolve
         if run.get("plain_files"):

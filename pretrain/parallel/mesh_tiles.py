@@ -1,0 +1,136 @@
+"""Which tile of each parameter a rank of a mesh holds, by the placements of DTensors; tells Muon and Adafactor."""
+
+import math
+from collections.abc import Sequence
+from functools import cache
+from itertools import product
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from pretrain.optim.tiles import Ranges, Tile, chunk_of, joined, shape_of, whole_tile
+
+if TYPE_CHECKING:
+    from pretrain.optim.adafactor import ParameterPart
+    from pretrain.optim.matrix_exchange import HiddenMatrix, Holders, MatrixPiece
+    from pretrain.parallel.mesh import Mesh
+
+
+def tile_of(tensor: DTensor) -> Tile:
+    """Returns this rank's tile. Raises RuntimeError if the local tensor has another shape."""
+    tile = tile_at(tuple(tensor.shape), tensor.device_mesh.shape, tensor.placements, place_in(tensor.device_mesh))
+    if shape_of(tile) != tuple(tensor.to_local().shape):
+        raise RuntimeError(
+            f"{tensor.placements} of {tuple(tensor.shape)} over {tensor.device_mesh} should leave {shape_of(tile)} on "
+            f"this rank, which has {tuple(tensor.to_local().shape)}: torch divides tensors in another way"
+        )
+    return tile
+
+
+@cache
+def tile_at(shape: tuple[int, ...], sizes: tuple[int, ...], placements: tuple, place: tuple[int, ...]) -> Tile:
+    """Returns the tile of the rank at a place in a mesh of these sizes, for a tensor of this shape."""
+    tile = list(whole_tile(shape))
+    for axis, placement in enumerate(placements):
+        if placement.is_replicate():
+            continue
+        dim = placement.dim % len(shape)
+        # A plain shard has no such attribute. With one, each part of so many has its share, one after the other: rows
+        # of gate and up projections that tp splits together, or what tp has split before fully_shard does.
+        parts = getattr(placement, "split_factor", 1)
+        tile[dim] = joined([share_of(tile[dim], part, parts, place[axis], sizes[axis]) for part in range(parts)])
+    return tuple(tile)
+
+
+def share_of(ranges: Ranges, part: int, parts: int, number: int, count: int) -> Ranges:
+    """Returns a rank's share of one of several equal parts of the ranges."""
+    return chunk_of(chunk_of(ranges, part, parts), number, count)
+
+
+def place_in(mesh: DeviceMesh) -> tuple[int, ...]:
+    """Returns this rank's place along each dimension of a mesh."""
+    return tuple(mesh.get_local_rank(axis) for axis in range(mesh.ndim))
+
+
+def divided_axes(tensor: DTensor) -> dict[int, int]:
+    """Returns {dimension of the mesh: dimension of the tensor that it divides}; dimensions of one rank divide none."""
+    mesh = tensor.device_mesh
+    # Not is_shard(), which is False for a shard of a dimension that another one has divided already.
+    return {
+        axis: placement.dim % tensor.dim()
+        for axis, placement in enumerate(tensor.placements)
+        if not placement.is_replicate() and mesh.size(axis) > 1
+    }
+
+
+def place_tiles(optimizer: torch.optim.Optimizer, mesh: "Mesh") -> None:
+    """Tells Muon or Adafactor which ranks hold which part of each parameter; a collective call."""
+    from pretrain.optim.adafactor import Adafactor
+    from pretrain.optim.muon import MuonWithAdamW
+
+    if not isinstance(optimizer, Adafactor | MuonWithAdamW):
+        return
+    replica = mesh.replica_group()
+    if isinstance(optimizer, Adafactor):
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        optimizer.placed = {parameter: [part_of(parameter, replica)] for parameter in parameters}
+    else:
+        muon = optimizer.muon
+        muon.placed = {parameter: pieces_in(parameter, own, replica) for parameter, own in muon.matrices.items()}
+
+
+def part_of(parameter: DTensor, replica: dist.ProcessGroup | None) -> "ParameterPart":
+    """Returns Adafactor's view of a parameter: this rank's tile, and the ranks that hold the other ones."""
+    from pretrain.optim.adafactor import ParameterPart
+
+    holders = holders_along(parameter, tuple(divided_axes(parameter)), replica)
+    return ParameterPart(parameter, tuple(parameter.shape), holders, tile_of(parameter))
+
+
+def pieces_in(parameter: DTensor, matrix: "HiddenMatrix", replica: dist.ProcessGroup | None) -> "list[MatrixPiece]":
+    """Returns Muon's view of a parameter: the pieces of its matrix, or of the matrices of its stack."""
+    from pretrain.optim.matrix_exchange import pieces_of
+
+    divided = divided_axes(parameter)
+    *stack, _, _ = shape_of(tile_of(parameter))
+    # Whoever divides a stack between its matrices has whole ones.
+    axes = tuple(axis for axis, dim in divided.items() if dim >= parameter.dim() - 2)
+    tiles: tuple[Tile, ...] = ()
+    if axes:
+        tiles = tuple(tile[-2:] for tile in tiles_along(parameter, axes))
+    elif not divided:
+        axes = replicated_axis(parameter)
+    return pieces_of(matrix, holders_along(parameter, axes, replica), tiles, math.prod(stack))
+
+
+def replicated_axis(tensor: DTensor) -> tuple[int, ...]:
+    """Returns the first dimension of the mesh along which several ranks have all of the tensor, and share the work."""
+    sizes = tensor.device_mesh.shape
+    return tuple(axis for axis, size in enumerate(sizes) if size > 1)[:1]
+
+
+def tiles_along(tensor: DTensor, axes: Sequence[int]) -> list[Tile]:
+    """Returns the tiles of the ranks that differ from this one along these dimensions of the mesh, in their order."""
+    mesh = tensor.device_mesh
+    found = []
+    for places in product(*(range(mesh.size(axis)) for axis in axes)):
+        place = list(place_in(mesh))
+        for axis, number in zip(axes, places, strict=True):
+            place[axis] = number
+        found.append(tile_at(tuple(tensor.shape), mesh.shape, tensor.placements, tuple(place)))
+    return found
+
+
+def holders_along(tensor: DTensor, axes: Sequence[int], replica: dist.ProcessGroup | None) -> "Holders":
+    """Returns the ranks that differ from this one along these dimensions of the mesh.
+
+    replica: the group of those along two dimensions, which are all that have a part of the same replica.
+    """
+    from pretrain.optim.matrix_exchange import Holders
+
+    mesh = tensor.device_mesh
+    group = mesh.get_group(axes[0]) if len(axes) == 1 else replica if axes else None
+    return Holders(group, torch.device(mesh.device_type))
