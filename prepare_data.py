@@ -5,7 +5,7 @@
         --tokenizer gpt2 --output data/fineweb_edu
     python prepare_data.py --input 'docs/*.txt' --train_tokenizer 32000 --output tokenizers/mine
     python prepare_data.py --dataset tinystories --tokenizer gpt2 --output data/tinystories
-    python prepare_data.py --input 's3://mine/docs/*.parquet' --tokenizer gpt2 --output data/tokens
+    python prepare_data.py --input 's3://mine/docs/*.parquet' --tokenizer gpt2 --output s3://mine/tokens
     python prepare_data.py --input 'web/*.parquet' --clean --tokenizer gpt2 --output data/clean --write_text
     python prepare_data.py --input 'data/clean/text/*' --split_field split --tokenizer gpt2 --output data/again
     python prepare_data.py --report data/web
@@ -71,7 +71,13 @@ def main() -> int:
 
 def carry_out(request: "PreparationRequest") -> int:
     """Prepares or trains what is asked for."""
-    return train(request) if request.vocabulary_size else prepare_shards(request)
+    if request.destination:
+        request.destination.open()
+    status = train(request) if request.vocabulary_size else prepare_shards(request)
+    if status == 0 and request.destination and not request.slice:
+        copied = request.destination.fill(say)
+        print(f"{request.destination.shown}: {copied} files copied; {request.output} is no longer needed")
+    return status
 
 
 def say(line: str) -> None:

@@ -3,6 +3,8 @@
 import gzip
 import http.server
 import json
+import re
+import shutil
 import threading
 from collections import Counter
 from pathlib import Path
@@ -131,10 +133,60 @@ def test_what_cannot_be_reached_is_named(tmp_path, run, memory, served):
     memory.pipe_file("/x/a.jsonl", as_line("one"))
     with pytest.raises(InputError, match=r"gives both URLs and paths of this machine"):
         run("--input", tmp_path / "a.jsonl", "memory://x/a.jsonl", "--output", tmp_path / "out")
-    with pytest.raises(InputError, match=r"--output http://127.*: is a URL; give a folder of this machine, then copy"):
-        run("--input", tmp_path / "a.jsonl", "--output", f"{url}/out")
+    with pytest.raises(InputError, match=r"--output http://127.*: cannot be written"):
+        run("--input", tmp_path / "a.jsonl", "--output", f"{url}/out", "--staging", tmp_path / "staging")
     assert not (tmp_path / "out").exists()
 
 
 def of_memory(memory, root):
     return {name.removeprefix(f"{root}/"): memory.cat_file(name) for name in memory.find(root)}
+
+
+def test_an_output_url_gets_the_bytes_of_a_folder_and_is_recognised(tmp_path, run, memory):
+    write_jsonl(tmp_path / "a.jsonl", texts(100))
+    given = ("--input", tmp_path / "a.jsonl", "--validation_fraction", 0.2, "--shard_tokens", 1000)
+    run(*given, "--output", tmp_path / "folder")
+    there = ("--output", "memory://bucket/tokens", "--staging", tmp_path / "staging")
+    told = run(*given, *there)
+    assert of_memory(memory, "/bucket/tokens") == content_of(tmp_path / "folder")
+    assert re.search(r"memory://bucket/tokens: \d+ files copied", told)
+    assert "already complete" in run(*given, *there)
+    # Another machine, which has nothing of it, recognises it as well, and copies nothing.
+    shutil.rmtree(tmp_path / "staging")
+    told = run(*given, *there)
+    assert "already complete" in told and "0 files copied" in told
+    with pytest.raises(InputError, match=r"options\.validation_fraction was 0\.2, is now 0\.01"):
+        run("--input", tmp_path / "a.jsonl", *there)
+
+
+def test_an_output_url_is_copied_further_after_a_failure(tmp_path, run, memory, monkeypatch):
+    write_jsonl(tmp_path / "a.jsonl", texts(100))
+    given = ("--input", tmp_path / "a.jsonl", "--shard_tokens", 1000)
+    there = ("--output", "memory://bucket/tokens", "--staging", tmp_path / "staging")
+    put, arrived = type(memory).put_file, []
+
+    def put_some(self, local, remote, **more):
+        if len(arrived) == 4:
+            raise ConnectionError("the network is down")
+        arrived.append(remote)
+        put(self, local, remote, **more)
+
+    with (
+        monkeypatch.context() as failing,
+        pytest.raises(InputError, match=r"network is down; all is prepared in .*run"),
+    ):
+        failing.setattr(type(memory), "put_file", put_some)
+        run(*given, *there)
+    assert not memory.exists("/bucket/tokens/manifest.json")
+    told = run(*given, *there)
+    run(*given, "--output", tmp_path / "folder")
+    whole = content_of(tmp_path / "folder")
+    assert of_memory(memory, "/bucket/tokens") == whole and f"{len(whole) - 4} files copied" in told
+
+
+def test_an_output_url_that_holds_something_else_is_left_alone(tmp_path, run, memory):
+    write_jsonl(tmp_path / "a.jsonl", texts(3))
+    memory.pipe_file("/bucket/mine/thesis.txt", b"years")
+    with pytest.raises(InputError, match=r"memory://bucket/mine: already contains other files \(thesis\.txt\)"):
+        run("--input", tmp_path / "a.jsonl", "--output", "memory://bucket/mine", "--staging", tmp_path / "staging")
+    assert of_memory(memory, "/bucket") == {"mine/thesis.txt": b"years"} and not (tmp_path / "staging").exists()

@@ -42,6 +42,7 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     "output": {
         "tokenizer": {"metavar": "FOLDER|FILE|HUB_ID", "help": "the tokenizer"},
         "output": {"metavar": "FOLDER|URL", "help": "folder to create"},
+        "staging": {"default": "staging", "metavar": "FOLDER", "help": "local folder to build URL outputs in"},
         "end_of_document": {"metavar": "TOKEN", "help": "token that ends a document (default: the eos token)"},
         "validation_fraction": {"default": "0.01", "help": "share of documents, chosen by hash (default: 0.01)"},
         "shard_tokens": {"default": "100M", "help": "tokens per shard file (default: 100M)"},

@@ -13,6 +13,7 @@ from pretrain_tools.preparation.cleaning.near_duplicates import NearDuplicates
 from pretrain_tools.preparation.cleaning.stages import Cleaning
 from pretrain_tools.preparation.documents.records import Reading
 from pretrain_tools.preparation.documents.sources import Files, Part, Position
+from pretrain_tools.preparation.upload import Destination
 from pretrain_tools.preparation.validation_split import ValidationSplit, split_with_tail
 
 SHOWN_DIFFERENCES = 8
@@ -74,7 +75,7 @@ class PreparationOptions:
 
 @dataclass(frozen=True)
 class PreparationRequest:
-    """A preparation of the folder `output`.
+    """A preparation of the local folder `output`, which is then copied to `destination`, if any.
 
     Without a tokenizer, one of `vocabulary_size` is trained on at most `sample_bytes` of the text. `slice`: prepare
     only that (number, count). `workers` None: one per core of the Ray cluster.
@@ -92,6 +93,7 @@ class PreparationRequest:
     merge_slices: int | None = None
     vocabulary_size: int | None = None
     sample_bytes: int | None = None
+    destination: Destination | None = None
 
     @cached_property
     def split(self) -> ValidationSplit:

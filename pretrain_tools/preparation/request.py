@@ -5,10 +5,11 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from pretrain.data.manifest import MANIFEST_FILE
 from pretrain.data.tokenizer import load_tokenizer
 from pretrain.errors import Problems
 from pretrain.units import parse_count
-from pretrain.urls import is_url, shown
+from pretrain.urls import is_url
 from pretrain_tools.preparation.arguments import COUNTS
 from pretrain_tools.preparation.cleaning.decontamination import SHORTEST_RUN_WORDS, read_decontamination
 from pretrain_tools.preparation.cleaning.filters import read_cleaning
@@ -21,6 +22,8 @@ from pretrain_tools.preparation.documents.sources import Files, find_sources
 from pretrain_tools.preparation.encode import ENGINES
 from pretrain_tools.preparation.plan import Documents, PreparationOptions, PreparationRequest
 from pretrain_tools.preparation.slices import parse_slice
+from pretrain_tools.preparation.tokenizer_training import RECORD_FILE
+from pretrain_tools.preparation.upload import destination_of
 
 CLEAN_NEAR_DUPLICATES = "0.8"
 """The similarity from which --clean leaves out near copies."""
@@ -37,8 +40,10 @@ def read_request(arguments: argparse.Namespace) -> PreparationRequest:
     tokenizer = None
     if arguments.tokenizer and not arguments.train_tokenizer:
         tokenizer = problems.attempt(load_tokenizer, arguments.tokenizer, arguments.end_of_document)
+    destination = None
     if is_url(arguments.output or ""):
-        problems.append(f"--output {shown(arguments.output)}: is a URL; give a folder of this machine, then copy it")
+        last = RECORD_FILE if arguments.train_tokenizer else MANIFEST_FILE
+        destination = problems.attempt(destination_of, arguments.output, Path(arguments.staging), last)
     engines = arguments.engine.split(",")
     on_ray = "ray" in engines
     engine = ",".join(engine for engine in engines if engine != "ray") or "auto"
@@ -52,7 +57,7 @@ def read_request(arguments: argparse.Namespace) -> PreparationRequest:
         documents,
         options.within(documents) if documents else options,
         tokenizer,
-        Path(arguments.output or ""),
+        destination.local if destination else Path(arguments.output or ""),
         engine=engine,
         workers=arguments.workers or (None if on_ray else cores),
         on_ray=on_ray,
@@ -61,6 +66,7 @@ def read_request(arguments: argparse.Namespace) -> PreparationRequest:
         merge_slices=arguments.merge_slices,
         vocabulary_size=arguments.train_tokenizer,
         sample_bytes=arguments.tokenizer_sample_bytes,
+        destination=destination,
     )
     problems += _contradictions(request)
     if documents and (request.slice or request.merge_slices):

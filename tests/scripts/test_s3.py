@@ -47,8 +47,7 @@ def store():
 
 def test_a_lost_run_goes_on_from_its_mirror(store, recipe, tmp_path):
     """To the last bit, as one that was never interrupted."""
-    run = tmp_path / "run"
-    whole = tmp_path / "whole"
+    run, whole = tmp_path / "run", tmp_path / "whole"
     mirrored = ("train.py", recipe, "--checkpoint.mirror", "s3://mine/runs", "--checkpoint.mirror_wait_seconds", 120)
     run_script("train.py", recipe, "--output", whole)
     assert run_script(*mirrored, "--checkpoint.pause_at", 8, check=False, **store.environment).returncode == 130
@@ -60,7 +59,7 @@ def test_a_lost_run_goes_on_from_its_mirror(store, recipe, tmp_path):
     assert store.read("runs/run/metrics.jsonl") == (run / "metrics.jsonl").read_bytes()
 
 
-def test_documents_are_read_from_a_store(store, tokenizer, tmp_path):
+def test_documents_and_prepared_folders(store, tokenizer, tmp_path):
     lines = [json.dumps({"text": f"Document {number} of the store.\n" * (1 + number % 7)}) for number in range(200)]
     (tmp_path / "docs").mkdir()
     for part in range(2):
@@ -68,12 +67,25 @@ def test_documents_are_read_from_a_store(store, tokenizer, tmp_path):
         (tmp_path / f"docs/{part}.jsonl").write_bytes(content)
         store.client.put_object(Bucket="mine", Key=f"docs/{part}.jsonl", Body=content)
 
-    given = ("--tokenizer", tokenizer, "--validation_fraction", 0.2, "--output")
-    for docs, output in ((tmp_path / "docs", tmp_path / "here"), ("s3://mine/docs", tmp_path / "there")):
-        run_script("prepare_data.py", "--input", f"{docs}/*.jsonl", *given, output, **store.environment)
-    shards = [path.name for path in (tmp_path / "here").iterdir() if path.suffix in (".bin", ".documents")]
-    assert len(shards) == 4
-    assert all((tmp_path / "there" / name).read_bytes() == (tmp_path / "here" / name).read_bytes() for name in shards)
+    def prepare(docs, output):
+        given = (
+            "--input",
+            f"{docs}/*.jsonl",
+            "--tokenizer",
+            tokenizer,
+            "--validation_fraction",
+            0.2,
+            "--output",
+            output,
+        )
+        return run_script("prepare_data.py", *given, "--staging", tmp_path / "staging", **store.environment).stdout
+
+    prepare(tmp_path / "docs", tmp_path / "here")
+    prepare("s3://mine/docs", "s3://mine/shards")
+    shards = {path.name for path in (tmp_path / "here").iterdir() if path.suffix in (".bin", ".documents")}
+    assert len(shards) == 4 and {*shards, "manifest.json"} <= store.names("shards")
+    assert all(store.read(f"shards/{name}") == (tmp_path / "here" / name).read_bytes() for name in shards)
+    assert "already complete" in prepare("s3://mine/docs", "s3://mine/shards")
 
 
 def test_a_bucket_that_does_not_exist_is_named(store, tokenizer, tmp_path):

@@ -212,7 +212,7 @@ SCRIPT_OPTIONS = {
 """Every option that takes a value."""
 
 
-WRITTEN = ("output",)
+WRITTEN = ("output", "staging")
 OUTSIDE = ("/", "../..", "/nonexistent/x", "~")
 """What no test may write to."""
 
