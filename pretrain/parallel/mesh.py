@@ -191,7 +191,7 @@ class MeshStrategy(Strategy):
         self.shard(list(self.roots.values()), weights)
         self.model = self.called(model)
         optimizer = self.optimizer_of_parameters(build_optimizer)
-        place_tiles(optimizer, self.mesh)
+        place_tiles(optimizer, self.mesh.replica_group)
         self.optimizer = self.accelerator.prepare_optimizer(separate_kinds(optimizer), device_placement=False)
         self.find_shared_parameters(model)
         return self.model

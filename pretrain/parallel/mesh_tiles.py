@@ -1,7 +1,7 @@
 """Which tile of each parameter a rank of a mesh holds, by the placements of DTensors; tells Muon and Adafactor."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from itertools import product
 from typing import TYPE_CHECKING
@@ -16,7 +16,6 @@ from pretrain.optim.tiles import Ranges, Tile, chunk_of, joined, shape_of, whole
 if TYPE_CHECKING:
     from pretrain.optim.adafactor import ParameterPart
     from pretrain.optim.matrix_exchange import HiddenMatrix, Holders, MatrixPiece
-    from pretrain.parallel.mesh import Mesh
 
 
 def tile_of(tensor: DTensor) -> Tile:
@@ -66,14 +65,17 @@ def divided_axes(tensor: DTensor) -> dict[int, int]:
     }
 
 
-def place_tiles(optimizer: torch.optim.Optimizer, mesh: "Mesh") -> None:
-    """Tells Muon or Adafactor which ranks hold which part of each parameter; a collective call."""
+def place_tiles(optimizer: torch.optim.Optimizer, replica_group: Callable[[], dist.ProcessGroup | None]) -> None:
+    """Tells Muon or Adafactor which ranks hold which part of each parameter; a collective call.
+
+    replica_group: returns the group of the ranks that hold one replica together; None if that is one dimension's.
+    """
     from pretrain.optim.adafactor import Adafactor
     from pretrain.optim.muon import MuonWithAdamW
 
     if not isinstance(optimizer, Adafactor | MuonWithAdamW):
         return
-    replica = mesh.replica_group()
+    replica = replica_group()
     if isinstance(optimizer, Adafactor):
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         optimizer.placed = {parameter: [part_of(parameter, replica)] for parameter in parameters}
