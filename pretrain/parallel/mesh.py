@@ -135,8 +135,7 @@ class MeshStrategy(Strategy):
         """Place within the pipeline of the rank that has each stage."""
         if sizes.pp > 1:
             self.stage_owners = STAGE_LAYOUTS[config.pipeline.schedule].owners(sizes.pp)
-        self.micro_steps = 0
-        """Micro-steps since the last update."""
+            self.microbatches = len(self.stage_owners) * config.pipeline.microbatch_scale
 
     def make_accelerator(self) -> Accelerator:
         # accelerate must see plain processes: it knows neither pipelines nor experts, and its context parallelism
@@ -154,9 +153,12 @@ class MeshStrategy(Strategy):
         """True on ranks whose metrics count, so that no token counts twice: of tp the first, of pp the last stage."""
         return self.mesh.rank("tp") == 0 and self.mesh.rank("pp") == self.stage_owners[-1]
 
-    def sum(self, tensor: Tensor) -> Tensor:
-        """Sums over all tokens; all ranks get the sum."""
-        return super().sum(tensor if self.reports_loss else torch.zeros_like(tensor))
+    def running_modules(self) -> list[nn.Module]:
+        return list(self.roots.values())
+
+    def sum(self, tensor: Tensor, *, by_layer: bool = False) -> Tensor:
+        counts = self.mesh.rank("tp") == 0 if by_layer else self.reports_loss
+        return super().sum(tensor if counts else torch.zeros_like(tensor))
 
     def prepare(
         self, model: LanguageModelLoss, weights: InitialWeights, build_optimizer: OptimizerBuilder
@@ -169,10 +171,16 @@ class MeshStrategy(Strategy):
             exchange_heads(causal_lm, sizes.cp, self.mesh.data.get_group("cp").group_name)
         if sizes.tp > 1 and model.from_hidden_states:
             share_head(model, self.tp_group)
-        # With one rank there is nothing to free: the gathered weights are the shards.
-        self.reshards = sizes.fsdp > 1 and os.environ.get("FSDP_RESHARD_AFTER_FORWARD", "true") == "true"
+        # With one rank there is nothing to free: the gathered weights are the shards. A split backward pass finds only
+        # the weights that are in the modules when it runs; without their gradients it would go on in silence.
+        self.reshards = (
+            sizes.fsdp > 1
+            and os.environ.get("FSDP_RESHARD_AFTER_FORWARD", "true") == "true"
+            and not (sizes.pp > 1 and STAGE_LAYOUTS[self.config.pipeline.schedule].splits_backward)
+        )
         self.offloads = environment_flag("FSDP_OFFLOAD_PARAMS")
-        self.reduces_once = not self.reshards or bool(self.config and self.config.batch.reduce_once)
+        # In a pipeline it costs no memory: a schedule holds gradients whole from its first backward pass on.
+        self.reduces_once = not self.reshards or sizes.pp > 1 or bool(self.config and self.config.batch.reduce_once)
         self.roots = self.stages_of(model)
         self.shard(list(self.roots.values()), weights)
         self.model = self.called(model)
@@ -276,7 +284,8 @@ class MeshStrategy(Strategy):
         return PipelineModel(
             self.roots,
             self.stage_owners,
-            self.config.pipeline,
+            self.config.pipeline.schedule,
+            self.microbatches,
             hidden_size=self.causal_lm.config.hidden_size,
             group=self.pp_group,
             device=self.device,
@@ -295,7 +304,9 @@ class MeshStrategy(Strategy):
         }
         """Parameters whole on every rank of tp, of whose gradient each rank has its own share."""
         if self.sizes.tp > 1 and model.from_hidden_states:
-            self.shares.update(parameter for parameter in head.parameters() if parameter in self.name_of)
+            # The gradient of a copied head is added to the embedding's, of which each rank has its share too.
+            sharing = self.causal_lm.get_input_embeddings() if self.copies_head else head
+            self.shares.update(parameter for parameter in sharing.parameters() if parameter in self.name_of)
         self.whole_over_tp = [parameter for parameter in self.name_of if not is_split(parameter)]
         """Parameters that all ranks of a tp group have whole, or the same shard of."""
         stage_ranks = self.sizes.world // self.sizes.pp
@@ -311,10 +322,16 @@ class MeshStrategy(Strategy):
             if self.mesh.rank("pp") in (first, last):
                 self.tied_group, self.tied = group, head.weight
 
+    def begin_step(self, learning_rate: float, micro_steps: int) -> None:
+        super().begin_step(learning_rate, micro_steps)
+        if self.sizes.pp > 1:  # its call computes the gradients, of a loss that the loop cannot divide
+            self.model.micro_steps = micro_steps
+
     @contextmanager
     def accumulate(self, is_last: bool) -> Iterator[None]:
-        self.micro_steps += 1
-        if self.sizes.pp == 1:  # a pipeline's schedule does it for its stages, in every call
+        if self.sizes.pp > 1:
+            self.model.reduces = is_last
+        else:
             self.model.set_requires_gradient_sync(is_last or not self.reduces_once)
             self.model.set_requires_all_reduce(is_last)  # between replicas; the line before sets it too
             self.model.set_is_last_backward(is_last)
@@ -331,6 +348,8 @@ class MeshStrategy(Strategy):
             local(embedding.weight.grad).add_(local(head.weight.grad))
             head.weight.grad = None
         gradients = {p: local(p.grad) for p in self.name_of if p.grad is not None}
+        if lost := [name for p, name in self.name_of.items() if p.requires_grad and p not in gradients]:
+            raise RuntimeError(f"{len(lost)} parameters have no gradient, the first is {lost[0]}")
         if self.sizes.tp > 1:
             whole = {parameter: gradients[parameter] for parameter in self.whole_over_tp if parameter in gradients}
             sum_in_place(list(whole.values()), self.tp_group)
@@ -346,9 +365,6 @@ class MeshStrategy(Strategy):
             torch._foreach_mul_(experts, self.sizes.tp / self.sizes.ep)
         if self.tied is not None:
             dist.all_reduce(gradients[self.tied], group=self.tied_group)
-        if self.sizes.pp > 1 and self.micro_steps > 1:
-            torch._foreach_div_(list(gradients.values()), self.micro_steps)
-        self.micro_steps = 0
 
     def gradient_norm(self) -> Tensor:
         """Returns the norm by one sum over all ranks: a local square counts 1 / (ranks of the stage that have it)."""
@@ -418,7 +434,7 @@ class MeshStrategy(Strategy):
         if self.sizes.pp > 1:
             facts |= {
                 "schedule": self.config.pipeline.schedule,
-                "pipeline_microbatches": self.model.microbatches,
+                "pipeline_microbatches": self.microbatches,
                 "parameters_of_stages": self.parameters_of_stages,
             }
         return {**super().describe(), **facts}
@@ -453,27 +469,21 @@ def recipe_problems(config: RunConfig, sizes: Sizes) -> list[str]:
 def model_problems(model_config: PreTrainedConfig, sizes: Sizes, schedule: str, optimizer: str) -> list[str]:
     """Lists why this model cannot be divided in these sizes, with what works. Raises InputError as `reference_of`."""
     problems: list[str | None] = []
-    has_experts = sizes.pp * sizes.tp > 1 and bool(routers_of(build_meta_model(model_config)))
-    if has_experts and sizes.tp > 1 and sizes.ep == 1 and optimizer != "adamw":
+    splits_experts = sizes.tp > 1 and sizes.ep == 1
+    if splits_experts and optimizer != "adamw" and routers_of(build_meta_model(model_config)):
         problems.append(
             f"optim.name: {optimizer} does not run where tp splits the matrices of experts; use adamw, or "
             f"{setting('ep')} {sizes.tp} together with tp"
         )
     if sizes.tp > 1:
-        problems.append(tensor_parallel.plan_problem(model_config, sizes.tp, splits_experts=sizes.ep == 1))
+        problems.append(tensor_parallel.plan_problem(model_config, sizes.tp, splits_experts=splits_experts))
     if sizes.cp > 1:
         problems.append(context_parallel.model_problem(model_config, sizes.cp, sizes.tp))
     if sizes.ep > 1:
         problems.append(expert_parallel.model_problem(model_config, sizes.ep))
     if sizes.pp > 1:
-        if has_experts:
-            problems.append(
-                f"launcher: pp does not train mixtures of experts, as {model_config.model_type} is: the loads that "
-                "balance experts are counted by micro-step, not by microbatch of a stage; use fsdp2, tp, cp or ep"
-            )
-        else:
-            stages = len(STAGE_LAYOUTS[schedule].owners(sizes.pp))
-            problems.append(cut_problem(model_config) or layer_problem(model_config, stages, sizes.pp, schedule))
+        stages = len(STAGE_LAYOUTS[schedule].owners(sizes.pp))
+        problems.append(cut_problem(model_config) or layer_problem(model_config, stages, sizes.pp, schedule))
     return [problem for problem in problems if problem]
 
 
