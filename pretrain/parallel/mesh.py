@@ -33,11 +33,10 @@ from pretrain.config import RunConfig
 from pretrain.data.vocabulary import planned_model_config
 from pretrain.errors import InputError
 from pretrain.mesh_sizes import Sizes, environment_flag, launched_sizes, requested_sizes
-from pretrain.model.build import InitialWeights, build_meta_model, units_of
+from pretrain.model.build import InitialWeights, units_of
 from pretrain.model.compile import layers_of
 from pretrain.model.fp8 import use_fp8
 from pretrain.model.loss import LanguageModelLoss
-from pretrain.model.routers import routers_of
 from pretrain.optim.optimizers import OptimizerBuilder, total_norm
 from pretrain.parallel import context_parallel, expert_parallel, tensor_parallel
 from pretrain.parallel.context_parallel import exchange_heads, part_of_batch
@@ -147,8 +146,7 @@ class MeshStrategy(Strategy):
         """Place within the pipeline of the rank that has each stage."""
         if sizes.pp > 1:
             self.stage_owners = STAGE_LAYOUTS[config.pipeline.schedule].owners(sizes.pp)
-        self.micro_steps = 0
-        """Micro-steps since the last update."""
+            self.microbatches = len(self.stage_owners) * config.pipeline.microbatch_scale
 
     def make_accelerator(self) -> Accelerator:
         # accelerate must see plain processes: it knows neither pipelines nor experts, and its context parallelism
@@ -166,9 +164,12 @@ class MeshStrategy(Strategy):
         """True on ranks whose metrics count, so that no token counts twice: of tp the first, of pp the last stage."""
         return self.mesh.rank("tp") == 0 and self.mesh.rank("pp") == self.stage_owners[-1]
 
-    def sum(self, tensor: Tensor) -> Tensor:
-        """Sums over all tokens; all ranks get the sum."""
-        return super().sum(tensor if self.reports_loss else torch.zeros_like(tensor))
+    def running_modules(self) -> list[nn.Module]:
+        return list(self.roots.values())
+
+    def sum(self, tensor: Tensor, *, by_layer: bool = False) -> Tensor:
+        counts = self.mesh.rank("tp") == 0 if by_layer else self.reports_loss
+        return super().sum(tensor if counts else torch.zeros_like(tensor))
 
     def prepare(
         self, model: LanguageModelLoss, weights: InitialWeights, build_optimizer: OptimizerBuilder
@@ -183,10 +184,16 @@ class MeshStrategy(Strategy):
             exchange_heads(causal_lm, sizes.cp, self.mesh.data.get_group("cp").group_name)
         if sizes.tp > 1 and model.from_hidden_states:
             share_head(model, self.tp_group)
-        # With one rank there is nothing to free: the gathered weights are the shards.
-        self.reshards = sizes.fsdp > 1 and os.environ.get("FSDP_RESHARD_AFTER_FORWARD", "true") == "true"
+        # With one rank there is nothing to free: the gathered weights are the shards. A split backward pass finds only
+        # the weights that are in the modules when it runs; without their gradients it would go on in silence.
+        self.reshards = (
+            sizes.fsdp > 1
+            and os.environ.get("FSDP_RESHARD_AFTER_FORWARD", "true") == "true"
+            and not (sizes.pp > 1 and STAGE_LAYOUTS[self.config.pipeline.schedule].splits_backward)
+        )
         self.offloads = environment_flag("FSDP_OFFLOAD_PARAMS")
-        self.reduces_once = not self.reshards or bool(self.config and self.config.batch.reduce_once)
+        # In a pipeline it costs no memory: a schedule holds gradients whole from its first backward pass on.
+        self.reduces_once = not self.reshards or sizes.pp > 1 or bool(self.config and self.config.batch.reduce_once)
         self.roots = self.stages_of(model)
         self.shard(list(self.roots.values()), weights)
         self.model = self.called(model)
@@ -290,7 +297,8 @@ class MeshStrategy(Strategy):
         return PipelineModel(
             self.roots,
             self.stage_owners,
-            self.config.pipeline,
+            self.config.pipeline.schedule,
+            self.microbatches,
             hidden_size=self.causal_lm.config.hidden_size,
             group=self.pp_group,
             device=self.device,
@@ -309,7 +317,9 @@ class MeshStrategy(Strategy):
         }
         """Parameters whole on every rank of tp, of whose gradient each rank has its own share."""
         if self.sizes.tp > 1 and model.from_hidden_states:
-            self.shares.update(parameter for parameter in head.parameters() if parameter in self.name_of)
+            # The gradient of a copied head is added to the embedding's, of which each rank has its share too.
+            sharing = self.causal_lm.get_input_embeddings() if self.copies_head else head
+            self.shares.update(parameter for parameter in sharing.parameters() if parameter in self.name_of)
         self.whole_over_tp = [parameter for parameter in self.name_of if not is_split(parameter)]
         """Parameters that all ranks of a tp group have whole, or the same shard of."""
         stage_ranks = self.sizes.world // self.sizes.pp
@@ -325,10 +335,16 @@ class MeshStrategy(Strategy):
             if self.mesh.rank("pp") in (first, last):
                 self.tied_group, self.tied = group, head.weight
 
+    def begin_step(self, learning_rate: float, micro_steps: int) -> None:
+        super().begin_step(learning_rate, micro_steps)
+        if self.sizes.pp > 1:  # its call computes the gradients, of a loss that the loop cannot divide
+            self.model.micro_steps = micro_steps
+
     @contextmanager
     def accumulate(self, is_last: bool) -> Iterator[None]:
-        self.micro_steps += 1
-        if self.sizes.pp == 1:  # a pipeline's schedule does it for its stages, in every call
+        if self.sizes.pp > 1:
+            self.model.reduces = is_last
+        else:
             self.model.set_requires_gradient_sync(is_last or not self.reduces_once)
             self.model.set_requires_all_reduce(is_last)  # between replicas; the line before sets it too
             self.model.set_is_last_backward(is_last)
@@ -345,6 +361,8 @@ class MeshStrategy(Strategy):
             local(embedding.weight.grad).add_(local(head.weight.grad))
             head.weight.grad = None
         gradients = {p: local(p.grad) for p in self.name_of if p.grad is not None}
+        if lost := [name for p, name in self.name_of.items() if p.requires_grad and p not in gradients]:
+            raise RuntimeError(f"{len(lost)} parameters have no gradient, the first is {lost[0]}")
         if self.sizes.tp > 1:
             whole = {parameter: gradients[parameter] for parameter in self.whole_over_tp if parameter in gradients}
             self.sum_gradients(list(whole.values()), self.tp_group)
@@ -360,9 +378,6 @@ class MeshStrategy(Strategy):
             torch._foreach_mul_(experts, self.sizes.tp / self.sizes.ep)
         if self.tied is not None:
             self.sum_gradients([gradients[self.tied]], self.tied_group)
-        if self.sizes.pp > 1 and self.micro_steps > 1:
-            torch._foreach_div_(list(gradients.values()), self.micro_steps)
-        self.micro_steps = 0
 
     def sum_gradients(self, gradients: list[Tensor], group: dist.ProcessGroup) -> None:
         """Sums gradients over the ranks of a group, in place; offloaded ones by the GPU."""
@@ -439,7 +454,7 @@ class MeshStrategy(Strategy):
         if self.sizes.pp > 1:
             facts |= {
                 "schedule": self.config.pipeline.schedule,
-                "pipeline_microbatches": self.model.microbatches,
+                "pipeline_microbatches": self.microbatches,
                 "parameters_of_stages": self.parameters_of_stages,
             }
         return {**super().describe(), **facts}
@@ -481,7 +496,6 @@ def recipe_problems(config: RunConfig, sizes: Sizes) -> list[str]:
 def model_problems(model_config: PreTrainedConfig, sizes: Sizes, schedule: str) -> list[str]:
     """Lists why this model cannot be divided in these sizes, with what works. Raises InputError as `reference_of`."""
     problems: list[str | None] = []
-    has_experts = sizes.pp * sizes.tp > 1 and bool(routers_of(build_meta_model(model_config)))
     if sizes.tp > 1:
         problems.append(tensor_parallel.model_problem(model_config, sizes.tp, splits_experts=sizes.ep == 1))
     if sizes.cp > 1:
@@ -489,14 +503,8 @@ def model_problems(model_config: PreTrainedConfig, sizes: Sizes, schedule: str) 
     if sizes.ep > 1:
         problems.append(expert_parallel.model_problem(model_config, sizes.ep))
     if sizes.pp > 1:
-        if has_experts:
-            problems.append(
-                f"launcher: pp does not train mixtures of experts, as {model_config.model_type} is: the loads that "
-                "balance experts are counted by micro-step, not by microbatch of a stage; use fsdp2, tp, cp or ep"
-            )
-        else:
-            stages = len(STAGE_LAYOUTS[schedule].owners(sizes.pp))
-            problems.append(cut_problem(model_config) or layer_problem(model_config, stages, sizes.pp, schedule))
+        stages = len(STAGE_LAYOUTS[schedule].owners(sizes.pp))
+        problems.append(cut_problem(model_config) or layer_problem(model_config, stages, sizes.pp, schedule))
     return [problem for problem in problems if problem]
 
 

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import get_schedule_class
 
-from pretrain.config import Pipeline
 from pretrain.hardware import seed_dropout
 from pretrain.parallel.pipeline_stages import Stage, split_micro_batch
 from pretrain.parallel.tensor_group import TensorGroup, whole_of
@@ -48,16 +47,27 @@ STAGE_LAYOUTS: dict[str, StageLayout] = {
 }
 
 
+class ReducingStage(PipelineStage):
+    """torch's stage, which would reduce gradients at the end of every call, but does so only if the step ends too."""
+
+    reduces = True
+
+    def perform_reduce_grad(self, grad_scale_factor: int) -> None:
+        if self.reduces:
+            super().perform_reduce_grad(grad_scale_factor)
+
+
 class PipelineModel(nn.Module):
     """This rank's stages, called like the whole model, by all ranks of the pipeline with the same batch.
 
-    In training a call runs the schedule and leaves the gradient of the micro-batch's mean loss in the parameters;
-    in evaluation it runs forward only. Returns (cross-entropy, cross-entropy), detached, on the last stage's rank, and
-    zeros elsewhere.
+    In training a call runs the schedule and adds to the parameters' gradients that of the micro-batch's mean loss /
+    `micro_steps`; until a call that `reduces`, they are whole and each rank's own. In evaluation it runs forward only.
+    Returns (cross-entropy, cross-entropy), detached, on the last stage's rank, and zeros elsewhere.
 
     Args:
         stages: this rank's stages by number.
         owners: the rank, within the group, of every stage.
+        microbatches: number of pipeline microbatches into which a micro-batch is split.
         hidden_size: width of the hidden states between stages, which travel in fp32.
     """
 
@@ -65,7 +75,8 @@ class PipelineModel(nn.Module):
         self,
         stages: dict[int, Stage],
         owners: list[int],
-        settings: Pipeline,
+        schedule: str,
+        microbatches: int,
         hidden_size: int,
         group: dist.ProcessGroup,
         device: torch.device,
@@ -75,16 +86,19 @@ class PipelineModel(nn.Module):
         self.stages = nn.ModuleList(stages.values())
         self.numbered = stages
         self.owners = owners
-        self.schedule_name = settings.schedule
-        self.microbatches = len(owners) * settings.microbatch_scale
-        """Pipeline microbatches into which a micro-batch is split."""
+        self.schedule_name = schedule
+        self.microbatches = microbatches
+        self.micro_steps = 1
+        """Divisor of the loss."""
+        self.reduces = True
+        """Whether a call in training ends with a reduction of the gradients."""
         self.hidden_size = hidden_size
         self.group = group
         self.device = device
         self.rank = dist.get_rank(group)
         self.sequence_parts = sequence_parts
-        self.schedules: dict[tuple[int, ...], Any] = {}
-        """torch's schedules by the shape (B, T) of their buffers."""
+        self.schedules: dict[tuple[int, ...], tuple[Any, list[ReducingStage]]] = {}
+        """torch's schedules and their stages by the shape (B, T) of their buffers."""
 
     @property
     def last_stage(self) -> Stage | None:
@@ -94,7 +108,7 @@ class PipelineModel(nn.Module):
     def forward(self, input_ids_BT: Tensor, targets_BT: Tensor, **attention_arguments) -> tuple[Tensor, Tensor]:
         microbatches = split_micro_batch(targets_BT, attention_arguments, self.microbatches, self.sequence_parts)
         for stage in self.stages:
-            stage.begin(microbatches)
+            stage.begin(microbatches, self.micro_steps)
         # Compiled layers compute all gradients at once: with a split backward pass they would compute them twice.
         eager = STAGE_LAYOUTS[self.schedule_name].splits_backward
         with torch.compiler.set_stance("force_eager") if eager else nullcontext():
@@ -120,16 +134,19 @@ class PipelineModel(nn.Module):
             self.schedules[shape] = self.build_schedule(*shape)
         inputs = (input_ids_BT,) if 0 in self.numbered else ()
         target = torch.arange(self.microbatches) if self.last_stage is not None else None
-        self.schedules[shape].step(*inputs, target=target, return_outputs=False)
+        schedule, stages = self.schedules[shape]
+        for stage in stages:
+            stage.reduces = self.reduces
+        schedule.step(*inputs, target=target, return_outputs=False)
 
-    def build_schedule(self, batch: int, length: int) -> Any:
-        """Builds torch's schedule for micro-batches of this shape; with stated shapes torch needs no trial run."""
+    def build_schedule(self, batch: int, length: int) -> tuple[Any, list[ReducingStage]]:
+        """Builds torch's schedule, and its stages, for this shape; with stated shapes torch needs no trial run."""
         rows = batch // self.microbatches
         ids = torch.empty(rows, length, dtype=torch.long, device="meta")
         hidden = torch.empty(rows, length, self.hidden_size, device="meta", requires_grad=True)
         loss = torch.empty((), device="meta", requires_grad=True)
         stages = [
-            PipelineStage(
+            ReducingStage(
                 stage,
                 number,
                 len(self.owners),
@@ -143,9 +160,10 @@ class PipelineModel(nn.Module):
         schedule_class = get_schedule_class(self.schedule_name)
         one = STAGE_LAYOUTS[self.schedule_name].stages_per_rank == 1
         # scale_grads would also divide what earlier micro-steps accumulated, so the losses are weighted instead.
-        return schedule_class(
+        schedule = schedule_class(
             stages[0] if one else stages, self.microbatches, loss_fn=output_as_loss, scale_grads=False
         )
+        return schedule, stages
 
     def run_forward(self, input_ids_BT: Tensor) -> None:
         """Sends every microbatch through every stage; at each tick a stage runs its next microbatch."""

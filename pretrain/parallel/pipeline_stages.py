@@ -89,8 +89,8 @@ class Stage(nn.Module):
     """Some layers of a model, plus the embedding in the first stage and everything after the layers in the last.
 
     The first stage takes token IDs (B, T), the others hidden states (B, T, D); the last returns the loss of the
-    pipeline microbatch times its weight, the others hidden states. Its modules are the model's own, on the meta device
-    until they are filled.
+    pipeline microbatch times its weight / micro-steps, the others hidden states. Its modules are the model's own, on
+    the meta device until they are filled.
 
     Args:
         model: the whole model.
@@ -111,12 +111,14 @@ class Stage(nn.Module):
         self.microbatches: list[PipelineMicroBatch] = []
         """Pipeline microbatches of the current micro-batch."""
         self.microbatches_run = 0
+        self.micro_steps = 1
         self.cross_entropy: Tensor | None = None
         """Weighted sum over the pipeline microbatches so far, in the last stage."""
 
-    def begin(self, microbatches: list[PipelineMicroBatch]) -> None:
-        """Sets the pipeline microbatches of a call, before the first of them arrives."""
+    def begin(self, microbatches: list[PipelineMicroBatch], micro_steps: int) -> None:
+        """Sets the pipeline microbatches of a call, before the first of them arrives, and the step's micro-steps."""
         self.microbatches = microbatches
+        self.micro_steps = micro_steps
         self.microbatches_run = 0
         self.cross_entropy = None
 
@@ -137,7 +139,7 @@ class Stage(nn.Module):
             loss, cross_entropy = self.loss_of_hidden(hidden_BTD, microbatch.targets_BT)
         weighted = cross_entropy * microbatch.weight
         self.cross_entropy = weighted if self.cross_entropy is None else self.cross_entropy + weighted
-        return loss * microbatch.weight
+        return loss * (microbatch.weight / self.micro_steps)
 
 
 def cut(causal_lm: PreTrainedModel, layers: range, is_first: bool, is_last: bool) -> nn.Module:
@@ -202,7 +204,7 @@ def cut_problem(model_config: PreTrainedConfig) -> str | None:
             layers = len(layers_of(reference))
             for part in (range(layers // 2), range(layers // 2, layers)):
                 stage = Stage(model, part, "fp32")
-                stage.begin(split_micro_batch(targets_BT, {}, 1))
+                stage.begin(split_micro_batch(targets_BT, {}, 1), micro_steps=1)
                 x = stage(x)
     except Exception as error:  # a base model that does not consist of embeddings, layers and a norm
         return f"{said} ({described(error)}); {works}"

@@ -117,6 +117,8 @@ class Strategy:
         """Index of this rank's part of each sequence."""
         self.micro_batches_per_call: int = 1
         """Factor of batch.sequences_per_micro_batch for one call of the model."""
+        self.microbatches: int = 1
+        """Equal parts of a micro-step's sequences that run forward one after another, as in a pipeline."""
         self.dispatcher: Dispatcher | None = None
         """Sender of this rank's windows; None: the rank reads them itself."""
         self.optimizer_built = ""
@@ -298,8 +300,15 @@ class Strategy:
         """Seed offset shared by ranks that compute the same hidden states and must drop the same elements."""
         return self.data_rank
 
-    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Sums over the ranks that see different data."""
+    def running_modules(self) -> list[torch.nn.Module]:
+        """Returns the modules of this rank that run forward on every microbatch: the model, or pipeline stages."""
+        return [self.model]
+
+    def sum(self, tensor: torch.Tensor, *, by_layer: bool = False) -> torch.Tensor:
+        """Sums over the ranks that see different data; all ranks get the sum.
+
+        by_layer: each rank gives figures of the layers that it has, and zeros for all others.
+        """
         return self.accelerator.reduce(tensor, reduction="sum")
 
     @property

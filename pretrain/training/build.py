@@ -66,7 +66,7 @@ def build_training(
         from pretrain.training.experts import Experts
 
         experts = Experts(causal_lm, strategy, plan.router_losses)  # hooks must exist before the layers are compiled
-        experts.attach(prepared)
+        experts.attach()
     lengths = {config.data.window, *config.data.windows}
     compile_model(prepared, causal_lm, compile_mode, len(lengths))
     return Built(prepared, causal_lm, experts)

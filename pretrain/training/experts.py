@@ -17,7 +17,10 @@ A router's loss is not part of the model's output: it joins the backward pass wh
 Megatron-LM's MoEAuxLossAutoScaler. So no tensor has to be passed out of a block that is compiled, sharded or
 recomputed in the backward pass; and a router overwrites its record, so that recomputation changes nothing.
 
-Shapes: L routers, E experts (maximum over the routers), N tokens of a micro-batch, K experts per token.
+Under a pipeline a rank follows the routers of its own stages, in every microbatch; what it counted of their layers is
+summed with the other ranks' counts after the step, so that f and the metrics are those of all layers everywhere.
+
+Shapes: L routers, E experts (maximum over the routers), N tokens of a microbatch, K experts per token.
 """
 
 import functools
@@ -66,9 +69,9 @@ class FollowedRouter(nn.Module):
     follow_share_E: Tensor
     """Assignments to each expert per token in the previous step; the sum is K."""
     follow_scale: Tensor
-    """Scalar factor for the gradient of a micro-batch's loss."""
+    """Scalar factor for the gradient of a microbatch's loss."""
     follow_record_3E: Tensor
-    """Record of the micro-batch: assignments, mean probabilities, mean logsumexp(logits)^2; fp32."""
+    """Record of the microbatch: assignments, mean probabilities, mean logsumexp(logits)^2; fp32."""
     follow_balance: float
     follow_z_loss: float
     """Coefficients, divided by the number of routers."""
@@ -149,6 +152,8 @@ class Experts:
 
     `attach` registers the methods that a step calls: `begin_step`, `count` and `end_step`.
 
+    A microbatch is what a forward pass gets: a micro-batch, or its part that flows through a pipeline.
+
     Args:
         causal_lm: the model, prepared by the strategy and not yet compiled.
         losses: coefficients of the losses; at 0 the routers are still monitored, and their biases stay.
@@ -165,7 +170,7 @@ class Experts:
         layers = len(self.routers)
         most = max(self.sizes)
         self._scale = torch.ones((), device=device)
-        """Factor of a micro-batch's gradients, shared by all routers and written before every step."""
+        """Factor of a microbatch's gradients, shared by all routers and written before every step."""
         for router, size in zip(self.routers, self.sizes, strict=True):
             module = router.module
             score = score_of(module)  # by its own code, before it gets another class
@@ -179,7 +184,9 @@ class Experts:
             module.follow_logits_at = router.logits_at
             module.follow_score = score
         self._bias_rate = losses.bias_rate
-        self._biases = [balancing_bias(router) for router in self.routers] if losses.bias_rate else []
+        biases = {row: balancing_bias(router) for row, router in enumerate(self.routers)} if losses.bias_rate else {}
+        self._bias_of = {row: bias for row, bias in biases.items() if not bias.is_meta}
+        """Biases of the layers that this rank has, by the router's number."""
         self._top_k_L = torch.tensor([float(router.module.follow_top_k) for router in self.routers], device=device)
         self._size_L = torch.tensor([float(size) for size in self.sizes], device=device)
         self._sums_L3E = torch.zeros(layers, 3, most, device=device)
@@ -190,31 +197,36 @@ class Experts:
         self._idle_LE = torch.zeros(layers, most, dtype=torch.int32, device=device)
         """Consecutive steps, up to the last, in which an expert received nothing."""
         self._reported_LE = torch.zeros(layers, most, dtype=torch.bool)
-        self._micro_steps = 1
+        self._microbatches = strategy.microbatches
+        """Microbatches of a rank in a step."""
         self.load(None)
 
-    def attach(self, model: nn.Module) -> None:
-        """Registers the methods of a step with the strategy and with `model`, which the loop calls."""
+    def attach(self) -> None:
+        """Registers the methods of a step with the strategy and with the modules that run forward."""
         self.strategy.before_step = (self.begin_step,)
         self.strategy.after_update = (self.end_step,)
-        if self.routers:
-            # On the whole model, outside of its compiled blocks, so that no graph breaks.
-            model.register_forward_hook(self._count_in_training)
+        for running in self.strategy.running_modules():
+            inside = set(running.modules())
+            rows = [row for row, router in enumerate(self.routers) if router.module in inside]
+            if rows:  # consecutive, as a stage's layers are
+                # Outside of compiled blocks, so that no graph breaks, and of recomputed ones, which run twice.
+                count = functools.partial(self._count_in_training, slice(rows[0], rows[-1] + 1))
+                running.register_forward_hook(count)
 
-    def _count_in_training(self, model: nn.Module, inputs: tuple, outputs: object) -> None:
+    def _count_in_training(self, rows: slice, model: nn.Module, inputs: tuple, outputs: object) -> None:
         if model.training and torch.is_grad_enabled():
-            self.count()
+            self.count(rows)
 
     def begin_step(self, micro_steps: int) -> None:
-        """Sets, before a step's first micro-step, the factor of each micro-step's gradients."""
+        """Sets, before a step's first micro-step, the factor of each microbatch's gradients."""
         if self.routers:
-            self._micro_steps = micro_steps
-            self._scale.fill_(self.strategy.state().get("scale", 1.0) / micro_steps)
+            self._microbatches = micro_steps * self.strategy.microbatches
+            self._scale.fill_(self.strategy.state().get("scale", 1.0) / self._microbatches)
 
-    def count(self) -> None:
-        """Adds what the routers recorded in a micro-step's forward pass."""
+    def count(self, rows: slice = slice(None)) -> None:
+        """Adds what these routers recorded in a forward pass."""
         if self.routers:
-            self._sums_L3E += _stacked([router.module.follow_record_3E for router in self.routers])
+            self._sums_L3E[rows] += self._stacked([router.module.follow_record_3E for router in self.routers[rows]])
 
     def end_step(self, skipped: Tensor | None = None) -> None:
         """Sums over the ranks after the update, in one small collective that nothing waits for; moves biases.
@@ -224,14 +236,14 @@ class Experts:
         if not self.routers:
             return
         # Cloned: with one rank `sum` returns its argument, which is cleared next.
-        self._last_L3E = self.strategy.sum(self._sums_L3E).clone()
+        self._last_L3E = self.strategy.sum(self._sums_L3E, by_layer=True).clone()
         self._sums_L3E.zero_()
         counts_LE = self._last_L3E[:, 0]
-        self._last_L3E[:, 1:] /= self._micro_steps * self.strategy.data_ranks * self.strategy.sequence_parts
+        self._last_L3E[:, 1:] /= self._microbatches * self.strategy.data_ranks * self.strategy.sequence_parts
         self._use(counts_LE)
         self._balance_L = self._size_L * (self._share_LE * self._last_L3E[:, 1]).sum(-1)
         self._idle_LE = torch.where(counts_LE == 0, self._idle_LE + 1, 0)
-        if self._biases:
+        if self._bias_of:
             self._move_biases(counts_LE, skipped)
 
     def _move_biases(self, counts_LE: Tensor, skipped: Tensor | None) -> None:
@@ -242,8 +254,16 @@ class Experts:
         )
         if skipped is not None:
             moves_LE = moves_LE * (1 - skipped)
-        moves = [move_E[:size] for move_E, size in zip(moves_LE, self.sizes, strict=True)]
-        torch._foreach_add_(self._biases, moves)
+        moves = [moves_LE[row, : self.sizes[row]] for row in self._bias_of]
+        torch._foreach_add_(list(self._bias_of.values()), moves)
+
+    def _largest_biases(self) -> Tensor:
+        """Returns the largest absolute bias of every layer, (L,), on all ranks."""
+        largest_L = torch.zeros_like(self._size_L)
+        if self.strategy.data_rank == self.strategy.part == 0:  # all ranks that have the layer would give the same
+            for row, bias_E in self._bias_of.items():
+                largest_L[row] = bias_E.abs().max()
+        return self.strategy.sum(largest_L, by_layer=True)
 
     def _use(self, counts_LE: Tensor) -> None:
         """Uses these assignments as f of the next step."""
@@ -268,8 +288,15 @@ class Experts:
             self._use(self._exists().float())
         else:
             rows = [torch.tensor(row, dtype=torch.float32, device=self.strategy.device) for row in counts]
-            self._last_L3E[:, 0] = _stacked(rows)
+            self._last_L3E[:, 0] = self._stacked(rows)
             self._use(self._last_L3E[:, 0])
+
+    def _stacked(self, rows: list[Tensor]) -> Tensor:
+        """Stacks rows of experts; those of routers with fewer experts are padded with zeros."""
+        most = self._sums_L3E.shape[-1]
+        if any(row.shape[-1] < most for row in rows):
+            rows = [nn.functional.pad(row, (0, most - row.shape[-1])) for row in rows]
+        return torch.stack(rows)
 
     def _exists(self) -> Tensor:
         """Returns a mask (L, E) of existing experts, since routers may have different numbers of them."""
@@ -295,8 +322,8 @@ class Experts:
         }
         if self.has_z_loss:
             figures["router_z_loss"] = self._last_L3E[:, 2, 0].mean()
-        if self._biases:
-            figures["router_bias_max"] = torch.stack([bias_E.abs().max() for bias_E in self._biases]).max()
+        if self._bias_rate:
+            figures["router_bias_max"] = self._largest_biases().max()
         return dict(zip(figures, torch.stack(list(figures.values())).tolist(), strict=True))
 
     def newly_dead(self) -> str | None:
@@ -313,20 +340,12 @@ class Experts:
             for router, size, dead, new in zip(self.routers, self.sizes, dead_LE, new_LE, strict=True)
             if new.any()
         ]
-        bias = " or loss.router_bias_rate" if self._biases else ""
+        bias = " or loss.router_bias_rate" if self._bias_rate else ""
         more = f" and in {len(rows) - 4} more layers" if len(rows) > 4 else ""
         return (
             f"{int(dead_LE.sum())} dead experts, which have received no token for {IDLE_STEPS} steps: "
             f"{'; '.join(rows[:4])}{more}; a larger loss.router_balance{bias} keeps experts in use"
         )
-
-
-def _stacked(rows: list[Tensor]) -> Tensor:
-    """Stacks rows; those of routers with fewer experts are padded with zeros."""
-    most = max(row.shape[-1] for row in rows)
-    if any(row.shape[-1] < most for row in rows):
-        rows = [nn.functional.pad(row, (0, most - row.shape[-1])) for row in rows]
-    return torch.stack(rows)
 
 
 def _numbers(numbers: list[int]) -> str:

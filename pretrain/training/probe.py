@@ -221,8 +221,9 @@ def _balance_problem(keyed: KeyedConfig) -> str | None:
     gradients = []
     for balance in (0.0, 1.0):
         model = build_model(reference_of(keyed).config, seed=0, attention="eager").train()
-        alone = {"device": model.device, "data_ranks": 1, "sequence_parts": 1, "sum": lambda tensor: tensor}
-        experts = Experts(model, SimpleNamespace(**alone, state=dict), RouterLosses(len(routers_of(model)), balance))
+        alone = {"device": model.device, "data_ranks": 1, "sequence_parts": 1, "microbatches": 1, "state": dict}
+        strategy = SimpleNamespace(**alone, sum=lambda tensor, by_layer: tensor)
+        experts = Experts(model, strategy, RouterLosses(len(routers_of(model)), balance))
         whole = LanguageModelLoss(model, from_hidden_states=False)
         for _ in range(2):  # before the first step the loads are unknown
             model.zero_grad()

@@ -21,18 +21,16 @@ EP = strategy_named("ep")
 
 @pytest.fixture
 def problems(recipe, tmp_path, monkeypatch):
-    """What `strategy` says of a model, launched so."""
+    """What is refused of a model, launched so."""
 
-    def problems(model: dict, processes: int = 2, size: str = "all", strategy: str = "ep", **environment) -> str:
+    def problems(model: dict, processes: int = 2, size: str = "all") -> str:
         (tmp_path / "model.json").write_text(json.dumps(model))
         recipe.write_text(yaml.safe_dump(yaml.safe_load(recipe.read_text()) | {"model": str(tmp_path / "model.json")}))
-        sizes = {"ep": {SIZE: size, "ACCELERATE_USE_FSDP": "true"}, "pp": {"PARALLELISM_CONFIG_PP_SIZE": size}}[
-            strategy
-        ]
-        sizes |= {"WORLD_SIZE": str(processes), "ACCELERATE_USE_PARALLELISM_CONFIG": "true", **environment}
+        sizes = {SIZE: size, "ACCELERATE_USE_FSDP": "true"}
+        sizes |= {"WORLD_SIZE": str(processes), "ACCELERATE_USE_PARALLELISM_CONFIG": "true"}
         for name, value in sizes.items():
             monkeypatch.setenv(name, value)
-        return "\n".join(strategy_named(strategy).problems(read_run_config(recipe, []), strategy))
+        return "\n".join(EP.problems(read_run_config(recipe, []), "ep"))
 
     return problems
 
@@ -69,10 +67,6 @@ def problems(recipe, tmp_path, monkeypatch):
 def test_what_cannot_be_divided_is_refused_with_what_can(problems, model, processes, size, message):
     said = problems(model or TINY_MOE, processes, size)
     assert message in said and bool(said) == bool(message)
-
-
-def test_a_pipeline_of_experts_is_refused(problems):
-    assert "launcher: pp does not train mixtures of experts, as qwen3_moe is: " in problems(TINY_MOE, strategy="pp")
 
 
 def test_a_plan_shards_everything_and_sends_rows_to_experts(recipe, tmp_path):

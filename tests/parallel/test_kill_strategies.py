@@ -1,8 +1,9 @@
 """Killed in the middle of a step with SIGKILL and launched again, a run is the unbroken one to the last bit.
 
 The launches follow each other so that there is one per strategy and one more: each kills the run of one strategy,
-after it has finished the one that the launch before it killed. Dropout is on, so is accumulation; with STRATEGIES=all
-in the environment (`make test-strategies`) every strategy is killed.
+after it has finished the one that the launch before it killed. Dropout is on, so is accumulation. Among them are
+products of dimensions, drawn with their schedules by a seed. With STRATEGIES=all in the environment
+(`make test-strategies`) every strategy and ten products are killed.
 """
 
 import json
@@ -15,11 +16,16 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
+from support.mesh_products import MODELS, SCHEDULES, products, variables
 from support.project import events, launch, losses
 from support.tiny_models import TINY_LLAMA, TINY_MOE
 
 ALL = ["ddp", "fsdp2", "hsdp", "zero1", "zero2", "zero3", "zero3_offload", "pp", "tp", "ep", "cp"]
-STRATEGIES = ALL if os.environ.get("STRATEGIES") == "all" else ["ddp", "zero3", "pp"]
+EVERYTHING = os.environ.get("STRATEGIES") == "all"
+DRAW = random.Random(27)
+DRAWN = DRAW.sample(list(products(4)), 10)
+PRODUCTS = {name: DRAW.choice(SCHEDULES) for name in (DRAWN if EVERYTHING else DRAWN[:1])}
+STRATEGIES = [*(ALL if EVERYTHING else ["ddp", "zero3"]), *PRODUCTS]
 STEPS, SAVED_EVERY = 14, 3
 DROPOUT = {"attention_dropout": 0.1, "num_hidden_layers": 2}
 
@@ -30,6 +36,8 @@ def folder(shards, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("killed")
     (folder / "llama.json").write_text(json.dumps(TINY_LLAMA | DROPOUT))
     (folder / "experts.json").write_text(json.dumps(TINY_MOE | DROPOUT))
+    for name, values in MODELS.items():
+        (folder / f"{name}.json").write_text(json.dumps(values | {"attention_dropout": 0.1}))
     recipe = {
         "model": str(folder / "llama.json"),
         "output": str(folder / "run"),
@@ -50,25 +58,33 @@ def folder(shards, tmp_path_factory) -> Path:
     chance = random.Random(3)
 
     def run_of(name: str, kind: str) -> dict:
-        model = ["--model", str(folder / "experts.json")] if name == "ep" else []
-        return {"strategy": name, "arguments": ["--output", str(folder / kind / name), *model]}
+        words = ["--output", str(folder / kind / name)]
+        if name not in PRODUCTS:
+            model = ["--model", str(folder / "experts.json")] if name == "ep" else []
+            return {"strategy": name, "arguments": [*words, *model]}
+        model, sizes = products(4)[name]
+        words += ["--model", str(folder / f"{model}.json"), "--pipeline.schedule", PRODUCTS[name]]
+        words += ["--data.sequence_length", "32", "--batch.sequences_per_micro_batch", "2"]
+        words += ["--batch.tokens_per_step", "1024"]
+        return {"strategy": "mesh", "arguments": words, "environment": variables(sizes)}
 
-    runs = [run_of(name, "whole") for name in STRATEGIES]
-    for name in STRATEGIES:
-        run = run_of(name, "killed")
-        # After the first checkpoint and before the last step; a step takes some hundredths of a second.
-        moment = [chance.randint(SAVED_EVERY + 2, STEPS - 1), chance.uniform(0, 0.03)]
-        assert train(folder, name, [*runs, {**run, "kill_in_step": moment}]) == -9
-        runs = [run]
-    assert train(folder, "last", runs) == 0
+    for processes, names in ((2, [name for name in STRATEGIES if name not in PRODUCTS]), (4, list(PRODUCTS))):
+        runs = [run_of(name, "whole") for name in names]
+        for name in names:
+            run = run_of(name, "killed")
+            # After the first checkpoint and before the last step; a step takes some hundredths of a second.
+            moment = [chance.randint(SAVED_EVERY + 2, STEPS - 1), chance.uniform(0, 0.03)]
+            assert train(folder, processes, name, [*runs, {**run, "kill_in_step": moment}]) == -9
+            runs = [run]
+        assert train(folder, processes, "last", runs) == 0
     return folder
 
 
-def train(folder: Path, name: str, runs: list[dict]) -> int:
+def train(folder: Path, processes: int, name: str, runs: list[dict]) -> int:
     """Trains these in one launch; returns its exit status, -9 if it was killed."""
     (folder / f"{name}.json").write_text(json.dumps(runs))
     program = ["tests/support/train_strategies.py", folder / "recipe.yaml", folder / f"{name}.json"]
-    result = launch("ddp", 2, *program, check=False)
+    result = launch("ddp", processes, *program, check=False)
     assert result.returncode in (0, -9), f"{result.stdout}\n{result.stderr}"
     return result.returncode
 

@@ -88,7 +88,7 @@ def test_stages_one_after_the_other_are_the_whole_model(model_type, tied):
     microbatches = split_micro_batch(targets, arguments, 2)
     losses = []
     for stage in stages:
-        stage.begin(microbatches)
+        stage.begin(microbatches, micro_steps=1)
     for number in range(2):
         x = ids[2 * number : 2 * number + 2]
         for stage in stages:

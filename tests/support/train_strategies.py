@@ -14,13 +14,15 @@ RUNS.json is a list of runs, each with its `strategy` and the `arguments` of tra
     emulates_fp8        precision fp8 runs on the host: torchao rounds as a GPU does
     plain_files         DeepSpeed swaps by plain reads and writes, as libaio would
     working_folders     of each rank: where relative paths of the recipe are looked for, as on machines of their own
+    aot_eager           what is compiled is only traced, and runs operation by operation
     kill_in_step        [step, seconds]: so long after this step has begun, counted from 1, the launcher and all its
                         processes are killed with SIGKILL
 
 After every load the tensors in the running model and optimizer are compared with those in the checkpoint, bit by bit.
 The folder of every run gets a hash of the weights it started from, in dropout.json the seeds of each rank's dropout in
-the last 4 micro-steps, and in replicas.json the differences between the
-copies of its weights: at the end of the run, and once more when one number on the last rank was changed.
+the last 4 micro-steps, in reductions.json how often the first rank's pipeline stages have reduced their gradients, and
+in replicas.json the differences between the copies of its weights: at the end of the run, and once more when one
+number on the last rank was changed.
 """
 
 import functools
@@ -40,6 +42,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 from accelerate.state import AcceleratorState
+from torch.distributed.pipelining import PipelineStage
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import pretrain.parallel.strategy
@@ -185,8 +188,19 @@ def record_replicas(strategy, code: int, run: dict) -> None:
     if strategy.ranks.is_main:
         (strategy.config.output / "dropout.json").write_text(json.dumps(seeds))
         (strategy.config.output / "replicas.json").write_text(json.dumps(found))
+        (strategy.config.output / "reductions.json").write_text(json.dumps(run.get("reductions")))
         (strategy.config.output / "muon.json").write_text(json.dumps(run.get("exchanges")))
     strategy.ranks.barrier()
+
+
+def count_reductions(perform_reduce_grad, run: dict):
+    """Wraps torch's PipelineStage.perform_reduce_grad."""
+
+    def counted(stage, *arguments):
+        run["reductions"] = run.get("reductions", 0) + 1
+        perform_reduce_grad(stage, *arguments)
+
+    return counted
 
 
 def scale_gradients(make_accelerator, run: dict):
@@ -238,9 +252,11 @@ if __name__ == "__main__":
         if "prepare" in vars(strategy_class):
             strategy_class.prepare = record_initial_weights(strategy_class.prepare, run)
     Strategy.set_learning_rate = kill_in_step(Strategy.set_learning_rate, run)
+    PipelineStage.perform_reduce_grad = count_reductions(PipelineStage.perform_reduce_grad, run)
     Strategy.make_accelerator = scale_gradients(Strategy.make_accelerator, run)
     train.seed_dropout = record_dropout(train.seed_dropout, run)
     resolve_precision = registry.resolve_precision
+    compile_function = torch.compile
     # Each group has threads that wake a hundred times a second; those of fifty runs took most of the cores.
     Ranks.of_launch = functools.cache(Ranks.of_launch)
     Ranks.exit = lambda ranks, code: record_replicas(run.pop("trained_by"), code, run)  # the processes outlive a run
@@ -259,6 +275,8 @@ if __name__ == "__main__":
         resolve = (lambda requested: requested) if without_gpu else resolve_precision
         for module in (registry, pretrain.parallel.strategy, run_plan):
             module.resolve_precision = resolve
+        torch.compile = functools.partial(compile_function, **({"backend": "aot_eager"} if "aot_eager" in run else {}))
+        torch._dynamo.utils.counters.clear()
         if run.get("plain_files"):
             use_plain_files()
         os.chdir(run.get("working_folders", [ROOT] * 99)[int(os.environ.get("RANK", "0"))])
@@ -270,6 +288,7 @@ if __name__ == "__main__":
             copy_checkpoint(run["start_from"], command_line.config.output)
         print(f"=== {run}", flush=True)
         train.start(command_line)
+        assert "aot_eager" not in run or torch._dynamo.utils.counters["stats"]["unique_graphs"], "nothing was compiled"
         AcceleratorState._reset_state(True)  # the next run has another strategy
     sys.stdout.flush()
     os._exit(0)

@@ -52,7 +52,7 @@ BIASED |= {"qk_nope_head_dim": 8, "v_head_dim": 8, "max_position_embeddings": 12
 """The first layer is dense, the others have a shared expert and, of those that are chosen, a number that no number of
 processes divides."""
 BY_BIAS = ["--loss.router_bias_rate", "0.01", "--optim.name", "muon"]
-SHARDED = ["ddp", "fsdp2", "zero1", "zero3", "cp"] if EVERYTHING else ["fsdp2", "zero3", "cp"]
+SHARDED = ["ddp", "fsdp2", "zero1", "zero3", "cp", "pp"] if EVERYTHING else ["fsdp2", "zero3", "cp", "pp"]
 ALONE = {
     "micro_batch_4": ["--batch.sequences_per_micro_batch", "4"],
     "recomputed": ["--activation_checkpointing", "full"],
@@ -81,6 +81,7 @@ def runs(shards, tmp_path_factory) -> Path:
         "budget": {"steps": STEPS},
         "batch": {"tokens_per_step": 256, "sequences_per_micro_batch": 1},
         "optim": {"learning_rate": 0.001, "warmup_steps": 2, "max_grad_norm": 0.5},
+        "pipeline": {"schedule": "1F1B"},
         "compile": "none",
         "checkpoint": {"every_steps": 4, "keep_last": 9},
         "validation": {"sequences": 4},

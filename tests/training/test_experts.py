@@ -47,7 +47,10 @@ def followed(model, balance: float = BALANCE, z_loss: float = Z_LOSS, bias_rate:
         "device": torch.device("cpu"),
         "data_ranks": 1,
         "sequence_parts": 1,
-        "sum": lambda tensor: tensor,
+        "data_rank": 0,
+        "part": 0,
+        "microbatches": 1,
+        "sum": lambda tensor, by_layer: tensor,
         "state": dict,
     }
     return Experts(model, SimpleNamespace(**{**alone, **strategy}), RouterLosses(9, balance, z_loss, bias_rate))

@@ -1,0 +1,33 @@
+"""Products of parallel dimensions that the tests train, the models for them, and the schedules of their pipelines."""
+
+from itertools import product
+
+from pretrain.mesh_sizes import Sizes
+from support.tiny_models import TINY_LLAMA, TINY_MOE
+
+MODELS = {
+    "dense": TINY_LLAMA | {"num_hidden_layers": 4, "num_key_value_heads": 4},
+    "moe": TINY_MOE | {"num_hidden_layers": 4, "num_key_value_heads": 4, "head_dim": 16},
+}
+# The first two are those of zero bubble with what they were once wrong under: tp and a tied embedding, and shards.
+SCHEDULES = ("ZBVZeroBubble", "InterleavedZeroBubble", "Interleaved1F1B", "1F1B", "GPipe", "LoopedBFS")
+
+
+def products(processes: int) -> dict[str, tuple[str, Sizes]]:
+    """Every legal product of twos, ep also four, that is this number of processes: {name: (model, sizes)}."""
+    found = {}
+    for model, most in (("dense", (1,)), ("moe", (1, 2, 4))):
+        for *numbers, ep in product(*[(1, 2)] * 5, most):
+            sizes = Sizes(*numbers, ep=ep)
+            if sizes.world == processes and sizes.fsdp * sizes.tp % ep == 0:
+                found[name_of(model, sizes)] = (model, sizes)
+    return found
+
+
+def name_of(model: str, sizes: Sizes) -> str:
+    return " ".join([model, *(f"{name}{size}" for name, size in sizes.named().items())])
+
+
+def variables(sizes: Sizes) -> dict[str, str]:
+    """What the launcher would set."""
+    return {f"PARALLELISM_CONFIG_{name.upper()}_SIZE": str(size) for name, size in sizes.named().items()}
