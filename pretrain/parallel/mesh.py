@@ -294,6 +294,9 @@ class MeshStrategy(Strategy):
                 f"compile: {self.config.compile} has no effect with {schedule}: a compiled layer cannot compute the "
                 "gradients of its inputs and of its weights apart"
             )
+        # NCCL creates a communicator in its first operation, of which all ranks of the group have to be part; the
+        # first sends between stages are not.
+        dist.all_reduce(torch.zeros(1, device=self.device), group=self.pp_group)
         return PipelineModel(
             self.roots,
             self.stage_owners,
