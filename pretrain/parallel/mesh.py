@@ -169,8 +169,12 @@ class MeshStrategy(Strategy):
             exchange_heads(causal_lm, sizes.cp, self.mesh.data.get_group("cp").group_name)
         if sizes.tp > 1 and model.from_hidden_states:
             share_head(model, self.tp_group)
-        # With one rank there is nothing to free: the gathered weights are the shards.
-        self.reshards = sizes.fsdp > 1 and os.environ.get("FSDP_RESHARD_AFTER_FORWARD", "true") == "true"
+        # With one rank there is nothing to free: the gathered weights are the shards. A pipeline's schedule keeps them
+        # from the first backward pass to the last; freed after every forward pass, they would be gathered for each
+        # microbatch anew.
+        self.reshards = (
+            sizes.fsdp > 1 and sizes.pp == 1 and os.environ.get("FSDP_RESHARD_AFTER_FORWARD", "true") == "true"
+        )
         self.offloads = environment_flag("FSDP_OFFLOAD_PARAMS")
         self.reduces_once = not self.reshards or bool(self.config and self.config.batch.reduce_once)
         self.roots = self.stages_of(model)
