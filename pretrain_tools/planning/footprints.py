@@ -120,7 +120,8 @@ def part_of_mesh(work: Work, layers: int, root: int, wanted: set[str]) -> Memory
     compute = work.compute
     shards = layout.sharing_states
     elements = root + sizes.in_layers / sizes.layers * layers
-    held = (elements + (work.held.total - sizes.total) / sizes.layers * layers) / shards
+    beside = (work.held.total - sizes.total + (work.padding - 1) * work.held.experts) / sizes.layers * layers
+    held = (elements + beside) / shards
     states = FP32 * held
     resident = states if work.accumulates else 0.0
     outside = compute * root

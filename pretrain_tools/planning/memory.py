@@ -61,6 +61,11 @@ class Sizes:
         """Experts of all layers."""
         return sum(math.prod(self.shapes.shapes[name]) for name in self.shapes.experts)
 
+    @property
+    def stacked_experts(self) -> int:
+        """Experts of a layer; 0 without any."""
+        return max((self.shapes.shapes[name][0] for name in self.shapes.experts), default=0)
+
     def in_parts(self, shares: int) -> "Sizes":
         """Returns the sizes of a process that has one of so many equal shares of every layer's experts."""
         elsewhere = self.experts - self.experts // shares
@@ -116,6 +121,13 @@ class Work:
         """The same where the weights themselves are in the recipe's precision, as FSDP2 and ZeRO hold them."""
         call = self.run.forward_pass
         return self.run.trace(replace(call, weights=torch.bfloat16, autocast=False) if self.run.is_half else call)
+
+    @property
+    def padding(self) -> float:
+        """Experts of a layer that fully_shard holds and sends for each one: of 2 for 8 processes it makes 8."""
+        here = self.sizes.stacked_experts
+        holders = self.layout.sharing_states * (self.layout.tp if self.layout.ep > 1 else 1) // self.layout.ep
+        return math.ceil(here / holders) * holders / here if here else 1.0
 
     @property
     def tokens(self) -> int:

@@ -140,6 +140,7 @@ def mesh_flows(step: Step) -> list[Flow]:
     microbatches = pipeline_microbatches(step.config, layout)
     layers = sizes.in_layers / layout.pp
     experts = sizes.experts / layout.pp if layout.ep > 1 else 0.0
+    padding = work.padding
     root = root_of_stage(sizes, layout)
     # Hidden states of a micro-step; a pipeline's process computes one microbatch at a time.
     hidden = work.tokens * microbatches * sizes.width
@@ -147,7 +148,9 @@ def mesh_flows(step: Step) -> list[Flow]:
     # A pipeline gathers once for all microbatches, before the first, and reduces after the last.
     times = 2 if layout.pp == 1 else 1
     hides = 0.9 if layout.pp == 1 else 0.3 / microbatches
-    sharded = [("fsdp", layers - experts, root), ("efsdp", experts, 0.0)]
+    sharded = [("fsdp", layers - experts, root), ("efsdp", padding * experts, 0.0)]
+    if layout.ep == 1:
+        sharded[0] = ("fsdp", layers + (padding - 1) * sizes.experts / layout.pp, root)
     if parts := [
         step.flow(
             "fsdp",
