@@ -234,9 +234,7 @@ def search_products(case: Case, wanted: int = BEST_PRODUCTS) -> list[Candidate]:
     for layout in products(hardware.gpus, hardware.machines):
         if layout.is_planned or not could_run(case.run, layout):
             continue
-        most = case.run.config.batch.tokens_per_step // (
-            case.run.config.data.sequence_length * layout.micro_batches
-        )
+        most = case.run.config.batch.tokens_per_step // (case.run.config.data.sequence_length * layout.micro_batches)
         if most:
             least = case.with_batch(reduce_once=True).step(layout, most).seconds
             bounded.append((least, len(layout.sizes.named()), layout))
@@ -319,7 +317,9 @@ def strategy_problems(run: PlannedRun, layout: Layout) -> list[str]:
 
 def recommend(candidates: list[Candidate]) -> Candidate | None:
     """Chooses the simplest of the fastest, those with the recipe's micro-batch first; None if none fits."""
-    return min(fastest_of(candidates), key=lambda candidate: (not candidate.fits, *simplicity(candidate)), default=None)
+    return min(
+        fastest_of(candidates), key=lambda candidate: (not candidate.fits, *simplicity(candidate)), default=None
+    )
 
 
 def simplicity(candidate: Candidate) -> tuple[int, bool]:

@@ -249,4 +249,4 @@ STATES: dict[str, Callable[[Work], Memory]] = {
     "zero3_offload": by_deepspeed,
     "zero3_offload_nvme": by_deepspeed,
 }
-"""{strategy: how a process holds weights, gradients and optimizer state}; one that is not here is a product of the mesh."""
+"""{strategy: how a process holds weights, gradients and optimizer state}; all others are products of the mesh."""

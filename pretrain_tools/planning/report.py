@@ -103,7 +103,7 @@ def build_plan(
     mfu: float | None = None,
     with_calibration: bool = False,
 ) -> Plan:
-    """Plans a recipe under every strategy, and the fastest products of dimensions. Raises InputError with what cannot be planned."""
+    """Plans a recipe under every strategy, and the best products. Raises InputError with what cannot be planned."""
     # auto settings are resolved for one process, as for --check; strategies divide the batch later.
     config = resolve_auto(config, processes=1)
     model_config = planned_model_config(config.model, config.data)

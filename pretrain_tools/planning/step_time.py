@@ -171,9 +171,7 @@ class Speed:
     tokens_per_second: float | None = None
     """Measured speed of one process; None: computed from the MFU."""
 
-    def step(
-        self, run: PlannedRun, work: RunWork, hardware: Hardware, layout: Layout, micro_batch: int
-    ) -> StepTime:
+    def step(self, run: PlannedRun, work: RunWork, hardware: Hardware, layout: Layout, micro_batch: int) -> StepTime:
         """Estimates a step with so many sequences per micro-batch."""
         config = run.config
         if self.tokens_per_second:

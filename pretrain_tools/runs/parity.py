@@ -96,7 +96,9 @@ def products_asked_for(mesh: str, processes: int, has_experts: bool) -> list[str
     if given.world != processes:
         raise InputError(f"--mesh: {mesh} is {given.world} processes, but --processes is {processes}; use {works}")
     if (exchange := given.fsdp * given.tp) % given.ep:
-        raise InputError(f"--mesh: ep={given.ep} does not divide dp_shard x cp x tp = {exchange}; use a size that does")
+        raise InputError(
+            f"--mesh: ep={given.ep} does not divide dp_shard x cp x tp = {exchange}; use a size that does"
+        )
     if given.world == 1:
         raise InputError("--mesh: one process has nothing to divide; use --processes 2 or more")
     return [named(given)]
@@ -276,7 +278,7 @@ def mistaken_launch(run: Path, name: str, processes: int) -> str | None:
     """Describes a run that did not use the requested strategy or number of processes; None if it did."""
     record = read_json(run / "strategy.json")
     trained = (record.get("strategy"), record.get("ranks"))
-    if sizes := sizes_called(name):
+    if sizes_called(name):
         trained = (named(Sizes(**record.get("mesh", {}))), trained[1])
     # With one process, the run records `single` whatever the config says.
     if trained == (name, processes) or processes == 1:

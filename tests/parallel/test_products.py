@@ -79,7 +79,7 @@ def least(model: str, sizes: Sizes, padding=lambda rows, shards: 1.0) -> dict[st
 
 
 def counted(outcome) -> dict[str, float]:
-    """The same as it was counted, without the sums of single numbers: the norm, and the loss of a part of the tokens."""
+    """The same as it was counted, without the sums for the norm, of single numbers."""
     assert outcome.error is None, outcome.error
     found: dict[str, float] = defaultdict(float)
     for moment in MOMENTS:

@@ -268,7 +268,10 @@ def test_all_products_of_four_processes_and_one_of_them():
     [
         ("tp=two", "tp=two is no size of a dimension; give all, or sizes of pp, dp_replicate, dp_shard, cp, tp, ep"),
         ("sp=2", "sp=2 is no size of a dimension"),
-        ("tp=3", "tp=3 is 3 processes, but --processes is 4; use --processes 3, sizes whose product is 4, or --mesh all"),
+        (
+            "tp=3",
+            "tp=3 is 3 processes, but --processes is 4; use --processes 3, sizes whose product is 4, or --mesh all",
+        ),
         ("pp=2,ep=4", "ep=4 does not divide dp_shard x cp x tp = 2"),
     ],
 )
@@ -283,7 +286,11 @@ def test_products_are_launched_with_their_sizes_and_compared(recipe, tmp_path, c
     everything = os.environ.get("STRATEGIES") == "all"
     processes, mesh = (4, "all") if everything else (2, "cp=2")
     settings = {"steps": 3, "processes": processes, "precision": "fp32"}
-    changes = [("model.num_hidden_layers", "4"), ("batch.sequences_per_micro_batch", "1"), ("pipeline.schedule", "1F1B")]
+    changes = [
+        ("model.num_hidden_layers", "4"),
+        ("batch.sequences_per_micro_batch", "1"),
+        ("pipeline.schedule", "1F1B"),
+    ]
     assert parity.compare_strategies(recipe, tmp_path / "out", mesh=mesh, changes=changes, **settings) == 0
     found = json.loads((tmp_path / "out/parity.json").read_text())
     assert list(found) == parity.products_asked_for(mesh, processes, has_experts=False)

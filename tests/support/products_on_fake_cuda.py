@@ -1,7 +1,7 @@
 """Cases of tests/parallel/test_products.py, for support.fake_cuda to run: products of dimensions as one of 64 GPUs.
 
-Beside what support.ranks_on_fake_cuda counts: along which dimension each collective goes, and how many bytes are on the
-device. What a fused loss or an attention kernel needs inside does not show.
+Beside what support.ranks_on_fake_cuda counts: along which dimension each collective goes, and how many bytes are on
+the device. What a fused loss or an attention kernel needs inside does not show.
 """
 
 import functools
@@ -121,8 +121,8 @@ def measured(launch: Launch) -> dict[str, Any]:
         return count(launch, CounterByDimension)
 
 
-ALL = {
-    model: [*cases, *(FURTHER[model] if EVERYTHING else [])] for model, cases in PRODUCTS.items()
+ALL = {model: [*cases, *(FURTHER[model] if EVERYTHING else [])] for model, cases in PRODUCTS.items()}
+LAUNCHES = {
+    name_of(model, sizes): (sizes, launch_of(model, sizes, rank)) for model in ALL for sizes, rank in ALL[model]
 }
-LAUNCHES = {name_of(model, sizes): (sizes, launch_of(model, sizes, rank)) for model in ALL for sizes, rank in ALL[model]}
 CASES = {name: functools.partial(measured, launch) for name, (_, launch) in LAUNCHES.items()}

@@ -398,9 +398,7 @@ def count(launch: Launch, counter: type[Counter] = Counter) -> dict[str, dict]:
         return {moment: asdict(counter.seen) for moment, counter in counters.items()}
 
 
-def take_step(
-    strategy: Strategy, model: torch.nn.Module, batch: dict, counter: type[Counter]
-) -> dict[str, Counter]:
+def take_step(strategy: Strategy, model: torch.nn.Module, batch: dict, counter: type[Counter]) -> dict[str, Counter]:
     """Two micro-steps and an update, as in train.py."""
     counters = {moment: counter() for moment in ("micro-step", "last micro-step", "update")}
     model.train()
