@@ -36,7 +36,7 @@ def planned_memory(strategy: Strategy, config: RunConfig) -> Memory:
 def footprint(run: PlannedRun, layout: Layout, sequences: int) -> Memory:
     """Returns the memory of the process that needs most, with so many sequences per micro-batch."""
     work = run.work(layout, sequences)
-    memory = STATES.get(layout.name, in_mesh)(work)
+    memory = in_mesh(work) if layout.is_mesh else STATES.get(layout.name, replicated)(work)
     return replace(
         memory,
         activations=memory.activations + (exchanged_heads(work) if memory.moment != "update" else 0),
@@ -241,12 +241,11 @@ def zero_gradients(work: Work, stage: int, share: float, settings: dict[str, Any
 
 
 STATES: dict[str, Callable[[Work], Memory]] = {
-    "single": replicated,
-    "ddp": replicated,
     "zero1": by_deepspeed,
     "zero2": by_deepspeed,
     "zero3": by_deepspeed,
     "zero3_offload": by_deepspeed,
     "zero3_offload_nvme": by_deepspeed,
 }
-"""{strategy: how a process holds weights, gradients and optimizer state}; all others are products of the mesh."""
+"""{strategy that is no product of the mesh: how a process holds weights, gradients and optimizer state}; one that is not
+here is `replicated`."""
