@@ -247,5 +247,4 @@ STATES: dict[str, Callable[[Work], Memory]] = {
     "zero3_offload": by_deepspeed,
     "zero3_offload_nvme": by_deepspeed,
 }
-"""{strategy that is no product of the mesh: how a process holds weights, gradients and optimizer state}; one that is not
-here is `replicated`."""
+"""{strategy that is no product of the mesh: how a process holds its states}; one that is not here is `replicated`."""
