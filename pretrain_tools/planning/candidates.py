@@ -19,8 +19,10 @@ from pretrain.gpus import CPU, Gpu
 from pretrain.model.build import active_parameters, flops_per_token, matrix_parameters
 from pretrain.model.positions import configs_of_stages
 from pretrain.optim.batch_ramp import BatchRamp
+from pretrain.parallel.context_parallel import heads_problem
 from pretrain.parallel.pipeline import STAGE_LAYOUTS
 from pretrain.parallel.registry import STRATEGIES, strategy_named
+from pretrain.parallel.tensor_parallel import plan_problem
 from pretrain.training.run_plan import ramp_of, sequences_of, too_long
 from pretrain_tools.planning.footprints import largest_footprint
 from pretrain_tools.planning.layouts import Layout, layouts, products
@@ -256,18 +258,17 @@ def search_products(case: Case, wanted: int = BEST_PRODUCTS) -> list[Candidate]:
 
 
 def could_run(run: PlannedRun, layout: Layout) -> bool:
-    """Tells what takes no look into the model: experts to divide, layers for stages, lengths, heads."""
+    """Tells what takes no look into the model's code: lengths, layers for stages, heads, experts."""
     config = run.model_config
-    heads = getattr(config, "num_attention_heads", None) or 1
-    key_heads = getattr(config, "num_key_value_heads", None) or heads
-    stages = len(STAGE_LAYOUTS[run.config.pipeline.schedule].owners(layout.pp)) if layout.pp > 1 else 1
     sizes = sizes_of(config)
+    stages = len(STAGE_LAYOUTS[run.config.pipeline.schedule].owners(layout.pp))
+    experts = sizes.stacked_experts
     return (
-        (layout.ep == 1 or sizes.experts > 0)
-        and stages <= sizes.layers
-        and run.config.data.sequence_length % layout.cp == 0
-        and heads % (layout.tp * layout.cp) == 0
-        and key_heads % layout.tp == 0
+        run.config.data.sequence_length % layout.cp == 0
+        and (layout.pp == 1 or stages <= sizes.layers)
+        and (layout.ep == 1 or (experts > 0 and experts % layout.ep == 0))
+        and (layout.tp == 1 or plan_problem(config, layout.tp, splits_experts=layout.ep == 1) is None)
+        and (layout.cp == 1 or heads_problem(config, layout.cp, layout.tp) is None)
     )
 
 
