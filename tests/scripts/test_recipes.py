@@ -224,8 +224,8 @@ def test_what_the_page_says_of_experts_is_what_plan_py_says(monkeypatch):
     fsdp2, ep = ({each.name: each for each in reversed(found.candidates)}[name] for name in ("fsdp2", "ep"))
     speed = {each.name: round(found.work.tokens_per_step / each.step_seconds, -3) for each in (fsdp2, ep)}
     said = (
-        f"{speed['fsdp2']:,.0f} tokens/s from fsdp2 in {fsdp2.memory.total / GIB:.0f} GB and {speed['ep']:,.0f} from ep "
-        f"in {ep.memory.total / GIB:.0f} GB"
+        f"{speed['fsdp2']:,.0f} tokens/s from fsdp2 in {fsdp2.memory.total / GIB:.0f} GB and {speed['ep']:,.0f} from "
+        f"ep in {ep.memory.total / GIB:.0f} GB"
     )
     assert said in PAGE.replace("\n", " ") and ep.fits and fsdp2.fits
 
