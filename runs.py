@@ -74,7 +74,7 @@ def merge(models: list[str], **options: Any) -> None:
 def parity(config: Path, output: Path, changes: list[str], **options: Any) -> int:
     """Trains the recipe for a few steps under each strategy and compares; returns exit status 1 if one differs."""
     from pretrain.recipe import pair_up
-    from pretrain_tools.runs.parity import compare_strategies
+    from pretrain_tools.experiments.parity import compare_strategies
 
     return compare_strategies(config, output, changes=pair_up(changes), **options)
 
@@ -191,7 +191,10 @@ def add_parity(commands: Commands) -> None:
     command = add_command(commands, "parity", parity, text, epilog)
     command.add_argument("--config", type=Path, required=True, metavar="RECIPE")
     command.add_argument("--steps", type=int, default=50, help="optimizer steps of each run (default 50)")
-    command.add_argument("--strategies", help="names in accelerate_configs/, comma-separated (default: all)")
+    text = "names in accelerate_configs/, comma-separated (default: all, or with --mesh none)"
+    command.add_argument("--strategies", help=text)
+    text = "products of dimensions too: all of this number of processes, or the sizes of one, such as dp_shard=2,tp=2"
+    command.add_argument("--mesh", metavar="SIZES", help=text)
     text = "each of these in the place of the recipe's, such as model_configs/qwen3_moe_5m.json, which ep trains"
     command.add_argument("--models", type=Path, nargs="+", metavar="JSON", help=text)
     command.add_argument("--processes", type=int, default=2, help="processes, except of single (default 2)")

@@ -19,7 +19,7 @@ from typing import Any
 from bench.shapes import END_OF_DOCUMENT_ID, Shape, write_model
 from pretrain.errors import InputError, shortened
 from pretrain.runs.event_log import read_metrics
-from pretrain_tools.runs.parity import REFERENCE, TOLERANCES, Curve, largest_distance, read_curve, train_under
+from pretrain_tools.experiments.parity import REFERENCE, TOLERANCES, Curve, largest_distance, read_curve, train_under
 
 ROOT = Path(__file__).resolve().parents[1]
 PASSED = "passed"

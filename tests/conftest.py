@@ -23,7 +23,7 @@ os.environ["NO_PROXY"] = os.environ["no_proxy"] = "127.0.0.1,localhost"  # serve
 LONGEST = (
     "test_pages.py", "parallel/test_model_parallel.py", "parallel/test_strategies.py", "scripts/test_train.py",
     "training/test_expert_strategies.py", "scripts/test_evaluate.py", "preparation/cleaning/test_near_duplicates.py",
-    "parallel/test_muon_and_adafactor.py", "parallel/test_communication.py", "runs/test_parity.py",
+    "parallel/test_muon_and_adafactor.py", "parallel/test_communication.py", "experiments/test_parity.py",
     "parallel/test_kill_strategies.py", "scripts/test_publish.py", "test_extending.py", "test_closure.py",
 )  # fmt: skip
 """Files that take longest, for the order in which processes side by side begin them."""

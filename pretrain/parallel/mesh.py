@@ -184,16 +184,16 @@ class MeshStrategy(Strategy):
             exchange_heads(causal_lm, sizes.cp, self.mesh.data.get_group("cp").group_name)
         if sizes.tp > 1 and model.from_hidden_states:
             share_head(model, self.tp_group)
-        # With one rank there is nothing to free: the gathered weights are the shards. A split backward pass finds only
-        # the weights that are in the modules when it runs; without their gradients it would go on in silence.
+        # With one rank there is nothing to free: the gathered weights are the shards. A pipeline's schedule keeps them
+        # from the first backward pass to the last; freed after every forward pass, they would be gathered for each
+        # microbatch anew. And a split backward pass finds only the weights that are in the modules when it runs;
+        # without their gradients it would go on in silence.
         self.reshards = (
-            sizes.fsdp > 1
-            and os.environ.get("FSDP_RESHARD_AFTER_FORWARD", "true") == "true"
-            and not (sizes.pp > 1 and STAGE_LAYOUTS[self.config.pipeline.schedule].splits_backward)
+            sizes.fsdp > 1 and sizes.pp == 1 and os.environ.get("FSDP_RESHARD_AFTER_FORWARD", "true") == "true"
         )
         self.offloads = environment_flag("FSDP_OFFLOAD_PARAMS")
         # In a pipeline it costs no memory: a schedule holds gradients whole from its first backward pass on.
-        self.reduces_once = not self.reshards or sizes.pp > 1 or bool(self.config and self.config.batch.reduce_once)
+        self.reduces_once = not self.reshards or bool(self.config and self.config.batch.reduce_once)
         self.roots = self.stages_of(model)
         self.shard(list(self.roots.values()), weights)
         self.model = self.called(model)

@@ -1,7 +1,8 @@
-"""Experiments that train many runs: runs.py sweep, mixture and ladder (docs/runs.md).
+"""Experiments that train many runs: runs.py parity, sweep, mixture and ladder (docs/runs.md).
 
 Each run is a separate train.py process with its own run folder, so all tools for runs work on them.
 
+    parity: one recipe under every strategy, or every product of dimensions
     small_runs: trains many runs, in parallel on several devices; recovers after a kill
     sweep, sweep_plan: grid or search over settings; all runs are checked before any starts
     sweep_report: table, JSON, figure and best recipe of a sweep

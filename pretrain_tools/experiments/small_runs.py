@@ -31,8 +31,8 @@ from pretrain.recipe import as_yaml
 from pretrain.runs.event_log import Event, read_metrics
 from pretrain.runs.run_folder import LOCK_FILE, METRICS_FILE, checkpoint_folders, read_json
 from pretrain.terminal import LIVE_LINE, is_terminal
+from pretrain_tools.experiments.parity import refusals
 from pretrain_tools.runs.history import count_hours, current_events, is_number
-from pretrain_tools.runs.parity import refusals
 from pretrain_tools.runs.status import read_status
 
 POLL_SECONDS_OF_RUNS = 0.2

@@ -11,8 +11,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from accelerate.utils import patch_environment
-
 from pretrain.config import RunConfig
 from pretrain.data.batches import Batches
 from pretrain.data.manifest import MANIFEST_FILE
@@ -21,16 +19,21 @@ from pretrain.gpus import CPU, Gpu
 from pretrain.model.build import active_parameters, flops_per_token, matrix_parameters
 from pretrain.model.positions import configs_of_stages
 from pretrain.optim.batch_ramp import BatchRamp
+from pretrain.parallel.context_parallel import heads_problem
+from pretrain.parallel.pipeline import STAGE_LAYOUTS
 from pretrain.parallel.registry import STRATEGIES, strategy_named
+from pretrain.parallel.tensor_parallel import plan_problem
 from pretrain.training.run_plan import ramp_of, sequences_of, too_long
 from pretrain_tools.planning.footprints import largest_footprint
-from pretrain_tools.planning.layouts import Layout, layouts
+from pretrain_tools.planning.layouts import Layout, layouts, products
 from pretrain_tools.planning.memory import FP32, Memory, PlannedRun, optimizer_elements, sizes_of
-from pretrain_tools.planning.step_time import Hardware, RunWork, Speed
+from pretrain_tools.planning.step_time import Hardware, RunWork, Speed, StepTime
 from pretrain_tools.planning.traffic import reduces_by_choice
 
 AS_FAST = 0.03
 """Difference in time below which a plan takes two strategies for equally fast."""
+BEST_PRODUCTS = 3
+"""Products of dimensions that a plan lists beside the launcher files."""
 SIMPLEST_FIRST = {name: place for place, name in enumerate(STRATEGIES)}
 
 
@@ -59,9 +62,9 @@ class Case:
     def fits(self, memory: Memory) -> bool:
         return memory.total <= self.hardware.usable_bytes
 
-    def step_seconds(self, layout: Layout, sequences: int) -> tuple[float, float]:
-        """Returns (seconds of a step, seconds in which GPUs wait for each other)."""
-        return self.speed.step_seconds(self.run.config, self.work, self.hardware, layout, sequences)
+    def step(self, layout: Layout, sequences: int) -> StepTime:
+        """Returns the time of a step with so many sequences per micro-batch."""
+        return self.speed.step(self.run, self.work, self.hardware, layout, sequences)
 
 
 @dataclass(frozen=True)
@@ -79,14 +82,26 @@ class Candidate:
     """The largest that fits and divides the batch; None if none does."""
     micro_batch: int | None = None
     """The plan's micro-batch: the recipe's if it fits, else the largest."""
-    step_seconds: float = math.inf
+    time: StepTime | None = None
+    """Time of a step with the plan's micro-batch; None if none fits."""
     reduces_once: bool = False
     """Sets batch.reduce_once: there is memory to reduce gradients once per step."""
-    communication_seconds: float = 0.0
-    """Seconds of the step in which communication is not hidden behind computing."""
     notes: list[str] = field(default_factory=list)
-    options: str = ""
-    """Options for the launcher that the file itself does not have."""
+    layout: Layout | None = None
+
+    @property
+    def step_seconds(self) -> float:
+        return self.time.seconds if self.time else math.inf
+
+    @property
+    def is_listed(self) -> bool:
+        """True of what every plan lists: a launcher file with the sizes that it is planned with."""
+        return self.layout is None or self.layout.is_planned
+
+    @property
+    def label(self) -> str:
+        """The launcher file, or the sizes where those of the file are others."""
+        return self.name if self.is_listed else self.layout.product
 
     @property
     def runs(self) -> bool:
@@ -165,32 +180,35 @@ def consider(name: str, case: Case) -> Candidate:
     """Plans the run under one strategy, in the first of its layouts in which the recipe's micro-batch fits."""
     found: list[Candidate] = []
     for layout in layouts(name, case.hardware.gpus, case.hardware.machines):
-        found.append(replace(consider_layout(layout, case), options=layout.options))
+        found.append(consider_layout(layout, case))
         if found[-1].runs and found[-1].fits:
             return found[-1]
     return min(reversed(found), key=lambda each: (bool(each.problems), not each.runs, each.step_seconds))
 
 
-def consider_layout(layout: Layout, case: Case) -> Candidate:
-    """Plans the run in one layout: problems, memory, the largest micro-batch, seconds per step."""
+def consider_layout(layout: Layout, case: Case, problems: list[str] | None = None) -> Candidate:
+    """Plans the run in one layout: problems, memory, the largest micro-batch, seconds per step.
+
+    problems: of the strategy, if they are known.
+    """
     name = layout.name
     config = case.run.config
-    if problems := strategy_problems(case.run, layout):
-        return Candidate(name, problems)
+    if problems := strategy_problems(case.run, layout) if problems is None else problems:
+        return Candidate(name, problems, layout=layout)
     ranks = layout.micro_batches
-    parts = strategy_named(name).parts_of_micro_batch(config)
+    parts = parts_of_micro_batch(config, layout)
     possible = micro_batches(config, ranks, parts)
     notes = batch_problems(config, ranks, parts)
     if not possible:
-        return Candidate(name, notes)
+        return Candidate(name, notes, layout=layout)
     micro_batch = config.batch.sequences_per_micro_batch
     memory = case.memory(layout, micro_batch)
     fits = case.fits(memory)
     largest = largest_that_fits(possible, lambda n: case.fits(case.memory(layout, n)))
-    if layout.cp > 1:
+    if layout.name == "cp":
         notes.append(f"{name}: {layout.cp} of {layout.ranks} processes share each sequence")
     used = micro_batch if fits and micro_batch in possible else largest
-    found = Candidate(name, [], memory, fits, largest, used, notes=notes)
+    found = Candidate(name, [], memory, fits, largest, used, notes=notes, layout=layout)
     if used is None:
         return found
     if config.activation_checkpointing != "none":
@@ -200,18 +218,71 @@ def consider_layout(layout: Layout, case: Case) -> Candidate:
     return timed(found, layout, case)
 
 
+def parts_of_micro_batch(config: RunConfig, layout: Layout) -> int:
+    """Returns the divisor that batch.sequences_per_micro_batch must have in this layout."""
+    with layout.launched():
+        return strategy_named(layout.name).parts_of_micro_batch(config)
+
+
+def search_products(case: Case, wanted: int = BEST_PRODUCTS) -> list[Candidate]:
+    """Finds the fastest products of dimensions that fit, fastest first, but for those that every plan lists.
+
+    The time at the largest micro-batch that divides the batch, whether it fits or not, is a lower bound, and costs
+    nothing. So products are planned in its order, until none that is left could be faster by more than the estimate
+    can tell. Of equals those with fewer dimensions come first.
+    """
+    hardware = case.hardware
+    bounded = []
+    for layout in products(hardware.gpus, hardware.machines):
+        if layout.is_planned or not could_run(case.run, layout):
+            continue
+        most = case.run.config.batch.tokens_per_step // (case.run.config.data.sequence_length * layout.micro_batches)
+        if most:
+            least = case.with_batch(reduce_once=True).step(layout, most).seconds
+            bounded.append((least, len(layout.sizes.named()), layout))
+    bounded.sort(key=lambda each: each[:2])
+    found: list[Candidate] = []
+    known: dict[tuple, list[str]] = {}
+    for least, _, layout in bounded:
+        if len(found) >= wanted and found[wanted - 1].step_seconds <= (1 + AS_FAST) * least:
+            break
+        sizes = layout.sizes
+        key = (sizes.pp, sizes.cp, sizes.tp, sizes.ep, sizes.fsdp > 1, sizes.efsdp > 1, layout.name)
+        if key not in known:
+            known[key] = strategy_problems(case.run, layout)
+        candidate = consider_layout(layout, case, known[key])
+        if candidate.runs:
+            found.append(candidate)
+            found.sort(key=lambda each: (each.step_seconds, len(each.layout.sizes.named())))
+    return found[:wanted]
+
+
+def could_run(run: PlannedRun, layout: Layout) -> bool:
+    """Tells what takes no look into the model's code: lengths, layers for stages, heads, experts."""
+    config = run.model_config
+    sizes = sizes_of(config)
+    stages = len(STAGE_LAYOUTS[run.config.pipeline.schedule].owners(layout.pp))
+    experts = sizes.stacked_experts
+    return (
+        run.config.data.sequence_length % layout.cp == 0
+        and (layout.pp == 1 or stages <= sizes.layers)
+        and (layout.ep == 1 or (experts > 0 and experts % layout.ep == 0))
+        and (layout.tp == 1 or plan_problem(config, layout.tp, splits_experts=layout.ep == 1) is None)
+        and (layout.cp == 1 or heads_problem(config, layout.cp, layout.tp) is None)
+    )
+
+
 def timed(found: Candidate, layout: Layout, case: Case) -> Candidate:
     """Adds the time of a step; reduces gradients once per step if the strategy can, it fits and takes less time."""
-    seconds, exposed = case.step_seconds(layout, found.micro_batch)
-    found = replace(found, step_seconds=seconds, communication_seconds=exposed, reduces_once=False)
-    if case.run.config.batch.reduce_once or not reduces_by_choice(found.name, case.run.precision):
+    found = replace(found, time=case.step(layout, found.micro_batch), reduces_once=False)
+    if case.run.config.batch.reduce_once or not reduces_by_choice(layout, case.run.precision):
         return found
     once = case.with_batch(reduce_once=True)
-    seconds, exposed = once.step_seconds(layout, found.micro_batch)
-    if seconds >= found.step_seconds or not once.fits(once.memory(layout, found.micro_batch)):
+    time = once.step(layout, found.micro_batch)
+    if time.seconds >= found.step_seconds or not once.fits(once.memory(layout, found.micro_batch)):
         return found
     memory = once.memory(layout, case.run.config.batch.sequences_per_micro_batch)
-    return replace(found, memory=memory, reduces_once=True, step_seconds=seconds, communication_seconds=exposed)
+    return replace(found, memory=memory, reduces_once=True, time=time)
 
 
 def largest_that_fits(ascending: list[int], fits) -> int | None:
@@ -237,7 +308,7 @@ def strategy_problems(run: PlannedRun, layout: Layout) -> list[str]:
     # What this machine lacks says nothing of the one planned for: precision is asked about here.
     portable = run.config.model_copy(update={"precision": "fp32"})
     # Strategies read the number of processes from the environment, as a launcher sets it.
-    with patch_environment(WORLD_SIZE=layout.ranks, **layout.environment):
+    with layout.launched():
         problems = strategy.problems(portable, layout.name)
     if run.precision not in strategy.precisions:
         allowed = " or ".join(strategy.precisions)
@@ -248,10 +319,12 @@ def strategy_problems(run: PlannedRun, layout: Layout) -> list[str]:
 def recommend(candidates: list[Candidate]) -> Candidate | None:
     """Chooses the simplest of the fastest, those with the recipe's micro-batch first; None if none fits."""
     return min(
-        fastest_of(candidates),
-        key=lambda candidate: (not candidate.fits, SIMPLEST_FIRST[candidate.name]),
-        default=None,
+        fastest_of(candidates), key=lambda candidate: (not candidate.fits, *simplicity(candidate)), default=None
     )
+
+
+def simplicity(candidate: Candidate) -> tuple[int, bool]:
+    return SIMPLEST_FIRST[candidate.name], not candidate.is_listed
 
 
 def fastest_of(candidates: list[Candidate]) -> list[Candidate]:
@@ -266,11 +339,36 @@ def reason_of(chosen: Candidate, candidates: list[Candidate]) -> str:
     same = [candidate for candidate in fastest_of(candidates) if candidate is not chosen]
     if not same:
         others = sum(candidate.runs for candidate in candidates) - 1
-        return f"{chosen.name} is the fastest that fits." if others else f"Nothing but {chosen.name} fits."
-    is_simplest = all(SIMPLEST_FIRST[chosen.name] < SIMPLEST_FIRST[candidate.name] for candidate in same)
+        return f"{chosen.label} is the fastest that fits." if others else f"Nothing but {chosen.label} fits."
+    is_simplest = all(simplicity(chosen) < simplicity(candidate) for candidate in same)
     which = "is the simplest" if is_simplest else "is the simplest that takes the recipe's micro-batch"
-    names = ", ".join(candidate.name for candidate in same)
-    return f"{chosen.name} {which} of the fastest: the estimate cannot tell {names} from it (within {AS_FAST:.0%})."
+    names = ", ".join(candidate.label for candidate in same)
+    return f"{chosen.label} {which} of the fastest: the estimate cannot tell {names} from it (within {AS_FAST:.0%})."
+
+
+def shares_of(candidate: Candidate) -> str:
+    """Says what a step is spent on, in percent, largest first; what takes less than half a percent is left out."""
+    parts = sorted(candidate.time.parts.items(), key=lambda part: -part[1])
+    shares = [(name, seconds / candidate.step_seconds) for name, seconds in parts]
+    return ", ".join(f"{share:.0%} {name}" for name, share in shares if share >= 0.005)
+
+
+def difference(slower: Candidate, chosen: Candidate) -> str:
+    """Says what separates a slower candidate from the chosen one: the part of a step that grows most."""
+    before = chosen.time.parts
+    grown = {name: seconds - before.get(name, 0.0) for name, seconds in slower.time.parts.items()}
+    name = max(grown, key=grown.__getitem__)
+    more = grown[name] / chosen.step_seconds
+    return (
+        f"Next is {slower.label}, {slower.step_seconds / chosen.step_seconds - 1:.0%} slower: "
+        f"{name} takes {more:.0%} of {chosen.label}'s step more."
+    )
+
+
+def next_best(chosen: Candidate, candidates: list[Candidate]) -> Candidate | None:
+    """Returns the fastest of those that the estimate can tell from the chosen one."""
+    slower = [one for one in candidates if one.runs and one.step_seconds > (1 + AS_FAST) * chosen.step_seconds]
+    return min(slower, key=lambda candidate: candidate.step_seconds, default=None)
 
 
 def command_of(
@@ -283,10 +381,11 @@ def command_of(
         settings.append(f"--batch.sequences_per_micro_batch {candidate.micro_batch}")
     if candidate.reduces_once and not config.batch.reduce_once:
         settings.append("--batch.reduce_once true")
-    launch = (
-        f"accelerate launch --config_file accelerate_configs/{candidate.name}.yaml --num_processes {hardware.gpus}"
-    )
-    launch += candidate.options
+    launcher, options = ("accelerate launch", "")
+    if candidate.layout:
+        launcher, options = (candidate.layout.launcher, candidate.layout.options)
+    launch = f"{launcher} --config_file accelerate_configs/{candidate.name}.yaml --num_processes {hardware.gpus}"
+    launch += options
     if hardware.machines > 1:
         launch += f" --num_machines {hardware.machines} --machine_rank RANK --main_process_ip ADDRESS"
     return " ".join([f"{launch} train.py --config {config_path}", *settings])

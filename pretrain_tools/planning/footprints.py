@@ -36,7 +36,7 @@ def planned_memory(strategy: Strategy, config: RunConfig) -> Memory:
 def footprint(run: PlannedRun, layout: Layout, sequences: int) -> Memory:
     """Returns the memory of the process that needs most, with so many sequences per micro-batch."""
     work = run.work(layout, sequences)
-    memory = in_stages(work) if layout.pp > 1 else STATES.get(layout.name, replicated)(work)
+    memory = in_mesh(work) if layout.is_mesh else STATES.get(layout.name, replicated)(work)
     return replace(
         memory,
         activations=memory.activations + (exchanged_heads(work) if memory.moment != "update" else 0),
@@ -63,14 +63,14 @@ def exchanged_rows(work: Work) -> float:
 
 
 def replicated(work: Work) -> Memory:
-    """Adds up the memory where every process holds all of its slice.
+    """Adds up the memory where every process holds everything.
 
     DDP's buckets stay between steps. In the last micro-step gradients are written into them; those of the micro-steps
-    before it, which are not summed over the processes, have a place of their own. tp and ep sum without buckets.
+    before it, which are not summed over the processes, have a place of their own.
     """
     sizes = work.sizes
     layout = work.layout
-    is_ddp = layout.replicas == layout.ranks > 1
+    is_ddp = layout.ranks > 1
     weight = work.parameter_bytes
     whole = weight * sizes.total
     resident = whole if is_ddp or work.accumulates else 0.0
@@ -79,84 +79,108 @@ def replicated(work: Work) -> Memory:
     act = work.activation_bytes(work.activations, weight, waiting=work.head_gradient if sizes.is_tied else 0.0)
     head = 0.0 if sizes.is_tied else weight * sizes.head
     embedding = weight * sizes.embedding
-    if layout.tp > 1:  # the matrices that Muon multiplies are whole
-        updated = work.update_bytes("pieces", layout.tp, work.whole)
-    else:
-        updated = work.update_bytes("whole", layout.ranks)
     moments = {
         "loss": (resident, act["loss"]),
         "backward": (resident or head, act["backward"]),
         "first layer": (resident or whole - embedding - weight * sizes.layer, act["first layer"]),
         "embedding": (resident or whole - embedding, embedding + act["embedding"]),
-        "update": (whole, updated),
+        "update": (whole, work.update_bytes("whole", layout.ranks)),
     }
     return at_peak(moments, whole, work.optimizer_bytes(), buckets)
 
 
-def fully_sharded(work: Work) -> Memory:
-    """Adds up an equal shard of everything and whole layers at work: fsdp2, hsdp, cp, fsdp_tp, ep."""
+def in_mesh(work: Work) -> Memory:
+    """Adds up any product of dimensions but plain copies: the stage that needs most, where there are stages.
+
+    That is the first, with the embedding, or the last, with head and loss.
+    """
     sizes = work.sizes
+    if work.layout.pp == 1:
+        return part_of_mesh(work, sizes.layers, sizes.root, {"loss", "backward", "first layer", "embedding"})
+    layers = math.ceil(sizes.layers / work.layout.pp)
+    head = sizes.head or sizes.embedding
+    is_v = STAGE_LAYOUTS[work.run.config.pipeline.schedule].is_v
+    both = sizes.embedding + (head if sizes.head else 0)
+    ends = [(both if is_v else head, {"loss"}), (sizes.embedding, {"backward"})]
+    return max((part_of_mesh(work, layers, *end) for end in ends), key=lambda memory: memory.total)
+
+
+def part_of_mesh(work: Work, layers: int, root: int, wanted: set[str]) -> Memory:
+    """Adds up what fully_shard holds of some layers and of what is in no layer.
+
+    Over one rank it copies weights to the products' dtype and frees nothing. A pipeline's stages keep their gathered
+    weights and whole gradients until the last microbatch.
+
+    Args:
+        root: elements in no layer.
+        wanted: moments that occur here.
+    """
+    sizes = work.sizes
+    layout = work.layout
     compute = work.compute
-    processes = work.layout.sharing_states
-    share = 1 / processes
-    act = work.activation_bytes(work.activations_in_bf16, compute, compute * sizes.vocabulary * sizes.width)
-    states = work.parameter_bytes * work.held.total * share
-    gradients = states
-    resident = gradients if work.accumulates else 0.0
-    if work.accumulates and work.run.config.batch.reduce_once:  # whole, until the last backward pass has come to them
-        resident = FP32 * sizes.total
-        gradients += FP32 * (sizes.root + sizes.layer)
-    root = compute * sizes.root
+    shards = layout.sharing_states
+    elements = root + sizes.in_layers / sizes.layers * layers
+    beside = (work.held.total - sizes.total + (work.padding - 1) * work.held.experts) / sizes.layers * layers
+    held = (elements + beside) / shards
+    states = work.parameter_bytes * held
+    resident = states if work.accumulates else 0.0
+    outside = compute * root
     layer = compute * sizes.layer
+    act = activations_of_stage(work, layers)
     # A layer is gathered into one flat tensor and copied out of it; the next one is fetched meanwhile. Its gradients
     # are copied into a flat fp32 tensor, and that of the layer before is still being summed.
     gathered = 3 * layer
     reduced = layer + 2 * FP32 * sizes.layer
+    whole = compute * elements - outside if layout.pp > 1 or shards == 1 else 0.0
+    gradients = states
+    if layout.pp > 1:
+        resident += FP32 * elements
+        gradients = resident
+    elif work.accumulates and work.run.config.batch.reduce_once:  # until the last backward pass has come to them
+        resident = FP32 * elements
+        gradients += FP32 * (sizes.root + sizes.layer)
     moments = {
-        "loss": (resident, act["loss"], root + layer + FP32 * sizes.layer),
-        "backward": (resident, act["backward"], root + gathered + reduced),
-        "first layer": (gradients, act["first layer"], root + gathered + reduced),
-        "embedding": (gradients, act["embedding"], root + compute * sizes.embedding + FP32 * sizes.root + layer),
-        # The matrices that Muon multiplies are whole.
-        "update": (states, work.update_bytes("sharded", processes * work.layout.tp, work.whole), layer),
+        "loss": (resident, act["loss"], outside + max(layer + FP32 * sizes.layer, whole)),
+        "backward": (resident, act["backward"], outside + reduced + max(gathered, whole)),
+        "first layer": (gradients, act["first layer"], outside + gathered + reduced),
+        "embedding": (gradients, act["embedding"], outside + compute * sizes.embedding + FP32 * root + layer),
     }
-    return at_peak(moments, states, work.optimizer_bytes(share))
+    holders = shards * layout.tp
+    form = "sharded" if holders > 1 else "stage"  # the matrices that Muon multiplies are whole
+    moments = {name: parts for name, parts in moments.items() if name in wanted}
+    moments["update"] = (states, work.update_bytes(form, holders, work.whole if layout.tp > 1 else None), layer)
+    return at_peak(moments, states, work.optimizer_bytes(held / work.held.total), act["traveling"])
 
 
-def in_stages(work: Work) -> Memory:
-    """Adds up the first stage, with the embedding, and the last, with head and loss, and returns the larger: pp."""
-    settings = work.run.config.pipeline
-    ranks = work.layout.pp
+def activations_of_stage(work: Work, layers: int) -> dict[str, float]:
+    """Returns what activations and the loss take at each moment, of the microbatches of a pipeline that are underway.
+
+    traveling: hidden states between stages, in fp32: for every microbatch, one that arrives and one that leaves.
+    """
+    compute = work.compute
     sizes = work.sizes
-    act = work.activations
+    act = work.activations_in_bf16
+    ranks = work.layout.pp
+    if ranks == 1:
+        return {**work.activation_bytes(act, compute, compute * sizes.vocabulary * sizes.width), "traveling": 0.0}
+    settings = work.run.config.pipeline
     schedule = STAGE_LAYOUTS[settings.schedule]
     stages = len(schedule.owners(ranks))
     microbatches = stages * settings.microbatch_scale
-    layers = math.ceil(sizes.layers / ranks)
     kept_layers = sizes.layers / stages * microbatches * schedule.stages_per_rank  # of all microbatches at once
     in_flight = {"1F1B": ranks, "Interleaved1F1B": (3 * ranks - 1) / 2 * schedule.stages_per_rank / 2}
     if settings.schedule in in_flight:
         kept_layers = min(kept_layers, layers * in_flight[settings.schedule])
     kept = act.outside(work.sequences) * microbatches + kept_layers * act.per_layer(work.sequences)
-    loss = loss_bytes(work, work.parameter_bytes, act.hidden(work.sequences))
-    first = layers * sizes.layer + sizes.embedding
-    last = layers * sizes.layer + (sizes.head or sizes.embedding)
-    both = last + (sizes.embedding if sizes.head else 0)
-    # Hidden states travel in fp32: for every microbatch underway, one that arrives and one that leaves.
-    traveling = 2 * FP32 * microbatches * work.tokens * sizes.width
-    ends = {
-        "backward": (first, kept + act.backward(work.sequences)),
-        "loss": (both if schedule.is_v else last, (kept if schedule.is_v else kept / 2) + loss),
+    loss = loss_bytes(work, compute, act.hidden(work.sequences))
+    backward = kept + act.backward(work.sequences)
+    return {
+        "loss": (kept if schedule.is_v else kept / 2) + loss,
+        "backward": backward,
+        "first layer": backward,
+        "embedding": 0.0,
+        "traveling": 2 * FP32 * microbatches * work.tokens * sizes.width,
     }
-    found = []
-    dividing = work.layout.sharing_states * work.layout.tp
-    updated = work.update_bytes("sharded" if dividing > 1 else "stage", dividing, work.whole)
-    for moment, (stage_elements, activations) in ends.items():
-        elements = stage_elements / work.layout.sharing_states
-        moments = {moment: (FP32 * elements, activations), "update": (FP32 * elements, updated)}
-        share = elements / sizes.total
-        found.append(at_peak(moments, FP32 * elements, work.optimizer_bytes(share), traveling))
-    return max(found, key=lambda memory: memory.total)
 
 
 def by_deepspeed(work: Work) -> Memory:
@@ -217,17 +241,10 @@ def zero_gradients(work: Work, stage: int, share: float, settings: dict[str, Any
 
 
 STATES: dict[str, Callable[[Work], Memory]] = {
-    "fsdp2": fully_sharded,
-    "hsdp": fully_sharded,
-    "cp": fully_sharded,
-    "fsdp_tp": fully_sharded,
     "zero1": by_deepspeed,
     "zero2": by_deepspeed,
     "zero3": by_deepspeed,
     "zero3_offload": by_deepspeed,
     "zero3_offload_nvme": by_deepspeed,
-    "ep": fully_sharded,
-    "mesh": fully_sharded,
 }
-"""{strategy: how a process without a pipeline holds weights, gradients and optimizer state}; one that is not here is
-`replicated`."""
+"""{strategy that is no product of the mesh: how a process holds its states}; one that is not here is `replicated`."""

@@ -1,25 +1,29 @@
-"""Divides runs over processes under each strategy, by its launcher file or as they were launched."""
+"""Divides runs over processes: every product of dimensions, the launcher files' own, and a run as it was launched."""
 
+import itertools
 import json
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import yaml
+from accelerate.utils import patch_environment
 
 from pretrain.errors import InputError
 from pretrain.files import ROOT
-from pretrain.mesh_sizes import launched_sizes, processes_launched, setting, variable
-from pretrain.parallel.launcher import deepspeed_file
+from pretrain.mesh_sizes import DIMENSIONS, DROPPED, Sizes, launched_sizes, processes_launched, setting, variable
+from pretrain.parallel.launcher import LAUNCHES, deepspeed_file
 from pretrain.parallel.registry import STRATEGIES
 from pretrain.parallel.strategy import Strategy
 
 DIMENSION_OF = {"hsdp": "dp_replicate", "tp": "tp", "fsdp_tp": "tp", "cp": "cp", "pp": "pp", "ep": "ep"}
 """{strategy: the dimension whose size its launcher file gives}"""
-SHARDS_STATES = (
-    *("fsdp2", "hsdp", "cp", "fsdp_tp", "ep", "mesh"),
-    *("zero1", "zero2", "zero3", "zero3_offload", "zero3_offload_nvme"),
-)
-"""Strategies whose remaining processes hold a shard each; those of the others hold a copy each."""
+MESHES = ("fsdp2", *DIMENSION_OF, "mesh")
+"""Strategies that are products of dimensions."""
+GIVEN_BY_FILE = {"hsdp": 2, "fsdp_tp": 2}
+"""{strategy: size in its file}, where it is not all processes."""
 
 
 @dataclass(frozen=True)
@@ -46,10 +50,35 @@ class Layout:
     """The reason why so many processes cannot run it."""
     environment: dict[str, str] = field(default_factory=dict)
     """Variables that the launcher would set, as far as the strategy's `problems` read them."""
-    options: str = ""
-    """Options for the launcher, where the file itself says something else."""
     zero: dict[str, Any] = field(default_factory=dict)
     """zero_optimization of the DeepSpeed JSON."""
+
+    @classmethod
+    def of(cls, sizes: Sizes, machines: int = 1, name: str | None = None) -> "Layout":
+        """Returns a product of dimensions under the name of the file that gives it, `mesh` if there is none."""
+        kinds = [("FSDP", "dp_shard")]
+        if sizes.dp_shard == sizes.ep == 1:
+            kinds.insert(0, ("MULTI_GPU", "dp_replicate"))
+        launches = [(kind, tuple(each for each in sizes.named() if each != implied)) for kind, implied in kinds]
+        name = name or next((known for each in launches if (known := LAUNCHES.get(each)) in MESHES), "mesh")
+        in_environment = {variable(dimension): str(getattr(sizes, dimension)) for dimension in DIMENSIONS}
+        in_environment |= {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "FSDP_VERSION": "2"}
+        return cls(
+            name,
+            sizes.world,
+            machines,
+            replicas=sizes.dp_replicate,
+            shards=sizes.dp_shard,
+            tp=sizes.tp,
+            cp=sizes.cp,
+            pp=sizes.pp,
+            ep=sizes.ep,
+            environment=in_environment | {"ACCELERATE_USE_FSDP": str(name not in ("tp", "pp")).lower()},
+        )
+
+    @property
+    def sizes(self) -> Sizes:
+        return Sizes(self.pp, self.replicas, self.shards, self.cp, self.tp, self.ep)
 
     @property
     def sharing_states(self) -> int:
@@ -61,10 +90,83 @@ class Layout:
         """Micro-batches that all processes take together in a micro-step."""
         return max(1, self.ranks // (self.tp * self.cp))
 
+    @property
+    def product(self) -> str:
+        """Names the sizes, as in `pp2 dp_shard4`."""
+        return " ".join(f"{name}{size}" for name, size in self.sizes.named().items())
+
+    @property
+    def is_planned(self) -> bool:
+        """True of a launcher file with a size that `layouts` gives it."""
+        return self.name != "mesh" and any(
+            self.sizes == known.sizes for known in layouts(self.name, self.ranks, self.machines)
+        )
+
+    @property
+    def is_mesh(self) -> bool:
+        return self.name in MESHES
+
+    @property
+    def given(self) -> dict[str, int]:
+        """Sizes for which its file needs options: {dimension: size}."""
+        if self.name == "mesh":
+            return {name: size for name, size in self.sizes.named().items() if name != "dp_shard"}
+        dimension = DIMENSION_OF.get(self.name)
+        size = getattr(self.sizes, dimension) if dimension else None
+        return {dimension: size} if dimension and size != GIVEN_BY_FILE.get(self.name, self.ranks) else {}
+
+    @property
+    def options(self) -> str:
+        """Options for the launcher where the file itself says something else."""
+        return "".join(f" --{setting(name)} {size}" for name, size in self.given.items())
+
+    @property
+    def launcher(self) -> str:
+        """The launcher that takes these options: accelerate knows no size of pp and ep."""
+        return "python -m pretrain.launch" if self.given.keys() & set(DROPPED) else "accelerate launch"
+
+    def launched(self) -> AbstractContextManager[None]:
+        """Sets, inside, the variables that the launcher would, as far as strategies read them."""
+        return patch_environment(WORLD_SIZE=self.ranks, **self.environment)
+
+    def group(self, dimension: str) -> tuple[int, int]:
+        """Returns (processes, distance between two neighbors in ranks) of a group along a dimension.
+
+        `fsdp` and `efsdp` are those that shard all but experts, and experts. See pretrain/parallel/mesh.py.
+        """
+        return self._groups[dimension]
+
+    @cached_property
+    def _groups(self) -> dict[str, tuple[int, int]]:
+        sizes = self.sizes
+        inner = sizes.fsdp * sizes.tp
+        return {
+            "tp": (sizes.tp, 1),
+            "ep": (sizes.ep, 1),
+            "cp": (sizes.cp, sizes.tp),
+            "fsdp": (sizes.fsdp, sizes.tp),
+            "efsdp": (sizes.efsdp, sizes.ep),
+            "dp_replicate": (sizes.dp_replicate, inner),
+            "pp": (sizes.pp, inner * sizes.dp_replicate),
+            "all": (self.ranks, 1),
+        }
+
 
 def planned_strategies() -> list[str]:
-    """Lists the strategies among which a plan chooses: those whose sizes follow from the number of processes."""
+    """Lists the strategies that a plan always lists: those whose sizes follow from the number of processes."""
     return [name for name in STRATEGIES if name != "mesh"]
+
+
+def products(ranks: int, machines: int = 1) -> Iterator[Layout]:
+    """Yields every product of dimensions of so many processes, but for plain copies of the model, which are ddp."""
+    divisors = [n for n in range(1, ranks + 1) if ranks % n == 0]
+    for pp, replicas, cp, tp in itertools.product(divisors, repeat=4):
+        rest, unequal = divmod(ranks, pp * replicas * cp * tp)
+        if unequal or not rest or replicas == ranks:
+            continue
+        for ep in divisors:
+            if rest * cp * tp % ep == 0:
+                yield Layout.of(Sizes(pp, replicas, rest, cp, tp, ep), machines)
 
 
 def layout(name: str, ranks: int, machines: int = 1, size: int | None = None) -> Layout:
@@ -77,33 +179,23 @@ def layout(name: str, ranks: int, machines: int = 1, size: int | None = None) ->
     problem = None
     if (name == "single") != (ranks == 1) and not zero.get("offload_optimizer"):
         problem = "runs on one GPU" if name == "single" else "needs more than one GPU"
-    others = "shards" if name in SHARDS_STATES else "replicas"
+    if name in ("fsdp2", "mesh"):
+        return replace(Layout.of(Sizes(dp_shard=ranks), machines, name), problem=problem)
     if name not in DIMENSION_OF:
+        others = "shards" if zero else "replicas"
         return Layout(name, ranks, machines, problem=problem, zero=zero, **{others: ranks})
     if size is None:
         size = _planned_size(name, ranks, machines)
-    in_file = 2 if name in ("hsdp", "fsdp_tp") else ranks
-    dimension = DIMENSION_OF[name]
-    sizes = {
-        "replicas" if name == "hsdp" else dimension: size,
-        others: ranks if name == "ep" else max(1, ranks // size),
-    }
-    environment = {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", variable(dimension): str(size)}
-    environment["ACCELERATE_USE_FSDP"] = "false" if name in ("tp", "pp") else "true"
-    return Layout(
-        name,
-        ranks,
-        machines,
-        **sizes,
-        environment=environment,
-        options=_options(dimension, size) if size != in_file else "",
-        problem=_size_problem(name, ranks, size) or problem,
-    )
-
-
-def _options(dimension: str, size: int) -> str:
-    """Returns the option for a size other than the file's."""
-    return f" --{setting(dimension)} {size}"
+    left = max(1, ranks // size)
+    match name:
+        case "ep":
+            sizes = Sizes(dp_shard=ranks, ep=size)
+        case "tp" | "pp":
+            sizes = Sizes(dp_replicate=left, **{name: size})
+        case _:
+            sizes = Sizes(dp_shard=left, **{DIMENSION_OF[name]: size})
+    found = Layout.of(sizes, machines, name)
+    return replace(found, ranks=ranks, problem=_size_problem(name, ranks, size) or problem)
 
 
 def _planned_size(name: str, ranks: int, machines: int) -> int:
@@ -151,17 +243,8 @@ def launched_layout(name: str) -> Layout:
             sizes = launched_sizes()
         except InputError:  # the strategy's own check reports it
             return launched
-        return Layout(
-            name,
-            ranks,
-            replicas=sizes.dp_replicate,
-            shards=sizes.dp_shard,
-            tp=sizes.tp,
-            cp=sizes.cp,
-            pp=sizes.pp,
-            ep=sizes.ep,
-        )
-    if zero := deepspeed_file().get("zero_optimization") if launched.zero else None:
+        return Layout.of(sizes, name=name)
+    if zero := deepspeed_file().get("zero_optimization"):
         return replace(launched, zero={key: value for key, value in zero.items() if value != "auto"})
     return launched
 

@@ -61,6 +61,11 @@ class Sizes:
         """Experts of all layers."""
         return sum(math.prod(self.shapes.shapes[name]) for name in self.shapes.experts)
 
+    @property
+    def stacked_experts(self) -> int:
+        """Experts of a layer; 0 without any."""
+        return max((self.shapes.shapes[name][0] for name in self.shapes.experts), default=0)
+
     def in_parts(self, shares: int) -> "Sizes":
         """Returns the sizes of a process that has one of so many equal shares of every layer's experts."""
         elsewhere = self.experts - self.experts // shares
@@ -116,6 +121,13 @@ class Work:
         """The same where the weights themselves are in the recipe's precision, as FSDP2 and ZeRO hold them."""
         call = self.run.forward_pass
         return self.run.trace(replace(call, weights=torch.bfloat16, autocast=False) if self.run.is_half else call)
+
+    @property
+    def padding(self) -> float:
+        """Experts of a layer that fully_shard holds and sends for each one: of 2 for 8 processes it makes 8."""
+        here = self.sizes.stacked_experts
+        holders = self.layout.sharing_states * (self.layout.tp if self.layout.ep > 1 else 1) // self.layout.ep
+        return math.ceil(here / holders) * holders / here if here else 1.0
 
     @property
     def tokens(self) -> int:
@@ -304,13 +316,15 @@ class PlannedRun:
         )
         part = self
         if layout.tp > 1:
-            part = replace(part, model_config=sliced(self.model_config, layout.tp))
+            part = replace(part, model_config=sliced(self.model_config, layout.tp, splits_experts=layout.ep == 1))
         if layout.cp > 1:
             length = config.data.sequence_length // layout.cp
             data = config.data.model_copy(update={"sequence_length": length})
             part = replace(part, config=config.model_copy(update={"data": data}))
         held = sizes_of(part.model_config) if layout.tp > 1 else whole
         sizes = held.in_parts(layout.ep) if layout.ep > 1 else held
+        if layout.ep > 1 and layout.tp > 1:  # processes that split matrices have different experts
+            held = held.in_parts(layout.tp)
         if layout.pp > 1:  # a forward pass has one pipeline microbatch
             pipeline = config.pipeline
             parts = STAGE_LAYOUTS[pipeline.schedule].stages_per_rank * pipeline.microbatch_scale
@@ -318,11 +332,17 @@ class PlannedRun:
         return Work(part, layout, sizes, held, whole, sequences, accumulates)
 
 
-def sliced(model_config: Any, shares: int) -> Any:
+def sliced(model_config: Any, shares: int, *, splits_experts: bool) -> Any:
     """Returns the model of one process of tensor parallel: heads and intermediate width divided."""
     part = copy.deepcopy(model_config)
     part.head_dim = getattr(part, "head_dim", None) or part.hidden_size // part.num_attention_heads
-    for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
+    names = ["num_attention_heads", "num_key_value_heads"]
+    own_width = getattr(part, "moe_intermediate_size", None)
+    if splits_experts or own_width or not routers_of(build_meta_model(model_config)):
+        names.append("intermediate_size")
+    if splits_experts:
+        names.append("moe_intermediate_size")
+    for name in names:
         if getattr(part, name, None):
             setattr(part, name, max(1, getattr(part, name) // shares))
     return part
@@ -344,13 +364,15 @@ def loss_bytes(work: Work, weight_bytes: int, hidden: float) -> float:
     compute = work.compute
     head = vocabulary * work.sizes.width
     loss = work.loss
+    tokens = work.tokens // work.layout.tp  # of these each process of tensor parallel computes the loss
+    hidden /= work.layout.tp
     device_type = work.run.device_type
     if loss == "logits":
         # Logits in the products' dtype and in fp32, then log-probabilities and their gradient in fp32.
         logits = work.tokens * vocabulary
         return logits * (2 * FP32 + compute)
     chunk_bytes = CHUNK_BYTES.get(device_type, CHUNK_BYTES["cuda"])
-    chunk = min(work.tokens, max(MIN_CHUNK_TOKENS, chunk_bytes // (FP32 * vocabulary) // 64 * 64))
+    chunk = min(tokens, max(MIN_CHUNK_TOKENS, chunk_bytes // (FP32 * vocabulary) // 64 * 64))
     is_cpu = device_type == "cpu"
     working = chunk * vocabulary * compute  # the chunk's logits, which become its gradient
     softmax = 0 if loss == "chunked_compiled" else chunk * vocabulary * FP32

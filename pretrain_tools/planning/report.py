@@ -28,9 +28,13 @@ from pretrain_tools.planning.candidates import (
     Storage,
     command_of,
     consider,
+    difference,
+    next_best,
     planned_precision,
     reason_of,
     recommend,
+    search_products,
+    shares_of,
     sources_of,
     storage_of,
     work_of_run,
@@ -48,7 +52,7 @@ from pretrain_tools.planning.step_time import (
 )
 from pretrain_tools.planning.texts import lines_of
 
-TABLE_WIDTH = 132
+TABLE_WIDTH = 142
 PARTS = ("parameters", "gradients", "optimizer", "activations", "buffers", "total")
 """Parts of a `Memory` that are columns of the table."""
 
@@ -99,7 +103,7 @@ def build_plan(
     mfu: float | None = None,
     with_calibration: bool = False,
 ) -> Plan:
-    """Plans a recipe under every strategy. Raises InputError with what cannot be planned."""
+    """Plans a recipe under every strategy, and the best products. Raises InputError with what cannot be planned."""
     # auto settings are resolved for one process, as for --check; strategies divide the batch later.
     config = resolve_auto(config, processes=1)
     model_config = planned_model_config(config.model, config.data)
@@ -116,7 +120,7 @@ def build_plan(
     else:
         speed = Speed(mfu, "stated") if mfu else Speed(*default_mfu(work.active, hardware.device_type))
     case = Case(PlannedRun(config, model_config, precision, hardware.device_type), work, hardware, speed)
-    candidates = [consider(name, case) for name in planned_strategies()]
+    candidates = [*(consider(name, case) for name in planned_strategies()), *search_products(case)]
     recommended = recommend(candidates)
     command = command_of(recommended, config_path, overrides, hardware, config) if recommended else None
     # Missing data is no reason not to plan: it is a remark below the table.
@@ -167,11 +171,13 @@ def plan_json(plan: Plan) -> str:
 
 
 def candidate_values(candidate: Candidate) -> dict[str, Any]:
-    values = dataclasses.asdict(candidate)
+    layout = candidate.layout
+    values = dataclasses.asdict(dataclasses.replace(candidate, layout=None))
     if candidate.memory is not None:
         values["memory"]["total"] = candidate.memory.total
     # JSON has no infinity.
     seconds = candidate.step_seconds if math.isfinite(candidate.step_seconds) else None
+    values |= {"layout": layout and layout.sizes.named(), "options": layout.options if layout else ""}
     return {"strategy": values.pop("name"), **values, "step_seconds": seconds}
 
 
@@ -197,7 +203,8 @@ def print_plan(plan: Plan) -> None:
     table = Table(box=None, pad_edge=False, header_style="bold")
     parts = PARTS if console.width >= TABLE_WIDTH else ("total",)
     for column in ("strategy", *parts, "fits", "largest micro-batch", "tokens/s", "hours"):
-        table.add_column(column, justify="left" if column in ("strategy", "fits") else "right", no_wrap=True)
+        is_name = column == "strategy"  # a product of many dimensions may need two lines
+        table.add_column(column, justify="left" if is_name or column == "fits" else "right", no_wrap=not is_name)
     for candidate in plan.candidates:
         if candidate.memory is not None:
             style = "green" if candidate is plan.recommended else None
@@ -211,7 +218,7 @@ def memory_row(candidate: Candidate, work: RunWork, parts: Sequence[str]) -> lis
     seconds = candidate.step_seconds
     is_timed = math.isfinite(seconds)
     return [
-        candidate.name,
+        candidate.label,
         *(f"{getattr(candidate.memory, part) / GIB:.1f}" for part in parts),
         "yes" if candidate.fits else "no",
         str(candidate.largest_micro_batch or "-"),
@@ -253,8 +260,12 @@ def plan_verdict(plan: Plan) -> list[str]:
     """Says the recommended strategy with time and cost, the reason, and the command."""
     if plan.recommended is None:
         return lines_of("plan.j2", "verdict", plan, "", "")
+    chosen = plan.recommended
     co2 = co2_text(plan.kilowatt_hours, plan.config.energy.grid_grams_per_kwh)
-    return lines_of("plan.j2", "verdict", plan, reason_of(plan.recommended, plan.candidates), co2)
+    slower = next_best(chosen, plan.candidates)
+    reasons = [reason_of(chosen, plan.candidates), f"Of a step of {chosen.step_seconds:.3g} s: {shares_of(chosen)}."]
+    reasons += [difference(slower, chosen)] if slower else []
+    return lines_of("plan.j2", "verdict", plan, reasons, co2)
 
 
 def comment_of(plan: Plan, command: str) -> str:

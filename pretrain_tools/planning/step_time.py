@@ -4,14 +4,13 @@ It serves to compare strategies and to know the order of magnitude; `plan.py --c
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from pretrain.config import RunConfig
 from pretrain.gpus import CPU, Gpu
-from pretrain.optim.optimizers import OPTIMIZERS
 from pretrain_tools.planning.layouts import Layout
-from pretrain_tools.planning.memory import Sizes
-from pretrain_tools.planning.traffic import StepTraffic, exchange_seconds, idle, offload_seconds, traffic
+from pretrain_tools.planning.memory import PlannedRun, Sizes
+from pretrain_tools.planning.traffic import Links, Step, flows, idle, offload_seconds, uneven
 
 FRAGMENTATION = 0.08
 """Share of a GPU's memory that torch's allocator cannot use: pieces of the wrong size."""
@@ -55,10 +54,10 @@ class Hardware:
         return self.gpu.memory_bytes * (1 - FRAGMENTATION) - reserved
 
     @property
-    def bytes_per_second(self) -> float:
-        """Bytes per second between GPUs in a collective of all."""
-        rate = self.gpu.network_bytes_per_second if self.machines > 1 else self.gpu.link_bytes_per_second
-        return rate * LINK_EFFICIENCY
+    def links(self) -> Links:
+        """Rates that collectives reach."""
+        rates = (self.gpu.link_bytes_per_second, self.gpu.network_bytes_per_second)
+        return Links(*(rate * LINK_EFFICIENCY for rate in rates), self.gpus_per_machine)
 
 
 @dataclass(frozen=True)
@@ -121,6 +120,49 @@ def mfu_of_size(parameters: int, device_type: str, precision: str) -> float:
     return small / MFU_AND_SIZE["cuda", "bf16"][0] * default_mfu(parameters)[0]
 
 
+WORDS = {
+    "fsdp": "gathering weights and reducing gradients over shards",
+    "dp_replicate": "summing gradients over copies",
+    "tp": "summing hidden states over tp",
+    "cp": "exchanging heads over cp",
+    "ep": "sending rows to experts over ep",
+    "pp": "passing hidden states over pp",
+    "update": "exchanging matrices for the update",
+}
+"""What a step's traffic is, by the name of its flow."""
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of a step, by what they are spent on."""
+
+    computing: float
+    waiting: float = 0.0
+    """For the results of other stages: a pipeline's bubble."""
+    sending: dict[str, float] = field(default_factory=dict)
+    """{a dimension or `update`: seconds that computing does not hide}"""
+    on_host: float = 0.0
+    """Of an update that is not on the GPU."""
+    sent: dict[str, float] = field(default_factory=dict)
+    """{a dimension or `update`: bytes that a GPU sends}"""
+
+    @property
+    def exposed(self) -> float:
+        """Seconds in which GPUs wait for data."""
+        return sum(self.sending.values())
+
+    @property
+    def seconds(self) -> float:
+        return self.computing + self.waiting + self.exposed + self.on_host
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """Returns {what, in words: seconds}."""
+        parts = {"computing": self.computing, "waiting in the pipeline": self.waiting}
+        parts |= {WORDS[name]: seconds for name, seconds in self.sending.items()}
+        return {**parts, "updating on the host": self.on_host}
+
+
 @dataclass(frozen=True)
 class Speed:
     """The speed of a GPU: at an MFU, or as measured."""
@@ -130,26 +172,24 @@ class Speed:
     tokens_per_second: float | None = None
     """Measured speed of one process; None: computed from the MFU."""
 
-    def step_seconds(
-        self, config: RunConfig, work: RunWork, hardware: Hardware, layout: Layout, micro_batch: int
-    ) -> tuple[float, float]:
-        """Returns (seconds of a step, seconds in which GPUs wait for each other)."""
+    def step(self, run: PlannedRun, work: RunWork, hardware: Hardware, layout: Layout, micro_batch: int) -> StepTime:
+        """Estimates a step with so many sequences per micro-batch."""
+        config = run.config
         if self.tokens_per_second:
             compute = work.tokens_per_step / (self.tokens_per_second * hardware.gpus)
         else:
             # Recomputation takes time but does not count in MFU.
             flops = work.flops_per_token * work.tokens_per_step * recomputing(config)
             compute = flops / (hardware.gpus * hardware.gpu.bf16_flops * self.mfu)
-        compute *= 1 + idle(config, layout)
+        slowest = compute * uneven(layout, work.sizes.layers)
+        waiting = slowest * (1 + idle(config, layout)) - compute
         tokens = micro_batch * config.data.sequence_length
         micro_steps = max(1, work.tokens_per_step // (tokens * layout.micro_batches))
-        inside = hardware.gpu.link_bytes_per_second * LINK_EFFICIENCY
-        step = StepTraffic(
-            work.sizes, micro_steps, tokens, inside, hardware.bytes_per_second, config.batch.reduce_once
+        sending = flows(Step(run.work(layout, micro_batch), micro_steps, hardware.links))
+        return StepTime(
+            compute,
+            waiting,
+            {flow.name: flow.exposed(compute) for flow in sending},
+            offload_seconds(layout, work.sizes.total),
+            {flow.name: flow.sent for flow in sending},
         )
-        moved, hidden = traffic(layout, step) if hardware.gpus > 1 else (0.0, 0.0)
-        exposed = max(0.0, moved - hidden * compute)
-        if hardware.gpus > 1:
-            optimizer = OPTIMIZERS[config.optim.name](work.sizes.shapes)
-            exposed += exchange_seconds(layout, step, optimizer)
-        return compute + exposed + offload_seconds(layout, work.sizes.total), exposed

@@ -1,123 +1,242 @@
-"""Seconds of a step in which GPUs send, wait or compute elsewhere: a function for each kind of parallelism.
+"""Bytes that a GPU sends in a step along each dimension, over which link, and what can hide that; and idle time.
 
-Ring collectives: a sum of B bytes over n processes moves 2 B (n - 1) / n, a gather or a scatter half of that.
+Ring collectives: a sum of B bytes over n processes moves 2 B (n - 1) / n, a gather or a scatter half of that, an
+all-to-all as much as a gather. tests/parallel/test_products.py compares the bytes with what the trainer sends.
 """
 
+import math
 from dataclasses import dataclass
 
 from pretrain.config import RunConfig
-from pretrain.optim.optimizers import OptimizerSpec
+from pretrain.optim.optimizers import OPTIMIZERS
 from pretrain.parallel.pipeline import STAGE_LAYOUTS
 from pretrain_tools.planning.layouts import Layout
-from pretrain_tools.planning.memory import FP32, Sizes
+from pretrain_tools.planning.memory import FP32, Sizes, Work
 from pretrain_tools.planning.optimizer_bytes import exchanged_bytes, with_experts_in_parts
 
 CPU_ADAM_BYTES_PER_SECOND = 100e9
 """Bytes that an update on the host moves per second, on one machine."""
 NVME_BYTES_PER_SECOND = 5e9
 """Bytes that a machine's disk moves per second."""
-EXCHANGES_OF_ROWS = 4
-"""Exchanges of rows under ep, in a layer and micro-step: there and back, in both directions."""
 
 
 @dataclass(frozen=True)
-class StepTraffic:
-    """Numbers of a step from which its traffic follows."""
+class Links:
+    """Bytes per second of a GPU, one direction."""
 
-    sizes: Sizes
-    micro_steps: int
-    tokens: int
-    """Tokens of a process in a micro-step."""
     inside: float
-    """Bytes per second between the GPUs of a machine."""
-    across: float
-    """The same where all GPUs take part."""
-    reduces_once: bool = False
-    """batch.reduce_once"""
+    """To the other GPUs of its machine."""
+    network: float
+    """To other machines."""
+    per_machine: int
+    """GPUs."""
+
+    def members(self, size: int, distance: int) -> int:
+        """Returns how many of a group, whose neighbors are so many ranks apart, are in one machine."""
+        return min(size, max(1, self.per_machine // distance))
+
+    def seconds(self, sent: float, size: int, distance: int, *, is_exchange: bool = False) -> float:
+        """Returns the time in which each GPU of a group sends so many bytes.
+
+        A ring of several machines goes through the network adapters of all members in a machine at once. In an
+        all-to-all each sends the others' shares through its own.
+        """
+        here = self.members(size, distance)
+        if here == size:
+            return sent / self.inside
+        if is_exchange:
+            return sent * (size - here) / (size - 1) / self.network
+        return sent / min(self.inside, here * self.network)
+
+
+@dataclass(frozen=True)
+class Flow:
+    """What a GPU sends in a step for one purpose."""
+
+    name: str
+    """A dimension; `update` for exchanges of matrices by the optimizer."""
+    sent: float
+    """Bytes that a GPU sends."""
+    seconds: float
+    hides_behind: float = 0.0
+    """Part of the computing behind which it can hide."""
+
+    def exposed(self, compute: float) -> float:
+        """Returns the seconds that so many seconds of computing do not hide."""
+        return max(0.0, self.seconds - self.hides_behind * compute)
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step of one process."""
+
+    work: Work
+    """The part of a micro-step that one process computes."""
+    micro_steps: int
+    links: Links
+
+    @property
+    def config(self) -> RunConfig:
+        return self.work.run.config
 
     @property
     def reductions(self) -> int:
-        """Reductions of gradients, where the recipe chooses."""
-        return 1 if self.reduces_once else self.micro_steps
+        """Reductions of gradients over the processes that shard them; a pipeline holds them whole until the last."""
+        return 1 if self.config.batch.reduce_once or self.work.layout.pp > 1 else self.micro_steps
+
+    @property
+    def forward_passes(self) -> int:
+        """Forward passes of a micro-batch, recomputation included."""
+        return self.micro_steps * (2 if self.config.activation_checkpointing != "none" else 1)
+
+    def flow(
+        self,
+        name: str,
+        group: str,
+        *,
+        gathers: float = 0.0,
+        sums: float = 0.0,
+        exchanges: float = 0.0,
+        hides: float = 0.0,
+    ) -> Flow:
+        """Adds up collectives in a group of several processes, in bytes of whole tensors."""
+        size, distance = self.work.layout.group(group)
+        in_rings = (gathers + 2 * sums) * (size - 1) / size
+        exchanged = exchanges * (size - 1) / size
+        seconds = self.links.seconds(in_rings, size, distance)
+        seconds += self.links.seconds(exchanged, size, distance, is_exchange=True)
+        return Flow(name, in_rings + exchanged, seconds, hides)
 
 
-def ring(processes: int) -> float:
-    """Returns the part of its bytes that each process sends when all gather something; a sum takes two."""
-    return (processes - 1) / processes
+def flows(step: Step) -> list[Flow]:
+    """Lists everything that a GPU sends in a step."""
+    layout = step.work.layout
+    if layout.ranks == 1:
+        return []
+    found = mesh_flows(step) if layout.is_mesh else copies_flows(step)
+    return [flow for flow in [*found, update_flow(step)] if flow.sent]
 
 
-def traffic(layout: Layout, step: StepTraffic) -> tuple[float, float]:
-    """Returns (seconds in which a GPU sends in a step, part of the computing behind which that can hide)."""
-    total = step.sizes.total
-    sums = 2 * FP32 * total * ring(layout.ranks) / step.across
-    stage = layout.zero.get("stage")
-    if layout.pp > 1:  # next to nothing: hidden states between neighbors
-        return 0.0, 0.0
-    if layout.ep > 1:
-        rows = _rows(layout, step)
-        sharded = _sharded(layout, step)
-        return rows + sharded, 0.9 * sharded / (rows + sharded)
-    if layout.name in ("fsdp2", "hsdp", "cp", "fsdp_tp") or stage == 3:
-        return _sharded(layout, step), 0.9
+def copies_flows(step: Step) -> list[Flow]:
+    """Lists what plain copies and DeepSpeed's partitions send; copies are summed in the last backward pass."""
+    work = step.work
+    total = work.sizes.total
+    match work.layout.zero.get("stage"):
+        case 3:
+            gathered = work.compute * (2 * total - work.sizes.root) * step.micro_steps
+            return [step.flow("fsdp", "all", gathers=gathered + FP32 * total * step.reductions, hides=0.9)]
+        case 2:
+            return [step.flow("fsdp", "all", gathers=(FP32 * step.reductions + 2) * total, hides=2 / 3)]
+    return [step.flow("dp_replicate", "all", sums=FP32 * total, hides=2 / 3 / step.micro_steps)]
+
+
+def mesh_flows(step: Step) -> list[Flow]:
+    """Lists what a product of dimensions sends, dimension by dimension."""
+    work = step.work
+    layout = work.layout
+    sizes = work.sizes
+    calls = step.micro_steps
+    passes = step.forward_passes + calls
+    microbatches = pipeline_microbatches(step.config, layout)
+    layers = sizes.in_layers / layout.pp
+    experts = sizes.experts / layout.pp if layout.ep > 1 else 0.0
+    padding = work.padding
+    root = root_of_stage(sizes, layout)
+    # Hidden states of a micro-step; a pipeline's process computes one microbatch at a time.
+    hidden = work.tokens * microbatches * sizes.width
+    found = []
+    # A pipeline gathers once for all microbatches of the step, before the first, and reduces after the last.
+    times = 2 if layout.pp == 1 else 1
+    gathers = calls if layout.pp == 1 else 1
+    hides = 0.9 if layout.pp == 1 else 0.3 / microbatches
+    sharded = [("fsdp", layers - experts, root), ("efsdp", padding * experts, 0.0)]
+    if layout.ep == 1:
+        sharded[0] = ("fsdp", layers + (padding - 1) * sizes.experts / layout.pp, root)
+    if parts := [
+        step.flow(
+            "fsdp",
+            group,
+            gathers=work.compute * (times * inside + beside) * gathers + FP32 * (inside + beside) * step.reductions,
+        )
+        for group, inside, beside in sharded
+        if inside and layout.group(group)[0] > 1
+    ]:
+        found.append(Flow("fsdp", sum(part.sent for part in parts), sum(part.seconds for part in parts), hides))
+    if layout.replicas > 1:
+        own = sum((inside + beside) / layout.group(group)[0] for group, inside, beside in sharded)
+        hides = 2 / 3 / calls if layout.pp == 1 else 0.0
+        found.append(step.flow("dp_replicate", "dp_replicate", sums=FP32 * own, hides=hides))
     if layout.tp > 1:
-        return _hidden_states(layout.ranks, step) + (sums if layout.replicas > 1 else 0.0), 0.0
-    if stage == 2:
-        return (FP32 * step.reductions + 2) * total * ring(layout.ranks) / step.across, 2 / 3
-    # Copies: gradients are summed in the last micro-step, during its backward pass.
-    return sums, 2 / 3 / step.micro_steps
+        found.append(tp_flow(step, hidden, passes))
+    if layout.cp > 1:
+        exchanged = work.compute * hidden / sizes.width * sizes.exchanged_width * sizes.layers / layout.pp
+        found.append(step.flow("cp", "cp", exchanges=exchanged * passes))
+    if layout.ep > 1:
+        rows = 2 * work.compute * hidden / layout.tp * sizes.choices * sizes.routers / layout.pp
+        found.append(step.flow("ep", "ep", exchanges=rows * passes))
+    if layout.pp > 1:
+        found.append(pp_flow(step, hidden))
+    return found
 
 
-def _sharded(layout: Layout, step: StepTraffic) -> float:
-    """Returns the seconds of weights in bf16, forward and but for the root backward, and of gradients in fp32."""
-    total = step.sizes.total - step.sizes.experts * (1 - 1 / layout.ep)
-    gathered = 2 * (2 * total - step.sizes.root) * step.micro_steps + FP32 * total * step.reductions
-    processes = layout.sharing_states
-    if layout.replicas == 1:
-        return gathered * ring(processes) / step.across / layout.tp
-    return gathered * ring(processes) / step.inside + 2 * FP32 * total / processes / step.across
+def root_of_stage(sizes: Sizes, layout: Layout) -> float:
+    """Returns the elements in no layer, of a pipeline's first or last stage: the larger."""
+    return sizes.root if layout.pp == 1 else max(sizes.embedding, sizes.root - sizes.embedding)
 
 
-def _hidden_states(processes: int, step: StepTraffic) -> float:
-    """Returns the seconds of two sums of the hidden states forward, two backward, in each layer: tp."""
-    sizes = step.sizes
-    return 4 * sizes.layers * step.micro_steps * step.tokens * sizes.width * 2 * 2 * ring(processes) / step.inside
+def tp_flow(step: Step, hidden: float, passes: int) -> Flow:
+    """Returns sums of hidden states, two per layer and direction, and of the gradients of what is not split.
+
+    Processes that exchange rows with experts each send a part of them, and gather the results. The gradient of the
+    last hidden states is gathered, as each computes the loss of its part of the tokens.
+    """
+    work = step.work
+    layout = work.layout
+    by_experts = work.sizes.routers if layout.ep > 1 else 0
+    sums = work.compute * hidden * (2 * work.sizes.layers - by_experts) / layout.pp * passes
+    gathers = work.compute * hidden * (by_experts / layout.pp * passes + step.micro_steps)
+    split = (work.whole.total - work.held.total) * layout.tp / (layout.tp - 1)
+    unsplit = (work.whole.in_layers - split) / layout.pp + root_of_stage(work.whole, layout)
+    return step.flow("tp", "tp", sums=sums + FP32 * unsplit / layout.sharing_states, gathers=gathers)
 
 
-def _rows(layout: Layout, step: StepTraffic) -> float:
-    """Returns the seconds of rows in bf16 on their way to experts and back: ep."""
-    sizes = step.sizes
-    rows = EXCHANGES_OF_ROWS * 2 * step.micro_steps * step.tokens * sizes.routers * sizes.choices * sizes.width
-    return rows * ring(layout.ep) / step.inside
+def pp_flow(step: Step, hidden: float) -> Flow:
+    """Returns hidden states in fp32 to the next stage, and their gradients back, for which the schedules wait."""
+    layout = step.work.layout
+    stages = STAGE_LAYOUTS[step.config.pipeline.schedule].stages_per_rank
+    sent = 2 * FP32 * hidden * stages * step.micro_steps
+    _, distance = layout.group("pp")
+    is_inside = distance * layout.pp <= step.links.per_machine
+    return Flow("pp", sent, sent / (step.links.inside if is_inside else step.links.network))
 
 
-def exchange_seconds(layout: Layout, step: StepTraffic, optimizer: OptimizerSpec) -> float:
-    """Returns seconds of exchanges with nothing to hide behind: of matrices for an update, of heads under cp."""
-    if layout.tp > 1 and layout.shards > 1:  # both divide the matrices
-        sent = exchanged_bytes(optimizer, "sharded", layout.sharing_states * layout.tp)
-        return _hidden_states(layout.tp, step) + sent / step.across
-    if layout.ep > 1:  # each process updates its own experts alone
-        beside_experts = type(optimizer)(with_experts_in_parts(optimizer.model, 0))
-        return exchanged_bytes(beside_experts, "sharded", layout.ranks) / step.across
+def update_flow(step: Step) -> Flow:
+    """Returns exchanges for an update: of matrices, which Muon multiplies whole, or of Adafactor's sums."""
+    work = step.work
+    layout = work.layout
     if layout.zero.get("stage") in (1, 2):  # only matrices that the flat partitions cut
-        return 0.0
-    # Where every process has a copy, all share the update; where a group has one, each group updates its own.
-    groups = 1 if layout.replicas == layout.ranks else layout.replicas
-    sent = exchanged_bytes(optimizer, form_of(layout), layout.ranks // groups)
-    seconds = sent / (step.inside if groups > 1 else step.across)
-    if layout.cp > 1:  # heads, twice in each layer and direction
-        tokens = step.micro_steps * step.tokens / layout.cp
-        heads = 2 * 2 * step.sizes.layers * step.sizes.exchanged_width * tokens * ring(layout.cp)
-        seconds += heads / step.inside
-    return seconds
+        return Flow("update", 0.0, 0.0)
+    shapes = work.whole.shapes
+    if layout.ep > 1:  # each process updates its own experts alone
+        shapes = with_experts_in_parts(shapes, 0)
+    size, distance = (layout.sharing_states * layout.tp, 1) if layout.is_mesh else (layout.ranks, 1)
+    if size == 1:
+        return Flow("update", 0.0, 0.0)
+    form = "sharded" if layout.is_mesh or layout.zero else "whole"
+    sent = exchanged_bytes(OPTIMIZERS[step.config.optim.name](shapes), form, size) / layout.pp
+    return Flow("update", sent, step.links.seconds(sent, size, distance))
 
 
-def form_of(layout: Layout) -> str:
-    """Names the form in which an optimizer gets the parameters; see `OptimizerSpec.takes`."""
-    if layout.zero or layout.tp > 1:
-        return "pieces"
-    if layout.pp > 1 and layout.sharing_states == 1:
-        return "stage"
-    return "sharded" if layout.sharing_states > 1 else "whole"
+def pipeline_microbatches(config: RunConfig, layout: Layout) -> int:
+    """Returns the microbatches of a micro-step; 1 without a pipeline."""
+    if layout.pp == 1:
+        return 1
+    return len(STAGE_LAYOUTS[config.pipeline.schedule].owners(layout.pp)) * config.pipeline.microbatch_scale
+
+
+def uneven(layout: Layout, layers: int) -> float:
+    """Returns the layers of the stage that has most, relative to the mean: the others wait for it."""
+    return math.ceil(layers / layout.pp) * layout.pp / layers
 
 
 def idle(config: RunConfig, layout: Layout) -> float:
@@ -130,8 +249,7 @@ def idle(config: RunConfig, layout: Layout) -> float:
     schedule = STAGE_LAYOUTS[config.pipeline.schedule]
     if schedule.splits_backward:
         return 0.0
-    microbatches = len(schedule.owners(layout.pp)) * config.pipeline.microbatch_scale
-    return (layout.pp - 1) / (microbatches * schedule.stages_per_rank)
+    return (layout.pp - 1) / (pipeline_microbatches(config, layout) * schedule.stages_per_rank)
 
 
 def offload_seconds(layout: Layout, parameters: int) -> float:
@@ -148,7 +266,9 @@ def offload_seconds(layout: Layout, parameters: int) -> float:
     return seconds
 
 
-def reduces_by_choice(name: str, precision: str) -> bool:
+def reduces_by_choice(layout: Layout, precision: str) -> bool:
     """Tells where batch.reduce_once trades memory for communication; elsewhere it is so anyway, or refused."""
+    if layout.is_mesh:
+        return layout.sharing_states > 1 and layout.pp == 1
     # DeepSpeed adds gradients that it does not reduce up in the dtype of the weights.
-    return name in ("fsdp2", "hsdp", "cp", "fsdp_tp") or (name in ("zero2", "zero3") and precision == "fp32")
+    return layout.zero.get("stage") in (2, 3) and not layout.zero.get("offload_optimizer") and precision == "fp32"

@@ -12,8 +12,8 @@ from pretrain.parallel.strategy import Strategy
 from pretrain.training.run_plan import RunPlan
 from pretrain_tools.planning.candidates import work_of_run
 from pretrain_tools.planning.layouts import running_layout
+from pretrain_tools.planning.memory import PlannedRun
 from pretrain_tools.planning.step_time import Hardware, Speed, default_mfu, recomputing
-from pretrain_tools.planning.traffic import idle
 from pretrain_tools.profiling.trace_events import COMMUNICATION
 
 
@@ -53,7 +53,8 @@ def expected_step(
     layout = running_layout(strategy)
     mfu, source = default_mfu(work.active, strategy.device.type)
     hardware = Hardware(gpu, ranks, layout.machines)
-    seconds, exposed = Speed(mfu, source).step_seconds(config, work, hardware, layout, stage.sequences_per_micro_batch)
+    planned = PlannedRun(config, stage.model_config, strategy.precision, strategy.device.type)
+    time = Speed(mfu, source).step(planned, work, hardware, layout, stage.sequences_per_micro_batch)
     tokens = run.ramp.sequences_at(step) * run.batches.window.sequence_length / ranks
     model = stage.model_config
     head = min(model.vocab_size * model.hidden_size, matrix_parameters(model))
@@ -64,7 +65,5 @@ def expected_step(
         "loss": 6 * head,
     }
     at_peak = {kind: count * tokens / peak_flops for kind, count in flops.items()}
-    # plan.py counts a pipeline's bubble as computing; here it counts as communication, because the ranks wait.
-    bubble = idle(config, layout)
-    waiting = exposed + (seconds - exposed) * bubble / (1 + bubble)
-    return ExpectedStep(seconds, mfu, at_peak, waiting)
+    # In a pipeline's bubble ranks wait for each other, as for data.
+    return ExpectedStep(time.seconds, mfu, at_peak, time.exposed + time.waiting)

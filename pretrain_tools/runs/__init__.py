@@ -10,6 +10,5 @@ pretrain.runs.control.
     curves, plots: the curves of runs, as a PNG
     commands: send a command to a live run and wait for its answer
     step_documents: the documents that a step was trained on
-    parity: one recipe under every strategy
     merge: the mean of several models
 """

@@ -10,9 +10,9 @@ from pretrain.model.model_config import load_model_config
 from pretrain.parallel.registry import strategy_named
 from pretrain.recipe import read_run_config
 from pretrain_tools.planning.footprints import footprint
-from pretrain_tools.planning.layouts import layout
+from pretrain_tools.planning.layouts import Layout, layout
 from pretrain_tools.planning.memory import FP32, PlannedRun, sizes_of
-from pretrain_tools.planning.traffic import StepTraffic, traffic
+from pretrain_tools.planning.traffic import Links, Step, flows
 from support.tiny_models import TINY_LLAMA, TINY_MOE, TINY_OLMOE
 
 SIZE = "PARALLELISM_CONFIG_EP_SIZE"
@@ -80,11 +80,16 @@ def test_a_plan_shards_everything_and_sends_rows_to_experts(recipe, tmp_path):
     divided = footprint(run, four, 1)
     assert divided.parameters == FP32 * sizes.total / 4
     assert divided.optimizer == 2 * FP32 * sizes.total / 4
-    step = StepTraffic(sizes, micro_steps=3, tokens=64, inside=1e9, across=1e8)
-    rows = 3 * 2 * 4 * 64 * 2 * 64 * 2
+    links = Links(inside=1e9, network=1e8, per_machine=4)
+    rows = 3 * 2 * 4 * 64 * 2 * 64 * FP32
     for ep in (4, 2):
-        here = sizes.total - experts * (1 - 1 / ep)  # weights forward and backward in bf16, gradients in fp32
-        gathered = 3 * (2 * (2 * here - sizes.root) + FP32 * here) * 3 / 4
-        seconds, hidden = traffic(replace(four, ep=ep), step)
-        assert seconds == pytest.approx(rows * (ep - 1) / ep / 1e9 + gathered / 1e8)
-        assert hidden == pytest.approx(0.9 * gathered / 1e8 / seconds)
+        here = sizes.total - experts * (
+            1 - 1 / ep
+        )  # weights forward and backward, gradients; alone, experts need none
+        dense, whole = sizes.total - experts, 0 if ep == 4 else here - (sizes.total - experts)
+        gathered = 3 * FP32 * ((3 * dense - sizes.root) * 3 / 4 + 3 * whole / 2)
+        product = Layout.of(replace(four.sizes, ep=ep))
+        assert product.name == "ep"
+        found = {flow.name: flow for flow in flows(Step(run.work(product, 1), 3, links))}
+        assert found["ep"].seconds == pytest.approx(rows * (ep - 1) / ep / 1e9) and found["ep"].hides_behind == 0
+        assert found["fsdp"].sent == pytest.approx(gathered) and found["fsdp"].hides_behind == 0.9

@@ -86,8 +86,8 @@ def test_json_has_the_choices_and_what_else_it_would_be(made):
     assert rows["half the time"]["loss_difference"] > 0 > rows["double the time"]["loss_difference"]
     assert rows["half the size"]["parameters"] == pytest.approx(found["parameters"] / 2, rel=0.2)
     assert rows["double the size"]["tokens"] < found["tokens"]
-    assert {"qwen3", "gpt2", "nanochat", "deepone", "ddp"} <= rows.keys()
-    assert rows["ddp"]["tokens"] == found["tokens"]
+    assert {"qwen3", "gpt2", "nanochat", "deepone", "hsdp"} <= rows.keys()
+    assert rows["hsdp"]["tokens"] == found["tokens"]
     assert not PLACE.recipe.exists()
 
 

@@ -18,7 +18,7 @@ from pretrain.errors import InputError
 from pretrain.model import attention as attention_module
 from pretrain.model import loss as loss_module
 from pretrain.processes import is_alive
-from pretrain_tools.runs.parity import Curve, StrategyOutcome
+from pretrain_tools.experiments.parity import Curve, StrategyOutcome
 from support.project import run_script, start_script
 
 GOES_ON = """

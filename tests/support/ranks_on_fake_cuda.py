@@ -33,6 +33,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pretrain.config import RunConfig
+from pretrain.mesh_sizes import launched_sizes
 from pretrain.model.attention import attention_arguments, document_layout
 from pretrain.model.build import build_meta_model
 from pretrain.model.loss import LanguageModelLoss
@@ -66,6 +67,7 @@ MIXTURE = {
     "num_experts": 16,
     "num_experts_per_tok": 2,
 }
+MODELS = {"llama": MODEL, "qwen3_moe": MIXTURE}
 HIDDEN_STATES = (SEQUENCES, LENGTH, MODEL["hidden_size"])
 
 C10D = torch.library.Library("c10d", "IMPL")
@@ -89,6 +91,7 @@ class Launch:
     settings: tuple[tuple[str, str], ...] = ()
     """Of the recipe, beside those that all have."""
     attention: str = "groundwork_sdpa"
+    ranks: int = RANKS
 
     @property
     def on_host(self) -> bool:
@@ -125,6 +128,8 @@ class Seen:
     """Of hidden states."""
     head_dtypes: list[str] = field(default_factory=list)
     """In which each product with the output head is computed."""
+    peak_bytes: int = 0
+    """On the device; see products_on_fake_cuda.py."""
 
 
 class Counter(TorchDispatchMode):
@@ -152,26 +157,30 @@ class Counter(TorchDispatchMode):
             self.seen.head_dtypes.append(str(args[6]))
         return func(*args, **kwargs)
 
+    def name(self, kind: str, group: ProcessGroup) -> str:
+        return f"{kind} of {group.size()}"
+
     def count(self, func, arguments: list) -> None:
         name = func._opname.strip("_")
         kind = next((kind for start, kind in KINDS.items() if name.startswith(start)), name)
-        ranks = next(size for argument in arguments if (size := ranks_of(argument)))
+        group = next(group for argument in arguments if (group := group_of(argument)))
+        ranks = group.size()
         # What is gathered or scattered is there whole and in part; of functional gathers the part alone.
         size = max(map(bytes_of, arguments))
         self.seen.sent_from_host += any(map(is_on_host, arguments))
         if func.namespace == "_c10d_functional" and kind == "all-gather":
             size *= ranks
-        times_and_bytes = self.seen.collectives.setdefault(f"{kind} of {ranks}", [0, 0])
+        times_and_bytes = self.seen.collectives.setdefault(self.name(kind, group), [0, 0])
         times_and_bytes[0] += 1
         times_and_bytes[1] += size
 
 
-def ranks_of(argument: object) -> int | None:
-    """Size of a process group, given as torch's operators are given one."""
+def group_of(argument: object) -> ProcessGroup | None:
+    """A process group, given as torch's operators are given one."""
     if isinstance(argument, torch.ScriptObject) and "ProcessGroup" in str(argument._type()):
-        return ProcessGroup.unbox(argument).size()
+        return ProcessGroup.unbox(argument)
     if isinstance(argument, str) and argument not in ("sum", "avg"):
-        return _resolve_process_group(argument).size()
+        return _resolve_process_group(argument)
     return None
 
 
@@ -256,7 +265,8 @@ def even_rows(counts: FakeTensor) -> list[list[int]]:
     """In place of `tolist` of (2, processes), the rows that go to each process and come from it: alike for all."""
     if Counter.current is not None:
         Counter.current.seen.waits += 1
-    rows = SEQUENCES * LENGTH * MIXTURE["num_experts_per_tok"]
+    sizes = launched_sizes()
+    rows = SEQUENCES * LENGTH * MIXTURE["num_experts_per_tok"] // (sizes.cp * sizes.tp)
     return [[rows // counts.shape[1]] * counts.shape[1]] * 2
 
 
@@ -289,11 +299,18 @@ def all_reduce_bucket(_, bucket: dist.GradBucket) -> torch.futures.Future[torch.
     return future
 
 
+def forget_meshes() -> None:
+    """Empties what torch has cached of DTensors: an equal mesh of an earlier launch would lead to a group that is
+    gone."""
+    torch._C._clear_DTensor_sharding_propagator_cache()
+    DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
+
+
 @contextmanager
 def as_rank_of(launch: Launch) -> Iterator[None]:
     """The environment and the process group of this rank."""
-    environment = launcher_environment(ROOT / f"accelerate_configs/{launch.file}.yaml", RANKS)
-    environment |= {"WORLD_SIZE": str(RANKS), "LOCAL_WORLD_SIZE": str(RANKS), "RANK": str(launch.rank)}
+    environment = launcher_environment(ROOT / f"accelerate_configs/{launch.file}.yaml", launch.ranks)
+    environment |= {"WORLD_SIZE": str(launch.ranks), "LOCAL_WORLD_SIZE": str(RANKS), "RANK": str(launch.rank)}
     environment |= {"LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", **dict(launch.environment)}
     kept = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHER_VARIABLES)}
     new_group = dist.new_group
@@ -305,7 +322,8 @@ def as_rank_of(launch: Launch) -> Iterator[None]:
         stack.enter_context(fake_group)
         AcceleratorState._reset_state(reset_partial_state=True)
         if not dist.is_initialized():  # DeepSpeed keeps its groups
-            dist.init_process_group("fake", store=FakeStore(), rank=launch.rank, world_size=RANKS)
+            dist.init_process_group("fake", store=FakeStore(), rank=launch.rank, world_size=launch.ranks)
+            forget_meshes()
         if not launch.on_host:
             stack.callback(dist.destroy_process_group)
         yield
@@ -337,7 +355,7 @@ def fake_devices() -> Iterator[FakeTensorMode]:
 
 
 def read_config(folder: Path, launch: Launch) -> RunConfig:
-    model = {"llama": MODEL, "qwen3_moe": MIXTURE}[launch.model]
+    model = MODELS[launch.model]
     (folder / "model.json").write_text(json.dumps({**model, "num_hidden_layers": launch.layers}))
     recipe = {
         "model": str(folder / "model.json"),
@@ -345,7 +363,7 @@ def read_config(folder: Path, launch: Launch) -> RunConfig:
         "precision": "bf16",
         "data": {"train": [{"shards": str(folder)}], "sequence_length": LENGTH},
         "budget": {"steps": 9},
-        "batch": {"tokens_per_step": 2 * RANKS * SEQUENCES * LENGTH, "sequences_per_micro_batch": SEQUENCES},
+        "batch": {"tokens_per_step": 2 * launch.ranks * SEQUENCES * LENGTH, "sequences_per_micro_batch": SEQUENCES},
         "optim": {"learning_rate": 0.001, "max_grad_norm": 1.0},
         "pipeline": {"schedule": "1F1B"},
     }
@@ -353,7 +371,7 @@ def read_config(folder: Path, launch: Launch) -> RunConfig:
     return read_run_config(folder / "recipe.yaml", list(launch.settings))
 
 
-def count(launch: Launch) -> dict[str, dict]:
+def count(launch: Launch, counter: type[Counter] = Counter) -> dict[str, dict]:
     """What the second step and a second validation batch do, {moment: its `Seen` as a dictionary}."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -380,12 +398,12 @@ def count(launch: Launch) -> dict[str, dict]:
         layout = {name: fake.from_tensor(values) if fake else values for name, values in layout.items()}
         batch = {"input_ids_BT": ids, "targets_BT": ids}
         batch |= attention_arguments(layout, launch.attention, strategy.device)
-        take_step(strategy, model, batch)
+        take_step(strategy, model, batch, counter)
         with nullcontext() if launch.may_wait or launch.on_host else refuse_waits():
-            counters = take_step(strategy, model, batch)
+            counters = take_step(strategy, model, batch, counter)
             model.eval()
             for _ in range(2):  # what the first leaves behind, the second could use
-                with Counter() as counters["validation"], torch.no_grad():
+                with counter() as counters["validation"], torch.no_grad():
                     model(**batch)
         if launch.saves:
             with Counter() as counters["save"]:
@@ -394,9 +412,9 @@ def count(launch: Launch) -> dict[str, dict]:
         return {moment: asdict(counter.seen) for moment, counter in counters.items()}
 
 
-def take_step(strategy: Strategy, model: torch.nn.Module, batch: dict) -> dict[str, Counter]:
+def take_step(strategy: Strategy, model: torch.nn.Module, batch: dict, counter: type[Counter]) -> dict[str, Counter]:
     """Two micro-steps and an update, as in train.py."""
-    counters = {moment: Counter() for moment in ("micro-step", "last micro-step", "update")}
+    counters = {moment: counter() for moment in ("micro-step", "last micro-step", "update")}
     model.train()
     strategy.set_learning_rate(0.001)
     for is_last, moment in enumerate(("micro-step", "last micro-step")):

@@ -1,4 +1,7 @@
-"""Checks that a recipe trains to the same losses under every strategy: runs each and compares step by step."""
+"""Checks that a recipe trains to the same losses under every strategy: runs each and compares step by step.
+
+A strategy is a file in accelerate_configs/, or a product of dimensions, such as dp_shard2-tp2.
+"""
 
 import json
 import math
@@ -13,12 +16,15 @@ from typing import Any
 
 from pretrain.errors import EXIT_BAD_INPUT, InputError, did_you_mean
 from pretrain.files import ROOT
+from pretrain.mesh_sizes import DIMENSIONS, Sizes, setting
 from pretrain.recipe import read_run_config
 from pretrain.runs.event_log import read_metrics
 from pretrain.runs.run_folder import read_json
 from pretrain.units import counted, table
 
 REFERENCE = "single"
+MOST_COLUMNS = 16
+"""Strategies whose losses are printed step by step; of more, the largest differences alone."""
 TOLERANCES = {"fp32": (1e-5, 1e-4), "bf16": (2e-2, None), "fp16": (2e-2, None)}
 """Tolerances by precision: (absolute for the loss, relative for the gradient norm). In half precision, strategies
 round at different places, so gradient norms can differ by a few percent although the losses agree."""
@@ -54,12 +60,57 @@ def strategy_names() -> list[str]:
     return [REFERENCE, *(name for name in names if name != REFERENCE)]
 
 
+def named(sizes: Sizes) -> str:
+    """Names a product of dimensions, as its folder is called."""
+    return "-".join(f"{dimension}{size}" for dimension, size in sizes.named().items())
+
+
+def sizes_called(name: str) -> Sizes | None:
+    """Returns the sizes of a product by its name; None if it is no such name."""
+    found = [re.fullmatch(rf"({'|'.join(DIMENSIONS)})([1-9]\d*)", word) for word in name.split("-")]
+    return Sizes(**{match[1]: int(match[2]) for match in found}) if all(found) else None
+
+
+def products_asked_for(mesh: str, processes: int, has_experts: bool) -> list[str]:
+    """Returns the names of the products that `--mesh` asks for: all of so many processes, or one.
+
+    What no size claims is sharded, as in accelerate_configs/mesh.yaml. Raises InputError for sizes that cannot be.
+    """
+    from pretrain_tools.planning.layouts import products
+
+    if mesh == "all":
+        return [named(each.sizes) for each in products(processes) if each.ep == 1 or has_experts]
+    sizes: dict[str, int] = {}
+    for word in mesh.split(","):
+        dimension, _, size = word.strip().partition("=")
+        if dimension not in DIMENSIONS or not re.fullmatch(r"[1-9]\d*", size):
+            raise InputError(
+                f"--mesh: {word} is no size of a dimension; give all, or sizes of {', '.join(DIMENSIONS)}, such as "
+                "dp_shard=2,tp=2"
+            )
+        sizes[dimension] = int(size)
+    given = Sizes(**sizes)
+    if "dp_shard" not in sizes and processes % given.world == 0:
+        given = Sizes(**sizes, dp_shard=processes // given.world)
+    works = f"--processes {given.world}, sizes whose product is {processes}, or --mesh all"
+    if given.world != processes:
+        raise InputError(f"--mesh: {mesh} is {given.world} processes, but --processes is {processes}; use {works}")
+    if (exchange := given.fsdp * given.tp) % given.ep:
+        raise InputError(
+            f"--mesh: ep={given.ep} does not divide dp_shard x cp x tp = {exchange}; use a size that does"
+        )
+    if given.world == 1:
+        raise InputError("--mesh: one process has nothing to divide; use --processes 2 or more")
+    return [named(given)]
+
+
 def compare_strategies(
     recipe: Path,
     output: Path,
     *,
     models: Sequence[Path] | None = None,
     strategies: str | None = None,
+    mesh: str | None = None,
     changes: Sequence[tuple[str, str]] = (),
     **settings: Any,
 ) -> int:
@@ -68,12 +119,15 @@ def compare_strategies(
     With models it also prints a table of all results.
 
     Args:
-        strategies: comma-separated names; None: all files in accelerate_configs/.
+        strategies: comma-separated names; None: all files in accelerate_configs/, or with `mesh` no other.
+        mesh: products of dimensions, as `products_asked_for` takes them.
         settings: passed to `measure_parity`.
 
     Returns 0 if every model matches its own run under `single`, else 1. Raises InputError as `measure_parity` does.
     """
-    names = strategies.split(",") if strategies else strategy_names()
+    names = strategies.split(",") if strategies else [] if mesh else strategy_names()
+    if mesh:
+        names += products_asked_for(mesh, settings["processes"], bool(models) or trains_experts(recipe, changes))
     if not models:
         return exit_status(measure_parity(recipe, output, strategies=names, changes=changes, **settings))
     folders = [path.stem for path in models]
@@ -90,6 +144,15 @@ def compare_strategies(
         print()
     print(f"Largest difference of the loss from {REFERENCE}\n{table(rows, right=set(range(1, len(rows[0]))))}")
     return max(statuses)
+
+
+def trains_experts(recipe: Path, changes: Sequence[tuple[str, str]]) -> bool:
+    """Tells if the recipe's model has experts that could be divided."""
+    from pretrain.data.vocabulary import planned_model_config
+    from pretrain_tools.planning.memory import sizes_of
+
+    config = read_run_config(recipe, changes)
+    return sizes_of(planned_model_config(config.model, config.data)).experts > 0
 
 
 def loss_or_why_not(result: Mapping) -> str:
@@ -116,7 +179,8 @@ def measure_parity(
     contains runs, or a recipe that `single` rejects.
     """
     known = strategy_names()
-    problems = [f"--strategies: {n} is unknown{did_you_mean(n, known)}" for n in strategies if n not in known]
+    unknown = [name for name in strategies if name not in known and sizes_called(name) is None]
+    problems = [f"--strategies: {name} is unknown{did_you_mean(name, known)}" for name in unknown]
     strategies = [REFERENCE, *(name for name in strategies if name != REFERENCE)]
     problems += [
         f"{output / name} exists; remove it or choose another --output"
@@ -186,9 +250,12 @@ def run_overrides(recipe: Path, changes: Sequence[tuple[str, str]], steps: int, 
 
 def train_under(name: str, processes: int, recipe: Path, output: Path, overrides: list[str]) -> StrategyOutcome:
     """Trains under one strategy and returns the outcome; the console goes to output.log."""
+    sizes = sizes_called(name)
+    options = [(f"--{setting(dimension)}", str(size)) for dimension, size in (sizes.named() if sizes else {}).items()]
     command = [
-        *(sys.executable, "-m", "accelerate.commands.launch"),
-        *("--config_file", f"accelerate_configs/{name}.yaml"),
+        *(sys.executable, "-m", "pretrain.launch" if sizes else "accelerate.commands.launch"),
+        *("--config_file", f"accelerate_configs/{'mesh' if sizes else name}.yaml"),
+        *(word for option in options for word in option),
         *("--num_processes", str(processes), "--main_process_port", "0", "train.py"),
         *("--config", str(recipe.absolute()), "--output", str(output.absolute()), *overrides),
     ]
@@ -211,6 +278,8 @@ def mistaken_launch(run: Path, name: str, processes: int) -> str | None:
     """Describes a run that did not use the requested strategy or number of processes; None if it did."""
     record = read_json(run / "strategy.json")
     trained = (record.get("strategy"), record.get("ranks"))
+    if sizes_called(name):
+        trained = (named(Sizes(**record.get("mesh", {}))), trained[1])
     # With one process, the run records `single` whatever the config says.
     if trained == (name, processes) or processes == 1:
         return None
@@ -294,9 +363,11 @@ def report_parity(
     curves = {name: outcome.curve for name, outcome in outcomes.items() if outcome.curve is not None}
     losses = {name: curve.loss for name, curve in curves.items()}
     norms = {name: curve.grad_norm for name, curve in curves.items()}
-    print(f"{distance_table(f'Loss, and differences from {REFERENCE}', losses, relative=False)}\n")
-    print(f"{distance_table(f'Gradient norm, and relative differences from {REFERENCE}', norms, relative=True)}\n")
+    if len(curves) <= MOST_COLUMNS:
+        print(f"{distance_table(f'Loss, and differences from {REFERENCE}', losses, relative=False)}\n")
+        print(f"{distance_table(f'Gradient norm, and relative differences from {REFERENCE}', norms, relative=True)}\n")
     results: dict[str, dict] = {}
+    width = max(20, *map(len, outcomes))
     for name, outcome in outcomes.items():
         if name == REFERENCE:
             continue
@@ -308,11 +379,11 @@ def report_parity(
             verdict = f"{'the same' if same else 'DIFFERENT':<10} loss {loss:.1e}   norm {norm:.1e}"
         elif outcome.refusals:
             results[name] = {"refused": outcome.refusals}
-            verdict = "refused: " + ("\n" + 32 * " ").join(outcome.refusals)
+            verdict = "refused: " + ("\n" + (width + 12) * " ").join(outcome.refusals)
         else:
             results[name] = {"failed": f"{output / name}.log"}
             verdict = f"FAILED: see {output / name}.log"
-        print(f"  {name:<20} {verdict}")
+        print(f"  {name:<{width}} {verdict}")
     (output / "parity.json").write_text(json.dumps(results, indent=1), encoding="utf-8")
     same = sum(result.get("same", False) for result in results.values())
     refused = sum("refused" in result for result in results.values())

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,11 +12,12 @@ import torch
 from pretrain import hardware
 from pretrain.config import Optim
 from pretrain.errors import InputError
+from pretrain.mesh_sizes import Sizes
 from pretrain.optim import muon
 from pretrain.optim.optimizers import OPTIMIZERS, optimizer_builder
 from pretrain.runs.run_folder import read_json
-from pretrain_tools.runs import parity
-from pretrain_tools.runs.parity import (
+from pretrain_tools.experiments import parity
+from pretrain_tools.experiments.parity import (
     Curve,
     StrategyOutcome,
     distance,
@@ -248,6 +250,56 @@ def test_fsdp2_on_two_processes_is_compared_with_one(recipe, tmp_path, capsys):
     other = Curve({step: loss + 1e-4 for step, loss in curves["fsdp2"].loss.items()}, curves["fsdp2"].grad_norm)
     outcomes = {"single": StrategyOutcome(curves["single"]), "fsdp2": StrategyOutcome(other)}
     assert exit_status(report_parity(outcomes, parity.TOLERANCES["fp32"], tmp_path)) == 1
+
+
+def test_all_products_of_four_processes_and_one_of_them():
+    names = parity.products_asked_for("all", 4, has_experts=False)
+    assert len(names) == len(set(names)) == 14, "four dimensions and sharding, two of them 2 or one 4, but for copies"
+    assert {"dp_shard4", "pp2-tp2", "dp_replicate2-cp2"} <= set(names)
+    with_experts = parity.products_asked_for("all", 4, has_experts=True)
+    assert set(names) < set(with_experts) and "dp_shard4-ep2" in with_experts
+    assert parity.products_asked_for("tp=2", 4, False) == ["dp_shard2-tp2"], "the rest is sharded"
+    assert all(parity.named(parity.sizes_called(name)) == name for name in with_experts)
+    assert parity.sizes_called("zero1") is parity.sizes_called("fsdp2") is parity.sizes_called("pp") is None
+
+
+@pytest.mark.parametrize(
+    ("mesh", "message"),
+    [
+        ("tp=two", "tp=two is no size of a dimension; give all, or sizes of pp, dp_replicate, dp_shard, cp, tp, ep"),
+        ("sp=2", "sp=2 is no size of a dimension"),
+        (
+            "tp=3",
+            "tp=3 is 3 processes, but --processes is 4; use --processes 3, sizes whose product is 4, or --mesh all",
+        ),
+        ("pp=2,ep=4", "ep=4 does not divide dp_shard x cp x tp = 2"),
+    ],
+)
+def test_products_that_cannot_be_are_refused_with_what_can(mesh, message):
+    with pytest.raises(InputError) as raised:
+        parity.products_asked_for(mesh, 4, has_experts=True)
+    assert message in str(raised.value)
+
+
+def test_products_are_launched_with_their_sizes_and_compared(recipe, tmp_path, capsys):
+    """Two real processes; all products of four with STRATEGIES=all."""
+    everything = os.environ.get("STRATEGIES") == "all"
+    processes, mesh = (4, "all") if everything else (2, "cp=2")
+    settings = {"steps": 3, "processes": processes, "precision": "fp32"}
+    changes = [
+        ("model.num_hidden_layers", "4"),
+        ("batch.sequences_per_micro_batch", "1"),
+        ("pipeline.schedule", "1F1B"),
+    ]
+    assert parity.compare_strategies(recipe, tmp_path / "out", mesh=mesh, changes=changes, **settings) == 0
+    found = json.loads((tmp_path / "out/parity.json").read_text())
+    assert list(found) == parity.products_asked_for(mesh, processes, has_experts=False)
+    for name, result in found.items():
+        if "refused" not in result:
+            record = read_json(tmp_path / "out" / name / "strategy.json")
+            assert parity.named(Sizes(**record["mesh"])) == name and result["loss"] < 1e-5
+    refused = {name for name, result in found.items() if "refused" in result}
+    assert refused == ({"tp4"} if everything else set()), "two key-value heads"
 
 
 @pytest.mark.parametrize(("strategy", "ranks"), [("ddp", 2), ("fsdp2", 1), ("single", 1)])

@@ -1,0 +1,146 @@
+"""Products of dimensions as one of 64 GPUs: what each dimension sends and what is on the device, beside the least that
+would do and beside the plan. STRATEGIES=all looks at more products."""
+
+from collections import defaultdict
+
+import pytest
+
+from pretrain.mesh_sizes import Sizes
+from pretrain.model.model_config import load_model_config
+from pretrain_tools.planning.footprints import footprint
+from pretrain_tools.planning.layouts import Layout
+from pretrain_tools.planning.memory import PlannedRun
+from pretrain_tools.planning.traffic import Links, Step, flows
+from support.fake_cuda import outcomes_of
+from support.products_on_fake_cuda import LAUNCHES, SHAPE
+from support.ranks_on_fake_cuda import LENGTH, MIXTURE, MODEL, SEQUENCES, read_config
+
+BF16, FP32, INT64 = 2, 4, 8
+LAYERS, VOCABULARY = SHAPE["num_hidden_layers"], SHAPE["vocab_size"]
+WIDTH, MLP, HEAD = MODEL["hidden_size"], MODEL["intermediate_size"], MIXTURE["head_dim"]
+EXPERTS, CHOICES, EXPERT_WIDTH = map(MIXTURE.get, ("num_experts", "num_experts_per_tok", "moe_intermediate_size"))
+MOMENTS = ("micro-step", "last micro-step", "update")
+
+
+@pytest.fixture(scope="module")
+def outcomes():
+    return outcomes_of("support.products_on_fake_cuda")
+
+
+def padded(rows: int, shards: int) -> float:
+    """What FSDP2 sends of a tensor for each of its bytes: it shards rows, and of 2 experts for 8 ranks sends 8."""
+    return -(-rows // shards) * shards / rows
+
+
+def least(model: str, sizes: Sizes, padding=lambda rows, shards: 1.0) -> dict[str, float]:
+    """The bytes of whole tensors that two micro-steps and an update need, {'<kind> of <ranks> by <distance>': bytes},
+    on the last stage, from the model's shape alone."""
+    is_mixture, stages, tp, ep = model == "qwen3_moe", sizes.pp, sizes.tp, sizes.ep
+    layers = LAYERS / stages
+    experts = EXPERTS * 3 * WIDTH * EXPERT_WIDTH if is_mixture else 0
+    split = 4 * WIDTH**2 + (0 if is_mixture else 3 * WIDTH * MLP) + (experts if ep == 1 else 0)
+    router = EXPERTS * WIDTH * padding(EXPERTS, sizes.fsdp)
+    unsplit = 2 * WIDTH + (2 * HEAD + router if is_mixture else 0)
+    root = VOCABULARY * WIDTH * (2 if stages == 1 else 1) + WIDTH
+    in_layers = layers * (split / tp + unsplit)
+    here = layers * experts / ep * padding(EXPERTS // ep, sizes.efsdp) if ep > 1 else 0
+    tokens = SEQUENCES * stages * LENGTH / sizes.cp
+    hidden = tokens * WIDTH
+    found: dict[str, float] = defaultdict(float)
+
+    def add(kind: str, ranks: int, distance: int, size: float) -> None:
+        if ranks > 1 and size:
+            found[f"{kind} of {ranks} by {distance}"] += size
+
+    # Weights forward and again backward, but for what is in no layer; a pipeline keeps them, and whole gradients, for
+    # the step.
+    passes, micro_steps = (2, 2) if stages == 1 else (1, 1)
+    add("all-gather", sizes.fsdp, tp, micro_steps * BF16 * (passes * in_layers + root))
+    add("reduce-scatter", sizes.fsdp, tp, micro_steps * FP32 * (in_layers + root))
+    add("all-gather", sizes.efsdp, ep, micro_steps * BF16 * passes * here)
+    add("reduce-scatter", sizes.efsdp, ep, micro_steps * FP32 * here)
+    own = (in_layers + root) / sizes.fsdp + here / sizes.efsdp
+    add("all-reduce", sizes.dp_replicate, sizes.fsdp * tp, FP32 * own)
+    # Sums of hidden states after attention and MLP, or gathered results of experts; gradients of the choices' weights
+    # and of the hidden states before the head.
+    sums = 2 if ep > 1 else 4
+    add("all-reduce", tp, 1, 2 * BF16 * sums * layers * hidden + FP32 * (layers * unsplit + root) / sizes.fsdp)
+    gathered = 2 * layers * hidden if ep > 1 else 0
+    add("all-gather", tp, 1, 2 * BF16 * (hidden + gathered))
+    if is_mixture:
+        add("all-gather" if ep > 1 else "all-reduce", tp, 1, 2 * BF16 * layers * tokens * CHOICES)
+    add("all-to-all", sizes.cp, tp, 2 * BF16 * 2 * 4 * hidden / tp * layers)
+    add("all-to-all", ep, 1, 2 * layers * (BF16 * 4 * hidden / tp * CHOICES + INT64 * EXPERTS))
+    add("send", stages, sizes.world // stages, 2 * BF16 * hidden)
+    return found
+
+
+def counted(outcome) -> dict[str, float]:
+    """The same as it was counted, without the sums for the norm, of single numbers."""
+    assert outcome.error is None, outcome.error
+    found: dict[str, float] = defaultdict(float)
+    for moment in MOMENTS:
+        for name, (_, size) in outcome.result[moment]["collectives"].items():
+            if name != "all-reduce of 64 by 1" and not name.startswith("receive"):
+                found[name] += size
+    return found
+
+
+def rings(name: str) -> float:
+    """The part of a collective's bytes that each of its ranks sends."""
+    kind, _, ranks = name.partition(" by ")[0].partition(" of ")
+    passes = {"send": 0.0, "all-reduce": 2.0}.get(kind, 1.0)
+    return 1.0 if kind == "send" else passes * (int(ranks) - 1) / int(ranks)
+
+
+def flow_of(name: str, sizes: Sizes) -> str:
+    kind, _, group = name.partition(" of ")
+    of_tp = group == f"{sizes.tp} by 1" and sizes.tp > 1
+    match kind:
+        case "send":
+            return "pp"
+        case "all-to-all":
+            return "cp" if group == f"{sizes.cp} by {sizes.tp}" else "ep"
+        case "all-reduce":
+            return "tp" if of_tp else "dp_replicate"
+    return "tp" if of_tp and kind == "all-gather" else "fsdp"
+
+
+def planned_run(name: str, folder) -> tuple[Sizes, PlannedRun]:
+    sizes, launch = LAUNCHES[name]
+    config = read_config(folder, launch)
+    return sizes, PlannedRun(config, load_model_config(config.model.config), "bf16")
+
+
+@pytest.mark.parametrize("name", LAUNCHES)
+def test_a_product_sends_the_least(outcomes, name):
+    """But for padding where a rank gets less than one expert, or one row of a router, and a pipeline's hidden states,
+    which travel in fp32, as the residual stream is under autocast on one GPU."""
+    sizes, _ = LAUNCHES[name]
+    expected = least(name.split()[0], sizes, padded)
+    found = counted(outcomes[name])
+    assert found.keys() == expected.keys()
+    for collective, size in found.items():
+        assert size == pytest.approx(expected[collective] * (2 if collective.startswith("send") else 1), rel=0.005)
+
+
+@pytest.mark.parametrize("name", LAUNCHES)
+def test_a_plan_says_what_is_sent(outcomes, name, tmp_path):
+    sizes, run = planned_run(name, tmp_path)
+    work = run.work(Layout.of(sizes, machines=8), SEQUENCES)
+    planned = {flow.name: flow.sent for flow in flows(Step(work, 2, Links(1.0, 1.0, 8)))}
+    found: dict[str, float] = defaultdict(float)
+    for collective, size in counted(outcomes[name]).items():
+        found[flow_of(collective, sizes)] += size * rings(collective)
+    if sizes.pp > 1:  # the last stage, which is looked at, passes gradients alone
+        found["pp"] *= 2
+    assert planned == pytest.approx(found, rel=0.02)
+
+
+@pytest.mark.parametrize("name", LAUNCHES)
+def test_a_plan_says_what_is_on_the_device(outcomes, name, tmp_path):
+    sizes, run = planned_run(name, tmp_path)
+    planned = footprint(run, Layout.of(sizes), SEQUENCES).total
+    peak = max(outcomes[name].result[moment]["peak_bytes"] for moment in MOMENTS)
+    assert 0.95 * peak < planned
+    assert planned < 1.4 * peak or sizes.pp > 1, "of a pipeline the first stage is planned, and the last is looked at"

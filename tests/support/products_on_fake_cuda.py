@@ -1,0 +1,128 @@
+"""Cases of tests/parallel/test_products.py, for support.fake_cuda to run: products of dimensions as one of 64 GPUs.
+
+Beside what support.ranks_on_fake_cuda counts: along which dimension each collective goes, and how many bytes are on
+the device. What a fused loss or an attention kernel needs inside does not show.
+"""
+
+import functools
+import os
+import weakref
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import ProcessGroup, _resolve_process_group
+from torch.distributed.tensor import DTensor
+from torch.utils import _pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from pretrain.mesh_sizes import DIMENSIONS, Sizes, variable
+from pretrain_tools.planning.activations import FLASH
+from support.ranks_on_fake_cuda import MODELS, Counter, Launch, count
+
+EVERYTHING = os.environ.get("STRATEGIES") == "all"
+PRODUCTS = {
+    "llama": [
+        (Sizes(dp_replicate=2, dp_shard=8, tp=4), 0),
+        (Sizes(pp=4, dp_shard=4, tp=4), 63),
+        (Sizes(dp_shard=8, cp=4, tp=2), 0),
+    ],
+    "qwen3_moe": [(Sizes(dp_replicate=2, dp_shard=8, tp=4, ep=8), 0)],
+}
+"""{model: [(sizes, rank that is looked at)]}; of a pipeline the last stage."""
+FURTHER = {
+    "llama": [
+        (Sizes(dp_shard=64), 0),
+        (Sizes(dp_replicate=8, dp_shard=8), 0),
+        (Sizes(dp_replicate=8, tp=8), 0),
+        (Sizes(dp_shard=8, tp=8), 0),
+        (Sizes(dp_shard=8, cp=8), 0),
+        (Sizes(dp_replicate=4, cp=4, tp=2, dp_shard=2), 0),
+        (Sizes(pp=2, dp_replicate=32), 63),
+        (Sizes(pp=8, dp_shard=8), 63),
+        (Sizes(pp=2, dp_replicate=2, dp_shard=4, cp=2, tp=2), 63),
+        (Sizes(pp=4, tp=8, cp=1, dp_replicate=2), 63),
+    ],
+    "qwen3_moe": [
+        (Sizes(dp_shard=64, ep=8), 0),
+        (Sizes(dp_replicate=8, dp_shard=8, ep=8), 0),
+        (Sizes(dp_replicate=2, dp_shard=8, tp=4), 0),
+        (Sizes(dp_shard=16, cp=4, ep=16), 0),
+        (Sizes(dp_shard=8, cp=2, tp=4, ep=4), 0),
+    ],
+}
+SHAPE = {"vocab_size": 1024, "num_hidden_layers": 8}
+MODELS |= {f"{name} of 64": {**model, **SHAPE} for name, model in MODELS.items()}
+
+
+class CounterByDimension(Counter):
+    """Names collectives by dimension, and measures what is on the device meanwhile."""
+
+    def __enter__(self):
+        LiveBytes.current.peak = 0
+        return super().__enter__()
+
+    def __exit__(self, *exception):
+        self.seen.peak_bytes = LiveBytes.current.peak
+        return super().__exit__(*exception)
+
+    def name(self, kind: str, group: ProcessGroup) -> str:
+        first, second = dist.get_process_group_ranks(_resolve_process_group(group.group_name))[:2]
+        return f"{kind} of {group.size()} by {second - first}"
+
+
+class LiveBytes(TorchDispatchMode):
+    """Adds up the storages on the device, some of which FSDP empties and fills again."""
+
+    current: "LiveBytes"
+
+    def __init__(self):
+        super().__init__()
+        self.storages: dict[int, weakref.ref] = {}
+        self.peak = 0
+        LiveBytes.current = self
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if DTensor in types:
+            return NotImplemented
+        result = func(*args, **(kwargs or {}))
+        for value in _pytree.tree_leaves(result):
+            if isinstance(value, torch.Tensor) and value.device.type == "cuda":
+                self.add(value.untyped_storage())
+        alive = [storage for reference in list(self.storages.values()) if (storage := reference()) is not None]
+        self.peak = max(self.peak, sum(storage.nbytes() for storage in alive))
+        return result
+
+    def add(self, storage: torch.UntypedStorage) -> None:
+        key = storage._cdata
+        if key not in self.storages:
+            self.storages[key] = weakref.ref(storage, lambda _: self.storages.pop(key, None))
+
+
+def name_of(model: str, sizes: Sizes) -> str:
+    return " ".join([model, *(f"{name}{size}" for name, size in sizes.named().items())])
+
+
+def launch_of(model: str, sizes: Sizes, rank: int) -> Launch:
+    return Launch(
+        "mesh",
+        rank,
+        tuple((variable(name), str(getattr(sizes, name))) for name in DIMENSIONS),
+        layers=SHAPE["num_hidden_layers"],
+        model=f"{model} of 64",
+        settings=(("loss.backend", "chunked_compiled"), ("compile", "none")),
+        attention=FLASH,
+        ranks=sizes.world,
+    )
+
+
+def measured(launch: Launch) -> dict[str, Any]:
+    with LiveBytes():
+        return count(launch, CounterByDimension)
+
+
+ALL = {model: [*cases, *(FURTHER[model] if EVERYTHING else [])] for model, cases in PRODUCTS.items()}
+LAUNCHES = {
+    name_of(model, sizes): (sizes, launch_of(model, sizes, rank)) for model in ALL for sizes, rank in ALL[model]
+}
+CASES = {name: functools.partial(measured, launch) for name, (_, launch) in LAUNCHES.items()}
