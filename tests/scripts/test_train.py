@@ -373,13 +373,10 @@ def test_check_finds_a_model_whose_layers_are_recomputed_all_or_not_at_all(recip
 def test_check_finds_what_the_strategy_refuses_with_all_else(recipe, monkeypatch):
     monkeypatch.setattr(registry, "launched_strategy", lambda: "fsdp2")
     monkeypatch.setattr(registry, "launcher_problems", lambda config, precision, name: [])
-    overrides = [("optim.name", "adafactor"), ("optim.stochastic_rounding", "true"), ("batch.tokens_per_step", "300")]
+    overrides = [("compile", "full"), ("batch.tokens_per_step", "300")]
     with pytest.raises(InputError) as caught:
         check(SimpleNamespace(config=read_run_config(recipe, overrides), recipe=recipe))
-    assert [problem.partition(":")[0] for problem in caught.value.problems] == [
-        "optim.stochastic_rounding",
-        "batch.tokens_per_step",
-    ]
+    assert [problem.partition(":")[0] for problem in caught.value.problems] == ["compile", "batch.tokens_per_step"]
 
 
 def test_a_run_that_has_begun_needs_its_trunk_no_more(recipe, tmp_path):
