@@ -186,8 +186,8 @@ class MeshStrategy(Strategy):
             share_head(model, self.tp_group)
         # With one rank there is nothing to free: the gathered weights are the shards. A pipeline's schedule keeps them
         # from the first backward pass to the last; freed after every forward pass, they would be gathered for each
-        # microbatch anew. And a split backward pass finds only the weights that are in the modules when it runs;
-        # without their gradients it would go on in silence.
+        # microbatch again. A split backward pass also needs them: torch computes gradients only for parameters that
+        # the modules hold when it runs, and silently skips weights that fully_shard has swapped out.
         self.reshards = (
             sizes.fsdp > 1 and sizes.pp == 1 and os.environ.get("FSDP_RESHARD_AFTER_FORWARD", "true") == "true"
         )

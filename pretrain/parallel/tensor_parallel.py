@@ -211,13 +211,13 @@ def split_linear(linear: nn.Linear, style: str, mesh: DeviceMesh) -> None:
 
 
 def project(linear: nn.Linear, x: Tensor) -> Tensor:
-    """Returns the outputs of this rank's columns."""
+    """Multiplies by this rank's slice of the outputs."""
     bias = None if linear.bias is None else linear.bias.to_local()
     return F.linear(x, linear.weight.to_local(), bias)
 
 
 def project_and_sum(linear: nn.Linear, group: str, x: Tensor) -> Tensor:
-    """Returns the sum over the ranks of what their rows contribute."""
+    """Multiplies by this rank's slice and sums the partial outputs over the ranks."""
     out = Sum.apply(F.linear(x, linear.weight.to_local()), group)
     return out if linear.bias is None else out + linear.bias.to_local().to(out.dtype)
 

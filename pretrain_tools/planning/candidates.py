@@ -33,7 +33,7 @@ from pretrain_tools.planning.traffic import reduces_by_choice
 AS_FAST = 0.03
 """Difference in time below which a plan takes two strategies for equally fast."""
 BEST_PRODUCTS = 3
-"""Products of dimensions that a plan lists beside the launcher files."""
+"""Number of products of dimensions that a plan lists below the launcher files."""
 SIMPLEST_FIRST = {name: place for place, name in enumerate(STRATEGIES)}
 
 

@@ -173,7 +173,7 @@ class Speed:
     """Measured speed of one process; None: computed from the MFU."""
 
     def step(self, run: PlannedRun, work: RunWork, hardware: Hardware, layout: Layout, micro_batch: int) -> StepTime:
-        """Estimates a step with so many sequences per micro-batch."""
+        """Estimates the time of a step for a number of sequences per micro-batch."""
         config = run.config
         if self.tokens_per_second:
             compute = work.tokens_per_step / (self.tokens_per_second * hardware.gpus)

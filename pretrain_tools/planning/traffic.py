@@ -51,7 +51,7 @@ class Links:
 
 @dataclass(frozen=True)
 class Flow:
-    """What a GPU sends in a step for one purpose."""
+    """Bytes that a GPU sends in a step along one dimension, and the seconds that takes."""
 
     name: str
     """A dimension; `update` for exchanges of matrices by the optimizer."""

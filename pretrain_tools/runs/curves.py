@@ -18,7 +18,7 @@ VALIDATION_LOSSES = {"": "loss", ", average": "average_loss", ", stage's length"
 """{what follows the source in a curve's name: key of the validation event}"""
 
 Columns = dict[str, NDArray]
-"""Arrays of equal length; NaN where a number is not known."""
+"""Arrays of equal length; NaN marks a missing value."""
 
 
 @dataclass(frozen=True)
