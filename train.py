@@ -35,6 +35,7 @@ from pretrain.parallel.registry import make_strategy, micro_batches_launched, sh
 from pretrain.parallel.strategy import Strategy
 from pretrain.training.between_steps import (
     decay,
+    diagnose,
     evaluate,
     log_step,
     report_saves,
@@ -132,6 +133,8 @@ def main(asked: CommandLine, config: RunConfig, strategy: Strategy, last_step: i
             evaluate(run)
         if due.samples:
             sample(run)
+        if due.diagnoses:
+            diagnose(run, batch)
         if due.compares_copies:
             compare_copies(run)
         if run.ends or due.pauses:

@@ -384,15 +384,21 @@ class Samples(Cadence):
     """Sample from the fewest tokens whose probabilities reach this sum; null: all."""
 
 
+class Diagnostics(Cadence):
+    """RMS of activations, weights, gradients and updates, largest attention logits and units that are off, by layer;
+    without every_steps or every_tokens: none."""
+
+
 class Evaluation(Cadence):
     """Benchmarks during training; without every_steps or every_tokens: none."""
 
     tasks: Annotated[Names, Field(min_length=1)] = ["base"]
     """Tasks of lm-evaluation-harness, as evaluate.py takes them; sets: base, for models below 1B small, and core."""
-    where: Literal["background", "same"] = "background"
-    """background: in a separate process while training continues. same: training waits for the evaluation."""
+    where: Literal["background", "same", "in_loop"] = "background"
+    """background: in a separate process while training continues. same: training waits for it. in_loop: on all
+    training processes, by the model as it is; tasks that score answers by their likelihood."""
     device: Annotated[str, Field(pattern=r"^(cpu|cuda:[0-9]+)$")] = "cpu"
-    """cpu, or cuda:7, a GPU that the training leaves free (or shares, with where: same)."""
+    """cpu, or cuda:7, a GPU that the training leaves free (or shares, with where: same); not used in_loop."""
     limit: PositiveFloat | None = None
     """Documents per task; null: all."""
     include_path: Path | None = None
@@ -593,6 +599,7 @@ class RunConfig(Section):
     validation: Validation = Validation()
     checkpoint: Checkpoint = Checkpoint()
     samples: Samples = Samples()
+    diagnostics: Diagnostics = Diagnostics()
     evaluation: Evaluation = Evaluation()
     logging: Logging = Logging()
     guard: Guard = Guard()

@@ -368,11 +368,12 @@ def _dense_mask(query_BHTE: Tensor, key_BGTE: Tensor, cu_seq_lens: Tensor | None
         mask_TT = mask_TT & (distance_TT < window)
     if cu_seq_lens is None:
         return mask_TT[None, None]
-    segment_BT = _segment_ids(cu_seq_lens, batch, length)
+    segment_BT = segment_ids(cu_seq_lens, batch, length)
     return (mask_TT & (segment_BT[:, :, None] == segment_BT[:, None, :]))[:, None]
 
 
-def _segment_ids(cu_seq_lens: Tensor, batch: int, length: int) -> Tensor:
+def segment_ids(cu_seq_lens: Tensor, batch: int, length: int) -> Tensor:
+    """Returns the number of each position's segment, (B, T)."""
     tokens = torch.arange(batch * length, dtype=cu_seq_lens.dtype, device=cu_seq_lens.device)
     return torch.searchsorted(cu_seq_lens, tokens, right=True).view(batch, length)
 
@@ -383,7 +384,7 @@ def _library_masks(cu_seq_lens: Tensor, batch: int, length: int, attention: str)
     It is one mask for all layers, or {kind of layer: mask} as the name of the attention lists them (`candidates_of`).
     """
     implementation, _, form = attention.partition("+")
-    segment_BT = _segment_ids(cu_seq_lens, batch, length)
+    segment_BT = segment_ids(cu_seq_lens, batch, length)
     position = torch.arange(length, device=cu_seq_lens.device)
     distance_TT = position[:, None] - position[None, :]
     may_look = ((segment_BT[:, :, None] == segment_BT[:, None, :]) & (distance_TT >= 0))[:, None]
@@ -462,7 +463,7 @@ def _flex_block_mask(cu_seq_lens: Tensor, batch: int, length: int):
     """
     from torch.nn.attention.flex_attention import BlockMask
 
-    segment_BT = _segment_ids(cu_seq_lens, batch, length)
+    segment_BT = segment_ids(cu_seq_lens, batch, length)
 
     def same_segment_and_causal(b, h, query, key):
         return (segment_BT[b, query] == segment_BT[b, key]) & (query >= key)

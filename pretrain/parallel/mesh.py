@@ -392,16 +392,19 @@ class MeshStrategy(Strategy):
     def gradient_norm(self) -> Tensor:
         """Returns the norm by one sum over all ranks: a local square counts 1 / (ranks of the stage that have it)."""
         self.combine_gradients()
-        by_copies: dict[int, list[Tensor]] = {}
-        for parameter, copies in self.copies_of.items():
-            is_copy = parameter is self.tied and self.mesh.rank("pp") == self.stage_owners[-1]
-            if parameter.grad is not None and not is_copy:
-                by_copies.setdefault(copies, []).append(local(parameter.grad))
+        by_share: dict[float, list[Tensor]] = {}
+        for parameter in self.name_of:
+            if parameter.grad is not None:
+                by_share.setdefault(self.share_of(parameter), []).append(local(parameter.grad))
         square = torch.zeros((), device=self.device)
-        for copies, gradients in by_copies.items():
-            square += total_norm(gradients).square().to(self.device) / copies
+        for share, gradients in by_share.items():
+            square += total_norm(gradients).square().to(self.device) * share
         dist.all_reduce(square)
         return square.sqrt()
+
+    def share_of(self, parameter: nn.Parameter) -> float:
+        is_copy = parameter is self.tied and self.mesh.rank("pp") == self.stage_owners[-1]
+        return 0.0 if is_copy else 1 / self.copies_of[parameter]
 
     def gradients(self) -> list[Tensor]:
         return [local(parameter.grad) for parameter in self.name_of if parameter.grad is not None]

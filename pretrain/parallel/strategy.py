@@ -94,6 +94,8 @@ class Strategy:
 
     before_step: tuple[Callable[[int], None], ...] = ()
     """Functions called with the number of micro-steps before each step's first one."""
+    before_update: tuple[Callable[[], None], ...] = ()
+    """Functions called once the gradients are complete, before they are clipped; not by ZeRO, which hides them."""
     after_update: tuple[Callable[[torch.Tensor], None], ...] = ()
     """Functions called with `skipped` at the end of every update, including skipped ones."""
 
@@ -255,6 +257,8 @@ class Strategy:
     def clip_and_step(self, max_grad_norm: float | None) -> tuple[torch.Tensor, torch.Tensor]:
         """Implements `update` for this strategy, with the same arguments and results."""
         grad_norm = self.gradient_norm()
+        for call in self.before_update:
+            call()
         skipped = (~torch.isfinite(grad_norm)).float()
         divisor = None  # torch.nn.utils.clip_grad_norm_ would multiply by its inverse
         if max_grad_norm is not None:
@@ -294,6 +298,10 @@ class Strategy:
     def gradients(self) -> list[torch.Tensor]:
         """Returns this rank's parts of the parameters' gradients."""
         return [parameter.grad for parameter in self.name_of if parameter.grad is not None]
+
+    def share_of(self, parameter: torch.nn.Parameter) -> float:
+        """Returns the factor of this rank's part of a parameter in a sum over ranks that counts each element once."""
+        return 1 / self.ranks.count
 
     @property
     def dropout_rank(self) -> int:

@@ -36,6 +36,8 @@ LAST_COPY_SECONDS = 30.0
 
 def evaluation_problems(settings: Evaluation) -> list[str]:
     """Lists the problems of the tasks and their folders, found by evaluate.py's code in a separate process."""
+    if settings.where == "in_loop" and settings.eval_bundle is not None:
+        return ["evaluation.where: in_loop has no tasks of a bundle; use same, or leave evaluation.eval_bundle out"]
     command = [sys.executable, "-m", "pretrain_tools.evaluation.task_names", *task_arguments(settings)]
     environment = environment_alone() | {"PYTHONPATH": python_path()}
     try:

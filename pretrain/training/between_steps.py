@@ -191,8 +191,11 @@ def report_saves(run: Run) -> None:
 def evaluate(run: Run) -> None:
     """Evaluates this step's checkpoint in a separate process, if it was written. A collective call.
 
-    With `where: same` all ranks wait for its end.
+    With `where: same` all ranks wait for its end; with `where: in_loop` they evaluate the model as it is.
     """
+    if run.benchmarks is not None:
+        _measure_benchmarks(run)
+        return
     if not run.is_saved:
         return
     settings = run.config.evaluation
@@ -205,6 +208,41 @@ def evaluate(run: Run) -> None:
             beat()
 
 
+def _measure_benchmarks(run: Run) -> None:
+    step = run.state.step
+    settings = run.config.evaluation
+    with may_be_cut_short(run, "evaluation") as beat:
+        found = run.benchmarks.measure(
+            run.built.model,
+            run.strategy,
+            window=run.config.data.window,
+            sequences=run.config.batch.sequences_per_micro_batch * run.strategy.micro_batches_per_call,
+            attention=run.plan.attention,
+            beat=beat,
+        )
+        if isinstance(found, str):
+            run.warn(f"no benchmarks: {found}")
+            return
+        scores, shortened = found
+        if shortened:
+            run.warn(f"benchmarks: {shortened:,} questions are longer than a window and lost their beginning")
+        curves = {}
+        for task, measures in scores.items():
+            about = {"task": task.name, **measures, "few_shots": task.few_shots, "samples": task.count}
+            run.log.write(
+                "evaluation",
+                step=step,
+                tokens=run.state.tokens,
+                model=f"{run.config.output}@{step}",
+                **about,
+                is_part=task.is_part,
+                limit=settings.limit,
+            )
+            if not task.is_part:
+                curves |= {f"evaluation/{name}/{task.name}": value for name, value in measures.items()}
+        run.log.track({name: value for name, value in curves.items() if value is not None})
+
+
 def sample(run: Run) -> None:
     """Logs the model's continuations of the recipe's prompts. A collective call."""
     step = run.state.step
@@ -214,6 +252,24 @@ def sample(run: Run) -> None:
         )
         for prompt, text in texts:
             run.log.write("sample", step=step, prompt=prompt, text=text)
+
+
+def diagnose(run: Run, batch: dict[str, Any]) -> None:
+    """Logs what this step did within the model, layer by layer. A collective call.
+
+    batch: the step's last micro-batch, which goes through the model once more.
+    """
+    with run.pausing("diagnostics"):
+        figures = run.diagnostics.measure(run.built.model, batch)
+        run.log.write("diagnostics", step=run.state.step, **figures)
+        names = figures.pop("layers")
+        curves = {
+            f"diagnostics/{measure}/{name}": value
+            for measure, values in figures.items()
+            for name, value in zip(names, values, strict=True)
+            if value is not None
+        }
+        run.log.track(curves)
 
 
 def decay(run: Run) -> None:

@@ -61,6 +61,7 @@ def build_training(
     prepared = strategy.prepare(model, weights, build_optimizer)
     experts = None
     strategy.before_step = ()
+    strategy.before_update = ()
     strategy.after_update = ()
     if plan.router_losses.routers:
         from pretrain.training.experts import Experts

@@ -14,7 +14,9 @@ from pretrain.recipe import CommandLine
 from pretrain.runs.control import Control
 from pretrain.runs.run_folder import checkpoint_name
 from pretrain.training.background_jobs import Evaluations, MirrorCopies
+from pretrain.training.benchmarks import Benchmarks
 from pretrain.training.build import Built
+from pretrain.training.diagnostics import Diagnostics
 from pretrain.training.guard import SpeedGuard, StepGuard
 from pretrain.training.metrics import LiveFigures, Metrics, Throughput
 from pretrain.training.run_plan import RunPlan, StagePlan
@@ -66,6 +68,8 @@ class Run:
     tokenizer: Path = field(init=False)
     stage: StagePlan = field(init=False)
     """Stage of the last step, whose windows and positions the model has."""
+    diagnostics: Diagnostics | None = None
+    """Measurements within the model, if the recipe asks for them."""
     steps_begun: int = 0
     throughput: Throughput = field(init=False)
     speed_guard: SpeedGuard = field(init=False)
@@ -74,6 +78,8 @@ class Run:
     """Step up to which speed and load are logged; they count from there."""
     mirror: MirrorCopies = field(init=False)
     evaluations: Evaluations = field(init=False)
+    benchmarks: Benchmarks | None = None
+    """Benchmarks on the training processes, if the recipe asks for them there."""
 
     request: Request = Request.NONE
     """Pending request, known to all ranks."""

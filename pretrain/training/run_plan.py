@@ -195,6 +195,7 @@ class Due:
     saves: bool
     evaluates: bool
     samples: bool
+    diagnoses: bool
     compares_copies: bool
     pauses: bool
     is_last: bool
@@ -225,10 +226,13 @@ def due_after(step: int, config: RunConfig, plan: RunPlan) -> Due:
     return Due(
         logs=step % max(1, round(config.logging.every_steps * config.cadence)) == 0 or is_last or pauses,
         validates=is_at(config.validation) or is_last or pauses,
-        # An evaluation needs a checkpoint.
-        saves=is_at(config.checkpoint) or (is_last and config.checkpoint.at_end) or evaluates,
+        # A process that evaluates reads a checkpoint.
+        saves=is_at(config.checkpoint)
+        or (is_last and config.checkpoint.at_end)
+        or (evaluates and config.evaluation.where != "in_loop"),
         evaluates=evaluates,
         samples=samples_every is not None and (is_last or step % samples_every == 0),
+        diagnoses=is_at(config.diagnostics),
         compares_copies=step % config.guard.compare_copies_every_steps == 0,
         pauses=pauses,
         is_last=is_last,

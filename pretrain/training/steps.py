@@ -18,9 +18,12 @@ from pretrain.parallel.replicas import replica_differences
 from pretrain.runs.control import Control
 from pretrain.runs.run_folder import LOCK_FILE
 from pretrain.training.background_jobs import Evaluations, MirrorCopies
+from pretrain.training.benchmarks import Benchmarks
+from pretrain.training.diagnostics import Diagnostics
 from pretrain.training.guard import Finding, SpeedGuard, StepGuard
 from pretrain.training.metrics import LiveFigures, Throughput
 from pretrain.training.run import Run
+from pretrain.training.run_plan import due_after, steps_between
 from pretrain.training.run_records import announce
 from pretrain.training.step_reports import Consensus, StepReport
 from pretrain.training.time_budget import TimeBudget
@@ -55,6 +58,14 @@ def begin(run: Run, validation_readers: dict[str, ShardReader]) -> None:
         _take_positions(run)
     run.mirror = MirrorCopies(config.output, config.checkpoint, run.log)
     run.evaluations = Evaluations(config.output, run.log, threads_beside(device))
+    evaluation = config.evaluation
+    if evaluation.where == "in_loop" and steps_between(evaluation, run.plan, config.cadence) is not None:
+        run.benchmarks = Benchmarks(config.output, evaluation, run.tokenizer)
+        if run.strategy.ranks.is_main:
+            run.benchmarks.begin()
+    if steps_between(config.diagnostics, run.plan, config.cadence) is not None:
+        run.diagnostics = Diagnostics(run.strategy)
+        run.diagnostics.attach()
     run.throughput = Throughput()
     run.speed_guard = SpeedGuard(config.guard.speed_drop)
     run.live = LiveFigures()
@@ -112,6 +123,8 @@ def begin_step(run: Run) -> int:
     run.stage = run.plan.stage(run.state.step)
     if run.stage.differs_from(before):
         _enter_stage(run)
+    if run.diagnostics is not None:
+        run.diagnostics.is_due = due_after(run.state.step + 1, run.config, run.plan).diagnoses
     return run.state.step
 
 

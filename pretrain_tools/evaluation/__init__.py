@@ -5,6 +5,7 @@ Nothing here trains.
     evaluate: one or many models
     shard_loss: loss on prepared shards
     lm_harness: lm-eval's tasks, and bits per byte of their right answers
+    answers: questions and answers as token IDs, for benchmarks on the training processes
     core: DCLM's CORE
     task_names: checks that the benchmarks exist
     interactive: continues what is typed

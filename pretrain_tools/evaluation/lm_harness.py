@@ -291,7 +291,7 @@ def bits_of_right_answers(task: Any) -> list[float]:
         documents.setdefault(instance.doc_id, []).append(instance)
     bits = []
     for instances in documents.values():
-        right = _right_answer(task, instances[0].doc)
+        right = right_answer(task, instances[0].doc)
         if right is None:
             return []
         instance = next(instance for instance in instances if instance.idx == right)
@@ -302,7 +302,7 @@ def bits_of_right_answers(task: Any) -> list[float]:
     return bits
 
 
-def _right_answer(task: Any, document: dict) -> int | None:
+def right_answer(task: Any, document: dict) -> int | None:
     """The number of the request that scores the right answer; None if there is no single one."""
     if task.OUTPUT_TYPE == "loglikelihood":
         return 0

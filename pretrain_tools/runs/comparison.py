@@ -11,6 +11,7 @@ from pretrain.errors import InputError
 from pretrain.runs.run_folder import read_config, read_json, setting
 from pretrain.units import bytes_text, counted, duration_text, energy_text, table
 from pretrain_tools.preparation.cleaning.decontamination import contamination_text
+from pretrain_tools.runs.curves import MEASURES
 from pretrain_tools.runs.history import History, is_number, read_history, require_runs
 from pretrain_tools.runs.status import RunStatus, read_status, state_text, text_of
 
@@ -98,6 +99,10 @@ def results_of(history: History, status: RunStatus) -> dict[str, str]:
     if history.joules is not None:
         grid = setting(read_config(history.folder), "energy.grid_grams_per_kwh")
         results["energy"] = energy_text(history.joules, history.last("start").get("energy"), grid)
+    for key, name in MEASURES.items() if history.of("diagnostics") else ():
+        values = list(filter(is_number, history.last("diagnostics")[key]))
+        if values:
+            results[f"{name}, median and largest"] = f"{statistics.median(values):.3g}, {max(values):.3g}"
     for name in ("resume", "rollback", "spike", "skip", "warning"):
         results[f"{name} events"] = text_of(len(history.of(name)) or None, str)
     return {name: text for name, text in results.items() if text != "-"}

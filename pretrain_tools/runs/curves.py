@@ -14,6 +14,15 @@ from pretrain_tools.runs.history import History, is_number
 from pretrain_tools.runs.status import FIGURES
 
 LOGGED = ("step", "tokens", "hours", "learning_rate", "loss", "grad_norm", "tokens_per_second")
+MEASURES = {
+    "activation_rms": "RMS of activations",
+    "weight_rms": "RMS of weights",
+    "gradient_rms": "RMS of gradients, before clipping",
+    "update_rms": "RMS of updates",
+    "largest_logit": "Largest attention logit",
+    "units_off": "Share of units that are off",
+}
+"""{key of a diagnostics event, which has a value for every layer: its name in words}"""
 VALIDATION_LOSSES = {"": "loss", ", average": "average_loss", ", stage's length": "stage_loss"}
 """{what follows the source in a curve's name: key of the validation event}"""
 
@@ -37,6 +46,8 @@ class RunCurves:
     by_position: dict[str, Columns]
     """Columns `position` (end of each range, in tokens) and `loss`, by 'SOURCE, step N'; N is a stage's last
     validation."""
+    diagnostics: dict[str, Columns]
+    """Columns of MEASURES, by layer, in the order of the model."""
     happened: dict[str, Columns]
     """Places of the events other than measurements, by name of the event."""
 
@@ -60,6 +71,13 @@ def curves_of(history: History) -> RunCurves:
         }
         for name, found in history.scores().items()
     }
+    measured = history.of("diagnostics")
+    layers = dict.fromkeys(layer for event in measured for layer in event["layers"])
+    diagnostics = {
+        layer: places.of(measured)
+        | {name: numbers(of_layer(event, name, layer) for event in measured) for name in MEASURES}
+        for layer in layers
+    }
     names = dict.fromkeys(event["event"] for event in history.events if event["event"] not in FIGURES)
     return RunCurves(
         # What was logged comes last: it replaces interpolated tokens and hours.
@@ -67,8 +85,14 @@ def curves_of(history: History) -> RunCurves:
         validation=validation,
         scores=scores,
         by_position=losses_by_position(history.validation()),
+        diagnostics=diagnostics,
         happened={name: places.of(history.of(name)) for name in names},
     )
+
+
+def of_layer(event: Event, measure: str, layer: str) -> float | None:
+    """Returns the value of a diagnostics event for a layer."""
+    return dict(zip(event["layers"], event[measure], strict=True)).get(layer)
 
 
 def numbers(values: Iterable[Any]) -> NDArray:

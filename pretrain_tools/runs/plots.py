@@ -14,7 +14,7 @@ from numpy.typing import ArrayLike, NDArray
 from pretrain.errors import InputError
 from pretrain.files import write_durably
 from pretrain_tools.runs.comparison import names_of, require_writable
-from pretrain_tools.runs.curves import Columns, RunCurves, curves_of
+from pretrain_tools.runs.curves import MEASURES, Columns, RunCurves, curves_of
 from pretrain_tools.runs.history import History, read_history, require_runs
 from pretrain_tools.runs.status import RunStatus, read_status
 
@@ -169,7 +169,7 @@ def picture_panels(runs: Sequence[PlottedRun]) -> list[Panel]:
     panels = [panel for panel in panels if panel.lines]
     # For several runs, put the panels that compare losses first.
     panels = [loss, *losses, *panels] if len(runs) > 1 else [loss, *panels, *losses]
-    return [*panels, *score_panels(runs)[:MOST_SCORE_PANELS]]
+    return [*panels, *score_panels(runs)[:MOST_SCORE_PANELS], *diagnostics_panels(runs)]
 
 
 def validation_lines(runs: Sequence[PlottedRun]) -> list[Line]:
@@ -217,6 +217,42 @@ def score_panels(runs: Sequence[PlottedRun]) -> list[Panel]:
     return panels
 
 
+def diagnostics_panels(runs: Sequence[PlottedRun]) -> list[Panel]:
+    """Returns a panel for each figure of the diagnostics: by layer for one run, the median layer's for several."""
+    panels = []
+    for measure, title in MEASURES.items():
+        lines = []
+        for number, run in enumerate(runs):
+            layers = {
+                name: columns
+                for name, columns in run.curves.diagnostics.items()
+                if np.isfinite(columns[measure]).any()
+            }
+            if len(runs) == 1:
+                ends = (0, len(layers) - 1)
+                lines += [
+                    Line(color_of_depth(place, len(layers)), columns, measure, label=name if place in ends else None)
+                    for place, (name, columns) in enumerate(layers.items())
+                ]
+            elif layers:
+                columns = next(iter(layers.values()))
+                median = np.median([of_layer[measure] for of_layer in layers.values()], axis=0)
+                lines.append(Line(color_of(number), {**columns, measure: median}, measure))
+        if lines:
+            about = "by layer" if len(runs) == 1 else "median of the layers"
+            is_log = measure in ("gradient_rms", "update_rms")
+            panels.append(Panel(f"{title}, {about}", lines, is_log=is_log))
+    return panels
+
+
+def color_of_depth(place: int, layers: int) -> str:
+    """Returns a color from dark, the first layer, to light, the last."""
+    from matplotlib import colormaps
+    from matplotlib.colors import to_hex
+
+    return to_hex(colormaps["viridis"](0.9 * place / max(1, layers - 1)))
+
+
 def points_of(columns: Columns, position: str, *measures: str) -> NDArray:
     """Returns an array [x, y, ...] of the points at which all of these columns are known."""
     points = np.array([columns[name] for name in (position, *measures)])
@@ -225,6 +261,8 @@ def points_of(columns: Columns, position: str, *measures: str) -> NDArray:
 
 def draw_panel(axis: Any, panel: Panel) -> None:
     """Draws all lines of a panel into a matplotlib axis."""
+    from matplotlib.ticker import LogLocator
+
     style_panel(axis, panel.title)
     for line in panel.lines:
         draw_line(axis, panel, line)
@@ -238,6 +276,7 @@ def draw_panel(axis: Any, panel: Panel) -> None:
         axis.minorticks_off()
     if panel.is_log:
         axis.set_yscale("log")
+        axis.yaxis.set_minor_locator(LogLocator(subs=(2, 5)))  # more labels would cover each other
         axis.yaxis.set_minor_formatter(axis_text)
     if panel.begins_at_zero:
         axis.set_ylim(bottom=0)

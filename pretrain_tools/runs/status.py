@@ -22,7 +22,7 @@ STALE_HEARTBEAT_SECONDS = 60.0
 LONG_STEP_SECONDS = 60.0
 """Time without progress after which `status` mentions it."""
 SHOWN_EVENTS = 8
-FIGURES = frozenset({"train", "validation", "sample", "evaluation"})
+FIGURES = frozenset({"train", "validation", "sample", "evaluation", "diagnostics"})
 """Events that are measurements; the others, such as checkpoint or rollback, are incidents worth listing."""
 
 

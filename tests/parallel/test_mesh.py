@@ -216,6 +216,7 @@ def runs(shards, tmp_path_factory) -> Path:
         "checkpoint": {"every_steps": 2, "keep_last": 9},
         "averaging": {"kind": "ema", "every_steps": 1},
         "logging": {"every_steps": 1},
+        "diagnostics": {"every_steps": STEPS},
     }
     recipe.write_text(yaml.safe_dump(values))
 
@@ -307,6 +308,23 @@ def test_every_product_trains_as_one_process_does(runs, name):
         expected, given = (load_file(run / MIDDLE / f"{file}.safetensors") for run in (alone, found))
         assert expected.keys() == given.keys()
         assert all(torch.allclose(given[key], tensor, atol=2e-5) for key, tensor in expected.items())
+
+
+@pytest.mark.parametrize("name", [*ON_FOUR, *ON_EIGHT])
+def test_diagnostics_of_every_product_are_those_of_one_process(runs, name):
+    optimizer, model, sizes = {**ON_FOUR, **ON_EIGHT}[name]
+    (expected,) = events(runs / f"{optimizer} {model} alone", "diagnostics")
+    (found,) = events(runs / name, "diagnostics")
+    assert found["layers"] == expected["layers"]
+    for measure in ("weight_rms", "gradient_rms", "update_rms"):
+        # AdamW divides by the root of a mean square: where that is nearly 0, an update has fewer equal digits.
+        assert found[measure] == pytest.approx(expected[measure], rel=1e-3 if measure == "update_rms" else 1e-5)
+    has_same_batch = sizes.batch == sizes.pp == 1
+    for measure in ("activation_rms", "largest_logit", "units_off"):
+        known = [row for row, value in enumerate(expected[measure]) if value is not None]
+        assert known == [row for row, value in enumerate(found[measure]) if value is not None]
+        near = pytest.approx([expected[measure][row] for row in known], rel=1e-5 if has_same_batch else 0.5, abs=1e-6)
+        assert [found[measure][row] for row in known] == near
 
 
 @pytest.mark.parametrize("name", RESUMED)

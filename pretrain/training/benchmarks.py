@@ -1,0 +1,277 @@
+"""Benchmarks on the training processes: the likelihoods of tasks' answers by the model as it is, under every strategy.
+
+`pretrain_tools.evaluation.answers`, a process of its own, writes the questions and answers of tasks of
+lm-evaluation-harness as token IDs, once for a run. The loop measures them as it measures a validation split: packed
+into windows of the training's length, which compiles nothing anew, each rank its part. Scores are the harness's: acc,
+acc_norm and the bits per byte of the right answer.
+
+Shapes: R requests (a question with one of its answers), D questions, T tokens of a window.
+"""
+
+import json
+import math
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from pretrain.config import Evaluation, WindowSpec
+from pretrain.model.attention import IGNORED, HostBatch, document_layout
+from pretrain.model.loss import recording_losses
+from pretrain.parallel.launcher import environment_alone, python_path
+from pretrain.parallel.strategy import Strategy
+from pretrain.runs.hub import EVALUATIONS
+from pretrain.training.background_jobs import task_arguments
+
+MEASURES = ("acc", "acc_norm", "bits_per_byte")
+
+
+@dataclass(frozen=True)
+class Task:
+    """A task, or a group of tasks, whose questions count alike."""
+
+    name: str
+    measures: tuple[str, ...]
+    """Those of MEASURES that the harness gives this task."""
+    questions: tuple[tuple[int, int], ...]
+    """Ranges [first, end) of questions."""
+    few_shots: int | None
+    is_part: bool
+    """True for a task of a group that has a score of its own."""
+
+    @property
+    def count(self) -> int:
+        """Number of its questions."""
+        return sum(end - first for first, end in self.questions)
+
+
+@dataclass(frozen=True)
+class Requests:
+    """The requests of all tasks."""
+
+    tasks: list[Task]
+    ids: np.ndarray
+    """Token IDs of all requests, one after the other."""
+    ends: np.ndarray
+    """(R,): where each request's IDs end."""
+    answer_tokens: np.ndarray
+    """(R,): how many of a request's last IDs are its answer."""
+    characters: np.ndarray
+    """(R,): characters of its answer, by which acc_norm divides."""
+    bytes: np.ndarray
+    """(R,): UTF-8 bytes of its answer."""
+    question_ends: np.ndarray
+    """(D,): where the requests of each question end."""
+    right: np.ndarray
+    """(D,): number of the right answer among a question's."""
+
+    @classmethod
+    def read(cls, path: Path) -> "Requests":
+        """Reads what `write` has written."""
+        with np.load(path, allow_pickle=False) as file:
+            arrays = {name: file[name] for name in file.files}
+        tasks = json.loads(bytes(arrays.pop("tasks")))
+        for task in tasks:
+            task["measures"] = tuple(task["measures"])
+            task["questions"] = tuple(map(tuple, task["questions"]))
+        return cls([Task(**task) for task in tasks], **arrays)
+
+    def write(self, path: Path) -> None:
+        """Writes a file of arrays, whole or not at all."""
+        values = dict(vars(self))
+        text = json.dumps([vars(task) for task in values.pop("tasks")]).encode()
+        part = path.with_suffix(".part")
+        with open(part, "wb") as file:
+            np.savez(file, tasks=np.frombuffer(text, np.uint8), **values)
+        part.replace(path)
+
+    def scores(self, log_likelihoods: np.ndarray) -> dict[Task, dict[str, float | None]]:
+        """Returns {task: {measure: mean, measure_stderr: its standard error}} from (R,) log-likelihoods of answers."""
+        starts = np.concatenate([[0], self.question_ends[:-1]])
+        of_questions = {name: np.empty(len(starts)) for name in MEASURES}
+        for number, (start, end) in enumerate(zip(starts, self.question_ends, strict=True)):
+            likelihoods = log_likelihoods[start:end]
+            right = self.right[number]
+            of_questions["acc"][number] = likelihoods.argmax() == right
+            of_questions["acc_norm"][number] = (likelihoods / self.characters[start:end]).argmax() == right
+            of_questions["bits_per_byte"][number] = -likelihoods[right] / math.log(2) / self.bytes[start + right]
+        found = {}
+        for task in self.tasks:
+            here = np.concatenate([np.arange(first, end) for first, end in task.questions])
+            found[task] = {}
+            for name in task.measures:
+                values = of_questions[name][here].tolist()
+                error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
+                found[task] |= {name: statistics.fmean(values), f"{name}_stderr": error}
+        return found
+
+
+@dataclass(frozen=True)
+class Windows:
+    """Requests packed into windows, several in each if documents are kept apart in it."""
+
+    ids: np.ndarray
+    """(W, T + 1) token IDs."""
+    begins: np.ndarray
+    """(W, T): 1 where a request begins, or what follows the last one of a window."""
+    request: np.ndarray
+    """(W, T): number of the request whose answer the position predicts a token of; -1 for no answer."""
+    shortened: int
+    """Requests that were longer than a window and lost the beginning of their question."""
+
+    def part(self, first: int, count: int) -> "Windows":
+        """Returns `count` windows; those after the last one hold no request."""
+        missing = max(0, first + count - max(first, len(self.ids)))
+
+        def rows(values: np.ndarray, empty: int) -> np.ndarray:
+            added = np.full((missing, values.shape[1]), empty, values.dtype)
+            return np.concatenate([values[first : first + count], added])
+
+        return Windows(rows(self.ids, 0), rows(self.begins, 0), rows(self.request, -1), 0)
+
+
+def packed(requests: Requests, window: WindowSpec) -> Windows:
+    """Packs requests in their order; each window begins with a request."""
+    length = window.sequence_length
+    rows: list[list[np.ndarray]] = []
+    numbers: list[list[int]] = []
+    left = 0
+    shortened = 0
+    starts = np.concatenate([[0], requests.ends[:-1]])
+    for number, (start, end) in enumerate(zip(starts, requests.ends, strict=True)):
+        ids = requests.ids[start:end]
+        if len(ids) > length + 1:
+            ids = ids[-(length + 1) :]
+            shortened += 1
+        if len(ids) > left or not window.document_mask:
+            rows.append([])
+            numbers.append([])
+            left = length + 1
+        rows[-1].append(ids)
+        numbers[-1].append(number)
+        left -= len(ids)
+    shape = (len(rows), length)
+    found = Windows(
+        np.zeros((len(rows), length + 1), np.int64), np.zeros(shape, np.int64), np.full(shape, -1), shortened
+    )
+    for row, (parts, of_row) in enumerate(zip(rows, numbers, strict=True)):
+        place = 0
+        for ids, number in zip(parts, of_row, strict=True):
+            end = place + len(ids)
+            found.ids[row, place:end] = ids
+            found.begins[row, place] = 1
+            # A position predicts the ID after it.
+            answer = min(int(requests.answer_tokens[number]), len(ids) - 1)
+            found.request[row, end - 1 - answer : end - 1] = number
+            place = end
+        if place < length:
+            found.begins[row, place] = 1
+    return found
+
+
+class Benchmarks:
+    """The benchmarks of a run. All methods but `begin` are collective.
+
+    Args:
+        run: the run's folder.
+        settings: the recipe's `evaluation`.
+        tokenizer: the folder of the run's tokenizer.
+    """
+
+    def __init__(self, run: Path, settings: Evaluation, tokenizer: Path):
+        arguments = [*task_arguments(settings), "--tokenizer", str(tokenizer.absolute())]
+        if settings.limit is not None:
+            arguments += ["--limit", f"{settings.limit:g}"]
+        name = f"answers-{sha256(json.dumps(arguments).encode()).hexdigest()[:8]}"
+        self.path = run / EVALUATIONS / f"{name}.npz"
+        self.log = self.path.with_suffix(".log")
+        self.settings = settings
+        module = "pretrain_tools.evaluation.answers"
+        self._command = [sys.executable, "-m", module, *arguments, "--output", str(self.path.absolute())]
+        self._process: subprocess.Popen | None = None
+        self._requests: Requests | None = None
+        self._windows: Windows | None = None
+
+    def begin(self) -> None:
+        """Starts the process that writes the requests, if they are not there. Main rank only."""
+        if self.path.is_file():
+            return
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        environment = environment_alone() | {"PYTHONPATH": python_path(), "CUDA_VISIBLE_DEVICES": ""}
+        with open(self.log, "wb") as log:
+            self._process = subprocess.Popen(
+                self._command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT
+            )
+
+    def requests(self, strategy: Strategy, beat: Callable[[], None]) -> Requests | str:
+        """Returns the requests, or what was wrong with them; waits for the process that writes them."""
+        if self._requests is None:
+            process = self._process
+            while strategy.ranks.gather(process is not None and process.poll() is None)[0]:
+                beat()
+                time.sleep(0.05)
+            found: Requests | str | None = None
+            if strategy.ranks.is_main:
+                found = self._written()
+            found = strategy.ranks.gather(found)[0]
+            if isinstance(found, str):
+                return found
+            self._requests = found
+        return self._requests
+
+    def _written(self) -> Requests | str:
+        if self.path.is_file():
+            return Requests.read(self.path)
+        lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines() if self.log.is_file() else []
+        return "; ".join(line for line in lines if line.strip())[-500:] or f"nothing was written, see {self.log}"
+
+    def measure(
+        self,
+        model: torch.nn.Module,
+        strategy: Strategy,
+        *,
+        window: WindowSpec,
+        sequences: int,
+        attention: str,
+        beat: Callable[[], None],
+    ) -> tuple[dict[Task, dict[str, float | None]], int] | str:
+        """Returns ({task: scores}, requests that were shortened), or what is wrong.
+
+        Args:
+            window: windows to pack the requests into, those that the model was compiled for.
+            sequences: windows in one call of the model.
+        """
+        requests = self.requests(strategy, beat)
+        if isinstance(requests, str):
+            return requests
+        if self._windows is None:
+            self._windows = packed(requests, window)
+        sums = torch.zeros(len(requests.ends), dtype=torch.float64)
+        model.eval()
+        try:
+            for first in range(0, len(self._windows.ids), sequences * strategy.data_ranks):
+                mine = first + strategy.data_rank * sequences
+                windows = self._windows.part(mine, sequences)
+                layout = document_layout(windows.begins, 1) if window.document_mask else None
+                batch = HostBatch(torch.from_numpy(windows.ids), layout).on_device(strategy.device, attention)
+                request_BT = torch.from_numpy(windows.request)
+                is_answer_BT = (request_BT >= 0).to(strategy.device)
+                batch["targets_BT"] = batch["targets_BT"].masked_fill(~is_answer_BT, IGNORED)
+                with torch.no_grad(), recording_losses(model) as losses:
+                    model(**batch)
+                if losses:
+                    request_N = request_BT.chunk(strategy.sequence_parts, dim=1)[strategy.part].flatten()
+                    of_answers = request_N >= 0
+                    sums.index_add_(0, request_N[of_answers], torch.cat(losses).cpu().double()[of_answers])
+                beat()
+        finally:
+            model.train()
+        log_likelihoods = -strategy.sum(sums.to(strategy.device)).cpu().numpy()
+        return requests.scores(log_likelihoods), self._windows.shortened

@@ -1,0 +1,277 @@
+"""Measures what happens inside a model, layer by layer, at steps far apart; every other step runs as without it.
+
+These are, for each layer: the root mean square (RMS) of the activations it returns, of its weights, of their gradients
+before clipping and of their change by the step; its largest attention logit, before the softmax; and the share of its
+feed-forward units that no token switches on. The embedding and the head count as layers of their own.
+
+Activations, logits and units come from one more forward pass of the step's last micro-batch after the update, without
+gradients and without compiled code: hooks within compiled layers would change what every other step runs.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers import AttentionInterface
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from pretrain.model.attention import segment_ids
+from pretrain.model.compile import layers_of
+from pretrain.parallel.context_parallel import EXCHANGING
+from pretrain.parallel.strategy import Strategy
+
+OFF = 0.01
+"""A unit is off if its largest magnitude is below this share of the RMS of all units of its layer."""
+MOST_LOGITS = 2**26
+"""Attention logits that are computed at once."""
+MEASURES = ("activation_rms", "weight_rms", "gradient_rms", "update_rms", "largest_logit", "units_off")
+
+
+class Diagnostics:
+    """Measurements of a run's model. `attach` registers what a step calls; nothing happens unless `is_due`."""
+
+    def __init__(self, strategy: Strategy):
+        self.strategy = strategy
+        self.is_due = False
+        """Whether the step that runs is one to measure."""
+        causal_lm = strategy.causal_lm
+        name_of = {module: name for name, module in causal_lm.named_modules(remove_duplicate=False)}
+        self.layers = layers_of(causal_lm)
+        prefixes = [f"{name_of[layer]}." for layer in self.layers]
+        self.row_of: dict[str, int] = {}
+        """Row of each matrix, by its name. Vectors, such as norms and biases, would hide what matrices do."""
+        shapes = {name: shape for name, shape in strategy.model_tensors().shapes.items() if len(shape) > 1}
+        places = {name: next((p for p in prefixes if name.startswith(p)), name) for name in shapes}
+        self.names = [place.removesuffix(".weight").removesuffix(".") for place in dict.fromkeys(places.values())]
+        """Names of the rows, in the order of the model: embedding, layers, and the head if it is not tied."""
+        rows = {place: row for row, place in enumerate(dict.fromkeys(places.values()))}
+        self.row_of = {name: rows[place] for name, place in places.items()}
+        self.rows_of_layers = [rows[prefix] for prefix in prefixes]
+        self.elements = [0] * len(rows)
+        for name, row in self.row_of.items():
+            self.elements[row] += math.prod(shapes[name])
+        self._squares: dict[str, Tensor] = {}
+        """Sums of squares by measure, a vector over the rows, of this rank's share of the parameters."""
+        self._before: dict[str, Tensor] = {}
+        """This rank's parts of the weights before the update, in host memory."""
+
+    def attach(self) -> None:
+        """Registers the methods that an update calls."""
+        self.strategy.before_update += (self.before_update,)
+        self.strategy.after_update += (self.after_update,)
+
+    @torch.no_grad()
+    def before_update(self) -> None:
+        """Measures weights and gradients, and keeps the weights; for strategies that have them as parameters."""
+        if not self.is_due:
+            return
+        for measure in ("weight_rms", "gradient_rms", "update_rms"):
+            self._squares[measure] = torch.zeros(len(self.names), dtype=torch.float64)
+        for parameter, name in self.strategy.name_of.items():
+            if name in self.row_of:
+                self._add("weight_rms", parameter, local(parameter))
+                self._add("gradient_rms", parameter, local(parameter.grad))
+                self._before[name] = local(parameter).detach().to("cpu", copy=True)
+
+    @torch.no_grad()
+    def after_update(self, skipped: Tensor) -> None:
+        """Measures how the update changed the weights: not at all if it was skipped."""
+        for parameter, name in self.strategy.name_of.items():
+            if (before := self._before.pop(name, None)) is not None:
+                weight = local(parameter)
+                self._add("update_rms", parameter, weight - before.to(weight.device))
+
+    def _add(self, measure: str, parameter: nn.Parameter, part: Tensor) -> None:
+        square = torch.linalg.vector_norm(part, dtype=torch.float32).double().square().cpu()
+        row = self.row_of[self.strategy.name_of[parameter]]
+        self._squares[measure][row] += square * self.strategy.share_of(parameter)
+
+    def measure(self, model: nn.Module, batch: dict[str, Any]) -> dict[str, list]:
+        """Runs the extra forward pass. Returns the names of the rows as `layers`, and a list for each of MEASURES.
+
+        None stands for what a row does not have, or what this strategy or architecture does not show. A collective
+        call of all ranks.
+        """
+        watched = Watched(self.layers, self.strategy)
+        model.eval()
+        try:
+            with torch.no_grad(), torch.compiler.set_stance("force_eager"), watched.attached():
+                model(**batch)
+        finally:
+            model.train()
+        found: dict[str, list] = {"layers": self.names}
+        of_layers = watched.figures()
+        for measure in MEASURES:
+            values: list[float | None] = [None] * len(self.names)
+            if measure in of_layers:
+                for row, value in zip(self.rows_of_layers, of_layers[measure], strict=True):
+                    values[row] = value
+            elif measure in self._squares:
+                total = self._squares[measure].to(self.strategy.device, torch.float32)
+                if self.strategy.ranks.count > 1:
+                    dist.all_reduce(total)
+                squares = total.tolist()
+                values = [math.sqrt(square / count) for square, count in zip(squares, self.elements, strict=True)]
+            found[measure] = values
+        self._squares.clear()
+        return found
+
+
+class Watched:
+    """Records of one forward pass, a number for each layer; a rank has zeros for layers that it does not run."""
+
+    def __init__(self, layers: list[nn.Module], strategy: Strategy):
+        self.layers = layers
+        self.strategy = strategy
+        self.layer_of = {module: number for number, layer in enumerate(layers) for module in layer.modules()}
+        zeros = functools.partial(torch.zeros, len(layers), device=strategy.device)
+        self.squares = zeros()
+        self.elements = zeros()
+        self.units = zeros()
+        self.units_off = zeros()
+        self.logits = torch.full_like(self.squares, -torch.inf)
+        self.magnitudes: dict[int, list[Tensor]] = {}
+        """Largest magnitude of every unit, and then the mean square of all: (units + 1,) for each call, by layer."""
+
+    @contextmanager
+    def attached(self) -> Iterator[None]:
+        """Watches the layers while its body runs."""
+        with ExitStack() as stack:
+            for number, layer in enumerate(self.layers):
+                stack.enter_context(removed(layer.register_forward_hook(self.output_hook(number))))
+                for matrix in last_matrices(layer):
+                    stack.enter_context(removed(matrix.register_forward_pre_hook(self.units_hook(number))))
+            stack.enter_context(self.attention())
+            yield
+
+    def output_hook(self, number: int) -> Callable:
+        def hook(layer: nn.Module, inputs: tuple, output: Any) -> None:
+            hidden = output[0] if isinstance(output, tuple) else output
+            self.squares[number] += hidden.float().square().sum()
+            self.elements[number] += hidden.numel()
+
+        return hook
+
+    def units_hook(self, number: int) -> Callable:
+        def hook(matrix: nn.Module, inputs: tuple) -> None:
+            units_NF = inputs[0].detach().float().flatten(0, -2)
+            self.magnitudes.setdefault(number, []).append(
+                torch.cat([units_NF.abs().amax(0), units_NF.square().mean()[None]])
+            )
+
+        return hook
+
+    @contextmanager
+    def attention(self) -> Iterator[None]:
+        """Replaces the attention function by one that also finds the largest logit; models without one have none."""
+        config = self.strategy.causal_lm.config
+        name = config._attn_implementation  # private, but transformers has no public name for it
+        if name not in ALL_ATTENTION_FUNCTIONS.valid_keys():
+            yield
+            return
+        before = ALL_ATTENTION_FUNCTIONS[name]
+        if name == EXCHANGING:  # attends over the whole sequence within
+            watching = functools.partial(before.func, self.watching(before.args[0]), *before.args[1:])
+        else:
+            watching = self.watching(before)
+        AttentionInterface.register(name, watching)
+        try:
+            yield
+        finally:
+            AttentionInterface.register(name, before)
+
+    def watching(self, attend: Callable) -> Callable:
+        def attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **arguments):
+            if (number := self.layer_of.get(module)) is not None:
+                largest = largest_logit(query, key, mask, **arguments)
+                self.logits[number] = torch.maximum(self.logits[number], largest)
+            return attend(module, query, key, value, mask, **arguments)
+
+        return attention
+
+    def figures(self) -> dict[str, list[float | None]]:
+        """Returns {measure: value of each layer} over all ranks; a collective call. Waits for the device."""
+        for number, calls in self.magnitudes.items():
+            of_calls = torch.stack(calls)
+            largest = of_calls[:, :-1].amax(0)
+            self.units[number] = largest.numel()
+            self.units_off[number] = (largest < OFF * of_calls[:, -1].mean().sqrt()).sum()
+        sums = torch.stack([self.squares, self.elements, self.units, self.units_off])
+        sums = self.strategy.sum(sums, by_layer=True)
+        if self.strategy.ranks.count > 1:
+            dist.all_reduce(self.logits, op=dist.ReduceOp.MAX)
+        squares, elements, units, off = sums.tolist()
+        logits = self.logits.tolist()
+        return {
+            "activation_rms": [math.sqrt(a / b) for a, b in zip(squares, elements, strict=True)],
+            "largest_logit": [logit if math.isfinite(logit) else None for logit in logits],
+            "units_off": [a / b if b else None for a, b in zip(off, units, strict=True)],
+        }
+
+
+@contextmanager
+def removed(handle: Any) -> Iterator[None]:
+    """Removes a hook at the end."""
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def last_matrices(layer: nn.Module) -> list[nn.Module]:
+    """Lists the matrices whose inputs are a layer's feed-forward units; empty for experts, which are no modules."""
+    return [
+        module
+        for name, module in layer.named_modules()
+        if name.rpartition(".")[2] in ("down_proj", "c_proj", "w2", "fc2", "fc_out", "dense_4h_to_h")
+        and "attn" not in name
+        and "attention" not in name
+    ]
+
+
+def largest_logit(
+    query_BHTE: Tensor,
+    key_BGTE: Tensor,
+    mask: Any,
+    scaling: float | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    sliding_window: int | None = None,
+    **_: Any,
+) -> Tensor:
+    """Returns the largest scaled product of a query and a key that it may attend to, in fp32."""
+    rows, heads, length, width = query_BHTE.shape
+    keys = key_BGTE.shape[2]
+    scale = width**-0.5 if scaling is None else scaling
+    position = torch.arange(keys, device=query_BHTE.device)
+    distance_TT = position[keys - length :, None] - position[None, :]
+    causal_TT = (distance_TT >= 0) & (distance_TT < (sliding_window or keys))
+    segment_BT = None if cu_seq_lens_q is None else segment_ids(cu_seq_lens_q, rows, length)
+    largest = torch.full((), -torch.inf, device=query_BHTE.device)
+    key_BHTE = key_BGTE.repeat_interleave(heads // key_BGTE.shape[1], dim=1).to(query_BHTE.dtype)
+    at_once = max(1, MOST_LOGITS // (length * keys))
+    for row in range(rows):
+        allowed_TT = causal_TT
+        if isinstance(mask, Tensor):
+            of_row_TT = mask[min(row, len(mask) - 1), 0, :, :keys]
+            allowed_TT = of_row_TT if of_row_TT.dtype == torch.bool else of_row_TT == 0
+        elif mask is not None:  # flex attention's
+            zero = torch.zeros((), dtype=torch.long, device=position.device)
+            allowed_TT = mask.mask_mod(zero + row, zero, position[:length, None], position[None, :])
+        elif segment_BT is not None:
+            allowed_TT = causal_TT & (segment_BT[row][:, None] == segment_BT[row][None, :])
+        for head in range(0, heads, at_once):
+            some = slice(head, head + at_once)
+            logits_HTT = (query_BHTE[row, some] @ key_BHTE[row, some].transpose(1, 2)).float() * scale
+            largest = torch.maximum(largest, logits_HTT.masked_fill(~allowed_TT, -torch.inf).max())
+    return largest
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Returns this rank's part of a tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

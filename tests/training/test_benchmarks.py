@@ -1,0 +1,134 @@
+"""Benchmarks in the loop give evaluate.py's scores, under every strategy."""
+
+import json
+
+import numpy as np
+import pytest
+
+from pretrain.config import WindowSpec
+from pretrain.training.benchmarks import Requests, Task, packed
+from support.project import events, launch, run_script
+
+TASKS = "one,two,three,pair"
+TOGETHER = ("ddp", "cp", "pp", "tp", "zero3")
+
+
+@pytest.fixture(scope="module")
+def tasks(tmp_path_factory):
+    """Two tasks of choices with examples, one of likelihoods, and a group."""
+    folder = tmp_path_factory.mktemp("tasks")
+    texts = [f"def f{i}(self, {'x' * (i % 7)}):" for i in range(9)]
+    lines = [
+        {"start": f"class A{i}:\n", "choices": [texts[i], "é" * (i + 1), " zz"], "answer": i % 3} for i in range(9)
+    ]
+    (folder / "documents.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    common = f"""
+dataset_path: json
+dataset_kwargs: {{data_files: {{validation: "{folder}/documents.jsonl", train: "{folder}/documents.jsonl"}}}}
+validation_split: validation
+training_split: train
+fewshot_split: train
+doc_to_text: '{{{{start}}}}'
+"""
+    choice = "output_type: multiple_choice\ndoc_to_target: answer\ndoc_to_choice: '{{choices}}'\n"
+    both = "metric_list: [{metric: acc}, {metric: acc_norm}]\n"
+    (folder / "one.yaml").write_text(f"task: one\n{common}{choice}{both}")
+    (folder / "two.yaml").write_text(f"task: two\nnum_fewshot: 1\n{common}{choice}metric_list: [{{metric: acc}}]\n")
+    (folder / "three.yaml").write_text(
+        f"task: three\n{common}doc_to_target: ' {{{{choices[0]}}}}'\noutput_type: loglikelihood\n"
+        "metric_list: [{metric: acc}]\n"
+    )
+    (folder / "four.yaml").write_text(
+        f"task: four\n{common}doc_to_target: ' x'\noutput_type: generate_until\n"
+        "metric_list: [{metric: exact_match}]\n"
+    )
+    (folder / "group.yaml").write_text(
+        "group: pair\ntask: [one, two]\naggregate_metric_list: [{metric: acc, weight_by_size: true}]\n"
+    )
+    return folder
+
+
+def scores(run, model: str | None = None) -> dict:
+    return {
+        event["task"]: {name: event[name] for name in ("acc", "acc_norm", "bits_per_byte", "samples") if name in event}
+        for event in events(run, "evaluation")
+        if model is None or event["model"] == model
+    }
+
+
+def test_the_scores_are_those_of_evaluate_and_the_same_under_every_strategy(recipe, tasks, tmp_path):
+    options = ["--evaluation.every_steps", "2", "--evaluation.tasks", f"[{TASKS}]", "--evaluation.where", "in_loop"]
+    options += [
+        "--evaluation.include_path",
+        str(tasks),
+        "--precision",
+        "fp32",
+        "--budget.steps",
+        "2",
+        "--compile",
+        "none",
+    ]
+    options += ["--optim.warmup_steps", "1", "--batch.sequences_per_micro_batch", "2", "--pipeline.schedule", "1F1B"]
+    alone = tmp_path / "alone"
+    run_script("train.py", "--config", recipe, *options, "--output", alone)
+    found = scores(alone)
+    assert {name: row["samples"] for name, row in found.items()} == {"one": 9, "two": 9, "three": 9, "pair": 18}
+
+    words = ("--tasks", *TASKS.split(","), "--include_path", tasks, "--precision", "fp32")
+    run_script("evaluate.py", "--model", f"{alone}@2", *words, "--output", tmp_path / "results.json")
+    (result,) = json.loads((tmp_path / "results.json").read_text())["models"]
+    for name, row in found.items():
+        for measure, value in row.items():
+            if (expected := result["tasks"][name].get(measure)) is not None:
+                assert value == pytest.approx(expected, rel=1e-4), (name, measure)
+        assert result["tasks"][name]["bits_per_byte"] is not None
+
+    runs = [{"strategy": name, "arguments": [*options, "--output", str(tmp_path / name)]} for name in TOGETHER]
+    (tmp_path / "runs.json").write_text(json.dumps(runs))
+    launch("ddp", 2, "tests/support/train_strategies.py", recipe, tmp_path / "runs.json")
+    for name in TOGETHER:
+        of_strategy = scores(tmp_path / name)
+        assert of_strategy.keys() == found.keys()
+        for task, row in found.items():
+            assert of_strategy[task] == pytest.approx(row, rel=1e-5), (name, task)
+
+
+def test_a_task_of_another_kind_is_a_warning_and_the_run_goes_on(recipe, tasks, tmp_path):
+    run_script(
+        "train.py", "--config", recipe, "--evaluation.every_steps", "2", "--evaluation.tasks", "[one, four]",
+        "--evaluation.where", "in_loop", "--evaluation.include_path", tasks, "--budget.steps", "2",
+        "--optim.warmup_steps", "1",
+    )  # fmt: skip
+    (warning,) = [e["message"] for e in events(tmp_path / "run", "warning") if "benchmarks" in e["message"]]
+    assert "--tasks four: is not scored by the likelihood of one right answer; use where: same" in warning
+    assert events(tmp_path / "run", "end")[0]["code"] == 0
+
+
+def requests_of(lengths: list[int]) -> Requests:
+    """Requests of that many IDs, the last one of each the answer; the IDs are numbered throughout."""
+    ends = np.cumsum(lengths)
+    ones = np.ones(len(lengths), int)
+    task = Task("t", ("acc",), ((0, len(lengths)),), None, False)
+    return Requests([task], np.arange(ends[-1]), ends, ones, ones, ones, np.arange(1, len(lengths) + 1), ones * 0)
+
+
+@pytest.mark.parametrize("documents", [True, False])
+def test_every_answer_is_predicted_once_from_its_own_question(documents):
+    lengths = [4, 3, 9, 2, 5, 12, 3]
+    requests = requests_of(lengths)
+    windows = packed(requests, WindowSpec(8, documents))
+    assert windows.shortened == 1 and len(windows.ids) == (5 if documents else 7)
+    for number, end in enumerate(requests.ends):
+        (row,), (place,) = np.nonzero(windows.request == number)
+        assert windows.ids[row, place + 1] == end - 1
+        begin = np.flatnonzero(windows.begins[row, : place + 1])[-1]
+        question = windows.ids[row, begin : place + 1]
+        assert question.tolist() == list(range(end - 1 - len(question), end - 1))
+        assert len(question) == min(lengths[number] - 1, 8)
+
+
+def test_windows_after_the_last_hold_no_request():
+    windows = packed(requests_of([4, 8, 8]), WindowSpec(8, True))
+    part = windows.part(2, 4)
+    assert part.ids.shape == (4, 9) and (part.request[1:] == -1).all() and (part.request[0] == 2).sum() == 1
+    assert (windows.part(9, 2).request == -1).all() and windows.part(9, 2).ids.shape == (2, 9)

@@ -1,0 +1,104 @@
+"""What is measured within a model is what the model computes; test_mesh.py compares it under every product."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from pretrain.model.attention import document_layout
+from pretrain.training.diagnostics import Diagnostics, largest_logit
+from support.tiny_models import TINY
+
+IDS = torch.randint(1, 128, (3, 24), generator=torch.Generator().manual_seed(0))
+IDS[0, 9] = IDS[2, 17] = 0  # ends of documents
+
+
+def strategy_of(model):
+    return SimpleNamespace(
+        causal_lm=model,
+        device=torch.device("cpu"),
+        ranks=SimpleNamespace(count=1),
+        name_of={parameter: name for name, parameter in model.named_parameters()},
+        model_tensors=lambda: SimpleNamespace(shapes={n: tuple(p.shape) for n, p in model.named_parameters()}),
+        share_of=lambda parameter: 1.0,
+        sum=lambda tensor, by_layer: tensor,
+        before_update=(),
+        after_update=(),
+    )
+
+
+def made(name: str, attention: str = "groundwork_sdpa"):
+    torch.manual_seed(0)
+    values = dict(TINY[name])
+    config = AutoConfig.for_model(values.pop("model_type"), **values)
+    return AutoModelForCausalLM.from_config(config, attn_implementation=attention).train()
+
+
+def rms(*tensors) -> float:
+    return torch.cat([tensor.detach().flatten() for tensor in tensors]).square().mean().sqrt().item()
+
+
+@pytest.mark.parametrize("name", ["llama", "llama_tied", "qwen3", "gpt2", "deepone"])
+def test_every_figure_is_that_of_the_models_own_tensors(name):
+    model = made(name)
+    strategy = strategy_of(model)
+    diagnostics = Diagnostics(strategy)
+    diagnostics.attach()
+    diagnostics.is_due = True
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(IDS, labels=IDS).loss.backward()
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    strategy.before_update[0]()
+    optimizer.step()
+    strategy.after_update[0](torch.zeros(()))
+    found = diagnostics.measure(model, {"input_ids": IDS, "output_hidden_states": True})
+
+    assert model.training and len(found["layers"]) == (4 if name in ("llama_tied", "qwen3") else 5)
+    hidden = model.eval()(IDS, output_hidden_states=True).hidden_states
+    named = dict(model.named_parameters())
+    for row, place in enumerate(found["layers"]):
+        inside = [n for n, p in named.items() if n.startswith(f"{place}.") and p.dim() > 1]
+        assert found["weight_rms"][row] == pytest.approx(rms(*(before[n] for n in inside)), rel=1e-5)
+        assert found["gradient_rms"][row] == pytest.approx(rms(*(named[n].grad for n in inside)), rel=1e-5)
+        assert found["update_rms"][row] == pytest.approx(rms(*(named[n] - before[n] for n in inside)), rel=1e-3)
+    first = next(row for row, value in enumerate(found["activation_rms"]) if value is not None)
+    # transformers gives the last layer's output only after the final norm.
+    assert found["activation_rms"][first : first + 2] == pytest.approx([rms(hidden[1]), rms(hidden[2])], rel=1e-5)
+    assert all(value is not None for value in found["largest_logit"][first : first + 3])
+
+
+def test_other_steps_measure_nothing():
+    diagnostics = Diagnostics(strategy_of(made("llama")))
+    diagnostics.before_update()
+    diagnostics.after_update(torch.zeros(()))
+    assert not diagnostics._squares and not diagnostics._before
+
+
+def test_a_unit_that_no_token_switches_on_counts_as_off():
+    model = made("llama")
+    up = model.model.layers[1].mlp.up_proj.weight
+    up.data[: len(up) // 4] = 0
+    found = Diagnostics(strategy_of(model)).measure(model, {"input_ids": IDS})
+    assert [value for value in found["units_off"] if value is not None] == [0.0, 0.25, 0.0]
+
+
+@pytest.mark.parametrize("window", [None, 4])
+@pytest.mark.parametrize("documents", [False, True])
+def test_the_largest_logit_is_one_that_a_query_sees(documents, window):
+    query, key = (torch.randn(3, heads, 24, 8, generator=torch.Generator().manual_seed(heads)) for heads in (4, 2))
+    position = torch.arange(24)
+    allowed = (position[:, None] >= position) & (position[:, None] - position < (window or 99))
+    arguments = {}
+    if documents:
+        layout = document_layout(IDS.numpy(), 0)
+        arguments["cu_seq_lens_q"] = layout["cu_seq_lens_q"]
+        segment = (layout["position_ids"] == 0).cumsum(1)
+        allowed = allowed & (segment[:, :, None] == segment[:, None, :])
+    scores = query @ key.repeat_interleave(2, dim=1).transpose(2, 3) / 8**0.5
+    hidden = scores.max().item()
+    expected = scores.masked_fill(~allowed.view(-1, 1, 24, 24), -torch.inf).max().item()
+    found = largest_logit(query, key, None, sliding_window=window, **arguments).item()
+    assert found == pytest.approx(expected, rel=1e-6) and expected < hidden
+    mask = allowed.expand(3, 24, 24)[:, None]
+    assert largest_logit(query, key, mask).item() == pytest.approx(expected, rel=1e-6)
