@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -55,6 +55,9 @@ from pretrain.parallel.tensor_parallel import (
     sum_in_place,
     tensor_plan_of,
 )
+
+if TYPE_CHECKING:
+    from pretrain.parallel.fp8_gathers import Fp8Gathers
 
 
 class Mesh:
@@ -137,6 +140,7 @@ class MeshStrategy(Strategy):
         self.mesh = Mesh(sizes, self.device.type)
         self.tp_group: dist.ProcessGroup = self.mesh.dense.get_group("tp")
         self.pp_group: dist.ProcessGroup = self.mesh.dense.get_group("pp")
+        self.fp8_gathers: list[Fp8Gathers] = []
         self.data_rank = self.mesh.rank("batch")
         self.data_ranks = sizes.batch
         self.sequence_parts = sizes.cp
@@ -259,6 +263,11 @@ class MeshStrategy(Strategy):
         for root in roots:
             apply(root, mesh=self.mesh.shards(), reshard_after_forward=False, mp_policy=outside)
             root.register_forward_hook(reshard_without_backward)
+        # What is in host memory is copied to the GPU before, which loses what tells fully_shard to gather in fp8.
+        if self.precision == "fp8" and self.sizes.fsdp > 1 and not self.offloads:
+            from pretrain.parallel.fp8_gathers import Fp8Gathers
+
+            self.fp8_gathers = [Fp8Gathers(root, self.mesh.dense.get_group("fsdp")) for root in roots]
         if is_tied and not self.copies_head:
             # fully_shard has replaced the parameter in the stage alone, and the other module is in no stage here.
             if head in here and 0 not in self.roots:
@@ -340,6 +349,8 @@ class MeshStrategy(Strategy):
 
     def begin_step(self, learning_rate: float, micro_steps: int) -> None:
         super().begin_step(learning_rate, micro_steps)
+        for gathers in self.fp8_gathers:
+            gathers.is_stale = True
         if self.sizes.pp > 1:  # its call computes the gradients, of a loss that the loop cannot divide
             self.model.micro_steps = micro_steps
 

@@ -15,6 +15,7 @@ import torch
 from pretrain.config import RunConfig
 from pretrain.model.build import build_meta_model, library_attention
 from pretrain.model.compile import layers_of
+from pretrain.model.fp8 import fp8_layers
 from pretrain.model.loss import CHUNK_BYTES, CPU_PIECE_BYTES, MIN_CHUNK_TOKENS, choose_loss
 from pretrain.model.routers import experts_per_token, routers_of
 from pretrain.model.small_copy import KeyedConfig, projects_hidden_states
@@ -55,6 +56,8 @@ class Sizes:
     """Layers with a mixture of experts."""
     choices: int = 0
     """Experts of a token in one of them."""
+    in_fp8: int = 0
+    """Elements of the layers' matrices that precision fp8 multiplies in 8 bits, and gathers in them."""
 
     @property
     def experts(self) -> int:
@@ -239,6 +242,7 @@ def _sizes(keyed: KeyedConfig) -> Sizes:
         exchanged_width=exchanged_width(keyed.config),
         routers=len(routers),
         choices=max((experts_per_token(router, model.config) or 0 for router in routers), default=0),
+        in_fp8=sum(linear.weight.numel() for linear in fp8_layers(model)),
     )
 
 

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import ProcessGroup, _resolve_process_group
-from torch.distributed.tensor import DTensor
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -83,8 +82,8 @@ class LiveBytes(TorchDispatchMode):
         LiveBytes.current = self
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if DTensor in types:
-            return NotImplemented
+        if any(hasattr(kind, "__tensor_flatten__") for kind in types):
+            return NotImplemented  # a DTensor, or one in fp8, comes back with the tensors inside
         result = func(*args, **(kwargs or {}))
         for value in _pytree.tree_leaves(result):
             if isinstance(value, torch.Tensor) and value.device.type == "cuda":

@@ -416,7 +416,7 @@ def take_step(strategy: Strategy, model: torch.nn.Module, batch: dict, counter: 
     """Two micro-steps and an update, as in train.py."""
     counters = {moment: counter() for moment in ("micro-step", "last micro-step", "update")}
     model.train()
-    strategy.set_learning_rate(0.001)
+    strategy.begin_step(0.001, micro_steps=2)
     for is_last, moment in enumerate(("micro-step", "last micro-step")):
         with counters[moment], strategy.accumulate(is_last=bool(is_last)):
             loss, _ = model(**batch)
