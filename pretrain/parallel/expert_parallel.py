@@ -6,6 +6,8 @@ all-to-alls, and two more for the gradients. No expert has a capacity, so no tok
 many rows travel, so it waits for the GPU once per layer and forward pass.
 """
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -13,9 +15,30 @@ from torch.distributed.tensor import Shard
 from transformers import PreTrainedConfig
 from transformers.distributed.expert_parallel import EpDispatchExpertsParallel, MoEParamShard
 
-from pretrain.mesh_sizes import setting
+from pretrain.mesh_sizes import Sizes, setting
 from pretrain.model.build import build_meta_model
 from pretrain.model.routers import expert_parameters, routers_of
+from pretrain.parallel.dimension import Dimension
+
+
+class ExpertParallel(Dimension):
+    """ep, as a dimension of a mesh."""
+
+    @classmethod
+    def model_problem(cls, model_config: PreTrainedConfig, sizes: Sizes, schedule: str) -> str | None:
+        return model_problem(model_config, sizes.ep)
+
+    def divide(self, unit: str, module: nn.Module) -> None:
+        mesh = self.strategy.mesh
+        for experts in expert_modules(module).values():
+            divide_experts(experts.to(self.strategy.device), mesh.expert["ep"], mesh.dense["tp"])
+
+    def combine(self, gradients: Mapping[nn.Parameter, Tensor]) -> None:
+        # fully_shard has divided by the ranks that have the same experts. Rows of other ranks' tokens have arrived as
+        # well, so the sum is to be divided by all ranks whose tokens differ. set_gradient_divide_factor would do that,
+        # but torch 2.13 divides twice where only one rank has the experts.
+        experts = [grad for parameter, grad in gradients.items() if "ep" in parameter.device_mesh.mesh_dim_names]
+        torch._foreach_mul_(experts, self.strategy.sizes.tp / self.strategy.sizes.ep)
 
 
 def model_problem(model_config: PreTrainedConfig, size: int) -> str | None:

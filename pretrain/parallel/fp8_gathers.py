@@ -1,19 +1,15 @@
 """Gathers the weights of fp8 layers in fp8: half the bytes of bf16, and rounded once, as on one process.
 
-fully_shard calls a local tensor's `fsdp_pre_all_gather` and `fsdp_post_all_gather` in place of its own cast. torchao has
-both on a tensor subclass. Here the parameters stay plain, so optimizers and checkpoints know nothing of fp8, and their
-local tensors borrow the two methods from such a subclass, which shares their memory.
+fully_shard calls a local tensor's `fsdp_pre_all_gather` and `fsdp_post_all_gather` in place of its own cast. torchao
+has both on a tensor subclass. Here the parameters stay plain, so optimizers and checkpoints know nothing of fp8, and
+their local tensors borrow the two methods from such a subclass, which shares their memory.
 """
 
 import math
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import nn
-
-if TYPE_CHECKING:
-    from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor
 
 
 class Fp8Gathers:
@@ -30,7 +26,8 @@ class Fp8Gathers:
         self.group = group
         self.is_stale = True
         """True until the scales of the current weights are known."""
-        self.weights: list[WeightWithDynamicFloat8CastTensor] = []
+        self.weights = []
+        """The weights as torchao's subclass."""
         for module in root.modules():
             if isinstance(module, Float8Linear):
                 part = module.weight.to_local().detach()

@@ -16,7 +16,6 @@ from support.fp8_on_fake_cuda import LAUNCHES, SIZES
 from support.project import events, launch, losses
 from support.ranks_on_fake_cuda import MODEL, SEQUENCES, read_config
 from support.tiny_models import TINY_LLAMA
-from support.tiny_models import TINY_LLAMA
 
 # Where torchao is installed, accelerate imports it in every process, so it is no requirement of the tests.
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="pip install torchao")

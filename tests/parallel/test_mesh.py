@@ -29,6 +29,8 @@ from support.project import ROOT, events, free_port, launch, losses, run_script
 
 EVERYTHING = os.environ.get("STRATEGIES") == "all"
 STEPS = 4
+NORM = 2e-6
+"""Relative difference of a gradient norm in fp32 that the order of sums explains."""
 MIDDLE = "checkpoints/step-00000002"
 
 
@@ -293,7 +295,7 @@ def test_every_product_trains_as_one_process_does(runs, name):
     wanted = losses(alone)
     assert losses(found).keys() == wanted.keys()
     assert all(math.isclose(loss, wanted[step], rel_tol=1e-6) for step, loss in losses(found).items())
-    assert norms(found) == pytest.approx(norms(alone), rel=1e-5)
+    assert norms(found) == pytest.approx(norms(alone), rel=NORM)
     if sizes.pp > 1:  # of several micro-steps
         stages = STAGE_LAYOUTS[SCHEDULE_OF[name]].stages_per_rank
         assert json.loads((found / "reductions.json").read_text()) == STEPS * stages
