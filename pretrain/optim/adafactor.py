@@ -221,6 +221,8 @@ def run_together(updates: Sequence[Generator], holders: Holders | None) -> None:
         if holders is not None:
             tensors = [tensor for them in asked for tensor in them]
             flat = torch.cat([tensor.reshape(-1) for tensor in tensors]).to(holders.device)
+            if not holders.adds:
+                flat.zero_()
             dist.all_reduce(flat, group=holders.group)
             sums = iter(flat.to(tensors[0].device).split([tensor.numel() for tensor in tensors]))
             asked = [[next(sums).view(tensor.shape) for tensor in them] for them in asked]

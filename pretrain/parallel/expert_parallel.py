@@ -6,12 +6,13 @@ all-to-alls, and two more for the gradients. No expert has a capacity, so no tok
 many rows travel, so it waits for the GPU once per layer and forward pass.
 """
 
+import math
 from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard
 from transformers import PreTrainedConfig
 from transformers.distributed.expert_parallel import EpDispatchExpertsParallel, MoEParamShard
 
@@ -70,6 +71,25 @@ def expert_modules(module: nn.Module) -> dict[str, nn.Module]:
     """Returns {name: module} of the experts that transformers' experts interface runs, (E, ...) in each parameter."""
     # The interface marks them only by this private attribute.
     return {name: inner for name, inner in module.named_modules() if hasattr(inner, "_is_expert_parallel")}
+
+
+def pads_much(experts: int, ranks: int) -> bool:
+    """Tells if ranks that shard a stack by its experts would pad it by more than a quarter: 2 for 8 ranks to 8."""
+    return math.ceil(experts / ranks) * ranks > 1.25 * experts
+
+
+def dimension_to_shard(ranks: int, parameter: nn.Parameter) -> Shard | None:
+    """Returns the dimension that fully_shard divides among so many ranks, if not the first: of stacks of experts.
+
+    It must divide evenly, and no other dimension of the mesh may have divided it: rows of two matrices would mix.
+    """
+    is_divided = isinstance(parameter, DTensor)
+    shape = parameter.to_local().shape if is_divided else parameter.shape
+    if len(shape) < 3 or not pads_much(shape[0], ranks):
+        return None
+    taken = {placement.dim for placement in parameter.placements if not placement.is_replicate()} if is_divided else ()
+    free = [dim for dim in range(1, len(shape)) if dim not in taken and shape[dim] % ranks == 0]
+    return Shard(free[0]) if free else None
 
 
 def divide_experts(experts: nn.Module, mesh: DeviceMesh, tp_mesh: DeviceMesh) -> None:

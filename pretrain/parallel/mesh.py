@@ -40,7 +40,7 @@ from pretrain.model.fp8 import use_fp8
 from pretrain.model.loss import LanguageModelLoss
 from pretrain.optim.optimizers import OptimizerBuilder, total_norm
 from pretrain.parallel.dimension import Dimension
-from pretrain.parallel.expert_parallel import expert_modules
+from pretrain.parallel.expert_parallel import dimension_to_shard, expert_modules
 from pretrain.parallel.mesh_tiles import place_tiles
 from pretrain.parallel.pipeline import STAGE_LAYOUTS, PipelineModel, StagedTensors
 from pretrain.parallel.pipeline_stages import Stage, stage_parameters
@@ -240,7 +240,7 @@ class MeshStrategy(Strategy):
         if self.precision != "fp32":
             inside = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         offload = CPUOffloadPolicy(pin_memory=self.device.type != "cpu") if self.offloads else OffloadPolicy()
-        apply = partial(fully_shard, offload_policy=offload)
+        apply = partial(fully_shard, offload_policy=offload, reshard_after_forward=self.reshards, mp_policy=inside)
         here = {module for root in roots for module in root.modules()}
         head = causal_lm.get_output_embeddings()
         embedding = causal_lm.get_input_embeddings()
@@ -256,9 +256,11 @@ class MeshStrategy(Strategy):
             for dimension in self.dimensions:
                 dimension.divide(unit, module)
             for part in expert_modules(module).values() if self.sizes.ep > 1 else ():
-                apply(part, mesh=self.mesh.shards(experts=True), reshard_after_forward=self.reshards, mp_policy=inside)
+                placement = partial(dimension_to_shard, self.sizes.efsdp)
+                apply(part, mesh=self.mesh.shards(experts=True), shard_placement_fn=placement)
             if module in layers:
-                apply(module, mesh=self.mesh.shards(), reshard_after_forward=self.reshards, mp_policy=inside)
+                placement = partial(dimension_to_shard, self.sizes.fsdp)
+                apply(module, mesh=self.mesh.shards(), shard_placement_fn=placement)
         causal_lm.tie_weights()
         self.copies_head = False
         if is_tied and len(roots) > 1 and self.stage_owners[0] == self.stage_owners[-1] == self.mesh.rank("pp"):

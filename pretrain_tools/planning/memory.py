@@ -20,6 +20,7 @@ from pretrain.model.loss import CHUNK_BYTES, CPU_PIECE_BYTES, MIN_CHUNK_TOKENS, 
 from pretrain.model.routers import experts_per_token, routers_of
 from pretrain.model.small_copy import KeyedConfig, projects_hidden_states
 from pretrain.optim.optimizers import OPTIMIZERS, ModelShapes, is_output_head, parameter_dtype
+from pretrain.parallel.expert_parallel import pads_much
 from pretrain.parallel.pipeline import STAGE_LAYOUTS
 from pretrain_tools.planning.activations import FLASH, Activations, ForwardPass, trace_activations
 from pretrain_tools.planning.layouts import Layout
@@ -127,10 +128,12 @@ class Work:
 
     @property
     def padding(self) -> float:
-        """Experts of a layer that fully_shard holds and sends for each one: of 2 for 8 processes it makes 8."""
+        """Experts of a layer that fully_shard holds and sends for each one, if it cannot divide their width."""
         here = self.sizes.stacked_experts
         holders = self.layout.sharing_states * (self.layout.tp if self.layout.ep > 1 else 1) // self.layout.ep
-        return math.ceil(here / holders) * holders / here if here else 1.0
+        if not here or (pads_much(here, holders) and self.sizes.width % holders == 0):
+            return 1.0
+        return math.ceil(here / holders) * holders / here
 
     @property
     def tokens(self) -> int:
