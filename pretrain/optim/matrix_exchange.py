@@ -27,8 +27,6 @@ class Holders:
     group: dist.ProcessGroup | None
     device: torch.device
     """Device on which they compute and communicate, wherever the optimizer's tensors are."""
-    adds: bool = True
-    """False where another rank of the group has the same part, and adds it to the sums for both."""
 
     @property
     def size(self) -> int:

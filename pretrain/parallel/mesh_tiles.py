@@ -92,11 +92,13 @@ def part_of(parameter: DTensor, replica: dist.ProcessGroup | None) -> "Parameter
     axes = tuple(divided_axes(parameter))
     holders = holders_along(parameter, axes, replica)
     copies = dist.get_world_size(replica) // holders.size if axes and replica is not None else 1
+    adds = True
     if copies > 1:
         # Ranks of tp, the innermost dimension, have the same part. With a sum in each of their groups the statistics,
         # and with them the copies of the weights, could differ in the last bit.
-        holders = Holders(replica, holders.device, adds=dist.get_rank(replica) % copies == 0)
-    return ParameterPart(parameter, tuple(parameter.shape), holders, tile_of(parameter))
+        holders = Holders(replica, holders.device)
+        adds = dist.get_rank(replica) % copies == 0
+    return ParameterPart(parameter, tuple(parameter.shape), holders, tile_of(parameter), adds=adds)
 
 
 def pieces_in(parameter: DTensor, matrix: "HiddenMatrix", replica: dist.ProcessGroup | None) -> "list[MatrixPiece]":

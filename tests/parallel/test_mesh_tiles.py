@@ -58,8 +58,8 @@ def test_copies_over_tp_get_one_sum_to_which_one_of_them_adds(rank):
         matrix = distribute_tensor(
             torch.ones(8, 8), mesh.dense["fsdp", "tp"], [Shard(0), Shard(1)], src_data_rank=None
         )
-        of_norm, of_matrix = part_of(norm, replica).holders, part_of(matrix, replica).holders
-        assert of_norm.group == of_matrix.group and of_norm.size == 4
+        of_norm, of_matrix = part_of(norm, replica), part_of(matrix, replica)
+        assert of_norm.holders == of_matrix.holders and of_norm.holders.size == 4, "one collective for both"
         assert of_matrix.adds and of_norm.adds == (mesh.rank("tp") == 0)
     finally:
         dist.destroy_process_group()

@@ -5,8 +5,10 @@ the device. What a fused loss or an attention kernel needs inside does not show.
 """
 
 import functools
+import json
 import os
 import weakref
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pretrain.mesh_sizes import DIMENSIONS, Sizes, variable
 from pretrain_tools.planning.activations import FLASH
-from support.ranks_on_fake_cuda import MODELS, Counter, Launch, count
+from support.ranks_on_fake_cuda import MODELS, ROOT, Counter, Launch, count
 
 EVERYTHING = os.environ.get("STRATEGIES") == "all"
 PRODUCTS = {
@@ -124,4 +126,14 @@ ALL = {model: [*cases, *(FURTHER[model] if EVERYTHING else [])] for model, cases
 LAUNCHES = {
     name_of(model, sizes): (sizes, launch_of(model, sizes, rank)) for model in ALL for sizes, rank in ALL[model]
 }
+OLMOE = json.loads((ROOT / "model_configs/olmoe_7b.json").read_text())
+"""In its real widths, as one of eight; all layers are alike, so two of them and three tell what sixteen do."""
+MODELS["olmoe of 64"] = OLMOE
+OLMOE_SIZES = [Sizes(dp_shard=8, ep=8), *([Sizes(dp_shard=8)] if EVERYTHING else [])]
+OLMOE_LAUNCHES = {
+    (sizes, layers): replace(launch_of("olmoe", sizes, 0), layers=layers, length=2048)
+    for sizes in OLMOE_SIZES
+    for layers in (2, 3)
+}
 CASES = {name: functools.partial(measured, launch) for name, (_, launch) in LAUNCHES.items()}
+CASES |= {f"olmoe {key}": functools.partial(measured, launch) for key, launch in OLMOE_LAUNCHES.items()}
