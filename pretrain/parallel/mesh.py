@@ -15,7 +15,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
+from functools import partial, reduce
 from pkgutil import resolve_name
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -27,7 +27,6 @@ from accelerate.utils import patch_environment
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedConfig
 
 from pretrain.config import RunConfig
@@ -38,10 +37,11 @@ from pretrain.model.build import InitialWeights, units_of
 from pretrain.model.compile import layers_of
 from pretrain.model.fp8 import use_fp8
 from pretrain.model.loss import LanguageModelLoss
+from pretrain.optim.matrix_exchange import local_tensor
 from pretrain.optim.optimizers import OptimizerBuilder, total_norm
 from pretrain.parallel.dimension import Dimension
 from pretrain.parallel.expert_parallel import dimension_to_shard, expert_modules
-from pretrain.parallel.mesh_tiles import place_tiles
+from pretrain.parallel.mesh_tiles import divided_axes, place_tiles
 from pretrain.parallel.pipeline import STAGE_LAYOUTS, PipelineModel, StagedTensors
 from pretrain.parallel.pipeline_stages import Stage, stage_parameters
 from pretrain.parallel.replicas import ReplicaGroup
@@ -59,16 +59,19 @@ class Mesh:
     def __init__(self, sizes: Sizes, device_type: str):
         s = sizes
         self.sizes = sizes
+
+        def view(dims: dict[str, int]) -> DeviceMesh:
+            return init_device_mesh(device_type, tuple(dims.values()), mesh_dim_names=tuple(dims))
+
         data = {name: getattr(s, name) for name, row in DIMENSIONS.items() if not row.is_inner}
         dense = {"fsdp" if name == "dp_shard" else name: size for name, size in data.items() if name != "cp"}
         dense["fsdp"] = s.fsdp
-        self.data = init_device_mesh(device_type, tuple(data.values()), mesh_dim_names=tuple(data))
-        self.dense = init_device_mesh(device_type, tuple(dense.values()), mesh_dim_names=tuple(dense))
-        self.expert = self.dense
-        if s.ep > 1:
-            names = {"fsdp": "efsdp", "tp": "ep"}
-            expert = {names.get(name, name): size for name, size in dense.items()} | {"efsdp": s.efsdp, "ep": s.ep}
-            self.expert = init_device_mesh(device_type, tuple(expert.values()), mesh_dim_names=tuple(expert))
+        inside = {"fsdp": ("efsdp", s.efsdp), "tp": ("ep", s.ep)}
+        self.data = view(data)
+        self.dense = view(dense)
+        self.expert = (
+            view(dict(inside.get(name, (name, size)) for name, size in dense.items())) if s.ep > 1 else self.dense
+        )
 
     def rank(self, name: str) -> int:
         """Returns this rank's place along a dimension of the view of data."""
@@ -77,16 +80,13 @@ class Mesh:
     @property
     def data_rank(self) -> int:
         """This rank's place among those that read different sequences."""
-        rank = 0
-        for name in (name for name, row in DIMENSIONS.items() if row.reads):
-            rank = rank * getattr(self.sizes, name) + self.rank(name)
-        return rank
+        names = [name for name, row in DIMENSIONS.items() if row.reads]
+        return reduce(lambda rank, name: rank * getattr(self.sizes, name) + self.rank(name), names, 0)
 
     def ranks_along(self, *names: str) -> Tensor:
         """Returns the ranks of all groups along some dimensions of the dense view, (groups, ranks)."""
         chosen = [self.dense.mesh_dim_names.index(name) for name in names]
-        others = [dim for dim in range(self.dense.ndim) if dim not in chosen]
-        return self.dense.mesh.permute(*others, *chosen).flatten(len(others)).flatten(0, -2)
+        return self.dense.mesh.movedim(chosen, [*range(-len(chosen), 0)]).flatten(-len(chosen)).flatten(0, -2)
 
     def shards(self, *, experts: bool = False) -> DeviceMesh:
         """Returns the mesh for fully_shard: of one dimension, or of two if there are replicas."""
@@ -295,7 +295,7 @@ class MeshStrategy(Strategy):
     def copy_tied_head(self, *_) -> None:
         """Gives, before each call of the model, the last stage's copy of a tied matrix the values of the first's."""
         head, embedding = self.causal_lm.get_output_embeddings(), self.causal_lm.get_input_embeddings()
-        local(head.weight).copy_(local(embedding.weight))
+        local_tensor(head.weight).copy_(local_tensor(embedding.weight))
 
     def trained_parameters(self) -> list[tuple[str, nn.Parameter]]:
         copied = self.causal_lm.get_output_embeddings().weight if self.copies_head else None
@@ -326,7 +326,10 @@ class MeshStrategy(Strategy):
     def find_copies(self) -> None:
         """Counts the ranks that have the same part of a parameter, and finds a tied embedding in two stages."""
         stage_ranks = self.sizes.world // self.sizes.pp
-        self.copies_of = {parameter: stage_ranks // pieces(parameter) for parameter in self.name_of}
+        self.copies_of = {
+            parameter: stage_ranks // math.prod(map(parameter.device_mesh.size, divided_axes(parameter)))
+            for parameter in self.name_of
+        }
         """Number of the stage's ranks that have the same part of a parameter."""
         first, last = self.stage_owners[0], self.stage_owners[-1]
         self.tied_group: dist.ProcessGroup | None = None
@@ -364,9 +367,9 @@ class MeshStrategy(Strategy):
         """Completes the gradients, of which fully_shard has done the mean over the ranks that read different data."""
         if self.copies_head:
             head, embedding = self.causal_lm.get_output_embeddings(), self.causal_lm.get_input_embeddings()
-            local(embedding.weight.grad).add_(local(head.weight.grad))
+            local_tensor(embedding.weight.grad).add_(local_tensor(head.weight.grad))
             head.weight.grad = None
-        gradients = {p: local(p.grad) for p in self.name_of if p.grad is not None}
+        gradients = {p: local_tensor(p.grad) for p in self.name_of if p.grad is not None}
         if lost := [name for p, name in self.name_of.items() if p.requires_grad and p not in gradients]:
             raise RuntimeError(f"{len(lost)} parameters have no gradient, the first is {lost[0]}")
         for dimension in self.dimensions:
@@ -388,7 +391,7 @@ class MeshStrategy(Strategy):
         for parameter, copies in self.copies_of.items():
             is_copy = parameter is self.tied and self.mesh.rank("pp") == self.stage_owners[-1]
             if parameter.grad is not None and not is_copy:
-                by_copies.setdefault(copies, []).append(local(parameter.grad))
+                by_copies.setdefault(copies, []).append(local_tensor(parameter.grad))
         square = torch.zeros((), device=self.device)
         for copies, gradients in by_copies.items():
             square += total_norm(gradients).square().to(self.device) / copies
@@ -396,7 +399,7 @@ class MeshStrategy(Strategy):
         return square.sqrt()
 
     def gradients(self) -> list[Tensor]:
-        return [local(parameter.grad) for parameter in self.name_of if parameter.grad is not None]
+        return [local_tensor(parameter.grad) for parameter in self.name_of if parameter.grad is not None]
 
     def model_tensors(self) -> TensorGroup:
         return self.staged(super().model_tensors())
@@ -432,7 +435,7 @@ class MeshStrategy(Strategy):
 
     def replicas(self) -> list[ReplicaGroup]:
         """Lists what several ranks hold: all of it over dp_replicate, what tp does not split, a tied embedding."""
-        parts = {name: local(parameter.detach()) for parameter, name in self.name_of.items()}
+        parts = {name: local_tensor(parameter.detach()) for parameter, name in self.name_of.items()}
         groups = [group for dimension in self.dimensions for group in dimension.replicas(parts)]
         if self.tied is not None:
             name = self.name_of[self.tied]
@@ -483,18 +486,3 @@ def reshard_without_backward(model: nn.Module, *_) -> None:
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
-
-
-def local(tensor: Tensor) -> Tensor:
-    """Returns this rank's part of a tensor."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def pieces(tensor: Tensor) -> int:
-    """Returns the number of different parts into which a tensor is divided."""
-    if not isinstance(tensor, DTensor):
-        return 1
-    mesh = tensor.device_mesh
-    # Not is_shard(), which is False for a shard of a dimension that tp or ep has divided already.
-    divided = [dim for dim, placement in enumerate(tensor.placements) if not placement.is_replicate()]
-    return math.prod(mesh.size(dim) for dim in divided)

@@ -18,7 +18,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
@@ -36,6 +36,7 @@ from pretrain.model.small_copy import (
     relative_difference,
 )
 from pretrain.parallel.dimension import Dimension
+from pretrain.parallel.mesh_tiles import divided_axes
 from pretrain.parallel.replicas import ReplicaGroup
 
 MATRIX_DIMENSION = {"colwise": 0, "rowwise": 1}
@@ -92,7 +93,11 @@ class TensorParallel(Dimension):
             is_copied = self.strategy.copies_head
             sharing = causal_lm.get_input_embeddings() if is_copied else causal_lm.get_output_embeddings()
             self.shares.update(parameter for parameter in sharing.parameters() if parameter in name_of)
-        self.whole = [parameter for parameter in name_of if not is_split(parameter)]
+        self.whole = [
+            parameter
+            for parameter in name_of
+            if not any(parameter.device_mesh.mesh_dim_names[axis] in ("tp", "ep") for axis in divided_axes(parameter))
+        ]
         """Parameters that all ranks have whole, or the same shard of."""
 
     def combine(self, gradients: Mapping[nn.Parameter, Tensor]) -> None:
@@ -106,15 +111,6 @@ class TensorParallel(Dimension):
     def replicas(self, parts: dict[str, Tensor]) -> list[ReplicaGroup]:
         names = [self.strategy.name_of[parameter] for parameter in self.whole]
         return [(self.group, {name: parts[name] for name in names})]
-
-
-def is_split(tensor: Tensor) -> bool:
-    """Tells if the ranks of a tp group have different parts of a tensor: by tp, or by ep."""
-    if not isinstance(tensor, DTensor):
-        return False
-    placements = dict(zip(tensor.device_mesh.mesh_dim_names, tensor.placements, strict=True))
-    # Not is_shard(), which is False for rows of two matrices in one, and for what is divided twice.
-    return any(not placements[name].is_replicate() for name in ("tp", "ep") if name in placements)
 
 
 def tensor_plan_of(model_config: Any) -> dict[str, str]:
