@@ -204,10 +204,10 @@ def _input_problem(keyed: KeyedConfig) -> str | None:
 
     wanted = gradients()
     for parent in parents_of_columns(matrices):
-        share_input(model.base_model.get_submodule(parent), lambda x: ScaledGradient.apply(x, 2.0))
+        share_input(model.base_model.get_submodule(parent), lambda x: with_scaled_gradient(x, 2.0))
     for name, style in matrices.items():
         if style == "colwise":
-            halve = lambda _, args: ScaledGradient.apply(args[0], 0.5)  # noqa: E731
+            halve = lambda _, args: with_scaled_gradient(args[0], 0.5)  # noqa: E731
             model.base_model.get_submodule(name).register_forward_pre_hook(halve)
     try:
         found = gradients()
@@ -316,17 +316,11 @@ class SumOfGradients(torch.autograd.Function):
         return all_reduce(grad, ctx.group), None
 
 
-class ScaledGradient(torch.autograd.Function):
+def with_scaled_gradient(x: Tensor, factor: float) -> Tensor:
     """Passes a tensor unchanged; multiplies its gradient by a factor."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, factor: float) -> Tensor:
-        ctx.factor = factor
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
-        return grad * ctx.factor, None
+    x = x.view_as(x)
+    x.register_hook(lambda gradient: gradient * factor)
+    return x
 
 
 def all_reduce(x: Tensor, group: str) -> Tensor:
