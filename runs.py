@@ -198,7 +198,7 @@ def add_parity(commands: Commands) -> None:
     text = "each of these in the place of the recipe's, such as model_configs/qwen3_moe_5m.json, which ep trains"
     command.add_argument("--models", type=Path, nargs="+", metavar="JSON", help=text)
     command.add_argument("--processes", type=int, default=2, help="processes, except of single (default 2)")
-    command.add_argument("--precision", choices=["fp32", "bf16", "fp16"], default="fp32", help="(default fp32)")
+    command.add_argument("--precision", choices=["fp32", "bf16", "fp16", "fp8"], default="fp32", help="(default fp32)")
     command.add_argument("--output", type=Path, default=Path("runs/parity"), help="(default runs/parity)")
 
 

@@ -9,14 +9,33 @@ which it drops: these two are read from its file here, unless there is a variabl
 
 import math
 import os
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import yaml
 
 from pretrain.errors import InputError
 
-DIMENSIONS = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")
+
+class Row(NamedTuple):
+    """A row of DIMENSIONS."""
+
+    kind: str
+    """Module and class of what the dimension does to a model: see pretrain/parallel/dimension.py."""
+    reads: bool = False
+    """True if its ranks read different sequences."""
+    is_inner: bool = False
+    """True if it divides ranks that others have counted: ep, those of dp_shard, cp and tp."""
+
+
+DIMENSIONS: dict[str, Row] = {
+    "pp": Row("pretrain.parallel.pipeline:Pipeline"),
+    "dp_replicate": Row("pretrain.parallel.dimension:Replicas", reads=True),
+    "dp_shard": Row("pretrain.parallel.dimension:Dimension", reads=True),
+    "cp": Row("pretrain.parallel.context_parallel:ContextParallel"),
+    "tp": Row("pretrain.parallel.tensor_parallel:TensorParallel"),
+    "ep": Row("pretrain.parallel.expert_parallel:ExpertParallel", is_inner=True),
+}
 """Outermost first: neighboring ranks, which have the fastest links, share a model's layers (tp)."""
 LAUNCHERS = ("accelerate.commands.launch", "pretrain.launch")
 """Modules that launch processes when run."""
@@ -26,20 +45,34 @@ THE_REST = ("0", "all", "none", "null", "")
 """Values that mean all processes that the other dimensions leave."""
 
 
-@dataclass(frozen=True)
 class Sizes:
-    """Number of ranks along each dimension."""
+    """Number of ranks along each dimension, by position or name; 1 where none is given."""
 
-    pp: int = 1
-    dp_replicate: int = 1
-    dp_shard: int = 1
-    cp: int = 1
-    tp: int = 1
-    ep: int = 1
+    pp: int
+    dp_replicate: int
+    dp_shard: int
+    cp: int
+    tp: int
+    ep: int
+
+    def __init__(self, *sizes: int, **named: int):
+        found = dict(zip(DIMENSIONS, sizes, strict=False)) | named
+        if unknown := found.keys() - DIMENSIONS.keys():
+            raise TypeError(f"unknown dimensions: {', '.join(sorted(unknown))}")
+        vars(self).update(dict.fromkeys(DIMENSIONS, 1) | found)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sizes) and vars(self) == vars(other)
+
+    def __hash__(self) -> int:
+        return hash(tuple(vars(self).values()))
+
+    def __repr__(self) -> str:
+        return f"Sizes({', '.join(f'{name}={size}' for name, size in self.named().items())})"
 
     @property
     def world(self) -> int:
-        return self.pp * self.dp_replicate * self.fsdp * self.tp
+        return math.prod(getattr(self, name) for name, row in DIMENSIONS.items() if not row.is_inner)
 
     @property
     def fsdp(self) -> int:
@@ -49,7 +82,7 @@ class Sizes:
     @property
     def batch(self) -> int:
         """Ranks that read different sequences."""
-        return self.dp_replicate * self.dp_shard
+        return math.prod(getattr(self, name) for name, row in DIMENSIONS.items() if row.reads)
 
     @property
     def efsdp(self) -> int:

@@ -235,6 +235,29 @@ def has_flash_kernels(device_index: int | None, width: int) -> bool:
     return capability >= FLASH_CAPABILITY and width <= WIDEST_OF_FLASH and not lacks_backward
 
 
+def why_not_flash(config: PreTrainedConfig) -> str | None:
+    """Returns why `sdpa` computes this model with a dense mask on a GPU with flash attention; None if it does not."""
+    names = ("attention_dropout", "attn_pdrop", "attn_dropout", "attention_probs_dropout_prob")
+    if any(isinstance(share := getattr(config, name, None), float) and share > 0 for name in names):
+        return "has no dropout, which this model's attention uses in training"
+    widths = head_widths(config)
+    if widths is not None and widths[0] != widths[1]:
+        return f"has no kernels for values of {widths[1]} beside keys of {widths[0]}"
+    if widths is not None and not has_flash_kernels(None, widths[0]):
+        return f"has no kernels for heads of {widths[0]} here"
+    return None
+
+
+def head_widths(config: PreTrainedConfig) -> tuple[int, int] | None:
+    """Returns the widths of a head's query and value, by the names that configurations give them; None without any."""
+    width, hidden, heads = (getattr(config, name, None) for name in ("head_dim", "hidden_size", "num_attention_heads"))
+    if not width and isinstance(hidden, int) and isinstance(heads, int):
+        width = hidden // heads
+    parts = [getattr(config, name, None) for name in ("qk_nope_head_dim", "qk_rope_head_dim")]
+    query = sum(parts) if all(parts) else width
+    return (query, getattr(config, "v_head_dim", None) or query) if isinstance(query, int) else None
+
+
 def sdpa(
     module: torch.nn.Module,
     query_BHTE: Tensor,

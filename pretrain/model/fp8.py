@@ -39,11 +39,18 @@ def use_fp8(causal_lm: PreTrainedModel, *, emulate: bool = False) -> int:
     from torchao.float8.float8_linear import Float8Linear
 
     config = replace(Float8LinearConfig.from_recipe_name("tensorwise"), emulate=emulate)
-    # Layer by layer, because embedding and head are outside of the blocks.
+    chosen = set(fp8_layers(causal_lm))
     for layer in layers_of(causal_lm):
-        convert_to_float8_training(layer, config=config, module_filter_fn=lambda module, name: fits(module))
+        convert_to_float8_training(layer, config=config, module_filter_fn=lambda module, name: module in chosen)
     return sum(isinstance(module, Float8Linear) for module in causal_lm.modules())
 
 
-def fits(module: torch.nn.Linear) -> bool:
-    return module.in_features % SIZE_MULTIPLE == 0 and module.out_features % SIZE_MULTIPLE == 0
+def fp8_layers(causal_lm: PreTrainedModel) -> list[torch.nn.Linear]:
+    """Lists the linear layers inside the blocks that the fp8 kernels can multiply."""
+    inside = [module for layer in layers_of(causal_lm) for module in layer.modules()]
+    return [
+        module
+        for module in inside
+        if isinstance(module, torch.nn.Linear)
+        and module.in_features % SIZE_MULTIPLE == module.out_features % SIZE_MULTIPLE == 0
+    ]

@@ -4,20 +4,23 @@ import importlib.metadata
 import importlib.util
 
 import torch
+from transformers import PreTrainedConfig
 
 from pretrain.config import WindowSpec
-from pretrain.model.attention import ATTENTION_NAMES, FLASH_CAPABILITY, FLASH_PACKAGES, why_not
+from pretrain.model.attention import ATTENTION_NAMES, FLASH_CAPABILITY, FLASH_PACKAGES, why_not, why_not_flash
 from pretrain.model.cpu_attention import HALF_DTYPES
 
 
-def kernels_used(attention: str, compile_mode: str, *, dtype: torch.dtype, window: WindowSpec) -> str:
+def kernels_used(
+    attention: str, compile_mode: str, *, dtype: torch.dtype, window: WindowSpec, model_config: PreTrainedConfig
+) -> str:
     """Names the kernels of a run on a GPU, with versions.
 
     Args:
         attention: the model's attention, one of `attention.candidates_of`.
         dtype: dtype of the matmuls.
     """
-    varlen = why_not("varlen", device_type="cuda", dtype=dtype, window=window)
+    varlen = why_not("varlen", device_type="cuda", dtype=dtype, window=window) or why_not_flash(model_config)
     if name := next((name for name in FLASH_PACKAGES if ATTENTION_NAMES[name] == attention), None):
         module, _ = FLASH_PACKAGES[name]
         used = f"{name} ({module} {version_of(module)})"
@@ -33,7 +36,13 @@ def kernels_used(attention: str, compile_mode: str, *, dtype: torch.dtype, windo
 
 
 def kernels_not_used(
-    requested: str, attention: str, compile_mode: str, *, dtype: torch.dtype, window: WindowSpec
+    requested: str,
+    attention: str,
+    compile_mode: str,
+    *,
+    dtype: torch.dtype,
+    window: WindowSpec,
+    model_config: PreTrainedConfig,
 ) -> list[str]:
     """Lists faster, or possibly faster, options on a GPU and why this run does not use them.
 
@@ -49,7 +58,10 @@ def kernels_not_used(
         triton = "" if importlib.util.find_spec("triton") else ", and needs Triton, which is not installed"
         reasons.append(f"compiled layers: compile is none{triton}")
     for name in ("varlen", *FLASH_PACKAGES):
-        if problem := why_not(name, device_type="cuda", dtype=dtype, window=window):
+        problem = why_not(name, device_type="cuda", dtype=dtype, window=window)
+        if name == "varlen":
+            problem = problem or why_not_flash(model_config)
+        if problem:
             reasons.append(f"{name}: {problem}")
         elif ATTENTION_NAMES[name] != attention:
             reasons.append(f"{name}: runs here, and attention is {requested}")

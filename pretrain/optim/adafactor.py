@@ -48,6 +48,8 @@ class ParameterPart:
     """Index of the first flat element in its tensor; None: the tensor is the part."""
     elements: int = 0
     """Number of flat elements."""
+    adds: bool = True
+    """False where another of the holders has the same part, and adds it to the sums for both."""
 
     @classmethod
     def flat(
@@ -81,6 +83,10 @@ class ParameterPart:
             return block
         first = self.rows[0][0][0] if self.elements else 0
         return block.view(-1).narrow(0, self.start - first * math.prod(self.shape[1:]), self.elements)
+
+    def share_of(self, sums: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        """Returns what this rank adds to the sums of all holders."""
+        return list(sums) if self.adds else [torch.zeros_like(own) for own in sums]
 
     def tile_of(self, without: tuple[int, ...]) -> Tile:
         """Returns the block's tile of numbers over the whole parameter.
@@ -174,7 +180,7 @@ class Adafactor(torch.optim.Optimizer):
             put(places["variance"].view(-1), part.rows, squared.view(-1))
         del squared
         # Every update waits here, so that one collective sums for all; see `run_together`.
-        sums = dict(zip(places, (yield list(places.values())), strict=True))
+        sums = dict(zip(places, (yield part.share_of(places.values())), strict=True))
         if "row" in state:
             state["row"].lerp_(sums["row"] / part.shape[-1] + LEAST_SQUARE, new)
             state["column"].lerp_(sums["column"] / part.shape[-2] + LEAST_SQUARE, new)
@@ -195,7 +201,7 @@ class Adafactor(torch.optim.Optimizer):
             gradient.copy_(update)
             update = gradient
             del block
-        (square,) = yield [squares]
+        (square,) = yield part.share_of([squares])
         rms = square.sqrt() / math.sqrt(math.prod(part.shape[-2:] if is_stack else part.shape))
         excess = torch.clamp(rms / CLIP, min=1.0)
         if is_stack:

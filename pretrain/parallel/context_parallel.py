@@ -20,11 +20,12 @@ from torch import Tensor
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from pretrain.config import WindowSpec
+from pretrain.config import RunConfig, WindowSpec
 from pretrain.errors import InputError
-from pretrain.mesh_sizes import setting
+from pretrain.mesh_sizes import Sizes, setting
 from pretrain.model.attention import in_one_dtype, model_inputs, sdpa
 from pretrain.model.build import build_model
+from pretrain.model.loss import LanguageModelLoss
 from pretrain.model.model_config import described
 from pretrain.model.small_copy import (
     END_OF_DOCUMENT,
@@ -36,6 +37,7 @@ from pretrain.model.small_copy import (
     reference_of,
     relative_difference,
 )
+from pretrain.parallel.dimension import Dimension
 
 PER_HEAD = ("s_aux", "position_bias")
 """Attention arguments with a value for each head or pair of positions."""
@@ -48,12 +50,30 @@ Attention = Callable[..., tuple[Tensor, Tensor | None]]
 """A function of transformers' attention interface."""
 
 
-def model_problem(model_config: PreTrainedConfig, parts: int, tp: int = 1) -> str | None:
-    """Returns why that many ranks cannot share a sequence of this model. Raises InputError as `reference_of`.
+class ContextParallel(Dimension):
+    """cp, as a dimension of a mesh."""
 
-    tp: number of ranks that have already divided the heads.
-    """
-    return mixing_problem(model_config) or heads_problem(model_config, parts, tp)
+    @classmethod
+    def recipe_problems(cls, config: RunConfig, sizes: Sizes) -> list[str]:
+        length = config.data.sequence_length
+        if length % sizes.cp == 0:
+            return []
+        below = length // sizes.cp * sizes.cp
+        return [
+            f"data.sequence_length: {length:,} cannot be cut into {sizes.cp} equal parts; "
+            f"nearest: {f'{below:,} or ' if below else ''}{below + sizes.cp:,}"
+        ]
+
+    @classmethod
+    def model_problem(cls, model_config: PreTrainedConfig, sizes: Sizes, schedule: str) -> str | None:
+        return mixing_problem(model_config) or heads_problem(model_config, sizes.cp, sizes.tp)
+
+    def before_sharding(self, model: LanguageModelLoss) -> None:
+        exchange_heads(model.causal_lm, self.strategy.sizes.cp, self.group.group_name)
+
+    def after_sharding(self, model: LanguageModelLoss, called: torch.nn.Module) -> None:
+        cut = functools.partial(part_of_batch, self.strategy.part, self.strategy.sizes.cp)
+        called.register_forward_pre_hook(cut, with_kwargs=True)
 
 
 def heads_problem(model_config: PreTrainedConfig, parts: int, tp: int = 1) -> str | None:

@@ -6,16 +6,40 @@ all-to-alls, and two more for the gradients. No expert has a capacity, so no tok
 many rows travel, so it waits for the GPU once per layer and forward pass.
 """
 
+import math
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard
 from transformers import PreTrainedConfig
 from transformers.distributed.expert_parallel import EpDispatchExpertsParallel, MoEParamShard
 
-from pretrain.mesh_sizes import setting
+from pretrain.mesh_sizes import Sizes, setting
 from pretrain.model.build import build_meta_model
 from pretrain.model.routers import expert_parameters, routers_of
+from pretrain.parallel.dimension import Dimension
+
+
+class ExpertParallel(Dimension):
+    """ep, as a dimension of a mesh."""
+
+    @classmethod
+    def model_problem(cls, model_config: PreTrainedConfig, sizes: Sizes, schedule: str) -> str | None:
+        return model_problem(model_config, sizes.ep)
+
+    def divide(self, unit: str, module: nn.Module) -> None:
+        mesh = self.strategy.mesh
+        for experts in expert_modules(module).values():
+            divide_experts(experts.to(self.strategy.device), mesh.expert["ep"], mesh.dense["tp"])
+
+    def combine(self, gradients: Mapping[nn.Parameter, Tensor]) -> None:
+        # fully_shard has divided by the ranks that have the same experts. Rows of other ranks' tokens have arrived as
+        # well, so the sum is to be divided by all ranks whose tokens differ. set_gradient_divide_factor would do that,
+        # but torch 2.13 divides twice where only one rank has the experts.
+        experts = [grad for parameter, grad in gradients.items() if "ep" in parameter.device_mesh.mesh_dim_names]
+        torch._foreach_mul_(experts, self.strategy.sizes.tp / self.strategy.sizes.ep)
 
 
 def model_problem(model_config: PreTrainedConfig, size: int) -> str | None:
@@ -47,6 +71,25 @@ def expert_modules(module: nn.Module) -> dict[str, nn.Module]:
     """Returns {name: module} of the experts that transformers' experts interface runs, (E, ...) in each parameter."""
     # The interface marks them only by this private attribute.
     return {name: inner for name, inner in module.named_modules() if hasattr(inner, "_is_expert_parallel")}
+
+
+def pads_much(experts: int, ranks: int) -> bool:
+    """Tells if ranks that shard a stack by its experts would pad it by more than a quarter: 2 for 8 ranks to 8."""
+    return math.ceil(experts / ranks) * ranks > 1.25 * experts
+
+
+def dimension_to_shard(ranks: int, parameter: nn.Parameter) -> Shard | None:
+    """Returns the dimension that fully_shard divides among so many ranks, if not the first: of stacks of experts.
+
+    It must divide evenly, and no other dimension of the mesh may have divided it: rows of two matrices would mix.
+    """
+    is_divided = isinstance(parameter, DTensor)
+    shape = parameter.to_local().shape if is_divided else parameter.shape
+    if len(shape) < 3 or not pads_much(shape[0], ranks):
+        return None
+    taken = {placement.dim for placement in parameter.placements if not placement.is_replicate()} if is_divided else ()
+    free = [dim for dim in range(1, len(shape)) if dim not in taken and shape[dim] % ranks == 0]
+    return Shard(free[0]) if free else None
 
 
 def divide_experts(experts: nn.Module, mesh: DeviceMesh, tp_mesh: DeviceMesh) -> None:

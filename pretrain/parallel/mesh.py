@@ -15,9 +15,10 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
+from functools import partial, reduce
+from pkgutil import resolve_name
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -26,35 +27,30 @@ from accelerate.utils import patch_environment
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedConfig
 
 from pretrain.config import RunConfig
 from pretrain.data.vocabulary import planned_model_config
 from pretrain.errors import InputError
-from pretrain.mesh_sizes import Sizes, environment_flag, launched_sizes, requested_sizes
+from pretrain.mesh_sizes import DIMENSIONS, Sizes, environment_flag, launched_sizes, requested_sizes
 from pretrain.model.build import InitialWeights, units_of
 from pretrain.model.compile import layers_of
 from pretrain.model.fp8 import use_fp8
 from pretrain.model.loss import LanguageModelLoss
+from pretrain.optim.matrix_exchange import local_tensor
 from pretrain.optim.optimizers import OptimizerBuilder, total_norm
-from pretrain.parallel import context_parallel, expert_parallel, tensor_parallel
-from pretrain.parallel.context_parallel import exchange_heads, part_of_batch
-from pretrain.parallel.expert_parallel import divide_experts, expert_modules
-from pretrain.parallel.mesh_tiles import place_tiles
+from pretrain.parallel.dimension import Dimension
+from pretrain.parallel.expert_parallel import dimension_to_shard, expert_modules
+from pretrain.parallel.mesh_tiles import divided_axes, place_tiles
 from pretrain.parallel.pipeline import STAGE_LAYOUTS, PipelineModel, StagedTensors
-from pretrain.parallel.pipeline_stages import Stage, cut_problem, layer_problem, stage_parameters
+from pretrain.parallel.pipeline_stages import Stage, stage_parameters
 from pretrain.parallel.replicas import ReplicaGroup
 from pretrain.parallel.strategy import Strategy
 from pretrain.parallel.tensor_group import TensorGroup
-from pretrain.parallel.tensor_parallel import (
-    SUMMED,
-    share_head,
-    split_unit,
-    style_of,
-    sum_in_place,
-    tensor_plan_of,
-)
+from pretrain.parallel.tensor_parallel import sum_in_place
+
+if TYPE_CHECKING:
+    from pretrain.parallel.fp8_gathers import Fp8Gathers
 
 
 class Mesh:
@@ -62,24 +58,39 @@ class Mesh:
 
     def __init__(self, sizes: Sizes, device_type: str):
         s = sizes
-        make = partial(init_device_mesh, device_type)
-        dense = (s.pp, s.dp_replicate, s.fsdp, s.tp)
         self.sizes = sizes
-        self.dense = make(dense, mesh_dim_names=("pp", "dp_replicate", "fsdp", "tp"))
-        self.data = make((s.pp, s.batch, s.cp, s.tp), mesh_dim_names=("pp", "batch", "cp", "tp"))
-        self.expert = self.dense
-        if s.ep > 1:
-            expert = (s.pp, s.dp_replicate, s.efsdp, s.ep)
-            self.expert = make(expert, mesh_dim_names=("pp", "dp_replicate", "efsdp", "ep"))
+
+        def view(dims: dict[str, int]) -> DeviceMesh:
+            return init_device_mesh(device_type, tuple(dims.values()), mesh_dim_names=tuple(dims))
+
+        data = {name: getattr(s, name) for name, row in DIMENSIONS.items() if not row.is_inner}
+        dense = {"fsdp" if name == "dp_shard" else name: size for name, size in data.items() if name != "cp"}
+        dense["fsdp"] = s.fsdp
+        inside = {"fsdp": ("efsdp", s.efsdp), "tp": ("ep", s.ep)}
+        self.data = view(data)
+        self.dense = view(dense)
+        self.expert = (
+            view(dict(inside.get(name, (name, size)) for name, size in dense.items())) if s.ep > 1 else self.dense
+        )
 
     def rank(self, name: str) -> int:
         """Returns this rank's place along a dimension of the view of data."""
         return self.data.get_local_rank(name)
 
+    @property
+    def data_rank(self) -> int:
+        """This rank's place among those that read different sequences."""
+        names = [name for name, row in DIMENSIONS.items() if row.reads]
+        return reduce(lambda rank, name: rank * getattr(self.sizes, name) + self.rank(name), names, 0)
+
+    def ranks_along(self, *names: str) -> Tensor:
+        """Returns the ranks of all groups along some dimensions of the dense view, (groups, ranks)."""
+        chosen = [self.dense.mesh_dim_names.index(name) for name in names]
+        return self.dense.mesh.movedim(chosen, [*range(-len(chosen), 0)]).flatten(-len(chosen)).flatten(0, -2)
+
     def shards(self, *, experts: bool = False) -> DeviceMesh:
         """Returns the mesh for fully_shard: of one dimension, or of two if there are replicas."""
-        mesh = self.expert if experts else self.dense
-        name = mesh.mesh_dim_names[2]
+        mesh, name = (self.expert, "efsdp") if experts else (self.dense, "fsdp")
         return mesh["dp_replicate", name] if self.sizes.dp_replicate > 1 else mesh[name]
 
     def replica_group(self) -> dist.ProcessGroup | None:
@@ -90,7 +101,12 @@ class Mesh:
         s = self.sizes
         if min(s.fsdp, s.tp) == 1 and min(s.efsdp, s.ep) == 1:
             return None
-        return dist.new_subgroups_by_enumeration(self.dense.mesh.view(-1, s.fsdp * s.tp).tolist())[0]
+        return dist.new_subgroups_by_enumeration(self.ranks_along("fsdp", "tp").tolist())[0]
+
+
+def dimensions_of(sizes: Sizes) -> dict[str, type[Dimension]]:
+    """Returns {name: class} of the dimensions that divide something, the innermost first."""
+    return {name: resolve_name(DIMENSIONS[name].kind) for name in reversed(sizes.named())}
 
 
 class MeshStrategy(Strategy):
@@ -135,9 +151,10 @@ class MeshStrategy(Strategy):
         self.sizes = sizes = launched_sizes()
         super().__init__(precision, config)
         self.mesh = Mesh(sizes, self.device.type)
-        self.tp_group: dist.ProcessGroup = self.mesh.dense.get_group("tp")
+        self.dimensions = [kind(self, name) for name, kind in dimensions_of(sizes).items()]
         self.pp_group: dist.ProcessGroup = self.mesh.dense.get_group("pp")
-        self.data_rank = self.mesh.rank("batch")
+        self.fp8_gathers: list[Fp8Gathers] = []
+        self.data_rank = self.mesh.data_rank
         self.data_ranks = sizes.batch
         self.sequence_parts = sizes.cp
         self.part = self.mesh.rank("cp")
@@ -160,15 +177,20 @@ class MeshStrategy(Strategy):
         return self.data_rank * self.sizes.cp + self.part
 
     @property
+    def is_first(self) -> bool:
+        """True on one of the ranks that compute the same layers for the same tokens, as those of tp do."""
+        return not any(self.mesh.rank(each.name) for each in self.dimensions if each.repeats_loss)
+
+    @property
     def reports_loss(self) -> bool:
-        """True on ranks whose metrics count, so that no token counts twice: of tp the first, of pp the last stage."""
-        return self.mesh.rank("tp") == 0 and self.mesh.rank("pp") == self.stage_owners[-1]
+        """True on ranks whose metrics count, so that no token counts twice: of a pipeline in the last stage."""
+        return self.is_first and self.mesh.rank("pp") == self.stage_owners[-1]
 
     def running_modules(self) -> list[nn.Module]:
         return list(self.roots.values())
 
     def sum(self, tensor: Tensor, *, by_layer: bool = False) -> Tensor:
-        counts = self.mesh.rank("tp") == 0 if by_layer else self.reports_loss
+        counts = self.is_first if by_layer else self.reports_loss
         return super().sum(tensor if counts else torch.zeros_like(tensor))
 
     def prepare(
@@ -180,10 +202,8 @@ class MeshStrategy(Strategy):
             use_fp8(causal_lm)
         self.places = {name: place for place, (name, _) in enumerate(causal_lm.named_parameters())}
         sizes = self.sizes
-        if sizes.cp > 1:
-            exchange_heads(causal_lm, sizes.cp, self.mesh.data.get_group("cp").group_name)
-        if sizes.tp > 1 and model.from_hidden_states:
-            share_head(model, self.tp_group)
+        for dimension in self.dimensions:
+            dimension.before_sharding(model)
         # With one rank there is nothing to free: the gathered weights are the shards. A pipeline's schedule keeps them
         # from the first backward pass to the last; freed after every forward pass, they would be gathered for each
         # microbatch again. A split backward pass also needs them: torch computes gradients only for parameters that
@@ -200,7 +220,9 @@ class MeshStrategy(Strategy):
         optimizer = self.optimizer_of_parameters(build_optimizer)
         place_tiles(optimizer, self.mesh.replica_group)
         self.optimizer = self.accelerator.prepare_optimizer(separate_kinds(optimizer), device_placement=False)
-        self.find_shared_parameters(model)
+        self.find_copies()
+        for dimension in self.dimensions:
+            dimension.after_sharding(model, self.model)
         return self.model
 
     def stages_of(self, model: LanguageModelLoss) -> dict[int, nn.Module]:
@@ -218,7 +240,7 @@ class MeshStrategy(Strategy):
         if self.precision != "fp32":
             inside = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         offload = CPUOffloadPolicy(pin_memory=self.device.type != "cpu") if self.offloads else OffloadPolicy()
-        apply = partial(fully_shard, offload_policy=offload)
+        apply = partial(fully_shard, offload_policy=offload, reshard_after_forward=self.reshards, mp_policy=inside)
         here = {module for root in roots for module in root.modules()}
         head = causal_lm.get_output_embeddings()
         embedding = causal_lm.get_input_embeddings()
@@ -226,28 +248,19 @@ class MeshStrategy(Strategy):
         if is_tied and head in here:
             here.add(embedding)  # a tied head gets its values from the embedding
         layers = set(layers_of(causal_lm))
-        plan = tensor_plan_of(causal_lm.config)
         for unit in units_of(causal_lm):
             module = causal_lm.get_submodule(unit)
             if module not in here:
                 continue
             weights.fill(causal_lm, unit)
-            experts = expert_modules(module) if self.sizes.ep > 1 else {}
-            for part in experts.values():
-                divide_experts(part.to(self.device), self.mesh.expert["ep"], self.mesh.dense["tp"])
-            if self.sizes.tp > 1:
-                split_unit(
-                    causal_lm,
-                    unit,
-                    plan,
-                    self.mesh.dense["tp"],
-                    self.device,
-                    splits_experts=self.sizes.ep == 1,
-                )
-            for part in experts.values():
-                apply(part, mesh=self.mesh.shards(experts=True), reshard_after_forward=self.reshards, mp_policy=inside)
+            for dimension in self.dimensions:
+                dimension.divide(unit, module)
+            for part in expert_modules(module).values() if self.sizes.ep > 1 else ():
+                placement = partial(dimension_to_shard, self.sizes.efsdp)
+                apply(part, mesh=self.mesh.shards(experts=True), shard_placement_fn=placement)
             if module in layers:
-                apply(module, mesh=self.mesh.shards(), reshard_after_forward=self.reshards, mp_policy=inside)
+                placement = partial(dimension_to_shard, self.sizes.fsdp)
+                apply(module, mesh=self.mesh.shards(), shard_placement_fn=placement)
         causal_lm.tie_weights()
         self.copies_head = False
         if is_tied and len(roots) > 1 and self.stage_owners[0] == self.stage_owners[-1] == self.mesh.rank("pp"):
@@ -259,6 +272,11 @@ class MeshStrategy(Strategy):
         for root in roots:
             apply(root, mesh=self.mesh.shards(), reshard_after_forward=False, mp_policy=outside)
             root.register_forward_hook(reshard_without_backward)
+        # What is in host memory is copied to the GPU before, which loses what tells fully_shard to gather in fp8.
+        if self.precision == "fp8" and self.sizes.fsdp > 1 and not self.offloads:
+            from pretrain.parallel.fp8_gathers import Fp8Gathers
+
+            self.fp8_gathers = [Fp8Gathers(root, self.mesh.dense.get_group("fsdp")) for root in roots]
         if is_tied and not self.copies_head:
             # fully_shard has replaced the parameter in the stage alone, and the other module is in no stage here.
             if head in here and 0 not in self.roots:
@@ -271,16 +289,13 @@ class MeshStrategy(Strategy):
         called: nn.Module = self.roots[0] if self.sizes.pp == 1 else self.pipeline()
         if self.copies_head:
             called.register_forward_pre_hook(self.copy_tied_head)
-        if self.sizes.cp > 1:
-            cut = partial(part_of_batch, self.part, self.sizes.cp)
-            called.register_forward_pre_hook(cut, with_kwargs=True)
         return called
 
     @torch.no_grad()
     def copy_tied_head(self, *_) -> None:
         """Gives, before each call of the model, the last stage's copy of a tied matrix the values of the first's."""
         head, embedding = self.causal_lm.get_output_embeddings(), self.causal_lm.get_input_embeddings()
-        local(head.weight).copy_(local(embedding.weight))
+        local_tensor(head.weight).copy_(local_tensor(embedding.weight))
 
     def trained_parameters(self) -> list[tuple[str, nn.Parameter]]:
         copied = self.causal_lm.get_output_embeddings().weight if self.copies_head else None
@@ -308,38 +323,29 @@ class MeshStrategy(Strategy):
             sequence_parts=self.sizes.cp,
         )
 
-    def find_shared_parameters(self, model: LanguageModelLoss) -> None:
-        """Finds the parameters whose gradients have to be summed over tp, or over the first and the last stage."""
-        plan = tensor_plan_of(self.causal_lm.config)
-        prefix = f"{self.causal_lm.base_model_prefix}."
-        head = self.causal_lm.get_output_embeddings()
-        self.shares = {
-            parameter
-            for parameter, name in self.name_of.items()
-            if style_of(name.removeprefix(prefix).rpartition(".")[0], plan) == SUMMED
-        }
-        """Parameters whole on every rank of tp, of whose gradient each rank has its own share."""
-        if self.sizes.tp > 1 and model.from_hidden_states:
-            # The gradient of a copied head is added to the embedding's, of which each rank has its share too.
-            sharing = self.causal_lm.get_input_embeddings() if self.copies_head else head
-            self.shares.update(parameter for parameter in sharing.parameters() if parameter in self.name_of)
-        self.whole_over_tp = [parameter for parameter in self.name_of if not is_split(parameter)]
-        """Parameters that all ranks of a tp group have whole, or the same shard of."""
+    def find_copies(self) -> None:
+        """Counts the ranks that have the same part of a parameter, and finds a tied embedding in two stages."""
         stage_ranks = self.sizes.world // self.sizes.pp
-        self.copies_of = {parameter: stage_ranks // pieces(parameter) for parameter in self.name_of}
+        self.copies_of = {
+            parameter: stage_ranks // math.prod(map(parameter.device_mesh.size, divided_axes(parameter)))
+            for parameter in self.name_of
+        }
         """Number of the stage's ranks that have the same part of a parameter."""
         first, last = self.stage_owners[0], self.stage_owners[-1]
         self.tied_group: dist.ProcessGroup | None = None
         self.tied: nn.Parameter | None = None
+        head = self.causal_lm.get_output_embeddings()
         if head.weight is self.causal_lm.get_input_embeddings().weight and first != last:
             # Creating a group is collective: every rank has to take part for every group.
-            pairs = self.mesh.dense.mesh[[first, last]].flatten(1).T.tolist()
+            pairs = self.mesh.ranks_along("pp")[:, [first, last]].tolist()
             group, _ = dist.new_subgroups_by_enumeration(pairs)
             if self.mesh.rank("pp") in (first, last):
                 self.tied_group, self.tied = group, head.weight
 
     def begin_step(self, learning_rate: float, micro_steps: int) -> None:
         super().begin_step(learning_rate, micro_steps)
+        for gathers in self.fp8_gathers:
+            gathers.is_stale = True
         if self.sizes.pp > 1:  # its call computes the gradients, of a loss that the loop cannot divide
             self.model.micro_steps = micro_steps
 
@@ -361,24 +367,13 @@ class MeshStrategy(Strategy):
         """Completes the gradients, of which fully_shard has done the mean over the ranks that read different data."""
         if self.copies_head:
             head, embedding = self.causal_lm.get_output_embeddings(), self.causal_lm.get_input_embeddings()
-            local(embedding.weight.grad).add_(local(head.weight.grad))
+            local_tensor(embedding.weight.grad).add_(local_tensor(head.weight.grad))
             head.weight.grad = None
-        gradients = {p: local(p.grad) for p in self.name_of if p.grad is not None}
+        gradients = {p: local_tensor(p.grad) for p in self.name_of if p.grad is not None}
         if lost := [name for p, name in self.name_of.items() if p.requires_grad and p not in gradients]:
             raise RuntimeError(f"{len(lost)} parameters have no gradient, the first is {lost[0]}")
-        if self.sizes.tp > 1:
-            whole = {parameter: gradients[parameter] for parameter in self.whole_over_tp if parameter in gradients}
-            self.sum_gradients(list(whole.values()), self.tp_group)
-            # Others should be equal already, but GPU kernels may sum in any order: replicas must not drift apart.
-            others = [grad for parameter, grad in whole.items() if parameter not in self.shares]
-            if others:
-                torch._foreach_div_(others, self.sizes.tp)
-        if self.sizes.ep > 1:
-            # fully_shard has divided by the ranks that have the same experts. Rows of other ranks' tokens have arrived
-            # as well, so the sum is to be divided by all ranks whose tokens differ. set_gradient_divide_factor would
-            # do that, but torch 2.13 divides twice where only one rank has the experts.
-            experts = [grad for parameter, grad in gradients.items() if "ep" in parameter.device_mesh.mesh_dim_names]
-            torch._foreach_mul_(experts, self.sizes.tp / self.sizes.ep)
+        for dimension in self.dimensions:
+            dimension.combine(gradients)
         if self.tied is not None:
             self.sum_gradients([gradients[self.tied]], self.tied_group)
 
@@ -395,7 +390,7 @@ class MeshStrategy(Strategy):
         by_share: dict[float, list[Tensor]] = {}
         for parameter in self.name_of:
             if parameter.grad is not None:
-                by_share.setdefault(self.share_of(parameter), []).append(local(parameter.grad))
+                by_share.setdefault(self.share_of(parameter), []).append(local_tensor(parameter.grad))
         square = torch.zeros((), device=self.device)
         for share, gradients in by_share.items():
             square += total_norm(gradients).square().to(self.device) * share
@@ -407,7 +402,7 @@ class MeshStrategy(Strategy):
         return 0.0 if is_copy else 1 / self.copies_of[parameter]
 
     def gradients(self) -> list[Tensor]:
-        return [local(parameter.grad) for parameter in self.name_of if parameter.grad is not None]
+        return [local_tensor(parameter.grad) for parameter in self.name_of if parameter.grad is not None]
 
     def model_tensors(self) -> TensorGroup:
         return self.staged(super().model_tensors())
@@ -443,13 +438,8 @@ class MeshStrategy(Strategy):
 
     def replicas(self) -> list[ReplicaGroup]:
         """Lists what several ranks hold: all of it over dp_replicate, what tp does not split, a tied embedding."""
-        parts = {name: local(parameter.detach()) for parameter, name in self.name_of.items()}
-        groups: list[ReplicaGroup] = []
-        if self.sizes.dp_replicate > 1:
-            groups.append((self.mesh.dense.get_group("dp_replicate"), parts))
-        if self.sizes.tp > 1:
-            whole = {self.name_of[parameter]: parts[self.name_of[parameter]] for parameter in self.whole_over_tp}
-            groups.append((self.tp_group, whole))
+        parts = {name: local_tensor(parameter.detach()) for parameter, name in self.name_of.items()}
+        groups = [group for dimension in self.dimensions for group in dimension.replicas(parts)]
         if self.tied is not None:
             name = self.name_of[self.tied]
             groups.append((self.tied_group, {name: parts[name]}))
@@ -468,50 +458,14 @@ class MeshStrategy(Strategy):
 
 def recipe_problems(config: RunConfig, sizes: Sizes) -> list[str]:
     """Lists the recipe's and the launcher's settings that do not run with these sizes."""
-    problems = []
-    length = config.data.sequence_length
-    if length % sizes.cp:
-        below = length // sizes.cp * sizes.cp
-        problems.append(
-            f"data.sequence_length: {length:,} cannot be cut into {sizes.cp} equal parts; "
-            f"nearest: {f'{below:,} or ' if below else ''}{below + sizes.cp:,}"
-        )
-    schedule = STAGE_LAYOUTS[config.pipeline.schedule]
-    if sizes.pp > 1 and schedule.splits_backward and config.activation_checkpointing != "none":
-        others = ", ".join(other for other in STAGE_LAYOUTS if not STAGE_LAYOUTS[other].splits_backward)
-        problems.append(
-            f"activation_checkpointing: {config.activation_checkpointing} does not run with pipeline.schedule "
-            f"{config.pipeline.schedule}, which computes the gradients of inputs and of weights apart; use none, "
-            f"or one of {others}"
-        )
-    if sizes.pp > 1 and config.attention == "flex_attention":
-        problems.append("attention: flex_attention does not run under a pipeline; use auto")
-    if config.precision == "fp8" and sizes.tp > 1:
-        problems.append(
-            "precision: fp8 does not run with tp, where every slice of a matrix would have its own scale; use bf16, "
-            "or fp8 with dp_shard, dp_replicate, cp, pp or ep"
-        )
-    if config.precision == "fp8" and sizes.pp > 1 and schedule.splits_backward:
-        problems.append(
-            f"precision: fp8 does not run with pipeline.schedule {config.pipeline.schedule}: it computes the "
-            "gradients of inputs and of weights together, so twice each; use 1F1B or Interleaved1F1B"
-        )
-    return problems
+    kinds = dimensions_of(sizes).values()
+    return [problem for kind in kinds for problem in kind.recipe_problems(config, sizes)]
 
 
 def model_problems(model_config: PreTrainedConfig, sizes: Sizes, schedule: str) -> list[str]:
     """Lists why this model cannot be divided in these sizes, with what works. Raises InputError as `reference_of`."""
-    problems: list[str | None] = []
-    if sizes.tp > 1:
-        problems.append(tensor_parallel.model_problem(model_config, sizes.tp, splits_experts=sizes.ep == 1))
-    if sizes.cp > 1:
-        problems.append(context_parallel.model_problem(model_config, sizes.cp, sizes.tp))
-    if sizes.ep > 1:
-        problems.append(expert_parallel.model_problem(model_config, sizes.ep))
-    if sizes.pp > 1:
-        stages = len(STAGE_LAYOUTS[schedule].owners(sizes.pp))
-        problems.append(cut_problem(model_config) or layer_problem(model_config, stages, sizes.pp, schedule))
-    return [problem for problem in problems if problem]
+    kinds = dimensions_of(sizes).values()
+    return [problem for kind in kinds if (problem := kind.model_problem(model_config, sizes, schedule))]
 
 
 def separate_kinds(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
@@ -535,27 +489,3 @@ def reshard_without_backward(model: nn.Module, *_) -> None:
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
-
-
-def local(tensor: Tensor) -> Tensor:
-    """Returns this rank's part of a tensor."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def is_split(tensor: Tensor) -> bool:
-    """Tells if the ranks of a tp group have different parts of a tensor: by tp, or by ep."""
-    if not isinstance(tensor, DTensor):
-        return False
-    placements = dict(zip(tensor.device_mesh.mesh_dim_names, tensor.placements, strict=True))
-    # Not is_shard(), which is False for rows of two matrices in one, and for what is divided twice.
-    return any(not placements[name].is_replicate() for name in ("tp", "ep") if name in placements)
-
-
-def pieces(tensor: Tensor) -> int:
-    """Returns the number of different parts into which a tensor is divided."""
-    if not isinstance(tensor, DTensor):
-        return 1
-    mesh = tensor.device_mesh
-    # Not is_shard(), which is False for a shard of a dimension that tp or ep has divided already.
-    divided = [dim for dim, placement in enumerate(tensor.placements) if not placement.is_replicate()]
-    return math.prod(mesh.size(dim) for dim in divided)

@@ -87,9 +87,18 @@ def place_tiles(optimizer: torch.optim.Optimizer, replica_group: Callable[[], di
 def part_of(parameter: DTensor, replica: dist.ProcessGroup | None) -> "ParameterPart":
     """Returns Adafactor's view of a parameter: this rank's tile, and the ranks that hold the other ones."""
     from pretrain.optim.adafactor import ParameterPart
+    from pretrain.optim.matrix_exchange import Holders
 
-    holders = holders_along(parameter, tuple(divided_axes(parameter)), replica)
-    return ParameterPart(parameter, tuple(parameter.shape), holders, tile_of(parameter))
+    axes = tuple(divided_axes(parameter))
+    holders = holders_along(parameter, axes, replica)
+    copies = dist.get_world_size(replica) // holders.size if axes and replica is not None else 1
+    adds = True
+    if copies > 1:
+        # Ranks of tp, the innermost dimension, have the same part. With a sum in each of their groups the statistics,
+        # and with them the copies of the weights, could differ in the last bit.
+        holders = Holders(replica, holders.device)
+        adds = dist.get_rank(replica) % copies == 0
+    return ParameterPart(parameter, tuple(parameter.shape), holders, tile_of(parameter), adds=adds)
 
 
 def pieces_in(parameter: DTensor, matrix: "HiddenMatrix", replica: dist.ProcessGroup | None) -> "list[MatrixPiece]":

@@ -14,9 +14,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import get_schedule_class
+from transformers import PreTrainedConfig
 
+from pretrain.config import RunConfig
 from pretrain.hardware import seed_dropout
-from pretrain.parallel.pipeline_stages import Stage, split_micro_batch
+from pretrain.mesh_sizes import Sizes
+from pretrain.parallel.dimension import Dimension
+from pretrain.parallel.pipeline_stages import Stage, cut_problem, layer_problem, split_micro_batch
 from pretrain.parallel.tensor_group import TensorGroup, whole_of
 
 
@@ -45,6 +49,36 @@ STAGE_LAYOUTS: dict[str, StageLayout] = {
     "InterleavedZeroBubble": StageLayout(2, splits_backward=True),
     "ZBVZeroBubble": StageLayout(2, is_v=True, splits_backward=True),
 }
+
+
+class Pipeline(Dimension):
+    """pp, as a dimension of a mesh: what it refuses. `MeshStrategy` cuts the model into stages."""
+
+    @classmethod
+    def recipe_problems(cls, config: RunConfig, sizes: Sizes) -> list[str]:
+        problems = []
+        schedule = config.pipeline.schedule
+        splits_backward = STAGE_LAYOUTS[schedule].splits_backward
+        if splits_backward and config.activation_checkpointing != "none":
+            others = ", ".join(other for other in STAGE_LAYOUTS if not STAGE_LAYOUTS[other].splits_backward)
+            problems.append(
+                f"activation_checkpointing: {config.activation_checkpointing} does not run with pipeline.schedule "
+                f"{schedule}, which computes the gradients of inputs and of weights apart; use none, or one of "
+                f"{others}"
+            )
+        if config.attention == "flex_attention":
+            problems.append("attention: flex_attention does not run under a pipeline; use auto")
+        if config.precision == "fp8" and splits_backward:
+            problems.append(
+                f"precision: fp8 does not run with pipeline.schedule {schedule}: it computes the gradients of inputs "
+                "and of weights together, so twice each; use 1F1B or Interleaved1F1B"
+            )
+        return problems
+
+    @classmethod
+    def model_problem(cls, model_config: PreTrainedConfig, sizes: Sizes, schedule: str) -> str | None:
+        stages = len(STAGE_LAYOUTS[schedule].owners(sizes.pp))
+        return cut_problem(model_config) or layer_problem(model_config, stages, sizes.pp, schedule)
 
 
 class ReducingStage(PipelineStage):

@@ -11,22 +11,15 @@ from pretrain.parallel.launcher import launched_strategy, launcher_problems
 from pretrain.parallel.rendezvous import told_by_first
 from pretrain.parallel.strategy import Strategy, resolve_precision
 
+PLAIN = "pretrain.parallel.strategy:Strategy"
+MESH = "pretrain.parallel.mesh:MeshStrategy"
+ZERO = "pretrain.parallel.zero:Zero"
 STRATEGIES: dict[str, str] = {
-    "single": "pretrain.parallel.strategy:Strategy",
-    "ddp": "pretrain.parallel.strategy:Strategy",
-    "fsdp2": "pretrain.parallel.mesh:MeshStrategy",
-    "zero1": "pretrain.parallel.zero:Zero",
-    "zero2": "pretrain.parallel.zero:Zero",
-    "zero3": "pretrain.parallel.zero:Zero",
-    "hsdp": "pretrain.parallel.mesh:MeshStrategy",
-    "tp": "pretrain.parallel.mesh:MeshStrategy",
-    "fsdp_tp": "pretrain.parallel.mesh:MeshStrategy",
-    "pp": "pretrain.parallel.mesh:MeshStrategy",
-    "cp": "pretrain.parallel.mesh:MeshStrategy",
-    "ep": "pretrain.parallel.mesh:MeshStrategy",
-    "mesh": "pretrain.parallel.mesh:MeshStrategy",
-    "zero3_offload": "pretrain.parallel.zero:Zero",
-    "zero3_offload_nvme": "pretrain.parallel.zero:Zero",
+    **dict.fromkeys(("single", "ddp"), PLAIN),
+    "fsdp2": MESH,
+    **dict.fromkeys(("zero1", "zero2", "zero3"), ZERO),
+    **dict.fromkeys(("hsdp", "tp", "fsdp_tp", "pp", "cp", "ep", "mesh"), MESH),
+    **dict.fromkeys(("zero3_offload", "zero3_offload_nvme"), ZERO),
 }
 """{accelerate config: module and class}, simplest first, which is the order in which a plan lists them."""
 

@@ -22,6 +22,8 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
+from pretrain.config import RunConfig
+from pretrain.mesh_sizes import Sizes
 from pretrain.model.attention import IGNORED
 from pretrain.model.loss import LanguageModelLoss
 from pretrain.model.model_config import described
@@ -33,6 +35,9 @@ from pretrain.model.small_copy import (
     reference_of,
     relative_difference,
 )
+from pretrain.parallel.dimension import Dimension
+from pretrain.parallel.mesh_tiles import divided_axes
+from pretrain.parallel.replicas import ReplicaGroup
 
 MATRIX_DIMENSION = {"colwise": 0, "rowwise": 1}
 """{style: dimension of a linear layer's weight (outputs, inputs) that is split}."""
@@ -42,6 +47,70 @@ SUMMED = "replicated_with_grad_allreduce"
 
 EXPERTS = re.compile(r"(^|\.)experts(\.|$)")
 """Finds a layer's stacked experts in names of modules and parameters; shared experts are plain matrices."""
+
+
+class TensorParallel(Dimension):
+    """tp, as a dimension of a mesh."""
+
+    repeats_loss = True
+
+    @classmethod
+    def recipe_problems(cls, config: RunConfig, sizes: Sizes) -> list[str]:
+        if config.precision != "fp8":
+            return []
+        return [
+            "precision: fp8 does not run with tp, where every slice of a matrix would have its own scale; use bf16, "
+            "or fp8 with dp_shard, dp_replicate, cp, pp or ep"
+        ]
+
+    @classmethod
+    def model_problem(cls, model_config: PreTrainedConfig, sizes: Sizes, schedule: str) -> str | None:
+        return model_problem(model_config, sizes.tp, splits_experts=sizes.ep == 1)
+
+    def before_sharding(self, model: LanguageModelLoss) -> None:
+        if model.from_hidden_states:
+            share_head(model, self.group)
+
+    def divide(self, unit: str, module: nn.Module) -> None:
+        strategy = self.strategy
+        plan = tensor_plan_of(strategy.causal_lm.config)
+        mesh = strategy.mesh.dense["tp"]
+        split_unit(strategy.causal_lm, unit, plan, mesh, strategy.device, splits_experts=strategy.sizes.ep == 1)
+
+    def after_sharding(self, model: LanguageModelLoss, called: nn.Module) -> None:
+        causal_lm = model.causal_lm
+        name_of = self.strategy.name_of
+        plan = tensor_plan_of(causal_lm.config)
+        prefix = f"{causal_lm.base_model_prefix}."
+        self.shares = {
+            parameter
+            for parameter, name in name_of.items()
+            if style_of(name.removeprefix(prefix).rpartition(".")[0], plan) == SUMMED
+        }
+        """Parameters whole on every rank, of whose gradient each rank has its own share."""
+        if model.from_hidden_states:
+            # The gradient of a copied head is added to the embedding's, of which each rank has its share too.
+            is_copied = self.strategy.copies_head
+            sharing = causal_lm.get_input_embeddings() if is_copied else causal_lm.get_output_embeddings()
+            self.shares.update(parameter for parameter in sharing.parameters() if parameter in name_of)
+        self.whole = [
+            parameter
+            for parameter in name_of
+            if not any(parameter.device_mesh.mesh_dim_names[axis] in ("tp", "ep") for axis in divided_axes(parameter))
+        ]
+        """Parameters that all ranks have whole, or the same shard of."""
+
+    def combine(self, gradients: Mapping[nn.Parameter, Tensor]) -> None:
+        whole = {parameter: gradients[parameter] for parameter in self.whole if parameter in gradients}
+        self.strategy.sum_gradients(list(whole.values()), self.group)
+        # Others should be equal already, but GPU kernels may sum in any order: replicas must not drift apart.
+        others = [grad for parameter, grad in whole.items() if parameter not in self.shares]
+        if others:
+            torch._foreach_div_(others, self.strategy.sizes.tp)
+
+    def replicas(self, parts: dict[str, Tensor]) -> list[ReplicaGroup]:
+        names = [self.strategy.name_of[parameter] for parameter in self.whole]
+        return [(self.group, {name: parts[name] for name in names})]
 
 
 def tensor_plan_of(model_config: Any) -> dict[str, str]:
@@ -135,10 +204,10 @@ def _input_problem(keyed: KeyedConfig) -> str | None:
 
     wanted = gradients()
     for parent in parents_of_columns(matrices):
-        share_input(model.base_model.get_submodule(parent), lambda x: ScaledGradient.apply(x, 2.0))
+        share_input(model.base_model.get_submodule(parent), lambda x: with_scaled_gradient(x, 2.0))
     for name, style in matrices.items():
         if style == "colwise":
-            halve = lambda _, args: ScaledGradient.apply(args[0], 0.5)  # noqa: E731
+            halve = lambda _, args: with_scaled_gradient(args[0], 0.5)  # noqa: E731
             model.base_model.get_submodule(name).register_forward_pre_hook(halve)
     try:
         found = gradients()
@@ -247,17 +316,11 @@ class SumOfGradients(torch.autograd.Function):
         return all_reduce(grad, ctx.group), None
 
 
-class ScaledGradient(torch.autograd.Function):
+def with_scaled_gradient(x: Tensor, factor: float) -> Tensor:
     """Passes a tensor unchanged; multiplies its gradient by a factor."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, factor: float) -> Tensor:
-        ctx.factor = factor
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
-        return grad * ctx.factor, None
+    x = x.view_as(x)
+    x.register_hook(lambda gradient: gradient * factor)
+    return x
 
 
 def all_reduce(x: Tensor, group: str) -> Tensor:

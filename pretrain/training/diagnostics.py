@@ -17,12 +17,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from transformers import AttentionInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from pretrain.model.attention import segment_ids
 from pretrain.model.compile import layers_of
+from pretrain.optim.matrix_exchange import local_tensor
 from pretrain.parallel.context_parallel import EXCHANGING
 from pretrain.parallel.strategy import Strategy
 
@@ -75,16 +75,16 @@ class Diagnostics:
             self._squares[measure] = torch.zeros(len(self.names), dtype=torch.float64)
         for parameter, name in self.strategy.name_of.items():
             if name in self.row_of:
-                self._add("weight_rms", parameter, local(parameter))
-                self._add("gradient_rms", parameter, local(parameter.grad))
-                self._before[name] = local(parameter).detach().to("cpu", copy=True)
+                self._add("weight_rms", parameter, local_tensor(parameter))
+                self._add("gradient_rms", parameter, local_tensor(parameter.grad))
+                self._before[name] = local_tensor(parameter).detach().to("cpu", copy=True)
 
     @torch.no_grad()
     def after_update(self, skipped: Tensor) -> None:
         """Measures how the update changed the weights: not at all if it was skipped."""
         for parameter, name in self.strategy.name_of.items():
             if (before := self._before.pop(name, None)) is not None:
-                weight = local(parameter)
+                weight = local_tensor(parameter)
                 self._add("update_rms", parameter, weight - before.to(weight.device))
 
     def _add(self, measure: str, parameter: nn.Parameter, part: Tensor) -> None:
@@ -270,8 +270,3 @@ def largest_logit(
             logits_HTT = (query_BHTE[row, some] @ key_BHTE[row, some].transpose(1, 2)).float() * scale
             largest = torch.maximum(largest, logits_HTT.masked_fill(~allowed_TT, -torch.inf).max())
     return largest
-
-
-def local(tensor: Tensor) -> Tensor:
-    """Returns this rank's part of a tensor."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -8,7 +8,8 @@ Shapes: B windows, T positions, V vocabulary.
 """
 
 import functools
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 
@@ -207,9 +208,21 @@ def _check_gradients(judgement: Judgement, model: PreTrainedModel, attention: st
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     infinite = [name for name, p in parameters.items() if p.grad is not None and not p.grad.isfinite().all()]
     missing = [name for name, p in parameters.items() if p.grad is None]
-    for names, kind in ((infinite, "a gradient that is not finite"), (missing, "no gradient")):
-        if names:
-            judgement.problems.append(f"{len(names)} parameters get {kind}, the first is {names[0]}")
+    if infinite:
+        judgement.problems.append(f"{len(infinite)} parameters get a gradient that is not finite: {_listed(infinite)}")
+    if missing:
+        # They would stay as they are on one process, end the first step on several, and be missing from a checkpoint's
+        # optimizer state, which a resumed run refuses.
+        judgement.problems.append(
+            f"{len(missing)} parameters get no gradient: {_listed(missing)}; those of a class of your own belong into "
+            "its forward pass, or have to go"
+        )
+
+
+def _listed(names: Sequence[str]) -> str:
+    """Names some parameters, of layers that differ in their number alone once."""
+    shown = list(dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name) for name in names))
+    return ", ".join([*shown[:4], *([f"{len(shown) - 4} more"] if len(shown) > 4 else [])])
 
 
 @functools.lru_cache(maxsize=64)

@@ -237,7 +237,7 @@ def rows_of_model(config: RunConfig, model: ModelPlan, precision: str, vocabular
     if device.type == "cuda":
         from pretrain.model.kernels import kernels_not_used, kernels_used
 
-        here = {"dtype": DTYPES[precision], "window": config.data.window}
+        here = {"dtype": DTYPES[precision], "window": config.data.window, "model_config": model.model_config}
         not_used = kernels_not_used(config.attention, model.attention, config.compile, **here)
         kernels = {"kernels": kernels_used(model.attention, config.compile, **here)}
         kernels |= {"not used": "; ".join(not_used)} if not_used else {}

@@ -15,10 +15,12 @@ import torch
 from pretrain.config import RunConfig
 from pretrain.model.build import build_meta_model, library_attention
 from pretrain.model.compile import layers_of
+from pretrain.model.fp8 import fp8_layers
 from pretrain.model.loss import CHUNK_BYTES, CPU_PIECE_BYTES, MIN_CHUNK_TOKENS, choose_loss
 from pretrain.model.routers import experts_per_token, routers_of
 from pretrain.model.small_copy import KeyedConfig, projects_hidden_states
 from pretrain.optim.optimizers import OPTIMIZERS, ModelShapes, is_output_head, parameter_dtype
+from pretrain.parallel.expert_parallel import pads_much
 from pretrain.parallel.pipeline import STAGE_LAYOUTS
 from pretrain_tools.planning.activations import FLASH, Activations, ForwardPass, trace_activations
 from pretrain_tools.planning.layouts import Layout
@@ -55,6 +57,8 @@ class Sizes:
     """Layers with a mixture of experts."""
     choices: int = 0
     """Experts of a token in one of them."""
+    in_fp8: int = 0
+    """Elements of the layers' matrices that precision fp8 multiplies in 8 bits, and gathers in them."""
 
     @property
     def experts(self) -> int:
@@ -124,10 +128,12 @@ class Work:
 
     @property
     def padding(self) -> float:
-        """Experts of a layer that fully_shard holds and sends for each one: of 2 for 8 processes it makes 8."""
+        """Experts of a layer that fully_shard holds and sends for each one, if it cannot divide their width."""
         here = self.sizes.stacked_experts
         holders = self.layout.sharing_states * (self.layout.tp if self.layout.ep > 1 else 1) // self.layout.ep
-        return math.ceil(here / holders) * holders / here if here else 1.0
+        if not here or (pads_much(here, holders) and self.sizes.width % holders == 0):
+            return 1.0
+        return math.ceil(here / holders) * holders / here
 
     @property
     def tokens(self) -> int:
@@ -239,6 +245,7 @@ def _sizes(keyed: KeyedConfig) -> Sizes:
         exchanged_width=exchanged_width(keyed.config),
         routers=len(routers),
         choices=max((experts_per_token(router, model.config) or 0 for router in routers), default=0),
+        in_fp8=sum(linear.weight.numel() for linear in fp8_layers(model)),
     )
 
 

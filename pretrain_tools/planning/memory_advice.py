@@ -11,7 +11,8 @@ from dataclasses import replace
 
 from pretrain.config import RunConfig
 from pretrain.data.vocabulary import planned_model_config
-from pretrain.parallel.context_parallel import model_problem
+from pretrain.mesh_sizes import Sizes
+from pretrain.parallel.mesh import model_problems
 from pretrain.units import bytes_text
 from pretrain_tools.planning.footprints import largest_footprint
 from pretrain_tools.planning.layouts import Layout, layout
@@ -85,7 +86,7 @@ def recomputed(run: PlannedRun, share: str | float = "full") -> PlannedRun:
 def can_share(run: PlannedRun, parts: int) -> bool:
     """Returns True if so many processes can each hold a part of every sequence."""
     divides = parts > 1 and run.config.data.sequence_length % parts == 0
-    return divides and model_problem(run.model_config, parts) is None
+    return divides and not model_problems(run.model_config, Sizes(cp=parts), run.config.pipeline.schedule)
 
 
 def context_advice(run: PlannedRun, gpu_memory_bytes: float) -> str | None:

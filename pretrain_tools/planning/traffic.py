@@ -150,13 +150,15 @@ def mesh_flows(step: Step) -> list[Flow]:
     gathers = calls if layout.pp == 1 else 1
     hides = 0.9 if layout.pp == 1 else 0.3 / microbatches
     sharded = [("fsdp", layers - experts, root), ("efsdp", padding * experts, 0.0)]
+    in_fp8 = {"fsdp": sizes.in_fp8 / layout.pp if step.config.precision == "fp8" else 0.0, "efsdp": 0.0}
     if layout.ep == 1:
         sharded[0] = ("fsdp", layers + (padding - 1) * sizes.experts / layout.pp, root)
     if parts := [
         step.flow(
             "fsdp",
             group,
-            gathers=work.compute * (times * inside + beside) * gathers + FP32 * (inside + beside) * step.reductions,
+            gathers=(work.compute * (times * inside + beside) - times * in_fp8[group]) * gathers
+            + FP32 * (inside + beside) * step.reductions,
         )
         for group, inside, beside in sharded
         if inside and layout.group(group)[0] > 1

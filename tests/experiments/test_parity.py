@@ -5,12 +5,13 @@ import math
 import os
 from pathlib import Path
 from types import SimpleNamespace
+from typing import get_args
 
 import pytest
 import torch
 
 from pretrain import hardware
-from pretrain.config import Optim
+from pretrain.config import Optim, RunConfig
 from pretrain.errors import InputError
 from pretrain.mesh_sizes import Sizes
 from pretrain.optim import muon
@@ -53,6 +54,15 @@ def test_distances_are_absolute_or_relative():
     assert distance(1.5, 2.0, relative=True) == 0.25
     assert distance(math.nan, math.nan, relative=True) == 0, "the same step skipped in both is the same"
     assert distance(math.nan, 1.0, relative=False) == distance(1.0, math.nan, relative=False) == math.inf
+
+
+def test_every_precision_that_can_be_asked_for_has_a_tolerance():
+    literal = RunConfig.model_fields["precision"].annotation
+    assert set(parity.TOLERANCES) == set(get_args(literal)) - {"auto"}
+    refused = run_script("runs.py", "parity", "--config", "r.yaml", "--precision", "fp4", check=False).stderr
+    assert all(precision in refused.rpartition("choose from")[2] for precision in parity.TOLERANCES)
+    bound, norm = parity.TOLERANCES["fp8"]
+    assert parity.TOLERANCES["bf16"][0] < bound < 0.1 and norm is None
 
 
 def test_the_largest_is_over_all_steps_and_a_missing_step_is_infinitely_far():

@@ -4,6 +4,7 @@ import importlib.util
 
 import pytest
 import torch
+from transformers import AutoConfig
 
 from pretrain.config import WindowSpec
 from pretrain.model import kernels
@@ -12,6 +13,7 @@ from pretrain.model.kernels import kernels_not_used, kernels_used
 
 PACKED, UNDIVIDED = WindowSpec(64, True), WindowSpec(64, False)
 BF16, FP32 = torch.bfloat16, torch.float32
+LLAMA = AutoConfig.for_model("llama", hidden_size=512, num_attention_heads=8)
 
 
 @pytest.fixture
@@ -39,14 +41,37 @@ def gpu(monkeypatch):
 )
 def test_what_is_used(gpu, attention, capability, dtype, window, used):
     gpu |= {"capability": capability, "modules": {"flash_attn", "triton"}}
-    plain = kernels_used(attention, "none", dtype=dtype, window=window)
+    here = {"dtype": dtype, "window": window, "model_config": LLAMA}
+    plain = kernels_used(attention, "none", **here)
     assert used in plain
-    assert kernels_used(attention, "regional", dtype=dtype, window=window) == f"{plain}; layers compiled by Triton 1.2"
+    assert kernels_used(attention, "regional", **here) == f"{plain}; layers compiled by Triton 1.2"
+
+
+@pytest.mark.parametrize(
+    ("values", "capability", "reason"),
+    [
+        ({"head_dim": 320}, (9, 0), "has no kernels for heads of 320 here"),
+        ({"head_dim": 256}, (9, 0), None),
+        ({"head_dim": 200}, (8, 9), "has no kernels for heads of 200 here"),
+        ({"hidden_size": 4096, "num_attention_heads": 8}, (9, 0), "has no kernels for heads of 512 here"),
+        ({"attention_dropout": 0.1}, (9, 0), "has no dropout, which this model's attention uses in training"),
+        ({"model_type": "deepseek_v3"}, (9, 0), "has no kernels for values of 128 beside keys of 192"),
+    ],
+)
+def test_models_that_fall_back_to_the_dense_mask_are_named(gpu, values, capability, reason):
+    """What `sdpa` decides by its arguments, told before by the model's configuration."""
+    gpu |= {"capability": capability}
+    model_config = AutoConfig.for_model(values.pop("model_type", "llama"), **values)
+    here = {"dtype": BF16, "window": PACKED, "model_config": model_config}
+    assert ("dense mask" in kernels_used("groundwork_sdpa", "none", **here)) == bool(reason)
+    told = kernels_not_used("auto", "groundwork_sdpa", "regional", **here)
+    assert [line for line in told if line.startswith("varlen")] == ([f"varlen: {reason}"] if reason else [])
 
 
 def test_nothing_faster_is_passed_over_in_silence(gpu):
     def told(compile_mode="regional", dtype=BF16, window=PACKED, attention="groundwork_sdpa"):
-        return "; ".join(kernels_not_used("auto", attention, compile_mode, dtype=dtype, window=window))
+        here = {"dtype": dtype, "window": window, "model_config": LLAMA}
+        return "; ".join(kernels_not_used("auto", attention, compile_mode, **here))
 
     assert "flash_attention_2: needs the package flash_attn, which is not installed: see requirements-flash" in told()
     assert "flash_attention_3: needs the package" in told() and "varlen" not in told() and "compiled" not in told()

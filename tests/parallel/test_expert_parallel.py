@@ -1,11 +1,11 @@
 """What is refused before experts are divided over processes, and what a plan says of it."""
 
 import json
-from dataclasses import replace
 
 import pytest
 import yaml
 
+from pretrain.mesh_sizes import Sizes
 from pretrain.model.model_config import load_model_config
 from pretrain.parallel.registry import strategy_named
 from pretrain.recipe import read_run_config
@@ -88,7 +88,7 @@ def test_a_plan_shards_everything_and_sends_rows_to_experts(recipe, tmp_path):
         )  # weights forward and backward, gradients; alone, experts need none
         dense, whole = sizes.total - experts, 0 if ep == 4 else here - (sizes.total - experts)
         gathered = 3 * FP32 * ((3 * dense - sizes.root) * 3 / 4 + 3 * whole / 2)
-        product = Layout.of(replace(four.sizes, ep=ep))
+        product = Layout.of(Sizes(**four.sizes.named() | {"ep": ep}))
         assert product.name == "ep"
         found = {flow.name: flow for flow in flows(Step(run.work(product, 1), 3, links))}
         assert found["ep"].seconds == pytest.approx(rows * (ep - 1) / ep / 1e9) and found["ep"].hides_behind == 0

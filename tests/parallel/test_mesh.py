@@ -24,11 +24,13 @@ from pretrain.parallel.launcher import launched_strategy, launcher_problems
 from pretrain.parallel.mesh import MeshStrategy
 from pretrain.parallel.pipeline import STAGE_LAYOUTS
 from pretrain.recipe import read_run_config
-from support.mesh_products import MODELS, SCHEDULES, products, variables
+from support.mesh_products import MODELS, SCHEDULES, name_of, products, variables
 from support.project import ROOT, events, free_port, launch, losses, run_script
 
 EVERYTHING = os.environ.get("STRATEGIES") == "all"
 STEPS = 4
+NORM = 2e-6
+"""Relative difference of a gradient norm in fp32 that the order of sums explains."""
 MIDDLE = "checkpoints/step-00000002"
 
 
@@ -50,13 +52,17 @@ IN_TWO_DIMENSIONS = {
     f"{optimizer} moe dp_shard2 tp2": (optimizer, "moe", Sizes(dp_shard=2, tp=2))
     for optimizer in ("muon", "adafactor")
 }
+FEW_EXPERTS = {
+    f"muon few {name_of('', sizes).strip()}": ("muon", "few", sizes)
+    for sizes in (Sizes(dp_shard=4), Sizes(dp_shard=4, ep=2))
+}
 TYPICAL = {name: case for name, case in cases(4).items() if EVERYTHING or is_typical(*case[1:])}
-ON_FOUR: dict[str, Case] = TYPICAL | IN_TWO_DIMENSIONS
+ON_FOUR: dict[str, Case] = TYPICAL | IN_TWO_DIMENSIONS | FEW_EXPERTS
 ON_EIGHT: dict[str, Case] = {}
 if EVERYTHING:
     ON_FOUR |= cases(4, "muon") | cases(4, "adafactor")
     ON_EIGHT = cases(8)
-RESUMED = list(ON_FOUR | ON_EIGHT) if EVERYTHING else list(IN_TWO_DIMENSIONS)
+RESUMED = list(ON_FOUR | ON_EIGHT) if EVERYTHING else [*IN_TWO_DIMENSIONS, list(FEW_EXPERTS)[-1]]
 HAS_FP8 = importlib.util.find_spec("torchao") is not None
 IN_FP8 = ["--precision", "fp8"]
 ROUNDED = ["--optim.name", "adafactor", "--optim.stochastic_rounding", "true", "--averaging.kind", "none"]
@@ -225,7 +231,7 @@ def runs(shards, tmp_path_factory) -> Path:
         arguments = ["--output", str(folder / name), "--model", str(folder / f"{model}.json"), *options]
         arguments += ["--pipeline.schedule", SCHEDULE_OF.get(name.removesuffix(" resumed"), "1F1B")]
         arguments += ["--optim.name", optimizer]
-        if model == "moe":
+        if model != "dense":
             arguments += ["--loss.router_balance", "0.5", "--loss.router_z_loss", "0.01"]
         environment = variables(sizes)
         if case in IN_TWO_DIMENSIONS.values():
@@ -294,11 +300,11 @@ def test_every_product_trains_as_one_process_does(runs, name):
     wanted = losses(alone)
     assert losses(found).keys() == wanted.keys()
     assert all(math.isclose(loss, wanted[step], rel_tol=1e-6) for step, loss in losses(found).items())
-    assert norms(found) == pytest.approx(norms(alone), rel=1e-5)
+    assert norms(found) == pytest.approx(norms(alone), rel=NORM)
     if sizes.pp > 1:  # of several micro-steps
         stages = STAGE_LAYOUTS[SCHEDULE_OF[name]].stages_per_rank
         assert json.loads((found / "reductions.json").read_text()) == STEPS * stages
-    if model == "moe":
+    if model != "dense":
         for figure in ("router_balance_loss", "router_z_loss", "expert_load_max", "expert_entropy_min"):
             of_steps = [[event[figure] for event in events(run, "train")] for run in (alone, found)]
             assert of_steps[1] == pytest.approx(of_steps[0], rel=1e-6), figure

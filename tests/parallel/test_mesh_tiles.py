@@ -4,11 +4,16 @@ from itertools import product
 
 import pytest
 import torch
-from torch.distributed.tensor import Replicate, Shard
+import torch.distributed as dist
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from pretrain.mesh_sizes import Sizes
 from pretrain.optim.tiles import put, shape_of, take
-from pretrain.parallel.mesh_tiles import tile_at
+from pretrain.parallel.expert_parallel import dimension_to_shard
+from pretrain.parallel.mesh import Mesh
+from pretrain.parallel.mesh_tiles import part_of, tile_at
 
 PLACEMENTS = {
     "a replica": (Replicate(), Shard(0)),
@@ -40,3 +45,48 @@ def test_a_tile_is_the_part_that_torch_makes(shape, kind):
         assert shape_of(tile) == tuple(part.shape) and torch.equal(take(whole, tile), part)
         put(together, tile, part)
     assert torch.equal(together, whole)
+
+
+@pytest.mark.parametrize("rank", range(4))
+def test_copies_over_tp_get_one_sum_to_which_one_of_them_adds(rank):
+    """With a sum in each group of shards, two copies of a norm could differ in the last bit."""
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=4)
+    try:
+        mesh = Mesh(Sizes(dp_shard=2, tp=2), "cpu")
+        replica = mesh.replica_group()
+        norm = distribute_tensor(torch.ones(8), mesh.shards(), [Shard(0)], src_data_rank=None)
+        matrix = distribute_tensor(
+            torch.ones(8, 8), mesh.dense["fsdp", "tp"], [Shard(0), Shard(1)], src_data_rank=None
+        )
+        of_norm, of_matrix = part_of(norm, replica), part_of(matrix, replica)
+        assert of_norm.holders == of_matrix.holders and of_norm.holders.size == 4, "one collective for both"
+        assert of_matrix.adds and of_norm.adds == (mesh.rank("tp") == 0)
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("shape", "placements", "expected"),
+    [
+        ((2, 24, 16), None, 1),
+        ((8, 24, 16), None, None),
+        ((5, 24, 16), None, 1),
+        ((2, 7, 16), None, 2),
+        ((2, 7, 9), None, None),
+        ((2, 16), None, None),
+        ((2, 24, 16), [Shard(1)], 2),
+        ((4, 24, 16), [Shard(0)], 1),
+    ],
+)
+def test_few_experts_are_sharded_by_a_dimension_that_divides(shape, placements, expected):
+    """Among four ranks; a second dimension of two ranks has divided some."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
+    try:
+        tensor = torch.ones(shape)
+        if placements:
+            other = Mesh(Sizes(dp_shard=4, tp=2), "cpu").dense["tp"]
+            tensor = distribute_tensor(tensor, other, placements, src_data_rank=None)
+        found = dimension_to_shard(4, torch.nn.Parameter(tensor))
+        assert (found and found.dim) == expected
+    finally:
+        dist.destroy_process_group()

@@ -2,9 +2,11 @@
 would do and beside the plan. STRATEGIES=all looks at more products."""
 
 from collections import defaultdict
+from dataclasses import replace
 
 import pytest
 
+from pretrain.gpus import find_gpu
 from pretrain.mesh_sizes import Sizes
 from pretrain.model.model_config import load_model_config
 from pretrain_tools.planning.footprints import footprint
@@ -12,7 +14,7 @@ from pretrain_tools.planning.layouts import Layout
 from pretrain_tools.planning.memory import PlannedRun
 from pretrain_tools.planning.traffic import Links, Step, flows
 from support.fake_cuda import outcomes_of
-from support.products_on_fake_cuda import LAUNCHES, SHAPE
+from support.products_on_fake_cuda import LAUNCHES, OLMOE, OLMOE_LAUNCHES, OLMOE_SIZES, SHAPE
 from support.ranks_on_fake_cuda import LENGTH, MIXTURE, MODEL, SEQUENCES, read_config
 
 BF16, FP32, INT64 = 2, 4, 8
@@ -28,7 +30,7 @@ def outcomes():
 
 
 def padded(rows: int, shards: int) -> float:
-    """What FSDP2 sends of a tensor for each of its bytes: it shards rows, and of 2 experts for 8 ranks sends 8."""
+    """What FSDP2 sends of a matrix for each of its bytes: it shards rows, and pads to as many for each rank."""
     return -(-rows // shards) * shards / rows
 
 
@@ -43,7 +45,7 @@ def least(model: str, sizes: Sizes, padding=lambda rows, shards: 1.0) -> dict[st
     unsplit = 2 * WIDTH + (2 * HEAD + router if is_mixture else 0)
     root = VOCABULARY * WIDTH * (2 if stages == 1 else 1) + WIDTH
     in_layers = layers * (split / tp + unsplit)
-    here = layers * experts / ep * padding(EXPERTS // ep, sizes.efsdp) if ep > 1 else 0
+    here = layers * experts / ep if ep > 1 else 0
     tokens = SEQUENCES * stages * LENGTH / sizes.cp
     hidden = tokens * WIDTH
     found: dict[str, float] = defaultdict(float)
@@ -114,8 +116,8 @@ def planned_run(name: str, folder) -> tuple[Sizes, PlannedRun]:
 
 @pytest.mark.parametrize("name", LAUNCHES)
 def test_a_product_sends_the_least(outcomes, name):
-    """But for padding where a rank gets less than one expert, or one row of a router, and a pipeline's hidden states,
-    which travel in fp32, as the residual stream is under autocast on one GPU."""
+    """But for padding where a rank gets less than one row of a router, and a pipeline's hidden states, which travel in
+    fp32, as the residual stream is under autocast on one GPU."""
     sizes, _ = LAUNCHES[name]
     expected = least(name.split()[0], sizes, padded)
     found = counted(outcomes[name])
@@ -144,3 +146,32 @@ def test_a_plan_says_what_is_on_the_device(outcomes, name, tmp_path):
     peak = max(outcomes[name].result[moment]["peak_bytes"] for moment in MOMENTS)
     assert 0.95 * peak < planned
     assert planned < 1.4 * peak or sizes.pp > 1, "of a pipeline the first stage is planned, and the last is looked at"
+
+
+@pytest.mark.parametrize("sizes", OLMOE_SIZES, ids=str)
+def test_olmoe_fits_on_eight_h100s_as_planned(outcomes, sizes, tmp_path):
+    """8 x 2,048 tokens on each, activations of all layers kept: measured for two layers and three, planned for all."""
+    seen = {layers: outcomes[f"olmoe {(sizes, layers)}"] for layers in (2, 3)}
+    assert all(outcome.error is None for outcome in seen.values()), seen
+    layers = OLMOE["num_hidden_layers"]
+    config = read_config(tmp_path, replace(OLMOE_LAUNCHES[sizes, 2], layers=layers))
+    run = PlannedRun(config, load_model_config(config.model.config), "bf16")
+    layout = Layout.of(sizes)
+
+    def of_all_layers(figure) -> float:
+        two, three = (figure(seen[layers].result) for layers in (2, 3))
+        return two + (three - two) * (layers - 2)
+
+    def sent(*kinds: str) -> float:
+        def figure(result: dict) -> float:
+            collectives = [found for moment in MOMENTS for found in result[moment]["collectives"].items()]
+            return sum(size * rings(name) for name, (_, size) in collectives if name.startswith(kinds))
+
+        return of_all_layers(figure)
+
+    needed = of_all_layers(lambda result: max(result[moment]["peak_bytes"] for moment in MOMENTS))
+    planned = footprint(run, layout, SEQUENCES).total
+    assert 0.95 * needed < planned < 1.2 * needed and max(needed, planned) < find_gpu("h100").memory_bytes
+    expected = {flow.name: flow.sent for flow in flows(Step(run.work(layout, SEQUENCES), 2, Links(1.0, 1.0, 8)))}
+    found = {"fsdp": sent("all-gather", "reduce-scatter"), "ep": sent("all-to-all")}
+    assert expected == pytest.approx({name: size for name, size in found.items() if size}, rel=0.02)

@@ -9,6 +9,8 @@ MODELS = {
     "dense": TINY_LLAMA | {"num_hidden_layers": 4, "num_key_value_heads": 4},
     "moe": TINY_MOE | {"num_hidden_layers": 4, "num_key_value_heads": 4, "head_dim": 16},
 }
+MODELS["few"] = MODELS["moe"] | {"num_experts": 2, "num_experts_per_tok": 1}
+"""Fewer experts than ranks shard them, by another dimension."""
 # The first two are those of zero bubble with what they were once wrong under: tp and a tied embedding, and shards.
 SCHEDULES = ("ZBVZeroBubble", "InterleavedZeroBubble", "Interleaved1F1B", "1F1B", "GPipe", "LoopedBFS")
 

@@ -5,20 +5,21 @@ the device. What a fused loss or an attention kernel needs inside does not show.
 """
 
 import functools
+import json
 import os
 import weakref
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import ProcessGroup, _resolve_process_group
-from torch.distributed.tensor import DTensor
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pretrain.mesh_sizes import DIMENSIONS, Sizes, variable
 from pretrain_tools.planning.activations import FLASH
-from support.ranks_on_fake_cuda import MODELS, Counter, Launch, count
+from support.ranks_on_fake_cuda import MODELS, ROOT, Counter, Launch, count
 
 EVERYTHING = os.environ.get("STRATEGIES") == "all"
 PRODUCTS = {
@@ -83,8 +84,8 @@ class LiveBytes(TorchDispatchMode):
         LiveBytes.current = self
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if DTensor in types:
-            return NotImplemented
+        if any(hasattr(kind, "__tensor_flatten__") for kind in types):
+            return NotImplemented  # a DTensor, or one in fp8, comes back with the tensors inside
         result = func(*args, **(kwargs or {}))
         for value in _pytree.tree_leaves(result):
             if isinstance(value, torch.Tensor) and value.device.type == "cuda":
@@ -125,4 +126,14 @@ ALL = {model: [*cases, *(FURTHER[model] if EVERYTHING else [])] for model, cases
 LAUNCHES = {
     name_of(model, sizes): (sizes, launch_of(model, sizes, rank)) for model in ALL for sizes, rank in ALL[model]
 }
+OLMOE = json.loads((ROOT / "model_configs/olmoe_7b.json").read_text())
+"""In its real widths, as one of eight; all layers are alike, so two of them and three tell what sixteen do."""
+MODELS["olmoe of 64"] = OLMOE
+OLMOE_SIZES = [Sizes(dp_shard=8, ep=8), *([Sizes(dp_shard=8)] if EVERYTHING else [])]
+OLMOE_LAUNCHES = {
+    (sizes, layers): replace(launch_of("olmoe", sizes, 0), layers=layers, length=2048)
+    for sizes in OLMOE_SIZES
+    for layers in (2, 3)
+}
 CASES = {name: functools.partial(measured, launch) for name, (_, launch) in LAUNCHES.items()}
+CASES |= {f"olmoe {key}": functools.partial(measured, launch) for key, launch in OLMOE_LAUNCHES.items()}

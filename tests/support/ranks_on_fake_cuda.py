@@ -92,6 +92,7 @@ class Launch:
     """Of the recipe, beside those that all have."""
     attention: str = "groundwork_sdpa"
     ranks: int = RANKS
+    length: int = LENGTH
 
     @property
     def on_host(self) -> bool:
@@ -266,10 +267,12 @@ def even_rows(counts: FakeTensor) -> list[list[int]]:
     if Counter.current is not None:
         Counter.current.seen.waits += 1
     sizes = launched_sizes()
-    rows = SEQUENCES * LENGTH * MIXTURE["num_experts_per_tok"] // (sizes.cp * sizes.tp)
+    rows = SEQUENCES * even_rows.length * even_rows.choices // (sizes.cp * sizes.tp)
     return [[rows // counts.shape[1]] * counts.shape[1]] * 2
 
 
+even_rows.length = LENGTH
+even_rows.choices = MIXTURE["num_experts_per_tok"]
 assign_buckets = dist._compute_bucket_assignment_by_size
 
 
@@ -361,9 +364,12 @@ def read_config(folder: Path, launch: Launch) -> RunConfig:
         "model": str(folder / "model.json"),
         "output": str(folder / "run"),
         "precision": "bf16",
-        "data": {"train": [{"shards": str(folder)}], "sequence_length": LENGTH},
+        "data": {"train": [{"shards": str(folder)}], "sequence_length": launch.length},
         "budget": {"steps": 9},
-        "batch": {"tokens_per_step": 2 * launch.ranks * SEQUENCES * LENGTH, "sequences_per_micro_batch": SEQUENCES},
+        "batch": {
+            "tokens_per_step": 2 * launch.ranks * SEQUENCES * launch.length,
+            "sequences_per_micro_batch": SEQUENCES,
+        },
         "optim": {"learning_rate": 0.001, "max_grad_norm": 1.0},
         "pipeline": {"schedule": "1F1B"},
     }
@@ -391,7 +397,9 @@ def count(launch: Launch, counter: type[Counter] = Counter) -> dict[str, dict]:
         if isinstance(model, DistributedDataParallel):
             model.register_comm_hook(None, all_reduce_bucket)
             model.reducer, model.logger = FixedBuckets(model.reducer), mock.Mock()
-        rows, length = (1, 16) if launch.on_host else (SEQUENCES * strategy.micro_batches_per_call, LENGTH)
+        rows, length = (1, 16) if launch.on_host else (SEQUENCES * strategy.micro_batches_per_call, launch.length)
+        even_rows.length = launch.length
+        even_rows.choices = MODELS[launch.model].get("num_experts_per_tok", 1)
         ids = torch.zeros(rows, length, dtype=torch.long, device=strategy.device)
         with unset_fake_temporarily():
             layout = document_layout(np.arange(rows * length).reshape(rows, length) % 97, 0)
@@ -416,7 +424,7 @@ def take_step(strategy: Strategy, model: torch.nn.Module, batch: dict, counter: 
     """Two micro-steps and an update, as in train.py."""
     counters = {moment: counter() for moment in ("micro-step", "last micro-step", "update")}
     model.train()
-    strategy.set_learning_rate(0.001)
+    strategy.begin_step(0.001, micro_steps=2)
     for is_last, moment in enumerate(("micro-step", "last micro-step")):
         with counters[moment], strategy.accumulate(is_last=bool(is_last)):
             loss, _ = model(**batch)

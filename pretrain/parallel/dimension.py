@@ -1,0 +1,74 @@
+"""One dimension of a mesh: what it refuses, and what it does to a model, its gradients and their check.
+
+A row of `pretrain.mesh_sizes.DIMENSIONS` names its class. Where it has several ranks, `MeshStrategy` calls each of
+these methods on them, for the innermost dimension first; a dimension overrides those that it needs.
+"""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+
+from pretrain.config import RunConfig
+from pretrain.mesh_sizes import Sizes
+from pretrain.parallel.replicas import ReplicaGroup
+
+if TYPE_CHECKING:
+    from pretrain.model.loss import LanguageModelLoss
+    from pretrain.parallel.mesh import MeshStrategy
+
+
+class Dimension:
+    """A dimension that only divides the ranks, as dp_shard: fully_shard does the rest."""
+
+    repeats_loss = False
+    """True if its ranks compute the loss of the same tokens, so that only the first one's counts."""
+
+    @classmethod
+    def recipe_problems(cls, config: RunConfig, sizes: Sizes) -> list[str]:
+        """Lists the recipe's settings that do not run with these sizes."""
+        return []
+
+    @classmethod
+    def model_problem(cls, model_config: PreTrainedConfig, sizes: Sizes, schedule: str) -> str | None:
+        """Returns why this model cannot be divided, with what works. Raises InputError as `reference_of`."""
+        return None
+
+    def __init__(self, strategy: "MeshStrategy", name: str):
+        self.strategy = strategy
+        self.name = name
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The ranks that differ from this one along this dimension alone."""
+        mesh = self.strategy.mesh
+        views = (mesh.dense, mesh.expert, mesh.data)  # where it is in the first one, its communicator serves both
+        return next(view for view in views if self.name in view.mesh_dim_names).get_group(self.name)
+
+    def before_sharding(self, model: "LanguageModelLoss") -> None:
+        """Changes the whole model, on the meta device."""
+
+    def divide(self, unit: str, module: nn.Module) -> None:
+        """Divides the weights of one unit of the model, which has just got its values, before fully_shard does."""
+
+    def after_sharding(self, model: "LanguageModelLoss", called: nn.Module) -> None:
+        """Prepares the steps. called: what the loop calls."""
+
+    def combine(self, gradients: Mapping[nn.Parameter, Tensor]) -> None:
+        """Completes, in place, this rank's parts of the gradients once a step.
+
+        fully_shard has done the mean over dp_replicate, dp_shard and cp.
+        """
+
+    def replicas(self, parts: dict[str, Tensor]) -> list[ReplicaGroup]:
+        """Lists which of this rank's parts of the weights all ranks of the dimension have, bit for bit."""
+        return []
+
+
+class Replicas(Dimension):
+    """dp_replicate: its ranks have the same parts of everything."""
+
+    def replicas(self, parts: dict[str, Tensor]) -> list[ReplicaGroup]:
+        return [(self.group, parts)]
