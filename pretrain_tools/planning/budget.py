@@ -134,7 +134,7 @@ class ScaledRun(PlannedRun):
 
     @property
     def projects(self) -> bool:
-        return not self.shape.family.caps_logits
+        return True  # the families scale no logits
 
     def trace(self, call: ForwardPass) -> Activations:
         like = self.traced_shape

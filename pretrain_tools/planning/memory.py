@@ -17,7 +17,7 @@ from pretrain.model.build import build_meta_model, library_attention
 from pretrain.model.compile import layers_of
 from pretrain.model.loss import CHUNK_BYTES, CPU_PIECE_BYTES, MIN_CHUNK_TOKENS, choose_loss
 from pretrain.model.routers import experts_per_token, routers_of
-from pretrain.model.small_copy import KeyedConfig, projects_hidden_states
+from pretrain.model.small_copy import KeyedConfig, logit_cap, projects_hidden_states
 from pretrain.optim.optimizers import OPTIMIZERS, ModelShapes, is_output_head, parameter_dtype
 from pretrain.parallel.pipeline import STAGE_LAYOUTS
 from pretrain_tools.planning.activations import FLASH, Activations, ForwardPass, trace_activations
@@ -378,6 +378,8 @@ def loss_bytes(work: Work, weight_bytes: int, hidden: float) -> float:
     softmax = 0 if loss == "chunked_compiled" else chunk * vocabulary * FP32
     if is_cpu:
         softmax = min(CPU_PIECE_BYTES, softmax)
+    elif logit_cap(work.run.model_config):
+        softmax *= 3  # the tanh, the capped logits and their softmax
     elif compute != FP32:
         softmax *= 2  # torch copies half precision to fp32 first
     working += softmax

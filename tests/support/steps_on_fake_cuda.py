@@ -250,7 +250,7 @@ def loss_body(dtype: torch.dtype, compiled: bool) -> None:
         hidden, weight = (torch.empty(rows, 64, device="cuda") for rows in (600, 512))
         targets = torch.empty(600, device="cuda", dtype=torch.int64)
         sums, count, of_hidden, of_weight, *_ = loss._chunked_loss._init_fn(
-            hidden, weight, None, targets, 1e-4, 256, dtype, compiled, [True, True, False]
+            hidden, weight, None, targets, 1e-4, None, 256, dtype, compiled, [True, True, False]
         )
         loss._compiled_softmax_less_target_.cache_clear()
         assert {x.device.type for x in (sums, count, of_hidden, of_weight)} == {"cuda"}
