@@ -239,7 +239,7 @@ def rows_of_model(config: RunConfig, model: ModelPlan, precision: str, vocabular
 
         here = {"dtype": DTYPES[precision], "window": config.data.window}
         not_used = kernels_not_used(config.attention, model.attention, config.compile, **here)
-        kernels = {"kernels": kernels_used(model.attention, config.compile, **here)}
+        kernels = {"kernels": kernels_used(config.attention, model.attention, config.compile, **here)}
         kernels |= {"not used": "; ".join(not_used)} if not_used else {}
     return {
         "device": device_in_words(device),
