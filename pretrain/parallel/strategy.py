@@ -45,6 +45,12 @@ if TYPE_CHECKING:
     from pretrain.optim.matrix_exchange import Holders
 
 
+FP16_CAPABILITY = (7, 0)
+"""Minimum CUDA compute capability of matrix units for fp16: V100, T4."""
+SCALE_LOSS = ("single", "ddp")
+"""Strategies that train in fp16; see `MeshStrategy.why_not`."""
+
+
 def device_type() -> str:
     """Returns 'cuda' if a GPU is visible, else 'cpu'; also 'cpu' on request (accelerate's ACCELERATE_USE_CPU).
 
@@ -60,7 +66,11 @@ def device_type() -> str:
 
 
 def resolve_precision(requested: str) -> str:
-    """Turns auto into bf16 if the device has bf16 matmuls, else fp32. Raises InputError for unsupported precisions."""
+    """Turns auto into bf16 if the device has bf16 matmuls, else into fp16 or fp32.
+
+    fp16 is for GPUs with tensor cores (V100, T4: eight times fp32) under the strategies that scale the loss. Raises
+    InputError for unsupported precisions.
+    """
     device = device_type()
     if requested == "fp8":
         from pretrain.model.fp8 import fp8_problem
@@ -71,7 +81,10 @@ def resolve_precision(requested: str) -> str:
         raise InputError("precision: fp16 needs a GPU; use bf16, fp32, or auto, which takes what the device has")
     if requested != "auto":
         return requested
-    return "fp32" if missing_bf16(device) else "bf16"
+    if not missing_bf16(device):
+        return "bf16"
+    has_fp16 = device == "cuda" and torch.cuda.get_device_capability() >= FP16_CAPABILITY
+    return "fp16" if has_fp16 and launched_strategy() in SCALE_LOSS else "fp32"
 
 
 class Strategy:

@@ -227,7 +227,7 @@ def banner(config: RunConfig, plan: RunPlan, built: dict[str, str]) -> str:
 def rows_of_model(config: RunConfig, model: ModelPlan, precision: str, vocabulary: str) -> dict[str, str]:
     """Returns the rows of the banner that do not depend on the data."""
     device = torch.device(device_type())
-    is_fallback = config.precision == "auto" and precision == "fp32"
+    is_fallback = config.precision == "auto" and precision != "bf16"
     reason = f" (auto: {missing_bf16(device.type)})" if is_fallback else ""
     weights = "bf16, rounded stochastically" if config.optim.stochastic_rounding else "fp32"
     is_sparse = model.active_parameters < model.parameters
