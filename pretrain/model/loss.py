@@ -17,8 +17,11 @@ from pretrain.errors import InputError
 from pretrain.model.attention import IGNORED
 from pretrain.model.small_copy import logit_cap, projects_hidden_states
 
-CHUNK_BYTES = {"cpu": 64 * 2**20, "cuda": 512 * 2**20}
-"""Bytes of one chunk's fp32 logits, by device type: small compared to the head's gradient."""
+CPU_CHUNK_BYTES = 64 * 2**20
+"""Bytes of one chunk's fp32 logits on a CPU."""
+GPU_CHUNK_SHARE = 1 / 40
+GPU_CHUNK_BYTES = (256 * 2**20, 2 * 2**30)
+"""Least and most bytes of one chunk's fp32 logits on a GPU, which are GPU_CHUNK_SHARE of its memory in between."""
 CPU_PIECE_BYTES = 2 * 2**20
 """Bytes of fp32 logits that a CPU turns into probabilities at a time, so that they stay in its cache."""
 CPU_PRODUCT_BYTES = 16 * 2**20
@@ -89,10 +92,29 @@ def loss_problems(settings: Loss, model_config: PreTrainedConfig) -> list[str]:
     return [NO_Z_LOSS] * bool(settings.z_loss) + [NO_CAP] * bool(logit_cap(model_config))
 
 
+def tokens_of_chunk(vocabulary: int, device_type: str, device_bytes: float) -> int:
+    """Returns the tokens whose logits are in memory at a time.
+
+    Every chunk reads and writes the head's fp32 gradient once, so that a GPU with much memory is faster with few.
+
+    Args:
+        device_bytes: memory of the GPU; of a CPU it does not matter.
+    """
+    least, most = GPU_CHUNK_BYTES
+    chunk_bytes = max(least, min(most, GPU_CHUNK_SHARE * device_bytes)) if device_type == "cuda" else CPU_CHUNK_BYTES
+    return max(MIN_CHUNK_TOKENS, int(chunk_bytes) // (4 * vocabulary) // 64 * 64)
+
+
+@torch.compiler.assume_constant_result
+def _gpu_bytes(device_index: int | None) -> int:
+    return torch.cuda.get_device_properties(device_index).total_memory
+
+
 def _chunked(hidden_ND, weight_VD, bias_V, targets_N, z_loss, cap, chunk_tokens, record, *, compiled=False):
     if chunk_tokens is None:
-        chunk_bytes = CHUNK_BYTES.get(hidden_ND.device.type, CHUNK_BYTES["cuda"])
-        chunk_tokens = max(MIN_CHUNK_TOKENS, chunk_bytes // (4 * weight_VD.shape[0]) // 64 * 64)
+        kind = hidden_ND.device.type
+        device_bytes = _gpu_bytes(hidden_ND.device.index) if kind == "cuda" else 0
+        chunk_tokens = tokens_of_chunk(weight_VD.shape[0], kind, device_bytes)
     dtype = _compute_dtype(hidden_ND, weight_VD)
     with_gradient = torch.is_grad_enabled()
     needs = [with_gradient and x is not None and x.requires_grad for x in (hidden_ND, weight_VD, bias_V)]

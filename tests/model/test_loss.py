@@ -8,7 +8,14 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import pretrain.model.architectures  # noqa: F401, registers the local ones
 from pretrain.errors import InputError
-from pretrain.model.loss import LOSS_BACKENDS, LanguageModelLoss, choose_loss, next_token_loss, recording_losses
+from pretrain.model.loss import (
+    LOSS_BACKENDS,
+    LanguageModelLoss,
+    choose_loss,
+    next_token_loss,
+    recording_losses,
+    tokens_of_chunk,
+)
 
 B, T, D, V = 2, 25, 16, 53
 PROJECTING = (
@@ -207,6 +214,13 @@ def test_the_compiled_loss_is_compiled_once_whatever_is_needed_of_it():
     with torch.no_grad(), torch.compiler.set_stance("fail_on_recompile"):
         loss, _ = next_token_loss(hidden, weight, targets, backend="chunked_compiled")
     torch.testing.assert_close(loss, plain_loss(hidden, weight, None, targets)[0], rtol=1e-6, atol=1e-6)
+
+
+def test_chunks_grow_with_a_gpus_memory():
+    """GPT-2's vocabulary: the gradient of its head is read and written 25 times for 64 x 1,024 tokens in 512 MB."""
+    sizes = [tokens_of_chunk(50_304, "cuda", gibibytes * 2**30) for gibibytes in (4, 24, 79, 178)]
+    assert sizes == [1_280, 3_200, 10_496, 10_624]
+    assert tokens_of_chunk(50_304, "cpu", 1e12) == 320 and tokens_of_chunk(10**7, "cuda", 4e9) == 256
 
 
 @pytest.mark.parametrize(
