@@ -36,7 +36,7 @@ from pretrain.optim.optimizers import (
 )
 from pretrain.parallel.launcher import PRECISIONS, launched_strategy
 from pretrain.parallel.ranks import Ranks, slow_host_group
-from pretrain.parallel.rendezvous import choose_interface, meet_afresh
+from pretrain.parallel.rendezvous import choose_interface, join_nccl, meet_afresh
 from pretrain.parallel.replicas import ReplicaGroup
 from pretrain.parallel.tensor_group import ShardedState, TensorGroup, load_parts
 
@@ -117,6 +117,8 @@ class Strategy:
         self.name = launched_strategy()
         meet_afresh()
         choose_interface()
+        if device_type() == "cuda":
+            join_nccl()
         self.accelerator = self.make_accelerator()
         self.device: torch.device = self.accelerator.device
         self.ranks = Ranks.of_launch()
