@@ -217,7 +217,8 @@ def banner(config: RunConfig, plan: RunPlan, built: dict[str, str]) -> str:
         "learning rate": f"{plan.peak_learning_rate:.3g} at the peak, {plan.schedule.name}, "
         f"{plan.schedule.warmup_steps:,} warmup steps",
         **averaging_in_words(config.averaging, plan.total_steps),
-        "FLOPs per token": f"{plan.flops_per_token:.4g} = {FORMULA}",
+        "FLOPs per token": f"{plan.flops_per_token:.4g} = {FORMULA}"
+        + (", whole windows: MFU counts attention between documents too" if config.data.document_mask else ""),
         **plan.router_losses.in_words(),
         **built,
     }
