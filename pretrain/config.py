@@ -578,7 +578,8 @@ class RunConfig(Section):
     """Use only kernels that add in one order: on a GPU too, the same run gives the same bits, for some speed; where
     torch has no such kernel the first step fails and names the operator. CPUs add in one order anyway."""
     precision: Literal["auto", "fp32", "bf16", "fp16", "fp8"] = "bf16"
-    """Precision of forward and backward; weights and optimizer stay in fp32. auto: bf16 if the device has it."""
+    """Precision of forward and backward; weights and optimizer stay in fp32. auto: bf16 if the device has it;
+    else fp32, or fp16 on GPUs with units for it, under single and ddp."""
     data: Data
     budget: Budget = Budget(tokens_per_parameter=20)
     batch: Batch

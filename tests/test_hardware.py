@@ -24,6 +24,7 @@ from pretrain.hardware import (
     seed_dropout,
 )
 from pretrain.parallel import strategy
+from pretrain.parallel.registry import strategy_named
 from pretrain.parallel.strategy import device_type, resolve_precision
 from support.project import ROOT
 from support.tiny_models import TINY_LLAMA
@@ -56,6 +57,27 @@ def test_bf16_is_native_where_nothing_limits_it(new_cpu, monkeypatch):
     monkeypatch.setattr(strategy, "device_type", lambda: "cpu")
     assert missing_bf16("cpu") is None and resolve_precision("auto") == "bf16"
     assert emulation_of_bf16(CPU) is None
+
+
+@pytest.mark.parametrize(
+    ("capability", "launched", "precision"),
+    [
+        ((8, 0), "fsdp2", "bf16"),
+        ((7, 5), "single", "fp16"),
+        ((7, 0), "ddp", "fp16"),
+        ((7, 5), "fsdp2", "fp32"),
+        ((6, 1), "single", "fp32"),
+    ],
+    ids=["A100", "T4", "V100", "sharded", "GTX 1080"],
+)
+def test_auto_is_fp16_on_gpus_with_units_for_it_alone(fresh, monkeypatch, capability, launched, precision):
+    """Under strategies that scale the loss."""
+    monkeypatch.setattr(strategy, "device_type", lambda: "cuda")
+    monkeypatch.setattr(strategy, "launched_strategy", lambda: launched)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: capability >= (8, 0))
+    assert resolve_precision("auto") == precision
+    assert precision in strategy_named(launched if launched == "fsdp2" else "ddp").precisions
 
 
 @pytest.mark.parametrize("limit", [*ONEDNN_ISAS_WITHOUT_BF16, "AVX2"])

@@ -1,5 +1,6 @@
-"""Names the GPU kernels that a run uses, and says why it does not use others."""
+"""Chooses FlashAttention 3 where it runs, names the kernels that a run on a GPU uses, and says why not others."""
 
+import functools
 import importlib.metadata
 import importlib.util
 
@@ -9,23 +10,87 @@ from transformers import PreTrainedConfig
 from pretrain.config import WindowSpec
 from pretrain.model.attention import ATTENTION_NAMES, FLASH_CAPABILITY, FLASH_PACKAGES, why_not, why_not_flash
 from pretrain.model.cpu_attention import HALF_DTYPES
+from pretrain.model.model_config import first_line
+
+HOPPER = (9, 0)
+"""Compute capability of the GPUs on which torch runs FlashAttention 3 in place of its own flash attention."""
+FLASH_3_TOLERANCE = 2e-2
+"""Maximum difference of two flash attentions, relative to the largest number: both round to bf16, or fp16."""
+
+
+def prefer_flash_3(
+    requested: str, attention: str, *, dtype: torch.dtype, window: WindowSpec, model_config: PreTrainedConfig
+) -> str | None:
+    """Makes varlen run FlashAttention 3 in this process if `attention: auto` chose varlen and it works here.
+
+    Returns why it does not; None if it does. Arguments as in `kernels_not_used`.
+    """
+    varlen = why_not("varlen", device_type="cuda", dtype=dtype, window=window) or why_not_flash(model_config)
+    if requested != "auto" or attention != "groundwork_sdpa" or varlen:
+        return f"attention is {requested}" if requested != "auto" else varlen or f"the model needs {attention}"
+    if problem := why_not("flash_attention_3", device_type="cuda", dtype=dtype, window=window):
+        return problem
+    if torch.cuda.get_device_capability() != HOPPER:
+        return "torch runs it on Hopper alone"
+    if torch.are_deterministic_algorithms_enabled():
+        return "deterministic is true, and its backward pass is so for some widths alone"
+    return _activate_flash_3(dtype, "cuda")
+
+
+@functools.cache
+def _activate_flash_3(dtype: torch.dtype, device: str) -> str | None:
+    """Makes torch run FlashAttention 3 and compares both on a small batch; returns what is wrong, and then undoes it.
+
+    The package has its own versions and arguments: with another than torch expects, the first step would fail.
+    """
+    from torch.nn.attention import activate_flash_attention_impl, restore_flash_attention_impl
+
+    wanted = _small_varlen(dtype, device)
+    try:
+        activate_flash_attention_impl("FA3")
+        found = _small_varlen(dtype, device)
+        differences = [(a - b).abs().max() / b.abs().max() for a, b in zip(found, wanted, strict=True)]
+        if all(difference <= FLASH_3_TOLERANCE for difference in differences):
+            return None
+        problem = f"its results differ from those of torch's kernel by {max(differences):.2g}"
+    except Exception as error:  # a package that was built for another torch fails in any way
+        problem = f"fails here ({first_line(error)})"
+    restore_flash_attention_impl(_raise_warn=False)
+    return problem
+
+
+def _small_varlen(dtype: torch.dtype, device: str) -> list[torch.Tensor]:
+    """Returns output and gradients of two segments, two empty ones after them, and grouped heads, in fp32."""
+    from torch.nn.attention import varlen
+
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((192, 4, 64), (192, 2, 64), (192, 2, 64))
+    numbers = [torch.randn(shape, generator=generator).to(device, dtype).requires_grad_() for shape in shapes]
+    ends = torch.tensor([0, 64, 192, 192, 192], dtype=torch.int32, device=device)
+    out = varlen.varlen_attn(*numbers, ends, ends, 192, 192, window_size=(-1, 0), enable_gqa=True)
+    gradients = torch.autograd.grad(out.float().square().sum(), numbers)
+    return [x.detach().float() for x in (out, *gradients)]
 
 
 def kernels_used(
-    attention: str, compile_mode: str, *, dtype: torch.dtype, window: WindowSpec, model_config: PreTrainedConfig
+    requested: str,
+    attention: str,
+    compile_mode: str,
+    *,
+    dtype: torch.dtype,
+    window: WindowSpec,
+    model_config: PreTrainedConfig,
 ) -> str:
-    """Names the kernels of a run on a GPU, with versions.
-
-    Args:
-        attention: the model's attention, one of `attention.candidates_of`.
-        dtype: dtype of the matmuls.
-    """
+    """Names the kernels of a run on a GPU, with versions. Arguments as in `kernels_not_used`."""
     varlen = why_not("varlen", device_type="cuda", dtype=dtype, window=window) or why_not_flash(model_config)
     if name := next((name for name in FLASH_PACKAGES if ATTENTION_NAMES[name] == attention), None):
         module, _ = FLASH_PACKAGES[name]
         used = f"{name} ({module} {version_of(module)})"
     elif attention != "groundwork_sdpa":
         used = f"{attention} of torch {torch.__version__}"
+    elif prefer_flash_3(requested, attention, dtype=dtype, window=window, model_config=model_config) is None:
+        module, _ = FLASH_PACKAGES["flash_attention_3"]
+        used = f"varlen of torch {torch.__version__} by FlashAttention 3 ({module} {version_of(module)})"
     elif varlen is None:
         used = f"varlen, the flash attention of torch {torch.__version__} for packed documents"
     elif window.document_mask:
@@ -47,7 +112,9 @@ def kernels_not_used(
     """Lists faster, or possibly faster, options on a GPU and why this run does not use them.
 
     Args:
-        requested: the recipe's `attention`; the others as in `kernels_used`.
+        requested: the recipe's `attention`.
+        attention: the model's attention, one of `attention.candidates_of`.
+        dtype: dtype of the matmuls.
     """
     reasons = []
     capability = torch.cuda.get_device_capability()
@@ -57,11 +124,14 @@ def kernels_not_used(
     if compile_mode == "none":
         triton = "" if importlib.util.find_spec("triton") else ", and needs Triton, which is not installed"
         reasons.append(f"compiled layers: compile is none{triton}")
+    by_flash_3 = prefer_flash_3(requested, attention, dtype=dtype, window=window, model_config=model_config)
     for name in ("varlen", *FLASH_PACKAGES):
         problem = why_not(name, device_type="cuda", dtype=dtype, window=window)
         if name == "varlen":
             problem = problem or why_not_flash(model_config)
-        if problem:
+        if name == "flash_attention_3" and requested == "auto":
+            reasons += [f"{name}: {by_flash_3}"] if by_flash_3 else []
+        elif problem:
             reasons.append(f"{name}: {problem}")
         elif ATTENTION_NAMES[name] != attention:
             reasons.append(f"{name}: runs here, and attention is {requested}")

@@ -15,10 +15,13 @@ from transformers import PreTrainedConfig
 from pretrain.config import Loss
 from pretrain.errors import InputError
 from pretrain.model.attention import IGNORED
-from pretrain.model.small_copy import projects_hidden_states
+from pretrain.model.small_copy import logit_cap, projects_hidden_states
 
-CHUNK_BYTES = {"cpu": 64 * 2**20, "cuda": 512 * 2**20}
-"""Bytes of one chunk's fp32 logits, by device type: small compared to the head's gradient."""
+CPU_CHUNK_BYTES = 64 * 2**20
+"""Bytes of one chunk's fp32 logits on a CPU."""
+GPU_CHUNK_SHARE = 1 / 40
+GPU_CHUNK_BYTES = (256 * 2**20, 2 * 2**30)
+"""Least and most bytes of one chunk's fp32 logits on a GPU, which are GPU_CHUNK_SHARE of its memory in between."""
 CPU_PIECE_BYTES = 2 * 2**20
 """Bytes of fp32 logits that a CPU turns into probabilities at a time, so that they stay in its cache."""
 CPU_PRODUCT_BYTES = 16 * 2**20
@@ -26,6 +29,7 @@ CPU_PRODUCT_BYTES = 16 * 2**20
 FEW_LOGITS = 2**20
 """Logits of 4 MB in fp32, which fit a CPU's caches."""
 NO_Z_LOSS = "loss.backend: torch has no z-loss: use chunked or logits, or z_loss 0"
+NO_CAP = "loss.backend: torch cannot cap logits, and this model does: use chunked or logits"
 MIN_CHUNK_TOKENS = 256
 """Every chunk reads and writes the whole gradient of the head; with fewer rows that traffic outweighs the matmuls."""
 
@@ -60,6 +64,7 @@ def next_token_loss(
     *,
     head_bias: Tensor | None = None,
     z_loss: float = 0.0,
+    cap: float | None = None,
     chunk_tokens: int | None = None,
     backend: str = "chunked",
     record: list[Tensor] | None = None,
@@ -71,30 +76,50 @@ def next_token_loss(
     detached and does not. Both are fp32 scalars.
 
     Args:
+        cap: logits are cap x tanh(logits / cap), in fp32; None: not capped.
         backend: a key of LOSS_BACKENDS.
         record: collects the loss of every token, (N,) in fp32; only without gradients.
     """
     hidden_ND = hidden_BTD.flatten(0, -2)
     targets_N = targets_BT.flatten()
-    return LOSS_BACKENDS[backend](hidden_ND, head_weight_VD, head_bias, targets_N, z_loss, chunk_tokens, record)
+    return LOSS_BACKENDS[backend](hidden_ND, head_weight_VD, head_bias, targets_N, z_loss, cap, chunk_tokens, record)
 
 
 def loss_problems(settings: Loss, model_config: PreTrainedConfig) -> list[str]:
     """Lists loss settings that do not work with this model. Raises InputError as `reference_of`."""
-    if settings.backend == "torch" and settings.z_loss and projects_hidden_states(model_config):
-        return [NO_Z_LOSS]
-    return []
+    if settings.backend != "torch" or not projects_hidden_states(model_config):
+        return []
+    return [NO_Z_LOSS] * bool(settings.z_loss) + [NO_CAP] * bool(logit_cap(model_config))
 
 
-def _chunked(hidden_ND, weight_VD, bias_V, targets_N, z_loss, chunk_tokens, record, *, compiled=False):
+def tokens_of_chunk(vocabulary: int, device_type: str, device_bytes: float) -> int:
+    """Returns the tokens whose logits are in memory at a time.
+
+    Every chunk reads and writes the head's fp32 gradient once, so that a GPU with much memory is faster with few.
+
+    Args:
+        device_bytes: memory of the GPU; of a CPU it does not matter.
+    """
+    least, most = GPU_CHUNK_BYTES
+    chunk_bytes = max(least, min(most, GPU_CHUNK_SHARE * device_bytes)) if device_type == "cuda" else CPU_CHUNK_BYTES
+    return max(MIN_CHUNK_TOKENS, int(chunk_bytes) // (4 * vocabulary) // 64 * 64)
+
+
+@torch.compiler.assume_constant_result
+def _gpu_bytes(device_index: int | None) -> int:
+    return torch.cuda.get_device_properties(device_index).total_memory
+
+
+def _chunked(hidden_ND, weight_VD, bias_V, targets_N, z_loss, cap, chunk_tokens, record, *, compiled=False):
     if chunk_tokens is None:
-        chunk_bytes = CHUNK_BYTES.get(hidden_ND.device.type, CHUNK_BYTES["cuda"])
-        chunk_tokens = max(MIN_CHUNK_TOKENS, chunk_bytes // (4 * weight_VD.shape[0]) // 64 * 64)
+        kind = hidden_ND.device.type
+        device_bytes = _gpu_bytes(hidden_ND.device.index) if kind == "cuda" else 0
+        chunk_tokens = tokens_of_chunk(weight_VD.shape[0], kind, device_bytes)
     dtype = _compute_dtype(hidden_ND, weight_VD)
     with_gradient = torch.is_grad_enabled()
     needs = [with_gradient and x is not None and x.requires_grad for x in (hidden_ND, weight_VD, bias_V)]
     sums, count, *_, losses_N = torch.ops.groundwork.chunked_loss(
-        hidden_ND, weight_VD, bias_V, targets_N, z_loss, chunk_tokens, dtype, compiled, needs
+        hidden_ND, weight_VD, bias_V, targets_N, z_loss, cap, chunk_tokens, dtype, compiled, needs
     )
     if record is not None:
         record.append(losses_N)
@@ -102,9 +127,9 @@ def _chunked(hidden_ND, weight_VD, bias_V, targets_N, z_loss, chunk_tokens, reco
     return cross_entropy + z_loss * z_term, cross_entropy.detach()
 
 
-def _torch(hidden_ND, weight_VD, bias_V, targets_N, z_loss, chunk_tokens, record):
-    if z_loss:
-        raise InputError(NO_Z_LOSS)
+def _torch(hidden_ND, weight_VD, bias_V, targets_N, z_loss, cap, chunk_tokens, record):
+    if z_loss or cap:
+        raise InputError(NO_Z_LOSS if z_loss else NO_CAP)
     dtype = _compute_dtype(hidden_ND, weight_VD)
     method = None if chunk_tokens else "auto"
     options = nn.LinearCrossEntropyOptions(batch_chunk_size=chunk_tokens, chunking_method=method)
@@ -113,12 +138,15 @@ def _torch(hidden_ND, weight_VD, bias_V, targets_N, z_loss, chunk_tokens, record
         hidden_ND, weight_VD, targets_N, linear_bias=bias_V, ignore_index=IGNORED, options=options
     ).float()
     if record is not None:  # F.linear_cross_entropy would need all logits for the loss of each token
-        _chunked(hidden_ND, weight_VD, bias_V, targets_N, z_loss, chunk_tokens, record)
+        _chunked(hidden_ND, weight_VD, bias_V, targets_N, z_loss, cap, chunk_tokens, record)
     return loss, loss.detach()
 
 
-def _logits(hidden_ND, weight_VD, bias_V, targets_N, z_loss, chunk_tokens, record):
-    return loss_of_logits(F.linear(hidden_ND, weight_VD, bias_V), targets_N, z_loss, record)
+def _logits(hidden_ND, weight_VD, bias_V, targets_N, z_loss, cap, chunk_tokens, record):
+    logits_NV = F.linear(hidden_ND, weight_VD, bias_V)
+    if cap:
+        logits_NV = cap * (logits_NV.float() / cap).tanh()
+    return loss_of_logits(logits_NV, targets_N, z_loss, record)
 
 
 LOSS_BACKENDS: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
@@ -180,6 +208,7 @@ def _chunked_loss(
     bias_V: Tensor | None,
     targets_N: Tensor,
     z_loss: float,
+    cap: float | None,
     chunk_tokens: int,
     dtype: torch.dtype,
     compiled: bool,
@@ -196,8 +225,8 @@ def _chunked_loss(
     losses_N = _empty_losses(hidden_ND, needs)
     is_target_N = targets_N != IGNORED
     sums = torch.zeros(2, dtype=torch.float32, device=hidden_ND.device)
-    eager = functools.partial(_softmax_less_target_, needs_gradient=any(needs))
-    softmax_less_target_ = _compiled_softmax_less_target_() if compiled else eager
+    eager = functools.partial(_softmax_less_target_, cap=cap, needs_gradient=any(needs))
+    softmax_less_target_ = _compiled_softmax_less_target_(cap) if compiled else eager
     # Autocast off: the casts below fix the dtype of each matmul.
     with torch.no_grad(), torch.autocast(hidden_ND.device.type, enabled=False):
         head_VD = weight_VD.to(dtype)
@@ -225,7 +254,7 @@ def _chunked_loss(
 
 
 @_chunked_loss.register_fake
-def _(hidden_ND, weight_VD, bias_V, targets_N, z_loss, chunk_tokens, dtype, compiled, needs):
+def _(hidden_ND, weight_VD, bias_V, targets_N, z_loss, cap, chunk_tokens, dtype, compiled, needs):
     sums = torch.empty(2, dtype=torch.float32, device=hidden_ND.device)
     count = torch.empty((), dtype=torch.int64, device=hidden_ND.device)
     grad_hidden_ND, grad_weight_VD, grad_bias_V = _empty_gradients(hidden_ND, weight_VD, bias_V, needs)
@@ -249,19 +278,20 @@ def _backward(ctx, grad_sums, *_):
         (gradient.mul_(grad_sums[0]) if in_place else (gradient * grad_sums[0]).to(gradient.dtype)) if needed else None
         for gradient, needed in zip(ctx.saved_tensors, ctx.needs, strict=True)
     ]
-    return *scaled, *[None] * 6
+    return *scaled, *[None] * 7
 
 
 _chunked_loss.register_autograd(_backward, setup_context=_save_for_backward)
 
 
 def _softmax_less_target_(
-    block_CV: Tensor, target_C1: Tensor, z_loss: float, needs_gradient: bool
+    block_CV: Tensor, target_C1: Tensor, z_loss: float, cap: float | None, needs_gradient: bool
 ) -> tuple[Tensor, Tensor]:
     """Returns (cross-entropy, logsumexp) of each row; overwrites the logits by softmax - onehot / (1 + 2 z_loss lse).
 
     Times (1 + 2 z_loss lse) that is d loss / d logits. The factor is applied on the (C, D) side of the matmuls, which
-    saves a pass over the block. A CPU processes the block in pieces that fit its cache.
+    saves a pass over the block. Softmax and logsumexp are of the capped logits, cap x tanh(logits / cap), whose
+    derivative 1 - tanh^2 is in what overwrites the block. A CPU processes the block in pieces that fit its cache.
     """
     piece_rows = block_CV.shape[0]
     if block_CV.device.type == "cpu":
@@ -270,16 +300,21 @@ def _softmax_less_target_(
     for start in range(0, block_CV.shape[0], piece_rows):
         logits_RV = block_CV[start : start + piece_rows]
         target_R1 = target_C1[start : start + piece_rows]
-        softmax_RV, lse_R1 = _softmax(logits_RV)
-        results.append(torch.cat([lse_R1 - logits_RV.gather(1, target_R1), lse_R1], dim=1))
+        tanh_RV = None if cap is None else (logits_RV.float() / cap).tanh_()
+        capped_RV = logits_RV if tanh_RV is None else cap * tanh_RV
+        softmax_RV, lse_R1 = _softmax(capped_RV)
+        results.append(torch.cat([lse_R1 - capped_RV.gather(1, target_R1), lse_R1], dim=1))
         if needs_gradient:
-            logits_RV.copy_(softmax_RV.scatter_add_(1, target_R1, -1.0 / (1.0 + 2.0 * z_loss * lse_R1)))
+            gradient_RV = softmax_RV.scatter_add_(1, target_R1, -1.0 / (1.0 + 2.0 * z_loss * lse_R1))
+            if tanh_RV is not None:
+                gradient_RV.addcmul_(gradient_RV, tanh_RV.square_(), value=-1)
+            logits_RV.copy_(gradient_RV)
     cross_entropy_C1, lse_C1 = torch.cat(results).split(1, dim=1)
     return cross_entropy_C1, lse_C1
 
 
 @functools.cache
-def _compiled_softmax_less_target_() -> Callable[[Tensor, Tensor, float], tuple[Tensor, Tensor]]:
+def _compiled_softmax_less_target_(cap: float | None) -> Callable[[Tensor, Tensor, float], tuple[Tensor, Tensor]]:
     """Compiles `_softmax_less_target_` into one kernel, which reads the block twice and writes it once.
 
     The kernel overwrites the block even if no gradient is needed, so that validation does not recompile.
@@ -287,13 +322,17 @@ def _compiled_softmax_less_target_() -> Callable[[Tensor, Tensor, float], tuple[
 
     def softmax_less_target_(logits_CV: Tensor, target_C1: Tensor, z_loss: float) -> tuple[Tensor, Tensor]:
         fp32_CV = logits_CV.float()
+        if cap is not None:
+            tanh_CV = (fp32_CV / cap).tanh()
+            fp32_CV = cap * tanh_CV
         # Inductor fuses maximum and sum into one pass only in this form; logsumexp takes two passes.
         largest_C1 = fp32_CV.amax(-1, keepdim=True)
         lse_C1 = (fp32_CV - largest_C1).exp().sum(-1, keepdim=True).log() + largest_C1
         cross_entropy_C1 = lse_C1 - fp32_CV.gather(1, target_C1)
         is_target_CV = torch.arange(logits_CV.shape[1], device=logits_CV.device) == target_C1
         less_C1 = 1.0 / (1.0 + 2.0 * z_loss * lse_C1)
-        logits_CV.copy_((fp32_CV - lse_C1).exp() - torch.where(is_target_CV, less_C1, 0.0))
+        gradient_CV = (fp32_CV - lse_C1).exp() - torch.where(is_target_CV, less_C1, 0.0)
+        logits_CV.copy_(gradient_CV if cap is None else gradient_CV * (1.0 - tanh_CV.square()))
         return cross_entropy_C1, lse_C1
 
     return torch.compile(softmax_less_target_, dynamic=False)
@@ -341,9 +380,9 @@ class LanguageModelLoss(nn.Module):
 
     Parameter names are those of the model behind "causal_lm.".
 
-    from_hidden_states: the logits are exactly head(last hidden state), so they need not be materialized; None:
-    detected by `projects_hidden_states`. Models that scale or cap their logits (gemma2, cohere, granite) compute them
-    in their own forward pass, which costs the memory.
+    from_hidden_states: the logits are exactly head(last hidden state), capped or not, so they need not be
+    materialized; None: detected by `projects_hidden_states`. Models that scale their logits (cohere, granite) compute
+    them in their own forward pass, which costs the memory.
     """
 
     def __init__(
@@ -362,6 +401,7 @@ class LanguageModelLoss(nn.Module):
         if from_hidden_states is None:
             from_hidden_states = projects_hidden_states(causal_lm.config)
         self.from_hidden_states = from_hidden_states
+        self.cap = logit_cap(causal_lm.config)
 
     @property
     def config(self):
@@ -390,6 +430,7 @@ class LanguageModelLoss(nn.Module):
             targets_BT,
             head_bias=getattr(head, "bias", None),
             z_loss=self.z_loss,
+            cap=self.cap,
             backend=self.backend,
             record=self._record(),
         )

@@ -77,6 +77,8 @@ GROWING = (
 )
 """Names of the sizes that grow with a model's width: the number of heads grows, not their width."""
 WINDOWS = ("sliding_window", "window_size", "attention_window_size", "attention_chunk_size", "local_attention")
+LOGIT_CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
+"""Names of the soft cap of the logits."""
 SHORT_WINDOW = 6
 """Length of the copy's sliding windows and chunks, short enough to matter within a short sequence."""
 
@@ -243,7 +245,7 @@ class KeyedConfig:
 
 
 def projects_hidden_states(config: PreTrainedConfig) -> bool:
-    """Tells if the logits are exactly head(last hidden state): no scale, no cap, no second head.
+    """Tells if the logits are exactly head(last hidden state), soft-capped or not: no scale, no second head.
 
     Determined by running a small copy, once per configuration and process. Raises InputError as `reference_of` does.
     """
@@ -368,7 +370,7 @@ def relative_difference(found: Tensor, wanted: Tensor) -> float:
 
 
 def is_projection(model: PreTrainedModel) -> bool:
-    """Tells if a model's logits equal its output head applied to its base model's last hidden states."""
+    """Tells if a model's logits are its output head on its base model's last hidden states, capped by `logit_cap`."""
     head = model.get_output_embeddings()
     if not isinstance(head, torch.nn.Linear) or model.base_model is model:
         return False
@@ -379,5 +381,17 @@ def is_projection(model: PreTrainedModel) -> bool:
             logits_BTV = F.linear(hidden_BTD, head.weight, head.bias)
     except Exception:  # a base model with another interface: its own forward computes the logits
         return False
+    if cap := logit_cap(model.config):
+        uncapped_BTV = logits_BTV
+        logits_BTV = cap * (logits_BTV / cap).tanh()
+        # Logits too small for the cap to show: whether the model caps them cannot be told.
+        if relative_difference(uncapped_BTV, logits_BTV) <= TOLERANCE / 5:
+            return False
     wanted_BTV = logits_of(model, ids_BT)
     return logits_BTV.shape == wanted_BTV.shape and relative_difference(logits_BTV, wanted_BTV) <= TOLERANCE / 10
+
+
+def logit_cap(config: PreTrainedConfig) -> float | None:
+    """Returns c of a model whose logits are c x tanh(logits / c) (Gemma 2, arXiv 2408.00118); None without a cap."""
+    text = config.get_text_config()
+    return next((float(cap) for name in LOGIT_CAPS if (cap := getattr(text, name, None))), None)

@@ -36,13 +36,19 @@ from pretrain.optim.optimizers import (
 )
 from pretrain.parallel.launcher import PRECISIONS, launched_strategy
 from pretrain.parallel.ranks import Ranks, slow_host_group
-from pretrain.parallel.rendezvous import choose_interface, meet_afresh
+from pretrain.parallel.rendezvous import choose_interface, join_nccl, meet_afresh
 from pretrain.parallel.replicas import ReplicaGroup
 from pretrain.parallel.tensor_group import ShardedState, TensorGroup, load_parts
 
 if TYPE_CHECKING:
     from pretrain.data.dispatch import Dispatcher
     from pretrain.optim.matrix_exchange import Holders
+
+
+FP16_CAPABILITY = (7, 0)
+"""Minimum CUDA compute capability of matrix units for fp16: V100, T4."""
+SCALE_LOSS = ("single", "ddp")
+"""Strategies that train in fp16; see `MeshStrategy.why_not`."""
 
 
 def device_type() -> str:
@@ -60,7 +66,11 @@ def device_type() -> str:
 
 
 def resolve_precision(requested: str) -> str:
-    """Turns auto into bf16 if the device has bf16 matmuls, else fp32. Raises InputError for unsupported precisions."""
+    """Turns auto into bf16 if the device has bf16 matmuls, else into fp16 or fp32.
+
+    fp16 is for GPUs with tensor cores (V100, T4: eight times fp32) under the strategies that scale the loss. Raises
+    InputError for unsupported precisions.
+    """
     device = device_type()
     if requested == "fp8":
         from pretrain.model.fp8 import fp8_problem
@@ -71,7 +81,10 @@ def resolve_precision(requested: str) -> str:
         raise InputError("precision: fp16 needs a GPU; use bf16, fp32, or auto, which takes what the device has")
     if requested != "auto":
         return requested
-    return "fp32" if missing_bf16(device) else "bf16"
+    if not missing_bf16(device):
+        return "bf16"
+    has_fp16 = device == "cuda" and torch.cuda.get_device_capability() >= FP16_CAPABILITY
+    return "fp16" if has_fp16 and launched_strategy() in SCALE_LOSS else "fp32"
 
 
 class Strategy:
@@ -106,6 +119,8 @@ class Strategy:
         self.name = launched_strategy()
         meet_afresh()
         choose_interface()
+        if device_type() == "cuda":
+            join_nccl()
         self.accelerator = self.make_accelerator()
         self.device: torch.device = self.accelerator.device
         self.ranks = Ranks.of_launch()

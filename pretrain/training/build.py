@@ -7,6 +7,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from pretrain.config import RunConfig
+from pretrain.hardware import DTYPES
 from pretrain.model.build import InitialWeights, build_meta_model
 from pretrain.model.compile import checkpoint_activations, choose_compile, compile_model
 from pretrain.model.loss import LanguageModelLoss, choose_loss
@@ -43,6 +44,16 @@ def build_training(
     say_stage("Building the model")
     kind = strategy.device.type
     causal_lm = build_meta_model(plan.model_config, attention=plan.attention)
+    if kind == "cuda":
+        from pretrain.model.kernels import prefer_flash_3
+
+        prefer_flash_3(
+            config.attention,
+            plan.attention,
+            dtype=DTYPES[strategy.precision],
+            window=config.data.window,
+            model_config=plan.model_config,
+        )
     checkpoint_activations(causal_lm, config.activation_checkpointing)
     compile_mode, loss_backend = modes_of(config, plan, strategy, causal_lm)
     model = LanguageModelLoss(

@@ -217,7 +217,8 @@ def banner(config: RunConfig, plan: RunPlan, built: dict[str, str]) -> str:
         "learning rate": f"{plan.peak_learning_rate:.3g} at the peak, {plan.schedule.name}, "
         f"{plan.schedule.warmup_steps:,} warmup steps",
         **averaging_in_words(config.averaging, plan.total_steps),
-        "FLOPs per token": f"{plan.flops_per_token:.4g} = {FORMULA}",
+        "FLOPs per token": f"{plan.flops_per_token:.4g} = {FORMULA}"
+        + (", whole windows: MFU counts attention between documents too" if config.data.document_mask else ""),
         **plan.router_losses.in_words(),
         **built,
     }
@@ -227,7 +228,7 @@ def banner(config: RunConfig, plan: RunPlan, built: dict[str, str]) -> str:
 def rows_of_model(config: RunConfig, model: ModelPlan, precision: str, vocabulary: str) -> dict[str, str]:
     """Returns the rows of the banner that do not depend on the data."""
     device = torch.device(device_type())
-    is_fallback = config.precision == "auto" and precision == "fp32"
+    is_fallback = config.precision == "auto" and precision != "bf16"
     reason = f" (auto: {missing_bf16(device.type)})" if is_fallback else ""
     weights = "bf16, rounded stochastically" if config.optim.stochastic_rounding else "fp32"
     is_sparse = model.active_parameters < model.parameters
@@ -239,7 +240,7 @@ def rows_of_model(config: RunConfig, model: ModelPlan, precision: str, vocabular
 
         here = {"dtype": DTYPES[precision], "window": config.data.window, "model_config": model.model_config}
         not_used = kernels_not_used(config.attention, model.attention, config.compile, **here)
-        kernels = {"kernels": kernels_used(model.attention, config.compile, **here)}
+        kernels = {"kernels": kernels_used(config.attention, model.attention, config.compile, **here)}
         kernels |= {"not used": "; ".join(not_used)} if not_used else {}
     return {
         "device": device_in_words(device),

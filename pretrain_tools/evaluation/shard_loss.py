@@ -82,7 +82,9 @@ def settings_for(address: ModelAddress, config: PreTrainedConfig, arguments: arg
     document_mask = {"on": True, "off": False}.get(arguments.document_mask)
     if document_mask is None and run:
         document_mask = run.data.document_mask
-    precision = resolve_precision(precision)
+    resolved = resolve_precision(precision)
+    # What was trained in bf16 may exceed fp16's range.
+    precision = "fp32" if precision == "auto" and resolved == "fp16" else resolved
     attention, document_mask = _attention(config, run.attention if run else "auto", precision, length, document_mask)
     return ShardSettings(
         window=WindowSpec(length, document_mask),

@@ -194,13 +194,15 @@ class ForwardPass:
     weights: torch.dtype
     """Dtype of the weights in the forward pass."""
     autocast: bool
-    """True under autocast to bf16 (weights in fp32)."""
+    """True under autocast to `half` (weights in fp32)."""
     attention: str = FLASH
     """FLASH for the kernels of a GPU that keep query, key, value, output and logsumexp (sdpa in half precision,
     varlen, flash attention 2 and 3, flex attention); groundwork_sdpa as it is on a CPU; groundwork_eager."""
     activation_checkpointing: str | float = "none"
     compiled: bool = False
     """Layer by layer."""
+    half: torch.dtype = torch.bfloat16
+    """Dtype of autocast; in fp16 the hidden states between layers stay in fp32."""
 
 
 def trace_activations(model_config: Any, call: ForwardPass) -> Activations:
@@ -264,7 +266,7 @@ def _measure(model_config: Any, layers: int, sequences: int, call: ForwardPass) 
 
 
 def _last_hidden_state(model: PreTrainedModel, inputs: dict[str, Any], call: ForwardPass) -> Tensor:
-    with torch.autocast("cpu", torch.bfloat16, enabled=call.autocast):
+    with torch.autocast("cpu", call.half, enabled=call.autocast):
         return model.base_model(use_cache=False, **inputs).last_hidden_state
 
 

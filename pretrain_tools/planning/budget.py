@@ -134,7 +134,7 @@ class ScaledRun(PlannedRun):
 
     @property
     def projects(self) -> bool:
-        return not self.shape.family.caps_logits
+        return True  # the families scale no logits
 
     def trace(self, call: ForwardPass) -> Activations:
         like = self.traced_shape
@@ -394,7 +394,8 @@ def planned_run(budget: RunBudget, shape: Shape) -> PlannedRun:
         }
     )
     model_config = planned_model_config(config.model, config.data)
-    return PlannedRun(config, model_config, planned_precision(config, hardware.gpu), hardware.device_type)
+    gpu = hardware.gpu
+    return PlannedRun(config, model_config, planned_precision(config, gpu), hardware.device_type, gpu.memory_bytes)
 
 
 def batch_of(budget: RunBudget, shape: Shape, tokens: float) -> int:

@@ -55,6 +55,13 @@ class Case:
         """Returns the case with other settings of the recipe's batch."""
         return self.changed(batch=self.run.config.with_batch(**settings).batch)
 
+    def in_precision_of(self, layout: Layout) -> "Case":
+        """Returns the case in fp32 if auto means fp16 on this GPU, which the layout's strategy does not train in."""
+        is_fp16 = self.run.config.precision == "auto" and self.run.precision == "fp16"
+        if is_fp16 and "fp16" not in strategy_named(layout.name).precisions:
+            return replace(self, run=replace(self.run, precision="fp32"))
+        return self
+
     def memory(self, layout: Layout, sequences: int) -> Memory:
         """Returns the memory of the process that needs most, with so many sequences per micro-batch."""
         return largest_footprint(self.run, layout, sequences)
@@ -112,7 +119,7 @@ def planned_precision(config: RunConfig, gpu: Gpu) -> str:
     """Resolves the recipe's precision on this GPU. Raises InputError for one that the GPU does not compute in."""
     precision = config.precision
     if precision == "auto":
-        precision = "bf16" if gpu.has_bf16 else "fp32"
+        precision = "bf16" if gpu.has_bf16 else "fp32" if gpu.name == CPU else "fp16"
     if precision == "fp8" and gpu.fp8_flops is None:
         raise InputError(f"precision: fp8 does not run on {gpu.name}; use bf16, or a GPU that has it, such as h100")
     if precision == "bf16" and not gpu.has_bf16:
@@ -192,6 +199,7 @@ def consider_layout(layout: Layout, case: Case, problems: list[str] | None = Non
     problems: of the strategy, if they are known.
     """
     name = layout.name
+    case = case.in_precision_of(layout)
     config = case.run.config
     if problems := strategy_problems(case.run, layout) if problems is None else problems:
         return Candidate(name, problems, layout=layout)
@@ -249,7 +257,7 @@ def search_products(case: Case, wanted: int = BEST_PRODUCTS) -> list[Candidate]:
         sizes = layout.sizes
         key = (sizes.pp, sizes.cp, sizes.tp, sizes.ep, sizes.fsdp > 1, sizes.efsdp > 1, layout.name)
         if key not in known:
-            known[key] = strategy_problems(case.run, layout)
+            known[key] = strategy_problems(case.in_precision_of(layout).run, layout)
         candidate = consider_layout(layout, case, known[key])
         if candidate.runs:
             found.append(candidate)

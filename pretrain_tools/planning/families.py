@@ -65,8 +65,6 @@ class Family:
     untied_from: float = 4096
     """Width from which the head is not the embedding: Llama and Qwen3 share them in models below 5B."""
     learns_positions: bool = False
-    caps_logits: bool = False
-    """Applies a soft cap to the logits, so that the loss needs them whole."""
     experts: int = 0
     """Experts of a layer, instead of its feed-forward network; CHOSEN of them are together as wide as that."""
     settings: dict[str, Any] = field(default_factory=dict, hash=False)
@@ -108,7 +106,6 @@ NANOCHAT = Family(
     feed_forward=4.0,
     wide_heads_from=0,
     untied_from=0,
-    caps_logits=True,
     settings=ROPE | {"rms_norm_eps": 1e-6, "final_logit_softcapping": 15.0},
 )
 DEEPONE = Family(

@@ -12,6 +12,7 @@ from typing import Any
 
 from pretrain.config import RunConfig
 from pretrain.data.vocabulary import planned_model_config
+from pretrain.hardware import memory_bytes
 from pretrain.parallel.pipeline import STAGE_LAYOUTS
 from pretrain.parallel.strategy import Strategy
 from pretrain_tools.planning.layouts import Layout, running_layout
@@ -29,7 +30,9 @@ def largest_footprint(run: PlannedRun, layout: Layout, sequences: int) -> Memory
 
 def planned_memory(strategy: Strategy, config: RunConfig) -> Memory:
     """Returns what a plan says of this recipe as it runs here."""
-    run = PlannedRun(config, planned_model_config(config.model, config.data), strategy.precision, strategy.device.type)
+    model_config = planned_model_config(config.model, config.data)
+    device = strategy.device
+    run = PlannedRun(config, model_config, strategy.precision, device.type, memory_bytes(device))
     return footprint(run, running_layout(strategy), config.batch.sequences_per_micro_batch)
 
 

@@ -149,9 +149,9 @@ def few_steps(config: RunConfig, run: RunPlan) -> str | None:
 
 def memory_shortage(config: RunConfig, run: ModelPlan, precision: str, device: torch.device) -> str | None:
     """Warns that a step will not fit into the memory here, with what would; of several stages the largest counts."""
-    planned = PlannedRun(config, run.model_config, precision, device.type)
-    layout = launched_layout(launched_strategy())
     have = memory_bytes(device)
+    planned = PlannedRun(config, run.model_config, precision, device.type, have)
+    layout = launched_layout(launched_strategy())
     # A trace takes seconds, and most checks are of runs that fit.
     if fits_by_far(config, run, have):
         return None

@@ -16,9 +16,9 @@ from pretrain.config import RunConfig
 from pretrain.model.build import build_meta_model, library_attention
 from pretrain.model.compile import layers_of
 from pretrain.model.fp8 import fp8_layers
-from pretrain.model.loss import CHUNK_BYTES, CPU_PIECE_BYTES, MIN_CHUNK_TOKENS, choose_loss
+from pretrain.model.loss import CPU_PIECE_BYTES, choose_loss, tokens_of_chunk
 from pretrain.model.routers import experts_per_token, routers_of
-from pretrain.model.small_copy import KeyedConfig, projects_hidden_states
+from pretrain.model.small_copy import KeyedConfig, logit_cap, projects_hidden_states
 from pretrain.optim.optimizers import OPTIMIZERS, ModelShapes, is_output_head, parameter_dtype
 from pretrain.parallel.expert_parallel import pads_much
 from pretrain.parallel.pipeline import STAGE_LAYOUTS
@@ -266,6 +266,8 @@ class PlannedRun:
     """The recipe's precision, with auto resolved."""
     device_type: str = "cuda"
     """cuda or cpu: the loss works in pieces of another size on a CPU."""
+    device_bytes: float = 79 * 2**30
+    """Memory of the GPU, on which the size of the loss's chunks depends."""
 
     @property
     def is_half(self) -> bool:
@@ -293,6 +295,7 @@ class PlannedRun:
             attention=attention,
             activation_checkpointing=config.activation_checkpointing,
             compiled=config.compile != "none",
+            half=torch.float16 if self.precision == "fp16" else torch.bfloat16,
         )
 
     def trace(self, call: ForwardPass) -> Activations:
@@ -378,13 +381,14 @@ def loss_bytes(work: Work, weight_bytes: int, hidden: float) -> float:
         # Logits in the products' dtype and in fp32, then log-probabilities and their gradient in fp32.
         logits = work.tokens * vocabulary
         return logits * (2 * FP32 + compute)
-    chunk_bytes = CHUNK_BYTES.get(device_type, CHUNK_BYTES["cuda"])
-    chunk = min(tokens, max(MIN_CHUNK_TOKENS, chunk_bytes // (FP32 * vocabulary) // 64 * 64))
+    chunk = min(tokens, tokens_of_chunk(vocabulary, device_type, work.run.device_bytes))
     is_cpu = device_type == "cpu"
     working = chunk * vocabulary * compute  # the chunk's logits, which become its gradient
     softmax = 0 if loss == "chunked_compiled" else chunk * vocabulary * FP32
     if is_cpu:
         softmax = min(CPU_PIECE_BYTES, softmax)
+    elif logit_cap(work.run.model_config):
+        softmax *= 3  # the tanh, the capped logits and their softmax
     elif compute != FP32:
         softmax *= 2  # torch copies half precision to fp32 first
     working += softmax

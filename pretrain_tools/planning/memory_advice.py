@@ -109,7 +109,8 @@ def context_advice(run: PlannedRun, gpu_memory_bytes: float) -> str | None:
 def advise(facts: dict) -> list[str]:
     """Returns the ladder of a run from its facts: config, precision, device, strategy, ranks, memory_bytes."""
     config = RunConfig.model_validate(facts["config"])
-    run = PlannedRun(config, planned_model_config(config.model, config.data), facts["precision"], facts["device"])
+    model_config = planned_model_config(config.model, config.data)
+    run = PlannedRun(config, model_config, facts["precision"], facts["device"], facts["memory_bytes"])
     return ladder(run, layout(facts["strategy"], facts["ranks"]), facts["memory_bytes"])
 
 

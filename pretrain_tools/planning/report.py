@@ -119,7 +119,12 @@ def build_plan(
         speed = Speed(calibration.mfu or 0.0, "measured on this machine", rate)
     else:
         speed = Speed(mfu, "stated") if mfu else Speed(*default_mfu(work.active, hardware.device_type))
-    case = Case(PlannedRun(config, model_config, precision, hardware.device_type), work, hardware, speed)
+    case = Case(
+        PlannedRun(config, model_config, precision, hardware.device_type, hardware.gpu.memory_bytes),
+        work,
+        hardware,
+        speed,
+    )
     candidates = [*(consider(name, case) for name in planned_strategies()), *search_products(case)]
     recommended = recommend(candidates)
     command = command_of(recommended, config_path, overrides, hardware, config) if recommended else None

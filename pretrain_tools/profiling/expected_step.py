@@ -53,7 +53,7 @@ def expected_step(
     layout = running_layout(strategy)
     mfu, source = default_mfu(work.active, strategy.device.type)
     hardware = Hardware(gpu, ranks, layout.machines)
-    planned = PlannedRun(config, stage.model_config, strategy.precision, strategy.device.type)
+    planned = PlannedRun(config, stage.model_config, strategy.precision, strategy.device.type, gpu.memory_bytes)
     time = Speed(mfu, source).step(planned, work, hardware, layout, stage.sequences_per_micro_batch)
     tokens = run.ramp.sequences_at(step) * run.batches.window.sequence_length / ranks
     model = stage.model_config

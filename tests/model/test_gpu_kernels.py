@@ -25,9 +25,10 @@ def kernels_of():
     return kernels
 
 
-def test_the_losss_softmax_reads_a_chunk_twice(kernels_of):
+@pytest.mark.parametrize("name", ["softmax of the loss", "softmax of capped logits"])
+def test_the_losss_softmax_reads_a_chunk_twice(kernels_of, name):
     """One pass finds maximum and sum, the other writes the gradient; 6 bytes per logit in bf16."""
-    (kernel,) = kernels_of("softmax of the loss")
+    (kernel,) = kernels_of(name)
     assert kernel["loops"] == 2 and set(kernel["bytes"]) == ARCHITECTURES
 
 

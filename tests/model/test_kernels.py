@@ -4,12 +4,15 @@ import importlib.util
 
 import pytest
 import torch
+from torch.nn import attention as torch_attention
+from torch.nn.attention import varlen
 from transformers import AutoConfig
 
 from pretrain.config import WindowSpec
 from pretrain.model import kernels
 from pretrain.model.attention import ATTENTION_NAMES
-from pretrain.model.kernels import kernels_not_used, kernels_used
+from pretrain.model.kernels import kernels_not_used, kernels_used, prefer_flash_3
+from support.flash_packages import flash_attn_varlen_func
 
 PACKED, UNDIVIDED = WindowSpec(64, True), WindowSpec(64, False)
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -18,8 +21,29 @@ LLAMA = AutoConfig.for_model("llama", hidden_size=512, num_attention_heads=8)
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """An H100 with Triton and nothing else; (capability, modules), which can be changed."""
-    here = {"capability": (9, 0), "modules": {"triton"}}
+    """An H100 with Triton and nothing else; (capability, modules), which can be changed.
+
+    Its kernels are stand-ins on the CPU: torch's varlen, and FlashAttention 3 once it is activated.
+    """
+    here = {"capability": (9, 0), "modules": {"triton"}, "flash 3": None, "active": False}
+
+    def activate(name):
+        assert name == "FA3"
+        if here["flash 3"] is None:
+            raise RuntimeError("no such kernel\nand more")
+        here["active"] = True
+
+    def attend(query, key, value, starts, _, longest, __, *, window_size, enable_gqa):
+        assert window_size == (-1, 0) and enable_gqa
+        out = flash_attn_varlen_func(query, key, value, starts, starts, longest, longest, causal=True)
+        return (here["flash 3"](out) if here["active"] else out).to(query.dtype)
+
+    kernels._activate_flash_3.cache_clear()
+    check = kernels._activate_flash_3
+    monkeypatch.setattr(kernels, "_activate_flash_3", lambda dtype, device: check(dtype, "cpu"))
+    monkeypatch.setattr(torch_attention, "activate_flash_attention_impl", activate)
+    monkeypatch.setattr(torch_attention, "restore_flash_attention_impl", lambda _raise_warn: here.update(active=False))
+    monkeypatch.setattr(varlen, "varlen_attn", attend)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: here["capability"])
     monkeypatch.setattr(importlib.util, "find_spec", lambda module: module if module in here["modules"] else None)
     monkeypatch.setattr(
@@ -42,9 +66,9 @@ def gpu(monkeypatch):
 def test_what_is_used(gpu, attention, capability, dtype, window, used):
     gpu |= {"capability": capability, "modules": {"flash_attn", "triton"}}
     here = {"dtype": dtype, "window": window, "model_config": LLAMA}
-    plain = kernels_used(attention, "none", **here)
+    plain = kernels_used("auto", attention, "none", **here)
     assert used in plain
-    assert kernels_used(attention, "regional", **here) == f"{plain}; layers compiled by Triton 1.2"
+    assert kernels_used("auto", attention, "regional", **here) == f"{plain}; layers compiled by Triton 1.2"
 
 
 @pytest.mark.parametrize(
@@ -63,7 +87,7 @@ def test_models_that_fall_back_to_the_dense_mask_are_named(gpu, values, capabili
     gpu |= {"capability": capability}
     model_config = AutoConfig.for_model(values.pop("model_type", "llama"), **values)
     here = {"dtype": BF16, "window": PACKED, "model_config": model_config}
-    assert ("dense mask" in kernels_used("groundwork_sdpa", "none", **here)) == bool(reason)
+    assert ("dense mask" in kernels_used("auto", "groundwork_sdpa", "none", **here)) == bool(reason)
     told = kernels_not_used("auto", "groundwork_sdpa", "regional", **here)
     assert [line for line in told if line.startswith("varlen")] == ([f"varlen: {reason}"] if reason else [])
 
@@ -79,8 +103,12 @@ def test_nothing_faster_is_passed_over_in_silence(gpu):
     assert "bf16 matrix units: precision is fp32; varlen: computes in bf16 or fp16 only" in told(dtype=FP32)
     assert "varlen: has no documents to keep apart" in told(window=UNDIVIDED)
     gpu["modules"] = {"flash_attn", "flash_attn_interface"}
-    assert told() == "; ".join(f"flash_attention_{n}: runs here, and attention is auto" for n in (2, 3))
-    assert told(attention=ATTENTION_NAMES["flash_attention_3"]).count("runs here") == 2
+    two = "flash_attention_2: runs here, and attention is auto"
+    assert told() == f"{two}; flash_attention_3: fails here (no such kernel)"
+    assert (
+        told(attention="sdpa")
+        == f"varlen: runs here, and attention is auto; {two}; flash_attention_3: the model needs sdpa"
+    )
     assert "compile is none, and needs Triton, which is not installed" in told(compile_mode="none")
     gpu["capability"] = (7, 5)
     assert told().count("no kernels for a GPU of compute capability 7.5") == 3
@@ -90,3 +118,43 @@ def test_nothing_faster_is_passed_over_in_silence(gpu):
 
 def test_versions_are_those_of_packages_with_other_names():
     assert kernels.version_of("yaml")[0].isdigit() and kernels.version_of("no_such_module") == "(not installed)"
+
+
+def test_auto_takes_flash_attention_3_where_it_computes_the_same(gpu):
+    here = {"dtype": BF16, "window": PACKED, "model_config": LLAMA}
+    gpu["modules"] = {"flash_attn_interface", "triton"}
+    gpu["flash 3"] = lambda out: out * 1.004  # less than bf16 rounds by
+    assert "varlen, the flash attention of torch" in kernels_used("varlen", "groundwork_sdpa", "none", **here)
+    assert not gpu["active"], "what is asked for by name is what runs"
+    assert "by FlashAttention 3 (flash_attn_interface 1.2)" in kernels_used("auto", "groundwork_sdpa", "none", **here)
+    assert gpu["active"] and "flash_attention_3" not in "; ".join(
+        kernels_not_used("auto", "groundwork_sdpa", "regional", **here)
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"modules": {"triton"}}, "needs the package flash_attn_interface"),
+        ({"capability": (8, 0)}, "torch runs it on Hopper alone"),
+        ({"flash 3": None}, "fails here (no such kernel)"),
+        ({"flash 3": lambda out: out.flip(0)}, "its results differ from those of torch's kernel by"),
+    ],
+    ids=["not installed", "A100", "another version", "wrong"],
+)
+def test_auto_stays_with_torchs_kernel_where_flash_attention_3_does_not_work(gpu, change, reason):
+    gpu |= {"modules": {"flash_attn_interface", "triton"}, "flash 3": lambda out: out} | change
+    here = {"dtype": BF16, "window": PACKED, "model_config": LLAMA}
+    assert reason in prefer_flash_3("auto", "groundwork_sdpa", **here)
+    assert not gpu["active"]
+    assert "varlen, the flash attention of torch" in kernels_used("auto", "groundwork_sdpa", "none", **here)
+    assert reason in "; ".join(kernels_not_used("auto", "groundwork_sdpa", "none", **here))
+
+
+def test_auto_stays_with_torchs_kernel_if_results_must_be_deterministic(gpu, monkeypatch):
+    gpu |= {"modules": {"flash_attn_interface"}, "flash 3": lambda out: out}
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    assert "deterministic is true" in prefer_flash_3(
+        "auto", "groundwork_sdpa", dtype=BF16, window=PACKED, model_config=LLAMA
+    )
+    assert not gpu["active"]

@@ -8,7 +8,14 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import pretrain.model.architectures  # noqa: F401, registers the local ones
 from pretrain.errors import InputError
-from pretrain.model.loss import LOSS_BACKENDS, LanguageModelLoss, choose_loss, next_token_loss, recording_losses
+from pretrain.model.loss import (
+    LOSS_BACKENDS,
+    LanguageModelLoss,
+    choose_loss,
+    next_token_loss,
+    recording_losses,
+    tokens_of_chunk,
+)
 
 B, T, D, V = 2, 25, 16, 53
 PROJECTING = (
@@ -36,8 +43,9 @@ def inputs(with_bias=False, masked=True):
     return hidden_BTD, weight_VD, bias_V, targets_BT
 
 
-def plain_loss(hidden_BTD, weight_VD, bias_V, targets_BT, z_loss=0.0):
+def plain_loss(hidden_BTD, weight_VD, bias_V, targets_BT, z_loss=0.0, cap=None):
     logits_NV = F.linear(hidden_BTD, weight_VD, bias_V).flatten(0, 1)
+    logits_NV = cap * torch.tanh(logits_NV / cap) if cap else logits_NV
     targets_N = targets_BT.flatten()
     cross_entropy = F.cross_entropy(logits_NV, targets_N)
     return cross_entropy + z_loss * logits_NV[targets_N != -100].logsumexp(-1).square().mean(), cross_entropy
@@ -67,6 +75,28 @@ def test_chunked_equals_plain_with_gradients(with_bias, z_loss, backend, chunk_t
         gradients(3 * loss, hidden, weight, bias), gradients(3 * wanted, hidden, weight, bias), strict=True
     ):
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("z_loss", [0.0, 0.01])
+@pytest.mark.parametrize("backend", [backend for backend in LOSS_BACKENDS if backend != "torch"])
+def test_capped_logits_have_the_loss_and_gradients_of_the_formula_in_fp64(backend, z_loss):
+    """The cap is below half of the largest logits, so that tanh and its derivative are far from linear."""
+    hidden, weight, bias, targets = inputs(with_bias=True)
+    loss, cross_entropy = next_token_loss(
+        hidden, weight, targets, head_bias=bias, z_loss=z_loss, cap=4.0, chunk_tokens=16, backend=backend
+    )
+    exact = [x.detach().double().requires_grad_() for x in (hidden, weight, bias)]
+    wanted, wanted_cross_entropy = plain_loss(*exact, targets, z_loss, cap=4.0)
+    torch.testing.assert_close(loss.double(), wanted, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(cross_entropy.double(), wanted_cross_entropy.detach(), rtol=1e-6, atol=1e-6)
+    for got, want in zip(gradients(3 * loss, hidden, weight, bias), gradients(3 * wanted, *exact), strict=True):
+        torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-6)
+
+
+def test_the_torch_backend_refuses_capped_logits():
+    hidden, weight, _, targets = inputs()
+    with pytest.raises(InputError, match="torch cannot cap logits"):
+        next_token_loss(hidden, weight, targets, cap=4.0, backend="torch")
 
 
 @pytest.mark.parametrize("backend", LOSS_BACKENDS)
@@ -170,9 +200,10 @@ def test_compiles_whole_and_equals_eager():
 
 def test_custom_op_keeps_torchs_rules():
     hidden, weight, _, targets = inputs()
-    numbers = (0.1, 8, torch.float32, False, [True, True, False])
-    arguments = (hidden.detach()[0], weight.detach(), None, targets[0], *numbers)
-    torch.library.opcheck(torch.ops.groundwork.chunked_loss, arguments)
+    for cap in (None, 4.0):
+        numbers = (0.1, cap, 8, torch.float32, False, [True, True, False])
+        arguments = (hidden.detach()[0], weight.detach(), None, targets[0], *numbers)
+        torch.library.opcheck(torch.ops.groundwork.chunked_loss, arguments)
 
 
 def test_the_compiled_loss_is_compiled_once_whatever_is_needed_of_it():
@@ -183,6 +214,13 @@ def test_the_compiled_loss_is_compiled_once_whatever_is_needed_of_it():
     with torch.no_grad(), torch.compiler.set_stance("fail_on_recompile"):
         loss, _ = next_token_loss(hidden, weight, targets, backend="chunked_compiled")
     torch.testing.assert_close(loss, plain_loss(hidden, weight, None, targets)[0], rtol=1e-6, atol=1e-6)
+
+
+def test_chunks_grow_with_a_gpus_memory():
+    """GPT-2's vocabulary: the gradient of its head is read and written 25 times for 64 x 1,024 tokens in 512 MB."""
+    sizes = [tokens_of_chunk(50_304, "cuda", gibibytes * 2**30) for gibibytes in (4, 24, 79, 178)]
+    assert sizes == [1_280, 3_200, 10_496, 10_624]
+    assert tokens_of_chunk(50_304, "cpu", 1e12) == 320 and tokens_of_chunk(10**7, "cuda", 4e9) == 256
 
 
 @pytest.mark.parametrize(
@@ -258,15 +296,17 @@ def hf_loss_and_gradients(model, input_ids, targets):
     return loss.detach(), wanted
 
 
-@pytest.mark.parametrize("model_type", [*PROJECTING, "gemma2", "cohere", "granite"])
+@pytest.mark.parametrize("model_type", [*PROJECTING, "gemma2", "nanochat", "cohere", "granite"])
 def test_model_loss_is_the_models_own(model_type):
     # Scaling and capping far from 1 and from the logits' size: losing them must show.
     changes = {"final_logit_softcapping": 0.5, "logit_scale": 3.0, "logits_scaling": 5.0}
+    capped = {"gemma2", "nanochat"}
     model = tiny_model(model_type, **changes)
     input_ids, targets = torch.randint(0, V, (2, 12)), torch.randint(0, V, (2, 12))
     wanted, wanted_gradients = hf_loss_and_gradients(model, input_ids, targets)
     module = LanguageModelLoss(model)
-    assert module.from_hidden_states == (model_type in PROJECTING)
+    assert module.from_hidden_states == (model_type in {*PROJECTING, *capped})
+    assert (module.cap is not None) == (model_type in capped)
     loss, _ = module(input_ids, targets)
     torch.testing.assert_close(loss, wanted, rtol=1e-5, atol=1e-5)
     loss.backward()

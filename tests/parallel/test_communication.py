@@ -167,7 +167,7 @@ LEAST = {
 }
 """{launch: {moment: {'<kind> of <ranks>': (times, bytes of the whole tensors)}}}, from the model's shape alone."""
 ALL_REDUCED = "DeepSpeed all-reduces gradients of which each rank keeps a part"
-FP32_BETWEEN_STAGES = "fp32, as the residual stream is under autocast on one GPU"
+FP32_BETWEEN_STAGES = "fp32, the dtype that all stages agree on"
 IN_TWO = "DeepSpeed's groups: what decays and what does not"
 REASONS = {
     ("ddp", "last micro-step"): "buckets of 25 MB, summed during the backward pass",

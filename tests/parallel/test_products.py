@@ -117,7 +117,7 @@ def planned_run(name: str, folder) -> tuple[Sizes, PlannedRun]:
 @pytest.mark.parametrize("name", LAUNCHES)
 def test_a_product_sends_the_least(outcomes, name):
     """But for padding where a rank gets less than one row of a router, and a pipeline's hidden states, which travel in
-    fp32, as the residual stream is under autocast on one GPU."""
+    fp32, the dtype that all stages agree on."""
     sizes, _ = LAUNCHES[name]
     expected = least(name.split()[0], sizes, padded)
     found = counted(outcomes[name])

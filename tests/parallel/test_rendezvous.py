@@ -4,10 +4,12 @@ import os
 import socket
 
 import pytest
+import torch
+import torch.distributed as dist
 from torch.distributed import TCPStore
 
 from pretrain.errors import InputError
-from pretrain.parallel import rendezvous
+from pretrain.parallel import rendezvous, strategy
 from pretrain.parallel.rendezvous import (
     choose_interface,
     interfaces_by_address,
@@ -145,3 +147,40 @@ def test_this_machines_interfaces_and_routes():
     assert local_address_towards("127.0.0.1") is None
     if address := local_address_towards("192.0.2.1"):  # reserved for documentation: the default route, if there is one
         assert address in interfaces_by_address()
+
+
+@pytest.mark.parametrize(
+    ("local_rank", "is_there", "made"),
+    [("3", False, [("cuda:1", "nccl", "cuda:1")]), (None, False, []), ("3", True, [])],
+    ids=["launched", "alone", "made before"],
+)
+def test_nccls_group_is_bound_to_the_gpu_that_accelerate_takes(monkeypatch, local_rank, is_there, made):
+    """accelerate takes the local rank, modulo the GPUs that this process sees; alone it makes no group."""
+    seen = []
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    if local_rank:
+        monkeypatch.setenv("LOCAL_RANK", local_rank)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", seen.append)
+    monkeypatch.setattr(dist, "is_initialized", lambda: is_there)
+    monkeypatch.setattr(dist, "init_process_group", lambda backend, device_id: seen.extend([backend, device_id]))
+    rendezvous.join_nccl()
+    assert [tuple(map(str, seen))] * bool(seen) == made
+
+
+def test_gloos_group_is_left_to_accelerate(monkeypatch):
+    class Stop(Exception):
+        pass
+
+    def stop(self):
+        raise Stop
+
+    monkeypatch.setattr(strategy, "join_nccl", lambda: pytest.fail("there is no GPU"))
+    monkeypatch.setattr(strategy, "device_type", lambda: "cpu")
+    monkeypatch.setattr(strategy, "meet_afresh", lambda: None)
+    monkeypatch.setattr(strategy.Strategy, "make_accelerator", stop)
+    with pytest.raises(Stop):
+        strategy.Strategy("fp32")
+    monkeypatch.setattr(strategy, "device_type", lambda: "cuda")
+    with pytest.raises(pytest.fail.Exception):
+        strategy.Strategy("fp32")

@@ -15,6 +15,7 @@ from bench.gpu_check import SCALES, Check, Results, Worker, checks_of, speed_che
 from bench.references import FAILED, NOT_RUN, PASSED, Outcome, Runs, attention_error, check_attention, check_loss
 from bench.shapes import GPU_SHAPES
 from pretrain.errors import InputError
+from pretrain.gpus import GPUS
 from pretrain.model import attention as attention_module
 from pretrain.model import loss as loss_module
 from pretrain.processes import is_alive
@@ -130,20 +131,27 @@ def results_with(folder, mfu: dict[str, float]) -> tuple[list[Check], Results]:
     return checks, results
 
 
-def test_verdict_has_mfu_beside_its_bars(tmp_path):
-    checks, results = results_with(tmp_path, {"124m": 0.5, "1.3b": 0.47})
-    lines, good = verdict(checks, results, GPU_SHAPES, 1e15)
+def test_verdict_has_mfu_beside_what_is_published_for_this_gpu_and_slowness_fails_nothing(tmp_path):
+    checks, results = results_with(tmp_path, {"124m": 0.41, "1.3b": 0.40})
+    lines, good = verdict(checks, results, GPU_SHAPES, 1e15, "h100")
     assert lines[:2] == [
-        "MFU of 124m at T=1,024: 50.0%, at or above the bar of 45%",
-        "MFU of 1.3b at T=2,048: 47.0%, below the bar of 48%",
+        "MFU of 124m at T=1,024: 41.0%; llm.c published 40.7% for this GPU",
+        "finding: MFU of 1.3b at T=2,048: 40.0%; llm-foundry published 41.8% for this GPU",
     ]
-    assert lines[-1] == "FAILED: 2 passed, 2 missing, 1 below the bar" and not good
-    lines, good = verdict(checks, results, GPU_SHAPES, None)
+    assert lines[-1] == "incomplete: 2 passed, 2 missing, 1 slower than published" and good
+    lines, good = verdict(checks, results, GPU_SHAPES, 1e15, "l40s")
+    assert lines[1] == "MFU of 1.3b at T=2,048: 40.0%; none is published for this GPU" and good
+    lines, good = verdict(checks, results, GPU_SHAPES, None, None)
     assert "peak is unknown" in lines[0] and good
     printed = "\n".join(tables(checks, results, GPU_SHAPES, 1e15))
-    assert "| groundwork | off | auto | chunked_compiled |" in printed and "| 50.0% | 1.0 GiB | 9 s |" in printed
-    lines, good = verdict(checks[2:], results, GPU_SHAPES, 1e15)
+    assert "| groundwork | off | auto | chunked_compiled |" in printed and "| 41.0% | 1.0 GiB | 9 s |" in printed
+    lines, good = verdict(checks[2:], results, GPU_SHAPES, 1e15, "h100")
     assert lines == ["incomplete: 2 missing"] and not good
+
+
+def test_bars_name_gpus_and_shapes_that_are_known():
+    for gpu_name, shape in gpu_check.BARS:
+        assert gpu_name in GPUS and shape in GPU_SHAPES
 
 
 def test_what_does_not_fit_and_a_peer_that_does_not_run_fail_nothing():

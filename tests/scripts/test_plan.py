@@ -204,6 +204,13 @@ def test_the_largest_micro_batch_fits_and_divides_the_batch(recipe):
     assert chosen.memory.total <= plan.hardware.usable_bytes
 
 
+def test_auto_on_a_t4_is_fp16_under_strategies_that_scale_the_loss_alone(recipe):
+    auto, fp16, fp32 = (plan_of(recipe, ("precision", name), gpu="t4", gpus=2) for name in ("auto", "fp16", "fp32"))
+    memory = candidate(auto, "ddp").memory
+    assert memory == candidate(fp16, "ddp").memory and memory.total < candidate(fp32, "ddp").memory.total
+    assert candidate(auto, "fsdp2").memory == candidate(fp32, "fsdp2").memory
+
+
 @pytest.mark.parametrize(("limit", "found"), [(0, None), (1, 1), (5, 4), (8, 8), (100, 16)])
 def test_largest_is_found_by_bisection(limit, found):
     assert largest_that_fits([1, 2, 4, 8, 16], lambda n: n <= limit) == found

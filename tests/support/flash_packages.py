@@ -3,6 +3,7 @@
 import contextlib
 import sys
 from collections.abc import Iterator
+from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 import torch
@@ -70,6 +71,7 @@ def flash_packages() -> Iterator[None]:
     packages = {}
     for name, changed in (("flash_attn", lambda function: function), ("flash_attn_interface", _without_dropout)):
         packages[name] = ModuleType(name)
+        packages[name].__spec__ = ModuleSpec(name, loader=None)  # by which find_spec tells that it is installed
         for function in (flash_attn_func, flash_attn_varlen_func):
             setattr(packages[name], function.__name__, changed(_rounded(function)))
     # Not by mock.patch.dict, which forgets all that is imported meanwhile: torch's modules cannot be imported twice.

@@ -132,9 +132,9 @@ def of_run(run: Callable[[], None]) -> list[dict[str, object]]:
     ]
 
 
-def softmax_of_the_loss() -> None:
+def softmax_of_the_loss(cap: float | None = None) -> None:
     pretrain.model.loss._compiled_softmax_less_target_.cache_clear()
-    softmax_less_target_ = pretrain.model.loss._compiled_softmax_less_target_()
+    softmax_less_target_ = pretrain.model.loss._compiled_softmax_less_target_(cap)
     pretrain.model.loss._compiled_softmax_less_target_.cache_clear()
     with fake_cuda(may_wait=True):
         logits = torch.empty(2624, 50304, device="cuda", dtype=torch.bfloat16)
@@ -165,6 +165,7 @@ def layers(dtype: torch.dtype) -> Callable[[], None]:
 
 RUNS = {
     "softmax of the loss": softmax_of_the_loss,
+    "softmax of capped logits": functools.partial(softmax_of_the_loss, 15.0),
     "layer in bf16": layers(torch.bfloat16),
     "layer in fp32": layers(torch.float32),
 }

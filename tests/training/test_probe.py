@@ -166,6 +166,11 @@ def test_where_the_logits_come_from_is_found_out():
     assert projects_hidden_states(AutoConfig.for_model("llama", **LLAMA))
     assert not projects_hidden_states(AutoConfig.for_model("granite", **LLAMA, logits_scaling=4.0))
     assert projects_hidden_states(AutoConfig.for_model("granite", **LLAMA, logits_scaling=1.0))
+    assert projects_hidden_states(AutoConfig.for_model("nanochat", **LLAMA, final_logit_softcapping=15.0))
+    # Its own forward pass ignores a cap, so the loss must not apply one.
+    assert not projects_hidden_states(AutoConfig.for_model("llama", **LLAMA, final_logit_softcapping=1.0))
+    # Whether logits of this size are capped cannot be seen.
+    assert not projects_hidden_states(AutoConfig.for_model("nanochat", **LLAMA, final_logit_softcapping=1e4))
 
 
 def with_model(recipe, tmp_path, **values) -> list[str]:

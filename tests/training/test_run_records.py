@@ -106,7 +106,7 @@ def test_the_banner_says_what_the_run_is_on_and_with_which_kernels(recipe, monke
     answers = {
         "device_type": lambda: "cuda",
         "device_in_words": lambda device: "a GPU",
-        "kernels_used": lambda attention, compile_mode, **here: f"{attention} in {here['dtype']}",
+        "kernels_used": lambda requested, attention, compile_mode, **here: f"{attention} in {here['dtype']}",
         "kernels_not_used": lambda requested, *rest, **here: [f"not {requested}", "nor this"],
     }
     for name, answer in answers.items():
