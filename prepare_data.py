@@ -165,11 +165,6 @@ def print_figures(outcome: "PreparationOutcome", options: "PreparationOptions") 
         "bytes per token": f"{tally.text_bytes / max(1, tally.tokens - tally.documents):.3f}",
         "validation": f"{tally.validation_tokens:,} tokens, {tally.validation_tokens / max(1, tally.tokens):.2%}",
     }
-    if not outcome.already_done:
-        rate = outcome.tokens_made / max(outcome.seconds, 1e-9) / 1e6
-        rows["time"] = f"{outcome.seconds:.1f} s, {rate:.2f} Mtok/s"
-        stages = ", ".join(f"{name} {seconds:.1f}" for name, seconds in outcome.stage_seconds.items())
-        rows["seconds by stage"] = f"{stages} (of all processes together, which overlap)"
     for name, value in rows.items():
         print(f"  {name:<16} {value}")
     removed = tally.cleaning.as_manifest()["removed"]

@@ -109,8 +109,6 @@ class EncodedPart:
     problems: tuple[Problem, ...] = ()
     disagreement: str | None = None
     """A text for which the fast path gave wrong ids, if any."""
-    stage_seconds: dict[str, float] = field(default_factory=dict)
-    """{stage of the work: seconds}."""
 
     def keeping(self, kept: np.ndarray) -> "EncodedPart":
         """Returns the part with some of the documents. kept: (documents,) bool."""

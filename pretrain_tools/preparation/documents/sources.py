@@ -312,10 +312,12 @@ class LargeFile:
     """Expected bytes of all sources before the file."""
     taken: range
     """Expected bytes, over all sources, within which a part must begin."""
+    reading: Reading
 
-    def parts(self, reading: Reading) -> Iterator[Part]:
+    def parts(self) -> Iterator[Part]:
         """Yields the parts in order."""
         source = self.source
+        reading = self.reading
         can_split = source.format == "parquet" and not source.compression
         groups = containers.parquet_row_group_bytes(source.path) if can_split else []
         if source.format == "jsonl" or (source.format == "txt" and reading.documents == "line"):
@@ -367,7 +369,7 @@ class Files:
         """Yields the parts of all files, or of the slice, in order, from `start` on."""
         for piece in self.pieces(reading, start):
             if isinstance(piece, LargeFile):
-                yield from piece.parts(reading)
+                yield from piece.parts()
             else:
                 yield piece
 
@@ -392,7 +394,8 @@ class Files:
                 source = self.sources[number]
                 # Files that end before the slice are not even opened.
                 if offset + expected_bytes(source) > taken.start:
-                    yield LargeFile(source, number, start.part if number == start.source else 0, offset, taken)
+                    first = start.part if number == start.source else 0
+                    yield LargeFile(source, number, first, offset, taken, reading)
                 number += 1
                 offset += expected_bytes(source)
 
