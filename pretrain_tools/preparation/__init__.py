@@ -13,6 +13,6 @@ The same input gives the same bytes, whatever the workers and interruptions; pla
     collector, deduplicate, shard_writer, text_files: encoded parts to shards; their documents as text
     near_duplicate_search: near duplicates in prepared folders, on disk
     slices, upload: a preparation over several machines; outputs that are URLs
-    inspect, report: contents of a prepared folder; what was removed from it
+    inspect: the contents of a prepared folder, and what was removed from it
     tokenizer_training: tokenizers from text
 """

@@ -59,8 +59,7 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
         "tokenizer_sample_bytes": {"default": "200M", "help": "most text to train it on, in bytes"},
         "train_classifier": {"nargs": 2, "metavar": "GLOB", "help": "train a quality filter on good and other texts"},
         "verify": {"metavar": "FOLDER", "help": "verify every hash and count of a prepared folder"},
-        "report": {"metavar": "FOLDER", "help": "write FOLDER/report.html and .json: what was removed, with samples"},
-        "inspect": {"metavar": "FOLDER", "help": "show what a prepared folder contains: lengths, tokens, a sample"},
+        "inspect": {"metavar": "FOLDER", "help": "show what a prepared folder holds, and samples of what was removed"},
     },
 }  # fmt: skip
 

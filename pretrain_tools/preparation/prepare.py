@@ -22,7 +22,7 @@ from pretrain.data.shards import read_manifest
 from pretrain.errors import InputError
 from pretrain.files import as_json, sync_files, sync_folder, write_durably
 from pretrain.processes import folder_lock
-from pretrain_tools.preparation.cleaning.account import SAMPLES_FILE, CleaningAccount
+from pretrain_tools.preparation.cleaning.account import SAMPLES_FILE
 from pretrain_tools.preparation.collector import (
     NO_PROGRESS,
     PROGRESS_FILE,
@@ -58,8 +58,6 @@ PLAN_LAYOUT = 4
 COMMIT_SECONDS = 2.0
 COMPILING_SECONDS = 10
 """Time for --clean on two cores that are a few years old."""
-MOST_NAMED = 5
-"""Sources that are named in a message."""
 
 
 @dataclass(frozen=True)
@@ -286,7 +284,7 @@ class _Run:
             skipped += f", {tally.filtered_documents:,} left out by filters"
         if tally.cleaning.removed_documents:
             skipped += f", {tally.cleaning.removed_documents:,} removed by cleaning"
-        whole = removed_whole_lines(tally.cleaning)
+        whole = tally.cleaning.removed_whole_lines()
         limit = self.request.options.max_tokens
         if limit is not None:
             skipped += f", and --max_tokens {limit:,} is less than the first document"
@@ -343,13 +341,6 @@ class _Run:
         write_durably(self.output / MANIFEST_FILE, as_json(manifest))
         shutil.rmtree(self.state_folder, ignore_errors=True)
         return read_manifest(self.output)
-
-
-def removed_whole_lines(account: CleaningAccount) -> list[str]:
-    """Names sources of which less than a tenth stays, with the rules that removed the rest."""
-    whole = [f"{source}: removed whole by {', '.join(rules)}" for source, rules in account.removed_whole().items()]
-    more = [f"and {len(whole) - MOST_NAMED:,} more sources"] if len(whole) > MOST_NAMED else []
-    return whole[:MOST_NAMED] + more
 
 
 @contextmanager
