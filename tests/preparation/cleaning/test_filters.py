@@ -32,7 +32,7 @@ def test_parameters_are_read_by_name_or_as_the_first(given, expected):
         ("language", "needs languages=..."),
         ("language(en+xx)", "xx: is not known"),
         ("word_list(no/such.txt)", "no such file"),
-        ("classifier(no/such)", "is no classifier; train one"),
+        ("classifier(no/such)", "is no classifier of this version; train one"),
         ("gopher quality", "must be NAME, NAME"),
         ("no_such.py:keep", "No such file"),
     ],
