@@ -46,7 +46,6 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
         "end_of_document": {"metavar": "TOKEN", "help": "token that ends a document (default: the eos token)"},
         "validation_fraction": {"default": "0.01", "help": "share of documents, chosen by hash (default: 0.01)"},
         "shard_tokens": {"default": "100M", "help": "tokens per shard file (default: 100M)"},
-        "format": {"default": "shards", "help": "shards (default), or megatron: with an .idx beside each .bin"},
         "write_text": {"action": "store_true", "help": "also write the documents: OUTPUT/text/*.jsonl.zst"},
         "workers": {"help": "processes (default: one per core)"},
         "engine": {"default": "auto", "help": "auto, fast (gigatoken), reference (tokenizers); ray: a cluster"},

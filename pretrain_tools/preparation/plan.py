@@ -49,7 +49,6 @@ class PreparationOptions:
     on_error: str = "stop"
     max_errors: int = 100
     deduplicate: bool = False
-    megatron: bool = False
     near_duplicates: NearDuplicates | None = None
     cleaning: Cleaning | None = None
     write_text: bool = False
@@ -64,7 +63,7 @@ class PreparationOptions:
         reading = fields.pop("reading")
         reading["only"] = [[name, list(values)] for name, values in reading["only"]] or None
         # Null when off, as where the option is not known yet: folders made before it are recognised.
-        fields |= {name: fields[name] or None for name in ("deduplicate", "megatron", "write_text")}
+        fields |= {name: fields[name] or None for name in ("deduplicate", "write_text")}
         return {**reading, **fields}
 
     def within(self, documents: Documents) -> "PreparationOptions":

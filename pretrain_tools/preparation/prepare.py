@@ -199,7 +199,7 @@ class _Run:
         if not self.slices:
             self.slices = [self.state_folder / FIRST_PASS]
             label = "all documents, before near duplicates are left out"
-            all_options = replace(options, slice=label, megatron=False)
+            all_options = replace(options, slice=label)
             prepare(replace(self.request, output=self.slices[0], options=all_options), say, self.report)
         manifests = [read_manifest(folder) for folder in self.slices]
         with stop_signals() as stop_if_asked:

@@ -9,12 +9,11 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from pretrain.data import foreign_shards
 from pretrain.data.manifest import SPLITS, Shard, id_dtype
 from pretrain.data.shards import VERIFY_BLOCK_BYTES
 from pretrain.errors import InputError
-from pretrain.files import sha256_of, sync_folder, write_durably
-from pretrain_tools.preparation.documents.document_index import DOCUMENT, DOCUMENTS_SUFFIX, index_path, tokens_of
+from pretrain.files import sha256_of, sync_folder
+from pretrain_tools.preparation.documents.document_index import DOCUMENTS_SUFFIX, tokens_of
 from pretrain_tools.preparation.near_duplicate_search import SIGNATURES_SUFFIX
 from pretrain_tools.preparation.text_files import TEXT_FOLDER, TEXT_SUFFIX, compress, text_name
 
@@ -98,14 +97,11 @@ class ShardWriter:
         dtype: str,
         shard_tokens: int,
         state: dict[str, Any] | None = None,
-        with_megatron_index: bool = False,
         plain_text: Path | None = None,
     ):
         self._folder = folder
-        self._dtype_name = dtype
         self._dtype = id_dtype(dtype)
         self._shard_tokens = shard_tokens
-        self._with_megatron_index = with_megatron_index
         self._plain_text = plain_text
         self._compressed: list[Path] = []
         self._to_remove: list[Path] = []
@@ -204,12 +200,6 @@ class ShardWriter:
         ids = self._path(split, shard.number, IDS_SUFFIX)
         suffixes = (DOCUMENTS_SUFFIX, SIGNATURES_SUFFIX)
         beside = {ids.with_suffix(suffix).name: hashes[suffix] for suffix in suffixes if suffix in hashes}
-        if self._with_megatron_index:
-            path = ids.with_suffix(foreign_shards.IDX_SUFFIX)
-            # The index is whole on disk: `finish` has synced it.
-            tokens = tokens_of(np.fromfile(index_path(ids), DOCUMENT))
-            write_durably(path, foreign_shards.index_bytes(tokens, self._dtype_name))
-            beside[path.name] = sha256_of(path)
         if PLAIN_TEXT_SUFFIX in shard.files:
             name = text_name(ids.name)
             plain = shard.files[PLAIN_TEXT_SUFFIX].path
@@ -257,7 +247,7 @@ class ShardWriter:
 
 def shard_files(folder: Path) -> list[Path]:
     """Lists every file of shards in a folder: ids, the files beside them, and text."""
-    suffixes = (IDS_SUFFIX, DOCUMENTS_SUFFIX, foreign_shards.IDX_SUFFIX, SIGNATURES_SUFFIX)
+    suffixes = (IDS_SUFFIX, DOCUMENTS_SUFFIX, SIGNATURES_SUFFIX)
     names = [f"{split}-*{suffix}" for split in SPLITS for suffix in suffixes]
     names += [f"{TEXT_FOLDER}/{split}-*{TEXT_SUFFIX}" for split in SPLITS]
     return sorted(path for name in names for path in folder.glob(name))

@@ -1,7 +1,6 @@
 """Workers, which turn the records of parts into ids, each document marked as training or validation."""
 
 import os
-from bisect import bisect_left
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -54,7 +53,6 @@ class Documents:
         kept, texts, self.counts.cleaning = cleaning.clean(self.texts, urls, self.sources, self.places)
         self.records = [self.records[number]._replace(text=text) for number, text in zip(kept, texts, strict=True)]
         self.sources = [self.sources[number] for number in kept]
-        self.problems = [p._replace(documents_before=bisect_left(kept, p.documents_before)) for p in self.problems]
 
 
 def read_part(part: Part, options: PreparationOptions, split: ValidationSplit) -> Documents:
@@ -67,7 +65,7 @@ def read_part(part: Part, options: PreparationOptions, split: ValidationSplit) -
             found.sources += [source.name] * len(pieces)
         elif record.problem is not None:
             where = source.place(record.place), source.recorded_place(record.place)
-            found.problems.append(Problem(len(found.records), *where, record.problem, record.problem_records))
+            found.problems.append(Problem(*where, record.problem, record.problem_records))
             if options.on_error == "stop":
                 # What comes before it is valid, and is kept for the next process.
                 break

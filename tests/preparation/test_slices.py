@@ -47,7 +47,7 @@ def read_in(parts):
 
 @pytest.mark.parametrize("count", [1, 2, 3, 7])
 def test_merged_slices_are_the_bytes_of_one_machine(tmp_path, run, small_parts, count):
-    arguments = (*write_inputs(tmp_path), "--deduplicate", "--format", "megatron", "--min_characters", 10)
+    arguments = (*write_inputs(tmp_path), "--deduplicate", "--min_characters", 10)
     arguments = (*arguments, "--write_text")
     run(*arguments, "--output", tmp_path / "whole")
     for number in range(count):

@@ -1,6 +1,5 @@
 """Languages: by function words where these leave no doubt, else by lingua."""
 
-
 import pytest
 
 from pretrain_tools.preparation.cleaning.filters import parse_filter
