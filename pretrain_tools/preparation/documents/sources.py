@@ -375,7 +375,10 @@ class Files:
 
     def pieces(self, reading: Reading, start: Position = BEGINNING) -> Iterator[Part | LargeFile]:
         """Yields parts of small files, and large files to be divided by the process that reads them. Reads nothing."""
-        taken = slice_range(*self.slice, sum(map(expected_bytes, self.sources)))
+        slice, count = self.slice
+        total = sum(map(expected_bytes, self.sources))
+        # The last slice is open-ended.
+        taken = range(total * slice // count, total * (slice + 1) // count if slice + 1 < count else sys.maxsize)
         number = start.source
         offset = sum(map(expected_bytes, self.sources[:number]))
         while number < len(self.sources) and offset < taken.stop:
@@ -458,8 +461,3 @@ def _record_parts(source: InputFile, number: int, reading: Reading) -> Iterator[
             found = []
             size = 0
     yield part_of_records(Position(number, part + 1), source.bytes - before, source, found)
-
-
-def slice_range(number: int, count: int, total: int) -> range:
-    """Returns the share of slice `number` of `count` in `total` things in order; the last slice is open-ended."""
-    return range(total * number // count, total * (number + 1) // count if number + 1 < count else sys.maxsize)
