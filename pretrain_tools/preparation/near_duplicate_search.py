@@ -45,7 +45,7 @@ PAIRS_AT_ONCE = 1 << 16
 SIGNATURE_MARGIN = 0.3
 """Documents are read only if their signatures agree in no less than the threshold minus this."""
 NEAR_DUPLICATES_FILE = "near_duplicates.json"
-"""File beside the manifest with the components by size, and examples."""
+"""File beside the manifest with the number of components, and examples."""
 EXAMPLES_SHOWN = 100
 EXCERPT_TOKENS = 200
 LINE_SECONDS = 10.0
@@ -244,17 +244,10 @@ def _same_keys(entries: np.ndarray) -> np.ndarray:
 
 
 def report_of(search: DuplicateSearch, duplicates: np.ndarray, manifests: Sequence[Manifest]) -> dict[str, Any]:
-    """Reports components by size, and at most EXAMPLES_SHOWN documents that go, with those that stay instead.
+    """Reports at most EXAMPLES_SHOWN documents that go, spread evenly over the input, with those that stay instead.
 
-    The examples are spread evenly over the input; their texts are decoded from the first EXCERPT_TOKENS ids.
+    Their texts are decoded from the first EXCERPT_TOKENS ids.
     """
-    kept, copies = np.unique(duplicates["kept"], return_counts=True)
-    sizes, clusters = np.unique(2 ** np.ceil(np.log2(copies + 1)).astype(np.int64), return_counts=True)
-    chosen = (
-        duplicates[np.unique(np.linspace(0, len(duplicates) - 1, EXAMPLES_SHOWN).astype(np.int64))]
-        if len(kept)
-        else []
-    )
 
     def described(number: int) -> dict[str, Any]:
         record = search.order.record(number)
@@ -262,21 +255,15 @@ def report_of(search: DuplicateSearch, duplicates: np.ndarray, manifests: Sequen
         source = manifests[0].source_names[int(record["source"])]
         return {"source": source, "place": int(record["place"]), "bytes": int(record["text_bytes"]), "text": text}
 
+    step = max(1, -(-len(duplicates) // EXAMPLES_SHOWN))
     examples = [
-        {
-            "jaccard": round(search.similarity(one, other), 4),
-            "copies": int(copies[np.searchsorted(kept, other)]),
-            "removed": described(one),
-            "kept": described(other),
-        }
-        for one, other in (entry.tolist() for entry in chosen)
+        {"jaccard": round(search.similarity(one, other), 4), "removed": described(one), "kept": described(other)}
+        for one, other in duplicates[::step].tolist()
     ]
     return {
         "documents": search.order.documents,
         "removed": len(duplicates),
-        "clusters": len(kept),
-        "clusters_of_at_most": {str(size): int(number) for size, number in zip(sizes, clusters, strict=True)},
-        "largest_cluster": int(copies.max()) + 1 if len(copies) else 0,
+        "clusters": len(np.unique(duplicates["kept"])),
         "examples": examples,
     }
 

@@ -182,7 +182,7 @@ def test_of_a_chain_the_first_stays(tmp_path, run):
     )  # fmt: skip
     assert sorted(documents_in(tmp_path / "out")) == [1, 2, 9, 11]
     report = json.loads((tmp_path / "out/near_duplicates.json").read_bytes())
-    assert report["clusters_of_at_most"] == {"4": 1, "8": 1} and report["largest_cluster"] == 7
+    assert report["clusters"] == 2 and report["removed"] == 2 + 6
 
 
 @pytest.fixture
