@@ -160,8 +160,10 @@ def _differences(name: str, before: Any, now: Any) -> list[str]:
     if isinstance(old, dict) and isinstance(new, dict):
         keys = dict.fromkeys([*old, *new])
         within = [text for key in keys for text in _differences(f"{name}.{key}", old.get(key), new.get(key))]
+        if within or [*old] == [*new]:
+            return within
         # Equal stages in another order are a difference, too.
-        return within or [f"{name} was in the order {', '.join(old)}, is now in {', '.join(new)}"]
+        return [f"{name} was in the order {', '.join(old)}, is now in {', '.join(new)}"]
     return [f"{name} was {shortened(repr(before))}, is now {shortened(repr(now))}"]
 
 

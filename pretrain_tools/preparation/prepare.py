@@ -54,7 +54,7 @@ from pretrain_tools.preparation.workers import performed
 
 FIRST_PASS = "documents"
 """The folder, in the unfinished one, of all documents, of which near duplicates are then left out."""
-PLAN_LAYOUT = 4
+PLAN_LAYOUT = 5
 COMMIT_SECONDS = 2.0
 COMPILING_SECONDS = 10
 """Time for --clean on two cores that are a few years old."""
