@@ -202,9 +202,7 @@ class MirrorStore:
             raise DamagedCopyError(f"{SEAL_FILE} did not arrive as it was written")
         return sum(entry["bytes"] for entry in entries.values())
 
-    def put_file(
-        self, file: Path, path: str, entry: dict[str, Any], beat: Callable[[], None] = lambda: None
-    ) -> bool:
+    def put_file(self, file: Path, path: str, entry: dict[str, Any], beat: Callable[[], None] = lambda: None) -> bool:
         """Copies a file of this size and hash unless it is here; returns True if it was copied.
 
         Raises DamagedCopyError if something else arrived.

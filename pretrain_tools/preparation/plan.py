@@ -160,7 +160,7 @@ def _differences(name: str, before: Any, now: Any) -> list[str]:
     if isinstance(old, dict) and isinstance(new, dict):
         keys = dict.fromkeys([*old, *new])
         within = [text for key in keys for text in _differences(f"{name}.{key}", old.get(key), new.get(key))]
-        if within or [*old] == [*new]:
+        if within or not isinstance(before, list) or [*old] == [*new]:
             return within
         # Equal stages in another order are a difference, too.
         return [f"{name} was in the order {', '.join(old)}, is now in {', '.join(new)}"]
