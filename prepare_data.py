@@ -8,7 +8,6 @@
     python prepare_data.py --input 's3://mine/docs/*.parquet' --tokenizer gpt2 --output s3://mine/tokens
     python prepare_data.py --input 'web/*.parquet' --clean --tokenizer gpt2 --output data/clean --write_text
     python prepare_data.py --input 'data/clean/text/*' --split_field split --tokenizer gpt2 --output data/again
-    python prepare_data.py --report data/web
     python prepare_data.py --inspect data/docs
     python prepare_data.py --verify data/docs
 
@@ -30,8 +29,7 @@ if TYPE_CHECKING:
     from argparse import Namespace
 
     from pretrain_tools.preparation.encoded_part import Tally
-    from pretrain_tools.preparation.plan import PreparationOptions, PreparationRequest
-    from pretrain_tools.preparation.prepare import PreparationOutcome
+    from pretrain_tools.preparation.plan import PreparationRequest
 
 
 def main() -> int:
@@ -39,7 +37,7 @@ def main() -> int:
     # Imported after the command line is parsed: --help must not wait for numpy.
     from pretrain_tools.preparation.request import read_request
 
-    for name in ("verify", "inspect", "report"):
+    for name in ("verify", "inspect"):
         folder = getattr(arguments, name)
         if folder and arguments.input:
             raise InputError(
@@ -51,10 +49,6 @@ def main() -> int:
         from pretrain_tools.preparation.inspect import inspection_text
 
         print(inspection_text(Path(arguments.inspect)))
-    elif arguments.report:
-        from pretrain_tools.preparation.report import write_report
-
-        print(*write_report(Path(arguments.report), Path(arguments.report, "report")), sep="\n")
     elif arguments.train_classifier:
         train_filter(arguments)
     else:
@@ -122,6 +116,7 @@ def train(request: "PreparationRequest") -> int:
 
 def prepare_shards(request: "PreparationRequest") -> int:
     """Makes the folder of shards, or one slice of it."""
+    from pretrain_tools.preparation.inspect import figure_lines
     from pretrain_tools.preparation.prepare import StoppedError, prepare
     from pretrain_tools.preparation.progress import DocumentProgress
     from pretrain_tools.preparation.slices import slice_of
@@ -138,7 +133,7 @@ def prepare_shards(request: "PreparationRequest") -> int:
             return EXIT_INTERRUPTED if stop.args[0] == signal.SIGINT else EXIT_PREEMPTED
     how = "already complete" if outcome.already_done else f"prepared in {time.monotonic() - started:.1f} s"
     print(f"{output}: {how}")
-    print_figures(outcome, request.options)
+    print("\n".join(figure_lines(outcome.manifest, outcome.tally)))
     if request.slice:
         print("Next: once all slices are prepared, run the same command with --merge_slices N instead of --slice")
         return 0
@@ -147,47 +142,6 @@ def prepare_shards(request: "PreparationRequest") -> int:
     print(f"Next: train a model; with vocab_size auto, as here, it takes over the {ids:,} ids")
     print(f"  python train.py --config recipes/demo.yaml --data.train '[{{shards: {output}}}]' --output runs/NAME")
     return 0
-
-
-def print_figures(outcome: "PreparationOutcome", options: "PreparationOptions") -> None:
-    """Prints what was made and what was left out."""
-    from pretrain.data.data_record import contamination_of
-    from pretrain_tools.preparation.cleaning.decontamination import contamination_text
-    from pretrain_tools.preparation.prepare import removed_whole_lines
-
-    tally = outcome.tally
-    manifest = outcome.manifest
-    ids_bytes = tally.tokens * manifest.bytes_per_id
-    rows = {
-        "documents": f"{tally.documents:,}; skipped {skipped_text(tally)}",
-        "text": f"{tally.text_bytes:,} bytes",
-        "tokens": f"{tally.tokens:,} in {len(manifest.shards)} shards of {manifest.dtype}, {ids_bytes:,} bytes",
-        "bytes per token": f"{tally.text_bytes / max(1, tally.tokens - tally.documents):.3f}",
-        "validation": f"{tally.validation_tokens:,} tokens, {tally.validation_tokens / max(1, tally.tokens):.2%}",
-    }
-    if not outcome.already_done:
-        rate = outcome.tokens_made / max(outcome.seconds, 1e-9) / 1e6
-        rows["time"] = f"{outcome.seconds:.1f} s, {rate:.2f} Mtok/s"
-        stages = ", ".join(f"{name} {seconds:.1f}" for name, seconds in outcome.stage_seconds.items())
-        rows["seconds by stage"] = f"{stages} (of all processes together, which overlap)"
-    for name, value in rows.items():
-        print(f"  {name:<16} {value}")
-    removed = tally.cleaning.as_manifest()["removed"]
-    for rule, amounts in sorted(removed.items(), key=lambda item: -item[1]["documents"]):
-        print(f"  removed          {amounts['documents']:,} documents, {amounts['bytes']:,} bytes: {rule}")
-    for line in removed_whole_lines(tally.cleaning):
-        print(f"  removed whole    {line}")
-    benchmarks = contamination_of({"options": options.as_plan(), "cleaning": tally.cleaning.as_manifest()})
-    for row in benchmarks:
-        if row["found"]:
-            print(f"  decontaminated   {contamination_text(row)}")
-    if benchmarks and not any(row["found"] for row in benchmarks):
-        print(f"  decontaminated   no item was found of {', '.join(row['benchmark'] for row in benchmarks)}")
-    if tally.unread_members:
-        by_suffix = ", ".join(f"{number:,} {suffix}" for suffix, number in sorted(tally.unread_members.items()))
-        print(f"  not read         members of tar archives that are no documents: {by_suffix}")
-    for example in tally.bad_examples:
-        print(f"  skipped          {example}")
 
 
 def warn_of_empty_splits(tally: "Tally", fraction: float) -> None:
@@ -200,14 +154,6 @@ def warn_of_empty_splits(tally: "Tally", fraction: float) -> None:
                 "Use more documents (--documents paragraph or line splits plain text) or another "
                 "--validation_fraction, with another --output"
             )
-
-
-def skipped_text(tally: "Tally") -> str:
-    """Describes what was left out."""
-    counts = {"filtered": tally.filtered_documents, "copies": tally.duplicate_documents}
-    counts["near copies"] = tally.near_duplicate_documents
-    more = "".join(f", {number:,} {name}" for name, number in counts.items() if number)
-    return f"{tally.empty_documents:,} empty, {tally.bad_records:,} bad{more}"
 
 
 if __name__ == "__main__":

@@ -29,7 +29,6 @@ def build_parser() -> argparse.ArgumentParser:
     add("--checkpoint", nargs="+", default=[], metavar="STEP", help="checkpoints, each a revision step-STEP; or best")
     add("--milestones", action="store_true", help="all checkpoints that checkpoint.milestones_every keeps")
     add("--final", action="store_true", help="publish final/ as main; the default")
-    add("--with_optimizer", action="store_true", help="whole checkpoints, fp32 weights and optimizer")
     add("--private", action="store_true", help="make the repository private [the recipe's; else public]")
     add("--license", metavar="ID", help="licence id of the Hub, such as apache-2.0 [the recipe's]")
     add("--language", nargs="+", default=[], metavar="CODE", help="languages of the text, such as en [the recipe's]")

@@ -112,7 +112,7 @@ _theirs = {}
 
 
 def _start_comparing() -> None:
-    from pretrain_tools.preparation.cleaning.lists import PersonalData
+    from pretrain_tools.preparation.cleaning.personal_data import PersonalData
 
     _stages.update({name: stage.open() for name, stage in (STAGES | {"personal_data": PersonalData()}).items()})
     _theirs.update(datatrove_filters())

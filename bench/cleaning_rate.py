@@ -228,7 +228,7 @@ def bench_cleaning(file: str, tokenizer: str, megabytes: float, repeat: int, fol
             told = (
                 f"{measured.seconds:.2f} s, {measured.cpu_seconds:.2f} s of the cores, {measured.peak / 1e6:,.0f} MB"
             )
-            print(f"  {name:<30} {told}; {measured.stages}", flush=True)
+            print(f"  {name:<30} {told}", flush=True)
 
     print(f"{written['bytes'] / 1e6:,.0f} MB, {written['documents']:,} documents, {written['copies']:,} near copies")
     for number in range(repeat):

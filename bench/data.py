@@ -164,7 +164,6 @@ def bench_file(file: str, tokenizer: str, copies: int, repeat: int) -> list[str]
     share = ours.rate / best["gigatoken"].rate
     print(f"{file}, {copies} copies: {ours.tokens:,} tokens")
     print(f"  prepare_data, whole command     {ours.rate:8.2f} Mtok/s   {ours.seconds:.2f} s")
-    print(f"    seconds by stage              {ours.stages}")
     print(f"    peak memory                   {peak / 1e6:,.0f} MB")
     print(f"  gigatoken alone, no start       {best['gigatoken'].rate:8.2f} Mtok/s   we reach {share:.0%} of it")
     missed = [f"{file}: {peak / 1e6:,.0f} MB of memory"] if peak > LARGEST_MEMORY else []
@@ -242,7 +241,6 @@ def bench_near_duplicates(file: str, tokenizer: str, repeat: int) -> list[str]:
         f"  --near_duplicates 0.8           {ours.seconds:8.2f} s, {cost:.2f} times that; {removed:.1%} of tokens go"
     )
     print(f"    text                          {rate:8.0f} MB/s")
-    print(f"    seconds by stage              {ours.stages}")
     missed = [f"near duplicates: {cost:.2f} times the time without"] if cost > TIMES_A_PREPARATION else []
     missed += [f"near duplicates: {rate:.0f} MB/s"] if rate < SLOWEST_NEAR_DUPLICATES_MB_PER_S else []
     if "datatrove" in best:

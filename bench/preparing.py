@@ -3,7 +3,6 @@
 import contextlib
 import importlib.util
 import json
-import re
 import resource
 import subprocess
 import sys
@@ -36,7 +35,6 @@ class Measured:
     tokens: int
     seconds: float
     peak: int
-    stages: str = ""
     cpu_seconds: float = 0.0
 
     @property
@@ -91,12 +89,11 @@ def prepare(files: list[str], tokenizer: str, *options: str, folder: str | None 
         output = Path(folder or passing, "out")
         command = [sys.executable, "prepare_data.py", "--input", *files, "--tokenizer", tokenizer]
         before = cpu_seconds_of_children()
-        seconds, peak, told = run_measured([*command, "--output", str(output), *options])
+        seconds, peak, _ = run_measured([*command, "--output", str(output), *options])
         used = cpu_seconds_of_children() - before
         totals = json.loads((output / "manifest.json").read_text())["totals"]
-    stages = re.search(r"seconds by stage (.*?) \(", told)
     tokens = sum(split["tokens"] for split in totals.values())
-    return Measured(tokens, seconds, peak, stages[1] if stages else "", used)
+    return Measured(tokens, seconds, peak, used)
 
 
 def cpu_seconds_of_children() -> float:

@@ -64,7 +64,7 @@ def test_every_requirement_has_a_wheel_for_each_python(index, version):
 
 def test_what_tests_of_options_need_is_installed_with_the_other_tools():
     """Else they would skip."""
-    assert {"optuna", "fasttext-predict", "datatrove", "gguf", "model-signing"} <= packages("requirements-dev.txt")
+    assert {"optuna", "datatrove", "gguf", "model-signing"} <= packages("requirements-dev.txt")
     assert OPTUNA in FILES["requirements-dev.txt"]
 
 

@@ -122,7 +122,7 @@ class MirrorStore:
 
     def steps(self) -> tuple[list[int], list[int]]:
         """Lists the steps of the checkpoints here: those that are sealed, and parts of others."""
-        files = [name.split("/") for name in self._sizes("checkpoints")]
+        files = [name.split("/") for name in self.sizes("checkpoints")]
         found = {step_named(path[0]) for path in files} - {None}
         sealed = {step_named(path[0]) for path in files if path[1:] == [SEAL_FILE]} & found
         return sorted(sealed), sorted(found - sealed)
@@ -141,7 +141,7 @@ class MirrorStore:
     def look_over(self, name: str) -> dict[str, dict]:
         """Returns what `sealed` does, after checking that the files exist in their sizes. Reads none of them."""
         entries = self.sealed(name)
-        sizes = self._sizes(name)
+        sizes = self.sizes(name)
         for file, entry in entries.items():
             if file not in sizes:
                 raise DamagedCopyError(f"{file} is missing")
@@ -161,9 +161,9 @@ class MirrorStore:
 
     def files(self) -> list[str]:
         """Lists the names of the run's small files that are here."""
-        return [name for name in self._sizes("") if is_run_file(name)]
+        return [name for name in self.sizes("") if is_run_file(name)]
 
-    def _sizes(self, folder: str) -> dict[str, int | None]:
+    def sizes(self, folder: str) -> dict[str, int | None]:
         """Returns {name below the folder: bytes, if the store reports them} of all files there."""
         self.system.invalidate_cache()
         try:
@@ -195,16 +195,25 @@ class MirrorStore:
         entries = json.loads(manifest)["files"]
         for file, entry in entries.items():
             path = f"{name}/{file}"
-            if not self._holds(path, entry, beat):
-                self.system.makedirs(path.rpartition("/")[0], exist_ok=True)
-                self.system.put_file(str(folder / file), path)
-                if not self._holds(path, entry, beat):
-                    raise DamagedCopyError(f"{file} did not arrive with the sha256 that was written")
+            self.put_file(folder / file, path, entry, beat)
         before_seal()
         self.write(f"{name}/{SEAL_FILE}", manifest)
         if self.read(f"{name}/{SEAL_FILE}") != manifest:
             raise DamagedCopyError(f"{SEAL_FILE} did not arrive as it was written")
         return sum(entry["bytes"] for entry in entries.values())
+
+    def put_file(self, file: Path, path: str, entry: dict[str, Any], beat: Callable[[], None] = lambda: None) -> bool:
+        """Copies a file of this size and hash unless it is here; returns True if it was copied.
+
+        Raises DamagedCopyError if something else arrived.
+        """
+        if self._holds(path, entry, beat):
+            return False
+        self.system.makedirs(path.rpartition("/")[0], exist_ok=True)
+        self.system.put_file(str(file), path)
+        if not self._holds(path, entry, beat):
+            raise DamagedCopyError(f"{file.name} did not arrive with the sha256 that was written")
+        return True
 
     def _holds(self, path: str, entry: dict[str, Any], beat: Callable[[], None]) -> bool:
         """Reads a file here; tells if it has the size and the hash of a manifest's entry."""

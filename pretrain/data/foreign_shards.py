@@ -214,18 +214,6 @@ def hdf5_ids(path: Path) -> "h5py.Dataset":
     return ids
 
 
-def index_bytes(document_tokens: np.ndarray, dtype: str) -> bytes:
-    """Builds the .idx of a .bin in which each document is one sequence with that many IDs."""
-    count = len(document_tokens)
-    item = 2 if dtype == "uint16" else 4
-    lengths = document_tokens.astype("<i4")
-    pointers = np.zeros(count, "<i8")
-    np.cumsum(document_tokens[:-1] * item, out=pointers[1:])
-    first_sequences = np.arange(count + 1, dtype="<i8")
-    header = IDX_HEADER.pack(IDX_MAGIC, 1, IDX_CODES[dtype], count, count + 1)
-    return header + lengths.tobytes() + pointers.tobytes() + first_sequences.tobytes()
-
-
 def read_idx(path: Path) -> tuple[str, int, int]:
     """Returns (ID type, tokens, documents) of the .bin that an .idx belongs to.
 

@@ -1,8 +1,7 @@
 """Continues what is typed, at a prompt: a base model completes text, it does not answer.
 
-A line that begins with a colon sets something (`:temperature 0.5`) or asks for something (`:help`). Text is printed as
-it is generated; Ctrl-C stops it, Ctrl-D ends the session. Where standard input is no terminal, each of its lines is
-continued in turn.
+A line that begins with a colon is a command (`:help`). Text is printed as it is generated; Ctrl-C stops it, Ctrl-D
+ends the session. Where standard input is no terminal, each of its lines is continued in turn.
 """
 
 import dataclasses
@@ -18,18 +17,10 @@ from pretrain.hardware import emulation_of_bf16
 from pretrain.training.samples import Sampling, encode_prompt, generation_arguments
 
 HELP = """Type a beginning and press Enter; \\n stands for a new line. The model continues it as it would a document.
-  :more              continue the last text        :again           the last beginning once more, another draw
-  :temperature 0.8   0: greedy decoding            :top_k 50        sample from the 50 most likely tokens; 0: all
-  :top_p 0.9         from those of 90 % in all     :max_new_tokens 100
-  :reload            the newest checkpoint         :settings        as they are
-  :help              this                          :quit            or Ctrl-D. Ctrl-C stops a text"""
-SETTINGS = {
-    "temperature": (float, 0, 100, 0.8),
-    "top_k": (int, 0, 10**9, 50),
-    "top_p": (float, 0, 1, 0.9),
-    "max_new_tokens": (int, 1, 10**9, 100),
-}
-"""{setting: (kind of number, least, most, an example)}"""
+  :more     continue the last text        :again    the last beginning once more, another draw
+  :reload   the newest checkpoint         :help     this
+  :quit     or Ctrl-D. Ctrl-C stops a text; --temperature, --top_k, --top_p and --max_new_tokens set how it is drawn"""
+COMMANDS = ("more", "again", "reload", "help", "quit")
 
 LoadModel = Callable[[], tuple[PreTrainedModel, PreTrainedTokenizerBase, str]]
 """Gives a model, its tokenizer and its name, as they are on disk now."""
@@ -42,8 +33,6 @@ class Session:
         load: loads the model; called again for `:reload`.
         sampling: how to begin; the seed counts up with each text.
     """
-
-    COMMANDS = ("more", "again", *SETTINGS, "reload", "settings", "help", "quit")
 
     def __init__(self, load: LoadModel, sampling: Sampling, device: torch.device):
         self._load = load
@@ -58,12 +47,7 @@ class Session:
         if emulation_of_bf16(self._device):
             self.model.float()
         self.model.eval().to(self._device)
-        print(f"{self.name} · {self.settings()} · :help explains", flush=True)
-
-    def settings(self) -> str:
-        given = {"temperature": self.sampling.temperature, "top_k": self.sampling.top_k, "top_p": self.sampling.top_p}
-        said = ", ".join(f"{name} {value:g}" for name, value in given.items() if value is not None)
-        return f"{said or 'greedy decoding'}, {self.sampling.max_new_tokens:,} new tokens, seed {self.sampling.seed}"
+        print(f"{self.name} · :help explains", flush=True)
 
     def answer(self, line: str) -> bool:
         """Carries out a line; returns False at the end of the session. Raises InputError for an unknown command."""
@@ -72,19 +56,17 @@ class Session:
                 self.beginning = line.replace("\\n", "\n")
                 self.generate(self.beginning)
             return True
-        name, _, value = line[1:].strip().partition(" ")
-        if name not in self.COMMANDS:
-            raise InputError(f":{name}: unknown{did_you_mean(name, self.COMMANDS)}")
-        if name in SETTINGS:
-            self.sampling = changed(self.sampling, name, value.strip())
-        elif name in ("more", "again"):
+        name = line[1:].strip()
+        if name not in COMMANDS:
+            raise InputError(f":{name}: unknown{did_you_mean(name, COMMANDS)}")
+        if name in ("more", "again"):
             if not self.text:
                 raise InputError(f":{name}: there is no text yet; type a beginning")
             self.generate(self.text if name == "more" else self.beginning)
         elif name == "reload":
             self.reload()
-        elif name in ("settings", "help"):
-            print(self.settings() if name == "settings" else HELP)
+        elif name == "help":
+            print(HELP)
         return name != "quit"
 
     def generate(self, text: str) -> None:
@@ -93,7 +75,7 @@ class Session:
         room = self.sampling.max_new_tokens
         positions = getattr(self.model.config, "max_position_embeddings", None) or room + 1_000_000
         if room >= positions:
-            raise InputError(f":max_new_tokens {room}: this model has {positions:,} positions")
+            raise InputError(f"--max_new_tokens {room}: this model has {positions:,} positions")
         ids_BT = encode_prompt(self.tokenizer, text, max_new_tokens=room, max_positions=None)[:, room - positions :]
         printed = Collector(self.tokenizer)
         devices = [self._device] if self._device.type == "cuda" else []
@@ -123,22 +105,6 @@ class Collector(TextStreamer):
         self.parts.append(text)
         self.ended = stream_end
         super().on_finalized_text(text, stream_end)
-
-
-def changed(sampling: Sampling, name: str, value: str) -> Sampling:
-    """Returns the sampling with another value. Raises InputError for one that is not allowed."""
-    kind, least, most, example = SETTINGS[name]
-    try:
-        number = kind(value)
-    except ValueError:
-        number = None
-    if number is None or not least <= number <= most:
-        raise InputError(f":{name} {value}: give a number from {least} to {most:,}, such as :{name} {example}")
-    if name == "temperature" and not number:
-        return dataclasses.replace(sampling, temperature=None, top_k=None, top_p=None)
-    if name in ("top_k", "top_p") and sampling.temperature is None:
-        sampling = dataclasses.replace(sampling, temperature=SETTINGS["temperature"][-1])
-    return dataclasses.replace(sampling, **{name: number or None})
 
 
 def lines() -> Iterator[str]:

@@ -7,11 +7,12 @@ The same input gives the same bytes, whatever the workers and interruptions; pla
     prepare, progress: the resumable preparation
     validation_split: documents held out, or the tail of one
     encode: texts to ids
-    worker, pools, ray_workers: the encoding of parts; processes of this machine; workers on other machines
+    worker: the encoding of parts
+    workers, ray_workers: processes of this machine, or of a cluster, that perform jobs
     encoded_part: what workers return, and the counts
     collector, deduplicate, shard_writer, text_files: encoded parts to shards; their documents as text
     near_duplicate_search: near duplicates in prepared folders, on disk
     slices, upload: a preparation over several machines; outputs that are URLs
-    inspect, report: contents of a prepared folder; what was removed from it
+    inspect: the contents of a prepared folder, and what was removed from it
     tokenizer_training: tokenizers from text
 """

@@ -46,7 +46,6 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
         "end_of_document": {"metavar": "TOKEN", "help": "token that ends a document (default: the eos token)"},
         "validation_fraction": {"default": "0.01", "help": "share of documents, chosen by hash (default: 0.01)"},
         "shard_tokens": {"default": "100M", "help": "tokens per shard file (default: 100M)"},
-        "format": {"default": "shards", "help": "shards (default), or megatron: with an .idx beside each .bin"},
         "write_text": {"action": "store_true", "help": "also write the documents: OUTPUT/text/*.jsonl.zst"},
         "workers": {"help": "processes (default: one per core)"},
         "engine": {"default": "auto", "help": "auto, fast (gigatoken), reference (tokenizers); ray: a cluster"},
@@ -59,8 +58,7 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
         "tokenizer_sample_bytes": {"default": "200M", "help": "most text to train it on, in bytes"},
         "train_classifier": {"nargs": 2, "metavar": "GLOB", "help": "train a quality filter on good and other texts"},
         "verify": {"metavar": "FOLDER", "help": "verify every hash and count of a prepared folder"},
-        "report": {"metavar": "FOLDER", "help": "write FOLDER/report.html and .json: what was removed, with samples"},
-        "inspect": {"metavar": "FOLDER", "help": "show what a prepared folder contains: lengths, tokens, a sample"},
+        "inspect": {"metavar": "FOLDER", "help": "show what a prepared folder holds, and samples of what was removed"},
     },
 }  # fmt: skip
 

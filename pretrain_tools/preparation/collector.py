@@ -43,9 +43,7 @@ class Intake:
         self._progress_path = state_folder / PROGRESS_FILE
         self._options = options
         plain_text = state_folder / TEXT_FOLDER if options.write_text else None
-        self.writer = ShardWriter(
-            folder, plan["dtype"], options.shard_tokens, progress["writer"], options.megatron, plain_text
-        )
+        self.writer = ShardWriter(folder, plan["dtype"], options.shard_tokens, progress["writer"], plain_text)
         self._seen = seen_in_shards(folder, self.writer.written(), plan["dtype"]) if options.deduplicate else None
         self._source_numbers = {source["path"]: number for number, source in enumerate(plan["sources"])}
 

@@ -14,7 +14,6 @@ from pretrain_tools.preparation.documents.document_index import DOCUMENT, chosen
 from pretrain_tools.preparation.documents.sources import Position
 
 SKIPPED_COUNTS = ("empty_documents", "filtered_documents", "duplicate_documents", "bad_records")
-NEAR_DUPLICATE_COUNTS = ("near_duplicate_documents", "near_duplicate_bytes")
 
 
 @dataclass
@@ -29,7 +28,6 @@ class Tally:
     filtered_documents: int = 0
     duplicate_documents: int = 0
     near_duplicate_documents: int = 0
-    near_duplicate_bytes: int = 0
     bad_records: int = 0
     bad_examples: list[str] = field(default_factory=list)
     unread_members: dict[str, int] = field(default_factory=dict)
@@ -52,9 +50,9 @@ class Tally:
 
     def skipped(self) -> dict[str, Any]:
         """Returns the counts of what was left out, as the manifest records them."""
-        # Absent unless near duplicates were looked for, as in older manifests.
-        near = {name: getattr(self, name) for name in NEAR_DUPLICATE_COUNTS if getattr(self, name)}
-        counts = {name: getattr(self, name) for name in SKIPPED_COUNTS} | near
+        counts = {name: getattr(self, name) for name in SKIPPED_COUNTS}
+        if self.near_duplicate_documents:
+            counts["near_duplicate_documents"] = self.near_duplicate_documents
         if self.unread_members:
             counts["unread_members"] = dict(sorted(self.unread_members.items()))
         return counts | {"first_bad_records": self.bad_examples}
@@ -65,7 +63,8 @@ class Tally:
         made = json.loads((folder / MANIFEST_FILE).read_bytes())
         skipped = made["skipped"]
         return cls(
-            **{name: skipped.get(name, 0) for name in (*SKIPPED_COUNTS, *NEAR_DUPLICATE_COUNTS)},
+            **{name: skipped[name] for name in SKIPPED_COUNTS},
+            near_duplicate_documents=skipped.get("near_duplicate_documents", 0),
             bad_examples=skipped["first_bad_records"],
             unread_members=skipped.get("unread_members", {}),
             cleaning=recorded_account(folder, made),
@@ -80,7 +79,6 @@ class Tally:
 class Problem(NamedTuple):
     """A record that could not be used; `place` is for messages, `name`, without folders, for the manifest."""
 
-    documents_before: int
     place: str
     name: str
     reason: str
@@ -109,8 +107,6 @@ class EncodedPart:
     problems: tuple[Problem, ...] = ()
     disagreement: str | None = None
     """A text for which the fast path gave wrong ids, if any."""
-    stage_seconds: dict[str, float] = field(default_factory=dict)
-    """{stage of the work: seconds}."""
 
     def keeping(self, kept: np.ndarray) -> "EncodedPart":
         """Returns the part with some of the documents. kept: (documents,) bool."""
@@ -119,8 +115,6 @@ class EncodedPart:
         tokens = tokens_of(self.documents)
         documents = self.documents[kept]
         documents["end"] = np.cumsum(tokens[kept])
-        kept_before = np.concatenate([[0], np.cumsum(kept)])
-        problems = [p._replace(documents_before=int(kept_before[p.documents_before])) for p in self.problems]
         return replace(
             self,
             ids=chosen_ids(self.ids, tokens, kept),
@@ -129,5 +123,4 @@ class EncodedPart:
             hashes=None if self.hashes is None else self.hashes[kept],
             signatures=None if self.signatures is None else self.signatures[kept],
             lines=None if self.lines is None else list(itertools.compress(self.lines, kept.tolist())),
-            problems=tuple(problems),
         )

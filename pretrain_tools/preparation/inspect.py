@@ -1,8 +1,9 @@
-"""The page of --inspect on a prepared folder: counts, lengths of documents, the vocabulary, and a sample."""
+"""What --inspect prints of a prepared folder: counts, what was removed with samples, lengths, vocabulary, text."""
 
 import json
+from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -10,10 +11,14 @@ from pretrain.data.data_record import contamination_of
 from pretrain.data.manifest import MANIFEST_FILE, SPLITS, Manifest, id_dtype
 from pretrain.data.shards import ShardReader, read_manifest
 from pretrain.data.tokenizer import load_decoder
+from pretrain_tools.preparation.cleaning.account import CleaningAccount, measured_text
 from pretrain_tools.preparation.cleaning.decontamination import contamination_text
+from pretrain_tools.preparation.encoded_part import Tally
+from pretrain_tools.preparation.near_duplicate_search import NEAR_DUPLICATES_FILE
 
 READ_IDS = 1 << 22
 FREQUENT_TOKENS = 20
+FREQUENT_VALUES = 10
 SAMPLED_DOCUMENTS = 3
 SAMPLE_CHARACTERS = 300
 
@@ -21,6 +26,8 @@ SAMPLE_CHARACTERS = 300
 def inspection_text(folder: Path) -> str:
     """Describes a folder of shards; reads every id. Raises InputError if it is none."""
     manifest = read_manifest(folder)
+    is_prepared = (manifest.folder / MANIFEST_FILE).is_file()  # shards of other tools have no manifest
+    tally = Tally.recorded(manifest.folder) if is_prepared else None
     readers = [ShardReader(manifest, split) for split in SPLITS]
     counts = np.zeros(manifest.vocabulary_size, np.int64)
     lengths = []
@@ -32,19 +39,79 @@ def inspection_text(folder: Path) -> str:
             ends.append(np.flatnonzero(ids == manifest.end_of_document_id) + start)
         lengths.append(np.diff(np.concatenate(ends)) - 1)
     decoder = load_decoder(manifest.tokenizer_folder)
-    lines = [
-        str(folder),
-        *_count_lines(manifest),
-        *(f"  decontaminated   {contamination_text(row)}" for row in contamination_of(_fields_of(manifest))),
-        "",
-        f"tokens per document: {lengths_text(np.concatenate(lengths))}",
-        "",
-        *_vocabulary_lines(manifest, counts, decoder),
-        "",
-        "sample:",
-        *(line for reader in readers for line in _sample_lines(reader, decoder)),
+    parts = [
+        [str(folder), *figure_lines(manifest, tally)],
+        _cleaning_lines(tally.cleaning) if tally else [],
+        _near_duplicate_lines(manifest.folder / NEAR_DUPLICATES_FILE),
+        [f"tokens per document: {lengths_text(np.concatenate(lengths))}"],
+        _vocabulary_lines(manifest, counts, decoder),
+        ["sample:", *(line for reader in readers for line in _sample_lines(reader, decoder))],
     ]
-    return "\n".join(lines)
+    return "\n\n".join("\n".join(lines) for lines in parts if lines)
+
+
+def figure_lines(manifest: Manifest, tally: Tally | None) -> list[str]:
+    """Lists what a folder holds and what was left out of it. tally: None for shards of other tools."""
+    lines = _count_lines(manifest)
+    if tally is None:
+        return lines
+    documents = sum(manifest.totals(split)[1] for split in SPLITS)
+    rows = [("documents", f"{documents:,}; skipped {skipped_text(tally)}")]
+    removed = tally.cleaning.as_manifest()["removed"]
+    rows += [
+        ("removed", f"{amounts['documents']:,} documents, {amounts['bytes']:,} bytes: {rule}")
+        for rule, amounts in sorted(removed.items(), key=lambda item: -item[1]["documents"])
+    ]
+    rows += [("removed whole", line) for line in tally.cleaning.removed_whole_lines()]
+    made = json.loads((manifest.folder / MANIFEST_FILE).read_bytes())
+    rows += [("decontaminated", contamination_text(row)) for row in contamination_of(made)]
+    if tally.unread_members:
+        by_suffix = ", ".join(f"{number:,} {suffix}" for suffix, number in sorted(tally.unread_members.items()))
+        rows.append(("not read", f"members of tar archives that are no documents: {by_suffix}"))
+    rows += [("skipped", example) for example in tally.bad_examples]
+    return lines + [f"  {name:<16} {value}" for name, value in rows]
+
+
+def skipped_text(tally: Tally) -> str:
+    """Describes what was left out."""
+    counts = {"filtered": tally.filtered_documents, "copies": tally.duplicate_documents}
+    counts["near copies"] = tally.near_duplicate_documents
+    more = "".join(f", {number:,} {name}" for name, number in counts.items() if number)
+    return f"{tally.empty_documents:,} empty, {tally.bad_records:,} bad{more}"
+
+
+def _cleaning_lines(account: CleaningAccount) -> list[str]:
+    """Shows what stages measured, and samples of what each rule removed and of what stayed."""
+    measures = {**account.histograms, "domain, of a sample": Counter(account.domains.values())}
+    lines = [f"{name}: {_shares_text(values)}" for name, values in measures.items() if values]
+    for rule, drawn in account.samples.items():
+        for sample in list(drawn.values())[:SAMPLED_DOCUMENTS]:
+            measured = measured_text(sample)
+            lines.append(f"  {rule}: {sample['source']}, {sample['place']:,}{measured and f' ({measured})'}")
+            lines += _quoted(sample["text"])
+    return lines
+
+
+def _shares_text(values: Mapping[str, int]) -> str:
+    """Describes the most frequent values; ties by name, whatever the order of parts."""
+    total = sum(values.values())
+    most = sorted(values.items(), key=lambda item: (-item[1], item[0]))[:FREQUENT_VALUES]
+    return ", ".join(f"{value} {count / total:.1%}" for value, count in most)
+
+
+def _near_duplicate_lines(path: Path) -> list[str]:
+    """Shows pairs of near duplicates; nothing where they were not looked for."""
+    examples = json.loads(path.read_bytes())["examples"] if path.is_file() else []
+    lines = []
+    for example in examples[:SAMPLED_DOCUMENTS]:
+        lines.append(f"  near duplicates, similarity {example['jaccard']:.2f}, removed and kept:")
+        lines += [*_quoted(example["removed"]["text"]), "    |", *_quoted(example["kept"]["text"])]
+    return lines
+
+
+def _quoted(text: str) -> list[str]:
+    """Sets the beginning of a text off as lines of its own."""
+    return [f"    | {line}" for line in text[:SAMPLE_CHARACTERS].splitlines()]
 
 
 def _ids(reader: ShardReader, start: int, most: int) -> np.ndarray:
@@ -52,11 +119,6 @@ def _ids(reader: ShardReader, start: int, most: int) -> np.ndarray:
     ids = np.empty(min(most, reader.tokens - start), id_dtype(reader.manifest.dtype))
     reader.read(start, ids)
     return ids
-
-
-def _fields_of(manifest: Manifest) -> dict[str, Any]:
-    path = manifest.folder / MANIFEST_FILE  # shards of other tools have none
-    return json.loads(path.read_bytes()) if path.is_file() else {}
 
 
 def _count_lines(manifest: Manifest) -> list[str]:
@@ -119,6 +181,6 @@ def _sample_lines(reader: ShardReader, decoder) -> list[str]:
             break
         ends = np.flatnonzero(ids[:SAMPLE_CHARACTERS] == reader.manifest.end_of_document_id)
         piece = ids[: ends[0] if len(ends) else SAMPLE_CHARACTERS]
-        text = decoder.decode(piece.tolist(), skip_special_tokens=False)[:SAMPLE_CHARACTERS]
-        lines += [f"  {reader.split}, token {start:,}:", *(f"    | {line}" for line in text.splitlines())]
+        text = decoder.decode(piece.tolist(), skip_special_tokens=False)
+        lines += [f"  {reader.split}, token {start:,}:", *_quoted(text)]
     return lines

@@ -16,7 +16,6 @@ import os
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, wait
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,6 @@ from pretrain.errors import InputError
 from pretrain.files import write_durably
 from pretrain_tools.preparation.cleaning.near_duplicates import NearDuplicates
 from pretrain_tools.preparation.documents.document_index import InputOrder
-from pretrain_tools.preparation.pools import POOL_CONTEXT, open_pool
 
 SIGNATURES_SUFFIX = ".signatures"
 """Suffix of the files beside each shard with a signature per document."""
@@ -47,37 +45,10 @@ PAIRS_AT_ONCE = 1 << 16
 SIGNATURE_MARGIN = 0.3
 """Documents are read only if their signatures agree in no less than the threshold minus this."""
 NEAR_DUPLICATES_FILE = "near_duplicates.json"
-"""File beside the manifest with the components by size, and examples."""
+"""File beside the manifest with the number of components, and examples."""
 EXAMPLES_SHOWN = 100
 EXCERPT_TOKENS = 200
 LINE_SECONDS = 10.0
-STOP_LOOK_SECONDS = 0.5
-
-
-class StageProgress:
-    """Reports the progress of a stage, its rate and the time left; `stop_if_asked` raises to end the work."""
-
-    def __init__(self, say: Callable[[str], None], stop_if_asked: Callable[[], None]):
-        self.stop_if_asked = stop_if_asked
-        self._say = say
-        self._stage = ""
-        self._began = 0.0
-        self._last = time.monotonic()
-
-    def update(self, stage: str, done: int, total: int) -> None:
-        """Reports `done` of `total` tasks."""
-        self.stop_if_asked()
-        now = time.monotonic()
-        if stage != self._stage:
-            self._stage = stage
-            self._began = now
-        elif now - self._last >= LINE_SECONDS:
-            rate = done / (now - self._began)
-            left = (total - done) / rate
-            self._say(
-                f"near duplicates, {stage}: {done:,} of {total:,} {STAGES[stage]}, {rate:,.3g}/s, {left:,.0f} s left"
-            )
-            self._last = now
 
 
 class DuplicateSearch:
@@ -133,9 +104,9 @@ class DuplicateSearch:
             return []
         return [task for task in range(self.tasks(stage)) if not self._path(stage, task).is_file()]
 
-    def perform(self, stage: str, task: int, stop_if_asked: Callable[[], None] = lambda: None) -> None:
-        """Writes the file of a task, whose stage before is complete. `stop_if_asked` raises to end the work."""
-        found = {"keys": self._keys, "candidates": self._candidates, "pairs": self._pairs}[stage](task, stop_if_asked)
+    def perform(self, stage: str, task: int) -> None:
+        """Writes the file of a task, whose stage before is complete."""
+        found = {"keys": self._keys, "candidates": self._candidates, "pairs": self._pairs}[stage](task)
         path = self._path(stage, task)
         path.parent.mkdir(parents=True, exist_ok=True)
         # Two processes may perform a task at the same time: each writes a file with a name of its own.
@@ -150,7 +121,7 @@ class DuplicateSearch:
             write_durably(self._duplicates_path, self._united().tobytes())
         return np.fromfile(self._duplicates_path, DUPLICATE)
 
-    def _keys(self, run: int, stop_if_asked: Callable[[], None]) -> bytes:
+    def _keys(self, run: int) -> bytes:
         """Makes (bands, documents) uint64, sorted in each band: 40 bits of key, 24 of the number in the run."""
         _, first, stop = self._runs[run]
         signatures = self.order.beside(np.arange(first, stop), SIGNATURES_SUFFIX, self._settings.signature_bytes)
@@ -159,7 +130,6 @@ class DuplicateSearch:
             keys = self._settings.band_keys(signatures, band)
             entries[band] = (keys << np.uint64(24)) | np.arange(stop - first, dtype=np.uint64)
             entries[band].sort()
-            stop_if_asked()
         return entries.tobytes()
 
     def _entries(self, band: int, partition: int) -> np.ndarray:
@@ -177,12 +147,11 @@ class DuplicateSearch:
         entries.sort(kind="stable")
         return entries
 
-    def _candidates(self, task: int, stop_if_asked: Callable[[], None]) -> bytes:
+    def _candidates(self, task: int) -> bytes:
         """Makes sorted uint64: the later document of each pair in the upper, the earlier in the lower 32 bits."""
-        stop_if_asked()
         return _same_keys(self._entries(*divmod(task, self._partitions))).astype("<u8").tobytes()
 
-    def _pairs(self, run: int, stop_if_asked: Callable[[], None]) -> bytes:
+    def _pairs(self, run: int) -> bytes:
         """Makes (pairs, 2) uint32: near duplicates that connect those of a run with each other and earlier ones."""
         _, *bounds = self._runs[run]
         pieces = [np.empty(0, "<u8")]
@@ -203,7 +172,6 @@ class DuplicateSearch:
             alike = self._are_alike(pairs[block])
             both = zip(pairs[block][alike].tolist(), places[block][alike].tolist(), strict=True)
             for (one, other), (place, other_place) in both:
-                stop_if_asked()
                 root = _root(roots, place)
                 other_root = _root(roots, other_place)
                 if root != other_root and self.similarity(one, other) >= self._settings.threshold:
@@ -276,17 +244,10 @@ def _same_keys(entries: np.ndarray) -> np.ndarray:
 
 
 def report_of(search: DuplicateSearch, duplicates: np.ndarray, manifests: Sequence[Manifest]) -> dict[str, Any]:
-    """Reports components by size, and at most EXAMPLES_SHOWN documents that go, with those that stay instead.
+    """Reports at most EXAMPLES_SHOWN documents that go, spread evenly over the input, with those that stay instead.
 
-    The examples are spread evenly over the input; their texts are decoded from the first EXCERPT_TOKENS ids.
+    Their texts are decoded from the first EXCERPT_TOKENS ids.
     """
-    kept, copies = np.unique(duplicates["kept"], return_counts=True)
-    sizes, clusters = np.unique(2 ** np.ceil(np.log2(copies + 1)).astype(np.int64), return_counts=True)
-    chosen = (
-        duplicates[np.unique(np.linspace(0, len(duplicates) - 1, EXAMPLES_SHOWN).astype(np.int64))]
-        if len(kept)
-        else []
-    )
 
     def described(number: int) -> dict[str, Any]:
         record = search.order.record(number)
@@ -294,69 +255,34 @@ def report_of(search: DuplicateSearch, duplicates: np.ndarray, manifests: Sequen
         source = manifests[0].source_names[int(record["source"])]
         return {"source": source, "place": int(record["place"]), "bytes": int(record["text_bytes"]), "text": text}
 
+    step = max(1, -(-len(duplicates) // EXAMPLES_SHOWN))
     examples = [
-        {
-            "jaccard": round(search.similarity(one, other), 4),
-            "copies": int(copies[np.searchsorted(kept, other)]),
-            "removed": described(one),
-            "kept": described(other),
-        }
-        for one, other in (entry.tolist() for entry in chosen)
+        {"jaccard": round(search.similarity(one, other), 4), "removed": described(one), "kept": described(other)}
+        for one, other in duplicates[::step].tolist()
     ]
     return {
         "documents": search.order.documents,
         "removed": len(duplicates),
-        "clusters": len(kept),
-        "clusters_of_at_most": {str(size): int(number) for size, number in zip(sizes, clusters, strict=True)},
-        "largest_cluster": int(copies.max()) + 1 if len(copies) else 0,
+        "clusters": len(np.unique(duplicates["kept"])),
         "examples": examples,
     }
 
 
-Tasks = Callable[[DuplicateSearch, str, Sequence[int]], Iterator[None]]
-"""Performs tasks of a stage and yields after each."""
+def performer(search: DuplicateSearch) -> Callable[[tuple[str, int]], None]:
+    """Returns what performs a (stage, task), for workers."""
+    return lambda job: search.perform(*job)
 
 
-def perform_missing(search: DuplicateSearch, perform: Tasks, progress: StageProgress) -> None:
-    """Performs what is missing of all stages, one after another."""
-    for stage in STAGES:
-        missing = search.missing(stage)
-        for done, _ in enumerate(perform(search, stage, missing), 1):
-            progress.update(stage, done, len(missing))
-
-
-def tasks_in_processes(workers: int, stop_if_asked: Callable[[], None]) -> Tasks:
-    """Returns what performs tasks in processes of this machine; one worker is this process."""
-
-    def perform(search: DuplicateSearch, stage: str, tasks: Sequence[int]) -> Iterator[None]:
-        if workers == 1 or len(tasks) < 2:
-            for task in tasks:
-                yield search.perform(stage, task, stop_if_asked)
-            return
-        stop = POOL_CONTEXT.Event()
-        name = "a process of the search for near duplicates"
-        with open_pool(name, min(workers, len(tasks)), _task_of_pool, search, stop) as submit:
-            try:
-                waiting = {submit(stage, task) for task in tasks}
-                while waiting:
-                    done, waiting = wait(waiting, STOP_LOOK_SECONDS, FIRST_COMPLETED)
-                    stop_if_asked()
-                    yield from (job.result() for job in done)
-            finally:
-                stop.set()
-
-    return perform
-
-
-class TaskStoppedError(Exception):
-    """The main process asked a task to end."""
-
-
-def _task_of_pool(search: DuplicateSearch, stop: Any) -> Callable[[str, int], None]:
-    """Returns what performs a task in a process of the pool."""
-
-    def end_if_stopped() -> None:
-        if stop.is_set():
-            raise TaskStoppedError
-
-    return lambda stage, task: search.perform(stage, task, end_if_stopped)
+def perform_missing(
+    search: DuplicateSearch, performed: Callable[[list[tuple[str, int]]], Iterator[None]], say: Callable[[str], None]
+) -> None:
+    """Performs what is missing of all stages, one after another. performed: yields after each of these jobs."""
+    for stage, unit in STAGES.items():
+        jobs = [(stage, task) for task in search.missing(stage)]
+        began = told = time.monotonic()
+        for done, _ in enumerate(performed(jobs), 1):
+            now = time.monotonic()
+            if now - told >= LINE_SECONDS:
+                left = (len(jobs) - done) * (now - began) / done
+                say(f"near duplicates, {stage}: {done:,} of {len(jobs):,} {unit}, {left:,.0f} s left")
+                told = now

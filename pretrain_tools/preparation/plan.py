@@ -49,7 +49,6 @@ class PreparationOptions:
     on_error: str = "stop"
     max_errors: int = 100
     deduplicate: bool = False
-    megatron: bool = False
     near_duplicates: NearDuplicates | None = None
     cleaning: Cleaning | None = None
     write_text: bool = False
@@ -64,7 +63,7 @@ class PreparationOptions:
         reading = fields.pop("reading")
         reading["only"] = [[name, list(values)] for name, values in reading["only"]] or None
         # Null when off, as where the option is not known yet: folders made before it are recognised.
-        fields |= {name: fields[name] or None for name in ("deduplicate", "megatron", "write_text")}
+        fields |= {name: fields[name] or None for name in ("deduplicate", "write_text")}
         return {**reading, **fields}
 
     def within(self, documents: Documents) -> "PreparationOptions":
@@ -161,8 +160,10 @@ def _differences(name: str, before: Any, now: Any) -> list[str]:
     if isinstance(old, dict) and isinstance(new, dict):
         keys = dict.fromkeys([*old, *new])
         within = [text for key in keys for text in _differences(f"{name}.{key}", old.get(key), new.get(key))]
+        if within or not isinstance(before, list) or [*old] == [*new]:
+            return within
         # Equal stages in another order are a difference, too.
-        return within or [f"{name} was in the order {', '.join(old)}, is now in {', '.join(new)}"]
+        return [f"{name} was in the order {', '.join(old)}, is now in {', '.join(new)}"]
     return [f"{name} was {shortened(repr(before))}, is now {shortened(repr(now))}"]
 
 

@@ -8,10 +8,10 @@ import json
 import shutil
 import signal
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from pretrain.data.shards import read_manifest
 from pretrain.errors import InputError
 from pretrain.files import as_json, sync_files, sync_folder, write_durably
 from pretrain.processes import folder_lock
-from pretrain_tools.preparation.cleaning.account import SAMPLES_FILE, CleaningAccount
+from pretrain_tools.preparation.cleaning.account import SAMPLES_FILE
 from pretrain_tools.preparation.collector import (
     NO_PROGRESS,
     PROGRESS_FILE,
@@ -36,11 +36,9 @@ from pretrain_tools.preparation.encoded_part import EncodedPart, Tally
 from pretrain_tools.preparation.near_duplicate_search import (
     NEAR_DUPLICATES_FILE,
     DuplicateSearch,
-    StageProgress,
-    Tasks,
     perform_missing,
+    performer,
     report_of,
-    tasks_in_processes,
 )
 from pretrain_tools.preparation.plan import (
     PreparationRequest,
@@ -48,33 +46,27 @@ from pretrain_tools.preparation.plan import (
     refuse_other_files,
     source_differences,
 )
-from pretrain_tools.preparation.progress import timed, timed_items
 from pretrain_tools.preparation.shard_writer import shard_files
 from pretrain_tools.preparation.slices import merged_parts, require_slices
 from pretrain_tools.preparation.text_files import TEXT_FOLDER
-from pretrain_tools.preparation.worker import PartEncoder, encode_parts
+from pretrain_tools.preparation.worker import PartEncoder
+from pretrain_tools.preparation.workers import performed
 
 FIRST_PASS = "documents"
 """The folder, in the unfinished one, of all documents, of which near duplicates are then left out."""
-PLAN_LAYOUT = 4
+PLAN_LAYOUT = 5
 COMMIT_SECONDS = 2.0
 COMPILING_SECONDS = 10
 """Time for --clean on two cores that are a few years old."""
-MOST_NAMED = 5
-"""Sources that are named in a message."""
 
 
 @dataclass(frozen=True)
 class PreparationOutcome:
-    """The result of a preparation. `already_done`: nothing was left to do; `seconds` are this process's."""
+    """The result of a preparation. `already_done`: nothing was left to do."""
 
     manifest: Manifest
     tally: Tally
     already_done: bool
-    seconds: float
-    tokens_made: int
-    stage_seconds: dict[str, float] = field(default_factory=dict)
-    """Sums over all processes, which overlap."""
 
 
 class StoppedError(Exception):
@@ -141,7 +133,7 @@ def _finished(output: Path, plan: dict[str, Any]) -> PreparationOutcome | None:
         tally.tokens += tokens
         tally.text_bytes += text_bytes
     tally.validation_tokens = manifest.totals("validation")[0]
-    return PreparationOutcome(manifest, tally, already_done=True, seconds=0.0, tokens_made=0)
+    return PreparationOutcome(manifest, tally, already_done=True)
 
 
 def _discard(output: Path, existed: bool) -> None:
@@ -167,14 +159,12 @@ class _Run:
         self.output = request.output
         self.removed: np.ndarray | None = None
         self.options = request.options
-        self.stages: Counter[str] = Counter()
         self.state_folder = self.output / UNFINISHED_FOLDER
         self.plan_path = self.state_folder / "plan.json"
         self.progress_path = self.state_folder / PROGRESS_FILE
 
     def complete(self, say: Callable[[str], None]) -> PreparationOutcome:
         """Tokenises what is left and writes the manifest."""
-        started = time.monotonic()
         tokenizer = self.request.tokenizer
         engine = self.request.engine
         progress = self._load_progress()
@@ -185,16 +175,14 @@ class _Run:
             write_durably(self.plan_path, as_json({"layout": PLAN_LAYOUT, **self.plan}))
         else:
             say(f"{self.output}: continuing after {progress['tally']['documents']:,} documents")
-        first_pass = None
         if self.options.near_duplicates is not None and self.options.slice is None:
-            first_pass = self._find_near_duplicates(say)
+            self._find_near_duplicates(say)
         if not self.slices:
             self._say_what_is_compiled(say)
         # Slices are tokenised already.
         encoder, reason = (None, None) if self.slices else make_encoder(tokenizer, engine)
         if reason:
             say(f"tokenising with tokenizers: {reason}")
-        before = progress["tally"].get("tokens", 0)
         try:
             tally, shards = self._tokenise(progress, encoder)
         except DisagreementError as error:
@@ -202,29 +190,19 @@ class _Run:
                 raise InputError(f"--engine fast: {error}; remove {self.output} and use --engine reference") from None
             say(f"starting over with tokenizers: {error}")
             self.progress_path.unlink(missing_ok=True)
-            before = 0
             tally, shards = self._tokenise(NO_PROGRESS, ReferenceEncoder(tokenizer))
-        return PreparationOutcome(
-            self._finish(tally, shards),
-            tally,
-            already_done=False,
-            seconds=time.monotonic() - started,
-            tokens_made=first_pass.tokens_made if first_pass else tally.tokens - before,
-            stage_seconds=dict(self.stages),
-        )
+        return PreparationOutcome(self._finish(tally, shards), tally, already_done=False)
 
-    def _find_near_duplicates(self, say: Callable[[str], None]) -> PreparationOutcome | None:
+    def _find_near_duplicates(self, say: Callable[[str], None]) -> None:
         """Prepares all documents, unless they are in slices, and finds those that `_tokenise` then leaves out."""
         options = self.options
-        outcome = None
         if not self.slices:
             self.slices = [self.state_folder / FIRST_PASS]
             label = "all documents, before near duplicates are left out"
-            all_options = replace(options, slice=label, megatron=False)
-            outcome = prepare(replace(self.request, output=self.slices[0], options=all_options), say, self.report)
-            self.stages.update(outcome.stage_seconds)
+            all_options = replace(options, slice=label)
+            prepare(replace(self.request, output=self.slices[0], options=all_options), say, self.report)
         manifests = [read_manifest(folder) for folder in self.slices]
-        with timed(self.stages, "find near duplicates"), stop_signals() as stop_if_asked:
+        with stop_signals() as stop_if_asked:
             work = self.state_folder / "near_duplicates"
             search = DuplicateSearch(manifests, options.near_duplicates, work, self.request.tokenizer)
             tokens = sum(shard.tokens for manifest in manifests for shard in manifest.shards)
@@ -235,13 +213,18 @@ class _Run:
                     f"{self.output}: {free:,} bytes are free, and leaving out near duplicates needs {needed:,}; free "
                     "space, then run the same command again: it continues here"
                 )
-            progress = StageProgress(say, stop_if_asked)
-            perform_missing(search, _tasks(self.request, progress), progress)
+
+            def search_tasks(jobs: list[tuple[str, int]]) -> Iterator[None]:
+                with closing(self._performed(performer, search, jobs)) as tasks:
+                    for _ in tasks if jobs else ():
+                        stop_if_asked()
+                        yield
+
+            perform_missing(search, search_tasks, say)
             duplicates = search.duplicates()
             report = report_of(search, duplicates, manifests)
             write_durably(self.output / NEAR_DUPLICATES_FILE, as_json(report))
         self.removed = duplicates["document"]
-        return outcome
 
     def _say_what_is_compiled(self, say: Callable[[str], None]) -> None:
         """Announces the compilation of the filters, which takes long at their first use on this machine."""
@@ -276,13 +259,10 @@ class _Run:
         try:
             with stop_signals() as stop_if_asked, closing(self._encoded(intake.position, encoder)) as parts:
                 for encoded in () if intake.is_complete else parts:
-                    self.stages.update(encoded.stage_seconds)
-                    with timed(self.stages, "write"):
-                        intake.add(encoded)
+                    intake.add(encoded)
                     self.report(intake.tally)
                     if intake.is_complete or time.monotonic() - committed > COMMIT_SECONDS:
-                        with timed(self.stages, "sync"):
-                            intake.commit()
+                        intake.commit()
                         committed = time.monotonic()
                     if intake.is_complete:
                         break
@@ -304,7 +284,7 @@ class _Run:
             skipped += f", {tally.filtered_documents:,} left out by filters"
         if tally.cleaning.removed_documents:
             skipped += f", {tally.cleaning.removed_documents:,} removed by cleaning"
-        whole = removed_whole_lines(tally.cleaning)
+        whole = tally.cleaning.removed_whole_lines()
         limit = self.request.options.max_tokens
         if limit is not None:
             skipped += f", and --max_tokens {limit:,} is less than the first document"
@@ -322,14 +302,23 @@ class _Run:
             total_bytes = documents.total_bytes or 0
             return merged_parts(self.slices, start, total_bytes, self.options.deduplicate, self.removed)
         part_encoder = PartEncoder(request.tokenizer, encoder, self.options, request.split)
-        if request.on_ray:
-            from pretrain_tools.preparation.ray_workers import encode_parts_on_ray
+        parts = documents.parts
+        if not request.on_ray:
+            # Before the fork: each worker would compile for itself.
+            part_encoder.compile()
+        elif isinstance(documents, Files):
+            # The cluster reads files; only this machine need have a dataset, so it reads that itself.
+            parts = documents.pieces
+        return self._performed(attrgetter("encode"), part_encoder, parts(reading, start))
 
-            # Only this machine need have a dataset, so it reads that itself.
-            pieces = documents.pieces if isinstance(documents, Files) else documents.parts
-            return encode_parts_on_ray(pieces(reading, start), part_encoder, request.workers, request.ray_address)
-        parts = timed_items(documents.parts(reading, start), self.stages, "read")
-        return encode_parts(parts, part_encoder, request.workers)
+    def _performed(self, make_worker: Callable[[Any], Callable[[Any], Any]], shared: Any, jobs: Iterable[Any]) -> Any:
+        """Yields the results of jobs in order, from processes of this machine or a Ray cluster."""
+        request = self.request
+        if request.on_ray:
+            from pretrain_tools.preparation.ray_workers import performed_on_ray
+
+            return performed_on_ray(make_worker, shared, jobs, request.workers, request.ray_address)
+        return performed(make_worker, shared, jobs, request.workers)
 
     def _finish(self, tally: Tally, shards: list[Shard]) -> Manifest:
         changed = source_differences(self.plan["sources"], self.request.documents.description())
@@ -352,22 +341,6 @@ class _Run:
         write_durably(self.output / MANIFEST_FILE, as_json(manifest))
         shutil.rmtree(self.state_folder, ignore_errors=True)
         return read_manifest(self.output)
-
-
-def removed_whole_lines(account: CleaningAccount) -> list[str]:
-    """Names sources of which less than a tenth stays, with the rules that removed the rest."""
-    whole = [f"{source}: removed whole by {', '.join(rules)}" for source, rules in account.removed_whole().items()]
-    more = [f"and {len(whole) - MOST_NAMED:,} more sources"] if len(whole) > MOST_NAMED else []
-    return whole[:MOST_NAMED] + more
-
-
-def _tasks(request: PreparationRequest, progress: StageProgress) -> Tasks:
-    """Returns what performs the tasks of the search: processes of this machine, or a Ray cluster."""
-    if request.on_ray:
-        from pretrain_tools.preparation.ray_workers import tasks_on_ray
-
-        return tasks_on_ray(request.workers, request.ray_address)
-    return tasks_in_processes(request.workers, progress.stop_if_asked)
 
 
 @contextmanager

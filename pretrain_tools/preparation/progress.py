@@ -2,35 +2,11 @@
 
 import sys
 import time
-from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
 
 from pretrain_tools.preparation.encoded_part import Tally
 
 SECONDS_BETWEEN_LINES = 10.0
 SECONDS_ON_A_TERMINAL = 0.2
-
-
-@contextmanager
-def timed(stages: Counter[str], name: str) -> Iterator[None]:
-    """Adds the seconds that its block takes to stages[name]."""
-    began = time.perf_counter()
-    try:
-        yield
-    finally:
-        stages[name] += time.perf_counter() - began
-
-
-def timed_items(items: Iterator[Any], stages: Counter[str], name: str) -> Iterator[Any]:
-    """Yields the items; adds the seconds spent waiting for them to stages[name]."""
-    while True:
-        with timed(stages, name):
-            item = next(items, None)
-        if item is None:
-            return
-        yield item
 
 
 class DocumentProgress:

@@ -154,7 +154,6 @@ def _options(arguments: argparse.Namespace, problems: Problems) -> PreparationOp
     choices = {
         "documents": DOCUMENT_UNITS,
         "on_error": ("stop", "skip"),
-        "format": ("shards", "megatron"),
     }
     for name, allowed in choices.items():
         if (given := getattr(arguments, name)) not in allowed:
@@ -177,7 +176,6 @@ def _options(arguments: argparse.Namespace, problems: Problems) -> PreparationOp
         on_error=arguments.on_error,
         max_errors=arguments.max_errors,
         deduplicate=arguments.deduplicate,
-        megatron=arguments.format == "megatron",
         write_text=arguments.write_text,
         near_duplicates=near,
         cleaning=_cleaning(arguments, problems),

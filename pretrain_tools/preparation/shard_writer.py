@@ -1,20 +1,16 @@
 """Writes shards that can be continued after a kill at any moment: first the data, then the record of its extent."""
 
-import hashlib
 import os
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 
-from pretrain.data import foreign_shards
 from pretrain.data.manifest import SPLITS, Shard, id_dtype
-from pretrain.data.shards import VERIFY_BLOCK_BYTES
 from pretrain.errors import InputError
-from pretrain.files import sha256_of, sync_folder, write_durably
-from pretrain_tools.preparation.documents.document_index import DOCUMENT, DOCUMENTS_SUFFIX, index_path, tokens_of
+from pretrain.files import sha256_of, sync_folder
+from pretrain_tools.preparation.documents.document_index import DOCUMENTS_SUFFIX, tokens_of
 from pretrain_tools.preparation.near_duplicate_search import SIGNATURES_SUFFIX
 from pretrain_tools.preparation.text_files import TEXT_FOLDER, TEXT_SUFFIX, compress, text_name
 
@@ -22,29 +18,19 @@ IDS_SUFFIX = ".bin"
 PLAIN_TEXT_SUFFIX = ".jsonl"
 
 
-class _HashedFile:
-    """A file that is appended to, with the hash of its content. size: bytes to keep of an earlier content.
-
-    Its own thread hashes each content, which must stay unchanged, while the next one is made.
-    """
+class _GrowingFile:
+    """A file that is appended to. size: bytes to keep of an earlier content."""
 
     def __init__(self, path: Path, size: int = 0):
         self.path = path
         self.size = size
-        self._sha256 = hashlib.sha256()
-        self._thread = ThreadPoolExecutor(1)
-        self._hashing: Future[None] | None = None
         if size and (not path.is_file() or path.stat().st_size < size):
             raise InputError(f"{path}: is shorter than when it was written; remove {path.parent} and prepare it again")
         self._file: BinaryIO = path.open("r+b" if size else "w+b")
         self._file.truncate(size)
-        while block := self._file.read(VERIFY_BLOCK_BYTES):
-            self._sha256.update(block)
+        self._file.seek(size)
 
     def append(self, content: bytes | memoryview) -> None:
-        if self._hashing is not None:
-            self._hashing.result()
-        self._hashing = self._thread.submit(self._sha256.update, content)
         self._file.write(content)
         self.size += len(content)
 
@@ -53,14 +39,13 @@ class _HashedFile:
         os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        self._thread.shutdown()
         self._file.close()
 
     def finish(self) -> str:
         """Makes the content durable and returns its hash."""
         self.sync()
         self.close()
-        return self._sha256.hexdigest()
+        return sha256_of(self.path)
 
 
 @dataclass
@@ -71,7 +56,7 @@ class _OpenShard:
     tokens: int = 0
     documents: int = 0
     text_bytes: int = 0
-    files: dict[str, _HashedFile] = field(default_factory=dict)
+    files: dict[str, _GrowingFile] = field(default_factory=dict)
     """{suffix: file}: ids and index, signatures and lines if there are any."""
 
     def state(self) -> dict[str, Any]:
@@ -98,14 +83,11 @@ class ShardWriter:
         dtype: str,
         shard_tokens: int,
         state: dict[str, Any] | None = None,
-        with_megatron_index: bool = False,
         plain_text: Path | None = None,
     ):
         self._folder = folder
-        self._dtype_name = dtype
         self._dtype = id_dtype(dtype)
         self._shard_tokens = shard_tokens
-        self._with_megatron_index = with_megatron_index
         self._plain_text = plain_text
         self._compressed: list[Path] = []
         self._to_remove: list[Path] = []
@@ -122,7 +104,7 @@ class ShardWriter:
         return folder / f"{split}-{number:05d}{suffix}"
 
     def _opened(self, split: str, number: int, sizes: dict[str, int], **counts: int) -> _OpenShard:
-        files = {suffix: _HashedFile(self._path(split, number, suffix), size) for suffix, size in sizes.items()}
+        files = {suffix: _GrowingFile(self._path(split, number, suffix), size) for suffix, size in sizes.items()}
         return _OpenShard(number, **counts, files=files)
 
     def _remove_unknown_files(self, opened: dict[str, dict[str, Any]]) -> None:
@@ -175,7 +157,7 @@ class ShardWriter:
                 contents[PLAIN_TEXT_SUFFIX] = b"".join(lines[first:stop])
             for suffix, content in contents.items():
                 if suffix not in shard.files:
-                    shard.files[suffix] = _HashedFile(self._path(split, shard.number, suffix))
+                    shard.files[suffix] = _GrowingFile(self._path(split, shard.number, suffix))
                 shard.files[suffix].append(content)
             shard.tokens += stop_id - first_id
             shard.documents += stop - first
@@ -204,12 +186,6 @@ class ShardWriter:
         ids = self._path(split, shard.number, IDS_SUFFIX)
         suffixes = (DOCUMENTS_SUFFIX, SIGNATURES_SUFFIX)
         beside = {ids.with_suffix(suffix).name: hashes[suffix] for suffix in suffixes if suffix in hashes}
-        if self._with_megatron_index:
-            path = ids.with_suffix(foreign_shards.IDX_SUFFIX)
-            # The index is whole on disk: `finish` has synced it.
-            tokens = tokens_of(np.fromfile(index_path(ids), DOCUMENT))
-            write_durably(path, foreign_shards.index_bytes(tokens, self._dtype_name))
-            beside[path.name] = sha256_of(path)
         if PLAIN_TEXT_SUFFIX in shard.files:
             name = text_name(ids.name)
             plain = shard.files[PLAIN_TEXT_SUFFIX].path
@@ -257,7 +233,7 @@ class ShardWriter:
 
 def shard_files(folder: Path) -> list[Path]:
     """Lists every file of shards in a folder: ids, the files beside them, and text."""
-    suffixes = (IDS_SUFFIX, DOCUMENTS_SUFFIX, foreign_shards.IDX_SUFFIX, SIGNATURES_SUFFIX)
+    suffixes = (IDS_SUFFIX, DOCUMENTS_SUFFIX, SIGNATURES_SUFFIX)
     names = [f"{split}-*{suffix}" for split in SPLITS for suffix in suffixes]
     names += [f"{TEXT_FOLDER}/{split}-*{TEXT_SUFFIX}" for split in SPLITS]
     return sorted(path for name in names for path in folder.glob(name))

@@ -38,7 +38,7 @@ def slice_of(request: PreparationRequest, number: int, count: int) -> Preparatio
     """Returns the preparation of slice `number` of `count`. Raises InputError where documents cannot be divided."""
     # A copy is known only when all documents are together: the merge looks for them.
     label = f"part {number} of {count}"
-    options = replace(request.options, slice=label, deduplicate=False, megatron=False)
+    options = replace(request.options, slice=label, deduplicate=False)
     output = slices_folder(request) / f"{number}-of-{count}"
     return replace(request, documents=request.documents.sliced(number, count), options=options, output=output)
 
@@ -127,7 +127,6 @@ def slice_parts(
         kept[removed[left:right].astype(np.int64) - number_of_first] = False
         counts = Tally(
             near_duplicate_documents=int(right - left),
-            near_duplicate_bytes=int(documents["text_bytes"][~kept].sum()),
             input_bytes=round(input_bytes * len(ids) / all_tokens),
         )
         encoded = EncodedPart(
@@ -150,7 +149,7 @@ def _counts_of(folder: Path, number: int) -> EncodedPart:
     """Returns a part without documents that adds what the slice left out to the counts."""
     counts = Tally.recorded(folder)
     named = [example.partition(": ") for example in counts.bad_examples]
-    problems = [Problem(0, name, name, reason) for name, _, reason in named]
+    problems = [Problem(name, name, reason) for name, _, reason in named]
     if problems:
         # A slice names as many as the merged folder will: the last one stands for the others.
         problems[-1] = problems[-1]._replace(records=1 + counts.bad_records - len(problems))

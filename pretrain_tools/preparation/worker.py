@@ -1,14 +1,7 @@
 """Workers, which turn the records of parts into ids, each document marked as training or validation."""
 
-import collections
-import gc
 import os
-from bisect import bisect_left
-from collections.abc import Iterable, Iterator
-from concurrent.futures import Future
 from dataclasses import dataclass, field
-from operator import attrgetter
-from typing import Any
 
 import numpy as np
 
@@ -23,12 +16,9 @@ from pretrain_tools.preparation.documents.sources import Part
 from pretrain_tools.preparation.encode import Encoder, FastEncoder
 from pretrain_tools.preparation.encoded_part import EncodedPart, Problem, Tally
 from pretrain_tools.preparation.plan import PreparationOptions
-from pretrain_tools.preparation.pools import open_pool
-from pretrain_tools.preparation.progress import timed
 from pretrain_tools.preparation.text_files import document_line
 from pretrain_tools.preparation.validation_split import ValidationSplit
 
-PARTS_AHEAD_PER_WORKER = 2
 SAMPLE_BYTES = 4096
 FIRST_DOCUMENTS = 4
 
@@ -63,7 +53,6 @@ class Documents:
         kept, texts, self.counts.cleaning = cleaning.clean(self.texts, urls, self.sources, self.places)
         self.records = [self.records[number]._replace(text=text) for number, text in zip(kept, texts, strict=True)]
         self.sources = [self.sources[number] for number in kept]
-        self.problems = [p._replace(documents_before=bisect_left(kept, p.documents_before)) for p in self.problems]
 
 
 def read_part(part: Part, options: PreparationOptions, split: ValidationSplit) -> Documents:
@@ -76,7 +65,7 @@ def read_part(part: Part, options: PreparationOptions, split: ValidationSplit) -
             found.sources += [source.name] * len(pieces)
         elif record.problem is not None:
             where = source.place(record.place), source.recorded_place(record.place)
-            found.problems.append(Problem(len(found.records), *where, record.problem, record.problem_records))
+            found.problems.append(Problem(*where, record.problem, record.problem_records))
             if options.on_error == "stop":
                 # What comes before it is valid, and is kept for the next process.
                 break
@@ -112,40 +101,28 @@ class PartEncoder:
         # One worker per core: threads of the tokenizers library would compete for the same cores.
         os.environ["TOKENIZERS_PARALLELISM"] = "false"
         options = self.options
-        seconds: collections.Counter[str] = collections.Counter()
-        with timed(seconds, "parse"):
-            found = read_part(part, options, self.split)
+        found = read_part(part, options, self.split)
         if options.cleaning is not None:
-            with timed(seconds, "clean"):
-                found.clean(options.cleaning)
+            found.clean(options.cleaning)
         texts = found.texts
-        with timed(seconds, "tokenise"):
-            arrays = self.encoder.encode(texts)
-        with timed(seconds, "check"):
-            tokens = np.array([len(array) + 1 for array in arrays], dtype=np.int64)
-            ids = self._joined(arrays, int(tokens.sum()))
-            numbers = {name: number for number, name in enumerate(dict.fromkeys(found.sources))}
-            sources = [numbers[name] for name in found.sources]
-            documents = document_table(tokens, list(map(len, texts)), sources, found.places)
-            hashes = document_hashes(ids, np.cumsum(tokens)) if options.deduplicate else None
-            disagreement = self._disagreement(texts)
-        signatures = None
-        if options.near_duplicates is not None:
-            with timed(seconds, "signatures"):
-                signatures = options.near_duplicates.signatures(*options.near_duplicates.words(texts))
+        arrays = self.encoder.encode(texts)
+        tokens = np.array([len(array) + 1 for array in arrays], dtype=np.int64)
+        ids = self._joined(arrays, int(tokens.sum()))
+        numbers = {name: number for number, name in enumerate(dict.fromkeys(found.sources))}
+        sources = [numbers[name] for name in found.sources]
+        near = options.near_duplicates
         return EncodedPart(
             part.after,
             found.counts,
             ids=ids,
-            documents=documents,
+            documents=document_table(tokens, list(map(len, texts)), sources, found.places),
             source_names=tuple(numbers),
             is_validation=np.array([record.is_validation for record in found.records], dtype=bool),
-            hashes=hashes,
-            signatures=signatures,
+            hashes=document_hashes(ids, np.cumsum(tokens)) if options.deduplicate else None,
+            signatures=None if near is None else near.signatures(*near.words(texts)),
             lines=found.lines() if options.write_text else None,
             problems=tuple(found.problems),
-            disagreement=disagreement,
-            stage_seconds=seconds,
+            disagreement=self._disagreement(texts),
         )
 
     def _joined(self, arrays: list[np.ndarray], tokens: int) -> np.ndarray:
@@ -172,28 +149,3 @@ class PartEncoder:
         # Once per process: the first texts of every part would cost as much as the fast path saves.
         self._has_compared = True
         return self.encoder.disagreement([t[:SAMPLE_BYTES].decode(errors="ignore").encode() for t in compared])
-
-
-def encode_parts(parts: Iterable[Part], encoder: PartEncoder, workers: int) -> Iterator[EncodedPart]:
-    """Encodes parts in order, with `workers` processes or, when 1, in this one. Raises InputError when one dies."""
-    # Before the fork: each worker would compile for itself.
-    encoder.compile()
-    # What exists now stays: a collection in a worker would copy its pages into the worker's memory.
-    gc.freeze()
-    if workers == 1:
-        yield from map(encoder.encode, parts)
-        return
-    with open_pool("a worker process", workers, attrgetter("encode"), encoder) as submit:
-        yield from map(Future.result, ahead(map(submit, parts), workers * PARTS_AHEAD_PER_WORKER))
-
-
-def ahead(jobs: Iterable[Any], count: int) -> Iterator[Any]:
-    """Yields jobs in order, each after `count` later ones have been taken, which starts them."""
-    # Bounded: parts and results wait in memory, and one slow part holds back all after it.
-    waiting: collections.deque[Any] = collections.deque()
-    for job in jobs:
-        waiting.append(job)
-        if len(waiting) > count:
-            yield waiting.popleft()
-    while waiting:
-        yield waiting.popleft()

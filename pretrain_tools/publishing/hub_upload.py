@@ -6,7 +6,6 @@ Also in a process of its own during training.
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from pretrain.errors import InputError
 from pretrain.files import PICTURE_FILE, SEAL_FILE, SIGNATURE_FILE
@@ -65,27 +64,7 @@ def upload(folder: Path, model: Model, repository: str, *, message: str | None) 
             commit_message=message or f"Step {model.step:,}{tokens}",
             delete_patterns=list(REPLACED_ON_HUB),
         )
-        set_tag(api, repository, model)
     return commit.oid
-
-
-def set_tag(api: Any, repository: str, model: Model) -> None:
-    """Points the model's tag at its branch, unless the tag is that of another step: two may round to one name."""
-    if model.tag is None:
-        return
-    references = api.list_repo_refs(repository)
-    heads = {branch.name: branch.target_commit for branch in references.branches}
-    tagged = {tag.name: tag.target_commit for tag in references.tags}.get(model.tag)
-    if tagged == heads[model.revision]:
-        return
-    others = [name for name, commit in heads.items() if commit == tagged and name.startswith("step-")]
-    if others:
-        print(f"{model.tag} stays with {others[0]}: the two steps have the same rounded number of tokens")
-        return
-    # A tag of the Hub cannot be moved, only made again.
-    if tagged is not None:
-        api.delete_tag(repository, tag=model.tag)
-    api.create_tag(repository, tag=model.tag, revision=model.revision)
 
 
 @contextmanager

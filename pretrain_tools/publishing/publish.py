@@ -72,8 +72,8 @@ def find_models(arguments: Namespace, problems: Problems) -> list[Model]:
         problems.attempt(load_key, "--sign", arguments.sign)
     models = []
     if is_run:
-        wanted = {name: getattr(arguments, name) for name in ("milestones", "final", "with_optimizer")}
-        models = problems.attempt(find_publishable, run, steps=arguments.checkpoint, **wanted) or []
+        wanted = {"steps": arguments.checkpoint, "milestones": arguments.milestones, "final": arguments.final}
+        models = problems.attempt(find_publishable, run, **wanted) or []
     if output := arguments.output:
         if output.exists() and not output.is_dir():
             problems.append(f"--output {output}: is a file; give a folder")

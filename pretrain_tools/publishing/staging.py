@@ -7,18 +7,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pretrain.errors import InputError, Problems
-from pretrain.files import CARD_FILE, PICTURE_FILE, PROVENANCE_FILE, SEAL_FILE, SIGNATURE_FILE, commit, remove
+from pretrain.files import CARD_FILE, PICTURE_FILE, PROVENANCE_FILE, SEAL_FILE, SIGNATURE_FILE, remove
 from pretrain.runs.hub import revision_of
 from pretrain.runs.run_folder import (
     best_step,
     checkpoint_damage,
     checkpoint_folders,
     read_config,
-    read_json,
     read_state,
     setting,
 )
-from pretrain.units import count_text
 from pretrain_tools.publishing.card import write_card
 from pretrain_tools.publishing.facts import Publication, read_facts
 from pretrain_tools.publishing.materials import MATERIALS_FILE, write_materials
@@ -46,19 +44,13 @@ class Model:
     tokens: int | None
     revision: str
     """Branch of the repository."""
-    tag: str | None = None
-    """A second name of the revision: tokens-10B."""
-    with_optimizer: bool = False
-    """Uploads a checkpoint whole, as on disk, so that others can train it further."""
 
     @property
     def is_final(self) -> bool:
         return self.revision == "main"
 
 
-def find_publishable(
-    run: Path, *, steps: list[int | str], milestones: bool, final: bool, with_optimizer: bool = False
-) -> list[Model]:
+def find_publishable(run: Path, *, steps: list[int | str], milestones: bool, final: bool) -> list[Model]:
     """Finds the models asked for, oldest first, each intact; final/ if none is named.
 
     steps: of checkpoints; "best" is the one with the lowest validation loss. Raises InputError with everything that
@@ -78,9 +70,7 @@ def find_publishable(
             problems.append(f"--checkpoint {step}: {run} has no checkpoint of this step; steps there: {there}")
     if milestones:
         wanted.update(problems.attempt(_milestones, run, checkpoints, final) or [])
-    found = [checkpoint_model(checkpoints[step], step, with_optimizer) for step in sorted(wanted)]
-    if with_optimizer and not (steps or milestones):
-        problems.append("--with_optimizer: final/ has none; give --checkpoint STEP or --milestones")
+    found = [checkpoint_model(checkpoints[step], step) for step in sorted(wanted)]
     if final or not (steps or milestones):
         if (run / "final" / "config.json").is_file():
             found.append(final_model(run))
@@ -105,11 +95,9 @@ def _milestones(run: Path, checkpoints: dict[int, Path], final: bool) -> list[in
     return kept
 
 
-def checkpoint_model(folder: Path, step: int, with_optimizer: bool = False) -> Model:
-    """Returns a checkpoint, with a tag that names its tokens."""
-    tokens = setting(read_state(folder), "state.tokens")
-    tag = f"tokens-{count_text(tokens)}" if tokens else None
-    return Model(folder, step, tokens, revision_of(step), tag, with_optimizer)
+def checkpoint_model(folder: Path, step: int) -> Model:
+    """Returns a checkpoint."""
+    return Model(folder, step, setting(read_state(folder), "state.tokens"), revision_of(step))
 
 
 def final_model(run: Path) -> Model:
@@ -123,13 +111,12 @@ def stage(run: Path, model: Model, publication: Publication, target: Path, key: 
     """Writes exactly the files to upload into `target`, complete or not at all. Returns it.
 
     A checkpoint's fp32 weights are rounded to the export dtype and named as in final/, and its optimizer and trainer
-    state are left out, unless with_optimizer: then it is uploaded whole and sealed with its card, so that a run can
-    continue from a download. bom.cdx.json lists all files but the seal; provenance.json covers all, the seal too.
-    Raises InputError if a file contains a secret of this process's environment.
+    state are left out. bom.cdx.json lists all files, provenance.json covers all. Raises InputError if a file contains
+    a secret of this process's environment.
 
     key: private, in PEM, to sign it all with.
     """
-    dtype = "fp32" if model.with_optimizer else publication.dtype or "bf16"
+    dtype = publication.dtype or "bf16"
     publication = replace(publication, revision=model.revision, dtype=dtype)
     # A crash leaves either no folder of the target's name or a whole one: it is renamed into place at the end.
     unfinished = target.with_name(f".staging-{target.name}")
@@ -142,12 +129,6 @@ def stage(run: Path, model: Model, publication: Publication, target: Path, key: 
     write_card(facts, unfinished)
     write_training_content(facts, unfinished)
     write_materials(facts, unfinished)
-    if model.with_optimizer:
-        sealed = target.with_name(f".sealed-{target.name}")
-        # Known hashes spare a second reading of the weights and the optimizer.
-        known = read_json(model.folder / SEAL_FILE)["files"]
-        commit(unfinished, sealed, {name: entry for name, entry in known.items() if name not in WRITTEN_ANEW})
-        unfinished = sealed
     write_provenance(facts, unfinished, signed=key is not None)
     # Before signing and renaming: a folder with a secret must not look finished.
     if problems := secret_problems(unfinished):
@@ -162,17 +143,15 @@ def stage(run: Path, model: Model, publication: Publication, target: Path, key: 
 
 
 def copy_model(model: Model, target: Path, dtype: str) -> None:
-    """Copies what a model's folder holds of the model itself; a checkpoint without its optimizer in `dtype`."""
-    is_rounded = not (model.is_final or model.with_optimizer)
+    """Copies what a model's folder holds of the model itself; a checkpoint in `dtype`."""
     for path in sorted(model.folder.iterdir()):
-        stays = STAYS_HERE.fullmatch(path.name) and not model.with_optimizer
-        if stays or not path.is_file() or path.name in WRITTEN_ANEW:
+        if STAYS_HERE.fullmatch(path.name) or not path.is_file() or path.name in WRITTEN_ANEW:
             continue
-        if not is_rounded:
+        if model.is_final:
             link_or_copy(path, target / path.name)
         elif not WEIGHTS.fullmatch(path.name):
             shutil.copyfile(path, target / path.name)  # not linked: config.json is rewritten
-    if is_rounded:
+    if not model.is_final:
         write_rounded(model.folder, target, dtype)
 
 

@@ -11,10 +11,10 @@ import yaml
 from pretrain.config import Data
 from pretrain.data import foreign_shards
 from pretrain.data.batches import Batches
-from pretrain.data.shards import open_shards, read_manifest, verify_shards
+from pretrain.data.shards import read_manifest
 from pretrain.errors import InputError
 from pretrain.optim.batch_ramp import BatchRamp
-from support.prepared import stream_of, texts, write_jsonl
+from support.prepared import stream_of
 from support.project import events, run_script
 
 # Documents of 3, 1 and 4 ids in uint16: magic, version 1, type 8, 3 sequences, 4 boundaries; then the three lengths as
@@ -27,45 +27,15 @@ GOLDEN_INDEX = bytes.fromhex(
 )
 
 
-def test_the_index_of_megatron_to_the_byte(tmp_path):
-    assert foreign_shards.index_bytes(np.array([3, 1, 4]), "uint16") == GOLDEN_INDEX
+def index_of_one() -> bytes:
+    """Makes the index of a single document of 3 ids."""
+    header = GOLDEN_INDEX[:18] + struct.pack("<2Q", 1, 2)
+    return header + struct.pack("<iq2q", 3, 0, 0, 1)
+
+
+def test_the_index_of_megatron_is_read(tmp_path):
     (tmp_path / "a.idx").write_bytes(GOLDEN_INDEX)
     assert foreign_shards.read_idx(tmp_path / "a.idx") == ("uint16", 8, 3)
-    wide = foreign_shards.index_bytes(np.array([3, 1, 4]), "uint32")
-    assert wide[17] == 4, "int32, because Megatron has no uint32"
-    assert struct.unpack_from("<3q", wide, 34 + 12) == (0, 12, 16)
-
-
-def test_a_folder_in_the_format_of_megatron_reads_as_its_reader_reads(tmp_path, run, tokenizer):
-    write_jsonl(tmp_path / "a.jsonl", texts(30))
-    arguments = ("--input", tmp_path / "a.jsonl", "--validation_fraction", 0, "--shard_tokens", 500)
-    run(*arguments, "--format", "megatron", "--output", tmp_path / "out")
-    run(*arguments, "--output", tmp_path / "plain")
-    manifest = read_manifest(tmp_path / "out")
-    assert len(manifest.shards) > 2 and verify_shards(tmp_path / "out") == []
-    for shard in manifest.shards:
-        path = tmp_path / "out" / shard.file
-        assert path.read_bytes() == (tmp_path / "plain" / shard.file).read_bytes()
-        content = path.with_suffix(".idx").read_bytes()
-        (count,) = struct.unpack_from("<Q", content, 18)
-        lengths = np.frombuffer(content, "<i4", count, 34)
-        pointers = np.frombuffer(content, "<i8", count, 34 + 4 * count)
-        assert count == shard.documents
-        for length, pointer in zip(lengths, pointers, strict=True):
-            ids = np.frombuffer(path.read_bytes(), "<u2", length, pointer)
-            assert np.flatnonzero(ids == manifest.end_of_document_id).tolist() == [length - 1]
-    path.with_suffix(".idx").write_bytes(b"")
-    assert verify_shards(tmp_path / "out") == [
-        f"{path.with_suffix('.idx')}: its content has changed (sha256 differs from the manifest's); restore it"
-    ]
-    # And back: the same ids, without our manifest.
-    reader = open_shards(tmp_path / "out" / "train-00000", "train", str(tokenizer))
-    first = np.fromfile(tmp_path / "out" / "train-00000.bin", "<u2")
-    ids = np.empty(reader.tokens, np.uint16)
-    reader.read(0, ids)
-    assert (ids == first).all() and reader.manifest.totals("train") == (
-        manifest.shards[0].tokens, manifest.shards[0].documents, manifest.shards[0].text_bytes,
-    )  # fmt: skip
 
 
 @pytest.fixture
@@ -172,7 +142,7 @@ def test_what_is_wrong_with_foreign_files_is_named(nanogpt, tokenizer, tmp_path)
         GOLDEN_INDEX[:-1]: "has 101 bytes, must have 102",
         GOLDEN_INDEX[:17] + b"\x05" + GOLDEN_INDEX[18:]: "id type 5",
         GOLDEN_INDEX[:46] + b"\x02" + GOLDEN_INDEX[47:]: "are not end to end",
-        foreign_shards.index_bytes(np.array([3]), "uint16"): r"must hold 6 bytes, as its .idx says",
+        index_of_one(): r"must hold 6 bytes, as its .idx says",
     }
     for content, problem in bad.items():
         (nanogpt / "m.idx").write_bytes(content)

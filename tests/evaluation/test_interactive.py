@@ -9,11 +9,8 @@ import subprocess
 import pytest
 from transformers import AutoTokenizer
 
-from pretrain.errors import InputError
 from pretrain.model.build import build_model
 from pretrain.model.model_config import load_model_config
-from pretrain.training.samples import Sampling
-from pretrain_tools.evaluation.interactive import changed
 from support.project import run_script, start_script
 from support.tiny_models import TINY_LLAMA
 
@@ -39,40 +36,23 @@ def session(model, *lines, arguments=()):
 
 
 def test_greedy_text_is_that_of_a_prompt_and_more_of_it_is_a_longer_text(model):
-    output, errors = session(
-        model, ":settings", ":temperature 0", ":max_new_tokens 8", "def f", ":more", ":again", ":quit", "never read"
-    )
-    assert "temperature 0.8, top_k 50, 100 new tokens, seed 0" in output and "Traceback" not in errors
+    greedy = ("--temperature", "0", "--max_new_tokens", "8")
+    said, errors = session(model, "def f", ":more", ":again", ":quit", "never read", arguments=greedy)
+    assert "Traceback" not in errors and "never read" not in said
     texts = {}
     for tokens in (8, 16):
         arguments = ("--prompt", "def f", "--temperature", "0", "--max_new_tokens", tokens)
         texts[tokens] = (
             run_script("evaluate.py", "--model", model, *arguments).stdout.split("---")[-2].split("\n", 1)[1]
         )
-    said = output.split("greedy decoding, 8 new tokens")[-1] if "greedy" in output else output
     assert said.count(texts[8].rstrip()) == 3, "typed, more, again"
     assert texts[16].rstrip() in said
 
 
 def test_wrong_lines_are_answered_and_the_session_goes_on(model):
-    _, errors = session(model, ":more", ":temperatur 1", ":top_k x", ":top_p 2", ":max_new_tokens 0", "def", ":help")
-    for answer in (
-        ":more: there is no text yet",
-        ":temperatur: unknown; did you mean temperature?",
-        ":top_k x: give a number from 0 to 1,000,000,000, such as :top_k 50",
-        ":top_p 2: give a number from 0 to 1",
-        ":max_new_tokens 0: give a number from 1",
-    ):
-        assert answer in errors
-
-
-def test_settings():
-    greedy = Sampling(10)
-    assert changed(greedy, "top_k", "5") == Sampling(10, 0.8, 5), "top_k is of sampling"
-    assert changed(Sampling(10, 0.8, 5, top_p=0.5), "temperature", "0") == greedy
-    assert changed(Sampling(10, 0.8, 5), "top_k", "0") == Sampling(10, 0.8)
-    with pytest.raises(InputError, match="give a number from 0 to 1, such as :top_p 0"):
-        changed(greedy, "top_p", "nan")
+    output, errors = session(model, ":more", ":agan", "def", ":help", arguments=("--max_new_tokens", "4"))
+    assert ":more: there is no text yet" in errors and ":agan: unknown; did you mean again?" in errors
+    assert "the newest checkpoint" in output
 
 
 def test_ctrl_c_stops_a_text_and_ctrl_d_the_session(model):

@@ -1,11 +1,40 @@
 """prepare_data.py --inspect, against counts made by hand."""
 
+import json
+
 import numpy as np
+import pytest
 
 from pretrain.data.shards import read_manifest
+from pretrain_tools.preparation.cleaning.account import DOMAIN_SAMPLE, CleaningAccount
 from pretrain_tools.preparation.documents.document_index import read_index
 from pretrain_tools.preparation.inspect import lengths_text
 from support.prepared import stream_of, write_jsonl
+from support.project import run_script
+
+FUNCTION = 'def keep(text):\n    return "<script>" not in text\n'
+
+
+@pytest.fixture
+def documents(tmp_path):
+    """40 documents in each of 40 files; every fourth has what the filter removes, every eighth is a copy."""
+    (tmp_path / "mine.py").write_text(FUNCTION)
+    folder = tmp_path / "docs"
+    folder.mkdir()
+    for number in range(40):
+        lines = []
+        for line in range(40):
+            text = f"file {number} line {line} " + ("<script>alert(1)</script>" if line % 4 == 0 else "is fine")
+            text = "the same everywhere" if line % 8 == 1 else text
+            lines.append(json.dumps({"text": text, "url": f"https://www.site{number % 3}.org/{line}"}))
+        (folder / f"{number:02d}.jsonl").write_text("\n".join(lines) + "\n")
+    return tmp_path
+
+
+def arguments(documents, tokenizer, *more):
+    given = ["--input", f"{documents}/docs/*.jsonl", "--filter", f"{documents}/mine.py:keep", "--url_field", "url"]
+    given += ["--deduplicate", "--tokenizer", tokenizer, "--output", documents / "out", "--workers", 1, *more]
+    return [str(word) for word in given]
 
 
 def test_the_page_tells_counts_tokens_and_text(tmp_path, run):
@@ -42,3 +71,27 @@ def test_lengths_are_told_in_one_line():
     text = lengths_text(np.array([1, 2, 3, 4, 4, 100]))
     assert text.startswith("shortest 1, median 4, 90 % up to 52") and "longest 100, mean 19.0" in text
     assert lengths_text(np.array([], np.int64)) == "no documents"
+
+
+def test_what_was_removed_adds_up_and_is_shown(documents, tokenizer):
+    run_script("prepare_data.py", *arguments(documents, tokenizer))
+    page = run_script("prepare_data.py", "--inspect", str(documents / "out")).stdout
+    copies = 200 - 1
+    assert f"documents        {1600 - 400 - copies:,}; skipped 0 empty, 0 bad, {copies} copies" in page
+    assert "removed          400 documents, " in page and " bytes: mine.keep\n" in page
+    assert page.count("  mine.keep: ") == page.count("  kept: ") == 3 and "<script>alert(1)</script>" in page
+    (domains,) = [line for line in page.splitlines() if line.startswith("domain, of a sample: ")]
+    assert all(f"site{number}.org" in domains for number in range(3))
+
+
+def test_the_sample_of_domains_is_the_same_in_any_division():
+    texts = [f"text {n}".encode() for n in range(3 * DOMAIN_SAMPLE)]
+    urls = [f"http://{n % 7}.org/x" for n in range(len(texts))]
+    whole = CleaningAccount()
+    whole.add_domains(texts, urls)
+    divided = CleaningAccount()
+    for first in range(0, len(texts), 777):
+        part = CleaningAccount()
+        part.add_domains(texts[first : first + 777], urls[first : first + 777])
+        divided.add(part)
+    assert divided.domains == whole.domains and len(whole.domains) == DOMAIN_SAMPLE

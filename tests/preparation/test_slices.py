@@ -47,7 +47,7 @@ def read_in(parts):
 
 @pytest.mark.parametrize("count", [1, 2, 3, 7])
 def test_merged_slices_are_the_bytes_of_one_machine(tmp_path, run, small_parts, count):
-    arguments = (*write_inputs(tmp_path), "--deduplicate", "--format", "megatron", "--min_characters", 10)
+    arguments = (*write_inputs(tmp_path), "--deduplicate", "--min_characters", 10)
     arguments = (*arguments, "--write_text")
     run(*arguments, "--output", tmp_path / "whole")
     for number in range(count):
@@ -111,20 +111,12 @@ def test_one_large_file_is_divided_too(tmp_path, run, small_parts, name):
     assert content_of(tmp_path / "merged") == content_of(tmp_path / "whole")
 
 
-@pytest.mark.parametrize("streaming", ["--no-streaming", "--streaming"])
-def test_a_dataset_is_divided_too(tmp_path, run, monkeypatch, small_parts, streaming):
+def test_a_dataset_is_read_by_one_machine(tmp_path, run, monkeypatch):
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("pretrain_tools.preparation.documents.hub_dataset.ROWS_PER_PART", 8)
-    for number in range(4):
-        (tmp_path / "set").mkdir(exist_ok=True)
-        write_jsonl(tmp_path / f"set/train-{number}.jsonl", texts(100)[number * 20 : number * 30 + 20])
-    arguments = ("--dataset", tmp_path / "set", streaming, "--validation_fraction", 0.2)
-    run(*arguments, "--output", tmp_path / "whole")
-    for number in range(3):
-        run(*arguments, "--output", tmp_path / "merged", "--slice", f"{number}/3")
-    run(*arguments, "--output", tmp_path / "merged", "--merge_slices", 3)
-    assert content_of(tmp_path / "merged") == content_of(tmp_path / "whole")
-    assert read_manifest(tmp_path / "whole").totals("train")[1] > 50
+    (tmp_path / "set").mkdir()
+    write_jsonl(tmp_path / "set/train.jsonl", texts(3))
+    with pytest.raises(InputError, match=r"--dataset set is read by one machine; give its files instead: --input"):
+        run("--dataset", tmp_path / "set", "--output", tmp_path / "out", "--slice", "0/3")
 
 
 def test_the_batch_script_prepares_a_slice_or_merges(tmp_path):

@@ -22,7 +22,7 @@ def published(tmp_path_factory):
     record = {"manifest_sha256": "d" * 64, "tokenizer": {"name": "/home/me/bpe", "sha256": "e" * 64}}
     (run / "data.json").write_text(json.dumps({docs: {**record, "totals": {"train": {"tokens": 5000}}}}))
     append_events(run, [{"event": "evaluation", "step": 8, "task": "quiz", "acc": 0.5, "acc_stderr": 0.1}])
-    models = find_publishable(run, steps=[4], milestones=False, final=False, with_optimizer=True)
+    models = find_publishable(run, steps=[4], milestones=False, final=False)
     models += find_publishable(run, steps=[], milestones=False, final=True)
     offer = Publication("me/tiny", license="mit")
     return {model.revision: stage(run, model, offer, folder / "staged" / model.revision) for model in models}

@@ -313,7 +313,7 @@ def test_verify_tells_good_from_bad(tmp_path, run):
         run("--verify", tmp_path / "out", with_tokenizer=False)
 
 
-@pytest.mark.parametrize("flag", ["--verify", "--inspect", "--report"])
+@pytest.mark.parametrize("flag", ["--verify", "--inspect"])
 def test_looking_at_a_prepared_folder_takes_no_input(tmp_path, run, flag):
     with pytest.raises(InputError, match=f"{flag} x: looks at a prepared folder, and reads no --input; prepare first"):
         run(flag, "x", "--input", tmp_path / "a.jsonl", with_tokenizer=False)

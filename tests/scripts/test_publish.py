@@ -23,15 +23,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import publish
 from pretrain.checkpoint import tensor_files
 from pretrain.errors import InputError
-from pretrain.files import commit, damage
+from pretrain.files import commit
 from pretrain.processes import hold_while_open
 from pretrain.recipe import read_run_config
 from pretrain.runs.hub import login_problems, offer_problems, publish_in_background
 from pretrain.training.background_jobs import publish_cut_short
 from pretrain.training.run_plan import derive
 from pretrain_tools.publishing.facts import Publication
-from pretrain_tools.publishing.hub_upload import set_tag
-from pretrain_tools.publishing.staging import Model, checkpoint_model, find_publishable, stage
+from pretrain_tools.publishing.staging import checkpoint_model, find_publishable, stage
 from pretrain_tools.runs.history import append_events
 from support.hub_server import TOKEN, running_hub
 from support.project import events, run_script, start_script
@@ -91,10 +90,9 @@ def test_final_and_milestones_go_up_and_come_back(run, hub, home, tmp_path):
     out = publish_run(run, hub, home, "--final", "--milestones")
     repository = hub.repositories["models", "me/tiny"]
     assert set(repository.branches) == {"main", "step-4", "step-8"}
-    assert repository.tags == {"tokens-4k": repository.branches["step-4"], "tokens-8k": repository.branches["step-8"]}
     assert repository.messages == ["initial commit", "Step 4, 4k tokens", "Step 8, 8k tokens", "Step 8, 8k tokens"]
     assert not repository.private
-    for revision in ("main", "step-4", "step-8", "tokens-4k"):
+    for revision in ("main", "step-4", "step-8"):
         assert set(hub.files("me/tiny", revision)) == WENT_UP | {".gitattributes"}
     assert TOKEN not in out.stdout + out.stderr
     assert f"main is at {hub.url}/me/tiny/tree/main" in out.stdout
@@ -105,7 +103,7 @@ def test_final_and_milestones_go_up_and_come_back(run, hub, home, tmp_path):
         "import torch\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n"
         "from safetensors.torch import save_file\n"
         "logits = {}\n"
-        "for revision in ('main', 'step-4', 'tokens-8k'):\n"
+        "for revision in ('main', 'step-4', 'step-8'):\n"
         "    model = AutoModelForCausalLM.from_pretrained('me/tiny', revision=revision)\n"
         "    assert model.dtype == torch.bfloat16\n"
         "    logits[revision] = model(torch.arange(12).view(1, 12)).logits.detach().contiguous()\n"
@@ -118,7 +116,7 @@ def test_final_and_milestones_go_up_and_come_back(run, hub, home, tmp_path):
     for revision, folder in (("main", "final"), ("step-4", "checkpoints/step-00000004")):
         model = AutoModelForCausalLM.from_pretrained(run / folder, dtype=torch.bfloat16)
         assert torch.equal(loaded[revision], model(ids_BT).logits)
-    assert torch.equal(loaded["tokens-8k"], loaded["main"])
+    assert torch.equal(loaded["step-8"], loaded["main"])
 
     # Once more: nothing is sent twice, and no empty commit is made.
     uploads = list(hub.uploads)
@@ -363,24 +361,9 @@ def test_a_checkpoint_of_experts_is_published_as_the_library_saves_it(tmp_path):
     assert "model.layers.0.mlp.experts.7.down_proj.weight" in ours
 
 
-def test_a_checkpoint_goes_up_whole_with_its_optimizer(run, tmp_path):
-    folder = run / "checkpoints/step-00000004"
-    (model,) = find_publishable(run, steps=["best"], milestones=False, final=False, with_optimizer=True)
-    assert model.step == 4, "the one with the lowest validation loss"
-    staged = stage(run, model, Publication("me/tiny", dtype="bf16"), tmp_path / "staged")
-    new = {"README.md", "loss.png", "provenance.json", "bom.cdx.json", "training_content.md"}
-    assert {path.name for path in folder.iterdir()} | new == {path.name for path in staged.iterdir()}
-    for name in ("model.safetensors", "optimizer.safetensors", "trainer_state.json", "config.json"):
-        assert (staged / name).read_bytes() == (folder / name).read_bytes()
-    card = (staged / "README.md").read_text()
-    assert "| dtype of the weights | fp32 |" in card and 'revision="step-4"' in card
-    # As it comes back, with what a download leaves beside it, a run continues from it.
-    (staged / ".gitattributes").write_text("")
-    (staged / ".cache").mkdir()
-    (staged / ".cache/download.json").write_text("{}")
-    assert damage(staged) == []
-    with pytest.raises(InputError, match=r"--with_optimizer: final/ has none; give --checkpoint STEP or --milestones"):
-        find_publishable(run, steps=[], milestones=False, final=True, with_optimizer=True)
+def test_the_best_checkpoint_has_the_lowest_validation_loss(run):
+    (model,) = find_publishable(run, steps=["best"], milestones=False, final=False)
+    assert model.step == 4
 
 
 def test_no_best_where_nothing_was_measured(run, logged_out):
@@ -469,22 +452,6 @@ def test_a_disk_that_cannot_be_written_is_said(run, hub, home):
     (run / "publish").write_text("a file where a folder should be")
     out = publish_run(run, hub, home, check=False)
     assert out.returncode == 1 and "publish is not writable" in out.stderr and "Traceback" not in out.stderr
-
-
-def test_a_tag_stays_with_the_first_of_two_steps_that_round_to_it(hub, capsys):
-    repository = hub.create("models", "me/x", private=False)
-    first, second = (Model(Path("unused"), step, 100_000 + step, f"step-{step}", "tokens-100k") for step in (1, 2))
-    for model in (first, second):
-        repository.commit(model.revision, {}, model.revision)
-    api = HfApi(endpoint=hub.url, token=TOKEN)
-    set_tag(api, "me/x", first)
-    set_tag(api, "me/x", second)
-    assert "tokens-100k stays with step-1" in capsys.readouterr().out
-    assert repository.tags == {"tokens-100k": repository.branches["step-1"]}
-    # A new version of the first takes its tag along.
-    repository.commit("step-1", {}, "again")
-    set_tag(api, "me/x", first)
-    assert repository.tags == {"tokens-100k": repository.branches["step-1"]}
 
 
 def test_the_recipes_offer_is_checked_before_training(recipe, monkeypatch):

@@ -123,8 +123,6 @@ ROUTES: list[tuple[str, str, str]] = [
     ("POST", rf"/api/{KIND}/{NAME}/preupload/(?P<revision>[^/]+)", "preupload"),
     ("POST", rf"/api/{KIND}/{NAME}/commit/(?P<revision>[^/]+)", "commit"),
     ("POST", rf"/api/{KIND}/{NAME}/branch/(?P<branch>[^/]+)", "create_branch"),
-    ("POST", rf"/api/{KIND}/{NAME}/tag/(?P<revision>[^/]+)", "create_tag"),
-    ("DELETE", rf"/api/{KIND}/{NAME}/tag/(?P<tag>[^/]+)", "delete_tag"),
     ("GET", rf"/api/{KIND}/{NAME}(?:/revision/(?P<revision>[^/]+))?", "information"),
     ("POST", rf"/{NAME}\.git/info/lfs/objects/batch", "lfs_batch"),
     ("PUT", r"/lfs/(?P<sha256>\w+)", "lfs_upload"),
@@ -361,20 +359,6 @@ class Handler(BaseHTTPRequestHandler):
             raise Failure(409, "Reference already exists")
         start = json.loads(self.body or b"{}").get("startingPoint") or "main"
         repository.branches[branch] = self.resolve(kind, name, start)[0]
-        self.send_json({})
-
-    def create_tag(self, kind: str, name: str, revision: str) -> None:
-        self.require_user()
-        repository, tag = self.repository(kind, name), json.loads(self.body)["tag"]
-        if tag in repository.tags:
-            raise Failure(409, "Tag reference exists already")
-        repository.tags[tag] = self.resolve(kind, name, revision)[0]
-        self.send_json({})
-
-    def delete_tag(self, kind: str, name: str, tag: str) -> None:
-        self.require_user()
-        if self.repository(kind, name).tags.pop(tag, None) is None:
-            raise Failure(404, "no such tag", "RevisionNotFound")
         self.send_json({})
 
     def download(self, name: str, revision: str, path: str, prefix: str = "") -> None:

@@ -7,7 +7,7 @@ Stages depend on a document alone, so workers, slices and interruptions change n
     published: the rules of Gopher, C4 and FineWeb
     compiled: kernels: words, lines and repetitions
     forms: the lines of documents; prose, text set in lines, code or a table
-    language, lists: by language, words, addresses, length and characters; personal data replaced
+    language, personal_data: by language; personal data replaced
     quality_classifier: a linear model of quality, trained here
     decontamination, item_index: benchmarks kept out; the index of their items
     lm_eval_items: the items of lm-eval's tasks

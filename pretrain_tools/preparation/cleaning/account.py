@@ -26,6 +26,8 @@ OTHER_SOURCES = "other sources"
 SAMPLES_FILE = "cleaning_samples.json"
 """Stands beside the manifest of a folder that was cleaned."""
 EXAMPLES_PER_LIST = 20
+MOST_NAMED = 5
+"""Sources that are named in a message."""
 
 
 class Found(NamedTuple):
@@ -150,16 +152,18 @@ class CleaningAccount:
         """Documents that any rule removed."""
         return sum(documents for rule, (documents, _) in self.rules.items() if rule != KEPT)
 
-    def removed_whole(self) -> dict[str, list[str]]:
-        """Returns {source: rules with a value} of sources that keep less than a tenth of their bytes."""
-        whole = {}
+    def removed_whole_lines(self) -> list[str]:
+        """Names sources that keep less than a tenth of their bytes, with the rules that removed the rest."""
+        whole = []
         for source, rules in self.sources.items():
             stays = rules.get(KEPT, (0, 0))[1]
             if source == OTHER_SOURCES or 10 * stays >= sum(size for _, size in rules.values()):
                 continue
             removed = sorted((-documents, rule) for rule, (documents, _) in rules.items() if rule != KEPT)
-            whole[source] = [self._example(rule, source, -documents) for documents, rule in removed]
-        return whole
+            rules = ", ".join(self._example(rule, source, -documents) for documents, rule in removed)
+            whole.append(f"{source}: removed whole by {rules}")
+        more = [f"and {len(whole) - MOST_NAMED:,} more sources"] if len(whole) > MOST_NAMED else []
+        return whole[:MOST_NAMED] + more
 
     def _example(self, rule: str, source: str, documents: int) -> str:
         samples = [sample for sample in self.samples.get(rule, {}).values() if sample["source"] == source]

@@ -1,4 +1,4 @@
-"""Kernels of the cleaning, compiled by numba: words and lines of texts, repeated runs of words, features of texts.
+"""Kernels of the cleaning, compiled by numba: words and lines of texts, repeated runs of words.
 
 Kernels that call each other are in this one module: numba keeps machine code by the source of a function's own module,
 and would not notice a change in another one.
@@ -368,62 +368,6 @@ def repetitions(lengths, hashes, word_bounds, characters, limits, skipped, broke
                 broken[document] = rule
                 values[document] = repeated / total
                 break
-
-
-@compiled
-def hashed_features(text, bounds, buckets, features, ends):
-    """Writes the buckets of words, in lower case and without signs, and of pairs of them; returns their number."""
-    count = np.int64(0)
-    mask = np.uint64(buckets - 1)
-    for document in range(len(bounds)):
-        value = START
-        previous = np.uint64(0)
-        inside = False
-        for position in range(bounds[document, 0], bounds[document, 1] + 1):
-            byte = text[position] if position < bounds[document, 1] else np.uint8(32)
-            if 65 <= byte <= 90:
-                byte |= 32
-            if 97 <= byte <= 122 or 48 <= byte <= 57 or byte >= 0x80:
-                value = (value ^ np.uint64(byte)) * FACTOR
-                inside = True
-            elif inside:
-                word = mixed(value) | ONE
-                features[count] = np.int32(word >> np.uint64(9) & mask)
-                count += 1
-                if previous:
-                    features[count] = np.int32((mixed(previous * FACTOR ^ word) | ONE) >> np.uint64(9) & mask)
-                    count += 1
-                value = START
-                previous = word
-                inside = False
-        ends[document] = count
-    return count
-
-
-@compiled
-def fit_logistic(features, ends, labels, shares, weights, squares, epochs, rate, decay):
-    """Fits `weights` to labels of 0 and 1, each with its share of the loss, a document at a time by AdaGrad.
-
-    The last weight is the bias. squares: (len(weights),) float64, the sums of squared gradients.
-    """
-    bias = len(weights) - 1
-    for _ in range(epochs):
-        start = np.int64(0)
-        for document in range(len(ends)):
-            size = max(1, ends[document] - start)
-            total = 0.0
-            for index in range(start, ends[document]):
-                total += weights[features[index]]
-            score = total / size + weights[bias]
-            error = (1.0 / (1.0 + np.exp(-score)) - labels[document]) * shares[document]
-            for index in range(start, ends[document]):
-                feature = features[index]
-                gradient = error / size + decay * weights[feature]
-                squares[feature] += gradient * gradient
-                weights[feature] -= rate * gradient / np.sqrt(squares[feature])
-            squares[bias] += error * error
-            weights[bias] -= rate * error / np.sqrt(squares[bias])
-            start = ends[document]
 
 
 def is_compiled() -> bool:

@@ -2,23 +2,24 @@
 
 import dataclasses
 import importlib.util
+import inspect
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from pretrain.errors import InputError, Problems, did_you_mean, one_line
 from pretrain.files import sha256_of
 from pretrain_tools.preparation.cleaning.language import LanguageFilter
-from pretrain_tools.preparation.cleaning.lists import PersonalData, UrlList, WordList
+from pretrain_tools.preparation.cleaning.personal_data import PersonalData
 from pretrain_tools.preparation.cleaning.published import C4Quality, FineWebQuality, GopherQuality, GopherRepetition
 from pretrain_tools.preparation.cleaning.quality_classifier import ClassifierFilter
 from pretrain_tools.preparation.cleaning.stages import Cleaning, CleaningStage, Judge, TextBatch, Verdicts
 
 CLASSES = (
-    GopherQuality, GopherRepetition, C4Quality, FineWebQuality, LanguageFilter,
-    WordList, UrlList, PersonalData, ClassifierFilter,
+    GopherQuality, GopherRepetition, C4Quality, FineWebQuality, LanguageFilter, PersonalData, ClassifierFilter
 )  # fmt: skip
 FILTERS: dict[str, type] = {filter_class.name: filter_class for filter_class in CLASSES}
 """Stages whose fields are the parameters, required or with a default."""
@@ -39,8 +40,9 @@ def read_cleaning(
     labels = [stage.label for stage in stages]
     twice = sorted({label for label in labels if labels.count(label) > 1})
     problems += [f"--filter {label}: is given twice" for label in twice]
-    if any(isinstance(stage, UrlList) for stage in stages) and not has_urls:
-        problems.append("--filter url_list: needs --url_field FIELD, the field that holds the URL")
+    for stage in stages if not has_urls else ():
+        if isinstance(stage, UserFunction) and stage.takes_url:
+            problems.append(f"--filter {stage.label}(text, url): needs --url_field FIELD, which holds the URL")
     if languages is not None or clean:
         names = tuple((languages or "en").split(","))
         judged = problems.attempt(LanguageFilter, names, code=clean)
@@ -126,7 +128,8 @@ def _value(what: str, given: str, allowed: Any) -> Any:
 class UserFunction:
     """`--filter mine.py:keep`: keep(text) gives True to keep the document, False to remove it, or its new text.
 
-    The function must depend on the text alone, or interruptions and workers would change the result.
+    A function with a parameter called url gets that of --url_field as well. It must depend on these alone, or
+    interruptions and workers would change the result.
     """
 
     is_compiled: ClassVar[bool] = False
@@ -151,6 +154,11 @@ class UserFunction:
     def label(self) -> str:
         return f"{Path(self.path).stem}.{self.function}"
 
+    @cached_property
+    def takes_url(self) -> bool:
+        """True if the function has a parameter for the document's URL."""
+        return "url" in inspect.signature(self._found()).parameters
+
     def as_plan(self) -> dict[str, Any]:
         return {"name": f"{Path(self.path).name}:{self.function}", "sha256": self.sha256}
 
@@ -160,7 +168,8 @@ class UserFunction:
         def judge(batch: TextBatch) -> Verdicts:
             verdicts = Verdicts()
             for number, text in enumerate(batch.texts):
-                answer = self._answer(keep, text.decode())
+                more = {"url": batch.urls[number]} if self.takes_url else {}
+                answer = self._answer(keep, text.decode(), more)
                 if isinstance(answer, str):
                     if (changed := answer.encode()) != text:
                         verdicts.changed[number] = changed
@@ -170,9 +179,9 @@ class UserFunction:
 
         return judge
 
-    def _answer(self, keep: Callable[[str], Any], text: str) -> bool | str:
+    def _answer(self, keep: Callable[..., Any], text: str, more: dict[str, str | None]) -> bool | str:
         try:
-            answer = keep(text)
+            answer = keep(text, **more)
             if isinstance(answer, str):
                 answer.encode()
         except Exception as error:  # whatever the user's code raises
@@ -187,7 +196,7 @@ class UserFunction:
             )
         return answer
 
-    def _found(self) -> Callable[[str], Any]:
+    def _found(self) -> Callable[..., Any]:
         spec = importlib.util.spec_from_file_location(Path(self.path).stem, self.path)
         module = importlib.util.module_from_spec(spec)
         try:

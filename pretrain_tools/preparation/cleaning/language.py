@@ -1,16 +1,13 @@
-"""Documents by their language: by function words where these leave no doubt, else by lingua or a fastText model."""
+"""Documents by their language: by function words where these leave no doubt, else by lingua."""
 
 import functools
 import itertools
 import re
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ClassVar
 
 from pretrain.errors import InputError, did_you_mean
-from pretrain.files import sha256_of
 from pretrain_tools.preparation.cleaning.published import NamedFilter
 from pretrain_tools.preparation.cleaning.stages import Judge, TextBatch, Verdicts
 
@@ -51,22 +48,16 @@ CODE_OR_TABLE = "code or table"
 class LanguageFilter(NamedFilter):
     """Keeps documents in these languages (ISO 639-1, joined by +), judged by a sample of places all over them.
 
-    `minimum`: confidence. `model`: a fastText model for language identification, such as lid.176.ftz, instead of
-    lingua. `characters`: the sample that either of the two sees. `code` on: code and tables stay unjudged.
+    `minimum`: confidence. `characters`: the sample that lingua sees. `code` on: code and tables stay unjudged.
     """
 
     name: ClassVar[str] = "language"
     languages: tuple[str, ...]
     minimum: float = 0.65
     characters: int = 200
-    model: str | None = None
     code: bool = False
 
     def __post_init__(self) -> None:
-        if self.model is not None:
-            if not Path(self.model).is_file():
-                raise InputError(f"--filter language: model={self.model}: no such file; give a fastText model")
-            return
         known = lingua_languages()
         problems = [
             f"--filter language: {language}: is not known{did_you_mean(language, known)}"
@@ -76,17 +67,10 @@ class LanguageFilter(NamedFilter):
         if problems:
             raise InputError(*problems)
 
-    def as_plan(self) -> dict[str, Any]:
-        plan = super().as_plan()
-        if self.model is not None:
-            plan["model"] = {"name": Path(self.model).name, "sha256": sha256_of(Path(self.model))}
-        return plan
-
     def open(self) -> Judge:
         from pretrain_tools.preparation.cleaning.forms import CODE
 
-        detect = detect_by_lingua if self.model is None else fasttext_detector(self.model)
-        wanted = {ALIKE.get(language, language) if self.model is None else language for language in self.languages}
+        wanted = {ALIKE.get(language, language) for language in self.languages}
 
         def judge(batch: TextBatch) -> Verdicts:
             found = []
@@ -96,7 +80,7 @@ class LanguageFilter(NamedFilter):
                 elif language := certain_language(text):
                     found.append((language, 1.0))
                 else:
-                    found.append(detect(sample_of(text, self.characters)))
+                    found.append(detect_by_lingua(sample_of(text, self.characters)))
             verdicts = Verdicts(values={"language": [language for language, _ in found]})
             for number, (language, confidence) in enumerate(found):
                 if language not in wanted and language != CODE_OR_TABLE:
@@ -186,21 +170,3 @@ def lingua_languages() -> set[str]:
     except ImportError:
         raise InputError("--filter language: needs lingua; pip install lingua-language-detector") from None
     return {language.iso_code_639_1.name.lower() for language in Language.all()}
-
-
-def fasttext_detector(path: str) -> Callable[[str], tuple[str, float]]:
-    """Returns what tells (language, confidence) of a sample by a fastText model."""
-    try:
-        import fasttext
-    except ImportError:
-        raise InputError("--filter language(model=...): needs fastText; pip install fasttext-predict") from None
-    try:
-        model = fasttext.load_model(path)
-    except ValueError as error:
-        raise InputError(f"--filter language: model={path}: is no fastText model ({error})") from None
-
-    def detect(sample: str) -> tuple[str, float]:
-        labels, confidences = model.predict(sample)
-        return (labels[0].removeprefix("__label__"), float(confidences[0])) if labels else ("unknown", 0.0)
-
-    return detect

@@ -1,7 +1,7 @@
 """A linear model of quality: logistic regression on hashed words and pairs of words, trained on good and other texts.
 
-The kind of classifier that chose the data of GPT-3 (Brown et al. 2020, appendix A) and DCLM (Li et al. 2024): the mean
-of a text's features, without the order of words beyond pairs. Training is deterministic.
+The kind of classifier that chose the data of GPT-3 (Brown et al. 2020, appendix A) and DCLM (Li et al. 2024): without
+the order of words beyond pairs. scikit-learn trains it, the same each time.
 """
 
 import hashlib
@@ -26,13 +26,13 @@ BUCKETS = 1 << 18
 MOST_BYTES = 20_000
 """Bytes at the beginning of a text that count."""
 HELD_OUT = 0.1
-TRAINING_EPOCHS = 10
-STEP_SIZE = 0.5
-L2 = 1e-6
+INVERSE_REGULARIZATION = 10.0
+MOST_STEPS = 1000
 FEWEST_TEXTS = 50
 WEIGHTS_FILE = "weights.npy"
 CLASSIFIER_FILE = "classifier.json"
-CLASSIFIER_FORMAT = {"format": "groundwork-classifier", "version": 1}
+CLASSIFIER_FORMAT = {"format": "groundwork-classifier", "version": 2}
+"""Version 1 had features of its own, which the weights of version 2 do not fit."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,7 @@ class ClassifierFilter(NamedFilter):
     """Keeps documents that a trained classifier calls good with a probability of at least `minimum`."""
 
     name: ClassVar[str] = "classifier"
+    is_compiled: ClassVar[bool] = False
     model: str
     minimum: float = 0.5
 
@@ -72,7 +73,7 @@ def read_classifier(folder: str) -> np.ndarray:
         weights = np.empty(0)
     if {name: record.get(name) for name in CLASSIFIER_FORMAT} != CLASSIFIER_FORMAT or weights.shape != (BUCKETS + 1,):
         raise InputError(
-            f"--filter classifier: model={folder}: is no classifier; train one: "
+            f"--filter classifier: model={folder}: is no classifier of this version; train one: "
             "prepare_data.py --train_classifier good.jsonl other.jsonl --output FOLDER"
         )
     return weights.astype(np.float32)
@@ -80,22 +81,16 @@ def read_classifier(folder: str) -> np.ndarray:
 
 def quality_scores(texts: Sequence[bytes], weights: np.ndarray) -> np.ndarray:
     """Computes the (texts,) probabilities of being good."""
-    features, ends = features_of(texts)
-    sums = np.append(0.0, np.cumsum(weights[features], dtype=np.float64))
-    starts = np.append(0, ends[:-1])[: len(ends)]
-    means = (sums[ends] - sums[starts]) / np.maximum(1, ends - starts)
-    return 1.0 / (1.0 + np.exp(-means - weights[-1]))
+    margins = features_of(texts) @ weights[:-1] + weights[-1]
+    return 1.0 / (1.0 + np.exp(-margins.astype(np.float64)))
 
 
-def features_of(texts: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
-    """Returns (features, ends): int32 buckets of all texts, one after another, and where each text's end."""
-    from pretrain_tools.preparation.cleaning.compiled import hashed_features, joined_texts
+def features_of(texts: Sequence[bytes]) -> Any:
+    """Counts words, in lower case without signs, and pairs of them: (texts, BUCKETS) sparse, each row of norm 1."""
+    from sklearn.feature_extraction.text import HashingVectorizer
 
-    text, bounds = joined_texts([text[:MOST_BYTES].decode(errors="ignore").encode() for text in texts])
-    features = np.empty(2 * len(text) + 2, np.int32)
-    ends = np.zeros(len(texts), np.int64)
-    count = hashed_features(text, bounds, BUCKETS, features, ends)
-    return features[:count], ends
+    hashing = HashingVectorizer(n_features=BUCKETS, ngram_range=(1, 2), alternate_sign=False, token_pattern=r"[^\W_]+")
+    return hashing.transform(text[:MOST_BYTES].decode(errors="ignore") for text in texts)
 
 
 def train_classifier(good: str, other: str, reading: Reading, output: Path) -> dict[str, Any]:
@@ -116,7 +111,11 @@ def train_classifier(good: str, other: str, reading: Reading, output: Path) -> d
     drawn = [hashlib.sha256(text).digest() for text in together]
     held_out = np.array([int.from_bytes(digest[:8], "big") < HELD_OUT * 2.0**64 for digest in drawn])
     order = np.array(sorted(np.flatnonzero(~held_out).tolist(), key=drawn.__getitem__))
-    weights = _fitted([together[n] for n in order], labels[order])
+    from sklearn.linear_model import LogisticRegression
+
+    model = LogisticRegression(C=INVERSE_REGULARIZATION, class_weight="balanced", max_iter=MOST_STEPS)
+    model.fit(features_of([together[n] for n in order]), labels[order])
+    weights = np.append(model.coef_[0], model.intercept_).astype(np.float32)
     scores = quality_scores([together[n] for n in np.flatnonzero(held_out)], weights)
     measured = _measures(scores, labels[held_out])
     record = {
@@ -145,19 +144,6 @@ def _texts_of(pattern: str, reading: Reading) -> Iterator[bytes]:
                 raise InputError(f"{source.place(record.place)}: {record.problem}; fix the input")
             if record.text:
                 yield record.text
-
-
-def _fitted(texts: list[bytes], labels: np.ndarray) -> np.ndarray:
-    """Fits weights by AdaGrad on the balanced logistic loss, in the order given."""
-    from pretrain_tools.preparation.cleaning.compiled import fit_logistic
-
-    features, ends = features_of(texts)
-    good = labels.sum()
-    shares = np.where(labels == 1.0, len(labels) / (2 * max(good, 1)), len(labels) / (2 * max(len(labels) - good, 1)))
-    weights = np.zeros(BUCKETS + 1, np.float32)
-    squares = np.full(len(weights), 1e-8)
-    fit_logistic(features, ends, labels, shares, weights, squares, TRAINING_EPOCHS, STEP_SIZE, L2)
-    return weights
 
 
 def _measures(scores: np.ndarray, labels: np.ndarray) -> dict[str, Any]:

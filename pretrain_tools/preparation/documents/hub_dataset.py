@@ -4,9 +4,8 @@ import difflib
 import hashlib
 import itertools
 import re
-import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from pretrain.errors import InputError
 from pretrain_tools.preparation.documents.byte_stream import DamagedFileError
 from pretrain_tools.preparation.documents.containers import table_records
 from pretrain_tools.preparation.documents.records import Reading, Record
-from pretrain_tools.preparation.documents.sources import InputFile, Part, Position, part_of_records, slice_range
+from pretrain_tools.preparation.documents.sources import InputFile, Part, Position, part_of_records
 
 ROWS_PER_PART = 1000
 ROWS_IN_FINGERPRINT = 64
@@ -61,7 +60,7 @@ class HubDataset:
     """One split of a dataset. `rows` is None where it streams and the number cannot be known.
 
     `document_start`: rows are lines, and those that match it begin a document, which is then an example.
-    `revision`: the commit of the Hub's repository, where it is known. `slice`: (number, count) of what is read.
+    `revision`: the commit of the Hub's repository, where it is known.
     """
 
     rows_of: Any
@@ -73,7 +72,6 @@ class HubDataset:
     maximum_examples: int | None
     document_start: re.Pattern[bytes] | None = None
     revision: str | None = None
-    slice: tuple[int, int] = (0, 1)
 
     @property
     def maximum_documents(self) -> int | None:
@@ -83,14 +81,9 @@ class HubDataset:
     @property
     def total_bytes(self) -> int | None:
         """Bytes of the rows to read in memory; None where it streams."""
-        total = self._bytes_of_rows
-        return None if total is None else total // self.slice[1]
+        return None if self.streaming else self.rows_of.data.nbytes * self._rows_to_read // max(1, self.rows)
 
     expected_text_bytes = total_bytes
-
-    @property
-    def _bytes_of_rows(self) -> int | None:
-        return None if self.streaming else self.rows_of.data.nbytes * self._rows_to_read // max(1, self.rows)
 
     @property
     def _rows_to_read(self) -> int:
@@ -122,32 +115,20 @@ class HubDataset:
         return digest.hexdigest()
 
     def sliced(self, number: int, count: int) -> "HubDataset":
-        """Returns slice `number` of `count`: consecutive rows, or files of a stream.
-
-        Raises InputError for a stream with a limit, or of documents that are joined from rows.
-        """
-        if self.streaming and (self.maximum_examples is not None or self.document_start is not None):
-            raise InputError(
-                f"--slice: {self.name} is streamed, and slices do not know of each other; leave out the number of "
-                "examples, or download it: --no-streaming"
-            )
-        return replace(self, slice=(number, count))
+        """Raises InputError: only files can be divided."""
+        raise InputError(
+            f"--slice: --dataset {self.name} is read by one machine; give its files instead: "
+            f"--input 'hf://datasets/{self.name}/**/*.parquet'"
+        )
 
     def parts(self, reading: Reading, start: Position) -> Iterator[Part]:
         """Yields the documents in order, ROWS_PER_PART rows at a time.
 
-        A stream comes file by file: resuming opens no file that was read, and no two slices read the same one.
+        A stream comes file by file: resuming opens no file that was read.
         """
-        files = range(len(self.source_names))
-        blocks = range(sys.maxsize)
-        if self.streaming:
-            taken = slice_range(*self.slice, len(files))
-            files = files[taken.start : taken.stop]
-        else:
-            blocks = slice_range(*self.slice, -(-self._rows_to_read // ROWS_PER_PART))
         rows_before = start.rows
-        for number in files[max(0, start.source - files.start) :]:
-            first = max(start.part if number == start.source else 0, blocks.start)
+        for number in range(start.source, len(self.source_names)):
+            first = start.part if number == start.source else 0
             records = self._records(self._tables(number, first, rows_before), reading, first * ROWS_PER_PART)
             parts = ((part, *found) for part, found in enumerate(records, first + 1))
             if self.document_start is not None:
@@ -155,9 +136,6 @@ class HubDataset:
             name = self.source_names[number]
             source = InputFile(name, name, "dataset", None, 0)
             for part, found, input_bytes in parts:
-                # Not by the rows of `blocks`: the last document may go on beyond them.
-                if part > blocks.stop:
-                    return
                 rows_before += len(found)
                 yield part_of_records(Position(number, part, rows_before), input_bytes, source, found)
 
@@ -184,7 +162,7 @@ class HubDataset:
         self, tables: Iterator[Any], reading: Reading, rows_before: int
     ) -> Iterator[tuple[list[Record], int]]:
         """Yields (records, bytes) of each table of rows. Raises InputError if the rows lack a field."""
-        total = self._bytes_of_rows
+        total = self.total_bytes
         for table in tables:
             try:
                 records = list(table_records(table, reading, rows_before))

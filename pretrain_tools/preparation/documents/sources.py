@@ -312,10 +312,12 @@ class LargeFile:
     """Expected bytes of all sources before the file."""
     taken: range
     """Expected bytes, over all sources, within which a part must begin."""
+    reading: Reading
 
-    def parts(self, reading: Reading) -> Iterator[Part]:
+    def parts(self) -> Iterator[Part]:
         """Yields the parts in order."""
         source = self.source
+        reading = self.reading
         can_split = source.format == "parquet" and not source.compression
         groups = containers.parquet_row_group_bytes(source.path) if can_split else []
         if source.format == "jsonl" or (source.format == "txt" and reading.documents == "line"):
@@ -367,13 +369,16 @@ class Files:
         """Yields the parts of all files, or of the slice, in order, from `start` on."""
         for piece in self.pieces(reading, start):
             if isinstance(piece, LargeFile):
-                yield from piece.parts(reading)
+                yield from piece.parts()
             else:
                 yield piece
 
     def pieces(self, reading: Reading, start: Position = BEGINNING) -> Iterator[Part | LargeFile]:
         """Yields parts of small files, and large files to be divided by the process that reads them. Reads nothing."""
-        taken = slice_range(*self.slice, sum(map(expected_bytes, self.sources)))
+        slice, count = self.slice
+        total = sum(map(expected_bytes, self.sources))
+        # The last slice is open-ended.
+        taken = range(total * slice // count, total * (slice + 1) // count if slice + 1 < count else sys.maxsize)
         number = start.source
         offset = sum(map(expected_bytes, self.sources[:number]))
         while number < len(self.sources) and offset < taken.stop:
@@ -392,7 +397,8 @@ class Files:
                 source = self.sources[number]
                 # Files that end before the slice are not even opened.
                 if offset + expected_bytes(source) > taken.start:
-                    yield LargeFile(source, number, start.part if number == start.source else 0, offset, taken)
+                    first = start.part if number == start.source else 0
+                    yield LargeFile(source, number, first, offset, taken, reading)
                 number += 1
                 offset += expected_bytes(source)
 
@@ -455,8 +461,3 @@ def _record_parts(source: InputFile, number: int, reading: Reading) -> Iterator[
             found = []
             size = 0
     yield part_of_records(Position(number, part + 1), source.bytes - before, source, found)
-
-
-def slice_range(number: int, count: int, total: int) -> range:
-    """Returns the share of slice `number` of `count` in `total` things in order; the last slice is open-ended."""
-    return range(total * number // count, total * (number + 1) // count if number + 1 < count else sys.maxsize)

@@ -5,6 +5,7 @@ import pytest
 from pretrain.errors import InputError
 from pretrain_tools.preparation.cleaning.filters import FILTERS, parse_filter, read_cleaning
 from pretrain_tools.preparation.cleaning.published import GopherQuality
+from pretrain_tools.preparation.cleaning.stages import TextBatch
 
 
 @pytest.mark.parametrize(
@@ -31,8 +32,7 @@ def test_parameters_are_read_by_name_or_as_the_first(given, expected):
         ("c4(endings=maybe)", "must be on or off"),
         ("language", "needs languages=..."),
         ("language(en+xx)", "xx: is not known"),
-        ("word_list(no/such.txt)", "no such file"),
-        ("classifier(no/such)", "is no classifier; train one"),
+        ("classifier(no/such)", "is no classifier of this version; train one"),
         ("gopher quality", "must be NAME, NAME"),
         ("no_such.py:keep", "No such file"),
     ],
@@ -43,12 +43,18 @@ def test_what_cannot_be_is_refused_with_what_is_allowed(given, said):
 
 
 def test_everything_wrong_is_reported_at_once(tmp_path):
-    (tmp_path / "urls.txt").write_text("example.org\n")
+    (tmp_path / "urls.py").write_text("def keep(text, url):\n    return True\n")
     with pytest.raises(InputError) as refused:
-        read_cleaning(["c5", "c4", "c4", f"url_list({tmp_path}/urls.txt)"], languages="xx", has_urls=False)
+        read_cleaning(["c5", "c4", "c4", f"{tmp_path}/urls.py:keep"], languages="xx", has_urls=False)
     assert len(refused.value.problems) == 4
     assert any("--filter c4: is given twice" in problem for problem in refused.value.problems)
     assert any("needs --url_field" in problem for problem in refused.value.problems)
+
+
+def test_a_function_gets_the_url_where_it_asks_for_it(tmp_path):
+    (tmp_path / "mine.py").write_text("def keep(text, url):\n    return url is None or 'bad.example' not in url\n")
+    batch = TextBatch([b"one", b"two", b"three"], ["http://www.bad.example/x", "http://good.example", None])
+    assert parse_filter(f"{tmp_path}/mine.py:keep").open()(batch).removed == {0: ""}
 
 
 def test_clean_is_finewebs_set_in_which_a_filter_that_is_given_replaces_its_own():

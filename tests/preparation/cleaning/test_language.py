@@ -1,14 +1,10 @@
-"""Languages: by function words where these leave no doubt, else by lingua or a fastText model."""
-
-import hashlib
+"""Languages: by function words where these leave no doubt, else by lingua."""
 
 import pytest
 
-from pretrain.errors import InputError
 from pretrain_tools.preparation.cleaning.filters import parse_filter
 from pretrain_tools.preparation.cleaning.language import certain_language
 from pretrain_tools.preparation.cleaning.stages import TextBatch
-from support.fasttext_model import write_fasttext_model
 
 ENGLISH = "The ship was to leave for the north at noon, and all of the men that were on it had said their farewells. "
 GERMAN = "Das Schiff sollte am Mittag nach Norden fahren, und alle Männer, die auf ihm waren, hatten sich von den "
@@ -64,36 +60,3 @@ def test_other_languages_and_doubtful_texts_are_removed_and_counted():
     assert verdicts.removed == {2: "fi", 3: "unknown", 5: "ja"}
     strict = parse_filter("language(en, minimum=1.01)").open()(batch)
     assert strict.removed[0] == "uncertain"
-
-
-@pytest.fixture
-def fasttext():
-    """Skips where there is no wheel (requirements-dev.txt)."""
-    return pytest.importorskip("fasttext", reason="requirements-dev.txt, which has no wheel for this Python")
-
-
-def test_a_fasttext_model_judges_what_function_words_leave_open(tmp_path, fasttext):
-    """Also languages that lingua does not know; the sample has no line breaks, which fastText refuses."""
-    model = write_fasttext_model(tmp_path / "lid.bin", {"fi": "ja miehet", "xx": "blorp"})
-    given = f"language(fi+xx, model={model})"
-    texts = [ENGLISH, FINNISH, "Blorp blorp snarf.\nSnarf blorp\u2028 snarf. " * 9, "snarf " * 30]
-    batch = TextBatch([text.encode() for text in texts], [None] * len(texts))
-    verdicts = parse_filter(given).open()(batch)
-    assert verdicts.values["language"] == ["en", "fi", "xx", "unknown"]
-    assert verdicts.removed == {0: "en", 3: "unknown"}
-    plan = parse_filter(given).as_plan()["model"]
-    assert plan == {"name": "lid.bin", "sha256": hashlib.sha256(model.read_bytes()).hexdigest()}
-
-
-def test_a_model_that_is_unsure_is_taken_at_its_word(tmp_path, fasttext):
-    """Confidences are the model's probabilities: with as many words of each label a half."""
-    model = write_fasttext_model(tmp_path / "lid.bin", {"xx": "blorp", "yy": "snarf"})
-    batch = TextBatch([b"blorp snarf " * 30], [None])
-    assert parse_filter(f"language(xx+yy, model={model})").open()(batch).removed == {0: "uncertain"}
-    assert parse_filter(f"language(xx+yy, minimum=0.49, model={model})").open()(batch).removed == {}
-
-
-def test_a_model_that_is_none_is_refused(tmp_path, fasttext):
-    (tmp_path / "model.bin").write_bytes(b"no model")
-    with pytest.raises(InputError, match="is no fastText model"):
-        parse_filter(f"language(en, model={tmp_path}/model.bin)").open()

@@ -141,10 +141,9 @@ def test_what_is_wrong_with_selections_is_told_at_once(tmp_path, run):
     with pytest.raises(InputError) as caught:
         run(
             "--input", tmp_path / "a.jsonl", "--output", tmp_path / "out", "--template", "{a", "--only", "language",
-            "--min_characters", 9, "--max_characters", 3, "--format", "jsonl",
+            "--min_characters", 9, "--max_characters", 3,
         )  # fmt: skip
     told = "\n".join(caught.value.problems)
-    assert "--format jsonl: must be shards or megatron" in told
     assert "--template {a: expected '}'" in told
     assert "--only language: must be FIELD=VALUE" in told
     assert "--min_characters 9 is more than --max_characters 3" in told

@@ -1,38 +1,15 @@
-"""Filters by lists, and what is personal replaced."""
+"""What is personal is replaced."""
 
 import pytest
 
 from pretrain_tools.preparation.cleaning.filters import parse_filter
-from pretrain_tools.preparation.cleaning.lists import PersonalData, domains_of
+from pretrain_tools.preparation.cleaning.personal_data import PersonalData
 from pretrain_tools.preparation.cleaning.stages import TextBatch
 
 
 def verdicts_of(given, texts, urls=None):
     batch = TextBatch([text.encode() for text in texts], urls or [None] * len(texts))
     return parse_filter(given).open()(batch)
-
-
-def test_words_of_a_list_count_as_whole_words_in_any_case(tmp_path):
-    (tmp_path / "words.txt").write_text("# a comment\nbad word\nÜbel\n\n$$$x\n")
-    texts = ["A BAD  word", "a Bad Word!", "übel", "übelkeit", "nothing", "give $$$x now"]
-    assert verdicts_of(f"word_list({tmp_path}/words.txt)", texts).removed == {1: "", 2: "", 5: ""}
-    assert verdicts_of(f"word_list({tmp_path}/words.txt, anywhere=on)", texts).removed == {1: "", 2: "", 3: "", 5: ""}
-    twice = ["übel übel", "übel"]
-    assert verdicts_of(f"word_list({tmp_path}/words.txt, hits=2)", twice).removed == {0: ""}
-
-
-def test_urls_are_removed_by_domain_and_by_page(tmp_path):
-    (tmp_path / "urls.txt").write_text("bad.example\nhttps://good.example/page\n")
-    urls = [
-        "http://www.bad.example:80/x",
-        "https://good.example/page",
-        "https://good.example/",
-        "notbad.example",
-        None,
-    ]
-    removed = verdicts_of(f"url_list({tmp_path}/urls.txt)", ["text"] * 5, urls).removed
-    assert removed == {0: "domain", 1: "url"}
-    assert list(domains_of("http://[broken")) == []
 
 
 def test_addresses_are_replaced_in_turn_within_a_document():

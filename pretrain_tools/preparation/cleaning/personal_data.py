@@ -1,18 +1,13 @@
-"""Filters by lists of words and addresses; replacement of personal data."""
+"""Replacement of personal data."""
 
 import ipaddress
 import itertools
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, ClassVar
-from urllib.parse import urlsplit
+from typing import ClassVar
 
-from pretrain.errors import InputError
-from pretrain.files import sha256_of
 from pretrain_tools.preparation.cleaning.published import NamedFilter
-from pretrain_tools.preparation.cleaning.stages import Judge, TextBatch, Verdicts
+from pretrain_tools.preparation.cleaning.stages import TextBatch, Verdicts
 
 _NAME = rb"[A-Za-z0-9!#$%&'*+/=?^_`{|}~-]+"
 _LABEL = rb"[A-Za-z0-9](?:[A-Za-z0-9-]*[A-Za-z0-9])?"
@@ -43,96 +38,6 @@ HEADING_BEFORE = re.compile(rb"(?:^|\n)[#*\s]*$")
 HEADING_AFTER = re.compile(rb"\.?[ \t]+[A-Z\xc3-\xf4]")
 LARGEST_SECTION = 40
 BEFORE_BYTES = 60
-
-
-class ListFilter(NamedFilter):
-    """A filter by the lines of a file; empty ones and those that begin with # do not count."""
-
-    is_compiled: ClassVar[bool] = False
-    file: str
-
-    def __post_init__(self) -> None:
-        if not Path(self.file).is_file():
-            raise InputError(f"--filter {self.name}: file={self.file}: no such file; give one of lines")
-        if not self.entries():
-            raise InputError(f"--filter {self.name}: file={self.file}: has no entry; write one on each line")
-
-    def entries(self) -> list[str]:
-        """Reads the lines that count."""
-        try:
-            lines = Path(self.file).read_text("utf-8").splitlines()
-        except UnicodeDecodeError:
-            raise InputError(f"--filter {self.name}: file={self.file}: is not UTF-8 text") from None
-        return [line.strip() for line in lines if line.strip() and not line.startswith("#")]
-
-    def as_plan(self) -> dict[str, Any]:
-        path = Path(self.file)
-        return super().as_plan() | {"file": path.name, "sha256": sha256_of(path)}
-
-
-@dataclass(frozen=True)
-class WordList(ListFilter):
-    """Removes documents with `hits` words or phrases of a list, in any case; `anywhere` on: also within words."""
-
-    name: ClassVar[str] = "word_list"
-    file: str
-    hits: int = 1
-    anywhere: bool = False
-
-    def open(self) -> Judge:
-        entries = sorted({entry.lower() for entry in self.entries()}, key=lambda entry: (-len(entry), entry))
-        either = "|".join(map(re.escape, entries))
-        whole = re.compile(either if self.anywhere else rf"(?<!\w)(?:{either})(?!\w)")
-        # Few texts have the first word of an entry: only these are searched for whole entries.
-        first = {match[0] for entry in entries if (match := re.match(r"\w+", entry))}
-        is_plain = not self.anywhere and all(re.match(r"\w", entry) for entry in entries)
-        word = re.compile(r"\w+")
-
-        def judge(batch: TextBatch) -> Verdicts:
-            verdicts = Verdicts()
-            for number, text in enumerate(batch.texts):
-                lower = text.decode().lower()
-                if is_plain and first.isdisjoint(word.findall(lower)):
-                    continue
-                found = whole.finditer(lower)
-                if next(itertools.islice(found, self.hits - 1, None), None) is not None:
-                    verdicts.removed[number] = ""
-            return verdicts
-
-        return judge
-
-
-@dataclass(frozen=True)
-class UrlList(ListFilter):
-    """Removes documents by --url_field: of a domain of the list or a part of it, or with a URL of the list."""
-
-    name: ClassVar[str] = "url_list"
-    file: str
-
-    def open(self) -> Judge:
-        entries = set(self.entries())
-        domains = {entry.lower().removeprefix("www.") for entry in entries if "/" not in entry}
-
-        def judge(batch: TextBatch) -> Verdicts:
-            verdicts = Verdicts()
-            for number, url in enumerate(batch.urls):
-                if url in entries:
-                    verdicts.removed[number] = "url"
-                elif url and not domains.isdisjoint(domains_of(url)):
-                    verdicts.removed[number] = "domain"
-            return verdicts
-
-        return judge
-
-
-def domains_of(url: str) -> Iterator[str]:
-    """Lists the domains of a URL: a.b.example.org, b.example.org, example.org, org."""
-    try:
-        host = urlsplit(url if "//" in url else f"//{url}").hostname or ""
-    except ValueError:
-        return
-    labels = host.split(".")
-    yield from (".".join(labels[first:]) for first in range(len(labels)))
 
 
 @dataclass(frozen=True)
