@@ -26,7 +26,7 @@ from pretrain.model.build import build_meta_model
 from pretrain.model.routers import router_losses
 from pretrain.parallel.strategy import Strategy
 from pretrain.training.build import build_training
-from support.fake_cuda import fake_cuda, refuse_waits
+from support.fake_cuda import LEAD, fake_cuda, refuse_waits
 from support.flash_packages import flash_packages
 from support.tiny_models import TINY, TINY_LLAMA
 
@@ -267,6 +267,19 @@ def on_weight(use: Callable[[torch.Tensor], object]) -> Callable[[], None]:
     return case
 
 
+def recorded_event() -> torch.cuda.Event:
+    event = torch.cuda.Event()
+    event.record()
+    return event
+
+
+def awaits_the_step_before(weight: torch.Tensor) -> None:
+    event = recorded_event()
+    for _ in range(LEAD):
+        weight + 1
+    event.synchronize()
+
+
 WAITS = {
     "item": lambda weight: weight.sum().item(),
     "truth": lambda weight: bool(weight.sum() > 0),
@@ -278,6 +291,15 @@ WAITS = {
     "copy from the host": lambda weight: weight.detach().copy_(torch.ones(4, 4)),
     "number to the device": lambda weight: torch.tensor(1.0, device=weight.device),
     "synchronize": lambda weight: torch.cuda.synchronize(),
+    "stream": lambda weight: torch.cuda.current_stream().synchronize(),
+    "event": lambda weight: recorded_event().synchronize(),
+    "cache": lambda weight: torch.cuda.empty_cache(),
+    "write to a mask": lambda weight: weight.detach().__setitem__(weight[:, 0] > 0, torch.ones(4, device="cuda")),
+    "masked_scatter_": lambda weight: weight.detach().masked_scatter_(weight > 0, torch.ones(16, device="cuda")),
+    "repeats": lambda weight: torch.repeat_interleave(weight, torch.ones(4, dtype=torch.long, device="cuda"), dim=0),
+    "counts": lambda weight: torch.bincount(torch.zeros(4, dtype=torch.long, device="cuda")),
+    "split by values": lambda weight: weight.split(torch.ones(4, dtype=torch.long, device="cuda").tolist()),
+    "numpy": lambda weight: weight.detach().cpu().numpy(),
 }
 MIXES = {"product": lambda weight: weight @ torch.ones(4, 4), "sum": lambda weight: weight + torch.ones(4)}
 RUNS = {
@@ -286,6 +308,8 @@ RUNS = {
     "copy without waiting": lambda weight: torch.ones(4).to("cuda", non_blocking=True) + weight,
     "number on the device": lambda weight: torch.full((), 1.0, device=weight.device),
     "write of a number": lambda weight: weight.detach()[0].fill_(1.0),
+    "number to a mask": lambda weight: weight.detach().__setitem__(weight > 0, 0.0),
+    "event of the step before": awaits_the_step_before,
 }
 OF_FAKE_CUDA = {"waits": WAITS, "mixes": MIXES, "runs": RUNS}
 STEPS = {", ".join(map(str, choice.values())): functools.partial(train_a_step, choice) for choice in pairwise(CHOICES)}
