@@ -33,7 +33,7 @@ import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 from unittest import mock
 
 SOURCE = Path(__file__).with_suffix(".cpp")
@@ -119,7 +119,10 @@ def fake_cuda(devices: int = 1, *, may_wait: bool = False) -> Iterator[Any]:
 def _by_way_of_the_host(make):
     def made(data, *, dtype=None, device=None, **settings):
         tensor = make(data, dtype=dtype, **settings)
-        return tensor if device is None else tensor.to(device)
+        if device is None:
+            return tensor
+        tensor.constant = None  # its value, with which torch would compute on the device
+        return tensor.to(device)
 
     return made
 
@@ -230,8 +233,8 @@ def torch_cuda_with(devices: int) -> Iterator[None]:
         "Event": _Event,
         "_lazy_init": lambda: None,
         "current_device": lambda: 0,
-        "current_stream": lambda *_: _Stream(),
-        "default_stream": lambda *_: _Stream(),
+        "current_stream": _Stream.now,
+        "default_stream": _Stream.now,
         "device_count": lambda: devices,
         "get_device_capability": lambda *_: (9, 0),
         "get_device_name": lambda *_: properties["name"],
@@ -240,7 +243,7 @@ def torch_cuda_with(devices: int) -> Iterator[None]:
         "is_bf16_supported": lambda *_, **__: True,
         "is_initialized": lambda: True,
         "set_device": lambda *_: None,
-        "stream": lambda *_: contextlib.nullcontext(),
+        "stream": _in_stream,
         "synchronize": lambda *_: _wait("torch.cuda.synchronize"),
         "empty_cache": lambda: _wait("torch.cuda.empty_cache"),
     }
@@ -271,8 +274,30 @@ class _Inert:
 
 
 class _Stream(_Inert):
+    """Has a name, and is current inside torch.cuda.stream."""
+
+    current: ClassVar[list[str]] = ["compute"]
+
+    def __init__(self, *_, **__):
+        self.name = f"stream {id(self)}"
+
+    @classmethod
+    def now(cls, *_) -> "_Stream":
+        stream = cls()
+        stream.name = cls.current[-1]
+        return stream
+
     def synchronize(self) -> None:
         _wait("Stream.synchronize")
+
+
+@contextlib.contextmanager
+def _in_stream(stream: _Stream | None) -> Iterator[None]:
+    _Stream.current.append(_Stream.current[-1] if stream is None else stream.name)
+    try:
+        yield
+    finally:
+        _Stream.current.pop()
 
 
 class _Event(_Inert):

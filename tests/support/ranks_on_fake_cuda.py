@@ -455,6 +455,39 @@ def count(launch: Launch, counter: type[Counter] = Counter) -> dict[str, dict]:
         return {moment: asdict(counter.seen) for moment, counter in counters.items()}
 
 
+class Order(TorchDispatchMode):
+    """Lists collectives and matrix products as they are issued: {gather, reduce, product}, and in which stream."""
+
+    def __init__(self):
+        super().__init__()
+        self.issued: list[tuple[str, str]] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if DTensor in types:
+            return NotImplemented
+        name = func._opname.strip("_")
+        kinds = {"gather": name.startswith("allgather"), "reduce": name.startswith(("reduce_scatter", "allreduce"))}
+        kinds["product"] = func.namespace == "aten" and name in ("mm", "addmm")
+        for kind, is_it in kinds.items():
+            if is_it:
+                self.issued.append((kind, torch.cuda.current_stream().name))
+        return func(*args, **(kwargs or {}))
+
+
+def order(launch: Launch) -> dict[str, list[tuple[str, str]]]:
+    """What the second micro-step issues, forward and backward."""
+    with ExitStack() as stack:
+        run = prepared(launch, stack)
+        take_step(run.strategy, run.model, run.batch, Counter)
+        run.model.train()
+        with run.strategy.accumulate(is_last=True):
+            with Order() as forward:
+                loss, _ = run.model(**run.batch)
+            with Order() as backward:
+                run.strategy.backward(loss)
+        return {"forward": forward.issued, "backward": backward.issued}
+
+
 def take_step(strategy: Strategy, model: torch.nn.Module, batch: dict, counter: type[Counter]) -> dict[str, Counter]:
     """Two micro-steps and an update, as in train.py."""
     counters = {moment: counter() for moment in ("micro-step", "last micro-step", "update")}
@@ -510,4 +543,7 @@ OFFLOADED = {
     ),
 }
 """Parameters in host memory beside dimensions whose ranks sum gradients themselves, on their GPUs."""
+OVERLAPPED = {name: Launch(name, layers=6) for name in ("ddp", "fsdp2", "hsdp")}
+"""Whose order is looked at."""
 CASES = {name: functools.partial(count, launch) for name, launch in {**LAUNCHES, **ATTENTIONS, **OFFLOADED}.items()}
+CASES |= {f"order: {name}": functools.partial(order, launch) for name, launch in OVERLAPPED.items()}
