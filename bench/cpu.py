@@ -97,14 +97,22 @@ def contestants_of(
     settings: list[str],
     report_every: int = 1,
     precision: str = "bf16",
+    *,
+    strategy: str = "single",
+    processes: int = 1,
 ) -> list[Contestant]:
-    """Returns the programs that train one shape; all their files are in `folder`."""
+    """Returns the programs that train one shape; all their files are in `folder`.
+
+    Args:
+        strategy: name of a file in accelerate_configs/, for Groundwork.
+        processes: number of processes, each of which trains on the shape's batch.
+    """
     model = write_model(shape, folder)
     contestants = []
     shards = write_shards(folder / "shards", shape.vocabulary_size, SHARD_TOKENS)
     for name in names:
         steps_file = folder / f"{name}.jsonl"
-        tokens_per_step = shape.tokens_per_step * MICRO_STEPS.get(name, 1)
+        tokens_per_step = shape.tokens_per_step * MICRO_STEPS.get(name, 1) * processes
         if name in OWN:
             run = folder / name
             path = folder / f"{name}.yaml"
@@ -113,6 +121,9 @@ def contestants_of(
             own = {**OWN[name], "batch.tokens_per_step": tokens_per_step}
             for setting in [f"{key}={value}" for key, value in own.items()] + settings:
                 command += [f"--{setting.partition('=')[0]}", setting.partition("=")[2]]
+            if processes > 1:
+                launcher = ["-m", "accelerate.commands.launch", "--config_file", f"accelerate_configs/{strategy}.yaml"]
+                command = [*launcher, "--num_processes", str(processes), "--main_process_port", "0", *command]
             run.mkdir()
             steps_file = run / "metrics.jsonl"
         else:

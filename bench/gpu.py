@@ -14,7 +14,7 @@ import itertools
 import statistics
 import sys
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -29,6 +29,10 @@ ATTENTIONS = ["auto", "flex_attention", "flash_attention_2", "flash_attention_3"
 LOSSES = ["chunked_compiled", "chunked", "torch", "logits"]
 SETTINGS = {"7b": ["optim.name=adafactor", "optim.stochastic_rounding=true"]}
 """Settings that a shape needs to fit. With AdamW's fp32 state, 7B leaves no memory for activations."""
+STRATEGIES = ("ddp", "fsdp2", "hsdp")
+"""Strategies that are measured on several GPUs."""
+FEWEST_FOR_ADAMW = 4
+"""GPUs that together hold the state of AdamW for each of SETTINGS, where a strategy shards it."""
 REPORT_EVERY = 10
 WARM_UP_REPORTS = 2
 
@@ -45,6 +49,7 @@ class Row:
     peak_memory_bytes: int = 0
     start_seconds: float = 0.0
     problem: str = ""
+    gpus: int = 1
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -95,6 +100,25 @@ def measure_own(
         return measure(contestant, labels, reports)
 
 
+def measure_several(
+    strategy: str, gpus: int, shape: Shape, settings: list[str], reports: int, report_every: int = REPORT_EVERY
+) -> Row:
+    """Measures Groundwork under a strategy on several GPUs, each with the shape's batch: tokens/s of all of them."""
+    labels = ("off", ATTENTIONS[0], LOSSES[0])
+    chosen = [f"attention={labels[1]}", f"loss.backend={labels[2]}", *settings]
+    with tempfile.TemporaryDirectory(prefix="groundwork-bench-") as folder:
+        launched = {"strategy": strategy, "processes": gpus}
+        (contestant,) = contestants_of(["groundwork"], shape, Path(folder), chosen, report_every, **launched)
+        contestant.name = f"{strategy}, {gpus} GPUs"
+        return replace(measure(contestant, labels, reports), gpus=gpus)
+
+
+def settings_of(name: str, strategy: str = "single", gpus: int = 1) -> list[str]:
+    """Returns the settings that a shape needs to fit."""
+    shards = strategy != "ddp" and gpus >= FEWEST_FOR_ADAMW
+    return [] if shards else SETTINGS.get(name, [])
+
+
 def measure_peer(name: str, shape: Shape, reports: int, report_every: int = REPORT_EVERY) -> Row:
     """Measures one of the baselines in PEERS."""
     with tempfile.TemporaryDirectory(prefix="groundwork-bench-") as folder:
@@ -129,7 +153,7 @@ def table(name: str, shape: Shape, rows: list[Row], peak: float | None) -> list[
     ]
     ran = sorted((row for row in rows if row.tokens_per_second), key=lambda row: -row.tokens_per_second)
     for row in ran:
-        mfu = f"{flops * row.tokens_per_second / peak:.1%}" if peak else "peak unknown"
+        mfu = f"{flops * row.tokens_per_second / (peak * row.gpus):.1%}" if peak else "peak unknown"
         lines.append(
             f"| {row.name} | {row.documents} | {row.attention} | {row.loss} | {row.tokens_per_second:,.0f} | {mfu} "
             f"| {row.peak_memory_bytes / 2**30:.1f} GiB | {row.start_seconds:.0f} s |"

@@ -17,7 +17,6 @@ import argparse
 import concurrent.futures
 import contextlib
 import dataclasses
-import functools
 import hashlib
 import importlib
 import importlib.util
@@ -29,6 +28,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +100,7 @@ STRATEGIES = (
     "zero3_offload",
     "zero3_offload_nvme",
 )
+DEFAULT_KERNELS = " with default kernels"
 MOST_PROCESSES = 8
 """Maximum number of processes, which is the number of layers and heads of the model in `Runs`."""
 WINDOWS = {"off": "whole windows", "on": "documents"}
@@ -115,11 +116,13 @@ class Scale:
     loss_sizes: tuple[int, int, int]
     report_every: int
     settings: tuple[str, ...] = ()
+    several: tuple[str, ...] = ("1.3b", "7b")
+    """Shapes that are also measured on all GPUs."""
 
 
 SCALES = {
     "cuda": Scale(GPU_SHAPES, (4096, 256, 50_304), gpu.REPORT_EVERY),
-    "cpu": Scale({"small": CPU_SHAPES["small"]}, (256, 64, 1000), 1, ("compile=none",)),
+    "cpu": Scale({"small": CPU_SHAPES["small"]}, (256, 64, 1000), 1, ("compile=none",), ("small",)),
 }
 """Sizes by device; those for the CPU are for tests of this script."""
 
@@ -226,45 +229,57 @@ def checks_of(device: str, gpus: int, folder: Path, worker: Worker) -> list[Chec
     reasons = {name: refused_attention(name, True, device) for name in ATTENTION_NAMES}
     reasons["flex_attention"] = reasons["flex_attention"] or uncompiled
     checks = [
-        Check(f"attention {name}", functools.partial(worker.run, check_attention, name, device), reason)
+        Check(f"attention {name}", partial(worker.run, check_attention, name, device), reason)
         for name, reason in reasons.items()
     ]
     checks += [
         Check(
             f"loss {name}",
-            functools.partial(worker.run, check_loss, name, device, scale.loss_sizes),
+            partial(worker.run, check_loss, name, device, scale.loss_sizes),
             uncompiled if name == "chunked_compiled" else None,
         )
         for name in LOSS_BACKENDS
     ]
     checks += [
         Check("train single", runs.check_single),
-        Check("train with default kernels", runs.check_defaults, uncompiled),
+        Check(f"train{DEFAULT_KERNELS}", runs.check_defaults, uncompiled),
         Check("kill -9 and resume", runs.check_kill),
         Check("export in plain transformers", runs.check_export),
-        *strategy_checks(runs, gpus),
+        *strategy_checks(runs, gpus, uncompiled),
     ]
-    return checks + speed_checks(scale, device, uncompiled)
+    return checks + speed_checks(scale, device, uncompiled, gpus)
 
 
-def strategy_checks(runs: Runs, gpus: int) -> list[Check]:
-    """Returns checks that each strategy, on all GPUs, trains to the same losses as one GPU."""
-    # The largest power of two, because layers and heads must be divisible by it.
+def processes_on(gpus: int) -> tuple[int, str | None]:
+    """Returns (processes of a strategy on these GPUs, why it cannot run or None).
+
+    The processes are the largest power of two, because layers and heads must be divisible by it.
+    """
     processes = min(MOST_PROCESSES, 1 << (gpus.bit_length() - 1)) if gpus else 0
-    few = f"needs two GPUs, and there is {gpus or 'none'}" if processes < 2 else None
+    return processes, f"needs two GPUs, and there is {gpus or 'none'}" if processes < 2 else None
+
+
+def strategy_checks(runs: Runs, gpus: int, uncompiled: str | None) -> list[Check]:
+    """Returns checks that each strategy, on all GPUs, trains to the same losses as one GPU.
+
+    First in fp32 with eager attention, then with the kernels that `auto` chooses: half precision and compiled layers.
+    """
+    processes, few = processes_on(gpus)
     no_deepspeed = None if importlib.util.find_spec("deepspeed") else "deepspeed is not installed"
-    return [
-        Check(
-            f"strategy {name}",
-            functools.partial(runs.check_like_single, name, processes, name=name, precision="fp32"),
-            few or (no_deepspeed if name.startswith("zero") else None),
-        )
-        for name in STRATEGIES
-    ]
+    checks = []
+    for kernels in ("", DEFAULT_KERNELS):
+        for name in STRATEGIES:
+            check = runs.check_defaults if kernels else partial(runs.check_like_single, precision="fp32")
+            reason = few or (no_deepspeed if name.startswith("zero") else None) or (uncompiled if kernels else None)
+            run = f"{name}{kernels.replace(' ', '-')}"
+            checks.append(Check(f"strategy {name}{kernels}", partial(check, name, processes, name=run), reason))
+    return checks
 
 
-def speed_checks(scale: Scale, device: str, uncompiled: str | None) -> list[Check]:
-    """Returns speed checks: every shape with the defaults, the baselines, then every attention and loss."""
+def speed_checks(scale: Scale, device: str, uncompiled: str | None, gpus: int = 1) -> list[Check]:
+    """Returns speed checks: every shape with the defaults, on one GPU and on all, the baselines, then every attention
+    and loss.
+    """
     defaults = (gpu.ATTENTIONS[0], gpu.LOSSES[0])
     # Shapes with a published MFU come first.
     with_bar = {shape for _, shape in BARS}
@@ -283,23 +298,30 @@ def speed_checks(scale: Scale, device: str, uncompiled: str | None) -> list[Chec
     def own(shape: str, label: tuple[str, str, str]) -> Check:
         given = (
             scale.shapes[shape],
-            [*gpu.SETTINGS.get(shape, []), *scale.settings],
+            [*gpu.settings_of(shape), *scale.settings],
             label,
             REPORTS,
             scale.report_every,
         )
         reason = uncompiled or refused_attention(label[1], label[0] == "on", device)
-        return Check(speed_name(shape, label), functools.partial(speed, shape, gpu.measure_own, *given), reason)
+        return Check(speed_name(shape, label), partial(speed, shape, gpu.measure_own, *given), reason)
 
     def beside(shape: str, peer: str) -> Check:
         # If Groundwork needs special settings to fit, the baselines' fp32 AdamW does not fit.
         large = "fp32 weights with AdamW are too large for this shape" if shape in gpu.SETTINGS else None
         given = (peer, scale.shapes[shape], REPORTS, scale.report_every)
-        return Check(
-            f"speed {shape} {peer}", functools.partial(speed, shape, gpu.measure_peer, *given), uncompiled or large
-        )
+        return Check(f"speed {shape} {peer}", partial(speed, shape, gpu.measure_peer, *given), uncompiled or large)
 
-    return [own(*one) for one in labels] + [beside(*one) for one in peers] + [own(*one) for one in crossed]
+    def on_all(shape: str, strategy: str) -> Check:
+        processes, few = processes_on(gpus)
+        settings = [*gpu.settings_of(shape, strategy, processes), *scale.settings]
+        given = (strategy, processes, scale.shapes[shape], settings, REPORTS, scale.report_every)
+        name = f"speed {shape} {strategy} on all GPUs"
+        return Check(name, partial(speed, shape, gpu.measure_several, *given), uncompiled or few)
+
+    several = [on_all(shape, strategy) for shape in scale.several for strategy in gpu.STRATEGIES]
+    first = [own(*one) for one in labels]
+    return first + several + [beside(*one) for one in peers] + [own(*one) for one in crossed]
 
 
 def speed_name(shape: str, label: tuple[str, str, str]) -> str:

@@ -320,11 +320,12 @@ export: {{dtype: fp32}}
         said = f"loss within {loss:.1e} of single's (at most {most:g}), gradient norm within {norm:.1e}"
         return Outcome(PASSED if same else FAILED, said, {"loss": loss, "grad_norm": norm})
 
-    def check_defaults(self) -> Outcome:
+    def check_defaults(self, strategy: str = REFERENCE, processes: int = 1, name: str = "defaults") -> Outcome:
         """Checks the kernels that `auto` chooses here: half precision, fast attention, compiled layers and loss."""
-        names = ("precision", "attention", "compile", "loss.backend")
-        settings = [part for name in names for part in (f"--{name}", "regional" if name == "compile" else "auto")]
-        return self.check_like_single(REFERENCE, 1, *settings, name="defaults", precision=half_precision(self.device))
+        paths = ("precision", "attention", "compile", "loss.backend")
+        settings = [part for path in paths for part in (f"--{path}", "regional" if path == "compile" else "auto")]
+        precision = half_precision(self.device)
+        return self.check_like_single(strategy, processes, *settings, name=name, precision=precision)
 
     def check_kill(self) -> Outcome:
         """Checks that a run that is killed and resumed equals the uninterrupted one bit for bit."""

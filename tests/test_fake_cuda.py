@@ -3,7 +3,7 @@
 import pytest
 
 from support.fake_cuda import outcomes_of
-from support.steps_on_fake_cuda import LOSSES, MIXES, RUNS, SCORES, STEPS, WAITS
+from support.steps_on_fake_cuda import KERNELS, LOSSES, MIXES, RUNS, SCORES, STEPS, WAITS
 
 
 @pytest.fixture(scope="module")
@@ -30,6 +30,26 @@ def test_scores_of_all_pairs_of_positions_are_never_in_memory(outcomes):
     spelt_out = {name for name in SCORES if name.startswith("eager")}
     assert {name: error for name, error in errors.items() if error and name not in spelt_out} == {}
     assert len(SCORES) > len(spelt_out) and all("whole scores" in errors[name] for name in spelt_out)
+
+
+CUDNN = ["scaled_dot_product_cudnn_attention", "scaled_dot_product_cudnn_attention_backward"]
+FLASH = ["scaled_dot_product_flash_attention", "scaled_dot_product_flash_attention_backward"]
+EFFICIENT = ["scaled_dot_product_efficient_attention", "scaled_dot_product_efficient_attention_backward"]
+VARLEN = ["varlen_attn", "varlen_attn_backward"]
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_auto_takes_the_kernel_that_torch_has_for_an_h100(outcomes, name):
+    precision, document_mask, width = KERNELS[name]
+    in_half = VARLEN if document_mask else CUDNN if width <= 128 else FLASH
+    outcome = outcomes[f"kernels: {name}"]
+    assert outcome.error is None, outcome.error
+    assert outcome.result == (in_half if precision == "bf16" else EFFICIENT)
+
+
+def test_what_the_loop_calls_around_a_step_waits_for_nothing(outcomes):
+    """Batches read ahead, reports exchanged, weights copied for a checkpoint, and compiled layers."""
+    assert outcomes["four steps"].error is None, outcomes["four steps"].error
 
 
 @pytest.mark.parametrize("name", LOSSES)

@@ -34,6 +34,7 @@ NOT_RUN = {
     r"^git clone ": "this is the clone",
     r"^(make install && )?(\.|source) \.venv/bin/activate": "the shell of a clone has its environment",
     r"^make (test|bench)$": "minutes to hours",
+    r"^(nvidia-smi|sudo apt install .*|make install)$": "the machine's own",
     r"^make gpu ": "needs a GPU: tests/scripts/test_gpu_check.py",
     r"^(MAX_JOBS=\d+ )?pip install ": "the environment of the tests stays as it is",
     r"^export ": "of the command below it",

@@ -53,8 +53,11 @@ def compile_model(model: torch.nn.Module, causal_lm: PreTrainedModel, mode: str,
     Args:
         lengths: number of sequence lengths in the run; each is compiled for training and for validation.
     """
-    if mode != "none" and lengths > 1:  # beyond torch's limit of eight it would silently run uncompiled
-        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 4 * lengths)
+    if mode != "none":
+        # Beyond torch's limit of eight, layers would silently run uncompiled. Most share one compilation, but not
+        # where a strategy gives each its own functions, as tensor parallel does to experts.
+        most = 4 * lengths * (len(layers_of(causal_lm)) if mode == "regional" else 1)
+        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, most)
     if mode != "none" and next(causal_lm.parameters()).device.type == "cpu":
         for module in causal_lm.modules():
             # These two classes use the tanh approximation; the exact GELU is left alone.

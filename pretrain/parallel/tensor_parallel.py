@@ -10,7 +10,7 @@ import functools
 import math
 import re
 from collections.abc import Callable, Mapping
-from functools import partial
+from types import MethodType
 from typing import Any
 
 import torch
@@ -273,10 +273,10 @@ def split_linear(linear: nn.Linear, style: str, mesh: DeviceMesh) -> None:
         # Every rank has created the same whole matrices, so none has to be sent.
         slice_ = distribute_tensor(parameter.detach(), mesh, [placement], src_data_rank=None)
         setattr(linear, name, nn.Parameter(slice_, requires_grad=parameter.requires_grad))
-    if style == "colwise":
-        linear.forward = partial(project, linear)
-    else:
-        linear.forward = partial(project_and_sum, linear, mesh.get_group().group_name)
+    # Methods, because torch.compile knows other callables by their identity: it would compile each layer for itself,
+    # and leave those after the eighth uncompiled.
+    linear.forward = MethodType(project if style == "colwise" else project_and_sum, linear)
+    linear.tp_group_name = mesh.get_group().group_name
 
 
 def project(linear: nn.Linear, x: Tensor) -> Tensor:
@@ -285,9 +285,9 @@ def project(linear: nn.Linear, x: Tensor) -> Tensor:
     return F.linear(x, linear.weight.to_local(), bias)
 
 
-def project_and_sum(linear: nn.Linear, group: str, x: Tensor) -> Tensor:
+def project_and_sum(linear: nn.Linear, x: Tensor) -> Tensor:
     """Multiplies by this rank's slice and sums the partial outputs over the ranks."""
-    out = Sum.apply(F.linear(x, linear.weight.to_local()), group)
+    out = Sum.apply(F.linear(x, linear.weight.to_local()), linear.tp_group_name)
     return out if linear.bias is None else out + linear.bias.to_local().to(out.dtype)
 
 

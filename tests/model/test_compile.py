@@ -61,16 +61,36 @@ def test_ddp_leaves_layers_whole(monkeypatch):
     config = AutoConfig.for_model("llama", num_hidden_layers=2, **shape)
     causal_lm = AutoModelForCausalLM.from_config(config)
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=count))
-    monkeypatch.setattr(torch._dynamo.config, "optimize_ddp", torch._dynamo.config.optimize_ddp)
-    compile_model(causal_lm, causal_lm, "regional")
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        model = DistributedDataParallel(causal_lm)
-        model(input_ids=torch.zeros(1, 8, dtype=torch.int64), use_cache=False).logits.sum().backward()
+        with torch._dynamo.config.patch(optimize_ddp=True, recompile_limit=8):  # as torch has them
+            compile_model(causal_lm, causal_lm, "regional")
+            model = DistributedDataParallel(causal_lm)
+            model(input_ids=torch.zeros(1, 8, dtype=torch.int64), use_cache=False).logits.sum().backward()
     finally:
         dist.destroy_process_group()
         torch._dynamo.reset()
     assert len(graphs) == 1
+
+
+def test_layers_that_share_no_compilation_are_all_compiled(monkeypatch):
+    """Ten layers, each with a function of its own; torch gives up after eight, without a word."""
+    graphs = []
+
+    def count(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    shape = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 1, "vocab_size": 64}
+    causal_lm = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", num_hidden_layers=10, **shape))
+    for layer in causal_lm.model.layers:
+        layer.mlp.forward = functools.partial(layer.mlp.forward)
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=count))
+    with torch._dynamo.config.patch(optimize_ddp=False, recompile_limit=8):
+        compile_model(causal_lm, causal_lm, "regional")
+        causal_lm(input_ids=torch.zeros(1, 8, dtype=torch.int64), use_cache=False)
+    torch._dynamo.reset()
+    assert len(graphs) == 10
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,4 @@
-"""What torch.compile writes for GPUs, compiled for each kind of them without one.
-
-Needs triton, which torch's build for CUDA brings; beside another build: `pip install --target FOLDER triton`, and
-PYTHONPATH=FOLDER.
-"""
+"""What torch.compile writes for GPUs, compiled for each kind of them without one."""
 
 import importlib.util
 

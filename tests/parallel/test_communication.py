@@ -5,7 +5,16 @@ import pytest
 
 from support.fake_cuda import outcomes_of
 from support.project import ROOT
-from support.ranks_on_fake_cuda import ATTENTIONS, HIDDEN_STATES, LAUNCHES, MIXTURE, MODEL, OFFLOADED, RANKS
+from support.ranks_on_fake_cuda import (
+    ATTENTIONS,
+    HIDDEN_STATES,
+    LAUNCHES,
+    MIXTURE,
+    MODEL,
+    OFFLOADED,
+    OVERLAPPED,
+    RANKS,
+)
 
 WIDTH, MLP, LAYERS = MODEL["hidden_size"], MODEL["intermediate_size"], MODEL["num_hidden_layers"]
 SPLIT = 4 * WIDTH**2 + 3 * WIDTH * MLP
@@ -303,3 +312,50 @@ def test_an_update_on_the_host_awaits_what_it_reads(outcomes):
 def test_gpus_send_what_is_in_host_memory(outcomes, launch):
     moments = outcomes[launch].result
     assert not any(seen["sent_from_host"] for moment, seen in moments.items()), moments
+
+
+def in_layers(issued: list[tuple[str, str]], products: int) -> list[list[str]]:
+    """Which collectives were issued before the first product, and since each layer's first product."""
+    found = [[]]
+    count = 0
+    for kind, _ in issued:
+        if kind == "product":
+            count += 1
+            if count % products == 1:
+                found.append([])
+        else:
+            found[-1].append(kind)
+    return found
+
+
+PRODUCTS = 7
+"""Matrix products of a layer; backward twice as many."""
+
+
+@pytest.mark.parametrize("launch", [name for name in OVERLAPPED if name != "ddp"])
+def test_a_layer_is_gathered_while_the_one_before_computes(outcomes, launch):
+    """Forward, gathers are in a stream of their own, and the host, which never waits, issues each at once after the
+    layer before. Backward, it is issued before that layer's products; gradients are reduced during later layers.
+    """
+    outcome = outcomes[f"order: {launch}"]
+    assert outcome.error is None, outcome.error
+    layers = OVERLAPPED[launch].layers
+    forward, backward = outcome.result["forward"], outcome.result["backward"]
+    streams = {kind: {stream for one, stream in forward + backward if one == kind} for kind in ("gather", "reduce")}
+    assert "compute" not in streams["gather"] | streams["reduce"] and not streams["gather"] & streams["reduce"]
+    gathers = [moment.count("gather") for moment in in_layers(forward, PRODUCTS)]
+    assert gathers == [2] + [1] * (layers - 1) + [0], "what is in no layer, and the first layer; then one by one"
+    moments = in_layers(backward, 2 * PRODUCTS)
+    gathers = [moment.count("gather") for moment in moments]
+    assert gathers == [2] + [1] * (layers - 2) + [0, 0], "the next layer's before this one computes"
+    assert all("reduce" in moment for moment in moments[1:])
+
+
+def test_buckets_are_summed_during_the_backward_pass(outcomes):
+    outcome = outcomes["order: ddp"]
+    assert outcome.error is None, outcome.error
+    kinds = [kind for kind, _ in outcome.result["backward"]]
+    during = kinds[: len(kinds) - kinds[::-1].index("product")]
+    assert kinds.count("reduce") == 4 and during.count("reduce") >= 2
+    assert during.index("reduce") < len(during) / 2, "the first bucket while most of the work is left"
+    assert "reduce" not in [kind for kind, _ in outcome.result["forward"]]

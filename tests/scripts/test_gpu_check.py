@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from bench import gpu_check, references
+from bench.cpu import contestants_of
 from bench.gpu import Row
 from bench.gpu_check import SCALES, Check, Results, Worker, checks_of, speed_checks, strategy_checks, tables, verdict
 from bench.references import FAILED, NOT_RUN, PASSED, Outcome, Runs, attention_error, check_attention, check_loss
@@ -92,15 +93,18 @@ def test_what_matters_most_comes_first(tmp_path):
     default = "auto chunked_compiled"
     assert speeds[:4] == [f"{shape} whole windows {default}" for shape in ("124m", "1.3b", "350m", "7b")]
     assert speeds[4:8] == [f"{shape} documents {default}" for shape in ("124m", "1.3b", "350m", "7b")]
-    assert speeds[8:11] == ["124m plain_compiled", "124m bare_compiled", "124m trainer"]
-    assert len(speeds) == len(set(speeds)) == 4 * 2 * 4 * 4 + 4 * 3
+    several = [f"{shape} {strategy} on all GPUs" for shape in ("1.3b", "7b") for strategy in ("ddp", "fsdp2", "hsdp")]
+    assert speeds[8:14] == several
+    assert speeds[14:17] == ["124m plain_compiled", "124m bare_compiled", "124m trainer"]
+    assert len(speeds) == len(set(speeds)) == 4 * 2 * 4 * 4 + 4 * 3 + 6
 
 
 def test_what_cannot_run_here_says_why(monkeypatch, tmp_path):
-    reasons = {check.name: check.why_not for check in strategy_checks(Runs(tmp_path, "cuda"), 1)}
+    reasons = {check.name: check.why_not for check in strategy_checks(Runs(tmp_path, "cuda"), 1, None)}
     assert reasons["strategy ddp"] == "needs two GPUs, and there is 1"
     monkeypatch.setattr(gpu_check.importlib.util, "find_spec", lambda name: None)
-    checks = {check.name: check for check in strategy_checks(Runs(tmp_path, "cuda"), 6)}
+    checks = {check.name: check for check in strategy_checks(Runs(tmp_path, "cuda"), 6, "no triton")}
+    assert checks["strategy fsdp2 with default kernels"].why_not == "no triton"
     assert checks["strategy zero2"].why_not == "deepspeed is not installed" and checks["strategy tp"].why_not is None
     assert checks["strategy tp"].measure.args == ("tp", 4), "the model's heads and layers are divided by powers of two"
     assert "triton" in gpu_check.missing_compiler()
@@ -161,6 +165,68 @@ def test_what_does_not_fit_and_a_peer_that_does_not_run_fail_nothing():
     assert outcome("groundwork", "torch.OutOfMemoryError: CUDA out of memory. Tried ...") == NOT_RUN
     assert outcome("trainer", "AttributeError: x") == NOT_RUN
     assert outcome("groundwork", "AttributeError: x") == FAILED
+
+
+@pytest.mark.parametrize(
+    ("gpus", "processes", "strategy", "shape", "adafactor"),
+    [
+        (2, 2, "ddp", "1.3b", False),
+        (2, 2, "fsdp2", "7b", True),
+        (4, 4, "hsdp", "7b", False),
+        (8, 8, "fsdp2", "7b", False),
+        (8, 8, "ddp", "7b", True),
+        (9, 8, "hsdp", "1.3b", False),
+    ],
+)
+def test_all_gpus_are_measured_under_each_strategy(monkeypatch, gpus, processes, strategy, shape, adafactor):
+    """Each GPU has the batch of one: the command, its recipe's tokens, and the MFU of all of them."""
+    held = {}
+
+    def hold(contestants, *_, **__):
+        (held["contestant"],) = contestants
+        held["contestant"].turns = [[1000.0 * processes]]
+
+    monkeypatch.setattr("bench.gpu.hold", hold)
+    monkeypatch.setattr("bench.cpu.SHARD_TOKENS", 2000)
+    name = f"speed {shape} {strategy} on all GPUs"
+    (check,) = [check for check in speed_checks(SCALES["cuda"], "cpu", None, gpus) if check.name == name]
+    assert check.why_not is None
+    outcome = check.measure()
+    command = held["contestant"].command
+    tokens = str(processes * GPU_SHAPES[shape].tokens_per_step)
+    assert command[:2] == ["-m", "accelerate.commands.launch"] and f"accelerate_configs/{strategy}.yaml" in command
+    assert command[command.index("--num_processes") + 1] == str(processes)
+    assert command[command.index("--batch.tokens_per_step") + 1] == tokens
+    assert ("--optim.name" in command) == adafactor
+    assert outcome.word == PASSED and outcome.figures["row"]["gpus"] == processes
+    lines = "\n".join(gpu_check.gpu.table(shape, GPU_SHAPES[shape], [Row(**outcome.figures["row"])], 1e15))
+    mfu = gpu_check.flops_per_token(GPU_SHAPES[shape]) * 1000.0 / 1e15
+    assert f"| {strategy}, {processes} GPUs | off |" in lines and f"| {mfu:.1%} |" in lines
+
+
+def test_the_command_for_several_gpus_trains(tmp_path):
+    """Its recipe and settings are right: checked as the first of two processes on a CPU, not run."""
+    scale = SCALES["cpu"]
+    given = {"strategy": "ddp", "processes": 2}
+    (contestant,) = contestants_of(["groundwork"], scale.shapes["small"], tmp_path, ["compile=none"], 1, **given)
+    words = contestant.command[contestant.command.index("train.py") :]
+    checked = run_script(*words, "--check", check=False)
+    assert checked.returncode == 0, checked.stdout + checked.stderr
+
+
+@pytest.mark.parametrize("gpus", [1, 2, 4, 8])
+def test_each_strategy_is_checked_with_the_default_kernels_on_as_many_gpus_as_there_are(monkeypatch, tmp_path, gpus):
+    runs = Runs(tmp_path, "cpu")
+    seen = []
+    monkeypatch.setattr(Runs, "check_like_single", lambda runs, *given, **more: seen.append((given, more)))
+    (check,) = [c for c in strategy_checks(runs, gpus, None) if c.name == "strategy fsdp2 with default kernels"]
+    assert (check.why_not is None) == (gpus > 1)
+    check.measure()
+    (strategy, processes, *settings), more = seen[0]
+    assert (strategy, processes, more["name"]) == ("fsdp2", gpus if gpus > 1 else 1, "fsdp2-with-default-kernels")
+    pairs = dict(zip(settings[::2], settings[1::2], strict=True))
+    wanted = {"--precision": "auto", "--attention": "auto", "--compile": "regional", "--loss.backend": "auto"}
+    assert pairs == wanted and more["precision"] in ("bf16", "fp32")
 
 
 def test_a_process_that_dies_is_a_failure_and_the_next_check_has_another():

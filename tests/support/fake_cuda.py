@@ -33,7 +33,7 @@ import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 from unittest import mock
 
 SOURCE = Path(__file__).with_suffix(".cpp")
@@ -119,7 +119,10 @@ def fake_cuda(devices: int = 1, *, may_wait: bool = False) -> Iterator[Any]:
 def _by_way_of_the_host(make):
     def made(data, *, dtype=None, device=None, **settings):
         tensor = make(data, dtype=dtype, **settings)
-        return tensor if device is None else tensor.to(device)
+        if device is None:
+            return tensor
+        tensor.constant = None  # its value, with which torch would compute on the device
+        return tensor.to(device)
 
     return made
 
@@ -127,9 +130,23 @@ def _by_way_of_the_host(make):
 class Waits(Exception):
     """The host has waited for the device: every kernel in flight must end first, and the next starts late.
 
-    Reading a value (item(), bool(), tolist()), shapes that depend on values (nonzero, indexing by a mask), and copies
-    between host and device that are not non_blocking.
+    Reading a value (item(), bool(), tolist()), shapes that depend on values (nonzero, indexing by a mask, writing to
+    one, repeat_interleave, bincount), copies between host and device that are not non_blocking, synchronizing with the
+    device or a stream, freeing its cache, and synchronizing with an event that few kernels have followed: if it is
+    an event of the step before, the device has a whole step left to do.
     """
+
+
+LEAD = 50
+"""Kernels that have to have been issued since an event for the device to have work while the host waits for it."""
+
+
+class _Issued:
+    """What the modes of `refuse_waits` have seen."""
+
+    modes = 0
+    """Modes that are active."""
+    kernels = 0
 
 
 @functools.cache
@@ -140,18 +157,47 @@ def _mode_that_refuses_waits() -> type:
 
     aten = torch.ops.aten
     reads = {aten._local_scalar_dense.default, aten.equal.default, aten.is_nonzero.default, aten.nonzero.default}
-    reads |= {aten.masked_select.default, aten._unique2.default, aten.unique_consecutive.default}
+    reads |= {
+        aten.masked_select.default,
+        aten._unique2.default,
+        aten.unique_consecutive.default,
+        aten.unique_dim.default,
+    }
+    reads |= {aten.masked_scatter.default, aten.masked_scatter_.default, aten.bincount.default}
+    by_index = {aten.index.Tensor, aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default}
+    by_index |= {aten._unsafe_index_put.default}
     copies = {aten._to_copy.default: "non_blocking", aten.copy_.default: "non_blocking"}
 
+    def reads_mask(func, args) -> bool:
+        """True for an index by a mask; a single value is written by masked_fill, which reads nothing."""
+        if not any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1]):
+            return False
+        return func is aten.index.Tensor or args[2].numel() > 1
+
     class RefusesWaits(TorchDispatchMode):
+        @classmethod
+        def is_infra_mode(cls) -> bool:
+            return True  # compiled code would run uncompiled in any other
+
+        def __enter__(self):
+            _Issued.modes += 1
+            return super().__enter__()
+
+        def __exit__(self, *exception):
+            _Issued.modes -= 1
+            return super().__exit__(*exception)
+
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             if DTensor in types:
                 return NotImplemented  # its parts come by
             kwargs = kwargs or {}
             device = args[0].device.type if args and isinstance(args[0], torch.Tensor) else None
+            _Issued.kernels += device == "cuda"
             if func in reads and device == "cuda":
                 raise Waits(f"{func} reads what the device computes")
-            if func is aten.index.Tensor and any(i is not None and i.dtype == torch.bool for i in args[1]):
+            if func is aten.repeat_interleave.Tensor and device == "cuda" and kwargs.get("output_size") is None:
+                raise Waits(f"{func} without output_size reads how much there will be")
+            if func in by_index and device == "cuda" and reads_mask(func, args):
                 raise Waits(f"{func} by a mask reads how much of it is true")
             if func in copies:
                 is_write = func is aten.copy_.default
@@ -183,12 +229,12 @@ def torch_cuda_with(devices: int) -> Iterator[None]:
         "max_threads_per_block": 1024,
     }
     replaced = {
-        "Stream": _Inert,
-        "Event": _Inert,
+        "Stream": _Stream,
+        "Event": _Event,
         "_lazy_init": lambda: None,
         "current_device": lambda: 0,
-        "current_stream": lambda *_: _Inert(),
-        "default_stream": lambda *_: _Inert(),
+        "current_stream": _Stream.now,
+        "default_stream": _Stream.now,
         "device_count": lambda: devices,
         "get_device_capability": lambda *_: (9, 0),
         "get_device_name": lambda *_: properties["name"],
@@ -197,15 +243,18 @@ def torch_cuda_with(devices: int) -> Iterator[None]:
         "is_bf16_supported": lambda *_, **__: True,
         "is_initialized": lambda: True,
         "set_device": lambda *_: None,
-        "stream": lambda *_: contextlib.nullcontext(),
-        "synchronize": _refuse_synchronize,
+        "stream": _in_stream,
+        "synchronize": lambda *_: _wait("torch.cuda.synchronize"),
+        "empty_cache": lambda: _wait("torch.cuda.empty_cache"),
     }
     with mock.patch.multiple(torch.cuda, **replaced):
         yield
 
 
-def _refuse_synchronize(*_) -> None:
-    raise Waits("torch.cuda.synchronize")
+def _wait(function: str) -> None:
+    """Raises Waits where the host may not wait."""
+    if _Issued.modes:
+        raise Waits(function)
 
 
 class _Inert:
@@ -222,6 +271,44 @@ class _Inert:
 
     def __exit__(self, *_):
         return False
+
+
+class _Stream(_Inert):
+    """Has a name, and is current inside torch.cuda.stream."""
+
+    current: ClassVar[list[str]] = ["compute"]
+
+    def __init__(self, *_, **__):
+        self.name = f"stream {id(self)}"
+
+    @classmethod
+    def now(cls, *_) -> "_Stream":
+        stream = cls()
+        stream.name = cls.current[-1]
+        return stream
+
+    def synchronize(self) -> None:
+        _wait("Stream.synchronize")
+
+
+@contextlib.contextmanager
+def _in_stream(stream: _Stream | None) -> Iterator[None]:
+    _Stream.current.append(_Stream.current[-1] if stream is None else stream.name)
+    try:
+        yield
+    finally:
+        _Stream.current.pop()
+
+
+class _Event(_Inert):
+    recorded = None
+
+    def record(self, *_) -> None:
+        self.recorded = _Issued.kernels
+
+    def synchronize(self) -> None:
+        if self.recorded is None or _Issued.kernels - self.recorded < LEAD:
+            _wait("Event.synchronize, and the device has nothing else to do")
 
 
 def _support() -> str | None:

@@ -18,6 +18,7 @@ import torch._inductor.config
 import triton
 from functorch.compile import make_boxed_func
 from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.codecache import PyCodeCache
 from torch._inductor.compile_fx import view_to_reshape
 from torch._inductor.debug import DebugContext
@@ -57,11 +58,17 @@ class Driver:
 
 
 @contextlib.contextmanager
-def inductor(sources: list[str]) -> Iterator[None]:
-    """torch.compile writes kernels for CUDA into `sources`, and what it returns computes without them."""
+def inductor(
+    sources: list[str], seen: Callable[[str, torch.fx.GraphModule], None] = lambda *_: None
+) -> Iterator[None]:
+    """torch.compile writes kernels for CUDA into `sources`, and what it returns computes without them.
+
+    seen: called with 'forward' or 'backward' and each graph, as the partitioner cuts it.
+    """
     compile_with = torch.compile
 
-    def write_kernels(graph_module, inputs):
+    def write_kernels(direction, graph_module, inputs):
+        seen(direction, graph_module)
         graph = copy.deepcopy(graph_module)
         with V.set_debug_handler(DebugContext()), V.set_fake_mode(torch._guards.detect_fake_mode(inputs)):
             view_to_reshape(graph)
@@ -73,7 +80,12 @@ def inductor(sources: list[str]) -> Iterator[None]:
         sources.append(code.value)
         return make_boxed_func(graph_module.forward)
 
-    backend = aot_autograd(fw_compiler=write_kernels, bw_compiler=write_kernels, decompositions=select_decomp_table())
+    backend = aot_autograd(
+        fw_compiler=functools.partial(write_kernels, "forward"),
+        bw_compiler=functools.partial(write_kernels, "backward"),
+        partition_fn=functools.partial(min_cut_rematerialization_partition, compiler="inductor"),
+        decompositions=select_decomp_table(),
+    )
     joint_graph.lazy_init(*[None] * len(inspect.signature(inspect.unwrap(joint_graph.lazy_init)).parameters))
     triton.runtime.driver.set_active(Driver())
     state = torch.zeros(16, dtype=torch.uint8)

@@ -15,6 +15,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -48,6 +49,8 @@ from support.launcher_environment import LAUNCHER_VARIABLES, launcher_environmen
 
 ROOT = Path(__file__).parents[2]
 RANKS, SEQUENCES, LENGTH = 8, 8, 256
+DOCUMENT_TOKENS = 97
+"""Length of each document."""
 MODEL = {
     "model_type": "llama",
     "vocab_size": 4096,
@@ -69,6 +72,8 @@ MIXTURE = {
 }
 MODELS = {"llama": MODEL, "qwen3_moe": MIXTURE}
 HIDDEN_STATES = (SEQUENCES, LENGTH, MODEL["hidden_size"])
+
+RNG_STATE = torch.zeros(16, dtype=torch.uint8)
 
 C10D = torch.library.Library("c10d", "IMPL")
 """Held for as long as this function of it is to be known: torch has one of every other collective in use."""
@@ -92,6 +97,8 @@ class Launch:
     """Of the recipe, beside those that all have."""
     attention: str = "groundwork_sdpa"
     ranks: int = RANKS
+    """1: alone, without a launcher's ranks and groups."""
+    sequences: int = SEQUENCES
     length: int = LENGTH
 
     @property
@@ -309,12 +316,22 @@ def forget_meshes() -> None:
     DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
 
 
+def environment_of(launch: Launch) -> dict[str, str]:
+    environment = launcher_environment(ROOT / f"accelerate_configs/{launch.file}.yaml", launch.ranks)
+    environment |= {"WORLD_SIZE": str(launch.ranks), "LOCAL_WORLD_SIZE": str(RANKS), "RANK": str(launch.rank)}
+    return environment | {
+        "LOCAL_RANK": "0",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "0",
+        **dict(launch.environment),
+    }
+
+
 @contextmanager
 def as_rank_of(launch: Launch) -> Iterator[None]:
     """The environment and the process group of this rank."""
-    environment = launcher_environment(ROOT / f"accelerate_configs/{launch.file}.yaml", launch.ranks)
-    environment |= {"WORLD_SIZE": str(launch.ranks), "LOCAL_WORLD_SIZE": str(RANKS), "RANK": str(launch.rank)}
-    environment |= {"LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", **dict(launch.environment)}
+    is_alone = launch.ranks == 1
+    environment = {} if is_alone else environment_of(launch)
     kept = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHER_VARIABLES)}
     new_group = dist.new_group
     with ExitStack() as stack:
@@ -324,10 +341,10 @@ def as_rank_of(launch: Launch) -> Iterator[None]:
         )
         stack.enter_context(fake_group)
         AcceleratorState._reset_state(reset_partial_state=True)
-        if not dist.is_initialized():  # DeepSpeed keeps its groups
+        if not dist.is_initialized() and not is_alone:  # DeepSpeed keeps its groups
             dist.init_process_group("fake", store=FakeStore(), rank=launch.rank, world_size=launch.ranks)
             forget_meshes()
-        if not launch.on_host:
+        if not launch.on_host and not is_alone:
             stack.callback(dist.destroy_process_group)
         yield
 
@@ -341,8 +358,10 @@ def fake_devices() -> Iterator[FakeTensorMode]:
         mock.patch.object(torch.nn.Module, "_apply", apply_in_place),
         mock.patch.object(FakeTensor, "tolist", even_rows),
         mock.patch("torch.distributed.fsdp._fully_shard._fsdp_init._move_states_to_device", move_states),
-        mock.patch.multiple(torch.Tensor, pin_memory=lambda tensor: tensor, is_pinned=lambda tensor: True),
-        mock.patch.multiple(torch.cuda, get_rng_state=mock.Mock(), set_rng_state=mock.Mock()),
+        mock.patch.multiple(
+            torch.Tensor, pin_memory=lambda tensor: tensor, is_pinned=lambda tensor: tensor.device.type == "cpu"
+        ),
+        mock.patch.multiple(torch.cuda, get_rng_state=lambda *_: RNG_STATE, set_rng_state=mock.Mock()),
         mock.patch("torch.distributed._compute_bucket_assignment_by_size", final_buckets),
         # They look into tensors by their address.
         mock.patch("torch.nn.parallel.distributed._verify_param_shape_across_processes"),
@@ -367,8 +386,8 @@ def read_config(folder: Path, launch: Launch) -> RunConfig:
         "data": {"train": [{"shards": str(folder)}], "sequence_length": launch.length},
         "budget": {"steps": 9},
         "batch": {
-            "tokens_per_step": 2 * launch.ranks * SEQUENCES * launch.length,
-            "sequences_per_micro_batch": SEQUENCES,
+            "tokens_per_step": 2 * launch.ranks * launch.sequences * launch.length,
+            "sequences_per_micro_batch": launch.sequences,
         },
         "optim": {"learning_rate": 0.001, "max_grad_norm": 1.0},
         "pipeline": {"schedule": "1F1B"},
@@ -377,35 +396,55 @@ def read_config(folder: Path, launch: Launch) -> RunConfig:
     return read_run_config(folder / "recipe.yaml", list(launch.settings))
 
 
+@dataclass(frozen=True)
+class Prepared:
+    """A strategy's model and a batch for it."""
+
+    strategy: Strategy
+    model: torch.nn.Module
+    causal_lm: torch.nn.Module
+    batch: dict[str, Any]
+
+
+def prepared(launch: Launch, stack: ExitStack) -> Prepared:
+    """Builds a launch's model as train.py does; fake CUDA and the process group last as long as the stack."""
+    folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+    config = read_config(folder, launch)
+    stack.enter_context(as_rank_of(launch))
+    stack.enter_context(nullcontext() if launch.on_host else torch_cuda_with(RANKS))
+    strategy = make_strategy(config)
+    causal_lm = build_meta_model(load_model_config(config.model.config), attention=launch.attention)
+    model = LanguageModelLoss(causal_lm, from_hidden_states=True)
+    build_optimizer = optimizer_builder(
+        config.optim, causal_lm, 0.001, seed=0, device_type="cpu" if launch.on_host else "cuda"
+    )
+    fake = stack.enter_context(nullcontext() if launch.on_host else fake_devices())
+    # Ordering buckets reads values, as building them anew does.
+    stack.enter_context(mock.patch("pretrain.parallel.strategy.order_buckets"))
+    model = strategy.prepare(model, NoWeights(), build_optimizer)
+    if isinstance(model, DistributedDataParallel):
+        model.register_comm_hook(None, all_reduce_bucket)
+        model.reducer, model.logger = FixedBuckets(model.reducer), mock.Mock()
+    rows = 1 if launch.on_host else launch.sequences * strategy.micro_batches_per_call
+    length = 16 if launch.on_host else launch.length
+    even_rows.length = launch.length
+    even_rows.choices = MODELS[launch.model].get("num_experts_per_tok", 1)
+    ids = torch.zeros(rows, length, dtype=torch.long, device=strategy.device)
+    with unset_fake_temporarily():
+        layout = document_layout(np.arange(rows * length).reshape(rows, length) % DOCUMENT_TOKENS, 0)
+    layout = {name: fake.from_tensor(values) if fake else values for name, values in layout.items()}
+    batch = {"input_ids_BT": ids, "targets_BT": ids}
+    batch |= attention_arguments(layout, launch.attention, strategy.device)
+    return Prepared(strategy, model, causal_lm, batch)
+
+
 def count(launch: Launch, counter: type[Counter] = Counter) -> dict[str, dict]:
     """What the second step and a second validation batch do, {moment: its `Seen` as a dictionary}."""
     with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        config = read_config(folder, launch)
-        stack.enter_context(as_rank_of(launch))
-        stack.enter_context(nullcontext() if launch.on_host else torch_cuda_with(RANKS))
-        strategy = make_strategy(config)
-        causal_lm = build_meta_model(load_model_config(config.model.config), attention=launch.attention)
-        model = LanguageModelLoss(causal_lm, from_hidden_states=True)
-        build_optimizer = optimizer_builder(
-            config.optim, causal_lm, 0.001, seed=0, device_type="cpu" if launch.on_host else "cuda"
-        )
-        fake = stack.enter_context(nullcontext() if launch.on_host else fake_devices())
-        # Ordering buckets reads values, as building them anew does.
-        stack.enter_context(mock.patch("pretrain.parallel.strategy.order_buckets"))
-        model = strategy.prepare(model, NoWeights(), build_optimizer)
-        if isinstance(model, DistributedDataParallel):
-            model.register_comm_hook(None, all_reduce_bucket)
-            model.reducer, model.logger = FixedBuckets(model.reducer), mock.Mock()
-        rows, length = (1, 16) if launch.on_host else (SEQUENCES * strategy.micro_batches_per_call, launch.length)
-        even_rows.length = launch.length
-        even_rows.choices = MODELS[launch.model].get("num_experts_per_tok", 1)
-        ids = torch.zeros(rows, length, dtype=torch.long, device=strategy.device)
-        with unset_fake_temporarily():
-            layout = document_layout(np.arange(rows * length).reshape(rows, length) % 97, 0)
-        layout = {name: fake.from_tensor(values) if fake else values for name, values in layout.items()}
-        batch = {"input_ids_BT": ids, "targets_BT": ids}
-        batch |= attention_arguments(layout, launch.attention, strategy.device)
+        run = prepared(launch, stack)
+        strategy = run.strategy
+        model = run.model
+        batch = run.batch
         take_step(strategy, model, batch, counter)
         with nullcontext() if launch.may_wait or launch.on_host else refuse_waits():
             counters = take_step(strategy, model, batch, counter)
@@ -418,6 +457,39 @@ def count(launch: Launch, counter: type[Counter] = Counter) -> dict[str, dict]:
                 tensors = strategy.model_tensors()
                 assert all(tensors.whole(name).is_cuda for name in tensors.shapes)
         return {moment: asdict(counter.seen) for moment, counter in counters.items()}
+
+
+class Order(TorchDispatchMode):
+    """Lists collectives and matrix products as they are issued: {gather, reduce, product}, and in which stream."""
+
+    def __init__(self):
+        super().__init__()
+        self.issued: list[tuple[str, str]] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if DTensor in types:
+            return NotImplemented
+        name = func._opname.strip("_")
+        kinds = {"gather": name.startswith("allgather"), "reduce": name.startswith(("reduce_scatter", "allreduce"))}
+        kinds["product"] = func.namespace == "aten" and name in ("mm", "addmm")
+        for kind, is_it in kinds.items():
+            if is_it:
+                self.issued.append((kind, torch.cuda.current_stream().name))
+        return func(*args, **(kwargs or {}))
+
+
+def order(launch: Launch) -> dict[str, list[tuple[str, str]]]:
+    """What the second micro-step issues, forward and backward."""
+    with ExitStack() as stack:
+        run = prepared(launch, stack)
+        take_step(run.strategy, run.model, run.batch, Counter)
+        run.model.train()
+        with run.strategy.accumulate(is_last=True):
+            with Order() as forward:
+                loss, _ = run.model(**run.batch)
+            with Order() as backward:
+                run.strategy.backward(loss)
+        return {"forward": forward.issued, "backward": backward.issued}
 
 
 def take_step(strategy: Strategy, model: torch.nn.Module, batch: dict, counter: type[Counter]) -> dict[str, Counter]:
@@ -475,4 +547,7 @@ OFFLOADED = {
     ),
 }
 """Parameters in host memory beside dimensions whose ranks sum gradients themselves, on their GPUs."""
+OVERLAPPED = {name: Launch(name, layers=6) for name in ("ddp", "fsdp2", "hsdp")}
+"""Whose order is looked at."""
 CASES = {name: functools.partial(count, launch) for name, launch in {**LAUNCHES, **ATTENTIONS, **OFFLOADED}.items()}
+CASES |= {f"order: {name}": functools.partial(order, launch) for name, launch in OVERLAPPED.items()}

@@ -13,11 +13,15 @@ import torch
 import torch.nn.functional as F
 import transformers.integrations.flex_attention
 from accelerate.state import AcceleratorState, GradientState
+from torch._dynamo.backends.debugging import aot_eager
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AttentionInterface, AutoConfig
 
 import pretrain.model.kernels
 import pretrain.training.build
+from pretrain.checkpoint.run_state import Request
+from pretrain.checkpoint.tensor_files import HostMemory
 from pretrain.config import RunConfig, WindowSpec
 from pretrain.errors import InputError
 from pretrain.hardware import DTYPES
@@ -27,7 +31,9 @@ from pretrain.model.build import build_meta_model
 from pretrain.model.routers import router_losses
 from pretrain.parallel.strategy import Strategy
 from pretrain.training.build import build_training
-from support.fake_cuda import fake_cuda, refuse_waits
+from pretrain.training.prefetch import ReadAhead
+from pretrain.training.step_reports import Consensus
+from support.fake_cuda import LEAD, fake_cuda, refuse_waits
 from support.flash_packages import flash_packages
 from support.tiny_models import TINY, TINY_LLAMA
 
@@ -136,22 +142,53 @@ WHOLE = F.scaled_dot_product_attention
 
 
 def by_torchs_kernels(query, key, value, mask=None, dropout=0.0, is_causal=False, scale=None, enable_gqa=False):
-    """The kernel that torch takes on a GPU of today (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp)."""
-    has_alignment = query.shape[-1] * query.element_size() % 16 == 0
-    has_alignment &= value.shape[-1] * value.element_size() % 16 == 0
-    if mask is None and query.dtype != torch.float32 and has_alignment and query.shape[-1] == value.shape[-1]:
-        flash = torch.ops.aten._scaled_dot_product_flash_attention
-        if enable_gqa:  # the fake of its backward pass knows no groups
-            key, value = (x.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for x in (key, value))
-        return flash(query, key, value, dropout, is_causal, scale=scale)[0]
-    if enable_gqa or not has_alignment:
-        return WHOLE(query, key, value, mask, dropout, is_causal, scale=scale, enable_gqa=enable_gqa)
+    """The kernel that torch 2.13 takes on an H100 (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp).
+
+    In half precision cuDNN's, with and without a mask, for heads of up to 128; then flash, without a mask; then the
+    memory-efficient one, whose heads cannot be grouped; else whole scores.
+    """
+    widths = {query.shape[-1], value.shape[-1]}
+    in_half = query.dtype in (torch.bfloat16, torch.float16)
     bias = None
     if mask is not None:
         bias = torch.zeros(mask.shape, dtype=query.dtype, device=mask.device).masked_fill(~mask, -torch.inf)
         bias = bias.expand(*query.shape[:2], -1, -1)
+    if in_half and max(widths) <= 128 and not any(width % 8 for width in widths):
+        cudnn = torch.ops.aten._scaled_dot_product_cudnn_attention
+        return cudnn(query, key, value, bias, query.requires_grad, dropout, is_causal, scale=scale)[0]
+    if in_half and mask is None and len(widths) == 1 and max(widths) <= 256:
+        flash = torch.ops.aten._scaled_dot_product_flash_attention
+        if enable_gqa:  # the fake of its backward pass knows no groups
+            key, value = (x.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for x in (key, value))
+        return flash(query, key, value, dropout, is_causal, scale=scale)[0]
+    if enable_gqa or any(width * query.element_size() % 16 for width in widths):
+        return WHOLE(query, key, value, mask, dropout, is_causal, scale=scale, enable_gqa=enable_gqa)
     efficient = torch.ops.aten._scaled_dot_product_efficient_attention
     return efficient(query, key, value, bias, query.requires_grad, dropout, is_causal, scale=scale)[0]
+
+
+class Kernels(TorchDispatchMode):
+    """Names the attention kernels that run."""
+
+    def __init__(self):
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if "attention" in func._opname or "varlen" in func._opname:
+            self.names.append(func._opname.strip("_"))
+        return func(*args, **(kwargs or {}))
+
+
+def kernels_of(precision: str, document_mask: bool, width: int) -> list[str]:
+    """Which kernels `auto` reaches, forward and backward, with groups of queries."""
+    with replacements(), fake_cuda(), Kernels() as kernels:
+        shape = {"device": "cuda", "dtype": DTYPES[precision], "requires_grad": True}
+        tensors = [torch.empty(2, heads, 256, width, **shape) for heads in (8, 2, 2)]
+        packed = {"cu_seq_lens_q": torch.zeros(9, dtype=torch.int32, device="cuda")} if document_mask else {}
+        attend = AttentionInterface()[chosen_attention("auto", precision, document_mask)]
+        attend(torch.nn.Module(), *tensors, None, 0.0, **packed)[0].sum().backward()
+    return kernels.names
 
 
 @contextlib.contextmanager
@@ -221,6 +258,87 @@ def train_a_step(choice: Mapping[str, object], model: Mapping[str, object] = TIN
         assert {parameter.device.type for parameter in built.causal_lm.parameters()} == {"cuda"}
 
 
+def train_four_steps() -> None:
+    """As train.py's loop with what it calls around a step: batches read ahead in a thread, the exchange of reports, a
+    copy of the weights for a checkpoint, and layers compiled by torch.compile, whose code runs as it is.
+
+    The first two steps may wait: they compile, and nothing runs yet.
+    """
+    config = settings_of({name: values[0] for name, values in CHOICES.items()})
+    attention = chosen_attention(config.attention, config.precision, config.data.document_mask)
+    model_plan = SimpleNamespace(
+        model_config=AutoConfig.for_model(**TINY_LLAMA), attention=attention, from_hidden_states=True
+    )
+    model_plan.active_parameters, model_plan.parameters = 10**6, 10**6
+    model_plan.router_losses = router_losses(config.loss, build_meta_model(model_plan.model_config))
+    plan = SimpleNamespace(
+        attention=attention,
+        total_steps=4,
+        micro_steps=lambda _: 2,
+        stage=lambda _: SimpleNamespace(window=config.data.window, sequences_per_micro_batch=2),
+        batches=SimpleNamespace(read=lambda *_, **__: host_arrays(False)[0], end_of_document_id=0),
+    )
+    no_values = mock.patch.object(FakeTensor, "tolist", values_that_arrived)
+    no_lock = mock.patch("pretrain.checkpoint.tensor_files.lock", return_value=False)
+    compiles = functools.partial(torch.compile, backend=aot_eager)
+    with replacements(), fake_cuda(may_wait=True) as fake, no_values, no_lock, pageable(), compiled_by(compiles):
+        strategy = Strategy(config.precision, config)
+        compiled = config.model_copy(update={"compile": "regional"})
+        built = build_training(compiled, model_plan, strategy, learning_rate=1e-3)
+        built.model.train()
+        read_ahead = ReadAhead(strategy)
+        ids, layout = host_arrays(config.data.document_mask)
+        layout = {name: fake.from_tensor(tensor) for name, tensor in layout.items()}
+        host_batch = HostBatch(fake.from_tensor(torch.from_numpy(ids)), layout)
+        read_ahead._host_batch = lambda *_: host_batch  # made here, since one thread alone can make fake tensors
+        consensus = Consensus(strategy)
+        weights = strategy.weights()
+        memory = HostMemory({name: (tuple(weight.shape), weight.dtype) for name, weight in weights.items()})
+        reports = []
+        for step in range(plan.total_steps):
+            with refuse_waits() if step >= 2 else contextlib.nullcontext():
+                strategy.begin_step(1e-3, 2)
+                step_loss = torch.zeros((), device=strategy.device)
+                for micro_step in range(2):
+                    batch = read_ahead.micro_batch(plan, step, micro_step)
+                    read_ahead.last_seconds.append(1.0)  # a slow disk: the next step is read in the thread
+                    with strategy.accumulate(is_last=micro_step == 1):
+                        micro_loss, cross_entropy = built.model(**batch)
+                        strategy.backward(micro_loss / 2)
+                    step_loss += cross_entropy / 2
+                grad_norm, skipped = strategy.update(config.optim.max_grad_norm)
+                reports += consensus.exchange(step, step_loss, grad_norm, skipped, Request.NONE)
+                for name, weight in weights.items():
+                    memory.hold(name, weight.detach())
+        assert [report.step for report in reports] == [0, 1], "each comes two steps later"
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1, "one layer's, for all"
+
+
+def values_that_arrived(tensor: FakeTensor) -> list[float]:
+    """In place of `tolist`, of what was copied to the host."""
+    if tensor.device.type == "cuda":
+        return tensor[0].item()  # which raises
+    return [1.0] * tensor.numel()
+
+
+@contextlib.contextmanager
+def pageable() -> Iterator[None]:
+    """torch.empty without page-locked memory, which needs a GPU."""
+    empty = torch.empty
+    with mock.patch.object(torch, "empty", lambda *size, pin_memory=False, **more: empty(*size, **more)):
+        yield
+
+
+@contextlib.contextmanager
+def compiled_by(compiles: Callable) -> Iterator[None]:
+    torch._dynamo.reset()
+    state = torch.zeros(16, dtype=torch.uint8)
+    rng = mock.patch.multiple(torch.cuda, get_rng_state=lambda *_: state, set_rng_state=lambda *_: None)
+    with mock.patch.object(torch, "compile", compiles), rng:
+        yield
+    torch._dynamo.reset()
+
+
 def attend(attention: str, precision: str, document_mask: bool, dropout: float = 0.0) -> None:
     """Forward and backward of one attention with groups of queries, where all pairs of positions are the most."""
     name, batch, heads, length = chosen_attention(attention, precision, document_mask), 2, 8, 256
@@ -269,6 +387,19 @@ def on_weight(use: Callable[[torch.Tensor], object]) -> Callable[[], None]:
     return case
 
 
+def recorded_event() -> torch.cuda.Event:
+    event = torch.cuda.Event()
+    event.record()
+    return event
+
+
+def awaits_the_step_before(weight: torch.Tensor) -> None:
+    event = recorded_event()
+    for _ in range(LEAD):
+        weight + 1
+    event.synchronize()
+
+
 WAITS = {
     "item": lambda weight: weight.sum().item(),
     "truth": lambda weight: bool(weight.sum() > 0),
@@ -280,6 +411,15 @@ WAITS = {
     "copy from the host": lambda weight: weight.detach().copy_(torch.ones(4, 4)),
     "number to the device": lambda weight: torch.tensor(1.0, device=weight.device),
     "synchronize": lambda weight: torch.cuda.synchronize(),
+    "stream": lambda weight: torch.cuda.current_stream().synchronize(),
+    "event": lambda weight: recorded_event().synchronize(),
+    "cache": lambda weight: torch.cuda.empty_cache(),
+    "write to a mask": lambda weight: weight.detach().__setitem__(weight[:, 0] > 0, torch.ones(4, device="cuda")),
+    "masked_scatter_": lambda weight: weight.detach().masked_scatter_(weight > 0, torch.ones(16, device="cuda")),
+    "repeats": lambda weight: torch.repeat_interleave(weight, torch.ones(4, dtype=torch.long, device="cuda"), dim=0),
+    "counts": lambda weight: torch.bincount(torch.zeros(4, dtype=torch.long, device="cuda")),
+    "split by values": lambda weight: weight.split(torch.ones(4, dtype=torch.long, device="cuda").tolist()),
+    "numpy": lambda weight: weight.detach().cpu().numpy(),
 }
 MIXES = {"product": lambda weight: weight @ torch.ones(4, 4), "sum": lambda weight: weight + torch.ones(4)}
 RUNS = {
@@ -288,6 +428,8 @@ RUNS = {
     "copy without waiting": lambda weight: torch.ones(4).to("cuda", non_blocking=True) + weight,
     "number on the device": lambda weight: torch.full((), 1.0, device=weight.device),
     "write of a number": lambda weight: weight.detach()[0].fill_(1.0),
+    "number to a mask": lambda weight: weight.detach().__setitem__(weight > 0, 0.0),
+    "event of the step before": awaits_the_step_before,
 }
 OF_FAKE_CUDA = {"waits": WAITS, "mixes": MIXES, "runs": RUNS}
 STEPS = {", ".join(map(str, choice.values())): functools.partial(train_a_step, choice) for choice in pairwise(CHOICES)}
@@ -316,5 +458,15 @@ SCORES = {
 """Without what has only stand-ins here: torch's compiled kernel, and the packages of FlashAttention."""
 CASES = {f"scores: {name}": functools.partial(attend, *given) for name, given in SCORES.items()}
 
+KERNELS = {
+    f"{precision}, {document_mask}, {width}": (precision, document_mask, width)
+    for precision in ("bf16", "fp32")
+    for document_mask in (True, False)
+    for width in (64, 256)
+}
+"""precision, document_mask, width of a head"""
+CASES |= {f"kernels: {name}": functools.partial(kernels_of, *given) for name, given in KERNELS.items()}
+
 CASES |= {f"{kind}: {name}": on_weight(use) for kind, uses in OF_FAKE_CUDA.items() for name, use in uses.items()}
+CASES |= {"four steps": train_four_steps}
 CASES |= STEPS | LOSSES

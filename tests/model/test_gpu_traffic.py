@@ -1,0 +1,130 @@
+"""Bytes that a compiled layer moves through a GPU's memory beside its matrix products and attention, and bytes that it
+keeps for its backward pass, held to the least that the mathematics needs. Needs no GPU; see
+support/traffic_on_fake_cuda.py. STRATEGIES=all: every model under every strategy; TRAFFIC=1 prints every kernel.
+"""
+
+import importlib.util
+from dataclasses import dataclass
+
+import pytest
+
+from support.fake_cuda import outcomes_of
+from support.project import ROOT
+from support.traffic_setups import SETUPS, TP_RANKS, Setup
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+
+
+@dataclass(frozen=True)
+class Bar:
+    """Most that a setup may take, times the least."""
+
+    traffic: float
+    kept: float
+    graphs: int = 1
+    """Graphs that two layers are compiled to, in each direction."""
+
+
+BARS = {
+    "gpt2_124m single": Bar(1.95, 1.07),
+    "gpt2_124m ddp": Bar(1.95, 1.07),
+    "gpt2_124m fsdp2": Bar(1.52, 1.00),
+    "llama_125m single": Bar(1.59, 1.09),
+    "llama_125m ddp": Bar(1.59, 1.09),
+    "llama_125m fsdp2": Bar(1.24, 1.00),
+    "llama_125m tp": Bar(1.31, 1.01),
+    "llama_1b single": Bar(1.59, 1.16),
+    "llama_1b ddp": Bar(1.59, 1.16),
+    "llama_1b fsdp2": Bar(1.23, 1.00),
+    "llama_1b tp": Bar(1.29, 1.04),
+    "qwen3_0.6b single": Bar(1.74, 1.09),
+    "qwen3_0.6b ddp": Bar(1.74, 1.09),
+    "qwen3_0.6b fsdp2": Bar(1.26, 1.00),
+    "qwen3_0.6b tp": Bar(1.33, 1.02),
+    "qwen3_moe_500m single": Bar(1.86, 1.11),
+    "qwen3_moe_500m ddp": Bar(1.86, 1.11),
+    "qwen3_moe_500m fsdp2": Bar(1.58, 1.01),
+    "qwen3_moe_500m tp": Bar(1.73, 1.04, graphs=2),
+    "nanochat_d12 single": Bar(1.68, 1.18),
+    "nanochat_d12 ddp": Bar(1.68, 1.18),
+    "nanochat_d12 fsdp2": Bar(1.53, 1.00),
+}
+"""{model strategy: measured}: lower a bar as soon as its layer takes less, here and in docs/performance.md."""
+SLACK = 0.01
+
+
+def least(setup: Setup) -> tuple[float, float]:
+    """Returns (bytes moved, bytes kept) of a micro-batch, with a residual stream of bf16.
+
+    A kernel lies between two matrix products, or between one and attention. It reads what it needs and writes what the
+    next one needs once, in bf16. A matrix product's input is kept for its weight's gradient. What is written in fp32
+    per row (statistics of norms, logsumexp) is left out.
+    """
+    config = setup.model_config()
+    d = setup.width
+    heads = config.get("num_attention_heads") or config["n_head"]
+    key_heads = config.get("num_key_value_heads") or heads
+    head_width = config.get("head_dim") or d // heads
+    m = config.get("moe_intermediate_size") or config.get("intermediate_size") or 4 * d
+    shares = TP_RANKS if setup.strategy == "tp" else 1
+    heads, key_heads, m = heads // shares, key_heads // shares, m // shares
+    kind = config["model_type"]
+    q = heads * head_width
+    k = key_heads * head_width
+    rows = config.get("num_experts_per_tok", 1)
+
+    # Forward: norm (x; out), norm of x + attention's output (x, o; h, out), x + MLP's output (h, mlp; out).
+    # Backward, of each norm: gradients of its outputs, input and gradient of the stream; gradient of the stream.
+    readers_of_attention_input = 1 if kind == "gpt2" else 3
+    readers_of_mlp_input = 2 if kind in ("llama", "qwen3") else 1
+    moved = 2 * d * (2 + 4 + 3) + 2 * d * (readers_of_attention_input + 3 + readers_of_mlp_input + 3)
+    kept = 2 * d * 4  # x, its norm, h, its norm
+    # Activation function: of gate and up, or of one input; backward the same and the gradient.
+    is_gated = kind not in ("gpt2", "nanochat")
+    moved += rows * 2 * m * ((3 + 5) if is_gated else (2 + 3))
+    kept += rows * 2 * m * (3 if is_gated else 2)
+    # Rotation of query and key, there and back; with norms of them, their inputs once more.
+    if kind != "gpt2":
+        moved += 2 * (q + k) * (2 + 2)
+    if kind in ("qwen3", "qwen3_moe", "nanochat"):
+        moved += 2 * (q + k)
+        kept += 2 * (q + k)
+    kept += 2 * (2 * q + 2 * k) + 4 * heads
+    if rows > 1:
+        # Rows of tokens to experts (h; rows), back as part of the sum (rows instead of the MLP's output); backward the
+        # gradient of the rows and of their weights (rows), and of the input (rows instead of one gradient).
+        moved += 2 * d * (1 + rows) + 2 * d * (rows - 1) + 2 * d * (1 + 2 * rows) + 2 * d * (rows - 1)
+        kept += 2 * d * 2 * rows
+    copied = 0 if setup.strategy in ("fsdp2", "tp") else 6 * elements_of_matrices(config, d, m, q, k, is_gated)
+    return setup.tokens * moved + copied, setup.tokens * kept
+
+
+def elements_of_matrices(config: dict, d: int, m: int, q: int, k: int, is_gated: bool) -> int:
+    """Returns the elements of a layer's matrices, which autocast copies from fp32 to bf16."""
+    return 2 * d * (q + k) + (3 if is_gated else 2) * d * m * config.get("num_experts", 1)
+
+
+@pytest.fixture(scope="module")
+def outcomes():
+    return outcomes_of("support.traffic_on_fake_cuda")
+
+
+@pytest.mark.parametrize("setup", SETUPS, ids=lambda setup: setup.name)
+def test_a_layer_moves_and_keeps_no_more_than_its_bar(outcomes, setup):
+    """All layers share one graph in each direction: others would be compiled one by one."""
+    bar = BARS[setup.name]
+    outcome = outcomes[setup.name]
+    assert outcome.error is None, outcome.error
+    assert sorted(outcome.result["graphs"]) == ["backward"] * bar.graphs + ["forward"] * bar.graphs
+    moved, kept = least(setup)
+    found = Bar(outcome.result["bytes"] / bar.graphs / moved, outcome.result["kept"] / bar.graphs / kept, bar.graphs)
+    print(f'"{setup.name}": {found}', outcome.result["kernels"])
+    assert found.traffic <= bar.traffic + SLACK and found.kept <= bar.kept + SLACK, found
+
+
+def test_what_is_over_the_least_is_explained():
+    """A bar above 1.1 stands in the table of docs/performance.md."""
+    _, _, table = (ROOT / "docs/performance.md").read_text().partition("| model | strategies | moves |")
+    explained = [line.split("|")[1:3] for line in table.partition("\n\n")[0].splitlines()[2:]]
+    names = {f"{model.strip()} {one.strip()}" for model, several in explained for one in several.split(",")}
+    assert {name for name, bar in BARS.items() if max(bar.traffic, bar.kept) > 1.1} <= names

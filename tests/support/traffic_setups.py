@@ -1,0 +1,71 @@
+"""Setups of tests/model/test_gpu_traffic.py: models of model_configs/ under strategies, with real micro-batches."""
+
+import json
+import os
+from dataclasses import dataclass
+
+from support.project import ROOT
+
+EVERYTHING = os.environ.get("STRATEGIES") == "all"
+TP_RANKS = 4
+"""Ranks of tensor parallel."""
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A model under a strategy."""
+
+    model: str
+    """In model_configs/."""
+    strategy: str
+    """In accelerate_configs/."""
+    sequences: int
+    length: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.model} {self.strategy}"
+
+    @property
+    def tokens(self) -> int:
+        return self.sequences * self.length
+
+    def model_config(self) -> dict[str, object]:
+        """Returns the model's JSON without its number of layers."""
+        values = json.loads((ROOT / f"model_configs/{self.model}.json").read_text())
+        return {name: value for name, value in values.items() if name not in ("n_layer", "num_hidden_layers")}
+
+    @property
+    def width(self) -> int:
+        """Width of hidden states."""
+        values = self.model_config()
+        return values.get("hidden_size") or values["n_embd"]
+
+
+BATCHES = {
+    "gpt2_124m": (64, 1024),
+    "llama_125m": (16, 2048),
+    "llama_1b": (8, 2048),
+    "qwen3_0.6b": (8, 2048),
+    "qwen3_moe_500m": (8, 2048),
+    "nanochat_d12": (16, 2048),
+}
+"""{model: (sequences, tokens of each)}."""
+STRATEGIES = ("single", "ddp", "fsdp2", "tp")
+WITHOUT_PLAN = ("gpt2_124m", "nanochat_d12")
+"""Models that tensor parallel cannot split: transformers has no plan for them."""
+TYPICAL = {
+    "gpt2_124m": ("ddp",),
+    "llama_125m": ("ddp",),
+    "llama_1b": ("ddp", "fsdp2", "tp"),
+    "qwen3_0.6b": (),
+    "qwen3_moe_500m": ("ddp",),
+    "nanochat_d12": ("single",),
+}
+"""{model: strategies in every run of the suite}; all of them with STRATEGIES=all."""
+SETUPS = [
+    Setup(model, strategy, *BATCHES[model])
+    for model in BATCHES
+    for strategy in STRATEGIES
+    if (strategy != "tp" or model not in WITHOUT_PLAN) and (EVERYTHING or strategy in TYPICAL[model])
+]
