@@ -42,6 +42,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 from accelerate.state import AcceleratorState
+from torch.distributed import device_mesh, distributed_c10d
 from torch.distributed.pipelining import PipelineStage
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -234,6 +235,19 @@ def copy_checkpoint(source: str, run: Path) -> None:
         torch.distributed.barrier()
 
 
+def shared_by_runs(new_group):
+    """Wraps torch's new_group: runs that ask for a group of the same ranks get the same one."""
+    groups = {}
+
+    def shared(ranks=None, timeout=None, backend=None, **options):
+        key = (tuple(ranks or ()), timeout, backend)
+        if key not in groups:
+            groups[key] = new_group(ranks, timeout, backend, **options)
+        return groups[key]
+
+    return shared
+
+
 def all_strategies(base: type = Strategy) -> list[type]:
     return [base, *(found for child in base.__subclasses__() for found in all_strategies(child))]
 
@@ -259,6 +273,7 @@ if __name__ == "__main__":
     compile_function = torch.compile
     # Each group has threads that wake a hundred times a second; those of fifty runs took most of the cores.
     Ranks.of_launch = functools.cache(Ranks.of_launch)
+    device_mesh.new_group = distributed_c10d.new_group = shared_by_runs(distributed_c10d.new_group)
     Ranks.exit = lambda ranks, code: record_replicas(run.pop("trained_by"), code, run)  # the processes outlive a run
     # Each asks for it in its own way: the mesh at import, one process when it prepares a model.
     fp8.use_fp8 = mesh.use_fp8 = functools.partial(fp8.use_fp8, emulate=True)
