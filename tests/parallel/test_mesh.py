@@ -4,6 +4,8 @@ One launch trains every product with AdamW, pipelines by turns under every sched
 Adafactor, where matrices are divided in two dimensions (tests/support/train_strategies.py). With STRATEGIES=all in the
 environment (`make test-strategies`) every product has all three, each is also resumed from the checkpoint of the one
 before, and a second launch of eight processes trains the products of three and four dimensions.
+
+Without it most runs are short: two steps, and two layers where no pipeline needs four.
 """
 
 import importlib.util
@@ -28,7 +30,7 @@ from support.mesh_products import MODELS, SCHEDULES, name_of, products, variable
 from support.project import ROOT, events, free_port, launch, losses, run_script
 
 EVERYTHING = os.environ.get("STRATEGIES") == "all"
-STEPS = 4
+STEPS, SHORT = 4, 2
 NORM = 2e-6
 """Relative difference of a gradient norm in fp32 that the order of sums explains."""
 MIDDLE = "checkpoints/step-00000002"
@@ -57,17 +59,48 @@ FEW_EXPERTS = {
     for sizes in (Sizes(dp_shard=4), Sizes(dp_shard=4, ep=2))
 }
 TYPICAL = {name: case for name, case in cases(4).items() if EVERYTHING or is_typical(*case[1:])}
-ON_FOUR: dict[str, Case] = TYPICAL | IN_TWO_DIMENSIONS | FEW_EXPERTS
+OF_FOUR = {"moe dp_shard4 ep2": ("adamw", "moe", Sizes(dp_shard=4, ep=2))}
+OF_FOUR |= {"moe dp_shard2 cp2": ("adamw", "moe", Sizes(dp_shard=2, cp=2))}
+if EVERYTHING:
+    OF_FOUR |= {"moe dp_shard4 ep4": ("adamw", "moe", Sizes(dp_shard=4, ep=4))}
+    OF_FOUR |= {"moe cp4": ("adamw", "moe", Sizes(cp=4))}
+ON_FOUR: dict[str, Case] = TYPICAL | IN_TWO_DIMENSIONS | FEW_EXPERTS | OF_FOUR
 ON_EIGHT: dict[str, Case] = {}
 if EVERYTHING:
     ON_FOUR |= cases(4, "muon") | cases(4, "adafactor")
     ON_EIGHT = cases(8)
 RESUMED = list(ON_FOUR | ON_EIGHT) if EVERYTHING else [*IN_TWO_DIMENSIONS, list(FEW_EXPERTS)[-1]]
 HAS_FP8 = importlib.util.find_spec("torchao") is not None
+PRESETS = {
+    "dense pp2 dp_replicate2": "pp",
+    "dense dp_replicate2 tp2": "tp",
+    "dense dp_shard2 tp2": "fsdp_tp",
+    "dense dp_replicate2 dp_shard2": "hsdp",
+    "moe dp_shard4 ep2": "ep",
+    "moe dp_shard4 ep4": "ep",
+    "moe dp_shard2 cp2": "cp",
+    "moe cp4": "cp",
+}
+"""Products that train under launcher files of their own."""
+OPTIONS = {"dense pp2 dp_replicate2": ["--pipeline.microbatch_scale", "2"]}
+"""Settings of one product: microbatches that are smaller than they need be."""
 IN_FP8 = ["--precision", "fp8"]
 ROUNDED = ["--optim.name", "adafactor", "--optim.stochastic_rounding", "true", "--averaging.kind", "none"]
 PIPELINES = [name for name, (_, _, sizes) in (ON_FOUR | ON_EIGHT).items() if sizes.pp > 1]
 SCHEDULE_OF = dict(zip(PIPELINES, cycle(SCHEDULES)))
+
+
+def steps_of(name: str) -> int:
+    return STEPS if EVERYTHING or name in RESUMED else SHORT
+
+
+def layers_of(sizes: Sizes) -> int:
+    return 4 if EVERYTHING or sizes.pp > 1 else 2
+
+
+def alone(optimizer: str, model: str, sizes: Sizes) -> str:
+    """The run in one process that a case is compared with."""
+    return f"{optimizer} {model} of {layers_of(sizes)} alone"
 
 
 @pytest.fixture
@@ -179,21 +212,30 @@ def test_fp8_has_a_scale_for_each_matrix_so_tp_is_refused(sizes, recipe, monkeyp
         assert len(found) == len(reasons) and all(map(str.startswith, found, reasons))
 
 
-def test_the_file_and_an_option_give_a_size_that_accelerate_drops(recipe, tmp_path):
+SHOWS_SIZES = """
+import os, sys
+sys.path.insert(0, os.getcwd())
+from pretrain.mesh_sizes import launched_sizes
+print(launched_sizes().named())
+"""
+
+
+@pytest.mark.parametrize(
+    ("launcher", "given", "mesh"),
+    [
+        ("accelerate.commands.launch", (), {"pp": 2}),
+        ("pretrain.launch", ("--parallelism_config_pp_size", "1"), {"dp_shard": 2}),
+    ],
+)
+def test_the_file_and_an_option_give_a_size_that_accelerate_drops(launcher, given, mesh, tmp_path):
     """In new interpreters: the file's name is in the command line of the process that launches."""
     settings = yaml.safe_load((ROOT / "accelerate_configs/mesh.yaml").read_text())
     settings["parallelism_config"]["parallelism_config_pp_size"] = 2
     (tmp_path / "two.yaml").write_text(yaml.safe_dump(settings))
-    (tmp_path / "tiny_llama.json").write_text(json.dumps(MODELS["dense"]))
-    one_step = ("--budget.steps", "1", "--optim.warmup_steps", "0", "--batch.sequences_per_micro_batch", "2")
-    for launcher, given, mesh in (
-        ("accelerate.commands.launch", (), {"pp": 2}),
-        ("pretrain.launch", ("--parallelism_config_pp_size", "1"), {"dp_shard": 2}),
-    ):
-        words = ("-m", launcher, *given, "--config_file", tmp_path / "two.yaml", "--num_processes", "2")
-        script = ("train.py", "--config", recipe, *one_step, "--output", tmp_path / launcher)
-        run_script(*words, "--main_process_port", free_port(), *script, fresh=True)
-        assert json.loads((tmp_path / launcher / "strategy.json").read_text())["mesh"] == mesh
+    (tmp_path / "shows.py").write_text(SHOWS_SIZES)
+    words = ("-m", launcher, *given, "--config_file", tmp_path / "two.yaml", "--num_processes", "2")
+    shown = run_script(*words, "--main_process_port", free_port(), tmp_path / "shows.py", fresh=True).stdout
+    assert shown.splitlines() == [str(mesh)] * 2
 
 
 def test_the_scripts_own_options_are_left_alone():
@@ -216,21 +258,23 @@ def runs(shards, tmp_path_factory) -> Path:
         "data": {"train": [{"shards": str(shards)}], "sequence_length": 32},
         "budget": {"steps": STEPS},
         "batch": {"tokens_per_step": 512, "sequences_per_micro_batch": 2},
-        "optim": {"learning_rate": 0.001, "warmup_steps": 2, "max_grad_norm": 0.5},
+        "optim": {"learning_rate": 0.001, "schedule": "constant", "warmup_steps": 2, "max_grad_norm": 0.5},
         "compile": "none",
-        "validation": {"every_steps": STEPS, "sequences": 6},
+        "validation": {"every_steps": SHORT, "sequences": 6},
         "checkpoint": {"every_steps": 2, "keep_last": 9},
         "averaging": {"kind": "ema", "every_steps": 1},
         "logging": {"every_steps": 1},
-        "diagnostics": {"every_steps": STEPS},
+        "diagnostics": {"every_steps": SHORT},
     }
     recipe.write_text(yaml.safe_dump(values))
 
-    def run(case: Case, name: str, strategy: str, *options: str, **more) -> dict:
+    def run(case: Case, name: str, strategy: str, *options: str, steps: int = SHORT, **more) -> dict:
         optimizer, model, sizes = case
-        arguments = ["--output", str(folder / name), "--model", str(folder / f"{model}.json"), *options]
+        arguments = ["--output", str(folder / name), "--model", str(folder / f"{model}.json")]
+        arguments += ["--model.num_hidden_layers", str(layers_of(sizes)), "--budget.steps", str(steps)]
+        arguments += ["--averaging.half_life_fraction", str(1 / steps)]  # one step, however long the run
         arguments += ["--pipeline.schedule", SCHEDULE_OF.get(name.removesuffix(" resumed"), "1F1B")]
-        arguments += ["--optim.name", optimizer]
+        arguments += ["--optim.name", optimizer, *options]
         if model != "dense":
             arguments += ["--loss.router_balance", "0.5", "--loss.router_z_loss", "0.01"]
         environment = variables(sizes)
@@ -238,37 +282,50 @@ def runs(shards, tmp_path_factory) -> Path:
             environment["FSDP_OFFLOAD_PARAMS"] = str(optimizer == "adafactor")
         return {"strategy": strategy, "arguments": arguments, "environment": environment, "muon_bucket": 2**13, **more}
 
+    def run_alone(case: Case, name: str, *options: str, **more) -> dict:
+        """Of as many layers as the case has."""
+        return run(case, name, "single", *options, steps=STEPS, **more) | {"environment": {}}
+
     def train(processes: int, them: list[dict]) -> None:
         (folder / "runs.json").write_text(json.dumps(them))
         program = ("tests/support/train_strategies.py", recipe, folder / "runs.json")
         launch("single" if processes == 1 else "ddp", processes, *program, timeout=3000)
 
     bf16 = ("--precision", "bf16")
-    kinds = list(dict.fromkeys(case[:2] for case in (ON_FOUR | ON_EIGHT).values()))
-    alone = [run((*kind, Sizes()), f"{' '.join(kind)} alone", "single") for kind in kinds]
-    alone.append(run(("adamw", "moe", Sizes()), "bf16 alone", "single", *bf16))
-    alone.append(run(("adafactor", "dense", Sizes()), "rounded alone", "single", *ROUNDED))
+    every = [*ON_FOUR.values(), *ON_EIGHT.values()]
     # The graphs are those of any backend, and made in a second instead of a minute.
     compiled = {"aot_eager": True}
+    in_bf16 = ("adamw", "moe", Sizes(pp=2, tp=2, ep=2))
+    rounded = ("adafactor", "dense", Sizes(dp_shard=2, tp=2))
+    copies = ("adamw", "dense", Sizes(dp_replicate=4))
+    references = {alone(*case): case for case in (*every, copies)}
+    single = [run_alone(case, name) for name, case in references.items()]
+    single += [run_alone(in_bf16, "bf16 alone", *bf16), run_alone(rounded, "rounded alone", *ROUNDED)]
     special = [
-        run(("adamw", "moe", Sizes(pp=2, tp=2, ep=2)), "bf16", "mesh", *bf16),
+        run(in_bf16, "bf16", "mesh", *bf16),
         run(("adamw", "dense", Sizes(pp=2, dp_shard=2)), "compiled", "mesh", "--compile", "regional", **compiled),
-        run(("adafactor", "dense", Sizes(dp_shard=2, tp=2)), "rounded", "mesh", *ROUNDED),
+        run(rounded, "rounded", "mesh", *ROUNDED),
+        run(copies, "copies", "ddp", steps=STEPS),
+        run(copies, "copies resumed", "ddp", steps=STEPS, start_from=str(folder / "copies" / MIDDLE)),
     ]
+    if EVERYTHING:
+        case = ("adamw", "dense", Sizes(dp_replicate=2, dp_shard=2))
+        special.append(run(case, "reduced once", "hsdp", "--batch.reduce_once", "true"))
     if HAS_FP8:
-        alone.append(run(("adamw", "moe", Sizes()), "fp8 alone", "single", *IN_FP8, emulates_fp8=True))
-        sizes = Sizes(dp_replicate=2, dp_shard=2, ep=2)
-        special.append(run(("adamw", "moe", sizes), "fp8", "mesh", *IN_FP8, emulates_fp8=True))
-    train(1, alone)
-    before = {kind: f"{' '.join(kind)} alone" for kind in kinds}
+        in_fp8 = ("adamw", "moe", Sizes(dp_replicate=2, dp_shard=2, ep=2))
+        single.append(run_alone(in_fp8, "fp8 alone", *IN_FP8, emulates_fp8=True))
+        special.append(run(in_fp8, "fp8", "mesh", *IN_FP8, emulates_fp8=True))
+    train(1, single)
+    before = {name: name for name in references}
     for processes, them in ((4, ON_FOUR), (8, ON_EIGHT)):
         runs = special if processes == 4 else []
         for name, case in them.items():
-            runs.append(run(case, name, "mesh"))
+            given = (PRESETS.get(name, "mesh"), *OPTIONS.get(name, ()))
+            runs.append(run(case, name, *given, steps=steps_of(name)))
             if name in RESUMED:
-                start = str(folder / before[case[:2]] / MIDDLE)
-                runs.append(run(case, f"{name} resumed", "mesh", start_from=start))
-            before[case[:2]] = name
+                start = str(folder / before[alone(*case)] / MIDDLE)
+                runs.append(run(case, f"{name} resumed", *given, steps=steps_of(name), start_from=start))
+            before[alone(*case)] = name
         if runs:
             train(processes, runs)
     return folder
@@ -279,48 +336,76 @@ def norms(run: Path) -> dict[int, float]:
 
 
 @pytest.mark.parametrize(
-    ("name", "alone", "loss", "norm"),
+    ("name", "reference", "loss", "norm"),
     [
         # A product of matrices cut in parts rounds other sums to bf16, by 2e-3 each; over four steps 4e-5 and 2e-3.
         ("bf16", "bf16 alone", 2e-4, 1e-2),
-        ("compiled", "adamw dense alone", 1e-6, 1e-5),
+        ("compiled", "adamw dense of 4 alone", 1e-6, 1e-5),
     ],
 )
-def test_products_in_bf16_and_compiled_train_as_one_process_does(runs, name, alone, loss, norm):
-    assert losses(runs / name) == pytest.approx(losses(runs / alone), rel=loss)
-    assert norms(runs / name) == pytest.approx(norms(runs / alone), rel=norm)
+def test_products_in_bf16_and_compiled_train_as_one_process_does(runs, name, reference, loss, norm):
+    assert losses(runs / name) == pytest.approx(first(losses(runs / reference), SHORT), rel=loss)
+    assert norms(runs / name) == pytest.approx(first(norms(runs / reference), SHORT), rel=norm)
+
+
+def first(figures: dict[int, float], steps: int) -> dict[int, float]:
+    return {step: figure for step, figure in figures.items() if step <= steps}
 
 
 @pytest.mark.parametrize("name", [*ON_FOUR, *ON_EIGHT])
 def test_every_product_trains_as_one_process_does(runs, name):
-    optimizer, model, sizes = {**ON_FOUR, **ON_EIGHT}[name]
-    alone = runs / f"{optimizer} {model} alone"
-    found = runs / name
-    assert json.loads((found / "strategy.json").read_text())["mesh"] == sizes.named()
-    wanted = losses(alone)
+    case = {**ON_FOUR, **ON_EIGHT}[name]
+    _, model, sizes = case
+    expected, found = runs / alone(*case), runs / name
+    steps = steps_of(name)
+    described = json.loads((found / "strategy.json").read_text())
+    assert described["mesh"] == sizes.named() and described["data_parallel_size"] == sizes.batch
+    assert described["reduce_once"] == (sizes.pp > 1 or sizes.fsdp == 1)
+    wanted = first(losses(expected), steps)
     assert losses(found).keys() == wanted.keys()
     assert all(math.isclose(loss, wanted[step], rel_tol=1e-6) for step, loss in losses(found).items())
-    assert norms(found) == pytest.approx(norms(alone), rel=NORM)
+    assert norms(found) == pytest.approx(first(norms(expected), steps), rel=NORM)
     if sizes.pp > 1:  # of several micro-steps
         stages = STAGE_LAYOUTS[SCHEDULE_OF[name]].stages_per_rank
-        assert json.loads((found / "reductions.json").read_text()) == STEPS * stages
+        assert json.loads((found / "reductions.json").read_text()) == steps * stages
     if model != "dense":
         for figure in ("router_balance_loss", "router_z_loss", "expert_load_max", "expert_entropy_min"):
-            of_steps = [[event[figure] for event in events(run, "train")] for run in (alone, found)]
-            assert of_steps[1] == pytest.approx(of_steps[0], rel=1e-6), figure
-    of_validation = [[event["loss"] for event in events(run, "validation")] for run in (alone, found)]
-    assert of_validation[1] == pytest.approx(of_validation[0], rel=1e-6)
+            of_steps = [[event[figure] for event in events(run, "train")] for run in (expected, found)]
+            assert of_steps[1] == pytest.approx(of_steps[0][:steps], rel=1e-6), figure
+    of_validation = {event["step"]: event["loss"] for event in events(expected, "validation")}
+    validated = {event["step"]: event["loss"] for event in events(found, "validation")}
+    assert max(validated) == steps and validated == pytest.approx(first(of_validation, steps), rel=1e-6)
     for file in ("model", "optimizer", "average"):
-        expected, given = (load_file(run / MIDDLE / f"{file}.safetensors") for run in (alone, found))
-        assert expected.keys() == given.keys()
-        assert all(torch.allclose(given[key], tensor, atol=2e-5) for key, tensor in expected.items())
+        tensors, given = (load_file(run / MIDDLE / f"{file}.safetensors") for run in (expected, found))
+        assert tensors.keys() == given.keys()
+        assert all(torch.allclose(given[key], tensor, atol=2e-5) for key, tensor in tensors.items())
+
+
+def test_copies_on_four_processes_resume_to_the_last_bit(runs):
+    """The order in which more than two processes sum shows in the last bit."""
+    whole, resumed = runs / "copies", runs / "copies resumed"
+    end = f"checkpoints/step-{STEPS:08}"
+    assert losses(resumed) == {step: loss for step, loss in losses(whole).items() if step > SHORT}
+    assert losses(whole) == pytest.approx(losses(runs / alone("adamw", "dense", Sizes())), rel=1e-6)
+    for file in ("model", "optimizer", "average"):
+        expected, found = (load_file(run / end / f"{file}.safetensors") for run in (whole, resumed))
+        assert expected.keys() == found.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@pytest.mark.skipif(not EVERYTHING, reason="STRATEGIES=all")
+def test_shards_and_copies_that_reduce_once_train_as_one_process_does(runs):
+    expected, found = runs / alone("adamw", "dense", Sizes()), runs / "reduced once"
+    assert json.loads((found / "strategy.json").read_text())["reduce_once"]
+    assert losses(found) == pytest.approx(first(losses(expected), SHORT), rel=1e-6)
+    assert norms(found) == pytest.approx(first(norms(expected), SHORT), rel=NORM)
 
 
 @pytest.mark.parametrize("name", [*ON_FOUR, *ON_EIGHT])
 def test_diagnostics_of_every_product_are_those_of_one_process(runs, name):
-    optimizer, model, sizes = {**ON_FOUR, **ON_EIGHT}[name]
-    (expected,) = events(runs / f"{optimizer} {model} alone", "diagnostics")
-    (found,) = events(runs / name, "diagnostics")
+    case = {**ON_FOUR, **ON_EIGHT}[name]
+    sizes = case[2]
+    expected, *_ = events(runs / alone(*case), "diagnostics")
+    found, *_ = events(runs / name, "diagnostics")
     assert found["layers"] == expected["layers"]
     for measure in ("weight_rms", "gradient_rms", "update_rms"):
         # AdamW divides by the root of a mean square: where that is nearly 0, an update has fewer equal digits.
@@ -336,8 +421,7 @@ def test_diagnostics_of_every_product_are_those_of_one_process(runs, name):
 @pytest.mark.parametrize("name", RESUMED)
 def test_a_product_continues_the_run_of_another(runs, name):
     """Every load is compared with the checkpoint, bit by bit, by train_strategies.py."""
-    optimizer, model, _ = {**ON_FOUR, **ON_EIGHT}[name]
-    wanted = losses(runs / f"{optimizer} {model} alone")
+    wanted = losses(runs / alone(*{**ON_FOUR, **ON_EIGHT}[name]))
     found = losses(runs / f"{name} resumed")
     assert min(found) == 3 and all(math.isclose(loss, wanted[step], rel_tol=1e-6) for step, loss in found.items())
 

@@ -6,7 +6,6 @@ With STRATEGIES=all in the environment (`make test-strategies`) losses are compa
 
 import json
 import os
-from pathlib import Path
 
 import pytest
 import torch
@@ -219,66 +218,3 @@ def test_copies_are_equal_and_a_changed_one_is_found(runs, run, name):
     equal, changed = json.loads((runs[run] / "replicas.json").read_text())
     assert equal == []
     assert len(changed) == 1 and changed[0].startswith(name) and changed[0].endswith("ranks 0, 1 do not hold the same")
-
-
-HALF = ["--batch.sequences_per_micro_batch", "1"]
-GROUPS = {
-    "pp": (
-        {"PARALLELISM_CONFIG_PP_SIZE": "2"},
-        ["--pipeline.schedule", "1F1B", "--pipeline.microbatch_scale", "2"],
-        {"mesh": {"pp": 2, "dp_replicate": 2}, "data_parallel_size": 2},
-    ),
-    "tp": ({"PARALLELISM_CONFIG_TP_SIZE": "2"}, [], {"mesh": {"dp_replicate": 2, "tp": 2}, "data_parallel_size": 2}),
-    "fsdp_tp": ({}, [], {"mesh": {"dp_shard": 2, "tp": 2}, "data_parallel_size": 2, "reduce_once": False}),
-    "hsdp": ({}, HALF, {"mesh": {"dp_replicate": 2, "dp_shard": 2}, "reduce_once": False}),
-    "hsdp, reduced once": ({}, [*HALF, "--batch.reduce_once", "true"], {"reduce_once": True}),
-}
-"""{strategy: (launcher's variables, settings, what strategy.json says)} for four processes and two micro-steps."""
-GROUPS_TRAINED = [*GROUPS] if EVERYTHING else ["pp", "fsdp_tp", "hsdp"]
-RESUMED = ["ddp", "fsdp_tp"] if EVERYTHING else ["ddp"]
-
-
-@pytest.fixture(scope="module")
-def groups(runs) -> dict[str, Path]:
-    """Four processes: two pipelines, whose microbatches are smaller than they need be; two groups that split layers,
-    with copies and sharded; two groups that shard. Four steps; of ddp and fsdp_tp eight, and from the middle of those.
-    """
-    folder = runs["llama"].parent
-
-    def run(name: str, case: str, steps: int) -> dict:
-        environment, settings, _ = GROUPS.get(case, ({}, [], {}))
-        arguments = ["--output", str(folder / name), *settings, "--budget.steps", str(steps)]
-        arguments += ["--optim.schedule", "constant", "--checkpoint.every_steps", str(SHORT)]
-        return {"strategy": case.partition(",")[0], "environment": environment, "arguments": arguments}
-
-    every = [run(f"four-{case}", case, SHORT) for case in GROUPS_TRAINED]
-    for case in RESUMED:
-        middle = str(folder / f"four-{case}-whole" / MIDDLE)
-        every.append(run(f"four-{case}-whole", case, 2 * SHORT))
-        every.append(run(f"four-{case}-resumed", case, 2 * SHORT) | {"start_from": middle})
-    (folder / "runs.json").write_text(json.dumps(every))
-    launch("ddp", 4, "tests/support/train_strategies.py", folder / "recipe.yaml", folder / "runs.json", timeout=3000)
-    return {path.name.removeprefix("four-"): path for path in folder.glob("four-*")}
-
-
-@pytest.mark.parametrize("case", GROUPS_TRAINED)
-def test_two_groups_of_two_train_as_one_process(groups, runs, case):
-    described = json.loads((groups[case] / "strategy.json").read_text())
-    expected = GROUPS[case][2]
-    assert {name: described.get(name) for name in expected} == expected
-    whole, found = runs["single-whole"], groups[case]
-    assert all(abs(losses(found)[step] - losses(whole)[step]) < 1e-6 for step in range(1, SHORT + 1))
-    assert all(norms(found)[step] == pytest.approx(norms(whole)[step], rel=1e-5) for step in range(1, SHORT + 1))
-    expected, given = (load_file(run / MIDDLE / "optimizer.safetensors") for run in (whole, found))
-    assert expected.keys() == given.keys()
-    assert all(torch.allclose(given[name], tensor, atol=1e-6) for name, tensor in expected.items())
-
-
-@pytest.mark.parametrize("case", RESUMED)
-def test_a_resumed_run_of_four_processes_is_the_unbroken_one_to_the_last_bit(groups, case):
-    """The order in which more than two processes sum shows in the last bit."""
-    resumed, whole = groups[f"{case}-resumed"], groups[f"{case}-whole"]
-    assert {step: losses(whole)[step] for step in range(SHORT + 1, 2 * SHORT + 1)} == losses(resumed)
-    for file in ("model", "optimizer", "average"):
-        expected, found = (load_file(run / END / f"{file}.safetensors") for run in (whole, resumed))
-        assert expected.keys() == found.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
