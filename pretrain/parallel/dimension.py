@@ -5,7 +5,7 @@ these methods on them, for the innermost dimension first; a dimension overrides 
 """
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -17,7 +17,6 @@ from pretrain.parallel.replicas import ReplicaGroup
 
 if TYPE_CHECKING:
     from pretrain.model.loss import LanguageModelLoss
-    from pretrain.parallel.mesh import MeshStrategy
 
 
 class Dimension:
@@ -36,8 +35,9 @@ class Dimension:
         """Returns why this model cannot be divided, with what works. Raises InputError as `reference_of`."""
         return None
 
-    def __init__(self, strategy: "MeshStrategy", name: str):
+    def __init__(self, strategy: Any, name: str):
         self.strategy = strategy
+        """The `MeshStrategy`, whose module imports this one."""
         self.name = name
 
     @property
