@@ -322,7 +322,10 @@ def _inputs(model_config: Any, sequences: int, call: ForwardPass) -> dict[str, A
     """Makes the base model's arguments, with its first layer's input in the place of the token ids."""
     length = call.window.sequence_length
     shape = (sequences, length, model_config.hidden_size)
-    inputs = {"inputs_embeds": torch.empty(shape, dtype=call.weights, requires_grad=True)}
+    # Embeddings return bf16 under autocast to it; see `build_meta_model`.
+    in_bf16 = call.autocast and call.half == torch.bfloat16
+    dtype = torch.bfloat16 if in_bf16 else call.weights
+    inputs = {"inputs_embeds": torch.empty(shape, dtype=dtype, requires_grad=True)}
     if not call.window.document_mask:
         return inputs
     segments = torch.empty(sequences * SEGMENTS_PER_WINDOW + 1, dtype=torch.int32)

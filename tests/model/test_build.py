@@ -21,6 +21,7 @@ from pretrain.model.build import (
     set_end_of_document,
     units_of,
 )
+from pretrain.model.compile import layers_of
 from pretrain.model.model_config import load_model_config
 from pretrain.model.pretrained import load_pretrained
 from support.tiny_models import LLAMA, TINY
@@ -202,6 +203,28 @@ def test_the_attention_asked_for_is_the_one_that_runs():
 
 
 # --- the end-of-document id
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_the_residual_stream_is_bf16_under_bf16_autocast_alone(kind):
+    """GPT-2 adds two embeddings: one in fp32 would make the sum fp32."""
+    model = build_model(tiny(kind), seed=0).eval()
+    seen = []
+    for layer in layers_of(model):
+        layer.register_forward_pre_hook(lambda layer, args, kwargs: seen.append(args[0].dtype), with_kwargs=True)
+    ids = torch.arange(1, 9)[None]
+    plain = model.base_model(ids, use_cache=False).last_hidden_state
+    with torch.autocast("cpu", torch.float16):
+        model.base_model(ids, use_cache=False)
+    assert set(seen) == {torch.float32}, "fp16 would overflow at 65,504"
+    seen.clear()
+    with torch.autocast("cpu", torch.bfloat16):
+        rounded = model.base_model(ids, use_cache=False).last_hidden_state
+    assert set(seen) == {torch.bfloat16}
+    torch.testing.assert_close(rounded.float(), plain, rtol=0, atol=0.1)
+    rounded.sum().backward()
+    weight = model.get_input_embeddings().weight
+    assert weight.dtype == weight.grad.dtype == torch.float32
 
 
 def test_the_end_of_document_row_gets_a_gradient(config):
