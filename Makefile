@@ -52,7 +52,7 @@ test: .venv/requirements-dev .venv/gpu/requirements
 test-strategies: .venv/requirements-dev
 	STRATEGIES=all $(BIN)/python -m pytest tests/parallel/test_strategies.py tests/parallel/test_model_parallel.py tests/parallel/test_mesh.py \
 		tests/parallel/test_kill_strategies.py tests/parallel/test_muon_and_adafactor.py tests/parallel/test_nvme.py \
-		tests/training/test_expert_strategies.py tests/training/test_experts.py tests/model/test_compile.py \
+		tests/training/test_expert_strategies.py tests/training/test_experts.py tests/model/test_compile.py tests/model/test_gpu_traffic.py \
 		tests/data/test_dispatch.py
 
 # Every fault of docs/failures.md, with a kill at each of 200 points of a save, 20 in each of five strategies and an hour
@@ -66,6 +66,7 @@ test-faults: .venv/requirements-dev
 
 # Every plan in the recipes and in docs/strategies.md, memory included: what plan.py prints now.
 test-plans: .venv/requirements-dev
+	PLANS=all STRATEGIES=all $(BIN)/python -m pytest tests/model/test_gpu_traffic.py
 	PLANS=all $(BIN)/python -m pytest tests/scripts/test_recipes.py tests/scripts/test_plan.py
 
 # What a GPU is to prove, correctness and then speed, in the Python that is there: make gpu PYTHON=python. Installs

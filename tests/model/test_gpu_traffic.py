@@ -1,13 +1,20 @@
 """Bytes that a compiled layer moves through a GPU's memory beside its matrix products and attention, and bytes that it
 keeps for its backward pass, held to the least that the mathematics needs. Needs no GPU; see
-support/traffic_on_fake_cuda.py. STRATEGIES=all: every model under every strategy; TRAFFIC=1 prints every kernel.
+support/traffic_on_fake_cuda.py. STRATEGIES=all: every model under every strategy; PLANS=all: what a plan says of each;
+TRAFFIC=1 prints every kernel.
 """
 
 import importlib.util
+import os
 from dataclasses import dataclass
 
 import pytest
+import torch
+from transformers import AutoConfig
 
+from pretrain.config import WindowSpec
+from pretrain_tools.planning.activations import ForwardPass, trace_activations
+from pretrain_tools.planning.memory import sliced
 from support.fake_cuda import outcomes_of
 from support.project import ROOT
 from support.traffic_setups import SETUPS, TP_RANKS, Setup
@@ -120,6 +127,23 @@ def test_a_layer_moves_and_keeps_no_more_than_its_bar(outcomes, setup):
     found = Bar(outcome.result["bytes"] / bar.graphs / moved, outcome.result["kept"] / bar.graphs / kept, bar.graphs)
     print(f'"{setup.name}": {found}', outcome.result["kernels"])
     assert found.traffic <= bar.traffic + SLACK and found.kept <= bar.kept + SLACK, found
+
+
+PLANNED = [setup for setup in SETUPS if setup.model == "llama_1b" or os.environ.get("PLANS") == "all"]
+"""With PLANS=all all that are measured: with STRATEGIES=all as well, every model under every strategy."""
+
+
+@pytest.mark.parametrize("setup", PLANNED, ids=lambda setup: setup.name)
+def test_a_plan_knows_what_a_compiled_layer_keeps(outcomes, setup):
+    model_config = AutoConfig.for_model(**setup.model_config(), num_hidden_layers=2)
+    if setup.strategy == "tp":
+        model_config = sliced(model_config, TP_RANKS, splits_experts=True)
+    in_fp32 = setup.strategy in ("single", "ddp")
+    dtype = torch.float32 if in_fp32 else torch.bfloat16
+    call = ForwardPass(WindowSpec(setup.length, True), dtype, autocast=in_fp32, compiled=True)
+    planned = trace_activations(model_config, call).per_layer(setup.sequences)
+    kept = outcomes[setup.name].result["kept"] / BARS[setup.name].graphs
+    assert planned == pytest.approx(kept, rel=0.05)
 
 
 def test_what_is_over_the_least_is_explained():
