@@ -11,8 +11,7 @@ from pretrain.errors import InputError
 from pretrain.runs.run_folder import read_config, read_json, setting
 from pretrain.units import bytes_text, counted, duration_text, energy_text, table
 from pretrain_tools.preparation.cleaning.decontamination import contamination_text
-from pretrain_tools.runs.curves import MEASURES
-from pretrain_tools.runs.history import History, is_number, read_history, require_runs
+from pretrain_tools.runs.history import MEASURES, History, is_number, read_history, require_runs
 from pretrain_tools.runs.status import RunStatus, read_status, state_text, text_of
 
 SMOOTHED_LINES = 10

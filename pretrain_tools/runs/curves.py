@@ -10,19 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pretrain.runs.event_log import Event
-from pretrain_tools.runs.history import History, is_number
+from pretrain_tools.runs.history import MEASURES, History, is_number
 from pretrain_tools.runs.status import FIGURES
 
 LOGGED = ("step", "tokens", "hours", "learning_rate", "loss", "grad_norm", "tokens_per_second")
-MEASURES = {
-    "activation_rms": "RMS of activations",
-    "weight_rms": "RMS of weights",
-    "gradient_rms": "RMS of gradients, before clipping",
-    "update_rms": "RMS of updates",
-    "largest_logit": "Largest attention logit",
-    "units_off": "Share of units that are off",
-}
-"""{key of a diagnostics event, which has a value for every layer: its name in words}"""
 VALIDATION_LOSSES = {"": "loss", ", average": "average_loss", ", stage's length": "stage_loss"}
 """{what follows the source in a curve's name: key of the validation event}"""
 

@@ -29,6 +29,17 @@ FREQUENT = tuple(f'{{"event": "{name}"'.encode() for name in ("train", "sample",
 """Prefixes of the most frequent lines: `event` is always written first."""
 
 
+MEASURES = {
+    "activation_rms": "RMS of activations",
+    "weight_rms": "RMS of weights",
+    "gradient_rms": "RMS of gradients, before clipping",
+    "update_rms": "RMS of updates",
+    "largest_logit": "Largest attention logit",
+    "units_off": "Share of units that are off",
+}
+"""{key of a diagnostics event, which has a value for every layer: its name in words}"""
+
+
 @dataclass(frozen=True)
 class Score:
     """A single metric of an evaluation."""

@@ -14,8 +14,8 @@ from numpy.typing import ArrayLike, NDArray
 from pretrain.errors import InputError
 from pretrain.files import write_durably
 from pretrain_tools.runs.comparison import names_of, require_writable
-from pretrain_tools.runs.curves import MEASURES, Columns, RunCurves, curves_of
-from pretrain_tools.runs.history import History, read_history, require_runs
+from pretrain_tools.runs.curves import Columns, RunCurves, curves_of
+from pretrain_tools.runs.history import MEASURES, History, read_history, require_runs
 from pretrain_tools.runs.status import RunStatus, read_status
 
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
