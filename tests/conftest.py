@@ -12,21 +12,41 @@ import yaml
 import prepare_data
 from support.project import run_script
 from support.tiny_models import TINY_LLAMA
-from support.warm_python import read_by_imports
+from support.warm_python import read_by_imports, server, start_server
 
 # Several processes of a test share two cores. Before anything imports torch, so that it counts here as well: a process
 # that is forked from one with threads of its own may wait for them forever.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # a script that takes all cores would spin on those of others
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # more are processes that import for half a minute
 os.environ["NO_PROXY"] = os.environ["no_proxy"] = "127.0.0.1,localhost"  # servers of tests are no proxy's business
 
 LONGEST = (
-    "test_pages.py", "parallel/test_model_parallel.py", "parallel/test_strategies.py", "scripts/test_train.py",
-    "training/test_expert_strategies.py", "scripts/test_evaluate.py", "preparation/cleaning/test_near_duplicates.py",
-    "parallel/test_muon_and_adafactor.py", "parallel/test_communication.py", "experiments/test_parity.py",
-    "parallel/test_kill_strategies.py", "scripts/test_publish.py", "test_extending.py", "test_closure.py",
+    "scripts/test_slurm.py", "test_pages.py", "parallel/test_mesh.py", "parallel/test_strategies.py",
+    "parallel/test_communication.py", "parallel/test_products.py", "parallel/test_model_parallel.py",
+    "training/test_expert_strategies.py", "scripts/test_train.py", "scripts/test_evaluate.py",
+    "preparation/cleaning/test_near_duplicates.py", "parallel/test_muon_and_adafactor.py",
+    "experiments/test_parity.py", "parallel/test_kill_strategies.py", "scripts/test_publish.py", "test_extending.py",
+    "test_closure.py",
 )  # fmt: skip
 """Files that take longest, for the order in which processes side by side begin them."""
+
+
+def runs_others(config) -> bool:
+    """Whether this process hands tests out to those of xdist."""
+    return bool(getattr(config.option, "numprocesses", None)) and not hasattr(config, "workerinput")
+
+
+def pytest_configure(config):
+    """Starts one warm interpreter for all processes of xdist, which inherit its address and collect meanwhile."""
+    if runs_others(config):
+        start_server()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop(session):
+    if runs_others(session.config):
+        server()
 
 
 def pytest_collection_modifyitems(items):

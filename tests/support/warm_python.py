@@ -1,9 +1,9 @@
 """A Python that has imported everything already, and forks for each script: most of a test's time would be imports.
 
-Each process that runs tests has one such server. `WarmPopen` is `subprocess.Popen`, except that a script of the
-project under this interpreter is forked from the server instead of started: same arguments, environment, folder,
-files, sessions, signals and exit status. The launchers that it runs start their ranks in the same way. The variables
-of the Hub are read anew after the fork.
+The processes that run tests side by side share one such server. `WarmPopen` is `subprocess.Popen`, except that a
+script of the project under this interpreter is forked from the server instead of started: same arguments, environment,
+folder, files, sessions, signals and exit status. The launchers that it runs start their ranks in the same way. The
+variables of the Hub are read anew after the fork.
 
 What differs: after threads, exit functions and output the process is gone, where an interpreter takes its modules
 apart for 0.4 s. And the parent is the server, so tests about launchers that die, or whose command line matters, take
@@ -44,6 +44,7 @@ READ_BY_IMPORTS = (
 SET_BY_LIBRARIES = (
     "TORCH_NCCL_ASYNC_ERROR_HANDLING", "PYTORCH_NVML_BASED_CUDA_CHECK", "KMP_DUPLICATE_LIB_OK",
     "TOKENIZERS_PARALLELISM", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "PYTHONPATH", "CUDA_VISIBLE_DEVICES",
+    "TORCHINDUCTOR_CACHE_DIR",
 )  # fmt: skip
 """And by launchers, for those that they start. PYTHONPATH is read below; a machine that forks has no CUDA device."""
 LIBRARIES = (
@@ -57,6 +58,10 @@ LIBRARIES = (
 
 ASKED_BY: list[int] = []
 """In a process that the server has forked: the process that asked for it."""
+
+
+STARTED: list[int] = []
+"""The file in which a server that was started will say that it is ready."""
 
 
 def sizes_of_launch(words: list[str], folder: Path) -> dict[str, str]:
@@ -186,24 +191,32 @@ def of_the_hub(environment: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environment.items() if name.startswith("HF_")}
 
 
+def start_server() -> None:
+    """Starts the server of this process and of those that inherit its environment; does not wait until it is ready."""
+    address = f"groundwork-{os.getpid()}"
+    environment = os.environ | {"HF_HUB_OFFLINE": "1", SOCKET: address}
+    environment[ENVIRONMENT] = json.dumps(read_by_imports(environment))
+    ready, writer = os.pipe()
+    command = [sys.executable, __file__, str(writer)]
+    # Its end is ours: it watches its standard input, which closes when this process ends, in whichever way.
+    process = subprocess.Popen(command, cwd=ROOT, env=environment, stdin=subprocess.PIPE, pass_fds=[writer])
+    os.close(writer)
+    STARTED.append(ready)
+    os.environ[SOCKET] = address
+    os.environ[ENVIRONMENT] = environment[ENVIRONMENT]
+    atexit.register(process.kill)
+
+
 def server() -> str:
     """The address of the server, started by the first who asks."""
     if SOCKET not in os.environ:
-        address = f"groundwork-{os.getpid()}"
-        environment = os.environ | {"HF_HUB_OFFLINE": "1", SOCKET: address}
-        environment[ENVIRONMENT] = json.dumps(read_by_imports(environment))
-        ready, writer = os.pipe()
-        command = [sys.executable, __file__, str(writer)]
-        # Its end is ours: it watches its standard input, which closes when this process ends, in whichever way.
-        process = subprocess.Popen(command, cwd=ROOT, env=environment, stdin=subprocess.PIPE, pass_fds=[writer])
-        os.close(writer)
+        start_server()
+    if STARTED:
+        ready = STARTED.pop()
         is_ready = os.read(ready, 1)
         os.close(ready)
         if not is_ready:
             raise RuntimeError("the warm interpreter cannot import the project; see its traceback above")
-        os.environ[SOCKET] = address
-        os.environ[ENVIRONMENT] = environment[ENVIRONMENT]
-        atexit.register(process.kill)
     return os.environ[SOCKET]
 
 

@@ -1,8 +1,8 @@
 """A mixture of experts in whole runs: the same under every strategy and micro-batch, resumed exactly, and balanced.
 
-Three launches (tests/support/train_strategies.py) train everything, and the tests look at what they left. With
-STRATEGIES=all in the environment (`make test-strategies`) runs have 20 steps, both models and every optimizer train
-under every strategy, and checkpoints go from each to each.
+Two launches (tests/support/train_strategies.py) train everything, and the tests look at what they left; runs of four
+processes are in tests/parallel/test_mesh.py. With STRATEGIES=all in the environment (`make test-strategies`) runs have
+20 steps, both models and every optimizer train under every strategy, and checkpoints go from each to each.
 """
 
 import json
@@ -38,11 +38,9 @@ UNDER = {
     "adafactor": STRATEGIES if EVERYTHING else [],
 }
 CASES = [(kind, strategy) for kind, strategies in UNDER.items() for strategy in strategies]
-ON_FOUR = {"ep of 2": {"PARALLELISM_CONFIG_EP_SIZE": "2"}, "cp of 2": {"PARALLELISM_CONFIG_CP_SIZE": "2"}}
 PAIRS = [("single", "ep"), ("ep", "zero2"), ("zero3", "ep"), ("ep", "cp"), ("cp", "fsdp2")]
 """Saved by the one, continued by the other."""
 if EVERYTHING:
-    ON_FOUR |= {"ep of 4": {}, "cp of 4": {}}
     PAIRS = [pair for pair in permutations(["single", *STRATEGIES], 2) if pair[1] != "single"]
 BIASED = {"model_type": "deepseek_v3", "vocab_size": 512, "hidden_size": 64, "intermediate_size": 96}
 BIASED |= {"moe_intermediate_size": 32, "num_hidden_layers": 3, "first_k_dense_replace": 1, "n_routed_experts": 9}
@@ -119,8 +117,7 @@ def runs(shards, tmp_path_factory) -> Path:
     together += [run(strategy, f"biased_{strategy}", *biased, **in_fp32) for strategy in SHARDED]
     together.append(run("ep", "biased_ep", *for_ep, **in_fp32))
     together.append(run("zero3", "biased_resumed_zero3", *biased, start_from=of_biased, **in_fp32))
-    on_four = [trained("qwen3_moe", name[:2], name, environment=environment) for name, environment in ON_FOUR.items()]
-    for strategy, processes, descriptions in (("single", 1, alone), ("ddp", 2, together), ("ddp", 4, on_four)):
+    for strategy, processes, descriptions in (("single", 1, alone), ("ddp", 2, together)):
         (folder / f"{processes}.json").write_text(json.dumps(descriptions))
         launch(
             strategy, processes, "tests/support/train_strategies.py", folder / "recipe.yaml", folder /
@@ -146,7 +143,7 @@ def differences(run: Path, expected: Path) -> dict[str, float]:
     ("kind", "name"),
     [
         *((kind, f"{kind} {strategy}") for kind, strategy in CASES),
-        *(("qwen3_moe", name) for name in (*ALONE, *ON_FOUR)),
+        *(("qwen3_moe", name) for name in ALONE),
     ],
 )
 def test_every_step_is_that_of_one_process(runs, kind, name):
