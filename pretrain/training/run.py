@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pretrain.checkpoint.checkpoints import Checkpoints, SavedRun
 from pretrain.checkpoint.run_state import Request, RunState
@@ -14,15 +15,17 @@ from pretrain.recipe import CommandLine
 from pretrain.runs.control import Control
 from pretrain.runs.run_folder import checkpoint_name
 from pretrain.training.background_jobs import Evaluations, MirrorCopies
-from pretrain.training.benchmarks import Benchmarks
 from pretrain.training.build import Built
-from pretrain.training.diagnostics import Diagnostics
 from pretrain.training.guard import SpeedGuard, StepGuard
 from pretrain.training.metrics import LiveFigures, Metrics, Throughput
 from pretrain.training.run_plan import RunPlan, StagePlan
 from pretrain.training.step_reports import Consensus
 from pretrain.training.time_budget import TimeBudget
 from pretrain.training.watchdog import Watch
+
+if TYPE_CHECKING:
+    from pretrain.training.benchmarks import Benchmarks
+    from pretrain.training.diagnostics import Diagnostics
 
 
 @dataclass
@@ -68,7 +71,7 @@ class Run:
     tokenizer: Path = field(init=False)
     stage: StagePlan = field(init=False)
     """Stage of the last step, whose windows and positions the model has."""
-    diagnostics: Diagnostics | None = None
+    diagnostics: "Diagnostics | None" = None
     """Measurements within the model, if the recipe asks for them."""
     steps_begun: int = 0
     throughput: Throughput = field(init=False)
@@ -78,7 +81,7 @@ class Run:
     """Step up to which speed and load are logged; they count from there."""
     mirror: MirrorCopies = field(init=False)
     evaluations: Evaluations = field(init=False)
-    benchmarks: Benchmarks | None = None
+    benchmarks: "Benchmarks | None" = None
     """Benchmarks on the training processes, if the recipe asks for them there."""
 
     request: Request = Request.NONE

@@ -18,8 +18,6 @@ from pretrain.parallel.replicas import replica_differences
 from pretrain.runs.control import Control
 from pretrain.runs.run_folder import LOCK_FILE
 from pretrain.training.background_jobs import Evaluations, MirrorCopies
-from pretrain.training.benchmarks import Benchmarks
-from pretrain.training.diagnostics import Diagnostics
 from pretrain.training.guard import Finding, SpeedGuard, StepGuard
 from pretrain.training.metrics import LiveFigures, Throughput
 from pretrain.training.run import Run
@@ -60,10 +58,14 @@ def begin(run: Run, validation_readers: dict[str, ShardReader]) -> None:
     run.evaluations = Evaluations(config.output, run.log, threads_beside(device))
     evaluation = config.evaluation
     if evaluation.where == "in_loop" and steps_between(evaluation, run.plan, config.cadence) is not None:
+        from pretrain.training.benchmarks import Benchmarks
+
         run.benchmarks = Benchmarks(config.output, evaluation, run.tokenizer)
         if run.strategy.ranks.is_main:
             run.benchmarks.begin()
     if steps_between(config.diagnostics, run.plan, config.cadence) is not None:
+        from pretrain.training.diagnostics import Diagnostics
+
         run.diagnostics = Diagnostics(run.strategy)
         run.diagnostics.attach()
     run.throughput = Throughput()
