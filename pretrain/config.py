@@ -522,6 +522,13 @@ class ModelSource(BaseModel):
 
     config: str
     """A .json file, a folder with a config.json, or a Hub ID."""
+    _trusts_code: bool = PrivateAttr(False)
+    """The recipe's trust_remote_code."""
+
+    @property
+    def trusts_code(self) -> bool:
+        """True if the code in the model's folder may run."""
+        return self._trusts_code
 
     @model_validator(mode="before")
     @classmethod
@@ -560,6 +567,8 @@ class RunConfig(Section):
     """Architecture: a JSON file in model_configs/, a folder with a config.json, or a Hub ID. `model.KEY` changes one
     of its keys: --model.num_hidden_layers 8, --model.vocab_size auto (the tokenizer's size); in a recipe {config:
     FILE, num_hidden_layers: 8}."""
+    trust_remote_code: bool = False
+    """Run the code beside the model's config.json that auto_map in it names; see docs/own_ideas.md."""
     init: Literal["scratch", "pretrained"] = "scratch"
     """pretrained: continue from the weights of `model`."""
     output: Path
@@ -621,6 +630,11 @@ class RunConfig(Section):
         if tracking.get("group", group) != group:
             raise ValueError("group is tracking.group now, and both are given: leave out group")
         return {**rest, "tracking": {**tracking, "group": group}}
+
+    @model_validator(mode="after")
+    def tell_model_of_trust(self):
+        self.model._trusts_code = self.trust_remote_code
+        return self
 
     def with_batch(self, **settings: Any) -> "RunConfig":
         """Returns the same run with these settings of its batch."""

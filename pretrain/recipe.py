@@ -126,6 +126,8 @@ SETTINGS_ELSEWHERE = {theirs: ours for ours, names in NAMES_ELSEWHERE.items() fo
 
 HANGING = {"initial_indent": " " * 6, "subsequent_indent": " " * 6}
 FLAGS = ("check", "verbose", "smoke")
+SWITCHES = ("trust_remote_code",)
+"""Settings that are true if no value follows."""
 TAKEN = {
     "--config RECIPE": "the recipe; --config may be left out",
     "--text FOLDER": "train on text of your own (folder, pattern, files), without a recipe",
@@ -259,7 +261,9 @@ def pair_up(arguments: list[str]) -> list[tuple[str, str]]:
         if not flag.startswith("--"):
             problems.append(f"{flag!r}: expected --section.key VALUE")
         elif not equals and (not rest or rest[0].startswith("--")):
-            if problems.attempt(own_name, key):
+            if key in SWITCHES:
+                pairs.append((key, "true"))
+            elif problems.attempt(own_name, key):
                 problems.append(f"--{key}: needs a value")
         else:
             pairs.append((problems.attempt(own_name, key) or key, value if equals else rest.pop(0)))
