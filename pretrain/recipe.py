@@ -20,6 +20,7 @@ from pydantic.fields import FieldInfo
 
 from pretrain.config import RunConfig, Section
 from pretrain.errors import EXIT_BAD_INPUT, InputError, Problems, did_you_mean, read_small_file, shortened
+from pretrain.registry import OPTIMIZERS, SCHEDULES
 from pretrain.terminal import say
 from pretrain.units import table
 
@@ -124,6 +125,8 @@ docs/coming_from.md lists these and the flags whose values need a change.
 """
 SETTINGS_ELSEWHERE = {theirs: ours for ours, names in NAMES_ELSEWHERE.items() for theirs in names.split()}
 
+TABLES = {"optim.name": OPTIMIZERS, "optim.schedule": SCHEDULES}
+"""{setting: table of its values}."""
 HANGING = {"initial_indent": " " * 6, "subsequent_indent": " " * 6}
 FLAGS = ("check", "verbose", "smoke")
 SWITCHES = ("trust_remote_code",)
@@ -201,7 +204,8 @@ def help_text(usage: str, asked: list[str]) -> str:
         default = "required" if field.is_required() else json.dumps(as_plain(field.default), ensure_ascii=False)
         if (parent := path.rpartition(".")[0]) in SECTIONS_LEFT_OUT:
             default = f"null; {default} once {parent} is given"
-        choices = f" {{{','.join(found)}}}" if (found := choices_in(field.annotation)) else ""
+        found = TABLES.get(path) or choices_in(field.annotation)
+        choices = f" {{{','.join(found)}}}" if found else ""
         text = f"  --{path}{choices}  [{default}]"
         by_section.setdefault(section, []).append(text)
         if field.description:

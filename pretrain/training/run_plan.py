@@ -277,6 +277,10 @@ def derive(config: RunConfig, ranks: int) -> RunPlan:
         losses_of_routers = problems.attempt(lambda: router_losses(config.loss, build_meta_model(model_config)))
         problems += problems.attempt(optimizer_problems, config.optim, model_config, device or "cpu") or []
         problems += problems.attempt(loss_problems, config.loss, model_config) or []
+        if config.loss.terms:
+            from pretrain.model.loss_terms import term_problems
+
+            problems += problems.attempt(term_problems, config.loss, config.compile) or []
         problems += problems.attempt(sampling_problems, config.samples, model_config) or []
         mode = config.activation_checkpointing
         problems += problems.attempt(lambda: checkpointing_problems(mode, build_meta_model(model_config))) or []
@@ -284,6 +288,12 @@ def derive(config: RunConfig, ranks: int) -> RunPlan:
         raise InputError(*dict.fromkeys([*problems, *of_data]))
     say_stage("Testing the architecture")
     model = of_data.attempt(plan_model, config, model_config, losses_of_routers)  # tested even without the data
+    if model is not None and config.loss.terms and not model.from_hidden_states:
+        of_data.append(
+            f"loss.terms: {model_config.model_type} computes its logits from more than its last hidden states, which "
+            "is all that a term sees; take a model that projects them, such as llama or qwen3"
+        )
+        model = None
     if model is None:
         raise InputError(*of_data)
 
