@@ -297,7 +297,7 @@ class Optim(Section):
     @model_validator(mode="after")
     def known_options(self):
         if self.options:
-            check_options(f"options: {self.name}", getattr(OPTIMIZERS[self.name], "Options", None), self.options)
+            check_options(f"options: {self.name}", OPTIMIZERS[self.name].Options, self.options)
         return self
 
     @model_validator(mode="after")
@@ -583,12 +583,12 @@ class ModelSource(BaseModel):
 
 
 class RunConfig(Section):
-    extensions: Names = []
-    """Python files of your own that register optimizers, schedules, loss terms, trackers; see docs/own_ideas.md."""
     model: ModelSource
     """Architecture: a JSON file in model_configs/, a folder with a config.json, or a Hub ID. `model.KEY` changes one
     of its keys: --model.num_hidden_layers 8, --model.vocab_size auto (the tokenizer's size); in a recipe {config:
     FILE, num_hidden_layers: 8}."""
+    extensions: Names = []
+    """Python files of your own that register optimizers, schedules, loss terms, trackers; see docs/own_ideas.md."""
     trust_remote_code: bool = False
     """Run the code beside the model's config.json that auto_map in it names; see docs/own_ideas.md."""
     init: Literal["scratch", "pretrained"] = "scratch"

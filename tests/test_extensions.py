@@ -27,7 +27,7 @@ class MySGD(OptimizerSpec):
         momentum: float = 0.9
 
     def make(self, parameters, settings, learning_rate, seed, device_type):
-        momentum = self.Options(**settings.options).momentum
+        momentum = self.options(settings).momentum
         return torch.optim.SGD(self.groups(parameters, settings.weight_decay), lr=learning_rate, momentum=momentum)
 
     def state_shapes(self, name):

@@ -5,7 +5,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -87,7 +87,7 @@ class OptimizerSpec(ABC):
     """Facts about an optimizer that need no instance: what it rejects, what it keeps, what an update takes.
 
     Each optimizer is a subclass, registered in `registry.OPTIMIZERS`. A class `Options` inside, a config.Section,
-    declares what `optim.options` may have; `make` finds it in `settings.options`.
+    declares what `optim.options` may have.
     """
 
     model: ModelShapes
@@ -108,6 +108,13 @@ class OptimizerSpec(ABC):
     """Minimum factor of that peak by the batch size; see `rate_by_law`."""
     updates_in_bf16 = False
     """True if the update uses bf16 under any precision, provided that the device multiplies in bf16."""
+
+    Options = None
+    """Class of `optim.options`, a config.Section; None: it takes none."""
+
+    def options(self, settings: Optim) -> Any:
+        """Returns `optim.options` with their defaults."""
+        return self.Options.model_validate(settings.options)
 
     @classmethod
     def auto_rate(cls, parameters: float, tokens_per_step: float) -> float:
