@@ -304,8 +304,14 @@ def drop_alternatives(values: dict, overridden: set[str]) -> None:
                     values[section].pop(key, None)
 
 
-def read_run_config(path: str | Path, overrides: list[tuple[str, str]] = ()) -> RunConfig:
-    """Reads a recipe and applies the overrides. Raises InputError with every problem found."""
+def read_run_config(
+    path: str | Path, overrides: list[tuple[str, str]] = (), *, loads_extensions: bool = True
+) -> RunConfig:
+    """Reads a recipe and applies the overrides. Raises InputError with every problem found.
+
+    loads_extensions: False for a recorded run whose model is evaluated: its extensions' code does not run, and the
+    settings that may be theirs (optim, loss.terms) are not read.
+    """
     if not Path(path).exists():
         raise InputError(f"--config {path}: no such recipe; see recipes/ for those that exist")
     try:
@@ -314,6 +320,8 @@ def read_run_config(path: str | Path, overrides: list[tuple[str, str]] = ()) -> 
         raise InputError(f"{path or '--config'}: {error}") from None
     if not isinstance(values, dict):
         raise InputError(f"{path}: a recipe is a mapping of settings (got {type(values).__name__})")
+    if not loads_extensions and values.pop("extensions", None):
+        values |= {"optim": {"learning_rate": "auto"}, "loss": {**values.get("loss", {}), "terms": {}}, "trackers": []}
     overridden = {key for key, _ in overrides}
     drop_alternatives(values, overridden)
     # --model FILE must come before --model.KEY VALUE, whatever their order on the command line.

@@ -6,8 +6,10 @@ import pytest
 import yaml
 
 from pretrain.config import Loss
+from pretrain.errors import InputError
 from pretrain.mesh_sizes import Sizes
 from pretrain.model import loss_terms
+from pretrain.recipe import read_run_config
 from pretrain.registry import LOSS_TERMS
 from support.project import events, launch, losses, run_script
 
@@ -92,6 +94,15 @@ def test_a_run_uses_logs_and_records_them(extended, tmp_path):
         assert figures == pytest.approx(whole[step], rel=2e-5)
     run_script("train.py", "--config", extended, "--loss.terms", "{}", "--output", tmp_path / "without")
     assert losses(tmp_path / "without")[1] == with_term[1][0] and losses(tmp_path / "without")[4] != with_term[4][0]
+
+
+def test_a_recorded_run_is_read_without_running_its_code(extended, tmp_path):
+    path = tmp_path / "ideas.py"
+    path.write_text("raise SystemExit('executed')")
+    config = read_run_config(extended, loads_extensions=False)
+    assert config.data.sequence_length == 64 and config.loss.terms == {} and config.optim.name == "adamw"
+    with pytest.raises(InputError, match="line 1: SystemExit: executed"):
+        read_run_config(extended)
 
 
 @pytest.mark.parametrize("strategy", ["fsdp2", "zero3", "cp"])
