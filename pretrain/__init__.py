@@ -6,6 +6,7 @@ files, model, optim, data, parallel, runs, checkpoint, training. The files next 
 all packages may use them:
 
     config, recipe: every setting of a run; reading settings from YAML and the command line
+    registry: files of your own, and what they register
     hardware, gpus: capabilities of this machine; the GPUs that plan.py knows
     energy: joules and CO2, measured or estimated
     errors: input errors and exit statuses

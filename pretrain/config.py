@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -21,6 +22,7 @@ from pydantic import (
 )
 
 from pretrain.errors import shortened
+from pretrain.registry import LOSS_TERMS, OPTIMIZERS, SCHEDULES, check_options, load_extensions
 from pretrain.units import parse_count
 
 
@@ -250,8 +252,10 @@ class MuonSettings(Section):
 
 
 class Optim(Section):
-    name: Literal["adamw", "adafactor", "muon", "adamw_8bit"] = "adamw"
-    """The optimizer; see docs/training.md, section Optimizers."""
+    name: Annotated[str, AfterValidator(OPTIMIZERS.checked)] = "adamw"
+    """adamw, adafactor, muon, adamw_8bit, or one of an extension; see docs/training.md, section Optimizers."""
+    options: dict[str, Any] = {}
+    """Options of an extension's optimizer, by the names that it gives them."""
     learning_rate: OrAuto[PositiveFloat] | None = None
     """Peak learning rate, or auto: chosen from the number of parameters, the batch and the optimizer."""
     base_learning_rate: PositiveFloat | None = None
@@ -271,8 +275,8 @@ class Optim(Section):
     """mup: a learning rate tuned at base_width holds at the model's own width; see docs/training.md."""
     base_width: Count | None = None
     """mup: the hidden size at which learning_rate was tuned, where initial weights are the architecture's own."""
-    schedule: Literal["cosine", "linear", "constant", "wsd", "infinite"] = "cosine"
-    """Learning-rate schedule; see docs/training.md."""
+    schedule: Annotated[str, AfterValidator(SCHEDULES.checked)] = "cosine"
+    """Learning-rate schedule: cosine, linear, constant, wsd, infinite, or an extension's; see docs/training.md."""
     warmup_steps: OrAuto[CountFromZero] = 500
     """Steps of linear warmup to the peak. auto: a token per parameter, at most 5% of the run."""
     final_ratio: Fraction = 0.1
@@ -289,6 +293,12 @@ class Optim(Section):
     """infinite: the constant learning rate, relative to the peak."""
     anneal_fraction: Fraction = 0.0
     """infinite: final fraction of the run over which the learning rate anneals to final_ratio."""
+
+    @model_validator(mode="after")
+    def known_options(self):
+        if self.options:
+            check_options(f"options: {self.name}", OPTIMIZERS[self.name].Options, self.options)
+        return self
 
     @model_validator(mode="after")
     def one_learning_rate(self):
@@ -346,6 +356,16 @@ class Loss(Section):
     """MoE models whose routers choose with a bias (deepseek_v3, glm4_moe, ...): how far each step moves an
     expert's bias, up if it got less than its share of the global batch, else down (arXiv 2408.15664); DeepSeek-V3
     uses 0.001; 0: the bias does not change."""
+
+    terms: dict[str, dict[str, Any] | None] = {}
+    """Terms of extensions that are added to the loss: {NAME: {coefficient: 0.1, OPTION: VALUE}}; see
+    docs/own_ideas.md."""
+
+    @model_validator(mode="after")
+    def known_terms(self):
+        for name, given in self.terms.items():
+            check_options(f"terms.{name}", LOSS_TERMS[LOSS_TERMS.checked(name)].Options, given or {})
+        return self
 
 
 class Cadence(Section):
@@ -528,6 +548,13 @@ class ModelSource(BaseModel):
 
     config: str
     """A .json file, a folder with a config.json, or a Hub ID."""
+    _trusts_code: bool = PrivateAttr(False)
+    """The recipe's trust_remote_code."""
+
+    @property
+    def trusts_code(self) -> bool:
+        """True if the code in the model's folder may run."""
+        return self._trusts_code
 
     @model_validator(mode="before")
     @classmethod
@@ -566,6 +593,10 @@ class RunConfig(Section):
     """Architecture: a JSON file in model_configs/, a folder with a config.json, or a Hub ID. `model.KEY` changes one
     of its keys: --model.num_hidden_layers 8, --model.vocab_size auto (the tokenizer's size); in a recipe {config:
     FILE, num_hidden_layers: 8}."""
+    extensions: Names = []
+    """Python files of your own that register optimizers, schedules, loss terms, trackers; see docs/own_ideas.md."""
+    trust_remote_code: bool = False
+    """Run the code beside the model's config.json that auto_map in it names; see docs/own_ideas.md."""
     init: Literal["scratch", "pretrained"] = "scratch"
     """pretrained: continue from the weights of `model`."""
     output: Path
@@ -617,6 +648,15 @@ class RunConfig(Section):
 
     @model_validator(mode="before")
     @classmethod
+    def extensions_first(cls, values: Any) -> Any:
+        """Loads the extensions, before what they register is looked up."""
+        files = parse_names(values.get("extensions") or []) if isinstance(values, dict) else []
+        if isinstance(files, list):
+            load_extensions(map(str, files))
+        return values
+
+    @model_validator(mode="before")
+    @classmethod
     def group_was_beside_trackers(cls, values: Any) -> Any:
         """Reads recipes and runs from before `tracking`."""
         if not isinstance(values, dict) or "group" not in values:
@@ -629,6 +669,11 @@ class RunConfig(Section):
         if tracking.get("group", group) != group:
             raise ValueError("group is tracking.group now, and both are given: leave out group")
         return {**rest, "tracking": {**tracking, "group": group}}
+
+    @model_validator(mode="after")
+    def tell_model_of_trust(self):
+        self.model._trusts_code = self.trust_remote_code
+        return self
 
     def with_batch(self, **settings: Any) -> "RunConfig":
         """Returns the same run with these settings of its batch."""

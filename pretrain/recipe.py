@@ -20,6 +20,7 @@ from pydantic.fields import FieldInfo
 
 from pretrain.config import RunConfig, Section
 from pretrain.errors import EXIT_BAD_INPUT, InputError, Problems, did_you_mean, read_small_file, shortened
+from pretrain.registry import OPTIMIZERS, SCHEDULES
 from pretrain.terminal import say
 from pretrain.units import table
 
@@ -124,8 +125,12 @@ docs/coming_from.md lists these and the flags whose values need a change.
 """
 SETTINGS_ELSEWHERE = {theirs: ours for ours, names in NAMES_ELSEWHERE.items() for theirs in names.split()}
 
+TABLES = {"optim.name": OPTIMIZERS, "optim.schedule": SCHEDULES}
+"""{setting: table of its values}."""
 HANGING = {"initial_indent": " " * 6, "subsequent_indent": " " * 6}
 FLAGS = ("check", "verbose", "smoke")
+SWITCHES = ("trust_remote_code",)
+"""Settings that are true if no value follows."""
 TAKEN = {
     "--config RECIPE": "the recipe; --config may be left out",
     "--text FOLDER": "train on text of your own (folder, pattern, files), without a recipe",
@@ -199,7 +204,8 @@ def help_text(usage: str, asked: list[str]) -> str:
         default = "required" if field.is_required() else json.dumps(as_plain(field.default), ensure_ascii=False)
         if (parent := path.rpartition(".")[0]) in SECTIONS_LEFT_OUT:
             default = f"null; {default} once {parent} is given"
-        choices = f" {{{','.join(found)}}}" if (found := choices_in(field.annotation)) else ""
+        found = TABLES.get(path) or choices_in(field.annotation)
+        choices = f" {{{','.join(found)}}}" if found else ""
         text = f"  --{path}{choices}  [{default}]"
         by_section.setdefault(section, []).append(text)
         if field.description:
@@ -259,7 +265,9 @@ def pair_up(arguments: list[str]) -> list[tuple[str, str]]:
         if not flag.startswith("--"):
             problems.append(f"{flag!r}: expected --section.key VALUE")
         elif not equals and (not rest or rest[0].startswith("--")):
-            if problems.attempt(own_name, key):
+            if key in SWITCHES:
+                pairs.append((key, "true"))
+            elif problems.attempt(own_name, key):
                 problems.append(f"--{key}: needs a value")
         else:
             pairs.append((problems.attempt(own_name, key) or key, value if equals else rest.pop(0)))
@@ -296,8 +304,14 @@ def drop_alternatives(values: dict, overridden: set[str]) -> None:
                     values[section].pop(key, None)
 
 
-def read_run_config(path: str | Path, overrides: list[tuple[str, str]] = ()) -> RunConfig:
-    """Reads a recipe and applies the overrides. Raises InputError with every problem found."""
+def read_run_config(
+    path: str | Path, overrides: list[tuple[str, str]] = (), *, loads_extensions: bool = True
+) -> RunConfig:
+    """Reads a recipe and applies the overrides. Raises InputError with every problem found.
+
+    loads_extensions: False for a recorded run whose model is evaluated: its extensions' code does not run, and the
+    settings that may be theirs (optim, loss.terms) are not read.
+    """
     if not Path(path).exists():
         raise InputError(f"--config {path}: no such recipe; see recipes/ for those that exist")
     try:
@@ -306,6 +320,8 @@ def read_run_config(path: str | Path, overrides: list[tuple[str, str]] = ()) -> 
         raise InputError(f"{path or '--config'}: {error}") from None
     if not isinstance(values, dict):
         raise InputError(f"{path}: a recipe is a mapping of settings (got {type(values).__name__})")
+    if not loads_extensions and values.pop("extensions", None):
+        values |= {"optim": {"learning_rate": "auto"}, "loss": {**values.get("loss", {}), "terms": {}}, "trackers": []}
     overridden = {key for key, _ in overrides}
     drop_alternatives(values, overridden)
     # --model FILE must come before --model.KEY VALUE, whatever their order on the command line.

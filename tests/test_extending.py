@@ -30,37 +30,39 @@ class MineModel(LlamaModel):
 class MineForCausalLM(LlamaForCausalLM):
     config_class = MineConfig
 '''
-SCHEDULE = '''def staircase(schedule: Schedule, step: int) -> float:
-    """Halves the rate at every step."""
+EXTENSION = """
+from pathlib import Path
+
+import torch
+from accelerate.tracking import GeneralTracker
+
+from pretrain.model.loss_terms import LossTerm
+from pretrain.optim.optimizers import OptimizerSpec
+from pretrain.registry import LOSS_TERMS, OPTIMIZERS, SCHEDULES, TRACKERS
+
+
+@SCHEDULES.register("staircase")
+def staircase(schedule, step):
     return 0.5**step
 
 
-'''
-OPTIMIZER = '''class SGDSpec(OptimizerSpec):
-    """Stochastic gradient descent without momentum."""
-
-    def make(self, parameters, settings, learning_rate, seed, device_type) -> torch.optim.SGD:
+@OPTIMIZERS.register("sgd")
+class SGDSpec(OptimizerSpec):
+    def make(self, parameters, settings, learning_rate, seed, device_type):
         return torch.optim.SGD(self.groups(parameters, settings.weight_decay), lr=learning_rate)
 
     def state_shapes(self, name):
         return {}
 
 
-'''
-FORMAT = '''def read_records(stream: ByteStream, reading: Reading) -> Iterator[Record]:
-    """Texts with a percent sign between them."""
-    for place, text in enumerate(read_whole(stream, "split it").split(b"%"), start=1):
-        yield checked(place, text)
+@LOSS_TERMS.register("hidden")
+class Hidden(LossTerm):
+    def __call__(self, seen):
+        return seen.hidden_BTD.square().mean(-1)
 
 
-'''
-TRACKER = '''
-from accelerate.tracking import GeneralTracker, on_main_process, register_tracker_class
-
-
+@TRACKERS.register("list")
 class ListTracker(GeneralTracker):
-    """Appends what it is told to a file."""
-
     name = "list"
     requires_logging_directory = True
 
@@ -78,9 +80,13 @@ class ListTracker(GeneralTracker):
     def log(self, values, step=None, **_):
         with open(self.path, "a", encoding="utf-8") as file:
             file.write(f"{step} {sorted(values)}\\n")
+"""
+FORMAT = '''def read_records(stream: ByteStream, reading: Reading) -> Iterator[Record]:
+    """Texts with a percent sign between them."""
+    for place, text in enumerate(read_whole(stream, "split it").split(b"%"), start=1):
+        yield checked(place, text)
 
 
-register_tracker_class(ListTracker)
 '''
 STRATEGY = '''"""DDP under another name."""
 
@@ -106,29 +112,14 @@ rdzv_backend: static
 same_network: true
 """
 
-CONFIG = "pretrain/config.py"
-LOSS = "pretrain/model/loss.py"
 EDITS: dict[str, dict[str, str | list[tuple[str, str]]]] = {
     "a model that transformers has": {"model_configs/mine_too.json": json.dumps(TINY_LLAMA)},
+    "a model with its own code": {},
     "an architecture": {
         "pretrain/model/architectures/mine.py": ARCHITECTURE,
         "model_configs/mine.json": json.dumps(
             TINY_LLAMA | {"model_type": "mine", "architectures": ["MineForCausalLM"]}
         ),
-    },
-    "a schedule": {
-        "pretrain/optim/learning_rate.py": [
-            ("SCHEDULES: dict", SCHEDULE + "SCHEDULES: dict"),
-            ('    "infinite": infinite,\n', '    "infinite": infinite,\n    "staircase": staircase,\n'),
-        ],
-        CONFIG: [('"wsd", "infinite"]', '"wsd", "infinite", "staircase"]')],
-    },
-    "an optimizer": {
-        "pretrain/optim/optimizers.py": [
-            ("OPTIMIZERS: dict", OPTIMIZER + "OPTIMIZERS: dict"),
-            ('    "muon": MuonSpec,\n', '    "muon": MuonSpec,\n    "sgd": SGDSpec,\n'),
-        ],
-        CONFIG: [('"muon", "adamw_8bit"]', '"muon", "adamw_8bit", "sgd"]')],
     },
     "a data format": {
         "pretrain_tools/preparation/documents/formats.py": [("def read_whole(", FORMAT + "def read_whole(")],
@@ -146,31 +137,7 @@ EDITS: dict[str, dict[str, str | list[tuple[str, str]]]] = {
         ],
         "accelerate_configs/mine.yaml": LAUNCHER_FILE,
     },
-    "a tracker": {"pretrain/training/trackers.py": [("DEFAULT_PROJECT =", TRACKER + "\nDEFAULT_PROJECT =")]},
-    "a loss term": {
-        LOSS: [
-            (
-                "        z_loss: float = 0.0,\n        backend",
-                "        z_loss: float = 0.0,\n        hidden: float = 0.0,\n        backend",
-            ),
-            ("        self.z_loss = z_loss\n", "        self.z_loss = z_loss\n        self.hidden = hidden\n"),
-            (
-                "        return self.loss_of_hidden(outputs.last_hidden_state, targets_BT)\n",
-                "        hidden_BTD = outputs.last_hidden_state\n"
-                "        loss, cross_entropy = self.loss_of_hidden(hidden_BTD, targets_BT)\n"
-                "        return loss + self.hidden * hidden_BTD.square().mean(), cross_entropy\n",
-            ),
-        ],
-        CONFIG: [
-            (
-                "    z_loss: NonNegativeFloat = 0.0\n",
-                "    hidden: NonNegativeFloat = 0.0\n    z_loss: NonNegativeFloat = 0.0\n",
-            )
-        ],
-        "pretrain/training/build.py": [
-            ("z_loss=config.loss.z_loss,", "z_loss=config.loss.z_loss, hidden=config.loss.hidden,")
-        ],
-    },
+    "an optimizer, a schedule, a loss term, a tracker": {},
 }
 """{row: {file: its text if it is new, else (text that is there, text that takes its place)}}."""
 
@@ -214,6 +181,7 @@ def extended(tmp_path_factory) -> Path:
                 assert text.count(there) == 1, f"{path}: {there}"
                 text = text.replace(there, instead)
             (copy / path).write_text(text)
+    (copy / "own_ideas.py").write_text(EXTENSION)
     return copy
 
 
@@ -239,9 +207,10 @@ def runs(extended, shards, tmp_path_factory) -> tuple[Path, Path]:
         "logging": {"every_steps": 1},
         "optim": {"name": "sgd", "schedule": "staircase", "learning_rate": 0.01, "warmup_steps": 0},
         "trackers": ["list"],
+        "extensions": ["own_ideas.py"],
     }
     found = []
-    for name, model, loss in (("own", "mine", {"hidden": 0.5}), ("plain", "mine_too", {})):
+    for name, model, loss in (("own", "mine", {"terms": {"hidden": {"coefficient": 0.5}}}), ("plain", "mine_too", {})):
         values = recipe | {"model": f"model_configs/{model}.json", "output": str(folder / name), "loss": loss}
         (folder / f"{name}.yaml").write_text(yaml.safe_dump(values))
         run(extended, "train.py", "--config", folder / f"{name}.yaml")

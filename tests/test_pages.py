@@ -9,6 +9,7 @@ import re
 import runpy
 import shlex
 import shutil
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -58,6 +59,8 @@ ONLY_READ = {
     r"runs\.py parity": "trains under every strategy: tests/runs/test_parity.py",
     r"runs\.py (sweep|mixture)": "trains many runs: tests/experiments",
     r"runs\.py ladder": "needs runs of several sizes: tests/experiments/test_ladder.py",
+    r"--trust_remote_code --model\.vocab_size": "the reader's own model: tests/model/test_own_code.py",
+    r"examples/distillation\.py": "needs a larger run: tests/examples/test_distillation.py",
     r"--branch_from": "needs thousands of steps: tests/training/test_elastic_budget.py",
     r"^CUDA_VISIBLE_DEVICES=": "GPUs: every process of the tests would import anew",
     r"--model EleutherAI/": "needs the Hub",
@@ -96,6 +99,10 @@ def lend_inputs(clone, commands: str, text_files) -> None:
         (clone / name / "0.jsonl").write_bytes(lines)
     for name in set(re.findall(r"--tokenizer (?!tokenizers/)([\w./-]+)", commands)):
         write_tokenizer(clone / name)
+    for name in set(re.findall(r"--extensions (\w+\.py)", commands)):
+        page = re.sub(r"^    python .*\n", "", (ROOT / "docs/own_ideas.md").read_text(), flags=re.MULTILINE)
+        blocks = [textwrap.dedent(block) for block in re.findall(r"(?:^    .*\n|^\n)+", page, re.MULTILINE)]
+        (clone / name).write_text("\n".join(block for block in blocks if ".register(" in block))
     for name, function in set(re.findall(r"--filter (\w+\.py):(\w+)", commands)):
         (clone / name).write_text(f"def {function}(text):\n    return True\n")
     for name in set(re.findall(r"'(\w+)/\*\.jsonl'", commands)):

@@ -12,6 +12,7 @@ file in architectures/ (docs/models.md).
     kernels: names the kernels of a GPU run
     positions: rotary positions that change within a run
     loss: next-token loss that never materializes all logits
+    loss_terms: terms of extensions that are added to the loss
     compile, fp8: compiled layers, fp8 layers
     routers: MoE routing and its losses
     width_roles: finds which dimensions of a parameter grow with the width

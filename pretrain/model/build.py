@@ -287,7 +287,8 @@ def save_model_metadata(model: PreTrainedModel, folder: str | os.PathLike) -> No
     if type(model)._auto_class is not None:
         custom_object_save(model, folder, config=config)
     config.save_pretrained(folder)
-    generation = copy.deepcopy(model.generation_config) or GenerationConfig()
+    # Only classes with GenerationMixin have one.
+    generation = copy.deepcopy(getattr(model, "generation_config", None)) or GenerationConfig()
     generation.bos_token_id = config.bos_token_id
     generation.eos_token_id = config.eos_token_id
     if generation.pad_token_id is None and isinstance(config.eos_token_id, int):

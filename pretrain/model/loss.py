@@ -6,6 +6,7 @@ Shapes: B sequences, T positions, N = B x T tokens, D hidden width, V vocabulary
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +17,9 @@ from pretrain.config import Loss
 from pretrain.errors import InputError
 from pretrain.model.attention import IGNORED
 from pretrain.model.small_copy import logit_cap, projects_hidden_states
+
+if TYPE_CHECKING:
+    from pretrain.model.loss_terms import LossTerms
 
 CPU_CHUNK_BYTES = 64 * 2**20
 """Bytes of one chunk's fp32 logits on a CPU."""
@@ -392,8 +396,10 @@ class LanguageModelLoss(nn.Module):
         z_loss: float = 0.0,
         backend: str = "chunked",
         from_hidden_states: bool | None = None,
+        terms: "LossTerms | None" = None,
     ):
         super().__init__()
+        self.terms = terms
         self.causal_lm = causal_lm
         self.z_loss = z_loss
         self.backend = backend
@@ -419,7 +425,11 @@ class LanguageModelLoss(nn.Module):
             outputs = self.causal_lm(input_ids=input_ids_BT, use_cache=False, **attention_kwargs)
             return loss_of_logits(outputs.logits, targets_BT, self.z_loss, self._record())
         outputs = self.causal_lm.base_model(input_ids=input_ids_BT, use_cache=False, **attention_kwargs)
-        return self.loss_of_hidden(outputs.last_hidden_state, targets_BT)
+        loss, cross_entropy = self.loss_of_hidden(outputs.last_hidden_state, targets_BT)
+        if self.terms is not None and torch.is_grad_enabled():
+            head = self.causal_lm.get_output_embeddings()
+            loss = loss + self.terms.add(input_ids_BT, targets_BT, outputs.last_hidden_state, head, attention_kwargs)
+        return loss, cross_entropy
 
     def loss_of_hidden(self, hidden_BTD: Tensor, targets_BT: Tensor) -> tuple[Tensor, Tensor]:
         """Returns (loss, cross_entropy) from the base model's last hidden states."""

@@ -21,9 +21,10 @@ from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, RopeParameters
 
-import pretrain.model.architectures
 from pretrain.config import ModelSource
 from pretrain.errors import InputError, did_you_mean, read_small_file, shortened
+from pretrain.model.architectures import BROKEN, MODEL_TYPES, own_keys_of, register_folder
+from pretrain.registry import place_of
 
 # Keys outside the dataclass fields that transformers reads while it builds a configuration from a file.
 READ_BY_EVERY_CLASS = {"model_type", "auto_map", "torch_dtype", "num_labels", "name_or_path", "_name_or_path"}
@@ -31,7 +32,7 @@ READ_BY_EVERY_CLASS = {"model_type", "auto_map", "torch_dtype", "num_labels", "n
 READ_INTO_ROPE_PARAMETERS = {"rope_theta", "rope_scaling", "partial_rotary_factor"}
 FLAT_IN_ROPE = ("rope_theta", "partial_rotary_factor")
 # Examples for messages; the many other known types are one typo away from these or listed on the Hub.
-COMMON_MODEL_TYPES = ("llama", "qwen3", "gpt2", *pretrain.model.architectures.MODEL_TYPES)
+COMMON_MODEL_TYPES = ("llama", "qwen3", "gpt2", *MODEL_TYPES)
 SHIPPED_CONFIGS = Path(__file__).parents[2] / "model_configs"
 VOCABULARY_KEY = "vocab_size"
 LARGE_VOCABULARY = 16_384
@@ -107,9 +108,20 @@ def load_model_config(
 
 def load_recipe_model_config(source: ModelSource, vocabulary_size: int | None) -> PreTrainedConfig:
     """Calls `load_model_config` for a recipe's model. Raises InputError for models that need more than text."""
+    if source.trusts_code:
+        _register_code_of(source.config)
     config = load_model_config(source.config, changes=source.changes, vocabulary_size=vocabulary_size)
     refuse_composites(str(source), config)
     return config
+
+
+def _register_code_of(name_or_path: str) -> None:
+    """Registers a model's own code, so that everything else finds it as it finds the library's models."""
+    path = Path(name_or_path)
+    folder = str(path.parent) if name_or_path.endswith(".json") else name_or_path
+    keys = _read_json(path) if name_or_path.endswith(".json") and path.exists() else own_keys_of(folder)
+    if keys is not None and "auto_map" in keys:
+        register_folder(folder, keys)
 
 
 def changed_config(where: str, config: PreTrainedConfig, changes: Mapping[str, Any]) -> PreTrainedConfig:
@@ -132,7 +144,7 @@ def follows_the_data(config_class: type[PreTrainedConfig], keys: Mapping[str, An
     Files that transformers writes always state it, so one without it was written by hand.
     """
     own_name = config_class.attribute_map.get(VOCABULARY_KEY, VOCABULARY_KEY)
-    has_one = own_name in {field.name for field in dataclasses.fields(config_class)}
+    has_one = own_name in fields_of(config_class)
     stated = keys.get(own_name, "auto")
     return has_one and keys.get(VOCABULARY_KEY, stated) == "auto"
 
@@ -196,7 +208,7 @@ def _unreadable(name_or_path: str, is_folder: bool, error: Exception) -> str:
     if "trust_remote_code" in str(error):
         return (
             f"{name_or_path}: this model carries its own code, which runs with your rights; allow it with "
-            "trust_remote_code on the command line if you trust its author"
+            "--trust_remote_code (in a recipe trust_remote_code: true) if you trust its author"
         )
     if is_folder:
         return f"{name_or_path}/config.json cannot be used: {first_line(error)}"
@@ -212,7 +224,7 @@ def _checked_config(
     """Builds the configuration from these keys; those that people `stated` are verified one by one."""
     if _depth(stated) > MOST_DEPTH:  # the checks below recurse
         raise InputError(f"{where}: lists or objects are nested more than {MOST_DEPTH} deep; no model's JSON is")
-    fields = {field.name: field for field in dataclasses.fields(config_class)}
+    fields = fields_of(config_class)
     defaults = {key: getattr(config_class, config_class.attribute_map.get(key, key), None) for key in stated}
     problems = _value_problems(stated, defaults)
     # transformers accepts standard names for a class's own (hidden_size for GPT-2's n_embd): check the class's own.
@@ -276,7 +288,10 @@ def _config_class(where: str, keys: Mapping[str, Any]) -> type[PreTrainedConfig]
         hint = did_you_mean(str(model_type), CONFIG_MAPPING)
         if hint.startswith("; allowed"):
             hint = f"; for example {', '.join(COMMON_MODEL_TYPES)}"
-        raise InputError(f"{where}: unknown model_type {shortened(repr(model_type))}{hint}")
+        problem = f"{where}: unknown model_type {shortened(repr(model_type))}{hint}"
+        if "auto_map" in keys:
+            problem += "; its auto_map names code of its own: allow it with --trust_remote_code"
+        raise InputError(problem, *BROKEN)
     config_class = CONFIG_MAPPING[model_type]
     if config_class not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise InputError(
@@ -327,9 +342,10 @@ def first_line(error: BaseException) -> str:
 
 
 def described(error: BaseException) -> str:
-    """Returns a library's error in one line."""
+    """Returns an error of a library, or of a model's own code with its place, in one line."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return shortened(f"{type(error).__name__}: {' '.join(lines)}", 300)
+    said = shortened(f"{type(error).__name__}: {' '.join(lines)}", 300)
+    return f"{place}: {said}" if (place := place_of(error)) else said
 
 
 def config_differences(earlier: PreTrainedConfig, now: PreTrainedConfig) -> str:
@@ -342,10 +358,32 @@ def config_differences(earlier: PreTrainedConfig, now: PreTrainedConfig) -> str:
     return ", ".join(different) or "other general keys"
 
 
+@dataclasses.dataclass(frozen=True)
+class ConfigField:
+    """A key of a configuration: a field of transformers 5's classes, or an argument of `__init__` of older ones."""
+
+    type: Any
+    default: Any
+
+
+def fields_of(config_class: type[PreTrainedConfig]) -> dict[str, ConfigField]:
+    """Returns {key: its type and default} of all that a configuration class takes."""
+    fields = {field.name: ConfigField(field.type, field.default) for field in dataclasses.fields(config_class)}
+    for kind in reversed(config_class.__mro__):
+        own = kind.__dict__.get("__init__")
+        if own is None or not issubclass(kind, PreTrainedConfig) or hasattr(own, "__wrapped__"):
+            continue
+        for name, given in inspect.signature(own).parameters.items():
+            if name != "self" and given.kind in (given.POSITIONAL_OR_KEYWORD, given.KEYWORD_ONLY):
+                is_typed = given.annotation is not given.empty and not isinstance(given.annotation, str)
+                default = None if given.default is given.empty else given.default
+                fields.setdefault(name, ConfigField(given.annotation if is_typed else Any, default))
+    return fields
+
+
 def _own_fields(config_class: type[PreTrainedConfig]) -> set[str]:
     """Returns the keys that a class adds to those of every configuration: the ones that describe the model."""
-    own, common = ({f.name for f in dataclasses.fields(kind)} for kind in (config_class, PreTrainedConfig))
-    return own - common
+    return fields_of(config_class).keys() - fields_of(PreTrainedConfig).keys()
 
 
 def _type_problem(name: str, value: Any, fields: dict) -> str | None:

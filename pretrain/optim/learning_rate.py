@@ -5,8 +5,8 @@ and the last warmup step is at the peak. A decay reaches its floor at step == to
 (nanoGPT's get_lr with lr_decay_iters == max_iters), so the last step of a run is just above the floor. Beyond
 total_steps the factor stays at the end of the decay.
 
-A schedule is a function (schedule, step) -> factor of the peak, registered in SCHEDULES under a name that
-`Optim.schedule` in config.py lists too; docs/training.md shows them.
+A schedule is a function (schedule, step) -> factor of the peak, registered in `registry.SCHEDULES`; docs/training.md
+shows them.
 """
 
 import math
@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from pretrain.errors import InputError
+from pretrain.registry import SCHEDULES
 
 DECAY_SHAPES: dict[str, Callable[[float], float]] = {
     "linear": lambda progress: 1.0 - progress,
@@ -186,15 +187,6 @@ def infinite(schedule: Schedule, step: int) -> float:
     if not schedule.anneal_steps:
         return factor
     return factor * (schedule.final_ratio / factor) ** schedule.progress(step)
-
-
-SCHEDULES: dict[str, Callable[[Schedule, int], float]] = {
-    "cosine": cosine,
-    "linear": linear,
-    "constant": constant,
-    "wsd": warmup_stable_decay,
-    "infinite": infinite,
-}
 
 
 def cooldown_steps_of_infinite(

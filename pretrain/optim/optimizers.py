@@ -5,7 +5,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -15,6 +15,7 @@ from pretrain.errors import InputError
 from pretrain.model.build import build_meta_model, embedding_parameter_names, transposed_names
 from pretrain.model.routers import expert_matrices, expert_parameters, routers_of
 from pretrain.optim.scaling_laws import LEAST_BATCH_FACTOR, rate_by_law
+from pretrain.registry import OPTIMIZERS
 
 if TYPE_CHECKING:
     from pretrain.model.width_roles import WidthRole
@@ -85,7 +86,8 @@ def is_output_head(name: str) -> bool:
 class OptimizerSpec(ABC):
     """Facts about an optimizer that need no instance: what it rejects, what it keeps, what an update takes.
 
-    Each optimizer is a subclass and a line in OPTIMIZERS.
+    Each optimizer is a subclass, registered in `registry.OPTIMIZERS`. A class `Options` inside, a config.Section,
+    declares what `optim.options` may have.
     """
 
     model: ModelShapes
@@ -106,6 +108,13 @@ class OptimizerSpec(ABC):
     """Minimum factor of that peak by the batch size; see `rate_by_law`."""
     updates_in_bf16 = False
     """True if the update uses bf16 under any precision, provided that the device multiplies in bf16."""
+
+    Options = None
+    """Class of `optim.options`, a config.Section; None: it takes none."""
+
+    def options(self, settings: Optim) -> Any:
+        """Returns `optim.options` with their defaults."""
+        return self.Options.model_validate(settings.options)
 
     @classmethod
     def auto_rate(cls, parameters: float, tokens_per_step: float) -> float:
@@ -319,14 +328,6 @@ class AdamW8bitSpec(OptimizerSpec):
 
     def placed(self, key: str, value: torch.Tensor, parameter: torch.Tensor, group: dict) -> torch.Tensor | int:
         return int(value) if key == "step" else value.to(parameter.device, copy=True)
-
-
-OPTIMIZERS: dict[str, type[OptimizerSpec]] = {
-    "adamw": AdamWSpec,
-    "adafactor": AdafactorSpec,
-    "muon": MuonSpec,
-    "adamw_8bit": AdamW8bitSpec,
-}
 
 
 @dataclass(frozen=True)

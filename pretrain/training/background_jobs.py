@@ -16,6 +16,7 @@ from pretrain.config import Checkpoint, Evaluation, RunConfig
 from pretrain.files import ROOT
 from pretrain.parallel.launcher import environment_alone, python_path
 from pretrain.processes import hold_while_open, is_held
+from pretrain.registry import LOADED_CODE
 from pretrain.runs.hub import EVALUATIONS, cut_short, evaluation_log, publish_in_background
 from pretrain.runs.run_folder import MIRROR_FOLDER, checkpoint_name, latest_step, read_json, step_named
 from pretrain.training.metrics import Metrics
@@ -140,6 +141,7 @@ def evaluation_command(folder: Path, settings: Evaluation) -> list[str]:
     results = folder.with_suffix(".json").absolute()
     command = [sys.executable, str(ROOT / "evaluate.py"), "--model", str(folder.absolute()), "--output", str(results)]
     command += ["--limit", f"{settings.limit:g}"] if settings.limit is not None else []
+    command += ["--trust_remote_code"] if "code of the model" in LOADED_CODE else []
     return command + task_arguments(settings)
 
 

@@ -40,6 +40,7 @@ def log_step(run: Run, report: StepReport, learning_rate: float) -> None:
         "learning_rate": learning_rate,
         **run.throughput.read(tokens, flops, run.peak_flops, ranks),
         **(experts.figures() if experts else {}),
+        **(run.built.terms.figures(run.strategy) if run.built.terms else {}),
         "peak_memory_bytes": peak_memory_bytes(run.strategy.device),
         **log.energy(),
     }

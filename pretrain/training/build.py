@@ -17,6 +17,7 @@ from pretrain.terminal import say_stage
 from pretrain.training.run_plan import ModelPlan
 
 if TYPE_CHECKING:
+    from pretrain.model.loss_terms import LossTerms
     from pretrain.training.experts import Experts
 
 
@@ -30,6 +31,8 @@ class Built:
     """Model inside; checkpoints use its parameter names."""
     experts: "Experts | None"
     """Counters of the experts; None for a dense model."""
+    terms: "LossTerms | None" = None
+    """Terms that extensions add to the loss; None if there are none."""
 
 
 def build_training(
@@ -56,8 +59,17 @@ def build_training(
         )
     checkpoint_activations(causal_lm, config.activation_checkpointing)
     compile_mode, loss_backend = modes_of(config, plan, strategy, causal_lm)
+    terms = None
+    if config.loss.terms:
+        from pretrain.model.loss_terms import LossTerms
+
+        terms = LossTerms(config.loss, plan.model_config)
     model = LanguageModelLoss(
-        causal_lm, z_loss=config.loss.z_loss, backend=loss_backend, from_hidden_states=plan.from_hidden_states
+        causal_lm,
+        z_loss=config.loss.z_loss,
+        backend=loss_backend,
+        from_hidden_states=plan.from_hidden_states,
+        terms=terms,
     )
     weights = InitialWeights(seed=config.seed, dtype=parameter_dtype(config.optim))
     if from_pretrained:
@@ -81,14 +93,14 @@ def build_training(
         experts.attach()
     lengths = {config.data.window, *config.data.windows}
     compile_model(prepared, causal_lm, compile_mode, len(lengths))
-    return Built(prepared, causal_lm, experts)
+    return Built(prepared, causal_lm, experts, terms)
 
 
 def modes_of(config: RunConfig, plan: ModelPlan, strategy: Strategy, causal_lm: PreTrainedModel) -> tuple[str, str]:
     """Returns (mode of `compile_model`, key of LOSS_BACKENDS): the recipe's, or what its `auto` resolves to."""
     kind = strategy.device.type
     is_plain = config.activation_checkpointing == "none" and plan.active_parameters == plan.parameters
-    is_alone = strategy.name == "single"
+    is_alone = strategy.name == "single" and not config.loss.terms  # which run outside compiled code
     mode = choose_compile(config.compile, causal_lm, device_type=kind, is_alone=is_alone, is_plain=is_plain)
     logits = None
     if strategy.precision == "fp32":

@@ -23,6 +23,7 @@ from pretrain.model.model_config import config_differences, load_model_config
 from pretrain.optim.batch_ramp import BatchRamp
 from pretrain.optim.learning_rate import Schedule
 from pretrain.recipe import CommandLine
+from pretrain.registry import LOADED_CODE
 from pretrain.runs.run_folder import checkpoint_folders, read_state, setting, step_of, trunk_checkpoint
 from pretrain.training.run_plan import RunPlan, schedule_of, target_sequences
 from pretrain.units import counted, duration_text
@@ -46,12 +47,13 @@ ORDER_OF_DATA = ("seed", "data.sampling", "data.sequence_length")
 """Settings that a run cannot change midway: it would read some of its data twice and some never."""
 
 OTHERS = ("optim.learning_rate", "optim.base_learning_rate", "batch.tokens_per_step", "batch.ramp")
+OTHERS += ("optim.options", "loss.terms")
 
 
 def settings_of(config: RunConfig) -> dict[str, Any]:
     """Returns the settings, as the user gave them, that decide how a run continues. Checkpoints store them."""
     values = config.model_dump(mode="json", by_alias=True)
-    return {path: setting(values, path) for path in (*BUDGET, *CLOCK, *SHAPE, *OTHERS)}
+    return {path: setting(values, path) for path in (*BUDGET, *CLOCK, *SHAPE, *OTHERS)} | LOADED_CODE
 
 
 def is_named(path: str, overridden: frozenset[str]) -> bool:

@@ -54,7 +54,9 @@ def finish(run: Run) -> int:
     run.log.end(EXIT_DONE, "done", step=state.step, tokens=state.tokens, skipped_steps=state.skipped_steps)
     run.mirror.close()
     if final:
-        run.strategy.ranks.print(f"The model is in {final}. Try: python evaluate.py --model {final} --interactive")
+        trust = " --trust_remote_code" if run.config.trust_remote_code else ""
+        try_it = f"python evaluate.py --model {final} --interactive{trust}"
+        run.strategy.ranks.print(f"The model is in {final}. Try: {try_it}")
     return EXIT_DONE
 
 

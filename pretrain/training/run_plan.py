@@ -20,6 +20,7 @@ from pretrain.config import (
     ModelSource,
     Optim,
     RunConfig,
+    Samples,
     WindowSpec,
 )
 from pretrain.data.batches import Batches, SkippedRange, open_training
@@ -280,12 +281,23 @@ def derive(config: RunConfig, ranks: int) -> RunPlan:
         losses_of_routers = problems.attempt(lambda: router_losses(config.loss, build_meta_model(model_config)))
         problems += problems.attempt(optimizer_problems, config.optim, model_config, device or "cpu") or []
         problems += problems.attempt(loss_problems, config.loss, model_config) or []
+        if config.loss.terms:
+            from pretrain.model.loss_terms import term_problems
+
+            problems += problems.attempt(term_problems, config.loss, config.compile) or []
+        problems += problems.attempt(sampling_problems, config.samples, model_config) or []
         mode = config.activation_checkpointing
         problems += problems.attempt(lambda: checkpointing_problems(mode, build_meta_model(model_config))) or []
     if problems:
-        raise InputError(*problems, *of_data)
+        raise InputError(*dict.fromkeys([*problems, *of_data]))
     say_stage("Testing the architecture")
     model = of_data.attempt(plan_model, config, model_config, losses_of_routers)  # tested even without the data
+    if model is not None and config.loss.terms and not model.from_hidden_states:
+        of_data.append(
+            f"loss.terms: {model_config.model_type} computes its logits from more than its last hidden states, which "
+            "is all that a term sees; take a model that projects them, such as llama or qwen3"
+        )
+        model = None
     if model is None:
         raise InputError(*of_data)
 
@@ -517,6 +529,19 @@ def peak_learning_rate(optim: Optim, sequences_per_step: int) -> float:
     if optim.base_learning_rate is not None:
         return learning_rate_for_batch(optim.base_learning_rate, sequences_per_step)
     return optim.learning_rate
+
+
+def sampling_problems(settings: Samples, model_config: Any) -> list[str]:
+    """Lists the problem of samples from a model that cannot continue a text."""
+    if not any(settings.model_dump(include={"every_steps", "every_tokens"}).values()):
+        return []
+    model = build_meta_model(model_config)
+    if model.can_generate():
+        return []
+    return [
+        f"samples: {type(model).__name__} has no generate(): inherit from transformers' GenerationMixin too, or leave "
+        "out samples"
+    ]
 
 
 def too_long(model_config: Any, sequence_length: int) -> list[str]:

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import importlib.metadata
 import json
+import shutil
 import subprocess
 import uuid
 from collections.abc import Iterable
@@ -31,6 +32,7 @@ from pretrain.optim.averaging import averages_after
 from pretrain.optim.optimizers import OPTIMIZERS
 from pretrain.parallel.strategy import Strategy, device_type
 from pretrain.recipe import as_yaml
+from pretrain.registry import LOADED_CODE, digest_of
 from pretrain.runs.run_folder import read_json
 from pretrain.training.run import Run
 from pretrain.training.run_plan import ModelPlan, RunPlan
@@ -65,6 +67,8 @@ def announce(run: Run, peak_source: str) -> str:
     missing = [name for name in RECORD_FILES if run.is_new or not (config.output / name).exists()]
     if is_main and missing:
         write_record(config, plan, strategy, missing)
+    if is_main:
+        copy_extensions(config)
     meter = EnergyMeter(strategy.device, strategy.ranks.count) if is_main else None
     energy = meter.how if meter else None
     sizes = {
@@ -108,7 +112,7 @@ def write_record(config: RunConfig, plan: RunPlan, strategy: Strategy, names: It
     data = {str(shards): data_record(reader) for shards, reader in plan.batches.readers.items()}
     packages = package_versions(RECORDED_PACKAGES)
     commit = commit_of(Path(__file__).parent)
-    environment = {"commit": commit, **describe_machine(strategy.device), "packages": packages}
+    environment = {"commit": commit, **describe_machine(strategy.device), "packages": packages, "code": LOADED_CODE}
     texts = {
         "config.yaml": as_yaml(config),
         "model.json": plan.model_config.to_json_string(),
@@ -119,6 +123,14 @@ def write_record(config: RunConfig, plan: RunPlan, strategy: Strategy, names: It
     config.output.mkdir(parents=True, exist_ok=True)
     for name in names:
         (config.output / name).write_text(texts[name], encoding="utf-8")
+
+
+def copy_extensions(config: RunConfig) -> None:
+    """Copies the extensions to RUN/extensions, each version once, under its hash."""
+    for file in map(Path, config.extensions):
+        copy = config.output / "extensions" / f"{file.stem}-{digest_of([file])}.py"
+        copy.parent.mkdir(exist_ok=True)
+        shutil.copyfile(file, copy)
 
 
 def data_record(reader: ShardReader) -> dict:

@@ -121,6 +121,8 @@ def begin_step(run: Run) -> int:
         gc.collect()
         gc.freeze()
     run.steps_begun += 1
+    if run.built.terms is not None:
+        run.built.terms.step = run.state.step
     before = run.stage
     run.stage = run.plan.stage(run.state.step)
     if run.stage.differs_from(before):

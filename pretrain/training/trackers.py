@@ -14,6 +14,7 @@ from typing import Any
 from pretrain.config import RunConfig, Tracking
 from pretrain.errors import did_you_mean
 from pretrain.recipe import leaves
+from pretrain.registry import TRACKERS
 from pretrain.runs.run_folder import read_json
 
 DEFAULT_PROJECT = "groundwork"
@@ -68,7 +69,7 @@ def _classes() -> dict[str, type]:
     """Returns {name: class} of accelerate's trackers, including your own that are registered there."""
     from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
-    return LOGGER_TYPE_TO_CLASS
+    return LOGGER_TYPE_TO_CLASS | dict(TRACKERS)
 
 
 class Trackers:

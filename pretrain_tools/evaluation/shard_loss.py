@@ -125,7 +125,7 @@ def run_config_of(address: ModelAddress) -> RunConfig | None:
     if address.run is None:
         return None
     try:
-        return read_run_config(address.run / "config.yaml", [])
+        return read_run_config(address.run / "config.yaml", loads_extensions=False)
     except InputError as error:
         raise InputError(
             *error.problems, f"{address.name}: copy the model folder out of its run to evaluate it without the above"

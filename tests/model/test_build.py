@@ -411,5 +411,5 @@ def test_a_folder_that_wants_to_run_its_own_code_is_refused(tmp_path):
     keys = {"model_type": "foreign", "auto_map": {"AutoConfig": "foreign.ForeignConfig"}}
     (tmp_path / "config.json").write_text(json.dumps(keys))
     (tmp_path / "foreign.py").write_text("raise SystemExit('executed')")
-    with pytest.raises(InputError, match=r"carries its own code.*trust_remote_code on the command line"):
+    with pytest.raises(InputError, match=r"carries its own code.*allow it with --trust_remote_code"):
         load_model_config(str(tmp_path))

@@ -24,6 +24,7 @@ LINKED = (
     "ds_configs",
     "slurm",
     "bench",
+    "examples",
     "Makefile",
     "requirements.txt",
 )

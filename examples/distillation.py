@@ -1,0 +1,79 @@
+"""Distillation: the model also learns the next-token probabilities of a teacher (Hinton et al., arXiv 1503.02531).
+
+    python train.py --config recipes/demo.yaml --extensions examples/distillation.py \
+        --loss.terms '{distillation: {teacher: runs/large/final, coefficient: 0.5}}' --output runs/distilled
+
+The teacher is a folder or Hub ID of any causal language model with the same token ids; it sees what the student sees,
+each document alone, and is not trained.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+from transformers import AutoModelForCausalLM
+
+from pretrain.errors import InputError
+from pretrain.model.loss_terms import LossTerm, Seen, TermOptions
+from pretrain.registry import LOSS_TERMS
+
+
+@LOSS_TERMS.register("distillation")
+class Distillation(LossTerm):
+    """KL divergence of the student's from the teacher's probabilities of each next token, x temperature^2."""
+
+    class Options(TermOptions):
+        """teacher: folder or Hub ID; temperature: divides the logits of both; chunk: tokens at a time."""
+
+        teacher: str
+        temperature: float = 1.0
+        chunk: int = 1024
+
+    def __init__(self, options, model_config):
+        super().__init__(options, model_config)
+        how = {
+            "dtype": torch.float32,
+            "use_safetensors": True,
+            "attn_implementation": "sdpa",
+        }  # takes masks of booleans
+        try:
+            teacher = AutoModelForCausalLM.from_pretrained(options.teacher, **how)
+        except (OSError, ValueError) as error:
+            raise InputError(f"loss.terms.distillation: {options.teacher}: {str(error).splitlines()[0]}") from error
+        if teacher.config.vocab_size != model_config.vocab_size:
+            raise InputError(
+                f"loss.terms.distillation: {options.teacher} has {teacher.config.vocab_size:,} token ids, the model "
+                f"{model_config.vocab_size:,}; both need the same tokenizer"
+            )
+        self.teacher = teacher.eval().requires_grad_(False)
+
+    def __call__(self, seen: Seen) -> torch.Tensor:
+        """Returns the sum over the tokens (a scalar), a chunk of logits at a time."""
+        self.teacher.to(seen.hidden_BTD.device)
+        hidden_ND = seen.hidden_BTD.flatten(0, 1)
+        with torch.no_grad():
+            theirs_NV = self.teacher_logits(seen).flatten(0, 1)
+        total = hidden_ND.new_zeros((), dtype=torch.float32)
+        for rows in range(0, len(hidden_ND), self.options.chunk):
+            here = slice(rows, rows + self.options.chunk)
+            # Recomputed in the backward pass, so that one chunk's logits are in memory at a time.
+            total = total + checkpoint(self.divergence, seen, hidden_ND[here], theirs_NV[here], use_reentrant=False)
+        return total
+
+    def teacher_logits(self, seen: Seen) -> torch.Tensor:
+        """Returns the teacher's logits (B, T, V), each document on its own."""
+        docs_BT = seen.documents_BT
+        same_BTT = docs_BT[:, :, None] == docs_BT[:, None, :]
+        place_T = torch.arange(docs_BT.shape[1], device=docs_BT.device)
+        starts_BT = torch.ones_like(docs_BT, dtype=torch.bool)
+        starts_BT[:, 1:] = docs_BT[:, 1:] != docs_BT[:, :-1]
+        positions_BT = place_T - (place_T * starts_BT).cummax(dim=1).values
+        mask_B1TT = same_BTT.tril()[:, None]
+        ids_BT = seen.input_ids_BT
+        return self.teacher(ids_BT, attention_mask=mask_B1TT, position_ids=positions_BT, use_cache=False).logits
+
+    def divergence(self, seen: Seen, hidden_CD: torch.Tensor, theirs_CV: torch.Tensor) -> torch.Tensor:
+        """Returns the sum of KL(teacher || student) over the rows of a chunk."""
+        temperature = self.options.temperature
+        ours_CV = F.log_softmax(seen.logits(hidden_CD).float() / temperature, dim=-1)
+        theirs_CV = F.log_softmax(theirs_CV.float() / temperature, dim=-1)
+        return F.kl_div(ours_CV, theirs_CV, reduction="sum", log_target=True) * temperature**2

@@ -1,0 +1,185 @@
+"""What a recipe can name, by kind, and the files of your own that add to it: `extensions` and a model folder's code.
+
+The project's own entries are written as 'module:name', so that a recipe is checked without importing them. A file of
+your own registers in the same table with a decorator:
+
+    from pretrain.registry import OPTIMIZERS
+
+    @OPTIMIZERS.register("mine")
+    class MineSpec(OptimizerSpec): ...
+"""
+
+import hashlib
+import importlib
+import sys
+import traceback
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from pathlib import Path
+from pkgutil import resolve_name
+from types import ModuleType
+from typing import Any, TypeVar
+
+from pretrain.errors import InputError, did_you_mean, shortened
+
+_Entry = TypeVar("_Entry")
+
+
+class Table(MutableMapping[str, Any]):
+    """{name in a recipe: what it stands for} of one kind; the project's own are imported when they are asked for."""
+
+    def __init__(self, kind: str, own: dict[str, str]):
+        self.kind = kind
+        self._entries: dict[str, Any] = dict(own)
+        self._files: dict[str, str] = {}
+
+    def register(self, name: str) -> Callable[[_Entry], _Entry]:
+        """Returns a decorator that makes a class or function the value `name` of a recipe.
+
+        Raises InputError for a name that something else has.
+        """
+
+        def add(entry: _Entry) -> _Entry:
+            file = sys.modules[entry.__module__].__file__ or entry.__module__
+            if name in self._entries and self._files.get(name) != file:
+                raise InputError(f"{file}: there is {self.kind} {name} already; choose another name")
+            self._entries[name] = entry
+            self._files[name] = file
+            return entry
+
+        return add
+
+    def checked(self, name: str) -> str:
+        """Returns a name that is in the table. Raises ValueError for any other."""
+        if name not in self._entries:
+            raise ValueError(f"{name!r} is not {self.kind}{did_you_mean(name, self)}; a file in extensions can add it")
+        return name
+
+    def __getitem__(self, name: str) -> Any:
+        entry = self._entries[name]
+        return resolve_name(entry) if isinstance(entry, str) else entry
+
+    def __setitem__(self, name: str, entry: Any) -> None:
+        self._entries[name] = entry
+
+    def __delitem__(self, name: str) -> None:
+        del self._entries[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+
+OPTIMIZERS = Table(
+    "an optimizer",
+    {
+        "adamw": "pretrain.optim.optimizers:AdamWSpec",
+        "adafactor": "pretrain.optim.optimizers:AdafactorSpec",
+        "muon": "pretrain.optim.optimizers:MuonSpec",
+        "adamw_8bit": "pretrain.optim.optimizers:AdamW8bitSpec",
+    },
+)
+"""Subclasses of `optim.optimizers.OptimizerSpec`."""
+SCHEDULES = Table(
+    "a schedule",
+    {
+        "cosine": "pretrain.optim.learning_rate:cosine",
+        "linear": "pretrain.optim.learning_rate:linear",
+        "constant": "pretrain.optim.learning_rate:constant",
+        "wsd": "pretrain.optim.learning_rate:warmup_stable_decay",
+        "infinite": "pretrain.optim.learning_rate:infinite",
+    },
+)
+"""Functions (schedule, step) -> factor of the peak; see `optim.learning_rate`."""
+LOSS_TERMS = Table("a loss term", {})
+"""Subclasses of `model.loss_terms.LossTerm`."""
+TRACKERS = Table("a tracker", {})
+"""Subclasses of accelerate's GeneralTracker, beside those that accelerate has itself."""
+
+OWN_FOLDERS: set[Path] = set()
+"""Folders whose files are the user's: an error in one of them is reported with its place."""
+LOADED_CODE: dict[str, str] = {}
+"""{what was loaded: first 16 digits of the sha256 of its files}. Checkpoints record it."""
+
+
+def import_file(path: Path, package: str) -> ModuleType:
+    """Imports a file as a module of `package`, which stands for its folder: `from .other import X` works there.
+
+    Raises InputError with file, line and message for whatever goes wrong in it.
+    """
+    path = path.absolute()
+    if not path.is_file():
+        raise InputError(f"{path}: no such file")
+    if package not in sys.modules:
+        folder = ModuleType(package)
+        folder.__path__ = [str(path.parent)]
+        sys.modules[package] = folder
+    OWN_FOLDERS.add(path.parent)
+    try:
+        return importlib.import_module(f"{package}.{path.stem}")
+    except InputError:
+        raise
+    except (Exception, SystemExit) as error:  # a user's file may raise anything
+        raise InputError(error_in_file(error, path)) from error
+
+
+def load_extensions(files: Iterable[str]) -> None:
+    """Imports files of the user's, each once, for what they register. Raises InputError as `import_file` does."""
+    for file in files:
+        path = Path(file)
+        if path.suffix != ".py" or not path.is_file():
+            raise InputError(f"extensions: {file}: no such Python file")
+        digest = digest_of([path])
+        import_file(path, f"groundwork_extension_{digest}")
+        LOADED_CODE[f"extension {path.name}"] = digest
+
+
+def check_options(kind: str, options_class: Any, given: dict[str, Any]) -> Any:
+    """Returns the options of an entry, of its pydantic class `Options`. Raises ValueError with every problem."""
+    from pydantic import ValidationError
+
+    if options_class is None:
+        if given:
+            raise ValueError(f"{kind} takes no options (got {', '.join(given)})")
+        return None
+    try:
+        return options_class.model_validate(given)
+    except ValidationError as error:
+        said = []
+        for problem in error.errors():
+            path = ".".join(map(str, problem["loc"]))
+            if problem["type"] == "extra_forbidden":
+                said.append(f"{kind} has no {path}{did_you_mean(path, options_class.model_fields)}")
+            else:
+                said.append(f"{kind}: {path}: {problem['msg']} (got {shortened(repr(problem['input']), 60)})")
+        raise ValueError("; ".join(said)) from None
+
+
+def error_in_file(error: BaseException, path: Path) -> str:
+    """Returns 'mine.py, line 12: NameError: ...' for an error that was raised while `path` was loaded."""
+    place = place_of(error) or str(path)
+    message = error.msg if isinstance(error, SyntaxError) else str(error)
+    return f"{place}: {type(error).__name__}: {shortened(' '.join(message.split()), 300)}"
+
+
+def place_of(error: BaseException) -> str:
+    """Returns 'mine.py, line 12', the last place in a file of the user's that led to the error; "" if none did."""
+    if isinstance(error, SyntaxError) and error.filename and is_own(error.filename):
+        return f"{error.filename}, line {error.lineno}"
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if is_own(frame.filename)]
+    return f"{frames[-1].filename}, line {frames[-1].lineno}" if frames else ""
+
+
+def is_own(file: str) -> bool:
+    """Tells if a file is in one of OWN_FOLDERS."""
+    path = Path(file)
+    return path.parent in OWN_FOLDERS and path.name != "__init__.py"
+
+
+def digest_of(files: Iterable[Path]) -> str:
+    """Hashes the names and contents of files, in any order."""
+    whole = hashlib.sha256()
+    for path in sorted(files, key=lambda path: path.name):
+        whole.update(f"{path.name}\n{hashlib.sha256(path.read_bytes()).hexdigest()}\n".encode())
+    return whole.hexdigest()[:16]

@@ -1,0 +1,175 @@
+"""Models with code of their own: trained from a folder, copied with every checkpoint, refused with file and line."""
+
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+import yaml
+from transformers import LlamaConfig, PretrainedConfig
+
+from pretrain.errors import InputError
+from pretrain.model.architectures import name_sizes
+from pretrain.model.model_config import fields_of
+from support.own_model import MODELING, write_own_model
+from support.project import ROOT, events, launch, losses, run_script
+
+LOADED_ELSEWHERE = """
+import sys, torch
+from transformers import AutoModelForCausalLM
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True, dtype=torch.float32).eval()
+assert "pretrain" not in sys.modules
+torch.save(model(torch.arange(20)[None]).logits, sys.argv[2])
+"""
+
+
+@pytest.fixture
+def own(recipe, tmp_path):
+    """A recipe of four steps with a model folder that has its own code."""
+    values = yaml.safe_load(recipe.read_text())
+    values |= {"model": str(write_own_model(tmp_path / "mine", vocab_size=512)), "budget": {"steps": 4}}
+    values |= {"checkpoint": {"every_steps": 2}, "validation": {"sequences": 4}, "export": {"dtype": "fp32"}}
+    recipe.write_text(yaml.safe_dump(values))
+    return recipe
+
+
+def checked(recipe, *arguments):
+    return run_script("train.py", "--config", recipe, "--check", *arguments, check=False)
+
+
+def logits_elsewhere(folder, tmp_path):
+    """Logits of a model folder in an interpreter that has never seen this project."""
+    environment = {"HF_MODULES_CACHE": str(tmp_path / "modules"), "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-c", LOADED_ELSEWHERE, folder, tmp_path / "logits.pt"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return torch.load(tmp_path / "logits.pt")
+
+
+def test_it_trains_resumes_with_changed_code_and_loads_anywhere(own, tmp_path):
+    run_script("train.py", "--config", own, "--trust_remote_code", "--checkpoint.pause_at", "2", check=False)
+    path = tmp_path / "mine/modeling_mine.py"
+    path.write_text(path.read_text() + "\n# A remark.\n")
+    resumed = run_script("train.py", "--config", own, "--trust_remote_code")
+    run = tmp_path / "run"
+    (said,) = [line for line in resumed.stdout.splitlines() if line.startswith("  code of the model: ")]
+    assert said.endswith("from here on")
+    assert list(losses(run)) == [1, 2, 3, 4]
+    first, last = (run / f"checkpoints/step-{step:08d}/modeling_mine.py" for step in (2, 4))
+    assert (first.read_text(), last.read_text()) == (MODELING, path.read_text())
+    assert "modeling_mine.py" in (run / "final/MANIFEST.json").read_text()
+    last = logits_elsewhere(run / "checkpoints/step-00000004", tmp_path)
+    assert torch.equal(logits_elsewhere(run / "final", tmp_path), last)
+    refused = run_script("evaluate.py", "--model", run, "--prompt", "def", check=False)
+    assert refused.returncode == 2 and "--trust_remote_code" in refused.stderr
+
+
+@pytest.mark.parametrize("strategy", ["fsdp2", "zero3"])
+def test_strategies_train_it_alike(own, tmp_path, strategy):
+    run_script("train.py", "--config", own, "--trust_remote_code", "--checkpoint.at_end", "false")
+    told = ("--output", tmp_path / strategy, "--checkpoint.at_end", "false")
+    launch(strategy, 2, "train.py", "--config", own, "--trust_remote_code", *told)
+    assert losses(tmp_path / strategy) == pytest.approx(losses(tmp_path / "run"), rel=1e-5)
+    assert len(events(tmp_path / strategy, "start")) == 1
+
+
+def test_its_code_does_not_run_unasked(own, tmp_path):
+    (tmp_path / "mine/configuration_mine.py").write_text("raise SystemExit('executed')")
+    refused = checked(own)
+    assert refused.returncode == 2 and "allow it with --trust_remote_code" in refused.stderr
+    assert "executed" not in refused.stdout + refused.stderr
+
+
+SLIPS = {
+    "a syntax error": (
+        "modeling_mine.py",
+        "def forward(self, x, att",
+        "def forward(self, x att",
+        "line 31: SyntaxError",
+    ),
+    "an import": ("modeling_mine.py", "from torch import nn\n", "from torch import nnn\n", "line 2: ImportError"),
+    "a size": (
+        "modeling_mine.py",
+        "self.up = nn.Linear(config.n_embd",
+        "self.up = nn.Linear(config.n_emb",
+        "line 27: A",
+    ),
+    "the forward pass": ("modeling_mine.py", "self.act(self.gate", "self.act(self.gat", "line 39: AttributeError"),
+    "a name": ("modeling_mine.py", "MineForCausalLM", "MineForLM", "has no MineForCausalLM, which auto_map names"),
+    "sizes": ("configuration_mine.py", "n_layer", "floors", 'attribute_map = {"num_hidden_layers": "YOUR_NAME"}'),
+    "no defaults": ("configuration_mine.py", "n_head=4, ", "n_head, ", "MineConfig() must work"),
+}
+
+
+@pytest.mark.parametrize("slip", SLIPS)
+def test_a_slip_is_named_with_its_line(own, tmp_path, slip):
+    file, there, instead, said = SLIPS[slip]
+    path = tmp_path / "mine" / file
+    text = path.read_text().replace("vocab_size=256, n_layer=2, n_head=4, ", "n_head=4, vocab_size=256, n_layer=2, ")
+    assert there in text
+    path.write_text(text.replace(there, instead))
+    refused = checked(own, "--trust_remote_code")
+    assert refused.returncode == 2 and "Traceback" not in refused.stderr
+    (line,) = [line for line in refused.stderr.splitlines() if file in line]
+    assert said in line
+
+
+def test_a_model_type_of_transformers_is_not_taken_over(own, tmp_path):
+    for file in ("configuration_mine.py", "config.json"):
+        path = tmp_path / "mine" / file
+        path.write_text(path.read_text().replace("mine_gated", "llama"))
+    refused = checked(own, "--trust_remote_code")
+    assert refused.returncode == 2 and "model_type 'llama' is another model's" in refused.stderr
+
+
+def test_keys_are_those_of_the_signature(own, tmp_path):
+    refused = checked(own, "--trust_remote_code", "--model.n_heads", "2", "--model.n_embd", "64")
+    assert refused.returncode == 2
+    assert refused.stderr.splitlines()[-1].endswith("n_heads is not a key of MineConfig; did you mean n_head?")
+    assert "num_hidden_layers" in fields_of(LlamaConfig) and fields_of(LlamaConfig)["vocab_size"].default == 32000
+
+
+def test_flops_and_memory_know_its_sizes(own):
+    planned = run_script("plan.py", "--config", own, "--trust_remote_code", "--gpus", "1", "--gpu", "h100").stdout
+    # Embeddings of tokens and positions; the head and 2 layers of 4 x 48^2 + 3 x 48 x 96, norms.
+    assert "30,720 in embeddings" in planned and "single" in planned
+
+
+class Odd(PretrainedConfig):
+    """Calls its depth by two usual names."""
+
+    model_type = "odd"
+
+    def __init__(self, n_layer=2, depth=3, d_model=8, vocab_size=4, **kwargs):
+        self.n_layer = n_layer
+        self.depth = depth
+        self.d_model = d_model
+        self.vocab_size = vocab_size
+        super().__init__(**kwargs)
+
+
+def test_a_size_that_two_names_may_mean_is_asked_for():
+    with pytest.raises(InputError, match=r'attribute_map = \{"num_hidden_layers": "n_layer"\}'):
+        name_sizes("odd.py", Odd)
+    Odd.attribute_map = {"num_hidden_layers": "depth"}
+    name_sizes("odd.py", Odd)
+    assert (Odd().num_hidden_layers, Odd().hidden_size) == (3, 8)
+
+
+def test_a_slip_among_the_architectures_disturbs_only_who_uses_it(recipe, tmp_path):
+    copy = tmp_path / "project"
+    shutil.copytree(ROOT / "pretrain", copy / "pretrain", ignore=shutil.ignore_patterns("__pycache__"))
+    (copy / "pretrain/model/architectures/slip.py").write_text("class SlipForCausalLM:\n    x = nowhere\n")
+    (tmp_path / "slip.json").write_text('{"model_type": "slip"}')
+    code = (
+        "import sys\nfrom pretrain.errors import run_script\n"
+        "from pretrain.model.model_config import load_model_config\n"
+        "run_script(lambda: print(load_model_config(sys.argv[1]).model_type))"
+    )
+    environment = {"PYTHONPATH": str(copy), "HF_HUB_OFFLINE": "1"}
+    slip = "slip.py, line 2: NameError: name 'nowhere'"
+    for model, status, said in (("tiny_llama", 0, "llama\n"), ("slip", 2, slip)):
+        command = [sys.executable, "-c", code, tmp_path / f"{model}.json"]
+        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+        assert done.returncode == status and said in done.stdout + done.stderr and "Traceback" not in done.stderr

@@ -1,0 +1,181 @@
+"""Extensions: what a file of one's own registers is a value of the recipe, checked, trained with and recorded."""
+
+import json
+
+import pytest
+import torch
+import yaml
+
+from pretrain.config import Loss
+from pretrain.errors import InputError
+from pretrain.mesh_sizes import Sizes
+from pretrain.model import loss_terms
+from pretrain.recipe import read_run_config
+from pretrain.registry import LOSS_TERMS
+from support.project import events, launch, losses, run_script
+
+EXTENSION = '''
+import torch
+from pretrain.config import Section
+from pretrain.model.loss_terms import LossTerm, TermOptions
+from pretrain.optim.optimizers import OptimizerSpec
+from pretrain.registry import LOSS_TERMS, OPTIMIZERS, SCHEDULES
+
+
+@OPTIMIZERS.register("my_sgd")
+class MySGD(OptimizerSpec):
+    takes = ("whole", "sharded", "pieces")
+
+    class Options(Section):
+        momentum: float = 0.9
+
+    def make(self, parameters, settings, learning_rate, seed, device_type):
+        momentum = self.options(settings).momentum
+        return torch.optim.SGD(self.groups(parameters, settings.weight_decay), lr=learning_rate, momentum=momentum)
+
+    def state_shapes(self, name):
+        return {"momentum_buffer": self.model.shapes[name]}
+
+
+@SCHEDULES.register("stairs")
+def stairs(schedule, step):
+    return 0.5**step
+
+
+@LOSS_TERMS.register("some_tokens")
+class SomeTokens(LossTerm):
+    """Shrinks the logits of some tokens, more at later steps: how many there are differs between windows."""
+
+    by_token = True
+
+    class Options(TermOptions):
+        power: int = 2
+
+    def __call__(self, seen):
+        hidden_ND = seen.hidden_BTD[seen.targets_BT % 3 == 0]
+        return (1 + seen.step) * seen.logits(hidden_ND).abs().pow(self.options.power).mean(-1).sum()
+'''
+
+
+@pytest.fixture
+def extended(recipe, tmp_path):
+    """A recipe of four steps that takes optimizer, schedule and a term of the loss from a file."""
+    (tmp_path / "ideas.py").write_text(EXTENSION)
+    values = yaml.safe_load(recipe.read_text())
+    values |= {"extensions": [str(tmp_path / "ideas.py")], "budget": {"steps": 4}, "validation": {"sequences": 4}}
+    values |= {"checkpoint": {"every_steps": 2}, "loss": {"terms": {"some_tokens": {"coefficient": 3.0}}}}
+    values["optim"] |= {"name": "my_sgd", "options": {"momentum": 0.5}, "schedule": "stairs", "learning_rate": 0.1}
+    recipe.write_text(yaml.safe_dump(values))
+    return recipe
+
+
+def curve(run):
+    """{step: (loss, term, gradient norm)}."""
+    return {e["step"]: [e["loss"], e["loss_some_tokens"], e["grad_norm"]] for e in events(run, "train")}
+
+
+def test_a_run_uses_logs_and_records_them(extended, tmp_path):
+    run_script("train.py", "--config", extended)
+    run = tmp_path / "run"
+    assert "SGD" in (run / "train.log").read_text()
+    assert [event["learning_rate"] for event in events(run, "train")[2:]] == [0.1 / 4, 0.1 / 8]
+    with_term = curve(run)
+    assert with_term[4][1] > 2 * with_term[1][1] > 0, "it knows the step"
+    (copy,) = (run / "extensions").iterdir()
+    assert copy.read_text() == EXTENSION
+    assert copy.stem == f"ideas-{json.loads((run / 'environment.json').read_text())['code']['extension ideas.py']}"
+    state = json.loads((run / "checkpoints/step-00000004/trainer_state.json").read_text())
+    assert state["settings"]["loss.terms"] == {"some_tokens": {"coefficient": 3.0}}
+    # The gradient is a sum over tokens, however they are divided into micro-batches.
+    run_script(
+        "train.py", "--config", extended, "--batch.sequences_per_micro_batch", "4", "--output", tmp_path / "whole"
+    )
+    whole = curve(tmp_path / "whole")
+    for step, figures in with_term.items():
+        assert figures == pytest.approx(whole[step], rel=2e-5)
+    run_script("train.py", "--config", extended, "--loss.terms", "{}", "--output", tmp_path / "without")
+    assert losses(tmp_path / "without")[1] == with_term[1][0] and losses(tmp_path / "without")[4] != with_term[4][0]
+
+
+def test_a_recorded_run_is_read_without_running_its_code(extended, tmp_path):
+    path = tmp_path / "ideas.py"
+    path.write_text("raise SystemExit('executed')")
+    config = read_run_config(extended, loads_extensions=False)
+    assert config.data.sequence_length == 64 and config.loss.terms == {} and config.optim.name == "adamw"
+    with pytest.raises(InputError, match="line 1: SystemExit: executed"):
+        read_run_config(extended)
+
+
+@pytest.mark.parametrize("strategy", ["fsdp2", "zero3", "cp"])
+def test_strategies_train_alike(extended, tmp_path, strategy):
+    alone = ("--checkpoint.at_end", "false", "--budget.steps", "3")
+    run_script("train.py", "--config", extended, *alone)
+    launch(strategy, 2, "train.py", "--config", extended, *alone, "--output", tmp_path / strategy)
+    expected = curve(tmp_path / "run")
+    for step, figures in curve(tmp_path / strategy).items():
+        assert figures == pytest.approx(expected[step], rel=5e-5)
+
+
+def test_a_resume_with_another_file_says_so(extended, tmp_path):
+    run_script("train.py", "--config", extended, "--checkpoint.pause_at", "2", check=False)
+    (tmp_path / "ideas.py").write_text(EXTENSION.replace("(1 + seen.step)", "(2 + seen.step)"))
+    told = run_script("train.py", "--config", extended, "--loss.terms.some_tokens.coefficient", "1").stdout
+    assert "  extension ideas.py: " in told and "  loss.terms: {'some_tokens': {'coefficient': 3.0}} until now" in told
+    assert len(list((tmp_path / "run/extensions").iterdir())) == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--optim.name", "my_sg"), "--optim.name: 'my_sg' is not an optimizer; did you mean my_sgd?"),
+        (("--optim.options.momentun", "1"), "my_sgd has no momentun; did you mean momentum?"),
+        (("--optim.options.momentum", "much"), "momentum: Input should be a valid number, unable to parse"),
+        (("--optim.name", "adamw"), "adamw takes no options (got momentum)"),
+        (("--optim.schedule", "stair"), "'stair' is not a schedule; did you mean stairs?"),
+        (("--loss.terms.some_token.coefficient", "1"), "did you mean some_tokens?"),
+        (("--loss.terms.some_tokens.powr", "1"), "terms.some_tokens has no powr; did you mean power?"),
+        (("--extensions", "nowhere.py"), "extensions: nowhere.py: no such Python file"),
+        (("--compile", "full"), "loss.terms: run outside compiled code"),
+    ],
+)
+def test_mistakes_in_the_recipe_are_named(extended, arguments, said):
+    refused = run_script("train.py", "--config", extended, "--check", *arguments, check=False)
+    assert refused.returncode == 2 and said in refused.stderr and "Traceback" not in refused.stderr
+
+
+@pytest.mark.parametrize(
+    ("there", "instead", "said"),
+    [
+        ("import torch\n", "import torch as\n", "ideas.py, line 2: SyntaxError"),
+        ("return 0.5**step\n", "return 0.5**step\n\n\nnowhere()\n", "line 29: NameError: name 'nowhere'"),
+        ('"my_sgd"', '"adamw"', "ideas.py: there is an optimizer adamw already"),
+    ],
+)
+def test_a_mistake_in_the_file_is_named_with_its_line(extended, tmp_path, there, instead, said):
+    assert there in EXTENSION
+    (tmp_path / "ideas.py").write_text(EXTENSION.replace(there, instead))
+    refused = run_script("train.py", "--config", extended, "--check", check=False)
+    assert refused.returncode == 2 and said in refused.stderr and "Traceback" not in refused.stderr
+
+
+class Plain(loss_terms.LossTerm):
+    """Needs whole sequences."""
+
+    def __call__(self, seen):
+        return seen.hidden_BTD.sum(-1)
+
+
+@pytest.mark.parametrize("size", ["tp", "pp", "cp"])
+def test_what_cannot_be_right_is_refused(size, monkeypatch):
+    monkeypatch.setitem(LOSS_TERMS, "plain", Plain)
+    monkeypatch.setattr(loss_terms, "launched_sizes", lambda: Sizes(**{size: 2}))
+    (problem,) = loss_terms.term_problems(Loss(terms={"plain": None}), "auto")
+    assert size in problem and "fsdp2" in problem
+
+
+def test_logits_of_a_term_are_capped_as_the_models_are():
+    head = torch.nn.Linear(4, 8, bias=False)
+    nothing = torch.zeros(1, 3)
+    hidden = 50 * torch.randn(1, 3, 4, generator=torch.Generator().manual_seed(0))
+    seen = loss_terms.Seen(nothing, nothing, hidden, nothing, 0, head, cap=15.0)
+    assert torch.allclose(seen.logits(hidden), 15 * torch.tanh(head(hidden) / 15)) and head(hidden).abs().max() > 15
