@@ -71,7 +71,8 @@ def register_classes(
     transformers has, and for sizes that cannot be found.
     """
     model_type = config_class.model_type
-    known = CONFIG_MAPPING.get(model_type)
+    # Not get(), which in this lazy mapping finds nothing that has not been asked for.
+    known = CONFIG_MAPPING[model_type] if model_type in CONFIG_MAPPING else None
     if not model_type or (known is not None and known.__module__ != config_class.__module__):
         said = f"model_type {model_type!r} is another model's" if model_type else "it has no model_type"
         raise InputError(
