@@ -34,21 +34,17 @@ class LargeParameter:
     def keeps_blocks(self, sizes: Sizes) -> bool:
         """Tells if each part of it is updated as the whole is, with these sizes; tp has to be 1."""
         experts = sizes.ep if self.is_expert else 1
-        ranks = sizes.fsdp // experts
-        rows = ((0, self.shape[0]),)
-        if ranks > 1 and self.is_in_layer:
+        shards = sizes.fsdp // experts
+        rows, *others = whole_tile(self.shape)
+        if shards > 1 and self.is_in_layer:
             part = torch.empty(self.shape[0] // experts, *self.shape[1:], device="meta")
-            if dimension_to_shard(ranks, part) is not None:
+            if dimension_to_shard(shards, part) is not None:
                 return False
         return all(
-            keeps_blocks(self.shape, (chunk_of(chunk_of(rows, first, experts), second, ranks), *self.rest))
-            for first in range(experts)
-            for second in range(ranks)
+            keeps_blocks(self.shape, (chunk_of(chunk_of(rows, expert, experts), shard, shards), *others))
+            for expert in range(experts)
+            for shard in range(shards)
         )
-
-    @property
-    def rest(self):
-        return whole_tile(self.shape[1:])
 
 
 def blocks_problem(model_config: PreTrainedConfig, sizes: Sizes) -> str | None:
@@ -62,15 +58,12 @@ def blocks_problem(model_config: PreTrainedConfig, sizes: Sizes) -> str | None:
     works = [str(n) for n, other in others.items() if not any(cut_blocks(model_config, other))]
     named = ", ".join(f"{each.name} ({' x '.join(map(str, each.shape))})" for each in cut[:SHOWN])
     more = f" and {len(cut) - SHOWN} more" if len(cut) > SHOWN else ""
+    remedy = f"dp_shard x cp of {' or '.join(works)}, with dp_replicate for the other processes"
     return (
         f"optim.name: adamw_8bit does not run with parameters in {sizes.fsdp} shards (dp_shard x cp): each of its scales "
-        f"is of 256 neighboring elements, and shards of {named}{more} do not begin where they do; "
-        f"{f'{sizes_text(works)} can be used, or adamw' if works else 'use adamw, or a model whose rows divide'}"
+        f"is of 256 neighboring elements, and shards of {named}{more} do not begin where they do; use adamw, or "
+        f"{remedy if works else 'a model whose rows divide'}"
     )
-
-
-def sizes_text(works: list[str]) -> str:
-    return f"dp_shard x cp of {' or '.join(works)} (with dp_replicate for the other processes)"
 
 
 def cut_blocks(model_config: PreTrainedConfig, sizes: Sizes) -> Iterator[LargeParameter]:

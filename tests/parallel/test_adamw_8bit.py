@@ -16,6 +16,7 @@ from transformers import LlamaConfig, Qwen3MoeConfig
 
 from pretrain.mesh_sizes import Sizes
 from pretrain.optim.adamw_8bit import keeps_blocks, table_shape, unit_rows
+from pretrain.optim.tiles import chunk_of, whole_tile
 from pretrain.parallel.block_tiles import blocks_problem
 from pretrain.parallel.mesh import MeshStrategy
 from pretrain.recipe import read_run_config
@@ -31,6 +32,8 @@ LAYOUTS = {
     "ep": Sizes(dp_shard=4, ep=2),
 }
 """{launcher file: sizes}; each resumes from the checkpoint of the one before."""
+ONE_CODE = 0.0141
+"""Largest distance of neighboring 8-bit codes, relative to the block's scale."""
 MIDDLE = "checkpoints/step-00000002"
 
 
@@ -43,7 +46,7 @@ def runs(shards, tmp_path_factory) -> Path:
     values = {
         "model": str(folder / "model.json"),
         "output": str(folder / "run"),
-        "seed": 1,
+        "seed": 2,
         "precision": "fp32",
         "data": {"train": [{"shards": str(shards)}], "sequence_length": 32},
         "budget": {"steps": 4},
@@ -99,7 +102,61 @@ def test_8bit_state_in_a_checkpoint_is_that_of_one_process(runs, name):
     }
     for key, value in expected.items():
         if value.dtype == torch.uint8:
-            off = (found[key].int() - value.int()).abs()
-            assert off.max() <= 1 and (off > 0).float().mean() < 0.01, key
+            codes = expected[key.replace("state", "qmap")]
+            off = (codes[found[key].long()] - codes[value.long()]).abs()
+            # Gradients differ in their last digits, so a few moments round to the code beside.
+            assert off.max() < ONE_CODE and (off > 0).float().mean() < 2e-3, key
         else:
             assert torch.allclose(found[key], value, rtol=1e-4, atol=1e-9), key
+
+
+def problem_of(sizes: Sizes, **shape: int) -> str | None:
+    return blocks_problem(LlamaConfig(**TINY_LLAMA | shape), sizes)
+
+
+def test_8bit_blocks_that_a_layout_cuts_are_refused_with_what_works():
+    assert problem_of(Sizes(dp_shard=4)) is None and problem_of(Sizes(dp_shard=2, cp=2)) is None
+    assert problem_of(Sizes(dp_shard=4), vocab_size=575) is None, "shards begin at rows 144, 288, 432 of 64 columns"
+    found = problem_of(Sizes(dp_shard=4), vocab_size=568)  # at row 142
+    assert found == (
+        "optim.name: adamw_8bit does not run with parameters in 4 shards (dp_shard x cp): each of its scales is of 256 "
+        "neighboring elements, and shards of model.embed_tokens.weight (568 x 64) do not begin where they do; use "
+        "adamw, or dp_shard x cp of 2, with dp_replicate for the other processes"
+    )
+    found = problem_of(Sizes(dp_shard=64), hidden_size=56)
+    assert "q_proj" not in found, "3,136 elements keep fp32 moments"
+    assert "mlp.up_proj.weight (128 x 56) and 4 more do not begin where they do; use adamw, or" in found
+
+
+def test_8bit_experts_that_another_dimension_divides_are_refused():
+    few = Qwen3MoeConfig(**MODEL | {"num_experts": 2})
+    assert blocks_problem(few, Sizes(dp_shard=2)) is None and blocks_problem(few, Sizes(dp_shard=2, ep=2)) is None
+    assert "experts.gate_up_proj (2 x 64 x 64)" in blocks_problem(few, Sizes(dp_shard=4))
+    assert "experts.gate_up_proj (2 x 64 x 64)" in blocks_problem(few, Sizes(dp_shard=4, ep=2))
+
+
+@pytest.mark.parametrize("shape", [(575, 64), (9, 512), (5120,), (8, 64, 32), (50257, 384)])
+@pytest.mark.parametrize("count", [2, 3, 4, 8])
+def test_8bit_scales_divide_as_rows_do_where_parts_keep_the_blocks(shape, count):
+    """Then the part of the table of scales has as many units as the part of the tensor."""
+    unit = unit_rows(shape)
+    rows, units = ([chunk_of(((0, size),), n, count) for n in range(count)] for size in (shape[0], table_shape(shape)[0]))
+    kept = all(keeps_blocks(shape, (part, *whole_tile(shape[1:]))) for part in rows)
+    assert kept == all(start * math.prod(shape[1:]) % 256 == 0 for part in rows for start, _ in part)
+    scaled = [tuple((first * unit, min(end * unit, shape[0])) for first, end in part) for part in units]
+    assert (scaled == rows) == kept
+
+
+def test_8bit_moments_are_refused_with_tp_and_in_host_memory(recipe, monkeypatch):
+    given = read_run_config(recipe, [("optim.name", "adamw_8bit")])
+    for name, value in (("WORLD_SIZE", "4"), ("ACCELERATE_USE_FSDP", "true"), ("FSDP_VERSION", "2")):
+        monkeypatch.setenv(name, value)
+    assert MeshStrategy.problems(given, "fsdp2") == []
+    monkeypatch.setenv("FSDP_OFFLOAD_PARAMS", "true")
+    (problem,) = MeshStrategy.problems(given, "fsdp2")
+    assert problem.startswith("optim.name: adamw_8bit does not run with fsdp_offload_params")
+    monkeypatch.delenv("FSDP_OFFLOAD_PARAMS")
+    monkeypatch.setenv("ACCELERATE_USE_PARALLELISM_CONFIG", "true")
+    monkeypatch.setenv("PARALLELISM_CONFIG_TP_SIZE", "2")
+    (problem,) = MeshStrategy.problems(given, "fsdp_tp")
+    assert problem.startswith("optim.name: adamw_8bit does not run with tp, which divides matrices by columns")
