@@ -12,7 +12,7 @@ from pretrain.mesh_sizes import Sizes
 from pretrain.model.build import build_meta_model
 from pretrain.model.compile import layers_of
 from pretrain.model.small_copy import KeyedConfig
-from pretrain.optim.adamw_8bit import SCALES, AdamW8bit, has_blocks, keeps_blocks, scales_for, table_shape
+from pretrain.optim.adamw_8bit import SCALES, AdamW8bit, has_blocks, keeps_blocks, scales_for, table_shape, unit_rows
 from pretrain.optim.tiles import chunk_of, shape_of, whole_tile
 from pretrain.parallel.expert_parallel import dimension_to_shard, expert_modules
 from pretrain.parallel.mesh_tiles import place_in, tile_at, tile_of
@@ -60,9 +60,9 @@ def blocks_problem(model_config: PreTrainedConfig, sizes: Sizes) -> str | None:
     more = f" and {len(cut) - SHOWN} more" if len(cut) > SHOWN else ""
     remedy = f"dp_shard x cp of {' or '.join(works)}, with dp_replicate for the other processes"
     return (
-        f"optim.name: adamw_8bit does not run with parameters in {sizes.fsdp} shards (dp_shard x cp): each of its scales "
-        f"is of 256 neighboring elements, and shards of {named}{more} do not begin where they do; use adamw, or "
-        f"{remedy if works else 'a model whose rows divide'}"
+        f"optim.name: adamw_8bit does not run with parameters in {sizes.fsdp} shards (dp_shard x cp): each of its "
+        f"scales is of 256 neighboring elements, and shards of {named}{more} do not begin where they do; use adamw, "
+        f"or {remedy if works else 'a model whose rows divide'}"
     )
 
 
@@ -96,11 +96,13 @@ def check_blocks(optimizer: AdamW8bit) -> None:
         if not has_blocks(shape) or not isinstance(parameter, DTensor):
             continue
         mesh = parameter.device_mesh
-        table = tile_at(table_shape(shape), mesh.shape, parameter.placements, place_in(mesh))
-        if not keeps_blocks(shape, tile_of(parameter)) or shape_of(table) != tuple(scales_for(parameter).to_local().shape):
+        units, blocks = table_shape(shape)
+        tile = tile_of(parameter)
+        table = shape_of(tile_at((units, blocks), mesh.shape, parameter.placements, place_in(mesh)))
+        if not keeps_blocks(shape, tile) or table != (-(-shape_of(tile)[0] // unit_rows(shape)), blocks):
             raise RuntimeError(
-                f"{parameter.placements} of {shape} over {mesh} cuts blocks of 256 elements, which the check before the "
-                "start should have found"
+                f"{parameter.placements} of {shape} over {mesh} cuts blocks of 256 elements, which the check before "
+                "the start should have found"
             )
 
 

@@ -392,7 +392,9 @@ class Strategy:
     def optimizer_tensors(self) -> TensorGroup:
         """Returns the optimizer's state as '<parameter>.<state>'."""
         shapes = {
-            f"{name}.{key}": shape for name in self.name_of.values() for key, shape in self.spec.state_shapes(name).items()
+            f"{name}.{key}": shape
+            for name in self.name_of.values()
+            for key, shape in self.spec.state_shapes(name).items()
         }
         return TensorGroup.of(optimizer_state_by_name(self.inner_optimizer, self.name_of), shapes)
 

@@ -22,7 +22,9 @@ class TensorGroup:
     tensors: Mapping[str, torch.Tensor]
 
     @classmethod
-    def of(cls, tensors: Mapping[str, torch.Tensor], shapes: Mapping[str, tuple[int, ...]] = MappingProxyType({})) -> Self:
+    def of(
+        cls, tensors: Mapping[str, torch.Tensor], shapes: Mapping[str, tuple[int, ...]] = MappingProxyType({})
+    ) -> Self:
         """Builds a group of these tensors; every rank has each one whole or, for a DTensor, its shard.
 
         shapes: those of whole tensors that are sharded in another shape; see `in_shape`.

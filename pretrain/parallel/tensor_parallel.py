@@ -59,8 +59,8 @@ class TensorParallel(Dimension):
         problems = []
         if config.precision == "fp8":
             problems.append(
-                "precision: fp8 does not run with tp, where every slice of a matrix would have its own scale; use bf16, "
-                "or fp8 with dp_shard, dp_replicate, cp, pp or ep"
+                "precision: fp8 does not run with tp, where every slice of a matrix would have its own scale; use "
+                "bf16, or fp8 with dp_shard, dp_replicate, cp, pp or ep"
             )
         if config.optim.name == "adamw_8bit":
             problems.append(

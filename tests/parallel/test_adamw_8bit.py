@@ -1,7 +1,7 @@
 """8-bit AdamW on meshes: the blocks of one process, the same curve, and a state that every layout loads.
 
-One launch of four processes trains a small mixture under each layout. Its vocabulary does not divide: the last shard is
-shorter, and its last block too. `make test` runs this file with bitsandbytes.
+One launch of four processes trains a small mixture under each layout. Its vocabulary does not divide: the last shard
+is shorter, and its last block too. `make test` runs this file with bitsandbytes.
 """
 
 import json
@@ -51,15 +51,13 @@ def runs(shards, tmp_path_factory) -> Path:
         "data": {"train": [{"shards": str(shards)}], "sequence_length": 32},
         "budget": {"steps": 4},
         "batch": {"tokens_per_step": 512, "sequences_per_micro_batch": 2},
-        "optim": {
-            "name": "adamw_8bit", "learning_rate": 0.001, "schedule": "constant", "warmup_steps": 2, "max_grad_norm": 0.5
-        },
+        "optim": {"name": "adamw_8bit", "learning_rate": 0.001, "warmup_steps": 2, "max_grad_norm": 0.5},
         "pipeline": {"schedule": "1F1B"},
         "compile": "none",
         "checkpoint": {"every_steps": 2, "keep_last": 9},
         "averaging": {"kind": "ema", "every_steps": 1},
         "logging": {"every_steps": 1},
-    }  # fmt: skip
+    }
     recipe.write_text(yaml.safe_dump(values))
 
     def train(processes: int, runs: list[dict]) -> None:
@@ -119,8 +117,8 @@ def test_8bit_blocks_that_a_layout_cuts_are_refused_with_what_works():
     assert problem_of(Sizes(dp_shard=4), vocab_size=575) is None, "shards begin at rows 144, 288, 432 of 64 columns"
     found = problem_of(Sizes(dp_shard=4), vocab_size=568)  # at row 142
     assert found == (
-        "optim.name: adamw_8bit does not run with parameters in 4 shards (dp_shard x cp): each of its scales is of 256 "
-        "neighboring elements, and shards of model.embed_tokens.weight (568 x 64) do not begin where they do; use "
+        "optim.name: adamw_8bit does not run with parameters in 4 shards (dp_shard x cp): each of its scales is of "
+        "256 neighboring elements, and shards of model.embed_tokens.weight (568 x 64) do not begin where they do; use "
         "adamw, or dp_shard x cp of 2, with dp_replicate for the other processes"
     )
     found = problem_of(Sizes(dp_shard=64), hidden_size=56)
@@ -140,7 +138,8 @@ def test_8bit_experts_that_another_dimension_divides_are_refused():
 def test_8bit_scales_divide_as_rows_do_where_parts_keep_the_blocks(shape, count):
     """Then the part of the table of scales has as many units as the part of the tensor."""
     unit = unit_rows(shape)
-    rows, units = ([chunk_of(((0, size),), n, count) for n in range(count)] for size in (shape[0], table_shape(shape)[0]))
+    sizes = (shape[0], table_shape(shape)[0])
+    rows, units = ([chunk_of(((0, size),), n, count) for n in range(count)] for size in sizes)
     kept = all(keeps_blocks(shape, (part, *whole_tile(shape[1:]))) for part in rows)
     assert kept == all(start * math.prod(shape[1:]) % 256 == 0 for part in rows for start, _ in part)
     scaled = [tuple((first * unit, min(end * unit, shape[0])) for first, end in part) for part in units]
