@@ -45,7 +45,7 @@ demo: .venv/requirements
 test: .venv/requirements-dev .venv/gpu/requirements
 	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 	PYTHONPATH=.venv/gpu $(BIN)/python -m pytest tests/model/test_fp8.py tests/parallel/test_fp8_gathers.py \
-		tests/optim/test_optimizers.py -k 'fp8 or 8bit'
+		tests/optim/test_optimizers.py tests/parallel/test_adamw_8bit.py -k 'fp8 or 8bit'
 
 # Every strategy for 50 steps, checkpoints from each to each on one process and on two, and a SIGKILL in each: about
 # 20 minutes.

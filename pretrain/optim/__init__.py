@@ -4,7 +4,7 @@ Schedules are pure functions of the step and keep no state. A new schedule is on
 learning_rate, a new optimizer one class and one line in optimizers (docs/training.md).
 
     optimizers: available optimizers, what each keeps and needs, what decays, state by name, norms
-    adafactor, muon: Adafactor and Muon
+    adafactor, muon, adamw_8bit: Adafactor, Muon, and AdamW with 8-bit moments
     matrix_exchange: gathers matrices that are divided among ranks for an update
     tiles: parts of a tensor, as index ranges
     learning_rate: schedules

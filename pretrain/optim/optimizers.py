@@ -291,7 +291,9 @@ def pattern_of(name: str, patterns: Iterable[str]) -> str | None:
 
 
 class AdamW8bitSpec(OptimizerSpec):
-    """AdamW with 8-bit moments (Dettmers et al., arXiv 2110.02861), from bitsandbytes, on a GPU or a CPU."""
+    """AdamW with 8-bit moments, by the kernels of bitsandbytes, on a GPU or a CPU."""
+
+    takes = ("whole", "sharded")
 
     def problems(self, settings: Optim, device_type: str) -> list[str]:
         try:
@@ -313,21 +315,30 @@ class AdamW8bitSpec(OptimizerSpec):
         ]
 
     def make(self, parameters, settings, learning_rate, seed, device_type) -> torch.optim.Optimizer:
-        from bitsandbytes.optim import AdamW8bit
+        from pretrain.optim.adamw_8bit import AdamW8bit
 
         groups = self.groups(parameters, settings.weight_decay)
         return AdamW8bit(groups, lr=learning_rate, betas=settings.betas, eps=settings.eps)
 
     def state_shapes(self, name: str) -> dict[str, tuple[int, ...]]:
+        from pretrain.optim.adamw_8bit import SCALES, block_count, has_blocks
+
         shape = self.model.shapes[name]
         state = {"step": (), "state1": shape, "state2": shape}
-        if math.prod(shape) >= 4096:  # bitsandbytes' min_8bit_size: smaller tensors keep fp32 state
-            blocks = -(-math.prod(shape) // 256)
-            state |= {"qmap1": (256,), "qmap2": (256,), "absmax1": (blocks,), "absmax2": (blocks,)}
+        if has_blocks(shape):
+            state |= {"qmap1": (256,), "qmap2": (256,), **dict.fromkeys(SCALES, (block_count(shape),))}
         return state
 
     def placed(self, key: str, value: torch.Tensor, parameter: torch.Tensor, group: dict) -> torch.Tensor | int:
-        return int(value) if key == "step" else value.to(parameter.device, copy=True)
+        from torch.distributed.tensor import DTensor
+
+        from pretrain.optim.adamw_8bit import SCALES
+
+        if key == "step":
+            return int(value)
+        if key in SCALES and isinstance(parameter, DTensor):
+            return value  # `MeshStrategy.load` divides it
+        return value.to(parameter.device, copy=True)
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ Memory, traffic and layouts, which a plan needs and a run does not, are in pretr
     mesh: any product of replicas, FSDP2, context, tensor, pipeline and expert parallel
     dimension: what a dimension of a mesh refuses, and does to a model and its gradients
     mesh_tiles: the part of each parameter that a rank of a mesh holds
+    block_tiles: what 8-bit AdamW needs to know of these parts
     context_parallel: sequences sharded over ranks
     pipeline, pipeline_stages: layers divided into stages
     tensor_parallel: matrices split over ranks

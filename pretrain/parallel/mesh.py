@@ -38,7 +38,7 @@ from pretrain.model.compile import layers_of
 from pretrain.model.fp8 import use_fp8
 from pretrain.model.loss import LanguageModelLoss
 from pretrain.optim.matrix_exchange import local_tensor
-from pretrain.optim.optimizers import OptimizerBuilder, total_norm
+from pretrain.optim.optimizers import AdamW8bitSpec, OptimizerBuilder, total_norm
 from pretrain.parallel.dimension import Dimension
 from pretrain.parallel.expert_parallel import dimension_to_shard, expert_modules
 from pretrain.parallel.mesh_tiles import divided_axes, place_tiles
@@ -118,7 +118,6 @@ class MeshStrategy(Strategy):
         {
             "fp16": "weights would be gathered in it, and the head's gradient, a sum over tokens, can exceed 65,504, "
             "its largest number",
-            "adamw_8bit": "each of its scales is of 256 neighboring elements, and parts do not end where they do",
         }
     )
     compilations = ("auto", "none", "regional")
@@ -143,7 +142,10 @@ class MeshStrategy(Strategy):
         problems += recipe_problems(config, sizes)
         try:
             model_config = planned_model_config(config.model, config.data)
-            return problems + model_problems(model_config, sizes, config.pipeline.schedule)
+            problems += model_problems(model_config, sizes, config.pipeline.schedule)
+            if config.optim.name == "adamw_8bit":
+                problems += blocks_problems(model_config, sizes)
+            return problems
         except InputError:
             return problems  # `derive` reports this problem of the model
 
@@ -219,6 +221,10 @@ class MeshStrategy(Strategy):
         self.model = self.called(model)
         optimizer = self.optimizer_of_parameters(build_optimizer)
         place_tiles(optimizer, self.mesh.replica_group)
+        if isinstance(self.spec, AdamW8bitSpec):
+            from pretrain.parallel.block_tiles import check_blocks
+
+            check_blocks(optimizer)
         self.optimizer = self.accelerator.prepare_optimizer(separate_kinds(optimizer), device_placement=False)
         self.find_copies()
         for dimension in self.dimensions:
@@ -417,7 +423,7 @@ class MeshStrategy(Strategy):
         """Returns the tensors of all stages, of which this rank has `mine`, in the whole model's order."""
         if self.sizes.pp == 1:
             return mine
-        facts = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in mine.tensors.items()}
+        facts = {name: (shape, mine.dtypes[name]) for name, shape in mine.shapes.items()}
         facts_of_rank: list[dict] = [{} for _ in range(self.sizes.pp)]
         dist.all_gather_object(facts_of_rank, facts, group=self.pp_group)
         owners = {name: rank for rank in reversed(range(self.sizes.pp)) for name in facts_of_rank[rank]}
@@ -435,6 +441,10 @@ class MeshStrategy(Strategy):
         """Loads only the tensors of this rank's stages."""
         mine = set(self.name_of.values())
         super().load(model, {name: optimizer[name] for name in optimizer if name.rpartition(".")[0] in mine})
+        if isinstance(self.spec, AdamW8bitSpec):
+            from pretrain.parallel.block_tiles import divide_scales
+
+            divide_scales(self.inner_optimizer)
 
     def replicas(self) -> list[ReplicaGroup]:
         """Lists what several ranks hold: all of it over dp_replicate, what tp does not split, a tied embedding."""
@@ -466,6 +476,18 @@ def model_problems(model_config: PreTrainedConfig, sizes: Sizes, schedule: str) 
     """Lists why this model cannot be divided in these sizes, with what works. Raises InputError as `reference_of`."""
     kinds = dimensions_of(sizes).values()
     return [problem for kind in kinds if (problem := kind.model_problem(model_config, sizes, schedule))]
+
+
+def blocks_problems(model_config: PreTrainedConfig, sizes: Sizes) -> list[str]:
+    """Lists why parameters divided in these sizes cannot have 8-bit moments, with what works."""
+    from pretrain.parallel.block_tiles import blocks_problem
+
+    problem = blocks_problem(model_config, sizes)
+    offloaded = (
+        "optim.name: adamw_8bit does not run with fsdp_offload_params: use adamw with it, or leave the parameters on "
+        "the GPU"
+    )
+    return [offloaded] * environment_flag("FSDP_OFFLOAD_PARAMS") + ([problem] if problem else [])
 
 
 def separate_kinds(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:

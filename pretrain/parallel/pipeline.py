@@ -21,7 +21,7 @@ from pretrain.hardware import seed_dropout
 from pretrain.mesh_sizes import Sizes
 from pretrain.parallel.dimension import Dimension
 from pretrain.parallel.pipeline_stages import Stage, cut_problem, layer_problem, split_micro_batch
-from pretrain.parallel.tensor_group import TensorGroup, whole_of
+from pretrain.parallel.tensor_group import TensorGroup, in_shape, whole_of
 
 
 @dataclass(frozen=True)
@@ -245,7 +245,7 @@ class StagedTensors(TensorGroup):
 
     def whole(self, name: str, wanted: bool = True) -> Tensor | None:
         if self.owners[name] == dist.get_rank(self.group):
-            tensor = whole_of(self.tensors[name]).to(self.device).contiguous()
+            tensor = in_shape(whole_of(self.tensors[name]), self.shapes[name]).to(self.device).contiguous()
         else:
             tensor = torch.empty(self.shapes[name], dtype=self.dtypes[name], device=self.device)
         dist.broadcast(tensor, group=self.group, group_src=self.owners[name])

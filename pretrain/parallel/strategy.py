@@ -391,7 +391,12 @@ class Strategy:
 
     def optimizer_tensors(self) -> TensorGroup:
         """Returns the optimizer's state as '<parameter>.<state>'."""
-        return TensorGroup.of(optimizer_state_by_name(self.inner_optimizer, self.name_of))
+        shapes = {
+            f"{name}.{key}": shape
+            for name in self.name_of.values()
+            for key, shape in self.spec.state_shapes(name).items()
+        }
+        return TensorGroup.of(optimizer_state_by_name(self.inner_optimizer, self.name_of), shapes)
 
     def load(self, model: Mapping[str, torch.Tensor], optimizer: Mapping[str, torch.Tensor]) -> None:
         """Copies whole tensors by name into the running model and optimizer."""

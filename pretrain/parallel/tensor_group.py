@@ -1,7 +1,9 @@
 """Tensors by name: whole for a checkpoint, sharded in training, as DTensors or not."""
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Self
 
 import torch
@@ -20,14 +22,19 @@ class TensorGroup:
     tensors: Mapping[str, torch.Tensor]
 
     @classmethod
-    def of(cls, tensors: Mapping[str, torch.Tensor]) -> Self:
-        """Builds a group of these tensors; every rank has each one whole or, for a DTensor, its shard."""
-        shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    def of(
+        cls, tensors: Mapping[str, torch.Tensor], shapes: Mapping[str, tuple[int, ...]] = MappingProxyType({})
+    ) -> Self:
+        """Builds a group of these tensors; every rank has each one whole or, for a DTensor, its shard.
+
+        shapes: those of whole tensors that are sharded in another shape; see `in_shape`.
+        """
+        shapes = {name: shapes.get(name, tuple(tensor.shape)) for name, tensor in tensors.items()}
         return cls(shapes, {name: tensor.dtype for name, tensor in tensors.items()}, tensors)
 
     def whole(self, name: str, wanted: bool = True) -> torch.Tensor | None:
         """Returns the whole tensor on its device, perhaps the training one; None on a rank that does not want it."""
-        whole = whole_of(self.tensors[name])
+        whole = in_shape(whole_of(self.tensors[name]), self.shapes[name])
         return whole if wanted else None
 
     def fetch(self, name: str, wanted: bool = True) -> torch.Tensor | None:
@@ -50,6 +57,11 @@ def whole_of(tensor: torch.Tensor) -> torch.Tensor:
         shape=tensor.shape,
         stride=tensor.stride(),
     ).full_tensor()
+
+
+def in_shape(tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    """Returns the first elements of the flattened tensor in this shape; the tensor itself if it has it."""
+    return tensor if tuple(tensor.shape) == shape else tensor.flatten()[: math.prod(shape)].view(shape)
 
 
 class ShardedState(Mapping[str, torch.Tensor]):

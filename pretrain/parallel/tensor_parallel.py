@@ -56,12 +56,19 @@ class TensorParallel(Dimension):
 
     @classmethod
     def recipe_problems(cls, config: RunConfig, sizes: Sizes) -> list[str]:
-        if config.precision != "fp8":
-            return []
-        return [
-            "precision: fp8 does not run with tp, where every slice of a matrix would have its own scale; use bf16, "
-            "or fp8 with dp_shard, dp_replicate, cp, pp or ep"
-        ]
+        problems = []
+        if config.precision == "fp8":
+            problems.append(
+                "precision: fp8 does not run with tp, where every slice of a matrix would have its own scale; use "
+                "bf16, or fp8 with dp_shard, dp_replicate, cp, pp or ep"
+            )
+        if config.optim.name == "adamw_8bit":
+            problems.append(
+                "optim.name: adamw_8bit does not run with tp, which divides matrices by columns: each scale is of 256 "
+                "neighboring elements of a row, and slices do not end where they do; use adamw, or adamw_8bit with "
+                "dp_shard, dp_replicate, cp, pp or ep"
+            )
+        return problems
 
     @classmethod
     def model_problem(cls, model_config: PreTrainedConfig, sizes: Sizes, schedule: str) -> str | None:

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from pretrain.hardware import missing_bf16
 from pretrain.optim.adafactor import DRAWN_TOGETHER
+from pretrain.optim.adamw_8bit import block_count, has_blocks
 from pretrain.optim.matrix_exchange import BUCKET_ELEMENTS
 from pretrain.optim.muon import BATCH_ELEMENTS
 from pretrain.optim.optimizers import AdafactorSpec, AdamW8bitSpec, ModelShapes, MuonSpec, OptimizerSpec
@@ -27,8 +28,11 @@ def with_experts_in_parts(model: ModelShapes, shares: int) -> ModelShapes:
 
 def state_elements(spec: OptimizerSpec) -> float:
     """Returns the size of the state, in fp32 elements."""
-    if isinstance(spec, AdamW8bitSpec):  # two bytes, and two fp32 scales for every 256 elements; all share the maps
-        return sum(map(math.prod, spec.model.shapes.values())) * (2 / FP32 + 2 / 256)
+    if isinstance(spec, AdamW8bitSpec):  # all parameters share the codes' values
+        return sum(
+            math.prod(shape) * 2 / FP32 + 2 * block_count(shape) if has_blocks(shape) else 2 * math.prod(shape)
+            for shape in spec.model.shapes.values()
+        )
     shapes = (shape for name in spec.model.shapes for shape in spec.state_shapes(name).values())
     return sum(math.prod(shape) for shape in shapes if shape)
 

@@ -190,12 +190,13 @@ def test_models_and_recipes_that_a_product_does_not_take_are_refused_all_at_once
     assert any("cannot all be divided by 4 tensor-parallel processes; 2 can be used" in problem for problem in found)
 
 
-def test_what_no_mesh_trains_with_is_refused_with_the_reason(sizes, recipe):
-    sizes(4, tp="2")
-    with_8_bits = read_run_config(recipe, [("optim.name", "adamw_8bit")])
-    (problem,) = MeshStrategy.problems(with_8_bits, "mesh")
-    assert problem.startswith("optim.name: adamw_8bit does not run under mesh: each of its scales is of 256")
-    assert problem.endswith("choose adamw or adafactor or muon, or a strategy that runs it, as ddp does")
+def test_what_no_mesh_trains_with_is_refused_with_the_reason(sizes, recipe, monkeypatch):
+    sizes(4, pp="2")
+    monkeypatch.setattr("pretrain.parallel.strategy.resolve_precision", lambda requested: requested)
+    in_fp16 = read_run_config(recipe, [("precision", "fp16")])
+    problem, *_ = MeshStrategy.problems(in_fp16, "mesh")
+    assert problem.startswith("precision: fp16 does not run under mesh: weights would be gathered in it")
+    assert problem.endswith("choose fp32 or bf16 or fp8, or a strategy that runs it, as ddp does")
 
 
 def test_fp8_has_a_scale_for_each_matrix_so_tp_is_refused(sizes, recipe, monkeypatch):

@@ -70,7 +70,6 @@ def test_what_can_run_is_not_refused(launched, deeper):
             "activation_checkpointing: full does not run with pipeline.schedule InterleavedZeroBubble",
         ),
         (["--attention", "flex_attention"], "attention: flex_attention does not run under a pipeline"),
-        (["--optim.name", "adamw_8bit"], "optim.name: adamw_8bit does not run under pp"),
     ],
 )
 def test_settings_that_cannot_run_are_refused(launched, deeper, overrides, message):

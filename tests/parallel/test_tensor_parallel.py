@@ -168,8 +168,8 @@ def test_refusals_before_the_start(launched, recipe, tmp_path):
     launched(2)
     assert problems(recipe) == ""
     found = problems(recipe, **{"optim.name": "adamw_8bit"})
-    assert found.startswith("optim.name: adamw_8bit does not run under tp")
-    assert "choose adamw or adafactor or muon, or a strategy" in found
+    assert found.startswith("optim.name: adamw_8bit does not run with tp, which divides matrices by columns")
+    assert "use adamw, or adamw_8bit with dp_shard" in found
     launched(4)
     assert "cannot all be divided by 4 tensor-parallel processes; 2 can be used" in problems(recipe)
     launched(4, "3")

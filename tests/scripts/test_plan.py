@@ -219,10 +219,21 @@ def test_largest_is_found_by_bisection(limit, found):
 def test_what_cannot_run_is_reported_with_the_reason(recipe):
     plan = plan_of(recipe, ("optim.name", "adamw_8bit"))
     text = "\n".join(remarks(plan))
-    assert "adamw_8bit does not run under fsdp2: each of its scales is of 256 neighboring elements" in text
-    assert "choose adamw or adafactor or muon, or a strategy that runs it, as ddp does" in text
+    assert "adamw_8bit does not run under zero2; choose adamw or adafactor or muon, or a strategy that runs it" in text
     assert "num_key_value_heads 2" in text and "cannot all be divided by 8" in text
     assert not candidate(plan, "zero2").runs and candidate(plan, "ddp").runs
+    assert "adamw_8bit does not run with tp, which divides matrices by columns" in text
+
+
+def test_shards_have_their_share_of_8_bit_moments(recipe):
+    exact, coarse = (plan_of(recipe, ("optim.name", name)) for name in ("adamw", "adamw_8bit"))
+    names = ("ddp", "fsdp2", "hsdp")
+    states = {name: [candidate(plan, name).memory.optimizer for plan in (exact, coarse)] for name in names}
+    assert candidate(coarse, "fsdp2").runs
+    share = states["ddp"][1] / states["ddp"][0]
+    assert 2 + 2 / 64 < 8 * share < 2.6, "bytes per parameter; some matrices are too small"
+    for exactly, coarsely in states.values():
+        assert coarsely / exactly == pytest.approx(share)
 
 
 def test_a_batch_that_does_not_divide_is_reported(recipe):

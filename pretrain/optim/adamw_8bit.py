@@ -1,0 +1,147 @@
+"""AdamW with 8-bit moments (Dettmers et al., arXiv 2110.02861), by bitsandbytes' kernels, on whole or sharded tensors.
+
+Each block of 256 neighboring elements of the flattened tensor has a scale of its own for each moment. A part of a
+tensor is updated as the whole is, bit for bit, if its blocks are blocks of the whole: see `unit_rows`.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from pretrain.optim.matrix_exchange import local_tensor
+from pretrain.optim.tiles import Tile, whole_tile
+
+BLOCK = 256
+"""Elements that share a scale."""
+LEAST_ELEMENTS = 4096
+"""Smaller tensors keep moments in fp32; of a sharded one the whole counts, so that checkpoints fit every layout."""
+SCALES = ("absmax1", "absmax2")
+"""Names of the state that holds the scales of the first and of the second moment."""
+
+
+def block_count(shape: Sequence[int]) -> int:
+    """Returns the number of blocks of a tensor; the last one may be shorter."""
+    return -(-math.prod(shape) // BLOCK)
+
+
+def has_blocks(shape: Sequence[int]) -> bool:
+    """Tells if a tensor of this whole shape keeps 8-bit moments."""
+    return math.prod(shape) >= LEAST_ELEMENTS
+
+
+def unit_rows(shape: Sequence[int]) -> int:
+    """Returns the least number of rows that are whole blocks."""
+    return BLOCK // math.gcd(BLOCK, math.prod(shape[1:]))
+
+
+def table_shape(shape: Sequence[int]) -> tuple[int, int]:
+    """Returns the shape of the scales as a table, (units of rows, blocks per unit), divided as the rows are."""
+    unit = unit_rows(shape)
+    return -(-shape[0] // unit), unit * math.prod(shape[1:]) // BLOCK
+
+
+def keeps_blocks(shape: Sequence[int], tile: Tile) -> bool:
+    """Tells if the blocks of a part of a tensor are blocks of the whole one: rows from a multiple of a unit on."""
+    starts = [first for first, _ in tile[0]]
+    return tile[1:] == whole_tile(shape[1:]) and len(starts) < 2 and all(row % unit_rows(shape) == 0 for row in starts)
+
+
+class AdamW8bit(torch.optim.Optimizer):
+    """AdamW whose moments of large tensors have 8 bits.
+
+    A parameter's state is `step`, the moments `state1` and `state2`, and of a large one the value of each 8-bit code
+    (`qmap1`, `qmap2`) and the scales, (blocks,), or this rank's rows of their `table_shape` as a DTensor. The kernels
+    cannot leave a step out by a number on the device, so whoever calls `step` decides.
+
+    Args:
+        params: parameters or groups of them; a DTensor's parts have to keep the blocks.
+        lr: step size.
+    """
+
+    def __init__(
+        self, params: Iterable, lr: float, *, betas: tuple[float, float], eps: float, weight_decay: float = 0.0
+    ):
+        from bitsandbytes import functional
+
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        self._kernels = functional
+        self._codes: dict[torch.device, dict[str, torch.Tensor]] = {}
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._update(parameter, group)
+
+    def _update(self, parameter: torch.Tensor, group: dict) -> None:
+        state = self.state[parameter]
+        if not state:
+            state.update(self._first_state(parameter))
+        state["step"] += 1
+        weight = local_tensor(parameter)
+        if not weight.numel():
+            return
+        # The kernels take addresses, and know no strides.
+        updated = weight.contiguous()
+        gradient = local_tensor(parameter.grad).contiguous()
+        first, second = (local_tensor(state[name]) for name in ("state1", "state2"))
+        beta1, beta2 = group["betas"]
+        given = {"weight_decay": group["weight_decay"], "step": state["step"], "lr": group["lr"], "eps": group["eps"]}
+        if has_blocks(parameter.shape):
+            blocks = block_count(weight.shape)
+            scales = {name: local_tensor(state[name]).view(-1)[:blocks] for name in SCALES}
+            self._kernels.optimizer_update_8bit_blockwise(
+                "adam", gradient, updated, first, second, beta1, beta2, 0.0, 0.0,
+                qmap1=state["qmap1"], qmap2=state["qmap2"], **scales, **given,
+            )  # fmt: skip
+        else:
+            self._kernels.optimizer_update_32bit(
+                "adam", gradient, updated, first, beta1, state2=second, beta2=beta2, **given
+            )
+        if updated is not weight:
+            weight.copy_(updated)
+
+    def _first_state(self, parameter: torch.Tensor) -> dict:
+        is_large = has_blocks(parameter.shape)
+        dtype = torch.uint8 if is_large else torch.float32
+        state = {"step": 0, "state1": zeros_for(parameter, dtype), "state2": zeros_for(parameter, dtype)}
+        if is_large:
+            state |= self._codes_on(parameter.device)
+            state |= {name: scales_for(parameter) for name in SCALES}
+        return state
+
+    def _codes_on(self, device: torch.device) -> dict[str, torch.Tensor]:
+        if device not in self._codes:
+            signed = {"qmap1": True, "qmap2": False}
+            create = self._kernels.create_dynamic_map
+            self._codes[device] = {name: create(signed=sign).to(device) for name, sign in signed.items()}
+        return self._codes[device]
+
+
+def zeros_for(parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Returns contiguous zeros of the parameter's shape, sharded as it is."""
+    local = torch.zeros(local_tensor(parameter).shape, dtype=dtype, device=parameter.device)
+    return sharded_like(parameter, local, tuple(parameter.shape))
+
+
+def scales_for(parameter: torch.Tensor) -> torch.Tensor:
+    """Returns zero scales, (blocks,), or this rank's rows of their table."""
+    shape = tuple(parameter.shape)
+    if not isinstance(parameter, DTensor):
+        return torch.zeros(block_count(shape), device=parameter.device)
+    units, blocks = table_shape(shape)
+    mine = -(-parameter.to_local().size(0) // unit_rows(shape))
+    return sharded_like(parameter, torch.zeros(mine, blocks, device=parameter.device), (units, blocks))
+
+
+def sharded_like(parameter: torch.Tensor, local: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    """Returns this rank's part of a tensor of this shape, with the placements of the parameter; whole as it is."""
+    if not isinstance(parameter, DTensor):
+        return local
+    stride = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
+    return DTensor.from_local(
+        local, parameter.device_mesh, parameter.placements, run_check=False, shape=shape, stride=stride
+    )

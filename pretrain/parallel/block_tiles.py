@@ -1,0 +1,117 @@
+"""8-bit AdamW on a mesh: whose parts keep the blocks of the whole tensor, and the scales of these parts."""
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedConfig
+
+from pretrain.mesh_sizes import Sizes
+from pretrain.model.build import build_meta_model
+from pretrain.model.compile import layers_of
+from pretrain.model.small_copy import KeyedConfig
+from pretrain.optim.adamw_8bit import SCALES, AdamW8bit, has_blocks, keeps_blocks, scales_for, table_shape, unit_rows
+from pretrain.optim.tiles import chunk_of, shape_of, whole_tile
+from pretrain.parallel.expert_parallel import dimension_to_shard, expert_modules
+from pretrain.parallel.mesh_tiles import place_in, tile_at, tile_of
+from pretrain.parallel.tensor_group import local_part
+
+SHOWN = 3
+"""Parameters that a message names."""
+
+
+@dataclass(frozen=True)
+class LargeParameter:
+    """A parameter with 8-bit moments."""
+
+    name: str
+    shape: tuple[int, ...]
+    is_expert: bool
+    is_in_layer: bool
+
+    def keeps_blocks(self, sizes: Sizes) -> bool:
+        """Tells if each part of it is updated as the whole is, with these sizes; tp has to be 1."""
+        experts = sizes.ep if self.is_expert else 1
+        shards = sizes.fsdp // experts
+        rows, *others = whole_tile(self.shape)
+        if shards > 1 and self.is_in_layer:
+            part = torch.empty(self.shape[0] // experts, *self.shape[1:], device="meta")
+            if dimension_to_shard(shards, part) is not None:
+                return False
+        return all(
+            keeps_blocks(self.shape, (chunk_of(chunk_of(rows, expert, experts), shard, shards), *others))
+            for expert in range(experts)
+            for shard in range(shards)
+        )
+
+
+def blocks_problem(model_config: PreTrainedConfig, sizes: Sizes) -> str | None:
+    """Returns why parts of these sizes cannot have 8-bit moments, with what works; None if they can, or with tp."""
+    if sizes.tp > 1 or sizes.fsdp == 1:
+        return None
+    cut = list(cut_blocks(model_config, sizes))
+    if not cut:
+        return None
+    others = {n: Sizes(dp_shard=n, ep=sizes.ep) for n in range(2, sizes.fsdp) if n % sizes.ep == 0}
+    works = [str(n) for n, other in others.items() if not any(cut_blocks(model_config, other))]
+    named = ", ".join(f"{each.name} ({' x '.join(map(str, each.shape))})" for each in cut[:SHOWN])
+    more = f" and {len(cut) - SHOWN} more" if len(cut) > SHOWN else ""
+    remedy = f"dp_shard x cp of {' or '.join(works)}, with dp_replicate for the other processes"
+    return (
+        f"optim.name: adamw_8bit does not run with parameters in {sizes.fsdp} shards (dp_shard x cp): each of its "
+        f"scales is of 256 neighboring elements, and shards of {named}{more} do not begin where they do; use adamw, "
+        f"or {remedy if works else 'a model whose rows divide'}"
+    )
+
+
+def cut_blocks(model_config: PreTrainedConfig, sizes: Sizes) -> Iterator[LargeParameter]:
+    """Yields the parameters whose parts do not keep the blocks."""
+    fits: dict[tuple, bool] = {}
+    for each in _large_parameters(KeyedConfig.of(model_config)):
+        key = (each.shape, each.is_expert, each.is_in_layer)
+        if key not in fits:
+            fits[key] = each.keeps_blocks(sizes)
+        if not fits[key]:
+            yield each
+
+
+@functools.lru_cache(maxsize=16)
+def _large_parameters(keyed: KeyedConfig) -> list[LargeParameter]:
+    model = build_meta_model(keyed.config)
+    experts = {parameter for module in expert_modules(model).values() for parameter in module.parameters()}
+    in_layers = {parameter for layer in layers_of(model) for parameter in layer.parameters()}
+    return [
+        LargeParameter(name, tuple(parameter.shape), parameter in experts, parameter in in_layers)
+        for name, parameter in model.named_parameters()
+        if has_blocks(parameter.shape)
+    ]
+
+
+def check_blocks(optimizer: AdamW8bit) -> None:
+    """Raises RuntimeError for a parameter whose part does not keep the blocks, as torch has divided it."""
+    for parameter in [parameter for group in optimizer.param_groups for parameter in group["params"]]:
+        shape = tuple(parameter.shape)
+        if not has_blocks(shape) or not isinstance(parameter, DTensor):
+            continue
+        mesh = parameter.device_mesh
+        units, blocks = table_shape(shape)
+        tile = tile_of(parameter)
+        table = shape_of(tile_at((units, blocks), mesh.shape, parameter.placements, place_in(mesh)))
+        if not keeps_blocks(shape, tile) or table != (-(-shape_of(tile)[0] // unit_rows(shape)), blocks):
+            raise RuntimeError(
+                f"{parameter.placements} of {shape} over {mesh} cuts blocks of 256 elements, which the check before "
+                "the start should have found"
+            )
+
+
+def divide_scales(optimizer: AdamW8bit) -> None:
+    """Replaces whole scales, as a checkpoint has them, by this rank's rows of their table."""
+    for parameter, state in optimizer.state.items():
+        for name in SCALES if isinstance(parameter, DTensor) and has_blocks(parameter.shape) else ():
+            scales = scales_for(parameter)
+            table = torch.zeros(scales.shape)
+            table.view(-1)[: state[name].numel()] = state[name]
+            scales.to_local().copy_(local_part(table, scales))
+            state[name] = scales
