@@ -127,8 +127,6 @@ def test_memory_scaled_from_another_size_is_that_of_a_trace():
     given = budget(cpu, gpus=1, vocabulary=1024, hours=0.1)
     small, large = Shape(4, 128, 1024), Shape(8, 512, 1024)
     run = planned_run(given, large)
-    scaled = ScaledRun(
-        run.config, run.model_config, run.precision, run.device_type, large, planned_run(given, small), small
-    )
+    scaled = ScaledRun(**vars(run), shape=large, traced=planned_run(given, small), traced_shape=small)
     exact, guessed = (r.work(layout("single", 1), 4).activations for r in (run, scaled))
     assert guessed.kept(8, 4) == pytest.approx(exact.kept(8, 4), rel=0.1)

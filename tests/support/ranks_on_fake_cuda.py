@@ -162,7 +162,8 @@ class Counter(TorchDispatchMode):
             self.seen.unawaited_copies += args[0].is_cuda and to.type == "cpu" and kwargs.get("non_blocking", False)
             self.seen.casts_to_fp32 += dtype == torch.float32 and args[0].shape == HIDDEN_STATES
         elif func is torch.ops.groundwork.chunked_loss.default:
-            self.seen.head_dtypes.append(str(args[6]))
+            names = [argument.name for argument in func._schema.arguments]
+            self.seen.head_dtypes.append(str(args[names.index("dtype")]))
         return func(*args, **kwargs)
 
     def name(self, kind: str, group: ProcessGroup) -> str:

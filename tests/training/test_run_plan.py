@@ -2,13 +2,14 @@
 
 from types import SimpleNamespace
 
-from pretrain.config import Cadence, Checkpoint, Evaluation, Guard, Samples, Validation
+from pretrain.config import Cadence, Checkpoint, Diagnostics, Evaluation, Guard, Samples, Validation
 from pretrain.training.run_plan import Due, due_after, steps_between
 
 
 def found(step: int, total_steps: int, factor: float = 1.0, **sections: Cadence) -> Due:
     """What is due in a recipe with these sections alone, which logs every third step of 4 x 64 tokens."""
     never = {"validation": Validation(), "evaluation": Evaluation(), "samples": Samples(), "checkpoint": Checkpoint()}
+    never["diagnostics"] = Diagnostics()
     settings = {"logging": SimpleNamespace(every_steps=3), "guard": Guard(), "cadence": factor}
     plan = SimpleNamespace(tokens_per_step=4 * 64, total_steps=total_steps)
     return due_after(step, SimpleNamespace(**settings, **never | sections), plan)

@@ -72,7 +72,7 @@ def register_classes(
     """
     model_type = config_class.model_type
     # Not get(), which in this lazy mapping finds nothing that has not been asked for.
-    known = CONFIG_MAPPING[model_type] if model_type in CONFIG_MAPPING else None
+    known = CONFIG_MAPPING[model_type] if model_type in CONFIG_MAPPING else None  # noqa: SIM401
     if not model_type or (known is not None and known.__module__ != config_class.__module__):
         said = f"model_type {model_type!r} is another model's" if model_type else "it has no model_type"
         raise InputError(
