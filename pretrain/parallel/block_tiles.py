@@ -54,7 +54,8 @@ def blocks_problem(model_config: PreTrainedConfig, sizes: Sizes) -> str | None:
     cut = list(cut_blocks(model_config, sizes))
     if not cut:
         return None
-    others = {n: Sizes(dp_shard=n, ep=sizes.ep) for n in range(2, sizes.fsdp) if n % sizes.ep == 0}
+    divisors = [n for n in range(2, sizes.fsdp) if sizes.fsdp % n == n % sizes.ep == 0]
+    others = {n: Sizes(dp_shard=n, ep=sizes.ep) for n in divisors}
     works = [str(n) for n, other in others.items() if not any(cut_blocks(model_config, other))]
     named = ", ".join(f"{each.name} ({' x '.join(map(str, each.shape))})" for each in cut[:SHOWN])
     more = f" and {len(cut) - SHOWN} more" if len(cut) > SHOWN else ""

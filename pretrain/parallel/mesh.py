@@ -142,10 +142,10 @@ class MeshStrategy(Strategy):
         problems += recipe_problems(config, sizes)
         try:
             model_config = planned_model_config(config.model, config.data)
-            problems += model_problems(model_config, sizes, config.pipeline.schedule)
-            if config.optim.name == "adamw_8bit":
-                problems += blocks_problems(model_config, sizes)
-            return problems
+            of_model = model_problems(model_config, sizes, config.pipeline.schedule)
+            if config.optim.name == "adamw_8bit" and not of_model:  # what cannot be divided has no shards
+                of_model = blocks_problems(model_config, sizes)
+            return problems + of_model
         except InputError:
             return problems  # `derive` reports this problem of the model
 
