@@ -451,15 +451,15 @@ def main_speed(shape: str) -> str:
 def mfu_beside_published(shape: str, sizes: Shape, results: Results, peak: float | None, gpu_name: str | None) -> str:
     """Formats the MFU of a shape and the published one of this GPU; arguments as in `verdict`."""
     published, code = BARS.get((gpu_name, shape), (None, ""))
-    beside = f"{code} published {published:.1%} for this GPU" if published else "none is published for this GPU"
-    of_what = f"MFU of {shape} at T={sizes.sequence_length:,}"
+    reference = f"{code} published {published:.1%} for this GPU" if published else "none is published for this GPU"
+    label = f"MFU of {shape} at T={sizes.sequence_length:,}"
     row = (results.of(main_speed(shape)) or {}).get("row") or {}
     if not row.get("tokens_per_second"):
-        return f"{of_what}: not measured; {beside}"
+        return f"{label}: not measured; {reference}"
     if not peak:
-        return f"{of_what}: this GPU's peak is unknown"
+        return f"{label}: this GPU's peak is unknown"
     mfu = flops_per_token(sizes) * row["tokens_per_second"] / peak
-    return f"{'finding: ' if published and mfu < published else ''}{of_what}: {mfu:.1%}; {beside}"
+    return f"{'finding: ' if published and mfu < published else ''}{label}: {mfu:.1%}; {reference}"
 
 
 def state_of(device: str, gpus: int) -> dict[str, Any]:

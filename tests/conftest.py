@@ -33,7 +33,7 @@ LONGEST = (
 
 
 def runs_others(config) -> bool:
-    """Whether this process hands tests out to those of xdist."""
+    """Tells if this process is the one that distributes tests to xdist's workers."""
     return bool(getattr(config.option, "numprocesses", None)) and not hasattr(config, "workerinput")
 
 

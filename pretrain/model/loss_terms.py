@@ -28,7 +28,7 @@ class TermOptions(Section):
 
 @dataclass(frozen=True)
 class Seen:
-    """What a term sees of a micro-batch."""
+    """A micro-batch as a term sees it."""
 
     input_ids_BT: Tensor
     targets_BT: Tensor
@@ -44,7 +44,7 @@ class Seen:
     """Cap of the model's logits, cap x tanh(logits / cap); None without one."""
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Returns (..., V) logits of hidden states (..., D). All at once they may not fit: give some rows."""
+        """Returns (..., V) logits of hidden states (..., D). Pass a few rows at a time: all of them may not fit."""
         logits = F.linear(hidden, self.head.weight, getattr(self.head, "bias", None))
         return logits if self.cap is None else self.cap * (logits.float() / self.cap).tanh()
 

@@ -79,9 +79,10 @@ def pads_much(experts: int, ranks: int) -> bool:
 
 
 def dimension_to_shard(ranks: int, parameter: nn.Parameter) -> Shard | None:
-    """Returns the dimension that fully_shard divides among so many ranks, if not the first: of stacks of experts.
+    """Returns the dimension along which fully_shard should split a stack of experts over this many ranks.
 
-    It must divide evenly, and no other dimension of the mesh may have divided it: rows of two matrices would mix.
+    None: the first, as for all other parameters. The dimension must split evenly, and tp or ep must not have split it
+    already, since rows of two matrices would mix.
     """
     is_divided = isinstance(parameter, DTensor)
     shape = parameter.to_local().shape if is_divided else parameter.shape

@@ -1,9 +1,9 @@
 """Benchmarks on the training processes: the likelihoods of tasks' answers by the model as it is, under every strategy.
 
-`pretrain_tools.evaluation.answers`, a process of its own, writes the questions and answers of tasks of
-lm-evaluation-harness as token IDs, once for a run. The loop measures them as it measures a validation split: packed
-into windows of the training's length, which compiles nothing anew, each rank its part. Scores are the harness's: acc,
-acc_norm and the bits per byte of the right answer.
+Once per run, a separate process (`pretrain_tools.evaluation.answers`) tokenizes the questions and answers of tasks
+from lm-evaluation-harness. The loop then measures them like a validation split: packed into windows of the training
+length, so that nothing is recompiled, and divided over the ranks. The scores are the harness's acc and acc_norm, and
+the bits per byte of the right answer.
 
 Shapes: R requests (a question with one of its answers), D questions, T tokens of a window.
 """

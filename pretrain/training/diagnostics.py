@@ -39,7 +39,7 @@ class Diagnostics:
     def __init__(self, strategy: Strategy):
         self.strategy = strategy
         self.is_due = False
-        """Whether the step that runs is one to measure."""
+        """True if the current step is measured."""
         causal_lm = strategy.causal_lm
         name_of = {module: name for name, module in causal_lm.named_modules(remove_duplicate=False)}
         self.layers = layers_of(causal_lm)

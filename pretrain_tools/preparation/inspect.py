@@ -1,4 +1,4 @@
-"""What --inspect prints of a prepared folder: counts, what was removed with samples, lengths, vocabulary, text."""
+"""Describes a prepared folder for --inspect: counts, samples of what was removed, lengths, vocabulary, text."""
 
 import json
 from collections import Counter

@@ -2,8 +2,8 @@
 
 A file here defines, by the naming convention of transformers, one `XConfig` with a `model_type`, one `XModel` and one
 `XForCausalLM`. It imports only torch and transformers, because a copy of it is saved in every model folder. Adding an
-architecture takes no other edit: see docs/models.md. A file with a mistake is left out (`BROKEN`), so that it disturbs
-only who uses it. A model folder with code of its own is registered in the same way by `register_folder`.
+architecture takes no other edit: see docs/models.md. A file that fails to import is skipped (`BROKEN`), and only runs
+that use its model fail. `register_folder` registers a model folder that contains its own code in the same way.
 """
 
 import json
@@ -163,10 +163,10 @@ def fetched(name_or_path: str, file: str) -> Path:
     except OSError as error:
         raise InputError(f"{name_or_path}: {file}: {str(error).strip().splitlines()[0]}") from error
     try:
-        beside = get_relative_imports(path)
+        imported = get_relative_imports(path)
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"{path}: cannot be read: {error}") from error
-    for other in beside:
+    for other in imported:
         if not (path.parent / f"{other}.py").exists() or not Path(name_or_path).is_dir():
             fetched(name_or_path, f"{other}.py")
     return path
