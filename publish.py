@@ -4,6 +4,7 @@
     python publish.py --run runs/x --repo me/llama-125m-base --checkpoint 5000             # as revision step-5000
     python publish.py --run runs/x --repo me/llama-125m-base --milestones --final --private
     python publish.py --run runs/x --repo me/llama-125m-base --dry_run --output DIR        # writes the files only
+    python publish.py --run runs/x --gguf x.gguf                                           # a file for llama.cpp
     python publish.py --verify me/llama-125m-base                                          # or a folder
     python publish.py --run runs/x --repo me/llama-125m-base --sign key.pem                # and signed
 
@@ -35,6 +36,8 @@ def build_parser() -> argparse.ArgumentParser:
     add("--message", metavar="TEXT", help="commit message [step and tokens]")
     add("--dry_run", action="store_true", help="write what would be uploaded to --output, and upload nothing")
     add("--output", type=Path, metavar="DIR", help="with --dry_run: a folder, one subfolder per revision")
+    text = "write the model as FILE, which llama.cpp loads, and upload nothing; without FILE: publish it as well"
+    add("--gguf", type=Path, nargs="?", const=True, metavar="FILE", help=text)
     add("--attempts", default="1", metavar="N", help="number of attempts; the wait between them doubles [1]")
     add("--first_wait", default="30", metavar="SECONDS", help="before the second attempt; doubles, up to an hour [30]")
     text = "used by train.py: records the outcome in metrics.jsonl and publishes again with late scores"
@@ -67,6 +70,10 @@ def read_arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
         given = [flag for flag in flags if any(word.partition("=")[0] == flag for word in argv)]
         problems += [f"{flag}: not with --verify" for flag in given if flag not in ("--verify", "--public_key")]
         return arguments, problems
+    if isinstance(arguments.gguf, Path):
+        given = [flag for flag in flags if any(word.partition("=")[0] == flag for word in argv)]
+        allowed = ("--gguf", "--run", "--checkpoint", "--final")
+        problems += [f"{flag}: not with --gguf FILE, which uploads nothing" for flag in given if flag not in allowed]
     if arguments.public_key is not None:
         problems.append("--public_key: only valid with --verify")
     if arguments.dry_run and arguments.output is None:

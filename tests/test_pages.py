@@ -42,6 +42,7 @@ NOT_RUN = {
     r"^ATEN_CPU_CAPABILITY=avx2 .* make demo": "the demo again, on another processor",
     r"^ray start": "an optional package",
     r"^hf (download|upload)": "needs the Hub",
+    r"^llama-completion ": "llama.cpp's own: tests/publishing/test_gguf.py",
     r"^(docker (build|run --init)|sky jobs|kubectl apply|hf jobs|sbatch) ": "needs other machines: test_clusters.py",
 }
 """{pattern: reason}; targets of make and files that are named have to be there."""

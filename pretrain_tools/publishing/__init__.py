@@ -8,5 +8,6 @@ A card states what the run's files say, and nothing else (docs/runs.md).
     training_content: the summary of training content that EU law asks for, from templates/
     materials: the bill of materials (CycloneDX)
     provenance: what a published folder was made from, and whether it was changed
+    gguf_file, gguf_comparison: the model as one file for llama.cpp; the two compared
     signature: by a key, on request
 """

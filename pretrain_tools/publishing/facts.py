@@ -48,6 +48,13 @@ class Publication:
     """ISO 639 codes."""
     dtype: str | None = None
     """Dtype of the weights, as a recipe's export.dtype."""
+    gguf: tuple[str, str] | None = None
+    """Name of the GGUF file, and how it compares with the model."""
+
+    @property
+    def name(self) -> str | None:
+        """The repository's, without its owner."""
+        return self.repository.rpartition("/")[2] if self.repository else None
 
     @property
     def owner(self) -> str | None:
@@ -112,7 +119,7 @@ class Facts:
 
     @property
     def title(self) -> str:
-        return self.offer.repository.split("/")[-1] if self.offer.repository else self.run_name
+        return self.offer.name or self.run_name
 
     @property
     def start(self) -> Event:

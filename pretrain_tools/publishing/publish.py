@@ -18,7 +18,7 @@ from pretrain_tools.publishing.facts import Publication
 from pretrain_tools.publishing.hub_upload import PublishError, open_repository, upload
 from pretrain_tools.publishing.provenance import provenance_problems, provenance_text, published_folder
 from pretrain_tools.publishing.signature import load_key, signature_problems
-from pretrain_tools.publishing.staging import Model, find_publishable, stage
+from pretrain_tools.publishing.staging import Model, find_publishable, stage, write_model_as_gguf
 from pretrain_tools.runs.history import append_events
 
 EXIT_NOT_PUBLISHED = 1
@@ -33,6 +33,9 @@ def publish(arguments: Namespace, problems: list[str]) -> int:
     the Hub.
     """
     try:
+        if isinstance(arguments.gguf, Path):
+            write_gguf_file(arguments, Problems(problems))
+            return 0
         models = find_models(arguments, Problems(problems))
         publish_models(arguments, models)
     except PublishError as failure:
@@ -48,15 +51,21 @@ def publish(arguments: Namespace, problems: list[str]) -> int:
     return 0
 
 
+def problems_of_run(run: Path | None) -> list[str]:
+    """Lists what is wrong with --run."""
+    if run is None:
+        return ["--run is missing: give the folder of a run, such as runs/x"]
+    if not (run / "config.yaml").is_file():
+        return [f"--run {run}: not the folder of a run (it has no config.yaml)"]
+    return []
+
+
 def find_models(arguments: Namespace, problems: Problems) -> list[Model]:
     """Finds the models to publish, and takes from the run's recipe what the command line does not set."""
     run = arguments.run
-    is_run = run is not None and (run / "config.yaml").is_file()
-    if run is None:
-        problems.append("--run is missing: give the folder of a run, such as runs/x")
-    elif not is_run:
-        problems.append(f"--run {run}: not the folder of a run (it has no config.yaml)")
-    else:
+    run_problems = problems_of_run(run)
+    problems += run_problems
+    if not run_problems:
         config = read_config(run)
         language = arguments.language or setting(config, "publish.language") or []
         arguments.repo = arguments.repo or setting(config, "hub.repository")
@@ -71,9 +80,14 @@ def find_models(arguments: Namespace, problems: Problems) -> list[Model]:
     if arguments.sign is not None:
         problems.attempt(load_key, "--sign", arguments.sign)
     models = []
-    if is_run:
+    if not run_problems:
         wanted = {"steps": arguments.checkpoint, "milestones": arguments.milestones, "final": arguments.final}
         models = problems.attempt(find_publishable, run, **wanted) or []
+    if arguments.gguf:
+        from pretrain_tools.publishing.gguf_file import read_conversion  # imports torch
+
+        for model in models:
+            problems.attempt(read_conversion, model.folder)
     if output := arguments.output:
         if output.exists() and not output.is_dir():
             problems.append(f"--output {output}: is a file; give a folder")
@@ -81,6 +95,34 @@ def find_models(arguments: Namespace, problems: Problems) -> list[Model]:
         problems += [f"--output {output}: already contains {name}; give another" for name in taken]
     problems.stop_if_any()
     return models
+
+
+def write_gguf_file(arguments: Namespace, problems: Problems) -> None:
+    """Writes one model of a run as a GGUF file. Raises InputError, and PublishError for a full disk."""
+    from pretrain_tools.publishing.gguf_file import read_conversion
+
+    file = arguments.gguf
+    if file.suffix != ".gguf":
+        problems.append(f"--gguf {file}: must end in .gguf")
+    if file.exists():
+        problems.append(f"--gguf {file}: is there already; give another name")
+    if not file.parent.is_dir():
+        problems.append(f"--gguf {file}: {file.parent} is not a folder; make it, or give another")
+    models = []
+    if run_problems := problems_of_run(arguments.run):
+        problems += run_problems
+    else:
+        wanted = {"steps": arguments.checkpoint, "milestones": False, "final": arguments.final}
+        models = problems.attempt(find_publishable, arguments.run, **wanted) or []
+    if len(models) > 1:
+        problems.append("--gguf FILE: takes one model; give one --checkpoint or --final")
+    for model in models:
+        problems.attempt(read_conversion, model.folder)
+    problems.stop_if_any()
+    dtype = setting(read_config(arguments.run), "export.dtype") or "bf16"
+    with writing_to(file.parent):
+        note = write_model_as_gguf(arguments.run, models[0], dtype, file)
+    print(f"{file}: step {models[0].step:,}, {dtype}, {file.stat().st_size / 1e6:,.1f} MB. {note}", flush=True)
 
 
 def publish_models(arguments: Namespace, models: list[Model]) -> None:
@@ -111,7 +153,7 @@ def publish_model(arguments: Namespace, model: Model, staging: Path, url: str) -
     # One process per revision: two that stage it at the same time would upload each other's halves.
     with folder_lock(staging / f".{model.revision}.lock"):
         with writing_to(staging):
-            stage(arguments.run, model, publication, folder, arguments.sign)
+            stage(arguments.run, model, publication, folder, arguments.sign, gguf=bool(arguments.gguf))
         sizes = {path: path.stat().st_size for path in sorted(folder.iterdir())}
         total = sum(sizes.values())
         print(f"{model.revision}: step {model.step:,}, {len(sizes)} files, {total / 1e6:,.1f} MB", flush=True)

@@ -3,6 +3,7 @@
 import os
 import re
 import shutil
+import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -107,14 +108,18 @@ def final_model(run: Path) -> Model:
     return Model(run / "final", step, end.get("tokens"), revision="main")
 
 
-def stage(run: Path, model: Model, publication: Publication, target: Path, key: Path | None = None) -> Path:
+def stage(
+    run: Path, model: Model, publication: Publication, target: Path, key: Path | None = None, *, gguf: bool = False
+) -> Path:
     """Writes exactly the files to upload into `target`, complete or not at all. Returns it.
 
     A checkpoint's fp32 weights are rounded to the export dtype and named as in final/, and its optimizer and trainer
     state are left out. bom.cdx.json lists all files, provenance.json covers all. Raises InputError if a file contains
     a secret of this process's environment.
 
-    key: private, in PEM, to sign it all with.
+    Args:
+        key: private, in PEM, to sign it all with.
+        gguf: add the model as GGUF.
     """
     dtype = publication.dtype or "bf16"
     publication = replace(publication, revision=model.revision, dtype=dtype)
@@ -123,6 +128,12 @@ def stage(run: Path, model: Model, publication: Publication, target: Path, key: 
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)
     copy_model(model, unfinished, dtype)
+    if gguf:
+        try:
+            publication = replace(publication, gguf=add_gguf(run, publication, unfinished))
+        except InputError:
+            shutil.rmtree(unfinished)
+            raise
     # The order matters: each of these files has the hashes of those written before it, and the provenance of all.
     # The staged config.json is read, which has the dtype of the export.
     facts = read_facts(run, model.step, unfinished, publication)
@@ -140,6 +151,35 @@ def stage(run: Path, model: Model, publication: Publication, target: Path, key: 
         remove(target)
     unfinished.rename(target)
     return target
+
+
+def add_gguf(run: Path, publication: Publication, folder: Path) -> tuple[str, str]:
+    """Adds the model as GGUF to its staged folder; returns the file's name and how it compares."""
+    from pretrain_tools.publishing.gguf_comparison import validation_text
+    from pretrain_tools.publishing.gguf_file import convert
+
+    name = publication.name or run.resolve().name
+    file = f"{name}-{publication.dtype.upper()}.gguf"
+    note = convert(
+        folder,
+        folder / file,
+        dtype=publication.dtype,
+        text=validation_text(run),
+        name=name,
+        license=publication.license,
+        languages=list(publication.languages),
+    )
+    return file, note
+
+
+def write_model_as_gguf(run: Path, model: Model, dtype: str, file: Path) -> str:
+    """Writes a run's model as a GGUF file; returns how it compares."""
+    from pretrain_tools.publishing.gguf_comparison import validation_text
+    from pretrain_tools.publishing.gguf_file import convert
+
+    with tempfile.TemporaryDirectory(dir=file.parent, prefix=".gguf-") as temporary:
+        copy_model(model, Path(temporary), dtype)
+        return convert(Path(temporary), file, dtype=dtype, text=validation_text(run), name=run.resolve().name)
 
 
 def copy_model(model: Model, target: Path, dtype: str) -> None:
@@ -196,7 +236,7 @@ def secret_problems(folder: Path) -> list[str]:
         f"{path.name} holds the value of {name}, a secret: remove it from the recipe and publish again"
         for path in sorted(folder.iterdir())
         # Weights and pictures hold no text, and are too large to search.
-        if path.suffix not in (".safetensors", ".png")
+        if path.suffix not in (".safetensors", ".gguf", ".png")
         for name, value in secrets.items()
         if value in path.read_bytes()
     ]

@@ -98,7 +98,7 @@ def shortened(words: list[str]) -> list[str]:
     if script == "evaluate.py" and "--tasks" in arguments:
         mine = [] if "--include_path" in arguments else ["--include_path", "stand_in_tasks"]
         return [*words, *mine, "--limit", "2"]
-    if script == "publish.py" and "--dry_run" not in arguments:
+    if script == "publish.py" and "--dry_run" not in arguments and "--gguf" not in arguments:
         return [*words, "--dry_run", "--output", "published"]
     if script == "plan.py" and "--write" in arguments:
         return [*words, "--gpus", "1", "--gpu", "cpu"]

@@ -1,0 +1,344 @@
+"""Writes a model as one GGUF file, which llama.cpp and the programs built on it load.
+
+Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. llama.cpp computes each architecture by code of its
+own, so only families whose every setting has a place there are written; tests compare the logits.
+"""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pretrain.checkpoint.tensor_files import SavedTensors
+from pretrain.errors import InputError
+from pretrain.hardware import DTYPES
+from pretrain_tools.preparation.tokenizer_training import SPLIT_PATTERN
+
+NEEDS_GGUF = "--gguf: needs the gguf package: pip install gguf"
+FILE_TYPES = {"bf16": "MOSTLY_BF16", "fp16": "MOSTLY_F16", "fp32": "ALL_F32"}
+FAMILY_KEYS = {
+    "llama": {
+        "hidden_act": ("silu",),
+        "attention_bias": (False, True),
+        "mlp_bias": (False, True),
+        "pretraining_tp": (1,),
+    },
+    "qwen3": {
+        "hidden_act": ("silu",),
+        "attention_bias": (False,),
+        "use_sliding_window": (False,),
+        "sliding_window": (None,),
+    },
+    "gpt2": {
+        "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
+        "scale_attn_weights": (True,),
+        "scale_attn_by_inverse_layer_idx": (False,),
+        "add_cross_attention": (False,),
+    },
+}
+"""{model_type: {key of config.json that changes what is computed: the values that llama.cpp computes}}"""
+SIZES = {
+    "llama": ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+              "head_dim", "max_position_embeddings", "rms_norm_eps", "rope_parameters"),
+    "gpt2": ("n_embd", "n_inner", "n_layer", "n_head", "n_positions", "n_ctx", "layer_norm_epsilon"),
+}  # fmt: skip
+SIZES["qwen3"] = (*SIZES["llama"], "max_window_layers", "layer_types")
+NOT_COMPUTED = {
+    "_name_or_path", "architectures", "attention_dropout", "attn_pdrop", "bos_token_id", "dtype", "embd_pdrop",
+    "eos_token_id", "initializer_range", "model_type", "pad_token_id", "reorder_and_upcast_attn", "resid_pdrop",
+    "summary_activation", "summary_first_dropout", "summary_proj_to_labels", "summary_type", "summary_use_proj",
+    "tie_word_embeddings", "torch_dtype", "transformers_version", "use_cache", "vocab_size",
+}  # fmt: skip
+"""Keys of config.json that do not change the logits, or that show in the tensors."""
+ROPE_KEYS = {
+    "default": {"rope_theta"},
+    "linear": {"rope_theta", "factor"},
+    "llama3": {
+        "rope_theta", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings",
+    },
+}  # fmt: skip
+"""{rope_type: its keys}"""
+SPLITTERS = {
+    "gpt-2": [None],
+    "dbrx": [SPLIT_PATTERN],
+    "qwen2": [SPLIT_PATTERN.replace(r"\p{N}{1,3}", r"\p{N}")],
+    "smollm": ["digits", None],
+}
+"""{llama.cpp's name: the patterns that cut text before BPE; None is GPT-2's, which ByteLevel has}"""
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """A model that has a place in GGUF."""
+
+    folder: Path
+    config: dict[str, Any]
+    tokenizer: dict[str, Any]
+    """tokenizer.json."""
+    splitter: str
+    """llama.cpp's name of the tokenizer's pre-tokenizer."""
+
+    @property
+    def family(self) -> str:
+        return self.config["model_type"]
+
+
+def read_conversion(folder: Path) -> Conversion:
+    """Reads what GGUF needs of a model's folder. Raises InputError with everything that has no place in it."""
+    try:
+        import gguf  # noqa: F401
+    except ImportError:
+        raise InputError(NEEDS_GGUF) from None
+    config = json.loads((folder / "config.json").read_bytes())
+    tokenizer = json.loads((folder / "tokenizer.json").read_bytes())
+    splitter = splitter_of(tokenizer)
+    problems = config_problems(config) + tokenizer_problems(tokenizer)
+    if splitter is None:
+        shown = json.dumps(tokenizer.get("pre_tokenizer"), ensure_ascii=False)[:200]
+        problems.append(
+            f"--gguf: the tokenizer cuts text by {shown}, which llama.cpp has no name for; it has those of tokenizers "
+            "that prepare_data.py trains, of GPT-2, Llama 3, Qwen and SmolLM"
+        )
+    if problems:
+        raise InputError(*problems)
+    return Conversion(folder, config, tokenizer, splitter)
+
+
+def config_problems(config: Mapping[str, Any]) -> list[str]:
+    """Lists what of a config.json llama.cpp would not compute as transformers does."""
+    family = config.get("model_type")
+    if family not in FAMILY_KEYS:
+        return [
+            f"--gguf: a model of type {family} cannot be written; {', '.join(FAMILY_KEYS)} can. For others see "
+            "llama.cpp's convert_hf_to_gguf.py, and compare the logits yourself"
+        ]
+    problems = []
+    allowed = FAMILY_KEYS[family]
+    for key, value in config.items():
+        if key in allowed:
+            if value not in allowed[key]:
+                choices = " or ".join(map(json.dumps, allowed[key]))
+                problems.append(f"--gguf: {key} is {json.dumps(value)}; llama.cpp computes {family} with {choices}")
+        elif key not in NOT_COMPUTED and key not in SIZES[family]:
+            problems.append(f"--gguf: {key} has no place in a GGUF file of a {family} model")
+    if set(config.get("layer_types") or ()) - {"full_attention"}:
+        problems.append("--gguf: layer_types: llama.cpp computes qwen3 with full_attention in every layer")
+    rope = config.get("rope_parameters") or {}
+    kind = rope.get("rope_type", "default")
+    if kind not in ROPE_KEYS:
+        problems.append(f"--gguf: rope_type {kind} cannot be written; {', '.join(ROPE_KEYS)} can")
+    elif unknown := rope.keys() - ROPE_KEYS[kind] - {"rope_type"}:
+        problems.append(f"--gguf: rope_parameters has {', '.join(sorted(unknown))}, which has no place in a GGUF file")
+    return problems
+
+
+def tokenizer_problems(tokenizer: Mapping[str, Any]) -> list[str]:
+    """Lists what of a tokenizer.json llama.cpp would not do."""
+    model = tokenizer["model"]
+    if model.get("type") != "BPE" or model.get("byte_fallback"):
+        kind = "BPE with byte fallback, as SentencePiece's" if model.get("byte_fallback") else model.get("type")
+        return [f"--gguf: the tokenizer is {kind}; only byte-level BPE can be written, as prepare_data.py trains"]
+    normalizer = tokenizer.get("normalizer")
+    # Qwen's: llama.cpp leaves it out as well, and the comparison shows what that changes.
+    if normalizer and normalizer.get("type") != "NFC":
+        return [f"--gguf: the tokenizer normalizes text ({normalizer.get('type')}), and llama.cpp does not"]
+    return []
+
+
+def splitter_of(tokenizer: Mapping[str, Any]) -> str | None:
+    """Returns llama.cpp's name of how a tokenizer.json cuts text before BPE; None if it has none."""
+    whole = tokenizer.get("pre_tokenizer") or {}
+    patterns = []
+    for step in whole.get("pretokenizers") or [whole]:
+        kind = step.get("type")
+        if kind == "Split" and step.get("behavior") == "Isolated" and not step.get("invert"):
+            patterns.append(step["pattern"].get("Regex"))
+        elif kind == "Digits" and step.get("individual_digits"):
+            patterns.append("digits")
+        elif kind == "ByteLevel" and not step.get("add_prefix_space"):
+            patterns += [None] if step.get("use_regex", True) else []
+        else:
+            return None
+    found = next((name for name, of_name in SPLITTERS.items() if of_name == patterns), None)
+    # Llama 3 cuts as DBRX does, and takes words that are tokens without merging them.
+    merges_all = not tokenizer["model"].get("ignore_merges")
+    return found if merges_all else {"dbrx": "llama-bpe"}.get(found)
+
+
+def convert(folder: Path, path: Path, *, dtype: str, text: str, **general: str | list[str] | None) -> str:
+    """Writes a model's folder as GGUF and compares the two; returns a sentence on the comparison, for the card.
+
+    Args:
+        dtype: of the folder's weights: bf16, fp16 or fp32.
+        text: to compare on, after a passage that tokenizers split differently.
+        general: see `write_gguf`.
+
+    Raises InputError if the model has no place in GGUF, or if llama.cpp computes something else.
+    """
+    from pretrain_tools.publishing.gguf_comparison import comparison_note
+
+    conversion = read_conversion(folder)
+    note = comparison_note(folder, text, partial(write_gguf, conversion, dtype="fp32"))
+    unfinished = path.with_name(f".{path.name}.unfinished")
+    write_gguf(conversion, unfinished, dtype, **general)
+    unfinished.rename(path)
+    return note
+
+
+def write_gguf(conversion: Conversion, path: Path, dtype: str, **general: str | list[str] | None) -> None:
+    """Writes the file, one tensor in memory at a time.
+
+    Args:
+        dtype: bf16, fp16 or fp32, of matrices; vectors and position embeddings are fp32.
+        general: name, license and languages, which programs show.
+    """
+    import gguf
+
+    architecture = gguf.MODEL_ARCH[conversion.family.upper()]
+    writer = gguf.GGUFWriter(path, conversion.family)
+    writer.add_type("model")
+    writer.add_file_type(gguf.LlamaFileType[FILE_TYPES[dtype]])
+    for key, value in general.items():
+        if value:
+            getattr(writer, f"add_{key}")(value)
+    add_sizes(writer, conversion.config)
+    saved = SavedTensors(conversion.folder, "model")
+    shapes = saved.shapes()
+    embedding = next(name for name in shapes if name.endswith(("embed_tokens.weight", "wte.weight")))
+    add_tokenizer(writer, conversion, rows=shapes[embedding][0])
+    names = gguf.get_tensor_name_map(architecture, setting_of(conversion.config, "num_hidden_layers", "n_layer"))
+    added = rope_factors(conversion.config)
+    dtypes = {}
+    for name, shape in {**shapes, **{name: tuple(tensor.shape) for name, tensor in added.items()}}.items():
+        place = name if name in added else names.get_name(name, try_suffixes=(".weight", ".bias"))
+        is_matrix = len(shape) > 1 and not place.startswith("position_embd")
+        dtypes[name] = DTYPES[dtype] if is_matrix else torch.float32
+        kind = gguf.GGMLQuantizationType[FILE_TYPES[dtype].rpartition("_")[2] if is_matrix else "F32"]
+        size = math.prod(shape) * dtypes[name].itemsize
+        writer.add_tensor_info(place, shape[::-1] if is_conv1d(name, shape) else shape, np.dtype("f4"), size, kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    for name in dtypes:
+        tensor = added[name] if name in added else in_order_of_llama_cpp(name, saved[name], conversion)
+        # NumPy has no bf16: its bytes are written.
+        writer.write_tensor_data(tensor.to(dtypes[name]).contiguous().view(torch.uint8).numpy())
+    writer.close()
+
+
+def is_conv1d(name: str, shape: tuple[int, ...]) -> bool:
+    """Tells if a tensor is a matrix that GPT-2 stores as (inputs, outputs), the other way round than nn.Linear."""
+    return len(shape) == 2 and name.endswith((".c_attn.weight", ".c_proj.weight", ".c_fc.weight"))
+
+
+def in_order_of_llama_cpp(name: str, tensor: Tensor, conversion: Conversion) -> Tensor:
+    """Returns a tensor as llama.cpp multiplies by it.
+
+    Its Llama rotates neighboring pairs of a head's elements (0 and 1, 2 and 3), where transformers rotates element i
+    with i + D / 2: the rows of queries and keys are reordered for that. Its Qwen3 rotates as transformers does.
+    """
+    if is_conv1d(name, tuple(tensor.shape)):
+        return tensor.T
+    part = name.split(".")[-2]
+    if conversion.family == "llama" and part in ("q_proj", "k_proj"):
+        heads = conversion.config["num_attention_heads" if part == "q_proj" else "num_key_value_heads"]
+        halves = tensor.view(heads, 2, tensor.shape[0] // heads // 2, -1)
+        return halves.transpose(1, 2).reshape(tensor.shape)
+    return tensor
+
+
+def setting_of(config: Mapping[str, Any], *keys: str) -> Any:
+    """Returns the value of the first key that a config.json has."""
+    return next((config[key] for key in keys if config.get(key) is not None), None)
+
+
+def add_sizes(writer: Any, config: Mapping[str, Any]) -> None:
+    """Adds what a config.json says of the architecture."""
+    from gguf import RopeScalingType
+
+    width = setting_of(config, "hidden_size", "n_embd")
+    heads = setting_of(config, "num_attention_heads", "n_head")
+    writer.add_block_count(setting_of(config, "num_hidden_layers", "n_layer"))
+    writer.add_context_length(setting_of(config, "max_position_embeddings", "n_positions"))
+    writer.add_embedding_length(width)
+    writer.add_feed_forward_length(setting_of(config, "intermediate_size", "n_inner") or 4 * width)
+    writer.add_head_count(heads)
+    if config["model_type"] == "gpt2":
+        writer.add_layer_norm_eps(config["layer_norm_epsilon"])
+        return
+    head_size = config.get("head_dim") or width // heads
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_key_length(head_size)
+    writer.add_value_length(head_size)
+    writer.add_rope_dimension_count(head_size)
+    rope = config["rope_parameters"]
+    writer.add_rope_freq_base(rope["rope_theta"])
+    if rope.get("rope_type") == "linear":
+        writer.add_rope_scaling_type(RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(rope["factor"])
+
+
+def rope_factors(config: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Returns the tensor by which llama.cpp divides the frequencies of Llama 3's longer contexts; {} for others.
+
+    Each of the D / 2 frequencies is divided by 1 where its wave is short, by `factor` where it's long, and by a value
+    between where it's between: https://arxiv.org/abs/2407.21783, as transformers computes it.
+    """
+    if (config.get("rope_parameters") or {}).get("rope_type") != "llama3":
+        return {}
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](LlamaConfig(**config), torch.device("cpu"))
+    plain = config["rope_parameters"]["rope_theta"] ** -torch.linspace(0, 1, len(scaled) + 1, dtype=torch.float64)[:-1]
+    return {"rope_freqs.weight": (plain / scaled.double()).float()}
+
+
+def add_tokenizer(writer: Any, conversion: Conversion, *, rows: int) -> None:
+    """Adds a byte-level BPE.
+
+    rows: of the embedding. Ids that the tokenizer doesn't have, which pad the matrix, become unused tokens.
+    """
+    from gguf import TokenType
+
+    settings = json.loads((conversion.folder / "tokenizer_config.json").read_bytes())
+    tokens = [f"[PAD{number}]" for number in range(rows)]
+    kinds = [TokenType.UNUSED] * rows
+    for token, number in conversion.tokenizer["model"]["vocab"].items():
+        tokens[number] = token
+        kinds[number] = TokenType.NORMAL
+    ids = {}
+    for added in conversion.tokenizer["added_tokens"]:
+        ids[added["content"]] = added["id"]
+        tokens[added["id"]] = added["content"]
+        kinds[added["id"]] = TokenType.CONTROL if added["special"] else TokenType.USER_DEFINED
+    merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in conversion.tokenizer["model"]["merges"]]
+    writer.add_vocab_size(rows)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(conversion.splitter)
+    writer.add_token_list(tokens)
+    writer.add_token_types(kinds)
+    writer.add_token_merges(merges)
+    for role in ("bos", "eos", "pad", "unk"):
+        token = settings.get(f"{role}_token")
+        token = token.get("content") if isinstance(token, dict) else token
+        if token in ids:
+            getattr(writer, f"add_{role}_token_id")(ids[token])
+    # In training a document begins after the token that ends the one before: nothing is put in front by itself.
+    writer.add_add_bos_token(starts_with_bos(conversion.tokenizer))
+    writer.add_add_eos_token(False)
+
+
+def starts_with_bos(tokenizer: Mapping[str, Any]) -> bool:
+    """Tells if a tokenizer.json puts a token in front of a text, as Llama 3's does."""
+    whole = tokenizer.get("post_processor") or {}
+    steps = whole.get("processors") or [whole]
+    return any("SpecialToken" in (step.get("single") or [{}])[0] for step in steps)

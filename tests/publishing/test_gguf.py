@@ -1,0 +1,180 @@
+"""publish.py --gguf: a file that llama.cpp loads, computes alike and cuts text alike, or a refusal by name."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import PreTrainedTokenizerFast
+
+from pretrain.errors import InputError
+from pretrain_tools.preparation.tokenizer_training import _trained
+from pretrain_tools.publishing import gguf_file
+from pretrain_tools.publishing.gguf_comparison import compare
+from pretrain_tools.publishing.gguf_file import convert, read_conversion, write_gguf
+from support.project import ROOT, run_script
+from support.run_folders import write_model, write_run
+
+gguf = pytest.importorskip("gguf", reason="pip install gguf")
+
+DEFAULT = {"rope_type": "default", "rope_theta": 10000.0}
+LINEAR = {**DEFAULT, "rope_type": "linear", "factor": 4.0}
+LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}  # fmt: skip
+SHAPE = {
+    "vocab_size": 512, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 1024, "rope_parameters": DEFAULT, "initializer_range": 0.2,
+}  # fmt: skip
+LLAMA = {**SHAPE, "model_type": "llama", "rms_norm_eps": 1e-5}
+QWEN3 = {**SHAPE, "model_type": "qwen3", "head_dim": 32, "tie_word_embeddings": True}
+GPT2 = {
+    "model_type": "gpt2", "vocab_size": 512, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 512,
+    "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "tie_word_embeddings": True,
+}  # fmt: skip
+MODELS = {
+    "llama": {**LLAMA, "tie_word_embeddings": True},
+    "llama_untied_with_biases": {**LLAMA, "attention_bias": True, "mlp_bias": True, "head_dim": 32},
+    "llama_linear": {**LLAMA, "rope_parameters": LINEAR},
+    "llama_3": {**LLAMA, "rope_parameters": LLAMA3},
+    "qwen3": QWEN3,
+    "gpt2": GPT2,
+}
+TEXT = (ROOT / "docs/training.md").read_text()
+
+
+@pytest.fixture(scope="module")
+def own_tokenizer(tmp_path_factory):
+    """A tokenizer as prepare_data.py trains it."""
+    folder = tmp_path_factory.mktemp("tokenizer")
+    backend = _trained(iter([TEXT]), 500)
+    PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|endoftext|>").save_pretrained(folder)
+    return folder
+
+
+def write_varied(folder, tokenizer, model):
+    """A model whose norms and biases are not the ones and zeros that they start with."""
+    write_model(folder, tokenizer, model, seed=1)
+    tensors = load_file(folder / "model.safetensors")
+    torch.manual_seed(2)
+    for name, tensor in tensors.items():
+        if tensor.ndim == 1:
+            tensors[name] = tensor + 0.1 * torch.randn_like(tensor)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_llama_cpp_computes_the_same(tmp_path, own_tokenizer, name):
+    pytest.importorskip("llama_cpp", reason="pip install llama-cpp-python compares the logits; it builds llama.cpp")
+    folder = write_varied(tmp_path / "model", own_tokenizer, MODELS[name])
+    write_gguf(read_conversion(folder), tmp_path / "x.gguf", "fp32")
+    tokens, largest = compare(folder, tmp_path / "x.gguf", TEXT)
+    assert tokens == 512 and largest < 1e-3
+
+
+def test_a_wrong_tensor_and_a_wrong_tokenizer_are_found(tmp_path, own_tokenizer, monkeypatch):
+    pytest.importorskip("llama_cpp", reason="pip install llama-cpp-python")
+    folder = write_varied(tmp_path / "model", own_tokenizer, MODELS["llama"])
+    with monkeypatch.context() as patch:
+        patch.setattr(gguf_file, "in_order_of_llama_cpp", lambda name, tensor, conversion: tensor)
+        with pytest.raises(InputError, match=r"logits differ from transformers' by up to"):
+            convert(folder, tmp_path / "x.gguf", dtype="fp32", text=TEXT)
+    monkeypatch.setitem(gguf_file.SPLITTERS, "dbrx", [])
+    monkeypatch.setitem(gguf_file.SPLITTERS, "gpt-2", [gguf_file.SPLIT_PATTERN])
+    with pytest.raises(InputError, match="other tokens of the same text, from token"):
+        convert(folder, tmp_path / "x.gguf", dtype="fp32", text=TEXT)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model"]
+
+
+@pytest.mark.parametrize(("dtype", "kind"), [("bf16", "BF16"), ("fp16", "F16"), ("fp32", "F32")])
+def test_the_file_holds_every_tensor_and_token(tmp_path, own_tokenizer, dtype, kind):
+    folder = write_varied(tmp_path / "model", own_tokenizer, MODELS["gpt2"])
+    write_gguf(read_conversion(folder), tmp_path / "x.gguf", dtype, name="tiny", license="mit", languages=["en"])
+    read = gguf.GGUFReader(tmp_path / "x.gguf")
+    tensors = {tensor.name: tensor for tensor in read.tensors}
+    saved = load_file(folder / "model.safetensors")
+    assert len(tensors) == len(saved)
+    c_fc = tensors["blk.0.ffn_up.weight"]
+    assert c_fc.tensor_type.name == kind and tensors["blk.1.ffn_up.bias"].tensor_type.name == "F32"
+    expected = saved["transformer.h.0.mlp.c_fc.weight"].T.to(gguf_file.DTYPES[dtype]).float()
+    found = torch.tensor(gguf.quants.dequantize(c_fc.data, c_fc.tensor_type))
+    assert torch.equal(found.view(expected.shape), expected)
+    assert read.fields["general.name"].contents() == "tiny" and read.fields["general.license"].contents() == "mit"
+    tokens = read.fields["tokenizer.ggml.tokens"].contents()
+    ours = json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"]
+    assert len(tokens) == 512 and all(tokens[number] == token for token, number in ours.items())
+    assert tokens[511] == "[PAD511]" and read.fields["tokenizer.ggml.pre"].contents() == "dbrx"
+    assert read.fields["tokenizer.ggml.eos_token_id"].contents() == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"model_type": "mixtral"}, "a model of type mixtral cannot be written; llama, qwen3, gpt2 can"),
+        ({"hidden_act": "gelu"}, 'hidden_act is "gelu"; llama.cpp computes llama with "silu"'),
+        ({"residual_multiplier": 2.0}, "residual_multiplier has no place"),
+        ({"rope_parameters": {**DEFAULT, "rope_type": "yarn"}}, "rope_type yarn cannot be written"),
+        ({"rope_parameters": {**DEFAULT, "partial_rotary_factor": 0.5}}, "rope_parameters has partial_rotary_factor"),
+    ],
+)
+def test_what_llama_cpp_would_compute_otherwise_is_refused(tmp_path, own_tokenizer, changes, said):
+    folder = write_model(tmp_path / "model", own_tokenizer, MODELS["llama"], seed=1)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **changes}))
+    with pytest.raises(InputError) as refused:
+        read_conversion(folder)
+    assert said in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("pre_tokenizer", "ignore_merges", "name"),
+    [
+        ({"type": "ByteLevel", "add_prefix_space": False}, False, "gpt-2"),
+        ({"type": "ByteLevel", "add_prefix_space": True}, False, None),
+        ({"type": "Whitespace"}, False, None),
+        ([{"type": "Digits", "individual_digits": True}, {"type": "ByteLevel"}], False, "smollm"),
+        ([gguf_file.SPLIT_PATTERN], False, "dbrx"),
+        ([gguf_file.SPLIT_PATTERN], True, "llama-bpe"),
+        ([gguf_file.SPLIT_PATTERN.replace("{1,3}", "")], False, "qwen2"),
+        ([r"\S+|\s+"], False, None),
+    ],
+)
+def test_a_tokenizer_is_known_by_how_it_cuts_text(pre_tokenizer, ignore_merges, name):
+    def step(given):
+        split = {"type": "Split", "behavior": "Isolated", "invert": False}
+        return {**split, "pattern": {"Regex": given}} if isinstance(given, str) else given
+
+    if isinstance(pre_tokenizer, list):
+        steps = [step(given) for given in pre_tokenizer]
+        if isinstance(pre_tokenizer[0], str):
+            steps.append({"type": "ByteLevel", "use_regex": False})
+        pre_tokenizer = {"type": "Sequence", "pretokenizers": steps}
+    tokenizer = {"pre_tokenizer": pre_tokenizer, "model": {"type": "BPE", "ignore_merges": ignore_merges}}
+    assert gguf_file.splitter_of(tokenizer) == name
+
+
+def test_the_command_writes_one_file_or_none(tmp_path):
+    run = write_run(tmp_path / "x", model=MODELS["llama"])
+    out = run_script("publish.py", "--run", run, "--gguf", tmp_path / "x.gguf", "--checkpoint", "4")
+    assert "x.gguf: step 4, bf16" in out.stdout
+    assert gguf.GGUFReader(tmp_path / "x.gguf").fields["general.architecture"].contents() == "llama"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["tokenizer", "x", "x.gguf"]
+    wrong = ("--run", run, "--gguf", tmp_path / "x.gguf", "--repo", "me/x", "--checkpoint", "4", "--final")
+    out = run_script("publish.py", *wrong, check=False)
+    assert out.returncode == 2 and "Traceback" not in out.stderr
+    for part in ("--repo: not with --gguf FILE", "x.gguf: is there already", "takes one model"):
+        assert part in out.stderr
+
+
+def test_the_card_names_the_file_and_what_was_compared(tmp_path):
+    run = write_run(tmp_path / "x", model=MODELS["llama"])
+    offer = ("--repo", "me/tiny", "--license", "mit", "--language", "en")
+    run_script("publish.py", "--run", run, *offer, "--gguf", "--dry_run", "--output", tmp_path / "dry")
+    folder = tmp_path / "dry/main"
+    assert (folder / "tiny-BF16.gguf").is_file()
+    card = (folder / "README.md").read_text()
+    assert "`tiny-BF16.gguf` is the same model for llama.cpp" in card
+    assert "logits that differ from transformers' by at most" in card or "pip install llama-cpp-python" in card
+    assert "tiny-BF16.gguf" in json.loads((folder / "provenance.json").read_text()).__repr__()
