@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: install demo test test-strategies test-faults test-plans parity bench gpu lint format clean
+.PHONY: install demo test test-strategies test-faults test-plans parity bench gpu site lint format clean
 
 # Those that everything in requirements.txt has wheels for.
 SUPPORTED = import sys; (3, 11) <= sys.version_info[:2] <= (3, 14) or sys.exit("Groundwork runs on Python 3.11 to 3.14, and \
@@ -88,6 +88,10 @@ RECIPE ?= recipes/moe_5m.yaml
 MODELS ?= $(if $(filter recipes/moe_5m.yaml,$(RECIPE)),model_configs/llama_demo.json model_configs/qwen3_moe_5m.json)
 parity: .venv/requirements
 	$(BIN)/python runs.py parity --config $(RECIPE) --steps 10 $(if $(MODELS),--models $(MODELS))
+
+# The documentation as a site, in site/: the pages, and the reference made from the code.
+site: .venv/requirements-dev
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 
 lint: .venv/requirements-dev
 	$(BIN)/ruff check .

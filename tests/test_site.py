@@ -1,0 +1,41 @@
+"""The documentation as a site: every link leads somewhere, and the reference has every setting and command."""
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+from pretrain.recipe import fields_of_config
+from support.project import ROOT
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    pytest.importorskip("mkdocs", reason="pip install -r requirements-dev.txt")
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", folder]
+    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder
+
+
+def test_the_reference_has_every_setting_once(site):
+    text = (site / "reference/settings/index.html").read_text()
+    headings = re.findall(r"<h3 id=\"[^\"]*\"><code>([^<]*)</code>", text)
+    assert headings == [path for path, _ in fields_of_config()]
+    assert "One of <code>scratch</code>, <code>pretrained</code>, default <code>scratch</code>." in text
+
+
+def test_the_reference_has_every_command(site):
+    text = (site / "reference/commands/index.html").read_text()
+    for name in ("train.py", "prepare_data.py", "evaluate.py", "plan.py", "publish.py", "runs.py compare"):
+        assert f">{name}<" in text
+    assert "--train_tokenizer" in text and "--gguf" in text
+
+
+def test_links_to_code_are_text_and_links_between_pages_are_links(site):
+    text = (site / "index.html").read_text()
+    assert 'href="own_ideas/"' in text and "<code>train.py</code>" in text and 'href="train.py"' not in text
