@@ -16,10 +16,10 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
-ROOT = Path(__file__).resolve().parent.parent
 from pretrain.config import ModelSource
 from pretrain.recipe import SECTIONS_LEFT_OUT, TABLES, as_plain, choices_in, fields_of_config, leaves, parse_yaml
 
+ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = ("train.py", "prepare_data.py", "evaluate.py", "plan.py", "runs.py", "publish.py")
 LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s]+)\)")
 
