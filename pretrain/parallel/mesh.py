@@ -376,8 +376,6 @@ class MeshStrategy(Strategy):
             local_tensor(embedding.weight.grad).add_(local_tensor(head.weight.grad))
             head.weight.grad = None
         gradients = {p: local_tensor(p.grad) for p in self.name_of if p.grad is not None}
-        if lost := [name for p, name in self.name_of.items() if p.requires_grad and p not in gradients]:
-            raise RuntimeError(f"{len(lost)} parameters have no gradient, the first is {lost[0]}")
         for dimension in self.dimensions:
             dimension.combine(gradients)
         if self.tied is not None:

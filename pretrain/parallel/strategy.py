@@ -105,6 +105,8 @@ class Strategy:
     holds_whole_model = True
     """True if each rank has all fp32 weights on its device."""
 
+    untrained: list[str] | None = None
+    """Names of this rank's parameters that the first step left without a gradient; None before its update."""
     before_step: tuple[Callable[[int], None], ...] = ()
     """Functions called with the number of micro-steps before each step's first one."""
     before_update: tuple[Callable[[], None], ...] = ()
@@ -264,6 +266,8 @@ class Strategy:
 
         Returns (gradient norm before clipping, 1 if the step was skipped else 0), both on the device, without waiting.
         """
+        if self.untrained is None:
+            self.untrained = self.without_gradient()
         grad_norm, skipped = self.clip_and_step(max_grad_norm)
         for call in self.after_update:
             call(skipped)
@@ -309,6 +313,10 @@ class Strategy:
         if self.accelerator.scaler is not None:
             self.accelerator.unscale_gradients()
         return total_norm(self.gradients())
+
+    def without_gradient(self) -> list[str]:
+        """Names the parameters that should have a gradient by now, and have none."""
+        return [name for parameter, name in self.name_of.items() if parameter.requires_grad and parameter.grad is None]
 
     def gradients(self) -> list[torch.Tensor]:
         """Returns this rank's parts of the parameters' gradients."""

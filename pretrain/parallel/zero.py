@@ -117,6 +117,10 @@ class Zero(Strategy):
         buffers = {name: buffer.clone() for name, buffer in causal_lm.named_buffers()}
         optimizer = self.optimizer_of_parameters(build_optimizer)
         self.parameter_of = {name: parameter for parameter, name in self.name_of.items()}
+        # DeepSpeed takes each gradient away at once, and puts zeros where there is none.
+        self.reached: set[torch.Tensor] = set()
+        trained = [parameter for parameter in self.name_of if parameter.requires_grad]
+        self.notes = [parameter.register_post_accumulate_grad_hook(self.reached.add) for parameter in trained]
         if self.stage == 3 and (head := causal_lm.get_output_embeddings()) is not None:
             import deepspeed
 
@@ -220,6 +224,11 @@ class Zero(Strategy):
         self.model.step()
         grad_norm = torch.as_tensor(self.model.get_global_grad_norm(), dtype=torch.float32, device=self.device)
         return grad_norm, torch.tensor(float(self.optimizer.overflow), device=self.device)
+
+    def without_gradient(self) -> list[str]:
+        for note in self.notes:
+            note.remove()
+        return [name for name, p in self.parameter_of.items() if p.requires_grad and p not in self.reached]
 
     def model_tensors(self) -> TensorGroup:
         shapes = {name: full_shape(parameter) for name, parameter in self.parameter_of.items()}

@@ -128,6 +128,7 @@ class Masters:
         flat = self.flats[place.group]
         return place.narrow(flat if key is None else self._optimizer.optimizer.state[flat][key])
 
+    @torch.no_grad()
     def gathered(self, parameter: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
         """Returns the whole, flat, on every rank, of which each gives its part; a collective call."""
         ranges = self.places[parameter].ranges
