@@ -12,10 +12,9 @@ from pretrain.mesh_sizes import Sizes
 from pretrain.model.build import build_meta_model
 from pretrain.model.compile import layers_of
 from pretrain.model.small_copy import KeyedConfig
-from pretrain.optim.adamw_8bit import SCALES, AdamW8bit, has_blocks, keeps_blocks, scales_for, table_shape, unit_rows
-from pretrain.optim.tiles import chunk_of, shape_of, whole_tile
+from pretrain.optim.adamw_8bit import SCALES, AdamW8bit, has_blocks, keeps_blocks, scales_for, unit_rows
 from pretrain.parallel.expert_parallel import dimension_to_shard, expert_modules
-from pretrain.parallel.mesh_tiles import place_in, tile_at, tile_of
+from pretrain.parallel.mesh_tiles import tile_of
 from pretrain.parallel.tensor_group import local_part
 
 SHOWN = 3
@@ -35,16 +34,13 @@ class LargeParameter:
         """Tells if each part of it is updated as the whole is, with these sizes; tp has to be 1."""
         experts = sizes.ep if self.is_expert else 1
         shards = sizes.fsdp // experts
-        rows, *others = whole_tile(self.shape)
+        rows = self.shape[0] // experts
         if shards > 1 and self.is_in_layer:
-            part = torch.empty(self.shape[0] // experts, *self.shape[1:], device="meta")
+            part = torch.empty(rows, *self.shape[1:], device="meta")
             if dimension_to_shard(shards, part) is not None:
                 return False
-        return all(
-            keeps_blocks(self.shape, (chunk_of(chunk_of(rows, expert, experts), shard, shards), *others))
-            for expert in range(experts)
-            for shard in range(shards)
-        )
+        starts = [rows] * (experts > 1) + [-(-rows // shards)] * (shards > 1)  # of which all others are multiples
+        return not any(start % unit_rows(self.shape) for start in starts)
 
 
 def blocks_problem(model_config: PreTrainedConfig, sizes: Sizes) -> str | None:
@@ -96,14 +92,10 @@ def check_blocks(optimizer: AdamW8bit) -> None:
         shape = tuple(parameter.shape)
         if not has_blocks(shape) or not isinstance(parameter, DTensor):
             continue
-        mesh = parameter.device_mesh
-        units, blocks = table_shape(shape)
-        tile = tile_of(parameter)
-        table = shape_of(tile_at((units, blocks), mesh.shape, parameter.placements, place_in(mesh)))
-        if not keeps_blocks(shape, tile) or table != (-(-shape_of(tile)[0] // unit_rows(shape)), blocks):
+        if not keeps_blocks(shape, tile_of(parameter)):
             raise RuntimeError(
-                f"{parameter.placements} of {shape} over {mesh} cuts blocks of 256 elements, which the check before "
-                "the start should have found"
+                f"{parameter.placements} of {shape} over {parameter.device_mesh} cuts blocks of 256 elements, which "
+                "the check before the start should have found"
             )
 
 
