@@ -8,7 +8,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedConfig
 
-from pretrain.mesh_sizes import Sizes
+from pretrain.mesh_sizes import Sizes, environment_flag
 from pretrain.model.build import build_meta_model
 from pretrain.model.compile import layers_of
 from pretrain.model.small_copy import KeyedConfig
@@ -43,24 +43,31 @@ class LargeParameter:
         return not any(start % unit_rows(self.shape) for start in starts)
 
 
-def blocks_problem(model_config: PreTrainedConfig, sizes: Sizes) -> str | None:
-    """Returns why parts of these sizes cannot have 8-bit moments, with what works; None if they can, or with tp."""
+def blocks_problems(model_config: PreTrainedConfig, sizes: Sizes) -> list[str]:
+    """Lists why parameters divided in these sizes cannot have 8-bit moments, with what works; none of tp, which
+    refuses them."""
+    offloaded = (
+        "optim.name: adamw_8bit does not run with fsdp_offload_params: use adamw with it, or leave the parameters on "
+        "the GPU"
+    )
+    problems = [offloaded] * environment_flag("FSDP_OFFLOAD_PARAMS")
     if sizes.tp > 1 or sizes.fsdp == 1:
-        return None
+        return problems
     cut = list(cut_blocks(model_config, sizes))
     if not cut:
-        return None
+        return problems
     divisors = [n for n in range(2, sizes.fsdp) if sizes.fsdp % n == n % sizes.ep == 0]
     others = {n: Sizes(dp_shard=n, ep=sizes.ep) for n in divisors}
     works = [str(n) for n, other in others.items() if not any(cut_blocks(model_config, other))]
     named = ", ".join(f"{each.name} ({' x '.join(map(str, each.shape))})" for each in cut[:SHOWN])
     more = f" and {len(cut) - SHOWN} more" if len(cut) > SHOWN else ""
     remedy = f"dp_shard x cp of {' or '.join(works)}, with dp_replicate for the other processes"
-    return (
+    return [
+        *problems,
         f"optim.name: adamw_8bit does not run with parameters in {sizes.fsdp} shards (dp_shard x cp): each of its "
         f"scales is of 256 neighboring elements, and shards of {named}{more} do not begin where they do; use adamw, "
-        f"or {remedy if works else 'a model whose rows divide'}"
-    )
+        f"or {remedy if works else 'a model whose rows divide'}",
+    ]
 
 
 def cut_blocks(model_config: PreTrainedConfig, sizes: Sizes) -> Iterator[LargeParameter]:

@@ -26,6 +26,7 @@ from pretrain.mesh_sizes import environment_flag
 from pretrain.model.build import InitialWeights
 from pretrain.model.loss import LanguageModelLoss
 from pretrain.optim.averaging import WeightAverage
+from pretrain.optim.matrix_exchange import local_tensor
 from pretrain.optim.optimizers import (
     OPTIMIZERS,
     OptimizerBuilder,
@@ -48,7 +49,12 @@ if TYPE_CHECKING:
 FP16_CAPABILITY = (7, 0)
 """Minimum CUDA compute capability of matrix units for fp16: V100, T4."""
 SCALE_LOSS = ("single", "ddp")
-"""Strategies that train in fp16; see `MeshStrategy.why_not`."""
+"""Strategies that train in fp16."""
+WHY_NOT = {
+    "fp16": "weights would be in it and, with them, the head's gradient, a sum over tokens that can exceed 65,504, "
+    "its largest number, at any loss scale",
+}
+"""{value of optim.name, precision or compile: why a strategy does not run it}, where that is not obvious."""
 
 
 def device_type() -> str:
@@ -100,8 +106,6 @@ class Strategy:
     """The recipe's precisions that this strategy supports."""
     compilations: tuple[str, ...] = ("auto", "none", "regional", "full")
     """The recipe's values of compile that this strategy supports."""
-    why_not: Mapping[str, str] = {}
-    """{value of optim.name, precision or compile: why this strategy does not run it}, where that is not obvious."""
     holds_whole_model = True
     """True if each rank has all fp32 weights on its device."""
 
@@ -177,7 +181,7 @@ class Strategy:
             "compile": (config.compile, cls.compilations),
         }
         return problems + [
-            f"{path}: {value} does not run under {name}{f': {cls.why_not[value]}' if value in cls.why_not else ''}; "
+            f"{path}: {value} does not run under {name}{f': {WHY_NOT[value]}' if value in WHY_NOT else ''}; "
             f"choose {' or '.join(allowed)}, or a strategy that runs it, as ddp does"
             for path, (value, allowed) in given.items()
             if value not in allowed
@@ -320,7 +324,7 @@ class Strategy:
 
     def gradients(self) -> list[torch.Tensor]:
         """Returns this rank's parts of the parameters' gradients."""
-        return [parameter.grad for parameter in self.name_of if parameter.grad is not None]
+        return [local_tensor(parameter.grad) for parameter in self.name_of if parameter.grad is not None]
 
     def share_of(self, parameter: torch.nn.Parameter) -> float:
         """Returns the factor of this rank's part of a parameter in a sum over ranks that counts each element once."""

@@ -384,7 +384,3 @@ class GatheredGroup(TensorGroup):
             return super().whole(name, wanted)
         whole = self.get(name)
         return whole.detach().view(self.shapes[name]) if wanted else None
-
-    def fetch(self, name: str, wanted: bool = True) -> torch.Tensor | None:
-        whole = self.whole(name, wanted)
-        return whole.to("cpu", copy=True) if wanted else None
