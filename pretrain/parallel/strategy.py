@@ -418,14 +418,15 @@ class Strategy:
 
     def state(self) -> dict[str, float]:
         """Returns the remaining state for an exact continuation: the fp16 loss scale."""
-        saved = self.accelerator.scaler.state_dict() if self.accelerator.scaler is not None else None
-        return {"scale": saved["scale"], "growth_tracker": saved["_growth_tracker"]} if saved else {}
+        if self.accelerator.scaler is None:
+            return {}
+        saved = self.accelerator.scaler.state_dict()
+        return {"scale": saved["scale"], "growth_tracker": saved["_growth_tracker"]}
 
     def load_state(self, state: Mapping[str, float]) -> None:
         if self.accelerator.scaler is not None and state:
-            self.accelerator.scaler.load_state_dict(
-                {**self.accelerator.scaler.state_dict(), **state, "_growth_tracker": state["growth_tracker"]}
-            )
+            saved = {"scale": state["scale"], "_growth_tracker": state["growth_tracker"]}
+            self.accelerator.scaler.load_state_dict(self.accelerator.scaler.state_dict() | saved)
 
     def copies(self) -> "Holders | None":
         """Returns the ranks that update the same whole parameters and can share that work; None if there are none."""
