@@ -368,6 +368,8 @@ class MeshStrategy(Strategy):
             head, embedding = self.causal_lm.get_output_embeddings(), self.causal_lm.get_input_embeddings()
             local_tensor(embedding.weight.grad).add_(local_tensor(head.weight.grad))
             head.weight.grad = None
+        if (lost := self.without_gradient()) != self.untrained:  # which torch would leave out in silence
+            raise RuntimeError(f"{len(lost)} parameters have no gradient, but had one before: {', '.join(lost[:4])}")
         gradients = {p: local_tensor(p.grad) for p in self.name_of if p.grad is not None}
         for dimension in self.dimensions:
             dimension.combine(gradients)
