@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch.distributed.tensor import DTensor
 
-from pretrain.optim.matrix_exchange import local_tensor
+from pretrain.optim.matrix_exchange import local_tensor, sharded_like
 from pretrain.optim.tiles import Tile, whole_tile
 
 BLOCK = 256
@@ -135,13 +135,3 @@ def scales_for(parameter: torch.Tensor) -> torch.Tensor:
     units, blocks = table_shape(shape)
     mine = -(-parameter.to_local().size(0) // unit_rows(shape))
     return sharded_like(parameter, torch.zeros(mine, blocks, device=parameter.device), (units, blocks))
-
-
-def sharded_like(parameter: torch.Tensor, local: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    """Returns this rank's part of a tensor of this shape, with the placements of the parameter; whole as it is."""
-    if not isinstance(parameter, DTensor):
-        return local
-    stride = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
-    return DTensor.from_local(
-        local, parameter.device_mesh, parameter.placements, run_check=False, shape=shape, stride=stride
-    )

@@ -437,12 +437,15 @@ def load_optimizer_state(
                     shapes[name] = shape
                     places[name] = (parameter, group, key)
     # First of all: an optimizer with half of its state would train on without an error.
-    _check_state(type(optimizer).__name__, shapes, tensors)
+    check_state(type(optimizer).__name__, shapes, tensors)
     for name, (parameter, group, key) in places.items():
         optimizer.state[parameter][key] = spec.placed(key, tensors[name], parameter, group)
 
 
-def _check_state(optimizer_name: str, wanted: Mapping[str, tuple[int, ...]], tensors: Mapping[str, torch.Tensor]):
+def check_state(
+    optimizer_name: str, wanted: Mapping[str, tuple[int, ...]], tensors: Mapping[str, torch.Tensor]
+) -> None:
+    """Raises InputError with everything that is missing, unexpected or of another shape."""
     missing = sorted(wanted.keys() - tensors.keys())
     unexpected = sorted(tensors.keys() - wanted.keys())
     reshaped = [n for n in wanted.keys() & tensors.keys() if tuple(tensors[n].shape) != wanted[n]]

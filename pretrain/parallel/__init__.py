@@ -18,7 +18,6 @@ Memory, traffic and layouts, which a plan needs and a run does not, are in pretr
     ranks: the processes of a launch, and their communication over CPU memory
     tensor_group: whole tensors by name, for checkpoints
     replicas: bitwise comparison of replicas
-    auto_settings: numbers for a recipe's `auto`
     launcher, launcher_files: the strategy that the launcher asks for; checks of its files
     rendezvous: how restarted processes meet
 """

@@ -8,14 +8,13 @@ import torch
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedConfig
 
-from pretrain.mesh_sizes import Sizes
+from pretrain.mesh_sizes import Sizes, environment_flag
 from pretrain.model.build import build_meta_model
 from pretrain.model.compile import layers_of
 from pretrain.model.small_copy import KeyedConfig
-from pretrain.optim.adamw_8bit import SCALES, AdamW8bit, has_blocks, keeps_blocks, scales_for, table_shape, unit_rows
-from pretrain.optim.tiles import chunk_of, shape_of, whole_tile
+from pretrain.optim.adamw_8bit import SCALES, AdamW8bit, has_blocks, keeps_blocks, scales_for, unit_rows
 from pretrain.parallel.expert_parallel import dimension_to_shard, expert_modules
-from pretrain.parallel.mesh_tiles import place_in, tile_at, tile_of
+from pretrain.parallel.mesh_tiles import tile_of
 from pretrain.parallel.tensor_group import local_part
 
 SHOWN = 3
@@ -35,36 +34,40 @@ class LargeParameter:
         """Tells if each part of it is updated as the whole is, with these sizes; tp has to be 1."""
         experts = sizes.ep if self.is_expert else 1
         shards = sizes.fsdp // experts
-        rows, *others = whole_tile(self.shape)
+        rows = self.shape[0] // experts
         if shards > 1 and self.is_in_layer:
-            part = torch.empty(self.shape[0] // experts, *self.shape[1:], device="meta")
+            part = torch.empty(rows, *self.shape[1:], device="meta")
             if dimension_to_shard(shards, part) is not None:
                 return False
-        return all(
-            keeps_blocks(self.shape, (chunk_of(chunk_of(rows, expert, experts), shard, shards), *others))
-            for expert in range(experts)
-            for shard in range(shards)
-        )
+        starts = [rows] * (experts > 1) + [-(-rows // shards)] * (shards > 1)  # of which all others are multiples
+        return not any(start % unit_rows(self.shape) for start in starts)
 
 
-def blocks_problem(model_config: PreTrainedConfig, sizes: Sizes) -> str | None:
-    """Returns why parts of these sizes cannot have 8-bit moments, with what works; None if they can, or with tp."""
+def blocks_problems(model_config: PreTrainedConfig, sizes: Sizes) -> list[str]:
+    """Lists why parameters divided in these sizes cannot have 8-bit moments, with what works; none of tp, which
+    refuses them."""
+    offloaded = (
+        "optim.name: adamw_8bit does not run with fsdp_offload_params: use adamw with it, or leave the parameters on "
+        "the GPU"
+    )
+    problems = [offloaded] * environment_flag("FSDP_OFFLOAD_PARAMS")
     if sizes.tp > 1 or sizes.fsdp == 1:
-        return None
+        return problems
     cut = list(cut_blocks(model_config, sizes))
     if not cut:
-        return None
+        return problems
     divisors = [n for n in range(2, sizes.fsdp) if sizes.fsdp % n == n % sizes.ep == 0]
     others = {n: Sizes(dp_shard=n, ep=sizes.ep) for n in divisors}
     works = [str(n) for n, other in others.items() if not any(cut_blocks(model_config, other))]
     named = ", ".join(f"{each.name} ({' x '.join(map(str, each.shape))})" for each in cut[:SHOWN])
     more = f" and {len(cut) - SHOWN} more" if len(cut) > SHOWN else ""
     remedy = f"dp_shard x cp of {' or '.join(works)}, with dp_replicate for the other processes"
-    return (
+    return [
+        *problems,
         f"optim.name: adamw_8bit does not run with parameters in {sizes.fsdp} shards (dp_shard x cp): each of its "
         f"scales is of 256 neighboring elements, and shards of {named}{more} do not begin where they do; use adamw, "
-        f"or {remedy if works else 'a model whose rows divide'}"
-    )
+        f"or {remedy if works else 'a model whose rows divide'}",
+    ]
 
 
 def cut_blocks(model_config: PreTrainedConfig, sizes: Sizes) -> Iterator[LargeParameter]:
@@ -96,14 +99,10 @@ def check_blocks(optimizer: AdamW8bit) -> None:
         shape = tuple(parameter.shape)
         if not has_blocks(shape) or not isinstance(parameter, DTensor):
             continue
-        mesh = parameter.device_mesh
-        units, blocks = table_shape(shape)
-        tile = tile_of(parameter)
-        table = shape_of(tile_at((units, blocks), mesh.shape, parameter.placements, place_in(mesh)))
-        if not keeps_blocks(shape, tile) or table != (-(-shape_of(tile)[0] // unit_rows(shape)), blocks):
+        if not keeps_blocks(shape, tile_of(parameter)):
             raise RuntimeError(
-                f"{parameter.placements} of {shape} over {mesh} cuts blocks of 256 elements, which the check before "
-                "the start should have found"
+                f"{parameter.placements} of {shape} over {parameter.device_mesh} cuts blocks of 256 elements, which "
+                "the check before the start should have found"
             )
 
 

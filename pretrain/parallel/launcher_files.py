@@ -138,18 +138,16 @@ def zero_problems(name: str, settings: Any) -> list[str]:
         stage = settings.get("stage") if isinstance(settings, dict) else None
         return [f"{name}: zero_optimization.stage is {json.dumps(stage)}; it must be 1, 2 or 3"]
     sections = {
-        "zero_optimization": (settings, DeepSpeedZeroConfig),
-        "zero_optimization.offload_optimizer": (
-            settings.get("offload_optimizer"),
-            DeepSpeedZeroOffloadOptimizerConfig,
-        ),
-        "zero_optimization.offload_param": (settings.get("offload_param"), DeepSpeedZeroOffloadParamConfig),
+        "zero_optimization": DeepSpeedZeroConfig,
+        "zero_optimization.offload_optimizer": DeepSpeedZeroOffloadOptimizerConfig,
+        "zero_optimization.offload_param": DeepSpeedZeroOffloadParamConfig,
     }
     problems = []
-    for section, (values, model) in sections.items():
+    for section, model in sections.items():
+        values = settings.get(section.partition(".")[2]) or {} if "." in section else settings
         known = {alias for field, info in model.model_fields.items() for alias in (field, info.alias) if alias}
         problems += [
-            f"{name}: {section}.{key} is unknown{did_you_mean(key, known)}" for key in values or {} if key not in known
+            f"{name}: {section}.{key} is unknown{did_you_mean(key, known)}" for key in values if key not in known
         ]
     if (settings.get("offload_param") or {}).get("device") == "nvme":
         problems.append(

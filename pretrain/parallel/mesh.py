@@ -13,11 +13,10 @@ Checkpoints hold whole tensors, so a run can resume under any other product.
 import math
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial, reduce
 from pkgutil import resolve_name
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,7 +30,7 @@ from transformers import PreTrainedConfig
 
 from pretrain.config import RunConfig
 from pretrain.data.vocabulary import planned_model_config
-from pretrain.errors import InputError
+from pretrain.errors import InputError, Problems
 from pretrain.mesh_sizes import DIMENSIONS, Sizes, environment_flag, launched_sizes, requested_sizes
 from pretrain.model.build import InitialWeights, units_of
 from pretrain.model.compile import layers_of
@@ -114,12 +113,6 @@ class MeshStrategy(Strategy):
 
     parameter_form = "sharded"
     precisions = ("fp32", "bf16", "fp8")
-    why_not = MappingProxyType(
-        {
-            "fp16": "weights would be gathered in it, and the head's gradient, a sum over tokens, can exceed 65,504, "
-            "its largest number",
-        }
-    )
     compilations = ("auto", "none", "regional")
     holds_whole_model = False
 
@@ -132,22 +125,22 @@ class MeshStrategy(Strategy):
     @classmethod
     def problems(cls, config: RunConfig, name: str) -> list[str]:
         """Lists problems as in the base class, then those of the sizes alone, of the recipe, and of the model."""
-        problems = super().problems(config, name)
-        try:
-            sizes = launched_sizes()
-        except InputError as error:
-            # Whatever the size will be, the dimension is asked for.
-            asked = Sizes(**{dimension: 2 for dimension in requested_sizes() if dimension != "cp"})
-            return problems + error.problems + recipe_problems(config, asked)
-        problems += recipe_problems(config, sizes)
-        try:
+        problems = Problems(super().problems(config, name))
+        sizes = problems.attempt(launched_sizes)
+        # Whatever the size will be, the dimension is asked for.
+        asked = {dimension: 2 for dimension in requested_sizes() if dimension != "cp"}
+        problems += recipe_problems(config, sizes or Sizes(**asked))
+        if sizes is None:
+            return problems
+        with suppress(InputError):  # `derive` reports this problem of the model
             model_config = planned_model_config(config.model, config.data)
             of_model = model_problems(model_config, sizes, config.pipeline.schedule)
             if config.optim.name == "adamw_8bit" and not of_model:  # what cannot be divided has no shards
+                from pretrain.parallel.block_tiles import blocks_problems
+
                 of_model = blocks_problems(model_config, sizes)
-            return problems + of_model
-        except InputError:
-            return problems  # `derive` reports this problem of the model
+            problems += of_model
+        return problems
 
     def __init__(self, precision: str, config: RunConfig | None = None):
         self.sizes = sizes = launched_sizes()
@@ -375,9 +368,9 @@ class MeshStrategy(Strategy):
             head, embedding = self.causal_lm.get_output_embeddings(), self.causal_lm.get_input_embeddings()
             local_tensor(embedding.weight.grad).add_(local_tensor(head.weight.grad))
             head.weight.grad = None
+        if (lost := self.without_gradient()) != self.untrained:  # which torch would leave out in silence
+            raise RuntimeError(f"{len(lost)} parameters have no gradient, but had one before: {', '.join(lost[:4])}")
         gradients = {p: local_tensor(p.grad) for p in self.name_of if p.grad is not None}
-        if lost := [name for p, name in self.name_of.items() if p.requires_grad and p not in gradients]:
-            raise RuntimeError(f"{len(lost)} parameters have no gradient, the first is {lost[0]}")
         for dimension in self.dimensions:
             dimension.combine(gradients)
         if self.tied is not None:
@@ -406,9 +399,6 @@ class MeshStrategy(Strategy):
     def share_of(self, parameter: nn.Parameter) -> float:
         is_copy = parameter is self.tied and self.mesh.rank("pp") == self.stage_owners[-1]
         return 0.0 if is_copy else 1 / self.copies_of[parameter]
-
-    def gradients(self) -> list[Tensor]:
-        return [local_tensor(parameter.grad) for parameter in self.name_of if parameter.grad is not None]
 
     def model_tensors(self) -> TensorGroup:
         return self.staged(super().model_tensors())
@@ -476,18 +466,6 @@ def model_problems(model_config: PreTrainedConfig, sizes: Sizes, schedule: str) 
     """Lists why this model cannot be divided in these sizes, with what works. Raises InputError as `reference_of`."""
     kinds = dimensions_of(sizes).values()
     return [problem for kind in kinds if (problem := kind.model_problem(model_config, sizes, schedule))]
-
-
-def blocks_problems(model_config: PreTrainedConfig, sizes: Sizes) -> list[str]:
-    """Lists why parameters divided in these sizes cannot have 8-bit moments, with what works."""
-    from pretrain.parallel.block_tiles import blocks_problem
-
-    problem = blocks_problem(model_config, sizes)
-    offloaded = (
-        "optim.name: adamw_8bit does not run with fsdp_offload_params: use adamw with it, or leave the parameters on "
-        "the GPU"
-    )
-    return [offloaded] * environment_flag("FSDP_OFFLOAD_PARAMS") + ([problem] if problem else [])
 
 
 def separate_kinds(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from pretrain.optim.tiles import Ranges, Tile, chunk_of, joined, shape_of, whole_tile
+from pretrain.optim.tiles import Tile, chunk_of, joined, shape_of, whole_tile
 
 if TYPE_CHECKING:
     from pretrain.optim.adafactor import ParameterPart
@@ -40,13 +40,9 @@ def tile_at(shape: tuple[int, ...], sizes: tuple[int, ...], placements: tuple, p
         # A plain shard has no such attribute. With one, each part of so many has its share, one after the other: rows
         # of gate and up projections that tp splits together, or what tp has split before fully_shard does.
         parts = getattr(placement, "split_factor", 1)
-        tile[dim] = joined([share_of(tile[dim], part, parts, place[axis], sizes[axis]) for part in range(parts)])
+        of_parts = [chunk_of(tile[dim], part, parts) for part in range(parts)]
+        tile[dim] = joined([chunk_of(ranges, place[axis], sizes[axis]) for ranges in of_parts])
     return tuple(tile)
-
-
-def share_of(ranges: Ranges, part: int, parts: int, number: int, count: int) -> Ranges:
-    """Returns a rank's share of one of several equal parts of the ranges."""
-    return chunk_of(chunk_of(ranges, part, parts), number, count)
 
 
 def place_in(mesh: DeviceMesh) -> tuple[int, ...]:
@@ -113,14 +109,9 @@ def pieces_in(parameter: DTensor, matrix: "HiddenMatrix", replica: dist.ProcessG
     if axes:
         tiles = tuple(tile[-2:] for tile in tiles_along(parameter, axes))
     elif not divided:
-        axes = replicated_axis(parameter)
+        # Along the first dimension, of several ranks, all of them have the whole matrix, and share the work.
+        axes = tuple(axis for axis, size in enumerate(parameter.device_mesh.shape) if size > 1)[:1]
     return pieces_of(matrix, holders_along(parameter, axes, replica), tiles, math.prod(stack))
-
-
-def replicated_axis(tensor: DTensor) -> tuple[int, ...]:
-    """Returns the first dimension of the mesh along which several ranks have all of the tensor, and share the work."""
-    sizes = tensor.device_mesh.shape
-    return tuple(axis for axis, size in enumerate(sizes) if size > 1)[:1]
 
 
 def tiles_along(tensor: DTensor, axes: Sequence[int]) -> list[Tile]:

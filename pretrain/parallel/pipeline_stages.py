@@ -232,20 +232,12 @@ def stage_parameters(causal_lm: PreTrainedModel, stages: int) -> tuple[list[rang
     """Returns (layers, parameters) of that many balanced stages. A tied embedding counts in the first and the last."""
     layers = layers_of(causal_lm)
     sizes = [sum(parameter.numel() for parameter in layer.parameters()) for layer in layers]
-    in_layers = {id(parameter) for layer in layers for parameter in layer.parameters()}
-    embeddings = {
-        id(module.weight): module.weight.numel()
-        for module in causal_lm.base_model.children()
-        if isinstance(module, nn.Embedding)
-    }
-    first = sum(embeddings.values())
-    last = sum(
-        parameter.numel()
-        for parameter in causal_lm.parameters()
-        if id(parameter) not in in_layers and id(parameter) not in embeddings
-    )
+    in_layers = {parameter for layer in layers for parameter in layer.parameters()}
+    embeddings = {module.weight for module in causal_lm.base_model.children() if isinstance(module, nn.Embedding)}
+    first = sum(parameter.numel() for parameter in embeddings)
+    last = sum(parameter.numel() for parameter in {*causal_lm.parameters()} - in_layers - embeddings)
     head = causal_lm.get_output_embeddings()
-    last += head.weight.numel() if id(head.weight) in embeddings else 0
+    last += head.weight.numel() if head.weight in embeddings else 0
     ranges = split_layers(sizes, stages, first, last)
     counts = [sum(sizes[number] for number in part) for part in ranges]
     counts[0] += first

@@ -26,6 +26,7 @@ from pretrain.mesh_sizes import environment_flag
 from pretrain.model.build import InitialWeights
 from pretrain.model.loss import LanguageModelLoss
 from pretrain.optim.averaging import WeightAverage
+from pretrain.optim.matrix_exchange import local_tensor
 from pretrain.optim.optimizers import (
     OPTIMIZERS,
     OptimizerBuilder,
@@ -48,7 +49,12 @@ if TYPE_CHECKING:
 FP16_CAPABILITY = (7, 0)
 """Minimum CUDA compute capability of matrix units for fp16: V100, T4."""
 SCALE_LOSS = ("single", "ddp")
-"""Strategies that train in fp16; see `MeshStrategy.why_not`."""
+"""Strategies that train in fp16."""
+WHY_NOT = {
+    "fp16": "weights would be in it and, with them, the head's gradient, a sum over tokens that can exceed 65,504, "
+    "its largest number, at any loss scale",
+}
+"""{value of optim.name, precision or compile: why a strategy does not run it}, where that is not obvious."""
 
 
 def device_type() -> str:
@@ -100,11 +106,11 @@ class Strategy:
     """The recipe's precisions that this strategy supports."""
     compilations: tuple[str, ...] = ("auto", "none", "regional", "full")
     """The recipe's values of compile that this strategy supports."""
-    why_not: Mapping[str, str] = {}
-    """{value of optim.name, precision or compile: why this strategy does not run it}, where that is not obvious."""
     holds_whole_model = True
     """True if each rank has all fp32 weights on its device."""
 
+    untrained: list[str] | None = None
+    """Names of this rank's parameters that the first step left without a gradient; None before its update."""
     before_step: tuple[Callable[[int], None], ...] = ()
     """Functions called with the number of micro-steps before each step's first one."""
     before_update: tuple[Callable[[], None], ...] = ()
@@ -175,7 +181,7 @@ class Strategy:
             "compile": (config.compile, cls.compilations),
         }
         return problems + [
-            f"{path}: {value} does not run under {name}{f': {cls.why_not[value]}' if value in cls.why_not else ''}; "
+            f"{path}: {value} does not run under {name}{f': {WHY_NOT[value]}' if value in WHY_NOT else ''}; "
             f"choose {' or '.join(allowed)}, or a strategy that runs it, as ddp does"
             for path, (value, allowed) in given.items()
             if value not in allowed
@@ -264,6 +270,8 @@ class Strategy:
 
         Returns (gradient norm before clipping, 1 if the step was skipped else 0), both on the device, without waiting.
         """
+        if self.untrained is None:
+            self.untrained = self.without_gradient()
         grad_norm, skipped = self.clip_and_step(max_grad_norm)
         for call in self.after_update:
             call(skipped)
@@ -310,9 +318,13 @@ class Strategy:
             self.accelerator.unscale_gradients()
         return total_norm(self.gradients())
 
+    def without_gradient(self) -> list[str]:
+        """Names the parameters that should have a gradient by now, and have none."""
+        return [name for parameter, name in self.name_of.items() if parameter.requires_grad and parameter.grad is None]
+
     def gradients(self) -> list[torch.Tensor]:
         """Returns this rank's parts of the parameters' gradients."""
-        return [parameter.grad for parameter in self.name_of if parameter.grad is not None]
+        return [local_tensor(parameter.grad) for parameter in self.name_of if parameter.grad is not None]
 
     def share_of(self, parameter: torch.nn.Parameter) -> float:
         """Returns the factor of this rank's part of a parameter in a sum over ranks that counts each element once."""
@@ -406,14 +418,15 @@ class Strategy:
 
     def state(self) -> dict[str, float]:
         """Returns the remaining state for an exact continuation: the fp16 loss scale."""
-        saved = self.accelerator.scaler.state_dict() if self.accelerator.scaler is not None else None
-        return {"scale": saved["scale"], "growth_tracker": saved["_growth_tracker"]} if saved else {}
+        if self.accelerator.scaler is None:
+            return {}
+        saved = self.accelerator.scaler.state_dict()
+        return {"scale": saved["scale"], "growth_tracker": saved["_growth_tracker"]}
 
     def load_state(self, state: Mapping[str, float]) -> None:
         if self.accelerator.scaler is not None and state:
-            self.accelerator.scaler.load_state_dict(
-                {**self.accelerator.scaler.state_dict(), **state, "_growth_tracker": state["growth_tracker"]}
-            )
+            saved = {"scale": state["scale"], "_growth_tracker": state["growth_tracker"]}
+            self.accelerator.scaler.load_state_dict(self.accelerator.scaler.state_dict() | saved)
 
     def copies(self) -> "Holders | None":
         """Returns the ranks that update the same whole parameters and can share that work; None if there are none."""

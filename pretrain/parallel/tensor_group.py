@@ -9,6 +9,7 @@ from typing import Self
 import torch
 from torch.distributed.tensor import DTensor
 
+from pretrain.optim.matrix_exchange import sharded_like
 from pretrain.optim.tiles import take
 from pretrain.parallel.mesh_tiles import tile_of
 
@@ -49,14 +50,7 @@ def whole_of(tensor: torch.Tensor) -> torch.Tensor:
     if not isinstance(tensor, DTensor):
         return tensor
     # Not full_tensor alone: a part in host memory has to go to the GPU first, as from_local sends it.
-    return DTensor.from_local(
-        tensor.to_local(),
-        tensor.device_mesh,
-        tensor.placements,
-        run_check=False,
-        shape=tensor.shape,
-        stride=tensor.stride(),
-    ).full_tensor()
+    return sharded_like(tensor, tensor.to_local(), tuple(tensor.shape)).full_tensor()
 
 
 def in_shape(tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
@@ -77,14 +71,7 @@ class ShardedState(Mapping[str, torch.Tensor]):
         if not isinstance(parameter, DTensor) or tensor.shape != parameter.shape:
             return tensor
         part = local_part(tensor, parameter).to(parameter.to_local().device)
-        return DTensor.from_local(
-            part,
-            parameter.device_mesh,
-            parameter.placements,
-            run_check=False,
-            shape=parameter.shape,
-            stride=parameter.stride(),
-        )
+        return sharded_like(parameter, part, tuple(tensor.shape))
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._whole)

@@ -72,7 +72,7 @@ class TensorParallel(Dimension):
 
     @classmethod
     def model_problem(cls, model_config: PreTrainedConfig, sizes: Sizes, schedule: str) -> str | None:
-        return model_problem(model_config, sizes.tp, splits_experts=sizes.ep == 1)
+        return plan_problem(model_config, sizes.tp, splits_experts=sizes.ep == 1) or input_problem(model_config)
 
     def before_sharding(self, model: LanguageModelLoss) -> None:
         if model.from_hidden_states:
@@ -130,16 +130,11 @@ def style_of(name: str, plan: Mapping[str, str]) -> str | None:
     return next((style for pattern, style in plan.items() if re.fullmatch(pattern.replace("*", r"\d+"), name)), None)
 
 
-def model_problem(model_config: PreTrainedConfig, size: int, *, splits_experts: bool = True) -> str | None:
-    """Returns why this model cannot be split over `size` ranks, with what works. Raises InputError as `reference_of`.
+def plan_problem(model_config: PreTrainedConfig, size: int, *, splits_experts: bool = True) -> str | None:
+    """Returns what in the model's plan or sizes prevents it from being split over `size` ranks, with what works.
 
     splits_experts: experts are split by tp as well, since no other dimension divides them.
     """
-    return plan_problem(model_config, size, splits_experts=splits_experts) or input_problem(model_config)
-
-
-def plan_problem(model_config: PreTrainedConfig, size: int, *, splits_experts: bool = True) -> str | None:
-    """Returns what in the model's plan or sizes prevents it from being split over `size` ranks, with what works."""
     plan = tensor_plan_of(model_config)
     unknown = sorted({style for name, style in plan.items() if not EXPERTS.search(name)} - {*MATRIX_DIMENSION, SUMMED})
     if not plan or unknown:
@@ -240,32 +235,23 @@ def split_unit(
 ) -> None:
     """Splits what the plan names inside `unit`, and frees the whole matrices; experts only if nothing else divides
     them."""
-    split(causal_lm, unit, {name: style for name, style in plan.items() if not EXPERTS.search(name)}, mesh, device)
-    if not splits_experts:
-        return
-    module = causal_lm.get_submodule(unit)
-    inside = unit.removeprefix(f"{causal_lm.base_model_prefix}.")
-    # Parameters first: the functions that replace a module's forward pass read what splitting leaves.
-    names = [*(name for name, _ in module.named_parameters()), *(name for name, _ in module.named_modules())]
-    styles = {name: style_of(f"{inside}.{name}", plan) for name in names if EXPERTS.search(name)}
-    if styles := {name: style for name, style in styles.items() if style}:
-        apply_tensor_parallelism(module, mesh, styles)
-
-
-def split(causal_lm: PreTrainedModel, unit: str, plan: Mapping[str, str], mesh: DeviceMesh, device: Any) -> None:
-    """Splits the linear layers inside `unit` that the plan names, and frees the whole ones."""
     module = causal_lm.get_submodule(unit)
     if any(parameter.is_meta for parameter in module.parameters()):
         return  # a tied head, whose weight is the embedding's
     module.to(device)
     inside = unit.removeprefix(f"{causal_lm.base_model_prefix}.")
-    styles = {name: style_of(f"{inside}.{name}", plan) for name, _ in module.named_modules() if name}
+    # Parameters first: the functions that replace a module's forward pass read what splitting leaves.
+    names = [*(name for name, _ in module.named_parameters()), *(name for name, _ in module.named_modules())]
+    styles = {name: style for name in names if (style := style_of(f"{inside}.{name}", plan))}
+    experts = {name: styles.pop(name) for name in list(styles) if EXPERTS.search(name)}
     group = mesh.get_group().group_name
     for parent in parents_of_columns(styles):
         share_input(module.get_submodule(parent), lambda x: SumOfGradients.apply(x, group))
     for name, style in styles.items():
         if style in MATRIX_DIMENSION:
             split_linear(module.get_submodule(name), style, mesh)
+    if splits_experts and experts:
+        apply_tensor_parallelism(module, mesh, experts)
 
 
 def split_linear(linear: nn.Linear, style: str, mesh: DeviceMesh) -> None:
@@ -358,12 +344,11 @@ def share_input(module: nn.Module, pass_on: Callable[[Tensor], Tensor]) -> None:
     module.register_forward_pre_hook(replace_input, with_kwargs=True)
 
 
-def share_head(model: LanguageModelLoss, group: dist.ProcessGroup) -> list[nn.Parameter]:
+def share_head(model: LanguageModelLoss, group: dist.ProcessGroup) -> None:
     """Makes each rank compute the loss of its part of the tokens, whose hidden states all ranks have.
 
     The loss is then this rank's share, the cross-entropy that of all tokens. Without gradients each rank computes
-    all tokens, since validation records the loss of each (`recording_losses`). Returns the parameters whose
-    gradients are shares too, to be summed.
+    all tokens, since validation records the loss of each (`recording_losses`). The head's gradients are shares too.
     """
     whole_loss = model.loss_of_hidden
     ranks = dist.get_world_size(group)
@@ -388,7 +373,6 @@ def share_head(model: LanguageModelLoss, group: dist.ProcessGroup) -> list[nn.Pa
     embedding = model.causal_lm.get_input_embeddings()
     if head.weight is embedding.weight:
         embedding.register_forward_hook(share_gradient)
-    return list(head.parameters())
 
 
 def share_of(x_N: Tensor, group: dist.ProcessGroup) -> Tensor:

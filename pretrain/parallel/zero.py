@@ -5,13 +5,11 @@ the weights as well. The file in ds_configs/ sets the details; what follows from
 configuration here and compared with what DeepSpeed then uses.
 """
 
-import math
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -22,7 +20,6 @@ from transformers import PreTrainedModel
 
 from pretrain.config import RunConfig
 from pretrain.deepspeed_build import prepare_extensions_folder
-from pretrain.errors import InputError
 from pretrain.model.build import InitialWeights, build_meta_model, units_of
 from pretrain.model.compile import layers_of
 from pretrain.model.loss import LanguageModelLoss
@@ -30,12 +27,12 @@ from pretrain.optim.adafactor import Adafactor
 from pretrain.optim.averaging import WeightAverage
 from pretrain.optim.matrix_exchange import Holders
 from pretrain.optim.muon import MuonWithAdamW
-from pretrain.optim.optimizers import OPTIMIZERS, OptimizerBuilder, load_optimizer_state
+from pretrain.optim.optimizers import OPTIMIZERS, OptimizerBuilder, check_state, load_optimizer_state
 from pretrain.parallel.launcher import PRECISIONS, deepspeed_file, processes_launched
 from pretrain.parallel.replicas import ReplicaGroup
 from pretrain.parallel.strategy import Strategy, device_type, resolve_precision
 from pretrain.parallel.tensor_group import TensorGroup, load_parts
-from pretrain.parallel.zero_partitions import Partitions, fragment_places, placed_parts, placed_pieces
+from pretrain.parallel.zero_partitions import Masters, full_shape
 
 
 class Zero(Strategy):
@@ -120,6 +117,10 @@ class Zero(Strategy):
         buffers = {name: buffer.clone() for name, buffer in causal_lm.named_buffers()}
         optimizer = self.optimizer_of_parameters(build_optimizer)
         self.parameter_of = {name: parameter for parameter, name in self.name_of.items()}
+        # DeepSpeed takes each gradient away at once, and puts zeros where there is none.
+        self.reached: set[torch.Tensor] = set()
+        trained = [parameter for parameter in self.name_of if parameter.requires_grad]
+        self.notes = [parameter.register_post_accumulate_grad_hook(self.reached.add) for parameter in trained]
         if self.stage == 3 and (head := causal_lm.get_output_embeddings()) is not None:
             import deepspeed
 
@@ -134,14 +135,12 @@ class Zero(Strategy):
                 set_z3_leaf_module(layer, True)
         self.model, _ = self.accelerator.prepare(model, optimizer)
         self.optimizer = self.model.optimizer
-        self.partitions = Partitions(self.optimizer) if self.stage == 3 else None
-        if isinstance(optimizer, MuonWithAdamW | Adafactor):
-            places = self.partitions.places() if self.stage == 3 else fragment_places(self._groups_and_masters())
-            holders = Holders(dist.group.WORLD, self.device)
-            if isinstance(optimizer, Adafactor):
-                optimizer.placed = placed_parts(places, holders)
-            else:
-                optimizer.muon.placed = placed_pieces(places, optimizer.muon.matrices, holders)
+        self.masters = Masters(self.optimizer, self.stage, self.device)
+        holders = Holders(dist.group.WORLD, self.device)
+        if isinstance(optimizer, Adafactor):
+            optimizer.placed = self.masters.parts(holders)
+        elif isinstance(optimizer, MuonWithAdamW):
+            optimizer.muon.placed = self.masters.pieces(optimizer.muon.matrices, holders)
         self._check_in_effect()
         if self.precision != "fp32":
             self._undo_rounding(buffers, weights)
@@ -180,7 +179,7 @@ class Zero(Strategy):
             module = twin.get_submodule(unit)
             for name, values in module.named_parameters(prefix=unit):
                 if name in self.parameter_of and not values.is_meta:
-                    self._set(name, None, values.detach())
+                    self.masters.set(self.parameter_of[name], None, values.detach().to(self.device))
             module.to("meta")
 
     def _check_in_effect(self) -> None:
@@ -205,7 +204,7 @@ class Zero(Strategy):
 
     @contextmanager
     def accumulate(self, is_last: bool) -> Iterator[None]:
-        self._release()
+        self.masters.release()
         if not (is_last or self._keeps_whole) and self.stage > 1 and self.config.batch.reduce_once:
             self._unreduced.enter_context(self.model.coalesce_grad_reduction())
             self._keeps_whole = True
@@ -226,6 +225,11 @@ class Zero(Strategy):
         grad_norm = torch.as_tensor(self.model.get_global_grad_norm(), dtype=torch.float32, device=self.device)
         return grad_norm, torch.tensor(float(self.optimizer.overflow), device=self.device)
 
+    def without_gradient(self) -> list[str]:
+        for note in self.notes:
+            note.remove()
+        return [name for name, p in self.parameter_of.items() if p.requires_grad and p not in self.reached]
+
     def model_tensors(self) -> TensorGroup:
         shapes = {name: full_shape(parameter) for name, parameter in self.parameter_of.items()}
         whole = TensorGroup.of(self.saved_buffers())
@@ -235,16 +239,13 @@ class Zero(Strategy):
     def optimizer_tensors(self) -> TensorGroup:
         if self.spec.state_is_whole:
             return super().optimizer_tensors()
-        shapes: dict[str, tuple[int, ...]] = {}
-        if self.optimizer.optimizer.state:
-            self._link_state()
-            for name in self.parameter_of:
-                shapes |= {f"{name}.{key}": shape for key, shape in self.spec.state_shapes(name).items()}
+        names = self.parameter_of if self.optimizer.optimizer.state else ()
+        shapes = {f"{name}.{key}": shape for name in names for key, shape in self.spec.state_shapes(name).items()}
         return GatheredGroup(shapes, dict.fromkeys(shapes, torch.float32), {}, self.get)
 
     def weights(self) -> dict[str, torch.Tensor]:
         """Returns the flat master weights, by their index."""
-        return {str(number): flat for number, flat in enumerate(flat_masters(self.optimizer))}
+        return {str(number): flat for number, flat in enumerate(self.masters.flats)}
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
@@ -258,47 +259,32 @@ class Zero(Strategy):
     def _compute_with_masters(self) -> None:
         """Copies the changed master weights into the weights that compute."""
         for name, parameter in self.parameter_of.items():
-            if self.partitions is not None:
-                self.partitions.set(parameter, None, self.get(name))
-            else:
-                parameter.data.copy_(self.get(name))
+            self.masters.compute_with(parameter, self.get(name))
 
     def average_tensors(self) -> TensorGroup:
         return replace(self.model_tensors(), get=self._average)
 
     def _average(self, name: str) -> torch.Tensor:
         """Returns a weight's average, whole on every rank; a collective call."""
-        part, first, end = self._average_part(name)
-        whole = torch.zeros(math.prod(full_shape(self.parameter_of[name])), device=self.device)
-        whole[first:end] = part
-        dist.all_reduce(whole)
-        return whole
+        return self.masters.gathered(self.parameter_of[name], self._average_part(name))
 
-    def _average_part(self, name: str) -> tuple[torch.Tensor, int, int]:
-        """Returns this rank's part of a weight's average, and its first and end element in the whole."""
-        flat, offset, first, end = self._places[name]
-        return self.average.means[flat].narrow(0, offset, end - first), first, end
-
-    @cached_property
-    def _places(self) -> dict[str, tuple[str, int, int, int]]:
-        """{parameter: (its flat master, offset of this rank's part in it, the part's first and end element)}"""
-        places = self.partitions.places() if self.stage == 3 else fragment_places(self._groups_and_masters())
-        number_of = {flat: number for number, flat in self.weights().items()}
-        rank = dist.get_rank()
-        return {self.name_of[p]: (number_of[flat], offset, *ranges[rank]) for p, flat, offset, ranges in places}
+    def _average_part(self, name: str) -> torch.Tensor:
+        """Returns this rank's part of a weight's average."""
+        place = self.masters.places[self.parameter_of[name]]
+        return place.narrow(self.average.means[str(place.group)])
 
     def load_average(self, average: Mapping[str, torch.Tensor]) -> None:
         self.average = WeightAverage(self.weights())
-        for name in self.parameter_of:
-            part, first, end = self._average_part(name)
-            part.copy_(average[name].flatten()[first:end])
+        for name, parameter in self.parameter_of.items():
+            first, end = self.masters.places[parameter].mine
+            self._average_part(name).copy_(average[name].flatten()[first:end])
 
     def load(self, model: Mapping[str, torch.Tensor], optimizer: Mapping[str, torch.Tensor]) -> None:
-        for name in self.parameter_of:
-            self._set(name, None, model[name])
+        for name, parameter in self.parameter_of.items():
+            self.masters.set(parameter, None, model[name].to(self.device))
         # Checkpoints saved under ZeRO by earlier releases have no buffers.
         load_parts({name: buffer for name, buffer in self.saved_buffers().items() if name in model}, model)
-        self._release()
+        self.masters.release()
         if not optimizer:
             return
         if self.spec.state_is_whole:
@@ -306,82 +292,29 @@ class Zero(Strategy):
             load_optimizer_state(self.inner_optimizer, self.spec, self.name_of, optimizer, groups)
             return
         kept = {name: self.spec.state_shapes(name) for name in self.parameter_of}
-        missing = [f"{name}.{key}" for name, keys in kept.items() for key in keys if f"{name}.{key}" not in optimizer]
-        if missing:
-            raise InputError(
-                f"the checkpoint has no {self.config.optim.name} state {', '.join(missing[:4])} ({len(missing)} in "
-                "all); resume with the optimizer that saved it"
-            )
-        self._create_state(next(optimizer[f"{name}.step"] for name, keys in kept.items() if "step" in keys))
-        for name, keys in kept.items():
-            for key in keys.keys() - {"step"}:
-                self._set(name, key, optimizer[f"{name}.{key}"])
-        self._release()
-
-    def _release(self) -> None:
-        if self.partitions is not None:
-            self.partitions.release()
-
-    def _create_state(self, step: torch.Tensor) -> None:
-        """Creates zero moments as after `step` steps; optimizers themselves create them only in their first step."""
+        shapes = {f"{name}.{key}": shape for name, keys in kept.items() for key, shape in keys.items()}
+        check_state(self.config.optim.name, shapes, optimizer)
+        step = next(optimizer[f"{name}.step"] for name, keys in kept.items() if "step" in keys)
 
         def state_of(parameter: torch.Tensor, flat: torch.Tensor) -> dict[str, torch.Tensor]:
-            keys = self.spec.state_shapes(self.name_of[parameter])  # the same for all parameters of a group
+            keys = kept[self.name_of[parameter]]  # the same for all parameters of a group
             return {key: step.clone().to(flat.device) if key == "step" else torch.zeros_like(flat) for key in keys}
 
-        if self.partitions is not None:
-            self.partitions.create_state(state_of)
-            return
-        for parameters, flat in self._groups_and_masters():
-            self.optimizer.optimizer.state[flat] = state_of(parameters[0], flat)
-        self._link_state()
-
-    def _groups_and_masters(self) -> list[tuple[list[torch.Tensor], torch.Tensor]]:
-        """Returns, in stages 1 and 2, each group's parameters and this rank's part of their flat fp32 masters."""
-        groups = getattr(self.optimizer, "bit16_groups", None) or self.optimizer.bf16_groups
-        return list(zip(groups, flat_masters(self.optimizer), strict=True))
-
-    def _link_state(self) -> None:
-        """Tells each parameter, in stages 1 and 2, where its moments are.
-
-        DeepSpeed does so only once, after the first group's first step, when the other groups have no moments yet. Its
-        private mapping is the only place that its public functions for a parameter's state read.
-        """
-        if self.stage < 3:
-            for parameters, flat in self._groups_and_masters():
-                for parameter in parameters:
-                    if parameter._hp_mapping is not None:
-                        parameter._hp_mapping.set_optim_state_fragment(flat, self.optimizer.optimizer.state[flat])
-
-    def _set(self, name: str, key: str | None, whole: torch.Tensor) -> None:
-        """Copies a whole fp32 tensor into this rank's part of a master weight (key None) or of a moment."""
-        from deepspeed.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
-
-        parameter = self.parameter_of[name]
-        whole = whole.to(self.device)
-        if self.partitions is not None:
-            self.partitions.set(parameter, key, whole)
-        elif key is None:
-            safe_set_full_fp32_param(parameter, whole)
-            parameter.data.copy_(whole)  # setting only the masters would leave the computing weights stale
-        else:
-            safe_set_full_optimizer_state(parameter, whole, key)
+        self.masters.create_state(state_of)
+        for name, keys in kept.items():
+            for key in keys.keys() - {"step"}:
+                self.masters.set(self.parameter_of[name], key, optimizer[f"{name}.{key}"])
+        self.masters.release()
 
     def get(self, name: str) -> torch.Tensor:
         """Returns a master weight, or '<parameter>.<state>', whole on every rank; a collective call."""
-        from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
-
-        parameter = name
         key = None
         if name not in self.parameter_of:
-            parameter, _, key = name.rpartition(".")
+            name, _, key = name.rpartition(".")
         if key == "step":
             return next(state["step"] for state in self.optimizer.optimizer.state.values() if "step" in state)
-        if self.partitions is not None:
-            return self.partitions.get(self.parameter_of[parameter], key, self.device)
-        if key is None:
-            return safe_get_full_fp32_param(self.parameter_of[name])
-        return safe_get_full_optimizer_state(self.parameter_of[parameter], key)
+        parameter = self.parameter_of[name]
+        return self.masters.gathered(parameter, self.masters.part(parameter, key))
 
     def replicas(self) -> list[ReplicaGroup]:
         """Lists, in stages 1 and 2, the weights that compute, gathered after every update. Stage 3 has no replicas."""
@@ -451,20 +384,3 @@ class GatheredGroup(TensorGroup):
             return super().whole(name, wanted)
         whole = self.get(name)
         return whole.detach().view(self.shapes[name]) if wanted else None
-
-    def fetch(self, name: str, wanted: bool = True) -> torch.Tensor | None:
-        whole = self.whole(name, wanted)
-        return whole.to("cpu", copy=True) if wanted else None
-
-
-def full_shape(parameter: torch.Tensor) -> tuple[int, ...]:
-    """Returns a parameter's whole shape; under stage 3 the parameter itself is empty."""
-    return tuple(getattr(parameter, "ds_shape", parameter.shape))
-
-
-def flat_masters(optimizer: Any) -> list[torch.Tensor]:
-    """Returns the flat fp32 tensors that a DeepSpeed optimizer updates, for each of its three classes."""
-    for name in ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups", "fp32_groups_flat_partition"):
-        if hasattr(optimizer, name):
-            return getattr(optimizer, name)
-    raise RuntimeError(f"{type(optimizer).__name__} is not a ZeRO optimizer of the DeepSpeed versions known here")

@@ -1,41 +1,98 @@
-"""Locates parameters in DeepSpeed's flat tensors; reads and writes ZeRO-3's optimizer state by parameter.
+"""Locates parameters in DeepSpeed's flat tensors; reads and writes its fp32 weights and optimizer state by parameter.
 
-The state may be on the device, in CPU memory or on disk. DeepSpeed's own functions for this read a whole sub-group of
-parameters, up to 12 GB, from disk for each tensor. Here a sub-group stays in memory until a tensor of another one is
-needed.
+They may be on the device, in CPU memory or, in stage 3, on disk. DeepSpeed's own functions for this differ between the
+stages, leave what they do not know of stale, and read a whole sub-group of parameters, up to 12 GB, from disk for each
+tensor. Here a sub-group stays in memory until a tensor of another one is needed.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 
 from pretrain.optim.adafactor import ParameterPart
 from pretrain.optim.matrix_exchange import HiddenMatrix, Holders, MatrixPiece
 
-Place = tuple[torch.Tensor, torch.Tensor, int, tuple[tuple[int, int], ...]]
-"""(parameter, flat tensor, offset of this rank's part in it, (first, end) element of each rank's part)."""
+GROUPS_OF = {
+    "fp32_partitioned_groups_flat": "fp16_groups",
+    "single_partition_of_fp32_groups": "bit16_groups",
+    "fp32_groups_flat_partition": "bf16_groups",
+}
+"""{flat fp32 tensors of one of DeepSpeed's three optimizers: the parameters in each of them}."""
 
 
-class Partitions:
-    """This rank's shards of the fp32 master weights and of AdamW's moments.
+@dataclass(frozen=True)
+class Place:
+    """Place of a parameter in the flat tensors."""
 
-    Uses private names of DeepSpeed, since there is no public way to swap sub-groups or to gather partitions.
+    group: int
+    """Index of the flat tensor."""
+    offset: int
+    """Index, in it, of the first element that this rank has."""
+    ranges: tuple[tuple[int, int], ...]
+    """(first, end) element of each rank's part of the parameter."""
+
+    @property
+    def mine(self) -> tuple[int, int]:
+        return self.ranges[dist.get_rank()]
+
+    def narrow(self, flat: torch.Tensor) -> torch.Tensor:
+        """Returns this rank's part of the parameter in a tensor of the flat one's layout."""
+        first, end = self.mine
+        return flat.narrow(0, self.offset, end - first)
+
+
+class Masters:
+    """This rank's shards of the fp32 master weights and of the optimizer's state; a collective call.
+
+    Uses private names of DeepSpeed, since there is no public way to swap sub-groups or to know where a part is.
     """
 
-    def __init__(self, optimizer: Any):
+    def __init__(self, optimizer: Any, stage: int, device: torch.device):
         self._optimizer = optimizer
-        """DeepSpeed's optimizer of stage 3."""
+        self._stage = stage
+        self._device = device
+        name = next(name for name in GROUPS_OF if hasattr(optimizer, name))
+        self.flats: list[torch.Tensor] = getattr(optimizer, name)
+        self.groups: list[list[torch.Tensor]] = getattr(optimizer, GROUPS_OF[name])
+        self.places = self._partitions() if stage == 3 else self._fragments()
         self._present: int | None = None
         """Sub-group that was read from disk."""
         self._changed = False
 
-    def bring_in(self, group: int) -> None:
+    def _partitions(self) -> dict[torch.Tensor, Place]:
+        places = {}
+        for parameter in [parameter for group in self.groups for parameter in group]:
+            group, offset, elements = self._optimizer.grad_position[self._optimizer.get_param_id(parameter)]
+            ends = [min(parameter.ds_numel, elements * rank) for rank in range(dist.get_world_size() + 1)]
+            places[parameter] = Place(group, offset, tuple(pairwise(ends)))
+        return places
+
+    def _fragments(self) -> dict[torch.Tensor, Place]:
+        """Finds the places in stages 1 and 2, where a part can begin and end inside of a parameter."""
+        mine = {}
+        for number, group in enumerate(self.groups):
+            for parameter in group:
+                start = offset = elements = 0
+                if (fragment := parameter._hp_mapping) is not None:
+                    start = fragment.lp_fragment_address.start
+                    offset = fragment.hp_fragment_address.start
+                    elements = fragment.lp_fragment_address.numel
+                mine[parameter] = (number, offset, (start, start + elements))
+        of_rank: list = [None] * dist.get_world_size()
+        dist.all_gather_object(of_rank, [part for *_, part in mine.values()])
+        return {
+            parameter: Place(number, offset, ranges)
+            for (parameter, (number, offset, _)), ranges in zip(mine.items(), zip(*of_rank, strict=True), strict=True)
+        }
+
+    def _bring_in(self, group: int) -> None:
         """Reads a sub-group from disk, unless it is in memory; the previous one is written back first."""
-        if group != self._present and self._optimizer._swappable_optimizer_subgroup(group):
+        if self._stage == 3 and group != self._present and self._optimizer._swappable_optimizer_subgroup(group):
             self.release()
             self._optimizer._optimizer_states_and_gradient_swap_in(group)
             self._present = group
@@ -56,100 +113,85 @@ class Partitions:
 
         state_of: maps (a parameter, the flat tensor that contains it) to the state of that tensor.
         """
-        for group, flat in enumerate(self._optimizer.fp32_partitioned_groups_flat):
-            self.bring_in(group)  # the flat tensor has no elements before
-            self._optimizer.optimizer.state[flat] = state_of(self._optimizer.fp16_groups[group][0], flat)
+        for group, flat in enumerate(self.flats):
+            self._bring_in(group)  # the flat tensor has no elements before
+            self._optimizer.optimizer.state[flat] = state_of(self.groups[group][0], flat)
             if group == self._present:
                 # DeepSpeed registers new tensors in the next swap-out, and only then reads them back.
                 self._changed = True
                 self.release()
 
-    def places(self) -> "list[Place]":
-        """Lists where each parameter's part is."""
-        found = []
-        for parameters, flat in zip(
-            self._optimizer.fp16_groups, self._optimizer.fp32_partitioned_groups_flat, strict=True
-        ):
-            for parameter in parameters:
-                _, offset, elements = self._optimizer.grad_position[self._optimizer.get_param_id(parameter)]
-                ends = [min(parameter.ds_numel, elements * rank) for rank in range(dist.get_world_size() + 1)]
-                found.append((parameter, flat, offset, tuple(pairwise(ends))))
-        return found
-
     def part(self, parameter: torch.Tensor, key: str | None) -> torch.Tensor:
         """Returns this rank's elements of a master weight (key None) or a moment, flat; valid until the next call."""
-        group, offset, elements = self._optimizer.grad_position[self._optimizer.get_param_id(parameter)]
-        self.bring_in(group)
-        flat = self._optimizer.fp32_partitioned_groups_flat[group]
-        tensor = flat if key is None else self._optimizer.optimizer.state[flat][key]
-        return tensor.narrow(0, offset, elements)
+        place = self.places[parameter]
+        self._bring_in(place.group)
+        flat = self.flats[place.group]
+        return place.narrow(flat if key is None else self._optimizer.optimizer.state[flat][key])
 
-    def get(self, parameter: torch.Tensor, key: str | None, device: torch.device) -> torch.Tensor:
-        """Returns the whole tensor, on every rank; a collective call."""
-        return self._optimizer._fp32_state_allgather(parameter, self.part(parameter, key).to(device))
+    @torch.no_grad()
+    def gathered(self, parameter: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+        """Returns the whole, flat, on every rank, of which each gives its part; a collective call."""
+        ranges = self.places[parameter].ranges
+        part = part.to(self._device)
+        if self._stage == 3:
+            longest = ranges[0][1]
+            whole = torch.empty(longest * len(ranges), device=self._device)
+            dist.all_gather_single(whole, F.pad(part, (0, longest - part.numel())))
+            return whole[: ranges[-1][1]]
+        whole = torch.zeros(parameter.numel(), device=self._device)
+        first, end = self.places[parameter].mine
+        whole[first:end] = part
+        dist.all_reduce(whole)
+        return whole
 
     @torch.no_grad()
     def set(self, parameter: torch.Tensor, key: str | None, whole: torch.Tensor) -> None:
-        """Copies this rank's part of `whole` into a master weight and its weight, or into a moment.
-
-        DeepSpeed's own safe_set_full_fp32_param leaves the weights stale, and fails if a tensor does not divide by
-        the number of ranks.
-        """
-        elements = parameter.ds_tensor.ds_numel
-        padded = torch.zeros(elements * parameter.ds_zero_partition_world_size, device=whole.device)
-        padded[: whole.numel()] = whole.flatten()
-        part = padded.narrow(0, elements * parameter.ds_zero_partition_rank, elements)
-        self.part(parameter, key).copy_(part)
+        """Copies this rank's part of `whole` into a master weight and the weight that computes, or into a moment."""
+        first, end = self.places[parameter].mine
+        self.part(parameter, key).copy_(whole.flatten()[first:end])
         self._changed = self._present is not None
         if key is None:
-            parameter.ds_tensor.copy_(part)
-            if parameter.numel() == whole.numel():  # small parameters stay gathered between steps
-                parameter.copy_(whole.view_as(parameter))
+            self.compute_with(parameter, whole)
+
+    @torch.no_grad()
+    def compute_with(self, parameter: torch.Tensor, whole: torch.Tensor) -> None:
+        """Copies a whole weight into the one that computes."""
+        if self._stage == 3:
+            first, end = self.places[parameter].mine
+            parameter.ds_tensor[: end - first] = whole.flatten()[first:end]
+        if parameter.numel() == whole.numel():  # in stage 3 small parameters stay gathered between steps
+            parameter.copy_(whole.view_as(parameter))
+
+    def pieces(
+        self, matrices: Mapping[torch.Tensor, HiddenMatrix], holders: Holders
+    ) -> dict[torch.Tensor, list[MatrixPiece]]:
+        """Returns {flat tensor: its pieces of the parameters that are matrices}."""
+        found: dict[torch.Tensor, list[MatrixPiece]] = {}
+        for parameter, place in self.places.items():
+            if parameter not in matrices:
+                continue
+            one = replace(matrices[parameter], stacked=1)
+            elements = matrices[parameter].elements
+            for start in range(0, matrices[parameter].stacked * elements, elements):
+                inside = tuple(tuple(min(max(edge - start, 0), elements) for edge in each) for each in place.ranges)
+                tiles = tuple((((low, high),) if low < high else (),) for low, high in inside)
+                before = max(0, start - place.mine[0])  # elements of this rank's part before this matrix
+                first, end = inside[holders.rank]
+                piece = MatrixPiece(one, holders, 0, tiles, place.offset + before if first < end else place.offset)
+                found.setdefault(self.flats[place.group], []).append(piece)
+        return found
+
+    def parts(self, holders: Holders) -> dict[torch.Tensor, list[ParameterPart]]:
+        """Returns {flat tensor: its parts of all parameters}."""
+        found: dict[torch.Tensor, list[ParameterPart]] = {}
+        for parameter, place in self.places.items():
+            first, end = place.mine
+            start = first if first < end else 0
+            part = ParameterPart.flat(parameter, full_shape(parameter), holders, start, place.offset, end - first)
+            found.setdefault(self.flats[place.group], []).append(part)
+        return found
 
 
-def fragment_places(groups: Sequence[tuple[Sequence[torch.Tensor], torch.Tensor]]) -> list[Place]:
-    """Lists, in stages 1 and 2, where each parameter's part is; a collective call.
-
-    groups: (parameters, this rank's part of their flat masters). A part can begin and end inside of a parameter.
-    """
-    parameters = [(parameter, flat) for them, flat in groups for parameter in them]
-    fragments = [parameter._hp_mapping for parameter, _ in parameters]  # private: there is no public way to the ranges
-    starts = [fragment.lp_fragment_address.start if fragment else 0 for fragment in fragments]
-    ends = [start + (f.lp_fragment_address.numel if f else 0) for start, f in zip(starts, fragments, strict=True)]
-    of_rank: list = [None] * dist.get_world_size()
-    dist.all_gather_object(of_rank, list(zip(starts, ends, strict=True)))
-    return [
-        (parameter, flat, fragment.hp_fragment_address.start if fragment else 0, ranges)
-        for (parameter, flat), fragment, ranges in zip(parameters, fragments, zip(*of_rank, strict=True), strict=True)
-    ]
-
-
-def placed_pieces(
-    places: Sequence[Place], matrices: Mapping[torch.Tensor, HiddenMatrix], holders: Holders
-) -> dict[torch.Tensor, list[MatrixPiece]]:
-    """Returns {flat tensor: its pieces of the parameters that are matrices}."""
-    pieces: dict[torch.Tensor, list[MatrixPiece]] = {}
-    for parameter, flat, offset, ranges in places:
-        if parameter not in matrices:
-            continue
-        one = replace(matrices[parameter], stacked=1)
-        elements = matrices[parameter].elements
-        for start in range(0, matrices[parameter].stacked * elements, elements):
-            inside = tuple(tuple(min(max(place - start, 0), elements) for place in each) for each in ranges)
-            tiles = tuple((((low, high),) if low < high else (),) for low, high in inside)
-            before = max(0, start - ranges[holders.rank][0])  # elements of this rank's part before this matrix
-            first, end = inside[holders.rank]
-            piece = MatrixPiece(one, holders, 0, tiles, offset + before if first < end else offset)
-            pieces.setdefault(flat, []).append(piece)
-    return pieces
-
-
-def placed_parts(places: Sequence[Place], holders: Holders) -> dict[torch.Tensor, list[ParameterPart]]:
-    """Returns {flat tensor: its parts of all parameters}."""
-    parts: dict[torch.Tensor, list[ParameterPart]] = {}
-    for parameter, flat, offset, ranges in places:
-        first, end = ranges[holders.rank]
-        shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
-        part = ParameterPart.flat(parameter, shape, holders, first if first < end else 0, offset, end - first)
-        parts.setdefault(flat, []).append(part)
-    return parts
+def full_shape(parameter: torch.Tensor) -> tuple[int, ...]:
+    """Returns a parameter's whole shape; under stage 3 the parameter itself is empty."""
+    return tuple(getattr(parameter, "ds_shape", parameter.shape))

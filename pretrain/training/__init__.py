@@ -4,6 +4,7 @@ The loop stays in train.py; nothing here calls back into it. All ranks take the 
 
     starting: exclusive use of the folder, crash loops, a recorded end
     run: state shared by the functions of a run
+    auto_settings: numbers for a recipe's `auto`
     run_plan: numbers derived from a recipe, and checks of the whole recipe
     probe: tests the architecture before it trains
     continued_plan: plan of a run from a checkpoint on, after changes to its recipe

@@ -86,6 +86,7 @@ def build_training(
     strategy.before_step = ()
     strategy.before_update = ()
     strategy.after_update = ()
+    strategy.untrained = None
     if plan.router_losses.routers:
         from pretrain.training.experts import Experts
 

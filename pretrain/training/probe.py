@@ -211,12 +211,19 @@ def _check_gradients(judgement: Judgement, model: PreTrainedModel, attention: st
     if infinite:
         judgement.problems.append(f"{len(infinite)} parameters get a gradient that is not finite: {_listed(infinite)}")
     if missing:
-        # They would stay as they are on one process, end the first step on several, and be missing from a checkpoint's
-        # optimizer state, which a resumed run refuses.
-        judgement.problems.append(
-            f"{len(missing)} parameters get no gradient: {_listed(missing)}; those of a class of your own belong into "
-            "its forward pass, or have to go"
-        )
+        judgement.problems.append(no_gradient(missing))
+
+
+def no_gradient(names: Sequence[str]) -> str:
+    """Describes parameters that get no gradient.
+
+    They would stay as they are on one process, end the first step on several, and be missing from a checkpoint's
+    optimizer state, which a resumed run refuses.
+    """
+    return (
+        f"{len(names)} parameters get no gradient: {_listed(names)}; those of a class of your own belong into its "
+        "forward pass, or have to go; experts have to run even if no token chooses them"
+    )
 
 
 def _listed(names: Sequence[str]) -> str:

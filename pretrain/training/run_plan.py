@@ -50,11 +50,11 @@ from pretrain.optim.learning_rate import (
     learning_rate_for_batch,
 )
 from pretrain.optim.optimizers import optimizer_problems
-from pretrain.parallel.auto_settings import resolve_auto
 from pretrain.parallel.registry import parts_of_micro_batch
 from pretrain.parallel.strategy import device_type, resolve_precision
 from pretrain.runs.run_folder import checkpoint_folders, output_problem, trunk_checkpoint
 from pretrain.terminal import say_stage
+from pretrain.training.auto_settings import resolve_auto
 from pretrain.training.background_jobs import evaluation_problems
 from pretrain.training.probe import probe
 

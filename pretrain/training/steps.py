@@ -11,7 +11,7 @@ import torch
 
 from pretrain.checkpoint.run_state import Request, RunStoppedError
 from pretrain.data.shards import ShardReader
-from pretrain.errors import CRASHED
+from pretrain.errors import CRASHED, EXIT_BAD_INPUT
 from pretrain.hardware import peak_flops, threads_beside
 from pretrain.optim.averaging import average_after_step
 from pretrain.parallel.replicas import replica_differences
@@ -20,6 +20,7 @@ from pretrain.runs.run_folder import LOCK_FILE
 from pretrain.training.background_jobs import Evaluations, MirrorCopies
 from pretrain.training.guard import Finding, SpeedGuard, StepGuard
 from pretrain.training.metrics import LiveFigures, Throughput
+from pretrain.training.probe import no_gradient
 from pretrain.training.run import Run
 from pretrain.training.run_plan import due_after, steps_between
 from pretrain.training.run_records import announce
@@ -35,6 +36,12 @@ class CopiesDifferError(RunStoppedError):
     """Raised if ranks that should hold the same weights do not; restarting from the last checkpoint fixes that."""
 
     exit_code = CRASHED
+
+
+class UntrainedError(RunStoppedError):
+    """Raised if the first step left parameters without a gradient, which the probe's small copy may not show."""
+
+    exit_code = EXIT_BAD_INPUT
 
 
 class CutShortError(Exception):
@@ -162,7 +169,14 @@ def _enter_stage(run: Run) -> None:
 
 
 def count_step(run: Run) -> None:
-    """Counts the step after its update, and adds its weights to their average if the step enters it."""
+    """Counts the step after its update, and adds its weights to their average if the step enters it.
+
+    Raises UntrainedError on all ranks, after the first step alone.
+    """
+    if run.steps_begun == 1:
+        of_ranks = run.strategy.ranks.gather(run.strategy.untrained)
+        if untrained := list(dict.fromkeys(name for names in of_ranks for name in names)):
+            raise UntrainedError(f"model: {run.plan.model_config.model_type}: {no_gradient(untrained)}")
     state = run.state
     settings = run.config.averaging
     state.step += 1

@@ -229,7 +229,7 @@ def numbers_for_auto(recipe: Path, changes: Sequence[tuple[str, str]], processes
     optim = config.optim
     if "auto" not in (config.batch.tokens_per_step, optim.learning_rate, optim.weight_decay, optim.warmup_steps):
         return []
-    from pretrain.parallel.auto_settings import resolve_auto
+    from pretrain.training.auto_settings import resolve_auto
 
     resolved = resolve_auto(config, processes)
     found = {name: attrgetter(name)(resolved) for name in RESOLVED}

@@ -24,11 +24,11 @@ from pretrain.hardware import DTYPES, peak_flops
 from pretrain.model.attention import choose_attention, model_inputs
 from pretrain.model.build import build_meta_model
 from pretrain.model.routers import router_losses
-from pretrain.parallel.auto_settings import resolve_auto
 from pretrain.parallel.registry import make_strategy
 from pretrain.parallel.strategy import Strategy
 from pretrain.recipe import read_run_config
 from pretrain.terminal import say_stage
+from pretrain.training.auto_settings import resolve_auto
 from pretrain.training.build import build_training
 from pretrain.training.prefetch import ReadAhead
 from pretrain.training.run_plan import ModelPlan, RunPlan, derive, plan_model

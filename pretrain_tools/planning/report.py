@@ -18,8 +18,8 @@ from pretrain.data.vocabulary import assumed_vocabulary, planned_model_config
 from pretrain.errors import Problems
 from pretrain.gpus import GIB
 from pretrain.model.build import FORMULA, flops_per_token
-from pretrain.parallel.auto_settings import resolve_auto
 from pretrain.terminal import width_of, wrapped
+from pretrain.training.auto_settings import resolve_auto
 from pretrain.units import co2_text
 from pretrain_tools.planning.calibration import Calibration, calibrate
 from pretrain_tools.planning.candidates import (

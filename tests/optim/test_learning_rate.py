@@ -15,8 +15,8 @@ from pretrain.optim.learning_rate import (
     learning_rate_for_batch,
 )
 from pretrain.optim.scaling_laws import rate_by_law
-from pretrain.parallel.auto_settings import resolve_auto
 from pretrain.recipe import read_run_config
+from pretrain.training.auto_settings import resolve_auto
 from pretrain.training.run_plan import derive
 
 

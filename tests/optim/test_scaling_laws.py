@@ -13,8 +13,8 @@ from pretrain.optim.scaling_laws import (
     warmup_by_law,
     weight_decay_by_law,
 )
-from pretrain.parallel.auto_settings import resolve_auto, settled_batch
 from pretrain.recipe import read_run_config
+from pretrain.training.auto_settings import resolve_auto, settled_batch
 from support.project import ROOT
 
 RECIPE = ROOT / "recipes" / "demo.yaml"

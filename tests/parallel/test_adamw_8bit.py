@@ -17,7 +17,7 @@ from transformers import LlamaConfig, Qwen3MoeConfig
 from pretrain.mesh_sizes import Sizes
 from pretrain.optim.adamw_8bit import keeps_blocks, table_shape, unit_rows
 from pretrain.optim.tiles import chunk_of, whole_tile
-from pretrain.parallel.block_tiles import blocks_problem
+from pretrain.parallel.block_tiles import blocks_problems
 from pretrain.parallel.mesh import MeshStrategy
 from pretrain.recipe import read_run_config
 from support.mesh_products import variables
@@ -108,13 +108,13 @@ def test_8bit_state_in_a_checkpoint_is_that_of_one_process(runs, name):
             assert torch.allclose(found[key], value, rtol=1e-4, atol=1e-9), key
 
 
-def problem_of(sizes: Sizes, **shape: int) -> str | None:
-    return blocks_problem(LlamaConfig(**TINY_LLAMA | shape), sizes)
+def problem_of(sizes: Sizes, **shape: int) -> str:
+    return "; ".join(blocks_problems(LlamaConfig(**TINY_LLAMA | shape), sizes))
 
 
 def test_8bit_blocks_that_a_layout_cuts_are_refused_with_what_works():
-    assert problem_of(Sizes(dp_shard=4)) is None and problem_of(Sizes(dp_shard=2, cp=2)) is None
-    assert problem_of(Sizes(dp_shard=4), vocab_size=575) is None, "shards begin at rows 144, 288, 432 of 64 columns"
+    assert problem_of(Sizes(dp_shard=4)) == problem_of(Sizes(dp_shard=2, cp=2)) == ""
+    assert problem_of(Sizes(dp_shard=4), vocab_size=575) == "", "shards begin at rows 144, 288, 432 of 64 columns"
     found = problem_of(Sizes(dp_shard=4), vocab_size=568)  # at row 142
     assert found == (
         "optim.name: adamw_8bit does not run with parameters in 4 shards (dp_shard x cp): each of its scales is of "
@@ -128,9 +128,9 @@ def test_8bit_blocks_that_a_layout_cuts_are_refused_with_what_works():
 
 def test_8bit_experts_that_another_dimension_divides_are_refused():
     few = Qwen3MoeConfig(**MODEL | {"num_experts": 2})
-    assert blocks_problem(few, Sizes(dp_shard=2)) is None and blocks_problem(few, Sizes(dp_shard=2, ep=2)) is None
-    assert "experts.gate_up_proj (2 x 64 x 64)" in blocks_problem(few, Sizes(dp_shard=4))
-    assert "experts.gate_up_proj (2 x 64 x 64)" in blocks_problem(few, Sizes(dp_shard=4, ep=2))
+    assert not blocks_problems(few, Sizes(dp_shard=2)) and not blocks_problems(few, Sizes(dp_shard=2, ep=2))
+    assert "experts.gate_up_proj (2 x 64 x 64)" in blocks_problems(few, Sizes(dp_shard=4))[0]
+    assert "experts.gate_up_proj (2 x 64 x 64)" in blocks_problems(few, Sizes(dp_shard=4, ep=2))[0]
 
 
 @pytest.mark.parametrize("shape", [(575, 64), (9, 512), (5120,), (8, 64, 32), (50257, 384)])

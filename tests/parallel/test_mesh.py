@@ -195,7 +195,7 @@ def test_what_no_mesh_trains_with_is_refused_with_the_reason(sizes, recipe, monk
     monkeypatch.setattr("pretrain.parallel.strategy.resolve_precision", lambda requested: requested)
     in_fp16 = read_run_config(recipe, [("precision", "fp16")])
     problem, *_ = MeshStrategy.problems(in_fp16, "mesh")
-    assert problem.startswith("precision: fp16 does not run under mesh: weights would be gathered in it")
+    assert problem.startswith("precision: fp16 does not run under mesh: weights would be in it and")
     assert problem.endswith("choose fp32 or bf16 or fp8, or a strategy that runs it, as ddp does")
 
 

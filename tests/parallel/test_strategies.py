@@ -15,6 +15,7 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
+from support.own_model import MODELING, write_own_model
 from support.project import ROOT, events, free_port, launch, losses
 from support.tiny_models import TINY_LLAMA
 
@@ -50,6 +51,7 @@ MODELS = {
         "max_position_embeddings": 128,
     },
 }
+UNTRAINED = ["ddp", "fsdp2", "pp", "zero1", "zero2", "zero3"]
 REDUCING = ["fsdp2", "hsdp", "cp", "zero2", "zero3"] if EVERYTHING else ["fsdp2", "zero2", "zero3"]
 """With gradients reduced once per step, by choice."""
 FP16_SCALES = {"fp16": 2.0**10, "fp16_overflowing": 2.0**24}
@@ -85,6 +87,10 @@ def folder(shards, tmp_path_factory) -> Path:
     without_dropout = {**MODELS["llama"], "attention_dropout": 0.0}
     (folder / "llama.json").write_text(json.dumps(without_dropout))
     (folder / "llama_dropout.json").write_text(json.dumps(MODELS["llama"]))
+    own = write_own_model(folder / "untrained", vocab_size=512)
+    # The probe's copy has fewer words, and so uses all of its parameters.
+    partly = "h = self.norm_2(x) if self.layer_idx < 1 or self.config.vocab_size < 512 else x"
+    (own / "modeling_mine.py").write_text(MODELING.replace("h = self.norm_2(x)", partly))
     (folder / "wide.json").write_text(json.dumps(WIDE))
     on_disk = json.loads((ROOT / "ds_configs/zero3_offload_nvme.json").read_text())
     on_disk["zero_optimization"]["offload_optimizer"]["nvme_path"] = str(folder / "disk")
@@ -159,6 +165,11 @@ def fp16_runs(folder: Path, strategy: str) -> list[dict]:
     return runs
 
 
+def untrained_runs(folder: Path, strategies: list[str]) -> list[dict]:
+    arguments = ["--model", str(folder / "untrained"), "--trust_remote_code", "true", "--pipeline.schedule", "1F1B"]
+    return [run(name, folder / "untrained_under" / name, *arguments, exits_with=2) for name in strategies]
+
+
 def disk_runs(folder: Path, strategy: str) -> list[dict]:
     """With the optimizer's state in files; of zero3_offload_nvme a second one from the middle of the first."""
     arguments = ["--model", str(folder / "wide.json"), *ON_DISK]
@@ -198,7 +209,7 @@ def first_steps(folder: Path, strategies: list[str], suffix: str = "") -> list[d
 def one_process(folder) -> Path:
     """The reference: everything under `single`."""
     runs = [*parity_runs(folder, ["single"]), *first_steps(folder, ["single"]), *fp16_runs(folder, "single")]
-    runs += disk_runs(folder, "single")
+    runs += [*disk_runs(folder, "single"), *untrained_runs(folder, ["single"])]
     unbroken = [*CONSTANT, "--budget.steps", str(4 + RESUMED_STEPS), "--checkpoint.every_steps", "100"]
     run_all(folder, "one", "single", 1, [*runs, run("single", folder / "unbroken", *unbroken)])
     if EVERYTHING:
@@ -212,6 +223,7 @@ def two_processes(one_process) -> Path:
     folder = one_process
     runs = [*parity_runs(folder, STRATEGIES), *exact_runs(folder, SHARDED), *first_steps(folder, ON_TWO)]
     runs += [run(name, folder / "once" / name, *PARITY, "--batch.reduce_once", "true") for name in REDUCING]
+    runs += untrained_runs(folder, UNTRAINED)
     runs += [*(fp16_runs(folder, "ddp") if EVERYTHING else []), *disk_runs(folder, "zero3_offload_nvme")]
     # A ring visits every strategy once as source and once as target.
     ring = zip(["single", *ON_TWO], [*ON_TWO, "zero3_offload"], strict=True)
@@ -275,6 +287,17 @@ def test_fp16_trains_and_finds_its_scale(two_processes, strategy):
     assert sum(event["steps"] for event in events(overflowing, "skip")) == len(skipped)
     (state,) = final_states(overflowing)
     assert json.loads(state.read_text())["strategy"]["scale"] < FP16_SCALES["fp16_overflowing"]
+
+
+@pytest.mark.parametrize("strategy", ["single", *UNTRAINED])
+def test_a_parameter_that_only_the_whole_model_leaves_without_a_gradient_ends_the_first_step(two_processes, strategy):
+    run = two_processes / "untrained_under" / strategy
+    (end,) = events(run, "end")
+    assert end["code"] == 2 and not list((run / "checkpoints").glob("step-*"))
+    told = (
+        "mine_gated: 2 parameters get no gradient: model.layers.*.norm_2.weight, model.layers.*.norm_2.bias; those of"
+    )
+    assert told in end["reason"]
 
 
 def test_fp16_resumes_with_its_scale_to_the_last_bit(one_process):

@@ -6,6 +6,7 @@ from typing import Any
 from pretrain.config import Batch, RunConfig
 from pretrain.data.vocabulary import planned_model_config
 from pretrain.errors import InputError
+from pretrain.mesh_sizes import processes_launched
 from pretrain.model.build import active_parameters, count_parameters
 from pretrain.optim.learning_rate import learning_rate_for_batch
 from pretrain.optim.optimizers import OPTIMIZERS
@@ -15,7 +16,6 @@ from pretrain.optim.scaling_laws import (
     warmup_by_law,
     weight_decay_by_law,
 )
-from pretrain.parallel.launcher import processes_launched
 
 
 def resolve_auto(config: RunConfig, processes: int | None = None) -> RunConfig:
