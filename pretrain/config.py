@@ -249,6 +249,9 @@ class MuonSettings(Section):
     blocks: dict[str, Count | list[Count]] = {}
     """Weights that hold several matrices to orthogonalize separately: {pattern of the weight's name: how many, or the
     size of each} along the outputs, as {"*.c_attn.weight": 3} for q, k and v, or a number of heads."""
+    qk_clip: PositiveFloat | None = None
+    """Largest attention logit of a head; one that exceeds it in a step has its query and key weights scaled down after
+    the update. null: no limit. Kimi K2 used 100."""
 
 
 class Optim(Section):

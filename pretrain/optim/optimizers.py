@@ -376,7 +376,11 @@ def optimizer_problems(settings: Optim, model_config: PreTrainedConfig, device_t
         shapes = ModelShapes.of(build_meta_model(model_config), settings)
     except InputError as error:
         return error.problems
-    return OPTIMIZERS[settings.name](shapes).problems(settings, device_type)
+    spec = OPTIMIZERS[settings.name](shapes)
+    problems = spec.problems(settings, device_type)
+    if settings.muon.qk_clip and not isinstance(spec, MuonSpec):
+        problems.append(f"optim.muon.qk_clip: works with name: muon (got {settings.name}); use muon, or null")
+    return problems
 
 
 def parameter_dtype(settings: Optim) -> torch.dtype:
