@@ -46,7 +46,7 @@ def runs(shards, tmp_path_factory):
     """A folder with the runs of each optimizer in a folder."""
     folder = tmp_path_factory.mktemp("optimizers")
     (folder / "model.json").write_text(json.dumps(MODEL))
-    muon = {"coefficients": "polar_express", "adamw_learning_rate": 0.006}
+    muon = {"coefficients": "polar_express"}
     recipe = {
         "model": str(folder / "model.json"),
         "output": str(folder / "run"),
@@ -61,6 +61,7 @@ def runs(shards, tmp_path_factory):
             "warmup_steps": 2,
             "max_grad_norm": 0.5,
             "muon": muon,
+            "group_learning_rates": {"embedding": 0.007, "head": 0.005, "scalars": 0.004},
             "width_transfer": "mup",
             "base_width": 32,
         },
