@@ -252,19 +252,6 @@ class MuonSettings(Section):
     the update. null: no limit. Kimi K2 used 100."""
 
 
-class GroupRates(Section):
-    """Peak learning rates of groups of parameters, for every optimizer; null: learning_rate."""
-
-    embedding: PositiveFloat | None = None
-    """Of embeddings, and of a head that is tied to one."""
-    head: PositiveFloat | None = None
-    """Of an output head of its own."""
-    matrices: PositiveFloat | None = None
-    """Of hidden matrices, also those of experts: the parameters that Muon orthogonalizes."""
-    scalars: PositiveFloat | None = None
-    """Of all others: norms, biases, convolutions."""
-
-
 class Optim(Section):
     name: Annotated[str, AfterValidator(OPTIMIZERS.checked)] = "adamw"
     """adamw, adafactor, muon, adamw_8bit, or one of an extension; see docs/training.md, section Optimizers."""
@@ -274,7 +261,9 @@ class Optim(Section):
     """Peak learning rate, or auto: chosen from the number of parameters, the batch and the optimizer."""
     base_learning_rate: PositiveFloat | None = None
     """Peak learning rate for a global batch of one sequence; scaled by the square root of the global batch."""
-    group_learning_rates: GroupRates = GroupRates()
+    group_learning_rates: dict[Literal["embedding", "head", "matrices", "scalars"], PositiveFloat] = {}
+    """Peak learning rates of groups of parameters that have one of their own, with every optimizer: embeddings and
+    heads tied to them, other heads, hidden matrices, and whatever else there is, as norms, biases and convolutions."""
     betas: tuple[Fraction, Fraction] = (0.9, 0.95)
     """AdamW: decay rates of the running means of the gradient and of its square."""
     eps: PositiveFloat = 1e-8

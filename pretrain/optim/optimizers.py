@@ -63,8 +63,8 @@ class ModelShapes:
         }
         known = cls(shapes, *map(frozenset, names), experts=experts, stacks=expert_matrices(causal_lm))
         if settings is not None and learning_rate is not None:
-            rates = settings.group_learning_rates.model_dump(exclude_none=True)
-            known = replace(known, group_rates={group: rate / learning_rate for group, rate in rates.items()})
+            rates = {group: rate / learning_rate for group, rate in settings.group_learning_rates.items()}
+            known = replace(known, group_rates=rates)
         if settings is None or settings.width_transfer == "none":
             return known
         from pretrain.model.width_roles import hidden_width, width_roles
@@ -78,7 +78,7 @@ class ModelShapes:
         return 1.0 if role is None else role.rate_scale(self.width_ratio, orthogonalized=orthogonalized)
 
     def group_of(self, name: str) -> str:
-        """Returns the parameter's group: a field of config.GroupRates."""
+        """Returns the parameter's group in `optim.group_learning_rates`."""
         if name in self.embeddings:
             return "embedding"
         if is_output_head(name):
@@ -403,7 +403,7 @@ def optimizer_problems(settings: Optim, model_config: PreTrainedConfig, device_t
     problems += [
         f"optim.group_learning_rates.{group}: no parameter of this model is in it; leave it out (a tied head is in "
         f"embedding); there are {', '.join(sorted(groups))}"
-        for group in settings.group_learning_rates.model_dump(exclude_none=True)
+        for group in settings.group_learning_rates
         if group not in groups
     ]
     return problems
