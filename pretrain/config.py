@@ -244,11 +244,12 @@ class MuonSettings(Section):
     """Polynomials of the Newton-Schulz iterations; see docs/training.md."""
     iterations: Count = 5
     """Newton-Schulz iterations of each update."""
-    adamw_learning_rate: PositiveFloat | None = None
-    """Peak learning rate of AdamW's parameters: embeddings, head, norms, biases; null: the same as the matrices'."""
     blocks: dict[str, Count | list[Count]] = {}
     """Weights that hold several matrices to orthogonalize separately: {pattern of the weight's name: how many, or the
     size of each} along the outputs, as {"*.c_attn.weight": 3} for q, k and v, or a number of heads."""
+    qk_clip: PositiveFloat | None = None
+    """Largest attention logit of a head; one that exceeds it in a step has its query and key weights scaled down after
+    the update. null: no limit. Kimi K2 used 100."""
 
 
 class Optim(Section):
@@ -260,6 +261,9 @@ class Optim(Section):
     """Peak learning rate, or auto: chosen from the number of parameters, the batch and the optimizer."""
     base_learning_rate: PositiveFloat | None = None
     """Peak learning rate for a global batch of one sequence; scaled by the square root of the global batch."""
+    group_learning_rates: dict[Literal["embedding", "head", "matrices", "scalars"], PositiveFloat] = {}
+    """Peak learning rates of groups of parameters that have one of their own, with every optimizer: embeddings and
+    heads tied to them, other heads, hidden matrices, and whatever else there is, as norms, biases and convolutions."""
     betas: tuple[Fraction, Fraction] = (0.9, 0.95)
     """AdamW: decay rates of the running means of the gradient and of its square."""
     eps: PositiveFloat = 1e-8

@@ -38,14 +38,21 @@ class ModelShapes:
     """Roles that set each parameter's learning rate; empty: all have the same."""
     width_ratio: float = 1.0
     """Ratio of the model's width to the width at which the learning rate was tuned."""
+    group_rates: Mapping[str, float] = field(default_factory=dict)
+    """{group of `group_of`: its learning rate relative to the run's}, of groups that have one of their own."""
     experts: Mapping[str, int] = field(default_factory=dict)
     """{name: number of experts} of parameters that stack a layer's experts."""
     stacks: Mapping[str, tuple[int | None, bool]] = field(default_factory=dict)
     """Experts' parameters that are matrices: see `routers.expert_matrices`."""
 
     @classmethod
-    def of(cls, causal_lm: PreTrainedModel, settings: Optim | None = None) -> "ModelShapes":
-        """Reads the shapes of a whole model, also on the meta device. Raises InputError if it finds no width roles."""
+    def of(
+        cls, causal_lm: PreTrainedModel, settings: Optim | None = None, learning_rate: float | None = None
+    ) -> "ModelShapes":
+        """Reads the shapes of a whole model, also on the meta device. Raises InputError if it finds no width roles.
+
+        learning_rate: the run's peak, to which those of groups are relative; None: they are left out.
+        """
         shapes = {name: tuple(parameter.shape) for name, parameter in causal_lm.named_parameters()}
         names = embedding_parameter_names(causal_lm), transposed_names(causal_lm)
         experts = {
@@ -55,6 +62,9 @@ class ModelShapes:
             for name in parameters
         }
         known = cls(shapes, *map(frozenset, names), experts=experts, stacks=expert_matrices(causal_lm))
+        if settings is not None and learning_rate is not None:
+            rates = {group: rate / learning_rate for group, rate in settings.group_learning_rates.items()}
+            known = replace(known, group_rates=rates)
         if settings is None or settings.width_transfer == "none":
             return known
         from pretrain.model.width_roles import hidden_width, width_roles
@@ -66,6 +76,14 @@ class ModelShapes:
         """Returns the factor of the learning rate for this parameter."""
         role = self.roles.get(name)
         return 1.0 if role is None else role.rate_scale(self.width_ratio, orthogonalized=orthogonalized)
+
+    def group_of(self, name: str) -> str:
+        """Returns the parameter's group in `optim.group_learning_rates`."""
+        if name in self.embeddings:
+            return "embedding"
+        if is_output_head(name):
+            return "head"
+        return "matrices" if self.is_hidden_matrix(name) else "scalars"
 
     def decays(self, name: str) -> bool:
         """Tells if a parameter decays: matrices do; embeddings, norms and biases never."""
@@ -150,14 +168,18 @@ class OptimizerSpec(ABC):
     def groups_by_rate(
         self, parameters: NamedParameters, weight_decay: float, *, orthogonalized: bool = False
     ) -> list[dict]:
-        """Builds a group for every scale of the learning rate; a step decays all groups by the same amount."""
-        groups: dict[float, dict] = {}
+        """Builds a group for every scale of the learning rate.
+
+        Scales by width leave the decay of a step as it is; a group's own rate changes it, as the run's rate would.
+        """
+        groups: dict[tuple[float, float], dict] = {}
         for name, parameter in parameters:
-            scale = self.model.rate_scale(name, orthogonalized=orthogonalized)
+            by_width = self.model.rate_scale(name, orthogonalized=orthogonalized)
+            scale = by_width * self.model.group_rates.get(self.model.group_of(name), 1.0)
             # A step decays by learning rate x weight decay, and the learning rate includes the scale.
-            own = {"params": [], "weight_decay": weight_decay / scale}
-            groups.setdefault(scale, own | ({"learning_rate_scale": scale} if scale != 1 else {}))
-            groups[scale]["params"].append(parameter)
+            own = {"params": [], "weight_decay": weight_decay / by_width}
+            groups.setdefault((by_width, scale), own | ({"learning_rate_scale": scale} if scale != 1 else {}))
+            groups[by_width, scale]["params"].append(parameter)
         return list(groups.values())
 
 
@@ -269,9 +291,6 @@ class MuonSpec(AdamWSpec):
             matrices=hidden,
         )
         adamw = super().make(others, settings, learning_rate, seed, device_type)
-        for group in adamw.param_groups if own.adamw_learning_rate else []:
-            scale = group.get("learning_rate_scale", 1.0)
-            group["learning_rate_scale"] = scale * own.adamw_learning_rate / learning_rate
         return MuonWithAdamW(muon, adamw)
 
     def state_shapes(self, name: str) -> dict[str, tuple[int, ...]]:
@@ -364,7 +383,7 @@ def optimizer_builder(
         causal_lm: the whole model, on the meta device.
         device_type: where the optimizer will run; selects fused kernels.
     """
-    spec = OPTIMIZERS[settings.name](ModelShapes.of(causal_lm, settings))
+    spec = OPTIMIZERS[settings.name](ModelShapes.of(causal_lm, settings, learning_rate))
     if problems := spec.problems(settings, device_type):
         raise InputError(*problems)
     return OptimizerBuilder(spec, settings, learning_rate, seed, device_type)
@@ -376,7 +395,18 @@ def optimizer_problems(settings: Optim, model_config: PreTrainedConfig, device_t
         shapes = ModelShapes.of(build_meta_model(model_config), settings)
     except InputError as error:
         return error.problems
-    return OPTIMIZERS[settings.name](shapes).problems(settings, device_type)
+    spec = OPTIMIZERS[settings.name](shapes)
+    problems = spec.problems(settings, device_type)
+    if settings.muon.qk_clip and not isinstance(spec, MuonSpec):
+        problems.append(f"optim.muon.qk_clip: works with name: muon (got {settings.name}); use muon, or null")
+    groups = set(map(shapes.group_of, shapes.shapes))
+    problems += [
+        f"optim.group_learning_rates.{group}: no parameter of this model is in it; leave it out (a tied head is in "
+        f"embedding); there are {', '.join(sorted(groups))}"
+        for group in settings.group_learning_rates
+        if group not in groups
+    ]
+    return problems
 
 
 def parameter_dtype(settings: Optim) -> torch.dtype:

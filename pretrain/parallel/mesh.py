@@ -153,6 +153,8 @@ class MeshStrategy(Strategy):
         self.data_ranks = sizes.batch
         self.sequence_parts = sizes.cp
         self.part = self.mesh.rank("cp")
+        self.head_parts = sizes.tp * sizes.cp
+        self.head_part = self.mesh.rank("tp") * sizes.cp + self.part
         self.micro_batches_per_call = sizes.pp
         self.stage_owners = [0]
         """Place within the pipeline of the rank that has each stage."""

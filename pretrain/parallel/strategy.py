@@ -138,6 +138,10 @@ class Strategy:
         """Number of ranks that share each sequence, and the targets in it."""
         self.part: int = 0
         """Index of this rank's part of each sequence."""
+        self.head_parts: int = 1
+        """Number of ranks that divide the attention heads of the same tokens, each an equal part, in order."""
+        self.head_part: int = 0
+        """Index of this rank's part of the heads."""
         self.micro_batches_per_call: int = 1
         """Factor of batch.sequences_per_micro_batch for one call of the model."""
         self.microbatches: int = 1

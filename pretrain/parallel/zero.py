@@ -66,6 +66,11 @@ class Zero(Strategy):
             reason = "with offload" if offloads else "but in fp32: DeepSpeed would add gradients up in bf16"
             other = "zero1, which reduces once and keeps gradients in fp32" if name == "zero2" else "fsdp2"
             problems.append(f"batch.reduce_once: does not run under {name} {reason}; use {other}, or false")
+        if config.optim.muon.qk_clip:
+            problems.append(
+                f"optim.muon.qk_clip: does not run under {name}, whose update is over before weights can be scaled; "
+                "use ddp, fsdp2 or a mesh, or null"
+            )
         if uses_nvme() and (missing := missing_for_nvme()):
             problems.append(
                 f"launcher: offload_optimizer.device: nvme needs {missing}; accelerate_configs/zero3_offload.yaml "

@@ -11,6 +11,7 @@ The loop stays in train.py; nothing here calls back into it. All ranks take the 
     resuming: opens a run at its checkpoint, loads it, rolls back
     build: model and optimizer
     experts: balance and load of MoE models
+    qk_clip: bounds attention logits
     steps: begins the run and each of its steps; after a step all ranks agree
     prefetch: the next micro-batch
     step_reports: what all ranks know about a step

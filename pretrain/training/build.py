@@ -57,6 +57,10 @@ def build_training(
             window=config.data.window,
             model_config=plan.model_config,
         )
+    if config.optim.muon.qk_clip:
+        from pretrain.model.largest_logits import record_largest_logits
+
+        record_largest_logits(causal_lm)  # before cp wraps the attention, so that it records whole sequences
     checkpoint_activations(causal_lm, config.activation_checkpointing)
     compile_mode, loss_backend = modes_of(config, plan, strategy, causal_lm)
     terms = None
@@ -92,6 +96,10 @@ def build_training(
 
         experts = Experts(causal_lm, strategy, plan.router_losses)  # hooks must exist before the layers are compiled
         experts.attach()
+    if config.optim.muon.qk_clip:
+        from pretrain.training.qk_clip import QkClip
+
+        QkClip(causal_lm, strategy, config.optim.muon.qk_clip).attach()
     lengths = {config.data.window, *config.data.windows}
     compile_model(prepared, causal_lm, compile_mode, len(lengths))
     return Built(prepared, causal_lm, experts, terms)

@@ -20,16 +20,14 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from pretrain.model.attention import segment_ids
 from pretrain.model.compile import layers_of
+from pretrain.model.largest_logits import largest_logits
 from pretrain.optim.matrix_exchange import local_tensor
 from pretrain.parallel.context_parallel import EXCHANGING
 from pretrain.parallel.strategy import Strategy
 
 OFF = 0.01
 """A unit is off if its largest magnitude is below this share of the RMS of all units of its layer."""
-MOST_LOGITS = 2**26
-"""Attention logits that are computed at once."""
 MEASURES = ("activation_rms", "weight_rms", "gradient_rms", "update_rms", "largest_logit", "units_off")
 
 
@@ -189,7 +187,7 @@ class Watched:
     def watching(self, attend: Callable) -> Callable:
         def attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **arguments):
             if (number := self.layer_of.get(module)) is not None:
-                largest = largest_logit(query, key, mask, **arguments)
+                largest = largest_logits(query, key, mask, **arguments).max()
                 self.logits[number] = torch.maximum(self.logits[number], largest)
             return attend(module, query, key, value, mask, **arguments)
 
@@ -233,40 +231,3 @@ def last_matrices(layer: nn.Module) -> list[nn.Module]:
         and "attn" not in name
         and "attention" not in name
     ]
-
-
-def largest_logit(
-    query_BHTE: Tensor,
-    key_BGTE: Tensor,
-    mask: Any,
-    scaling: float | None = None,
-    cu_seq_lens_q: Tensor | None = None,
-    sliding_window: int | None = None,
-    **_: Any,
-) -> Tensor:
-    """Returns the largest scaled product of a query and a key that it may attend to, in fp32."""
-    rows, heads, length, width = query_BHTE.shape
-    keys = key_BGTE.shape[2]
-    scale = width**-0.5 if scaling is None else scaling
-    position = torch.arange(keys, device=query_BHTE.device)
-    distance_TT = position[keys - length :, None] - position[None, :]
-    causal_TT = (distance_TT >= 0) & (distance_TT < (sliding_window or keys))
-    segment_BT = None if cu_seq_lens_q is None else segment_ids(cu_seq_lens_q, rows, length)
-    largest = torch.full((), -torch.inf, device=query_BHTE.device)
-    key_BHTE = key_BGTE.repeat_interleave(heads // key_BGTE.shape[1], dim=1).to(query_BHTE.dtype)
-    at_once = max(1, MOST_LOGITS // (length * keys))
-    for row in range(rows):
-        allowed_TT = causal_TT
-        if isinstance(mask, Tensor):
-            of_row_TT = mask[min(row, len(mask) - 1), 0, :, :keys]
-            allowed_TT = of_row_TT if of_row_TT.dtype == torch.bool else of_row_TT == 0
-        elif mask is not None:  # flex attention's
-            zero = torch.zeros((), dtype=torch.long, device=position.device)
-            allowed_TT = mask.mask_mod(zero + row, zero, position[:length, None], position[None, :])
-        elif segment_BT is not None:
-            allowed_TT = causal_TT & (segment_BT[row][:, None] == segment_BT[row][None, :])
-        for head in range(0, heads, at_once):
-            some = slice(head, head + at_once)
-            logits_HTT = (query_BHTE[row, some] @ key_BHTE[row, some].transpose(1, 2)).float() * scale
-            largest = torch.maximum(largest, logits_HTT.masked_fill(~allowed_TT, -torch.inf).max())
-    return largest

@@ -378,6 +378,11 @@ def plan_model(config: RunConfig, model_config: Any, losses_of_routers: RouterLo
         window=config.data.window,
         balances=losses_of_routers.balance > 0,
     )
+    if config.optim.muon.qk_clip:
+        from pretrain.training.qk_clip import qk_clip_problem
+
+        if problem := qk_clip_problem(model_config, found.attention):
+            raise InputError(problem)
     return ModelPlan(
         model_config=model_config,
         parameters=count_parameters(model_config),

@@ -74,7 +74,7 @@ def changes_of(optim: Optim, config: PreTrainedConfig, base_width: int, learning
         for name, parameter in model.named_parameters():
             parameter.data *= scales.get(name, 1.0)
     named = list(model.named_parameters())
-    spec = OPTIMIZERS[settings.name](ModelShapes.of(model, settings))
+    spec = OPTIMIZERS[settings.name](ModelShapes.of(model, settings, learning_rate))
     optimizer = spec.make(named, settings, learning_rate, seed, "cpu")
     # Without the schedule of a run the groups' own scales must be applied here.
     for group in optimizer.param_groups:

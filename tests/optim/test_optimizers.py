@@ -25,6 +25,7 @@ from pretrain.optim.optimizers import (
     describe_optimizer,
     load_optimizer_state,
     optimizer_builder,
+    optimizer_problems,
     optimizer_state_by_name,
 )
 from pretrain.parallel.strategy import Strategy
@@ -102,10 +103,16 @@ def test_without_mup_and_at_the_base_width_there_is_one_rate():
     assert {scale for scale, _ in rates_by_name("adamw", width_transfer="mup", base_width=64).values()} == {1.0}
 
 
-def test_a_rate_of_adamws_own_goes_with_mup():
-    settings = {"width_transfer": "mup", "base_width": 16, "muon": {"adamw_learning_rate": 0.005}}
-    found = rates_by_name("muon", **settings)
-    assert found["lm_head.weight"][0] == pytest.approx(0.5 / 4) and found["model.norm.weight"][0] == pytest.approx(0.5)
+@pytest.mark.parametrize("name", ["adamw", "adafactor", "muon"])
+def test_groups_have_rates_of_their_own_beside_those_by_width(name):
+    rates = {"embedding": 0.02, "head": 0.005, "matrices": 0.04, "scalars": 0.001}
+    plain = rates_by_name(name, width_transfer="mup", base_width=16)
+    found = rates_by_name(name, width_transfer="mup", base_width=16, group_learning_rates=rates)
+    wanted = {"model.embed_tokens.weight": 2, "lm_head.weight": 0.5, "model.norm.weight": 0.1}
+    wanted |= dict.fromkeys([parameter for parameter in plain if "proj" in parameter], 4)
+    for parameter, share in wanted.items():
+        assert found[parameter][0] == pytest.approx(plain[parameter][0] * share), parameter
+        assert found[parameter][1] == plain[parameter][1], parameter  # the decay of a step goes with the group's rate
 
 
 def train(model, optimizer, first, last):
@@ -440,13 +447,19 @@ def test_8bit_adamw_without_a_kernel_for_the_device_is_refused(monkeypatch):
     assert problem.startswith("optim.name: bitsandbytes 0.1 has no 8-bit AdamW for cpu: upgrade it, or use adamw")
 
 
-def test_adamw_has_a_rate_of_its_own_beside_muon():
+def test_a_rate_for_a_group_without_parameters_is_refused():
+    config = LlamaConfig(hidden_size=64, intermediate_size=128, num_hidden_layers=1, tie_word_embeddings=True)
+    settings = Optim(learning_rate=0.01, group_learning_rates={"head": 0.1, "scalars": 0.1})
+    (problem,) = optimizer_problems(settings, config, "cpu")
+    assert problem.startswith("optim.group_learning_rates.head: no parameter of this model is in it; leave it out")
+
+
+def test_rates_of_groups_follow_the_schedule():
     model = parameters_in_module({"up.weight": (8, 4), "embed.weight": (9, 4)})
-    muon = {"adamw_learning_rate": 0.01}
     rates = {}
-    for own in ({}, muon):
+    for own in ({}, {"embedding": 0.01}):
         strategy = object.__new__(Strategy)
-        strategy.optimizer = build(model, "muon", learning_rate=0.04, muon=own)
+        strategy.optimizer = build(model, "muon", learning_rate=0.04, group_learning_rates=own)
         strategy.set_learning_rate(0.02)
         rates[bool(own)] = [group["lr"] for group in strategy.optimizer.param_groups]
     assert rates == {False: [0.02, 0.02], True: [0.02, pytest.approx(0.005)]}, "half of its peak, too"
@@ -531,7 +544,7 @@ def test_an_optimizer_is_added_by_one_class_and_one_line(monkeypatch):
     sizes = SimpleNamespace(shapes=ModelShapes.of(whole))
     assert optimizer_elements("sign_sgd", sizes) == parameters, "plan.py knows its memory"
     config = SimpleNamespace(
-        optim=SimpleNamespace(name="sign_sgd", stochastic_rounding=False),
+        optim=Optim(learning_rate=0.01).model_copy(update={"name": "sign_sgd"}),
         precision="fp32",
         compile="none",
         batch=SimpleNamespace(reduce_once=False),

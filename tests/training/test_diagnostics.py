@@ -6,8 +6,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from pretrain.model.attention import document_layout
-from pretrain.training.diagnostics import Diagnostics, largest_logit
+from pretrain.training.diagnostics import Diagnostics
 from support.tiny_models import TINY
 
 IDS = torch.randint(1, 128, (3, 24), generator=torch.Generator().manual_seed(0))
@@ -81,24 +80,3 @@ def test_a_unit_that_no_token_switches_on_counts_as_off():
     up.data[: len(up) // 4] = 0
     found = Diagnostics(strategy_of(model)).measure(model, {"input_ids": IDS})
     assert [value for value in found["units_off"] if value is not None] == [0.0, 0.25, 0.0]
-
-
-@pytest.mark.parametrize("window", [None, 4])
-@pytest.mark.parametrize("documents", [False, True])
-def test_the_largest_logit_is_one_that_a_query_sees(documents, window):
-    query, key = (torch.randn(3, heads, 24, 8, generator=torch.Generator().manual_seed(heads)) for heads in (4, 2))
-    position = torch.arange(24)
-    allowed = (position[:, None] >= position) & (position[:, None] - position < (window or 99))
-    arguments = {}
-    if documents:
-        layout = document_layout(IDS.numpy(), 0)
-        arguments["cu_seq_lens_q"] = layout["cu_seq_lens_q"]
-        segment = (layout["position_ids"] == 0).cumsum(1)
-        allowed = allowed & (segment[:, :, None] == segment[:, None, :])
-    scores = query @ key.repeat_interleave(2, dim=1).transpose(2, 3) / 8**0.5
-    hidden = scores.max().item()
-    expected = scores.masked_fill(~allowed.view(-1, 1, 24, 24), -torch.inf).max().item()
-    found = largest_logit(query, key, None, sliding_window=window, **arguments).item()
-    assert found == pytest.approx(expected, rel=1e-6) and expected < hidden
-    mask = allowed.expand(3, 24, 24)[:, None]
-    assert largest_logit(query, key, mask).item() == pytest.approx(expected, rel=1e-6)

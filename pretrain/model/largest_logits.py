@@ -1,0 +1,111 @@
+"""Largest attention logit of every head, in blocks of queries: no (T, T) matrix is in memory.
+
+Shapes: B windows, R some of them, T positions, Q queries of a block, K keys, H query heads, G key heads, N query heads
+for each key head, E width of a head.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from pretrain.model.attention import segment_ids
+
+MOST_LOGITS = {"cpu": 2**21, "cuda": 2**26}
+"""Logits that are computed at once, by device: what a CPU's caches hold, and 256 MB on a GPU."""
+MOST_QUERIES = 256
+RECORDING = "groundwork_recording"
+"""Name of the attention function that `record_largest_logits` registers."""
+RECORD = "largest_logits_H"
+"""Attribute of an attention module, (H,) fp32: the largest logits since it was last filled."""
+
+
+def largest_logits(
+    query_BHTE: Tensor,
+    key_BGTE: Tensor,
+    mask: Any = None,
+    scaling: float | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    sliding_window: int | None = None,
+    **_: Any,
+) -> Tensor:
+    """Returns each query head's largest scaled product with a key that it may attend to, (H,) in fp32.
+
+    mask: a dense mask, or flex attention's; None: causal attention within segments and window. The queries are the
+    last keys. Nothing waits for the device.
+    """
+    batch, heads, length, width = query_BHTE.shape
+    groups, keys = key_BGTE.shape[1:3]
+    most = MOST_LOGITS.get(query_BHTE.device.type, MOST_LOGITS["cuda"])
+    queries = max(1, min(length, MOST_QUERIES, most // (heads * keys)))
+    query_BGNTE = query_BHTE.to(key_BGTE.dtype).unflatten(1, (groups, heads // groups))
+    position = torch.arange(keys, device=query_BHTE.device)
+    segment_BT = None if cu_seq_lens_q is None else segment_ids(cu_seq_lens_q, batch, length)
+    largest_GN = torch.full((groups, heads // groups), -torch.inf, device=query_BHTE.device)
+    for first in range(0, length, queries):
+        end = min(first + queries, length)
+        last_key = keys - length + end if mask is None else keys
+        first_key = max(0, last_key - (end - first) - sliding_window) if sliding_window and mask is None else 0
+        seen = slice(first_key, last_key)
+        distance_QK = position[keys - length + first : keys - length + end, None] - position[seen]
+        causal_QK = (distance_QK >= 0) & (distance_QK < (sliding_window or keys))
+        together = max(1, most // (heads * (end - first) * (last_key - first_key)))
+        for row in range(0, batch, together):
+            rows = slice(row, min(row + together, batch))
+            if isinstance(mask, Tensor):
+                here = mask[rows if len(mask) > 1 else slice(None), :1, first:end, seen]
+                allowed_RQK = (here if here.dtype == torch.bool else here == 0)[:, 0]
+            elif mask is not None:  # flex attention's
+                zero = torch.zeros((), dtype=torch.long, device=position.device)
+                number_R = torch.arange(rows.start, rows.stop, device=position.device)[:, None, None]
+                allowed_RQK = mask.mask_mod(number_R, zero, position[first:end, None], position[seen])
+            elif segment_BT is not None:
+                segment_RK = segment_BT[rows]
+                same_RQK = segment_RK[:, first:end, None] == segment_RK[:, None, seen]
+                allowed_RQK = causal_QK & same_RQK
+            else:
+                allowed_RQK = causal_QK[None]
+            query_RGME = query_BGNTE[rows, :, :, first:end].flatten(2, 3)
+            logits_RGMK = (query_RGME @ key_BGTE[rows, :, seen].transpose(2, 3)).float()
+            logits_RGNQK = logits_RGMK.unflatten(2, (heads // groups, end - first))
+            logits_RGNQK.masked_fill_(~allowed_RQK[:, None, None], -torch.inf)
+            largest_GN = torch.maximum(largest_GN, logits_RGNQK.amax((0, 3, 4)))
+    return largest_GN.flatten() * (width**-0.5 if scaling is None else scaling)
+
+
+# An operator of its own: the compiler would unroll the blocks of every layer.
+@torch.library.custom_op("groundwork::largest_logits", mutates_args=())
+def _largest_logits(
+    query_BHTE: Tensor, key_BGTE: Tensor, cu_seq_lens: Tensor | None, scaling: float | None, window: int | None
+) -> Tensor:
+    return largest_logits(query_BHTE, key_BGTE, None, scaling, cu_seq_lens, window)
+
+
+@_largest_logits.register_fake
+def _(query_BHTE, key_BGTE, cu_seq_lens, scaling, window):
+    return query_BHTE.new_empty(query_BHTE.shape[1], dtype=torch.float32)
+
+
+def record_largest_logits(causal_lm: PreTrainedModel) -> None:
+    """Makes the model's attention keep the largest logits of training, in modules that have RECORD."""
+    name = causal_lm.config._attn_implementation  # private, but transformers has no public name for it
+    attend = ALL_ATTENTION_FUNCTIONS[name]
+
+    def recording(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **arguments):
+        record_H = getattr(module, RECORD, None)
+        if record_H is not None and module.training and torch.is_grad_enabled():
+            with torch.no_grad():
+                window = arguments.get("sliding_window")
+                of_segments = arguments.get("cu_seq_lens_q")
+                found_H = torch.ops.groundwork.largest_logits(
+                    query.detach(), key.detach(), of_segments, arguments.get("scaling"), window
+                )
+                record_H.copy_(torch.maximum(record_H, found_H))
+        return attend(module, query, key, value, mask, **arguments)
+
+    registered: Callable = recording
+    AttentionInterface.register(RECORDING, registered)
+    causal_lm.set_attn_implementation(RECORDING)

@@ -1,0 +1,227 @@
+"""QK-clip: bounds attention logits by scaling the query and key weights of single heads (MuonClip; Kimi K2, arXiv
+2507.20534, section 2.1).
+
+After an update, a head whose largest logit of the step, over all tokens, was m > tau, has its logits scaled by
+tau / m: its outputs of the query's and the key's weights and biases are multiplied by the square root of that. Where
+query heads share a key head, the key takes only the factor that all of them need, and each query the rest: no head is
+scaled that did not exceed tau.
+
+The largest logits come from the step's own forward passes (`model.largest_logits`). Nothing waits for the device.
+
+Shapes: L layers with attention, H query heads, G key heads, N query heads for each key head.
+"""
+
+import functools
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
+
+from pretrain.model.build import build_model, transposed_names
+from pretrain.model.largest_logits import RECORD
+from pretrain.model.small_copy import (
+    TOLERANCE,
+    KeyedConfig,
+    ReferenceWindow,
+    logits_of,
+    one_thread,
+    reference_of,
+    relative_difference,
+)
+from pretrain.optim.matrix_exchange import local_tensor
+from pretrain.optim.tiles import take, whole_tile
+from pretrain.parallel.mesh_tiles import tile_of
+from pretrain.parallel.strategy import Strategy
+
+ATTENTIONS = ("groundwork_sdpa", "groundwork_eager", "groundwork_fa2", "groundwork_fa3")
+"""Attentions whose masks follow from documents and windows alone."""
+FUSED = ("c_attn", "qkv_proj")
+"""Names of matrices whose outputs are all queries, then all keys, then all values."""
+OBSERVING = "groundwork_observing"
+"""Name of the attention with which a small copy is observed."""
+
+
+@dataclass(frozen=True)
+class HeadRows:
+    """Where a parameter has the outputs of the query's or the key's heads, one head after the other."""
+
+    parameter: str
+    of_query: bool
+    dim: int
+    """Dimension of the outputs."""
+    first: int
+    """Index of the first head's first output."""
+    width: int
+    """Outputs of a head."""
+
+
+def head_rows(causal_lm: PreTrainedModel) -> dict[str, list[HeadRows]]:
+    """Returns {name of an attention module: where its query's and key's heads are}, for the layouts that are known."""
+    heads, key_heads = heads_of(causal_lm.config)
+    transposed = transposed_names(causal_lm)
+    found: dict[str, list[HeadRows]] = {}
+    for name, module in causal_lm.named_modules() if heads else ():
+        children = dict(module.named_children())
+        fused = next((child for child in FUSED if child in children), None)
+        matrices = [fused, fused] if fused else ["q_proj", "k_proj"]
+        if not children.keys() >= set(matrices):
+            continue
+        weights = [f"{name}.{child}.weight" for child in matrices]
+        outputs = [causal_lm.get_parameter(weight).shape[weight in transposed] for weight in weights]
+        widths = [size // (heads + 2 * key_heads) for size in outputs]
+        if not fused:
+            widths = [outputs[0] // heads, outputs[1] // key_heads]
+        if widths[0] != widths[1]:  # a gate beside the query, for instance
+            continue
+        found[name] = [
+            HeadRows(
+                f"{name}.{child}.{kind}",
+                of_query=of_query,
+                dim=int(weight in transposed and kind == "weight"),
+                first=heads * widths[0] if fused and not of_query else 0,
+                width=widths[0],
+            )
+            for child, weight, of_query in zip(matrices, weights, (True, False), strict=True)
+            for kind, _ in children[child].named_parameters(recurse=False)
+        ]
+    return found
+
+
+def heads_of(config: PreTrainedConfig) -> tuple[int, int]:
+    """Returns the numbers of query heads and key heads of every layer; 0 and 0 if layers differ or have none."""
+    heads = getattr(config, "num_attention_heads", None)
+    key_heads = getattr(config, "num_key_value_heads", None) or heads
+    return (heads, key_heads) if isinstance(heads, int) and isinstance(key_heads, int) else (0, 0)
+
+
+def factors_of(largest_H: Tensor, tau: float, key_heads: int) -> tuple[Tensor, Tensor]:
+    """Returns the factors of (..., H) queries and (..., G) keys; 1 for heads that stay."""
+    factor_H = torch.where(largest_H > tau, tau / largest_H, 1.0)
+    factor_GN = factor_H.unflatten(-1, (key_heads, -1))
+    key_G = factor_GN.amax(-1).sqrt()
+    return (factor_GN / key_G[..., None]).flatten(-2), key_G
+
+
+def scale_heads(parameter: nn.Parameter, rows: HeadRows, factors: Tensor) -> None:
+    """Multiplies this rank's part of the heads' outputs by a factor for each head."""
+    local = local_tensor(parameter)
+    each = torch.ones(parameter.shape[rows.dim], device=factors.device)
+    each[rows.first : rows.first + len(factors) * rows.width] = factors.repeat_interleave(rows.width)
+    tile = tile_of(parameter) if isinstance(parameter, DTensor) else whole_tile(parameter.shape)
+    mine = take(each, (tile[rows.dim],)).to(local.device)
+    local.mul_(mine[:, None] if local.dim() == 2 and rows.dim == 0 else mine)
+
+
+class QkClip:
+    """QK-clip of a model in training; `attach` registers what a step calls. Its only state is that of one step.
+
+    Args:
+        causal_lm: prepared by the strategy, not yet compiled, its attention changed by `record_largest_logits`.
+        tau: largest logit that a head may have.
+    """
+
+    def __init__(self, causal_lm: PreTrainedModel, strategy: Strategy, tau: float):
+        self.strategy = strategy
+        self.tau = tau
+        self.heads, self.key_heads = heads_of(causal_lm.config)
+        self.parameter_of = {name: parameter for parameter, name in strategy.name_of.items()}
+        """Parameters that this rank updates."""
+        rows = head_rows(causal_lm)
+        self.layers = len(rows)
+        self.here: dict[int, tuple[nn.Module, list[HeadRows]]] = {}
+        """{number of a layer: its attention}, of those that this rank runs."""
+        for number, (name, of_layer) in enumerate(rows.items()):
+            if of_layer[0].parameter in self.parameter_of:
+                module = causal_lm.get_submodule(name)
+                setattr(module, RECORD, torch.empty(self.heads // strategy.head_parts, device=strategy.device))
+                self.here[number] = (module, of_layer)
+
+    def attach(self) -> None:
+        """Registers the methods of a step with the strategy."""
+        self.strategy.before_step += (self.begin_step,)
+        self.strategy.after_update += (self.end_step,)
+
+    def begin_step(self, micro_steps: int) -> None:
+        """Forgets the logits of the step before."""
+        for module, _ in self.here.values():
+            getattr(module, RECORD).fill_(-torch.inf)
+
+    @torch.no_grad()
+    def end_step(self, skipped: Tensor) -> None:
+        """Scales the heads whose logits exceeded tau on any rank; none after a skipped update."""
+        largest_LH = torch.full((self.layers, self.heads), -torch.inf, device=self.strategy.device)
+        for number, (module, _) in self.here.items():
+            record = getattr(module, RECORD)
+            largest_LH[number].narrow(0, self.strategy.head_part * len(record), len(record)).copy_(record)
+        if self.strategy.ranks.count > 1:
+            dist.all_reduce(largest_LH, op=dist.ReduceOp.MAX)
+        largest_LH = torch.where(skipped.to(largest_LH.device).bool(), 0.0, largest_LH)
+        of_queries, of_keys = factors_of(largest_LH, self.tau, self.key_heads)
+        for number, (_, of_layer) in self.here.items():
+            for rows in of_layer:
+                scale_heads(
+                    self.parameter_of[rows.parameter], rows, (of_queries if rows.of_query else of_keys)[number]
+                )
+
+
+def qk_clip_problem(model_config: PreTrainedConfig, attention: str) -> str | None:
+    """Returns why this model's heads cannot be scaled, with what works; None if they can.
+
+    Determined by scaling the heads of a small copy. Raises InputError as `reference_of`.
+    """
+    if attention not in ATTENTIONS:
+        return (
+            f"optim.muon.qk_clip: does not run with the attention {attention}, whose masks it does not know; use "
+            "attention: auto, sdpa or eager with a model for which they run, or null"
+        )
+    return _qk_clip_problem(KeyedConfig.of(model_config))
+
+
+@functools.lru_cache(maxsize=64)
+@one_thread()
+def _qk_clip_problem(keyed: KeyedConfig) -> str | None:
+    reference = reference_of(keyed)
+    model_type = keyed.config.model_type
+    observed: dict[nn.Module, tuple[Tensor, Tensor]] = {}
+
+    def observing(module, query, key, value, mask, **arguments):
+        from pretrain.parallel.context_parallel import without_cap
+
+        observed[module] = (query, key)
+        return without_cap(module, query, key, value, mask, **arguments)
+
+    AttentionInterface.register(OBSERVING, observing)
+    model = build_model(reference.config, seed=0, attention=OBSERVING).eval()
+    model.load_state_dict(reference.state_dict())
+    ids_BT = ReferenceWindow.of(model.config).inputs_BT
+    logits_of(model, ids_BT)
+    heads, key_heads = heads_of(model.config)
+    places = {model.get_submodule(name): rows for name, rows in head_rows(model).items()}
+    advice = "use qk_clip: null, or an architecture such as llama, qwen2, mistral or gpt2"
+    if unknown := [type(module).__name__ for module in observed if module not in places]:
+        return f"optim.muon.qk_clip: {model_type}: finds no query and key weights in {unknown[0]}; {advice}"
+    if not observed or not heads:
+        return f"optim.muon.qk_clip: {model_type} has no attention to observe, or layers of unequal heads; {advice}"
+    parameters = dict(model.named_parameters())
+    for module in list(observed):
+        query, key = observed[module]  # as the last pass has left them
+        of_queries = torch.linspace(0.5, 0.9, heads)
+        of_keys = torch.linspace(0.6, 0.8, key_heads)
+        with torch.no_grad():
+            for rows in places[module]:
+                scale_heads(parameters[rows.parameter], rows, of_queries if rows.of_query else of_keys)
+        logits_of(model, ids_BT)
+        found = observed[module]
+        wanted = (query * of_queries[:, None, None], key * of_keys[:, None, None])
+        if max(relative_difference(*pair) for pair in zip(found, wanted, strict=True)) > TOLERANCE:
+            normalizes = any("norm" in name for name, _ in module.named_children())
+            reason = (
+                "normalizes queries and keys, so their weights' scale does not reach the logits, which its norms bound"
+                if normalizes
+                else "does not compute queries and keys that grow with their weights"
+            )
+            return f"optim.muon.qk_clip: {model_type} {reason}; {advice}"
+    return None
