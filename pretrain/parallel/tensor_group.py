@@ -9,9 +9,6 @@ from typing import Self
 import torch
 from torch.distributed.tensor import DTensor
 
-from pretrain.optim.tiles import take
-from pretrain.parallel.mesh_tiles import tile_of
-
 
 @dataclass(frozen=True)
 class TensorGroup:
@@ -105,4 +102,7 @@ def load_parts(tensors: Mapping[str, torch.Tensor], whole: Mapping[str, torch.Te
 
 def local_part(whole: torch.Tensor, like: DTensor) -> torch.Tensor:
     """Returns this rank's part of `whole` if it is divided like the DTensor `like`."""
+    from pretrain.optim.tiles import take
+    from pretrain.parallel.mesh_tiles import tile_of
+
     return take(whole, tile_of(like))

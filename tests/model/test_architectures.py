@@ -16,6 +16,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 import pretrain.model.architectures
 from pretrain.model.architectures.deepone import DeepOneConfig, DeepOneForCausalLM, DeepOneModel
 from pretrain.model.build import build_model, save_model_metadata
+from pretrain.model.own_code import register_all
+
+register_all()
 
 
 def tiny(**changes) -> DeepOneConfig:
