@@ -45,7 +45,6 @@ from pretrain.training.between_steps import (
     validate,
 )
 from pretrain.training.build import build_training
-from pretrain.training.continued_plan import describe_next_start
 from pretrain.training.ending import end_early, finish
 from pretrain.training.metrics import Metrics
 from pretrain.training.prefetch import ReadAhead
@@ -157,6 +156,7 @@ def open_profile(run: Run, read_ahead: ReadAhead, steps: int | None, first_step:
 
 def check(asked: CommandLine) -> None:
     """Checks everything that can be checked before the start."""
+    from pretrain.training.continued_plan import describe_next_start
     from pretrain_tools.planning.judgement import judgement, judgement_without_data, warnings_in_words
 
     share_shards(asked.config.data)

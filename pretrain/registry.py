@@ -75,9 +75,9 @@ OPTIMIZERS = Table(
     "an optimizer",
     {
         "adamw": "pretrain.optim.optimizers:AdamWSpec",
-        "adafactor": "pretrain.optim.optimizers:AdafactorSpec",
-        "muon": "pretrain.optim.optimizers:MuonSpec",
-        "adamw_8bit": "pretrain.optim.optimizers:AdamW8bitSpec",
+        "adafactor": "pretrain.optim.adafactor:AdafactorSpec",
+        "muon": "pretrain.optim.muon:MuonSpec",
+        "adamw_8bit": "pretrain.optim.adamw_8bit:AdamW8bitSpec",
     },
 )
 """Subclasses of `optim.optimizers.OptimizerSpec`."""

@@ -113,7 +113,7 @@ def test_what_is_compiled_stands_alone_and_its_build_finds_what_it_imports():
     ("module", "file", "package"),
     [
         ("model/fp8.py", "requirements-gpu.txt", "torchao"),
-        ("optim/optimizers.py", "requirements-gpu.txt", "bitsandbytes"),
+        ("optim/adamw_8bit.py", "requirements-gpu.txt", "bitsandbytes"),
         ("model/attention.py", "requirements-flash-attn.txt", "flash-attn"),
     ],
 )

@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-import pretrain.model.architectures  # noqa: F401  (registers the local models, which then need no trust_remote_code)
 from pretrain.config import WindowSpec
 from pretrain.data.batches import read_windows, windows_of
 from pretrain.data.shards import ShardReader

@@ -4,6 +4,7 @@ Knows nothing of distribution, optimizers or data. A new model is a JSON in mode
 file in architectures/ (docs/models.md).
 
     architectures/: local architectures
+    own_code: registers local architectures, and model folders with their own code
     model_config: reads a JSON, folder or Hub id into a checked configuration
     build: builds a model from a configuration, counts it and initializes its weights
     pretrained: loads weights from files

@@ -23,7 +23,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, RopeParameters
 
 from pretrain.config import ModelSource
 from pretrain.errors import InputError, did_you_mean, read_small_file, shortened
-from pretrain.model.architectures import BROKEN, MODEL_TYPES, own_keys_of, register_folder
+from pretrain.model.architectures import MODEL_TYPES
 from pretrain.registry import place_of
 
 # Keys outside the dataclass fields that transformers reads while it builds a configuration from a file.
@@ -117,6 +117,8 @@ def load_recipe_model_config(source: ModelSource, vocabulary_size: int | None) -
 
 def _register_code_of(name_or_path: str) -> None:
     """Registers a model's own code, so that everything else finds it as it finds the library's models."""
+    from pretrain.model.own_code import own_keys_of, register_folder
+
     path = Path(name_or_path)
     folder = str(path.parent) if name_or_path.endswith(".json") else name_or_path
     keys = _read_json(path) if name_or_path.endswith(".json") and path.exists() else own_keys_of(folder)
@@ -156,6 +158,8 @@ def padded_vocabulary(vocabulary_size: int) -> int:
 
 
 def _config_of_library(name_or_path: str, trust_remote_code: bool) -> PreTrainedConfig:
+    from pretrain.model.own_code import register_all
+
     path = Path(name_or_path)
     if path.is_dir():
         if not (path / "config.json").is_file():
@@ -164,6 +168,7 @@ def _config_of_library(name_or_path: str, trust_remote_code: bool) -> PreTrained
         raise InputError(f"{name_or_path}: no such folder; give a model's .json file, a model folder or a Hub id")
     elif (SHIPPED_CONFIGS / f"{name_or_path}.json").is_file():
         raise InputError(f"{name_or_path}: no such folder; did you mean {SHIPPED_CONFIGS.name}/{name_or_path}.json?")
+    register_all()
     try:
         return AutoConfig.from_pretrained(name_or_path, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, huggingface_hub.errors.StrictDataclassError) as error:
@@ -284,6 +289,10 @@ def _config_class(where: str, keys: Mapping[str, Any]) -> type[PreTrainedConfig]
     model_type = keys.get("model_type")
     if model_type is None:
         raise InputError(f"{where}: model_type is missing; state it, for example {', '.join(COMMON_MODEL_TYPES)}")
+    if model_type in MODEL_TYPES:
+        from pretrain.model.own_code import register_own
+
+        register_own(model_type)
     if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
         hint = did_you_mean(str(model_type), CONFIG_MAPPING)
         if hint.startswith("; allowed"):
@@ -291,7 +300,7 @@ def _config_class(where: str, keys: Mapping[str, Any]) -> type[PreTrainedConfig]
         problem = f"{where}: unknown model_type {shortened(repr(model_type))}{hint}"
         if "auto_map" in keys:
             problem += "; its auto_map names code of its own: allow it with --trust_remote_code"
-        raise InputError(problem, *BROKEN)
+        raise InputError(problem)
     config_class = CONFIG_MAPPING[model_type]
     if config_class not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise InputError(

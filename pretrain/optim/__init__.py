@@ -1,9 +1,9 @@
 """Optimizers, and learning rate and batch size by step.
 
 Schedules are pure functions of the step and keep no state. A new schedule is one function and one line in
-learning_rate, a new optimizer one class and one line in optimizers (docs/training.md).
+learning_rate, a new optimizer one class and one line in pretrain/registry.py (docs/training.md).
 
-    optimizers: available optimizers, what each keeps and needs, what decays, state by name, norms
+    optimizers: what an optimizer declares, AdamW, what decays, state by name, norms
     adafactor, muon, adamw_8bit: Adafactor, Muon, and AdamW with 8-bit moments
     matrix_exchange: gathers matrices that are divided among ranks for an update
     tiles: parts of a tensor, as index ranges

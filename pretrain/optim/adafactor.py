@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from pretrain.optim.matrix_exchange import Holders, local_tensor
+from pretrain.optim.optimizers import OptimizerSpec
 from pretrain.optim.tiles import Tile, narrowed, put, shape_of, take, whole_tile
 
 CLIP = 1.0
@@ -304,3 +305,17 @@ def mixed(numbers: torch.Tensor) -> torch.Tensor:
 def signed(number: int) -> int:
     """Returns the int64 with the lower 64 bits of a number."""
     return (number + 2**63) % 2**64 - 2**63
+
+
+class AdafactorSpec(OptimizerSpec):
+    """Adafactor, whose row and column statistics are replicated on every rank."""
+
+    takes = ("whole", "sharded", "pieces")
+    state_is_whole = True
+
+    def make(self, parameters, settings, learning_rate, seed, device_type) -> torch.optim.Optimizer:
+        names = {parameter: name for name, parameter in parameters}
+        return Adafactor(self.groups(parameters, settings.weight_decay), lr=learning_rate, seed=seed, names=names)
+
+    def state_shapes(self, name: str) -> dict[str, tuple[int, ...]]:
+        return factored_shapes(self.model.shapes[name])

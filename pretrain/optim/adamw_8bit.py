@@ -10,7 +10,9 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch.distributed.tensor import DTensor
 
+from pretrain.config import Optim
 from pretrain.optim.matrix_exchange import local_tensor, sharded_like
+from pretrain.optim.optimizers import OptimizerSpec
 from pretrain.optim.tiles import Tile, whole_tile
 
 BLOCK = 256
@@ -135,3 +137,46 @@ def scales_for(parameter: torch.Tensor) -> torch.Tensor:
     units, blocks = table_shape(shape)
     mine = -(-parameter.to_local().size(0) // unit_rows(shape))
     return sharded_like(parameter, torch.zeros(mine, blocks, device=parameter.device), (units, blocks))
+
+
+class AdamW8bitSpec(OptimizerSpec):
+    """AdamW with 8-bit moments, by the kernels of bitsandbytes, on a GPU or a CPU."""
+
+    takes = ("whole", "sharded")
+
+    def problems(self, settings: Optim, device_type: str) -> list[str]:
+        try:
+            import bitsandbytes
+        except ImportError:
+            return [
+                "optim.name: adamw_8bit needs bitsandbytes: pip install -r requirements-gpu.txt; "
+                "adamw, muon and adafactor run without it"
+            ]
+        kernel = "optimizer_update_8bit_blockwise"
+        # Private: torch has no public way to ask for an operator's kernel on a device.
+        has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+        exists = hasattr(torch.ops.bitsandbytes, kernel)  # older versions lack it
+        if exists and has_kernel(f"bitsandbytes::{kernel}", device_type.upper()):
+            return []
+        return [
+            f"optim.name: bitsandbytes {bitsandbytes.__version__} has no 8-bit AdamW for {device_type}: "
+            "upgrade it, or use adamw, muon or adafactor"
+        ]
+
+    def make(self, parameters, settings, learning_rate, seed, device_type) -> torch.optim.Optimizer:
+        groups = self.groups(parameters, settings.weight_decay)
+        return AdamW8bit(groups, lr=learning_rate, betas=settings.betas, eps=settings.eps)
+
+    def state_shapes(self, name: str) -> dict[str, tuple[int, ...]]:
+        shape = self.model.shapes[name]
+        state = {"step": (), "state1": shape, "state2": shape}
+        if has_blocks(shape):
+            state |= {"qmap1": (256,), "qmap2": (256,), **dict.fromkeys(SCALES, (block_count(shape),))}
+        return state
+
+    def placed(self, key: str, value: torch.Tensor, parameter: torch.Tensor, group: dict) -> torch.Tensor | int:
+        if key == "step":
+            return int(value)
+        if key in SCALES and isinstance(parameter, DTensor):
+            return value  # `MeshStrategy.load` divides it
+        return value.to(parameter.device, copy=True)

@@ -7,9 +7,11 @@ emulates them, 50 times slower than fp32.
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from fnmatch import fnmatchcase
 
 import torch
 
+from pretrain.config import Optim
 from pretrain.hardware import missing_bf16
 from pretrain.optim.matrix_exchange import (
     HiddenMatrix,
@@ -19,6 +21,7 @@ from pretrain.optim.matrix_exchange import (
     pieces_of,
     replace_whole_matrices,
 )
+from pretrain.optim.optimizers import AdamWSpec
 
 EPS = 1e-7
 """Minimum Frobenius norm that an update is divided by."""
@@ -252,3 +255,88 @@ def orthogonalized(matrices: torch.Tensor, coefficients: Sequence[Quintic]) -> t
         gram = x @ x.mT
         x = multiply_add(x, multiply_add(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x
+
+
+class MuonSpec(AdamWSpec):
+    """Muon for the hidden matrices; AdamW for embeddings, the output head, norms and biases."""
+
+    takes = ("whole", "sharded", "pieces")
+    runs_from_disk = False
+    shares_work = True
+    relative_learning_rate = 2.0
+    least_batch_factor = 0.5  # measured in docs/quality.md
+    updates_in_bf16 = True
+    clips_heads = True
+
+    def problems(self, settings: Optim, device_type: str) -> list[str]:
+        hidden = [name for name in self.model.shapes if self.model.is_hidden_matrix(name)]
+        if not hidden:
+            return ["optim.name: muon finds no hidden matrices in this model; use adamw"]
+        problems = []
+        fitting = {name: pattern_of(name, settings.muon.blocks) for name in hidden}
+        for pattern, blocks in settings.muon.blocks.items():
+            outputs = {name: self.outputs(name) for name in hidden if fitting[name] == pattern}
+            wrong = [name for name, size in outputs.items() if size != sum(block_sizes(blocks, size))]
+            if not outputs:
+                problems.append(
+                    f"optim.muon.blocks: {pattern} fits the name of no hidden matrix of this model, or the patterns "
+                    f"before it do; the first one is {hidden[0]}"
+                )
+            if wrong:
+                given = f"{blocks} equal blocks" if isinstance(blocks, int) else f"{sum(blocks)} = sum of {blocks}"
+                problems.append(
+                    f"optim.muon.blocks: {pattern}: {wrong[0]} has {outputs[wrong[0]]} outputs, which are not {given}"
+                )
+        return problems
+
+    def outputs(self, name: str) -> int:
+        """Returns the number of outputs of one matrix."""
+        rows, columns = self.model.shapes[name][-2:]
+        halves_dim, _ = self.model.stacks.get(name, (None, False))
+        return columns if name in self.model.transposed or halves_dim == 1 else rows
+
+    def matrix(self, name: str, blocks_of: Mapping[str, int | list[int]]) -> HiddenMatrix:
+        """Returns the matrix of this name, in the blocks of the first matching pattern; gate and up are two blocks."""
+        *stack, rows, columns = self.model.shapes[name]
+        halves_dim, alternates = self.model.stacks.get(name, (None, False))
+        dim = 1 if name in self.model.transposed or halves_dim == 1 else 0
+        pattern = pattern_of(name, blocks_of)
+        blocks = (1 if halves_dim is None else 2) if pattern is None else blocks_of[pattern]
+        sizes = block_sizes(blocks, (rows, columns)[dim])
+        return HiddenMatrix(
+            (rows, columns),
+            blocks=tuple(sizes) if len(sizes) > 1 else (),
+            block_dim=dim,
+            alternates=alternates and pattern is None,
+            stacked=math.prod(stack),
+        )
+
+    def make(self, parameters, settings, learning_rate, seed, device_type) -> torch.optim.Optimizer:
+        own = settings.muon
+        hidden = {p: self.matrix(name, own.blocks) for name, p in parameters if self.model.is_hidden_matrix(name)}
+        matrices = [(name, parameter) for name, parameter in parameters if parameter in hidden]
+        others = [(name, parameter) for name, parameter in parameters if parameter not in hidden]
+        muon = Muon(
+            self.groups_by_rate(matrices, settings.weight_decay, orthogonalized=True),
+            lr=learning_rate,
+            ns_steps=own.iterations,
+            coefficients=own.coefficients,
+            matrices=hidden,
+        )
+        adamw = super().make(others, settings, learning_rate, seed, device_type)
+        return MuonWithAdamW(muon, adamw)
+
+    def state_shapes(self, name: str) -> dict[str, tuple[int, ...]]:
+        if self.model.is_hidden_matrix(name):
+            return {"momentum_buffer": self.model.shapes[name]}
+        return super().state_shapes(name)
+
+
+def block_sizes(blocks: int | list[int], total: int) -> list[int]:
+    """Returns the given sizes, or those of that many equal blocks."""
+    return [total // blocks] * blocks if isinstance(blocks, int) else blocks
+
+
+def pattern_of(name: str, patterns: Iterable[str]) -> str | None:
+    """Returns the first pattern that matches the name."""
+    return next((pattern for pattern in patterns if fnmatchcase(name, pattern)), None)

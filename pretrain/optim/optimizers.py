@@ -1,10 +1,8 @@
 """Optimizers: what decays, what each needs and keeps, state by parameter name, the gradient norm."""
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,7 +17,6 @@ from pretrain.registry import OPTIMIZERS
 
 if TYPE_CHECKING:
     from pretrain.model.width_roles import WidthRole
-    from pretrain.optim.matrix_exchange import HiddenMatrix
 
 NamedParameters = list[tuple[str, torch.nn.Parameter]]
 MOST_ADDED_UP = 2**16
@@ -126,6 +123,8 @@ class OptimizerSpec(ABC):
     """Minimum factor of that peak by the batch size; see `rate_by_law`."""
     updates_in_bf16 = False
     """True if the update uses bf16 under any precision, provided that the device multiplies in bf16."""
+    clips_heads = False
+    """True if `optim.muon.qk_clip` may bound the attention logits after its update."""
 
     Options = None
     """Class of `optim.options`, a config.Section; None: it takes none."""
@@ -203,163 +202,6 @@ class AdamWSpec(OptimizerSpec):
         return {"step": (), "exp_avg": shape, "exp_avg_sq": shape}
 
 
-class AdafactorSpec(OptimizerSpec):
-    """Adafactor, whose row and column statistics are replicated on every rank."""
-
-    takes = ("whole", "sharded", "pieces")
-    state_is_whole = True
-
-    def make(self, parameters, settings, learning_rate, seed, device_type) -> torch.optim.Optimizer:
-        from pretrain.optim.adafactor import Adafactor
-
-        names = {parameter: name for name, parameter in parameters}
-        return Adafactor(self.groups(parameters, settings.weight_decay), lr=learning_rate, seed=seed, names=names)
-
-    def state_shapes(self, name: str) -> dict[str, tuple[int, ...]]:
-        from pretrain.optim.adafactor import factored_shapes
-
-        return factored_shapes(self.model.shapes[name])
-
-
-class MuonSpec(AdamWSpec):
-    """Muon for the hidden matrices; AdamW for embeddings, the output head, norms and biases."""
-
-    takes = ("whole", "sharded", "pieces")
-    runs_from_disk = False
-    shares_work = True
-    relative_learning_rate = 2.0
-    least_batch_factor = 0.5  # measured in docs/quality.md
-    updates_in_bf16 = True
-
-    def problems(self, settings: Optim, device_type: str) -> list[str]:
-        hidden = [name for name in self.model.shapes if self.model.is_hidden_matrix(name)]
-        if not hidden:
-            return ["optim.name: muon finds no hidden matrices in this model; use adamw"]
-        problems = []
-        fitting = {name: pattern_of(name, settings.muon.blocks) for name in hidden}
-        for pattern, blocks in settings.muon.blocks.items():
-            outputs = {name: self.outputs(name) for name in hidden if fitting[name] == pattern}
-            wrong = [name for name, size in outputs.items() if size != sum(block_sizes(blocks, size))]
-            if not outputs:
-                problems.append(
-                    f"optim.muon.blocks: {pattern} fits the name of no hidden matrix of this model, or the patterns "
-                    f"before it do; the first one is {hidden[0]}"
-                )
-            if wrong:
-                given = f"{blocks} equal blocks" if isinstance(blocks, int) else f"{sum(blocks)} = sum of {blocks}"
-                problems.append(
-                    f"optim.muon.blocks: {pattern}: {wrong[0]} has {outputs[wrong[0]]} outputs, which are not {given}"
-                )
-        return problems
-
-    def outputs(self, name: str) -> int:
-        """Returns the number of outputs of one matrix."""
-        rows, columns = self.model.shapes[name][-2:]
-        halves_dim, _ = self.model.stacks.get(name, (None, False))
-        return columns if name in self.model.transposed or halves_dim == 1 else rows
-
-    def matrix(self, name: str, blocks_of: Mapping[str, int | list[int]]) -> "HiddenMatrix":
-        """Returns the matrix of this name, in the blocks of the first matching pattern; gate and up are two blocks."""
-        from pretrain.optim.matrix_exchange import HiddenMatrix
-
-        *stack, rows, columns = self.model.shapes[name]
-        halves_dim, alternates = self.model.stacks.get(name, (None, False))
-        dim = 1 if name in self.model.transposed or halves_dim == 1 else 0
-        pattern = pattern_of(name, blocks_of)
-        blocks = (1 if halves_dim is None else 2) if pattern is None else blocks_of[pattern]
-        sizes = block_sizes(blocks, (rows, columns)[dim])
-        return HiddenMatrix(
-            (rows, columns),
-            blocks=tuple(sizes) if len(sizes) > 1 else (),
-            block_dim=dim,
-            alternates=alternates and pattern is None,
-            stacked=math.prod(stack),
-        )
-
-    def make(self, parameters, settings, learning_rate, seed, device_type) -> torch.optim.Optimizer:
-        from pretrain.optim.muon import Muon, MuonWithAdamW
-
-        own = settings.muon
-        hidden = {p: self.matrix(name, own.blocks) for name, p in parameters if self.model.is_hidden_matrix(name)}
-        matrices = [(name, parameter) for name, parameter in parameters if parameter in hidden]
-        others = [(name, parameter) for name, parameter in parameters if parameter not in hidden]
-        muon = Muon(
-            self.groups_by_rate(matrices, settings.weight_decay, orthogonalized=True),
-            lr=learning_rate,
-            ns_steps=own.iterations,
-            coefficients=own.coefficients,
-            matrices=hidden,
-        )
-        adamw = super().make(others, settings, learning_rate, seed, device_type)
-        return MuonWithAdamW(muon, adamw)
-
-    def state_shapes(self, name: str) -> dict[str, tuple[int, ...]]:
-        if self.model.is_hidden_matrix(name):
-            return {"momentum_buffer": self.model.shapes[name]}
-        return super().state_shapes(name)
-
-
-def block_sizes(blocks: int | list[int], total: int) -> list[int]:
-    """Returns the given sizes, or those of that many equal blocks."""
-    return [total // blocks] * blocks if isinstance(blocks, int) else blocks
-
-
-def pattern_of(name: str, patterns: Iterable[str]) -> str | None:
-    """Returns the first pattern that matches the name."""
-    return next((pattern for pattern in patterns if fnmatchcase(name, pattern)), None)
-
-
-class AdamW8bitSpec(OptimizerSpec):
-    """AdamW with 8-bit moments, by the kernels of bitsandbytes, on a GPU or a CPU."""
-
-    takes = ("whole", "sharded")
-
-    def problems(self, settings: Optim, device_type: str) -> list[str]:
-        try:
-            import bitsandbytes
-        except ImportError:
-            return [
-                "optim.name: adamw_8bit needs bitsandbytes: pip install -r requirements-gpu.txt; "
-                "adamw, muon and adafactor run without it"
-            ]
-        kernel = "optimizer_update_8bit_blockwise"
-        # Private: torch has no public way to ask for an operator's kernel on a device.
-        has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
-        exists = hasattr(torch.ops.bitsandbytes, kernel)  # older versions lack it
-        if exists and has_kernel(f"bitsandbytes::{kernel}", device_type.upper()):
-            return []
-        return [
-            f"optim.name: bitsandbytes {bitsandbytes.__version__} has no 8-bit AdamW for {device_type}: "
-            "upgrade it, or use adamw, muon or adafactor"
-        ]
-
-    def make(self, parameters, settings, learning_rate, seed, device_type) -> torch.optim.Optimizer:
-        from pretrain.optim.adamw_8bit import AdamW8bit
-
-        groups = self.groups(parameters, settings.weight_decay)
-        return AdamW8bit(groups, lr=learning_rate, betas=settings.betas, eps=settings.eps)
-
-    def state_shapes(self, name: str) -> dict[str, tuple[int, ...]]:
-        from pretrain.optim.adamw_8bit import SCALES, block_count, has_blocks
-
-        shape = self.model.shapes[name]
-        state = {"step": (), "state1": shape, "state2": shape}
-        if has_blocks(shape):
-            state |= {"qmap1": (256,), "qmap2": (256,), **dict.fromkeys(SCALES, (block_count(shape),))}
-        return state
-
-    def placed(self, key: str, value: torch.Tensor, parameter: torch.Tensor, group: dict) -> torch.Tensor | int:
-        from torch.distributed.tensor import DTensor
-
-        from pretrain.optim.adamw_8bit import SCALES
-
-        if key == "step":
-            return int(value)
-        if key in SCALES and isinstance(parameter, DTensor):
-            return value  # `MeshStrategy.load` divides it
-        return value.to(parameter.device, copy=True)
-
-
 @dataclass(frozen=True)
 class OptimizerBuilder:
     """Builder of the recipe's optimizer for the (name, parameter) pairs that a strategy updates."""
@@ -397,7 +239,7 @@ def optimizer_problems(settings: Optim, model_config: PreTrainedConfig, device_t
         return error.problems
     spec = OPTIMIZERS[settings.name](shapes)
     problems = spec.problems(settings, device_type)
-    if settings.muon.qk_clip and not isinstance(spec, MuonSpec):
+    if settings.muon.qk_clip and not spec.clips_heads:
         problems.append(f"optim.muon.qk_clip: works with name: muon (got {settings.name}); use muon, or null")
     groups = set(map(shapes.group_of, shapes.shapes))
     problems += [

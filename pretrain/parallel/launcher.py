@@ -20,7 +20,6 @@ from pretrain.mesh_sizes import (
     setting,
     variable,
 )
-from pretrain.parallel.launcher_files import command_problems, conflict, deepspeed_problems
 
 PRECISIONS = {"fp32": "no", "bf16": "bf16", "fp16": "fp16", "fp8": "bf16"}
 """{the recipe's precision: accelerate's}."""
@@ -99,12 +98,20 @@ def launcher_problems(config: RunConfig, precision: str, strategy: str) -> list[
     for name, (in_environment, path) in set_by_recipe.items():
         value = os.environ.get(in_environment, "none")
         if value.lower() not in ("none", "no", "false", "auto", "1" if name == "gradient_accumulation_steps" else ""):
+            from pretrain.parallel.launcher_files import conflict
+
             problems.append(conflict("launcher", name, value, config, path))
     if environment_flag("ACCELERATE_USE_DEEPSPEED"):
+        from pretrain.parallel.launcher_files import deepspeed_problems
+
         problems += deepspeed_problems(os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE"), config)
     if environment_flag("ACCELERATE_USE_PARALLELISM_CONFIG"):
         problems += parallelism_problems()
-    return problems + command_problems(strategy, processes_launched())
+    if launcher_command() is not None:
+        from pretrain.parallel.launcher_files import command_problems
+
+        problems += command_problems(strategy, processes_launched())
+    return problems
 
 
 def parallelism_problems() -> list[str]:

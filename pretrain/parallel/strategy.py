@@ -178,7 +178,10 @@ class Strategy:
                 f"optim.stochastic_rounding: does not run under {name}, which keeps weights in fp32; it does under "
                 "ddp, fsdp2 and meshes"
             )
-        optimizers = [name for name, spec in OPTIMIZERS.items() if cls.parameter_form in spec.takes]
+        optimizers = [config.optim.name]
+        if cls.parameter_form not in OPTIMIZERS[config.optim.name].takes:
+            # Only now: each is imported to be asked.
+            optimizers = [name for name, spec in OPTIMIZERS.items() if cls.parameter_form in spec.takes]
         given = {
             "optim.name": (config.optim.name, optimizers),
             "precision": (resolve_precision(config.precision), cls.precisions),

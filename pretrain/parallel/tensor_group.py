@@ -9,10 +9,6 @@ from typing import Self
 import torch
 from torch.distributed.tensor import DTensor
 
-from pretrain.optim.matrix_exchange import sharded_like
-from pretrain.optim.tiles import take
-from pretrain.parallel.mesh_tiles import tile_of
-
 
 @dataclass(frozen=True)
 class TensorGroup:
@@ -49,6 +45,8 @@ def whole_of(tensor: torch.Tensor) -> torch.Tensor:
     tensor = tensor.detach()
     if not isinstance(tensor, DTensor):
         return tensor
+    from pretrain.optim.matrix_exchange import sharded_like
+
     # Not full_tensor alone: a part in host memory has to go to the GPU first, as from_local sends it.
     return sharded_like(tensor, tensor.to_local(), tuple(tensor.shape)).full_tensor()
 
@@ -70,6 +68,8 @@ class ShardedState(Mapping[str, torch.Tensor]):
         parameter = self._parameters.get(name.rpartition(".")[0])
         if not isinstance(parameter, DTensor) or tensor.shape != parameter.shape:
             return tensor
+        from pretrain.optim.matrix_exchange import sharded_like
+
         part = local_part(tensor, parameter).to(parameter.to_local().device)
         return sharded_like(parameter, part, tuple(tensor.shape))
 
@@ -92,4 +92,7 @@ def load_parts(tensors: Mapping[str, torch.Tensor], whole: Mapping[str, torch.Te
 
 def local_part(whole: torch.Tensor, like: DTensor) -> torch.Tensor:
     """Returns this rank's part of `whole` if it is divided like the DTensor `like`."""
+    from pretrain.optim.tiles import take
+    from pretrain.parallel.mesh_tiles import tile_of
+
     return take(whole, tile_of(like))

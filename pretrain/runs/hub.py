@@ -10,12 +10,10 @@ from pretrain.errors import did_you_mean
 from pretrain.files import ROOT
 from pretrain.parallel.launcher import environment_alone
 from pretrain.processes import hold_while_open, is_held
-from pretrain.runs.run_folder import checkpoint_name
+from pretrain.runs.run_folder import EVALUATIONS, checkpoint_name
 
 STAGING = "publish"
 """Folder of a run where models are staged for upload, with the log of publishing during training."""
-EVALUATIONS = "evaluations"
-"""Folder of a run with the logs and results of evaluations during training."""
 LICENSES = (
     "apache-2.0", "mit", "bsd-3-clause", "cc0-1.0", "cc-by-4.0", "cc-by-sa-4.0", "cc-by-nc-4.0", "cc-by-nc-sa-4.0",
     "gpl-3.0", "agpl-3.0", "lgpl-3.0", "mpl-2.0", "openrail", "bigscience-openrail-m", "odc-by", "unlicense", "other",

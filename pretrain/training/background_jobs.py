@@ -17,8 +17,8 @@ from pretrain.files import ROOT
 from pretrain.parallel.launcher import environment_alone, python_path
 from pretrain.processes import hold_while_open, is_held
 from pretrain.registry import LOADED_CODE
-from pretrain.runs.hub import EVALUATIONS, cut_short, evaluation_log, publish_in_background
-from pretrain.runs.run_folder import MIRROR_FOLDER, checkpoint_name, latest_step, read_json, step_named
+from pretrain.runs.hub import cut_short, evaluation_log, publish_in_background
+from pretrain.runs.run_folder import EVALUATIONS, MIRROR_FOLDER, checkpoint_name, latest_step, read_json, step_named
 from pretrain.training.metrics import Metrics
 from pretrain.units import bytes_text, counted, duration_text
 
@@ -148,7 +148,7 @@ def evaluation_command(folder: Path, settings: Evaluation) -> list[str]:
 def publish_beside(config: RunConfig, step: int | None, metrics: Metrics) -> None:
     """Publishes a checkpoint, or final/ (step None), as configured in the recipe; the run neither waits nor fails."""
     hub = config.hub
-    if hub.repository is None or not metrics.is_main:
+    if not metrics.is_main:
         return
     warning = publish_in_background(
         config.output,
@@ -182,7 +182,7 @@ def numbers_of(results: Path) -> dict[str, float]:
 
 
 class MirrorCopies:
-    """Copies the run to `checkpoint.mirror` in a thread, and logs its progress. Does nothing on other ranks.
+    """Copies the run to `checkpoint.mirror` in a thread of the main rank, and logs its progress.
 
     Only `settle` and `close`, at the end of the run, wait for the mirror.
     """
@@ -198,7 +198,7 @@ class MirrorCopies:
         self._warned: set[str] = set()
         """Warnings that still hold: failing, dropping, silent."""
         self._damaged: dict[str, str] = {}
-        if settings.mirror is None or not metrics.is_main:
+        if not metrics.is_main:
             return
         from pretrain.checkpoint import mirror_copy
         from pretrain.checkpoint.mirror_store import CLAIM_FILE, connect

@@ -27,7 +27,7 @@ from pretrain.model.attention import IGNORED, HostBatch, document_layout
 from pretrain.model.loss import recording_losses
 from pretrain.parallel.launcher import environment_alone, python_path
 from pretrain.parallel.strategy import Strategy
-from pretrain.runs.hub import EVALUATIONS
+from pretrain.runs.run_folder import EVALUATIONS
 from pretrain.training.background_jobs import task_arguments
 
 MEASURES = ("acc", "acc_norm", "bits_per_byte")

@@ -6,18 +6,17 @@ All functions are collective. Long work does not count as training time, and sto
 import copy
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
 from pretrain.checkpoint.checkpoints import SaveError
 from pretrain.checkpoint.export import describe_model
-from pretrain.checkpoint.run_state import Request
-from pretrain.training.background_jobs import publish_beside
-from pretrain.training.continued_plan import trainer_state
+from pretrain.checkpoint.run_state import Request, RunState
+from pretrain.config import RunConfig
 from pretrain.training.metrics import peak_memory_bytes
 from pretrain.training.run import Run
-from pretrain.training.run_plan import StagePlan, steps_between
-from pretrain.training.samples import sample_texts
+from pretrain.training.run_plan import RunPlan, StagePlan, settings_of, steps_between
 from pretrain.training.step_reports import StepReport
 from pretrain.training.steps import compare_copies, listen, may_be_cut_short, steps_of_decay, steps_of_decay_left
 from pretrain.training.validation import measure, perplexity_of
@@ -50,8 +49,10 @@ def log_step(run: Run, report: StepReport, learning_rate: float) -> None:
     for warning in (run.speed_guard.judge(figures["tokens_per_second"]), experts and experts.newly_dead()):
         if warning:
             log.write("warning", step=step, message=warning)
-    run.evaluations.fetch()
-    run.mirror.look()
+    if run.evaluations:
+        run.evaluations.fetch()
+    if run.mirror:
+        run.mirror.look()
 
 
 def show_progress(run: Run, reports: list[StepReport]) -> None:
@@ -164,6 +165,23 @@ def _begin_save(run: Run) -> None:
     report_saves(run)
 
 
+def trainer_state(asked: RunConfig, whole: RunPlan, plan: RunPlan, state: RunState) -> dict[str, Any]:
+    """Returns the fields of trainer_state.json that `continue_from` needs.
+
+    Args:
+        asked: the recipe with `auto` where the user wrote it.
+        whole: plan of the whole run.
+        plan: that plan without skipped data, and with the requested end.
+    """
+    return {
+        "state": asdict(state),
+        "identity": whole.identity,
+        "plan": plan.planned(),
+        "settings": settings_of(asked),
+        "data": asdict(plan.batches.position(state.step)),
+    }
+
+
 def model_describer(run: Run) -> Callable[..., None]:
     """Returns a function that writes a model folder's files except the weights, for the model as it is now."""
     # A background save may write them when the model has already entered its next stage.
@@ -184,8 +202,11 @@ def report_saves(run: Run) -> None:
             continue
         figures = {"bytes": save.bytes, "seconds": save.seconds, "stall_seconds": save.stall_seconds}
         run.log.write("checkpoint", step=save.step, path=save.folder.name, **figures)
+        hub = run.config.hub
         milestones = run.config.checkpoint.milestones_every
-        if run.config.hub.every == "milestones" and milestones and save.step % milestones == 0:
+        if hub.repository is not None and hub.every == "milestones" and milestones and save.step % milestones == 0:
+            from pretrain.training.background_jobs import publish_beside
+
             publish_beside(run.config, save.step, run.log)
 
 
@@ -246,6 +267,8 @@ def _measure_benchmarks(run: Run) -> None:
 
 def sample(run: Run) -> None:
     """Logs the model's continuations of the recipe's prompts. A collective call."""
+    from pretrain.training.samples import sample_texts
+
     step = run.state.step
     with may_be_cut_short(run, "samples") as beat:
         texts = sample_texts(

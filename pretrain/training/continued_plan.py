@@ -9,7 +9,7 @@ import hashlib
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,37 +23,15 @@ from pretrain.model.model_config import config_differences, load_model_config
 from pretrain.optim.batch_ramp import BatchRamp
 from pretrain.optim.learning_rate import Schedule
 from pretrain.recipe import CommandLine
-from pretrain.registry import LOADED_CODE
-from pretrain.runs.run_folder import checkpoint_folders, read_state, setting, step_of, trunk_checkpoint
-from pretrain.training.run_plan import RunPlan, schedule_of, target_sequences
+from pretrain.runs.run_folder import checkpoint_folders, read_state, step_of, trunk_checkpoint
+from pretrain.training.run_plan import BUDGET, CLOCK, SHAPE, RunPlan, schedule_of, settings_of, target_sequences
 from pretrain.units import counted, duration_text
 
-BUDGET = ("budget.tokens_per_parameter", "budget.tokens", "budget.steps", "budget.minutes")
-CLOCK = ("optim.schedule", "optim.warmup_steps")
-"""Settings whose change starts a new schedule at the checkpoint."""
-SHAPE = (
-    "optim.final_ratio",
-    "optim.decay_fraction",
-    "optim.decay_shape",
-    "optim.cooldown_fraction",
-    "optim.min_cooldown_tokens",
-    "optim.constant_ratio",
-    "optim.anneal_fraction",
-)
 DATA = ("data.train", "data.stages", "data.sequence_length")
 MIXTURES = ("data.train", "data.stages")
 """Alternative settings for the data; a recipe has one of them."""
 ORDER_OF_DATA = ("seed", "data.sampling", "data.sequence_length")
 """Settings that a run cannot change midway: it would read some of its data twice and some never."""
-
-OTHERS = ("optim.learning_rate", "optim.base_learning_rate", "batch.tokens_per_step", "batch.ramp")
-OTHERS += ("optim.options", "loss.terms")
-
-
-def settings_of(config: RunConfig) -> dict[str, Any]:
-    """Returns the settings, as the user gave them, that decide how a run continues. Checkpoints store them."""
-    values = config.model_dump(mode="json", by_alias=True)
-    return {path: setting(values, path) for path in (*BUDGET, *CLOCK, *SHAPE, *OTHERS)} | LOADED_CODE
 
 
 def is_named(path: str, overridden: frozenset[str]) -> bool:
@@ -82,23 +60,6 @@ class Changes:
     @property
     def shape(self) -> bool:
         return not self.touched.isdisjoint(SHAPE)
-
-
-def trainer_state(asked: RunConfig, whole: RunPlan, plan: RunPlan, state: RunState) -> dict[str, Any]:
-    """Returns the fields of trainer_state.json that `continue_from` needs.
-
-    Args:
-        asked: the recipe with `auto` where the user wrote it.
-        whole: plan of the whole run.
-        plan: that plan without skipped data, and with the requested end.
-    """
-    return {
-        "state": asdict(state),
-        "identity": whole.identity,
-        "plan": plan.planned(),
-        "settings": settings_of(asked),
-        "data": asdict(plan.batches.position(state.step)),
-    }
 
 
 def changes_since(

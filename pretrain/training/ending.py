@@ -3,12 +3,10 @@
 from contextlib import nullcontext
 from pathlib import Path
 
-from pretrain.checkpoint.average_folder import average_folder
 from pretrain.checkpoint.export import export_final
 from pretrain.checkpoint.export_check import ExportCheck, TrainingLosses, verify_export
 from pretrain.checkpoint.run_state import Request
 from pretrain.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_PREEMPTED
-from pretrain.training.background_jobs import publish_beside
 from pretrain.training.between_steps import losses_of_sources, model_describer, save
 from pretrain.training.run import Run
 from pretrain.training.steps import answer, may_be_cut_short
@@ -29,8 +27,10 @@ def end_early(run: Run) -> int:
         run.request = Request.PAUSE
     if run.request != Request.ABORT:
         save(run, wait=True, required=True)
-    run.evaluations.stop()
-    run.mirror.settle(run.watch.beat)
+    if run.evaluations:
+        run.evaluations.stop()
+    if run.mirror:
+        run.mirror.settle(run.watch.beat)
     request = run.request  # a more urgent request may have come during the save
     saved = "nothing saved" if request == Request.ABORT else f"saved at step {run.state.step:,}"
     how = "give it a later step, or null, to" if request == Request.PAUSE else "run the same command to"
@@ -38,7 +38,8 @@ def end_early(run: Run) -> int:
     run.watch.close()
     code = EXIT_PREEMPTED if request == Request.PREEMPT else EXIT_INTERRUPTED
     run.log.end(code, f"{REASONS[request]}, {saved}; {how} resume")
-    run.mirror.close()
+    if run.mirror:
+        run.mirror.close()
     return code
 
 
@@ -46,13 +47,16 @@ def finish(run: Run) -> int:
     """Exports the trained model to final/, checks it and publishes it; returns the exit status."""
     final = _export_and_publish(run) if run.config.checkpoint.at_end else None
     state = run.state
-    run.evaluations.fetch()
-    if names := ", ".join(run.evaluations.names):
-        run.log.say(f"Evaluations still running, with results to come in metrics.jsonl: {names}")
-    run.mirror.settle(run.watch.beat)
+    if run.evaluations:
+        run.evaluations.fetch()
+        if names := ", ".join(run.evaluations.names):
+            run.log.say(f"Evaluations still running, with results to come in metrics.jsonl: {names}")
+    if run.mirror:
+        run.mirror.settle(run.watch.beat)
     run.watch.close()
     run.log.end(EXIT_DONE, "done", step=state.step, tokens=state.tokens, skipped_steps=state.skipped_steps)
-    run.mirror.close()
+    if run.mirror:
+        run.mirror.close()
     if final:
         trust = " --trust_remote_code" if run.config.trust_remote_code else ""
         try_it = f"python evaluate.py --model {final} --interactive{trust}"
@@ -68,7 +72,10 @@ def _export_and_publish(run: Run) -> Path:
         weights = "raw"
     with run.strategy.averaged() if weights == "average" else nullcontext():
         final = _export(run, weights)
-    publish_beside(run.config, None, run.log)
+    if run.config.hub.repository is not None:
+        from pretrain.training.background_jobs import publish_beside
+
+        publish_beside(run.config, None, run.log)
     return final
 
 
@@ -82,13 +89,15 @@ def _export(run: Run, weights: str) -> Path:
         results = losses_of_sources(run, 1, beat)
         losses = {source: result["loss"] for source, result in results.items()}
         trained = TrainingLosses(losses, run.validation_readers, config.data.window)
-        newest = run.newest_checkpoint
+        checkpoint = nullcontext(run.newest_checkpoint)
+        if weights == "average":
+            from pretrain.checkpoint.average_folder import average_folder
+
+            checkpoint = average_folder(run.newest_checkpoint)
 
         def verification() -> ExportCheck:
-            with average_folder(newest) if weights == "average" else nullcontext(newest) as checkpoint:
-                return verify_export(
-                    final, checkpoint, dtype=dtype, precision=run.whole_plan.precision, trained=trained
-                )
+            with checkpoint as folder:
+                return verify_export(final, folder, dtype=dtype, precision=run.whole_plan.precision, trained=trained)
 
         verdict = run.strategy.ranks.by_main(verification, beat)
         if verdict is not None:

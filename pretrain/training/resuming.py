@@ -1,7 +1,7 @@
 """Opens a run at its checkpoint, loads it, and rolls it back."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pretrain.checkpoint.checkpoints import Checkpoints, SaveError, load_saved
 from pretrain.checkpoint.run_state import NumericStopError, RunState, record_rollbacks, recorded_rollbacks
@@ -13,20 +13,15 @@ from pretrain.optim.averaging import averages_after, can_continue
 from pretrain.parallel.strategy import Strategy
 from pretrain.recipe import CommandLine
 from pretrain.runs.run_folder import step_of, trunk_checkpoint
-from pretrain.training.background_jobs import publish_cut_short
-from pretrain.training.continued_plan import (
-    Continuation,
-    continue_from,
-    describe_continuation,
-    no_stable_checkpoint,
-    rollback_entry,
-)
 from pretrain.training.guard import Finding
 from pretrain.training.metrics import Metrics
 from pretrain.training.run import Run
 from pretrain.training.run_plan import RunPlan
 from pretrain.training.starting import refuse_crash_loop
 from pretrain.training.steps import new_guard
+
+if TYPE_CHECKING:
+    from pretrain.training.continued_plan import Continuation
 
 
 def open_run(
@@ -70,12 +65,17 @@ def open_run(
                 "continue"
             )
         refuse_crash_loop(config.output, step, strategy.ranks)
-    publish_cut_short(config, log)
+    if config.hub.repository is not None:
+        from pretrain.training.background_jobs import publish_cut_short
+
+        publish_cut_short(config, log)
     return run
 
 
 def _resume(run: Run, has_final: bool) -> None:
     """Continues from the checkpoint found, or from an earlier one if the budget was raised after the final decay."""
+    from pretrain.training.continued_plan import describe_continuation, no_stable_checkpoint
+
     continuation = _take_up(run, is_finished=has_final)
     if continuation.stable_until is not None:
         _fetch_earlier(run, continuation.stable_until)
@@ -95,8 +95,10 @@ def _resume(run: Run, has_final: bool) -> None:
     run.continues = describe_continuation(run.plan, run.state, continuation.changes, run.loaded_from)
 
 
-def _take_up(run: Run, *, is_finished: bool = False) -> Continuation:
+def _take_up(run: Run, *, is_finished: bool = False) -> "Continuation":
     """Takes state and plan from the checkpoint in `run.saved` and from the recipe."""
+    from pretrain.training.continued_plan import continue_from
+
     continuation = continue_from(
         run.config,
         run.recipe_plan,
@@ -170,6 +172,8 @@ def roll_back(run: Run, finding: Finding) -> None:
 
 
 def _go_back(run: Run, finding: Finding) -> None:
+    from pretrain.training.continued_plan import rollback_entry
+
     guard = run.config.guard
     ranks = run.strategy.ranks
     earlier_rollbacks = run.state.rollbacks

@@ -14,7 +14,6 @@ from pretrain.parallel.strategy import Strategy
 from pretrain.recipe import CommandLine
 from pretrain.runs.control import Control
 from pretrain.runs.run_folder import checkpoint_name
-from pretrain.training.background_jobs import Evaluations, MirrorCopies
 from pretrain.training.build import Built
 from pretrain.training.guard import SpeedGuard, StepGuard
 from pretrain.training.metrics import LiveFigures, Metrics, Throughput
@@ -24,6 +23,7 @@ from pretrain.training.time_budget import TimeBudget
 from pretrain.training.watchdog import Watch
 
 if TYPE_CHECKING:
+    from pretrain.training.background_jobs import Evaluations, MirrorCopies
     from pretrain.training.benchmarks import Benchmarks
     from pretrain.training.diagnostics import Diagnostics
 
@@ -79,8 +79,10 @@ class Run:
     live: LiveFigures = field(init=False)
     logged_step: int = field(init=False)
     """Step up to which speed and load are logged; they count from there."""
-    mirror: MirrorCopies = field(init=False)
-    evaluations: Evaluations = field(init=False)
+    mirror: "MirrorCopies | None" = None
+    """Copies to the mirror, if the recipe names one."""
+    evaluations: "Evaluations | None" = None
+    """Evaluations in separate processes, if the recipe asks for them."""
     benchmarks: "Benchmarks | None" = None
     """Benchmarks on the training processes, if the recipe asks for them there."""
 

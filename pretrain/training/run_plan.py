@@ -52,11 +52,30 @@ from pretrain.optim.learning_rate import (
 from pretrain.optim.optimizers import optimizer_problems
 from pretrain.parallel.registry import parts_of_micro_batch
 from pretrain.parallel.strategy import device_type, resolve_precision
-from pretrain.runs.run_folder import checkpoint_folders, output_problem, trunk_checkpoint
+from pretrain.registry import LOADED_CODE
+from pretrain.runs.run_folder import checkpoint_folders, output_problem, setting, trunk_checkpoint
 from pretrain.terminal import say_stage
 from pretrain.training.auto_settings import resolve_auto
-from pretrain.training.background_jobs import evaluation_problems
 from pretrain.training.probe import probe
+
+BUDGET = ("budget.tokens_per_parameter", "budget.tokens", "budget.steps", "budget.minutes")
+"""Settings of the length of a run."""
+CLOCK = ("optim.schedule", "optim.warmup_steps")
+"""Settings whose change starts a new schedule at the checkpoint."""
+SHAPE = (
+    "optim.final_ratio",
+    "optim.decay_fraction",
+    "optim.decay_shape",
+    "optim.cooldown_fraction",
+    "optim.min_cooldown_tokens",
+    "optim.constant_ratio",
+    "optim.anneal_fraction",
+)
+KEPT = (
+    *(*BUDGET, *CLOCK, *SHAPE, "optim.learning_rate", "optim.base_learning_rate"),
+    *("batch.tokens_per_step", "batch.ramp", "optim.options", "loss.terms"),
+)
+"""Settings that checkpoints record, as the user gave them; they decide how a run continues."""
 
 
 @dataclass(frozen=True)
@@ -409,6 +428,8 @@ def place_problems(config: RunConfig) -> Problems:
     if config.branch_from is not None and (output or not checkpoint_folders(config.output)):
         problems.attempt(trunk_checkpoint, config.branch_from)
     if evaluation.every_steps or evaluation.every_tokens:
+        from pretrain.training.background_jobs import evaluation_problems
+
         problems += evaluation_problems(evaluation)
     if config.trackers:
         from pretrain.training.trackers import tracker_problems
@@ -584,3 +605,9 @@ def identity_of(config: RunConfig, model_config: Any, batches: Batches) -> dict[
         "optim.name": config.optim.name,
     }
     return json.loads(json.dumps(identity))  # tuples as lists, so that it equals what a checkpoint has read back
+
+
+def settings_of(config: RunConfig) -> dict[str, Any]:
+    """Returns the settings of KEPT, and the digests of the user's own code."""
+    values = config.model_dump(mode="json", by_alias=True)
+    return {path: setting(values, path) for path in KEPT} | LOADED_CODE

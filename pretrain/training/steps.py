@@ -16,8 +16,7 @@ from pretrain.hardware import peak_flops, threads_beside
 from pretrain.optim.averaging import average_after_step
 from pretrain.parallel.replicas import replica_differences
 from pretrain.runs.control import Control
-from pretrain.runs.run_folder import LOCK_FILE
-from pretrain.training.background_jobs import Evaluations, MirrorCopies
+from pretrain.runs.run_folder import EVALUATIONS, LOCK_FILE
 from pretrain.training.guard import Finding, SpeedGuard, StepGuard
 from pretrain.training.metrics import LiveFigures, Throughput
 from pretrain.training.probe import no_gradient
@@ -61,15 +60,22 @@ def begin(run: Run, validation_readers: dict[str, ShardReader]) -> None:
     run.stage = run.plan.stage(max(run.state.step - 1, 0))
     if config.data.stages:
         _take_positions(run)
-    run.mirror = MirrorCopies(config.output, config.checkpoint, run.log)
-    run.evaluations = Evaluations(config.output, run.log, threads_beside(device))
+    if config.checkpoint.mirror is not None:
+        from pretrain.training.background_jobs import MirrorCopies
+
+        run.mirror = MirrorCopies(config.output, config.checkpoint, run.log)
     evaluation = config.evaluation
-    if evaluation.where == "in_loop" and steps_between(evaluation, run.plan, config.cadence) is not None:
+    evaluates = steps_between(evaluation, run.plan, config.cadence) is not None
+    if evaluates and evaluation.where == "in_loop":
         from pretrain.training.benchmarks import Benchmarks
 
         run.benchmarks = Benchmarks(config.output, evaluation, run.tokenizer)
         if run.strategy.ranks.is_main:
             run.benchmarks.begin()
+    elif evaluates or (config.output / EVALUATIONS).exists():  # there may be leftovers of a crash to remove
+        from pretrain.training.background_jobs import Evaluations
+
+        run.evaluations = Evaluations(config.output, run.log, threads_beside(device))
     if steps_between(config.diagnostics, run.plan, config.cadence) is not None:
         from pretrain.training.diagnostics import Diagnostics
 

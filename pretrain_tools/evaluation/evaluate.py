@@ -13,7 +13,6 @@ import torch
 from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
-import pretrain.model.architectures  # noqa: F401  (registers the local models, which then need no trust_remote_code)
 from pretrain.checkpoint.average_folder import average_folder, require_average
 from pretrain.data.shards import ShardReader, read_manifest
 from pretrain.errors import InputError, Problems

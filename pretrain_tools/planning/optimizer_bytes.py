@@ -7,11 +7,11 @@ import math
 from dataclasses import replace
 
 from pretrain.hardware import missing_bf16
-from pretrain.optim.adafactor import DRAWN_TOGETHER
-from pretrain.optim.adamw_8bit import block_count, has_blocks
+from pretrain.optim.adafactor import DRAWN_TOGETHER, AdafactorSpec
+from pretrain.optim.adamw_8bit import AdamW8bitSpec, block_count, has_blocks
 from pretrain.optim.matrix_exchange import BUCKET_ELEMENTS
-from pretrain.optim.muon import BATCH_ELEMENTS
-from pretrain.optim.optimizers import AdafactorSpec, AdamW8bitSpec, ModelShapes, MuonSpec, OptimizerSpec
+from pretrain.optim.muon import BATCH_ELEMENTS, MuonSpec
+from pretrain.optim.optimizers import ModelShapes, OptimizerSpec
 
 FP32 = 4
 BF16 = 2

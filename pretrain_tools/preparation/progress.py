@@ -1,8 +1,9 @@
-"""Progress of a preparation on standard error: a line that is rewritten on a terminal, now and then one elsewhere."""
+"""Progress of a preparation on standard error: a live line on a terminal, a line now and then elsewhere."""
 
 import sys
 import time
 
+from pretrain.terminal import LIVE_LINE, is_terminal, say
 from pretrain_tools.preparation.encoded_part import Tally
 
 SECONDS_BETWEEN_LINES = 10.0
@@ -14,24 +15,18 @@ class DocumentProgress:
 
     def __init__(self, total_bytes: int | None):
         self._total_bytes = total_bytes
-        self._is_terminal = sys.stderr.isatty()
+        self._is_terminal = is_terminal(sys.stderr)
         self._first: tuple[float, int, int] | None = None
         self._last_line = time.monotonic()
         self._last_bytes = 0
 
-    def close(self) -> None:
-        """Removes the line from a terminal."""
-        self._show("")
-
     def say(self, line: str) -> None:
         """Prints a line above that of the progress."""
-        self._show("")
-        print(line, file=sys.stderr, flush=True)
+        say(line, sys.stderr)
 
-    def _show(self, line: str) -> None:
-        if self._is_terminal:
-            # To the start of the line, and clear it.
-            print(f"\r\x1b[K{line}", end="", file=sys.stderr, flush=True)
+    def close(self) -> None:
+        """Removes the live line."""
+        LIVE_LINE.clear()
 
     def update(self, tally: Tally) -> None:
         """Shows how far the preparation is."""
@@ -46,7 +41,7 @@ class DocumentProgress:
         self._last_line = now
         line = self._line(tally, max(now - self._first[0], 1e-9))
         if self._is_terminal:
-            self._show(line)
+            LIVE_LINE.show(line)
         else:
             self.say(line)
 

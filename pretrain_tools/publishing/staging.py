@@ -207,7 +207,6 @@ def write_rounded(source: Path, target: Path, dtype: str) -> None:
     """Writes the weights of a checkpoint, rounded and named as in final/, and notes their dtype in config.json."""
     import torch
 
-    import pretrain.model.architectures  # noqa: F401  (registers the local models)
     from pretrain.checkpoint.tensor_files import SavedTensors, write_group
     from pretrain.hardware import DTYPES
     from pretrain.model.model_config import load_model_config

@@ -15,7 +15,6 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedConfig
 
-import pretrain.model.architectures  # noqa: F401  (registers the local models)
 from pretrain.checkpoint.average_folder import require_average
 from pretrain.checkpoint.checkpoints import require_space
 from pretrain.checkpoint.tensor_files import SavedTensors, bytes_of, write_group

@@ -14,8 +14,12 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import pretrain.model.architectures
+from pretrain.errors import InputError
 from pretrain.model.architectures.deepone import DeepOneConfig, DeepOneForCausalLM, DeepOneModel
 from pretrain.model.build import build_model, save_model_metadata
+from pretrain.model.own_code import register_all, register_own
+
+register_all()
 
 
 def tiny(**changes) -> DeepOneConfig:
@@ -47,6 +51,14 @@ def test_local_architectures_are_registered():
     with torch.device("meta"):
         assert type(AutoModelForCausalLM.from_config(config)) is DeepOneForCausalLM
         assert type(AutoModel.from_config(config)) is DeepOneModel
+
+
+def test_a_file_is_named_by_its_model_type(tmp_path, monkeypatch):
+    text = Path(pretrain.model.architectures.__file__).with_name("deepone.py").read_text()
+    (tmp_path / "other.py").write_text(text.replace('"deepone"', '"deeptwo"'))
+    monkeypatch.setattr(pretrain.model.architectures, "__path__", [str(tmp_path)])
+    with pytest.raises(InputError, match=r"other\.py: its model_type is 'deeptwo'; name the file deeptwo\.py"):
+        register_own("other")
 
 
 def test_every_architecture_file_imports_only_torch_and_transformers():

@@ -10,7 +10,6 @@ from torch.nn.attention.flex_attention import create_block_mask
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
-import pretrain.model.architectures  # noqa: F401, registers the local ones
 from pretrain.config import WindowSpec
 from pretrain.errors import InputError
 from pretrain.model import attention as attention_module
@@ -18,7 +17,10 @@ from pretrain.model import cpu_attention
 from pretrain.model.attention import attention_arguments, choose_attention, document_layout, eager, sdpa
 from pretrain.model.compile import checkpoint_activations
 from pretrain.model.loss import LanguageModelLoss
+from pretrain.model.own_code import register_all
 from support.flash_packages import flash_packages
+
+register_all()
 
 EOD = 0
 MODELS = ["llama", "qwen3", "gpt2", "deepone"]

@@ -6,7 +6,6 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoConfig, AutoModelForCausalLM
 
-import pretrain.model.architectures  # noqa: F401, registers the local ones
 from pretrain.errors import InputError
 from pretrain.model.loss import (
     LOSS_BACKENDS,
@@ -16,6 +15,9 @@ from pretrain.model.loss import (
     recording_losses,
     tokens_of_chunk,
 )
+from pretrain.model.own_code import register_all
+
+register_all()
 
 B, T, D, V = 2, 25, 16, 53
 PROJECTING = (

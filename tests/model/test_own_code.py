@@ -10,8 +10,8 @@ import yaml
 from transformers import LlamaConfig, PretrainedConfig
 
 from pretrain.errors import InputError
-from pretrain.model.architectures import name_sizes
 from pretrain.model.model_config import fields_of
+from pretrain.model.own_code import name_sizes
 from support.own_model import MODELING, write_own_model
 from support.project import ROOT, events, launch, losses, run_script
 

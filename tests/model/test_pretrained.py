@@ -4,9 +4,9 @@ import pytest
 import torch
 from transformers import AutoConfig, PreTrainedModel
 
-import pretrain.model.architectures  # noqa: F401  (registers the local models)
 from pretrain.errors import InputError
 from pretrain.model.build import InitialWeights, build_meta_model, build_model, units_of
+from pretrain.model.own_code import register_all
 from pretrain.model.pretrained import (
     LoadedModel,
     PretrainedTensors,
@@ -18,6 +18,8 @@ from pretrain.model.pretrained import (
 from pretrain.model.published_names import PublishedNames
 from support.tiny_experts import tiny_config
 from support.tiny_models import TINY
+
+register_all()
 
 
 def save(kind: str, folder, dtype=torch.float32, **options) -> str:

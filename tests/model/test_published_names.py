@@ -5,11 +5,13 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig
 
-import pretrain.model.architectures  # noqa: F401  (registers the local models)
 from pretrain.model.build import build_model
+from pretrain.model.own_code import register_all
 from pretrain.model.published_names import JoinedTensors, PublishedNames
 from support.tiny_experts import MODELS, tiny_config
 from support.tiny_models import TINY
+
+register_all()
 
 CONFIGS = {name: lambda name=name: tiny_config(name) for name in MODELS}
 CONFIGS |= {name: lambda name=name: AutoConfig.for_model(**TINY[name]) for name in ("llama_tied", "gpt2", "deepone")}

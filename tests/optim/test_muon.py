@@ -8,8 +8,8 @@ from torch import nn
 
 from pretrain.optim import muon
 from pretrain.optim.matrix_exchange import HiddenMatrix
-from pretrain.optim.muon import COEFFICIENTS, Muon, batches_of_one_shape, iterations, orthogonalized
-from pretrain.optim.optimizers import ModelShapes, MuonSpec
+from pretrain.optim.muon import COEFFICIENTS, Muon, MuonSpec, batches_of_one_shape, iterations, orthogonalized
+from pretrain.optim.optimizers import ModelShapes
 
 SHAPES = [(12, 12), (20, 8), (8, 20), (12, 12), (6, 20)]
 SETTINGS = {"weight_decay": 0.3, "momentum": 0.9}

@@ -7,9 +7,9 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-import pretrain.model.architectures  # noqa: F401  (registers the local models)
 from pretrain.errors import InputError
 from pretrain.model.build import build_meta_model
+from pretrain.model.own_code import register_all
 from pretrain.parallel.context_parallel import (
     divides,
     exchange_heads,
@@ -22,6 +22,8 @@ from pretrain.recipe import read_run_config
 from support.context_ranks import CASES
 from support.project import launch, run_script
 from support.tiny_models import TINY, TINY_LLAMA
+
+register_all()
 
 
 @pytest.fixture

@@ -7,10 +7,10 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-import pretrain.model.architectures  # noqa: F401  (registers the local models)
 from pretrain.model.attention import attention_arguments, document_layout
 from pretrain.model.build import InitialWeights, build_meta_model, build_model
 from pretrain.model.loss import LanguageModelLoss
+from pretrain.model.own_code import register_all
 from pretrain.parallel.pipeline_stages import (
     Stage,
     cut_problem,
@@ -18,6 +18,8 @@ from pretrain.parallel.pipeline_stages import (
     split_micro_batch,
     stage_parameters,
 )
+
+register_all()
 
 END = 3
 CUTTABLE = "deepone gpt2 gpt_neox llama mistral olmo olmo2 olmo3 phi3 qwen2 qwen3 smollm3 stablelm starcoder2".split()  # noqa: SIM905

@@ -13,10 +13,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import LlamaMLP
 
-import pretrain.model.architectures  # noqa: F401  (registers the local models)
 from pretrain.model.attention import IGNORED
 from pretrain.model.build import build_meta_model
 from pretrain.model.loss import LanguageModelLoss
+from pretrain.model.own_code import register_all
 from pretrain.parallel import tensor_parallel
 from pretrain.parallel.mesh import MeshStrategy
 from pretrain.parallel.tensor_parallel import (
@@ -30,6 +30,8 @@ from pretrain.parallel.tensor_parallel import (
 )
 from pretrain.recipe import read_run_config
 from support.tiny_models import LLAMA, TINY_LLAMA
+
+register_all()
 
 
 @pytest.fixture

@@ -13,14 +13,16 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-import pretrain.model.architectures  # noqa: F401
 from pretrain.data.shards import read_manifest
 from pretrain.errors import InputError
 from pretrain.files import commit
+from pretrain.model.own_code import register_all
 from pretrain_tools.evaluation.evaluate import evaluate_models
 from pretrain_tools.evaluation.lm_harness import evaluate_package_importable, select_tasks
 from support.model_folders import save_tiny
 from support.project import ROOT, cpu_seconds, events, free_port, run_script
+
+register_all()
 
 SENTENCES = (
     "def f(x):",

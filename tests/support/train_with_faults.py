@@ -35,8 +35,8 @@ import pretrain.checkpoint.checkpoints
 import pretrain.training.ending
 import pretrain.training.samples
 from pretrain.data.batches import Batches
-from pretrain.model.architectures import register
 from pretrain.model.loss import LanguageModelLoss
+from pretrain.model.own_code import register
 from pretrain.parallel.strategy import Strategy
 from pretrain.training.prefetch import ReadAhead
 from support.warm_python import starter

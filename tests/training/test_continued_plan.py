@@ -21,7 +21,8 @@ import yaml
 from pretrain.checkpoint.run_state import RunState
 from pretrain.recipe import read_command_line
 from pretrain.training import run_plan
-from pretrain.training.continued_plan import continue_from, rollback_entry, trainer_state
+from pretrain.training.between_steps import trainer_state
+from pretrain.training.continued_plan import continue_from, rollback_entry
 from support.numbered_shards import write_shards
 from support.tiny_models import TINY_LLAMA
 

@@ -1,0 +1,193 @@
+"""Registers models that transformers does not have: files of `architectures`, and folders with code of their own."""
+
+import json
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.dynamic_module_utils import get_relative_import_files, get_relative_imports
+from transformers.utils import cached_file
+
+from pretrain.errors import InputError, Problems
+from pretrain.model import architectures
+from pretrain.registry import LOADED_CODE, digest_of, error_in_file, import_file
+
+USUAL_NAMES = {
+    "num_hidden_layers": ("n_layer", "n_layers", "num_layers", "depth", "n_blocks"),
+    "hidden_size": ("n_embd", "d_model", "dim", "width", "embed_dim", "n_embed"),
+    "num_attention_heads": ("n_head", "n_heads", "num_heads", "heads"),
+    "vocab_size": ("n_vocab", "vocabulary_size", "num_tokens"),
+    "intermediate_size": ("n_inner", "d_ff", "ffn_dim", "hidden_dim"),
+    "max_position_embeddings": ("n_positions", "n_ctx", "max_seq_len", "max_length", "block_size"),
+}
+"""{name of transformers: names under which models of one's own often keep it}."""
+NEEDED = ("num_hidden_layers", "hidden_size", "vocab_size")
+"""Sizes without which neither FLOPs nor memory can be computed."""
+
+
+def register(module: ModuleType) -> str:
+    """Registers the one causal language model that a module defines and returns its model_type.
+
+    Raises InputError if it does not define one by the convention above.
+    """
+    defined_here = {
+        name: item for name, item in vars(module).items() if getattr(item, "__module__", "") == module.__name__
+    }
+    causal_names = [name for name in defined_here if name.endswith("ForCausalLM")]
+    if len(causal_names) != 1:
+        found = f"found {', '.join(causal_names)}" if causal_names else "found none"
+        raise InputError(f"{module.__file__}: must define exactly one class named XForCausalLM ({found})")
+    base_name = causal_names[0].removesuffix("ForCausalLM") + "Model"
+    if base_name not in defined_here:
+        raise InputError(f"{module.__file__}: must define {base_name} beside {causal_names[0]}: its base model")
+    causal_class: type[PreTrainedModel] = defined_here[causal_names[0]]
+    config_class = causal_class.config_class
+    if getattr(config_class, "__module__", "") != module.__name__:
+        raise InputError(
+            f"{module.__file__}: {causal_names[0]}.config_class must be a configuration that the file defines, with a "
+            "model_type of its own"
+        )
+    register_classes(module.__file__, config_class, causal_class, defined_here[base_name])
+    return config_class.model_type
+
+
+def register_classes(
+    file: str | Path,
+    config_class: type[PreTrainedConfig],
+    causal_class: type[PreTrainedModel],
+    model_class: type[PreTrainedModel] | None,
+) -> None:
+    """Makes the classes known to transformers, and adds names of sizes that it does not know to `attribute_map`.
+
+    Registering also marks the classes so that they are saved with their code: `from_pretrained(folder,
+    trust_remote_code=True)` then works on machines without this project. Raises InputError for a model_type that
+    transformers has, and for sizes that cannot be found.
+    """
+    model_type = config_class.model_type
+    # Not get(), which in this lazy mapping finds nothing that has not been asked for.
+    known = CONFIG_MAPPING[model_type] if model_type in CONFIG_MAPPING else None  # noqa: SIM401
+    if not model_type or (known is not None and known.__module__ != config_class.__module__):
+        said = f"model_type {model_type!r} is another model's" if model_type else "it has no model_type"
+        raise InputError(
+            f"{file}: {config_class.__name__}: {said}; give it one of its own, here and in config.json (if it is "
+            "transformers' own model that you want, leave out trust_remote_code)"
+        )
+    name_sizes(file, config_class)
+    if known is not None:
+        return
+    AutoConfig.register(model_type, config_class)
+    config_class.register_for_auto_class("AutoConfig")
+    if model_class is not None:
+        AutoModel.register(config_class, model_class)
+        model_class.register_for_auto_class("AutoModel")
+    AutoModelForCausalLM.register(config_class, causal_class)
+    causal_class.register_for_auto_class("AutoModelForCausalLM")
+
+
+def name_sizes(file: str | Path, config_class: type[PreTrainedConfig]) -> None:
+    """Adds usual names of sizes, such as n_layer, to the class's attribute_map; InputError if one is not found."""
+    try:
+        example = config_class()
+    except Exception as error:  # a class's own code may raise anything
+        raise InputError(
+            f"{error_in_file(error, Path(file))}; {config_class.__name__}() must work: give its arguments defaults"
+        ) from error
+    missing = {}
+    for name, usual in USUAL_NAMES.items():
+        if hasattr(example, name):
+            continue
+        found = [other for other in usual if isinstance(getattr(example, other, None), int)]
+        if len(found) == 1:
+            config_class.attribute_map = {**config_class.attribute_map, name: found[0]}
+        elif name in NEEDED:
+            missing[name] = found
+    if missing:
+        entries = json.dumps({name: found[0] if found else "YOUR_NAME" for name, found in missing.items()})
+        raise InputError(
+            f"{file}: {config_class.__name__} has no {', '.join(missing)}, from which FLOPs and memory are computed; "
+            f"add a line to the class that says what it calls them: attribute_map = {entries}"
+        )
+
+
+def register_folder(name_or_path: str, keys: dict[str, Any]) -> None:
+    """Registers the classes that auto_map in a config.json names, with the code that lies beside it.
+
+    Args:
+        name_or_path: a folder or Hub ID.
+        keys: its config.json.
+
+    Raises InputError with file, line and message for a mistake in the code.
+    """
+    register_all()  # so that no type of theirs is taken
+    auto_map = keys["auto_map"]
+    names = {kind: auto_map.get(kind) for kind in ("AutoConfig", "AutoModelForCausalLM", "AutoModel")}
+    for kind in ("AutoConfig", "AutoModelForCausalLM"):
+        if not isinstance(names[kind], str) or names[kind].count(".") != 1:
+            raise InputError(
+                f"{name_or_path}/config.json: auto_map needs {kind}, as in "
+                '{"AutoConfig": "mine.MineConfig", "AutoModelForCausalLM": "mine.MineForCausalLM"}'
+            )
+    paths: dict[str, Path] = {}
+    for kind, name in names.items():
+        if name is not None:
+            repository, _, name = name.rpartition("--")
+            paths[kind] = fetched(repository or name_or_path, f"{name.partition('.')[0]}.py")
+    files = {Path(file) for path in paths.values() for file in (path, *get_relative_import_files(path))}
+    digest = digest_of(files)
+    classes = {}
+    for kind, path in paths.items():
+        # By its content: a copy of the code in a checkpoint is the same module.
+        module = import_file(path, f"groundwork_own_{digest}")
+        class_name = names[kind].partition(".")[2]
+        if not hasattr(module, class_name):
+            raise InputError(f"{path}: has no {class_name}, which auto_map names for {kind}")
+        classes[kind] = getattr(module, class_name)
+    causal_class = classes["AutoModelForCausalLM"]
+    register_classes(paths["AutoConfig"], classes["AutoConfig"], causal_class, classes.get("AutoModel"))
+    LOADED_CODE["code of the model"] = digest
+
+
+def fetched(name_or_path: str, file: str) -> Path:
+    """Returns the path of a Python file of a folder or Hub ID, and fetches what it imports from beside it.
+
+    Raises InputError for a file that is not there.
+    """
+    try:
+        path = Path(cached_file(name_or_path, file)).absolute()
+    except OSError as error:
+        raise InputError(f"{name_or_path}: {file}: {str(error).strip().splitlines()[0]}") from error
+    try:
+        imported = get_relative_imports(path)
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{path}: cannot be read: {error}") from error
+    for other in imported:
+        if not (path.parent / f"{other}.py").exists() or not Path(name_or_path).is_dir():
+            fetched(name_or_path, f"{other}.py")
+    return path
+
+
+def own_keys_of(name_or_path: str) -> dict[str, Any] | None:
+    """Returns the config.json of a folder or Hub ID if it names code of its own in auto_map; else None."""
+    try:
+        keys = json.loads(Path(cached_file(name_or_path, "config.json")).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None  # AutoConfig says what is wrong
+    return keys if isinstance(keys, dict) and isinstance(keys.get("auto_map"), dict) else None
+
+
+def register_own(model_type: str) -> None:
+    """Registers the file of `architectures` for a model_type of MODEL_TYPES.
+
+    Raises InputError with file, line and message for a mistake in it.
+    """
+    path = Path(architectures.__path__[0]) / f"{model_type}.py"
+    found = register(import_file(path, architectures.__name__))
+    if found != model_type:
+        raise InputError(f"{path}: its model_type is {found!r}; name the file {found}.py, or change its model_type")
+
+
+def register_all() -> None:
+    """Registers every file of `architectures`, for folders of unknown models; those with a mistake are left out."""
+    for model_type in architectures.MODEL_TYPES:
+        Problems().attempt(register_own, model_type)
