@@ -115,12 +115,15 @@ def train(request: "PreparationRequest") -> int:
 
 
 def prepare_shards(request: "PreparationRequest") -> int:
-    """Makes the folder of shards."""
+    """Makes the folder of shards, or one slice of it."""
     from pretrain_tools.preparation.inspect import figure_lines
     from pretrain_tools.preparation.prepare import StoppedError, prepare
     from pretrain_tools.preparation.progress import DocumentProgress
+    from pretrain_tools.preparation.slices import slice_of
 
     started = time.monotonic()
+    if request.slice:
+        request = slice_of(request, *request.slice)
     output = request.output
     with closing(DocumentProgress(request.documents.total_bytes)) as progress:
         try:
@@ -131,6 +134,9 @@ def prepare_shards(request: "PreparationRequest") -> int:
     how = "already complete" if outcome.already_done else f"prepared in {time.monotonic() - started:.1f} s"
     print(f"{output}: {how}")
     print("\n".join(figure_lines(outcome.manifest, outcome.tally)))
+    if request.slice:
+        print("Next: once all slices are prepared, run the same command with --merge_slices N instead of --slice")
+        return 0
     warn_of_empty_splits(outcome.tally, request.options.validation_fraction)
     ids = outcome.manifest.vocabulary_size
     print(f"Next: train a model; with vocab_size auto, as here, it takes over the {ids:,} ids")

@@ -214,7 +214,7 @@ def ids_by_place(folder: Path) -> dict[int, np.ndarray]:
     from pretrain.data.shards import read_manifest
     from pretrain_tools.preparation.documents.document_index import InputOrder
 
-    order = InputOrder(read_manifest(folder))
+    order = InputOrder([read_manifest(folder)])
     return {int(order.record(number)["place"]): order.ids(number) for number in range(order.documents)}
 
 

@@ -11,8 +11,8 @@ The same input gives the same bytes, whatever the workers and interruptions; pla
     workers, ray_workers: processes of this machine, or of a cluster, that perform jobs
     encoded_part: what workers return, and the counts
     collector, deduplicate, shard_writer, text_files: encoded parts to shards; their documents as text
-    near_duplicate_search, second_pass: near duplicates in a prepared folder, on disk; the documents without them
-    upload: outputs that are URLs
+    near_duplicate_search: near duplicates in prepared folders, on disk
+    slices, upload: a preparation over several machines; outputs that are URLs
     inspect: the contents of a prepared folder, and what was removed from it
     tokenizer_training: tokenizers from text
 """

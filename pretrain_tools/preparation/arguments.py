@@ -5,7 +5,7 @@ from typing import Any
 
 COUNTS = (
     *("min_characters", "max_characters", "decontaminate_words"),
-    *("max_documents", "max_tokens", "max_errors", "shard_tokens", "workers"),
+    *("max_documents", "max_tokens", "max_errors", "shard_tokens", "workers", "merge_slices"),
     *("train_tokenizer", "tokenizer_sample_bytes"),
 )
 """Options that are counts, such as 10e9, 100M, 10B or 2k."""
@@ -50,6 +50,8 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
         "workers": {"help": "processes (default: one per core)"},
         "engine": {"default": "auto", "help": "auto, fast (gigatoken), reference (tokenizers); ray: a cluster"},
         "ray_address": {"metavar": "ADDRESS", "help": "address of the Ray cluster (default: Ray on this machine)"},
+        "slice": {"metavar": "I/N", "help": "prepare only part I of N, from 0: one task of a SLURM array"},
+        "merge_slices": {"help": "merge N prepared slices into the folder"},
     },
     "instead": {
         "train_tokenizer": {"metavar": "SIZE", "help": "train a byte-level BPE tokenizer of this vocabulary size"},

@@ -1,7 +1,7 @@
-"""The search for near duplicates in a prepared folder: on disk, deterministic, continued after a kill.
+"""The search for near duplicates in prepared folders: on disk, deterministic, continued after a kill.
 
 Three stages of independent tasks, each of which writes a file that is complete or absent. Any process that sees the
-folder can perform a task; which one does changes no byte:
+folders can perform a task; which one does changes no byte:
 
     keys        sorts the keys of RUN_DOCUMENTS documents in each band: 8 bytes per document and band
     candidates  finds the pairs of documents that have the same key, in a range of one band's keys
@@ -15,7 +15,7 @@ import hashlib
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ from pretrain_tools.preparation.documents.document_index import InputOrder
 SIGNATURES_SUFFIX = ".signatures"
 """Suffix of the files beside each shard with a signature per document."""
 KEYS_FOLDER = "near_duplicate_keys/sorted"
-"""Folder in the prepared folder."""
+"""Folder in each prepared folder."""
 STAGES = {"keys": "runs", "candidates": "key ranges", "pairs": "runs"}
 """Stages in order, and what their tasks are."""
 DUPLICATE = np.dtype([("document", "<u4"), ("kept", "<u4")])
@@ -52,16 +52,18 @@ LINE_SECONDS = 10.0
 
 
 class DuplicateSearch:
-    """One search over a prepared folder, in the folder `work`. It can be pickled: other processes perform its tasks.
+    """One search over prepared folders, in the folder `work`. It can be pickled: other processes perform its tasks.
 
-    Candidates and pairs are kept by the hash of the manifest, so those of another folder are never taken for these.
+    Candidates and pairs are kept by the hash of the manifests, so those of other folders are never taken for these.
     """
 
-    def __init__(self, manifest: Manifest, settings: NearDuplicates, work: Path, tokenizer: LoadedTokenizer):
-        self.order = InputOrder(manifest)
+    def __init__(
+        self, manifests: Sequence[Manifest], settings: NearDuplicates, work: Path, tokenizer: LoadedTokenizer
+    ):
+        self.order = InputOrder(manifests)
         self._settings = settings
         self._tokenizer = tokenizer
-        digest = hashlib.sha256((manifest.folder / MANIFEST_FILE).read_bytes())
+        digest = hashlib.sha256(b"".join((manifest.folder / MANIFEST_FILE).read_bytes() for manifest in manifests))
         self._work = work / digest.hexdigest()[:16]
         if self.order.documents >= MOST_DOCUMENTS:
             raise InputError(
@@ -71,13 +73,13 @@ class DuplicateSearch:
         # As few as keep a partition in memory: compared are a key's partition and 32 more of its 40 bits.
         wanted = max(1, -(-self.order.documents // KEYS_AT_ONCE))
         self._partitions = min(MOST_PARTITIONS, 1 << (wanted - 1).bit_length())
-        keys = manifest.folder.absolute() / KEYS_FOLDER
-        count = self.order.documents
-        self._runs: list[tuple[Path, int, int]] = [
-            (keys / f"{number:05d}", first, min(first + RUN_DOCUMENTS, count))
-            for number, first in enumerate(range(0, count, RUN_DOCUMENTS))
-        ]
-        """(file of the keys, first document, one after the last)"""
+        self._runs: list[tuple[Path, int, int]] = []
+        """(file of the keys, first document, one after the last): all documents of a run are in one folder."""
+        firsts = [*self.order.first_of_folder, self.order.documents]
+        for manifest, begin, end in zip(manifests, firsts, firsts[1:], strict=False):
+            for number, first in enumerate(range(begin, end, RUN_DOCUMENTS)):
+                path = manifest.folder.absolute() / KEYS_FOLDER / f"{number:05d}"
+                self._runs.append((path, first, min(first + RUN_DOCUMENTS, end)))
 
     @property
     def disk_bytes(self) -> int:
@@ -241,7 +243,7 @@ def _same_keys(entries: np.ndarray) -> np.ndarray:
     return np.unique(np.tile(documents[repeats], 2) << np.uint64(32) | earlier)
 
 
-def report_of(search: DuplicateSearch, duplicates: np.ndarray, manifest: Manifest) -> dict[str, Any]:
+def report_of(search: DuplicateSearch, duplicates: np.ndarray, manifests: Sequence[Manifest]) -> dict[str, Any]:
     """Reports at most EXAMPLES_SHOWN documents that go, spread evenly over the input, with those that stay instead.
 
     Their texts are decoded from the first EXCERPT_TOKENS ids.
@@ -250,7 +252,7 @@ def report_of(search: DuplicateSearch, duplicates: np.ndarray, manifest: Manifes
     def described(number: int) -> dict[str, Any]:
         record = search.order.record(number)
         text = search.text(number, EXCERPT_TOKENS).decode(errors="replace")
-        source = manifest.source_names[int(record["source"])]
+        source = manifests[0].source_names[int(record["source"])]
         return {"source": source, "place": int(record["place"]), "bytes": int(record["text_bytes"]), "text": text}
 
     step = max(1, -(-len(duplicates) // EXAMPLES_SHOWN))

@@ -32,6 +32,9 @@ class Documents(Protocol):
     def parts(self, reading: Reading, start: Position) -> Iterator[Part]:
         """Yields the parts in order, from a position on."""
 
+    def sliced(self, number: int, count: int) -> "Documents":
+        """Returns slice `number` of `count`: a run of parts. Raises InputError if they cannot be divided."""
+
 
 @dataclass(frozen=True)
 class PreparationOptions:
@@ -49,8 +52,7 @@ class PreparationOptions:
     near_duplicates: NearDuplicates | None = None
     cleaning: Cleaning | None = None
     write_text: bool = False
-    is_first_pass: bool = False
-    """True: near duplicates are still there, to be searched for."""
+    slice: str | None = None
 
     def as_plan(self) -> dict[str, Any]:
         """Returns the options as the manifest records them."""
@@ -61,7 +63,7 @@ class PreparationOptions:
         reading = fields.pop("reading")
         reading["only"] = [[name, list(values)] for name, values in reading["only"]] or None
         # Null when off, as where the option is not known yet: folders made before it are recognised.
-        fields |= {name: fields[name] or None for name in ("deduplicate", "write_text", "is_first_pass")}
+        fields |= {name: fields[name] or None for name in ("deduplicate", "write_text")}
         return {**reading, **fields}
 
     def within(self, documents: Documents) -> "PreparationOptions":
@@ -74,8 +76,8 @@ class PreparationOptions:
 class PreparationRequest:
     """A preparation of the local folder `output`, which is then copied to `destination`, if any.
 
-    Without a tokenizer, one of `vocabulary_size` is trained on at most `sample_bytes` of the text. `workers` None: one
-    per core of the Ray cluster.
+    Without a tokenizer, one of `vocabulary_size` is trained on at most `sample_bytes` of the text. `slice`: prepare
+    only that (number, count). `workers` None: one per core of the Ray cluster.
     """
 
     documents: Documents
@@ -86,6 +88,8 @@ class PreparationRequest:
     workers: int | None = 1
     on_ray: bool = False
     ray_address: str | None = None
+    slice: tuple[int, int] | None = None
+    merge_slices: int | None = None
     vocabulary_size: int | None = None
     sample_bytes: int | None = None
     destination: Destination | None = None

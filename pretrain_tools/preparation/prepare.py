@@ -46,8 +46,8 @@ from pretrain_tools.preparation.plan import (
     refuse_other_files,
     source_differences,
 )
-from pretrain_tools.preparation.second_pass import kept_parts
 from pretrain_tools.preparation.shard_writer import shard_files
+from pretrain_tools.preparation.slices import merged_parts, require_slices
 from pretrain_tools.preparation.text_files import TEXT_FOLDER
 from pretrain_tools.preparation.worker import PartEncoder
 from pretrain_tools.preparation.workers import performed
@@ -86,6 +86,7 @@ def prepare(
     """
     output = request.output
     plan = request.plan()
+    slices = require_slices(request)
     state_folder = output / UNFINISHED_FOLDER
     finished = _finished(output, plan)
     if finished is not None and not state_folder.exists():
@@ -103,13 +104,13 @@ def prepare(
             if finished is not None:
                 shutil.rmtree(state_folder, ignore_errors=True)
                 return finished
-            run = _Run(request, plan, report)
+            run = _Run(request, plan, slices, report)
             was_begun = run.plan_path.exists()
             try:
                 return run.complete(say)
             except InputError:
                 # What an earlier process left is not this one's to discard, nor what has been committed since.
-                if not (was_begun or run.progress_path.exists() or run.first_pass.exists()):
+                if not (was_begun or run.progress_path.exists() or (state_folder / FIRST_PASS).exists()):
                     _discard(output, existed)
                 raise
     except OSError as error:
@@ -150,9 +151,10 @@ def _discard(output: Path, existed: bool) -> None:
 class _Run:
     """One process's work on an unfinished folder, under its lock."""
 
-    def __init__(self, request: PreparationRequest, plan: dict[str, Any], report: Report):
+    def __init__(self, request: PreparationRequest, plan: dict[str, Any], slices: list[Path], report: Report):
         self.request = request
         self.plan = plan
+        self.slices = slices
         self.report = report
         self.output = request.output
         self.removed: np.ndarray | None = None
@@ -160,7 +162,6 @@ class _Run:
         self.state_folder = self.output / UNFINISHED_FOLDER
         self.plan_path = self.state_folder / "plan.json"
         self.progress_path = self.state_folder / PROGRESS_FILE
-        self.first_pass = self.state_folder / FIRST_PASS
 
     def complete(self, say: Callable[[str], None]) -> PreparationOutcome:
         """Tokenises what is left and writes the manifest."""
@@ -174,12 +175,12 @@ class _Run:
             write_durably(self.plan_path, as_json({"layout": PLAN_LAYOUT, **self.plan}))
         else:
             say(f"{self.output}: continuing after {progress['tally']['documents']:,} documents")
-        encoder, reason = None, None
-        if self.options.near_duplicates is not None and not self.options.is_first_pass:
-            self._find_near_duplicates(say)  # in documents that are tokenised then
-        else:
+        if self.options.near_duplicates is not None and self.options.slice is None:
+            self._find_near_duplicates(say)
+        if not self.slices:
             self._say_what_is_compiled(say)
-            encoder, reason = make_encoder(tokenizer, engine)
+        # Slices are tokenised already.
+        encoder, reason = (None, None) if self.slices else make_encoder(tokenizer, engine)
         if reason:
             say(f"tokenising with tokenizers: {reason}")
         try:
@@ -193,16 +194,19 @@ class _Run:
         return PreparationOutcome(self._finish(tally, shards), tally, already_done=False)
 
     def _find_near_duplicates(self, say: Callable[[str], None]) -> None:
-        """Prepares all documents, and finds those that `_tokenise` then leaves out."""
+        """Prepares all documents, unless they are in slices, and finds those that `_tokenise` then leaves out."""
         options = self.options
-        first_pass = replace(options, is_first_pass=True)
-        outcome = prepare(replace(self.request, output=self.first_pass, options=first_pass), say, self.report)
-        manifest = outcome.manifest
+        if not self.slices:
+            self.slices = [self.state_folder / FIRST_PASS]
+            label = "all documents, before near duplicates are left out"
+            all_options = replace(options, slice=label)
+            prepare(replace(self.request, output=self.slices[0], options=all_options), say, self.report)
+        manifests = [read_manifest(folder) for folder in self.slices]
         with stop_signals() as stop_if_asked:
             work = self.state_folder / "near_duplicates"
-            search = DuplicateSearch(manifest, options.near_duplicates, work, self.request.tokenizer)
-            tokens = sum(shard.tokens for shard in manifest.shards)
-            needed = search.disk_bytes + tokens * manifest.bytes_per_id
+            search = DuplicateSearch(manifests, options.near_duplicates, work, self.request.tokenizer)
+            tokens = sum(shard.tokens for manifest in manifests for shard in manifest.shards)
+            needed = search.disk_bytes + tokens * manifests[0].bytes_per_id
             free = shutil.disk_usage(self.output).free + sum(path.stat().st_size for path in shard_files(self.output))
             if free < needed:
                 raise InputError(
@@ -218,7 +222,7 @@ class _Run:
 
             perform_missing(search, search_tasks, say)
             duplicates = search.duplicates()
-            report = report_of(search, duplicates, manifest)
+            report = report_of(search, duplicates, manifests)
             write_durably(self.output / NEAR_DUPLICATES_FILE, as_json(report))
         self.removed = duplicates["document"]
 
@@ -263,7 +267,7 @@ class _Run:
                     if intake.is_complete:
                         break
                     stop_if_asked()
-            if not intake.tally.documents and not options.is_first_pass:
+            if not intake.tally.documents and options.slice is None:
                 raise InputError(self._nothing_found(intake.tally))
             return intake.tally, intake.writer.finish()
         except (InputError, StoppedError):
@@ -290,12 +294,13 @@ class _Run:
         return f"the input holds no documents ({skipped}); nothing was written; give files that contain text"
 
     def _encoded(self, start: Position, encoder: Encoder | None) -> Iterator[EncodedPart]:
-        """Yields encoded parts from a position on: of the first pass, a Ray cluster, or processes of this machine."""
+        """Yields encoded parts from a position on, from slices, a Ray cluster, or processes of this machine."""
         request = self.request
         documents = request.documents
         reading = self.options.reading
-        if self.removed is not None:
-            return kept_parts(self.first_pass, start, documents.total_bytes or 0, self.removed)
+        if self.slices:
+            total_bytes = documents.total_bytes or 0
+            return merged_parts(self.slices, start, total_bytes, self.options.deduplicate, self.removed)
         part_encoder = PartEncoder(request.tokenizer, encoder, self.options, request.split)
         parts = documents.parts
         if not request.on_ray:

@@ -21,6 +21,7 @@ from pretrain_tools.preparation.documents.records import Reading, template_probl
 from pretrain_tools.preparation.documents.sources import Files, find_sources
 from pretrain_tools.preparation.encode import ENGINES
 from pretrain_tools.preparation.plan import Documents, PreparationOptions, PreparationRequest
+from pretrain_tools.preparation.slices import parse_slice
 from pretrain_tools.preparation.tokenizer_training import RECORD_FILE
 from pretrain_tools.preparation.upload import destination_of
 
@@ -61,10 +62,15 @@ def read_request(arguments: argparse.Namespace) -> PreparationRequest:
         workers=arguments.workers or (None if on_ray else cores),
         on_ray=on_ray,
         ray_address=arguments.ray_address,
+        slice=problems.attempt(parse_slice, arguments.slice) if arguments.slice is not None else None,
+        merge_slices=arguments.merge_slices,
         vocabulary_size=arguments.train_tokenizer,
         sample_bytes=arguments.tokenizer_sample_bytes,
         destination=destination,
     )
+    problems += _contradictions(request)
+    if documents and (request.slice or request.merge_slices):
+        problems.attempt(documents.sliced, 0, 1)
     problems.stop_if_any()
     return request
 
@@ -112,6 +118,22 @@ def _missing(arguments: argparse.Namespace) -> list[str]:
         ),
         "--filter, --language, --clean, --decontaminate: a tokenizer is trained on the text as it is; leave out": (
             arguments.train_tokenizer and cleaning
+        ),
+    }
+    return [problem for problem, is_there in checks.items() if is_there]
+
+
+def _contradictions(request: PreparationRequest) -> list[str]:
+    """Lists which of --slice, --merge_slices, --train_tokenizer and the limits exclude each other."""
+    limits = {"max_documents": request.options.max_documents, "max_tokens": request.options.max_tokens}
+    limits = [f"--{name} {value:,}" for name, value in limits.items() if value is not None]
+    parts = {"--slice": request.slice, "--merge_slices": request.merge_slices}
+    parts = [name for name, value in parts.items() if value is not None]
+    checks = {
+        f"--slice: slices do not know of each other, so {' and '.join(limits)} must be left out": parts and limits,
+        "give either --slice I/N, or --merge_slices N when all slices are prepared": len(parts) > 1,
+        "--slice and --merge_slices: a tokenizer is trained by one machine, on a sample; leave them out": (
+            parts and request.vocabulary_size
         ),
     }
     return [problem for problem, is_there in checks.items() if is_there]

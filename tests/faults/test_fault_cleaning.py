@@ -17,9 +17,9 @@ KILLS = 20
 IN_SMALL_PARTS = """
 from pretrain_tools.preparation import near_duplicate_search
 from pretrain_tools.preparation.documents import byte_stream, formats, sources
-from pretrain_tools.preparation import prepare, second_pass
+from pretrain_tools.preparation import prepare, slices
 byte_stream.READ_BYTES = formats.PART_BYTES = sources.PART_BYTES = 30_000
-prepare.COMMIT_SECONDS, second_pass.TOKENS_PER_PART = 0.02, 20_000
+prepare.COMMIT_SECONDS, slices.TOKENS_PER_PART = 0.02, 20_000
 near_duplicate_search.RUN_DOCUMENTS, near_duplicate_search.KEYS_AT_ONCE = 256, 128
 import prepare_data
 from pretrain.errors import run_script

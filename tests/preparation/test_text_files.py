@@ -72,12 +72,15 @@ def test_the_text_is_that_of_the_ids_and_is_read_back_for_another_tokenizer(tmp_
         assert documents_of(tmp_path / "back", split) == documents_of(tmp_path / "out", split)
 
 
-def test_damaged_text_shows(tmp_path, run, small_parts):
+def test_damaged_text_shows_and_lost_text_of_a_slice_is_named(tmp_path, run, small_parts):
     arguments = (*inputs(tmp_path), "--output", tmp_path / "out")
-    run(*arguments)
-    path = tmp_path / "out/text/train-00000.jsonl.zst"
+    for number in range(2):
+        run(*arguments, "--slice", f"{number}/2")
+    path = tmp_path / "out.slices/1-of-2/text/train-00000.jsonl.zst"
     path.write_bytes(zstandard.compress(b'{"text": "only one"}\n'))
     assert "train-00000.jsonl.zst" in verify_shards(path.parents[1])[0]
+    with pytest.raises(InputError, match=r"1-of-2/text: has fewer documents than the shards; prepare .* again"):
+        run(*arguments, "--merge_slices", 2)
 
 
 @pytest.mark.parametrize("workers", [1, 2])

@@ -42,14 +42,17 @@ def test_a_single_text_gives_its_tail(tmp_path, run, tokenizer):
     assert table["place"].tolist() == [1 + head.count("\n")], "the line on which it begins"
 
 
-def test_workers_make_the_same_bytes(tmp_path, run):
+@pytest.mark.parametrize("workers", [1, 2])
+def test_workers_and_slices_make_the_same_bytes(tmp_path, run, workers):
     """Two large files and a copy of the largest, whose tail must not come back as training text."""
     for name, text in {"a": novel(300), "b": "b " + novel(380), "c": "b " + novel(380)}.items():
         (tmp_path / f"{name}.txt").write_text(text)
     arguments = ("--input", f"{tmp_path}/*.txt", "--validation_fraction", 0.02)
-    for workers, name in ((1, "whole"), (2, "shared")):
-        run(*arguments, "--workers", workers, "--output", tmp_path / name)
-    assert content_of(tmp_path / "shared") == content_of(tmp_path / "whole")
+    run(*arguments, "--workers", workers, "--output", tmp_path / "whole")
+    for number in range(2):
+        run(*arguments, "--output", tmp_path / "merged", "--slice", f"{number}/2")
+    run(*arguments, "--output", tmp_path / "merged", "--merge_slices", 2)
+    assert content_of(tmp_path / "merged") == content_of(tmp_path / "whole")
     assert read_manifest(tmp_path / "whole").totals("validation")[1] == 2, "the tail of the copy, too"
     assert "already complete" in run(*arguments, "--output", tmp_path / "whole")
 

@@ -362,6 +362,10 @@ def test_members_of_archives_that_are_not_read_are_told_and_recorded(tmp_path, r
     line = "not read         members of tar archives that are no documents: 4 .html, 2 .zip"
     assert line in told and "documents        2;" in told
     assert line in run(*arguments, "--output", tmp_path / "out"), "of a finished folder as well"
+    for number in range(2):
+        run(*arguments, "--output", tmp_path / "merged", "--slice", f"{number}/2")
+    run(*arguments, "--output", tmp_path / "merged", "--merge_slices", 2)
+    assert content_of(tmp_path / "merged") == content_of(tmp_path / "out")
 
 
 def test_a_table_without_the_column_counts_as_its_rows_against_the_limit(tmp_path, run):

@@ -164,6 +164,11 @@ def test_a_run_that_was_told_to_end_is_requeued_and_others_are_not(slurm, tmp_pa
     assert result.returncode == status and (tmp_path / "scontrol.log").exists() == (status == 75)
 
 
+def test_without_arguments_the_slices_of_prepared_data_are_explained(slurm):
+    found = subprocess.run(["bash", "slurm/prepare.sbatch"], cwd=ROOT, env=slurm, capture_output=True, text=True)
+    assert found.returncode == 2 and found.stderr.startswith("usage: sbatch ")
+
+
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_what_cannot_run_is_explained_and_nothing_is_started(slurm, tmp_path, script):
     def refusal(*arguments, cwd=ROOT, **environment) -> str:

@@ -104,6 +104,8 @@ def shortened(words: list[str]) -> list[str]:
         return [*words, "--gpus", "1", "--gpu", "cpu"]
     if script == "plan.py":
         return [*words, "--compile", "none"]  # tracing what the compiler keeps takes seconds
+    if script == "prepare_data.py":
+        return replaced(words, "--slice", "0/1", "--merge_slices", "1")
     return replaced(words, "--step", "1") if script == "runs.py" else words
 
 

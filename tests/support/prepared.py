@@ -36,8 +36,8 @@ def write_jsonl(path, documents, extra=()):
 
 
 def make_parts_small(monkeypatch, size):
-    """Divides input into parts of about so many bytes, and a first pass into parts of so many tokens."""
-    for name in ("documents.formats.PART_BYTES", "documents.sources.PART_BYTES", "second_pass.TOKENS_PER_PART"):
+    """Divides input into parts of about so many bytes, and slices into parts of so many tokens."""
+    for name in ("documents.formats.PART_BYTES", "documents.sources.PART_BYTES", "slices.TOKENS_PER_PART"):
         monkeypatch.setattr(f"pretrain_tools.preparation.{name}", size)
     monkeypatch.setattr("pretrain_tools.preparation.documents.byte_stream.READ_BYTES", size)
 

@@ -1,6 +1,6 @@
 """Cleaning, which removes or changes documents before they are encoded, and the account of it; near duplicates.
 
-Stages depend on a document alone, so workers and interruptions change nothing.
+Stages depend on a document alone, so workers, slices and interruptions change nothing.
 
     stages: the interface of a stage, and the run of all stages over the texts of a part
     filters: filters by name, and functions of the user's

@@ -1,6 +1,6 @@
 """The account of a cleaning: documents and bytes by rule and by source, histograms, and samples of each rule.
 
-The accounts of parts add up to that of the whole however it is divided, so workers and interruptions make no
+The accounts of parts add up to that of the whole however it is divided, so workers, slices and interruptions make no
 difference.
 """
 

@@ -4,13 +4,13 @@ train-00000.documents holds one record of 24 bytes per document, in the order of
 `np.memmap(file, DOCUMENT)` opens it.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from pretrain.data.manifest import SPLITS, Manifest, id_dtype
+from pretrain.data.manifest import SPLITS, Manifest, Shard, id_dtype
 from pretrain.errors import InputError
 
 MOST_OPEN_FILES = 4096
@@ -68,29 +68,38 @@ def read_index(shard: Path, documents: int) -> np.ndarray | None:
 
 
 class InputOrder:
-    """Numbers the documents of a folder from 0, in the order of the input.
+    """Numbers the documents from 0: those of the first folder in the order of its input, then those of the next.
 
     Files are memory-mapped; in memory are 8 bytes per validation document.
     """
 
-    def __init__(self, manifest: Manifest):
-        self._dtype = id_dtype(manifest.dtype)
+    def __init__(self, manifests: Sequence[Manifest]):
+        self._dtype = id_dtype(manifests[0].dtype)
+        self._shards: dict[str, list[Path]] = {split: [] for split in SPLITS}
         self._maps: dict[Path, np.ndarray] = {}
-        # An empty file cannot be mapped.
-        shards = {split: [shard for shard in manifest.of_split(split) if shard.documents] for split in SPLITS}
-        self._shards = {split: [manifest.folder.absolute() / each.file for each in shards[split]] for split in SPLITS}
-        self._ends = {split: np.cumsum([each.documents for each in shards[split]], dtype=np.int64) for split in SPLITS}
-        self.documents = sum(shard.documents for split in SPLITS for shard in shards[split])
-        self._held = np.append(self._held_out(), NO_DOCUMENT)
+        self.documents = 0
+        self.first_of_folder = []
+        held = []
+        counts: dict[str, list[int]] = {split: [] for split in SPLITS}
+        for manifest in manifests:
+            self.first_of_folder.append(self.documents)
+            held.append(self.documents + self._held_out(manifest))
+            for split in SPLITS:
+                shards = _shards_of(manifest, split)
+                self._shards[split] += [manifest.folder.absolute() / shard.file for shard in shards]
+                counts[split] += [shard.documents for shard in shards]
+                self.documents += sum(shard.documents for shard in shards)
+        self._held = np.concatenate([*held, [NO_DOCUMENT]])
         """The numbers of the validation documents, and one that none has."""
+        self._ends = {split: np.cumsum(counts[split], dtype=np.int64) for split in SPLITS}
 
     def __getstate__(self) -> dict[str, Any]:
         # A process maps the files itself.
         return self.__dict__ | {"_maps": {}}
 
-    def _held_out(self) -> np.ndarray:
-        """Places the validation documents among all documents: both splits are in input order."""
-        paths = self._shards
+    def _held_out(self, manifest: Manifest) -> np.ndarray:
+        """Places a folder's validation documents among all of its documents: both splits are in input order."""
+        paths = {split: [manifest.folder / s.file for s in _shards_of(manifest, split)] for split in SPLITS}
         held = np.concatenate([np.empty(0, np.uint64), *(_input_keys(self._index(p)) for p in paths["validation"])])
         before = np.empty(len(held), np.int64)
         first = 0
@@ -119,7 +128,7 @@ class InputOrder:
         return self._maps[path]
 
     def _positions(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Returns (is_validation, row in the split) of documents."""
+        """Returns (is_validation, row in the split over all folders) of documents."""
         held_before = np.searchsorted(self._held, numbers)
         is_validation = self._held[held_before] == numbers
         return is_validation, np.where(is_validation, held_before, numbers - held_before)
@@ -179,6 +188,11 @@ class InputOrder:
         is_validation, rows = self._positions(np.array([number]))
         ((path, of_shard),) = self._by_shard(SPLITS[int(is_validation[0])], rows)
         return path, int(of_shard[0])
+
+
+def _shards_of(manifest: Manifest, split: str) -> list[Shard]:
+    # An empty file cannot be mapped.
+    return [shard for shard in manifest.of_split(split) if shard.documents]
 
 
 def _input_keys(index: np.ndarray) -> np.ndarray:

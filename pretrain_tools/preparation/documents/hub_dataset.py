@@ -114,6 +114,13 @@ class HubDataset:
             digest.update(repr(self.rows_of[start : start + ROWS_IN_FINGERPRINT].to_pydict()).encode())
         return digest.hexdigest()
 
+    def sliced(self, number: int, count: int) -> "HubDataset":
+        """Raises InputError: only files can be divided."""
+        raise InputError(
+            f"--slice: --dataset {self.name} is read by one machine; give its files instead: "
+            f"--input 'hf://datasets/{self.name}/**/*.parquet'"
+        )
+
     def parts(self, reading: Reading, start: Position) -> Iterator[Part]:
         """Yields the documents in order, ROWS_PER_PART rows at a time.
 

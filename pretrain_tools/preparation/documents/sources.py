@@ -10,6 +10,7 @@ import glob
 import itertools
 import os
 import posixpath
+import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -307,6 +308,10 @@ class LargeFile:
     number: int
     first: int
     """Number of the first part to make."""
+    offset: int
+    """Expected bytes of all sources before the file."""
+    taken: range
+    """Expected bytes, over all sources, within which a part must begin."""
     reading: Reading
 
     def parts(self) -> Iterator[Part]:
@@ -321,25 +326,32 @@ class LargeFile:
             parts = _row_group_parts(source, self.number, groups)
         else:
             parts = _record_parts(source, self.number, reading)
-        yield from itertools.islice(parts, self.first, None)
+        offset = self.offset
+        for part_number, part in enumerate(parts):
+            if offset >= self.taken.stop:
+                return
+            if offset >= self.taken.start and part_number >= self.first:
+                yield part
+            offset += part.input_bytes * (expected_bytes(source) // max(1, source.bytes))
 
 
 @dataclass(frozen=True)
 class Files:
-    """Documents from files, of this machine or by URL."""
+    """Documents from files, of this machine or by URL. slice: (number, count) of the slice that is read."""
 
     sources: Sequence[InputFile]
+    slice: tuple[int, int] = (0, 1)
     maximum_documents: None = None
 
     @property
     def total_bytes(self) -> int:
         """Bytes of what is read, as it lies there."""
-        return sum(source.bytes for source in self.sources)
+        return sum(source.bytes for source in self.sources) // self.slice[1]
 
     @property
     def expected_text_bytes(self) -> int:
         """About how much there is when decompressed."""
-        return sum(map(expected_bytes, self.sources))
+        return sum(map(expected_bytes, self.sources)) // self.slice[1]
 
     def description(self) -> list[dict[str, Any]]:
         """Lists name, size and fingerprint of every file."""
@@ -349,8 +361,12 @@ class Files:
             for source, size in zip(self.sources, sizes, strict=True)
         ]
 
+    def sliced(self, number: int, count: int) -> "Files":
+        """Returns slice `number` of `count`: the parts that begin in that share of the bytes."""
+        return replace(self, slice=(number, count))
+
     def parts(self, reading: Reading, start: Position = BEGINNING) -> Iterator[Part]:
-        """Yields the parts of all files in order, from `start` on."""
+        """Yields the parts of all files, or of the slice, in order, from `start` on."""
         for piece in self.pieces(reading, start):
             if isinstance(piece, LargeFile):
                 yield from piece.parts()
@@ -359,8 +375,13 @@ class Files:
 
     def pieces(self, reading: Reading, start: Position = BEGINNING) -> Iterator[Part | LargeFile]:
         """Yields parts of small files, and large files to be divided by the process that reads them. Reads nothing."""
+        slice, count = self.slice
+        total = sum(map(expected_bytes, self.sources))
+        # The last slice is open-ended.
+        taken = range(total * slice // count, total * (slice + 1) // count if slice + 1 < count else sys.maxsize)
         number = start.source
-        while number < len(self.sources):
+        offset = sum(map(expected_bytes, self.sources[:number]))
+        while number < len(self.sources) and offset < taken.stop:
             following = self.sources[number : number + MOST_FILES_PER_PART]
             group = list(itertools.takewhile(lambda source: _is_small(source, reading), following))
             if group:
@@ -368,20 +389,27 @@ class Files:
                 sizes = itertools.accumulate(expected_bytes(source) for source in group)
                 group = group[: max(1, sum(1 for size in sizes if size <= PART_BYTES))]
                 number += len(group)
-                read = tuple((source, partial(records_of, source)) for source in group)
-                yield Part(Position(number, 0), sum(source.bytes for source in group), read)
+                if offset >= taken.start:
+                    read = tuple((source, partial(records_of, source)) for source in group)
+                    yield Part(Position(number, 0), sum(source.bytes for source in group), read)
+                offset += sum(map(expected_bytes, group))
             else:
-                first = start.part if number == start.source else 0
-                yield LargeFile(self.sources[number], number, first, reading)
+                source = self.sources[number]
+                # Files that end before the slice are not even opened.
+                if offset + expected_bytes(source) > taken.start:
+                    first = start.part if number == start.source else 0
+                    yield LargeFile(source, number, first, offset, taken, reading)
                 number += 1
+                offset += expected_bytes(source)
 
     def are_whole_documents(self, reading: Reading) -> bool:
         """Tells whether each file is one document of plain text."""
         return reading.documents == "file" and all(source.format == "txt" for source in self.sources)
 
     def texts(self, reading: Reading) -> Iterator[bytes]:
-        """Yields the texts of all files, without records that cannot be used."""
-        return (record.text for part in self.parts(reading) for _, record in part.records(reading) if record.text)
+        """Yields the texts of all files, whatever the slice, without records that cannot be used."""
+        parts = Files(self.sources).parts(reading)
+        return (record.text for part in parts for _, record in part.records(reading) if record.text)
 
 
 def expected_bytes(source: InputFile) -> int:

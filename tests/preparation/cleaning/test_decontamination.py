@@ -88,11 +88,14 @@ def test_every_planted_item_is_found_and_nothing_else(planted, tmp_path, run):
     assert str(tmp_path) not in (tmp_path / "out/manifest.json").read_text()
 
 
-def test_workers_change_no_byte(planted, tmp_path, run):
+def test_workers_and_slices_change_no_byte(planted, tmp_path, run):
     arguments = planted[0]
     run(*arguments, "--output", tmp_path / "one", "--workers", 1)
     run(*arguments, "--output", tmp_path / "two", "--workers", 2)
-    assert content_of(tmp_path / "two") == content_of(tmp_path / "one")
+    for number in range(3):
+        run(*arguments, "--output", tmp_path / "three", "--slice", f"{number}/3", "--workers", 1)
+    run(*arguments, "--output", tmp_path / "three", "--merge_slices", 3, "--workers", 1)
+    assert content_of(tmp_path / "two") == content_of(tmp_path / "three") == content_of(tmp_path / "one")
 
 
 def test_changed_benchmarks_are_refused(planted, tmp_path, run):

@@ -18,7 +18,7 @@ from pretrain_tools.preparation import near_duplicate_search
 from pretrain_tools.preparation.cleaning.folded_words import write_smallest
 from pretrain_tools.preparation.cleaning.near_duplicates import EMPTY, NearDuplicates, shingle_hashes
 from pretrain_tools.preparation.documents.sources import BEGINNING
-from pretrain_tools.preparation.second_pass import kept_parts
+from pretrain_tools.preparation.slices import merged_parts
 from support.faults import EVERYTHING
 from support.prepared import content_of, run_killed, write_jsonl
 
@@ -50,7 +50,7 @@ def documents_with_copies(count, seed=0):
 def documents_in(folder):
     """{place: (split, ids)} of a prepared folder of one file, in the order of the input."""
     found = {}
-    for part in kept_parts(folder, BEGINNING, 0, np.empty(0, np.uint32)):
+    for part in merged_parts([folder], BEGINNING, 0, deduplicate=False):
         pieces = np.split(part.ids, part.documents["end"][:-1].astype(int)) if len(part.documents) else []
         for record, held, ids in zip(part.documents, part.is_validation, pieces, strict=True):
             found[int(record["place"])] = (SPLITS[int(held)], ids[:-1].tolist())
@@ -191,7 +191,7 @@ def small_parts(monkeypatch):
         "preparation.documents.formats.PART_BYTES",
         "preparation.documents.sources.PART_BYTES",
         "preparation.documents.byte_stream.READ_BYTES",
-        "preparation.second_pass.TOKENS_PER_PART",
+        "preparation.slices.TOKENS_PER_PART",
     ):
         monkeypatch.setattr(f"pretrain_tools.{name}", 3000)
     monkeypatch.setattr(near_duplicate_search, "RUN_DOCUMENTS", 64)
@@ -199,7 +199,7 @@ def small_parts(monkeypatch):
     monkeypatch.setattr(near_duplicate_search, "PAIRS_AT_ONCE", 8)
 
 
-def test_workers_and_small_memory_give_the_same_bytes(tmp_path, run, small_parts, monkeypatch):
+def test_workers_slices_and_small_memory_give_the_same_bytes(tmp_path, run, small_parts, monkeypatch):
     documents, _ = documents_with_copies(160)
     write_jsonl(tmp_path / "a.jsonl", documents[:100], [b'{"text": ""}'])
     write_jsonl(tmp_path / "b.jsonl", documents[100:])
@@ -207,8 +207,11 @@ def test_workers_and_small_memory_give_the_same_bytes(tmp_path, run, small_parts
     arguments = (*arguments, "--shard_tokens", 4000)
     for workers in (1, 3):
         run(*arguments, "--output", tmp_path / f"w{workers}", "--workers", workers)
+    for number in range(3):
+        run(*arguments, "--output", tmp_path / "merged", "--slice", f"{number}/3")
+    run(*arguments, "--output", tmp_path / "merged", "--merge_slices", 3, "--workers", 2)
     whole = content_of(tmp_path / "w1")
-    assert content_of(tmp_path / "w3") == whole
+    assert content_of(tmp_path / "w3") == whole and content_of(tmp_path / "merged") == whole
     # All in one run and one partition.
     monkeypatch.setattr(near_duplicate_search, "RUN_DOCUMENTS", 1 << 20)
     monkeypatch.setattr(near_duplicate_search, "KEYS_AT_ONCE", 1 << 20)

@@ -20,6 +20,7 @@ from pretrain_tools.preparation.cleaning.filters import read_cleaning
 from pretrain_tools.preparation.documents.sources import Files, find_sources
 from pretrain_tools.preparation.plan import PreparationOptions, PreparationRequest
 from pretrain_tools.preparation.prepare import prepare
+from pretrain_tools.preparation.slices import slice_of
 from support.prepared import PROSE, content_of, texts, write_jsonl
 
 FUNCTIONS = """
@@ -76,11 +77,15 @@ def test_what_a_stage_removes_is_left_out_and_counted_by_rule_and_source(request
     assert prepare(request_of("out")).tally.cleaning == outcome.tally.cleaning
 
 
-def test_workers_and_a_stop_change_no_byte(request_of, tmp_path):
+def test_workers_slices_and_a_stop_change_no_byte(request_of, tmp_path):
     prepare(request_of("one"))
     expected = content_of(tmp_path / "one")
     prepare(request_of("two", workers=2))
     assert content_of(tmp_path / "two") == expected
+    for number in range(3):
+        prepare(slice_of(request_of("three"), number, 3))
+    prepare(request_of("three", merge_slices=3))
+    assert content_of(tmp_path / "three") == expected
 
     class Killed(Exception):
         pass

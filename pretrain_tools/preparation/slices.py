@@ -1,0 +1,158 @@
+"""A preparation divided over machines that do not communicate, and the merge of what they made.
+
+Slice i of n takes consecutive parts of the input and makes the prepared folder FOLDER.slices/i-of-n. The merge reads
+the slices' documents in the order of the input and writes the same bytes as a single machine would.
+"""
+
+import itertools
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from pretrain.data.manifest import MANIFEST_FILE, SPLITS, Manifest, id_dtype
+from pretrain.data.shards import ShardReader, read_manifest
+from pretrain.errors import InputError, Problems
+from pretrain_tools.preparation.deduplicate import document_hashes
+from pretrain_tools.preparation.documents.document_index import InputOrder
+from pretrain_tools.preparation.documents.sources import Position
+from pretrain_tools.preparation.encoded_part import EncodedPart, Problem, Tally
+from pretrain_tools.preparation.plan import PreparationRequest, refuse_differences
+from pretrain_tools.preparation.text_files import has_text, stored_lines
+
+TOKENS_PER_PART = 1 << 22
+DOCUMENTS_PER_PART = 1 << 16
+
+
+def parse_slice(text: str) -> tuple[int, int]:
+    """Reads '3/16' as (3, 16). Raises InputError for anything else."""
+    number, _, count = text.partition("/")
+    if not (number.isdigit() and count.isdigit() and 0 <= int(number) < int(count)):
+        raise InputError(f"--slice {text}: must be i/n with i from 0 to n - 1, such as 0/16 to 15/16")
+    return int(number), int(count)
+
+
+def slice_of(request: PreparationRequest, number: int, count: int) -> PreparationRequest:
+    """Returns the preparation of slice `number` of `count`. Raises InputError where documents cannot be divided."""
+    # A copy is known only when all documents are together: the merge looks for them.
+    label = f"part {number} of {count}"
+    options = replace(request.options, slice=label, deduplicate=False)
+    output = slices_folder(request) / f"{number}-of-{count}"
+    return replace(request, documents=request.documents.sliced(number, count), options=options, output=output)
+
+
+def slices_folder(request: PreparationRequest) -> Path:
+    """Returns the folder of all slices of the output."""
+    return request.output.with_name(request.output.name + ".slices")
+
+
+def require_slices(request: PreparationRequest) -> list[Path]:
+    """Lists the folders of the slices to merge. Raises InputError with each that is unfinished or made differently."""
+    if request.merge_slices is None:
+        return []
+    plan = request.plan()
+    folders = []
+    problems = Problems()
+    for number in range(request.merge_slices):
+        of_slice = slice_of(request, number, request.merge_slices)
+        folder = of_slice.output
+        if not (folder / MANIFEST_FILE).is_file():
+            command = f"--slice {number}/{request.merge_slices}"
+            problems.append(f"{folder}: is not complete; run the same command with {command}")
+            continue
+        made_from = json.loads((folder / MANIFEST_FILE).read_bytes())
+        plan_of_slice = plan | {"options": of_slice.options.as_plan()}
+        problems.attempt(refuse_differences, folder, made_from, plan_of_slice, "was finished")
+        folders.append(folder)
+    problems.stop_if_any()
+    return folders
+
+
+def merged_parts(
+    folders: Sequence[Path],
+    start: Position,
+    input_bytes: int,
+    deduplicate: bool,
+    removed: np.ndarray | None = None,
+) -> Iterator[EncodedPart]:
+    """Yields the documents of all slices in order, from a position on: (slice, number of its next part).
+
+    removed: ascending numbers, over all slices, of near duplicates to leave out.
+    """
+    removed = np.empty(0, np.uint32) if removed is None else removed
+    first_of_slice = 0
+    for number, folder in enumerate(folders):
+        manifest = read_manifest(folder)
+        if number >= start.source:
+            first = start.part if number == start.source else 0
+            share = input_bytes // len(folders)
+            # Read again up to `first`: the splits can only be followed from their beginning.
+            parts = slice_parts(manifest, number, share, deduplicate, removed, first_of_slice)
+            yield from itertools.islice(parts, first, None)
+        first_of_slice += sum(shard.documents for shard in manifest.shards)
+
+
+def slice_parts(
+    manifest: Manifest, number: int, input_bytes: int, deduplicate: bool, removed: np.ndarray, first_of_slice: int
+) -> Iterator[EncodedPart]:
+    """Yields a slice's documents in the order of its input, some at a time; the last part has the counts."""
+    order = InputOrder([manifest])
+    readers = {split: ShardReader(manifest, split) for split in SPLITS}
+    text = {split: stored_lines(manifest, split) for split in SPLITS} if has_text(manifest) else None
+    read = dict.fromkeys(SPLITS, 0)
+    all_tokens = sum(reader.tokens for reader in readers.values())
+    part = first = 0
+    while first < order.documents:
+        documents, is_validation = order.table(first, min(first + DOCUMENTS_PER_PART, order.documents))
+        ends = np.cumsum(documents["end"].astype(np.int64))
+        taken = max(1, int(np.searchsorted(ends, TOKENS_PER_PART, side="right")))
+        documents = documents[:taken]
+        is_validation = is_validation[:taken]
+        ends = ends[:taken]
+        ids = np.empty(int(ends[-1]), id_dtype(manifest.dtype))
+        is_held_out = np.repeat(is_validation, documents["end"].astype(np.int64))
+        # Each split is in the order of the input as well, so both are read front to back.
+        for split, chosen in zip(SPLITS, (~is_held_out, is_held_out), strict=True):
+            of_split = np.empty(np.count_nonzero(chosen), ids.dtype)
+            readers[split].read(read[split], of_split)
+            read[split] += len(of_split)
+            ids[chosen] = of_split
+        names, documents["source"] = np.unique(documents["source"], return_inverse=True)
+        documents["end"] = ends
+        number_of_first = first_of_slice + first
+        left, right = np.searchsorted(removed, (number_of_first, number_of_first + taken))
+        kept = np.ones(taken, bool)
+        kept[removed[left:right].astype(np.int64) - number_of_first] = False
+        counts = Tally(
+            near_duplicate_documents=int(right - left),
+            input_bytes=round(input_bytes * len(ids) / all_tokens),
+        )
+        encoded = EncodedPart(
+            Position(number, part + 1),
+            counts,
+            ids=ids,
+            documents=documents,
+            source_names=tuple(manifest.source_names[name] for name in names),
+            is_validation=is_validation,
+            hashes=document_hashes(ids, ends) if deduplicate else None,
+            lines=[next(text[SPLITS[held_out]]) for held_out in is_validation.tolist()] if text else None,
+        )
+        yield encoded.keeping(kept)
+        part = part + 1
+        first = first + taken
+    yield _counts_of(manifest.folder, number)
+
+
+def _counts_of(folder: Path, number: int) -> EncodedPart:
+    """Returns a part without documents that adds what the slice left out to the counts."""
+    counts = Tally.recorded(folder)
+    named = [example.partition(": ") for example in counts.bad_examples]
+    problems = [Problem(name, name, reason) for name, _, reason in named]
+    if problems:
+        # A slice names as many as the merged folder will: the last one stands for the others.
+        problems[-1] = problems[-1]._replace(records=1 + counts.bad_records - len(problems))
+    # The merge counts bad records by their problems.
+    counts.bad_records = 0
+    return EncodedPart(Position(number + 1, 0), counts, hashes=np.empty(0, np.uint64), problems=tuple(problems))

@@ -1,0 +1,159 @@
+"""Slices on machines of their own, merged: the bytes that one machine makes."""
+
+import json
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from pretrain.data.shards import read_manifest
+from pretrain.errors import InputError
+from pretrain_tools.preparation.documents.records import Reading
+from pretrain_tools.preparation.documents.sources import BEGINNING, Files, find_sources
+from pretrain_tools.preparation.slices import parse_slice
+from support.prepared import WRITERS, content_of, make_parts_small, texts, write_jsonl
+from support.project import ROOT
+
+
+@pytest.fixture
+def small_parts(monkeypatch):
+    make_parts_small(monkeypatch, 1000)
+
+
+def write_inputs(tmp_path):
+    """Files of several sizes, with copies across them, bad lines and empty documents."""
+    documents = texts(150)
+    write_jsonl(tmp_path / "a.jsonl", documents[:90], [b"bad", b'{"text": ""}'])
+    write_jsonl(tmp_path / "b.jsonl", documents[40:100], [b"worse"])
+    write_jsonl(tmp_path / "c.jsonl", ["", *documents[90:120]])
+    write_jsonl(tmp_path / "d.jsonl", [*documents[100:], documents[0]])
+    return (
+        "--input",
+        f"{tmp_path}/*.jsonl",
+        "--on_error",
+        "skip",
+        "--validation_fraction",
+        0.2,
+        "--shard_tokens",
+        2000,
+    )
+
+
+def read_in(parts):
+    return [(part.after, part.input_bytes, list(part.records(Reading()))) for part in parts]
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 7])
+def test_merged_slices_are_the_bytes_of_one_machine(tmp_path, run, small_parts, count):
+    arguments = (*write_inputs(tmp_path), "--deduplicate", "--min_characters", 10)
+    arguments = (*arguments, "--write_text")
+    run(*arguments, "--output", tmp_path / "whole")
+    for number in range(count):
+        run(*arguments, "--output", tmp_path / "merged", "--slice", f"{number}/{count}")
+    run(*arguments, "--output", tmp_path / "merged", "--merge_slices", count)
+    whole = content_of(tmp_path / "whole")
+    assert content_of(tmp_path / "merged") == whole
+    skipped = json.loads(whole["manifest.json"])["skipped"]
+    assert (skipped["bad_records"], skipped["empty_documents"]) == (2, 2)
+    assert skipped["filtered_documents"] > 0 and skipped["duplicate_documents"] > 50
+
+
+def test_missing_and_different_slices_are_all_named(tmp_path, run):
+    arguments = (*write_inputs(tmp_path), "--output", tmp_path / "out")
+    run(*arguments, "--slice", "0/3")
+    run(*arguments, "--slice", "2/3")
+    with pytest.raises(InputError) as caught:
+        run(*arguments, "--min_characters", 3, "--merge_slices", 3)
+    told = caught.value.problems
+    assert "options.min_characters was None, is now 3" in told[0]
+    assert "1-of-3: is not complete; run the same command with --slice 1/3" in told[1]
+    assert len(told) == 3 and not (tmp_path / "out").exists()
+
+
+def test_what_cannot_be_divided_is_refused(tmp_path, run):
+    with pytest.raises(InputError, match=r"--slice 3/3: must be i/n with i from 0 to n - 1"):
+        parse_slice("3/3")
+    arguments = (*write_inputs(tmp_path), "--output", tmp_path / "out")
+    with pytest.raises(InputError, match=r"slices do not know of each other, so --max_tokens 9 must be left out"):
+        run(*arguments, "--slice", "0/2", "--max_tokens", 9)
+    with pytest.raises(InputError, match=r"give either --slice I/N, or --merge_slices N"):
+        run(*arguments, "--slice", "0/2", "--merge_slices", 2)
+
+
+def test_slices_are_runs_of_parts_of_about_the_same_size(tmp_path, small_parts):
+    rng = np.random.default_rng(0)
+    for name in range(20):
+        write_jsonl(tmp_path / f"{name:02d}.jsonl", texts(int(rng.integers(0, 40))))
+    documents = Files(find_sources([f"{tmp_path}/*.jsonl"]))
+    whole = [part.after for part in documents.parts(Reading(), BEGINNING)]
+    slices = [list(documents.sliced(number, 8).parts(Reading(), BEGINNING)) for number in range(8)]
+    assert [part.after for parts in slices for part in parts] == whole
+    sizes = [sum(part.input_bytes for part in parts) for parts in slices]
+    assert sum(sizes) == documents.total_bytes and max(sizes) - min(sizes) < 4000
+    # Each goes on from any of its parts.
+    middle = slices[3][1].after
+    assert read_in(documents.sliced(3, 8).parts(Reading(), middle)) == read_in(slices[3][2:])
+
+
+@pytest.mark.parametrize("name", ["one.jsonl.zst", "one.parquet", "one.csv"])
+def test_one_large_file_is_divided_too(tmp_path, run, small_parts, name):
+    (tmp_path / name).write_bytes(WRITERS[name.partition(".")[2]](texts(120)))
+    arguments = ("--input", tmp_path / name, "--validation_fraction", 0.2)
+    run(*arguments, "--output", tmp_path / "whole")
+    for number in range(3):
+        run(*arguments, "--output", tmp_path / "merged", "--slice", f"{number}/3")
+        made = read_manifest(tmp_path / f"merged.slices/{number}-of-3")
+        # Of a compressed file each slice has a run of blocks of 1,000 bytes.
+        assert 10 < sum(made.totals(split)[1] for split in ("train", "validation")) < 80
+    run(*arguments, "--output", tmp_path / "merged", "--merge_slices", 3)
+    assert content_of(tmp_path / "merged") == content_of(tmp_path / "whole")
+
+
+def test_a_dataset_is_read_by_one_machine(tmp_path, run, monkeypatch):
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "set").mkdir()
+    write_jsonl(tmp_path / "set/train.jsonl", texts(3))
+    with pytest.raises(InputError, match=r"--dataset set is read by one machine; give its files instead: --input"):
+        run("--dataset", tmp_path / "set", "--output", tmp_path / "out", "--slice", "0/3")
+
+
+def test_the_batch_script_prepares_a_slice_or_merges(tmp_path):
+    (tmp_path / ".venv/bin").mkdir(parents=True)
+    (tmp_path / ".venv/bin/python").write_text('#!/bin/bash\necho "$@"\n')
+    (tmp_path / ".venv/bin/python").chmod(0o755)
+
+    def told(**environment):
+        command = ["bash", ROOT / "slurm/prepare.sbatch", "--input", "a b*", "--output", "x"]
+        out = subprocess.run(command, cwd=tmp_path, env=os.environ | environment, capture_output=True, text=True)
+        return out.stdout.strip() or out.stderr
+
+    assert told(SLURM_ARRAY_TASK_ID="3", SLURM_ARRAY_TASK_COUNT="16", SLURM_CPUS_PER_TASK="8") == (
+        "prepare_data.py --input a b* --output x --slice 3/16 --workers 8"
+    )
+    assert told(SLICES="16") == "prepare_data.py --input a b* --output x --merge_slices 16 --workers 1"
+    assert "submit with --array" in told()
+
+
+def test_ray_is_asked_for_by_name_when_it_is_not_there(tmp_path, run, monkeypatch):
+    write_jsonl(tmp_path / "a.jsonl", texts(3))
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(InputError, match=r"Ray is not installed; pip install"):
+        run("--input", tmp_path / "a.jsonl", "--output", tmp_path / "out", "--engine", "ray")
+    with pytest.raises(InputError, match=r"--engine quick: must be auto, fast or reference; and ray"):
+        run("--input", tmp_path / "a.jsonl", "--output", tmp_path / "out", "--engine", "ray,quick")
+
+
+def test_ray_gives_the_bytes_of_one_machine(tmp_path, run, small_parts):
+    (tmp_path / "items.txt").write_text("\n".join(text for text in texts(30) if len(text) > 100))
+    # Of several parts in the cluster's processes, too, which do not know of small ones; the long lines are left out.
+    lines = [document for text in texts(90) for document in (text, "long " * 24_000)]
+    for name in ("e.jsonl", "f.jsonl"):
+        write_jsonl(tmp_path / name, lines)
+    arguments = (*write_inputs(tmp_path), "--decontaminate", tmp_path / "items.txt", "--max_characters", 5000)
+    arguments = (*arguments, "--near_duplicates", "0.8", "--write_text")
+    run(*arguments, "--output", tmp_path / "whole")
+    run(*arguments, "--output", tmp_path / "ray", "--engine", "ray", "--workers", 2)
+    assert content_of(tmp_path / "ray") == content_of(tmp_path / "whole")
+    assert '"items.txt": {' in (tmp_path / "ray/manifest.json").read_text(), "the actors must have found some"
