@@ -14,7 +14,7 @@ Shapes: B windows, T positions, H query heads, G key heads, E width of a head, S
 """
 
 import importlib.util
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -165,11 +165,13 @@ def implementation_of(attention: str) -> str:
     return attention.partition("+")[0]
 
 
-def with_rows(attention: str, classes: Iterable[str]) -> str:
+def with_rows(attention: str, classes: Collection[str]) -> str:
     """Returns the name of an attention beside which mixers of these classes compute each document alone.
 
-    See model/document_rows.py.
+    See model/document_rows.py. Without classes it is the attention's own name.
     """
+    if not classes:
+        return attention
     return f"{attention}+rows({','.join(sorted(classes))})"
 
 

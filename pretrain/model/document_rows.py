@@ -3,8 +3,8 @@
 Gated delta rules, state-space scans, short convolutions and recurrences start each row at zero and never look ahead.
 So a packed window is correct if each of its documents is a row of its own, padded at its end: tokens are gathered into
 such rows before the mixer, and its outputs are gathered back. This holds for any causal mixer and for any kernel that
-computes it. Documents that differ in length by less than a factor of two share a call, so that padding adds less than
-the tokens themselves.
+computes it. Documents that differ in length by less than a factor of two share a call, and so do all that are left
+once padding them costs little.
 
 Shapes: B windows, T positions, N = B x T tokens, R rows of a call, L their length, C cells (R x L of all calls).
 """
@@ -21,9 +21,10 @@ from transformers import PreTrainedModel
 
 from pretrain.model.compile import layers_of
 
-SHORT = 64
-"""Documents up to this length, or a sixteenth of the window's, share one call: most mixers work in chunks of at least
-64 tokens, which they fill up anyway."""
+LITTLE = 1 / 16
+"""Padding, as a share of all tokens, that costs less than another call of a mixer."""
+MOST_PADDED = 2 + LITTLE
+"""Most cells for each token."""
 OF_SEGMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 """Arguments that describe packed documents; within rows of one document each there is nothing left to tell."""
 
@@ -57,12 +58,14 @@ class DocumentRows:
         shapes = []
         tokens = []
         cells = np.empty(shape[0] * shape[1], dtype=np.int64)
-        short = min(SHORT, shape[1] // 16)
+        little = LITTLE * len(cells)
         first = 0
         used = 0
         while first < len(lengths):
             length = int(lengths[first])
-            last = len(lengths) if length <= short else int(np.searchsorted(-lengths, -(length // 2), side="left"))
+            last = len(lengths)
+            if (length - lengths[first:]).sum() > little:
+                last = int(np.searchsorted(-lengths, -(length // 2), side="left"))
             own_lengths = lengths[first:last, None]
             positions = np.arange(length)
             tokens_RL = starts[first:last, None] + np.minimum(positions, own_lengths - 1)
