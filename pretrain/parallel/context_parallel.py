@@ -237,7 +237,9 @@ def _mixing_problem(keyed: KeyedConfig) -> str | None:
     except Exception as error:  # a model's own code may fail in any way on arguments it does not know
         # transformers' own refusal of mixers that carry a state names packages that would not help here.
         if "can't keep packed sequences apart" not in str(error):
-            return f"model: {model_type} does not run under cp ({described(error)}); use fsdp2, or another architecture"
+            return (
+                f"model: {model_type} does not run under cp ({described(error)}); use fsdp2, or another architecture"
+            )
     else:
         if relative_difference(found[1], found[0]) <= TOLERANCE:
             return None

@@ -183,10 +183,22 @@ def with_model(recipe, tmp_path, **values) -> list[str]:
 
 MAMBA = {"model_type": "mamba", "vocab_size": 512, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 8}
 INKLING = {
-    **{"model_type": "inkling2_text", "vocab_size": 512, "unpadded_vocab_size": 512, "hidden_size": 32},
-    **{"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "d_rel": 4},
-    **{"swa_num_attention_heads": 4, "swa_num_key_value_heads": 2, "swa_head_dim": 8, "moe_intermediate_size": 32},
-    **{"n_routed_experts": 4, "num_experts_per_tok": 2, "eos_token_id": None},
+    "model_type": "inkling2_text",
+    "vocab_size": 512,
+    "unpadded_vocab_size": 512,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "d_rel": 4,
+    "swa_num_attention_heads": 4,
+    "swa_num_key_value_heads": 2,
+    "swa_head_dim": 8,
+    "moe_intermediate_size": 32,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "eos_token_id": None,
 }
 """Short convolutions within an attention that needs a mask, which rows of one document each do not have."""
 
