@@ -9,6 +9,7 @@ file in architectures/ (docs/models.md).
     pretrained: loads weights from files
     published_names: tensor names as save_pretrained writes them, each expert separately
     attention, cpu_attention: kernels, document mask, the model's keyword arguments
+    document_rows: each document alone in mixers other than attention
     kernels: names the kernels of a GPU run
     positions: rotary positions that change within a run
     loss: next-token loss that never materializes all logits
