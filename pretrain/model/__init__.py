@@ -11,6 +11,7 @@ file in architectures/ (docs/models.md).
     published_names: tensor names as save_pretrained writes them, each expert separately
     attention, cpu_attention: kernels, document mask, the model's keyword arguments
     largest_logits: the largest attention logit of every head
+    document_rows: each document alone in mixers other than attention
     kernels: names the kernels of a GPU run
     positions: rotary positions that change within a run
     loss: next-token loss that never materializes all logits

@@ -14,7 +14,7 @@ Shapes: B windows, T positions, H query heads, G key heads, E width of a head, S
 """
 
 import importlib.util
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +28,7 @@ from pretrain.config import WindowSpec
 from pretrain.errors import InputError, did_you_mean
 from pretrain.model import cpu_attention
 from pretrain.model.cpu_attention import HALF_DTYPES
+from pretrain.model.document_rows import DocumentRows
 
 IGNORED = -100
 """Target that the loss ignores."""
@@ -72,6 +73,9 @@ def attention_arguments(layout: Mapping[str, Tensor], attention: str, device: to
     layout: see `document_layout`; a GPU copies it from pinned memory without waiting. For flex_attention the block
     mask is built here, once for all layers.
     """
+    if classes_in_rows(attention):
+        rows = DocumentRows.of(layout["cu_seq_lens_q"], tuple(layout["position_ids"].shape), device)
+        return {**attention_arguments(layout, without_rows(attention), device), "document_rows": rows}
     position_ids = layout["position_ids"].to(device, non_blocking=True)
     cu_seq_lens = layout["cu_seq_lens_q"].to(device, non_blocking=True)
     batch, length = position_ids.shape
@@ -159,6 +163,27 @@ def candidates_of(requested: str, config: PreTrainedConfig) -> list[str]:
 def implementation_of(attention: str) -> str:
     """Returns the attn_implementation of transformers behind one of `candidates_of`."""
     return attention.partition("+")[0]
+
+
+def with_rows(attention: str, classes: Collection[str]) -> str:
+    """Returns the name of an attention beside which mixers of these classes compute each document alone.
+
+    See model/document_rows.py. Without classes it is the attention's own name.
+    """
+    if not classes:
+        return attention
+    return f"{attention}+rows({','.join(sorted(classes))})"
+
+
+def classes_in_rows(attention: str) -> list[str]:
+    """Returns the classes of `with_rows`; none for other attentions."""
+    classes = attention.partition("+rows(")[2]
+    return classes.removesuffix(")").split(",") if classes else []
+
+
+def without_rows(attention: str) -> str:
+    """Returns the attention that was given to `with_rows`."""
+    return attention.partition("+rows(")[0]
 
 
 def choose_attention(requested: str, *, device_type: str, dtype: torch.dtype, window: WindowSpec | None = None) -> str:

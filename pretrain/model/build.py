@@ -25,12 +25,14 @@ from transformers import initialization as init
 from transformers.dynamic_module_utils import custom_object_save
 
 from pretrain.errors import InputError
-from pretrain.model.attention import implementation_of
+from pretrain.model.attention import classes_in_rows, implementation_of
 from pretrain.model.compile import layers_of
+from pretrain.model.document_rows import keep_documents_apart
 from pretrain.model.model_config import described, first_line, padded_vocabulary
 from pretrain.model.routers import as_buffers, inactive_parameters
 
 FORMULA = "6N + 12 x layers x heads x head width x sequence length"
+"""FLOPs per token; the layers are those with attention."""
 NO_SUCH_ATTENTION = "the architecture's own code does not know this attention"
 
 
@@ -54,6 +56,7 @@ def build_meta_model(config: PreTrainedConfig, *, attention: str | None = None) 
     as_buffers(model)
     _embed_in_bf16(model)
     _count_positions_in_the_window(model, attention)
+    keep_documents_apart(model, classes_in_rows(attention))
     return model
 
 
@@ -68,6 +71,7 @@ def use_attention(model: PreTrainedModel, attention: str) -> None:
     """Switches a built model to another attention (see `attention.candidates_of`)."""
     model.set_attn_implementation(implementation_of(attention))
     _count_positions_in_the_window(model, attention)
+    keep_documents_apart(model, classes_in_rows(attention))
 
 
 def count_parameters(config: PreTrainedConfig) -> int:
@@ -100,10 +104,21 @@ def matrix_parameters(config: PreTrainedConfig) -> int:
 def flops_per_token(config: PreTrainedConfig, sequence_length: int) -> float:
     """Counts the operations of forward and backward pass: FORMULA (PaLM, arXiv 2204.02311, appendix B), N active.
 
-    If keys and values differ in width, as in multi-head latent attention, the mean of both widths counts.
+    If keys and values differ in width, as in multi-head latent attention, the mean of both widths counts. Of a hybrid
+    model the layers with attention count; what its other mixers do beside products with their matrices does not.
     """
-    attention = 12 * config.num_hidden_layers * attention_width(config) * sequence_length
+    attention = 12 * attention_layers(config) * attention_width(config) * sequence_length
     return 6 * matrix_parameters(config) + attention
+
+
+WITHOUT_ATTENTION = {"linear_attention", "conv", "mlp", "moe"}
+"""transformers' names for kinds of layers that have no attention."""
+
+
+def attention_layers(config: PreTrainedConfig) -> int:
+    """Counts the layers with attention."""
+    kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+    return sum(kind not in WITHOUT_ATTENTION for kind in kinds)
 
 
 def attention_width(config: PreTrainedConfig) -> float:

@@ -8,6 +8,7 @@ from transformers import PreTrainedModel
 
 from pretrain.config import RunConfig
 from pretrain.hardware import DTYPES
+from pretrain.model.attention import classes_in_rows, without_rows
 from pretrain.model.build import InitialWeights, build_meta_model
 from pretrain.model.compile import checkpoint_activations, choose_compile, compile_model
 from pretrain.model.loss import LanguageModelLoss, choose_loss
@@ -52,7 +53,7 @@ def build_training(
 
         prefer_flash_3(
             config.attention,
-            plan.attention,
+            without_rows(plan.attention),
             dtype=DTYPES[strategy.precision],
             window=config.data.window,
             model_config=plan.model_config,
@@ -109,6 +110,7 @@ def modes_of(config: RunConfig, plan: ModelPlan, strategy: Strategy, causal_lm: 
     """Returns (mode of `compile_model`, key of LOSS_BACKENDS): the recipe's, or what its `auto` resolves to."""
     kind = strategy.device.type
     is_plain = config.activation_checkpointing == "none" and plan.active_parameters == plan.parameters
+    is_plain = is_plain and not classes_in_rows(plan.attention)
     is_alone = strategy.name == "single" and not config.loss.terms  # which run outside compiled code
     mode = choose_compile(config.compile, causal_lm, device_type=kind, is_alone=is_alone, is_plain=is_plain)
     logits = None

@@ -27,7 +27,8 @@ from pretrain.data.batches import Batches, SkippedRange, open_training
 from pretrain.data.vocabulary import planned_model_config
 from pretrain.errors import InputError, Problems
 from pretrain.hardware import DTYPES
-from pretrain.model.attention import choose_attention
+from pretrain.mesh_sizes import requested_sizes
+from pretrain.model.attention import choose_attention, classes_in_rows
 from pretrain.model.build import (
     active_parameters,
     build_meta_model,
@@ -317,6 +318,8 @@ def derive(config: RunConfig, ranks: int) -> RunPlan:
             "is all that a term sees; take a model that projects them, such as llama or qwen3"
         )
         model = None
+    if model is not None:
+        of_data += rows_problems(config, model)
     if model is None:
         raise InputError(*of_data)
 
@@ -412,6 +415,26 @@ def plan_model(config: RunConfig, model_config: Any, losses_of_routers: RouterLo
         from_hidden_states=found.from_hidden_states,
         attention_passed_over=found.passed_over,
     )
+
+
+def rows_problems(config: RunConfig, model: ModelPlan) -> list[str]:
+    """Lists what does not run with mixers that compute each document alone (model/document_rows.py)."""
+    if not classes_in_rows(model.attention):
+        return []
+    problems = []
+    how = f"each document is a row of its own in {' and '.join(classes_in_rows(model.attention))}"
+    if config.compile == "full":
+        problems.append(
+            f"compile: full does not run with data.document_mask and {model.model_config.model_type}: {how}, whose "
+            "shapes change with every batch; use regional, or data.document_mask: false"
+        )
+    if (asked := requested_sizes()).keys() & {"pp", "cp"}:
+        problems.append(
+            f"model: {model.model_config.model_type} does not run under {' and '.join(asked.keys() & {'pp', 'cp'})} "
+            f"with data.document_mask: {how}, which neither parts of a micro-batch nor of a sequence have; use fsdp2, "
+            "or data.document_mask: false under pp"
+        )
+    return problems
 
 
 def place_problems(config: RunConfig) -> Problems:

@@ -26,6 +26,7 @@ from pretrain.hardware import (
     environment_warnings,
     missing_bf16,
 )
+from pretrain.model.attention import classes_in_rows, without_rows
 from pretrain.model.build import FORMULA, build_meta_model
 from pretrain.model.model_config import padded_vocabulary, rope_in_words
 from pretrain.optim.averaging import averages_after
@@ -245,14 +246,16 @@ def rows_of_model(config: RunConfig, model: ModelPlan, precision: str, vocabular
     weights = "bf16, rounded stochastically" if config.optim.stochastic_rounding else "fp32"
     is_sparse = model.active_parameters < model.parameters
     active = f"{model.active_parameters:,} active of " if is_sparse else ""
-    attention = model.attention + (", within documents" if config.data.document_mask else "")
+    attention = without_rows(model.attention) + (", within documents" if config.data.document_mask else "")
+    if mixers := classes_in_rows(model.attention):
+        attention += f"; {' and '.join(mixers)} with each document in a row of its own"
     kernels = {}
     if device.type == "cuda":
         from pretrain.model.kernels import kernels_not_used, kernels_used
 
         here = {"dtype": DTYPES[precision], "window": config.data.window, "model_config": model.model_config}
-        not_used = kernels_not_used(config.attention, model.attention, config.compile, **here)
-        kernels = {"kernels": kernels_used(config.attention, model.attention, config.compile, **here)}
+        not_used = kernels_not_used(config.attention, without_rows(model.attention), config.compile, **here)
+        kernels = {"kernels": kernels_used(config.attention, without_rows(model.attention), config.compile, **here)}
         kernels |= {"not used": "; ".join(not_used)} if not_used else {}
     return {
         "device": device_in_words(device),

@@ -12,6 +12,7 @@ import contextlib
 import copy
 import functools
 import json
+import math
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -25,13 +26,14 @@ from torch import Tensor, fx, nn
 from torch._subclasses import FakeTensorMode
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AttentionInterface, AutoConfig, PreTrainedModel
+from transformers import CONFIG_MAPPING, AttentionInterface, AutoConfig, PreTrainedModel
 from transformers.integrations import moe
 
 from pretrain.config import WindowSpec
-from pretrain.model.attention import SEGMENTS_PER_WINDOW
-from pretrain.model.build import build_meta_model
+from pretrain.model.attention import SEGMENTS_PER_WINDOW, with_rows
+from pretrain.model.build import attention_width, build_meta_model
 from pretrain.model.compile import checkpoint_activations, layers_of
+from pretrain.model.document_rows import MOST_PADDED, DocumentRows
 
 
 @dataclass(frozen=True)
@@ -141,6 +143,10 @@ FLASH = "groundwork_planned"
 AttentionInterface.register(FLASH, _planned_attention)
 
 
+TRACED_LENGTH = 256
+"""Longest window for which mixers are traced: what they keep grows with the tokens, in chunks of 256 at most."""
+
+
 class LiveBytes(TorchDispatchMode):
     """Counts the storages that are alive, now and at most, of the calls that it sees and of `add`'s arguments."""
 
@@ -201,6 +207,8 @@ class ForwardPass:
     activation_checkpointing: str | float = "none"
     compiled: bool = False
     """Layer by layer."""
+    mixers: tuple[str, ...] = ()
+    """Classes of mixers that compute each document in a row of its own, with as much padding as there can be."""
     half: torch.dtype = torch.bfloat16
     """Dtype of autocast; in fp16 the hidden states between layers stay in fp32."""
 
@@ -218,7 +226,24 @@ def _trace(config_json: str, call: ForwardPass) -> Activations:
     if isinstance(share, float):
         none, full = (_trace(config_json, replace(call, activation_checkpointing=mode)) for mode in ("none", "full"))
         return replace(full, per_layer=full.per_layer.times(share) + none.per_layer.times(1 - share))
-    model_config = AutoConfig.for_model(**json.loads(config_json))
+    model_config = _config_of(config_json)
+    has_kinds = call.mixers and not _follow_layers(model_config)
+    kinds = list(getattr(model_config, "layer_types", None) or []) if has_kinds else []
+    if len(set(kinds)) > 1:
+        of_kinds = [_trace(_of_one_kind(model_config, kind), call) for kind in kinds]
+        lines = [activations.per_layer for activations in of_kinds]
+        mean = Line(*(sum(getattr(line, part) for line in lines) / len(lines) for part in ("fixed", "per_sequence")))
+        return replace(max(of_kinds, key=lambda found: found.backward(1)), per_layer=mean)
+    if call.mixers:
+        call = replace(call, compiled=False)  # mixers in rows run outside of compiled layers
+        # Python code that loops over tokens, as Mamba's does, takes minutes to trace for a long window.
+        length = call.window.sequence_length
+        is_linear = call.attention in (FLASH, "groundwork_sdpa") or not attention_width(model_config)
+        if is_linear and length > TRACED_LENGTH:
+            short = _trace(config_json, replace(call, window=replace(call.window, sequence_length=TRACED_LENGTH)))
+            lines = (short.outside, short.per_layer, short.backward, short.hidden)
+            longer = length / TRACED_LENGTH
+            return Activations(*(Line(line.fixed, line.per_sequence * longer) for line in lines))
     measured = {(layers, n): _measure(model_config, layers, n, call) for layers in (1, 2) for n in (1, 2)}
 
     def line(key: str, layers: int) -> Line:
@@ -240,9 +265,28 @@ def _trace(config_json: str, call: ForwardPass) -> Activations:
     return Activations(outside, per_layer, backward, hidden)
 
 
+def _config_of(config_json: str) -> Any:
+    values = json.loads(config_json, object_hook=_infinity)
+    config_class = CONFIG_MAPPING[values["model_type"]]
+    # Older names of a setting, which are saved with it and cannot be set.
+    read_only = {name for name in values if getattr(getattr(config_class, name, None), "fset", values) is None}
+    return AutoConfig.for_model(**{name: value for name, value in values.items() if name not in read_only})
+
+
+def _infinity(value: dict[str, Any]) -> Any:
+    """Reads the form in which transformers writes infinite numbers to JSON."""
+    return float(value["__float__"]) if value.keys() == {"__float__"} else value
+
+
+def _of_one_kind(model_config: Any, kind: str) -> str:
+    config = copy.deepcopy(model_config)
+    config.layer_types = [kind] * len(model_config.layer_types)
+    return config.to_json_string(use_diff=False)
+
+
 def _measure(model_config: Any, layers: int, sequences: int, call: ForwardPass) -> dict[str, int]:
     """Counts bytes beyond weights and gradients: kept after the forward pass, and at the peak of the backward pass."""
-    model = _meta_model(model_config, layers, call.attention)
+    model = _meta_model(model_config, layers, with_rows(call.attention, call.mixers))
     checkpoint_activations(model, call.activation_checkpointing)
     with _fake_tensors(model, call.weights):
         for parameter in model.parameters():
@@ -312,10 +356,15 @@ def _meta_model(model_config: Any, layers: int, attention: str) -> PreTrainedMod
             setattr(config, name, value)
     if getattr(config, "mlp_layer_types", None):
         config.mlp_layer_types = ["sparse"] * layers
-    follows = isinstance(getattr(type(config), "layer_types", None), property)  # the number of layers, as Mamba's does
-    if getattr(config, "layer_types", None) and not follows:
+    if getattr(config, "layer_types", None) and not _follow_layers(config):
         config.layer_types = (config.layer_types * layers)[:layers]
     return build_meta_model(config, attention=attention)
+
+
+def _follow_layers(config: Any) -> bool:
+    """Tells if the list of the layers' kinds follows from other settings, as Mamba's and Jamba's do."""
+    name = type(config).attribute_map.get("layer_types", "layer_types")
+    return isinstance(getattr(type(config), name, None), property)
 
 
 def _inputs(model_config: Any, sequences: int, call: ForwardPass) -> dict[str, Any]:
@@ -330,7 +379,12 @@ def _inputs(model_config: Any, sequences: int, call: ForwardPass) -> dict[str, A
         return inputs
     segments = torch.empty(sequences * SEGMENTS_PER_WINDOW + 1, dtype=torch.int32)
     layout = {"cu_seq_lens_q": segments, "cu_seq_lens_k": segments, "max_length_q": length, "max_length_k": length}
-    return {**inputs, "position_ids": torch.empty(sequences, length, dtype=torch.long), **layout}
+    inputs |= {"position_ids": torch.empty(sequences, length, dtype=torch.long), **layout}
+    if call.mixers:
+        rows = math.ceil(MOST_PADDED * sequences)
+        indices = [torch.empty(n * length, dtype=torch.long) for n in (rows, sequences)]
+        inputs["document_rows"] = DocumentRows(((rows, length),), *indices, (sequences, length))
+    return inputs
 
 
 @dataclass

@@ -136,6 +136,10 @@ class ScaledRun(PlannedRun):
     def projects(self) -> bool:
         return True  # the families scale no logits
 
+    @property
+    def mixers(self) -> tuple[str, ...]:
+        return self.traced.mixers
+
     def trace(self, call: ForwardPass) -> Activations:
         like = self.traced_shape
         # The trace is of the other model's own window: its cost is scaled below.

@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from pretrain.config import RunConfig
+from pretrain.config import RunConfig, WindowSpec
+from pretrain.model.attention import classes_in_rows
 from pretrain.model.build import build_meta_model, library_attention
 from pretrain.model.compile import layers_of
 from pretrain.model.fp8 import fp8_layers
@@ -22,6 +23,7 @@ from pretrain.model.small_copy import KeyedConfig, logit_cap, projects_hidden_st
 from pretrain.optim.optimizers import OPTIMIZERS, ModelShapes, is_output_head, parameter_dtype
 from pretrain.parallel.expert_parallel import pads_much
 from pretrain.parallel.pipeline import STAGE_LAYOUTS
+from pretrain.training.probe import probe
 from pretrain_tools.planning.activations import FLASH, Activations, ForwardPass, trace_activations
 from pretrain_tools.planning.layouts import Layout
 from pretrain_tools.planning.optimizer_bytes import state_elements, update_bytes, with_experts_in_parts
@@ -256,6 +258,18 @@ def exchanged_width(config: Any) -> int:
     return 2 * (heads + key_heads) * (getattr(config, "head_dim", None) or config.hidden_size // heads)
 
 
+_mixers: dict[Any, tuple[str, ...]] = {}
+
+
+def mixers_in_rows(model_config: Any) -> tuple[str, ...]:
+    """Names the classes of mixers that mix documents; the same for all sizes of an architecture."""
+    key = (type(model_config), frozenset(getattr(model_config, "layer_types", None) or ()))
+    if key not in _mixers:
+        found = probe(model_config, attention="auto", window=WindowSpec(1, document_mask=True))
+        _mixers[key] = tuple(classes_in_rows(found.attention))
+    return _mixers[key]
+
+
 @dataclass(frozen=True)
 class PlannedRun:
     """A recipe and its model, for which memory is planned."""
@@ -280,6 +294,11 @@ class PlannedRun:
         return projects_hidden_states(self.model_config)
 
     @property
+    def mixers(self) -> tuple[str, ...]:
+        """Classes of mixers that compute each document in a row of its own. Raises InputError as `probe` does."""
+        return mixers_in_rows(self.model_config) if self.config.data.document_mask else ()
+
+    @property
     def forward_pass(self) -> ForwardPass:
         """The call of the model with weights as the optimizer holds them."""
         config = self.config
@@ -295,6 +314,7 @@ class PlannedRun:
             attention=attention,
             activation_checkpointing=config.activation_checkpointing,
             compiled=config.compile != "none",
+            mixers=self.mixers,
             half=torch.float16 if self.precision == "fp16" else torch.bfloat16,
         )
 

@@ -7,7 +7,7 @@ import torch
 from pretrain.config import RunConfig
 from pretrain.gpus import gpu_called
 from pretrain.hardware import cpu_as_gpu
-from pretrain.model.build import attention_width, matrix_parameters
+from pretrain.model.build import attention_layers, attention_width, matrix_parameters
 from pretrain.parallel.strategy import Strategy
 from pretrain.training.run_plan import RunPlan
 from pretrain_tools.planning.candidates import work_of_run
@@ -58,7 +58,7 @@ def expected_step(
     tokens = run.ramp.sequences_at(step) * run.batches.window.sequence_length / ranks
     model = stage.model_config
     head = min(model.vocab_size * model.hidden_size, matrix_parameters(model))
-    attention = 12 * model.num_hidden_layers * attention_width(model) * stage.window.sequence_length
+    attention = 12 * attention_layers(model) * attention_width(model) * stage.window.sequence_length
     flops = {
         "matrix products": 6 * (matrix_parameters(model) - head) * recomputing(config),
         "attention": attention * recomputing(config),

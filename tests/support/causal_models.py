@@ -42,6 +42,7 @@ def outcome(model_type: str, document_mask: bool) -> str:
     """One word on how the model trains, or 'refused: ' and why."""
     from pretrain.config import WindowSpec
     from pretrain.errors import InputError
+    from pretrain.model.attention import classes_in_rows, without_rows
     from pretrain.model.model_config import refuse_composites
     from pretrain.training.probe import probe
 
@@ -55,7 +56,9 @@ def outcome(model_type: str, document_mask: bool) -> str:
     except InputError as error:
         return "refused: " + "; ".join(error.problems)
     logits = "" if found.from_hidden_states else ", whole logits"
-    return NAMES.get(found.attention, f"the library's {without_windows(found.attention)}") + logits
+    rows = " and rows" if classes_in_rows(found.attention) else ""
+    attention = without_rows(found.attention)
+    return NAMES.get(attention, f"the library's {without_windows(attention)}") + rows + logits
 
 
 def table() -> str:
