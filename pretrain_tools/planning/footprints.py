@@ -127,6 +127,8 @@ def part_of_mesh(work: Work, layers: int, root: int, wanted: set[str]) -> Memory
     held = (elements + beside) / shards
     states = work.parameter_bytes * held
     resident = states if work.accumulates else 0.0
+    if work.accumulates and shards > 1 and layout.pp == 1:
+        resident += FP32 * root  # torch holds what it reduced last until the step's last backward pass
     outside = compute * root
     layer = compute * sizes.layer
     act = activations_of_stage(work, layers)
@@ -158,7 +160,7 @@ def part_of_mesh(work: Work, layers: int, root: int, wanted: set[str]) -> Memory
 def activations_of_stage(work: Work, layers: int) -> dict[str, float]:
     """Returns what activations and the loss take at each moment, of the microbatches of a pipeline that are underway.
 
-    traveling: hidden states between stages, in fp32: for every microbatch, one that arrives and one that leaves.
+    traveling: hidden states between stages: for every microbatch, one that arrives and one that leaves.
     """
     compute = work.compute
     sizes = work.sizes
@@ -182,7 +184,7 @@ def activations_of_stage(work: Work, layers: int) -> dict[str, float]:
         "backward": backward,
         "first layer": backward,
         "embedding": 0.0,
-        "traveling": 2 * FP32 * microbatches * work.tokens * sizes.width,
+        "traveling": 2 * compute * microbatches * work.tokens * sizes.width,
     }
 
 
