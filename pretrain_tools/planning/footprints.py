@@ -168,8 +168,9 @@ def part_of_mesh(work: Work, layers: int, root: int, wanted: set[str], place: "P
     held = (elements + beside) / shards
     states = work.parameter_bytes * held
     resident = states if work.accumulates else 0.0
-    if work.accumulates and shards > 1 and layout.pp == 1:
-        resident += FP32 * root  # torch holds what it reduced last until the step's last backward pass
+    # What was reduced last is held until the step's last backward pass.
+    is_held = work.accumulates and shards > 1 and layout.pp == 1 and not work.run.config.batch.reduce_once
+    held_over = FP32 * root if is_held else 0.0
     outside = compute * root
     layer = compute * sizes.layer
     if place is None:
@@ -195,8 +196,8 @@ def part_of_mesh(work: Work, layers: int, root: int, wanted: set[str], place: "P
         resident = FP32 * elements
         gradients += FP32 * (sizes.root + sizes.layer)
     moments = {
-        "loss": (resident, act["loss"], outside + max(layer + FP32 * sizes.layer, whole)),
-        "backward": (resident, act["backward"], outside + reduced + max(gathered, whole)),
+        "loss": (resident, act["loss"], outside + held_over + max(layer + FP32 * sizes.layer, whole)),
+        "backward": (resident, act["backward"], outside + held_over + reduced + max(gathered, whole)),
     }
     if place is None:
         moments["first layer"] = (gradients, act["first layer"], outside + gathered + reduced)
