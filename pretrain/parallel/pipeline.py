@@ -222,9 +222,7 @@ class PipelineModel(nn.Module):
             for number in self.numbered:
                 microbatch = tick + 1 - number
                 if number > 0 and 0 <= microbatch < self.microbatches and self.owners[number - 1] != self.rank:
-                    buffer = torch.empty(
-                        *ids[0].shape, self.hidden_size, dtype=self.hidden_dtype, device=self.device
-                    )
+                    buffer = torch.empty(*ids[0].shape, self.hidden_size, dtype=self.hidden_dtype, device=self.device)
                     arrived[number, microbatch] = buffer
                     transfers.append(self.transfer(dist.irecv, buffer, self.owners[number - 1]))
             # A tick's sends and receives go in one batch: issued one by one, they could deadlock on a GPU.

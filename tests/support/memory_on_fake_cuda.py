@@ -14,10 +14,8 @@ from contextlib import ExitStack
 from unittest import mock
 
 import torch
-from torch import fx
 from torch._inductor.graph import GraphLowering
 from torch._inductor.memory import estimate_peak_memory, prepare_planning_info
-from torch._inductor.virtualized import V
 from torch.utils import _pytree
 
 import pretrain.model.loss
@@ -76,7 +74,7 @@ def compiled_as(live: PeakOfStep, needs: list[int]) -> Iterator[None]:
     class Planned(GraphLowering):
         def codegen(self):
             code = super().codegen()
-            nodes = [node for node in self.scheduler.nodes]
+            nodes = list(self.scheduler.nodes)
             outputs = set(self.get_output_names())
             names = (self.scheduler.name_to_buf, self.scheduler.name_to_fused_node)
             _, inputs = prepare_planning_info(nodes, *names, set(self.graph_inputs), outputs)
@@ -109,9 +107,7 @@ def peak(setup: MemorySetup, rank: int) -> dict[str, float]:
     even_loss = functools.partial(LanguageModelLoss, backend="chunked_compiled")
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(ranks_on_fake_cuda, "LanguageModelLoss", even_loss))
-        stack.enter_context(
-            mock.patch.object(pretrain.model.loss, "_compiled_softmax_less_target_", softmax_in_place)
-        )
+        stack.enter_context(mock.patch.object(pretrain.model.loss, "_compiled_softmax_less_target_", softmax_in_place))
         live = PeakOfStep()
         graphs: list[int] = []
         if setup.compiled:
