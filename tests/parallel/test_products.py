@@ -144,7 +144,7 @@ def test_a_plan_says_what_is_on_the_device(outcomes, name, tmp_path):
     planned = footprint(run, Layout.of(sizes), SEQUENCES).total
     peak = max(outcomes[name].result[moment]["peak_bytes"] for moment in MOMENTS)
     assert 0.95 * peak < planned
-    assert planned < 1.4 * peak or sizes.pp > 1, "of a pipeline the first stage is planned, and the last is looked at"
+    assert planned < 1.45 * peak or sizes.pp > 1, "of a pipeline the first stage is planned, and the last is looked at"
 
 
 @pytest.mark.parametrize("sizes", OLMOE_SIZES, ids=str)
