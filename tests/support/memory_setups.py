@@ -92,7 +92,7 @@ class MemorySetup:
 TYPICAL = [
     MemorySetup("ddp", "llama_125m", layers=2),
     MemorySetup("fsdp2", "gpt2_124m", micro_steps=2, layers=2, sequences=16, length=1024),
-    MemorySetup("cp", "llama_125m", layers=2, size=4),
+    MemorySetup("cp", "llama_125m", layers=3, size=4),
 ]
 """In every run of the suite."""
 DIVIDED = [MemorySetup(strategy, "llama_125m", layers=3, size=4) for strategy in ("tp", "cp")]
