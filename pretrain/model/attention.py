@@ -450,6 +450,32 @@ def _library_masks(cu_seq_lens: Tensor, batch: int, length: int, attention: str)
     return {kind: as_taken(window) for kind, _, window in kinds}
 
 
+class _TokensFirst(torch.autograd.Function):
+    """Views (B, H, T, E) as (B x T, H, E), where the memory has heads within tokens.
+
+    Inductor gives a rotated query the strides that an as_strided of it has in Python. Before a view it would lay heads
+    before tokens, and then copy them.
+    """
+
+    @staticmethod
+    def forward(ctx, x_BHTE: Tensor) -> Tensor:
+        batch, heads, length, width = ctx.shape = x_BHTE.shape
+        _, of_head, of_token, of_channel = x_BHTE.stride()
+        return x_BHTE.as_strided((batch * length, heads, width), (of_token, of_head, of_channel))
+
+    @staticmethod
+    def backward(ctx, grad_NHE: Tensor) -> Tensor:
+        batch, _, length, _ = ctx.shape
+        return grad_NHE.unflatten(0, (batch, length)).transpose(1, 2)
+
+
+def _tokens_first(x_BHTE: Tensor) -> Tensor:
+    """Returns (B x T, H, E), without a copy where the memory allows it."""
+    if torch.compiler.is_compiling() and x_BHTE.stride(0) == x_BHTE.shape[2] * x_BHTE.stride(2):
+        return _TokensFirst.apply(x_BHTE)
+    return x_BHTE.transpose(1, 2).flatten(0, 1)
+
+
 def _varlen(query_BHTE, key_BGTE, value_BGTE, cu_seq_lens, scaling, window) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
@@ -458,7 +484,7 @@ def _varlen(query_BHTE, key_BGTE, value_BGTE, cu_seq_lens, scaling, window) -> T
         # torch pads for its own sdpa, but varlen_attn refuses other widths.
         scaling = width**-0.5 if scaling is None else scaling
         query_BHTE, key_BGTE, value_BGTE = (F.pad(x, (0, -width % 8)) for x in (query_BHTE, key_BGTE, value_BGTE))
-    tokens = [x.transpose(1, 2).flatten(0, 1) for x in (query_BHTE, key_BGTE, value_BGTE)]
+    tokens = [_tokens_first(x) for x in (query_BHTE, key_BGTE, value_BGTE)]
     segments = (cu_seq_lens, cu_seq_lens, length, length)
     grouped = {"enable_gqa": True} if heads != key_BGTE.shape[1] else {}
     # The kernel's window excludes the query itself.
@@ -483,9 +509,9 @@ def _flash(
 ) -> Tensor:
     """Returns (B, T, H, F) from a package's functions for whole windows and for segments; F may be less than E."""
     _refuse("flash attention", UNKNOWN_TO_FLASH, {**kwargs, "attention_mask": attention_mask})
-    tensors = [x.transpose(1, 2) for x in in_one_dtype(query_BHTE, key_BGTE, value_BGTF)]
-    batch, length, _, width = tensors[0].shape
-    value_width = tensors[2].shape[-1]
+    tensors = in_one_dtype(query_BHTE, key_BGTE, value_BGTF)
+    batch, _, length, width = query_BHTE.shape
+    value_width = value_BGTF.shape[-1]
     # The kernels need values as wide as keys; the padding is cut off below.
     tensors[2] = F.pad(tensors[2], (0, width - value_width))
     settings = {"softmax_scale": scaling, "causal": True, "softcap": softcap or 0.0}
@@ -495,9 +521,9 @@ def _flash(
     if dropout_p is not None:
         settings["dropout_p"] = dropout_p
     if cu_seq_lens_q is None:
-        out = dense(*tensors, **settings)
+        out = dense(*(x.transpose(1, 2) for x in tensors), **settings)
     else:
-        tensors = [x.flatten(0, 1) for x in tensors]
+        tensors = [_tokens_first(x) for x in tensors]
         out = packed(*tensors, cu_seq_lens_q, cu_seq_lens_q, length, length, **settings)
     out = out[0] if isinstance(out, tuple) else out  # early releases of FlashAttention 3 also return the logsumexp
     return out.view(batch, length, -1, width)[..., :value_width]

@@ -253,6 +253,7 @@ def _chunked_loss(
                 _add_product(grad_weight_VD, block_CV.T, hidden_CD * weights_C1.to(dtype))
             if needs[2]:
                 grad_bias_V += (block_CV.T @ weights_C1.to(dtype))[:, 0]
+            del block_CV, hidden_CD  # else the next chunk's logits would be made beside these
     count = is_target_N.sum().clamp(min=1)
     return sums, count, grad_hidden_ND, grad_weight_VD.to(weight_VD.dtype), grad_bias_V, losses_N
 

@@ -14,7 +14,6 @@ import math
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from functools import partial, reduce
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
@@ -270,9 +269,8 @@ class MeshStrategy(Strategy):
             self.copies_head = True
             head.weight = nn.Parameter(embedding.weight.detach().clone())
         # Parameters outside of the layers are used last in forward and first in backward, so they stay gathered.
-        outside = replace(inside, output_dtype=torch.float32)
         for root in roots:
-            apply(root, mesh=self.mesh.shards(), reshard_after_forward=False, mp_policy=outside)
+            apply(root, mesh=self.mesh.shards(), reshard_after_forward=False)
             root.register_forward_hook(reshard_without_backward)
         # What is in host memory is copied to the GPU before, which loses what tells fully_shard to gather in fp8.
         if self.precision == "fp8" and self.sizes.fsdp > 1 and not self.offloads:

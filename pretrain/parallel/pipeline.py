@@ -102,7 +102,7 @@ class PipelineModel(nn.Module):
         stages: this rank's stages by number.
         owners: the rank, within the group, of every stage.
         microbatches: number of pipeline microbatches into which a micro-batch is split.
-        hidden_size: width of the hidden states between stages, which travel in fp32.
+        hidden_size: width of the hidden states between stages, which travel in the stages' dtype.
     """
 
     def __init__(
@@ -127,6 +127,7 @@ class PipelineModel(nn.Module):
         self.reduces = True
         """Whether a call in training ends with a reduction of the gradients."""
         self.hidden_size = hidden_size
+        self.hidden_dtype = next(iter(stages.values())).dtype
         self.group = group
         self.device = device
         self.rank = dist.get_rank(group)
@@ -177,7 +178,9 @@ class PipelineModel(nn.Module):
         """Builds torch's schedule, and its stages, for this shape; with stated shapes torch needs no trial run."""
         rows = batch // self.microbatches
         ids = torch.empty(rows, length, dtype=torch.long, device="meta")
-        hidden = torch.empty(rows, length, self.hidden_size, device="meta", requires_grad=True)
+        hidden = torch.empty(
+            rows, length, self.hidden_size, dtype=self.hidden_dtype, device="meta", requires_grad=True
+        )
         loss = torch.empty((), device="meta", requires_grad=True)
         stages = [
             ReducingStage(
@@ -219,7 +222,7 @@ class PipelineModel(nn.Module):
             for number in self.numbered:
                 microbatch = tick + 1 - number
                 if number > 0 and 0 <= microbatch < self.microbatches and self.owners[number - 1] != self.rank:
-                    buffer = torch.empty(*ids[0].shape, self.hidden_size, device=self.device)
+                    buffer = torch.empty(*ids[0].shape, self.hidden_size, dtype=self.hidden_dtype, device=self.device)
                     arrived[number, microbatch] = buffer
                     transfers.append(self.transfer(dist.irecv, buffer, self.owners[number - 1]))
             # A tick's sends and receives go in one batch: issued one by one, they could deadlock on a GPU.

@@ -105,7 +105,8 @@ class Stage(nn.Module):
         self.is_last = layers.stop == len(all_layers)
         self.base = cut(model.causal_lm, layers, self.is_first, self.is_last)
         self.head = model.causal_lm.get_output_embeddings() if self.is_last else None
-        self.precision = precision
+        self.dtype = torch.float32 if precision == "fp32" else torch.bfloat16
+        """Dtype of the hidden states between stages."""
         self.loss_of_hidden = model.loss_of_hidden if self.is_last else None
         self.recorder = model.recorder
         self.microbatches: list[PipelineMicroBatch] = []
@@ -129,10 +130,10 @@ class Stage(nn.Module):
         microbatch = self.microbatches[self.microbatches_run]
         self.microbatches_run += 1
         inputs = {"input_ids" if self.is_first else "inputs_embeds": x}
-        with torch.autocast(x.device.type, torch.bfloat16, enabled=self.precision != "fp32"):
+        with torch.autocast(x.device.type, torch.bfloat16, enabled=self.dtype == torch.bfloat16):
             hidden_BTD = self.base(**inputs, use_cache=False, **microbatch.attention_arguments).last_hidden_state
             if not self.is_last:
-                hidden_BTD = hidden_BTD.float()
+                hidden_BTD = hidden_BTD.to(self.dtype)
                 # Zero-bubble schedules detach a stage's output in place, which torch forbids for views. Private: there
                 # is no public way to ask if a tensor is a view.
                 return hidden_BTD.clone() if hidden_BTD._is_view() else hidden_BTD

@@ -66,6 +66,8 @@ class Activations:
 
     outside: Line
     """Alive after the forward pass, layers apart: the embedding's output, the last norm, rotary tables."""
+    before: Line
+    """The part of it that is there before the first layer: the last norm not."""
     per_layer: Line
     """Alive after the forward pass for each layer: its backward pass needs them."""
     backward: Line
@@ -251,6 +253,7 @@ def _trace(config_json: str, call: ForwardPass) -> Activations:
 
     per_layer = line("kept", 2) - line("kept", 1)
     outside = line("kept", 1) - per_layer
+    before = line("before", 1)
     backward = line("peak", 1) - line("kept", 1)
     hidden = line("hidden", 1)
     if call.compiled:
@@ -262,7 +265,7 @@ def _trace(config_json: str, call: ForwardPass) -> Activations:
             per_layer = kept
         else:
             backward = backward + kept
-    return Activations(outside, per_layer, backward, hidden)
+    return Activations(outside, before, per_layer, backward, hidden)
 
 
 def _config_of(config_json: str) -> Any:
@@ -297,6 +300,8 @@ def _measure(model_config: Any, layers: int, sequences: int, call: ForwardPass) 
                 live.add(tensor)
             resident = live.now
             live.add(inputs["inputs_embeds"])
+            before = []
+            layers_of(model)[0].register_forward_pre_hook(lambda *_: before.append(live.now - resident))
             hidden = _last_hidden_state(model, inputs, call)
             size = hidden.untyped_storage().nbytes()
             loss = _GradientOfHidden.apply(hidden)
@@ -306,7 +311,7 @@ def _measure(model_config: Any, layers: int, sequences: int, call: ForwardPass) 
             kept = live.now - size  # without the gradient that the loss makes: `hidden` counts it
             live.peak = live.now
             loss.backward()
-            return {"kept": kept - resident, "peak": live.peak - resident, "hidden": size}
+            return {"kept": kept - resident, "before": before[0], "peak": live.peak - resident, "hidden": size}
 
 
 def _last_hidden_state(model: PreTrainedModel, inputs: dict[str, Any], call: ForwardPass) -> Tensor:

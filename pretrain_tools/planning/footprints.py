@@ -5,18 +5,18 @@ their number and from how they are held (ZeRO, Rajbhandari et al., arXiv 1910.02
 docs/performance.md compares the sums with measurements (bench/memory.py).
 """
 
-import math
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pretrain.config import RunConfig
 from pretrain.data.vocabulary import planned_model_config
 from pretrain.hardware import memory_bytes
 from pretrain.parallel.pipeline import STAGE_LAYOUTS
+from pretrain.parallel.pipeline_stages import split_layers
 from pretrain.parallel.strategy import Strategy
 from pretrain_tools.planning.layouts import Layout, running_layout
-from pretrain_tools.planning.memory import FP32, Memory, PlannedRun, Work, at_peak, loss_bytes
+from pretrain_tools.planning.memory import FP32, Memory, PlannedRun, Sizes, Work, at_peak, loss_bytes
 
 
 def largest_footprint(run: PlannedRun, layout: Layout, sequences: int) -> Memory:
@@ -100,23 +100,64 @@ def in_mesh(work: Work) -> Memory:
     sizes = work.sizes
     if work.layout.pp == 1:
         return part_of_mesh(work, sizes.layers, sizes.root, {"loss", "backward", "first layer", "embedding"})
-    layers = math.ceil(sizes.layers / work.layout.pp)
-    head = sizes.head or sizes.embedding
-    is_v = STAGE_LAYOUTS[work.run.config.pipeline.schedule].is_v
-    both = sizes.embedding + (head if sizes.head else 0)
-    ends = [(both if is_v else head, {"loss"}), (sizes.embedding, {"backward"})]
-    return max((part_of_mesh(work, layers, *end) for end in ends), key=lambda memory: memory.total)
+    schedule = STAGE_LAYOUTS[work.run.config.pipeline.schedule]
+    owners = schedule.owners(work.layout.pp)
+    layers = layers_of_stages(work.whole, len(owners))
+    ends = {0: sizes.embedding, len(owners) - 1: sizes.head or sizes.embedding}
+    found = []
+    for rank in range(work.layout.pp):
+        stages = [number for number, owner in enumerate(owners) if owner == rank]
+        root = sum(ends.get(number, 0) for number in stages)
+        if 0 in stages and stages[-1] == len(owners) - 1 and sizes.is_tied:
+            root = sizes.embedding
+        wanted = {"loss"} if stages[-1] == len(owners) - 1 else {"backward"}
+        place = Place(rank, tuple(layers[number] for number in stages), stages[-1] == len(owners) - 1)
+        found.append(part_of_mesh(work, sum(place.layers), root, wanted, place))
+    return max(found, key=lambda memory: memory.total)
 
 
-def part_of_mesh(work: Work, layers: int, root: int, wanted: set[str]) -> Memory:
+def layers_of_stages(sizes: Sizes, stages: int) -> list[int]:
+    """Returns the layers of each stage, as the trainer cuts them."""
+    last = sizes.root - sizes.embedding + (sizes.embedding if sizes.is_tied else 0)
+    one = sizes.in_layers // sizes.layers
+    return [len(part) for part in split_layers([one] * sizes.layers, stages, sizes.embedding, last)]
+
+
+@dataclass(frozen=True)
+class Place:
+    """A process's place in a pipeline."""
+
+    rank: int
+    layers: tuple[int, ...]
+    """Layers of each of its stages."""
+    is_last: bool
+    """True if it has the last stage."""
+
+    def underway(self, schedule: str, ranks: int, microbatches: int) -> tuple[int, ...]:
+        """Returns the microbatches at most whose activations each of its stages holds.
+
+        Schedules that split the backward pass, and those that run forward first, may hold all.
+        """
+        stages = len(self.layers)
+        if schedule == "1F1B":
+            return (min(microbatches, ranks - self.rank),)
+        if schedule == "Interleaved1F1B":  # in turns of as many microbatches as ranks
+            first = (stages - 1) * ranks + 2 * (ranks - 1 - self.rank) + 1
+            turns = [unit // ranks % stages for unit in range(min(first, stages * microbatches))]
+            return tuple(turns.count(stage) for stage in range(stages))
+        return (microbatches,) * stages
+
+
+def part_of_mesh(work: Work, layers: int, root: int, wanted: set[str], place: "Place | None" = None) -> Memory:
     """Adds up what fully_shard holds of some layers and of what is in no layer.
 
     Over one rank it copies weights to the products' dtype and frees nothing. A pipeline's stages keep their gathered
-    weights and whole gradients until the last microbatch.
+    weights and whole gradients until the step's last microbatch, and reduce then.
 
     Args:
         root: elements in no layer.
         wanted: moments that occur here.
+        place: in a pipeline.
     """
     sizes = work.sizes
     layout = work.layout
@@ -127,9 +168,20 @@ def part_of_mesh(work: Work, layers: int, root: int, wanted: set[str]) -> Memory
     held = (elements + beside) / shards
     states = work.parameter_bytes * held
     resident = states if work.accumulates else 0.0
+    # What was reduced last is held until the step's last backward pass.
+    is_held = work.accumulates and shards > 1 and layout.pp == 1 and not work.run.config.batch.reduce_once
+    held_over = FP32 * root if is_held else 0.0
     outside = compute * root
     layer = compute * sizes.layer
-    act = activations_of_stage(work, layers)
+    if place is None:
+        act = {
+            **work.activation_bytes(
+                work.activations_in_bf16, compute, waiting=compute * sizes.vocabulary * sizes.width
+            ),
+            "traveling": 0.0,
+        }
+    else:
+        act = activations_of_stages(work, place)
     # A layer is gathered into one flat tensor and copied out of it; the next one is fetched meanwhile. Its gradients
     # are copied into a flat fp32 tensor, and that of the layer before is still being summed.
     gathered = 3 * layer
@@ -137,17 +189,20 @@ def part_of_mesh(work: Work, layers: int, root: int, wanted: set[str]) -> Memory
     whole = compute * elements - outside if layout.pp > 1 or shards == 1 else 0.0
     gradients = states
     if layout.pp > 1:
-        resident += FP32 * elements
-        gradients = resident
+        resident = FP32 * elements if work.accumulates or act["has gradients"] else FP32 * sizes.layer
+        gathered = 0.0
+        reduced = layer
     elif work.accumulates and work.run.config.batch.reduce_once:  # until the last backward pass has come to them
         resident = FP32 * elements
         gradients += FP32 * (sizes.root + sizes.layer)
     moments = {
-        "loss": (resident, act["loss"], outside + max(layer + FP32 * sizes.layer, whole)),
-        "backward": (resident, act["backward"], outside + reduced + max(gathered, whole)),
-        "first layer": (gradients, act["first layer"], outside + gathered + reduced),
-        "embedding": (gradients, act["embedding"], outside + compute * sizes.embedding + FP32 * root + layer),
+        "loss": (resident, act["loss"], outside + held_over + max(layer + FP32 * sizes.layer, whole)),
+        "backward": (resident, act["backward"], outside + held_over + reduced + max(gathered, whole)),
     }
+    if place is None:
+        moments["first layer"] = (gradients, act["first layer"], outside + gathered + reduced)
+        in_embedding = outside + compute * sizes.embedding + FP32 * root + layer
+        moments["embedding"] = (gradients, act["embedding"], in_embedding)
     holders = shards * layout.tp
     form = "sharded" if holders > 1 else "stage"  # the matrices that Muon multiplies are whole
     moments = {name: parts for name, parts in moments.items() if name in wanted}
@@ -155,34 +210,35 @@ def part_of_mesh(work: Work, layers: int, root: int, wanted: set[str]) -> Memory
     return at_peak(moments, states, work.optimizer_bytes(held / work.held.total), act["traveling"])
 
 
-def activations_of_stage(work: Work, layers: int) -> dict[str, float]:
+def activations_of_stages(work: Work, place: Place) -> dict[str, float]:
     """Returns what activations and the loss take at each moment, of the microbatches of a pipeline that are underway.
 
-    traveling: hidden states between stages, in fp32: for every microbatch, one that arrives and one that leaves.
+    traveling: hidden states between stages: torch keeps a buffer for every microbatch that arrives and every gradient,
+    and a stage what it has sent. What arrives is the first layer's input.
+    has gradients: true if a backward pass has ended when most microbatches are underway.
     """
-    compute = work.compute
-    sizes = work.sizes
-    act = work.activations_in_bf16
-    ranks = work.layout.pp
-    if ranks == 1:
-        return {**work.activation_bytes(act, compute, compute * sizes.vocabulary * sizes.width), "traveling": 0.0}
     settings = work.run.config.pipeline
     schedule = STAGE_LAYOUTS[settings.schedule]
-    stages = len(schedule.owners(ranks))
-    microbatches = stages * settings.microbatch_scale
-    kept_layers = sizes.layers / stages * microbatches * schedule.stages_per_rank  # of all microbatches at once
-    in_flight = {"1F1B": ranks, "Interleaved1F1B": (3 * ranks - 1) / 2 * schedule.stages_per_rank / 2}
-    if settings.schedule in in_flight:
-        kept_layers = min(kept_layers, layers * in_flight[settings.schedule])
-    kept = act.outside(work.sequences) * microbatches + kept_layers * act.per_layer(work.sequences)
-    loss = loss_bytes(work, compute, act.hidden(work.sequences))
+    act = work.activations_in_bf16
+    microbatches = len(schedule.owners(work.layout.pp)) * settings.microbatch_scale
+    underway = place.underway(settings.schedule, work.layout.pp, microbatches)
+    kept = sum(
+        count * (act.before(work.sequences) + layers * act.per_layer(work.sequences))
+        for count, layers in zip(underway, place.layers, strict=True)
+    )
+    hidden = work.compute * work.tokens * work.sizes.width
+    leaving = len(underway) - 1 if place.is_last else len(underway)
+    arriving = len(underway) - 1 if place.rank == 0 else len(underway)
+    traveling = hidden * sum(microbatches + count for count in underway[:leaving])
+    traveling += hidden * sum(microbatches - count for count in underway[len(underway) - arriving :])
+    if place.is_last:
+        kept += underway[-1] * (act.outside(work.sequences) - act.before(work.sequences))
     backward = kept + act.backward(work.sequences)
     return {
-        "loss": (kept if schedule.is_v else kept / 2) + loss,
+        "loss": kept + loss_bytes(work, work.compute, act.hidden(work.sequences)),
         "backward": backward,
-        "first layer": backward,
-        "embedding": 0.0,
-        "traveling": 2 * FP32 * microbatches * work.tokens * sizes.width,
+        "traveling": traveling,
+        "has gradients": any(count < microbatches for count in underway),
     }
 
 

@@ -411,9 +411,13 @@ def loss_bytes(work: Work, weight_bytes: int, hidden: float) -> float:
         softmax *= 3  # the tanh, the capped logits and their softmax
     elif compute != FP32:
         softmax *= 2  # torch copies half precision to fp32 first
-    working += softmax
     if is_cpu and compute != FP32:
-        working += chunk * vocabulary * compute  # a CPU's half-precision product copies a transposed operand
+        softmax += chunk * vocabulary * compute  # a CPU's half-precision product copies a transposed operand
+    # The gradient of the chunk's hidden states, which its weights turn to fp32, and the hidden states in the product's
+    # dtype.
+    elements = chunk * work.sizes.width
+    products = elements * (compute + FP32 + (compute if hidden != tokens * work.sizes.width * compute else 0))
+    working += max(softmax, products)
     if compute != weight_bytes:
         working += head * compute  # a copy of the head
     if weight_bytes != FP32:

@@ -203,10 +203,10 @@ def tp_flow(step: Step, hidden: float, passes: int) -> Flow:
 
 
 def pp_flow(step: Step, hidden: float) -> Flow:
-    """Returns hidden states in fp32 to the next stage, and their gradients back, for which the schedules wait."""
+    """Returns hidden states to the next stage, and their gradients back, for which the schedules wait."""
     layout = step.work.layout
     stages = STAGE_LAYOUTS[step.config.pipeline.schedule].stages_per_rank
-    sent = 2 * FP32 * hidden * stages * step.micro_steps
+    sent = 2 * step.work.compute * hidden * stages * step.micro_steps
     _, distance = layout.group("pp")
     is_inside = distance * layout.pp <= step.links.per_machine
     return Flow("pp", sent, sent / (step.links.inside if is_inside else step.links.network))

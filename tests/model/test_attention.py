@@ -541,6 +541,33 @@ def test_heads_of_any_width_are_padded_for_varlen(monkeypatch):
     torch.testing.assert_close(found, wanted)
 
 
+@pytest.mark.parametrize("kind", ["tokens first", "part of a product", "heads first"])
+def test_compiled_attention_views_tokens_first_without_a_copy(kind):
+    """Values and gradients are those of a flattened tensor; heads that lie before tokens have to be copied."""
+    wide_BTHE = torch.randn(2, 5, 3, 12, requires_grad=True)
+    weight_NHE = torch.randn(10, 3, 4)
+
+    def view(wide_BTHE, flatten):
+        part_BHTE = wide_BTHE[..., 4:8].transpose(1, 2)
+        if kind != "part of a product":
+            part_BHTE = (part_BHTE.contiguous() if kind == "heads first" else part_BHTE) * 2
+        return flatten(part_BHTE)
+
+    seen = []
+
+    def compiled(graph, _):
+        seen.extend(node.target for node in graph.graph.nodes)
+        return graph
+
+    torch._dynamo.reset()
+    found = torch.compile(view, backend=compiled, dynamic=False)(wide_BTHE, attention_module._tokens_first)
+    expected = view(wide_BTHE, lambda x: x.transpose(1, 2).flatten(0, 1))
+    assert torch.equal(found, expected)
+    gradients = [torch.autograd.grad((x * weight_NHE).sum(), wide_BTHE)[0] for x in (found, expected)]
+    assert torch.equal(*gradients)
+    assert ("flatten" in seen) == (kind == "heads first")
+
+
 @pytest.mark.parametrize(("capability", "in_kernel"), [((7, 5), False), ((8, 0), True)])
 def test_groups_of_queries_are_for_the_kernel_that_knows_them(gpu, monkeypatch, capability, in_kernel):
     """Undivided windows in fp16: elsewhere torch would fall to whole (T, T) weights in memory."""

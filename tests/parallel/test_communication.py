@@ -176,7 +176,6 @@ LEAST = {
 }
 """{launch: {moment: {'<kind> of <ranks>': (times, bytes of the whole tensors)}}}, from the model's shape alone."""
 ALL_REDUCED = "DeepSpeed all-reduces gradients of which each rank keeps a part"
-FP32_BETWEEN_STAGES = "fp32, the dtype that all stages agree on"
 IN_TWO = "DeepSpeed's groups: what decays and what does not"
 REASONS = {
     ("ddp", "last micro-step"): "buckets of 25 MB, summed during the backward pass",
@@ -186,12 +185,7 @@ REASONS = {
         (launch, "update"): "the norm is one sum over all ranks, in every mesh"
         for launch in ("hsdp, 2 x 4", "tp, 2 x 4", "fsdp_tp, 4 x 2", "pp, 2 x 4, the last stage")
     },
-    **{
-        (launch, moment): FP32_BETWEEN_STAGES
-        for launch in ("pp, an inner stage", "pp, 2 x 4, the last stage")
-        for moment in ("micro-step", "last micro-step", "validation")
-    },
-    ("pp, 2 x 4, the last stage", "last micro-step"): f"{FP32_BETWEEN_STAGES}; a layer at a time",
+    ("pp, 2 x 4, the last stage", "last micro-step"): "a layer at a time",
     ("zero1", "last micro-step"): ALL_REDUCED,
     ("zero1", "update"): IN_TWO,
     ("zero2", "micro-step"): ALL_REDUCED,

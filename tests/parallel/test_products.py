@@ -116,14 +116,13 @@ def planned_run(name: str, folder) -> tuple[Sizes, PlannedRun]:
 
 @pytest.mark.parametrize("name", LAUNCHES)
 def test_a_product_sends_the_least(outcomes, name):
-    """But for padding where a rank gets less than one row of a router, and a pipeline's hidden states, which travel in
-    fp32, the dtype that all stages agree on."""
+    """But for padding where a rank gets less than one row of a router."""
     sizes, _ = LAUNCHES[name]
     expected = least(name.split()[0], sizes, padded)
     found = counted(outcomes[name])
     assert found.keys() == expected.keys()
     for collective, size in found.items():
-        assert size == pytest.approx(expected[collective] * (2 if collective.startswith("send") else 1), rel=0.005)
+        assert size == pytest.approx(expected[collective], rel=0.005)
 
 
 @pytest.mark.parametrize("name", LAUNCHES)
@@ -145,7 +144,7 @@ def test_a_plan_says_what_is_on_the_device(outcomes, name, tmp_path):
     planned = footprint(run, Layout.of(sizes), SEQUENCES).total
     peak = max(outcomes[name].result[moment]["peak_bytes"] for moment in MOMENTS)
     assert 0.95 * peak < planned
-    assert planned < 1.4 * peak or sizes.pp > 1, "of a pipeline the first stage is planned, and the last is looked at"
+    assert planned < 1.45 * peak or sizes.pp > 1, "of a pipeline the first stage is planned, and the last is looked at"
 
 
 @pytest.mark.parametrize("sizes", OLMOE_SIZES, ids=str)

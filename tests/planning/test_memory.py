@@ -202,7 +202,7 @@ STATES = {
     "mesh": ((4 + 4 + 8) / 2, 0, 0),
     "tp": ((4 + 4 + 8) / 2, 0, 0),
     "fsdp_tp": ((4 + 4 + 8) / 2, 0, 0),
-    "pp": ((4 + 8 + 8) / 2, 0, 0),  # gradients of earlier micro-steps, and whole ones until the last microbatch
+    "pp": ((4 + 4 + 8) / 2, 0, 0),
 }
 """{strategy: bytes per parameter of weights, gradients and moments on the device, in the host's memory, on disk}, for
 bf16 on 2 processes."""

@@ -90,9 +90,12 @@ class LiveBytes(TorchDispatchMode):
         for value in _pytree.tree_leaves(result):
             if isinstance(value, torch.Tensor) and value.device.type == "cuda":
                 self.add(value.untyped_storage())
-        alive = [storage for reference in list(self.storages.values()) if (storage := reference()) is not None]
-        self.peak = max(self.peak, sum(storage.nbytes() for storage in alive))
+        self.peak = max(self.peak, self.now())
         return result
+
+    def now(self) -> int:
+        alive = [storage for reference in list(self.storages.values()) if (storage := reference()) is not None]
+        return sum(storage.nbytes() for storage in alive)
 
     def add(self, storage: torch.UntypedStorage) -> None:
         key = storage._cdata

@@ -1,0 +1,38 @@
+"""What a plan says that a step needs, beside what it holds on GPUs that are not there; see
+support/memory_on_fake_cuda.py. STRATEGIES=all: every strategy, with and without compiled layers and several
+micro-steps, and whole models of up to 1.3B parameters.
+
+ZeRO is not here: DeepSpeed reads values, which fake tensors do not have. bench/memory.py compares it over gloo.
+"""
+
+import importlib.util
+
+import pytest
+
+from pretrain.model.model_config import load_model_config
+from pretrain_tools.planning.footprints import footprint
+from pretrain_tools.planning.memory import PlannedRun
+from support.fake_cuda import outcomes_of
+from support.memory_setups import SETUPS
+from support.ranks_on_fake_cuda import MODELS, read_config
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+
+
+@pytest.fixture(scope="module")
+def outcomes():
+    return outcomes_of("support.memory_on_fake_cuda")
+
+
+@pytest.mark.parametrize("setup", SETUPS, ids=lambda setup: setup.name)
+def test_a_plan_knows_the_peak_of_a_step(outcomes, setup, tmp_path, monkeypatch):
+    seen = [outcomes[f"{setup.name}, rank {rank}"] for rank in setup.looked_at]
+    assert all(outcome.error is None for outcome in seen), [outcome.error for outcome in seen]
+    needed = max(max(outcome.result.values()) for outcome in seen)
+    monkeypatch.setitem(MODELS, setup.model, setup.model_config())
+    config = read_config(tmp_path, setup.launch(0))
+    run = PlannedRun(config, load_model_config(config.model.config), "bf16", device_bytes=80 << 30)
+    planned = footprint(run, setup.layout, setup.sequences)
+    print(f"{setup.name}: {planned.total / needed:.3f} of {needed / 1e9:.2f} GB", planned)
+    # Rows on their way to experts are planned at every moment, also in the loss, where there are none.
+    assert planned.total == pytest.approx(needed, rel=0.06 if setup.strategy == "ep" else 0.05)

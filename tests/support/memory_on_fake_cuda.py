@@ -1,0 +1,146 @@
+"""Cases of tests/planning/test_step_memory.py, for support.fake_cuda to run: what a step holds on a GPU at its peak.
+
+A strategy prepares a model of real widths as one of eight GPUs and takes steps of real micro-batches, as train.py
+does; tensors have sizes and no storage. Storages that are alive at once are added up. A compiled layer takes what
+Inductor's scheduler allocates and frees; the loss runs its own code chunk by chunk. What an attention kernel needs
+inside, and rounding by the allocator, do not show.
+"""
+
+import contextlib
+import functools
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from unittest import mock
+
+import torch
+from torch._inductor.graph import GraphLowering
+from torch._inductor.memory import estimate_peak_memory, prepare_planning_info
+from torch.utils import _pytree
+
+import pretrain.model.loss
+from pretrain.model.compile import checkpoint_activations, compile_model
+from pretrain.model.loss import LanguageModelLoss
+from support import kernels_on_fake_cuda, ranks_on_fake_cuda
+from support.kernels_on_fake_cuda import inductor
+from support.memory_setups import SETUPS, MemorySetup
+from support.products_on_fake_cuda import LiveBytes
+from support.ranks_on_fake_cuda import MODELS, prepared
+
+
+class PeakOfStep(LiveBytes):
+    """Runs the loss's own code, and takes a compiled graph for what its kernels allocate."""
+
+    runs_graph = False
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        return True  # compiled code would run uncompiled in any other
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if self.runs_graph or torch._guards.TracingContext.try_get():  # or the compiler tries what it writes
+            return func(*args, **(kwargs or {}))
+        if func is torch.ops.groundwork.chunked_loss.default:
+            with self:
+                return pretrain.model.loss._chunked_loss._init_fn(*args, **(kwargs or {}))
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def graph(self, run: Callable, beyond_inputs: int) -> Callable:
+        """Returns a compiled graph's function, which needs so many bytes beside its inputs."""
+
+        def called(*args):
+            before = self.now()
+            self.runs_graph = True
+            try:
+                results = run(*args)
+            finally:
+                self.runs_graph = False
+            self.peak = max(self.peak, before + beyond_inputs)
+            for value in _pytree.tree_leaves(results):
+                if isinstance(value, torch.Tensor) and value.device.type == "cuda":
+                    self.add(value.untyped_storage())
+            return results
+
+        return called
+
+
+@contextlib.contextmanager
+def compiled_as(live: PeakOfStep, needs: list[int]) -> Iterator[None]:
+    """Layers are compiled inside, and counted as Inductor allocates them.
+
+    needs: filled with the bytes that each graph needs beside its inputs.
+    """
+
+    class Planned(GraphLowering):
+        def codegen(self):
+            code = super().codegen()
+            nodes = list(self.scheduler.nodes)
+            outputs = set(self.get_output_names())
+            names = (self.scheduler.name_to_buf, self.scheduler.name_to_fused_node)
+            _, inputs = prepare_planning_info(nodes, *names, set(self.graph_inputs), outputs)
+            peak, _ = estimate_peak_memory(nodes, inputs, outputs)
+            needs.append(peak - sum(buffer.mpi_buffer.size_free for buffer in inputs.values()))
+            return code
+
+    boxed = kernels_on_fake_cuda.make_boxed_func
+
+    def counted(forward: Callable) -> Callable:
+        return boxed(live.graph(forward, needs[-1]))
+
+    with (
+        mock.patch.object(kernels_on_fake_cuda, "GraphLowering", Planned),
+        mock.patch.object(kernels_on_fake_cuda, "make_boxed_func", counted),
+        inductor([]),
+    ):
+        yield
+
+
+def softmax_in_place(cap: float | None) -> Callable:
+    """In place of the compiled softmax: writes to the logits."""
+    return lambda logits_CV, target_C1, z_loss: (logits_CV.new_empty(len(logits_CV), 1, dtype=torch.float32),) * 2
+
+
+def peak(setup: MemorySetup, rank: int) -> dict[str, float]:
+    """Returns the most bytes of the second step, {moment: bytes}."""
+    MODELS[setup.model] = setup.model_config()
+    launch = setup.launch(rank)
+    even_loss = functools.partial(LanguageModelLoss, backend="chunked_compiled")
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(ranks_on_fake_cuda, "LanguageModelLoss", even_loss))
+        stack.enter_context(mock.patch.object(pretrain.model.loss, "_compiled_softmax_less_target_", softmax_in_place))
+        live = PeakOfStep()
+        graphs: list[int] = []
+        if setup.compiled:
+            stack.enter_context(compiled_as(live, graphs))
+        stack.enter_context(live)
+        run = prepared(launch, stack)
+        checkpoint_activations(run.causal_lm, setup.checkpointing)
+        if setup.compiled:
+            compile_model(run.model, run.causal_lm, "regional")
+        run.model.train()
+        moments: dict[str, float] = {}
+        known = -1
+        while not moments or known < len(graphs):  # the first step makes optimizer state; any may compile
+            known = len(graphs) if moments else -1
+            gc.collect()  # what compiling leaves behind
+            moments = {}
+            run.strategy.begin_step(0.001, micro_steps=setup.micro_steps)
+            for micro_step in range(setup.micro_steps):
+                with run.strategy.accumulate(is_last=micro_step == setup.micro_steps - 1):
+                    live.peak = 0
+                    loss, _ = run.model(**run.batch)
+                    moments[f"forward {micro_step}"] = live.peak
+                    live.peak = 0
+                    run.strategy.backward(loss / setup.micro_steps)
+                    del loss
+                    moments[f"backward {micro_step}"] = live.peak
+            live.peak = 0
+            run.strategy.update(1.0)
+            moments["update"] = live.peak
+        moments["between"] = live.now()
+        return moments
+
+
+CASES = {
+    f"{setup.name}, rank {rank}": functools.partial(peak, setup, rank) for setup in SETUPS for rank in setup.looked_at
+}

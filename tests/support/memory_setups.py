@@ -1,0 +1,116 @@
+"""Setups of tests/planning/test_step_memory.py: models of model_configs/ under strategies, with real micro-batches."""
+
+import json
+import os
+from dataclasses import dataclass, replace
+from typing import Any
+
+from pretrain.mesh_sizes import variable
+from pretrain_tools.planning.layouts import Layout, layout
+from support.project import ROOT
+from support.ranks_on_fake_cuda import RANKS, Launch
+
+EVERYTHING = os.environ.get("STRATEGIES") == "all"
+
+
+@dataclass(frozen=True)
+class MemorySetup:
+    """A model under a strategy."""
+
+    strategy: str
+    """In accelerate_configs/."""
+    model: str
+    """In model_configs/."""
+    compiled: bool = True
+    micro_steps: int = 1
+    sequences: int = 8
+    length: int = 2048
+    checkpointing: str | float = "none"
+    settings: tuple[tuple[str, str], ...] = ()
+    layers: int | None = None
+    """None: as many as the model has."""
+    size: int | None = None
+    """Of the strategy's dimension; None: as its file says."""
+
+    @property
+    def name(self) -> str:
+        words = [self.strategy, self.model, *(["compiled"] if self.compiled else [])]
+        words += [f"{self.micro_steps} micro-steps"] if self.micro_steps > 1 else []
+        words += [f"recomputed {self.checkpointing}"] if self.checkpointing != "none" else []
+        words += [value for _, value in self.settings]
+        words += [f"{self.layers} layers"] if self.layers else []
+        words += [f"size {self.size}"] if self.size else []
+        return ", ".join(words)
+
+    @property
+    def ranks(self) -> int:
+        return 1 if self.strategy == "single" else RANKS
+
+    @property
+    def looked_at(self) -> list[int]:
+        """Ranks; of a pipeline one of each stage."""
+        return list(range(0, RANKS, RANKS // (self.size or RANKS))) if self.strategy == "pp" else [0]
+
+    def model_config(self) -> dict[str, Any]:
+        values = json.loads((ROOT / f"model_configs/{self.model}.json").read_text())
+        name = "n_layer" if "n_layer" in values else "num_hidden_layers"
+        values[name] = self.layers or values[name]
+        # Fake tensors cannot say which ranks share a tied matrix.
+        return values | ({"tie_word_embeddings": False} if self.strategy == "pp" else {})
+
+    @property
+    def recipe(self) -> tuple[tuple[str, str], ...]:
+        compile_mode = "regional" if self.compiled else "none"
+        tokens = self.micro_steps * self.layout.micro_batches * self.sequences * self.length
+        return (
+            ("compile", compile_mode),
+            ("loss.backend", "chunked_compiled"),
+            ("activation_checkpointing", str(self.checkpointing)),
+            ("batch.tokens_per_step", str(tokens)),
+            *self.settings,
+        )
+
+    @property
+    def layout(self) -> Layout:
+        return layout(self.strategy, self.ranks, size=self.size)
+
+    def launch(self, rank: int) -> Launch:
+        values = self.model_config()
+        return Launch(
+            self.strategy,
+            rank,
+            ((variable(self.strategy), str(self.size)),) if self.size else (),
+            layers=values.get("num_hidden_layers") or values["n_layer"],
+            model=self.model,
+            settings=self.recipe,
+            ranks=self.ranks,
+            sequences=self.sequences,
+            length=self.length,
+        )
+
+
+TYPICAL = [
+    MemorySetup("ddp", "llama_125m", layers=2),
+    MemorySetup("fsdp2", "gpt2_124m", micro_steps=2, layers=2, sequences=16, length=1024),
+    MemorySetup("cp", "llama_125m", layers=3, size=4),
+]
+"""In every run of the suite."""
+DIVIDED = [MemorySetup(strategy, "llama_125m", layers=3, size=4) for strategy in ("tp", "cp")]
+DIVIDED += [MemorySetup("fsdp_tp", "llama_125m", layers=3), MemorySetup("ep", "qwen3_moe_500m", layers=3)]
+WHOLE = ("gpt2_124m", "llama_125m", "qwen3_0.6b", "qwen3_moe_500m", "llama_1b", "nanochat_d12")
+FURTHER = [
+    *(MemorySetup("ddp", model, sequences=2) for model in WHOLE),
+    *(MemorySetup("fsdp2", model, sequences=2) for model in WHOLE),
+    *(
+        replace(MemorySetup(strategy, "llama_125m", layers=3), compiled=compiled, micro_steps=micro_steps)
+        for strategy in ("single", "ddp", "fsdp2", "hsdp")
+        for compiled, micro_steps in ((False, 1), (False, 2), (True, 2))
+    ),
+    *(replace(setup, micro_steps=micro_steps) for setup in DIVIDED for micro_steps in (1, 2)),
+    *(MemorySetup("pp", "llama_125m", size=4, micro_steps=micro_steps) for micro_steps in (1, 2)),
+    *(
+        MemorySetup("pp", "llama_125m", size=2, settings=(("pipeline.schedule", schedule),))
+        for schedule in ("GPipe", "Interleaved1F1B")
+    ),
+]
+SETUPS = [*TYPICAL, *(FURTHER if EVERYTHING else [])]
