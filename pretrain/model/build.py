@@ -5,7 +5,9 @@ be made without the rest and is the same under every strategy (see `initialize_m
 """
 
 import copy
+import functools
 import hashlib
+import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -74,9 +76,39 @@ def use_attention(model: PreTrainedModel, attention: str) -> None:
     keep_documents_apart(model, classes_in_rows(attention))
 
 
+@dataclass(frozen=True)
+class KeyedConfig:
+    """A configuration that caches compare by its content."""
+
+    key: str
+    config: PreTrainedConfig = field(compare=False)
+
+    @classmethod
+    def of(cls, config: PreTrainedConfig) -> "KeyedConfig":
+        return cls(json.dumps(config.to_dict(), sort_keys=True, default=str), config)
+
+
+@dataclass(frozen=True)
+class _Counts:
+    """Parameters of a model: all, those in matmuls, and those that a token does not use."""
+
+    all: int
+    in_matmuls: int
+    inactive: int
+
+
+@functools.lru_cache(maxsize=64)
+def _counts(keyed: KeyedConfig) -> _Counts:
+    model = build_meta_model(keyed.config)
+    head_weight = getattr(model.get_output_embeddings(), "weight", None)
+    looked_up = sum(e.weight.numel() for e in _embeddings(model) if e.weight is not head_weight)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    return _Counts(parameters, parameters - looked_up, inactive_parameters(model))
+
+
 def count_parameters(config: PreTrainedConfig) -> int:
     """Counts the parameters; a tied pair counts once."""
-    return sum(parameter.numel() for parameter in build_meta_model(config).parameters())
+    return _counts(KeyedConfig.of(config)).all
 
 
 def count_non_embedding_parameters(config: PreTrainedConfig) -> int:
@@ -85,20 +117,19 @@ def count_non_embedding_parameters(config: PreTrainedConfig) -> int:
     An embedding is a lookup, not a matmul, so it does not count unless the output head shares it (as in PaLM, arXiv
     2204.02311, appendix B). Learned positions, as in GPT-2, are a lookup too.
     """
-    model = build_meta_model(config)
-    head_weight = getattr(model.get_output_embeddings(), "weight", None)
-    looked_up = sum(e.weight.numel() for e in _embeddings(model) if e.weight is not head_weight)
-    return sum(parameter.numel() for parameter in model.parameters()) - looked_up
+    return _counts(KeyedConfig.of(config)).in_matmuls
 
 
 def active_parameters(config: PreTrainedConfig) -> int:
     """Counts the parameters that a token uses, so without the experts that it is not routed to."""
-    return count_parameters(config) - inactive_parameters(build_meta_model(config))
+    counts = _counts(KeyedConfig.of(config))
+    return counts.all - counts.inactive
 
 
 def matrix_parameters(config: PreTrainedConfig) -> int:
     """Counts N of 6N: the active parameters that take part in a matmul (see `count_non_embedding_parameters`)."""
-    return count_non_embedding_parameters(config) - inactive_parameters(build_meta_model(config))
+    counts = _counts(KeyedConfig.of(config))
+    return counts.in_matmuls - counts.inactive
 
 
 def flops_per_token(config: PreTrainedConfig, sequence_length: int) -> float:

@@ -14,9 +14,9 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from pretrain.config import Data
 from pretrain.errors import InputError, Problems
-from pretrain.model.build import build_meta_model, build_model
+from pretrain.model.build import KeyedConfig, build_meta_model, build_model
 from pretrain.model.model_config import changed_config, described
-from pretrain.model.small_copy import KeyedConfig, ReferenceWindow, logits_of, one_thread, reference_of
+from pretrain.model.small_copy import ReferenceWindow, logits_of, one_thread, reference_of
 
 KEPT_BY_TYPE = ("rope_theta", "partial_rotary_factor")
 """Keys that a stage with another rope_type keeps from the previous stage."""

@@ -11,9 +11,8 @@ Shapes: B windows, T positions, V vocabulary.
 import contextlib
 import copy
 import functools
-import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -23,7 +22,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from pretrain.errors import InputError
-from pretrain.model.build import build_model
+from pretrain.model.build import KeyedConfig, build_model
 from pretrain.model.model_config import described
 
 VOCABULARY = 96
@@ -230,18 +229,6 @@ def one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(threads)
-
-
-@dataclass(frozen=True)
-class KeyedConfig:
-    """A configuration that caches compare by its content."""
-
-    key: str
-    config: PreTrainedConfig = field(compare=False)
-
-    @classmethod
-    def of(cls, config: PreTrainedConfig) -> "KeyedConfig":
-        return cls(json.dumps(config.to_dict(), sort_keys=True, default=str), config)
 
 
 def projects_hidden_states(config: PreTrainedConfig) -> bool:

@@ -9,9 +9,8 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedConfig
 
 from pretrain.mesh_sizes import Sizes, environment_flag
-from pretrain.model.build import build_meta_model
+from pretrain.model.build import KeyedConfig, build_meta_model
 from pretrain.model.compile import layers_of
-from pretrain.model.small_copy import KeyedConfig
 from pretrain.optim.adamw_8bit import SCALES, AdamW8bit, has_blocks, keeps_blocks, scales_for, unit_rows
 from pretrain.parallel.expert_parallel import dimension_to_shard, expert_modules
 from pretrain.parallel.mesh_tiles import tile_of

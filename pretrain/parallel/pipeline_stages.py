@@ -12,10 +12,11 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from pretrain.model.build import KeyedConfig
 from pretrain.model.compile import layers_of
 from pretrain.model.loss import LanguageModelLoss
 from pretrain.model.model_config import described
-from pretrain.model.small_copy import TOLERANCE, KeyedConfig, ReferenceWindow, one_thread, reference_of
+from pretrain.model.small_copy import TOLERANCE, ReferenceWindow, one_thread, reference_of
 
 
 def split_layers(parameters_per_layer: list[int], stages: int, first: int, last: int) -> list[range]:

@@ -14,12 +14,12 @@ import torch
 
 from pretrain.config import RunConfig, WindowSpec
 from pretrain.model.attention import classes_in_rows
-from pretrain.model.build import build_meta_model, library_attention
+from pretrain.model.build import KeyedConfig, build_meta_model, library_attention
 from pretrain.model.compile import layers_of
 from pretrain.model.fp8 import fp8_layers
 from pretrain.model.loss import CPU_PIECE_BYTES, choose_loss, tokens_of_chunk
 from pretrain.model.routers import experts_per_token, routers_of
-from pretrain.model.small_copy import KeyedConfig, logit_cap, projects_hidden_states
+from pretrain.model.small_copy import logit_cap, projects_hidden_states
 from pretrain.optim.optimizers import OPTIMIZERS, ModelShapes, is_output_head, parameter_dtype
 from pretrain.parallel.expert_parallel import pads_much
 from pretrain.parallel.pipeline import STAGE_LAYOUTS

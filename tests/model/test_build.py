@@ -10,6 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from pretrain.errors import InputError
 from pretrain.model.build import (
+    active_parameters,
     build_meta_model,
     build_model,
     check_vocabulary,
@@ -17,6 +18,7 @@ from pretrain.model.build import (
     count_parameters,
     embedding_parameter_names,
     initialize_module,
+    matrix_parameters,
     save_model_metadata,
     set_end_of_document,
     units_of,
@@ -67,6 +69,15 @@ def test_counts_by_hand():
     assert count_non_embedding_parameters(tiny("llama_tied")) == body + 128 * 32
     # GPT-2's learned positions are a look-up that no head shares.
     assert count_parameters(tiny("gpt2")) - count_non_embedding_parameters(tiny("gpt2")) == 64 * 32
+
+
+def test_a_configuration_that_changes_is_counted_anew():
+    config = tiny("llama")
+    before = count_parameters(config), matrix_parameters(config), active_parameters(config)
+    config.num_hidden_layers += 1
+    layer = 2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 64 + 2 * 32
+    after = count_parameters(config), matrix_parameters(config), active_parameters(config)
+    assert [new - old for old, new in zip(before, after, strict=True)] == [layer] * 3
 
 
 def test_shapes_name_a_tied_pair_once():

@@ -20,7 +20,7 @@ from pretrain.model.own_code import register_all
 from pretrain_tools.evaluation.evaluate import evaluate_models
 from pretrain_tools.evaluation.lm_harness import evaluate_package_importable, select_tasks
 from support.model_folders import save_tiny
-from support.project import ROOT, cpu_seconds, events, free_port, run_script
+from support.project import ROOT, cpu_seconds, events, free_port, run_in_turn, run_script
 
 register_all()
 
@@ -395,6 +395,6 @@ def test_an_emulated_precision_is_said(model_folder, shards):
     """Where the variables make an old CPU of this one, whose own choice is fp32."""
     asked = ("evaluate.py", "--model", model_folder, "--data", shards, "--sequences", "1")
     old_cpu = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", "CUDA_VISIBLE_DEVICES": ""}
-    said = run_script(*asked, "--precision", "bf16", **old_cpu).stderr
-    assert "warning: bf16 is emulated here" in said and "give --precision fp32" in said
-    assert "emulated" not in run_script(*asked, **old_cpu).stderr
+    (_, in_bf16), (_, by_itself) = run_in_turn((*asked, "--precision", "bf16"), asked, **old_cpu)
+    assert "warning: bf16 is emulated here" in in_bf16 and "give --precision fp32" in in_bf16
+    assert "emulated" not in by_itself

@@ -18,7 +18,17 @@ SOON = 300
 """Seconds that no machine, however busy, needs for what takes twenty."""
 LIMITS = 2
 LONG = ("--budget.steps", "100000", "--checkpoint.every_steps", "100000", "--validation.every_steps", "100000")
-LONG += ("--logging.every_steps", "5")
+SLOW_TRAIN = f"""
+import runpy
+import time
+
+import torch
+
+backward = torch.Tensor.backward
+torch.Tensor.backward = lambda *given, **named: (time.sleep(0.1), backward(*given, **named))
+runpy.run_path("{ROOT}/train.py", run_name="__main__")
+"""
+"""A train.py that leaves the cores to other tests while its jobs wait for SLURM."""
 
 
 @pytest.fixture(scope="module")
@@ -29,24 +39,35 @@ def cluster(tmp_path_factory):
         yield cluster
 
 
-def submit(cluster, script, recipe, run, *settings) -> str:
+@pytest.fixture
+def repository(tmp_path):
+    """A folder with all that is in the repository, but for train.py, which is SLOW_TRAIN."""
+    (tmp_path / "repository").mkdir()
+    for path in ROOT.iterdir():
+        (tmp_path / "repository" / path.name).symlink_to(path)
+    (tmp_path / "repository/train.py").unlink()
+    (tmp_path / "repository/train.py").write_text(SLOW_TRAIN)
+    return tmp_path / "repository"
+
+
+def submit(cluster, repository, script, recipe, run, *settings) -> str:
     """The number of a job of two processes, warned of its end two minutes before."""
     gpus = 2 if script == "one_node" else 1
     options = (f"--gpus-per-node={gpus}", "--cpus-per-task=1", "--time=60", "--signal=B:USR1@120")
     job = cluster.ask(
-        "sbatch", "--parsable", f"--chdir={ROOT}", f"--output={run}.out", *options, f"slurm/{script}.sbatch",
+        "sbatch", "--parsable", f"--chdir={repository}", f"--output={run}.out", *options, f"slurm/{script}.sbatch",
         "ddp", recipe, "--output", run, *settings, PYTHON=sys.executable, HF_HUB_OFFLINE="1",
     )  # fmt: skip
     return job.strip()
 
 
-def test_time_limits_in_a_row_lose_no_step(cluster, recipe, tmp_path):
-    """In both scripts at the same time. SLURM looks at its limits twice a minute, and these runs take all cores
-    meanwhile: after the first limit, what it would send comes from here."""
+def test_time_limits_in_a_row_lose_no_step(cluster, repository, recipe, tmp_path):
+    """In both scripts at the same time. SLURM looks at its limits twice a minute: after the first limit, what it would
+    send comes from here."""
 
     def through_time_limits(script):
         run = tmp_path / script
-        job = submit(cluster, script, recipe, run, *LONG)
+        job = submit(cluster, repository, script, recipe, run, *LONG)
 
         def has_trained_on():
             with contextlib.suppress(FileNotFoundError):
@@ -77,9 +98,9 @@ def test_time_limits_in_a_row_lose_no_step(cluster, recipe, tmp_path):
         list(both.map(through_time_limits, SCRIPTS))
 
 
-def test_a_time_limit_before_the_first_process_requeues(cluster, recipe, tmp_path):
+def test_a_time_limit_before_the_first_process_requeues(cluster, repository, recipe, tmp_path):
     """SLURM delivers a signal to the processes that there are, without a word about those to come."""
-    job = submit(cluster, "one_node", recipe, tmp_path / "run", *LONG)
+    job = submit(cluster, repository, "one_node", recipe, tmp_path / "run", *LONG)
     wait_for(lambda: f"{job}.0" in cluster.ask("squeue", "-h", "--steps", "-o", "%i"), cluster)
     cluster.ask("scancel", "--batch", "--signal=USR1", job)
     wait_for(lambda: cluster.job(job)["Restarts"] == "1", cluster, SOON)
@@ -88,7 +109,7 @@ def test_a_time_limit_before_the_first_process_requeues(cluster, recipe, tmp_pat
 
 
 def test_bad_input_ends_a_job_with_its_problems(cluster, recipe, tmp_path):
-    job = submit(cluster, "one_node", recipe, tmp_path / "run", "--batch.tokens_per_step", "250")
+    job = submit(cluster, ROOT, "one_node", recipe, tmp_path / "run", "--batch.tokens_per_step", "250")
     wait_for(lambda: cluster.job(job)["JobState"] == "FAILED", cluster, SOON)
     said = (tmp_path / "run.out").read_text()
     assert cluster.job(job)["ExitCode"] == "2:0" and said.count("batch.tokens_per_step: 250 is not") == 1, said

@@ -10,6 +10,7 @@ import os
 import weakref
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -79,9 +80,25 @@ class LiveBytes(TorchDispatchMode):
 
     def __init__(self):
         super().__init__()
-        self.storages: dict[int, weakref.ref] = {}
-        self.peak = 0
+        self.storages: dict[int, tuple[int, weakref.ref]] = {}
+        self.total = self.peak = 0
         LiveBytes.current = self
+
+    def __enter__(self):
+        resize = torch.UntypedStorage.resize_
+
+        def resized(storage, size):
+            resize(storage, size)
+            if storage._cdata in self.storages:
+                self.add(storage)
+
+        self.patched = mock.patch.object(torch.UntypedStorage, "resize_", resized)
+        self.patched.start()
+        return super().__enter__()
+
+    def __exit__(self, *exception):
+        self.patched.stop()
+        return super().__exit__(*exception)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
@@ -94,13 +111,16 @@ class LiveBytes(TorchDispatchMode):
         return result
 
     def now(self) -> int:
-        alive = [storage for reference in list(self.storages.values()) if (storage := reference()) is not None]
-        return sum(storage.nbytes() for storage in alive)
+        return self.total
 
     def add(self, storage: torch.UntypedStorage) -> None:
-        key = storage._cdata
-        if key not in self.storages:
-            self.storages[key] = weakref.ref(storage, lambda _: self.storages.pop(key, None))
+        key, size = storage._cdata, storage.nbytes()
+        before, reference = self.storages.get(key) or (0, weakref.ref(storage, lambda _: self.remove(key)))
+        self.storages[key] = size, reference
+        self.total += size - before
+
+    def remove(self, key: int) -> None:
+        self.total -= self.storages.pop(key)[0]
 
 
 def name_of(model: str, sizes: Sizes) -> str:

@@ -48,6 +48,30 @@ def run_script(
     return result
 
 
+NEXT = "=== next ==="
+IN_TURN = f"""
+import json, os, runpy, sys
+exit_at_once = os._exit  # by which a process of a group ends
+os._exit = sys.exit
+for words in json.loads(sys.argv[1]):
+    sys.argv = words
+    try:
+        runpy.run_path(words[0], run_name="__main__")
+    except SystemExit as end:
+        assert not end.code, end.code
+    for file in (sys.stdout, sys.stderr):
+        print("{NEXT}", file=file, flush=True)
+exit_at_once(0)
+"""
+
+
+def run_in_turn(*commands, **environment) -> list[tuple[str, str]]:
+    """Runs scripts in one new interpreter, whose imports take seconds: (stdout, stderr) of each. None may fail."""
+    words = json.dumps([[str(word) for word in command] for command in commands])
+    done = run_script("-c", IN_TURN, words, fresh=True, **environment)
+    return list(zip(done.stdout.split(NEXT)[:-1], done.stderr.split(NEXT)[:-1], strict=True))
+
+
 @functools.cache
 def cpu_seconds(*arguments, tries=3) -> float:
     """The least that a script of the project needs of a processor, with its imports, whatever else runs."""

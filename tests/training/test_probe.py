@@ -13,8 +13,9 @@ from transformers.models.llama import modeling_llama
 from pretrain.config import WindowSpec
 from pretrain.errors import InputError
 from pretrain.model import attention as attention_module
+from pretrain.model.build import KeyedConfig
 from pretrain.model.routers import RouterLosses
-from pretrain.model.small_copy import KeyedConfig, kinds_of_layers, projects_hidden_states, reference_of
+from pretrain.model.small_copy import kinds_of_layers, projects_hidden_states, reference_of
 from pretrain.training import experts as experts_module
 from pretrain.training import probe as probe_module
 from pretrain.training.experts import Experts

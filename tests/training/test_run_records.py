@@ -8,7 +8,7 @@ from pretrain.recipe import read_run_config
 from pretrain.training import run_records
 from pretrain.training.run_plan import derive
 from pretrain.training.run_records import banner, start_warnings
-from support.project import events, run_script
+from support.project import events, run_in_turn
 
 CPU = torch.device("cpu")
 OLD_CPU = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
@@ -126,8 +126,8 @@ def test_check_and_run_say_it_on_an_old_cpu(recipe, tmp_path):
     asked = ("train.py", "--config", recipe, "--precision", "bf16", "--budget.steps", "2", "--optim.warmup_steps", "0")
     environment = OLD_CPU | {"CUDA_VISIBLE_DEVICES": ""}
     warning = "warning: precision: bf16 is emulated here"
-    checked = run_script(*asked, "--check", **environment).stdout
+    (checked, _), (told, _) = run_in_turn((*asked, "--check"), asked, **environment)
     assert warning in checked and "GFLOP/s); use precision: fp32 or auto" in checked
     assert "this run can start" in checked
-    assert warning in run_script(*asked, **environment).stdout
+    assert warning in told
     assert "bf16 is emulated here" in events(tmp_path / "run", "warning")[0]["message"]
