@@ -8,6 +8,7 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from pretrain.config import Optim
@@ -44,17 +45,30 @@ class ModelShapes:
     """Experts' parameters that are matrices: see `routers.expert_matrices`."""
 
     @classmethod
-    def of(cls, causal_lm: PreTrainedModel, settings: Optim | None = None) -> "ModelShapes":
-        """Reads the shapes of a whole model, also on the meta device. Raises InputError if it finds no width roles."""
-        shapes = {name: tuple(parameter.shape) for name, parameter in causal_lm.named_parameters()}
-        names = embedding_parameter_names(causal_lm), transposed_names(causal_lm)
+    def of(
+        cls, causal_lm: PreTrainedModel, settings: Optim | None = None, loss_terms: nn.Module | None = None
+    ) -> "ModelShapes":
+        """Reads the shapes of a whole model, also on the meta device. Raises InputError if it finds no width roles.
+
+        loss_terms: what terms of the loss train, as `LossTerms.trained`.
+        """
+        whole = nn.Module()
+        whole.causal_lm = causal_lm
+        whole.loss_terms = loss_terms or nn.ModuleDict()
+
+        def named(name: str) -> str:
+            return name.removeprefix("causal_lm.")
+
+        shapes = {named(name): tuple(parameter.shape) for name, parameter in whole.named_parameters()}
+        names = embedding_parameter_names(whole), transposed_names(whole)
         experts = {
-            f"{router.name.rpartition('.')[0]}.{name}": count
-            for router in routers_of(causal_lm)
+            named(f"{router.name.rpartition('.')[0]}.{name}"): count
+            for router in routers_of(whole)
             for parameters, count in [expert_parameters(router)]
             for name in parameters
         }
-        known = cls(shapes, *map(frozenset, names), experts=experts, stacks=expert_matrices(causal_lm))
+        stacks = {named(name): kind for name, kind in expert_matrices(whole).items()}
+        known = cls(shapes, *(frozenset(map(named, found)) for found in names), experts=experts, stacks=stacks)
         if settings is None or settings.width_transfer == "none":
             return known
         from pretrain.model.width_roles import hidden_width, width_roles
@@ -356,15 +370,22 @@ class OptimizerBuilder:
 
 
 def optimizer_builder(
-    settings: Optim, causal_lm: torch.nn.Module, learning_rate: float, *, seed: int, device_type: str
+    settings: Optim,
+    causal_lm: torch.nn.Module,
+    learning_rate: float,
+    *,
+    seed: int,
+    device_type: str,
+    loss_terms: nn.Module | None = None,
 ) -> OptimizerBuilder:
     """Prepares the recipe's optimizer. Raises InputError with the optimizer's `problems`.
 
     Args:
         causal_lm: the whole model, on the meta device.
         device_type: where the optimizer will run; selects fused kernels.
+        loss_terms: what terms of the loss train; its parameters are named behind "loss_terms.".
     """
-    spec = OPTIMIZERS[settings.name](ModelShapes.of(causal_lm, settings))
+    spec = OPTIMIZERS[settings.name](ModelShapes.of(causal_lm, settings, loss_terms))
     if problems := spec.problems(settings, device_type):
         raise InputError(*problems)
     return OptimizerBuilder(spec, settings, learning_rate, seed, device_type)

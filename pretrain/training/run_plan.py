@@ -284,7 +284,12 @@ def derive(config: RunConfig, ranks: int) -> RunPlan:
         if config.loss.terms:
             from pretrain.model.loss_terms import term_problems
 
-            problems += problems.attempt(term_problems, config.loss, config.compile) or []
+            problems += (
+                problems.attempt(
+                    term_problems, config.loss, config.compile, scales_width=config.optim.width_transfer != "none"
+                )
+                or []
+            )
         problems += problems.attempt(sampling_problems, config.samples, model_config) or []
         mode = config.activation_checkpointing
         problems += problems.attempt(lambda: checkpointing_problems(mode, build_meta_model(model_config))) or []
