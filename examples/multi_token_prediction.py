@@ -59,7 +59,7 @@ class MultiTokenPrediction(LossTerm):
         hidden_BTD = seen.hidden_BTD
         total = hidden_BTD.new_zeros((), dtype=torch.float32)
         for k, depth in enumerate(self.trained, start=1):
-            # targets[i] is token i + 1, so that token i + k is targets[i + k - 1], and what it predicts targets[i + k].
+            # targets[i] is token i + 1, so token i + k is targets[i + k - 1], and the one after it targets[i + k].
             tokens_BT = later(seen.targets_BT, k - 1)
             tokens_BTD = seen.embedding(tokens_BT.clamp(min=0))
             hidden_BTD = depth(hidden_BTD, tokens_BTD, seen.attention)

@@ -94,6 +94,13 @@ SCHEDULES = Table(
 """Functions (schedule, step) -> factor of the peak; see `optim.learning_rate`."""
 LOSS_TERMS = Table("a loss term", {})
 """Subclasses of `model.loss_terms.LossTerm`."""
+SAMPLERS = Table(
+    "a way to sample",
+    {"epochs": "pretrain.data.sampling:epochs", "random_windows": "pretrain.data.sampling:random_windows"},
+)
+"""Functions (draws, stream) -> first tokens of windows; see `data.sampling`."""
+TRANSFORMATIONS = Table("a transformation of data", {})
+"""Subclasses of `data.transformations.Transformation`."""
 TRACKERS = Table("a tracker", {})
 """Subclasses of accelerate's GeneralTracker, beside those that accelerate has itself."""
 
@@ -154,6 +161,12 @@ def check_options(kind: str, options_class: Any, given: dict[str, Any]) -> Any:
             else:
                 said.append(f"{kind}: {path}: {problem['msg']} (got {shortened(repr(problem['input']), 60)})")
         raise ValueError("; ".join(said)) from None
+
+
+def check_entries(setting: str, table: Table, given: dict[str, dict[str, Any] | None]) -> None:
+    """Checks {name: its options or None} of a setting. Raises ValueError for an unknown name or option."""
+    for name, options in given.items():
+        check_options(f"{setting}.{name}", table[table.checked(name)].Options, options or {})
 
 
 def error_in_file(error: BaseException, path: Path) -> str:

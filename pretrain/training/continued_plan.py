@@ -47,7 +47,7 @@ ORDER_OF_DATA = ("seed", "data.sampling", "data.sequence_length")
 """Settings that a run cannot change midway: it would read some of its data twice and some never."""
 
 OTHERS = ("optim.learning_rate", "optim.base_learning_rate", "batch.tokens_per_step", "batch.ramp")
-OTHERS += ("optim.options", "loss.terms")
+OTHERS += ("optim.options", "loss.terms", "data.transformations")
 
 
 def settings_of(config: RunConfig) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The example of multi-token prediction: its loss, its parameters under strategies, in checkpoints and after a resume."""
+"""The example of multi-token prediction: its loss, its parameters under strategies, checkpoints and resumes."""
 
 import os
 
