@@ -101,11 +101,19 @@ SAMPLERS = Table(
 """Functions (draws, stream) -> first tokens of windows; see `data.sampling`."""
 TRANSFORMATIONS = Table("a transformation of data", {})
 """Subclasses of `data.transformations.Transformation`."""
+ARCHITECTURES = Table("an architecture", {})
+"""Causal language models by model_type; pretrain.model.architectures makes them known to transformers."""
+FORMATS = Table("a format of documents", {})
+"""Functions (stream, reading) -> records; see pretrain_tools.preparation.documents.formats, which fills it."""
+TASKS = Table("a task", {})
+"""Functions (model, tokenizer) -> {measure: number}, tasks of evaluate.py beside the harness's."""
 TRACKERS = Table("a tracker", {})
 """Subclasses of accelerate's GeneralTracker, beside those that accelerate has itself."""
 
 OWN_FOLDERS: set[Path] = set()
 """Folders whose files are the user's: an error in one of them is reported with its place."""
+EXTENSIONS: list[str] = []
+"""Paths of the extensions that were loaded."""
 LOADED_CODE: dict[str, str] = {}
 """{what was loaded: first 16 digits of the sha256 of its files}. Checkpoints record it."""
 
@@ -139,6 +147,8 @@ def load_extensions(files: Iterable[str]) -> None:
             raise InputError(f"extensions: {file}: no such Python file")
         digest = digest_of([path])
         import_file(path, f"groundwork_extension_{digest}")
+        if (loaded := str(path.absolute())) not in EXTENSIONS:
+            EXTENSIONS.append(loaded)
         LOADED_CODE[f"extension {path.name}"] = digest
 
 

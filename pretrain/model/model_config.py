@@ -23,7 +23,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, RopeParameters
 
 from pretrain.config import ModelSource
 from pretrain.errors import InputError, did_you_mean, read_small_file, shortened
-from pretrain.model.architectures import BROKEN, MODEL_TYPES, own_keys_of, register_folder
+from pretrain.model.architectures import BROKEN, MODEL_TYPES, own_keys_of, register_extensions, register_folder
 from pretrain.registry import place_of
 
 # Keys outside the dataclass fields that transformers reads while it builds a configuration from a file.
@@ -82,6 +82,7 @@ def load_model_config(
         vocabulary_size: token IDs in the data, for a vocabulary that follows the data (`follows_the_data`): the
         model's is `padded_vocabulary` of it. None, while there is no data: the file's, else the class's default.
     """
+    register_extensions()
     changes = changes or {}
     where = str(ModelSource(config=name_or_path, **changes))
     if name_or_path.endswith(".json"):

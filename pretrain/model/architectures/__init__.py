@@ -8,6 +8,7 @@ that use its model fail. `register_folder` registers a model folder that contain
 
 import json
 import pkgutil
+import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -17,7 +18,7 @@ from transformers.dynamic_module_utils import get_relative_import_files, get_rel
 from transformers.utils import cached_file
 
 from pretrain.errors import InputError
-from pretrain.registry import LOADED_CODE, digest_of, error_in_file, import_file
+from pretrain.registry import ARCHITECTURES, LOADED_CODE, digest_of, error_in_file, import_file
 
 USUAL_NAMES = {
     "num_hidden_layers": ("n_layer", "n_layers", "num_layers", "depth", "n_blocks"),
@@ -55,7 +56,20 @@ def register(module: ModuleType) -> str:
             "model_type of its own"
         )
     register_classes(module.__file__, config_class, causal_class, defined_here[base_name])
+    ARCHITECTURES.register(config_class.model_type)(causal_class)
     return config_class.model_type
+
+
+def register_extensions() -> None:
+    """Registers what extensions have put into `registry.ARCHITECTURES`. Raises InputError as `register` does."""
+    for name, causal_class in ARCHITECTURES.items():
+        if name in CONFIG_MAPPING and CONFIG_MAPPING[name] is causal_class.config_class:
+            continue
+        module = sys.modules[causal_class.__module__]
+        if (model_type := causal_class.config_class.model_type) != name:
+            raise InputError(f"{module.__file__}: is registered as {name}, and its model_type is {model_type}")
+        register(module)
+        LOADED_CODE["code of the model"] = digest_of([Path(module.__file__)])
 
 
 def register_classes(
