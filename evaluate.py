@@ -20,6 +20,7 @@ import sys
 from pathlib import Path
 
 from pretrain.errors import InputError, Problems, did_you_mean, run_script
+from pretrain.registry import load_extensions
 from pretrain.terminal import begin
 
 CHOICES = {
@@ -45,6 +46,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--weights", default="raw", help="raw, or average: the mean of the weights that a checkpoint has [raw]")
     add("--precision", default="auto", help="auto, bf16, fp16 or fp32; auto: tasks as saved, data as the run trained")
     add("--trust_remote_code", action="store_true", help="run the code in the model folder; off by default")
+    add("--extensions", nargs="+", default=[], metavar="FILE", help="Python files with tasks and models of your own")
     tasks = parser.add_argument_group("tasks of lm-evaluation-harness")
     add = tasks.add_argument
     add(
@@ -163,6 +165,7 @@ def main(argv: list[str]) -> None:
     arguments = read_arguments(argv)  # before torch is imported: --help and a mistyped flag answer at once
 
     begin()
+    load_extensions(arguments.extensions)
     if not sys.stderr.isatty():  # in a log file, a line now and then; tqdm reads this when it is imported
         os.environ.setdefault("TQDM_MININTERVAL", "10")
     from pretrain_tools.evaluation.evaluate import evaluate_models, talk_to_model

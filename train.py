@@ -29,7 +29,7 @@ import torch
 
 from pretrain.checkpoint.run_state import Request
 from pretrain.config import RunConfig
-from pretrain.data.batches import key_of
+from pretrain.data.sampling import key_of
 from pretrain.hardware import seed_dropout
 from pretrain.parallel.registry import make_strategy, micro_batches_launched, share_shards, strategy_class
 from pretrain.parallel.strategy import Strategy

@@ -22,7 +22,16 @@ from pydantic import (
 )
 
 from pretrain.errors import shortened
-from pretrain.registry import LOSS_TERMS, OPTIMIZERS, SCHEDULES, check_options, load_extensions
+from pretrain.registry import (
+    LOSS_TERMS,
+    OPTIMIZERS,
+    SAMPLERS,
+    SCHEDULES,
+    TRANSFORMATIONS,
+    check_entries,
+    check_options,
+    load_extensions,
+)
 from pretrain.units import parse_count
 
 
@@ -143,8 +152,12 @@ class Data(Section):
     """Tokens per training sequence; 2k is 2,048."""
     document_mask: bool = True
     """Tokens attend within their own document only, however documents are packed into sequences."""
-    sampling: Literal["epochs", "random_windows"] = "epochs"
-    """epochs: every window once per epoch, in a seeded order. random_windows: windows at random offsets."""
+    sampling: Annotated[str, AfterValidator(SAMPLERS.checked)] = "epochs"
+    """epochs: every window once per epoch, in a seeded order. random_windows: windows at random offsets. Or one of an
+    extension."""
+    transformations: dict[str, dict[str, Any] | None] = {}
+    """Transformations of extensions that change the tokens of training windows, in this order: {NAME: {OPTION:
+    VALUE}}; see docs/own_ideas.md."""
     dispatch_batches: bool = False
     """The first process of the run reads the shards for all; the others need no access to them."""
 
@@ -170,6 +183,11 @@ class Data(Section):
     def longest_window(self) -> WindowSpec:
         """Longest window of the run."""
         return max([self.window, *self.windows], key=lambda window: window.sequence_length)
+
+    @model_validator(mode="after")
+    def known_transformations(self):
+        check_entries("transformations", TRANSFORMATIONS, self.transformations)
+        return self
 
     @model_validator(mode="after")
     def one_way_to_mix(self):
@@ -367,8 +385,7 @@ class Loss(Section):
 
     @model_validator(mode="after")
     def known_terms(self):
-        for name, given in self.terms.items():
-            check_options(f"terms.{name}", LOSS_TERMS[LOSS_TERMS.checked(name)].Options, given or {})
+        check_entries("terms", LOSS_TERMS, self.terms)
         return self
 
 

@@ -310,7 +310,7 @@ def read_run_config(
     """Reads a recipe and applies the overrides. Raises InputError with every problem found.
 
     loads_extensions: False for a recorded run whose model is evaluated: its extensions' code does not run, and the
-    settings that may be theirs (optim, loss.terms) are not read.
+    settings that may be theirs (optim, loss.terms, the order of the data) are not read.
     """
     if not Path(path).exists():
         raise InputError(f"--config {path}: no such recipe; see recipes/ for those that exist")
@@ -322,6 +322,7 @@ def read_run_config(
         raise InputError(f"{path}: a recipe is a mapping of settings (got {type(values).__name__})")
     if not loads_extensions and values.pop("extensions", None):
         values |= {"optim": {"learning_rate": "auto"}, "loss": {**values.get("loss", {}), "terms": {}}, "trackers": []}
+        values["data"] = {**values.get("data", {}), "sampling": "epochs", "transformations": {}}
     overridden = {key for key, _ in overrides}
     drop_alternatives(values, overridden)
     # --model FILE must come before --model.KEY VALUE, whatever their order on the command line.

@@ -94,11 +94,26 @@ SCHEDULES = Table(
 """Functions (schedule, step) -> factor of the peak; see `optim.learning_rate`."""
 LOSS_TERMS = Table("a loss term", {})
 """Subclasses of `model.loss_terms.LossTerm`."""
+SAMPLERS = Table(
+    "a way to sample",
+    {"epochs": "pretrain.data.sampling:epochs", "random_windows": "pretrain.data.sampling:random_windows"},
+)
+"""Functions (draws, stream) -> first tokens of windows; see `data.sampling`."""
+TRANSFORMATIONS = Table("a transformation of data", {})
+"""Subclasses of `data.transformations.Transformation`."""
+ARCHITECTURES = Table("an architecture", {})
+"""Causal language models by model_type; pretrain.model.architectures makes them known to transformers."""
+FORMATS = Table("a format of documents", {})
+"""Functions (stream, reading) -> records; see pretrain_tools.preparation.documents.formats, which fills it."""
+TASKS = Table("a task", {})
+"""Functions (model, tokenizer) -> {measure: number}, tasks of evaluate.py beside the harness's."""
 TRACKERS = Table("a tracker", {})
 """Subclasses of accelerate's GeneralTracker, beside those that accelerate has itself."""
 
 OWN_FOLDERS: set[Path] = set()
 """Folders whose files are the user's: an error in one of them is reported with its place."""
+EXTENSIONS: list[str] = []
+"""Paths of the extensions that were loaded."""
 LOADED_CODE: dict[str, str] = {}
 """{what was loaded: first 16 digits of the sha256 of its files}. Checkpoints record it."""
 
@@ -132,6 +147,8 @@ def load_extensions(files: Iterable[str]) -> None:
             raise InputError(f"extensions: {file}: no such Python file")
         digest = digest_of([path])
         import_file(path, f"groundwork_extension_{digest}")
+        if (loaded := str(path.absolute())) not in EXTENSIONS:
+            EXTENSIONS.append(loaded)
         LOADED_CODE[f"extension {path.name}"] = digest
 
 
@@ -154,6 +171,12 @@ def check_options(kind: str, options_class: Any, given: dict[str, Any]) -> Any:
             else:
                 said.append(f"{kind}: {path}: {problem['msg']} (got {shortened(repr(problem['input']), 60)})")
         raise ValueError("; ".join(said)) from None
+
+
+def check_entries(setting: str, table: Table, given: dict[str, dict[str, Any] | None]) -> None:
+    """Checks {name: its options or None} of a setting. Raises ValueError for an unknown name or option."""
+    for name, options in given.items():
+        check_options(f"{setting}.{name}", table[table.checked(name)].Options, options or {})
 
 
 def error_in_file(error: BaseException, path: Path) -> str:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from support.pages import registrations
 from support.project import ROOT, events
 from support.tiny_models import TINY_LLAMA
 
@@ -38,7 +39,9 @@ from accelerate.tracking import GeneralTracker
 
 from pretrain.model.loss_terms import LossTerm
 from pretrain.optim.optimizers import OptimizerSpec
-from pretrain.registry import LOSS_TERMS, OPTIMIZERS, SCHEDULES, TRACKERS
+from pretrain.registry import ARCHITECTURES, LOSS_TERMS, OPTIMIZERS, SCHEDULES, TRACKERS
+
+from .modeling_mine import MineBesideForCausalLM
 
 
 @SCHEDULES.register("staircase")
@@ -61,6 +64,9 @@ class Hidden(LossTerm):
         return seen.hidden_BTD.square().mean(-1)
 
 
+ARCHITECTURES.register("mine_beside")(MineBesideForCausalLM)
+
+
 @TRACKERS.register("list")
 class ListTracker(GeneralTracker):
     name = "list"
@@ -81,13 +87,6 @@ class ListTracker(GeneralTracker):
         with open(self.path, "a", encoding="utf-8") as file:
             file.write(f"{step} {sorted(values)}\\n")
 """
-FORMAT = '''def read_records(stream: ByteStream, reading: Reading) -> Iterator[Record]:
-    """Texts with a percent sign between them."""
-    for place, text in enumerate(read_whole(stream, "split it").split(b"%"), start=1):
-        yield checked(place, text)
-
-
-'''
 STRATEGY = '''"""DDP under another name."""
 
 from accelerate.utils import patch_environment
@@ -115,17 +114,11 @@ same_network: true
 EDITS: dict[str, dict[str, str | list[tuple[str, str]]]] = {
     "a model that transformers has": {"model_configs/mine_too.json": json.dumps(TINY_LLAMA)},
     "a model with its own code": {},
-    "an architecture": {
+    "an architecture for all users of a checkout": {
         "pretrain/model/architectures/mine.py": ARCHITECTURE,
         "model_configs/mine.json": json.dumps(
             TINY_LLAMA | {"model_type": "mine", "architectures": ["MineForCausalLM"]}
         ),
-    },
-    "a data format": {
-        "pretrain_tools/preparation/documents/formats.py": [("def read_whole(", FORMAT + "def read_whole(")],
-        "pretrain_tools/preparation/documents/sources.py": [
-            ("FORMATS = {\n", 'FORMATS = {\n    "records": Format((".rec",), formats.read_records, "record"),\n')
-        ],
     },
     "a strategy": {
         "pretrain/parallel/mine.py": STRATEGY,
@@ -137,7 +130,8 @@ EDITS: dict[str, dict[str, str | list[tuple[str, str]]]] = {
         ],
         "accelerate_configs/mine.yaml": LAUNCHER_FILE,
     },
-    "an optimizer, a schedule, a loss term, a tracker": {},
+    "an optimizer, a schedule, a loss term, a transformation of data, a sampler, a document format, a task, "
+    "an architecture, a tracker": {},
 }
 """{row: {file: its text if it is new, else (text that is there, text that takes its place)}}."""
 
@@ -168,7 +162,7 @@ def extended(tmp_path_factory) -> Path:
     copy = tmp_path_factory.mktemp("extended")
     for name in COPIED:
         shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for script in ("train.py", "prepare_data.py"):
+    for script in ("train.py", "prepare_data.py", "evaluate.py"):
         shutil.copyfile(ROOT / script, copy / script)
     for edits in EDITS.values():
         for path, edit in edits.items():
@@ -182,6 +176,8 @@ def extended(tmp_path_factory) -> Path:
                 text = text.replace(there, instead)
             (copy / path).write_text(text)
     (copy / "own_ideas.py").write_text(EXTENSION)
+    (copy / "modeling_mine.py").write_text(ARCHITECTURE.replace("mine", "mine_beside").replace("Mine", "MineBeside"))
+    (copy / "from_the_page.py").write_text("\n\n".join(registrations()))
     return copy
 
 
@@ -207,10 +203,11 @@ def runs(extended, shards, tmp_path_factory) -> tuple[Path, Path]:
         "logging": {"every_steps": 1},
         "optim": {"name": "sgd", "schedule": "staircase", "learning_rate": 0.01, "warmup_steps": 0},
         "trackers": ["list"],
-        "extensions": ["own_ideas.py"],
+        "extensions": ["own_ideas.py", "from_the_page.py"],
     }
     found = []
-    for name, model, loss in (("own", "mine", {"terms": {"hidden": {"coefficient": 0.5}}}), ("plain", "mine_too", {})):
+    terms = {"hidden": {"coefficient": 0.5}, "small_hidden": {"coefficient": 0.01}, "probe": {"coefficient": 0.1}}
+    for name, model, loss in (("own", "mine", {"terms": terms}), ("plain", "mine_too", {})):
         values = recipe | {"model": f"model_configs/{model}.json", "output": str(folder / name), "loss": loss}
         (folder / f"{name}.yaml").write_text(yaml.safe_dump(values))
         run(extended, "train.py", "--config", folder / f"{name}.yaml")
@@ -243,13 +240,31 @@ def test_a_tracker_of_ones_own_gets_the_metrics(runs):
     assert [line.split()[0] for line in lines if "train/loss" in line] == ["1", "2"]
 
 
-def test_a_data_format_of_ones_own_is_prepared(extended, shards, tmp_path):
-    (tmp_path / "texts.rec").write_text("one text%another text%a third one")
-    tokenizer = shards / "tokenizer"
-    folder = tmp_path / "prepared"
-    run(extended, "prepare_data.py", "--input", tmp_path / "*.rec", "--tokenizer", tokenizer, "--output", folder)
-    manifest = json.loads((folder / "manifest.json").read_text())
+def test_what_the_page_registers_trains(extended, runs, shards, tmp_path):
+    recipe = runs[1].with_suffix(".yaml")
+    words = ("--data.transformations", "{noise: {rate: 0.5}}", "--data.sampling", "in_order", "--optim.name", "my_sgd")
+    given = ("--optim.options.momentum", "0.5", "--output", tmp_path / "run", "--model", tmp_path / "mine_beside.json")
+    keys = TINY_LLAMA | {"model_type": "mine_beside", "architectures": ["MineBesideForCausalLM"]}
+    (tmp_path / "mine_beside.json").write_text(json.dumps(keys))
+    run(extended, "train.py", "--config", recipe, *words, *given)
+    first, before = (events(folder, "train")[0] for folder in (tmp_path / "run", runs[1]))
+    assert first["loss"] != before["loss"], "other windows"
+    final = tmp_path / "run/final"
+    assert (final / "modeling_mine.py").exists()
+    evaluate = ("evaluate.py", "--model", tmp_path / "run", "--tasks", "counting", "--output", tmp_path / "found.json")
+    run(extended, *evaluate, "--extensions", "own_ideas.py", "from_the_page.py")
+    (model,) = json.loads((tmp_path / "found.json").read_text())["models"]
+    assert 0 < model["tasks"]["counting"]["loss"] < 10 and len(model["tasks"]["counting"]["version"]) == 16
+    assert [event["task"] for event in events(tmp_path / "run", "evaluation")] == ["counting"]
+
+
+def test_a_document_format_of_the_page_is_prepared(extended, shards, tmp_path):
+    (tmp_path / "texts.percent").write_text("one text%another text%a third one")
+    words = ("--input", tmp_path / "*.percent", "--tokenizer", shards / "tokenizer", "--output", tmp_path / "prepared")
+    run(extended, "prepare_data.py", *words, "--extensions", "from_the_page.py", "--workers", "2")
+    manifest = json.loads((tmp_path / "prepared/manifest.json").read_text())
     assert sum(shard["documents"] for shard in manifest["shards"]) == 3
+    assert [*manifest["options"]["extensions"]] == ["from_the_page.py"]
 
 
 def test_a_strategy_of_ones_own_trains(extended, shards, runs, tmp_path):

@@ -177,5 +177,5 @@ def test_logits_of_a_term_are_capped_as_the_models_are():
     head = torch.nn.Linear(4, 8, bias=False)
     nothing = torch.zeros(1, 3)
     hidden = 50 * torch.randn(1, 3, 4, generator=torch.Generator().manual_seed(0))
-    seen = loss_terms.Seen(nothing, nothing, hidden, nothing, 0, head, cap=15.0)
+    seen = loss_terms.Seen(nothing, nothing, hidden, nothing, 0, head, nothing, {}, cap=15.0)
     assert torch.allclose(seen.logits(hidden), 15 * torch.tanh(head(hidden) / 15)) and head(hidden).abs().max() > 15

@@ -9,7 +9,6 @@ import re
 import runpy
 import shlex
 import shutil
-import textwrap
 from pathlib import Path
 
 import pytest
@@ -26,7 +25,7 @@ from pretrain.recipe import named_recipe, pair_up, read_command_line, read_run_c
 from pretrain_tools.planning.own_text import read_own_text
 from pretrain_tools.preparation.arguments import parse_arguments
 from support.clone import copy_clone, make_clone, type_in
-from support.pages import PAGES, VARIABLES, Command, commands_in
+from support.pages import PAGES, VARIABLES, Command, commands_in, registrations
 from support.prepared import PROSE, as_parquet
 from support.project import ROOT
 from support.run_folders import write_tokenizer
@@ -61,7 +60,8 @@ ONLY_READ = {
     r"runs\.py (sweep|mixture)": "trains many runs: tests/experiments",
     r"runs\.py ladder": "needs runs of several sizes: tests/experiments/test_ladder.py",
     r"--trust_remote_code --model\.vocab_size": "the reader's own model: tests/model/test_own_code.py",
-    r"examples/distillation\.py": "needs a larger run: tests/examples/test_distillation.py",
+    r"examples/\w+\.py": "a larger run, other data: tests/examples",
+    r"prepare_data\.py .*--extensions": "tests/test_extending.py",
     r"--branch_from": "needs thousands of steps: tests/training/test_elastic_budget.py",
     r"^CUDA_VISIBLE_DEVICES=": "GPUs: every process of the tests would import anew",
     r"--model EleutherAI/": "needs the Hub",
@@ -101,9 +101,7 @@ def lend_inputs(clone, commands: str, text_files) -> None:
     for name in set(re.findall(r"--tokenizer (?!tokenizers/)([\w./-]+)", commands)):
         write_tokenizer(clone / name)
     for name in set(re.findall(r"--extensions (\w+\.py)", commands)):
-        page = re.sub(r"^    python .*\n", "", (ROOT / "docs/own_ideas.md").read_text(), flags=re.MULTILINE)
-        blocks = [textwrap.dedent(block) for block in re.findall(r"(?:^    .*\n|^\n)+", page, re.MULTILINE)]
-        (clone / name).write_text("\n".join(block for block in blocks if ".register(" in block))
+        (clone / name).write_text("\n\n".join(registrations()))
     for name, function in set(re.findall(r"--filter (\w+\.py):(\w+)", commands)):
         (clone / name).write_text(f"def {function}(text):\n    return True\n")
     for name in set(re.findall(r"'(\w+)/\*\.jsonl'", commands)):

@@ -4,6 +4,7 @@
       config.json, tokenizer files, model*.safetensors    a model that from_pretrained loads
       optimizer*.safetensors                              optimizer state as '<parameter>.<state>', whole tensors
       average*.safetensors                                the average of the weights, if there is one
+      loss_terms.safetensors                              parameters of terms of the loss, if they have some
       trainer_state.json                                  step, tokens, skipped data, identity of data and model
       MANIFEST.json                                       size and sha256 of every file, written last
 
@@ -47,6 +48,8 @@ from pretrain.runs.run_folder import (
 )
 from pretrain.terminal import say
 
+SAVED = ("model", "optimizer", "average", "loss_terms")
+"""Beginnings of the names of files with tensors."""
 UNFINISHED = ".saving-"
 DAMAGED = "damaged-"
 SLOWEST_SAVE_SECONDS = 3600.0
@@ -358,7 +361,9 @@ class SavedRun:
     model: SavedTensors
     optimizer: SavedTensors
     average: SavedTensors
-    """Average of the weights; empty if the state says that there is none."""
+    """Average of the weights and of terms of the loss; empty if the state says that there is none."""
+    loss_terms: SavedTensors
+    """Parameters of terms of the loss."""
     contents: dict[str, Any]
     """trainer_state.json: state, identity, strategy, guard, validation_loss."""
 
@@ -367,7 +372,7 @@ def load_saved(folder: Path) -> SavedRun:
     """Opens a valid checkpoint."""
     try:
         contents = json.loads((folder / "trainer_state.json").read_bytes())
-        tensors = {prefix: SavedTensors(folder, prefix) for prefix in ("model", "optimizer", "average")}
+        tensors = {prefix: SavedTensors(folder, prefix) for prefix in SAVED}
         return SavedRun(**tensors, contents=contents)
     except (OSError, ValueError, SafetensorError) as error:
         raise NoValidCheckpointError(f"{folder}: {error}") from error

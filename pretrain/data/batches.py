@@ -10,18 +10,20 @@ step does not change, and the stage begins at the start of a step. Each length h
 """
 
 import bisect
-import hashlib
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from pretrain.config import Data, Source, WindowSpec
+from pretrain.data.sampling import Permutation, Stream, key_of
 from pretrain.data.shards import ShardReader, open_source
 from pretrain.errors import InputError, Problems
 from pretrain.optim.batch_ramp import BatchRamp
+from pretrain.registry import SAMPLERS
 
 PATTERN_LENGTH = 10_000
 """Samples after which a mixture's interleaving pattern repeats: weights are exact to four digits."""
@@ -31,51 +33,6 @@ LOCATED_SAMPLES = 256
 
 SkippedRange = tuple[int, int]
 """(first sample, number of samples) that training skips, in the run's own count of samples."""
-
-
-class Permutation:
-    """A pseudo-random bijection of range(size) without a table: constant cost for every position.
-
-    A Feistel network over the next power of four, iterated until the result is in range (Black and Rogaway 2002,
-    "Ciphers with arbitrary finite domains"). Eight rounds of a murmur-style mix.
-    """
-
-    ROUNDS = 8
-
-    def __init__(self, size: int, key: int):
-        self.size = size
-        self._half = np.uint64(max(1, (max(size - 1, 1).bit_length() + 1) // 2))
-        self._mask = np.uint64((1 << int(self._half)) - 1)
-        # Never change the digest or the mix: that would reorder the data of every run that resumes.
-        digest = hashlib.blake2b(key.to_bytes(16, "little"), digest_size=8 * self.ROUNDS).digest()
-        self._keys = np.frombuffer(digest, dtype="<u8")
-
-    def __call__(self, positions: np.ndarray) -> np.ndarray:
-        """Maps positions, an int64 array of values in range(size), to their images, same shape."""
-        image = self._encrypt(positions.astype(np.uint64))
-        while (outside := image >= self.size).any():
-            # Cycle walking: values outside of the range are encrypted again, which keeps the map a bijection.
-            image[outside] = self._encrypt(image[outside])
-        return image.astype(np.int64)
-
-    def _encrypt(self, values: np.ndarray) -> np.ndarray:
-        left = values >> self._half
-        right = values & self._mask
-        for key in self._keys:
-            left, right = right, left ^ (_mix(right ^ key) & self._mask)
-        return (left << self._half) | right
-
-
-def _mix(values: np.ndarray) -> np.ndarray:
-    values = (values ^ (values >> np.uint64(33))) * np.uint64(0xFF51AFD7ED558CCD)
-    values = (values ^ (values >> np.uint64(33))) * np.uint64(0xC4CEB9FE1A85EC53)
-    return values ^ (values >> np.uint64(33))
-
-
-def key_of(*parts: object) -> int:
-    """Returns a 128-bit key from any printable parts, the same on every machine and version of Python."""
-    digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=16).digest()
-    return int.from_bytes(digest, "little")
 
 
 Drawn = dict[int, np.ndarray]
@@ -175,7 +132,7 @@ class Batches:
         self.data = data
         self.origin = origin
         self.window = data.window
-        self.random_windows = data.sampling == "random_windows"
+        self._sampler = SAMPLERS[data.sampling]
         self.seed = seed
         self.ramp = ramp
         self.skipped = tuple(_merged(skipped))
@@ -206,6 +163,11 @@ class Batches:
         self.dtype = np.dtype(manifests[0].dtype)
         self.vocabulary_size = manifests[0].vocabulary_size
         self.end_of_document_id = manifests[0].end_of_document_id
+        self._transform = None
+        if data.transformations:
+            from pretrain.data.transformations import Transformations
+
+            self._transform = Transformations(data, manifests[0], seed)
 
     def _whole_windows(self, length: int) -> np.ndarray:
         """Returns (sources,) windows of that length in each; at least 1, since a stage may draw from others only."""
@@ -248,6 +210,8 @@ class Batches:
         out = np.empty((sequences, length + 1), self.dtype)
         for row, (source, start) in enumerate(self._located(first, sequences)):
             self.readers[self.folders[source]].read(start, out[row])
+            if self._transform is not None:
+                out[row] = self._transform(out[row], self._unskipped(first + row * self._span(length)))
         # Checked on the CPU, before the copy: a device would fail far from the cause.
         if out.max() >= self.vocabulary_size:
             self._refuse(first, out)
@@ -412,29 +376,30 @@ class Batches:
 
     def _first_tokens(self, source: np.ndarray, draw: np.ndarray, segment: Segment) -> np.ndarray:
         starts = np.empty_like(draw)
-        epoch, place = np.divmod(draw, self._windows_per_epoch[segment.length][source])
-        for number, turn in {*zip(source.tolist(), epoch.tolist(), strict=True)}:
-            here = (source == number) & (epoch == turn)
-            if self.random_windows:
-                reader = self.readers[self.folders[number]]
-                key = np.uint64(self._key("random", segment, number) & (2**64 - 1))
-                starts[here] = _mix(_mix(draw[here].astype(np.uint64)) ^ key) % (reader.tokens - segment.length)
-            else:
-                starts[here] = self._permutation(number, turn, segment)(place[here]) * segment.length
+        for number in set(source.tolist()):
+            here = source == number
+            stream = Stream(
+                tokens=self.readers[self.folders[number]].tokens,
+                length=segment.length,
+                windows=int(self._windows_per_epoch[segment.length][number]),
+                key=partial(self._key, segment, number),
+                permutation=partial(self._permutation, number, segment),
+            )
+            starts[here] = self._sampler(draw[here], stream)
         return starts
 
-    def _key(self, purpose: str, segment: Segment, source: int, *epoch: int) -> int:
+    def _key(self, segment: Segment, source: int, purpose: str, *epoch: int) -> int:
         # Never change what is in a key: the order of the data depends on it. Windows of data.sequence_length have no
         # span in theirs, as in runs without stages.
         span = (segment.span,) if segment.span > 1 else ()
         return key_of(self.seed, self._numbers[source], *epoch, *span, purpose)
 
-    def _permutation(self, source: int, epoch: int, segment: Segment) -> Permutation:
+    def _permutation(self, source: int, segment: Segment, epoch: int) -> Permutation:
         if (source, epoch, segment.length) not in self._permutations:
             # The previous epoch stays: one batch may have windows of both.
             self._permutations = {key: value for key, value in self._permutations.items() if key[1] >= epoch - 1}
             windows = int(self._windows_per_epoch[segment.length][source])
-            key = self._key("epoch", segment, source, epoch)
+            key = self._key(segment, source, "epoch", epoch)
             self._permutations[source, epoch, segment.length] = Permutation(windows, key)
         return self._permutations[source, epoch, segment.length]
 

@@ -213,7 +213,7 @@ def initialize_module(model: PreTrainedModel, name: str, *, seed: int) -> None:
             for module_name, module in modules:
                 _materialize(module, module_name, tied_names)
                 # One seed per module: what it draws must not depend on which other modules are made here.
-                torch.default_generator.manual_seed(_module_seed(seed, module_name))
+                torch.default_generator.manual_seed(module_seed(seed, module_name))
                 _run_initializer(_initializing_model(model, module_name), module, module_name, tied_names)
     finally:
         torch.set_rng_state(random_state)
@@ -397,7 +397,7 @@ def _building_problem(config: PreTrainedConfig, attention: str, error: Exception
     )
 
 
-def _module_seed(seed: int, module_name: str) -> int:
+def module_seed(seed: int, module_name: str) -> int:
     """Returns a 63-bit seed for one module; hashed, because streams of adjacent seeds may be correlated."""
     digest = hashlib.sha256(f"{seed}:{module_name}".encode()).digest()
     return int.from_bytes(digest[:8], "little") >> 1

@@ -383,7 +383,7 @@ def _add_product(total_VD: Tensor, left_VC: Tensor, right_CD: Tensor) -> None:
 class LanguageModelLoss(nn.Module):
     """Causal language model of transformers with its loss: strategies wrap it and the loop calls it.
 
-    Parameter names are those of the model behind "causal_lm.".
+    Parameter names are those of the model behind "causal_lm.", and of terms of the loss behind "loss_terms.".
 
     from_hidden_states: the logits are exactly head(last hidden state), capped or not, so they need not be
     materialized; None: detected by `projects_hidden_states`. Models that scale their logits (cohere, granite) compute
@@ -401,6 +401,7 @@ class LanguageModelLoss(nn.Module):
     ):
         super().__init__()
         self.terms = terms
+        self.loss_terms = nn.ModuleDict() if terms is None else terms.trained
         self.causal_lm = causal_lm
         self.z_loss = z_loss
         self.backend = backend
@@ -428,8 +429,8 @@ class LanguageModelLoss(nn.Module):
         outputs = self.causal_lm.base_model(input_ids=input_ids_BT, use_cache=False, **attention_kwargs)
         loss, cross_entropy = self.loss_of_hidden(outputs.last_hidden_state, targets_BT)
         if self.terms is not None and torch.is_grad_enabled():
-            head = self.causal_lm.get_output_embeddings()
-            loss = loss + self.terms.add(input_ids_BT, targets_BT, outputs.last_hidden_state, head, attention_kwargs)
+            hidden_BTD = outputs.last_hidden_state
+            loss = loss + self.terms.add(input_ids_BT, targets_BT, hidden_BTD, self.causal_lm, attention_kwargs)
         return loss, cross_entropy
 
     def loss_of_hidden(self, hidden_BTD: Tensor, targets_BT: Tensor) -> tuple[Tensor, Tensor]:

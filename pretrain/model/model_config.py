@@ -24,7 +24,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, RopeParameters
 from pretrain.config import ModelSource
 from pretrain.errors import InputError, did_you_mean, read_small_file, shortened
 from pretrain.model.architectures import MODEL_TYPES
-from pretrain.registry import place_of
+from pretrain.registry import ARCHITECTURES, place_of
 
 # Keys outside the dataclass fields that transformers reads while it builds a configuration from a file.
 READ_BY_EVERY_CLASS = {"model_type", "auto_map", "torch_dtype", "num_labels", "name_or_path", "_name_or_path"}
@@ -82,6 +82,10 @@ def load_model_config(
         vocabulary_size: token IDs in the data, for a vocabulary that follows the data (`follows_the_data`): the
         model's is `padded_vocabulary` of it. None, while there is no data: the file's, else the class's default.
     """
+    if ARCHITECTURES:
+        from pretrain.model.own_code import register_extensions
+
+        register_extensions()
     changes = changes or {}
     where = str(ModelSource(config=name_or_path, **changes))
     if name_or_path.endswith(".json"):

@@ -132,6 +132,13 @@ def small_copies(config: PreTrainedConfig, failures: list[str]) -> Iterator[PreT
             failures.append(described(error))
 
 
+def with_layers(config: PreTrainedConfig, layers: int) -> PreTrainedConfig:
+    """Returns the configuration of a model of the first `layers` of this one's layers."""
+    values = config.to_dict()
+    _cut_layers(values, config, config.num_hidden_layers, layers)
+    return type(config).from_dict(values)
+
+
 def kinds_of_layers(config: PreTrainedConfig) -> tuple[int, int] | None:
     """Returns (layers of the model, how many of its first layers contain every kind); None if it has no layer list.
 

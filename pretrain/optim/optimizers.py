@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from pretrain.config import Optim
@@ -44,21 +45,35 @@ class ModelShapes:
 
     @classmethod
     def of(
-        cls, causal_lm: PreTrainedModel, settings: Optim | None = None, learning_rate: float | None = None
+        cls,
+        causal_lm: PreTrainedModel,
+        settings: Optim | None = None,
+        learning_rate: float | None = None,
+        loss_terms: nn.Module | None = None,
     ) -> "ModelShapes":
         """Reads the shapes of a whole model, also on the meta device. Raises InputError if it finds no width roles.
 
-        learning_rate: the run's peak, to which those of groups are relative; None: they are left out.
+        Args:
+            learning_rate: the run's peak, to which those of groups are relative; None: they are left out.
+            loss_terms: what terms of the loss train, as `LossTerms.trained`.
         """
-        shapes = {name: tuple(parameter.shape) for name, parameter in causal_lm.named_parameters()}
-        names = embedding_parameter_names(causal_lm), transposed_names(causal_lm)
+        whole = nn.Module()
+        whole.causal_lm = causal_lm
+        whole.loss_terms = loss_terms or nn.ModuleDict()
+
+        def named(name: str) -> str:
+            return name.removeprefix("causal_lm.")
+
+        shapes = {named(name): tuple(parameter.shape) for name, parameter in whole.named_parameters()}
+        names = embedding_parameter_names(whole), transposed_names(whole)
         experts = {
-            f"{router.name.rpartition('.')[0]}.{name}": count
-            for router in routers_of(causal_lm)
+            named(f"{router.name.rpartition('.')[0]}.{name}"): count
+            for router in routers_of(whole)
             for parameters, count in [expert_parameters(router)]
             for name in parameters
         }
-        known = cls(shapes, *map(frozenset, names), experts=experts, stacks=expert_matrices(causal_lm))
+        stacks = {named(name): kind for name, kind in expert_matrices(whole).items()}
+        known = cls(shapes, *(frozenset(map(named, found)) for found in names), experts=experts, stacks=stacks)
         if settings is not None and learning_rate is not None:
             rates = {group: rate / learning_rate for group, rate in settings.group_learning_rates.items()}
             known = replace(known, group_rates=rates)
@@ -217,15 +232,22 @@ class OptimizerBuilder:
 
 
 def optimizer_builder(
-    settings: Optim, causal_lm: torch.nn.Module, learning_rate: float, *, seed: int, device_type: str
+    settings: Optim,
+    causal_lm: torch.nn.Module,
+    learning_rate: float,
+    *,
+    seed: int,
+    device_type: str,
+    loss_terms: nn.Module | None = None,
 ) -> OptimizerBuilder:
     """Prepares the recipe's optimizer. Raises InputError with the optimizer's `problems`.
 
     Args:
         causal_lm: the whole model, on the meta device.
         device_type: where the optimizer will run; selects fused kernels.
+        loss_terms: what terms of the loss train; its parameters are named behind "loss_terms.".
     """
-    spec = OPTIMIZERS[settings.name](ModelShapes.of(causal_lm, settings, learning_rate))
+    spec = OPTIMIZERS[settings.name](ModelShapes.of(causal_lm, settings, learning_rate, loss_terms))
     if problems := spec.problems(settings, device_type):
         raise InputError(*problems)
     return OptimizerBuilder(spec, settings, learning_rate, seed, device_type)

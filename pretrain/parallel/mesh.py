@@ -195,6 +195,7 @@ class MeshStrategy(Strategy):
     ) -> torch.nn.Module:
         """Prepares as in `Strategy`. No rank ever holds more than one whole layer, or than all that is in no layer."""
         self.causal_lm = causal_lm = model.causal_lm
+        self.loss_terms = model.loss_terms
         if self.precision == "fp8":
             use_fp8(causal_lm)
         self.places = {name: place for place, (name, _) in enumerate(causal_lm.named_parameters())}

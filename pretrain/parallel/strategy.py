@@ -48,6 +48,8 @@ if TYPE_CHECKING:
 
 FP16_CAPABILITY = (7, 0)
 """Minimum CUDA compute capability of matrix units for fp16: V100, T4."""
+LOSS_TERMS = "loss_terms"
+"""Prefix of the names of parameters of terms of the loss."""
 SCALE_LOSS = ("single", "ddp")
 """Strategies that train in fp16."""
 WHY_NOT = {
@@ -152,6 +154,8 @@ class Strategy:
         """Description of the optimizer, once prepared."""
         self.average: WeightAverage | None = None
         """Average of the weights, if the recipe asks for one."""
+        self.loss_terms: torch.nn.Module = torch.nn.ModuleDict()
+        """What terms of the loss train, from `prepare` on; checkpoints have it apart from the model."""
         use_all_cores()  # with a GPU too: offloaded AdamW, initialization and export checks run on the CPU
         if self.device.type == "cpu":
             keep_freed_memory()
@@ -225,6 +229,7 @@ class Strategy:
         weights.fill(model.causal_lm, "")
         model.causal_lm.tie_weights()
         self.causal_lm = model.causal_lm
+        self.loss_terms = model.loss_terms
         optimizer = self.optimizer_of_parameters(build_optimizer)
         with warnings.catch_warnings():  # torch renamed broadcast_buffers; accelerate still passes the old name
             warnings.filterwarnings("ignore", message=".*broadcast_buffers.*", category=FutureWarning)
@@ -235,7 +240,8 @@ class Strategy:
 
     def trained_parameters(self) -> list[tuple[str, torch.nn.Parameter]]:
         """Lists (name, parameter) of all parameters that this rank updates."""
-        return [(name, parameter) for name, parameter in self.causal_lm.named_parameters() if not parameter.is_meta]
+        named = [*self.causal_lm.named_parameters(), *self.loss_terms.named_parameters(prefix=LOSS_TERMS)]
+        return [(name, parameter) for name, parameter in named if not parameter.is_meta]
 
     def optimizer_of_parameters(self, build_optimizer: OptimizerBuilder) -> torch.optim.Optimizer:
         """Builds the optimizer of this rank's parameters, and sets `name_of` to their names."""
@@ -370,7 +376,11 @@ class Strategy:
 
     def model_tensors(self) -> TensorGroup:
         """Returns the parameters by HF name, tied ones once, in fp32."""
-        return TensorGroup.of(self.weights() | self.saved_buffers())
+        return TensorGroup.of(without_terms(self.weights()) | self.saved_buffers())
+
+    def term_tensors(self) -> TensorGroup:
+        """Returns the parameters of terms of the loss, each behind "loss_terms."."""
+        return TensorGroup.of(of_terms(self.weights()))
 
     def saved_buffers(self) -> dict[str, torch.Tensor]:
         """Returns the buffers that belong to the model's weights, although gradients do not train them."""
@@ -401,7 +411,11 @@ class Strategy:
 
     def average_tensors(self) -> TensorGroup:
         """Returns the average by HF name, in fp32, with buffers as in `model_tensors`."""
-        return TensorGroup.of(self.average.means | self.saved_buffers())
+        return TensorGroup.of(without_terms(self.average.means) | self.saved_buffers())
+
+    def average_term_tensors(self) -> TensorGroup:
+        """Returns the average of what `term_tensors` returns."""
+        return TensorGroup.of(of_terms(self.average.means))
 
     def load_average(self, average: Mapping[str, torch.Tensor]) -> None:
         """Copies whole tensors by name into the average."""
@@ -418,8 +432,8 @@ class Strategy:
         return TensorGroup.of(optimizer_state_by_name(self.inner_optimizer, self.name_of), shapes)
 
     def load(self, model: Mapping[str, torch.Tensor], optimizer: Mapping[str, torch.Tensor]) -> None:
-        """Copies whole tensors by name into the running model and optimizer."""
-        load_parts(self.model_tensors().tensors, model)
+        """Copies whole tensors by name into the running model, its terms of the loss, and the optimizer."""
+        load_parts({**self.model_tensors().tensors, **self.term_tensors().tensors}, model)
         state = optimizer if self.spec.state_is_whole else ShardedState(optimizer, self.name_of)
         load_optimizer_state(self.inner_optimizer, self.spec, self.name_of, state)
 
@@ -446,6 +460,16 @@ class Strategy:
         if self.ranks.count == 1:
             return []
         return [(None, {name: parameter.detach() for parameter, name in self.name_of.items()})]
+
+
+def of_terms(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Returns the tensors of terms of the loss."""
+    return {name: tensor for name, tensor in tensors.items() if name.startswith(f"{LOSS_TERMS}.")}
+
+
+def without_terms(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Returns the tensors of the model alone."""
+    return {name: tensor for name, tensor in tensors.items() if not name.startswith(f"{LOSS_TERMS}.")}
 
 
 def order_buckets(model: DistributedDataParallel) -> None:

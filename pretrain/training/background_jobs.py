@@ -16,7 +16,7 @@ from pretrain.config import Checkpoint, Evaluation, RunConfig
 from pretrain.files import ROOT
 from pretrain.parallel.launcher import environment_alone, python_path
 from pretrain.processes import hold_while_open, is_held
-from pretrain.registry import LOADED_CODE
+from pretrain.registry import EXTENSIONS, LOADED_CODE, TASKS
 from pretrain.runs.hub import cut_short, evaluation_log, publish_in_background
 from pretrain.runs.run_folder import EVALUATIONS, MIRROR_FOLDER, checkpoint_name, latest_step, read_json, step_named
 from pretrain.training.metrics import Metrics
@@ -39,6 +39,8 @@ def evaluation_problems(settings: Evaluation) -> list[str]:
     """Lists the problems of the tasks and their folders, found by evaluate.py's code in a separate process."""
     if settings.where == "in_loop" and settings.eval_bundle is not None:
         return ["evaluation.where: in_loop has no tasks of a bundle; use same, or leave evaluation.eval_bundle out"]
+    if settings.where == "in_loop" and (own := [name for name in settings.tasks if name in TASKS]):
+        return [f"evaluation.where: in_loop does not run {', '.join(own)}, which an extension measures; use same"]
     command = [sys.executable, "-m", "pretrain_tools.evaluation.task_names", *task_arguments(settings)]
     environment = environment_alone() | {"PYTHONPATH": python_path()}
     try:
@@ -55,6 +57,8 @@ def task_arguments(settings: Evaluation) -> list[str]:
     arguments = ["--tasks", *settings.tasks]
     for flag, path in (("--include_path", settings.include_path), ("--eval_bundle", settings.eval_bundle)):
         arguments += [flag, str(path.absolute())] if path is not None else []
+    if any(name in TASKS for name in settings.tasks):
+        arguments += ["--extensions", *EXTENSIONS]
     return arguments
 
 

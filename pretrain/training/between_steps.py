@@ -155,6 +155,10 @@ def _begin_save(run: Run) -> None:
     groups = {"model": strategy.model_tensors(), "optimizer": strategy.optimizer_tensors()}
     if run.state.average is not None:
         groups["average"] = strategy.average_tensors()
+    if next(strategy.loss_terms.parameters(), None) is not None:
+        groups["loss_terms"] = strategy.term_tensors()
+        if run.state.average is not None:
+            groups["average_loss_terms"] = strategy.average_term_tensors()
     contents = {
         **trainer_state(run.command_line.config, run.whole_plan, run.plan, run.state),
         "strategy": strategy.state(),

@@ -68,7 +68,8 @@ def build_training(
     if config.loss.terms:
         from pretrain.model.loss_terms import LossTerms
 
-        terms = LossTerms(config.loss, plan.model_config)
+        dtype = parameter_dtype(config.optim)
+        terms = LossTerms(config.loss, causal_lm.config, seed=config.seed, dtype=dtype)
     model = LanguageModelLoss(
         causal_lm,
         z_loss=config.loss.z_loss,
@@ -85,7 +86,9 @@ def build_training(
         from pretrain.model.width_roles import initial_scales
 
         weights = replace(weights, scales=initial_scales(plan.model_config, config.optim.base_width))
-    build_optimizer = optimizer_builder(config.optim, causal_lm, learning_rate, seed=config.seed, device_type=kind)
+    build_optimizer = optimizer_builder(
+        config.optim, causal_lm, learning_rate, seed=config.seed, device_type=kind, loss_terms=model.loss_terms
+    )
     prepared = strategy.prepare(model, weights, build_optimizer)
     experts = None
     strategy.before_step = ()

@@ -1,5 +1,6 @@
 """Opens a run at its checkpoint, loads it, and rolls it back."""
 
+from collections import ChainMap
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -144,7 +145,9 @@ def load_checkpoint(run: Run) -> None:
     if not run.saved:
         return
     names = PublishedNames.of(strategy.causal_lm.config)
-    strategy.load(JoinedTensors(run.saved.model, names), run.saved.optimizer)
+    refuse_other_terms(strategy.term_tensors().shapes, run.saved.loss_terms.shapes())
+    model = JoinedTensors(run.saved.model, names)
+    strategy.load(ChainMap(run.saved.loss_terms, model) if run.saved.loss_terms else model, run.saved.optimizer)
     strategy.load_state(run.saved.contents["strategy"])
     settings = run.config.averaging
     total_steps = run.plan.total_steps
@@ -156,6 +159,17 @@ def load_checkpoint(run: Run) -> None:
     if settings.kind != "none" and state.step > averages_after(settings, total_steps):
         message = f"averaging: the checkpoint has no average of kind {settings.kind}; one begins from its weights"
         run.log.write("warning", step=state.step, message=message)
+
+
+def refuse_other_terms(shapes: dict[str, tuple[int, ...]], saved: dict[str, tuple[int, ...]]) -> None:
+    """Raises InputError if terms of the loss have parameters of other names or shapes than the checkpoint."""
+    if differing := sorted(name for name in shapes | saved if shapes.get(name) != saved.get(name)):
+        first = differing[0]
+        raise InputError(
+            f"loss.terms: {len(differing)} trained parameters differ from the checkpoint's, first {first}: "
+            f"{shapes.get(first, 'none')} here, {saved.get(first, 'none')} there; a run keeps the terms that have "
+            "trained parameters, and their shapes; give the terms that it began with, or another --output"
+        )
 
 
 def roll_back(run: Run, finding: Finding) -> None:

@@ -74,7 +74,7 @@ SHAPE = (
 )
 KEPT = (
     *(*BUDGET, *CLOCK, *SHAPE, "optim.learning_rate", "optim.base_learning_rate"),
-    *("batch.tokens_per_step", "batch.ramp", "optim.options", "loss.terms"),
+    *("batch.tokens_per_step", "batch.ramp", "optim.options", "loss.terms", "data.transformations"),
 )
 """Settings that checkpoints record, as the user gave them; they decide how a run continues."""
 
@@ -304,7 +304,12 @@ def derive(config: RunConfig, ranks: int) -> RunPlan:
         if config.loss.terms:
             from pretrain.model.loss_terms import term_problems
 
-            problems += problems.attempt(term_problems, config.loss, config.compile) or []
+            problems += (
+                problems.attempt(
+                    term_problems, config.loss, config.compile, scales_width=config.optim.width_transfer != "none"
+                )
+                or []
+            )
         problems += problems.attempt(sampling_problems, config.samples, model_config) or []
         mode = config.activation_checkpointing
         problems += problems.attempt(lambda: checkpointing_problems(mode, build_meta_model(model_config))) or []

@@ -15,18 +15,20 @@ from transformers.utils import logging as transformers_logging
 
 from pretrain.checkpoint.average_folder import average_folder, require_average
 from pretrain.data.shards import ShardReader, read_manifest
-from pretrain.errors import InputError, Problems
+from pretrain.errors import InputError, Problems, shortened
 from pretrain.hardware import emulation_of_bf16
 from pretrain.model.model_config import load_model_config
 from pretrain.model.pretrained import load_pretrained
 from pretrain.parallel.registry import evaluation_strategy
 from pretrain.parallel.strategy import Strategy, device_type
+from pretrain.registry import TASKS, digest_of
 from pretrain.training.samples import Sampling, encode_prompt, generate_text
 from pretrain.training.trackers import Trackers
 from pretrain_tools.evaluation.interactive import interact
 from pretrain_tools.evaluation.lm_harness import TaskSelection, score_tasks, select_tasks
 from pretrain_tools.evaluation.results import (
     ModelResults,
+    TaskScore,
     append_to_run,
     output_problems,
     print_table,
@@ -144,8 +146,9 @@ def find_everything(arguments: argparse.Namespace) -> tuple[list[Job], TaskSelec
             problems.attempt(add_tokenizer, job, arguments)
     # Last, and not at all where something else is wrong already: it takes seconds and may download.
     tasks = None
-    if arguments.tasks and not problems:
-        tasks = problems.attempt(select_tasks, arguments.tasks, arguments.include_path, arguments.eval_bundle)
+    named = [name for name in arguments.tasks if name not in TASKS]
+    if named and not problems:
+        tasks = problems.attempt(select_tasks, named, arguments.include_path, arguments.eval_bundle)
     if problems:
         raise InputError(*dict.fromkeys(problems))  # of several models each may have the same
     return jobs, tasks
@@ -205,7 +208,7 @@ def measure(job: Job, tasks: TaskSelection | None, arguments: argparse.Namespace
             torch.cuda.empty_cache()
         if tasks is not None:
             result.limit = arguments.limit
-            result.tasks = score_tasks(
+            result.tasks += score_tasks(
                 folder,
                 tasks,
                 strategy,
@@ -222,7 +225,7 @@ def measure(job: Job, tasks: TaskSelection | None, arguments: argparse.Namespace
 def measure_loss(
     folder: Path, job: Job, result: ModelResults, arguments: argparse.Namespace, strategy: Strategy
 ) -> None:
-    """Adds the number of parameters, the sample and the losses of the weights in a folder."""
+    """Adds the number of parameters, the sample, the losses and own evaluations of the weights in a folder."""
     model = load_pretrained(str(folder), trust_remote_code=arguments.trust_remote_code)
     model.eval()
     result.parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -230,10 +233,24 @@ def measure_loss(
         result.sample = generate_text(
             model.to(strategy.device), job.tokenizer, job.prompt_ids_BT, sampling_of(arguments)
         )
+    for name in arguments.tasks:
+        if name in TASKS:  # every process does all of it, so that the result does not depend on their number
+            result.tasks.append(own_score(name, model.to(strategy.device), job.tokenizer))
     if job.readers:
         result.sources = measure_shards(model, job.readers, strategy, job.settings)
         settings = asdict(job.settings)
         result.source_settings = {"split": arguments.split, **settings.pop("window"), **settings}
+
+
+def own_score(name: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> TaskScore:
+    """Measures the model by an extension's evaluation. Raises InputError if it returns anything but numbers."""
+    evaluation = TASKS[name]
+    with torch.no_grad():
+        measures = evaluation(model, tokenizer)
+    if not isinstance(measures, dict) or not all(isinstance(value, int | float) for value in measures.values()):
+        raise InputError(f"--tasks {name}: returned {shortened(repr(measures))}; it must return {{measure: number}}")
+    code = digest_of([Path(sys.modules[evaluation.__module__].__file__)])
+    return TaskScore(name, {key: float(value) for key, value in measures.items()}, None, None, code)
 
 
 def sampling_of(arguments: argparse.Namespace) -> Sampling:

@@ -1,6 +1,7 @@
 """Checks that the benchmarks that a recipe names exist, in the harness, the user's folder or CORE's bundle.
 
-    python -m pretrain_tools.evaluation.task_names --tasks TASK ... [--include_path FOLDER] [--eval_bundle FOLDER]
+    python -m pretrain_tools.evaluation.task_names --tasks TASK ... [--include_path FOLDER] [--eval_bundle FOLDER] \
+        [--extensions FILE ...]
 
 prints what is wrong with a recipe's `evaluation`, one line each; train.py calls it before it starts.
 """
@@ -17,6 +18,7 @@ from typing import Any
 import yaml
 
 from pretrain.errors import InputError, Problems, did_you_mean
+from pretrain.registry import TASKS, load_extensions
 
 BASE_TASKS = ("hellaswag", "arc_easy", "arc_challenge", "piqa", "winogrande")
 BASE_TASKS += ("lambada_openai", "boolq", "sciq", "openbookqa", "blimp")
@@ -210,9 +212,11 @@ def main() -> None:
     parser.add_argument("--tasks", nargs="+", metavar="TASK", required=True)
     parser.add_argument("--include_path", type=Path)
     parser.add_argument("--eval_bundle", type=Path)
+    parser.add_argument("--extensions", nargs="+", default=[])
     arguments = parser.parse_args()
-    for problem in task_problems(arguments.tasks, arguments.include_path, arguments.eval_bundle):
-        print(problem)
+    load_extensions(arguments.extensions)
+    if tasks := [name for name in arguments.tasks if name not in TASKS]:
+        print(*task_problems(tasks, arguments.include_path, arguments.eval_bundle), sep="\n")
 
 
 if __name__ == "__main__":

@@ -33,6 +33,7 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
         "url_field": {"metavar": "FIELD", "help": "field or column of a document's URL, for filters"},
         "split_field": {"metavar": "FIELD", "help": "field that says train or validation, as --write_text writes it"},
         "input_format": {"help": "jsonl, json, csv, txt, parquet, arrow, hdf5, tar (default: by suffix)"},
+        "extensions": {"nargs": "+", "default": [], "metavar": "FILE", "help": "files of your own with formats"},
         "documents": {"default": "file", "help": "unit of plain text: file (default), line or paragraph"},
         "max_documents": {"help": "stop after N documents"},
         "max_tokens": {"help": "stop before more tokens than this, such as 10e9 or 10B"},

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from pretrain.data.manifest import dtype_for
 from pretrain.data.tokenizer import LoadedTokenizer
 from pretrain.errors import InputError, shortened
+from pretrain.registry import digest_of, load_extensions
 from pretrain_tools.preparation.cleaning.near_duplicates import NearDuplicates
 from pretrain_tools.preparation.cleaning.stages import Cleaning
 from pretrain_tools.preparation.documents.records import Reading
@@ -53,11 +54,19 @@ class PreparationOptions:
     cleaning: Cleaning | None = None
     write_text: bool = False
     slice: str | None = None
+    extensions: tuple[str, ...] = ()
+    """Files whose formats are used."""
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Loads the extensions, as a worker that is no fork must."""
+        load_extensions(state["extensions"])
+        self.__dict__.update(state)
 
     def as_plan(self) -> dict[str, Any]:
         """Returns the options as the manifest records them."""
         # Without what asdict would copy: a stage may hold an index.
         fields = asdict(replace(self, cleaning=None))
+        fields["extensions"] = {Path(file).name: digest_of([Path(file)]) for file in self.extensions} or None
         fields["cleaning"] = self.cleaning and self.cleaning.as_plan()
         fields["near_duplicates"] = self.near_duplicates and self.near_duplicates.as_plan()
         reading = fields.pop("reading")

@@ -8,6 +8,7 @@ from pathlib import Path
 from pretrain.data.manifest import MANIFEST_FILE
 from pretrain.data.tokenizer import load_tokenizer
 from pretrain.errors import Problems
+from pretrain.registry import load_extensions
 from pretrain.units import parse_count
 from pretrain.urls import is_url
 from pretrain_tools.preparation.arguments import COUNTS
@@ -35,6 +36,7 @@ def read_request(arguments: argparse.Namespace) -> PreparationRequest:
     """Reads the request. Raises InputError with everything that is wrong with it."""
     problems = Problems(_missing(arguments))
     _read_counts(arguments, problems)
+    problems.attempt(load_extensions, arguments.extensions)
     options = _options(arguments, problems)
     documents = problems.attempt(_documents, arguments) if arguments.input or arguments.dataset else None
     tokenizer = None
@@ -177,6 +179,7 @@ def _options(arguments: argparse.Namespace, problems: Problems) -> PreparationOp
         max_errors=arguments.max_errors,
         deduplicate=arguments.deduplicate,
         write_text=arguments.write_text,
+        extensions=tuple(os.path.abspath(file) for file in arguments.extensions),
         near_duplicates=near,
         cleaning=_cleaning(arguments, problems),
     )

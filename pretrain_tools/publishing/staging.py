@@ -29,7 +29,7 @@ from pretrain_tools.runs.history import last_good_end
 WRITTEN_ANEW = (
     CARD_FILE, PICTURE_FILE, TRAINING_CONTENT_FILE, MATERIALS_FILE, SEAL_FILE, PROVENANCE_FILE, SIGNATURE_FILE,
 )  # fmt: skip
-STAYS_HERE = re.compile(r"(optimizer|average).*\.safetensors(\.index\.json)?|trainer_state\.json")
+STAYS_HERE = re.compile(r"(optimizer|average|loss_terms).*\.safetensors(\.index\.json)?|trainer_state\.json")
 WEIGHTS = re.compile(r"model.*\.safetensors(\.index\.json)?")
 SECRET_NAMES = re.compile(r"TOKEN|SECRET|PASSWORD|PASSWD|API_?KEY|ACCESS_?KEY|CREDENTIAL", re.IGNORECASE)
 SHORTEST_SECRET = 12

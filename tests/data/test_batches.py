@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from pretrain.config import Data, WindowSpec
-from pretrain.data.batches import PATTERN_LENGTH, Batches, Permutation, interleave
+from pretrain.data.batches import PATTERN_LENGTH, Batches, interleave
+from pretrain.data.sampling import Permutation
 from pretrain.errors import InputError
 from pretrain.model.attention import model_inputs
 from pretrain.optim.batch_ramp import batch_ramp

@@ -1,6 +1,7 @@
 """The commands of README.md and docs/, in the order in which a reader meets them."""
 
 import re
+import textwrap
 from dataclasses import dataclass
 
 from support.project import ROOT
@@ -52,3 +53,10 @@ def commands_in(page: str, text: str) -> list[Command]:
                 line = line[:-1] + next(lines)[1].strip()
             found.append(Command(page, number, section, re.sub(r"\s+# .*", "", line)))
     return found
+
+
+def registrations() -> list[str]:
+    """The examples of docs/own_ideas.md that register something, without that of an architecture."""
+    blocks = re.findall(r"(?:^    .*\n|^\n)+", (ROOT / "docs/own_ideas.md").read_text(), re.MULTILINE)
+    found = [textwrap.dedent(block).partition("\npython ")[0].strip() for block in blocks if ".register(" in block]
+    return [block for block in found if "from ." not in block]

@@ -5,8 +5,10 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, BinaryIO
 
+from pretrain.registry import FORMATS
 from pretrain.urls import UnreachableError, is_url, open_file
 from pretrain_tools.preparation.documents.byte_stream import ByteStream, DamagedFileError
+from pretrain_tools.preparation.documents.formats import file_format
 from pretrain_tools.preparation.documents.records import Reading, Record, row_records
 
 ROWS_AT_ONCE = 256
@@ -48,6 +50,8 @@ def _readable_by_arrow(kind: str) -> AbstractContextManager[None]:
     return _readable_as(kind, pa.ArrowException)
 
 
+@FORMATS.register("parquet")
+@file_format(".parquet", ".pq", place="row")
 def read_parquet(stream: ByteStream, reading: Reading, row_group: int | None = None) -> Iterator[Record]:
     """Reads parquet, or one row group of it: a document per row, which is its record's place.
 
@@ -135,6 +139,8 @@ def _values(table: Any, field: str) -> list[Any]:
     return column.to_pylist()
 
 
+@FORMATS.register("arrow")
+@file_format(".arrow", ".feather", ".ipc", place="row")
 def read_arrow(stream: ByteStream, reading: Reading) -> Iterator[Record]:
     """Reads Arrow IPC, file or stream: a document per row."""
     import pyarrow as pa
@@ -154,6 +160,8 @@ def read_arrow(stream: ByteStream, reading: Reading) -> Iterator[Record]:
         yield from _batch_records(pieces, reading)
 
 
+@FORMATS.register("hdf5")
+@file_format(".h5", ".hdf5", place="row")
 def read_hdf5(stream: ByteStream, reading: Reading) -> Iterator[Record]:
     """Reads HDF5: a dataset of strings named like the text field (dots or slashes lead into groups)."""
     import h5py

@@ -8,11 +8,13 @@ import csv
 import io
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import PurePath
 from typing import Any
 
+from pretrain.errors import InputError
+from pretrain.registry import FORMATS
 from pretrain.urls import shown
 from pretrain_tools.preparation.documents.byte_stream import ByteStream, DamagedFileError
 from pretrain_tools.preparation.documents.records import (
@@ -31,6 +33,29 @@ PART_BYTES = 4 << 20
 DOCUMENT_UNITS = ("file", "line", "paragraph")
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 SPACE = re.compile(r"\s*")
+
+Reader = Callable[[ByteStream, Reading], Iterator[Record]]
+"""Reads the records of one file, each with its place from 1 on; what cannot be read is a record with a problem."""
+
+
+def file_format(*suffixes: str, place: str) -> Callable[[Reader], Reader]:
+    """Returns a decorator of the reader of a format of files, which `registry.FORMATS` then registers.
+
+    Raises InputError for a suffix of another format.
+
+    Args:
+        place: unit of a record's place, for messages.
+    """
+    taken = {suffix: name for name, found in FORMATS.items() for suffix in found.suffixes}
+
+    def decorated(read: Reader) -> Reader:
+        if both := [suffix for suffix in suffixes if suffix in taken]:
+            raise InputError(f"{both[0]} is a suffix of the format {taken[both[0]]} already; choose another")
+        read.suffixes = suffixes
+        read.place = place
+        return read
+
+    return decorated
 
 
 def whole_lines(stream: ByteStream) -> Iterator[tuple[int, bytes]]:
@@ -78,12 +103,16 @@ def records_of_lines(first_line: int, content: bytes, format_name: str, reading:
             yield json_record(place, line, reading)
 
 
+@FORMATS.register("jsonl")
+@file_format(".jsonl", ".ndjson", place="line")
 def read_jsonl(stream: ByteStream, reading: Reading) -> Iterator[Record]:
     """Reads JSON Lines: an object per line."""
     for first_line, content in whole_lines(stream):
         yield from records_of_lines(first_line, content, "jsonl", reading)
 
 
+@FORMATS.register("txt")
+@file_format(".txt", ".text", ".md", ".py", ".rst", place="line")
 def read_text(stream: ByteStream, reading: Reading) -> Iterator[Record]:
     """Reads plain text: a document per file, per line, or per block of lines between blank lines."""
     if not reading.is_plain:
@@ -128,6 +157,8 @@ def _paragraphs(stream: ByteStream) -> Iterator[Record]:
         yield checked(start, b"\n".join(block).removesuffix(b"\r"))
 
 
+@FORMATS.register("json")
+@file_format(".json", place="document")
 def read_json_documents(stream: ByteStream, reading: Reading) -> Iterator[Record]:
     """Reads JSON: a list of objects, an object that holds one such list, or objects one after another."""
     try:
@@ -159,6 +190,8 @@ def _elements(value: Any, text_field: str) -> list[Any]:
     return [value]
 
 
+@FORMATS.register("csv")
+@file_format(".csv", ".tsv", place="line")
 def read_csv(stream: ByteStream, reading: Reading) -> Iterator[Record]:
     """Reads comma- or tab-separated values with a header row. A record's place is the line on which its row ends."""
     csv.field_size_limit(MAXIMUM_DOCUMENT_BYTES)

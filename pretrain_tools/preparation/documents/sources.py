@@ -17,22 +17,16 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from pretrain.errors import InputError, Problems, did_you_mean
+from pretrain.registry import FORMATS
 from pretrain.urls import find_urls, fingerprint, is_url, open_file, shown, size_of
 from pretrain_tools.preparation.documents import archives, containers, formats
 from pretrain_tools.preparation.documents.byte_stream import ByteStream, DamagedFileError
-from pretrain_tools.preparation.documents.formats import PART_BYTES
+from pretrain_tools.preparation.documents.formats import PART_BYTES, file_format
 from pretrain_tools.preparation.documents.records import Reading, Record
 
 
-class Format(NamedTuple):
-    """A format of files."""
-
-    suffixes: tuple[str, ...]
-    read: Callable[[ByteStream, Reading], Iterator[Record]]
-    place: str
-    """The unit of a record's place."""
-
-
+@FORMATS.register("tar")
+@file_format(".tar", ".tgz", place="document")
 def _read_tar(stream: ByteStream, reading: Reading) -> Iterator[Record]:
     return archives.read_tar(stream, reading, _member_format)
 
@@ -41,19 +35,9 @@ def _member_format(name: str) -> archives.MemberFormat | None:
     """Finds the format of an archive's member by its name."""
     inner, compression = _inner_suffix(name)
     found = _format_of(inner)
-    return archives.MemberFormat(found, compression, FORMATS[found].read) if found else None
+    return archives.MemberFormat(found, compression, FORMATS[found]) if found else None
 
 
-FORMATS = {
-    "jsonl": Format((".jsonl", ".ndjson"), formats.read_jsonl, "line"),
-    "json": Format((".json",), formats.read_json_documents, "document"),
-    "csv": Format((".csv", ".tsv"), formats.read_csv, "line"),
-    "txt": Format((".txt", ".text", ".md", ".py", ".rst"), formats.read_text, "line"),
-    "parquet": Format((".parquet", ".pq"), containers.read_parquet, "row"),
-    "arrow": Format((".arrow", ".feather", ".ipc"), containers.read_arrow, "row"),
-    "hdf5": Format((".h5", ".hdf5"), containers.read_hdf5, "row"),
-    "tar": Format((".tar", ".tgz"), _read_tar, "document"),
-}
 COMPRESSIONS = {".gz": "gz", ".tgz": "gz", ".zst": "zst", ".zstd": "zst"}
 EXPECTED_COMPRESSION_RATIO = 4
 LARGEST_ROW_GROUP_BYTES = 64 << 20
@@ -253,7 +237,7 @@ def _holds_lines(source: InputFile) -> bool:
 def records_of(source: InputFile, reading: Reading, stream: ByteStream | None = None, **some: int) -> Iterator[Record]:
     """Reads one file, or `some` of it. If the rest of it is unreadable, the last record has that problem."""
     stream = stream or source.open()
-    return _guarded(FORMATS[source.format].read(stream, reading, **some), stream)
+    return _guarded(FORMATS[source.format](stream, reading, **some), stream)
 
 
 def _guarded(records: Iterator[Record], stream: ByteStream) -> Iterator[Record]:
