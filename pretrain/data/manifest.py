@@ -6,6 +6,8 @@ from pathlib import Path
 
 import numpy as np
 
+from pretrain.urls import shown
+
 SHARDS_FORMAT = {"format": "groundwork-shards", "version": 1}
 MANIFEST_FILE = "manifest.json"
 TOKENIZER_FOLDER = "tokenizer"
@@ -48,11 +50,18 @@ class Manifest:
     """Format given for all sources; None: by their suffixes."""
     tokenizer_path: Path | None = None
     """Tokenizer of shards whose folder contains none."""
+    url: str | None = None
+    """Address of shards in an object store; `folder` then holds copies of the small files."""
 
     @property
     def tokenizer_folder(self) -> Path:
         """Hugging Face tokenizer folder; shards of prepare_data.py contain their own."""
         return self.tokenizer_path or self.folder / TOKENIZER_FOLDER
+
+    @property
+    def place(self) -> str:
+        """Names the folder or, without secrets, the URL of the shards."""
+        return str(self.folder) if self.url is None else shown(self.url).rstrip("/")
 
     @property
     def bytes_per_id(self) -> int:
