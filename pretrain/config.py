@@ -108,7 +108,7 @@ Place = Annotated[
 
 class Shards(Section):
     shards: Place
-    """Folder or URL written by prepare_data.py; nanoGPT's .bin or folder; or Megatron's .bin with its .idx next to it."""
+    """Folder or URL written by prepare_data.py; nanoGPT's .bin or folder; or Megatron's .bin with .idx beside it."""
     tokenizer: str | None = None
     """Tokenizer (folder or Hub ID) for shards made by other tools; prepare_data.py's folders contain their own."""
     _found: Any = PrivateAttr(None)

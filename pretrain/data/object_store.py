@@ -32,6 +32,8 @@ BLOCKS_SUFFIX = ".blocks"
 TRIES = 8
 FIRST_WAIT_SECONDS = 0.1
 """Pause before the second try; it doubles with each, to 13 s in all."""
+TRIES_IF_DAMAGED = 2
+"""Reads of content whose hash is wrong: it may have been damaged on its way."""
 THREADS = 16
 """Requests under way at a time, in each process."""
 BLOCKS_AHEAD = 512
@@ -89,7 +91,9 @@ class RemoteFolder:
             except Exception as error:  # each file system raises its own errors
                 problem = one_line(error)
             if end is not None and (size := self._size(name)) is not None and size < end:
-                raise InputError(f"{where}: is cut off: it has {size:,} bytes, at least {end:,} are needed; upload it again")
+                raise InputError(
+                    f"{where}: is cut off: it has {size:,} bytes, at least {end:,} are needed; upload it again"
+                )
             if attempt < TRIES - 1:
                 time.sleep(FIRST_WAIT_SECONDS * 2**attempt)
         span = "" if start is None else f"bytes {start:,} to {end:,} "
@@ -139,7 +143,8 @@ def remote_manifest(url: str) -> Manifest:
         _copy_small_files(url, local, content)
     if not tokenizer.is_file() or sha256_of(tokenizer) != manifest.tokenizer_sha256:
         raise InputError(
-            f"{folder.shown}/{TOKENIZER_FOLDER}/tokenizer.json: is missing or not the one of the manifest; upload it again"
+            f"{folder.shown}/{TOKENIZER_FOLDER}/tokenizer.json: is missing or not the one of the manifest; upload it "
+            "again"
         )
     return manifest
 
@@ -213,25 +218,27 @@ class RemoteIds:
             self._hashes = pool.submit(self._read_hashes)
 
     def _read_hashes(self) -> bytes:
-        content = self.folder.read(self.hashes_file)
-        if hashlib.sha256(content).hexdigest() != self._hashes_sha256:
-            raise InputError(
-                f"{self.folder.shown}/{self.hashes_file}: its content has changed (sha256 differs from the manifest's); "
-                "upload it again"
-            )
-        return content
+        blocks = -(-self._tokens * self._dtype.itemsize // BLOCK_BYTES)
+        for _ in range(TRIES_IF_DAMAGED):
+            content = self.folder.read(self.hashes_file, 0, blocks * DIGEST_BYTES)
+            if hashlib.sha256(content).hexdigest() == self._hashes_sha256:
+                return content
+        raise InputError(
+            f"{self.folder.shown}/{self.hashes_file}: its content has changed (sha256 differs from the manifest's); "
+            "upload it again"
+        )
 
     def fetch(self, number: int) -> bytes:
         """Reads a block and checks its hash. Raises InputError as `RemoteFolder.read`, and for another hash."""
         start, end = self.span(number)
-        for _ in range(2):  # the second time in case it was damaged on its way
+        for _ in range(TRIES_IF_DAMAGED):
             content = self.folder.read(self.file, start, end)
             if self._hashes is None:  # prepared by an earlier version
                 return content
             if _digest(content) == self._hashes.result()[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES]:
                 return content
         raise InputError(
-            f"{self.folder.shown}/{self.file}: bytes {start:,} to {end:,} are damaged (their hash differs from that in "
+            f"{self.folder.shown}/{self.file}: bytes {start:,} to {end:,} are damaged (their hash is not the one in "
             f"{self.hashes_file}); upload the object again"
         )
 

@@ -56,8 +56,9 @@ def manifest_of(source: Shards) -> Manifest:
 def read_manifest(folder: str | Path, tokenizer: str | None = None) -> Manifest:
     """Reads and checks folder/manifest.json; builds one for files from other tools (data/foreign_shards.py).
 
-    folder: or a URL (data/object_store.py). tokenizer: tokenizer of such files; a folder of prepare_data.py has its own. Raises InputError with all problems: a
-    missing, unfinished or foreign folder, broken JSON, another format version, missing or mistyped keys.
+    folder: or a URL (data/object_store.py). tokenizer: tokenizer of such files; a folder of prepare_data.py has its
+    own. Raises InputError with all problems: a missing, unfinished or foreign folder, broken JSON, another format
+    version, missing or mistyped keys.
     """
     # Most runs have a folder with a manifest and never import the code for object stores and other formats.
     if is_url(folder):
@@ -326,7 +327,11 @@ def _content_problems(manifest: Manifest, shard: Shard, path: str) -> list[str]:
             ends += int(np.count_nonzero(ids == manifest.end_of_document_id))
     problems = _changed(path, sha256.hexdigest(), shard.sha256)
     if largest_id >= manifest.vocabulary_size:
-        problems.append(f"{shown(path)}: holds id {largest_id}, the vocabulary has 0 to {manifest.vocabulary_size - 1}")
+        problems.append(
+            f"{shown(path)}: holds id {largest_id}, the vocabulary has 0 to {manifest.vocabulary_size - 1}"
+        )
     if ends != shard.documents:
-        problems.append(f"{shown(path)}: holds {ends:,} end-of-document ids, the manifest says {shard.documents:,} documents")
+        problems.append(
+            f"{shown(path)}: holds {ends:,} end-of-document ids, the manifest says {shard.documents:,} documents"
+        )
     return problems

@@ -58,7 +58,9 @@ def store_server() -> Iterator[Store]:
 
 
 @contextlib.contextmanager
-def faulty(store: Store, latency: float = 0.02, fail_every: int = 100, cut_every: int = 150) -> Iterator[dict[str, str]]:
+def faulty(
+    store: Store, latency: float = 0.02, fail_every: int = 100, cut_every: int = 150
+) -> Iterator[dict[str, str]]:
     """Yields the variables by which s3fs reads the store through a proxy.
 
     latency: seconds before each answer. fail_every: each so manyth request is answered with status 503. cut_every: the
