@@ -20,8 +20,7 @@ from typing import BinaryIO
 import numpy as np
 
 from pretrain.config import DataCache
-from pretrain.data.manifest import MANIFEST_FILE, TOKENIZER_FOLDER, Manifest, Shard, id_dtype
-from pretrain.data.shards import parse_manifest
+from pretrain.data.manifest import MANIFEST_FILE, TOKENIZER_FOLDER, Manifest, Shard, id_dtype, parse_manifest
 from pretrain.errors import InputError, one_line
 from pretrain.files import sha256_of
 from pretrain.urls import UnreachableError, file_system, shown
