@@ -294,7 +294,7 @@ def test_a_run_that_is_killed_goes_on_from_a_faulty_server(faulty_store, recipe,
     assert events(remote, "resume")[-1]["step"] == 4
     assert losses(remote) == losses(local) and measured(remote) == measured(local)
     assert (tmp_path / "cache/blocks").stat().st_size <= 10e6
-    evaluated = ("evaluate.py", "--model", remote, "--data", "s3://mine/corpus", "--sequences", 8)
+    evaluated = ("evaluate.py", "--model", f"{remote}@12", "--data", "s3://mine/corpus", "--sequences", 8)
     run_script(*evaluated, "--output", tmp_path / "evaluation.json", **faulty_store)
     (loss,) = re.findall(r'"loss": ([\d.]+)', (tmp_path / "evaluation.json").read_text())
     assert float(loss) == pytest.approx(measured(remote)[12], abs=1e-6)
