@@ -22,6 +22,7 @@ from pathlib import Path
 from pretrain.errors import InputError, Problems, did_you_mean, run_script
 from pretrain.registry import load_extensions
 from pretrain.terminal import begin
+from pretrain.urls import place_of
 
 CHOICES = {
     "weights": ("raw", "average"),
@@ -67,7 +68,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     data = parser.add_argument_group("loss on prepared shards")
     add = data.add_argument
-    add("--data", nargs="+", default=[], type=Path, metavar="FOLDER", help="folders of prepared shards, or a .bin")
+    add("--data", nargs="+", default=[], type=place_of, metavar="FOLDER", help="folders or URLs of shards, or a .bin")
     add("--tokenizer", metavar="NAME", help="tokenizer (folder or Hub id) of a --data FILE.bin made by another tool")
     add("--split", default="validation", help="validation or train [validation]")
     add("--sequences", metavar="N", help="measure N sequences spread over the split [all]")

@@ -65,12 +65,19 @@ def main() -> int:
 
 def carry_out(request: "PreparationRequest") -> int:
     """Prepares or trains what is asked for."""
-    if request.destination:
-        request.destination.open()
+    destination = request.destination
+    if destination:
+        from pretrain_tools.preparation.slices import fetch_slices, slice_destination
+
+        if request.slice:
+            destination = slice_destination(request, *request.slice)
+        destination.open()
+        if request.merge_slices and not (destination.local / destination.last).is_file():
+            fetch_slices(request, say)
     status = train(request) if request.vocabulary_size else prepare_shards(request)
-    if status == 0 and request.destination and not request.slice:
-        copied = request.destination.fill(say)
-        print(f"{request.destination.shown}: {copied} files copied; {request.output} is no longer needed")
+    if status == 0 and destination:
+        copied = destination.fill(say)
+        print(f"{destination.shown}: {copied} files copied; {destination.local} is no longer needed")
     return status
 
 

@@ -33,6 +33,7 @@ from pretrain.registry import (
     load_extensions,
 )
 from pretrain.units import parse_count
+from pretrain.urls import is_url
 
 
 def parse_fraction(value: Any) -> Any:
@@ -107,9 +108,16 @@ class WindowSpec:
         return max(0, tokens - 1) // self.sequence_length
 
 
+# Not a Path: that would drop one of a URL's slashes.
+Place = Annotated[
+    Annotated[str, Tag("URL")] | Annotated[Path, Tag("path")],
+    Discriminator(lambda value: "URL" if isinstance(value, str) and is_url(value) else "path"),
+]
+
+
 class Shards(Section):
-    shards: Path
-    """Folder written by prepare_data.py; nanoGPT's .bin or folder; or Megatron's .bin with its .idx next to it."""
+    shards: Place
+    """Folder or URL written by prepare_data.py; nanoGPT's .bin or folder; or Megatron's .bin with .idx beside it."""
     tokenizer: str | None = None
     """Tokenizer (folder or Hub ID) for shards made by other tools; prepare_data.py's folders contain their own."""
     _found: Any = PrivateAttr(None)
@@ -141,6 +149,13 @@ class ValidationSource(Shards):
     """The split to evaluate."""
 
 
+class DataCache(Section):
+    folder: Path
+    """Folder on a disk of the machine, shared by its processes."""
+    size: Annotated[Count, Field(ge=10**6)]
+    """Bytes that it takes, such as 256M."""
+
+
 class Data(Section):
     train: Annotated[list[Source], Field(min_length=1)] | None = None
     """The data mixture, for runs with a single stage."""
@@ -160,6 +175,8 @@ class Data(Section):
     VALUE}}; see docs/own_ideas.md."""
     dispatch_batches: bool = False
     """The first process of the run reads the shards for all; the others need no access to them."""
+    cache: DataCache | None = None
+    """Keeps what is read from shards at a URL on a disk, for later epochs and starts; null: in memory only."""
 
     @property
     def mixtures(self) -> list[CurriculumStage]:

@@ -33,6 +33,11 @@ def is_url(path: str | Path) -> bool:
     return URL.match(str(path)) is not None
 
 
+def place_of(address: str) -> Path | str:
+    """Returns a path, but a URL as it is: a Path would drop one of its slashes."""
+    return address if is_url(address) else Path(address)
+
+
 def shown(path: str) -> str:
     """Returns an address to show and record: a URL without user, password and query, which may contain secrets.
 

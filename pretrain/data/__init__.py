@@ -4,6 +4,7 @@ The window that is read is a pure function of (seed, step, micro-step, rank): an
 that is resumed. The on-disk format is manifest and shards (docs/data.md).
 
     manifest, shards: prepared folders
+    object_store: shards at a URL, read ahead of the step
     foreign_shards: shard formats of other projects
     data_record: what a run records of its sources' manifests
     tokenizer: tokenizers, from local files or the Hub

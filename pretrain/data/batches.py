@@ -11,7 +11,8 @@ step does not change, and the stage begins at the start of a step. Each length h
 
 import bisect
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -102,6 +103,14 @@ class Segment:
         return self.drawn_before | {self.length: before + rounds * self.drawn[-1] + self.drawn[place]}
 
 
+@dataclass(frozen=True)
+class ExpectedReads:
+    """Micro-batches of one rank, by their first samples, that an object store was asked for."""
+
+    begun: deque[int]
+    following: Iterator[int]
+
+
 class Batches:
     """Reads the micro-batches of a run.
 
@@ -159,6 +168,8 @@ class Batches:
         self._first_located = 0
         self._span_located = 1
         self._windows_located = []
+        self._is_remote = any(reader.manifest.url is not None for reader in self.readers.values())
+        self._expected: dict[tuple[int, int, int], ExpectedReads] = {}
         manifests = [reader.manifest for reader in self.readers.values()]
         self.dtype = np.dtype(manifests[0].dtype)
         self.vocabulary_size = manifests[0].vocabulary_size
@@ -207,6 +218,8 @@ class Batches:
         length = self._lengths[self.stage_at(step)]
         # Counted over all ranks, so that the order of the data does not depend on their number.
         first = self.ramp.sequences_before(step) + (micro_step * ranks + rank) * sequences * self._span(length)
+        if self._is_remote:
+            self._expect(first, length, step, micro_step, (rank, ranks, sequences))
         out = np.empty((sequences, length + 1), self.dtype)
         for row, (source, start) in enumerate(self._located(first, sequences)):
             self.readers[self.folders[source]].read(start, out[row])
@@ -216,6 +229,36 @@ class Batches:
         if out.max() >= self.vocabulary_size:
             self._refuse(first, out)
         return out
+
+    def _expect(self, first: int, length: int, step: int, micro_step: int, who: tuple[int, int, int]) -> None:
+        """Has the windows fetched that `who` (rank, ranks, sequences) reads next, from the micro-batch at `first` on.
+
+        It reads its micro-batches in the order of training. A stage with other windows begins anew.
+        """
+        from pretrain.data.object_store import BLOCK_BYTES, BLOCKS_AHEAD, block_reader
+
+        reads = self._expected.get(who)
+        if reads is None or not reads.begun or reads.begun[0] != first:
+            reads = self._expected[who] = ExpectedReads(deque(), self._first_samples(length, step, micro_step, who))
+        rows = who[2]
+        blocks = rows * (1 + -(-length * self.dtype.itemsize // BLOCK_BYTES))
+        ahead = max(1, BLOCKS_AHEAD // (blocks * len(self._expected)))
+        block_reader(self.data.cache).keep(2 * (ahead + 1) * blocks * len(self._expected))
+        while len(reads.begun) <= ahead and (sample := next(reads.following, None)) is not None:
+            for source, start in self.locate(sample, rows):
+                self.readers[self.folders[source]].expect(start, length + 1)
+            reads.begun.append(sample)
+        reads.begun.popleft()
+
+    def _first_samples(self, length: int, step: int, micro_step: int, who: tuple[int, int, int]) -> Iterator[int]:
+        """Yields the first sample of each micro-batch from this one on, to the end of the windows of this length."""
+        rank, ranks, sequences = who
+        samples = sequences * self._span(length)
+        while step < self.ramp.total_steps and self._lengths[self.stage_at(step)] == length:
+            for number in range(micro_step, self.ramp.sequences_at(step) // (ranks * samples)):
+                yield self.ramp.sequences_before(step) + (number * ranks + rank) * samples
+            step += 1
+            micro_step = 0
 
     def _refuse(self, first_sample: int, ids: np.ndarray) -> None:
         """Raises InputError naming the place; a GPU would fail in a device-side assert that names nothing."""
@@ -504,7 +547,7 @@ def open_training(data: Data) -> dict[str, ShardReader]:
     readers: dict[str, ShardReader] = {}
     problems = Problems()
     for folder, source in {str(source.shards): source for stage in data.mixtures for source in stage.train}.items():
-        reader = problems.attempt(open_source, source, "train")
+        reader = problems.attempt(open_source, source, "train", data.cache)
         if reader is None:
             continue
         readers[folder] = reader
@@ -537,12 +580,19 @@ def windows_of(reader: ShardReader, window: WindowSpec, sequences: int) -> np.nd
     return np.arange(count) * windows // count * window.sequence_length
 
 
+def expect_windows(reader: ShardReader, starts: np.ndarray, window: WindowSpec) -> None:
+    """Begins to fetch windows that will be read soon, if they are in an object store."""
+    for start in starts.tolist():
+        reader.expect(start, window.sequence_length + 1)
+
+
 def read_windows(reader: ShardReader, starts: np.ndarray, window: WindowSpec, rows: int) -> np.ndarray:
     """Reads token IDs (rows, sequence_length + 1) of the windows; missing rows repeat the split's first window.
 
     They are not zeros because 0 may be the end-of-document ID, and windows full of it would trigger a recompilation.
     """
     ids = np.empty((rows, window.sequence_length + 1), dtype=np.int64)
+    expect_windows(reader, starts, window)
     for row in range(rows):
         reader.read(int(starts[row]) if row < len(starts) else 0, ids[row])
     return ids

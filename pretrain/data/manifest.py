@@ -1,10 +1,15 @@
 """Manifest of a folder of prepared shards, and the dtypes of its token IDs."""
 
+import hashlib
+import json
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
+
+from pretrain.errors import InputError
+from pretrain.urls import shown
 
 SHARDS_FORMAT = {"format": "groundwork-shards", "version": 1}
 MANIFEST_FILE = "manifest.json"
@@ -12,6 +17,7 @@ TOKENIZER_FOLDER = "tokenizer"
 SPLITS = ("train", "validation")
 LARGEST_UINT16_VOCABULARY = 65_536
 HDF5_SUFFIXES = (".h5", ".hdf5")
+SHARD_FIELDS = {"file": str, "split": str, "tokens": int, "documents": int, "text_bytes": int, "sha256": str}
 
 
 @dataclass(frozen=True)
@@ -48,11 +54,18 @@ class Manifest:
     """Format given for all sources; None: by their suffixes."""
     tokenizer_path: Path | None = None
     """Tokenizer of shards whose folder contains none."""
+    url: str | None = None
+    """Address of shards in an object store; `folder` then holds copies of the small files."""
 
     @property
     def tokenizer_folder(self) -> Path:
         """Hugging Face tokenizer folder; shards of prepare_data.py contain their own."""
         return self.tokenizer_path or self.folder / TOKENIZER_FOLDER
+
+    @property
+    def place(self) -> str:
+        """Names the folder or, without secrets, the URL of the shards."""
+        return str(self.folder) if self.url is None else shown(self.url).rstrip("/")
 
     @property
     def bytes_per_id(self) -> int:
@@ -66,6 +79,63 @@ class Manifest:
     def totals(self, split: str) -> tuple[int, int, int]:
         """Returns (tokens, documents, text_bytes) of one split."""
         return tuple(counts_in(self.shards, split).values())
+
+
+def parse_manifest(folder: Path, path: str, content: bytes) -> Manifest:
+    """Parses the content of a manifest. path: names it in messages. Raises InputError with all problems."""
+    try:
+        fields = json.loads(content)
+    except ValueError as error:
+        raise InputError(f"{path}: is not valid JSON ({error}); restore it or prepare the folder again") from None
+    return _manifest_from(folder, path, fields, hashlib.sha256(content).hexdigest())
+
+
+def _manifest_from(folder: Path, path: str, fields: object, sha256: str) -> Manifest:
+    if not isinstance(fields, dict) or fields.get("format") != SHARDS_FORMAT["format"]:
+        given = fields.get("format") if isinstance(fields, dict) else type(fields).__name__
+        raise InputError(
+            f"{path}: format is {given!r}, must be {SHARDS_FORMAT['format']!r}; give a folder made by prepare_data.py"
+        )
+    if fields.get("version") != SHARDS_FORMAT["version"]:
+        raise InputError(
+            f"{path}: format version {fields.get('version')!r}, this program reads version "
+            f"{SHARDS_FORMAT['version']}; prepare the folder again with this program's prepare_data.py"
+        )
+    problems: list[str] = []
+
+    def take(mapping: object, key: str, kind: type, where: str = "") -> object:
+        value = mapping.get(key) if isinstance(mapping, dict) else None
+        # In Python true is an int, but it is not a count.
+        if not isinstance(value, kind) or isinstance(value, bool):
+            shown = "is missing" if value is None else f"is {value!r}"
+            problems.append(f"{path}: {where}{key} {shown}, must be {kind.__name__}; restore it or prepare it again")
+            return kind()
+        return value
+
+    tokenizer = take(fields, "tokenizer", dict)
+    shards = []
+    for number, entry in enumerate(take(fields, "shards", list)):
+        where = f"shards[{number}]."
+        values = [take(entry, name, kind, where) for name, kind in SHARD_FIELDS.items()]
+        # Folders of earlier versions have no files beside their shards.
+        shards.append(Shard(*values, take({"beside": {}} | dict(entry or {}), "beside", dict, where)))
+    manifest = Manifest(
+        folder=folder,
+        tokenizer_name=take(tokenizer, "name", str, "tokenizer."),
+        tokenizer_sha256=take(tokenizer, "sha256", str, "tokenizer."),
+        vocabulary_size=take(fields, "vocabulary_size", int),
+        end_of_document_id=take(fields, "end_of_document_id", int),
+        dtype=take(fields, "dtype", str),
+        shards=tuple(shards),
+        sha256=sha256,
+        source_names=tuple(str(source.get("path")) for source in fields.get("sources") or [] if source),
+        input_format=(fields.get("options") or {}).get("format"),
+    )
+    if manifest.dtype not in ("uint16", "uint32", ""):
+        problems.append(f"{path}: dtype is {manifest.dtype!r}, must be uint16 or uint32; restore it")
+    if problems:
+        raise InputError(*problems)
+    return manifest
 
 
 def counts_in(shards: Iterable[Shard], split: str) -> dict[str, int]:

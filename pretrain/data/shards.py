@@ -7,26 +7,27 @@ followed by the end-of-document ID, so `np.memmap(file, dtype)` opens it.
 """
 
 import bisect
+import errno
 import hashlib
 import itertools
-import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from pretrain.config import Shards
-from pretrain.data.manifest import HDF5_SUFFIXES, MANIFEST_FILE, SHARDS_FORMAT, Manifest, Shard, id_dtype
+from pretrain.config import DataCache, Shards
+from pretrain.data.manifest import HDF5_SUFFIXES, MANIFEST_FILE, Manifest, Shard, id_dtype, parse_manifest
 from pretrain.errors import InputError
-from pretrain.files import sha256_of
+from pretrain.urls import is_url, open_file, shown
 
 if TYPE_CHECKING:
     import h5py
 
+    from pretrain.data.object_store import RemoteIds
+
 VERIFY_BLOCK_BYTES = 1 << 24
-SHARD_FIELDS = {"file": str, "split": str, "tokens": int, "documents": int, "text_bytes": int, "sha256": str}
 
 
 @dataclass(frozen=True)
@@ -53,11 +54,16 @@ def manifest_of(source: Shards) -> Manifest:
 def read_manifest(folder: str | Path, tokenizer: str | None = None) -> Manifest:
     """Reads and checks folder/manifest.json; builds one for files from other tools (data/foreign_shards.py).
 
-    tokenizer: tokenizer of such files; a folder of prepare_data.py has its own. Raises InputError with all problems: a
-    missing, unfinished or foreign folder, broken JSON, another format version, missing or mistyped keys.
+    folder: or a URL (data/object_store.py). tokenizer: tokenizer of such files; a folder of prepare_data.py has its
+    own. Raises InputError with all problems: a missing, unfinished or foreign folder, broken JSON, another format
+    version, missing or mistyped keys.
     """
+    # Most runs have a folder with a manifest and never import the code for object stores and other formats.
+    if is_url(folder):
+        from pretrain.data.object_store import remote_manifest
+
+        return remote_manifest(str(folder))
     folder = Path(folder)
-    # Most runs have a manifest and never import the code for other formats.
     if not (folder / MANIFEST_FILE).is_file():
         from pretrain.data.foreign_shards import foreign_files, foreign_manifest
 
@@ -74,60 +80,7 @@ def read_manifest(folder: str | Path, tokenizer: str | None = None) -> Manifest:
             f"{folder}: has no {MANIFEST_FILE}, so it is not a finished folder of shards; "
             f"run its prepare_data.py command (again): an unfinished preparation continues"
         )
-    content = path.read_bytes()
-    try:
-        fields = json.loads(content)
-    except ValueError as error:
-        raise InputError(f"{path}: is not valid JSON ({error}); restore it or prepare the folder again") from None
-    return _manifest_from(folder, path, fields, hashlib.sha256(content).hexdigest())
-
-
-def _manifest_from(folder: Path, path: Path, fields: object, sha256: str) -> Manifest:
-    if not isinstance(fields, dict) or fields.get("format") != SHARDS_FORMAT["format"]:
-        given = fields.get("format") if isinstance(fields, dict) else type(fields).__name__
-        raise InputError(
-            f"{path}: format is {given!r}, must be {SHARDS_FORMAT['format']!r}; give a folder made by prepare_data.py"
-        )
-    if fields.get("version") != SHARDS_FORMAT["version"]:
-        raise InputError(
-            f"{path}: format version {fields.get('version')!r}, this program reads version "
-            f"{SHARDS_FORMAT['version']}; prepare the folder again with this program's prepare_data.py"
-        )
-    problems: list[str] = []
-
-    def take(mapping: object, key: str, kind: type, where: str = "") -> object:
-        value = mapping.get(key) if isinstance(mapping, dict) else None
-        # In Python true is an int, but it is not a count.
-        if not isinstance(value, kind) or isinstance(value, bool):
-            shown = "is missing" if value is None else f"is {value!r}"
-            problems.append(f"{path}: {where}{key} {shown}, must be {kind.__name__}; restore it or prepare it again")
-            return kind()
-        return value
-
-    tokenizer = take(fields, "tokenizer", dict)
-    shards = []
-    for number, entry in enumerate(take(fields, "shards", list)):
-        where = f"shards[{number}]."
-        values = [take(entry, name, kind, where) for name, kind in SHARD_FIELDS.items()]
-        # Folders of earlier versions have no files beside their shards.
-        shards.append(Shard(*values, take({"beside": {}} | dict(entry or {}), "beside", dict, where)))
-    manifest = Manifest(
-        folder=folder,
-        tokenizer_name=take(tokenizer, "name", str, "tokenizer."),
-        tokenizer_sha256=take(tokenizer, "sha256", str, "tokenizer."),
-        vocabulary_size=take(fields, "vocabulary_size", int),
-        end_of_document_id=take(fields, "end_of_document_id", int),
-        dtype=take(fields, "dtype", str),
-        shards=tuple(shards),
-        sha256=sha256,
-        source_names=tuple(str(source.get("path")) for source in fields.get("sources") or [] if source),
-        input_format=(fields.get("options") or {}).get("format"),
-    )
-    if manifest.dtype not in ("uint16", "uint32", ""):
-        problems.append(f"{path}: dtype is {manifest.dtype!r}, must be uint16 or uint32; restore it")
-    if problems:
-        raise InputError(*problems)
-    return manifest
+    return parse_manifest(folder, str(path), path.read_bytes())
 
 
 class ShardReader:
@@ -136,20 +89,25 @@ class ShardReader:
     IDs are not checked against the vocabulary: `verify_shards` does that, and so must any code that feeds a device.
     """
 
-    def __init__(self, manifest: Manifest, split: str):
+    def __init__(self, manifest: Manifest, split: str, cache: DataCache | None = None):
         self.manifest = manifest
         self.split = split
         self._shards = [shard for shard in manifest.of_split(split) if shard.tokens]
         self._ends = list(itertools.accumulate(shard.tokens for shard in self._shards))
-        self._maps: list[np.ndarray | h5py.Dataset | None] = [None] * len(self._shards)
+        self._cache = cache
+        self._maps: list[np.ndarray | h5py.Dataset | RemoteIds | None] = [None] * len(self._shards)
         self.tokens = self._ends[-1] if self._shards else 0
 
-    def _ids(self, number: int) -> "np.ndarray | h5py.Dataset":
+    def _ids(self, number: int) -> "np.ndarray | h5py.Dataset | RemoteIds":
         # Opened on first use: one of thousands of shards may serve many steps.
         ids = self._maps[number]
         if ids is None:
             path = self.manifest.folder / self._shards[number].file
-            if path.suffix in HDF5_SUFFIXES:
+            if self.manifest.url is not None:
+                from pretrain.data.object_store import RemoteIds, block_reader
+
+                ids = RemoteIds(self.manifest, self._shards[number], block_reader(self._cache))
+            elif path.suffix in HDF5_SUFFIXES:
                 from pretrain.data.foreign_shards import hdf5_ids
 
                 ids = hdf5_ids(path)
@@ -166,23 +124,37 @@ class ShardReader:
 
         Raises IndexError outside of [0, tokens].
         """
-        stop = start + len(out)
-        if start < 0 or stop > self.tokens:
-            raise IndexError(f"tokens {start} to {stop} asked, {self.split} has 0 to {self.tokens}")
+        filled = 0
+        for ids, first, stop in self._pieces(start, len(out)):
+            out[filled : filled + stop - first] = ids[first:stop]
+            filled += stop - first
+
+    def expect(self, start: int, count: int) -> None:
+        """Begins to fetch `count` IDs from position `start` that will be read soon; does nothing for local files."""
+        if self.manifest.url is not None:
+            for ids, first, stop in self._pieces(start, count):
+                ids.expect(first, stop)
+
+    def _pieces(self, start: int, count: int) -> Iterator[tuple["np.ndarray | h5py.Dataset | RemoteIds", int, int]]:
+        """Yields (IDs of a shard, first, stop) for each shard of this part of the stream."""
+        end = start + count
+        if start < 0 or end > self.tokens:
+            raise IndexError(f"tokens {start} to {end} asked, {self.split} has 0 to {self.tokens}")
         # bisect on a list: np.searchsorted takes ten times as long for a single number.
         number = bisect.bisect_right(self._ends, start)
-        filled = 0
-        while filled < len(out):
+        while start < end:
             ids = self._ids(number)
-            offset = start + filled - (self._ends[number] - len(ids))
-            taken = min(len(out) - filled, len(ids) - offset)
-            out[filled : filled + taken] = ids[offset : offset + taken]
-            filled += taken
+            first = start - (self._ends[number] - len(ids))
+            stop = min(first + end - start, len(ids))
+            yield ids, first, stop
+            start += stop - first
             number += 1
 
 
 def shard_size_problems(manifest: Manifest, shards: Iterable[Shard]) -> list[str]:
     """Lists files that are missing or have another size than the manifest says."""
+    if manifest.url is not None:
+        return _remote_size_problems(manifest, shards)
     problems = []
     for shard in shards:
         path = manifest.folder / shard.file
@@ -201,6 +173,20 @@ def shard_size_problems(manifest: Manifest, shards: Iterable[Shard]) -> list[str
     return problems
 
 
+def _remote_size_problems(manifest: Manifest, shards: Iterable[Shard]) -> list[str]:
+    from pretrain.data.object_store import remote_sizes
+
+    sizes = remote_sizes(manifest.url)
+    problems = []
+    for shard in shards:
+        expected = shard.tokens * manifest.bytes_per_id
+        size = sizes.get(shard.file, -1)
+        if size not in (expected, None):  # None: the server does not say
+            given = "is missing" if size < 0 else f"has {size:,} bytes"
+            problems.append(f"{manifest.place}/{shard.file}: {given}, must have {expected:,} bytes; upload it again")
+    return problems
+
+
 def open_shards(folder: str | Path, split: str, tokenizer: str | None = None) -> ShardReader:
     """Opens a reader of one split whose files all exist in full size.
 
@@ -209,8 +195,11 @@ def open_shards(folder: str | Path, split: str, tokenizer: str | None = None) ->
     return open_source(Shards(shards=folder, tokenizer=tokenizer), split)
 
 
-def open_source(source: Shards, split: str) -> ShardReader:
-    """Opens a split of a recipe's source, as `open_shards` does; the first rank's findings replace the checks."""
+def open_source(source: Shards, split: str, cache: DataCache | None = None) -> ShardReader:
+    """Opens a split of a recipe's source, as `open_shards` does; the first rank's findings replace the checks.
+
+    cache: where blocks of an object store are kept on the disk.
+    """
     folder = source.shards
     manifest = manifest_of(source)
     if manifest.totals(split)[0] == 0:
@@ -222,11 +211,11 @@ def open_source(source: Shards, split: str) -> ShardReader:
     found: FoundShards | None = source._found
     if problems := found.damage[split] if found else shard_size_problems(manifest, manifest.of_split(split)):
         raise InputError(*problems)
-    return ShardReader(manifest, split)
+    return ShardReader(manifest, split, cache)
 
 
 def verify_shards(folder: str | Path) -> list[str]:
-    """Lists everything wrong with a prepared folder; empty if nothing is.
+    """Lists everything wrong with a prepared folder, or one at a URL; empty if nothing is.
 
     Rereads and rehashes every file; checks IDs against the vocabulary, and end-of-document IDs against documents.
     """
@@ -235,39 +224,55 @@ def verify_shards(folder: str | Path) -> list[str]:
     except InputError as error:
         return error.problems
     problems = shard_size_problems(manifest, manifest.shards)
-    problems += _hash_problems(manifest.tokenizer_folder / "tokenizer.json", manifest.tokenizer_sha256)
+    problems += _hash_problems(f"{manifest.tokenizer_folder}/tokenizer.json", manifest.tokenizer_sha256)
+    place = manifest.url or manifest.folder
+    missing = {problem.partition(": is missing")[0] for problem in problems}
     for shard in manifest.shards:
-        if (manifest.folder / shard.file).is_file():
-            problems += _content_problems(manifest, shard)
+        if f"{manifest.place}/{shard.file}" not in missing:
+            problems += _content_problems(manifest, shard, f"{place}/{shard.file}")
         for name, sha256 in shard.beside.items():
-            problems += _hash_problems(manifest.folder / name, sha256)
+            problems += _hash_problems(f"{place}/{name}", sha256)
     return problems
 
 
-def _hash_problems(path: Path, sha256: str, actual: str | None = None) -> list[str]:
-    """Lists the file's problem if its hash differs. actual: the hash of the file, if it is already known."""
-    if actual is None and not path.is_file():
-        return [f"{path}: is missing; restore it, or remove the folder and prepare it again"]
-    if (actual or sha256_of(path)) != sha256:
-        return [f"{path}: its content has changed (sha256 differs from the manifest's); restore it"]
-    return []
+def _hash_problems(path: str, sha256: str) -> list[str]:
+    """Lists the problem of a file that is missing or has another hash."""
+    try:
+        with open_file(path) as file:
+            digest = hashlib.sha256()
+            while block := file.read(VERIFY_BLOCK_BYTES):
+                digest.update(block)
+    except OSError as error:
+        if error.errno != errno.ENOENT:
+            raise
+        return [f"{shown(path)}: is missing; restore it, or remove the folder and prepare it again"]
+    return _changed(path, digest.hexdigest(), sha256)
 
 
-def _content_problems(manifest: Manifest, shard: Shard) -> list[str]:
-    path = manifest.folder / shard.file
+def _changed(path: str, actual: str, sha256: str) -> list[str]:
+    if actual == sha256:
+        return []
+    return [f"{shown(path)}: its content has changed (sha256 differs from the manifest's); restore it"]
+
+
+def _content_problems(manifest: Manifest, shard: Shard, path: str) -> list[str]:
     sha256 = hashlib.sha256()
     largest_id = 0
     ends = 0
-    with path.open("rb") as file:
+    with open_file(path) as file:
         while block := file.read(VERIFY_BLOCK_BYTES):
             sha256.update(block)
             whole = len(block) // manifest.bytes_per_id
             ids = np.frombuffer(block, id_dtype(manifest.dtype), count=whole)
             largest_id = max(largest_id, int(ids.max(initial=0)))
             ends += int(np.count_nonzero(ids == manifest.end_of_document_id))
-    problems = _hash_problems(path, shard.sha256, sha256.hexdigest())
+    problems = _changed(path, sha256.hexdigest(), shard.sha256)
     if largest_id >= manifest.vocabulary_size:
-        problems.append(f"{path}: holds id {largest_id}, the vocabulary has 0 to {manifest.vocabulary_size - 1}")
+        problems.append(
+            f"{shown(path)}: holds id {largest_id}, the vocabulary has 0 to {manifest.vocabulary_size - 1}"
+        )
     if ends != shard.documents:
-        problems.append(f"{path}: holds {ends:,} end-of-document ids, the manifest says {shard.documents:,} documents")
+        problems.append(
+            f"{shown(path)}: holds {ends:,} end-of-document ids, the manifest says {shard.documents:,} documents"
+        )
     return problems

@@ -7,7 +7,7 @@ import json
 import shutil
 import subprocess
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import torch
@@ -284,6 +284,7 @@ def start_warnings(config: RunConfig, plan: RunPlan, overridden: frozenset[str],
         emulation and f"precision: {emulation}; use precision: fp32 or auto",
         unusual_learning_rate(config, plan, overridden),
         unused_vocabulary(config, plan),
+        *unhashed_blocks(plan.batches.readers),
     )
     return [*filter(None, found), *environment_warnings(device)]
 
@@ -310,6 +311,17 @@ def unusual_learning_rate(config: RunConfig, plan: RunPlan, overridden: frozense
         f"{count_text(plan.parameters)} parameters, {usual:.3g}; use --optim.learning_rate auto unless this is "
         "intended"
     )
+
+
+def unhashed_blocks(readers: Mapping[str, ShardReader]) -> list[str]:
+    """Warns of sources in an object store whose blocks cannot be checked, since an earlier version prepared them."""
+    remote = [reader.manifest for reader in readers.values() if reader.manifest.url is not None]
+    return [
+        f"data: {manifest.place} has no hashes of its blocks (files named .blocks), so only the sizes of its objects "
+        "are checked; preparing it again adds them"
+        for manifest in remote
+        if any(not any(name.endswith(".blocks") for name in shard.beside) for shard in manifest.shards)
+    ]
 
 
 def unused_vocabulary(config: RunConfig, plan: RunPlan) -> str | None:

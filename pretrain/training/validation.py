@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from pretrain.config import Data, WindowSpec
-from pretrain.data.batches import open_training, read_windows, windows_of
+from pretrain.data.batches import expect_windows, open_training, read_windows, windows_of
 from pretrain.data.shards import ShardReader, manifest_of, open_source
 from pretrain.errors import Problems
 from pretrain.model.attention import model_inputs
@@ -37,7 +37,7 @@ def open_validation(data: Data) -> dict[str, ShardReader]:
     problems = Problems()
     for source, split in wanted:
         folder = source.shards
-        reader = problems.attempt(open_source, source, split)
+        reader = problems.attempt(open_source, source, split, data.cache)
         if reader is None:
             continue
         if not data.window.count_in(reader.tokens):
@@ -59,9 +59,10 @@ def data_problems(data: Data) -> Problems:
     return problems
 
 
-def source_name(folder: Path, taken: dict) -> str:
-    """Returns the folder's own name, or its whole path if two folders share one."""
-    return folder.name if folder.name not in taken else str(folder)
+def source_name(folder: Path | str, taken: dict) -> str:
+    """Returns the folder's own name, or its whole path or URL if two folders share one."""
+    name = Path(folder).name
+    return name if name not in taken else str(folder)
 
 
 @torch.no_grad()
@@ -94,11 +95,14 @@ def measure(
             starts = windows_of(reader, window, sequences)
             total = torch.zeros(2 + 2 * len(ranges), dtype=torch.float64)
             for first in range(0, len(starts), rows * strategy.data_ranks):
-                parts = [starts[first + rank * rows :][:rows] for rank in range(strategy.data_ranks)]
+                # Those of the next batch, too: an object store fetches them while this one is computed.
+                parts = [starts[first + rank * rows :][:rows] for rank in range(2 * strategy.data_ranks)]
                 mine = parts[strategy.data_rank]
 
                 def read(data_rank: int, reader: ShardReader = reader, parts: list = parts) -> np.ndarray:
-                    return read_windows(reader, parts[data_rank], window, rows)
+                    ids = read_windows(reader, parts[data_rank], window, rows)
+                    expect_windows(reader, parts[strategy.data_ranks + data_rank], window)
+                    return ids
 
                 ids = strategy.read(first, read)
                 batch = model_inputs(

@@ -53,7 +53,7 @@ class CheckedReader(ShardReader):
         super().read(start, out)
         if (largest := int(out.max())) >= self.manifest.vocabulary_size:
             raise InputError(
-                f"{self.manifest.folder}: split {self.split} holds id {largest:,} between tokens {start:,} and "
+                f"{self.manifest.place}: split {self.split} holds id {largest:,} between tokens {start:,} and "
                 f"{start + len(out):,}, its vocabulary has 0 to {self.manifest.vocabulary_size - 1:,}; the shards are "
                 "damaged: restore or prepare them again"
             )
@@ -133,7 +133,7 @@ def run_config_of(address: ModelAddress) -> RunConfig | None:
 
 
 def open_evaluation_shards(
-    folders: list[Path], split: str, window: WindowSpec, tokenizer: str | None = None
+    folders: list[Path | str], split: str, window: WindowSpec, tokenizer: str | None = None
 ) -> dict[str, ShardReader]:
     """Opens {name: reader}. Raises InputError with every unusable folder.
 
@@ -151,7 +151,7 @@ def open_evaluation_shards(
                 f"--data {folder}: {reader.tokens:,} {split} tokens are fewer than one sequence of "
                 f"{window.sequence_length:,} + 1; at most --sequence_length {reader.tokens - 1}"
             )
-        readers[source_name(Path(folder), readers)] = reader
+        readers[source_name(folder, readers)] = reader
     problems.stop_if_any()
     return readers
 
@@ -160,7 +160,7 @@ def tokenizer_problems(address: ModelAddress, config: PreTrainedConfig, manifest
     """Returns why these shards mean something else to this model than to their tokenizer; [] if they do not."""
     own_file = address.folder / "tokenizer.json"
     shards_file = manifest.tokenizer_folder / "tokenizer.json"
-    shards_text = f"{manifest.folder} was prepared with {manifest.tokenizer_name} ({manifest.vocabulary_size:,} ids)"
+    shards_text = f"{manifest.place} was prepared with {manifest.tokenizer_name} ({manifest.vocabulary_size:,} ids)"
     if config.vocab_size < manifest.vocabulary_size:
         return [
             f"--data {shards_text}, {address.name} has a vocabulary of {config.vocab_size:,}: prepare the data with "

@@ -86,11 +86,11 @@ def prepare(
     """
     output = request.output
     plan = request.plan()
-    slices = require_slices(request)
     state_folder = output / UNFINISHED_FOLDER
     finished = _finished(output, plan)
     if finished is not None and not state_folder.exists():
         return finished
+    slices = require_slices(request)
     existed = output.is_dir()
     refuse_other_files(output, UNFINISHED_FOLDER)
     try:

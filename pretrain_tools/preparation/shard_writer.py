@@ -8,8 +8,9 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from pretrain.data.manifest import SPLITS, Shard, id_dtype
+from pretrain.data.object_store import BLOCKS_SUFFIX, block_digests
 from pretrain.errors import InputError
-from pretrain.files import sha256_of, sync_folder
+from pretrain.files import sha256_of, sync_folder, write_durably
 from pretrain_tools.preparation.documents.document_index import DOCUMENTS_SUFFIX, tokens_of
 from pretrain_tools.preparation.near_duplicate_search import SIGNATURES_SUFFIX
 from pretrain_tools.preparation.text_files import TEXT_FOLDER, TEXT_SUFFIX, compress, text_name
@@ -186,6 +187,10 @@ class ShardWriter:
         ids = self._path(split, shard.number, IDS_SUFFIX)
         suffixes = (DOCUMENTS_SUFFIX, SIGNATURES_SUFFIX)
         beside = {ids.with_suffix(suffix).name: hashes[suffix] for suffix in suffixes if suffix in hashes}
+        blocks = ids.with_suffix(BLOCKS_SUFFIX)
+        with ids.open("rb") as file:
+            write_durably(blocks, block_digests(file))
+        beside[blocks.name] = sha256_of(blocks)
         if PLAIN_TEXT_SUFFIX in shard.files:
             name = text_name(ids.name)
             plain = shard.files[PLAIN_TEXT_SUFFIX].path
@@ -233,7 +238,7 @@ class ShardWriter:
 
 def shard_files(folder: Path) -> list[Path]:
     """Lists every file of shards in a folder: ids, the files beside them, and text."""
-    suffixes = (IDS_SUFFIX, DOCUMENTS_SUFFIX, SIGNATURES_SUFFIX)
+    suffixes = (IDS_SUFFIX, DOCUMENTS_SUFFIX, SIGNATURES_SUFFIX, BLOCKS_SUFFIX)
     names = [f"{split}-*{suffix}" for split in SPLITS for suffix in suffixes]
     names += [f"{TEXT_FOLDER}/{split}-*{TEXT_SUFFIX}" for split in SPLITS]
     return sorted(path for name in names for path in folder.glob(name))

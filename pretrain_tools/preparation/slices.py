@@ -6,7 +6,7 @@ the slices' documents in the order of the input and writes the same bytes as a s
 
 import itertools
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,6 +21,7 @@ from pretrain_tools.preparation.documents.sources import Position
 from pretrain_tools.preparation.encoded_part import EncodedPart, Problem, Tally
 from pretrain_tools.preparation.plan import PreparationRequest, refuse_differences
 from pretrain_tools.preparation.text_files import has_text, stored_lines
+from pretrain_tools.preparation.upload import Destination
 
 TOKENS_PER_PART = 1 << 22
 DOCUMENTS_PER_PART = 1 << 16
@@ -46,6 +47,21 @@ def slice_of(request: PreparationRequest, number: int, count: int) -> Preparatio
 def slices_folder(request: PreparationRequest) -> Path:
     """Returns the folder of all slices of the output."""
     return request.output.with_name(request.output.name + ".slices")
+
+
+def slice_destination(request: PreparationRequest, number: int, count: int) -> Destination:
+    """Returns where a slice of an output at a URL is copied to: URL.slices/I-of-N."""
+    destination = request.destination
+    local = slices_folder(request) / f"{number}-of-{count}"
+    return replace(destination, url=f"{destination.url}.slices/{number}-of-{count}", local=local)
+
+
+def fetch_slices(request: PreparationRequest, say: Callable[[str], None]) -> None:
+    """Copies the slices that other machines have finished here, for the merge. Raises InputError."""
+    problems = Problems()
+    for number in range(request.merge_slices):
+        problems.attempt(slice_destination(request, number, request.merge_slices).fetch, say)
+    problems.stop_if_any()
 
 
 def require_slices(request: PreparationRequest) -> list[Path]:

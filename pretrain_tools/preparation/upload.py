@@ -1,11 +1,13 @@
 """Outputs that are URLs: prepared in a local folder, which survives a kill, then copied file by file."""
 
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pretrain.data.shards import verify_shards
 from pretrain.errors import InputError, one_line
 from pretrain.files import seal, write_durably
 from pretrain.urls import shown
@@ -83,6 +85,38 @@ class Destination:
                 "again to copy the rest"
             ) from None
         return number
+
+    def fetch(self, say: Callable[[str], None]) -> None:
+        """Copies the folder here from the URL if it is complete there; does nothing if it is not, or is here already.
+
+        A second call continues after a kill. Raises InputError if it cannot be read, or is not what was written.
+        """
+        if (self.local / self.last).is_file():
+            return
+        try:
+            held = self._store.sizes("")
+            if self.last not in held:
+                return
+            self.local.mkdir(parents=True, exist_ok=True)
+            # What this machine has begun of it; another has finished it.
+            shutil.rmtree(self.local / UNFINISHED_FILE, ignore_errors=True)
+            for name in sorted(held, key=lambda name: (name == self.last, name)):
+                path = self.local / name
+                if not path.is_file():
+                    path.parent.mkdir(exist_ok=True)
+                    fresh = path.with_name(f".{path.name}.new")
+                    self._store.system.get_file(name, str(fresh))
+                    fresh.rename(path)
+        except Exception as error:  # each file system has errors of its own
+            raise InputError(
+                f"{self.shown}: cannot be copied here: {one_line(error)}; run the same command again"
+            ) from None
+        if problems := verify_shards(self.local):
+            (self.local / self.last).unlink()
+            raise InputError(
+                *problems, f"{self.local}: is not what was written to {self.shown}; remove it to copy it again"
+            )
+        say(f"copied {self.shown} to {self.local}")
 
 
 def destination_of(url: str, staging: Path, last: str) -> Destination:

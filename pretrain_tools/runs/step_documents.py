@@ -13,7 +13,7 @@ from pretrain.errors import InputError
 from pretrain.optim.batch_ramp import BatchRamp
 from pretrain.runs.run_folder import checkpoint_folders, read_config, read_state
 from pretrain.units import counted
-from pretrain_tools.preparation.documents.document_index import read_index
+from pretrain_tools.preparation.documents.document_index import index_path, read_index
 from pretrain_tools.preparation.documents.sources import place_text
 from pretrain_tools.runs.history import read_history
 
@@ -168,18 +168,28 @@ def place_in_shards(shards: list[Shard], start: int) -> tuple[int, int]:
 
 def ends_before(manifest: Manifest, shard: Shard, offset: int) -> int:
     """Counts the documents that end before an offset in a shard."""
-    path = manifest.folder / shard.file
+    path = _local(manifest, shard)
     if (index := read_index(path, shard.documents)) is not None:
         return int(np.searchsorted(index["end"], offset, side="right"))
     ids = np.memmap(path, id_dtype(manifest.dtype), mode="r")[:offset]
     return int(np.count_nonzero(ids == manifest.end_of_document_id))
 
 
+def _local(manifest: Manifest, shard: Shard) -> Path:
+    """Returns the path of a shard beside which its index is; of shards at a URL only the index is copied."""
+    path = manifest.folder / shard.file
+    if manifest.url is not None:
+        from pretrain.data.object_store import copied_file
+
+        copied_file(manifest, index_path(path).name)
+    return path
+
+
 def origin_of(manifest: Manifest, shards: list[Shard], number: int) -> str | None:
     """Returns source file and line of document `number` (from 1) of the shards; None if they do not record it."""
     for shard in shards:
         if number <= shard.documents:
-            index = read_index(manifest.folder / shard.file, shard.documents)
+            index = read_index(_local(manifest, shard), shard.documents)
             if index is None:
                 return None
             entry = index[number - 1]

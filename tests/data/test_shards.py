@@ -181,8 +181,8 @@ def test_shards_are_cut_between_documents(tmp_path):
         assert all(np.frombuffer(content, dtype="<u2")[index["end"] - 1] == END)
         assert index["end"][-1] == shard.tokens
         assert index["text_bytes"].sum() == shard.text_bytes
-        named = (tmp_path / shard.file).with_suffix(".documents")
-        assert shard.beside == {named.name: hashlib.sha256(named.read_bytes()).hexdigest()}
+        beside = [(tmp_path / shard.file).with_suffix(suffix) for suffix in (".documents", ".blocks")]
+        assert shard.beside == {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in beside}
     index = read_index(tmp_path / shards[0].file, 2)
     assert index[["source", "place"]].tolist() == [(0, 5), (1, 6)]
 

@@ -1,48 +1,20 @@
 """A server that speaks S3, on this machine: documents, prepared folders and the mirror of a run, through s3fs."""
 
 import json
-import logging
+import signal
 
-import boto3
 import pytest
-from moto.server import ThreadedMotoServer
 
 from support.mirrors import lose
+from support.object_store import store_server
+from support.prepared import run_killed
 from support.project import events, losses, run_script
-
-KEYS = {
-    "AWS_ACCESS_KEY_ID": "key-of-a-test",
-    "AWS_SECRET_ACCESS_KEY": "secret-of-a-test",
-    "AWS_DEFAULT_REGION": "us-east-1",
-}
-
-
-class Store:
-    """One bucket, and the variables by which s3fs finds it."""
-
-    def __init__(self, address: str):
-        self.environment = {**KEYS, "AWS_ENDPOINT_URL": address}
-        names = ("aws_access_key_id", "aws_secret_access_key", "region_name")
-        self.client = boto3.client("s3", endpoint_url=address, **dict(zip(names, KEYS.values(), strict=True)))
-        self.client.create_bucket(Bucket="mine")
-
-    def names(self, folder: str) -> set[str]:
-        """Of the objects below a folder, relative to it."""
-        found = self.client.list_objects_v2(Bucket="mine", Prefix=f"{folder}/").get("Contents", [])
-        return {about["Key"].removeprefix(f"{folder}/") for about in found}
-
-    def read(self, name: str) -> bytes:
-        return self.client.get_object(Bucket="mine", Key=name)["Body"].read()
 
 
 @pytest.fixture(scope="module")
 def store():
-    logging.getLogger("werkzeug").setLevel(logging.ERROR)  # it logs each request
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    yield Store(f"http://{host}:{port}")
-    server.stop()
+    with store_server() as server:
+        yield server
 
 
 def test_a_lost_run_goes_on_from_its_mirror(store, recipe, tmp_path):
@@ -65,27 +37,37 @@ def test_documents_and_prepared_folders(store, tokenizer, tmp_path):
     for part in range(2):
         content = "\n".join(lines[part::2]).encode()
         (tmp_path / f"docs/{part}.jsonl").write_bytes(content)
-        store.client.put_object(Bucket="mine", Key=f"docs/{part}.jsonl", Body=content)
+        store.write(f"docs/{part}.jsonl", content)
 
-    def prepare(docs, output):
-        given = (
-            "--input",
-            f"{docs}/*.jsonl",
-            "--tokenizer",
-            tokenizer,
-            "--validation_fraction",
-            0.2,
-            "--output",
-            output,
-        )
-        return run_script("prepare_data.py", *given, "--staging", tmp_path / "staging", **store.environment).stdout
+    def words(docs, output, machine="one"):
+        given = ("--input", f"{docs}/*.jsonl", "--tokenizer", tokenizer, "--validation_fraction", 0.2)
+        return *given, "--output", output, "--staging", tmp_path / machine, "--workers", 1
+
+    def prepare(docs, output, *more, **where):
+        return run_script("prepare_data.py", *words(docs, output, **where), *more, **store.environment).stdout
 
     prepare(tmp_path / "docs", tmp_path / "here")
     prepare("s3://mine/docs", "s3://mine/shards")
-    shards = {path.name for path in (tmp_path / "here").iterdir() if path.suffix in (".bin", ".documents")}
-    assert len(shards) == 4 and {*shards, "manifest.json"} <= store.names("shards")
+    shards = {path.name for path in (tmp_path / "here").iterdir() if path.suffix in (".bin", ".documents", ".blocks")}
+    assert len(shards) == 6 and {*shards, "manifest.json"} <= store.names("shards")
     assert all(store.read(f"shards/{name}") == (tmp_path / "here" / name).read_bytes() for name in shards)
     assert "already complete" in prepare("s3://mine/docs", "s3://mine/shards")
+
+    # On three machines that share nothing but the store; the second is killed and goes on.
+    asked = ("s3://mine/docs", "s3://mine/sliced")
+    prepare(*asked, "--slice", "0/2", machine="one")
+    killed = run_killed(8, *words(*asked, machine="two"), "--slice", "1/2", **store.environment)
+    assert killed.returncode == -signal.SIGKILL and not store.names("sliced.slices/1-of-2") - {".unfinished"}
+    refused = run_script(
+        "prepare_data.py", *words(*asked, machine="three"), "--merge_slices", 2, check=False, **store.environment
+    )
+    assert (
+        refused.returncode == 2 and "1-of-2: is not complete; run the same command with --slice 1/2" in refused.stderr
+    )
+    prepare(*asked, "--slice", "1/2", machine="two")
+    prepare(*asked, "--merge_slices", 2, machine="three")
+    assert all(store.read(f"sliced/{name}") == store.read(f"shards/{name}") for name in (*shards, "manifest.json"))
+    assert "already complete" in prepare(*asked, "--merge_slices", 2, machine="four")
 
 
 def test_a_bucket_that_does_not_exist_is_named(store, tokenizer, tmp_path):

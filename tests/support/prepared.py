@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+import os
 import subprocess
 import sys
 
@@ -99,6 +100,7 @@ run_script(prepare_data.main)
 """
 
 
-def run_killed(at, *arguments):
+def run_killed(at, *arguments, **environment):
     command = [sys.executable, "-c", KILLED, str(at), *map(str, arguments)]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    environment = {**os.environ, **environment}
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)

@@ -1,0 +1,366 @@
+"""Shards in an object store (s3://, gs://, hf://, any URL of fsspec), read by ranges ahead of their use.
+
+A shard is read in blocks of 64 KiB. train-00000.blocks beside train-00000.bin has the hash of each block, 8 bytes of
+BLAKE2b; the manifest has the hash of that file. Blocks wait in memory for the step that needs them, and may be kept on
+a disk of bounded size.
+"""
+
+import functools
+import hashlib
+import os
+import tempfile
+import threading
+import time
+from collections import OrderedDict
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+
+from pretrain.config import DataCache
+from pretrain.data.manifest import MANIFEST_FILE, TOKENIZER_FOLDER, Manifest, Shard, id_dtype, parse_manifest
+from pretrain.errors import InputError, one_line
+from pretrain.files import sha256_of
+from pretrain.urls import UnreachableError, file_system, shown
+
+BLOCK_BYTES = 1 << 16
+DIGEST_BYTES = 8
+BLOCKS_SUFFIX = ".blocks"
+TRIES = 8
+FIRST_WAIT_SECONDS = 0.1
+"""Pause before the second try; it doubles with each, to 13 s in all."""
+TRIES_IF_DAMAGED = 2
+"""Reads of content whose hash is wrong: it may have been damaged on its way."""
+THREADS = 16
+"""Requests under way at a time, in each process."""
+BLOCKS_AHEAD = 512
+"""Blocks that training asks for ahead of their use, 32 MiB in each process."""
+BLOCKS_KEPT = 2 * BLOCKS_AHEAD
+
+
+def block_digests(file: BinaryIO) -> bytes:
+    """Returns the content of a .blocks file: the hashes of a file's blocks, end to end."""
+    digests = bytearray()
+    while block := file.read(BLOCK_BYTES):
+        digests += _digest(block)
+    return bytes(digests)
+
+
+def _digest(block: bytes) -> bytes:
+    return hashlib.blake2b(block, digest_size=DIGEST_BYTES).digest()
+
+
+class RemoteFolder:
+    """Folder of prepared shards at a URL."""
+
+    def __init__(self, url: str):
+        from fsspec.implementations.dirfs import DirFileSystem
+
+        self.shown = shown(url).rstrip("/")
+        system, path = file_system(url)
+        self._system = DirFileSystem(path.rstrip("/"), system)
+
+    def sizes(self) -> dict[str, int | None]:
+        """Returns {name: bytes, None if unknown} of all files. Raises InputError."""
+        try:
+            return {name: about.get("size") for name, about in self._system.find("", detail=True).items()}
+        except FileNotFoundError:
+            return {}
+        except Exception as error:  # each file system raises its own errors
+            raise InputError(f"{self.shown}: cannot be listed: {one_line(error)}") from None
+
+    def read(self, name: str, start: int | None = None, end: int | None = None) -> bytes:
+        """Reads an object, or its bytes from `start` to `end`; repeats what fails.
+
+        Raises InputError for an object that is missing, forbidden or shorter than `end`; UnreachableError after TRIES.
+        """
+        where = f"{self.shown}/{name}"
+        for attempt in range(TRIES):
+            try:
+                content = self._system.cat_file(name, start=start, end=end)
+                if start is None or len(content) == end - start:
+                    return content
+                problem = f"{len(content):,} bytes came instead of {end - start:,}"
+            except FileNotFoundError:
+                raise InputError(f"{where}: no such object; upload it, or correct the address") from None
+            except PermissionError as error:
+                raise InputError(f"{where}: {one_line(error)}; give this machine access to it") from None
+            except Exception as error:  # each file system raises its own errors
+                problem = one_line(error)
+            if end is not None and (size := self._size(name)) is not None and size < end:
+                raise InputError(
+                    f"{where}: is cut off: it has {size:,} bytes, at least {end:,} are needed; upload it again"
+                )
+            if attempt < TRIES - 1:
+                time.sleep(FIRST_WAIT_SECONDS * 2**attempt)
+        span = "" if start is None else f"bytes {start:,} to {end:,} "
+        raise UnreachableError(5, f"{span}cannot be read, after {TRIES} tries: {problem}", where)
+
+    def _size(self, name: str) -> int | None:
+        try:
+            self._system.invalidate_cache()
+            return self._system.info(name).get("size")
+        except Exception:  # the failed read says what is wrong
+            return None
+
+
+@functools.cache
+def remote_folder(url: str) -> RemoteFolder:
+    """Returns the folder at a URL, which keeps its connections."""
+    return RemoteFolder(url)
+
+
+@functools.cache
+def remote_sizes(url: str) -> dict[str, int | None]:
+    """Returns the sizes of a folder's files as this process has found them."""
+    return remote_folder(url).sizes()
+
+
+@functools.cache
+def remote_manifest(url: str) -> Manifest:
+    """Reads the manifest at a URL; keeps it and the tokenizer in ~/.cache/groundwork. Raises InputError.
+
+    A process reads it once, so that all of a run's readers agree.
+    """
+    folder = remote_folder(url)
+    where = f"{folder.shown}/{MANIFEST_FILE}"
+    try:
+        content = folder.read(MANIFEST_FILE)
+    except InputError as error:
+        advice = f"an unfinished or foreign folder has no {MANIFEST_FILE}; shards of other tools are read from disks"
+        raise InputError(*error.problems, f"{folder.shown}: {advice}") from None
+    except UnreachableError as error:
+        raise InputError(f"{where}: {error.strerror}") from None
+    sha256 = hashlib.sha256(content).hexdigest()
+    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    local = home / "groundwork" / "shards" / sha256
+    manifest = replace(parse_manifest(local, where, content), url=url)
+    tokenizer = local / TOKENIZER_FOLDER / "tokenizer.json"
+    if not tokenizer.is_file() or sha256_of(tokenizer) != manifest.tokenizer_sha256:
+        _copy_small_files(url, local, content)
+    if not tokenizer.is_file() or sha256_of(tokenizer) != manifest.tokenizer_sha256:
+        raise InputError(
+            f"{folder.shown}/{TOKENIZER_FOLDER}/tokenizer.json: is missing or not the one of the manifest; upload it "
+            "again"
+        )
+    return manifest
+
+
+def _copy_small_files(url: str, local: Path, manifest: bytes) -> None:
+    """Copies manifest and tokenizer, complete or not at all: the ranks of a machine do so at the same time."""
+    local.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=local.parent, prefix=".copying-") as place:
+        copy = Path(place) / "copy"
+        (copy / TOKENIZER_FOLDER).mkdir(parents=True)
+        for name in remote_sizes(url):
+            if name.startswith(f"{TOKENIZER_FOLDER}/") and name.count("/") == 1:
+                (copy / name).write_bytes(remote_folder(url).read(name))
+        (copy / MANIFEST_FILE).write_bytes(manifest)
+        if local.is_dir():  # damaged, or another rank has been faster
+            local.rename(Path(place) / "old")
+        try:
+            copy.rename(local)
+        except OSError:
+            if not local.is_dir():
+                raise
+
+
+class RemoteIds:
+    """Token IDs of one shard in an object store; sliced like an array. Slices are read-only."""
+
+    def __init__(self, manifest: Manifest, shard: Shard, blocks: "BlockReader"):
+        self.folder = remote_folder(manifest.url)
+        self.file = shard.file
+        self.key = f"{manifest.sha256}/{shard.file}"
+        self._blocks = blocks
+        self._tokens = shard.tokens
+        self._dtype = id_dtype(manifest.dtype)
+        self._hashes_sha256 = shard.beside.get(self.hashes_file)
+        self._hashes: Future[bytes] | None = None
+
+    def __len__(self) -> int:
+        return self._tokens
+
+    @property
+    def hashes_file(self) -> str:
+        """Name of the file with the hashes of the blocks."""
+        return str(Path(self.file).with_suffix(BLOCKS_SUFFIX))
+
+    def __getitem__(self, where: slice) -> np.ndarray:
+        start, stop, _ = where.indices(self._tokens)
+        if stop <= start:
+            return np.empty(0, self._dtype)
+        numbers = self._numbers(start, stop)
+        content = b"".join([self._blocks.block(self, number) for number in numbers])
+        first = numbers[0] * BLOCK_BYTES // self._dtype.itemsize
+        return np.frombuffer(content, self._dtype)[start - first : stop - first]
+
+    def expect(self, start: int, stop: int) -> None:
+        """Begins to fetch the blocks of these IDs."""
+        for number in self._numbers(start, stop):
+            self._blocks.expect(self, number)
+
+    def _numbers(self, start: int, stop: int) -> range:
+        size = self._dtype.itemsize
+        return range(start * size // BLOCK_BYTES, (stop * size - 1) // BLOCK_BYTES + 1)
+
+    def span(self, number: int) -> tuple[int, int]:
+        """Returns the first byte of a block, and the byte after its last."""
+        start = number * BLOCK_BYTES
+        return start, min(start + BLOCK_BYTES, self._tokens * self._dtype.itemsize)
+
+    def begin_hashes(self, pool: ThreadPoolExecutor) -> None:
+        """Begins to fetch the hashes, before the first block, which waits for them."""
+        if self._hashes is None and self._hashes_sha256 is not None:
+            self._hashes = pool.submit(self._read_hashes)
+
+    def _read_hashes(self) -> bytes:
+        blocks = -(-self._tokens * self._dtype.itemsize // BLOCK_BYTES)
+        for _ in range(TRIES_IF_DAMAGED):
+            content = self.folder.read(self.hashes_file, 0, blocks * DIGEST_BYTES)
+            if hashlib.sha256(content).hexdigest() == self._hashes_sha256:
+                return content
+        raise InputError(
+            f"{self.folder.shown}/{self.hashes_file}: its content has changed (sha256 differs from the manifest's); "
+            "upload it again"
+        )
+
+    def fetch(self, number: int) -> bytes:
+        """Reads a block and checks its hash. Raises InputError as `RemoteFolder.read`, and for another hash."""
+        start, end = self.span(number)
+        for _ in range(TRIES_IF_DAMAGED):
+            content = self.folder.read(self.file, start, end)
+            if self._hashes is None:  # prepared by an earlier version
+                return content
+            if _digest(content) == self._hashes.result()[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES]:
+                return content
+        raise InputError(
+            f"{self.folder.shown}/{self.file}: bytes {start:,} to {end:,} are damaged (their hash is not the one in "
+            f"{self.hashes_file}); upload the object again"
+        )
+
+
+class BlockReader:
+    """Blocks of this process: fetched in threads, the last BLOCKS_KEPT of them in memory.
+
+    disk: keeps blocks between starts and for the other processes of the machine.
+    """
+
+    def __init__(self, disk: "DiskCache | None" = None):
+        self._disk = disk
+        self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="object_store")
+        self._lock = threading.Lock()
+        self._blocks: OrderedDict[tuple[str, int], Future[bytes]] = OrderedDict()
+        self._kept = BLOCKS_KEPT
+        self.fetched_bytes = 0
+
+    def keep(self, blocks: int) -> None:
+        """Makes room for at least that many blocks, so that none is dropped before it is read."""
+        self._kept = max(self._kept, blocks)
+
+    def expect(self, ids: RemoteIds, number: int) -> Future[bytes]:
+        """Begins to fetch a block, unless it is here."""
+        key = (ids.key, number)
+        with self._lock:
+            found = self._blocks.get(key)
+            if found is None:
+                ids.begin_hashes(self._pool)
+                found = self._blocks[key] = self._pool.submit(self._fetched, ids, number)
+                while len(self._blocks) > self._kept:
+                    self._blocks.popitem(last=False)
+            else:
+                self._blocks.move_to_end(key)
+        return found
+
+    def block(self, ids: RemoteIds, number: int) -> bytes:
+        """Returns the content of a block, once it is here. Raises as `RemoteIds.fetch`."""
+        try:
+            return self.expect(ids, number).result()
+        except Exception:
+            with self._lock:
+                self._blocks.pop((ids.key, number), None)
+            raise
+
+    def _fetched(self, ids: RemoteIds, number: int) -> bytes:
+        start, end = ids.span(number)
+        key = f"{ids.key}/{number}".encode()
+        content = self._disk.get(key, end - start) if self._disk else None
+        if content is None:
+            content = ids.fetch(number)
+            with self._lock:
+                self.fetched_bytes += len(content)
+            if self._disk:
+                self._disk.put(key, content)
+        return content
+
+
+@functools.cache
+def block_reader(cache: DataCache | None) -> BlockReader:
+    """Returns the reader that all sources of a process share."""
+    return BlockReader(DiskCache(cache.folder, cache.size) if cache else None)
+
+
+class DiskCache:
+    """Blocks in one file of fixed size, which all processes of a machine read and write without a lock.
+
+    The file is a table of places for BLOCK_BYTES. A block has WAYS places, found by its key, and takes an empty one or
+    else replaces one of the others. Before each block is a hash of its key and one of key and content: a place that is
+    half written, by a kill or by two processes at once, holds no block.
+    """
+
+    WAYS = 8
+    HASH_BYTES = 16
+    PLACE_BYTES = 2 * HASH_BYTES + BLOCK_BYTES
+
+    def __init__(self, folder: Path, size: int):
+        self._sets = size // (self.WAYS * self.PLACE_BYTES)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._file = os.open(folder / "blocks", os.O_RDWR | os.O_CREAT, 0o600)
+            # Taken now: a disk that fills up later would end the run.
+            os.posix_fallocate(self._file, 0, self._sets * self.WAYS * self.PLACE_BYTES)
+        except OSError as error:
+            raise InputError(
+                f"data.cache: {folder}: no file of {size:,} bytes can be made there: {error.strerror}; give another "
+                "folder or a smaller size"
+            ) from None
+
+    def get(self, key: bytes, size: int) -> bytes | None:
+        """Returns a block of `size` bytes; None if it is not here."""
+        name, places = self._places(key)
+        for place in places:
+            if os.pread(self._file, self.HASH_BYTES, place) == name:
+                stored = os.pread(self._file, self.HASH_BYTES + size, place + self.HASH_BYTES)
+                content = stored[self.HASH_BYTES :]
+                if stored[: self.HASH_BYTES] == self._hash(key, content):
+                    return content
+        return None
+
+    def put(self, key: bytes, content: bytes) -> None:
+        """Stores a block."""
+        name, places = self._places(key)
+        held = [os.pread(self._file, self.HASH_BYTES, place) for place in places]
+        free = [place for place, found in zip(places, held, strict=True) if found in (name, bytes(self.HASH_BYTES))]
+        content_hash = self._hash(key, content)
+        place = free[0] if free else places[content_hash[0] % self.WAYS]
+        os.pwrite(self._file, name + content_hash + content, place)
+
+    def _places(self, key: bytes) -> tuple[bytes, list[int]]:
+        name = self._hash(key)
+        first = int.from_bytes(name[:8], "little") % self._sets * self.WAYS
+        return name, [number * self.PLACE_BYTES for number in range(first, first + self.WAYS)]
+
+    def _hash(self, *parts: bytes) -> bytes:
+        return hashlib.blake2b(b"".join(parts), digest_size=self.HASH_BYTES).digest()
+
+
+def copied_file(manifest: Manifest, name: str) -> Path:
+    """Returns a local copy of one of the files beside the shards; copies it at first use. Raises InputError."""
+    path = manifest.folder / name
+    if not path.is_file():
+        fresh = path.with_name(f".{name}.{os.getpid()}")
+        fresh.write_bytes(remote_folder(manifest.url).read(name))
+        fresh.rename(path)
+    return path

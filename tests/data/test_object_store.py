@@ -1,0 +1,341 @@
+"""Training from an object store: the same run to the last bit, whatever its server does, and damage by name.
+
+Runs are trained from a server that speaks S3, behind a proxy that delays and fails; the rest reads from fsspec's
+memory.
+With STRATEGIES=all in the environment (`make test-strategies`) under every kind of strategy.
+"""
+
+import hashlib
+import itertools
+import json
+import os
+import re
+import signal
+from pathlib import Path
+
+import fsspec
+import numpy as np
+import pytest
+import yaml
+
+from pretrain.config import Data, DataCache
+from pretrain.data import object_store
+from pretrain.data.batches import Batches, open_training
+from pretrain.data.object_store import BLOCK_BYTES, DiskCache, block_digests, block_reader
+from pretrain.data.shards import ShardReader, open_shards, read_manifest, verify_shards
+from pretrain.errors import InputError
+from pretrain.optim.batch_ramp import batch_ramp
+from pretrain.training.run_records import unhashed_blocks
+from pretrain.urls import UnreachableError
+from support.faults import launch_with_faults
+from support.numbered_shards import write_shards
+from support.object_store import faulty, store_server
+from support.project import events, launch, losses, run_script
+from support.tiny_models import TINY_LLAMA
+
+STRATEGIES = ["ddp"]
+if os.environ.get("STRATEGIES") == "all":
+    STRATEGIES += ["fsdp2", "zero2", "zero3", "tp", "cp", "pp"]
+LENGTH = 1024
+TOKENS = 300_000
+FOLDERS = itertools.count()
+
+
+@pytest.fixture(autouse=True)
+def short(monkeypatch, tmp_path):
+    """No pauses between tries; nothing in memory or in the cache folder from another test."""
+    block_reader.cache_clear()
+    monkeypatch.setattr(object_store, "FIRST_WAIT_SECONDS", 0)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+
+
+def prepared(folder, tokens=TOKENS, *, blocks=True, first=0):
+    """A prepared folder of three shards, with hashes of their blocks."""
+    write_shards(folder, tokens, files=3, validation=5000, first=first)
+    (folder / "tokenizer").mkdir()
+    (folder / "tokenizer/tokenizer.json").write_text("{}")
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest["tokenizer"]["sha256"] = hashlib.sha256(b"{}").hexdigest()
+    for shard in manifest["shards"] if blocks else ():
+        with (folder / shard["file"]).open("rb") as file:
+            content = block_digests(file)
+        name = shard["file"].replace(".bin", ".blocks")
+        (folder / name).write_bytes(content)
+        shard["beside"] = {name: hashlib.sha256(content).hexdigest()}
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    return folder
+
+
+def uploaded(folder, change=lambda name, content: content) -> str:
+    """The URL of a copy in memory, with every content changed by `change`; each has its own."""
+    place = f"copy-{os.getpid()}-{next(FOLDERS)}"
+    for path in folder.rglob("*"):
+        if path.is_file():
+            name = str(path.relative_to(folder))
+            fsspec.filesystem("memory").pipe_file(f"/{place}/{name}", change(name, path.read_bytes()))
+    return f"memory://{place}"
+
+
+def spoilt_at(place: int, of: str = "train-00001.bin"):
+    """A change of one byte of one file."""
+
+    def change(name, content):
+        return content if name != of else content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :]
+
+    return change
+
+
+def read_all(url, split="train") -> np.ndarray:
+    reader = open_shards(url, split)
+    ids = np.empty(reader.tokens, np.uint16)
+    reader.read(0, ids)
+    return ids
+
+
+MIXTURES = {
+    "several epochs": {"train": [{"shards": "a"}]},
+    "mixture": {"train": [{"shards": "a", "weight": 3}, {"shards": "b", "max_epochs": 0.5}]},
+    "curriculum": {
+        "stages": [
+            {"train": [{"shards": "a"}], "until": 0.5},
+            {"train": [{"shards": "b"}], "sequence_length": 2 * LENGTH},
+        ]
+    },
+    "random windows": {"train": [{"shards": "a"}], "sampling": "random_windows"},
+}
+
+
+@pytest.mark.parametrize("with_cache", [False, True])
+@pytest.mark.parametrize("name", MIXTURES)
+def test_batches_are_those_of_the_folders(tmp_path, name, with_cache):
+    """In the order of training, after a jump back, and where one process reads for two."""
+    folders = {name: prepared(tmp_path / name, first=1000 * number) for number, name in enumerate("ab")}
+    urls = {name: uploaded(folder) for name, folder in folders.items()}
+    ramp = batch_ramp(8, total_steps=80)
+
+    def batches(places):
+        text = json.dumps(MIXTURES[name])
+        for letter, place in places.items():
+            text = text.replace(f'"shards": "{letter}"', f'"shards": "{place}"')
+        cache = {"folder": tmp_path / "cache", "size": 10**7} if with_cache else None
+        return Batches(Data(sequence_length=LENGTH, cache=cache, **json.loads(text)), seed=1, ramp=ramp)
+
+    local, remote = batches(folders), batches(urls)
+    for step in [*range(80), 3, 4, 70]:
+        span = local.span_at(local.first_sample(step))
+        for rank in range(2):
+            for micro_step in range(2):
+                given = (step, micro_step, rank)
+                of_both = [b.read(*given, ranks=2, sequences=2 // span) for b in (local, remote)]
+                assert np.array_equal(*of_both), given
+
+
+def test_the_next_windows_are_fetched_before_they_are_read(tmp_path, monkeypatch):
+    data = Data(train=[{"shards": uploaded(prepared(tmp_path / "a"))}], sequence_length=LENGTH)
+    batches = Batches(data, seed=1, ramp=batch_ramp(4, total_steps=70))
+    batches.read(0, 0, 0, ranks=1, sequences=4)
+    reader = block_reader(None)
+    for future in list(reader._blocks.values()):
+        future.result()
+    monkeypatch.setattr(object_store.RemoteFolder, "read", lambda *_: pytest.fail("the step waits for the server"))
+    for step in range(1, 60):
+        batches.read(step, 0, 0, ranks=1, sequences=4)
+
+
+def test_a_damaged_block_is_refused_by_name(tmp_path):
+    folder = prepared(tmp_path / "a")
+    url = uploaded(folder, spoilt_at(BLOCK_BYTES + 7))
+    reader = open_shards(url, "train")
+    ids = np.empty(10, np.uint16)
+    shard = TOKENS // 3
+    reader.read(shard, ids)  # the block before it
+    said = f"{url}/train-00001.bin: bytes 65,536 to 131,072 are damaged"
+    with pytest.raises(InputError, match=said):
+        reader.read(shard + BLOCK_BYTES // 2, ids)
+    assert verify_shards(url) != [] and any("train-00001.bin: its content" in line for line in verify_shards(url))
+    assert not any("its content" in line and "blocks" in line for line in verify_shards(url))
+
+
+def test_changed_hashes_are_refused_by_name(tmp_path):
+    url = uploaded(prepared(tmp_path / "a"), spoilt_at(3, "train-00001.blocks"))
+    with pytest.raises(InputError, match=f"{url}/train-00001.blocks: its content has changed"):
+        read_all(url)
+
+
+def test_a_cut_object_is_refused_at_the_start_or_when_it_is_read(tmp_path):
+    folder = prepared(tmp_path / "a")
+    url = uploaded(folder, lambda name, content: content[:-10] if name == "train-00002.bin" else content)
+    with pytest.raises(InputError, match=f"{url}/train-00002.bin: has 199,990 bytes, must have 200,000"):
+        open_shards(url, "train")
+    reader = ShardReader(read_manifest(url), "train")
+    with pytest.raises(InputError, match=f"{url}/train-00002.bin: is cut off: it has 199,990 bytes, at least 200,000"):
+        reader.read(TOKENS - 10, np.empty(10, np.uint16))
+
+
+def test_missing_objects_are_named(tmp_path, monkeypatch):
+    folder = prepared(tmp_path / "a")
+    (folder / "train-00001.bin").unlink()
+    url = uploaded(folder)
+    with pytest.raises(InputError, match=f"{url}/train-00001.bin: is missing"):
+        open_shards(url, "train")
+    (folder / "tokenizer/tokenizer.json").write_text("[]")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "empty"))
+    url = uploaded(folder)
+    with pytest.raises(InputError, match=f"{url}/tokenizer/tokenizer.json: is missing or not the one"):
+        read_manifest(url)
+    with pytest.raises(InputError, match=r"memory://nothing/manifest\.json: no such object"):
+        read_manifest("memory://nothing")
+
+
+def test_what_fails_is_read_again_but_not_for_ever(tmp_path, monkeypatch):
+    folder = prepared(tmp_path / "a")
+    url = uploaded(folder)
+    reader = open_shards(url, "train")
+    system = type(object_store.remote_folder(url)._system)
+    whole = system.cat_file
+    calls = itertools.count(1)
+
+    def failing(self, name, **where):
+        number = next(calls)
+        if number % 3 == 1:
+            raise OSError("503 Slow Down")
+        content = whole(self, name, **where)
+        return content[:-1] if number % 3 == 2 else content
+
+    monkeypatch.setattr(system, "cat_file", failing)
+    ids = np.empty(TOKENS, np.uint16)
+    reader.read(0, ids)
+    assert np.array_equal(ids, read_all(folder)) and next(calls) > 20
+
+    def dead(self, name, **where):
+        raise OSError("503 Slow Down")
+
+    monkeypatch.setattr(system, "cat_file", dead)
+    reader = ShardReader(reader.manifest, "validation")
+    with pytest.raises(UnreachableError, match="cannot be read, after 8 tries: OSError: 503 Slow Down"):
+        reader.read(0, ids[:10])
+    with pytest.raises(InputError, match="after 8 tries: OSError: 503 Slow Down"):
+        read_manifest(uploaded(folder))
+
+
+def test_shards_of_earlier_versions_are_read_with_a_warning(tmp_path):
+    folder = prepared(tmp_path / "old", blocks=False)
+    url = uploaded(folder)
+    assert np.array_equal(read_all(url), read_all(folder))
+    old = open_training(Data(train=[{"shards": url}], sequence_length=LENGTH))
+    new = open_training(Data(train=[{"shards": uploaded(prepared(tmp_path / "new"))}], sequence_length=LENGTH))
+    (said,) = unhashed_blocks(old | new)
+    assert said.startswith(f"data: {url} has no hashes of its blocks")
+
+
+def test_the_cache_keeps_its_size_and_never_returns_what_is_damaged(tmp_path):
+    size = 5_000_000
+    cache = DiskCache(tmp_path, size)
+    blocks = {f"{number}".encode(): np.random.default_rng(number).bytes(BLOCK_BYTES) for number in range(300)}
+    for key, content in blocks.items():
+        cache.put(key, content)
+        assert cache.get(key, len(content)) == content
+    assert (tmp_path / "blocks").stat().st_size <= size
+    again = DiskCache(tmp_path, size)  # as after a restart
+    held = [key for key, content in blocks.items() if again.get(key, len(content)) == content]
+    assert len(held) == size // DiskCache.PLACE_BYTES // 8 * 8
+    with (tmp_path / "blocks").open("r+b") as file:
+        for place in range(0, size - DiskCache.PLACE_BYTES, DiskCache.PLACE_BYTES):
+            file.seek(place + 1000)
+            file.write(b"torn")
+    assert [again.get(key, BLOCK_BYTES) for key in held] == [None] * len(held)
+    assert again.get(b"unknown", BLOCK_BYTES) is None
+    with pytest.raises(InputError, match=r"data\.cache: /proc/x: no file of 5,000,000 bytes"):
+        DiskCache(Path("/proc/x"), size)
+
+
+def test_a_second_start_reads_from_the_cache(tmp_path, monkeypatch):
+    url = uploaded(prepared(tmp_path / "a"))
+    cache = DataCache(folder=tmp_path / "cache", size=10**7)
+    for _ in range(2):
+        block_reader.cache_clear()
+        ids = np.empty(TOKENS, np.uint16)
+        ShardReader(read_manifest(url), "train", cache).read(0, ids)
+        fetched = block_reader(cache).fetched_bytes
+        assert fetched in (2 * TOKENS, 0)
+    assert fetched == 0
+
+
+@pytest.fixture(scope="module")
+def store(shards):
+    with store_server() as server:
+        server.upload(shards, "corpus")
+        yield server
+
+
+@pytest.fixture(scope="module")
+def faulty_store(store, tmp_path_factory):
+    with faulty(store, fail_every=20, cut_every=30) as environment:
+        yield environment | {"XDG_CACHE_HOME": str(tmp_path_factory.mktemp("home"))}
+
+
+REMOTE = ("--data.train", "[{shards: s3://mine/corpus}]")
+
+
+def measured(run):
+    return {line["step"]: line["loss"] for line in events(run, "validation")}
+
+
+def test_a_run_that_is_killed_goes_on_from_a_faulty_server(faulty_store, recipe, tmp_path):
+    """To the last bit as from a disk; evaluate.py measures the same from there, and the step's documents are shown."""
+    local, remote = tmp_path / "local", tmp_path / "remote"
+    run_script("train.py", recipe, "--output", local)
+    cache = ("--data.cache.folder", tmp_path / "cache", "--data.cache.size", "10M")
+    given = ("--config", recipe, "--output", remote, *REMOTE, *cache)
+    kill = [{"where": "forward", "step": 7, "what": "SIGKILL"}]
+    killed = launch_with_faults(tmp_path / "notes", "single", 1, *given, faults=kill, **faulty_store)
+    assert killed.code == -signal.SIGKILL
+    run_script("train.py", *given, **faulty_store)
+    assert events(remote, "resume")[-1]["step"] == 4
+    assert losses(remote) == losses(local) and measured(remote) == measured(local)
+    assert (tmp_path / "cache/blocks").stat().st_size <= 10e6
+    evaluated = ("evaluate.py", "--model", f"{remote}@12", "--data", "s3://mine/corpus", "--sequences", 8)
+    run_script(*evaluated, "--output", tmp_path / "evaluation.json", **faulty_store)
+    (loss,) = re.findall(r'"loss": ([\d.]+)', (tmp_path / "evaluation.json").read_text())
+    assert float(loss) == pytest.approx(measured(remote)[12], abs=1e-6)
+    shown = run_script("runs.py", "documents", remote, "--step", 3, **faulty_store).stdout
+    assert shown.count("    from ") == shown.count("\n  document ") >= 4
+
+
+@pytest.fixture(scope="module")
+def runs(shards, faulty_store, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("store")
+    (folder / "model.json").write_text(json.dumps(TINY_LLAMA))
+    recipe = {
+        "model": str(folder / "model.json"),
+        "output": str(folder / "run"),
+        "seed": 1,
+        "precision": "fp32",
+        "data": {"train": [{"shards": str(shards)}], "sequence_length": 64},
+        "budget": {"steps": 4},
+        "batch": {"tokens_per_step": 1024, "sequences_per_micro_batch": 2},
+        "optim": {"learning_rate": 0.003, "warmup_steps": 2},
+        "compile": "none",
+        "validation": {"every_steps": 2, "sequences": 7},
+        "checkpoint": {"every_steps": 4},
+        "logging": {"every_steps": 1},
+        "pipeline": {"schedule": "1F1B"},
+    }
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    ways = {"": [], " remote": list(REMOTE)}
+    described = [
+        {"strategy": name, "arguments": ["--output", str(folder / f"{name}{way}"), *more]}
+        for name in STRATEGIES
+        for way, more in ways.items()
+    ]
+    (folder / "runs.json").write_text(json.dumps(described))
+    program = ["tests/support/train_strategies.py", folder / "recipe.yaml", folder / "runs.json"]
+    launch("ddp", 2, *program, timeout=3000, **faulty_store)
+    return folder
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_every_strategy_trains_the_same(runs, strategy):
+    local, remote = runs / strategy, runs / f"{strategy} remote"
+    assert len(losses(local)) == 4 and losses(remote) == losses(local)
+    assert measured(remote) == measured(local)
