@@ -20,9 +20,9 @@ import sys
 from pathlib import Path
 
 from pretrain.errors import InputError, Problems, did_you_mean, run_script
+from pretrain.files import place_of
 from pretrain.registry import load_extensions
 from pretrain.terminal import begin
-from pretrain.urls import place_of
 
 CHOICES = {
     "weights": ("raw", "average"),

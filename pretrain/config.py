@@ -22,6 +22,7 @@ from pydantic import (
 )
 
 from pretrain.errors import shortened
+from pretrain.files import is_url
 from pretrain.registry import (
     LOSS_TERMS,
     OPTIMIZERS,
@@ -33,7 +34,6 @@ from pretrain.registry import (
     load_extensions,
 )
 from pretrain.units import parse_count
-from pretrain.urls import is_url
 
 
 def parse_fraction(value: Any) -> Any:

@@ -8,11 +8,14 @@ shows in the hashes.
 import hashlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
+from urllib.parse import urlsplit
 
+URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 ROOT = Path(__file__).resolve().parents[1]
 """Root folder of the project, with its scripts, accelerate configs and model configurations."""
 
@@ -186,3 +189,24 @@ def damage_of_file(path: Path, name: str, entry: Mapping[str, object]) -> list[s
         return [f"{name} is missing"]
     except (OSError, ValueError) as error:  # ValueError: a name that no file can have
         return [f"{name} cannot be read ({error})"]
+
+
+def is_url(path: str | Path) -> bool:
+    """Tells if an address is a URL rather than a path."""
+    return URL.match(str(path)) is not None
+
+
+def place_of(address: str) -> Path | str:
+    """Returns a path, but a URL as it is: a Path would drop one of its slashes."""
+    return address if is_url(address) else Path(address)
+
+
+def shown(path: str) -> str:
+    """Returns an address to show and record: a URL without user, password and query, which may contain secrets.
+
+    Bytes of a path that are not UTF-8 are escaped, since neither terminals nor JSON accept them.
+    """
+    if not is_url(path):
+        return os.fsencode(path).decode(errors="backslashreplace")
+    parts = urlsplit(path)
+    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"

@@ -409,7 +409,7 @@ def fields_of_config(schema: type[Section] = RunConfig, prefix: str = "") -> lis
     return rows
 
 
-SECTIONS_LEFT_OUT = {"batch.ramp"}
+SECTIONS_LEFT_OUT = {"batch.ramp", "data.cache"}
 """Sections that are null by default; their settings' defaults apply once one of them is given."""
 
 

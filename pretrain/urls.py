@@ -3,21 +3,17 @@
 import hashlib
 import io
 import os
-import re
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
-from urllib.parse import urlsplit
 
 from pretrain.errors import InputError, one_line
-from pretrain.files import fingerprint_of
+from pretrain.files import fingerprint_of, is_url, shown
 
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
 
 _Value = TypeVar("Value")
-URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 DOWNLOAD_BLOCK_BYTES = 8 << 20
 TRIES = 4
 IDENTITIES = ("ETag", "etag", "md5Hash", "md5", "crc32c", "content_md5", "Content-MD5", "blob_id", "Last-Modified")
@@ -26,27 +22,6 @@ IDENTITIES = ("ETag", "etag", "md5Hash", "md5", "crc32c", "content_md5", "Conten
 
 class UnreachableError(OSError):
     """Raised if a remote file cannot be read now, which says nothing about its content."""
-
-
-def is_url(path: str | Path) -> bool:
-    """Tells if an address is a URL rather than a path."""
-    return URL.match(str(path)) is not None
-
-
-def place_of(address: str) -> Path | str:
-    """Returns a path, but a URL as it is: a Path would drop one of its slashes."""
-    return address if is_url(address) else Path(address)
-
-
-def shown(path: str) -> str:
-    """Returns an address to show and record: a URL without user, password and query, which may contain secrets.
-
-    Bytes of a path that are not UTF-8 are escaped, since neither terminals nor JSON accept them.
-    """
-    if not is_url(path):
-        return os.fsencode(path).decode(errors="backslashreplace")
-    parts = urlsplit(path)
-    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
 
 
 def file_system(url: str) -> tuple["AbstractFileSystem", str]:

@@ -24,10 +24,10 @@ import yaml
 from pretrain import config
 from pretrain.checkpoint.run_state import ROLLBACKS, RunStoppedError, parse_rollbacks, recorded_rollbacks
 from pretrain.errors import InputError, one_line
-from pretrain.files import SEAL_FILE, commit, damage_of_content, seal, sealed_files
+from pretrain.files import SEAL_FILE, commit, damage_of_content, is_url, seal, sealed_files, shown
 from pretrain.runs.event_log import first_start, first_start_of, parse_lines
 from pretrain.runs.run_folder import METRICS_FILE, checkpoint_name, step_named
-from pretrain.urls import file_system, is_url, shown
+from pretrain.urls import file_system
 
 if TYPE_CHECKING:
     from fsspec.implementations.dirfs import DirFileSystem

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from pretrain.errors import InputError
-from pretrain.urls import shown
+from pretrain.files import shown
 
 SHARDS_FORMAT = {"format": "groundwork-shards", "version": 1}
 MANIFEST_FILE = "manifest.json"

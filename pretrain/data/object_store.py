@@ -22,8 +22,8 @@ import numpy as np
 from pretrain.config import DataCache
 from pretrain.data.manifest import MANIFEST_FILE, TOKENIZER_FOLDER, Manifest, Shard, id_dtype, parse_manifest
 from pretrain.errors import InputError, one_line
-from pretrain.files import sha256_of
-from pretrain.urls import UnreachableError, file_system, shown
+from pretrain.files import sha256_of, shown
+from pretrain.urls import UnreachableError, file_system
 
 BLOCK_BYTES = 1 << 16
 DIGEST_BYTES = 8

@@ -20,7 +20,7 @@ import numpy as np
 from pretrain.config import DataCache, Shards
 from pretrain.data.manifest import HDF5_SUFFIXES, MANIFEST_FILE, Manifest, Shard, id_dtype, parse_manifest
 from pretrain.errors import InputError
-from pretrain.urls import is_url, open_file, shown
+from pretrain.files import is_url, shown
 
 if TYPE_CHECKING:
     import h5py
@@ -237,6 +237,8 @@ def verify_shards(folder: str | Path) -> list[str]:
 
 def _hash_problems(path: str, sha256: str) -> list[str]:
     """Lists the problem of a file that is missing or has another hash."""
+    from pretrain.urls import open_file
+
     try:
         with open_file(path) as file:
             digest = hashlib.sha256()
@@ -256,6 +258,8 @@ def _changed(path: str, actual: str, sha256: str) -> list[str]:
 
 
 def _content_problems(manifest: Manifest, shard: Shard, path: str) -> list[str]:
+    from pretrain.urls import open_file
+
     sha256 = hashlib.sha256()
     largest_id = 0
     ends = 0

@@ -28,7 +28,6 @@ from pretrain.config import WindowSpec
 from pretrain.errors import InputError, did_you_mean
 from pretrain.model import cpu_attention
 from pretrain.model.cpu_attention import HALF_DTYPES
-from pretrain.model.document_rows import DocumentRows
 
 IGNORED = -100
 """Target that the loss ignores."""
@@ -74,6 +73,8 @@ def attention_arguments(layout: Mapping[str, Tensor], attention: str, device: to
     mask is built here, once for all layers.
     """
     if classes_in_rows(attention):
+        from pretrain.model.document_rows import DocumentRows
+
         rows = DocumentRows.of(layout["cu_seq_lens_q"], tuple(layout["position_ids"].shape), device)
         return {**attention_arguments(layout, without_rows(attention), device), "document_rows": rows}
     position_ids = layout["position_ids"].to(device, non_blocking=True)

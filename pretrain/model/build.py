@@ -29,7 +29,6 @@ from transformers.dynamic_module_utils import custom_object_save
 from pretrain.errors import InputError
 from pretrain.model.attention import classes_in_rows, implementation_of
 from pretrain.model.compile import layers_of
-from pretrain.model.document_rows import keep_documents_apart
 from pretrain.model.model_config import described, first_line, padded_vocabulary
 from pretrain.model.routers import as_buffers, inactive_parameters
 
@@ -58,7 +57,7 @@ def build_meta_model(config: PreTrainedConfig, *, attention: str | None = None) 
     as_buffers(model)
     _embed_in_bf16(model)
     _count_positions_in_the_window(model, attention)
-    keep_documents_apart(model, classes_in_rows(attention))
+    _use_rows(model, attention)
     return model
 
 
@@ -73,7 +72,14 @@ def use_attention(model: PreTrainedModel, attention: str) -> None:
     """Switches a built model to another attention (see `attention.candidates_of`)."""
     model.set_attn_implementation(implementation_of(attention))
     _count_positions_in_the_window(model, attention)
-    keep_documents_apart(model, classes_in_rows(attention))
+    _use_rows(model, attention)
+
+
+def _use_rows(model: PreTrainedModel, attention: str) -> None:
+    if classes := classes_in_rows(attention):
+        from pretrain.model.document_rows import keep_documents_apart
+
+        keep_documents_apart(model, classes)
 
 
 @dataclass(frozen=True)

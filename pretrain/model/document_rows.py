@@ -129,8 +129,6 @@ def keep_documents_apart(model: PreTrainedModel, classes: Iterable[str]) -> None
     uses the rows of the last forward pass, so only one micro-batch may be under way.
     """
     classes = set(classes)
-    if not classes:
-        return
     mixers = [child for layer in layers_of(model) for child in layer.children() if type(child).__name__ in classes]
     _replace_forwards(model, mixers, in_rows)
 

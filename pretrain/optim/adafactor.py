@@ -10,8 +10,8 @@ from typing import Self
 import torch
 import torch.distributed as dist
 
-from pretrain.optim.matrix_exchange import Holders, local_tensor
-from pretrain.optim.optimizers import OptimizerSpec
+from pretrain.optim.matrix_exchange import Holders
+from pretrain.optim.optimizers import OptimizerSpec, local_tensor
 from pretrain.optim.tiles import Tile, narrowed, put, shape_of, take, whole_tile
 
 CLIP = 1.0

@@ -11,8 +11,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from pretrain.config import Optim
-from pretrain.optim.matrix_exchange import local_tensor, sharded_like
-from pretrain.optim.optimizers import OptimizerSpec
+from pretrain.optim.optimizers import OptimizerSpec, local_tensor, sharded_like
 from pretrain.optim.tiles import Tile, whole_tile
 
 BLOCK = 256

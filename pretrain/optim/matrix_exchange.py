@@ -12,7 +12,6 @@ from itertools import accumulate, pairwise
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
 from pretrain.optim.tiles import Tile, rectangles, shape_of
 
@@ -118,21 +117,6 @@ class MatrixPiece:
         whole = whole.view(-1) if len(tile) == 1 else whole
         part = part.view(shape_of(tile))
         return [(whole[outside], part[inside]) for inside, outside in rectangles(tile)]
-
-
-def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns this rank's part of a tensor, as a plain tensor with the same storage."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
-
-
-def sharded_like(parameter: torch.Tensor, local: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    """Returns this rank's part of a tensor of this shape, with the placements of the parameter; whole as it is."""
-    if not isinstance(parameter, DTensor):
-        return local
-    stride = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
-    return DTensor.from_local(
-        local, parameter.device_mesh, parameter.placements, run_check=False, shape=shape, stride=stride
-    )
 
 
 def pieces_of(

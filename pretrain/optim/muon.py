@@ -13,15 +13,8 @@ import torch
 
 from pretrain.config import Optim
 from pretrain.hardware import missing_bf16
-from pretrain.optim.matrix_exchange import (
-    HiddenMatrix,
-    Holders,
-    MatrixPiece,
-    local_tensor,
-    pieces_of,
-    replace_whole_matrices,
-)
-from pretrain.optim.optimizers import AdamWSpec
+from pretrain.optim.matrix_exchange import HiddenMatrix, Holders, MatrixPiece, pieces_of, replace_whole_matrices
+from pretrain.optim.optimizers import AdamWSpec, local_tensor
 
 EPS = 1e-7
 """Minimum Frobenius norm that an update is divided by."""

@@ -1,5 +1,6 @@
 """Optimizers: what decays, what each needs and keeps, state by parameter name, the gradient norm."""
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -7,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from pretrain.config import Optim
@@ -369,3 +371,18 @@ def total_norm(gradients: Iterable[torch.Tensor]) -> torch.Tensor:
         for gradient in gradients
     ]
     return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(rows, 2))) if rows else torch.tensor(0.0)
+
+
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns this rank's part of a tensor, as a plain tensor with the same storage."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def sharded_like(parameter: torch.Tensor, local: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    """Returns this rank's part of a tensor of this shape, with the placements of the parameter; whole as it is."""
+    if not isinstance(parameter, DTensor):
+        return local
+    stride = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
+    return DTensor.from_local(
+        local, parameter.device_mesh, parameter.placements, run_check=False, shape=shape, stride=stride
+    )

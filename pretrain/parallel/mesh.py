@@ -36,8 +36,7 @@ from pretrain.model.compile import layers_of
 from pretrain.model.fp8 import use_fp8
 from pretrain.model.loss import LanguageModelLoss
 from pretrain.optim.adamw_8bit import AdamW8bitSpec
-from pretrain.optim.matrix_exchange import local_tensor
-from pretrain.optim.optimizers import OptimizerBuilder, total_norm
+from pretrain.optim.optimizers import OptimizerBuilder, local_tensor, total_norm
 from pretrain.parallel.dimension import Dimension
 from pretrain.parallel.expert_parallel import dimension_to_shard, expert_modules
 from pretrain.parallel.mesh_tiles import divided_axes, place_tiles

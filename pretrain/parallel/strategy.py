@@ -26,12 +26,12 @@ from pretrain.mesh_sizes import environment_flag
 from pretrain.model.build import InitialWeights
 from pretrain.model.loss import LanguageModelLoss
 from pretrain.optim.averaging import WeightAverage
-from pretrain.optim.matrix_exchange import local_tensor
 from pretrain.optim.optimizers import (
     OPTIMIZERS,
     OptimizerBuilder,
     describe_optimizer,
     load_optimizer_state,
+    local_tensor,
     optimizer_state_by_name,
     total_norm,
 )

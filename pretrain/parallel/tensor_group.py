@@ -45,7 +45,7 @@ def whole_of(tensor: torch.Tensor) -> torch.Tensor:
     tensor = tensor.detach()
     if not isinstance(tensor, DTensor):
         return tensor
-    from pretrain.optim.matrix_exchange import sharded_like
+    from pretrain.optim.optimizers import sharded_like
 
     # Not full_tensor alone: a part in host memory has to go to the GPU first, as from_local sends it.
     return sharded_like(tensor, tensor.to_local(), tuple(tensor.shape)).full_tensor()
@@ -68,7 +68,7 @@ class ShardedState(Mapping[str, torch.Tensor]):
         parameter = self._parameters.get(name.rpartition(".")[0])
         if not isinstance(parameter, DTensor) or tensor.shape != parameter.shape:
             return tensor
-        from pretrain.optim.matrix_exchange import sharded_like
+        from pretrain.optim.optimizers import sharded_like
 
         part = local_part(tensor, parameter).to(parameter.to_local().device)
         return sharded_like(parameter, part, tuple(tensor.shape))

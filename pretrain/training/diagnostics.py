@@ -22,7 +22,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from pretrain.model.compile import layers_of
 from pretrain.model.largest_logits import largest_logits
-from pretrain.optim.matrix_exchange import local_tensor
+from pretrain.optim.optimizers import local_tensor
 from pretrain.parallel.context_parallel import EXCHANGING
 from pretrain.parallel.strategy import Strategy
 

@@ -22,7 +22,6 @@ from pretrain.config import WindowSpec
 from pretrain.errors import InputError
 from pretrain.model.attention import candidates_of, implementation_of, model_inputs, with_rows
 from pretrain.model.build import NO_SUCH_ATTENTION, build_model
-from pretrain.model.document_rows import leaking_classes
 from pretrain.model.loss import LanguageModelLoss
 from pretrain.model.model_config import described
 from pretrain.model.routers import RouterLosses, routers_of
@@ -181,6 +180,8 @@ def _judge(reference: PreTrainedModel, attention: str, window: WindowSpec) -> Ju
 
 def _mixers(reference: PreTrainedModel, attention: str, window: WindowSpec) -> set[str]:
     """Names the classes of the layers' parts that mix documents beside this attention; none if it cannot run."""
+    from pretrain.model.document_rows import leaking_classes
+
     device = torch.device("cuda" if attention in ON_GPU_ALONE else "cpu")
     try:
         model = build_model(reference.config, seed=0, attention=attention).eval()

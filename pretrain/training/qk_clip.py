@@ -31,7 +31,7 @@ from pretrain.model.small_copy import (
     reference_of,
     relative_difference,
 )
-from pretrain.optim.matrix_exchange import local_tensor
+from pretrain.optim.optimizers import local_tensor
 from pretrain.optim.tiles import take, whole_tile
 from pretrain.parallel.mesh_tiles import tile_of
 from pretrain.parallel.strategy import Strategy

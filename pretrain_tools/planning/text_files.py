@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from pretrain.errors import InputError, Problems
-from pretrain.urls import is_url, shown
+from pretrain.files import is_url, shown
 from pretrain_tools.preparation.documents.byte_stream import DamagedFileError
 from pretrain_tools.preparation.documents.sources import (
     FORMATS,

@@ -8,9 +8,9 @@ from pathlib import Path
 from pretrain.data.manifest import MANIFEST_FILE
 from pretrain.data.tokenizer import load_tokenizer
 from pretrain.errors import Problems
+from pretrain.files import is_url
 from pretrain.registry import load_extensions
 from pretrain.units import parse_count
-from pretrain.urls import is_url
 from pretrain_tools.preparation.arguments import COUNTS
 from pretrain_tools.preparation.cleaning.decontamination import SHORTEST_RUN_WORDS, read_decontamination
 from pretrain_tools.preparation.cleaning.filters import read_cleaning

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 
 from pretrain.data.shards import verify_shards
 from pretrain.errors import InputError, one_line
-from pretrain.files import seal, write_durably
-from pretrain.urls import shown
+from pretrain.files import seal, shown, write_durably
 
 if TYPE_CHECKING:
     from pretrain.checkpoint.mirror_store import MirrorStore

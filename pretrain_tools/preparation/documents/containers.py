@@ -5,8 +5,9 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, BinaryIO
 
+from pretrain.files import is_url
 from pretrain.registry import FORMATS
-from pretrain.urls import UnreachableError, is_url, open_file
+from pretrain.urls import UnreachableError, open_file
 from pretrain_tools.preparation.documents.byte_stream import ByteStream, DamagedFileError
 from pretrain_tools.preparation.documents.formats import file_format
 from pretrain_tools.preparation.documents.records import Reading, Record, row_records

@@ -14,8 +14,8 @@ from pathlib import PurePath
 from typing import Any
 
 from pretrain.errors import InputError
+from pretrain.files import shown
 from pretrain.registry import FORMATS
-from pretrain.urls import shown
 from pretrain_tools.preparation.documents.byte_stream import ByteStream, DamagedFileError
 from pretrain_tools.preparation.documents.records import (
     JSON,

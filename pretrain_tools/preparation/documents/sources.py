@@ -17,8 +17,9 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from pretrain.errors import InputError, Problems, did_you_mean
+from pretrain.files import is_url, shown
 from pretrain.registry import FORMATS
-from pretrain.urls import find_urls, fingerprint, is_url, open_file, shown, size_of
+from pretrain.urls import find_urls, fingerprint, open_file, size_of
 from pretrain_tools.preparation.documents import archives, containers, formats
 from pretrain_tools.preparation.documents.byte_stream import ByteStream, DamagedFileError
 from pretrain_tools.preparation.documents.formats import PART_BYTES, file_format
