@@ -365,6 +365,8 @@ def describe(problem: dict, path: str | Path, overridden: set[str]) -> str:
         where = ".".join(str(part) for part in problem["loc"][:-1])
         message += ", or auto" if problem["loc"][-1:] == ("number",) else ""
     source = f"--{where}" if where in overridden else f"{path}: {where or 'recipe'}"
+    if problem["type"] == "extra_forbidden" and where in MOVED:
+        return f"{source}: is now {MOVED[where]}"
     if problem["type"] == "extra_forbidden":
         return f"{source}: unknown key{did_you_mean(str(problem['loc'][-1]), known or [])}"
     if problem["type"] == "missing":
@@ -409,6 +411,11 @@ def fields_of_config(schema: type[Section] = RunConfig, prefix: str = "") -> lis
     return rows
 
 
+MOVED = {
+    "optim.muon.adamw_learning_rate": "optim.group_learning_rates: {embedding: RATE, head: RATE, scalars: RATE}, "
+    "without head where it is tied"
+}
+"""{setting of older recipes: what took its place}"""
 SECTIONS_LEFT_OUT = {"batch.ramp", "data.cache"}
 """Sections that are null by default; their settings' defaults apply once one of them is given."""
 

@@ -258,6 +258,11 @@ def test_every_setting_is_described():
     assert [path for path, field in fields_of_config() if not (field.description or "").strip()] == []
 
 
+def test_a_setting_that_moved_is_refused_with_its_new_place(recipe):
+    (problem,) = problems_of(recipe, ("optim.muon.adamw_learning_rate", "1e-3"))
+    assert problem.startswith("--optim.muon.adamw_learning_rate: is now optim.group_learning_rates: {embedding")
+
+
 def test_help_tells_a_default_that_holds_only_where_its_section_is_given(capsys):
     left_out = {
         f"{name}.{key}"
