@@ -215,8 +215,9 @@ def main() -> None:
     parser.add_argument("--extensions", nargs="+", default=[])
     arguments = parser.parse_args()
     load_extensions(arguments.extensions)
-    if tasks := [name for name in arguments.tasks if name not in TASKS]:
-        print(*task_problems(tasks, arguments.include_path, arguments.eval_bundle), sep="\n")
+    tasks = [name for name in arguments.tasks if name not in TASKS]
+    for problem in task_problems(tasks, arguments.include_path, arguments.eval_bundle) if tasks else ():
+        print(problem)
 
 
 if __name__ == "__main__":

@@ -243,7 +243,7 @@ def _trace(config_json: str, call: ForwardPass) -> Activations:
         is_linear = call.attention in (FLASH, "groundwork_sdpa") or not attention_width(model_config)
         if is_linear and length > TRACED_LENGTH:
             short = _trace(config_json, replace(call, window=replace(call.window, sequence_length=TRACED_LENGTH)))
-            lines = (short.outside, short.per_layer, short.backward, short.hidden)
+            lines = (short.outside, short.before, short.per_layer, short.backward, short.hidden)
             longer = length / TRACED_LENGTH
             return Activations(*(Line(line.fixed, line.per_sequence * longer) for line in lines))
     measured = {(layers, n): _measure(model_config, layers, n, call) for layers in (1, 2) for n in (1, 2)}

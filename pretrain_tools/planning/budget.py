@@ -150,7 +150,7 @@ class ScaledRun(PlannedRun):
         def scaled(line: Line) -> Line:
             return Line(line.fixed * width**2, line.per_sequence * both)
 
-        return Activations(*map(scaled, (found.outside, found.per_layer, found.backward, found.hidden)))
+        return Activations(*map(scaled, (found.outside, found.before, found.per_layer, found.backward, found.hidden)))
 
 
 @dataclass(frozen=True)

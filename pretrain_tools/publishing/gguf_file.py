@@ -1,6 +1,6 @@
 """Writes a model as one GGUF file, which llama.cpp and the programs built on it load.
 
-Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. llama.cpp computes each architecture by code of its
+Format: gguf.md of https://github.com/ggml-org/ggml. llama.cpp computes each architecture by code of its
 own, so only families whose every setting has a place there are written; tests compare the logits.
 """
 

@@ -28,6 +28,7 @@ from pretrain.hardware import DTYPES
 from pretrain.model import loss
 from pretrain.model.attention import FLASH_PACKAGES, HostBatch, choose_attention, document_layout
 from pretrain.model.build import build_meta_model
+from pretrain.model.own_code import register_all
 from pretrain.model.routers import router_losses
 from pretrain.parallel.strategy import Strategy
 from pretrain.training.build import build_training
@@ -231,6 +232,7 @@ def train_a_step(choice: Mapping[str, object], model: Mapping[str, object] = TIN
     """As train.py's loop: two micro-steps and an update."""
     config = settings_of(choice)
     attention = chosen_attention(config.attention, config.precision, config.data.document_mask)
+    register_all()  # deepone is a model of the project
     plan = SimpleNamespace(model_config=AutoConfig.for_model(**model), attention=attention, from_hidden_states=True)
     plan.active_parameters, plan.parameters = 10**6, 10**6
     plan.router_losses = router_losses(config.loss, build_meta_model(plan.model_config))

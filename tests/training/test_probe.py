@@ -108,6 +108,7 @@ def test_an_attention_that_computes_something_else_is_passed_over(monkeypatch):
 
 def test_what_was_asked_for_by_name_is_refused_with_what_can_be_done(monkeypatch):
     monkeypatch.setattr(probe_module, "candidates_of", lambda requested, config: ["groundwork_sdpa"])
+    monkeypatch.setattr(probe_module, "_mixers", lambda *arguments: set())  # or documents would be rows of their own
     replace_attention(monkeypatch, cu_seq_lens_q=None)
     with pytest.raises(InputError) as refused:
         found_of_llama(attention="sdpa")
