@@ -123,7 +123,7 @@ class Current:
 
 
 def keep_documents_apart(model: PreTrainedModel, classes: Iterable[str]) -> None:
-    """Makes the mixers of these classes compute each document alone, where the model is given `document_rows`.
+    """Makes the mixers of these classes compute each document alone whenever the model gets `document_rows`.
 
     Model and base model then take this argument, a `DocumentRows`. A layer that is recomputed in the backward pass
     uses the rows of the last forward pass, so only one micro-batch may be under way.
