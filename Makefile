@@ -55,7 +55,7 @@ test-strategies: .venv/requirements-dev
 		tests/training/test_expert_strategies.py tests/training/test_experts.py tests/model/test_compile.py tests/model/test_gpu_traffic.py \
 		tests/data/test_dispatch.py
 
-# Every fault of docs/failures.md, with a kill at each of 200 points of a save, 20 in each of five strategies and an hour
+# Every fault of docs/faults.md, with a kill at each of 200 points of a save, 20 in each of five strategies and an hour
 # of simulated spot machines, then 900 mutated recipes, model JSONs and command lines: about 40 minutes. Ends with a
 # table of what was injected and what happened.
 test-faults: .venv/requirements-dev
@@ -64,7 +64,7 @@ test-faults: .venv/requirements-dev
 		tests/preparation/test_prepare.py tests/preparation/documents/test_sources.py tests/scripts/test_prepare_data.py \
 		tests/preparation/cleaning/test_near_duplicates.py
 
-# Every plan in the recipes and in docs/strategies.md, memory included: what plan.py prints now.
+# Every plan in the recipes and in docs/memory.md, memory included: what plan.py prints now.
 test-plans: .venv/requirements-dev
 	PLANS=all STRATEGIES=all $(BIN)/python -m pytest tests/model/test_gpu_traffic.py
 	PLANS=all $(BIN)/python -m pytest tests/scripts/test_recipes.py tests/scripts/test_plan.py
@@ -89,8 +89,9 @@ MODELS ?= $(if $(filter recipes/moe_5m.yaml,$(RECIPE)),model_configs/llama_demo.
 parity: .venv/requirements
 	$(BIN)/python runs.py parity --config $(RECIPE) --steps 10 $(if $(MODELS),--models $(MODELS))
 
-# The documentation as a site, in site/: the pages, and the reference made from the code.
+# The documentation as a site, in site/: the pages, their figures, and the reference made from the code.
 site: .venv/requirements-dev
+	$(BIN)/python docs/figures.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 
 lint: .venv/requirements-dev

@@ -1,8 +1,11 @@
-"""Builds what the site has beside the pages: its first page from the README, and the reference from the code.
+"""Builds the first page of the site from the README, and the reference from the code.
 
-A hook of mkdocs (mkdocs.yml). Nothing of the reference is written by hand, so nothing of it can be out of date.
+A hook of mkdocs (mkdocs.yml). The reference is generated, so it can't be out of date. Where a meaning is written here
+(events, files of a run), the build fails as soon as the code has a name that isn't described, or no longer has one.
 """
 
+import ast
+import inspect
 import json
 import posixpath
 import re
@@ -16,11 +19,81 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
+from pretrain import registry
 from pretrain.config import ModelSource
+from pretrain.data.sampling import Stream
+from pretrain.data.transformations import Transformation
+from pretrain.model.loss_terms import LossTerm, Seen, TermOptions
+from pretrain.optim.optimizers import ModelShapes, OptimizerSpec
+from pretrain.optim.learning_rate import Schedule
 from pretrain.recipe import SECTIONS_LEFT_OUT, TABLES, as_plain, choices_in, fields_of_config, leaves, parse_yaml
+from pretrain.training.metrics import SHOWN
+from pretrain_tools.preparation.documents import formats, records
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = ("train.py", "prepare_data.py", "evaluate.py", "plan.py", "runs.py", "publish.py")
+PACKAGES = ("pretrain", "pretrain_tools")
+EVENTS = {
+    "start": "The run starts or resumes: its settings, sizes and machine.",
+    "train": "A step that is logged, every `logging.every_steps`. Speeds are means since the line before.",
+    "validation": "The loss on the validation windows of one source.",
+    "checkpoint": "A checkpoint is complete.",
+    "evaluation": "Scores of a benchmark, or the loss of `evaluate.py` on shards.",
+    "sample": "Text that the model wrote during training.",
+    "diagnostics": "Magnitudes layer by layer (`diagnostics.every_steps`).",
+    "stage": "A stage of the curriculum begins.",
+    "skip": "A gradient was not finite. The step changed nothing.",
+    "spike": "A loss far above the recent mean.",
+    "divergence": "The loss rises over many steps.",
+    "explosion": "A gradient norm above `guard.alert_grad_norm`.",
+    "rollback": "Training goes back to an earlier checkpoint.",
+    "control": "A command of `runs.py` was carried out.",
+    "profile": "Steps were recorded by `--profile` or `runs.py profile`.",
+    "mirror": "A checkpoint is complete on the mirror.",
+    "fetch": "A checkpoint was fetched from the mirror.",
+    "resume": "The checkpoint that this start continues from.",
+    "branch": "The checkpoint of another run that this run begins with.",
+    "export": "Verdict of the comparison of `final/` with the trained model.",
+    "publish": "A model was uploaded to the Hub, or failed to.",
+    "warning": "Anything that is worth a look. Training continues.",
+    "end": "The last line of a start: reason and exit status.",
+}
+"""{event of metrics.jsonl: its meaning}; its fields are read from the code."""
+ONLY_SHOWN = {"duration", "total_steps"}
+"""Names in lines of the console that aren't in the log."""
+RUN_FILES = {
+    "config.yaml": "every setting, with automatic values resolved",
+    "model.json": "the model's configuration",
+    "metrics.jsonl": "the [event log](events.md)",
+    "train.log": "the console, without the live line",
+    "data.json": "manifests of the data: tokens, tokenizer, filters",
+    "strategy.json": "the strategy and its sizes",
+    "environment.json": "machine, packages, commit",
+    "checkpoints": "[checkpoints](../checkpoints.md), and `LATEST`, the name of the newest",
+    "final": "the finished model, a Hugging Face folder with its model card",
+    "rollbacks.json": "rollbacks of the guard, with the samples left out",
+    "evaluations": "logs and results of benchmarks during training",
+    "heartbeats": "one file per rank, rewritten every few seconds",
+    "stacks-rank-": "stacks of a rank that hung: `stacks-rank-*.txt`",
+    "control": "requests of `runs.py` and their answers",
+    "publish": "log of uploads during training",
+    "profile": "recorded steps and the verdict",
+    "mirror": "state of the thread that copies the run",
+    "extensions": "the run's extensions, under their hashes",
+    ".lock": "held by the process that trains",
+    ".trackers.json": "each tracker's id of the run",
+    "plot.png": "curves, drawn by `runs.py plot`",
+}
+"""{file or folder of a run: its contents}."""
+TABLES_OF_NAMES = (
+    "OPTIMIZERS", "SCHEDULES", "LOSS_TERMS", "TRANSFORMATIONS", "SAMPLERS", "FORMATS", "TASKS", "ARCHITECTURES",
+    "TRACKERS",
+)  # fmt: skip
+NAMES = (
+    OptimizerSpec, ModelShapes, Schedule, LossTerm, TermOptions, Seen, Transformation, Stream, records.Record,
+    records.Reading, records.checked, formats.file_format, formats.read_whole,
+)  # fmt: skip
+"""Classes and functions that extensions use."""
 LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s]+)\)")
 
 
@@ -30,6 +103,9 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         "index.md": (ROOT / "README.md").read_text(),
         "reference/settings.md": settings_page(),
         "reference/commands.md": commands_page(),
+        "reference/events.md": events_page(),
+        "reference/run_files.md": run_files_page(),
+        "reference/python.md": python_page(),
     }
     for name, content in pages.items():
         files.append(File.generated(config, name, content=content))
@@ -134,6 +210,142 @@ def commands_page() -> str:
         for name in re.findall(r"^    (\w+)", text, re.MULTILINE) if script == "runs.py" else ():
             parts.append(f"### runs.py {name}\n\n```text\n{help_of(script, name).strip()}\n```")
     return "\n\n".join(parts) + "\n"
+
+
+def events_page() -> str:
+    """Lists the events of metrics.jsonl with the fields that the code names. Raises ValueError if one has no meaning."""
+    written = events_in_code()
+    if written.keys() != EVENTS.keys():
+        raise ValueError(f"docs/site.py: EVENTS and the code differ in {sorted(written.keys() ^ EVENTS.keys())}")
+    parts = [
+        "# The event log\n\n`metrics.jsonl` in a run's folder has one JSON object per line. `event` comes first and `time`, "
+        "in Unix seconds, last. Numbers that aren't finite are `null`. An event may have more fields than listed here: "
+        "those of your model, your loss terms and your tracker. `python runs.py status RUN` and `plot` read this file.\n",
+        "| event | meaning | fields |\n|---|---|---|",
+    ]
+    for event, meaning in EVENTS.items():
+        fields = ", ".join(f"`{name}`" for name in sorted(written[event]))
+        parts[-1] += f"\n| `{event}` | {meaning} | {fields} |"
+    return "\n".join(parts) + "\n"
+
+
+def events_in_code() -> dict[str, set[str]]:
+    """Returns {event: fields that the code names} of every call that writes an event, and of what the console shows."""
+    functions: list[ast.FunctionDef] = []
+    figures: dict[str, dict[str, set[str]]] = {}  # {function: {its class or module: keys that it returns}}
+    for path in sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py")):
+        for owner in ast.walk(ast.parse(path.read_text())):
+            for node in ast.iter_child_nodes(owner):
+                if isinstance(node, ast.FunctionDef):
+                    functions.append(node)
+                    if node.returns is not None and ast.unparse(node.returns).startswith("dict[str"):
+                        name = getattr(owner, "name", path.stem).lower()
+                        figures.setdefault(node.name, {}).update({name: keys_in(node, {}), path.stem: keys_in(node, {})})
+    found: dict[str, set[str]] = {}
+    for event, shown in SHOWN.items():
+        fields = {name for _, text in shown for name in re.findall(r"\{(\w+)", text) if not name.endswith("_text")}
+        found[event] = fields - ONLY_SHOWN
+    for function in functions:
+        for node in ast.walk(function):
+            if isinstance(node, ast.Call) and (event := event_of(node)):
+                named = {keyword.arg for keyword in node.keywords if keyword.arg}
+                has_more = any(keyword.arg is None for keyword in node.keywords)
+                found.setdefault(event, set()).update(named | (keys_in(function, figures) if has_more else set()))
+            if isinstance(node, ast.Dict) and is_name(event := dict(pairs_in(node)).get("event")):
+                found.setdefault(event.value, set()).update(key for key, _ in pairs_in(node))
+    return {event: fields - {"time", "event"} for event, fields in found.items()}
+
+
+def pairs_in(node: ast.Dict) -> list[tuple[str, ast.expr]]:
+    return [(key.value, value) for key, value in zip(node.keys, node.values, strict=True) if is_name(key)]
+
+
+def keys_in(function: ast.FunctionDef, figures: Mapping[str, Mapping[str, set[str]]]) -> set[str]:
+    """Returns the keys of the mappings in a function, with those that it unpacks from calls of functions in `figures`.
+
+    A function is known by its name and, if several have it, by the name of its class or module: throughput.read().
+    """
+    found: set[str] = set()
+    for node in ast.walk(function):
+        if isinstance(node, ast.Dict):
+            found |= {key for key, _ in pairs_in(node)}
+            unpacked = [value for key, value in zip(node.keys, node.values, strict=True) if key is None]
+            for call in [each for value in unpacked for each in ast.walk(value) if isinstance(each, ast.Call)]:
+                owners = figures.get(getattr(call.func, "attr", ""), {})
+                receiver = getattr(call.func, "value", None)
+                found |= owners.get(getattr(receiver, "attr", getattr(receiver, "id", "")), set())
+    return found
+
+
+def event_of(call: ast.Call) -> str | None:
+    """Returns the event that a call writes, log.write("train", ...); None for other calls."""
+    first = call.args[0] if call.args else None
+    return first.value if getattr(call.func, "attr", "") == "write" and call.keywords and is_name(first) else None
+
+
+def is_name(node: ast.AST | None) -> bool:
+    return isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.isidentifier()
+
+
+def run_files_page() -> str:
+    """Lists the files of a run. Raises ValueError for one that the code doesn't name."""
+    code = "".join(path.read_text() for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
+    if gone := [name for name in RUN_FILES if not re.search(rf"[\"/]{re.escape(name)}", code)]:
+        raise ValueError(f"docs/site.py: no code names the files {gone} of RUN_FILES")
+    rows = "".join(f"\n| `{name}` | {contents} |" for name, contents in RUN_FILES.items())
+    return f"# Files of a run\n\nIn the folder that `output` names:\n\n| | |\n|---|---|{rows}\n"
+
+
+def python_page() -> str:
+    """Lists the tables in which extensions register, and the classes and functions that they use."""
+    parts = [
+        "# Python names for extensions\n\nA file named in `extensions` registers classes and functions in these tables of "
+        "`pretrain.registry`. [Your own ideas](../own_ideas.md) has an example of each.\n",
+        "| table | entries | built in |\n|---|---|---|",
+    ]
+    meanings = documented(inspect.getsource(registry))
+    for name in TABLES_OF_NAMES:
+        built_in = ", ".join(f"`{entry}`" for entry in getattr(registry, name))
+        parts[-1] += f"\n| `{name}` | {meanings.get(name, '')} | {built_in} |"
+    for entry in NAMES:
+        parts.append(f"\n## {entry.__name__}\n\n`{entry.__module__}.{entry.__name__}`\n\n{plain_doc(entry)}")
+        if inspect.isclass(entry):
+            parts.append(members(entry))
+    return "\n".join(parts) + "\n"
+
+
+def members(entry: type) -> str:
+    """Lists the fields and public methods of a class, with what their docstrings say."""
+    meanings = documented(inspect.getsource(entry))
+    fields = [f"- `{name}`: {meanings.get(name, '')}".rstrip(": ") for name in entry.__annotations__ if name[0] != "_"]
+    methods = []
+    for name, method in vars(entry).items():
+        function = inspect.unwrap(getattr(method, "__func__", method))
+        if inspect.isfunction(function) and function.__doc__ and (name[0] != "_" or name == "__call__"):
+            given = inspect.signature(function).parameters
+            given = ", ".join(each for each in given if each not in ("self", "cls"))
+            methods.append(f"- `{name}({given})`: {' '.join(plain_doc(function).split())}")
+    lines = [*fields, *methods]
+    return "\n" + "\n".join(lines) if lines else ""
+
+
+def documented(source: str) -> dict[str, str]:
+    """Returns {name: the text below its assignment} of a module's or a class's source."""
+    tree = ast.parse(source)
+    body = tree.body[0].body if len(tree.body) == 1 and isinstance(tree.body[0], ast.ClassDef) else tree.body
+    found = {}
+    for node, following in zip(body, body[1:], strict=False):
+        target = node.target if isinstance(node, ast.AnnAssign) else node.targets[0] if isinstance(node, ast.Assign) else None
+        is_text = isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant)
+        if isinstance(target, ast.Name) and is_text:
+            found[target.id] = " ".join(str(following.value.value).split())
+    return found
+
+
+def plain_doc(entry: Any) -> str:
+    """Returns a docstring up to its list of arguments, as one paragraph per paragraph."""
+    text = (inspect.getdoc(entry) or "").partition("\nArgs:")[0]
+    return "\n\n".join(" ".join(paragraph.split()) for paragraph in text.split("\n\n")).strip()
 
 
 def help_of(*command: str) -> str:

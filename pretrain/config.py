@@ -276,7 +276,7 @@ class MuonSettings(Section):
     """Used only by optim.name: muon."""
 
     coefficients: Literal["jordan", "polar_express"] = "jordan"
-    """Polynomials of the Newton-Schulz iterations; see docs/training.md."""
+    """Polynomials of the Newton-Schulz iterations; see docs/optimizers.md."""
     iterations: Count = 5
     """Newton-Schulz iterations of each update."""
     blocks: dict[str, Count | list[Count]] = {}
@@ -289,7 +289,7 @@ class MuonSettings(Section):
 
 class Optim(Section):
     name: Annotated[str, AfterValidator(OPTIMIZERS.checked)] = "adamw"
-    """adamw, adafactor, muon, adamw_8bit, or one of an extension; see docs/training.md, section Optimizers."""
+    """adamw, adafactor, muon, adamw_8bit, or one of an extension; see docs/optimizers.md."""
     options: dict[str, Any] = {}
     """Options of an extension's optimizer, by the names that it gives them."""
     learning_rate: OrAuto[PositiveFloat] | None = None
@@ -311,11 +311,11 @@ class Optim(Section):
     """adafactor only: keep parameters in bf16 and apply updates with unbiased stochastic rounding."""
     muon: MuonSettings = MuonSettings()
     width_transfer: Literal["none", "mup"] = "none"
-    """mup: a learning rate tuned at base_width holds at the model's own width; see docs/training.md."""
+    """mup: a learning rate tuned at base_width holds at the model's own width; see docs/learning_rate.md."""
     base_width: Count | None = None
     """mup: the hidden size at which learning_rate was tuned, where initial weights are the architecture's own."""
     schedule: Annotated[str, AfterValidator(SCHEDULES.checked)] = "cosine"
-    """Learning-rate schedule: cosine, linear, constant, wsd, infinite, or an extension's; see docs/training.md."""
+    """Learning-rate schedule: cosine, linear, constant, wsd, infinite, or an extension's; see docs/learning_rate.md."""
     warmup_steps: OrAuto[CountFromZero] = 500
     """Steps of linear warmup to the peak. auto: a token per parameter, at most 5% of the run."""
     final_ratio: Fraction = 0.1
@@ -357,7 +357,7 @@ class Optim(Section):
 
 
 class Averaging(Section):
-    """A running mean of the weights, kept next to the training weights; see docs/training.md."""
+    """A running mean of the weights, kept next to the training weights; see docs/averages.md."""
 
     kind: Literal["none", "ema", "tail"] = "none"
     """ema: exponential moving average. tail: uniform mean over the end of the run."""
@@ -375,7 +375,7 @@ class Pipeline(Section):
     schedule: Literal["GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble"] = (
         "Interleaved1F1B"
     )
-    """Pipeline schedule; see docs/strategies.md. GPipe and 1F1B have one stage per process, the others two."""
+    """Pipeline schedule; see docs/pipelines.md. GPipe and 1F1B have one stage per process, the others two."""
     microbatch_scale: Count = 1
     """Pipeline microbatches per stage: higher values shrink the pipeline bubble and the matmuls."""
 
@@ -462,7 +462,7 @@ class Evaluation(Cadence):
     include_path: Path | None = None
     """Folder with your own task .yaml files."""
     eval_bundle: Path | None = None
-    """Folder of DCLM's evaluation bundle, with the tasks of `core`; see docs/runs.md."""
+    """Folder of DCLM's evaluation bundle, with the tasks of `core`; see docs/benchmarks.md."""
 
 
 class Checkpoint(Cadence):
@@ -482,7 +482,7 @@ class Checkpoint(Cadence):
     """Keep training while a checkpoint is written; needs CPU memory for a copy of weights and optimizer."""
     mirror: str | None = None
     """Folder or URL (s3://..., hf://buckets/...) where a copy of the run is kept, under the name of `output`; a start
-    without checkpoints resumes from it. See docs/failures.md."""
+    without checkpoints resumes from it. See docs/spot.md."""
     mirror_wait_seconds: Annotated[NonNegativeFloat, Field(le=1500)] = 300.0
     """Maximum time that the end of the run waits for the mirror, and a start that needs it."""
 
@@ -550,7 +550,7 @@ class Publish(Section):
 
 
 class Hub(Section):
-    """Uploads to the Hub during training, in a separate process; see docs/runs.md."""
+    """Uploads to the Hub during training, in a separate process; see docs/publish.md."""
 
     repository: str | None = None
     """owner/name; null: no uploads."""
@@ -561,7 +561,7 @@ class Hub(Section):
 
 
 class Tracking(Section):
-    """Where trackers file the run, and under which name; see docs/runs.md for what each of them accepts."""
+    """Where trackers file the run, and under which name; see docs/trackers.md for what each of them accepts."""
 
     project: str | None = None
     """Project, or experiment; null: the environment's WANDB_PROJECT (for other trackers their own variable first),

@@ -58,11 +58,12 @@ def test_their_names_lead_to_settings_and_are_none_of_ours():
     assert set(SETTINGS_ELSEWHERE.values()) <= set(SETTINGS) and not set(SETTINGS_ELSEWHERE) & set(SETTINGS)
 
 
-PAGE = (ROOT / "docs/coming_from.md").read_text()
+PAGES = [ROOT / "docs/coming_from.md", *sorted((ROOT / "docs").glob("from_*.md"))]
+PAGE = "\n".join(page.read_text() for page in PAGES)
 ROWS = [row.strip("|").split(" | ") for row in PAGE.splitlines() if row.startswith("| `")]
 
 
-def test_the_page_has_every_name_with_the_setting_it_is_read_as():
+def test_the_pages_have_every_name_with_the_setting_it_is_read_as():
     on_page = {}
     for row in ROWS:
         for name in re.findall(r"`([\w.]+)`", row[0]):
@@ -72,7 +73,7 @@ def test_the_page_has_every_name_with_the_setting_it_is_read_as():
         assert f"--{ours}" in on_page[name], name
 
 
-def test_the_page_names_settings_and_files_that_exist():
+def test_the_pages_name_settings_and_files_that_exist():
     sections = {path.partition(".")[0] for path in SETTINGS}
     for path in re.findall(r"--([a-z_]+(?:\.[a-z_]+)+)", PAGE):
         assert path in SETTINGS or path.startswith(("model.", "data.train")), path

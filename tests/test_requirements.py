@@ -119,4 +119,4 @@ def test_what_is_compiled_stands_alone_and_its_build_finds_what_it_imports():
 )
 def test_a_missing_package_is_asked_for_by_the_file_that_has_it(module, file, package):
     assert file in (ROOT / "pretrain" / module).read_text() and package in packages(file)
-    assert file in (ROOT / "docs/strategies.md").read_text()
+    assert file in (ROOT / "docs/gpu_setup.md").read_text()

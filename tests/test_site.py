@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from docs.figures import FIGURES, draw
 from pretrain.recipe import fields_of_config
 from support.project import ROOT
 
@@ -39,3 +40,20 @@ def test_the_reference_has_every_command(site):
 def test_links_to_code_are_text_and_links_between_pages_are_links(site):
     text = (site / "index.html").read_text()
     assert 'href="own_ideas/"' in text and "<code>train.py</code>" in text and 'href="train.py"' not in text
+
+
+def test_the_reference_has_the_events_the_files_of_a_run_and_the_names_of_extensions(site):
+    events = (site / "reference/events/index.html").read_text()
+    row = re.search(r"<td><code>train</code></td>.*?</tr>", events, re.DOTALL)[0]
+    assert all(f"<code>{field}</code>" in row for field in ("loss", "mfu", "tokens_per_second", "data_seconds"))
+    files = (site / "reference/run_files/index.html").read_text()
+    assert "<code>metrics.jsonl</code>" in files
+    names = (site / "reference/python/index.html").read_text()
+    assert "<code>state_shapes(name)</code>" in names and "<code>random_windows</code>" in names
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_a_figure_is_what_the_code_draws(name, tmp_path):
+    """Else: python docs/figures.py."""
+    draw(tmp_path, [name])
+    assert (tmp_path / f"{name}.svg").read_text() == (ROOT / f"docs/images/{name}.svg").read_text()

@@ -1,6 +1,6 @@
 """Saved state: complete or absent, by Hugging Face parameter name, without pickle.
 
-The format is stable: checkpoints of earlier versions can be resumed (docs/training.md).
+The format is stable: checkpoints of earlier versions can be resumed (docs/checkpoints.md).
 
     checkpoints: saving, verifying, pruning
     mirror_store, mirror_copy, mirror_fetch: the run's remote copy: its content, copying, starting from it

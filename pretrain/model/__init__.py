@@ -1,7 +1,7 @@
 """Models: parameters and forward pass, on one process.
 
 Knows nothing of distribution, optimizers or data. A new model is a JSON in model_configs/; a new architecture is a
-file in architectures/ (docs/models.md).
+file in architectures/ (docs/own_model.md).
 
     architectures/: local architectures
     own_code: registers local architectures, and model folders with their own code

@@ -1,4 +1,4 @@
-"""Positions that change while a run trains: more of them, or other rotary frequencies (docs/training.md).
+"""Positions that change while a run trains: more of them, or other rotary frequencies (docs/long_context.md).
 
 The frequencies are tables next to the weights, so a model can continue with all its weights under new ones; learned
 position embeddings, as in GPT-2, cannot grow.

@@ -277,7 +277,7 @@ def _unbuildable(config: PreTrainedConfig, failures: Sequence[str]) -> str:
     reason = failures[-1] if failures else "the library cannot build it from this configuration"
     return (
         f"model: {config.model_type} does not run on token ids alone ({reason}); complete its configuration, or take "
-        "another architecture (docs/models.md lists what works)"
+        "another architecture (docs/architectures.md lists what works)"
     )
 
 

@@ -1,7 +1,7 @@
 """Optimizers, and learning rate and batch size by step.
 
 Schedules are pure functions of the step and keep no state. A new schedule is one function and one line in
-learning_rate, a new optimizer one class and one line in pretrain/registry.py (docs/training.md).
+learning_rate, a new optimizer one class and one line in pretrain/registry.py (docs/optimizers.md).
 
     optimizers: what an optimizer declares, AdamW, what decays, state by name, norms
     adafactor, muon, adamw_8bit: Adafactor, Muon, and AdamW with 8-bit moments

@@ -1,7 +1,7 @@
 """Pipeline parallel: each rank holds some of the layers, and microbatches flow through them.
 
 The schedules are torch.distributed.pipelining's. One call of the model runs a whole schedule, forward and backward, so
-the loop does not change. See docs/strategies.md.
+the loop does not change. See docs/pipelines.md.
 """
 
 from collections.abc import Mapping

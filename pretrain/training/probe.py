@@ -131,7 +131,7 @@ def _said(found: Mapping[str, Judgement]) -> tuple[str, ...]:
 def _refusal(model_type: str, attention: str, works_without_documents: bool, found: Mapping[str, Judgement]) -> str:
     remedies = ["train it with --data.document_mask false"] if works_without_documents else []
     remedies += ["choose --attention auto"] if attention != "auto" else []
-    remedies.append("take another architecture (docs/models.md lists what works)")
+    remedies.append("take another architecture (docs/architectures.md lists what works)")
     return (
         f"model: {model_type} would not train correctly with attention {attention} ({'; '.join(_said(found))}): "
         f"{', or '.join(remedies)}"

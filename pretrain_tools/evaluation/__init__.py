@@ -1,4 +1,4 @@
-"""Evaluates models: evaluate.py, from a model's address to a table of results (docs/runs.md).
+"""Evaluates models: evaluate.py, from a model's address to a table of results (docs/evaluate.md).
 
 Nothing here trains.
 

@@ -135,7 +135,7 @@ def bundle_tasks(
     if bundle is None:
         raise InputError(
             f"{tasks_are} {CORE}: its items are those of DCLM's bundle, as nanochat takes them; give {bundle_is} the "
-            "folder with core.yaml, eval_meta_data.csv and eval_data/ (docs/runs.md, CORE)"
+            "folder with core.yaml, eval_meta_data.csv and eval_data/ (docs/benchmarks.md, CORE)"
         )
     absent = [name for name in ("core.yaml", "eval_meta_data.csv", "eval_data") if not (bundle / name).exists()]
     if absent:

@@ -1,4 +1,4 @@
-"""Experiments that train many runs: runs.py parity, sweep, mixture and ladder (docs/runs.md).
+"""Experiments that train many runs: runs.py parity, sweep, mixture and ladder (docs/sweeps.md).
 
 Each run is a separate train.py process with its own run folder, so all tools for runs work on them.
 

@@ -1,6 +1,6 @@
 """Plans a run before it starts: plan.py, train.py --text, --check and --smoke.
 
-Predictions come from footprints and step_time; calibration compares them with a few real steps (docs/runs.md).
+Predictions come from footprints and step_time; calibration compares them with a few real steps (docs/plan.md).
 
     hardware_options: the machines that plan.py is asked about
     budget, budget_request, budget_report: from hours or dollars to a recipe; its options; its table

@@ -1,6 +1,6 @@
 """Publishes models on the Hub: publish.py.
 
-A card states what the run's files say, and nothing else (docs/runs.md).
+A card states what the run's files say, and nothing else (docs/publish.md).
 
     publish, staging, hub_upload: the command; the files of a revision; the upload
     facts: what a run's files say of a model

@@ -516,7 +516,7 @@ class SignSGD(torch.optim.Optimizer):
 
 
 class SignSGDSpec(OptimizerSpec):
-    """As docs/training.md says: one class."""
+    """As docs/optimizers.md says: one class."""
 
     takes = ("whole", "sharded")
 

@@ -41,7 +41,7 @@ MODELS = {
     "qwen3": QWEN3,
     "gpt2": GPT2,
 }
-TEXT = (ROOT / "docs/training.md").read_text()
+TEXT = (ROOT / "docs/learning_rate.md").read_text()
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ from support.cluster_schemas import JOBSET, SKYPILOT
 from support.pages import commands_in
 from support.project import ROOT, run_script
 
-PAGE = ROOT / "docs/strategies.md"
+PAGE = ROOT / "docs/spot.md"
 COMMANDS = [c.text for c in commands_in(PAGE.name, PAGE.read_text()) if c.section == "Run it anywhere"]
 ENDS = {errors.EXIT_BAD_INPUT, errors.EXIT_NUMERIC, errors.EXIT_NO_VALID_CHECKPOINT, errors.EXIT_CRASH_LOOP}
 """Exit statuses after which another start would end alike."""

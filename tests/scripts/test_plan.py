@@ -442,10 +442,10 @@ def test_a_calibrated_plan_follows_from_real_steps(recipe):
 
 
 def test_the_example_on_the_page_and_in_the_recipe_is_what_is_printed(monkeypatch):
-    """docs/strategies.md, 1.1B on 8 GPUs; `python plan.py ... --comment` writes the recipe's anew."""
+    """docs/memory.md, 1.1B on 8 GPUs; `python plan.py ... --comment` writes the recipe's anew."""
     monkeypatch.chdir(ROOT)
     plan = plan_of("recipes/llama_1b.yaml", gpu="h100", gpus=8)
-    page = (ROOT / "docs/strategies.md").read_text().partition("### 1.1B on 8 GPUs")[2].partition("###")[0]
+    page = (ROOT / "docs/memory.md").read_text().partition("### 1.1B on 8 GPUs")[2].partition("###")[0]
     rows = re.findall(r"^\| ([^|]+) \|((?: [\d.]+ \|){6})", page.replace("**", ""), re.MULTILINE)
     memory = {c.label: [f"{getattr(c.memory, part) / GIB:.1f}" for part in PARTS] for c in plan.candidates if c.memory}
     assert {name: cells.replace("|", "").split() for name, cells in rows} == memory

@@ -1,6 +1,6 @@
 """A configuration that works, of every causal language model of transformers, and what becomes of each.
 
-`PYTHONPATH=. python tests/support/causal_models.py` writes the table of docs/models.md.
+`PYTHONPATH=. python tests/support/causal_models.py` writes the table of docs/architectures.md.
 """
 
 import re
@@ -12,7 +12,7 @@ from pretrain.model.own_code import register_all
 
 register_all()
 
-PAGE = Path(__file__).parents[2] / "docs" / "models.md"
+PAGE = Path(__file__).parents[2] / "docs" / "architectures.md"
 BEGIN, END = "<!-- table of architectures: begin -->", "<!-- table of architectures: end -->"
 NAMES = {"groundwork_sdpa": "sdpa", "groundwork_eager": "eager"}
 COMPLETED = {
@@ -100,7 +100,7 @@ def reason_of(refusal: str) -> str:
 
 
 def table_on_page() -> dict[str, tuple[str, ...]]:
-    """{model_type: the cells beside it} of the table as docs/models.md has it."""
+    """{model_type: the cells beside it} of the table as docs/architectures.md has it."""
     lines = PAGE.read_text().partition(BEGIN)[2].partition(END)[0].splitlines()
     cells = [[cell.strip() for cell in line.strip("| ").split("|")] for line in lines if line.startswith("|")]
     return {name: tuple(row[:-1]) for row in cells for name in row[-1].split()}

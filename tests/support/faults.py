@@ -22,7 +22,7 @@ from support.project import events, free_port, start_script
 EVERYTHING = os.environ.get("FAULTS") == "all"
 """make test-faults: the long sweep."""
 TABLE: list[tuple[str, str, str, str]] = []
-"""What was injected and came out as it must: numbers in docs/failures.md, fault, outcome, recovery."""
+"""What was injected and came out as it must: numbers in docs/faults.md, fault, outcome, recovery."""
 
 
 def tell(fault: str, injected: str, outcome: str, recovery: str = "") -> None:

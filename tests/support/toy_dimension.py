@@ -1,4 +1,4 @@
-"""A dimension of a mesh that is added as docs/strategies.md says: a class, and a row of DIMENSIONS.
+"""A dimension of a mesh that is added as docs/new_strategy.md says: a class, and a row of DIMENSIONS.
 
 Its ranks read different data and hold the same weights, so it is dp_replicate once more. As a program it is
 train_strategies.py, with that dimension known.

@@ -1,4 +1,4 @@
-"""A strategy that is added as docs/strategies.md says: a class, its lines in two tables, a launcher file.
+"""A strategy that is added as docs/new_strategy.md says: a class, its lines in two tables, a launcher file.
 
 As a program it is train.py, with that strategy known.
 """
