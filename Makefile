@@ -91,7 +91,7 @@ parity: .venv/requirements
 
 # The documentation as a site, in site/: the pages, their figures, and the reference made from the code.
 site: .venv/requirements-dev
-	$(BIN)/python docs/figures.py
+	$(BIN)/python -m docs.figures
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 
 lint: .venv/requirements-dev

@@ -1,4 +1,4 @@
-"""Draws the figures of the concept pages from the code's own functions: python docs/figures.py.
+"""Draws the figures of the concept pages from the code's own functions: python -m docs.figures.
 
 Boxes have light fills with dark text, and the text around them a gray that both a white and a dark page show.
 tests/test_site.py compares docs/images/ with what this draws.
@@ -6,7 +6,6 @@ tests/test_site.py compares docs/images/ with what this draws.
 
 import contextlib
 import shutil
-import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -18,10 +17,6 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-ROOT = Path(__file__).resolve().parent.parent
-if __name__ == "__main__":
-    sys.path.insert(0, str(ROOT))
-
 from pretrain import files
 from pretrain.data.batches import interleave
 from pretrain.data.sampling import Permutation, key_of
@@ -30,6 +25,7 @@ from pretrain.model.attention import document_layout
 from pretrain.optim.batch_ramp import BatchRamp
 from pretrain.recipe import read_run_config
 
+ROOT = Path(__file__).resolve().parent.parent
 OUTSIDE = "#737b87"
 INSIDE = "#1f2430"
 BLUE, ORANGE, GREEN, VIOLET, RED, GRAY = "#a9c7f5", "#f8cf9b", "#b5dfb6", "#d3bff0", "#f5b5b0", "#d9dde3"
@@ -46,7 +42,9 @@ def canvas(width: float, height: float) -> tuple[Figure, Axes]:
     return figure, axes
 
 
-def box(axes: Axes, x: float, y: float, width: float, height: float, color: str, text: str = "", size: int = 9) -> None:
+def box(
+    axes: Axes, x: float, y: float, width: float, height: float, color: str, text: str = "", size: int = 9
+) -> None:
     axes.add_patch(Rectangle((x, y), width, height, facecolor=color, edgecolor="none"))
     if text:
         axes.text(x + width / 2, y + height / 2, text, ha="center", va="center", color=INSIDE, fontsize=size)
@@ -89,7 +87,9 @@ def step() -> Figure:
         box(axes, x + 186, y, 62, 44, GRAY, "next step")
     box(axes, 75 + 185 * micro_steps, 55, 60, 114, GREEN, "sum of\ngradients")
     label(axes, 75, 190, "gradients add up over the micro-steps; then every rank makes the same update")
-    label(axes, 75, 212, "sequences are numbered over all ranks, so the step holds the same ones on any number of ranks")
+    label(
+        axes, 75, 212, "sequences are numbered over all ranks, so the step holds the same ones on any number of ranks"
+    )
     label(axes, 75, 234, "the loss and the norm travel between the ranks while the next step runs")
     return figure
 
@@ -135,7 +135,9 @@ def batch() -> Figure:
             text = str(chosen[source].index(place)) if visited else ""
             box(axes, 130 + each * place, y, each - 1, 22, color if visited else GRAY, text, size=6)
     label(axes, 130, 243, "the number in a sequence says how many of its source were read before it", size=8)
-    label(axes, 130, 302, "gray: read later in the epoch; every sequence is read once before any is read again", size=8)
+    label(
+        axes, 130, 302, "gray: read later in the epoch; every sequence is read once before any is read again", size=8
+    )
     return figure
 
 
@@ -265,7 +267,9 @@ def mesh() -> Figure:
     shape = [getattr(sizes, name) for name in order]
     reading = [name for name, row in DIMENSIONS.items() if row.reads]
     figure, axes = canvas(840, 420)
-    label(axes, 20, 18, f"{sizes.world} ranks: " + " x ".join(f"{name} {size}" for name, size in sizes.named().items()))
+    label(
+        axes, 20, 18, f"{sizes.world} ranks: " + " x ".join(f"{name} {size}" for name, size in sizes.named().items())
+    )
     colors = [BLUE, ORANGE, GREEN, VIOLET]
     for rank in range(sizes.world):
         place = dict(zip(order, np.unravel_index(rank, shape), strict=True))
@@ -286,7 +290,7 @@ def mesh() -> Figure:
             mine = half == int(place["cp"])
             box(axes, x + 8 + 40 * half, y + 104, 39, 20, colors[batch_number] if mine else "#f3f4f6")
         axes.text(x + 48, y + 137, f"sequences {batch_number}", ha="center", va="center", color=INSIDE, fontsize=8)
-    label(axes, 20, 385, "dark: the part of a layer's matrices that the rank keeps; columns are slices of tp, rows are "
+    label(axes, 20, 385, "dark: the part of a layer's matrices that a rank keeps; columns are slices of tp, rows are "
           "shards of dp_shard x cp")  # fmt: skip
     label(axes, 20, 403, "color: the sequences that it trains on, and the half of each; the two rows of ranks are the "
           "replicas")  # fmt: skip
@@ -308,7 +312,12 @@ def survival() -> Figure:
         ("the disk lost, with a mirror", 2 * every, "back to the newest complete copy"),
     ]  # fmt: skip
     figure, axes = canvas(840, 60 + 44 * len(rows))
-    label(axes, 20, 18, f"steps trained again, at most, with checkpoint.every_steps {every} and guard.distance {guard.distance}")
+    label(
+        axes,
+        20,
+        18,
+        f"steps trained again, at most, with checkpoint.every_steps {every} and guard.distance {guard.distance}",
+    )
     scale = 260 / (2 * every)
     for number, (failure, steps, response) in enumerate(rows):
         y = 42 + 44 * number

@@ -6,6 +6,7 @@ A hook of mkdocs (mkdocs.yml). The reference is generated, so it can't be out of
 
 import ast
 import inspect
+import itertools
 import json
 import posixpath
 import re
@@ -24,8 +25,8 @@ from pretrain.config import ModelSource
 from pretrain.data.sampling import Stream
 from pretrain.data.transformations import Transformation
 from pretrain.model.loss_terms import LossTerm, Seen, TermOptions
-from pretrain.optim.optimizers import ModelShapes, OptimizerSpec
 from pretrain.optim.learning_rate import Schedule
+from pretrain.optim.optimizers import ModelShapes, OptimizerSpec
 from pretrain.recipe import SECTIONS_LEFT_OUT, TABLES, as_plain, choices_in, fields_of_config, leaves, parse_yaml
 from pretrain.training.metrics import SHOWN
 from pretrain_tools.preparation.documents import formats, records
@@ -213,14 +214,14 @@ def commands_page() -> str:
 
 
 def events_page() -> str:
-    """Lists the events of metrics.jsonl with the fields that the code names. Raises ValueError if one has no meaning."""
+    """Lists the events of metrics.jsonl with their fields. Raises ValueError if one has no meaning."""
     written = events_in_code()
     if written.keys() != EVENTS.keys():
         raise ValueError(f"docs/site.py: EVENTS and the code differ in {sorted(written.keys() ^ EVENTS.keys())}")
     parts = [
-        "# The event log\n\n`metrics.jsonl` in a run's folder has one JSON object per line. `event` comes first and `time`, "
-        "in Unix seconds, last. Numbers that aren't finite are `null`. An event may have more fields than listed here: "
-        "those of your model, your loss terms and your tracker. `python runs.py status RUN` and `plot` read this file.\n",
+        "# The event log\n\n`metrics.jsonl` in a run's folder has one JSON object per line. `event` comes first and "
+        "`time`, in Unix seconds, last. Numbers that aren't finite are `null`. An event may have more fields than "
+        "listed here: those of your loss terms, for example. `python runs.py status` and `plot` read this file.\n",
         "| event | meaning | fields |\n|---|---|---|",
     ]
     for event, meaning in EVENTS.items():
@@ -230,7 +231,7 @@ def events_page() -> str:
 
 
 def events_in_code() -> dict[str, set[str]]:
-    """Returns {event: fields that the code names} of every call that writes an event, and of what the console shows."""
+    """Returns {event: fields that the code names} of calls that write an event, and of what the console shows."""
     functions: list[ast.FunctionDef] = []
     figures: dict[str, dict[str, set[str]]] = {}  # {function: {its class or module: keys that it returns}}
     for path in sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py")):
@@ -240,7 +241,9 @@ def events_in_code() -> dict[str, set[str]]:
                     functions.append(node)
                     if node.returns is not None and ast.unparse(node.returns).startswith("dict[str"):
                         name = getattr(owner, "name", path.stem).lower()
-                        figures.setdefault(node.name, {}).update({name: keys_in(node, {}), path.stem: keys_in(node, {})})
+                        figures.setdefault(node.name, {}).update(
+                            {name: keys_in(node, {}), path.stem: keys_in(node, {})}
+                        )
     found: dict[str, set[str]] = {}
     for event, shown in SHOWN.items():
         fields = {name for _, text in shown for name in re.findall(r"\{(\w+)", text) if not name.endswith("_text")}
@@ -299,8 +302,8 @@ def run_files_page() -> str:
 def python_page() -> str:
     """Lists the tables in which extensions register, and the classes and functions that they use."""
     parts = [
-        "# Python names for extensions\n\nA file named in `extensions` registers classes and functions in these tables of "
-        "`pretrain.registry`. [Your own ideas](../own_ideas.md) has an example of each.\n",
+        "# Python names for extensions\n\nA file named in `extensions` registers classes and functions in these "
+        "tables of `pretrain.registry`. [Your own ideas](../own_ideas.md) has an example of each.\n",
         "| table | entries | built in |\n|---|---|---|",
     ]
     meanings = documented(inspect.getsource(registry))
@@ -334,8 +337,8 @@ def documented(source: str) -> dict[str, str]:
     tree = ast.parse(source)
     body = tree.body[0].body if len(tree.body) == 1 and isinstance(tree.body[0], ast.ClassDef) else tree.body
     found = {}
-    for node, following in zip(body, body[1:], strict=False):
-        target = node.target if isinstance(node, ast.AnnAssign) else node.targets[0] if isinstance(node, ast.Assign) else None
+    for node, following in itertools.pairwise(body):
+        target = getattr(node, "target", None) or next(iter(getattr(node, "targets", [])), None)
         is_text = isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant)
         if isinstance(target, ast.Name) and is_text:
             found[target.id] = " ".join(str(following.value.value).split())

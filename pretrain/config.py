@@ -315,7 +315,7 @@ class Optim(Section):
     base_width: Count | None = None
     """mup: the hidden size at which learning_rate was tuned, where initial weights are the architecture's own."""
     schedule: Annotated[str, AfterValidator(SCHEDULES.checked)] = "cosine"
-    """Learning-rate schedule: cosine, linear, constant, wsd, infinite, or an extension's; see docs/learning_rate.md."""
+    """cosine, linear, constant, wsd, infinite, or one of an extension; see docs/learning_rate.md."""
     warmup_steps: OrAuto[CountFromZero] = 500
     """Steps of linear warmup to the peak. auto: a token per parameter, at most 5% of the run."""
     final_ratio: Fraction = 0.1

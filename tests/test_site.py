@@ -54,6 +54,6 @@ def test_the_reference_has_the_events_the_files_of_a_run_and_the_names_of_extens
 
 @pytest.mark.parametrize("name", FIGURES)
 def test_a_figure_is_what_the_code_draws(name, tmp_path):
-    """Else: python docs/figures.py."""
+    """Else: python -m docs.figures."""
     draw(tmp_path, [name])
     assert (tmp_path / f"{name}.svg").read_text() == (ROOT / f"docs/images/{name}.svg").read_text()

@@ -5,8 +5,8 @@ and the last warmup step is at the peak. A decay reaches its floor at step == to
 (nanoGPT's get_lr with lr_decay_iters == max_iters), so the last step of a run is just above the floor. Beyond
 total_steps the factor stays at the end of the decay.
 
-A schedule is a function (schedule, step) -> factor of the peak, registered in `registry.SCHEDULES`; docs/learning_rate.md
-shows them.
+A schedule is a function (schedule, step) -> factor of the peak, registered in `registry.SCHEDULES`;
+docs/learning_rate.md shows them.
 """
 
 import math

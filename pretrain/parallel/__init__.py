@@ -1,6 +1,6 @@
 """One recipe under any strategy: how model and data are sharded, and how processes find each other.
 
-The loop never asks which strategy runs: strategy defines the verbs that it calls. How to add one: docs/new_strategy.md.
+The loop never asks which strategy runs: strategy defines the verbs that it calls. docs/new_strategy.md adds one.
 Memory, traffic and layouts, which a plan needs and a run does not, are in pretrain_tools/planning.
 
     registry: every strategy by name

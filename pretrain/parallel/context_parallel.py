@@ -4,8 +4,8 @@ Everything but attention treats each position on its own, so a rank needs only i
 ranks that share a sequence exchange heads for positions: each rank sends the others its positions of their heads, and
 receives the other positions of its own heads; the outputs go back in the same way (Ulysses, Jacobs et al., arXiv
 2309.14509). In between, any attention computes what it would on one rank, including documents that cross rank
-boundaries and sliding windows, and all ranks have the same amount of work, causal or not. docs/long_context.md compares
-that with gathering keys and values.
+boundaries and sliding windows, and all ranks have the same amount of work, causal or not. docs/long_context.md
+compares that with gathering keys and values.
 
 Shapes: B sequences, T positions of a whole sequence, P positions of this rank, N ranks of a group, H query heads, G
 key heads, E head width.

@@ -1,4 +1,4 @@
-"""docs/faults.md and docs/failures.md: faults name tests that there are, its messages and statuses are the program's."""
+"""docs/faults.md and docs/failures.md: their tests, messages and statuses are those of the code."""
 
 import ast
 import re

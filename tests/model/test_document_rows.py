@@ -78,7 +78,7 @@ FAMILIES = {
         "attention_head_dim": 16,
     },
 }
-"""{model_type: its own sizes}; further families are in the table of docs/architectures.md, which test_probe.py judges."""
+"""{model_type: its own sizes}; docs/architectures.md has further families, which test_probe.py judges."""
 
 
 def config_of(model_type: str):
