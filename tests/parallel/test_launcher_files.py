@@ -70,7 +70,7 @@ def test_shipped_files_ask_for_a_strategy_that_runs_and_contradict_no_recipe(pat
 @pytest.mark.parametrize("name", ["ddp", "fsdp2", "cp", "zero3"])
 def test_the_environment_for_torchrun_asks_for_what_the_launcher_file_asks_for(name, config, monkeypatch):
     page = (ROOT / "docs/gpu_setup.md").read_text()
-    said = re.search(rf"^\| {name} \| (?:`(.*)`)? \|$", page.partition("**torchrun**")[2], re.MULTILINE)[1] or ""
+    said = re.search(rf"^\| {name} \| (?:`(.*)`)? \|$", page.partition("## torchrun")[2], re.MULTILINE)[1] or ""
     variables = dict(word.split("=") for word in said.split())
     shipped = launcher_environment(ROOT / f"accelerate_configs/{name}.yaml", 2)
     assert {key: shipped[key].lower() for key in variables} == {key: text.lower() for key, text in variables.items()}
