@@ -12,7 +12,7 @@ python runs.py profile RUN                   # why is a live run slow?
 python runs.py parity --config recipes/NAME.yaml --steps 50     # same losses under every strategy?
 python runs.py sweep --config recipes/NAME.yaml --vary optim.learning_rate=1e-3,2e-3 --output sweeps/x
 python runs.py ladder SWEEP --predict parameters=30M,tokens=600M     # the loss of a larger run
-python runs.py mixture --config recipes/NAME.yaml --output sweeps/y  # weights of the sources, by many small runs
+python runs.py mixture --config recipes/NAME.yaml --output sweeps/y  # weights of the sources, from many small runs
 """
 
 import argparse
@@ -179,7 +179,7 @@ def add_merge(commands: Commands) -> None:
     text = "the mean of checkpoints or models, as a model folder"
     command = add_command(commands, "merge", merge, text, models=models)
     command.add_argument("--last", type=natural, metavar="N", help="of a run: its N newest checkpoints")
-    text = "raw, or average: the mean that each checkpoint has of its own; of one model that is an export (raw)"
+    text = "raw weights, or the average that each checkpoint stores; with one model: export it (raw)"
     command.add_argument("--weights", choices=["raw", "average"], default="raw", help=text)
     command.add_argument("--output", type=Path, metavar="FOLDER", help="(default: merged-FIRST-LAST in the run)")
 
@@ -195,7 +195,7 @@ def add_parity(commands: Commands) -> None:
     command.add_argument("--strategies", help=text)
     text = "products of dimensions too: all of this number of processes, or the sizes of one, such as dp_shard=2,tp=2"
     command.add_argument("--mesh", metavar="SIZES", help=text)
-    text = "each of these in the place of the recipe's, such as model_configs/qwen3_moe_5m.json, which ep trains"
+    text = "run each of these models instead, such as model_configs/qwen3_moe_5m.json, which ep trains"
     command.add_argument("--models", type=Path, nargs="+", metavar="JSON", help=text)
     command.add_argument("--processes", type=int, default=2, help="processes, except of single (default 2)")
     command.add_argument("--precision", choices=["fp32", "bf16", "fp16", "fp8"], default="fp32", help="(default fp32)")

@@ -4,7 +4,7 @@
     python train.py --config recipes/demo.yaml --optim.learning_rate 1e-3    # any setting by its path
     python train.py --config recipes/demo.yaml --check [--verbose]           # every mistake; starts nothing
     python train.py --config recipes/demo.yaml --smoke                       # 100 steps, pass or fail per stage
-    python train.py --config recipes/demo.yaml --profile 20                  # why is it slow? goes on training
+    python train.py --config recipes/demo.yaml --profile 20                  # why is it slow? then trains on
     accelerate launch --config_file accelerate_configs/ddp.yaml --num_processes 2 train.py --config recipes/demo.yaml
 
 Run the same command to resume; a finished run is reported as already complete.

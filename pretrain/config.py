@@ -117,7 +117,7 @@ Place = Annotated[
 
 class Shards(Section):
     shards: Place
-    """Folder or URL written by prepare_data.py; nanoGPT's .bin or folder; or Megatron's .bin with .idx beside it."""
+    """Folder or URL written by prepare_data.py; nanoGPT's .bin or folder; or Megatron's .bin with its .idx."""
     tokenizer: str | None = None
     """Tokenizer (folder or Hub ID) for shards made by other tools; prepare_data.py's folders contain their own."""
     _found: Any = PrivateAttr(None)
@@ -297,7 +297,7 @@ class Optim(Section):
     base_learning_rate: PositiveFloat | None = None
     """Peak learning rate for a global batch of one sequence; scaled by the square root of the global batch."""
     group_learning_rates: dict[Literal["embedding", "head", "matrices", "scalars"], PositiveFloat] = {}
-    """Peak learning rates of groups of parameters that have one of their own, with every optimizer: embeddings and
+    """Peak learning rates per group of parameters, with every optimizer: embeddings and
     heads tied to them, other heads, hidden matrices, and whatever else there is, as norms, biases and convolutions."""
     betas: tuple[Fraction, Fraction] = (0.9, 0.95)
     """AdamW: decay rates of the running means of the gradient and of its square."""
@@ -497,7 +497,7 @@ class Guard(Section):
     roll_back_above: FactorAboveOne = 3.0
     """A loss above this multiple of their mean triggers a rollback (see patience)."""
     roll_back_sigmas: PositiveFloat = 6.0
-    """So does a loss this many standard deviations above their mean, if it is also 10 % above it."""
+    """So does a loss this many standard deviations above their mean, if it is also 10% above it."""
     patience: Count = 3
     """Roll back after this many such steps, or steps with non-finite gradients, in a row."""
     roll_back: Literal["skip_data", "halve_learning_rate", "off"] = "skip_data"
@@ -567,7 +567,7 @@ class Tracking(Section):
     """Project, or experiment; null: the environment's WANDB_PROJECT (for other trackers their own variable first),
     else groundwork."""
     entity: str | None = None
-    """Team, user or workspace that the project belongs to; null: the account's own."""
+    """Team, user or workspace that the project belongs to; null: your account's."""
     name: str | None = None
     """Name of the run; null: that of its folder."""
     tags: Names = []
@@ -634,7 +634,7 @@ class RunConfig(Section):
     extensions: Names = []
     """Python files of your own that register optimizers, schedules, loss terms, trackers; see docs/own_ideas.md."""
     trust_remote_code: bool = False
-    """Run the code beside the model's config.json that auto_map in it names; see docs/own_ideas.md."""
+    """Run the code in the model's folder that auto_map in its config.json names; see docs/own_ideas.md."""
     init: Literal["scratch", "pretrained"] = "scratch"
     """pretrained: continue from the weights of `model`."""
     output: Path

@@ -133,15 +133,15 @@ SWITCHES = ("trust_remote_code",)
 """Settings that are true if no value follows."""
 TAKEN = {
     "--config RECIPE": "the recipe; --config may be left out",
-    "--text FOLDER": "train on text of your own (folder, pattern, files), without a recipe",
+    "--text FOLDER": "train on your own text (folder, pattern, files), without a recipe",
     "--exclude PATTERN": "with --text: files to leave out",
     "--minutes N": "with --text: how long to train",
     "--check": "find every mistake, and start nothing",
-    "--check --verbose": "also every setting, with its value and where it comes from",
-    "--profile N": "train, and say from N steps why they are slow",
-    "--smoke": "train 100 steps in a folder of its own: pass or fail per stage",
+    "--check --verbose": "also list every setting, its value and where it comes from",
+    "--profile N": "train, then profile N steps and report bottlenecks",
+    "--smoke": "train 100 steps in a separate folder: pass or fail per stage",
     "--help [SECTION]": "all settings, or those of one section, such as --help optim",
-    "--SECTION.NAME VALUE": "any setting, in the place of the recipe's",
+    "--SECTION.NAME VALUE": "override any setting of the recipe",
 }
 """{flag of train.py: help}."""
 FIRST_COMMANDS = """\

@@ -20,18 +20,16 @@ MANIFEST_NAME = "manifest.json"
 
 
 def add_budget_options(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument_group("from a budget to a recipe, in the place of --config").add_argument
-    add("--hours", type=float, help="time on the GPUs, of everything")
-    add("--dollars", type=float, help="the same as money, at the GPUs' price")
-    add("--flops", type=float, help="computation of the training alone, such as 1e19")
+    add = parser.add_argument_group("from a budget to a recipe, instead of --config").add_argument
+    add("--hours", type=float, help="total time on the GPUs")
+    add("--dollars", type=float, help="money, at the GPUs' price")
+    add("--flops", type=float, help="FLOPs of training, such as 1e19")
     add("--family", help=f"{', '.join(FAMILIES)} [llama]")
-    add("--vocabulary", metavar="WHAT", help="a tokenizer's folder, prepared shards, or a number of ids")
-    add("--data", metavar="FOLDER", help="prepared shards: their vocabulary, and what is repeated counts less")
-    add(
-        "--tokens_per_parameter", type=float, help="more than 20: a smaller model, trained for longer [Hoffmann's law]"
-    )
+    add("--vocabulary", metavar="WHAT", help="a tokenizer's folder, prepared shards, or a number")
+    add("--data", metavar="FOLDER", help="prepared shards: sets the vocabulary; repeated text counts less")
+    add("--tokens_per_parameter", type=float, help="above 20: a smaller model, trained for longer [20]")
     add("--optimizer", help=f"{', '.join(OPTIMIZERS_CHOSEN)} [muon]")
-    add("--ladder", type=Path, metavar="JSON", help="runs.py ladder's: says what loss to expect")
+    add("--ladder", type=Path, metavar="JSON", help="ladder.json of runs.py ladder, to predict the loss")
     add("--write", metavar="RECIPE", help="recipe to write, with a model's JSON in model_configs/")
 
 
