@@ -9,7 +9,7 @@
     python publish.py --run runs/x --repo me/llama-125m-base --sign key.pem                # and signed
 
 Log in once with `hf auth login`, or set HF_TOKEN. Run the same command again to resume an interrupted upload.
-Repository, licence and language can be set in the recipe (hub.repository, publish.license, publish.language).
+Repository, license and language can be set in the recipe (hub.repository, publish.license, publish.language).
 """
 
 import argparse
@@ -31,7 +31,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--milestones", action="store_true", help="all checkpoints that checkpoint.milestones_every keeps")
     add("--final", action="store_true", help="publish final/ as main; the default")
     add("--private", action="store_true", help="make the repository private [the recipe's; else public]")
-    add("--license", metavar="ID", help="licence id of the Hub, such as apache-2.0 [the recipe's]")
+    add("--license", metavar="ID", help="license ID of the Hub, such as apache-2.0 [the recipe's]")
     add("--language", nargs="+", default=[], metavar="CODE", help="languages of the text, such as en [the recipe's]")
     add("--message", metavar="TEXT", help="commit message [step and tokens]")
     add("--dry_run", action="store_true", help="write what would be uploaded to --output, and upload nothing")

@@ -263,8 +263,8 @@ def _checked_config(
 
 def _read_json(path: Path) -> dict[str, Any]:
     if not path.exists():
-        neighbours = [str(path.parent / name.name) for name in path.parent.glob("*.json")]
-        raise InputError(f"{path}: no such file{did_you_mean(str(path), neighbours)}")
+        neighbors = [str(path.parent / name.name) for name in path.parent.glob("*.json")]
+        raise InputError(f"{path}: no such file{did_you_mean(str(path), neighbors)}")
     try:
         keys = json.loads(read_small_file(path), object_pairs_hook=_without_repeats)
     except InputError as error:

@@ -37,12 +37,12 @@ def offer_problems(
     problems = repository_problems(repository, named[0])
     if not license:
         problems.append(
-            f"{named[1]} is missing: a licence is required; give one, such as apache-2.0 (--license on "
+            f"{named[1]} is missing: a license is required; give one, such as apache-2.0 (--license on "
             "the command line, publish.license in the recipe)"
         )
     elif not re.fullmatch(r"[a-z0-9][a-z0-9.+-]*", license):
         near = did_you_mean(license.lower().replace(" ", "-"), LICENSES)
-        problems.append(f"{named[1]} {license}: not a licence id of the Hub{near}")
+        problems.append(f"{named[1]} {license}: not a license ID of the Hub{near}")
     problems += [
         f"{named[2]} {code}: must be an ISO 639 code, as en or de, or multilingual, or code"
         for code in languages
@@ -57,7 +57,7 @@ def repository_problems(repository: str | None, named: str) -> list[str]:
     from huggingface_hub.utils import validate_repo_id
 
     if not repository:
-        return [f"{named} is missing: give OWNER/NAME, your account or organisation on the Hub and the model's name"]
+        return [f"{named} is missing: give OWNER/NAME, your account or organization on the Hub and the model's name"]
     try:
         validate_repo_id(repository)
     except HFValidationError as error:

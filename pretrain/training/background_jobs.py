@@ -264,7 +264,7 @@ class MirrorCopies:
                 "dropping",
                 f"the mirror {mirror} is slower than checkpoints are written: "
                 f"{counted(status['dropped'], 'checkpoint')} up to step {status['dropped_step'] or 0:,} left out in "
-                f"favour of newer ones; {last}, {bytes_text(size or 0)} in {seconds or 0:.0f} s",
+                f"favor of newer ones; {last}, {bytes_text(size or 0)} in {seconds or 0:.0f} s",
                 holds=bool(status["dropped"]),
             )
         silent = time.monotonic() - self._copier.beaten

@@ -71,7 +71,7 @@ class PreparationOptions:
         fields["near_duplicates"] = self.near_duplicates and self.near_duplicates.as_plan()
         reading = fields.pop("reading")
         reading["only"] = [[name, list(values)] for name, values in reading["only"]] or None
-        # Null when off, as where the option is not known yet: folders made before it are recognised.
+        # Null when off, as where the option is not known yet: folders made before it are recognized.
         fields |= {name: fields[name] or None for name in ("deduplicate", "write_text")}
         return {**reading, **fields}
 

@@ -164,7 +164,7 @@ class _Run:
         self.progress_path = self.state_folder / PROGRESS_FILE
 
     def complete(self, say: Callable[[str], None]) -> PreparationOutcome:
-        """Tokenises what is left and writes the manifest."""
+        """Tokenizes what is left and writes the manifest."""
         tokenizer = self.request.tokenizer
         engine = self.request.engine
         progress = self._load_progress()
@@ -179,10 +179,10 @@ class _Run:
             self._find_near_duplicates(say)
         if not self.slices:
             self._say_what_is_compiled(say)
-        # Slices are tokenised already.
+        # Slices are tokenized already.
         encoder, reason = (None, None) if self.slices else make_encoder(tokenizer, engine)
         if reason:
-            say(f"tokenising with tokenizers: {reason}")
+            say(f"tokenizing with tokenizers: {reason}")
         try:
             tally, shards = self._tokenise(progress, encoder)
         except DisagreementError as error:

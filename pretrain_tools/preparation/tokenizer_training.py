@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 SMALLEST_VOCABULARY = 257
 HELD_OUT_BYTES = 2 << 20
-# The pre-tokeniser's memory is many times its text; where a long document is cut does not matter to the counts.
+# The pre-tokenizer's memory is many times its text; where a long document is cut does not matter to the counts.
 LONGEST_PIECE_CHARACTERS = 1 << 20
 RECORD_FILE = "training.json"
 # The splitting of GPT-4 (cl100k_base, openai/tiktoken): contractions in any case, words with one leading character

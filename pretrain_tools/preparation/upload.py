@@ -39,7 +39,7 @@ class Destination:
     def open(self) -> None:
         """Checks, before hours of work, that the URL is free, or holds what is made here. Raises InputError.
 
-        Where it is complete and the local folder is not, the `last` file is copied here, to be recognised.
+        Where it is complete and the local folder is not, the `last` file is copied here, to be recognized.
         """
         try:
             held = self._store.sizes("")

@@ -87,7 +87,7 @@ def hub_errors(repository: str, token: str) -> Iterator[None]:
         if status == 403:
             raise InputError(
                 f"--repo {repository}: the token may not write there ({text}); use a token with write access, or a "
-                "repository of your own account or organisation"
+                "repository of your own account or organization"
             ) from None
         if isinstance(error, ValueError) and "README.md" in text:
             why = " ".join(str(error.__cause__ or error).split())

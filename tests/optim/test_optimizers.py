@@ -204,7 +204,7 @@ def test_stochastic_rounding_is_unbiased_and_repeats():
     values = torch.full((100_000,), 1.001).mul(torch.tensor([1.0, -1.0]).repeat(50_000))
     step = torch.tensor(7.0)
     rounded = round_stochastically(values, 3, step)
-    assert set(rounded.abs().unique().tolist()) == {1.0, 1.0078125}, "the two neighbours in bf16"
+    assert set(rounded.abs().unique().tolist()) == {1.0, 1.0078125}, "the two neighbors in bf16"
     # The upper neighbour comes with p = 0.128; the mean of 100,000 is within 5 x 0.0078 x 0.33 / 316 = 4.1e-5.
     assert rounded.float().abs().mean().item() == pytest.approx(1.001, abs=4.1e-5)
     assert torch.equal(rounded, round_stochastically(values, 3, step))

@@ -94,13 +94,13 @@ def split_and_sharded(ranks: int, groups: int) -> dict[str, dict[str, tuple[int,
     }
 
 
-def staged(ranks: int, neighbours: int) -> dict[str, dict[str, tuple[int, int]]]:
+def staged(ranks: int, neighbors: int) -> dict[str, dict[str, tuple[int, int]]]:
     """Hidden states of each pipeline microbatch, as many as there are ranks, forward and their gradients backward."""
-    passed = (neighbours * ranks, neighbours * ranks * BF16 * HIDDEN)
+    passed = (neighbors * ranks, neighbors * ranks * BF16 * HIDDEN)
     micro_step = {f"receive of {ranks}": passed, f"send of {ranks}": passed}
     once = (ranks, ranks * BF16 * HIDDEN)
     forward = {f"receive of {ranks}": once, f"send of {ranks}": once}
-    if neighbours == 1:  # the last stage
+    if neighbors == 1:  # the last stage
         del forward[f"send of {ranks}"]
     update = {f"all-reduce of {ranks}": (1, FP32)}
     return {"micro-step": micro_step, "last micro-step": micro_step, "update": update, "validation": forward}
@@ -157,8 +157,8 @@ LEAST = {
     "tp": split(8),
     "fsdp_tp, 4 x 2": split_and_sharded(2, 4),
     "tp, 2 x 4": with_replicas(split(4), "last micro-step", 1, WHOLE + LAYERS * SPLIT // 4),
-    "pp, an inner stage": staged(8, neighbours=2),
-    "pp, 2 x 4, the last stage": with_replicas(staged(4, neighbours=1), "last micro-step", 1, STAGE),
+    "pp, an inner stage": staged(8, neighbors=2),
+    "pp, 2 x 4, the last stage": with_replicas(staged(4, neighbors=1), "last micro-step", 1, STAGE),
     "ep": exchanged(8),
     "ep, 2 x 4": exchanged(4),
     "zero1": {"last micro-step": SCATTERED_ONCE, "update": {**GATHERED_ONCE, **ONE_SUM}},

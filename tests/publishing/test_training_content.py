@@ -99,7 +99,7 @@ def test_it_says_what_the_records_say(facts):
 
 @pytest.mark.parametrize("heading", [h for h in HEADINGS if h.count(".") == 2 and h != HEADINGS[-1]])
 def test_what_no_record_says_is_left_to_the_provider(facts, heading):
-    """Who, when, with whose licence, by which crawler, from which users and models."""
+    """Who, when, with whose license, by which crawler, from which users and models."""
     assert FILL in section(training_content(offered(facts)), heading)
 
 

@@ -261,7 +261,7 @@ def test_everything_wrong_is_said_at_once(finished_run, logged_out):
         "--attempts 0: must be a whole number from 1",
         "--output: only valid with --dry_run",
         "--repo a/b/c: Repo id must be",
-        "--license is missing: a licence is required; give one, such as apache-2.0",
+        "--license is missing: a license is required; give one, such as apache-2.0",
         "--language english: must be an ISO 639 code",
         "not logged in to the Hub: run `hf auth login`",
         f"--checkpoint 5: {finished_run} has no checkpoint of this step; steps there: 4, 8",
@@ -277,7 +277,7 @@ def test_everything_wrong_is_said_at_once(finished_run, logged_out):
         (["--run", "no/such/run"], "--run no/such/run: not the folder of a run"),
         (["--repo", "tiny"], "--repo tiny: give OWNER/NAME, such as me/tiny"),
         ([], "--repo is missing: give OWNER/NAME"),
-        (["--license", "Apache 2.0"], "--license Apache 2.0: not a licence id of the Hub; did you mean apache-2.0?"),
+        (["--license", "Apache 2.0"], "--license Apache 2.0: not a license ID of the Hub; did you mean apache-2.0?"),
         (["--dry_run"], "--dry_run: give --output DIR"),
     ],
 )
@@ -307,7 +307,7 @@ def test_a_recipe_without_milestones_has_none(run, logged_out):
     )
 
 
-def test_the_recipe_says_where_and_under_which_licence(tmp_path, logged_out):
+def test_the_recipe_says_where_and_under_which_license(tmp_path, logged_out):
     publication = {"license": "mit", "language": ["en"]}
     run = write_run(tmp_path / "x", steps=(4,), hub={"repository": "me/x", "private": True}, publish=publication)
     assert publish.main(["--run", str(run), "--dry_run", "--output", str(tmp_path / "dry")]) == 0

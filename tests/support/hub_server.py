@@ -209,7 +209,7 @@ class Handler(BaseHTTPRequestHandler):
         self.send_json({"type": "user", "name": "me", "orgs": [], "auth": {"accessToken": {"role": "write"}}})
 
     def validate_yaml(self) -> None:
-        """The checks that matter: readable metadata, a known licence, complete evaluation results."""
+        """The checks that matter: readable metadata, a known license, complete evaluation results."""
         content = json.loads(self.body)["content"]
         metadata = yaml.safe_load(content.split("---")[1])
         errors = []
