@@ -11,6 +11,12 @@ from docs.figures import FIGURES, draw
 from pretrain.recipe import fields_of_config
 from support.project import ROOT
 
+LONG = {
+    "first_hour", "shapes", "failures", "data", "own_ideas", "design", "performance", "quality", "memory", "faults",
+    "comparison",
+}  # fmt: skip
+"""Tables of models and messages, results, and guides that are not cut yet."""
+
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
@@ -57,3 +63,8 @@ def test_a_figure_is_what_the_code_draws(name, tmp_path):
     """Else: python -m docs.figures."""
     draw(tmp_path, [name])
     assert (tmp_path / f"{name}.svg").read_text() == (ROOT / f"docs/images/{name}.svg").read_text()
+
+
+@pytest.mark.parametrize("page", sorted((ROOT / "docs").glob("*.md")), ids=lambda page: page.stem)
+def test_a_guide_answers_one_question_in_a_thousand_words(page):
+    assert page.stem in LONG or len(page.read_text().split()) <= 1000
