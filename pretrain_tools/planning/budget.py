@@ -34,7 +34,7 @@ from pretrain_tools.planning.families import Family, Shape
 from pretrain_tools.planning.judgement import FEWEST_STEPS
 from pretrain_tools.planning.layouts import layout
 from pretrain_tools.planning.memory import Memory, PlannedRun
-from pretrain_tools.planning.sizing import MOST_EPOCHS, best_shape, expected_loss, nearest_shape
+from pretrain_tools.planning.sizing import MOST_EPOCHS, best_shape, nearest_shape
 from pretrain_tools.planning.step_time import Hardware, RunWork, Speed, mfu_of_size
 
 SHARE_FOR_STEPS = {"cuda": 0.95, "cpu": 0.85}
@@ -242,11 +242,6 @@ class Sized:
         return self.tokens_per_second * self.work.flops_per_token / (hardware.gpus * hardware.gpu.bf16_flops)
 
     @property
-    def expected_loss(self) -> float:
-        """Nats per token by the scaling law, only to compare runs."""
-        return expected_loss(self.shape.active, self.tokens, self.budget.unique_tokens)
-
-    @property
     def learning_rate(self) -> float:
         return float(f"{OPTIMIZERS[self.budget.optimizer].auto_rate(self.work.sizes.total, self.batch):.3g}")
 
@@ -305,25 +300,6 @@ def shapes_within(budget: RunBudget) -> list[Shape]:
             f"x {largest.width}). Give less, or train that one for longer with --tokens_per_parameter {ratio:.0f}"
         )
     return shapes[: shapes.index(budget.best(tokens)) + 1]
-
-
-def other_size(like: Sized, factor: float) -> Sized | None:
-    """Sizes a model that is larger by this factor, within the same budget; None beyond the ladder, or if it fails."""
-    wanted = factor * like.shape.parameters
-    shape = min(like.budget.shapes, key=lambda shape: abs(math.log(shape.parameters / wanted)))
-    return None if shape == like.shape else size(like.budget, shape, like)
-
-
-def alternative(budget: RunBudget, like: Sized) -> Sized | None:
-    """Sizes the run of another budget, which may be of another family, scaled from `like`; None if none fits.
-
-    Raises InputError as `shapes_within`.
-    """
-    for shape in reversed(shapes_within(budget)):
-        sized = size(budget, shape, like)
-        if sized.combinations:
-            return sized if sized.steps >= FEWEST_STEPS else None
-    return None
 
 
 def best_of(budget: RunBudget, found: dict[Shape, Sized]) -> Sized:
