@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from pretrain.errors import InputError, Problems
-from pretrain.gpus import CPU, Gpu, find_gpu, gpu_called
+from pretrain.gpus import CPU, Gpu, find_gpu
 
 if TYPE_CHECKING:
     from pretrain_tools.planning.step_time import Hardware
@@ -19,7 +19,7 @@ def add_hardware_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--gpus", type=int, default=1, help="total number of GPUs [1]")
     add("--gpu", help="GPU model: h100, a100, rtx4090 ...; cpu: this machine's processors; any other name with "
-        "--gpu_memory and --peak_tflops [h100; with --calibrate: what is here]")  # fmt: skip
+        "--gpu_memory and --peak_tflops [h100]")  # fmt: skip
     add("--machines", type=int, help="number of machines [8 GPUs each]")
     add("--gpu_memory", metavar="80GB", help="memory of one GPU; GB is 2^30 bytes")
     add("--peak_tflops", type=float, help="dense bf16 peak of one GPU in TFLOP/s")
@@ -71,32 +71,15 @@ def given_figures(options: argparse.Namespace) -> dict[str, float]:
 
 
 def gpu_of(options: argparse.Namespace) -> Gpu | None:
-    """Finds the GPU that is named; None for this machine's own, which torch has to find."""
-    if options.gpu == CPU or (options.gpu is None and options.calibrate):
+    """Finds the GPU that is named; None for this machine's processors, which torch has to measure."""
+    if options.gpu == CPU:
         return None
     return find_gpu(options.gpu or "h100", **given_figures(options))
 
 
 def hardware_of(options: argparse.Namespace, gpu: Gpu | None) -> "Hardware":
+    from pretrain.hardware import cpu_as_gpu
     from pretrain_tools.planning.step_time import Hardware
 
-    return Hardware(gpu or own_gpu(options), options.gpus, options.machines or -(-options.gpus // 8))
-
-
-def own_gpu(options: argparse.Namespace) -> Gpu:
-    """Finds the GPU of this machine, or its processors if they were asked for or there is no GPU.
-
-    Raises InputError for a GPU that torch cannot use.
-    """
-    import torch
-
-    from pretrain.hardware import cpu_as_gpu
-    from pretrain.parallel.strategy import device_type
-
-    given = given_figures(options)
-    if options.gpu == CPU or device_type() == "cpu":
-        return replace(cpu_as_gpu(options.gpus), **given)
-    name = torch.cuda.get_device_name()
-    if (known := gpu_called(name)) is not None:
-        return replace(known, **given)
-    return find_gpu(name, **{"memory_bytes": torch.cuda.get_device_properties(0).total_memory, **given})
+    gpu = gpu or replace(cpu_as_gpu(options.gpus), **given_figures(options))
+    return Hardware(gpu, options.gpus, options.machines or -(-options.gpus // 8))

@@ -318,7 +318,7 @@ def speed_of(recipe: "SizedRecipe") -> float:
         path = Path(folder, "recipe.yaml")
         model.write_text(recipe.sizing.shape.json_text)
         path.write_text(replace(recipe, model=model).text("# To be timed."))
-        command = [sys.executable, "-m", "pretrain_tools.planning.calibration", str(path), str(seconds)]
+        command = [sys.executable, "-m", "pretrain_tools.planning.real_steps", str(path), str(seconds)]
         environment = {**os.environ, "PYTHONPATH": python_path()}
         done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=False)
     if done.returncode:

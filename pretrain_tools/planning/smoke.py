@@ -18,8 +18,8 @@ from pretrain.parallel.strategy import Strategy, device_type
 from pretrain.runs.event_log import read_metrics
 from pretrain.runs.run_folder import checkpoint_damage, checkpoint_name
 from pretrain.training.run_plan import derive
-from pretrain_tools.planning.calibration import measure_peak
 from pretrain_tools.planning.footprints import planned_memory
+from pretrain_tools.planning.real_steps import measure_peak
 from pretrain_tools.planning.width_check import width_verdict
 
 SMOKE_STEPS = 100
