@@ -76,7 +76,7 @@ PLANNED: set[str] = set()
 RUN = r"^(python|accelerate launch|torchrun|make demo$)"
 """What a test may run. Whatever else a page says is listed above or a failure."""
 REFUSED = {
-    r"runs\.py (save|stop|abort|anneal|profile) ": "not active",  # tests/runs/test_control.py has live ones
+    r"runs\.py (save|stop|abort|anneal) ": "not active",  # tests/runs/test_control.py has live ones
 }
 """{pattern: what is answered, with exit status 2}"""
 STAND_INS = ("runs/x", "runs/a", "runs/b", "runs/trunk", "data/docs", "data/fineweb_edu", "recipes/x.yaml",

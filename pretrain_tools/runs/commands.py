@@ -8,12 +8,11 @@ import time
 import uuid
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from pretrain.errors import EXIT_INTERRUPTED, InputError
 from pretrain.files import write_durably
 from pretrain.runs.control import ANSWER_FILE, REQUEST_FILE
-from pretrain.runs.run_folder import PROFILE_FOLDER, PROFILE_REPORT, read_json
+from pretrain.runs.run_folder import read_json
 from pretrain_tools.runs.history import last_start, require_run
 from pretrain_tools.runs.status import is_training, read_status, state_text
 
@@ -22,18 +21,15 @@ DONE = {
     "stop": "saved and stopped at step {step:,}",
     "abort": "stopped at step {step:,}, nothing saved",
     "anneal": "decaying from step {step:,}",
-    "profile": "profiling from step {step:,} on",
 }
 POLL_SECONDS = 0.1
 
 
-def steer(run: Path, command: str, *, timeout: float, **more: Any) -> int:
+def steer(run: Path, command: str, *, timeout: float) -> int:
     """Sends a command to a live run, waits until it is done and prints the answer.
 
-    timeout: in seconds. more: the command's own arguments.
-
-    Returns the exit status: 1 for a profile that found causes, EXIT_INTERRUPTED after Ctrl-C. Raises InputError in the
-    same cases as `send` and `wait_for_answer`.
+    timeout: in seconds. Returns the exit status: EXIT_INTERRUPTED after Ctrl-C. Raises InputError in the same cases as
+    `send` and `wait_for_answer`.
     """
     request = {"id": uuid.uuid4().hex}  # set before sending, so that Ctrl-C during the write can withdraw it
     watched = sys.stderr.isatty()
@@ -47,13 +43,9 @@ def steer(run: Path, command: str, *, timeout: float, **more: Any) -> int:
             print(text, end="" if watched else "\n", file=sys.stderr, flush=True)
 
     try:
-        request = send(run, command, request["id"], **more)
+        request = send(run, command, request["id"])
         print(wait_for_answer(run, request, timeout_seconds=timeout, show=show), flush=True)
-        if command != "profile":
-            return 0
-        report = wait_for_profile(run, request, show=show)
-        print("\n" * watched + report["text"])
-        return 1 if report["causes"] else 0
+        return 0
     except KeyboardInterrupt:
         withdraw(run, request)
         print(f"\n{command}: gave up waiting; cancelled, unless the run has already picked it up", file=sys.stderr)
@@ -63,10 +55,10 @@ def steer(run: Path, command: str, *, timeout: float, **more: Any) -> int:
             print(file=sys.stderr)
 
 
-def send(run: Path, command: str, request_id: str | None = None, **more: Any) -> dict:
+def send(run: Path, command: str, request_id: str | None = None) -> dict:
     """Writes the request file and returns the request.
 
-    request_id: a new one if None. more: the command's own arguments.
+    request_id: a new one if None.
 
     Raises InputError if the folder is not a run, the run is not active, or the folder is not writable.
     """
@@ -84,7 +76,6 @@ def send(run: Path, command: str, request_id: str | None = None, **more: Any) ->
         "time": round(time.time(), 3),
         "host": socket.gethostname(),
         "pid": os.getpid(),
-        **more,
     }
     try:
         (run / REQUEST_FILE).parent.mkdir(exist_ok=True)
@@ -110,7 +101,7 @@ def wait_for_answer(run: Path, request: dict, *, timeout_seconds: float, show: C
 
     show: called with the seconds waited so far, several times per second.
 
-    Raises InputError if the run ends without an answer or refuses, if another request replaces this one, or on timeout
+    Raises InputError if the run ends without an answer, if another request replaces this one, or on timeout
     (the request is then canceled). Reopens the files at every poll, because NFS updates its cache only on open.
     """
     start = time.monotonic()
@@ -121,8 +112,6 @@ def wait_for_answer(run: Path, request: dict, *, timeout_seconds: float, show: C
         alive = is_training(run)
         answer = read_json(run / ANSWER_FILE)
         if answer.get("id") == request["id"] and isinstance(answer.get("step"), int):
-            if problem := answer.get("problem"):
-                raise InputError(f"{run}: {command}: {problem}")
             return DONE[command].format(step=answer["step"])
         pending = read_json(run / REQUEST_FILE)
         if pending.get("id") != request["id"]:
@@ -139,29 +128,6 @@ def wait_for_answer(run: Path, request: dict, *, timeout_seconds: float, show: C
         f"{run}: no answer within {timeout_seconds:g} s, so {command} is cancelled; the run answers after the step "
         "it is in: give a longer --timeout if its steps or its checkpoints are slow"
     )
-
-
-def wait_for_profile(run: Path, request: dict, *, show: Callable[[float], None]) -> dict:
-    """Waits for the report of the profile that this request started, without a timeout, and returns it.
-
-    Raises InputError if the run ends first, or abandons the profile.
-    """
-    start = time.monotonic()
-    read = set()
-    while True:
-        alive = is_training(run)  # checked before the reports are read, as above
-        for path in run.glob(f"{PROFILE_FOLDER}/step-*/{PROFILE_REPORT}"):
-            version = path, path.stat().st_mtime_ns
-            report = read_json(path) if version not in read else {}
-            read.add(version)
-            if report.get("request") == request["id"]:
-                if problem := report.get("problem"):
-                    raise InputError(f"{run}: profile: {problem}")
-                return report
-        if not alive:
-            raise InputError(f"{run}: ended before the profile was complete; see its train.log")
-        show(time.monotonic() - start)
-        time.sleep(POLL_SECONDS)
 
 
 def withdraw(run: Path, request: dict) -> None:

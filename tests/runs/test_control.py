@@ -112,7 +112,7 @@ def test_what_is_no_request_is_left_alone_with_a_warning(run, content):
     (run / REQUEST_FILE).write_text(content)
     control = Control(run, START, warn=said.append)
     assert control.poll() is None and control.poll() is None
-    assert len(said) == 1 and "send save, stop, abort, anneal, profile by runs.py" in said[0]
+    assert len(said) == 1 and "send save, stop, abort, anneal by runs.py" in said[0]
     send(run, "save")
     assert control.poll() == "save"
 
