@@ -4,7 +4,7 @@
     python bench/memory.py --only fsdp2       # the cases whose name contains this
     python bench/memory.py --markdown         # as the table of docs/performance.md
 
-On a CPU, every allocation of the process is counted (pretrain_tools/planning/real_steps.py); on a GPU, torch's
+On a CPU, every allocation of the process is counted (bench/peak.py); on a GPU, torch's
 allocator reports the peak. Strategies that need two processes use gloo if there are fewer than two GPUs.
 """
 
@@ -157,10 +157,10 @@ def launcher_file(strategy: str, folder: Path) -> Path:
 
 def measure_here(case: Case, folder: Path) -> int:
     """Measures and predicts in each process, and prints both."""
+    from bench.peak import measure_peak
     from pretrain.config import RunConfig
     from pretrain.parallel.registry import make_strategy
     from pretrain_tools.planning.footprints import planned_memory
-    from pretrain_tools.planning.real_steps import measure_peak
 
     config: RunConfig = config_of(case, folder)
     strategy = make_strategy(config)

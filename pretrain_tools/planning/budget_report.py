@@ -24,7 +24,7 @@ from pretrain_tools.planning.budget import (
     choose_run,
 )
 from pretrain_tools.planning.budget_request import OPTIMIZERS_CHOSEN, BudgetRequest
-from pretrain_tools.planning.candidates import command_of
+from pretrain_tools.planning.candidates import command_of, difference, next_best, reason_of
 from pretrain_tools.planning.families import FAMILIES, NANOCHAT, Shape
 from pretrain_tools.planning.recipe_files import MADE_BY, RecipePlace
 from pretrain_tools.planning.report import TABLE_WIDTH
@@ -128,6 +128,7 @@ def choices(found: Answer) -> list[Choice]:
         "choices",
         run,
         reasons,
+        strategy_in_words(run),
         expected=found.expected,
         enough_tokens=ENOUGH_TOKENS,
         seconds_to_start=SECONDS_TO_START,
@@ -176,15 +177,15 @@ def precision_reason(run: Sized) -> str:
 
 
 def strategy_reason(run: Sized) -> str:
-    best, *others = run.combinations
-    compared = f"the fastest of {run.searched} combinations that fit" if run.searched > 1 else "the only one that fits"
-    if not others:
-        return compared
-    other = others[0]
-    difference = other.step_seconds / best.step_seconds - 1
-    if difference < 0:
-        return f"{compared}, or the simplest within 3 % of it: {other.name} is {-difference:.1%} faster"
-    return f"{compared}; next {other.in_words()}, {difference:.0%} slower"
+    """Gives the reason of a plan's recommendation, and what is next."""
+    slower = next_best(run.best, run.candidates)
+    return " ".join([reason_of(run.best, run.candidates), *([difference(slower, run.best)] if slower else [])])
+
+
+def strategy_in_words(run: Sized) -> str:
+    recomputes = ", activations recomputed" if run.config.activation_checkpointing == "full" else ""
+    reduces = ", gradients reduced once per step" if run.best.reduces_once else ""
+    return f"{run.best.label}, micro-batch {run.best.micro_batch}{recomputes}{reduces}"
 
 
 def answer_json(found: Answer) -> str:
@@ -205,7 +206,7 @@ def answer_json(found: Answer) -> str:
         "precision": run.case.run.precision,
         "strategy": run.best.name,
         "sequences_per_micro_batch": run.best.micro_batch,
-        "activation_checkpointing": run.best.checkpointing,
+        "activation_checkpointing": run.config.activation_checkpointing,
         "bytes_per_gpu": run.memory.total,
         "hours": run.billed_hours,
         "cost": run.cost,

@@ -6,7 +6,6 @@ import socket
 import sys
 import time
 import uuid
-from collections.abc import Callable
 from pathlib import Path
 
 from pretrain.errors import EXIT_INTERRUPTED, InputError
@@ -29,39 +28,22 @@ def steer(run: Path, command: str, *, timeout: float) -> int:
     """Sends a command to a live run, waits until it is done and prints the answer.
 
     timeout: in seconds. Returns the exit status: EXIT_INTERRUPTED after Ctrl-C. Raises InputError in the same cases as
-    `send` and `wait_for_answer`.
+    `new_request`, `send` and `wait_for_answer`.
     """
-    request = {"id": uuid.uuid4().hex}  # set before sending, so that Ctrl-C during the write can withdraw it
-    watched = sys.stderr.isatty()
-    shown = 0
-
-    def show(seconds: float) -> None:
-        nonlocal shown
-        if seconds > 1 and int(seconds) > shown and (watched or int(seconds) % 10 == 0):
-            shown = int(seconds)
-            text = f"\r{command}: waiting for the run, {shown} s"
-            print(text, end="" if watched else "\n", file=sys.stderr, flush=True)
-
+    request = new_request(run, command)  # before it is sent, so that Ctrl-C during the write can withdraw it
     try:
-        request = send(run, command, request["id"])
-        print(wait_for_answer(run, request, timeout_seconds=timeout, show=show), flush=True)
+        send(run, request)
+        print(f"{command}: waiting for the run ...", file=sys.stderr, flush=True)
+        print(wait_for_answer(run, request, timeout_seconds=timeout), flush=True)
         return 0
     except KeyboardInterrupt:
         withdraw(run, request)
         print(f"\n{command}: gave up waiting; cancelled, unless the run has already picked it up", file=sys.stderr)
         return EXIT_INTERRUPTED
-    finally:
-        if shown and watched:
-            print(file=sys.stderr)
 
 
-def send(run: Path, command: str, request_id: str | None = None) -> dict:
-    """Writes the request file and returns the request.
-
-    request_id: a new one if None.
-
-    Raises InputError if the folder is not a run, the run is not active, or the folder is not writable.
-    """
+def new_request(run: Path, command: str) -> dict:
+    """Makes a request. Raises InputError if the folder is not a run, or the run is not active."""
     require_run(run)
     if not is_training(run):
         raise InputError(_not_alive(run, command))
@@ -69,14 +51,18 @@ def send(run: Path, command: str, request_id: str | None = None) -> dict:
     start_id = start.get("start_id", start.get("time"))
     if start_id is None:
         raise InputError(f"{run}: the run has not started yet; wait for the first line of metrics.jsonl")
-    request = {
-        "id": request_id or uuid.uuid4().hex,
+    return {
+        "id": uuid.uuid4().hex,
         "command": command,
         "start_id": str(start_id),
         "time": round(time.time(), 3),
         "host": socket.gethostname(),
         "pid": os.getpid(),
     }
+
+
+def send(run: Path, request: dict) -> None:
+    """Writes the request file. Raises InputError if the folder is not writable."""
     try:
         (run / REQUEST_FILE).parent.mkdir(exist_ok=True)
         write_durably(run / REQUEST_FILE, json.dumps(request))
@@ -84,7 +70,6 @@ def send(run: Path, command: str, request_id: str | None = None) -> dict:
         raise InputError(
             f"{run / REQUEST_FILE}: is not writable ({error.strerror}); send commands as a user with write access"
         ) from None
-    return request
 
 
 def _not_alive(run: Path, command: str) -> str:
@@ -96,17 +81,15 @@ def _not_alive(run: Path, command: str) -> str:
     return f"{run}: the run is not active ({state}), so there is nothing to {command}; {remedy}"
 
 
-def wait_for_answer(run: Path, request: dict, *, timeout_seconds: float, show: Callable[[float], None]) -> str:
+def wait_for_answer(run: Path, request: dict, *, timeout_seconds: float) -> str:
     """Waits for the trainer's answer and returns it as text.
-
-    show: called with the seconds waited so far, several times per second.
 
     Raises InputError if the run ends without an answer, if another request replaces this one, or on timeout
     (the request is then canceled). Reopens the files at every poll, because NFS updates its cache only on open.
     """
     start = time.monotonic()
     command = request["command"]
-    while (waited := time.monotonic() - start) < timeout_seconds:
+    while time.monotonic() - start < timeout_seconds:
         # Check this before reading the answer: a trainer that stops answers first and then exits, so the other order
         # could miss an answer written between the two checks.
         alive = is_training(run)
@@ -121,7 +104,6 @@ def wait_for_answer(run: Path, request: dict, *, timeout_seconds: float, show: C
             )
         if not alive:
             raise InputError(f"{run}: ended before it answered {command}; see its train.log")
-        show(waited)
         time.sleep(POLL_SECONDS)
     withdraw(run, request)
     raise InputError(
