@@ -49,10 +49,8 @@ VALIDATION_FRACTIONS = ((2e5, 0.1), (1e7, 0.05), (1e8, 0.02), (math.inf, 0.01))
 """(bytes of text below which it holds, share held out)."""
 STOPS = {signal.SIGINT: EXIT_INTERRUPTED, signal.SIGTERM: EXIT_PREEMPTED}
 CHILD_LOOK_SECONDS = 0.2
-MOST_TIMINGS = 3
-"""Models whose steps are timed, at most, until one is chosen."""
 SHARE_FOR_TIMING = 0.01
-"""Share of the minutes for the steps of one timing; starting the process that runs them takes seconds more."""
+"""Share of the minutes for the steps that are timed; starting the process that runs them takes seconds more."""
 MOST_SECONDS_OF_TIMING = 10.0
 ANOTHER_NAME = "give another name, with --output runs/NAME"
 
@@ -291,20 +289,17 @@ def make_recipe(asked: OwnText, files: "TextFiles") -> None:
 
 
 def timed_recipe(place: RecipePlace, machine: "Machine", prepared: "Prepared") -> "SizedRecipe":
-    """Chooses a model, times its steps, and chooses again by their speed, until it is the one that was timed."""
+    """Chooses a model, times its steps, and chooses again by their speed."""
     from pretrain_tools.planning.sized_recipe import SizedRecipe
 
-    vocabulary = padded(prepared.vocabulary)
-    timed = []
-    while True:
+    def recipe_for(machine: "Machine") -> "SizedRecipe":
+        vocabulary = padded(prepared.vocabulary)
         sizing = choose_sizing(machine.flops, prepared.training_tokens, vocabulary, machine.most_parameters)
-        recipe = SizedRecipe(place.output, place.model, place.shards, machine, prepared, sizing)
-        if sizing.shape in timed or len(timed) == MOST_TIMINGS:
-            return recipe
-        row("" if timed else "timing", f"steps of {recipe.in_words()} ...")
-        # The timed speed may lead to another size, whose steps are then timed too.
-        machine = machine.timed(sizing.shape, speed_of(recipe))
-        timed.append(sizing.shape)
+        return SizedRecipe(place.output, place.model, place.shards, machine, prepared, sizing)
+
+    recipe = recipe_for(machine)
+    row("timing", f"steps of {recipe.in_words()} ...")
+    return recipe_for(machine.timed(recipe.sizing.shape, speed_of(recipe)))
 
 
 def speed_of(recipe: "SizedRecipe") -> float:
