@@ -10,7 +10,6 @@ Predictions come from footprints and step_time (docs/runs.md).
     optimizer_bytes: what an optimizer keeps, allocates and sends
     memory_advice: what to change when memory runs out
     traffic, step_time: bytes and waiting under each strategy; time and cost
-    real_steps: a few steps, timed
     own_text, text_files, sized_recipe: train.py --text; what it reads, what it chooses
     recipe_files, texts: where recipes go that are made here; their text and that of plans, from templates/
     sizing, families: what size to train; its shape

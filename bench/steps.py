@@ -1,11 +1,9 @@
-"""Runs a few real steps of a recipe on this machine.
+"""Runs a few steps of a recipe as train.py does, without the rest of a run, and measures their memory at the peak."""
 
-`python -m pretrain_tools.planning.real_steps RECIPE SECONDS` times them and prints {"tokens_per_second"} as JSON.
-"""
-
-import json
-import sys
-import time
+import gc
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -13,25 +11,21 @@ import torch
 
 from pretrain.config import RunConfig
 from pretrain.data.vocabulary import planned_model_config
-from pretrain.errors import InputError, run_script
+from pretrain.errors import InputError
 from pretrain.hardware import DTYPES
 from pretrain.model.attention import choose_attention, model_inputs
 from pretrain.model.build import build_meta_model
 from pretrain.model.routers import router_losses
-from pretrain.parallel.registry import make_strategy
 from pretrain.parallel.strategy import Strategy
-from pretrain.recipe import read_run_config
-from pretrain.training.auto_settings import resolve_auto
 from pretrain.training.build import build_training
 from pretrain.training.prefetch import ReadAhead
 from pretrain.training.run_plan import ModelPlan, RunPlan, derive, plan_model
 
 TOKENS_PER_DOCUMENT = 600
 """Mean length of documents in the random text that replaces missing shards."""
-FEWEST_TIMED_STEPS = 3
 LEARNING_RATE = 1e-4
 FIRST_STEPS = 2
-"""Steps that compile, and create the optimizer's state; they are not timed."""
+"""Steps that compile, and create the optimizer's state."""
 
 
 class Steps:
@@ -100,22 +94,60 @@ class Steps:
             torch.cuda.synchronize()
 
 
-def time_steps(recipe: str, seconds: float) -> None:
-    """Runs steps for `seconds`, at least FEWEST_TIMED_STEPS, and prints their speed as a line of JSON."""
-    config = resolve_auto(read_run_config(recipe))
-    steps = Steps(config, make_strategy(config))
-    tokens = config.batch.sequences_per_micro_batch * config.data.sequence_length
-    micro_steps = max(1, config.batch.tokens_per_step // tokens)
-    for number in range(FIRST_STEPS):
-        steps.step(number, micro_steps)
-    count = 0
-    began = time.perf_counter()
-    while count < FEWEST_TIMED_STEPS or time.perf_counter() - began < seconds:
-        steps.step(FIRST_STEPS + count, micro_steps)
-        count += 1
-    rate = count * micro_steps * tokens / (time.perf_counter() - began)
-    print(json.dumps({"tokens_per_second": rate}), flush=True)
+class PeakBytes:
+    """The peak of the tensors alive in a process, counted from before the first one is made.
+
+    On a GPU torch's allocator counts. On a CPU the profiler reports every allocation, and those of the marked time
+    are added to all before it: resident memory would count the interpreter and what malloc keeps.
+    """
+
+    def __init__(self, device_type: str):
+        self.is_cuda = device_type == "cuda"
+        self.bytes = 0.0
+
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        """Stands around everything that makes tensors."""
+        if self.is_cuda:
+            yield
+            return
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else the profiler talks on stderr
+        from torch.profiler import ProfilerActivity, profile
+
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+            yield
+        # The profiler's public tables sum allocations per operator; only its raw events have the time of each.
+        events = profiler.profiler.kineto_results.events()
+        begin, end = next((e.start_ns(), e.end_ns()) for e in events if e.name() == "peak_bytes")
+        # Allocations before the mark count too: weights and optimizer states live through the step.
+        live = 0.0
+        for when, size in sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]"):
+            live += size
+            if begin <= when <= end:
+                self.bytes = max(self.bytes, live)
+
+    @contextmanager
+    def marked(self) -> Iterator[None]:
+        """Stands around the step whose peak counts. Garbage in cycles is collected first, as train.py does."""
+        gc.collect()
+        if self.is_cuda:
+            torch.cuda.reset_peak_memory_stats()
+            yield
+            self.bytes = float(torch.cuda.max_memory_allocated())
+            return
+        with torch.profiler.record_function("peak_bytes"):
+            yield
 
 
-if __name__ == "__main__":  # started by own_text
-    run_script(lambda: time_steps(sys.argv[1], float(sys.argv[2])))
+def measure_peak(config: RunConfig, strategy: Strategy, micro_steps: int) -> float:
+    """Measures the bytes of tensors at the peak of a step, after FIRST_STEPS others."""
+    peak = PeakBytes(strategy.device.type)
+    with peak.counting():
+        run = Steps(config, strategy)
+        for number in range(FIRST_STEPS + 1):
+            with peak.marked() if number == FIRST_STEPS else nullcontext():
+                run.step(number, micro_steps)
+            # The average's buffers are made at the first update of a run, and are there at the peak.
+            if number == 0 and config.averaging.kind != "none":
+                strategy.update_average(1.0)
+    return peak.bytes
