@@ -85,9 +85,11 @@ bench: .venv/requirements
 
 # One recipe under every strategy: make parity RECIPE=recipes/mine.yaml; else a dense model and one with experts.
 RECIPE ?= recipes/moe_5m.yaml
-MODELS ?= $(if $(filter recipes/moe_5m.yaml,$(RECIPE)),model_configs/llama_demo.json model_configs/qwen3_moe_5m.json)
 parity: .venv/requirements
-	$(BIN)/python runs.py parity --config $(RECIPE) --steps 10 $(if $(MODELS),--models $(MODELS))
+	$(BIN)/python runs.py parity --config $(RECIPE) --steps 10
+ifeq ($(RECIPE),recipes/moe_5m.yaml)
+	$(BIN)/python runs.py parity --config $(RECIPE) --steps 10 --model.config model_configs/llama_demo.json --output runs/parity_dense
+endif
 
 # The documentation as a site, in site/: the pages, their figures, and the reference made from the code.
 site: .venv/requirements-dev

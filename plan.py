@@ -3,7 +3,7 @@
 python plan.py --config recipes/llama_1b.yaml --gpus 8 --gpu h100
 python plan.py --config recipes/llama_1b.yaml --gpus 64 --gpu h100 --machines 8 --mfu 0.45
 python plan.py --config recipes/llama_125m.yaml --gpus 1 --gpu mine --gpu_memory 48GB --peak_tflops 210
-python plan.py --config recipes/demo.yaml --calibrate        # measures time and memory of 20 steps on this machine
+python plan.py --config recipes/demo.yaml --gpu cpu
 python plan.py --config recipes/llama_1b.yaml --gpus 8 --gpu h100 --json
 Any setting of the recipe can be changed by its path, as with train.py: --batch.sequences_per_micro_batch 4
 
@@ -30,7 +30,6 @@ def parse_arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--config", metavar="RECIPE", help="the recipe to plan")
     add_hardware_options(parser)
     parser.add_argument("--mfu", type=float, help="expected MFU, above 0 and at most 1 [by model size]")
-    parser.add_argument("--calibrate", action="store_true", help="time 20 steps here and plan with that speed")
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")
     parser.add_argument("--comment", action="store_true", help="print the plan as a recipe's header comment")
     add_budget_options(parser)
@@ -61,7 +60,7 @@ def main() -> None:
     from pretrain_tools.planning.report import build_plan, comment_of, plan_json, print_plan
 
     hardware = hardware_of(options, gpu)
-    plan = build_plan(config, options.config, overrides, hardware, mfu=options.mfu, with_calibration=options.calibrate)
+    plan = build_plan(config, options.config, overrides, hardware, mfu=options.mfu)
     if options.json:
         print(plan_json(plan))
     elif options.comment:

@@ -8,7 +8,6 @@ python runs.py summary RUN                   # a run on one page
 python runs.py documents RUN --step N        # the text that a step was trained on
 python runs.py merge RUN --last 5            # the mean of its last checkpoints, as a model folder
 python runs.py save|stop|abort|anneal RUN    # controls a live run, from any machine that shares its disk
-python runs.py profile RUN                   # why is a live run slow?
 python runs.py parity --config recipes/NAME.yaml --steps 50     # same losses under every strategy?
 python runs.py sweep --config recipes/NAME.yaml --vary optim.learning_rate=1e-3,2e-3 --output sweeps/x
 python runs.py ladder SWEEP --predict parameters=30M,tokens=600M     # the loss of a larger run
@@ -129,8 +128,6 @@ def parser() -> argparse.ArgumentParser:
     for name, text in COMMANDS.items():
         command = add_command(commands, name, partial(steer, command=name), text, run=RUN)
         command.add_argument("--timeout", type=positive, default=60.0, help="seconds to wait (default 60)")
-        if name == "profile":
-            command.add_argument("--steps", type=natural, default=20, help="to record (default 20)")
     add_parity(commands)
     add_sweep(commands)
     add_mixture(commands)
@@ -195,8 +192,6 @@ def add_parity(commands: Commands) -> None:
     command.add_argument("--strategies", help=text)
     text = "products of dimensions too: all of this number of processes, or the sizes of one, such as dp_shard=2,tp=2"
     command.add_argument("--mesh", metavar="SIZES", help=text)
-    text = "run each of these models instead, such as model_configs/qwen3_moe_5m.json, which ep trains"
-    command.add_argument("--models", type=Path, nargs="+", metavar="JSON", help=text)
     command.add_argument("--processes", type=int, default=2, help="processes, except of single (default 2)")
     command.add_argument("--precision", choices=["fp32", "bf16", "fp16", "fp8"], default="fp32", help="(default fp32)")
     command.add_argument("--output", type=Path, default=Path("runs/parity"), help="(default runs/parity)")

@@ -49,7 +49,6 @@ from pretrain.training.ending import end_early, finish
 from pretrain.training.metrics import Metrics
 from pretrain.training.prefetch import ReadAhead
 from pretrain.training.resuming import load_checkpoint, open_run, roll_back
-from pretrain.training.run import Run
 from pretrain.training.run_plan import derive, due_after, resolve_auto, steps_between
 from pretrain.training.run_records import banner
 from pretrain.training.starting import with_recorded_end
@@ -90,6 +89,10 @@ def main(asked: CommandLine, config: RunConfig, strategy: Strategy, last_step: i
         validate(run)
 
     profile = None
+    if asked.profile is not None:
+        from pretrain_tools.profiling.step_profile import StepProfile
+
+        profile = StepProfile(run, read_ahead, asked.profile)
     model.train()
     while run.state.step < run.plan.total_steps:
         # The step: a pure function of the step's number in every run of this recipe.
@@ -138,20 +141,11 @@ def main(asked: CommandLine, config: RunConfig, strategy: Strategy, last_step: i
             compare_copies(run)
         if run.ends or due.pauses:
             return end_early(run)
-        if profile is None and (asked.profile is not None or run.request == Request.PROFILE):
-            profile = open_profile(run, read_ahead, asked.profile, first_step)
         if profile is not None:
             profile.after_step()
         answer(run)
 
     return finish(run)
-
-
-def open_profile(run: Run, read_ahead: ReadAhead, steps: int | None, first_step: int):
-    """Opens a profiler that runs between steps, for --profile or `runs.py profile`."""
-    from pretrain_tools.profiling.step_profile import StepProfile
-
-    return StepProfile(run, read_ahead, steps, first_step)
 
 
 def check(asked: CommandLine) -> None:

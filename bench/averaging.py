@@ -16,10 +16,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from bench.steps import FIRST_STEPS, Steps  # noqa: E402
 from pretrain.errors import run_script  # noqa: E402
 from pretrain.parallel.registry import make_strategy  # noqa: E402
 from pretrain.recipe import pair_up, read_run_config  # noqa: E402
-from pretrain_tools.planning.calibration import FIRST_STEPS, Steps  # noqa: E402
 
 
 def seconds_of(work, is_cuda: bool) -> float:

@@ -95,7 +95,7 @@ def loss_step(backend: str, shape: tuple[int, int, int], device: str, *, compile
 
 def peak_megabytes(make: Callable[[], Callable[[], object]], device: str) -> float:
     """Measures the peak of live tensors in the second step, in MB; the first one may compile."""
-    from pretrain_tools.planning.calibration import PeakBytes
+    from bench.steps import PeakBytes
 
     peak = PeakBytes(device)
     with peak.counting():

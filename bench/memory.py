@@ -4,7 +4,7 @@
     python bench/memory.py --only fsdp2       # the cases whose name contains this
     python bench/memory.py --markdown         # as the table of docs/performance.md
 
-On a CPU, every allocation of the process is counted (pretrain_tools/planning/calibration.py); on a GPU, torch's
+On a CPU, every allocation of the process is counted (bench/steps.py); on a GPU, torch's
 allocator reports the peak. Strategies that need two processes use gloo if there are fewer than two GPUs.
 """
 
@@ -157,9 +157,9 @@ def launcher_file(strategy: str, folder: Path) -> Path:
 
 def measure_here(case: Case, folder: Path) -> int:
     """Measures and predicts in each process, and prints both."""
+    from bench.steps import measure_peak
     from pretrain.config import RunConfig
     from pretrain.parallel.registry import make_strategy
-    from pretrain_tools.planning.calibration import measure_peak
     from pretrain_tools.planning.footprints import planned_memory
 
     config: RunConfig = config_of(case, folder)

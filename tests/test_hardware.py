@@ -221,7 +221,6 @@ def test_accelerates_cpu_is_ours_where_there_is_a_gpu(monkeypatch):
         "train.py --text TEXT --minutes 1 --output OUTPUT",
         "evaluate.py --model MODEL --prompt Once",
         "evaluate.py --model MODEL --interactive",
-        "plan.py --config RECIPE --calibrate",
     ],
 )
 def test_every_script_refuses_to_take_the_cpu_silently(machine, recipe, model, monkeypatch, capsys, command):

@@ -51,7 +51,7 @@ ONLY_READ = {
     r"^torchrun ": "as accelerate launch",
     r"single\.yaml": "the same as python train.py",
     r"launch .*(recipes/llama_1b\.yaml|--tasks base)": "days on many GPUs",
-    r"plan\.py .*(--calibrate|llama_7b|llama_13b|moe_7b|1b_32k|--gpus 64)": "seconds each: tests/scripts/test_plan.py",
+    r"plan\.py .*(llama_7b|llama_13b|moe_7b|1b_32k|--gpus 64)": "seconds each: tests/scripts/test_plan.py",
     r"evaluate\.py .*--sequence_length 1024": "longer than the clone's: tests/training/test_stages.py",
     r"evaluate\.py .*--tasks (small|core)": "needs the Hub, and DCLM's bundle: tests/evaluation/test_core.py",
     r"train\.py .*--smoke": "300 steps: tests/planning/test_smoke.py",
@@ -76,7 +76,7 @@ PLANNED: set[str] = set()
 RUN = r"^(python|accelerate launch|torchrun|make demo$)"
 """What a test may run. Whatever else a page says is listed above or a failure."""
 REFUSED = {
-    r"runs\.py (save|stop|abort|anneal|profile) ": "not active",  # tests/runs/test_control.py has live ones
+    r"runs\.py (save|stop|abort|anneal) ": "not active",  # tests/runs/test_control.py has live ones
 }
 """{pattern: what is answered, with exit status 2}"""
 STAND_INS = ("runs/x", "runs/a", "runs/b", "runs/trunk", "data/docs", "data/fineweb_edu", "recipes/x.yaml",
@@ -263,7 +263,7 @@ def test_commands_are_told_from_what_they_print():
         ),
         ("python runs.py parity --config recipes/demo.yaml --stops 10", "--stops: unknown"),
         ("python train.py --config recipes/demo.yaml --smoke --optim.learning_rat 1", "learning_rate"),
-        ("python plan.py --config recipes/demo.yaml --calibrate --gpus 0", "--gpus"),
+        ("python plan.py --config recipes/demo.yaml --gpu cpu --gpus 0", "--gpus"),
     ],
 )
 def test_a_command_that_does_not_work_is_seen(text, problem, monkeypatch):

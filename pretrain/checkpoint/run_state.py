@@ -17,23 +17,21 @@ class Request(IntEnum):
     """Request of a signal or a user to a run; of several at once the largest counts."""
 
     NONE = 0
-    PROFILE = 1
-    """Profile the next steps."""
-    SAVE = 2
+    SAVE = 1
     """Save a checkpoint and continue."""
-    SHORTEN = 3
+    SHORTEN = 2
     """Halve the rest of a requested final decay, since the run's time budget is running out."""
-    ANNEAL = 4
+    ANNEAL = 3
     """Start the final decay of the learning rate."""
-    PREEMPT = 5
+    PREEMPT = 4
     """Save and exit, to be continued: SIGTERM, or a scheduler's time limit."""
-    INTERRUPT = 6
+    INTERRUPT = 5
     """Save and exit: Ctrl-C."""
-    PAUSE = 7
+    PAUSE = 6
     """Save and exit: `checkpoint.pause_at`."""
-    STOP = 8
+    STOP = 7
     """Save and exit: `runs.py stop`."""
-    ABORT = 9
+    ABORT = 8
     """Exit without saving."""
 
 

@@ -3,8 +3,6 @@
     RUN/control/request.json   {id, command, start_id, time, host, pid}   written by runs.py save, stop, abort ...
     RUN/control/answer.json    {id, command, step}                        written by the trainer when it is done
 
-A request for a profile also has `steps`; an answer to a request that cannot be carried out has a `problem`.
-
 There is no server and no port: anyone who can write to the folder can control the run, from any machine that shares
 the disk. A request names the process start that it is for, so that one from before a crash or restart is ignored.
 """
@@ -23,7 +21,6 @@ COMMANDS = {
     "stop": "save a checkpoint of a live run and stop it",
     "abort": "stop a live run without saving",
     "anneal": "start the final learning-rate decay of a live run",
-    "profile": "find out why a live run is slow; it goes on",
 }
 """{command: what it does}"""
 REQUEST_FILE = "control/request.json"
@@ -68,10 +65,9 @@ class Control:
         self.asked = request
         return request["command"]
 
-    def acknowledge(self, step: int, problem: str | None = None) -> None:
-        """Answers the last command that `poll` returned, if any: carried out as of `step`, or the problem."""
+    def acknowledge(self, step: int) -> None:
+        """Answers the last command that `poll` returned, if any: carried out as of `step`."""
         if self.asked:
             answer = {"id": self.asked["id"], "command": self.asked["command"], "step": step}
-            answer |= {"problem": problem} if problem else {}
             write_durably(self._answer, json.dumps(answer))
             self.asked = {}

@@ -23,7 +23,6 @@ MIRROR_STATUS = "mirror/status.json"
 EVALUATIONS = "evaluations"
 """Folder with the logs and results of evaluations during training."""
 PROFILE_FOLDER = "profile"
-PROFILE_REPORT = "report.json"
 """Report in a profile's folder; written last."""
 LONGEST_NAME = 255
 LONGEST_PATH = 3500

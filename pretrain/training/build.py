@@ -1,4 +1,4 @@
-"""Builds model and optimizer, in the same way for a run, for calibration and for the smoke test."""
+"""Builds model and optimizer, in the same way for a run, for the smoke test and for benchmarks."""
 
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING

@@ -88,8 +88,6 @@ class Run:
 
     request: Request = Request.NONE
     """Pending request, known to all ranks."""
-    refusal: str | None = None
-    """Reason why the request cannot be carried out."""
     consensus: Consensus = field(init=False)
     guard: StepGuard = field(init=False)
     control: Control = field(init=False)

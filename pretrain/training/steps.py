@@ -27,7 +27,7 @@ from pretrain.training.step_reports import Consensus, StepReport
 from pretrain.training.time_budget import TimeBudget
 from pretrain.training.watchdog import Watch
 
-ANSWERED = (Request.PROFILE, Request.SAVE, Request.SHORTEN, Request.ANNEAL, Request.STOP, Request.ABORT)
+ANSWERED = (Request.SAVE, Request.SHORTEN, Request.ANNEAL, Request.STOP, Request.ABORT)
 """Requests of runs.py or of the clock, whose sender gets an answer."""
 
 
@@ -280,18 +280,16 @@ def may_be_cut_short(run: Run, work: str) -> Iterator[Callable[[], None]]:
 
 def answer(run: Run) -> None:
     """Clears the request; if it was carried out, the sender of a command gets an answer."""
-    if run.request == Request.ANNEAL and run.state.anneal_from is None and not run.refusal:
+    if run.request == Request.ANNEAL and run.state.anneal_from is None:
         return  # the request came after the loop's check: the next step handles it
     done = run.request != Request.SAVE or run.is_saved
     if done and run.request in ANSWERED:
         step = run.state.step
-        if run.refusal is None:
-            by = "runs.py" if run.control.asked else "budget.minutes"
-            command = run.request.name.lower()
-            run.log.write("control", step=step, command=command, by=by, total_steps=run.plan.total_steps)
-        run.control.acknowledge(step, run.refusal)
+        by = "runs.py" if run.control.asked else "budget.minutes"
+        command = run.request.name.lower()
+        run.log.write("control", step=step, command=command, by=by, total_steps=run.plan.total_steps)
+        run.control.acknowledge(step)
     run.request = Request.NONE
-    run.refusal = None
 
 
 def steps_of_decay(run: Run) -> float:

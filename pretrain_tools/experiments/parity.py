@@ -1,4 +1,4 @@
-"""Checks that a recipe trains to the same losses under every strategy: runs each and compares step by step.
+"""Checks that a recipe trains to the same losses under every strategy: runs each and compares every step.
 
 A strategy is a file in accelerate_configs/, or a product of dimensions, such as dp_shard2-tp2.
 """
@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
 
 from pretrain.errors import EXIT_BAD_INPUT, InputError, did_you_mean
 from pretrain.files import ROOT
@@ -23,8 +22,6 @@ from pretrain.runs.run_folder import read_json
 from pretrain.units import counted, table
 
 REFERENCE = "single"
-MOST_COLUMNS = 16
-"""Strategies whose losses are printed step by step; of more, the largest differences alone."""
 TOLERANCES = {"fp32": (1e-5, 1e-4), "bf16": (2e-2, None), "fp16": (2e-2, None), "fp8": (3e-2, None)}
 """Tolerances by precision: (absolute for the loss, relative for the gradient norm). In half precision, strategies
 round at different places, so gradient norms can differ by a few percent although the losses agree; fp8 has 3 bits
@@ -109,84 +106,32 @@ def compare_strategies(
     recipe: Path,
     output: Path,
     *,
-    models: Sequence[Path] | None = None,
+    steps: int,
+    processes: int,
+    precision: str,
     strategies: str | None = None,
     mesh: str | None = None,
     changes: Sequence[tuple[str, str]] = (),
-    **settings: Any,
 ) -> int:
-    """Runs `measure_parity` on the recipe, or on the recipe with each of several models into output/MODEL.
-
-    With models it also prints a table of all results.
+    """Trains under each strategy into output/NAME, compares the losses with those of `single`, and prints the result.
 
     Args:
         strategies: comma-separated names; None: all files in accelerate_configs/, or with `mesh` no other.
         mesh: products of dimensions, as `products_asked_for` takes them.
-        settings: passed to `measure_parity`.
+        changes: pairs (dotted path, value) that override the recipe.
 
-    Returns 0 if every model matches its own run under `single`, else 1. Raises InputError as `measure_parity` does.
+    Returns 0 if all strategies that ran are within tolerance, and any did; else 1. Raises InputError for an unknown
+    strategy, an output folder that already contains runs, or a recipe that `single` rejects.
     """
     names = strategies.split(",") if strategies else [] if mesh else strategy_names()
     if mesh:
-        names += products_asked_for(mesh, settings["processes"], bool(models) or trains_experts(recipe, changes))
-    if not models:
-        return exit_status(measure_parity(recipe, output, strategies=names, changes=changes, **settings))
-    folders = [path.stem for path in models]
-    if repeated := sorted({name for name in folders if folders.count(name) > 1}):
-        raise InputError(f"--models: {', '.join(repeated)}: several files of one name; rename one")
-    rows = [["", *(name for name in names if name != REFERENCE)]]
-    statuses = []
-    for folder, path in zip(folders, models, strict=True):
-        print(f"{folder}\n", flush=True)
-        own = [*changes, ("model.config", str(path))]
-        results = measure_parity(recipe, output / folder, strategies=names, changes=own, **settings)
-        statuses.append(exit_status(results))
-        rows.append([folder, *(loss_or_why_not(results[name]) for name in rows[0][1:])])
-        print()
-    print(f"Largest difference of the loss from {REFERENCE}\n{table(rows, right=set(range(1, len(rows[0]))))}")
-    return max(statuses)
-
-
-def trains_experts(recipe: Path, changes: Sequence[tuple[str, str]]) -> bool:
-    """Tells if the recipe's model has experts that could be divided."""
-    from pretrain.data.vocabulary import planned_model_config
-    from pretrain_tools.planning.memory import sizes_of
-
-    config = read_run_config(recipe, changes)
-    return sizes_of(planned_model_config(config.model, config.data)).experts > 0
-
-
-def loss_or_why_not(result: Mapping) -> str:
-    """Formats a strategy's largest loss difference, or says why there is none."""
-    return f"{result['loss']:.1e}" if "loss" in result else "refused" if "refused" in result else "FAILED"
-
-
-def measure_parity(
-    recipe: Path,
-    output: Path,
-    *,
-    steps: int,
-    strategies: list[str],
-    processes: int,
-    precision: str,
-    changes: Sequence[tuple[str, str]] = (),
-) -> dict[str, dict]:
-    """Trains under each strategy into output/NAME, prints the curves side by side and returns the results.
-
-    Args:
-        changes: pairs (dotted path, value) that override the recipe.
-
-    Returns what `report_parity` does. Raises InputError for an unknown strategy, an output folder that already
-    contains runs, or a recipe that `single` rejects.
-    """
+        names += products_asked_for(mesh, processes, trains_experts(recipe, changes))
+    names = [REFERENCE, *(name for name in names if name != REFERENCE)]
     known = strategy_names()
-    unknown = [name for name in strategies if name not in known and sizes_called(name) is None]
+    unknown = [name for name in names if name not in known and sizes_called(name) is None]
     problems = [f"--strategies: {name} is unknown{did_you_mean(name, known)}" for name in unknown]
-    strategies = [REFERENCE, *(name for name in strategies if name != REFERENCE)]
     problems += [
-        f"{output / name} exists; remove it or choose another --output"
-        for name in strategies
-        if (output / name).exists()
+        f"{output / name} exists; remove it or choose another --output" for name in names if (output / name).exists()
     ]
     if problems:
         raise InputError(*problems)
@@ -194,10 +139,10 @@ def measure_parity(
     changes = [*changes, *numbers_for_auto(recipe, changes, processes)]
     overrides = run_overrides(recipe, changes, steps, precision)
     outcomes: dict[str, StrategyOutcome] = {}
-    for number, name in enumerate(strategies, start=1):
+    for number, name in enumerate(names, start=1):
         count = 1 if name == REFERENCE else processes
         on = counted(count, "process")
-        print(f"[{number}/{len(strategies)}] {name}, {on}, {steps} steps ...", file=sys.stderr, flush=True)
+        print(f"[{number}/{len(names)}] {name}, {on}, {steps} steps ...", file=sys.stderr, flush=True)
         outcomes[name] = train_under(name, count, recipe, output / name, overrides)
         # Without the reference there is nothing to compare with, so do not train the other strategies.
         if outcomes[REFERENCE].curve is None:
@@ -208,7 +153,18 @@ def measure_parity(
     if precision == "fp32" and updates_in_bf16(optimizer):
         print(f"{optimizer} computes its updates in bf16 here: losses are compared as those of bf16.\n")
         precision = "bf16"
-    return report_parity(outcomes, TOLERANCES[precision], output)
+    results = report_parity(outcomes, TOLERANCES[precision], output)
+    ran = [result for result in results.values() if "refused" not in result]
+    return 0 if ran and all(result.get("same") for result in ran) else 1
+
+
+def trains_experts(recipe: Path, changes: Sequence[tuple[str, str]]) -> bool:
+    """Tells if the recipe's model has experts that could be divided."""
+    from pretrain.data.vocabulary import planned_model_config
+    from pretrain_tools.planning.memory import sizes_of
+
+    config = read_run_config(recipe, changes)
+    return sizes_of(planned_model_config(config.model, config.data)).experts > 0
 
 
 def updates_in_bf16(optimizer: str) -> bool:
@@ -327,64 +283,35 @@ def largest_distance(curve: Mapping[int, float], reference: Mapping[int, float],
     return max((distance(curve[step], reference[step], relative) for step in reference), default=0.0)
 
 
-def distance_table(title: str, curves: Mapping[str, Mapping[int, float]], relative: bool) -> str:
-    """Formats a table of the reference's value and each strategy's distance from it, by step; the last row has maxima.
-
-    A dot means exactly equal.
-    """
-    others = {name: curve for name, curve in curves.items() if name != REFERENCE}
-    reference = curves[REFERENCE]
-    by_step = {
-        step: [distance(curve.get(step, math.nan), value, relative) for curve in others.values()]
-        for step, value in reference.items()
-    }
-    largest = [largest_distance(curve, reference, relative) for curve in others.values()]
-    rows = [
-        ["step", REFERENCE, *others],
-        *([f"{step:,}", f"{reference[step]:.6f}", *map(distance_text, found)] for step, found in by_step.items()),
-        ["largest", "", *map(distance_text, largest)],
-    ]
-    return f"{title}\n{table([['', *row] for row in rows], right=set(range(len(rows[0]) + 1)))}"
-
-
-def distance_text(difference: float) -> str:
-    """Formats a distance; a dot means exactly equal."""
-    return "·" if difference == 0 else f"{difference:.0e}"
-
-
 def report_parity(
     outcomes: Mapping[str, StrategyOutcome], tolerances: tuple[float, float | None], output: Path
 ) -> dict[str, dict]:
-    """Prints curves and verdicts, writes parity.json and returns its contents.
+    """Prints a table of the strategies, writes parity.json and returns its contents.
 
     Returns {strategy: result}, of a strategy that ran the largest distances (loss, grad_norm) and whether they are
     within the tolerances (same); else its messages (refused) or its log (failed).
     """
     loss_tolerance, norm_tolerance = tolerances
-    curves = {name: outcome.curve for name, outcome in outcomes.items() if outcome.curve is not None}
-    losses = {name: curve.loss for name, curve in curves.items()}
-    norms = {name: curve.grad_norm for name, curve in curves.items()}
-    if len(curves) <= MOST_COLUMNS:
-        print(f"{distance_table(f'Loss, and differences from {REFERENCE}', losses, relative=False)}\n")
-        print(f"{distance_table(f'Gradient norm, and relative differences from {REFERENCE}', norms, relative=True)}\n")
+    reference = outcomes[REFERENCE].curve
     results: dict[str, dict] = {}
-    width = max(20, *map(len, outcomes))
+    rows = [["strategy", "loss", "norm", ""]]
     for name, outcome in outcomes.items():
         if name == REFERENCE:
             continue
         if outcome.curve is not None:
-            loss = largest_distance(losses[name], losses[REFERENCE], relative=False)
-            norm = largest_distance(norms[name], norms[REFERENCE], relative=True)
+            loss = largest_distance(outcome.curve.loss, reference.loss, relative=False)
+            norm = largest_distance(outcome.curve.grad_norm, reference.grad_norm, relative=True)
             same = loss <= loss_tolerance and (norm_tolerance is None or norm <= norm_tolerance)
             results[name] = {"loss": loss, "grad_norm": norm, "same": same}
-            verdict = f"{'the same' if same else 'DIFFERENT':<10} loss {loss:.1e}   norm {norm:.1e}"
+            rows.append([name, f"{loss:.1e}", f"{norm:.1e}", "the same" if same else "DIFFERENT"])
         elif outcome.refusals:
             results[name] = {"refused": outcome.refusals}
-            verdict = "refused: " + ("\n" + (width + 12) * " ").join(outcome.refusals)
+            rows.append([name, "-", "-", "refused: " + "; ".join(outcome.refusals)])
         else:
             results[name] = {"failed": f"{output / name}.log"}
-            verdict = f"FAILED: see {output / name}.log"
-        print(f"  {name:<{width}} {verdict}")
+            rows.append([name, "-", "-", f"FAILED: see {output / name}.log"])
+    print(f"Largest difference from {REFERENCE} of the loss, and of the gradient norm relative to it")
+    print(table(rows, right={1, 2}))
     (output / "parity.json").write_text(json.dumps(results, indent=1), encoding="utf-8")
     same = sum(result.get("same", False) for result in results.values())
     refused = sum("refused" in result for result in results.values())
@@ -395,9 +322,3 @@ def report_parity(
     if not ran:
         print("Nothing was compared.")
     return results
-
-
-def exit_status(results: Mapping[str, Mapping]) -> int:
-    """Returns 0 if all strategies that ran are within tolerance, and any did; else 1."""
-    ran = [result for result in results.values() if "refused" not in result]
-    return 0 if ran and all(result.get("same") for result in ran) else 1

@@ -29,15 +29,11 @@ from pretrain.parallel.launcher import environment_alone
 from pretrain.processes import hold_while_open, is_held
 from pretrain.recipe import as_yaml
 from pretrain.runs.event_log import Event, read_metrics
-from pretrain.runs.run_folder import LOCK_FILE, METRICS_FILE, checkpoint_folders, read_json
-from pretrain.terminal import LIVE_LINE, is_terminal
+from pretrain.runs.run_folder import LOCK_FILE, checkpoint_folders, read_json
 from pretrain_tools.experiments.parity import refusals
 from pretrain_tools.runs.history import count_hours, current_events, is_number
-from pretrain_tools.runs.status import read_status
 
 POLL_SECONDS_OF_RUNS = 0.2
-SECONDS_BETWEEN_PROGRESS_LINES = 60.0
-"""Interval of progress lines if stderr is not a terminal."""
 
 
 @dataclass(frozen=True)
@@ -194,12 +190,10 @@ def train_runs(
         ended: called with each run that has ended, and its exit status if known.
     """
     training = left_behind(runs)
-    shown = time.monotonic()
     with signals_passed_on(training) as received:
         while True:
             for slot, one in [(slot, one) for slot, one in training.items() if one.ended()]:
                 del training[slot]
-                LIVE_LINE.clear()
                 ended(one.run, one.process.returncode if one.process else None)
             for slot, environment in enumerate(slots):
                 if slot not in training and not received:
@@ -207,32 +201,13 @@ def train_runs(
                     # Slots are interchangeable: if nothing can start in this one, nothing can start in the others.
                     if run is None:
                         break
+                    print(f"{run.name}: training", file=sys.stderr, flush=True)
                     training[slot] = start_training(run, slot, environment)
             if not training:
-                LIVE_LINE.clear()
                 if not received:
                     return 0
                 return EXIT_INTERRUPTED if received[0] == signal.SIGINT else EXIT_PREEMPTED
-            if time.monotonic() - shown >= (1.0 if is_terminal(sys.stderr) else SECONDS_BETWEEN_PROGRESS_LINES):
-                shown = time.monotonic()
-                show_progress([one.run for one in training.values()])
             time.sleep(POLL_SECONDS_OF_RUNS)
-
-
-def show_progress(active: list[SmallRun]) -> None:
-    """Shows the step and loss of each active run: redraws the live line, or prints a line if there is no terminal."""
-    parts = []
-    for run in active:
-        status = read_status(run.output, brief=True) if (run.output / METRICS_FILE).is_file() else None
-        if status is None or not status.step:
-            parts.append(f"{run.name} starting")
-            continue
-        loss = f", loss {status.loss:.4f}" if status.loss is not None else ""
-        parts.append(f"{run.name} step {status.step:,}/{run.total_steps:,}{loss}")
-    if is_terminal(sys.stderr):
-        LIVE_LINE.show(" · ".join(parts))
-    else:
-        print(" · ".join(parts), file=sys.stderr, flush=True)
 
 
 def left_behind(runs: Mapping[str, SmallRun]) -> dict[int, Training]:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from pretrain.training.run_plan import RunPlan
 
 PLAN_FILE = "plan.json"
-PLAN_FORMAT = {"format": "groundwork-sweep", "version": 1}
+PLAN_FORMAT = {"format": "groundwork-sweep", "version": 2}
 OPTUNA = "optuna==5.0.0"
 LONGEST_VALUE_IN_NAME = 40
 MOST_DIFFERENCES = 8
@@ -273,22 +273,7 @@ def name_problems(request: SweepRequest, points: Sequence[Mapping[str, str]]) ->
 
 def seal_plan(request: SweepRequest, points: Sequence[SweepPoint]) -> None:
     """Writes plan.json, or compares the request with the existing one. Raises InputError with the differences."""
-    varied = [axis.path for axis in request.axes]
-    config = read_run_config(request.recipe, [*request.changes, *points[0].settings.items()])
-    base = {
-        path: value
-        for path, value in flatten_settings(config.model_dump(mode="json")).items()
-        if path not in ("output", "seed") and not any(path == name or path.startswith(f"{name}.") for name in varied)
-    }
-    # Paths are not enough: shards and models may have been replaced under the same name.
-    identity = [
-        {key: value for key, value in point.plan.identity.items() if key.startswith(("model", "data."))}
-        for point in points
-    ]
-    first_seed = None if "seed" in varied else config.seed
-    plan = {**PLAN_FORMAT, **request.described, "first_seed": first_seed, "recipe": base, "identity": identity}
-    # Tuples become lists, as in the plan read from the file.
-    plan = json.loads(json.dumps(plan))
+    plan = json.loads(json.dumps({**PLAN_FORMAT, "plan": plan_values(request, points)}))  # tuples become lists
     path = request.output / PLAN_FILE
     if not path.is_file():
         if any(not there.name.startswith(".") for there in request.output.iterdir()):
@@ -298,13 +283,11 @@ def seal_plan(request: SweepRequest, points: Sequence[SweepPoint]) -> None:
     there = read_json(path)
     if {key: there.get(key) for key in PLAN_FORMAT} != PLAN_FORMAT:
         raise InputError(f"{path}: is not the plan of a sweep of this version; choose another --output")
-    before = flat_plan(there)
+    before = there["plan"]
     defaults = {name: as_plain(field.default) for name, field in fields_of_config()}
     # A setting that was added in a newer version and has its default is not a difference.
     now = {
-        name: value
-        for name, value in flat_plan(plan).items()
-        if name in before or (name, value) not in defaults.items()
+        name: value for name, value in plan["plan"].items() if name in before or (name, value) not in defaults.items()
     }
     lines = [
         f"{request.output}: {name} was {shortened(json.dumps(was))}, "
@@ -318,18 +301,24 @@ def seal_plan(request: SweepRequest, points: Sequence[SweepPoint]) -> None:
         )
 
 
-def flat_plan(plan: Mapping[str, Any]) -> dict[str, Any]:
-    """Flattens a plan to the names that a user knows from the command line and the recipe."""
-    return {
-        **{f"--{key}": plan.get(key) for key in ("seeds", "search")},
-        **{f"--vary {path}": values for path, values in (plan.get("vary") or {}).items()},
-        "seed": plan.get("first_seed"),
-        **(plan.get("recipe") or {}),
-        **{
-            f"{key} on disk, of setting {number}": value
-            for number, identity in enumerate(plan.get("identity") or [], start=1)
-            for key, value in identity.items()
-        },
+def plan_values(request: SweepRequest, points: Sequence[SweepPoint]) -> dict[str, Any]:
+    """Lists what identifies a sweep, by the names that a user knows from the command line and the recipe."""
+    varied = [axis.path for axis in request.axes]
+    config = read_run_config(request.recipe, [*request.changes, *points[0].settings.items()])
+    values = {"--seeds": request.seeds, "--search": request.search}
+    values |= {f"--vary {path}": given for path, given in request.described["vary"].items()}
+    values["seed"] = None if "seed" in varied else config.seed
+    values |= {
+        path: value
+        for path, value in flatten_settings(config.model_dump(mode="json")).items()
+        if path not in ("output", "seed") and not any(path == name or path.startswith(f"{name}.") for name in varied)
+    }
+    # Paths are not enough: shards and models may have been replaced under the same name.
+    return values | {
+        f"{key} on disk, of setting {number}": value
+        for number, point in enumerate(points, start=1)
+        for key, value in point.plan.identity.items()
+        if key.startswith(("model", "data."))
     }
 
 

@@ -149,36 +149,35 @@ def t_of(count: int) -> float:
 
 def as_values(request: SweepRequest, results: Sequence[PointResult]) -> dict[str, Any]:
     """Returns the contents of results.json; losses in nats per token, averaged over the validation sources."""
+    return {**request.described, "results": [values_of_point(result) for result in results]}
 
-    def number(value: float | None) -> float | None:
-        # JSON has no infinity.
-        return value if value is not None and math.isfinite(value) else None
 
+def values_of_point(result: PointResult) -> dict[str, Any]:
     return {
-        **request.described,
-        "results": [
-            {
-                "settings": result.settings,
-                "state": result.state,
-                "loss": number(result.mean_loss),
-                "spread": number(result.spread),
-                "budget_tokens": result.tokens,
-                "runs": [
-                    {
-                        "folder": str(outcome.folder),
-                        "state": outcome.state,
-                        "step": outcome.step,
-                        "tokens": outcome.tokens,
-                        "seconds": round(outcome.seconds, 1),
-                        "losses": {str(step): number(outcome.loss_at(step)) for step in outcome.losses},
-                        **({"failure": outcome.reason} if outcome.state == "failed" else {}),
-                    }
-                    for outcome in result.outcomes
-                ],
-            }
-            for result in results
-        ],
+        "settings": result.settings,
+        "state": result.state,
+        "loss": finite(result.mean_loss),
+        "spread": finite(result.spread),
+        "budget_tokens": result.tokens,
+        "runs": [values_of_run(outcome) for outcome in result.outcomes],
     }
+
+
+def values_of_run(outcome: RunOutcome) -> dict[str, Any]:
+    return {
+        "folder": str(outcome.folder),
+        "state": outcome.state,
+        "step": outcome.step,
+        "tokens": outcome.tokens,
+        "seconds": round(outcome.seconds, 1),
+        "losses": {str(step): finite(outcome.loss_at(step)) for step in outcome.losses},
+        "failure": outcome.reason if outcome.state == "failed" else None,
+    }
+
+
+def finite(value: float | None) -> float | None:
+    """Returns None for an infinite value, which JSON does not have."""
+    return value if value is not None and math.isfinite(value) else None
 
 
 def best_recipe(request: SweepRequest, best: PointResult) -> str:

@@ -1,6 +1,6 @@
 """Plans a run before it starts: plan.py, train.py --text, --check and --smoke.
 
-Predictions come from footprints and step_time; calibration compares them with a few real steps (docs/plan.md).
+Predictions come from footprints and step_time (docs/plan.md).
 
     hardware_options: the machines that plan.py is asked about
     budget, budget_request, budget_report: from hours or dollars to a recipe; its options; its table
@@ -10,7 +10,6 @@ Predictions come from footprints and step_time; calibration compares them with a
     optimizer_bytes: what an optimizer keeps, allocates and sends
     memory_advice: what to change when memory runs out
     traffic, step_time: bytes and waiting under each strategy; time and cost
-    calibration: a few real steps, timed
     own_text, text_files, sized_recipe: train.py --text; what it reads, what it chooses
     recipe_files, texts: where recipes go that are made here; their text and that of plans, from templates/
     sizing, families: what size to train; its shape

@@ -1,14 +1,12 @@
 """Chooses a run for hours, dollars or FLOPs: size, tokens, batch, and the fastest way to train it that fits.
 
-Every size of a family near the one that the budget would buy at the assumed MFU is searched over strategies,
-micro-batches and activation checkpointing; the size with the lowest expected loss is taken, at its own speed. Memory
-of those sizes is scaled from one that is traced, so that a search takes seconds; the one chosen is traced itself.
+Sizes of a family are planned as plan.py plans a recipe, from the one that the budget would buy at the assumed MFU
+downward; the best at its own speed is taken.
 """
 
 import functools
 import math
 import tempfile
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -17,24 +15,12 @@ from pretrain.data.vocabulary import planned_model_config
 from pretrain.errors import InputError
 from pretrain.optim.optimizers import OPTIMIZERS
 from pretrain.optim.scaling_laws import batch_by_law, warmup_by_law, weight_decay_by_law
-from pretrain.parallel.registry import strategy_named
 from pretrain.units import count_text, counted, duration_text
-from pretrain_tools.planning.activations import Activations, ForwardPass, Line
-from pretrain_tools.planning.candidates import (
-    SIMPLEST_FIRST,
-    Candidate,
-    Case,
-    consider,
-    micro_batches,
-    planned_precision,
-    timed,
-    work_of_run,
-)
+from pretrain_tools.planning.candidates import Candidate, Case, consider, planned_precision, recommend, work_of_run
 from pretrain_tools.planning.families import Family, Shape
 from pretrain_tools.planning.judgement import FEWEST_STEPS
-from pretrain_tools.planning.layouts import layout
 from pretrain_tools.planning.memory import Memory, PlannedRun
-from pretrain_tools.planning.sizing import MOST_EPOCHS, best_shape, expected_loss, nearest_shape
+from pretrain_tools.planning.sizing import MOST_EPOCHS, best_shape, nearest_shape
 from pretrain_tools.planning.step_time import Hardware, RunWork, Speed, mfu_of_size
 
 SHARE_FOR_STEPS = {"cuda": 0.95, "cpu": 0.85}
@@ -44,13 +30,8 @@ SECONDS_TO_START = {"cuda": 60.0, "cpu": 5.0}
 LARGEST_BATCH_CHOSEN = 2**22
 """Tokens per step: those of Llama's training."""
 ENOUGH_TOKENS = {"cuda": 16_384, "cpu": 1024}
-"""Tokens of a micro-batch from which larger matmuls are hardly faster."""
-ABOUT_AS_FAST = 1.01
-"""Ratio of step times up to which a smaller micro-batch is preferred."""
-WORTH_A_STRATEGY = 1.03
-"""Ratio of step times up to which a simpler strategy is preferred."""
-DATA_PARALLEL = ("single", "ddp", "fsdp2", "zero1", "zero2", "zero3", "hsdp")
-COMPARED = (*DATA_PARALLEL, "tp", "pp", "ep")
+"""Tokens of a micro-batch, if they fit: larger matmuls are hardly faster."""
+COMPARED = ("single", "ddp", "fsdp2", "zero1", "zero2", "zero3", "hsdp", "tp", "pp", "ep")
 """Offloading is left out: it is for models that fit in no other way, and bound to a machine's own memory and disk."""
 COMPUTE_OPTIMAL = 20.0
 """Tokens per parameter (Hoffmann et al., arXiv 2203.15556)."""
@@ -122,69 +103,17 @@ class RunBudget:
 
 
 @dataclass(frozen=True)
-class ScaledRun(PlannedRun):
-    """A run whose activations are scaled from another model's, in proportion to width and window.
-
-    This is nearly exact within a family, and within some tenths beyond it.
-    """
-
-    shape: Shape | None = None
-    traced: PlannedRun | None = None
-    traced_shape: Shape | None = None
-
-    @property
-    def projects(self) -> bool:
-        return True  # the families scale no logits
-
-    @property
-    def mixers(self) -> tuple[str, ...]:
-        return self.traced.mixers
-
-    def trace(self, call: ForwardPass) -> Activations:
-        like = self.traced_shape
-        # The trace is of the other model's own window: its cost is scaled below.
-        found = self.traced.trace(replace(call, window=self.traced.config.data.window))
-        width = self.shape.width / like.width
-        both = width * self.shape.sequence_length / like.sequence_length
-
-        def scaled(line: Line) -> Line:
-            return Line(line.fixed * width**2, line.per_sequence * both)
-
-        return Activations(*map(scaled, (found.outside, found.before, found.per_layer, found.backward, found.hidden)))
-
-
-@dataclass(frozen=True)
-class Combination(Candidate):
-    """A strategy with the micro-batch and the activation checkpointing that are fastest under it."""
-
-    checkpointing: str = "none"
-
-    def applied_to(self, case: Case) -> Case:
-        """Returns the case with this combination's settings."""
-        chosen = case.with_batch(sequences_per_micro_batch=self.micro_batch, reduce_once=self.reduces_once)
-        return chosen.changed(activation_checkpointing=self.checkpointing)
-
-    def in_words(self) -> str:
-        recomputes = ", activations recomputed" if self.checkpointing == "full" else ""
-        reduces = ", gradients reduced once per step" if self.reduces_once else ""
-        return f"{self.name}, micro-batch {self.micro_batch}{recomputes}{reduces}"
-
-
-@dataclass(frozen=True)
 class Sized:
     """A run of one shape within a budget."""
 
     budget: RunBudget
     shape: Shape
     case: Case
-    combinations: tuple[Combination, ...]
-    """The best of every strategy that fits, best first; none where nothing fits."""
-    searched: int
-    """Combinations of strategy, micro-batch and checkpointing that fit."""
-
-    @property
-    def best(self) -> Combination:
-        return self.combinations[0]
+    """The recipe, with the best strategy's settings."""
+    candidates: list[Candidate]
+    """The run under every strategy."""
+    best: Candidate | None
+    """None if nothing fits."""
 
     @property
     def work(self) -> RunWork:
@@ -192,15 +121,12 @@ class Sized:
 
     @property
     def config(self) -> RunConfig:
-        """The recipe with the best combination's settings."""
-        return self.best.applied_to(self.case).run.config
+        return self.case.run.config
 
     @property
     def memory(self) -> Memory:
-        """The memory of the best combination."""
-        hardware = self.budget.hardware
-        divided = layout(self.best.name, hardware.gpus, hardware.machines)
-        return self.best.applied_to(self.case).memory(divided, self.best.micro_batch)
+        """The memory of the process that needs most."""
+        return self.case.memory(self.best.layout, self.best.micro_batch)
 
     @property
     def batch(self) -> int:
@@ -208,12 +134,12 @@ class Sized:
 
     @property
     def tokens_per_second(self) -> float:
-        return self.batch / self.best.step_seconds if self.combinations else 0.0
+        return self.batch / self.best.step_seconds if self.best else 0.0
 
     @property
     def affordable(self) -> float:
         """Tokens at the speed that was found; 0 if nothing fits."""
-        return self.budget.tokens(self.shape, self.tokens_per_second) if self.combinations else 0.0
+        return self.budget.tokens(self.shape, self.tokens_per_second) if self.best else 0.0
 
     @property
     def steps(self) -> int:
@@ -242,11 +168,6 @@ class Sized:
         return self.tokens_per_second * self.work.flops_per_token / (hardware.gpus * hardware.gpu.bf16_flops)
 
     @property
-    def expected_loss(self) -> float:
-        """Nats per token by the scaling law, only to compare runs."""
-        return expected_loss(self.shape.active, self.tokens, self.budget.unique_tokens)
-
-    @property
     def learning_rate(self) -> float:
         return float(f"{OPTIMIZERS[self.budget.optimizer].auto_rate(self.work.sizes.total, self.batch):.3g}")
 
@@ -262,26 +183,25 @@ class Sized:
 
 def choose_run(budget: RunBudget) -> Sized:
     """Chooses the size and the way to train it. Raises InputError for a budget that fits no model."""
-    found = search_family(budget)
-    chosen = size(budget, best_of(budget, found).shape, names=COMPARED)
-    if not chosen.combinations:  # scaled memory said that it fits, by a hair
-        others = {shape: sized for shape, sized in found.items() if shape.parameters < chosen.shape.parameters}
-        chosen = size(budget, best_of(budget, others).shape, names=COMPARED)
+    found: dict[Shape, Sized] = {}
+    chosen = None
+    for shape in reversed(shapes_within(budget)):
+        found = {shape: size(budget, shape), **found}
+        # The smallest may run too few steps to be compared, and is refused then.
+        tokens = {shape: max(sized.affordable, 1.0) for shape, sized in found.items() if sized.best}
+        if tokens:
+            chosen = found[budget.best(tokens)]
+        # Communication and recomputing leave less than was guessed: a smaller one may be better.
+        if chosen and chosen.shape != shape:
+            break
+    if chosen is None:
+        raise InputError(
+            f"budget: no {budget.family.name} fits on {budget.hardware.gpus} x {budget.hardware.gpu.name}, not even "
+            f"{count_text(shape.parameters)} parameters with a vocabulary of {budget.vocabulary:,}; give "
+            "GPUs with more memory, or a smaller vocabulary"
+        )
     refuse_few_steps(chosen)
     return chosen
-
-
-def search_family(budget: RunBudget) -> dict[Shape, Sized]:
-    """Sizes the shapes that may be the best one: {shape: its run}, smallest first."""
-    *smaller, first = shapes_within(budget)
-    # One trace serves the whole search: a trace takes seconds, scaling it nothing.
-    like = size(budget, first)
-    found = {first: like}
-    for shape in reversed(smaller):  # communication and recomputing leave less than was guessed, or nothing
-        found = {shape: size(budget, shape, like), **found}
-        if any(sized.combinations for sized in found.values()) and best_of(budget, found).shape != shape:
-            break
-    return found
 
 
 def shapes_within(budget: RunBudget) -> list[Shape]:
@@ -307,39 +227,6 @@ def shapes_within(budget: RunBudget) -> list[Shape]:
     return shapes[: shapes.index(budget.best(tokens)) + 1]
 
 
-def other_size(like: Sized, factor: float) -> Sized | None:
-    """Sizes a model that is larger by this factor, within the same budget; None beyond the ladder, or if it fails."""
-    wanted = factor * like.shape.parameters
-    shape = min(like.budget.shapes, key=lambda shape: abs(math.log(shape.parameters / wanted)))
-    return None if shape == like.shape else size(like.budget, shape, like)
-
-
-def alternative(budget: RunBudget, like: Sized) -> Sized | None:
-    """Sizes the run of another budget, which may be of another family, scaled from `like`; None if none fits.
-
-    Raises InputError as `shapes_within`.
-    """
-    for shape in reversed(shapes_within(budget)):
-        sized = size(budget, shape, like)
-        if sized.combinations:
-            return sized if sized.steps >= FEWEST_STEPS else None
-    return None
-
-
-def best_of(budget: RunBudget, found: dict[Shape, Sized]) -> Sized:
-    """Returns the best run of those that fit. Raises InputError if none does."""
-    # The smallest runs too few steps to be compared, and is refused then.
-    tokens = {shape: max(sized.affordable, 1.0) for shape, sized in found.items() if sized.combinations}
-    if not tokens:
-        smallest = next(iter(found))
-        raise InputError(
-            f"budget: no {budget.family.name} fits on {budget.hardware.gpus} x {budget.hardware.gpu.name}, not even "
-            f"{count_text(smallest.parameters)} parameters with a vocabulary of {budget.vocabulary:,}; give "
-            "GPUs with more memory, or a smaller vocabulary"
-        )
-    return found[budget.best(tokens)]
-
-
 def refuse_few_steps(sized: Sized) -> None:
     """Raises InputError for a run in which nothing is learned."""
     if sized.steps >= FEWEST_STEPS:
@@ -356,19 +243,26 @@ def refuse_few_steps(sized: Sized) -> None:
     )
 
 
-def size(budget: RunBudget, shape: Shape, like: Sized | None = None, names: Sequence[str] = DATA_PARALLEL) -> Sized:
-    """Finds the fastest way to train a shape within a budget, by these strategies.
-
-    Args:
-        like: a run that is traced, to scale memory from.
-    """
+def size(budget: RunBudget, shape: Shape) -> Sized:
+    """Finds the way to train a shape within a budget, as plan.py recommends one."""
     run = planned_run(budget, shape)
     # FLOPs by the shape, as those that the budget was divided by.
     work = replace(work_of_run(run.config, run.model_config), flops_per_token=shape.flops_per_token)
-    if like is not None and like.shape != shape:
-        run = ScaledRun(**vars(run), shape=shape, traced=like.case.run, traced_shape=like.shape)
     case = Case(run, work, budget.hardware, budget.speed(shape))
-    return Sized(budget, shape, case, *search(case, names))
+    candidates = [consider(name, case) for name in COMPARED]
+    best = recommend(candidates)
+    if best is None or not best.fits:
+        # Recomputing activations takes a third more time, so only where memory is short.
+        recomputing = case.changed(activation_checkpointing="full")
+        others = [consider(name, recomputing) for name in COMPARED]
+        other = recommend(others)
+        if other and (best is None or other.step_seconds < best.step_seconds):
+            case = recomputing
+            candidates = others
+            best = other
+    if best is not None:
+        case = case.with_batch(sequences_per_micro_batch=best.micro_batch, reduce_once=best.reduces_once)
+    return Sized(budget, shape, case, candidates, best)
 
 
 @functools.cache
@@ -378,12 +272,15 @@ def scratch() -> tempfile.TemporaryDirectory:
 
 
 def planned_run(budget: RunBudget, shape: Shape) -> PlannedRun:
-    """Makes a shape's run with a micro-batch of one sequence: the search chooses it."""
+    """Makes a shape's run, with micro-batches of ENOUGH_TOKENS or the whole batch."""
     hardware = budget.hardware
     is_cpu = hardware.device_type == "cpu"
     model = Path(scratch().name, f"{shape.family.name}_{shape.layers}_{shape.width}_{shape.vocabulary}.json")
     model.write_text(shape.json_text)
     tokens = budget.tokens_at_mfu(shape)
+    batch = batch_of(budget, shape, tokens)
+    enough = ENOUGH_TOKENS[hardware.device_type] // shape.sequence_length
+    micro_batch = max(1, min(enough, batch // (hardware.gpus * shape.sequence_length)))
     config = RunConfig.model_validate(
         {
             "model": str(model),
@@ -391,7 +288,7 @@ def planned_run(budget: RunBudget, shape: Shape) -> PlannedRun:
             "precision": budget.precision,
             "data": {"train": [{"shards": "shards"}], "sequence_length": shape.sequence_length},
             "budget": {"tokens": max(1, int(tokens))},
-            "batch": {"tokens_per_step": batch_of(budget, shape, tokens), "sequences_per_micro_batch": 1},
+            "batch": {"tokens_per_step": batch, "sequences_per_micro_batch": micro_batch},
             # The learning rate is the law's once the batch is chosen; the planner needs any valid one.
             "optim": {"name": budget.optimizer, "learning_rate": 1e-3},
             "compile": "none" if is_cpu else "regional",
@@ -407,50 +304,3 @@ def batch_of(budget: RunBudget, shape: Shape, tokens: float) -> int:
     one_each = budget.hardware.gpus * shape.sequence_length
     wanted = min(batch_by_law(tokens), LARGEST_BATCH_CHOSEN, tokens / FEWEST_STEPS)
     return one_each * 2 ** max(0, round(math.log2(max(wanted, 1) / one_each)))
-
-
-def search(case: Case, names: Sequence[str]) -> tuple[tuple[Combination, ...], int]:
-    """Returns (the best combination of every strategy that fits, best first; how many were compared)."""
-    best: dict[str, Combination] = {}
-    enough = ENOUGH_TOKENS[case.hardware.device_type] // case.run.config.data.sequence_length
-    compared = 0
-    for checkpointing in ("none", "full"):
-        for name in names:
-            able = fitting_micro_batches(name, case.changed(activation_checkpointing=checkpointing))
-            compared += len(able)
-            if able:
-                best[name] = quickest([*filter(None, [best.get(name)]), *able], enough)
-    fastest = min((found.step_seconds for found in best.values()), default=0.0)
-
-    def rank(found: Combination) -> tuple[bool, float]:
-        near = found.step_seconds <= WORTH_A_STRATEGY * fastest
-        return (not near, SIMPLEST_FIRST[found.name] if near else found.step_seconds)
-
-    return tuple(sorted(best.values(), key=rank)), compared
-
-
-def fitting_micro_batches(name: str, case: Case) -> list[Combination]:
-    """Lists a run under one strategy with every micro-batch that fits."""
-    found = consider(name, case)
-    if not found.runs:
-        return []
-    config = case.run.config
-    found = Combination(**vars(found), checkpointing=config.activation_checkpointing)
-    divided = layout(name, case.hardware.gpus, case.hardware.machines)
-    parts = strategy_named(name).parts_of_micro_batch(config)
-    possible = micro_batches(config, divided.micro_batches, parts)
-    return [timed(replace(found, micro_batch=n), divided, case) for n in possible if n <= found.largest_micro_batch]
-
-
-def quickest(able: Sequence[Combination], enough: int) -> Combination:
-    """Chooses the fastest, and among those that are about as fast one without recomputation.
-
-    Of these its micro-batch is nearest to `enough` sequences: a larger one takes memory for nothing.
-    """
-    fastest = min(found.step_seconds for found in able)
-    near = [found for found in able if found.step_seconds <= ABOUT_AS_FAST * fastest]
-
-    def rank(found: Combination) -> tuple[bool, float]:
-        return (found.checkpointing == "full", abs(math.log(found.micro_batch / max(1, enough))))
-
-    return min(near, key=rank)

@@ -1,35 +1,30 @@
-"""Reports the run that a budget buys, why, and the alternatives: a table, JSON, and the recipe with its reasons."""
+"""Reports the run that a budget buys, and why: a table, JSON, and the recipe with its reasons."""
 
 import json
 import math
 import sys
 import textwrap
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
 from rich.console import Console
 from rich.table import Table
 
-from pretrain.errors import InputError
 from pretrain.model.model_config import padded_vocabulary
 from pretrain.terminal import width_of
-from pretrain.units import count_text, count_upwards, duration_text
+from pretrain.units import count_text, count_upwards
 from pretrain_tools.planning.budget import (
     COMPUTE_OPTIMAL,
     ENOUGH_TOKENS,
     MOST_TIMES_TOO_LONG,
     SECONDS_TO_START,
     SHARE_FOR_STEPS,
-    Combination,
     RunBudget,
     Sized,
-    alternative,
     choose_run,
-    other_size,
 )
 from pretrain_tools.planning.budget_request import OPTIMIZERS_CHOSEN, BudgetRequest
-from pretrain_tools.planning.candidates import command_of
+from pretrain_tools.planning.candidates import command_of, difference, next_best, reason_of
 from pretrain_tools.planning.families import FAMILIES, NANOCHAT, Shape
 from pretrain_tools.planning.recipe_files import MADE_BY, RecipePlace
 from pretrain_tools.planning.report import TABLE_WIDTH
@@ -55,11 +50,9 @@ Expectation = Callable[[int, int, int], tuple[float, float, float, str]]
 
 @dataclass(frozen=True)
 class Answer:
-    """A run within a budget, and its alternatives."""
+    """A run within a budget."""
 
     chosen: Sized
-    alternatives: list[dict[str, Any]]
-    """See `alternative_row`."""
     expected: tuple[float, float, float, str] | None
     """(loss, low, high, what is known of it) by a ladder."""
     place: RecipePlace
@@ -108,74 +101,16 @@ def recipe_of_budget(
         mfu=options.mfu,
         optimizer=options.optimizer or OPTIMIZERS_CHOSEN[0],
     )
-    found = answer(budget, request.place, expect)
+    chosen = choose_run(budget)
+    work = chosen.work
+    expected = expect(work.non_embedding, work.active, chosen.tokens) if expect else None
+    found = Answer(chosen, expected, request.place)
     if options.write:
         found.place.write(found.chosen.shape.json_text, text_of(found, command))
     if options.json:
         print(answer_json(found))
     else:
         print_answer(found, bool(options.write))
-
-
-def answer(budget: RunBudget, place: RecipePlace, expect: Expectation | None = None) -> Answer:
-    """Chooses a run and finds its alternatives. Raises InputError for a budget that fits no model."""
-    chosen = choose_run(budget)
-
-    def within(**changes: Any) -> Sized | None:
-        try:
-            return alternative(replace(budget, **changes), chosen)
-        except InputError:
-            return None
-
-    dial, unit = ("flops", "FLOPs") if budget.flops else ("hours", "time")
-    given = getattr(budget, dial)
-    found = {f"half the {unit}": within(**{dial: given / 2}), f"double the {unit}": within(**{dial: 2 * given})}
-    for name, factor in (("half the size", 0.5), ("double the size", 2.0)):
-        if (sized := other_size(chosen, factor)) is not None:
-            found[name] = sized if sized.combinations and sized.steps else None
-    found |= {family.name: within(family=family) for family in FAMILIES.values() if family is not budget.family}
-    rows = [alternative_row(name, sized, chosen) for name, sized in found.items()]
-    rows += [alternative_row(used.name, chosen, chosen, used) for used in chosen.combinations[1:]]
-    work = chosen.work
-    expected = expect(work.non_embedding, work.active, chosen.tokens) if expect else None
-    return Answer(chosen, rows, expected, place)
-
-
-def alternative_row(name: str, sized: Sized | None, chosen: Sized, used: Combination | None = None) -> dict[str, Any]:
-    """Lists the values of an alternative; `loss_difference` in nats by Hoffmann's law, relative to the choice.
-
-    Args:
-        sized: None: does not fit.
-        used: None: the best combination.
-    """
-    if sized is None:
-        return {"alternative": name, "fits": False}
-    used = used or sized.best
-    slower = used.step_seconds / sized.best.step_seconds
-    return {
-        "alternative": name,
-        "fits": True,
-        "family": sized.budget.family.name,
-        "layers": sized.shape.layers,
-        "width": sized.shape.width,
-        "parameters": sized.work.sizes.total,
-        "active_parameters": sized.work.active,
-        "tokens": sized.tokens,
-        "strategy": used.name,
-        "sequences_per_micro_batch": used.micro_batch,
-        "activation_checkpointing": used.checkpointing,
-        "hours": sized.billed_hours * slower,
-        "cost": sized.cost * slower,
-        "loss_difference": loss_difference(sized, chosen),
-    }
-
-
-def loss_difference(sized: Sized, chosen: Sized) -> float | None:
-    """Returns the difference in nats by the law; None for so few tokens that it expects more than from guessing."""
-    guessing = math.log(chosen.shape.vocabulary)
-    if max(sized.expected_loss, chosen.expected_loss) > guessing:
-        return None
-    return sized.expected_loss - chosen.expected_loss
 
 
 def choices(found: Answer) -> list[Choice]:
@@ -193,6 +128,7 @@ def choices(found: Answer) -> list[Choice]:
         "choices",
         run,
         reasons,
+        strategy_in_words(run),
         expected=found.expected,
         enough_tokens=ENOUGH_TOKENS,
         seconds_to_start=SECONDS_TO_START,
@@ -241,15 +177,15 @@ def precision_reason(run: Sized) -> str:
 
 
 def strategy_reason(run: Sized) -> str:
-    best, *others = run.combinations
-    compared = f"the fastest of {run.searched} combinations that fit" if run.searched > 1 else "the only one that fits"
-    if not others:
-        return compared
-    other = others[0]
-    difference = other.step_seconds / best.step_seconds - 1
-    if difference < 0:
-        return f"{compared}, or the simplest within 3 % of it: {other.name} is {-difference:.1%} faster"
-    return f"{compared}; next {other.in_words()}, {difference:.0%} slower"
+    """Gives the reason of a plan's recommendation, and what is next."""
+    slower = next_best(run.best, run.candidates)
+    return " ".join([reason_of(run.best, run.candidates), *([difference(slower, run.best)] if slower else [])])
+
+
+def strategy_in_words(run: Sized) -> str:
+    recomputes = ", activations recomputed" if run.config.activation_checkpointing == "full" else ""
+    reduces = ", gradients reduced once per step" if run.best.reduces_once else ""
+    return f"{run.best.label}, micro-batch {run.best.micro_batch}{recomputes}{reduces}"
 
 
 def answer_json(found: Answer) -> str:
@@ -270,12 +206,11 @@ def answer_json(found: Answer) -> str:
         "precision": run.case.run.precision,
         "strategy": run.best.name,
         "sequences_per_micro_batch": run.best.micro_batch,
-        "activation_checkpointing": run.best.checkpointing,
+        "activation_checkpointing": run.config.activation_checkpointing,
         "bytes_per_gpu": run.memory.total,
         "hours": run.billed_hours,
         "cost": run.cost,
         "expected_loss": loss,
-        "alternatives": found.alternatives,
         "command": found.launch,
     }
     return json.dumps(values, indent=1)
@@ -289,8 +224,7 @@ def print_answer(found: Answer, is_written: bool) -> None:
         table.add_column(column, overflow="fold")
     for choice in choices(found):
         table.add_row(*choice)
-    console.print(table, "", "What else it would be (loss: difference in nats by Hoffmann's law, to compare with):")
-    console.print(alternatives_table(found), "")
+    console.print(table, "")
     place = found.place
     lines = ["--write recipes/mine.yaml writes the recipe and the model's JSON."]
     if is_written:
@@ -303,29 +237,6 @@ def print_answer(found: Answer, is_written: bool) -> None:
     for line in lines:
         # Paths and commands stay on one line, to be pasted.
         console.print(line, soft_wrap=True)
-
-
-def alternatives_table(found: Answer) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in ("", "model", "parameters", "tokens", "per parameter", "strategy", "time", "cost", "loss"):
-        table.add_column(column, justify="left" if column in ("", "model", "strategy") else "right", no_wrap=True)
-    for row in [alternative_row("chosen", found.chosen, found.chosen), *found.alternatives]:
-        if not row["fits"]:
-            table.add_row(row["alternative"], "does not fit", *[""] * 7)
-            continue
-        recomputes = " recomputed" if row["activation_checkpointing"] == "full" else ""
-        table.add_row(
-            row["alternative"],
-            f"{row['family']} {row['layers']} x {row['width']:,}",
-            count_text(row["parameters"]),
-            count_text(row["tokens"]),
-            f"{row['tokens'] / row['active_parameters']:.3g}",
-            f"{row['strategy']} {row['sequences_per_micro_batch']}{recomputes}",
-            duration_text(3600 * row["hours"]),
-            f"${row['cost']:,.0f}" if row["cost"] else "-",
-            "-" if row["loss_difference"] is None else f"{row['loss_difference']:+.3f}",
-        )
-    return table
 
 
 def text_of(found: Answer, command: str) -> str:

@@ -114,7 +114,7 @@ def option_contradictions(options: argparse.Namespace, rest: list[str], gpu: Gpu
         problems.append(
             "--vocabulary: is missing: a tokenizer's folder, prepared shards, or a number of ids; --data gives it too"
         )
-    for name in ("config", "calibrate", "comment"):
+    for name in ("config", "comment"):
         if getattr(options, name):
             problems.append(f"--{name}: is for a recipe that is there, and a budget makes one; leave one of them out")
     if rest:

@@ -1,25 +1,22 @@
 """plan.py's options for the machines of a run. Answers a mistyped one before torch is imported."""
 
 import argparse
-import re
+import math
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from pretrain.errors import InputError, Problems
-from pretrain.gpus import CPU, Gpu, find_gpu, gpu_called
+from pretrain.gpus import CPU, GIB, Gpu, find_gpu
 
 if TYPE_CHECKING:
     from pretrain_tools.planning.step_time import Hardware
-
-SIZE = re.compile(r"^([0-9]+(?:\.[0-9]+)?)\s*(GB|GiB|G|TB|TiB|T|MB|MiB|M)?$", re.IGNORECASE)
-SIZE_UNITS = {"m": 2**20, "g": 2**30, "t": 2**40, None: 2**30}
 
 
 def add_hardware_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--gpus", type=int, default=1, help="total number of GPUs [1]")
     add("--gpu", help="GPU model: h100, a100, rtx4090 ...; cpu: this machine's processors; any other name with "
-        "--gpu_memory and --peak_tflops [h100; with --calibrate: what is here]")  # fmt: skip
+        "--gpu_memory and --peak_tflops [h100]")  # fmt: skip
     add("--machines", type=int, help="number of machines [8 GPUs each]")
     add("--gpu_memory", metavar="80GB", help="memory of one GPU; GB is 2^30 bytes")
     add("--peak_tflops", type=float, help="dense bf16 peak of one GPU in TFLOP/s")
@@ -45,24 +42,27 @@ def option_problems(options: argparse.Namespace) -> Problems:
         if value is not None and (value < 0 or (value == 0 and name != "price_per_gpu_hour")):
             problems.append(f"--{name} {value}: must be above 0")
     # Read again by `given_figures`: here so that it is reported with the other problems.
-    problems.attempt(parse_size, options.gpu_memory)
+    if options.gpu_memory is not None:
+        problems.attempt(parse_size, options.gpu_memory)
     return problems
 
 
-def parse_size(text: str | None) -> float | None:
+def parse_size(text: str) -> float:
     """Converts '80GB' to bytes, with GB as GPUs are sold: 2^30 bytes. Raises InputError."""
-    if text is None:
-        return None
-    match = SIZE.match(text.strip())
-    if match is None or float(match[1]) <= 0:
+    try:
+        size = float(text.strip().upper().removesuffix("GB"))
+    except ValueError:
+        size = 0.0
+    if not 0 < size < math.inf:
         raise InputError(f"--gpu_memory {text}: a size such as 80GB")
-    return float(match[1]) * SIZE_UNITS[match[2][0].lower() if match[2] else None]
+    return size * GIB
 
 
 def given_figures(options: argparse.Namespace) -> dict[str, float]:
     """Reads the fields of Gpu that the command line states; without a --gpu_memory that is no size."""
+    memory = None if options.gpu_memory is None else Problems().attempt(parse_size, options.gpu_memory)
     figures = {
-        "memory_bytes": Problems().attempt(parse_size, options.gpu_memory),
+        "memory_bytes": memory,
         "bf16_flops": options.peak_tflops and options.peak_tflops * 1e12,
         "price_per_hour": options.price_per_gpu_hour,
         "network_bytes_per_second": options.network_gbits and options.network_gbits * 1e9 / 8,
@@ -71,32 +71,15 @@ def given_figures(options: argparse.Namespace) -> dict[str, float]:
 
 
 def gpu_of(options: argparse.Namespace) -> Gpu | None:
-    """Finds the GPU that is named; None for this machine's own, which torch has to find."""
-    if options.gpu == CPU or (options.gpu is None and options.calibrate):
+    """Finds the GPU that is named; None for this machine's processors, which torch has to measure."""
+    if options.gpu == CPU:
         return None
     return find_gpu(options.gpu or "h100", **given_figures(options))
 
 
 def hardware_of(options: argparse.Namespace, gpu: Gpu | None) -> "Hardware":
+    from pretrain.hardware import cpu_as_gpu
     from pretrain_tools.planning.step_time import Hardware
 
-    return Hardware(gpu or own_gpu(options), options.gpus, options.machines or -(-options.gpus // 8))
-
-
-def own_gpu(options: argparse.Namespace) -> Gpu:
-    """Finds the GPU of this machine, or its processors if they were asked for or there is no GPU.
-
-    Raises InputError for a GPU that torch cannot use.
-    """
-    import torch
-
-    from pretrain.hardware import cpu_as_gpu
-    from pretrain.parallel.strategy import device_type
-
-    given = given_figures(options)
-    if options.gpu == CPU or device_type() == "cpu":
-        return replace(cpu_as_gpu(options.gpus), **given)
-    name = torch.cuda.get_device_name()
-    if (known := gpu_called(name)) is not None:
-        return replace(known, **given)
-    return find_gpu(name, **{"memory_bytes": torch.cuda.get_device_properties(0).total_memory, **given})
+    gpu = gpu or replace(cpu_as_gpu(options.gpus), **given_figures(options))
+    return Hardware(gpu, options.gpus, options.machines or -(-options.gpus // 8))

@@ -213,13 +213,13 @@ def time_here(config: RunConfig, run: RunPlan, device: torch.device) -> str:
         return f"time on this machine: {config.budget.minutes:g} min at most, as budget.minutes says"
     peak, source = peak_flops(device, run.precision)
     if peak is None:
-        return f"time on this machine: unknown ({source}); plan.py --calibrate measures it"
+        return f"time on this machine: unknown ({source})"
     mfu, _ = default_mfu(run.active_parameters, device.type)
     seconds = run.total_flops / (peak * run.ranks * mfu)
     processes = f"{run.ranks} processes" if run.ranks > 1 else "one process"
     return (
         f"time on this machine: about {duration_text(seconds)} for {count_text(run.total_tokens)} tokens in "
-        f"{processes}, at an MFU of {mfu:.0%} of {peak / 1e12:.3g} TFLOP/s ({source}); plan.py --calibrate measures it"
+        f"{processes}, at an MFU of {mfu:.0%} of {peak / 1e12:.3g} TFLOP/s ({source})"
     )
 
 

@@ -5,7 +5,6 @@ recipe comes last: from then on it is what trains, and its first line tells whic
 """
 
 import argparse
-import json
 import math
 import os
 import re
@@ -13,10 +12,9 @@ import shlex
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
@@ -31,7 +29,6 @@ from pretrain.errors import (
     leave,
 )
 from pretrain.files import ROOT
-from pretrain.parallel.launcher import python_path
 from pretrain.recipe import read_command_line
 from pretrain.units import bytes_text, counted
 from pretrain_tools.planning.recipe_files import MADE_BY, RecipePlace
@@ -39,7 +36,6 @@ from pretrain_tools.planning.sizing import OF_THE_DEMO, choose_sizing, padded, v
 
 # Modules that import torch or numpy are imported where they are used: a mistyped command is answered at once.
 if TYPE_CHECKING:
-    from pretrain_tools.planning.sized_recipe import Machine, Prepared, SizedRecipe
     from pretrain_tools.planning.text_files import TextFiles
 
 SMALLEST_TEXT_BYTES = 20_000
@@ -49,11 +45,6 @@ VALIDATION_FRACTIONS = ((2e5, 0.1), (1e7, 0.05), (1e8, 0.02), (math.inf, 0.01))
 """(bytes of text below which it holds, share held out)."""
 STOPS = {signal.SIGINT: EXIT_INTERRUPTED, signal.SIGTERM: EXIT_PREEMPTED}
 CHILD_LOOK_SECONDS = 0.2
-MOST_TIMINGS = 3
-"""Models whose steps are timed, at most, until one is chosen."""
-SHARE_FOR_TIMING = 0.01
-"""Share of the minutes for the steps of one timing; starting the process that runs them takes seconds more."""
-MOST_SECONDS_OF_TIMING = 10.0
 ANOTHER_NAME = "give another name, with --output runs/NAME"
 
 
@@ -260,7 +251,7 @@ def make_recipe(asked: OwnText, files: "TextFiles") -> None:
         row("", files.left_out)
     row("machine", "measuring ...")
     # Imported here: these import torch.
-    from pretrain_tools.planning.sized_recipe import Machine, Prepared
+    from pretrain_tools.planning.sized_recipe import Machine, Prepared, SizedRecipe
 
     machine = Machine.measured(asked.minutes)
     row("", machine.in_words())
@@ -272,9 +263,11 @@ def make_recipe(asked: OwnText, files: "TextFiles") -> None:
     for command in commands:
         run_to_its_end(command)
     prepared = Prepared.read(place.shards)
-    print()
-    recipe = timed_recipe(place, machine, prepared)
-    place.write(recipe.sizing.shape.json_text, recipe.text(MADE_BY + asked.command))
+    sizing = choose_sizing(
+        machine.flops, prepared.training_tokens, padded(prepared.vocabulary), machine.most_parameters
+    )
+    recipe = SizedRecipe(place.output, place.model, place.shards, machine, prepared, sizing)
+    place.write(sizing.shape.json_text, recipe.text(MADE_BY + asked.command))
     print()
     for name, value in recipe.reasons().items():
         row(name, value)
@@ -288,42 +281,6 @@ def make_recipe(asked: OwnText, files: "TextFiles") -> None:
     for command in commands:
         print(f"  {command_text(command)}")
     print(flush=True)
-
-
-def timed_recipe(place: RecipePlace, machine: "Machine", prepared: "Prepared") -> "SizedRecipe":
-    """Chooses a model, times its steps, and chooses again by their speed, until it is the one that was timed."""
-    from pretrain_tools.planning.sized_recipe import SizedRecipe
-
-    vocabulary = padded(prepared.vocabulary)
-    timed = []
-    while True:
-        sizing = choose_sizing(machine.flops, prepared.training_tokens, vocabulary, machine.most_parameters)
-        recipe = SizedRecipe(place.output, place.model, place.shards, machine, prepared, sizing)
-        if sizing.shape in timed or len(timed) == MOST_TIMINGS:
-            return recipe
-        row("" if timed else "timing", f"steps of {recipe.in_words()} ...")
-        # The timed speed may lead to another size, whose steps are then timed too.
-        machine = machine.timed(sizing.shape, speed_of(recipe))
-        timed.append(sizing.shape)
-
-
-def speed_of(recipe: "SizedRecipe") -> float:
-    """Times a recipe's steps on this machine; returns tokens per second. Raises InputError if they fail.
-
-    They run in a process of their own, since a process can make only one strategy.
-    """
-    seconds = min(SHARE_FOR_TIMING * 60 * recipe.machine.minutes, MOST_SECONDS_OF_TIMING)
-    with tempfile.TemporaryDirectory() as folder:
-        model = Path(folder, "model.json")
-        path = Path(folder, "recipe.yaml")
-        model.write_text(recipe.sizing.shape.json_text)
-        path.write_text(replace(recipe, model=model).text("# To be timed."))
-        command = [sys.executable, "-m", "pretrain_tools.planning.calibration", str(path), str(seconds)]
-        environment = {**os.environ, "PYTHONPATH": python_path()}
-        done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=False)
-    if done.returncode:
-        raise InputError(f"the steps that were to be timed ended with exit status {done.returncode}; see above")
-    return float(json.loads(done.stdout.splitlines()[-1])["tokens_per_second"])
 
 
 def row(name: str, value: str) -> None:

@@ -17,11 +17,10 @@ from pretrain.config import RunConfig
 from pretrain.data.vocabulary import assumed_vocabulary, planned_model_config
 from pretrain.errors import Problems
 from pretrain.gpus import GIB
-from pretrain.model.build import FORMULA, flops_per_token
+from pretrain.model.build import FORMULA
 from pretrain.terminal import width_of, wrapped
 from pretrain.training.auto_settings import resolve_auto
 from pretrain.units import co2_text
-from pretrain_tools.planning.calibration import Calibration, calibrate
 from pretrain_tools.planning.candidates import (
     Candidate,
     Case,
@@ -72,7 +71,6 @@ class Plan:
     storage: Storage
     sources: list[dict[str, Any]]
     source_problems: list[str]
-    calibration: Calibration | None
 
     @property
     def hours(self) -> float | None:
@@ -101,7 +99,6 @@ def build_plan(
     hardware: Hardware,
     *,
     mfu: float | None = None,
-    with_calibration: bool = False,
 ) -> Plan:
     """Plans a recipe under every strategy, and the best products. Raises InputError with what cannot be planned."""
     # auto settings are resolved for one process, as for --check; strategies divide the batch later.
@@ -109,16 +106,7 @@ def build_plan(
     model_config = planned_model_config(config.model, config.data)
     precision = planned_precision(config, hardware.gpu)
     work = work_of_run(config, model_config)
-    # A run with stages is calibrated in its first one, which is what the machine sees first.
-    first = config if config.data.windows[0] == config.data.window else config.as_stage(0)
-    at_first = flops_per_token(model_config, config.data.windows[0].sequence_length)
-    calibration = calibrate(first, at_first) if with_calibration else None
-    if calibration:
-        # Only windows of the first stage were measured.
-        rate = calibration.tokens_per_second * at_first / work.flops_per_token
-        speed = Speed(calibration.mfu or 0.0, "measured on this machine", rate)
-    else:
-        speed = Speed(mfu, "stated") if mfu else Speed(*default_mfu(work.active, hardware.device_type))
+    speed = Speed(mfu, "stated") if mfu else Speed(*default_mfu(work.active, hardware.device_type))
     case = Case(
         PlannedRun(config, model_config, precision, hardware.device_type, hardware.gpu.memory_bytes),
         work,
@@ -133,7 +121,7 @@ def build_plan(
     sources = problems.attempt(sources_of, config, work) or []
     return Plan(
         config, hardware, precision, work, speed, candidates, recommended, command, storage_of(config, work), sources,
-        problems, calibration,
+        problems,
     )  # fmt: skip
 
 
@@ -170,7 +158,6 @@ def plan_json(plan: Plan) -> str:
         "disk_bytes": plan.storage.total,
         "sources": plan.sources,
         "source_problems": plan.source_problems,
-        "calibration": plan.calibration and dataclasses.asdict(plan.calibration),
     }
     return json.dumps(values, indent=1)
 

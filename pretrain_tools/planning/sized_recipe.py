@@ -1,6 +1,6 @@
 """Sizes the recipe of train.py --text for the machine as measured: shape, tokens, batch, learning rate."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -45,8 +45,6 @@ class Machine:
     peak_flops: float
     memory_bytes: int
     minutes: float
-    speed: float = 1.0
-    """Measured speed of steps, relative to the assumed one."""
 
     @classmethod
     def measured(cls, minutes: float) -> "Machine":
@@ -81,14 +79,9 @@ class Machine:
     def most_parameters(self) -> float:
         return MEMORY_SHARE * self.memory_bytes / BYTES_PER_PARAMETER
 
-    def timed(self, shape: Shape, tokens_per_second: float) -> "Machine":
-        """Copies the machine, with the speed at which a model of that shape was measured to train."""
-        assumed = mfu_of_small(shape.parameters, self.device_type, self.precision) * self.peak_flops
-        return replace(self, speed=shape.flops_per_token * tokens_per_second / assumed)
-
     def mfu(self, shape: Shape) -> float:
-        """Estimates the MFU that small models of this size reach, by the speed of the one that was timed."""
-        return self.speed * mfu_of_small(shape.parameters, self.device_type, self.precision)
+        """Estimates the MFU that models of this size reach."""
+        return mfu_of_small(shape.parameters, self.device_type, self.precision)
 
     def flops(self, shape: Shape) -> float:
         """Returns the FLOPs of all steps together, for a model of that shape."""
@@ -157,7 +150,7 @@ class SizedRecipe:
         shape = sizing.shape
         mfu = self.machine.mfu(shape)
         rate = mfu * self.machine.peak_flops / shape.flops_per_token
-        flops = f"{count_text(rate)} a second as timed, {mfu:.0%} of the peak"
+        flops = f"{count_text(rate)} a second, if the model reaches {mfu:.0%} of the peak"
         unique = count_text(sizing.unique_tokens)
         rows = {
             "model": f"{self.in_words()}: the best use of the time for so much text",

@@ -41,7 +41,7 @@ MOST_LOST = 0.04
 epochs in 2:23. On 1 MB, 4 x 192 ended at 3.622 after 4.6 epochs in three minutes, and 4 x 128 at 3.589 after five in
 1:54."""
 SPEED_MAY_RISE = 2.0
-"""A run may take so many times the expected steps, if the machine turns out to be faster than when it was timed."""
+"""A run may take so many times the expected steps, if the machine turns out to be faster than expected."""
 MOST_TIMES_LARGER = 8.0
 """Largest ratio of the chosen model's parameters to those of a small model that would leave time over."""
 TIME_USED = 0.9

@@ -1,6 +1,6 @@
-"""Estimates the time of a step: computing at an MFU or at a measured speed, and moving bytes.
+"""Estimates the time of a step: computing at an MFU, and moving bytes.
 
-It serves to compare strategies and to know the order of magnitude; `plan.py --calibrate` measures.
+It serves to compare strategies and to know the order of magnitude.
 """
 
 import math

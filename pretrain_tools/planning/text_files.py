@@ -22,10 +22,6 @@ from pretrain_tools.preparation.documents.sources import (
     format_by_name,
 )
 
-CONTROL_CHARACTERS = bytes(set(range(32)) - set(b"\b\t\n\f\r\x1a\x1b"))
-"""Control characters that no text has, in any encoding."""
-UTF_16_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
-BEGINNING_BYTES = 1 << 16
 MOST_SHOWN = 3
 """Files of a kind that a message names."""
 MOST_EXCLUDED = 2000
@@ -183,38 +179,22 @@ def encoding_problem(path: str) -> LeftOut | None:
     """Returns the problem of a file that is not text in UTF-8. Raises DamagedFileError and OSError."""
     source = find_sources([path if is_url(path) else glob.escape(path)])[0]
     decoder = codecs.getincrementaldecoder("utf-8")()
-    beginning = b""
     read = 0
     try:
         with source.open() as stream:
             for block in stream.blocks():
-                beginning = beginning or block[:BEGINNING_BYTES]
                 read += len(block)
-                if b"\0" in block and not beginning.startswith(UTF_16_MARKS):
+                if b"\0" in block:
                     return LeftOut(path, "not text (it has NUL bytes)")
                 decoder.decode(block)
             decoder.decode(b"", final=True)
     except UnicodeDecodeError as error:
         # The decoder puts the bytes of a character that the last block cut before the next block.
         place = read - len(error.object) + error.start + 1
-        return another_encoding(path, beginning, f"byte 0x{error.object[error.start]:02x} at {place:,}")
+        where = f"byte 0x{error.object[error.start]:02x} at {place:,}"
+        remedy = f"if it is text, convert it: iconv -f cp1252 -t utf-8 {quoted(path)} > NEW.txt"
+        return LeftOut(path, f"not text in UTF-8 ({where})", remedy)
     return None
-
-
-def another_encoding(path: str, beginning: bytes, where: str) -> LeftOut:
-    """Returns a file that is binary, or else text in an encoding to convert from."""
-    encoding = "utf-16" if beginning.startswith(UTF_16_MARKS) else "cp1252"
-    # Any bytes are valid cp1252: control characters tell binary files from text.
-    has_controls = len(beginning.translate(None, CONTROL_CHARACTERS)) < len(beginning)
-    if encoding == "cp1252" and (beginning.startswith(b"%PDF-") or has_controls):
-        return LeftOut(path, "not text (binary)")
-    stem, suffix = os.path.splitext(path)
-    remedy = ""
-    if not is_url(path) and suffix == written_suffix(path):
-        converted = shlex.quote(shown(f"{stem}.utf8{suffix}"))
-        command = f"iconv -f {encoding} -t utf-8 {quoted(path)} > {converted}"
-        remedy = f"convert it, if it is in {encoding}: {command}"
-    return LeftOut(path, f"not text in UTF-8 ({where})", remedy)
 
 
 def quoted(path: str) -> str:
@@ -252,6 +232,4 @@ def left_out_text(left_out: Iterable[LeftOut], taken: int, how: str = "left out"
         more = [f"{len(files) - MOST_SHOWN:,} more"] if len(files) > MOST_SHOWN else []
         parts.append(f"{len(files):,} {reason}: {', '.join([*(quoted(f.path) for f in files[:MOST_SHOWN]), *more])}")
     count = sum(map(len, by_reason.values()))
-    said = f"{count:,} of {taken + count:,} files {how}: {'; '.join(parts)}"
-    remedy = next((each.remedy for files in by_reason.values() for each in files if "iconv" in each.remedy), "")
-    return f"{said}; {remedy.replace('it,', 'one,', 1)}" if remedy else said
+    return f"{count:,} of {taken + count:,} files {how}: {'; '.join(parts)}"

@@ -11,7 +11,6 @@ from functools import cached_property
 from typing import Any
 
 from pretrain.units import bytes_text, counted
-from pretrain_tools.profiling.expected_step import ExpectedStep
 from pretrain_tools.profiling.trace_events import (
     BACKWARD,
     COMMUNICATION,
@@ -25,7 +24,7 @@ DATA_SHARE = 0.10
 SLOW_SHARE = 0.15
 """Share of a step by which a rank's own time exceeds the others' median."""
 COMMUNICATION_SHARE = 0.30
-"""Share of a step spent in exposed communication, beyond what plan.py expects."""
+"""Share of a step spent in exposed communication."""
 BUSY_SHARE = 0.15
 """Share of a step that the main thread was runnable but waited for a core."""
 IDLE_SHARE = 0.15
@@ -36,8 +35,6 @@ BETWEEN_SHARE = 0.15
 """Share of a step spent after its update: logging, agreement of the ranks."""
 POINTWISE_SHARE = 0.45
 """Share of the GPU's kernel time spent in memory-bound kernels (pointwise, copies)."""
-ATTENTION_FACTOR = 3.0
-"""Attention's share of the step as a multiple of plan.py's; applies if the share is at least 20%."""
 BUSY = "busy machine"
 MOST_SWAPPED = 1000
 """Pages per step that the machine reads back from swap."""
@@ -86,7 +83,6 @@ class Evidence:
     ranks: list[RankSteps]
     micro_steps: int
     on_device: bool
-    expected: ExpectedStep | None = None
     read_bytes: int = 0
     """Bytes of a micro-batch's token IDs on disk."""
     compile_mode: str = "none"
@@ -245,16 +241,14 @@ def phase_of_excess(rank: RankSteps, others: list[RankSteps]) -> str:
 
 def slow_communication(evidence: Evidence) -> Cause | None:
     seconds = evidence.communication
-    planned = evidence.expected.communication if evidence.expected else 0.0
-    if seconds - planned < evidence.least(COMMUNICATION_SHARE):
+    if seconds < evidence.least(COMMUNICATION_SHARE):
         return None
-    plan = f", where plan.py expects {milliseconds(planned)}" if evidence.expected else ""
-    text = f"communication takes {evidence.part(seconds)} in which nothing is computed and no rank is late{plan}"
+    text = f"communication takes {evidence.part(seconds)} in which nothing is computed and no rank is late"
     remedy = (
         "more micro-steps or larger micro-batches per exchange, another strategy (plan.py ranks them), or a faster "
         "link: NCCL_DEBUG=INFO names the one that is used"
     )
-    return Cause(COMMUNICATION, seconds - planned, text, remedy)
+    return Cause(COMMUNICATION, seconds, text, remedy)
 
 
 def recompilations(evidence: Evidence) -> Cause | None:
@@ -357,7 +351,7 @@ def kernel_shares(evidence: Evidence) -> dict[str, tuple[float, float]]:
 
 
 def wasteful_kernels(evidence: Evidence) -> Cause | None:
-    """Finds memory-bound kernels and slow attention. GPU only: on a CPU, a small model's step is mostly overhead."""
+    """Finds memory-bound kernels. GPU only: on a CPU, a small model's step is mostly overhead."""
     if not evidence.on_device:
         return None
     shares = kernel_shares(evidence)
@@ -370,12 +364,4 @@ def wasteful_kernels(evidence: Evidence) -> Cause | None:
         )
         # The time lost assumes that fusion leaves such kernels at 25% of the work.
         return Cause("kernels", moved - 0.25 * computed, text, "compile: regional joins them")
-    attention, share = shares.get("attention", (0.0, 0.0))
-    planned = evidence.expected.shares.get("attention", 0.0) if evidence.expected else 0.0
-    if share >= 0.2 and planned and share >= ATTENTION_FACTOR * planned:
-        text = (
-            f"attention takes {share:.0%} of the step ({milliseconds(attention)}), where plan.py expects {planned:.0%}"
-        )
-        remedy = "a faster kernel: the banner of the run names those it does not use, and why"
-        return Cause("kernels", (share - planned) * evidence.seconds, text, remedy)
     return None

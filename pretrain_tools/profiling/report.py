@@ -6,10 +6,8 @@ import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from pretrain.files import write_durably
-from pretrain.runs.run_folder import PROFILE_REPORT
 from pretrain.units import bytes_text, counted, table
 from pretrain_tools.profiling.causes import (
     Cause,
@@ -92,21 +90,11 @@ def phases_text(evidence: Evidence) -> str:
 
 
 def kernels_text(evidence: Evidence) -> str:
-    """Formats a table of kernels by kind, with what plan.py expects."""
-    expected = evidence.expected
-    shares, peaks = (expected.shares, expected.at_peak) if expected else ({}, {})
-    rows = [["kernels", "ms per step", "of the step", "plan.py expects", "ms at the peak"]]
+    """Formats a table of kernels by kind."""
+    rows = [["kernels", "ms per step", "of the step"]]
     for kind, (seconds, share) in kernel_shares(evidence).items():
-        planned = f"{shares[kind]:.0%}" if kind in shares else "-"
-        peak = f"{1e3 * peaks[kind]:,.1f}" if kind in peaks else "-"
-        rows.append([kind, f"{1e3 * seconds:,.1f}", f"{share:.0%}", planned, peak])
-    text = table(rows, right={1, 2, 3, 4})
-    if expected:
-        text += (
-            f"\nplan.py expects {milliseconds(expected.seconds)} per step, at an MFU of {expected.mfu:.0%}; profiled "
-            "steps are a little longer than others"
-        )
-    return text
+        rows.append([kind, f"{1e3 * seconds:,.1f}", f"{share:.0%}"])
+    return table(rows, right={1, 2})
 
 
 def lines_text(evidence: Evidence) -> str:
@@ -132,13 +120,8 @@ def memory_text(evidence: Evidence) -> str:
     return f"memory of rank {most.rank}: {bytes_text(memory['resident_peak'])} resident at the peak"
 
 
-def write_profile(
-    folder: Path, run: Path, evidence: Evidence, causes: Sequence[Cause], *, request_id: str | None
-) -> str:
-    """Writes report.txt and report.json, and returns the text.
-
-    report.json comes last, because `wait_for_profile` takes it as the sign that the profile is complete.
-    """
+def write_profile(folder: Path, run: Path, evidence: Evidence, causes: Sequence[Cause]) -> str:
+    """Writes report.txt and report.json, and returns the text. Raises OSError."""
     folder.mkdir(parents=True, exist_ok=True)
     steps = [step.step for step in evidence.ranks[0].steps]
     title = (
@@ -148,21 +131,13 @@ def write_profile(
     text = report_text(evidence, causes, title)
     write_durably(folder / "report.txt", text + "\n")
     contents = {
-        "request": request_id,
         "verdict": verdict_of(evidence, causes),
         "causes": [asdict(cause) for cause in causes],
         "seconds": evidence.seconds,
         "communication": evidence.communication,
-        "expected": asdict(evidence.expected) if evidence.expected else None,
         "kernels": {kind: seconds for kind, (seconds, _) in kernel_shares(evidence).items()},
         "ranks": [rank.facts for rank in evidence.ranks],
         "text": text,
     }
-    write_json(folder, contents)
+    write_durably(folder / "report.json", json.dumps(contents))
     return text
-
-
-def write_json(folder: Path, contents: dict[str, Any]) -> None:
-    """Writes report.json. Raises OSError."""
-    folder.mkdir(parents=True, exist_ok=True)
-    write_durably(folder / PROFILE_REPORT, json.dumps(contents))

@@ -11,7 +11,6 @@ from typing import Any
 
 from pretrain.data.data_record import DATA_FILE, contamination_of, hub_datasets_of, preparation_of, public_name
 from pretrain.data.manifest import MANIFEST_FILE
-from pretrain.files import sha256_of
 from pretrain.runs.event_log import Event, read_metrics
 from pretrain.runs.run_folder import checkpoint_name, read_config, read_json, read_state, setting
 from pretrain.units import count_text
@@ -269,17 +268,8 @@ def describe_source(source: dict[str, Any], record: dict[str, Any], weight: floa
         vocabulary_size=record.get("vocabulary_size"),
         hub_datasets=tuple(record.get("hub_datasets") or hub_datasets_of(record)),
         contamination=tuple(record.get("contamination") or contamination_of(record)),
-        preparation=record.get("preparation") or preparation_of(manifest_behind(record, Path(source["shards"]))),
+        preparation=record.get("preparation") or preparation_of(record),
     )
-
-
-def manifest_behind(record: dict[str, Any], shards: Path) -> dict[str, Any]:
-    """Returns the manifest whose totals a run kept, if it is still there unchanged; older runs kept less of it."""
-    if "manifest_sha256" not in record:
-        # Only a run's own record has this key.
-        return record  # it is the manifest
-    path = shards / MANIFEST_FILE
-    return read_json(path) if path.is_file() and sha256_of(path) == record["manifest_sha256"] else {}
 
 
 def read_scores(run: Path, events: list[Event], step: int) -> list[Score]:

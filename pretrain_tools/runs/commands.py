@@ -6,14 +6,12 @@ import socket
 import sys
 import time
 import uuid
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from pretrain.errors import EXIT_INTERRUPTED, InputError
 from pretrain.files import write_durably
 from pretrain.runs.control import ANSWER_FILE, REQUEST_FILE
-from pretrain.runs.run_folder import PROFILE_FOLDER, PROFILE_REPORT, read_json
+from pretrain.runs.run_folder import read_json
 from pretrain_tools.runs.history import last_start, require_run
 from pretrain_tools.runs.status import is_training, read_status, state_text
 
@@ -22,54 +20,30 @@ DONE = {
     "stop": "saved and stopped at step {step:,}",
     "abort": "stopped at step {step:,}, nothing saved",
     "anneal": "decaying from step {step:,}",
-    "profile": "profiling from step {step:,} on",
 }
 POLL_SECONDS = 0.1
 
 
-def steer(run: Path, command: str, *, timeout: float, **more: Any) -> int:
+def steer(run: Path, command: str, *, timeout: float) -> int:
     """Sends a command to a live run, waits until it is done and prints the answer.
 
-    timeout: in seconds. more: the command's own arguments.
-
-    Returns the exit status: 1 for a profile that found causes, EXIT_INTERRUPTED after Ctrl-C. Raises InputError in the
-    same cases as `send` and `wait_for_answer`.
+    timeout: in seconds. Returns the exit status: EXIT_INTERRUPTED after Ctrl-C. Raises InputError in the same cases as
+    `new_request`, `send` and `wait_for_answer`.
     """
-    request = {"id": uuid.uuid4().hex}  # set before sending, so that Ctrl-C during the write can withdraw it
-    watched = sys.stderr.isatty()
-    shown = 0
-
-    def show(seconds: float) -> None:
-        nonlocal shown
-        if seconds > 1 and int(seconds) > shown and (watched or int(seconds) % 10 == 0):
-            shown = int(seconds)
-            text = f"\r{command}: waiting for the run, {shown} s"
-            print(text, end="" if watched else "\n", file=sys.stderr, flush=True)
-
+    request = new_request(run, command)  # before it is sent, so that Ctrl-C during the write can withdraw it
     try:
-        request = send(run, command, request["id"], **more)
-        print(wait_for_answer(run, request, timeout_seconds=timeout, show=show), flush=True)
-        if command != "profile":
-            return 0
-        report = wait_for_profile(run, request, show=show)
-        print("\n" * watched + report["text"])
-        return 1 if report["causes"] else 0
+        send(run, request)
+        print(f"{command}: waiting for the run ...", file=sys.stderr, flush=True)
+        print(wait_for_answer(run, request, timeout_seconds=timeout), flush=True)
+        return 0
     except KeyboardInterrupt:
         withdraw(run, request)
         print(f"\n{command}: gave up waiting; cancelled, unless the run has already picked it up", file=sys.stderr)
         return EXIT_INTERRUPTED
-    finally:
-        if shown and watched:
-            print(file=sys.stderr)
 
 
-def send(run: Path, command: str, request_id: str | None = None, **more: Any) -> dict:
-    """Writes the request file and returns the request.
-
-    request_id: a new one if None. more: the command's own arguments.
-
-    Raises InputError if the folder is not a run, the run is not active, or the folder is not writable.
-    """
+def new_request(run: Path, command: str) -> dict:
+    """Makes a request. Raises InputError if the folder is not a run, or the run is not active."""
     require_run(run)
     if not is_training(run):
         raise InputError(_not_alive(run, command))
@@ -77,15 +51,18 @@ def send(run: Path, command: str, request_id: str | None = None, **more: Any) ->
     start_id = start.get("start_id", start.get("time"))
     if start_id is None:
         raise InputError(f"{run}: the run has not started yet; wait for the first line of metrics.jsonl")
-    request = {
-        "id": request_id or uuid.uuid4().hex,
+    return {
+        "id": uuid.uuid4().hex,
         "command": command,
         "start_id": str(start_id),
         "time": round(time.time(), 3),
         "host": socket.gethostname(),
         "pid": os.getpid(),
-        **more,
     }
+
+
+def send(run: Path, request: dict) -> None:
+    """Writes the request file. Raises InputError if the folder is not writable."""
     try:
         (run / REQUEST_FILE).parent.mkdir(exist_ok=True)
         write_durably(run / REQUEST_FILE, json.dumps(request))
@@ -93,7 +70,6 @@ def send(run: Path, command: str, request_id: str | None = None, **more: Any) ->
         raise InputError(
             f"{run / REQUEST_FILE}: is not writable ({error.strerror}); send commands as a user with write access"
         ) from None
-    return request
 
 
 def _not_alive(run: Path, command: str) -> str:
@@ -105,24 +81,20 @@ def _not_alive(run: Path, command: str) -> str:
     return f"{run}: the run is not active ({state}), so there is nothing to {command}; {remedy}"
 
 
-def wait_for_answer(run: Path, request: dict, *, timeout_seconds: float, show: Callable[[float], None]) -> str:
+def wait_for_answer(run: Path, request: dict, *, timeout_seconds: float) -> str:
     """Waits for the trainer's answer and returns it as text.
 
-    show: called with the seconds waited so far, several times per second.
-
-    Raises InputError if the run ends without an answer or refuses, if another request replaces this one, or on timeout
+    Raises InputError if the run ends without an answer, if another request replaces this one, or on timeout
     (the request is then canceled). Reopens the files at every poll, because NFS updates its cache only on open.
     """
     start = time.monotonic()
     command = request["command"]
-    while (waited := time.monotonic() - start) < timeout_seconds:
+    while time.monotonic() - start < timeout_seconds:
         # Check this before reading the answer: a trainer that stops answers first and then exits, so the other order
         # could miss an answer written between the two checks.
         alive = is_training(run)
         answer = read_json(run / ANSWER_FILE)
         if answer.get("id") == request["id"] and isinstance(answer.get("step"), int):
-            if problem := answer.get("problem"):
-                raise InputError(f"{run}: {command}: {problem}")
             return DONE[command].format(step=answer["step"])
         pending = read_json(run / REQUEST_FILE)
         if pending.get("id") != request["id"]:
@@ -132,36 +104,12 @@ def wait_for_answer(run: Path, request: dict, *, timeout_seconds: float, show: C
             )
         if not alive:
             raise InputError(f"{run}: ended before it answered {command}; see its train.log")
-        show(waited)
         time.sleep(POLL_SECONDS)
     withdraw(run, request)
     raise InputError(
         f"{run}: no answer within {timeout_seconds:g} s, so {command} is cancelled; the run answers after the step "
         "it is in: give a longer --timeout if its steps or its checkpoints are slow"
     )
-
-
-def wait_for_profile(run: Path, request: dict, *, show: Callable[[float], None]) -> dict:
-    """Waits for the report of the profile that this request started, without a timeout, and returns it.
-
-    Raises InputError if the run ends first, or abandons the profile.
-    """
-    start = time.monotonic()
-    read = set()
-    while True:
-        alive = is_training(run)  # checked before the reports are read, as above
-        for path in run.glob(f"{PROFILE_FOLDER}/step-*/{PROFILE_REPORT}"):
-            version = path, path.stat().st_mtime_ns
-            report = read_json(path) if version not in read else {}
-            read.add(version)
-            if report.get("request") == request["id"]:
-                if problem := report.get("problem"):
-                    raise InputError(f"{run}: profile: {problem}")
-                return report
-        if not alive:
-            raise InputError(f"{run}: ended before the profile was complete; see its train.log")
-        show(time.monotonic() - start)
-        time.sleep(POLL_SECONDS)
 
 
 def withdraw(run: Path, request: dict) -> None:

@@ -9,13 +9,19 @@ from typing import Any
 
 from pretrain.errors import InputError
 from pretrain.runs.run_folder import read_config, read_json, setting
-from pretrain.units import bytes_text, counted, duration_text, energy_text, table
+from pretrain.units import bytes_text, duration_text, energy_text, table
 from pretrain_tools.preparation.cleaning.decontamination import contamination_text
 from pretrain_tools.runs.history import MEASURES, History, is_number, read_history, require_runs
 from pretrain_tools.runs.status import RunStatus, read_status, state_text, text_of
 
 SMOOTHED_LINES = 10
 WIDEST_CELL = 44
+SUMMARIZED = (
+    "model", "model.config", "data.sequence_length", "batch.tokens_per_step", "optim.name", "optim.learning_rate",
+    "optim.schedule", "optim.warmup_steps", "precision", "seed", "strategy.strategy", "strategy.ranks",
+    "strategy.precision", "environment.device", "environment.commit",
+)  # fmt: skip
+"""Settings that a summary shows, beside the data."""
 
 
 def require_writable(path: Path) -> None:
@@ -140,36 +146,22 @@ def _cell(value: Any) -> str:
 def summary_text(run: Path) -> str:
     """Formats a one-page summary of a run: settings and results. Raises InputError if it is no run."""
     history = read_history(run)
-    settings = recorded_settings(run)
     start = history.last("start")
-    total = start.get("parameters")
-    active = start.get("active_parameters")
-    parameters = f", {total:,} parameters" if is_number(total) else ""
-    # Only MoE models have fewer active parameters than parameters.
-    parameters += f", {active:,} active" if is_number(active) and active != total else ""
-    data = [str(value) for key, value in settings.items() if key.startswith("data.") and key.endswith(".shards")]
-    optim = {key: settings.get(f"optim.{key}") for key in ("name", "learning_rate", "schedule", "warmup_steps")}
-    ranks = settings.get("strategy.ranks")
-    processes = counted(ranks, "process") if ranks is not None else None
-    machine = (settings.get("strategy.strategy"), processes, settings.get("environment.device"))
-    tokens = settings.get("batch.tokens_per_step")
-    kept_out = {
-        contamination_text(row): None
+    kept_out = [
+        contamination_text(row)
         for record in read_json(run / "data.json").values()
         for row in record.get("contamination") or []
-    }
+    ]
     about = {
-        "model": f"{settings.get('model', settings.get('model.config', '?'))}{parameters}",
-        "data": f"{' + '.join(dict.fromkeys(data)) or '?'}, {settings.get('data.sequence_length', '?')} tokens per "
-        "sequence",
-        "batch": f"{tokens:,} tokens per step" if is_number(tokens) else "?",
-        "optimizer": f"{optim['name']}, learning rate {optim['learning_rate']}, {optim['schedule']}, "
-        f"{optim['warmup_steps']} warmup steps",
-        "ran on": ", ".join(filter(None, machine)) or "?",
-        "precision": str(settings.get("strategy.precision", settings.get("precision", "?"))),
-        "seed": str(settings.get("seed", "?")),
-        "code": str(settings.get("environment.commit", "?"))[:12],
-        **({"kept out of the data": "; ".join(kept_out)} if kept_out else {}),
+        "parameters": text_of(start.get("parameters"), "{:,}".format),
+        # Fewer than the parameters in a mixture of experts.
+        "active parameters": text_of(start.get("active_parameters"), "{:,}".format),
+        **{
+            name: _cell(value)
+            for name, value in recorded_settings(run).items()
+            if name in SUMMARIZED or name.endswith(".shards")
+        },
+        "kept out of the data": "; ".join(dict.fromkeys(kept_out)) or "-",
         **results_of(history, read_status(run)),
     }
-    return "\n".join([str(run), "", table(list(map(list, about.items())))])
+    return "\n".join([str(run), "", table([[name, text] for name, text in about.items() if text != "-"])])

@@ -1,19 +1,13 @@
 """What a budget buys: the fastest combination that fits, a size by the law, and refusals of what fits no model."""
 
-import math
-from dataclasses import replace
-
 import pytest
 
 from pretrain.errors import InputError
 from pretrain.gpus import GIB, find_gpu
 from pretrain_tools.planning.budget import (
-    DATA_PARALLEL,
+    COMPARED,
     RunBudget,
-    ScaledRun,
-    alternative,
     choose_run,
-    planned_run,
     size,
 )
 from pretrain_tools.planning.candidates import micro_batches, strategy_problems
@@ -65,29 +59,23 @@ def test_repeated_data_ends_a_run_early(quick_traces):
 
 
 @pytest.mark.parametrize("memory", [80 * GIB, 24 * GIB, 12 * GIB])
-def test_no_combination_that_fits_is_faster(memory, quick_traces):
+def test_no_combination_that_fits_is_much_faster(memory, quick_traces):
     """Against every strategy, checkpointing and micro-batch, one after the other."""
     given = budget(find_gpu("h100", memory_bytes=memory))
-    shape = Shape(24, 2048, 32_000)
-    sized = size(given, shape)
+    sized = size(given, Shape(24, 2048, 32_000))
     best, usable = sized.best, given.hardware.usable_bytes
     assert sized.memory.total <= usable
-    seconds = {}
+    seconds = []
     for checkpointing in ("none", "full"):
         case = sized.case.changed(activation_checkpointing=checkpointing)
-        for name in DATA_PARALLEL:
+        for name in COMPARED:
             divided = layout(name, 8, 1)
             if strategy_problems(case.run, divided):
                 continue
-            for sequences in micro_batches(case.run.config, 8):
+            for sequences in micro_batches(case.run.config, divided.micro_batches):
                 if case.memory(divided, sequences).total <= usable:
-                    key = (name, checkpointing, sequences)
-                    seconds[key] = case.step(divided, sequences).seconds
-    fastest = min(seconds.values())
-    assert len(seconds) == sized.searched
-    assert fastest <= best.step_seconds <= 1.05 * fastest
-    chosen = (best.name, best.checkpointing, best.micro_batch)
-    assert best.step_seconds == pytest.approx(seconds[chosen])
+                    seconds.append(case.step(divided, sequences).seconds)
+    assert min(seconds) <= best.step_seconds <= 1.05 * min(seconds)
     if memory == 12 * GIB:
         assert best.name != "ddp", "19 GB of states alone"
 
@@ -113,20 +101,3 @@ def test_budgets_that_fit_no_model_are_refused(quick_traces):
     ratio = float(str(e.value).rpartition(" ")[2])
     run = choose_run(budget(gpus=64, hours=2000, tokens_per_parameter=ratio))
     assert run.shape.parameters > 1e10
-
-
-def test_alternatives_of_another_family_are_near(quick_traces):
-    run = choose_run(budget())
-    for family in FAMILIES.values():
-        other = alternative(replace(run.budget, family=family), run)
-        assert math.log(other.shape.active / run.shape.active) == pytest.approx(0, abs=0.7)
-
-
-def test_memory_scaled_from_another_size_is_that_of_a_trace():
-    cpu = find_gpu("cpu", memory_bytes=16 * GIB, bf16_flops=4e11)
-    given = budget(cpu, gpus=1, vocabulary=1024, hours=0.1)
-    small, large = Shape(4, 128, 1024), Shape(8, 512, 1024)
-    run = planned_run(given, large)
-    scaled = ScaledRun(**vars(run), shape=large, traced=planned_run(given, small), traced_shape=small)
-    exact, guessed = (r.work(layout("single", 1), 4).activations for r in (run, scaled))
-    assert guessed.kept(8, 4) == pytest.approx(exact.kept(8, 4), rel=0.1)

@@ -1,4 +1,4 @@
-"""The answer to a budget: command, prices, reasons, what else it would be."""
+"""The answer to a budget: command, prices, reasons."""
 
 import argparse
 import json
@@ -73,22 +73,6 @@ def test_a_mixture_of_experts_is_sized_by_what_a_token_meets(made):
     assert found["active_parameters"] == active_parameters(config)
     assert 10 < found["tokens"] / found["active_parameters"] < 32, "about 20, as far as the rungs allow"
     assert router_losses(Loss(**values["loss"]), build_meta_model(config)).balance == 0.01
-    rows = {row["alternative"]: row for row in found["alternatives"]}
-    assert rows["llama"]["parameters"] < found["parameters"] / 2, "as much work, so fewer parameters"
-    assert "ep" in {found["strategy"], *rows} and "pp" not in {found["strategy"], *rows}
-
-
-def test_json_has_the_choices_and_what_else_it_would_be(made):
-    _, printed = made(asked(json=True, write=None))
-    found = json.loads(printed)
-    rows = {row["alternative"]: row for row in found["alternatives"]}
-    assert rows["half the time"]["cost"] == pytest.approx(found["cost"] / 2, rel=0.05)
-    assert rows["half the time"]["loss_difference"] > 0 > rows["double the time"]["loss_difference"]
-    assert rows["half the size"]["parameters"] == pytest.approx(found["parameters"] / 2, rel=0.2)
-    assert rows["double the size"]["tokens"] < found["tokens"]
-    assert {"qwen3", "gpt2", "nanochat", "deepone", "hsdp"} <= rows.keys()
-    assert rows["hsdp"]["tokens"] == found["tokens"]
-    assert not PLACE.recipe.exists()
 
 
 def test_data_that_is_too_little_is_said(made):

@@ -25,8 +25,6 @@ def test_a_recipe_of_a_budget_passes_the_check(tmp_path, shards):
     assert found["flops"] == pytest.approx(2e12, rel=0.02)
     assert {choice["name"] for choice in found["choices"]} >= {"model", "tokens", "batch", "strategy", "learning rate"}
     assert all(choice["reason"] for choice in found["choices"])
-    names = [row["alternative"] for row in found["alternatives"]]
-    assert {"half the FLOPs", "double the FLOPs", "llama", "qwen3", "gpt2", "nanochat", "deepone"} <= set(names)
     text = (tmp_path / "recipes/mine.yaml").read_text()
     assert text.startswith("# Made by: python plan.py --flops 2e12")
     for choice in found["choices"]:

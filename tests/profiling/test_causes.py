@@ -3,11 +3,8 @@
 import pytest
 
 from pretrain_tools.profiling.causes import Evidence, RankSteps, find_causes
-from pretrain_tools.profiling.expected_step import ExpectedStep
 from pretrain_tools.profiling.report import RANKS_SHOWN, report_text
 from pretrain_tools.profiling.trace_events import StepRecord
-
-EXPECTED = ExpectedStep(0.09, 0.4, {"matrix products": 0.03, "attention": 0.003, "loss": 0.003}, 0.002)
 
 
 def rank(number, *, forward=40, backward=50, wait=0, facts=(), count=5, **more):
@@ -40,7 +37,7 @@ def rank(number, *, forward=40, backward=50, wait=0, facts=(), count=5, **more):
 
 
 def found(*ranks, micro_steps=2, on_device=False, **options):
-    evidence = Evidence(list(ranks), micro_steps, on_device, EXPECTED, **options)
+    evidence = Evidence(list(ranks), micro_steps, on_device, **options)
     causes = find_causes(evidence)
     assert report_text(evidence, causes, "title").startswith("title\n\n")
     return {cause.name: cause.text for cause in causes}
@@ -50,12 +47,12 @@ def found(*ranks, micro_steps=2, on_device=False, **options):
 def test_nothing_is_wrong(on_device):
     ranks = [rank(number) for number in range(4)]
     assert found(*ranks, on_device=on_device) == {}
-    text = report_text(Evidence(ranks, 2, on_device, EXPECTED), [], "title")
+    text = report_text(Evidence(ranks, 2, on_device), [], "title")
     assert (
         "Nothing is wrong: of a step of 101 ms computing 89%, waiting for data 1%, communication 4%, waiting for "
         "other ranks 0%, neither 6%"
     ) in text
-    assert "matrix products         70.0          69%              83%            30.0" in text
+    assert "matrix products         70.0          69%" in text
     assert found(rank(0)) == {}, "a single process"
 
 
@@ -95,11 +92,9 @@ def test_waiting_for_data_on_one_rank_and_on_all():
     assert all_of_them.startswith("ranks 0 and 1 wait for data") and "the others" not in all_of_them
 
 
-def test_communication_beyond_the_plan():
+def test_communication():
     (text,) = found(rank(0, wait=60), rank(1, wait=62)).values()
-    assert text.startswith("communication takes 40% of the step (64 ms of ") and "plan.py expects 2 ms" in text
-    bubble = ExpectedStep(0.09, 0.4, {}, 0.05)
-    assert find_causes(Evidence([rank(0, wait=60), rank(1, wait=60)], 2, False, bubble)) == []
+    assert text.startswith("communication takes 40% of the step (64 ms of ")
 
 
 def test_recompilations_with_their_reason():
@@ -150,8 +145,6 @@ def test_kernels_of_a_gpu():
     kernels = {"matrix products": 40, "attention": 5, "pointwise and others": 35, "copies": 10}
     (text,) = found(rank(0, kernels=kernels), on_device=True, compile_mode="none").values()
     assert text.startswith("pointwise kernels and copies take 50% of the GPU's work (45 ms per step)")
-    (text,) = found(rank(0, kernels={"matrix products": 40, "attention": 45}), on_device=True).values()
-    assert text == "attention takes 45% of the step (45 ms), where plan.py expects 8%"
 
 
 def test_the_costliest_comes_first_and_a_busy_machine_before_it():
@@ -163,5 +156,5 @@ def test_the_costliest_comes_first_and_a_busy_machine_before_it():
 
 def test_of_many_ranks_the_slowest_are_shown():
     ranks = [rank(number, forward=40 + number / 10) for number in range(200)]
-    text = report_text(Evidence(ranks, 2, False, EXPECTED), [], "title")
+    text = report_text(Evidence(ranks, 2, False), [], "title")
     assert "rank 199" in text and "rank 183 " not in text and f"and {200 - RANKS_SHOWN} that take less" in text

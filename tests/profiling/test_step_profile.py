@@ -8,9 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from pretrain.checkpoint.run_state import Request
 from pretrain_tools.profiling import step_profile
-from support.faults import launch_with_faults, reached, wait_until
+from support.faults import launch_with_faults
 from support.project import ROOT, events, losses, run_script
 
 STEPS = 4
@@ -82,25 +81,12 @@ def test_a_line_that_waits_for_the_device_is_named(train, tmp_path):
     )
 
 
-def test_a_healthy_live_run_is_said_to_be_one(train, tmp_path):
-    run, said = tmp_path / "run", {}
-
-    def ask(process):
-        wait_until(lambda: reached(run, 3), process)
-        for steps in ("100001", str(STEPS)):
-            said[steps] = run_script("runs.py", "profile", run, "--steps", steps, check=False)
-        run_script("runs.py", "stop", run)
-
-    train("--budget.steps", "100000", meanwhile=ask)
-    refused, answered = said.values()
-    assert refused.returncode == 2 and "100001 steps cannot be profiled; give 1 to 100" in refused.stderr
-    report = report_of(run)
-    found = {cause["name"] for cause in report["causes"]}
-    assert found <= EFFECTS, report["text"]
-    assert answered.returncode == bool(found), answered.stderr
-    assert ("Nothing is wrong: of a step of" in answered.stdout) != bool(found)
-    assert report["text"] in answered.stdout and "profiling from step" in answered.stdout
-    (event,) = events(run, "profile")
+def test_a_healthy_run_is_said_to_be_one(train, tmp_path):
+    ended = train("--profile", STEPS)
+    assert causes_of(ended, tmp_path / "run") == {}
+    report = report_of(tmp_path / "run")
+    assert ("Nothing is wrong: of a step of" in report["text"]) == (report["causes"] == [])
+    (event,) = events(tmp_path / "run", "profile")
     assert event["verdict"] == report["verdict"]
 
 
@@ -129,9 +115,6 @@ def session(tmp_path, monkeypatch):
     ranks = SimpleNamespace(gather=lambda value: [value], barrier=lambda: None, is_main=True)
     run = SimpleNamespace(
         state=state,
-        request=Request.NONE,
-        refusal=None,
-        control=SimpleNamespace(asked={}),
         watch=SimpleNamespace(beat=lambda: None),
         strategy=SimpleNamespace(ranks=ranks),
         log=SimpleNamespace(say=said.append, write=lambda event, **values: said.append(values["message"])),
@@ -139,45 +122,26 @@ def session(tmp_path, monkeypatch):
         plan=SimpleNamespace(total_steps=100),
         pausing=lambda work: nullcontext(),
     )
-    profile = step_profile.StepProfile(run, None, None, first_step=0)
+    profile = step_profile.StepProfile(run, None, steps=10)
 
-    def step_to(step, **asked):
+    def step_to(step):
         state.step = step
-        run.control.asked = asked
-        run.request = Request.PROFILE if asked else Request.NONE
-        run.refusal = None
         profile.after_step()
-        return run.refusal
 
     return step_to, said
 
 
-def test_a_run_that_goes_back_gives_its_profile_up_and_says_so(session, tmp_path):
+def test_a_profile_begins_after_the_warm_up_and_is_given_up_if_the_run_goes_back(session):
     step_to, said = session
-    assert step_to(20, id="first", steps=10) is None
-    assert said == ["profiling 10 steps from step 22 on; training goes on"]
-    assert "a profile is being taken already, up to step 31" in step_to(21, id="second", steps=10)
-    step_to(12)
-    assert said[1:] == ["profile given up: the run went back to step 12 in the profiled steps"]
-    answer = json.loads((tmp_path / "profile" / f"step-{22:08d}" / "report.json").read_text())
-    assert answer["request"] == "first" and "went back to step 12" in answer["problem"]
-    assert step_to(13, id="third", steps=10) is None, "another may be taken"
-
-
-def test_a_request_is_refused_for_what_is_not_left_and_for_no_number(session):
-    step_to, said = session
-    assert "20 steps from step 92 on are more than the 9" in step_to(90, id="x")
-    assert "'ten' steps cannot be profiled; give 1 to 100" in step_to(50, id="x", steps="ten")
-    assert said == []
-
-
-def test_a_request_during_the_warm_up_waits_for_its_end(session):
-    step_to, said = session
-    step_to(1, id="x", steps=3)
-    assert said == []
-    for step in range(2, 6):
+    for step in range(1, 5):
         step_to(step)
-    assert said == ["profiling 3 steps from step 7 on; training goes on"]
+    assert said == []
+    step_to(5)
+    assert said == ["profiling 10 steps from step 7 on; training goes on"]
+    step_to(3)
+    assert said[1:] == ["profile given up: the run went back to step 3 in the profiled steps"]
+    step_to(5)
+    assert len(said) == 2, "a run that goes back once more would never end it"
 
 
 @pytest.mark.parametrize(

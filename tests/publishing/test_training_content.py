@@ -7,7 +7,6 @@ import re
 import pytest
 
 from pretrain.data.data_record import preparation_of
-from pretrain.files import sha256_of
 from pretrain_tools.publishing.facts import Publication, read_facts
 from pretrain_tools.publishing.training_content import FILL, training_content
 from pretrain_tools.runs.history import History
@@ -115,18 +114,6 @@ def test_it_says_when_the_law_asks_for_it(facts, per_token, words):
     events = [{**e, "flops_per_token": per_token} if e["event"] == "start" else e for e in facts.history.events]
     facts = dataclasses.replace(facts, history=History(facts.history.folder, events))
     assert words in section(training_content(offered(facts)), "When it is required")
-
-
-def test_shards_that_are_still_there_say_what_an_earlier_version_did_not_keep(tmp_path):
-    run = write_run(tmp_path / "x")
-    (tmp_path / "docs").mkdir()
-    manifest = tmp_path / "docs/manifest.json"
-    manifest.write_text(json.dumps(WEB))
-    kept = {str(tmp_path / "docs"): {"manifest_sha256": sha256_of(manifest)}}
-    (run / "data.json").write_text(json.dumps(kept))
-    assert "| docs | gopher: words | 7 |" in training_content(read_facts(run, 8))
-    manifest.write_text(json.dumps(WEB | {"options": {}}))  # other data since
-    assert "gopher" not in training_content(read_facts(run, 8))
 
 
 def test_a_run_of_an_earlier_version_says_that_it_recorded_nothing(tmp_path):

@@ -17,7 +17,8 @@ from pretrain.errors import InputError
 from pretrain.files import write_durably
 from pretrain.processes import folder_lock
 from pretrain.runs.control import ANSWER_FILE, COMMANDS, REQUEST_FILE, Control
-from pretrain_tools.runs.commands import send, wait_for_answer, withdraw
+from pretrain_tools.runs.commands import new_request, wait_for_answer, withdraw
+from pretrain_tools.runs.commands import send as send_request
 from pretrain_tools.runs.status import read_json, read_status
 from support.project import events, free_port, run_script, start_script
 from support.run_logs import end_line, finished_run, start_line, train_line, write_run
@@ -35,8 +36,14 @@ def run(tmp_path):
         yield folder
 
 
+def send(run, command):
+    request = new_request(run, command)
+    send_request(run, request)
+    return request
+
+
 def ask(run, timeout_seconds=SOON, command="save"):
-    return wait_for_answer(run, send(run, command), timeout_seconds=timeout_seconds, show=lambda seconds: None)
+    return wait_for_answer(run, send(run, command), timeout_seconds=timeout_seconds)
 
 
 def answer_one(run, step):
@@ -112,7 +119,7 @@ def test_what_is_no_request_is_left_alone_with_a_warning(run, content):
     (run / REQUEST_FILE).write_text(content)
     control = Control(run, START, warn=said.append)
     assert control.poll() is None and control.poll() is None
-    assert len(said) == 1 and "send save, stop, abort, anneal, profile by runs.py" in said[0]
+    assert len(said) == 1 and "send save, stop, abort, anneal by runs.py" in said[0]
     send(run, "save")
     assert control.poll() == "save"
 
@@ -188,7 +195,7 @@ def test_a_request_that_another_one_replaced_says_so(run):
     request = send(run, "save")
     send(run, "stop")
     with pytest.raises(InputError, match=f"stop, sent by process {os.getpid()} on .* took the place of this save"):
-        wait_for_answer(run, request, timeout_seconds=SOON, show=lambda seconds: None)
+        wait_for_answer(run, request, timeout_seconds=SOON)
 
 
 def test_a_run_that_dies_before_it_answers_is_noticed(tmp_path):
@@ -197,7 +204,7 @@ def test_a_run_that_dies_before_it_answers_is_noticed(tmp_path):
         request = send(folder, "save")
     (folder / ".lock").write_text(json.dumps({"pid": 2**22 + 1, "host": socket.gethostname()}))
     with pytest.raises(InputError, match=r"ended before it answered save; see its train.log"):
-        wait_for_answer(folder, request, timeout_seconds=SOON, show=lambda seconds: None)
+        wait_for_answer(folder, request, timeout_seconds=SOON)
 
 
 def test_a_run_that_nobody_trains_is_not_steered(tmp_path):
@@ -229,7 +236,7 @@ def test_a_run_that_ends_in_good_order_before_it_answers_is_noticed(tmp_path):
         request = send(folder, "stop")
     assert not (folder / ".lock").exists()
     with pytest.raises(InputError, match="ended before it answered stop"):
-        wait_for_answer(folder, request, timeout_seconds=SOON, show=lambda seconds: None)
+        wait_for_answer(folder, request, timeout_seconds=SOON)
 
 
 def test_a_run_on_another_machine_is_judged_by_its_heartbeat(tmp_path):

@@ -1,17 +1,9 @@
-"""Runs a few real steps of a recipe on this machine: measures their speed, and the memory of tensors at the peak.
-
-`python -m pretrain_tools.planning.calibration RECIPE SECONDS` times steps and prints {"tokens_per_second"} as JSON.
-"""
+"""Runs a few steps of a recipe as train.py does, without the rest of a run, and measures their memory at the peak."""
 
 import gc
-import json
 import os
-import statistics
-import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -19,52 +11,21 @@ import torch
 
 from pretrain.config import RunConfig
 from pretrain.data.vocabulary import planned_model_config
-from pretrain.errors import InputError, run_script
-from pretrain.hardware import DTYPES, peak_flops
+from pretrain.errors import InputError
+from pretrain.hardware import DTYPES
 from pretrain.model.attention import choose_attention, model_inputs
 from pretrain.model.build import build_meta_model
 from pretrain.model.routers import router_losses
-from pretrain.parallel.registry import make_strategy
 from pretrain.parallel.strategy import Strategy
-from pretrain.recipe import read_run_config
-from pretrain.terminal import say_stage
-from pretrain.training.auto_settings import resolve_auto
 from pretrain.training.build import build_training
 from pretrain.training.prefetch import ReadAhead
 from pretrain.training.run_plan import ModelPlan, RunPlan, derive, plan_model
-from pretrain.units import duration_text
-from pretrain_tools.planning.footprints import planned_memory
 
 TOKENS_PER_DOCUMENT = 600
 """Mean length of documents in the random text that replaces missing shards."""
-CALIBRATION_STEPS = 20
-MOST_MICRO_STEPS = 4
-FEWEST_TIMED_STEPS = 3
 LEARNING_RATE = 1e-4
 FIRST_STEPS = 2
-"""Steps that compile, and create the optimizer's state; they are not timed."""
-
-
-@dataclass(frozen=True)
-class Calibration:
-    """Steps of a recipe in one process of this machine; as a dict, `calibration` of plan.py's JSON."""
-
-    device: str
-    data: str
-    """'shards' or 'random tokens'."""
-    micro_step_seconds: float
-    """Median of forward and backward passes."""
-    update_seconds: float
-    """Median."""
-    step_seconds: float
-    """Seconds of the recipe's whole step, which may have more micro-steps than those that were run."""
-    tokens_per_second: float
-    mfu: float | None
-    peak_flops: float | None
-    peak_source: str
-    measured_peak_bytes: float
-    """Tensors alive at the peak of a step."""
-    predicted_peak_bytes: float
+"""Steps that compile, and create the optimizer's state."""
 
 
 class Steps:
@@ -76,18 +37,18 @@ class Steps:
     def __init__(self, config: RunConfig, strategy: Strategy):
         self.config = config
         self.strategy = strategy
-        self.plan, self.data = self._plan()
+        self.plan = self._plan()
         self.read_ahead = ReadAhead(strategy)
         built = build_training(config, self.plan, strategy, learning_rate=LEARNING_RATE)
         self.model = built.model
         self.model.train()
 
-    def _plan(self) -> tuple[ModelPlan, str]:
-        """Plans the run, or the model alone if a run could not start; also tells where batches are from."""
+    def _plan(self) -> ModelPlan:
+        """Plans the run, or without its data the model alone."""
         config = self.config
         strategy = self.strategy
         try:
-            return derive(config, strategy.data_ranks * strategy.micro_batches_per_call), "shards"
+            return derive(config, strategy.data_ranks * strategy.micro_batches_per_call)
         except InputError:
             model_config = planned_model_config(config.model, config.data)
             choose_attention(
@@ -97,7 +58,7 @@ class Steps:
                 window=config.data.window,
             )
             losses_of_routers = router_losses(config.loss, build_meta_model(model_config))
-            return plan_model(config, model_config, losses_of_routers), "random tokens"
+            return plan_model(config, model_config, losses_of_routers)
 
     def _read(self, step: int, micro_step: int) -> dict[str, Any]:
         """Reads or makes the model's arguments."""
@@ -118,26 +79,17 @@ class Steps:
             attention=self.plan.attention,
         )
 
-    def step(self, number: int, micro_steps: int) -> tuple[list[float], float]:
-        """Runs one optimizer step; returns (seconds of each micro-step, seconds of the update)."""
+    def step(self, number: int, micro_steps: int) -> None:
+        """Runs one optimizer step to its end on the device."""
         self.strategy.begin_step(LEARNING_RATE, micro_steps)
-        seconds = []
         for micro_step in range(micro_steps):
-            start = time.perf_counter()
             batch = self._read(number, micro_step)
             with self.strategy.accumulate(is_last=micro_step == micro_steps - 1):
                 loss, _ = self.model(**batch)
                 self.strategy.backward(loss / micro_steps)
             # A reference to the last loss would keep its graph alive during the update, and add to the peak.
             del loss, batch, _
-            self._wait()
-            seconds.append(time.perf_counter() - start)
-        start = time.perf_counter()
         self.strategy.update(self.config.optim.max_grad_norm)
-        self._wait()
-        return seconds, time.perf_counter() - start
-
-    def _wait(self) -> None:
         if self.strategy.device.type == "cuda":
             torch.cuda.synchronize()
 
@@ -199,77 +151,3 @@ def measure_peak(config: RunConfig, strategy: Strategy, micro_steps: int) -> flo
             if number == 0 and config.averaging.kind != "none":
                 strategy.update_average(1.0)
     return peak.bytes
-
-
-def calibrate(config: RunConfig, flops_per_token: float) -> Calibration:
-    """Times CALIBRATION_STEPS steps of at most MOST_MICRO_STEPS micro-steps, then measures and predicts their memory.
-
-    Raises InputError where the recipe cannot run in one process of this machine.
-    """
-    strategy = make_strategy(config)
-    step_tokens = config.batch.tokens_per_step
-    if strategy.ranks.count != 1:
-        raise InputError("--calibrate: runs in one process; start it with python, not with accelerate launch")
-    tokens = config.batch.sequences_per_micro_batch * config.data.sequence_length
-    if step_tokens % tokens:
-        raise InputError(
-            f"--calibrate: batch.tokens_per_step {step_tokens:,} is not a multiple of one process's "
-            f"micro-batch of {tokens:,} tokens; give another --batch.sequences_per_micro_batch"
-        )
-    micro_steps = min(MOST_MICRO_STEPS, step_tokens // tokens)
-    # The plan may be of shards that are not prepared yet: `data` says what was read.
-    steps = Steps(config, strategy)
-    data = steps.data
-    say_stage(f"Timing {CALIBRATION_STEPS} steps")
-    timed = []
-    for number in range(CALIBRATION_STEPS):
-        timed.append(steps.step(number, micro_steps))
-        if number == FIRST_STEPS:
-            seconds = (sum(timed[-1][0]) + timed[-1][1]) * (CALIBRATION_STEPS - number - 1)
-            say_stage(f"Timing {CALIBRATION_STEPS} steps, {duration_text(seconds)} left")
-    timed = timed[FIRST_STEPS:]
-    say_stage("Measuring memory")
-    del steps  # its tensors must be gone before memory is measured
-    gc.collect()
-    micro_step_seconds = statistics.median(seconds for all_seconds, _ in timed for seconds in all_seconds)
-    update_seconds = statistics.median(seconds for _, seconds in timed)
-    step_seconds = step_tokens // tokens * micro_step_seconds + update_seconds
-    rate = step_tokens / step_seconds
-    # MFU is relative to the peak in this precision.
-    peak, peak_source = peak_flops(strategy.device, strategy.precision)
-    return Calibration(
-        device=strategy.device.type,
-        data=data,
-        micro_step_seconds=micro_step_seconds,
-        update_seconds=update_seconds,
-        step_seconds=step_seconds,
-        tokens_per_second=rate,
-        mfu=flops_per_token * rate / peak if peak else None,
-        peak_flops=peak,
-        peak_source=peak_source,
-        measured_peak_bytes=measure_peak(config, strategy, min(micro_steps, 2)),
-        predicted_peak_bytes=planned_memory(
-            strategy, config.with_batch(tokens_per_step=min(micro_steps, 2) * tokens)
-        ).total,
-    )
-
-
-def time_steps(recipe: str, seconds: float) -> None:
-    """Runs steps for `seconds`, at least FEWEST_TIMED_STEPS, and prints their speed as a line of JSON."""
-    config = resolve_auto(read_run_config(recipe))
-    steps = Steps(config, make_strategy(config))
-    tokens = config.batch.sequences_per_micro_batch * config.data.sequence_length
-    micro_steps = max(1, config.batch.tokens_per_step // tokens)
-    for number in range(FIRST_STEPS):
-        steps.step(number, micro_steps)
-    count = 0
-    began = time.perf_counter()
-    while count < FEWEST_TIMED_STEPS or time.perf_counter() - began < seconds:
-        steps.step(FIRST_STEPS + count, micro_steps)
-        count += 1
-    rate = count * micro_steps * tokens / (time.perf_counter() - began)
-    print(json.dumps({"tokens_per_second": rate}), flush=True)
-
-
-if __name__ == "__main__":  # started by own_text
-    run_script(lambda: time_steps(sys.argv[1], float(sys.argv[2])))
