@@ -5,7 +5,6 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import PreTrainedTokenizerFast
 
 from pretrain.data.tokenizer import load_decoder
 from pretrain.errors import InputError
