@@ -182,14 +182,17 @@ class Batches:
             from pretrain.data.transformations import Transformations
 
             self._transform = Transformations(data, manifests[0], seed)
-        self.packings: dict[tuple[int, int], Packing] = {}
+        self.packings = self._packed() if data.sampling == "best_fit" else {}
         """{(source number, tokens in a window): its windows without cut documents}; empty for other sampling."""
-        if data.sampling == "best_fit":
-            from pretrain.data.packing import Packing
 
-            for length, windows in self._windows_per_epoch.items():
-                for number, reader in enumerate(self.readers.values()):
-                    self.packings[number, length] = Packing(reader, length, int(windows[number]))
+    def _packed(self) -> "dict[tuple[int, int], Packing]":
+        from pretrain.data.packing import Packing
+
+        return {
+            (number, length): Packing(reader, length, int(windows[number]))
+            for length, windows in self._windows_per_epoch.items()
+            for number, reader in enumerate(self.readers.values())
+        }
 
     def _whole_windows(self, length: int) -> np.ndarray:
         """Returns (sources,) windows of that length in each; at least 1, since a stage may draw from others only."""
@@ -287,8 +290,8 @@ class Batches:
         pieces = self.pieces(source, start, ids.shape[1] - 1)
         places = ", ".join(f"{first:,} to {first + count:,}" for first, count in pieces)
         raise InputError(
-            f"{self.folders[source]}: id {int(ids[row].max()):,} in the training tokens {places} is outside the vocabulary of {self.vocabulary_size:,}; the shards are damaged: "
-            "restore them or prepare them again"
+            f"{self.folders[source]}: id {int(ids[row].max()):,} in the training tokens {places} is outside the "
+            f"vocabulary of {self.vocabulary_size:,}; the shards are damaged: restore them or prepare them again"
         )
 
     def _located(self, first_sample: int, count: int) -> list[tuple[int, int]]:

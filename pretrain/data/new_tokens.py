@@ -26,26 +26,28 @@ def new_tokens(config: RunConfig, model_config: PreTrainedConfig) -> NewTokens |
         if manifest.vocabulary_size <= model_config.vocab_size and "vocab_size" not in config.model.changes:
             return None  # a folder without a tokenizer, whose rows suffice
         raise InputError(
-            f"model: {name}: the data's tokenizer has {manifest.vocabulary_size:,} ids, and the model's own is needed to "
-            f"give the new ones their first values, but {error}"
+            f"model: {name}: the data's tokenizer has {manifest.vocabulary_size:,} ids, and the model's own is needed "
+            f"to give the new ones their first values, but {error}"
         ) from None
     if manifest.vocabulary_size <= old.vocabulary_size or old.sha256 == manifest.tokenizer_sha256:
         return None
     if config.data.dispatch_batches:
         raise InputError(
-            "data.dispatch_batches: each process gives new tokens their first values by the data's tokenizer, which only "
-            "the first process has; take one step on the first machine alone, and continue from its final/"
+            "data.dispatch_batches: each process gives new tokens their first values by the data's tokenizer, which "
+            "only the first process has; take one step on the first machine alone, and continue from its final/"
         )
     new = load_tokenizer(manifest.tokenizer_folder)
     old_backend, new_backend = (backend_of(each.json, each.name) for each in (old, new))
     ids = new_backend.get_vocab(with_added_tokens=True)
-    moved = [token for token, number in old_backend.get_vocab(with_added_tokens=True).items() if ids.get(token) != number]
+    moved = [
+        token for token, number in old_backend.get_vocab(with_added_tokens=True).items() if ids.get(token) != number
+    ]
     if moved:
         raise InputError(
-            f"data: its tokenizer {manifest.tokenizer_name} ({new.vocabulary_size:,} ids) is no extension of the model's "
-            f"({old.vocabulary_size:,}): {len(moved):,} tokens have other ids or none, the first {moved[0]!r}; prepare the "
-            "data with the model's own tokenizer, or with one that prepare_data.py --tokenizer ... --train_tokenizer SIZE "
-            "has made of it"
+            f"data: its tokenizer {manifest.tokenizer_name} ({new.vocabulary_size:,} ids) is no extension of the "
+            f"model's ({old.vocabulary_size:,}): {len(moved):,} tokens have other ids or none, first {moved[0]!r}; "
+            "prepare the data with the model's own tokenizer, or with one that prepare_data.py --tokenizer ... "
+            "--train_tokenizer SIZE has made of it"
         )
     added = new_backend.get_added_tokens_decoder()
     parts: list[list[int]] = [[] for _ in range(new.vocabulary_size - old.vocabulary_size)]

@@ -1,15 +1,15 @@
 """Windows without cut documents: `data.sampling: best_fit`.
 
-A source is divided into blocks of about BLOCK_WINDOWS windows. The documents of a block are packed into exactly as many
-windows as the block has, by best fit, longest first (Johnson 1973, "Near-optimal bin packing algorithms"; for training
-Ding et al. 2024, arXiv 2404.10830). So the number of windows is known without a plan, and a block is planned from its
-own tokens when a window of it is due. What a window has left is filled with the beginning of a document: of one that
-fits nowhere, and is cropped, or of another, which is repeated.
+A source is divided into blocks of about BLOCK_WINDOWS windows. The documents of a block are packed into exactly as
+many windows as the block has, by best fit, longest first (Johnson 1973, "Near-optimal bin packing algorithms"; for
+training Ding et al. 2024, arXiv 2404.10830). So the number of windows is known without a plan, and a block is planned
+from its own tokens when a window of it is due. What a window has left is filled with the beginning of a document: of
+one that fits nowhere, and is cropped, or of another, which is repeated.
 
 A document longer than a window is cut into whole windows, and the rest is packed like a document.
 
-An epoch takes the blocks in a keyed order, POOL_BLOCKS at a time, and the windows of such a pool in a keyed order: so a
-plan serves the windows of its block while it is in memory, and blocks of an object store are fetched once.
+An epoch takes the blocks in a keyed order, POOL_BLOCKS at a time, and the windows of such a pool in a keyed order: so
+a plan serves the windows of its block while it is in memory, and blocks of an object store are fetched once.
 """
 
 import bisect

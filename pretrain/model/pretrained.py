@@ -16,6 +16,7 @@ from pretrain.model.model_config import first_line, load_model_config
 from pretrain.model.published_names import PublishedNames, shapes_in_files
 from pretrain.model.routers import as_buffers
 
+
 @dataclass(frozen=True)
 class NewTokens:
     """Tokens of an extended tokenizer, which start as the mean of the tokens that said the same before."""
@@ -125,7 +126,9 @@ class LoadedModel:
 
 def vocabulary_tensors(model: PreTrainedModel) -> dict[str, nn.Parameter]:
     """Returns {name: parameter} of a model's embedding and head, with a row for each token."""
-    modules = [module for module in (model.get_input_embeddings(), model.get_output_embeddings()) if module is not None]
+    modules = [
+        module for module in (model.get_input_embeddings(), model.get_output_embeddings()) if module is not None
+    ]
     wanted = {id(parameter) for module in modules for parameter in module.parameters(recurse=False)}
     return {name: parameter for name, parameter in model.named_parameters() if id(parameter) in wanted}
 

@@ -96,7 +96,9 @@ def _source_lines(manifest: Manifest, decoder) -> list[str]:
     for _, index, tokens in shards:
         for name, weights in (("documents", None), ("tokens", tokens), ("bytes", index["text_bytes"])):
             sums[name] += np.bincount(index["source"], weights, minlength=len(manifest.source_names))
-    most = [int(source) for source in np.argsort(-sums["tokens"], kind="stable")[:LISTED_SOURCES] if sums["tokens"][source]]
+    most = [
+        int(source) for source in np.argsort(-sums["tokens"], kind="stable")[:LISTED_SOURCES] if sums["tokens"][source]
+    ]
     words = dict.fromkeys(most, 0)
     sampled = dict.fromkeys(most, 0)
     for path, index, tokens in shards:

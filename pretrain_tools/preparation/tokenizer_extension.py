@@ -1,6 +1,7 @@
 """Extends a byte-level BPE tokenizer: its merges and ids stay, and merges of pairs that new text has often follow."""
 
 import heapq
+import itertools
 import json
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
@@ -82,7 +83,7 @@ def frequent_pairs(words: list[list[str]], counts: list[int]) -> Iterator[Pair]:
     number_of: Counter[Pair] = Counter()
     places: defaultdict[Pair, set[int]] = defaultdict(set)
     for place, parts in enumerate(words):
-        for pair in zip(parts, parts[1:], strict=False):
+        for pair in itertools.pairwise(parts):
             number_of[pair] += counts[place]
             places[pair].add(place)
     # Counts in the heap may be old: what is taken out is compared with the true one. Ties by the pair itself.
@@ -100,10 +101,10 @@ def frequent_pairs(words: list[list[str]], counts: list[int]) -> Iterator[Pair]:
         changed = set()
         for place in places.pop(pair):
             parts = words[place]
-            for old in zip(parts, parts[1:], strict=False):
+            for old in itertools.pairwise(parts):
                 number_of[old] -= counts[place]
             parts = words[place] = _merged(parts, pair)
-            for new in zip(parts, parts[1:], strict=False):
+            for new in itertools.pairwise(parts):
                 number_of[new] += counts[place]
                 places[new].add(place)
                 changed.add(new)

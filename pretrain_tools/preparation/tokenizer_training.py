@@ -1,4 +1,4 @@
-"""Trains byte-level BPE tokenizers, or extends one: any text encodes and decodes back exactly, and equal input gives equal bytes."""
+"""Trains and extends byte-level BPE tokenizers: any text decodes back exactly, and equal input gives equal bytes."""
 
 import hashlib
 import json
@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+
 from pretrain.data.tokenizer import USUAL_END_OF_DOCUMENT, LoadedTokenizer, load_tokenizer
 from pretrain.errors import InputError
 from pretrain.files import as_json
@@ -33,8 +34,8 @@ SPLIT_PATTERN = (
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 PRE_TOKENIZERS = {"gpt4": SPLIT_PATTERN, "qwen2": SPLIT_PATTERN.replace(r"\p{N}{1,3}", r"\p{N}"), "gpt2": None}
-"""{name on the command line: how text is cut into words; None: by the tokenizers library's own pattern, GPT-2's}. All of
-them are known to llama.cpp."""
+"""{name on the command line: how text is cut into words; None: by the tokenizers library's own pattern, GPT-2's}.
+llama.cpp knows all of them."""
 
 
 @dataclass

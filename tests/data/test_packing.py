@@ -1,4 +1,4 @@
-"""Best fit: documents stay whole, what is left out is counted, and any step is there at once on any number of ranks."""
+"""Best fit: documents stay whole, what is left out is counted, any step is there at once on any number of ranks."""
 
 import json
 

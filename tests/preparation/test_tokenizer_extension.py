@@ -1,6 +1,7 @@
 """A tokenizer that is extended keeps its ids and says the new text in fewer tokens; what a trained one is made of."""
 
 import dataclasses
+import itertools
 import json
 from collections import Counter
 
@@ -27,7 +28,7 @@ def test_the_merges_are_those_of_counting_anew_each_time():
         found.append(pair)
         pairs = Counter()
         for word, count in zip(slow, counts, strict=True):
-            for neighbors in zip(word, word[1:], strict=False):
+            for neighbors in itertools.pairwise(word):
                 pairs[neighbors] += count
         expected.append(min(pairs, key=lambda pair: (-pairs[pair], pair)))
         for word in slow:
@@ -49,11 +50,11 @@ def test_old_ids_stay_and_new_ones_are_reached(tokenizer):
     assert new.vocabulary_size == size and sorted(ids.values()) == list(range(size))
     assert {token: ids[token] for token in old_ids} == old_ids
     assert ids["<|user|>"] == base.vocabulary_size
-    encoded = [list(ReferenceEncoder(which).encode([NEW_TEXT.encode()]))[0] for which in (base, new)]
+    encoded = [next(iter(ReferenceEncoder(which).encode([NEW_TEXT.encode()]))) for which in (base, new)]
     assert set(range(base.vocabulary_size + 1, size)) & set(encoded[1])
     assert len(encoded[1]) < 0.7 * len(encoded[0])
     for text in (NEW_TEXT, "Größe 12345, naïve <|user|> 日本語"):
-        ids = list(ReferenceEncoder(new).encode([text.encode()]))[0]
+        ids = next(iter(ReferenceEncoder(new).encode([text.encode()])))
         assert text_decoder(new)(ids) == text.encode() and base.vocabulary_size not in ids
 
 
@@ -101,5 +102,7 @@ def test_options_of_a_tokenizer_in_training_are_refused_elsewhere(tokenizer, tmp
     options = ["--input", tmp_path / "a.txt", "--output", tmp_path / "out", "--tokenizer", tokenizer]
     given = ["--special_tokens", "", "--pre_tokenizer", "gpt5"]
     said = run_script("prepare_data.py", *options, *given, check=False).stderr
-    assert "give --train_tokenizer SIZE as well" in said and "--pre_tokenizer gpt5: must be gpt4, qwen2 or gpt2" in said
+    assert (
+        "give --train_tokenizer SIZE as well" in said and "--pre_tokenizer gpt5: must be gpt4, qwen2 or gpt2" in said
+    )
     assert "keeps its own" in said and "without text" in said

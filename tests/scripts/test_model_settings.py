@@ -83,8 +83,12 @@ def test_pretrained_weights_keep_their_shapes(recipe, tmp_path):
 def test_a_pretrained_model_takes_new_tokens(recipe, text_files, tokenizer, tmp_path):
     train(recipe, "--budget.steps", "2")
     text = ("--input", f"{text_files}/*.py", "--validation_fraction", "0.2")
-    run_script("prepare_data.py", *text, "--tokenizer", tokenizer, "--train_tokenizer", 600, "--output", tmp_path / "new")
-    run_script("prepare_data.py", *text, "--train_tokenizer", 600, "--pre_tokenizer", "gpt2", "--output", tmp_path / "other")
+    run_script(
+        "prepare_data.py", *text, "--tokenizer", tokenizer, "--train_tokenizer", 600, "--output", tmp_path / "new"
+    )
+    run_script(
+        "prepare_data.py", *text, "--train_tokenizer", 600, "--pre_tokenizer", "gpt2", "--output", tmp_path / "other"
+    )
     for name in ("new", "other"):
         run_script("prepare_data.py", *text, "--tokenizer", tmp_path / name, "--output", tmp_path / f"{name}_shards")
     start = ("--model", tmp_path / "run/final", "--init", "pretrained", "--output", tmp_path / "more")
