@@ -14,4 +14,5 @@ that is resumed. The on-disk format is manifest and shards (docs/data.md).
     batches: which windows a step reads, and validation
     dispatch: one rank that reads batches for all
     vocabulary: its size, and the model sized by it
+    new_tokens: tokens that a pretrained model does not have yet
 """
