@@ -49,7 +49,7 @@ EVENTS = {
     "explosion": "A gradient norm above `guard.alert_grad_norm`.",
     "rollback": "Training goes back to an earlier checkpoint.",
     "control": "A command of `runs.py` was carried out.",
-    "profile": "Steps were recorded by `--profile` or `runs.py profile`.",
+    "profile": "Steps were recorded by `--profile`.",
     "mirror": "A checkpoint is complete on the mirror.",
     "fetch": "A checkpoint was fetched from the mirror.",
     "resume": "The checkpoint that this start continues from.",

@@ -168,8 +168,8 @@ class Data(Section):
     document_mask: bool = True
     """Tokens attend within their own document only, however documents are packed into sequences."""
     sampling: Annotated[str, AfterValidator(SAMPLERS.checked)] = "epochs"
-    """epochs: every window once per epoch, in a seeded order. random_windows: windows at random offsets. Or one of an
-    extension."""
+    """epochs: every window once per epoch, in a seeded order. best_fit: the same with windows of whole documents.
+    random_windows: windows at random offsets. Or one of an extension."""
     transformations: dict[str, dict[str, Any] | None] = {}
     """Transformations of extensions that change the tokens of training windows, in this order: {NAME: {OPTION:
     VALUE}}; see docs/own_ideas.md."""

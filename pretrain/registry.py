@@ -96,7 +96,11 @@ LOSS_TERMS = Table("a loss term", {})
 """Subclasses of `model.loss_terms.LossTerm`."""
 SAMPLERS = Table(
     "a way to sample",
-    {"epochs": "pretrain.data.sampling:epochs", "random_windows": "pretrain.data.sampling:random_windows"},
+    {
+        "epochs": "pretrain.data.sampling:epochs",
+        "best_fit": "pretrain.data.packing:best_fit",
+        "random_windows": "pretrain.data.sampling:random_windows",
+    },
 )
 """Functions (draws, stream) -> first tokens of windows; see `data.sampling`."""
 TRANSFORMATIONS = Table("a transformation of data", {})

@@ -9,8 +9,10 @@ that is resumed. The on-disk format is manifest and shards (docs/data.md).
     data_record: what a run records of its sources' manifests
     tokenizer: tokenizers, from local files or the Hub
     sampling: where windows begin
+    packing: windows without cut documents
     transformations: changes of training windows by extensions
     batches: which windows a step reads, and validation
     dispatch: one rank that reads batches for all
     vocabulary: its size, and the model sized by it
+    new_tokens: tokens that a pretrained model does not have yet
 """

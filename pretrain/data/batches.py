@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -25,6 +25,9 @@ from pretrain.data.shards import ShardReader, open_source
 from pretrain.errors import InputError, Problems
 from pretrain.optim.batch_ramp import BatchRamp
 from pretrain.registry import SAMPLERS
+
+if TYPE_CHECKING:
+    from pretrain.data.packing import Packing
 
 PATTERN_LENGTH = 10_000
 """Samples after which a mixture's interleaving pattern repeats: weights are exact to four digits."""
@@ -179,6 +182,17 @@ class Batches:
             from pretrain.data.transformations import Transformations
 
             self._transform = Transformations(data, manifests[0], seed)
+        self.packings = self._packed() if data.sampling == "best_fit" else {}
+        """{(source number, tokens in a window): its windows without cut documents}; empty for other sampling."""
+
+    def _packed(self) -> "dict[tuple[int, int], Packing]":
+        from pretrain.data.packing import Packing
+
+        return {
+            (number, length): Packing(reader, length, int(windows[number]))
+            for length, windows in self._windows_per_epoch.items()
+            for number, reader in enumerate(self.readers.values())
+        }
 
     def _whole_windows(self, length: int) -> np.ndarray:
         """Returns (sources,) windows of that length in each; at least 1, since a stage may draw from others only."""
@@ -222,7 +236,10 @@ class Batches:
             self._expect(first, length, step, micro_step, (rank, ranks, sequences))
         out = np.empty((sequences, length + 1), self.dtype)
         for row, (source, start) in enumerate(self._located(first, sequences)):
-            self.readers[self.folders[source]].read(start, out[row])
+            if self.packings:
+                self.packings[source, length].read(start // length, out[row])
+            else:
+                self.readers[self.folders[source]].read(start, out[row])
             if self._transform is not None:
                 out[row] = self._transform(out[row], self._unskipped(first + row * self._span(length)))
         # Checked on the CPU, before the copy: a device would fail far from the cause.
@@ -244,9 +261,15 @@ class Batches:
         blocks = rows * (1 + -(-length * self.dtype.itemsize // BLOCK_BYTES))
         ahead = max(1, BLOCKS_AHEAD // (blocks * len(self._expected)))
         block_reader(self.data.cache).keep(2 * (ahead + 1) * blocks * len(self._expected))
+        if self.packings:
+            pools = len(self.folders) * max(packing.pool_bytes for packing in self.packings.values())
+            block_reader(self.data.cache).keep(-(-pools // BLOCK_BYTES))
         while len(reads.begun) <= ahead and (sample := next(reads.following, None)) is not None:
             for source, start in self.locate(sample, rows):
-                self.readers[self.folders[source]].expect(start, length + 1)
+                if self.packings:
+                    self.packings[source, length].expect(start // length)
+                else:
+                    self.readers[self.folders[source]].expect(start, length + 1)
             reads.begun.append(sample)
         reads.begun.popleft()
 
@@ -264,10 +287,11 @@ class Batches:
         """Raises InputError naming the place; a GPU would fail in a device-side assert that names nothing."""
         row = int((ids >= self.vocabulary_size).any(axis=1).argmax())
         source, start = self.locate(first_sample + row, 1)[0]
+        pieces = self.pieces(source, start, ids.shape[1] - 1)
+        places = ", ".join(f"{first:,} to {first + count:,}" for first, count in pieces)
         raise InputError(
-            f"{self.folders[source]}: id {int(ids[row].max()):,} in the training tokens {start:,} to "
-            f"{start + ids.shape[1]:,} is outside the vocabulary of {self.vocabulary_size:,}; the shards are damaged: "
-            "restore them or prepare them again"
+            f"{self.folders[source]}: id {int(ids[row].max()):,} in the training tokens {places} is outside the "
+            f"vocabulary of {self.vocabulary_size:,}; the shards are damaged: restore them or prepare them again"
         )
 
     def _located(self, first_sample: int, count: int) -> list[tuple[int, int]]:
@@ -282,7 +306,10 @@ class Batches:
         return self._windows_located[offset : offset + count]
 
     def locate(self, first_sample: int, count: int) -> list[tuple[int, int]]:
-        """Returns (source number, first token) of `count` consecutive windows of the run, all as long as the first."""
+        """Returns (source number, first token) of `count` consecutive windows of the run, all as long as the first.
+
+        With best fit, which `pieces` resolves, the first token is where the window would begin in a run of windows.
+        """
         span = self.span_at(first_sample)
         samples = self._leave_out(first_sample + span * np.arange(count, dtype=np.int64))
         source = np.empty(count, np.int64)
@@ -294,6 +321,12 @@ class Batches:
             source[here], draw = segment.locate(samples[here])
             start[here] = self._first_tokens(source[here], draw, segment)
         return list(zip(source.tolist(), start.tolist(), strict=True))
+
+    def pieces(self, source: int, start: int, length: int) -> list[tuple[int, int]]:
+        """Returns (first token, tokens) of the parts of the source that a located window consists of."""
+        if not self.packings:
+            return [(start, length + 1)]
+        return self.packings[source, length].pieces(start // length)
 
     def span_at(self, sample: int) -> int:
         """Returns how many samples the window at `sample` counts as: its length over data.sequence_length."""

@@ -299,13 +299,16 @@ def set_end_of_document(config: PreTrainedConfig, end_of_document_id: int) -> No
 def check_vocabulary(config: PreTrainedConfig, vocabulary_size: int, *, has_weights: bool = False) -> list[str]:
     """Lists the problems of training this model on token IDs 0 to vocabulary_size - 1; empty if there are none.
 
-    has_weights: it is a pretrained model, whose vocabulary cannot change.
+    has_weights: it is a pretrained model, whose vocabulary can only be extended.
     """
     if vocabulary_size <= config.vocab_size:
         return []
     what = f"the data's tokenizer has {vocabulary_size:,} ids, but the model's vocab_size is {config.vocab_size:,}"
     if has_weights:
-        return [f"{what}: prepare the data with the model's own tokenizer"]
+        return [
+            f"{what}: prepare the data with the model's own tokenizer, or, if this one extends it, give "
+            f"--model.vocab_size auto, which makes it {padded_vocabulary(vocabulary_size):,}"
+        ]
     return [
         f"{what}: give --model.vocab_size auto (or leave vocab_size out of the model's JSON), which makes it "
         f"{padded_vocabulary(vocabulary_size):,} here, or prepare the data with a tokenizer of at most "

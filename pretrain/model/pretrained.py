@@ -1,6 +1,7 @@
 """Weights of a pretrained model, read from safetensors one tensor at a time, so that no rank holds them all."""
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -15,6 +16,30 @@ from pretrain.model.model_config import first_line, load_model_config
 from pretrain.model.published_names import PublishedNames, shapes_in_files
 from pretrain.model.routers import as_buffers
 
+
+@dataclass(frozen=True)
+class NewTokens:
+    """Tokens of an extended tokenizer, which start as the mean of the tokens that said the same before."""
+
+    first: int
+    """ID of the first; smaller ones are the model's own."""
+    parts: list[list[int]]
+    """IDs under the model's own tokenizer, of each new token."""
+    rows: int
+    """Rows of the extended embedding, padding included."""
+
+    def extend(self, old: torch.Tensor) -> torch.Tensor:
+        """Returns an embedding, head or its bias, (tokens, ...), with rows for the new tokens.
+
+        Padding beyond the old rows starts as the mean of all tokens.
+        """
+        mean = old[: self.first].mean(dim=0)
+        extended = torch.cat([old, mean.expand(max(0, self.rows - len(old)), *old.shape[1:])])
+        for number, parts in enumerate(self.parts, start=self.first):
+            extended[number] = old[parts].mean(dim=0) if parts else mean
+        return extended
+
+
 TensorPlaces = dict[str, tuple[Path, str]]
 """{name of a tensor, or of each of its published pieces: (file, name in it)}"""
 
@@ -22,13 +47,22 @@ TensorPlaces = dict[str, tuple[Path, str]]
 class PretrainedTensors:
     """Weights of a folder or Hub ID, by the names of the training model, in fp32 whatever they were saved in."""
 
-    def __init__(self, places: dict[str, TensorPlaces], names: PublishedNames | None = None):
+    def __init__(
+        self,
+        places: dict[str, TensorPlaces],
+        names: PublishedNames | None = None,
+        new_tokens: NewTokens | None = None,
+    ):
         self._places = places
         self._names = names
+        self._new_tokens = new_tokens
+        self._of_vocabulary = vocabulary_tensors(names.meta_model) if new_tokens else {}
 
     def read(self, name: str) -> torch.Tensor:
         """Reads a tensor into memory of its own, on the CPU; integers keep their type."""
         tensor = self._found(name)
+        if name in self._of_vocabulary:
+            return self._new_tokens.extend(tensor.to(torch.float32))
         # Always copied: safetensors returns a view of the memory-mapped file.
         return tensor.to(torch.float32 if tensor.is_floating_point() else tensor.dtype, copy=True)
 
@@ -90,6 +124,15 @@ class LoadedModel:
                 setattr(module, key, buffer)
 
 
+def vocabulary_tensors(model: PreTrainedModel) -> dict[str, nn.Parameter]:
+    """Returns {name: parameter} of a model's embedding and head, with a row for each token."""
+    modules = [
+        module for module in (model.get_input_embeddings(), model.get_output_embeddings()) if module is not None
+    ]
+    wanted = {id(parameter) for module in modules for parameter in module.parameters(recurse=False)}
+    return {name: parameter for name, parameter in model.named_parameters() if id(parameter) in wanted}
+
+
 def load_pretrained(name_or_path: str, *, trust_remote_code: bool = False) -> PreTrainedModel:
     """Loads a pretrained model from a folder or the Hub, with fp32 master weights whatever it was saved in.
 
@@ -130,17 +173,22 @@ def load_pretrained(name_or_path: str, *, trust_remote_code: bool = False) -> Pr
     return model
 
 
-def open_pretrained(name_or_path: str) -> PretrainedTensors | LoadedModel:
+def open_pretrained(name_or_path: str, new_tokens: NewTokens | None = None) -> PretrainedTensors | LoadedModel:
     """Opens the weights of a folder or a Hub ID; loads the whole model if its files need conversion.
 
     They need it if transformers merges several kinds of tensors into one as it loads (separately saved experts are
-    joined here instead): then every rank holds the whole model until its own part is made. Raises InputError as
-    `load_pretrained` does.
+    joined here instead): then every rank holds the whole model until its own part is made. new_tokens: tokens that the
+    vocabulary gets. Raises InputError as `load_pretrained` does.
     """
     files = {} if name_or_path.endswith(".json") else find_tensors(name_or_path)
     names = PublishedNames.of(load_model_config(name_or_path)) if files else None
     places = places_in_files(files, names) if names is not None else None
-    return LoadedModel(load_pretrained(name_or_path)) if places is None else PretrainedTensors(places, names)
+    if places is not None:
+        return PretrainedTensors(places, names, new_tokens)
+    model = load_pretrained(name_or_path)
+    for parameter in vocabulary_tensors(model).values() if new_tokens else ():
+        parameter.data = new_tokens.extend(parameter.data)
+    return LoadedModel(model)
 
 
 def find_weights(name_or_path: str) -> None:

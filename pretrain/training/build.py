@@ -79,9 +79,13 @@ def build_training(
     )
     weights = InitialWeights(seed=config.seed, dtype=parameter_dtype(config.optim))
     if from_pretrained:
+        from pretrain.data.new_tokens import new_tokens
         from pretrain.model.pretrained import open_pretrained
 
-        weights = replace(weights, pretrained=open_pretrained(config.model.config))
+        added = new_tokens(config, plan.model_config)
+        if added:
+            say_stage(f"{len(added.parts):,} new tokens start as the mean of their parts")
+        weights = replace(weights, pretrained=open_pretrained(config.model.config, added))
     if config.optim.base_width:
         from pretrain.model.width_roles import initial_scales
 

@@ -40,7 +40,7 @@ from pretrain.model.build import (
 )
 from pretrain.model.compile import checkpointing_problems, compiler_problems
 from pretrain.model.loss import loss_problems
-from pretrain.model.model_config import load_model_config
+from pretrain.model.model_config import VOCABULARY_KEY, load_model_config
 from pretrain.model.routers import RouterLosses, router_losses
 from pretrain.optim.averaging import averaging_problems
 from pretrain.optim.batch_ramp import BatchRamp, batch_ramp
@@ -289,6 +289,10 @@ def derive(config: RunConfig, ranks: int) -> RunPlan:
     if model_config is not None and readers:
         manifest = next(iter(readers.values())).manifest
         problems += check_vocabulary(model_config, manifest.vocabulary_size, has_weights=config.init == "pretrained")
+        if config.init == "pretrained":
+            from pretrain.data.new_tokens import new_tokens
+
+            problems.attempt(new_tokens, config, model_config)
         set_end_of_document(model_config, manifest.end_of_document_id)
     stage_configs = None
     if model_config is not None:
@@ -383,8 +387,13 @@ def micro_batch_of(config: RunConfig, number: int, ranks: int, parts: int) -> in
 
 
 def unfitting_weights(source: ModelSource, model_config: Any) -> list[str]:
-    """Lists changes of a pretrained model that its weights do not fit; positions and dropout may change."""
-    changes = shape_changes(load_model_config(source.config), model_config)
+    """Lists changes of a pretrained model that its weights do not fit; positions and dropout may change,
+    and the vocabulary may grow."""
+    own = load_model_config(source.config)
+    rows = model_config.get_text_config().vocab_size
+    if rows > own.get_text_config().vocab_size:  # new tokens have values of their own
+        own = load_model_config(source.config, changes={VOCABULARY_KEY: rows})
+    changes = shape_changes(own, model_config)
     if not changes:
         return []
     return [

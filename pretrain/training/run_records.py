@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from pretrain.config import Averaging, RunConfig
+from pretrain.data.batches import Batches
 from pretrain.data.data_record import DATA_FILE, contamination_of, hub_datasets_of, preparation_of
 from pretrain.data.manifest import MANIFEST_FILE, SPLITS
 from pretrain.data.shards import ShardReader
@@ -85,6 +86,8 @@ def announce(run: Run, peak_source: str) -> str:
         "optimizer": strategy.optimizer_built,
         "peak for MFU": peak,
         **({"energy": energy} if energy else {}),
+        # With dispatch_batches only the first process has the shards that this reads.
+        **(packing_in_words(plan.batches) if is_main else {}),
     }
     log.say(banner(config, plan, built))
     if run.continues:
@@ -203,6 +206,18 @@ def stages_in_words(plan: RunPlan) -> dict[str, str]:
             parts.append(rope_in_words(stage.model_config.rope_parameters))
         parts += [f"{folder} {epochs:.2f} epochs" for folder, epochs in batches.epochs_in_stage(number).items()]
         rows[f"stage {stage.number}"] = ", ".join(parts)
+    return rows
+
+
+def packing_in_words(batches: Batches) -> dict[str, str]:
+    """Describes what best fit leaves out of each source; {} for other sampling."""
+    rows = {}
+    for (number, length), packing in batches.packings.items():
+        dropped, repeated, cropped = packing.shares()
+        rows[f"best fit, {batches.folders[number]}, {length:,}"] = (
+            f"{dropped:.2%} of the tokens dropped, {repeated:.2%} read twice; of the documents that fit into a window "
+            f"{cropped:.1%} cropped"
+        )
     return rows
 
 

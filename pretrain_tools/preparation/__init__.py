@@ -14,5 +14,5 @@ The same input gives the same bytes, whatever the workers and interruptions; pla
     near_duplicate_search: near duplicates in prepared folders, on disk
     slices, upload: a preparation over several machines; outputs that are URLs
     inspect: the contents of a prepared folder, and what was removed from it
-    tokenizer_training: tokenizers from text
+    tokenizer_training, tokenizer_extension: tokenizers from text
 """

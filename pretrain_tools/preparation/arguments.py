@@ -55,7 +55,9 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
         "merge_slices": {"help": "merge N prepared slices into the folder"},
     },
     "instead": {
-        "train_tokenizer": {"metavar": "SIZE", "help": "train a byte-level BPE tokenizer of this vocabulary size"},
+        "train_tokenizer": {"metavar": "SIZE", "help": "train a byte-level BPE tokenizer, or extend --tokenizer"},
+        "pre_tokenizer": {"metavar": "NAME", "help": "how it cuts words: gpt4 (default), qwen2 or gpt2"},
+        "special_tokens": {"nargs": "+", "default": [], "metavar": "TOKEN", "help": "more special tokens for it"},
         "tokenizer_sample_bytes": {"default": "200M", "help": "most text to train it on, in bytes"},
         "train_classifier": {"nargs": 2, "metavar": "GLOB", "help": "train a quality filter on good and other texts"},
         "verify": {"metavar": "FOLDER", "help": "verify every hash and count of a prepared folder"},

@@ -13,6 +13,7 @@ from pretrain.data.shards import ShardReader, read_manifest
 from pretrain.data.tokenizer import load_decoder
 from pretrain_tools.preparation.cleaning.account import CleaningAccount, measured_text
 from pretrain_tools.preparation.cleaning.decontamination import contamination_text
+from pretrain_tools.preparation.documents.document_index import read_index, tokens_of
 from pretrain_tools.preparation.encoded_part import Tally
 from pretrain_tools.preparation.near_duplicate_search import NEAR_DUPLICATES_FILE
 
@@ -20,6 +21,9 @@ READ_IDS = 1 << 22
 FREQUENT_TOKENS = 20
 FREQUENT_VALUES = 10
 SAMPLED_DOCUMENTS = 3
+LISTED_SOURCES = 10
+WORDS_OF = 200
+"""Documents of a source whose words are counted: what stands between spaces."""
 SAMPLE_CHARACTERS = 300
 
 
@@ -44,6 +48,7 @@ def inspection_text(folder: Path) -> str:
         _cleaning_lines(tally.cleaning) if tally else [],
         _near_duplicate_lines(manifest.folder / NEAR_DUPLICATES_FILE),
         [f"tokens per document: {lengths_text(np.concatenate(lengths))}"],
+        _source_lines(manifest, decoder) if is_prepared else [],
         _vocabulary_lines(manifest, counts, decoder),
         ["sample:", *(line for reader in readers for line in _sample_lines(reader, decoder))],
     ]
@@ -78,6 +83,42 @@ def skipped_text(tally: Tally) -> str:
     counts["near copies"] = tally.near_duplicate_documents
     more = "".join(f", {number:,} {name}" for name, number in counts.items() if number)
     return f"{tally.empty_documents:,} empty, {tally.bad_records:,} bad{more}"
+
+
+def _source_lines(manifest: Manifest, decoder) -> list[str]:
+    """Lists compression and fertility of the largest sources; the latter of at most WORDS_OF documents of each."""
+    shards = []
+    for shard in manifest.shards:
+        path = manifest.folder / shard.file
+        if shard.documents and (index := read_index(path, shard.documents)) is not None:
+            shards.append((path, index, tokens_of(index) - 1))
+    sums = {name: np.zeros(len(manifest.source_names)) for name in ("documents", "tokens", "bytes")}
+    for _, index, tokens in shards:
+        for name, weights in (("documents", None), ("tokens", tokens), ("bytes", index["text_bytes"])):
+            sums[name] += np.bincount(index["source"], weights, minlength=len(manifest.source_names))
+    most = [
+        int(source) for source in np.argsort(-sums["tokens"], kind="stable")[:LISTED_SOURCES] if sums["tokens"][source]
+    ]
+    words = dict.fromkeys(most, 0)
+    sampled = dict.fromkeys(most, 0)
+    for path, index, tokens in shards:
+        ids = np.memmap(path, id_dtype(manifest.dtype), mode="r")
+        for source in most:
+            found = np.flatnonzero(index["source"] == source)
+            count = min(len(found), -(-WORDS_OF // len(shards)))
+            for document in found[np.arange(count) * len(found) // max(1, count)].tolist():
+                end = int(index["end"][document]) - 1
+                text = decoder.decode(ids[end - tokens[document] : end].tolist(), skip_special_tokens=False)
+                words[source] += len(text.split())
+                sampled[source] += int(tokens[document])
+    lines = ["sources: documents, bytes per token, tokens per word"] if most else []
+    for source in most:
+        rate = sums["bytes"][source] / sums["tokens"][source]
+        fertility = f"{sampled[source] / words[source]:.3f}" if words[source] else "no words"
+        lines.append(f"  {manifest.source_names[source]}: {int(sums['documents'][source]):,}, {rate:.3f}, {fertility}")
+    if (left := int(np.count_nonzero(sums["tokens"])) - len(most)) > 0:
+        lines.append(f"  and {left:,} smaller ones")
+    return lines
 
 
 def _cleaning_lines(account: CleaningAccount) -> list[str]:

@@ -85,8 +85,8 @@ class PreparationOptions:
 class PreparationRequest:
     """A preparation of the local folder `output`, which is then copied to `destination`, if any.
 
-    Without a tokenizer, one of `vocabulary_size` is trained on at most `sample_bytes` of the text. `slice`: prepare
-    only that (number, count). `workers` None: one per core of the Ray cluster.
+    With `vocabulary_size`, a tokenizer of that size is trained on at most `sample_bytes` of the text, or `tokenizer`
+    extended to it. `slice`: prepare only that (number, count). `workers` None: one per core of the Ray cluster.
     """
 
     documents: Documents
@@ -101,6 +101,8 @@ class PreparationRequest:
     merge_slices: int | None = None
     vocabulary_size: int | None = None
     sample_bytes: int | None = None
+    pre_tokenizer: str | None = None
+    special_tokens: tuple[str, ...] = ()
     destination: Destination | None = None
 
     @cached_property

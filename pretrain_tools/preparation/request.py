@@ -23,7 +23,7 @@ from pretrain_tools.preparation.documents.sources import Files, find_sources
 from pretrain_tools.preparation.encode import ENGINES
 from pretrain_tools.preparation.plan import Documents, PreparationOptions, PreparationRequest
 from pretrain_tools.preparation.slices import parse_slice
-from pretrain_tools.preparation.tokenizer_training import RECORD_FILE
+from pretrain_tools.preparation.tokenizer_training import PRE_TOKENIZERS, RECORD_FILE
 from pretrain_tools.preparation.upload import destination_of
 
 CLEAN_NEAR_DUPLICATES = "0.8"
@@ -40,7 +40,7 @@ def read_request(arguments: argparse.Namespace) -> PreparationRequest:
     options = _options(arguments, problems)
     documents = problems.attempt(_documents, arguments) if arguments.input or arguments.dataset else None
     tokenizer = None
-    if arguments.tokenizer and not arguments.train_tokenizer:
+    if arguments.tokenizer:
         tokenizer = problems.attempt(load_tokenizer, arguments.tokenizer, arguments.end_of_document)
     destination = None
     if is_url(arguments.output or ""):
@@ -68,6 +68,8 @@ def read_request(arguments: argparse.Namespace) -> PreparationRequest:
         merge_slices=arguments.merge_slices,
         vocabulary_size=arguments.train_tokenizer,
         sample_bytes=arguments.tokenizer_sample_bytes,
+        pre_tokenizer=arguments.pre_tokenizer,
+        special_tokens=tuple(arguments.special_tokens),
         destination=destination,
     )
     problems += _contradictions(request)
@@ -113,8 +115,18 @@ def _missing(arguments: argparse.Namespace) -> list[str]:
         "give either --input 'FILES' or --dataset NAME": bool(arguments.input) == bool(arguments.dataset),
         "give --output FOLDER, the folder to create": not arguments.output,
         "give either --tokenizer FOLDER|FILE|HUB_ID, or --train_tokenizer SIZE to train one": (
-            bool(arguments.tokenizer) == bool(arguments.train_tokenizer)
+            not arguments.tokenizer and not arguments.train_tokenizer
         ),
+        "--pre_tokenizer, --special_tokens: are of a tokenizer in training; give --train_tokenizer SIZE as well": (
+            (arguments.pre_tokenizer or arguments.special_tokens) and not arguments.train_tokenizer
+        ),
+        "--pre_tokenizer: --tokenizer, which is to be extended, keeps its own; leave one out": (
+            arguments.pre_tokenizer and arguments.tokenizer
+        ),
+        f"--pre_tokenizer {arguments.pre_tokenizer}: must be {_either([*PRE_TOKENIZERS])}": (
+            arguments.pre_tokenizer not in (None, *PRE_TOKENIZERS)
+        ),
+        "--special_tokens: a token without text cannot be special": "" in arguments.special_tokens,
         "--write_text writes documents beside shards, and --train_tokenizer makes none; leave one out": (
             arguments.train_tokenizer and arguments.write_text
         ),

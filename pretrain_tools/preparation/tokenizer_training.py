@@ -1,4 +1,4 @@
-"""Trains byte-level BPE tokenizers: any text encodes and decodes back exactly, and equal input gives equal bytes."""
+"""Trains and extends byte-level BPE tokenizers: any text decodes back exactly, and equal input gives equal bytes."""
 
 import hashlib
 import json
@@ -9,9 +9,8 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
-from pretrain.data.tokenizer import USUAL_END_OF_DOCUMENT, load_tokenizer
+from pretrain.data.tokenizer import USUAL_END_OF_DOCUMENT, LoadedTokenizer, load_tokenizer
 from pretrain.errors import InputError
 from pretrain.files import as_json
 from pretrain_tools.preparation.collector import count_problems
@@ -20,10 +19,8 @@ from pretrain_tools.preparation.documents.sources import BEGINNING
 from pretrain_tools.preparation.encode import ReferenceEncoder
 from pretrain_tools.preparation.encoded_part import Tally
 from pretrain_tools.preparation.plan import PreparationRequest, refuse_differences, refuse_other_files
+from pretrain_tools.preparation.tokenizer_extension import extended
 from pretrain_tools.preparation.worker import read_part
-
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer
 
 SMALLEST_VOCABULARY = 257
 HELD_OUT_BYTES = 2 << 20
@@ -36,6 +33,9 @@ SPLIT_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+PRE_TOKENIZERS = {"gpt4": SPLIT_PATTERN, "qwen2": SPLIT_PATTERN.replace(r"\p{N}{1,3}", r"\p{N}"), "gpt2": None}
+"""{name on the command line: how text is cut into words; None: by the tokenizers library's own pattern, GPT-2's}.
+llama.cpp knows all of them."""
 
 
 @dataclass
@@ -58,18 +58,29 @@ class Sample:
 def train_tokenizer(request: PreparationRequest) -> None:
     """Trains on at most `sample_bytes` of the documents' text and writes a Hugging Face tokenizer folder.
 
+    With a tokenizer in the request, extends that one.
+
     Larger inputs are sampled by the hash of each document's text. Documents of the validation split are never trained
     on; the bytes per token are measured on them. Raises InputError, leaving nothing behind.
     """
     output = request.output
     size = request.vocabulary_size
     limit = request.sample_bytes
-    if size < SMALLEST_VOCABULARY:
+    special_tokens = [token for token in dict.fromkeys(request.special_tokens) if token != USUAL_END_OF_DOCUMENT]
+    smallest = SMALLEST_VOCABULARY + len(special_tokens)
+    if size < smallest and request.tokenizer is None:
+        more = f" and {len(special_tokens)} special tokens" if special_tokens else ""
         raise InputError(
-            f"--train_tokenizer {size}: must be at least {SMALLEST_VOCABULARY}: "
-            f"the 256 bytes and {USUAL_END_OF_DOCUMENT}"
+            f"--train_tokenizer {size}: must be at least {smallest}: the 256 bytes and {USUAL_END_OF_DOCUMENT}{more}"
         )
     asked = {"vocabulary_size": size, "sample_bytes": limit}
+    # Only what was chosen, so that folders made before there was a choice are recognized.
+    if request.pre_tokenizer:
+        asked["pre_tokenizer"] = request.pre_tokenizer
+    if special_tokens:
+        asked["special_tokens"] = special_tokens
+    if request.tokenizer is not None:
+        asked["extends"] = {"name": request.tokenizer.name, "sha256": request.tokenizer.sha256}
     record = {**asked, "options": request.options.as_plan(), "sources": request.documents.description()}
     record |= request.split.as_plan()
     refuse_other_files(output, RECORD_FILE)
@@ -81,13 +92,17 @@ def train_tokenizer(request: PreparationRequest) -> None:
     # All documents are drawn where the amount of text cannot be known.
     expected = request.documents.expected_text_bytes
     sample = Sample(min(1.0, limit / expected) if expected else 1.0, limit)
-    backend = _trained(_texts(request, sample), size)
+    if request.tokenizer is None:
+        trained = _trained(_texts(request, sample), size, special_tokens, request.pre_tokenizer or "gpt4")
+    else:
+        trained = extended(request.tokenizer, _texts(request, sample), size, special_tokens)
     if not sample.documents:
         held_out = "; all it holds is for validation, so use --validation_fraction 0" if sample.held_out else ""
         raise InputError(f"the input holds no documents to train on{held_out}; give files that contain text")
     temporary = output.with_name(output.name + ".tmp")
     try:
-        _write(backend, temporary, record)
+        trained.save(temporary)
+        (temporary / RECORD_FILE).write_bytes(as_json(record))
         if output.is_dir():
             output.rmdir()
         os.replace(temporary, output)
@@ -95,7 +110,9 @@ def train_tokenizer(request: PreparationRequest) -> None:
         raise InputError(f"--output {output}: {error.strerror}; give a writable folder with room") from None
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-    _print_summary(output, backend.get_vocab_size(), size, sample, time.monotonic() - started)
+    _print_summary(output, trained.vocabulary_size, size, sample, time.monotonic() - started)
+    if request.tokenizer is not None and sample.held_out:
+        print(f"  {_bytes_per_token(request.tokenizer, sample.held_out):.3f} with {request.tokenizer.name}")
 
 
 def _texts(request: PreparationRequest, sample: Sample) -> Iterator[str]:
@@ -137,26 +154,24 @@ def _records(request: PreparationRequest, skipped: Tally) -> Iterator[Record]:
                 return
 
 
-def _trained(texts: Iterator[str], vocabulary_size: int) -> "Tokenizer":
+def _trained(
+    texts: Iterator[str], vocabulary_size: int, special_tokens: list[str], pre_tokenizer: str
+) -> LoadedTokenizer:
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
-    split = pre_tokenizers.Split(Regex(SPLIT_PATTERN), behavior="isolated")
-    to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, to_bytes])
+    pattern = PRE_TOKENIZERS[pre_tokenizer]
+    to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pattern is None)
+    steps = [pre_tokenizers.Split(Regex(pattern), behavior="isolated"), to_bytes] if pattern else [to_bytes]
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocabulary_size,
-        special_tokens=[USUAL_END_OF_DOCUMENT],
+        special_tokens=[USUAL_END_OF_DOCUMENT, *special_tokens],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=sys.stderr.isatty(),
     )
     tokenizer.train_from_iterator(texts, trainer)
-    return tokenizer
-
-
-def _write(backend: "Tokenizer", folder: Path, record: dict[str, Any]) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": USUAL_END_OF_DOCUMENT,
@@ -166,13 +181,19 @@ def _write(backend: "Tokenizer", folder: Path, record: dict[str, Any]) -> None:
         # True would drop spaces before punctuation when decoding.
         "clean_up_tokenization_spaces": False,
     }
-    backend.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_bytes(as_json(config))
-    (folder / RECORD_FILE).write_bytes(as_json(record))
+    return LoadedTokenizer(
+        name="trained",
+        json=tokenizer.to_str(pretty=True).encode(),
+        vocabulary_size=tokenizer.get_vocab_size(),
+        end_of_document=USUAL_END_OF_DOCUMENT,
+        end_of_document_id=tokenizer.token_to_id(USUAL_END_OF_DOCUMENT),
+        special_tokens=(USUAL_END_OF_DOCUMENT, *special_tokens),
+        files={"tokenizer_config.json": as_json(config)},
+    )
 
 
-def _bytes_per_token(tokenizer: Path, texts: tuple[bytes, ...]) -> float:
-    tokens = sum(len(ids) for ids in ReferenceEncoder(load_tokenizer(tokenizer)).encode(texts))
+def _bytes_per_token(tokenizer: LoadedTokenizer, texts: tuple[bytes, ...]) -> float:
+    tokens = sum(len(ids) for ids in ReferenceEncoder(tokenizer).encode(texts))
     return sum(map(len, texts)) / max(1, tokens)
 
 
@@ -185,5 +206,5 @@ def _print_summary(output: Path, size: int, asked: int, sample: Sample, seconds:
     if sample.held_out:
         held_out_bytes = sum(len(text) for text in sample.held_out)
         where = f"on {held_out_bytes:,} bytes of validation documents, held out"
-        print(f"  {_bytes_per_token(output, sample.held_out):.3f} bytes per token {where}")
+        print(f"  {_bytes_per_token(load_tokenizer(output), sample.held_out):.3f} bytes per token {where}")
     print(f"  {seconds:.1f} s")

@@ -34,10 +34,10 @@ def validation_text(run: Path) -> str:
     """Returns the beginning of the run's validation data; "" if it is no longer there."""
     for source in setting(read_config(run), "data.validation") or setting(read_config(run), "data.train") or []:
         try:
-            shards = open_shards(source["shards"], "validation")
+            shards = open_shards(source["shards"], "validation", source.get("tokenizer"))
             ids = np.empty(min(shards.tokens, MOST_TOKENS), np.int64)
             shards.read(0, ids)
-            return load_decoder(Path(source["shards"])).decode(ids.tolist(), skip_special_tokens=False)
+            return load_decoder(shards.manifest.tokenizer_folder).decode(ids.tolist(), skip_special_tokens=False)
         except InputError:
             continue
     return ""

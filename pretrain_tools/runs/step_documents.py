@@ -40,8 +40,9 @@ class Sequence:
     file: str
     offset: int
     """Offset of its first token in the file, in tokens."""
+    tokens: int
     ids: np.ndarray
-    """Token IDs, shape (sequence_length + 1,); the last one is only a target."""
+    """Token IDs, shape (sequence_length + 1,); the last one is only a target. With best fit those of a piece."""
     documents: list[Document]
     begins_inside: bool
     """True if its first document started in an earlier sequence."""
@@ -56,7 +57,11 @@ def documents_text(run: Path, step: int, *, limit: int, characters: int) -> str:
     batches, first_sample, samples = open_step(run, step)
     span = batches.span_at(first_sample)
     count = samples // span
-    sequences = [read_sequence(batches, first_sample + n * span, n + 1) for n in range(min(limit, count))]
+    sequences = [
+        sequence
+        for number in range(min(limit, count))
+        for sequence in read_sequences(batches, first_sample + number * span, number + 1)
+    ]
     lines = [
         f"{run} · step {step:,}: {count:,} sequences of {span * batches.window.sequence_length:,} tokens, "
         f"samples {first_sample:,} to {first_sample + samples - 1:,} of the run"
@@ -124,11 +129,16 @@ def changed_sources(batches: Batches, identity: dict) -> list[str]:
     ]
 
 
-def read_sequence(batches: Batches, sample: int, number: int) -> Sequence:
-    """Reads the sequence that begins at a sample of the run."""
+def read_sequences(batches: Batches, sample: int, number: int) -> list[Sequence]:
+    """Reads the sequence that begins at a sample of the run: one, or with best fit each piece of it as one."""
     (source, start), *_ = batches.locate(sample, 1)
+    length = batches.span_at(sample) * batches.window.sequence_length
+    return [_read(batches, source, *piece, number) for piece in batches.pieces(source, start, length)]
+
+
+def _read(batches: Batches, source: int, start: int, count: int, number: int) -> Sequence:
     reader = batches.readers[batches.folders[source]]
-    ids = np.empty(batches.span_at(sample) * batches.window.sequence_length + 1, batches.dtype)
+    ids = np.empty(count, batches.dtype)
     reader.read(start, ids)
     manifest = reader.manifest
     shards = manifest.of_split(reader.split)
@@ -138,8 +148,9 @@ def read_sequence(batches: Batches, sample: int, number: int) -> Sequence:
     if start:
         reader.read(start - 1, before)
     first = 1 + ends_before(manifest, shards[place], offset)
-    # The last ID is only a target and opens the next sequence.
-    parts = np.split(ids[:-1], np.flatnonzero(ids[:-1] == end))
+    # The last ID of a window is only a target and opens the next sequence; a piece of best fit is text to its end.
+    inside = ids if batches.packings else ids[:-1]
+    parts = np.split(inside, np.flatnonzero(inside == end))
     # np.split leaves the end-of-document ID at the start of the next part; it is not text.
     texts = {number: part[part != end] for number, part in enumerate(parts, start=first)}
     return Sequence(
@@ -147,6 +158,7 @@ def read_sequence(batches: Batches, sample: int, number: int) -> Sequence:
         source=batches.folders[source],
         file=shards[place].file,
         offset=offset,
+        tokens=len(inside),
         ids=ids,
         documents=[
             Document(number, text, origin_of(manifest, shards[place:], number))
@@ -201,7 +213,7 @@ def origin_of(manifest: Manifest, shards: list[Shard], number: int) -> str | Non
 def _sequence_lines(sequence: Sequence, decoder, characters: int) -> list[str]:
     lines = [
         f"sequence {sequence.number} · {sequence.source}/{sequence.file} · tokens {sequence.offset:,} to "
-        f"{sequence.offset + len(sequence.ids) - 2:,} · {counted(len(sequence.documents), 'document')}"
+        f"{sequence.offset + sequence.tokens - 1:,} · {counted(len(sequence.documents), 'document')}"
     ]
     for place, document in enumerate(sequence.documents):
         text = decoder.decode(document.ids.tolist(), skip_special_tokens=False)

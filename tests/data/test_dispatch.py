@@ -79,6 +79,9 @@ def runs(shards, tmp_path_factory) -> Path:
 
     ways = (("", []), (" on", ON))
     on_two = [run(name, f"{name}{way}", *given) for name in STRATEGIES for way, given in ways]
+    packed = ["--data.sampling", "best_fit"]
+    on_two += [run("ddp", "packed", *packed), run("ddp", "packed on", *packed, *ON), run("tp", "packed tp", *packed)]
+    on_two.append(run("ddp", "packed then on", *packed, *ON, **middle("packed")))
     on_two += [run("ddp", "ddp then on", *ON, **middle("ddp")), run("ddp", "ddp then off", **middle("ddp on"))]
     on_four = [
         run(name.partition(" ")[0], f"{name}{way}", *given, environment=environment)
@@ -98,7 +101,7 @@ def measured(run: Path) -> list[tuple]:
     return [*lines, *((line["prompt"], line["text"]) for line in events(run, "sample"))]
 
 
-@pytest.mark.parametrize("strategy", [*STRATEGIES, *ON_FOUR])
+@pytest.mark.parametrize("strategy", [*STRATEGIES, *ON_FOUR, "packed"])
 def test_a_process_without_shards_trains_the_same_run_to_the_last_bit(runs, strategy):
     usual, dispatched = runs / strategy, runs / f"{strategy} on"
     assert not (runs / "without/text").exists()
@@ -108,10 +111,16 @@ def test_a_process_without_shards_trains_the_same_run_to_the_last_bit(runs, stra
     assert expected.keys() == found.keys() and all(torch.equal(expected[name], found[name]) for name in expected)
 
 
-@pytest.mark.parametrize("name", ["ddp then on", "ddp then off"])
+@pytest.mark.parametrize("name", ["ddp then on", "ddp then off", "packed then on"])
 def test_a_run_continues_with_and_without_it(runs, name):
     assert [line["step"] for line in events(runs / name, "resume")] == [2]
-    assert losses(runs / name) == {step: loss for step, loss in losses(runs / "ddp").items() if step > 2}
+    whole = losses(runs / name.partition(" ")[0])
+    assert losses(runs / name) == {step: loss for step, loss in whole.items() if step > 2}
+
+
+def test_windows_of_whole_documents_are_the_same_under_another_strategy(runs):
+    assert losses(runs / "packed tp") == pytest.approx(losses(runs / "packed"), abs=1e-5)
+    assert losses(runs / "packed") != losses(runs / "ddp")
 
 
 class Threads:

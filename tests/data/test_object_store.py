@@ -102,6 +102,7 @@ MIXTURES = {
         ]
     },
     "random windows": {"train": [{"shards": "a"}], "sampling": "random_windows"},
+    "best fit": {"train": [{"shards": "a"}, {"shards": "b"}], "sampling": "best_fit"},
 }
 
 

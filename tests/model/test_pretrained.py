@@ -9,6 +9,7 @@ from pretrain.model.build import InitialWeights, build_meta_model, build_model, 
 from pretrain.model.own_code import register_all
 from pretrain.model.pretrained import (
     LoadedModel,
+    NewTokens,
     PretrainedTensors,
     TensorsInMemory,
     find_weights,
@@ -100,6 +101,36 @@ def test_what_is_read_does_not_change_the_files(tmp_path):
             parameter.add_(1)
     again = filled("llama", InitialWeights(seed=0, pretrained=open_pretrained(path)))
     assert_same(again, load_pretrained(path))
+
+
+@pytest.mark.parametrize("way", ["tensor by tensor", "whole"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_new_tokens_start_as_the_mean_of_their_parts(tied, way, tmp_path, monkeypatch):
+    values = TINY["llama"] | {"tie_word_embeddings": tied}
+    build_model(AutoConfig.for_model(**values), seed=7).save_pretrained(tmp_path)
+    old = load_pretrained(str(tmp_path))
+    rows = values["vocab_size"]
+    first = rows - 3  # the last three rows were padding
+    added = NewTokens(first, [[1, 2], [5], [7, 7, 9], [], [4, first - 1]], rows + 64)
+    if way == "whole":
+        monkeypatch.setattr("pretrain.model.pretrained.places_in_files", lambda files, names: None)
+    model = build_meta_model(AutoConfig.for_model(**values | {"vocab_size": rows + 64}))
+    weights = InitialWeights(seed=0, pretrained=open_pretrained(str(tmp_path), added))
+    for unit in units_of(model):
+        weights.fill(model, unit)
+    model.tie_weights()
+    for of in ("get_input_embeddings", "get_output_embeddings"):
+        found = getattr(model, of)().weight.detach()
+        before = getattr(old, of)().weight.detach()
+        assert found.shape == (rows + 64, before.shape[1])
+        assert torch.equal(found[:first], before[:first])
+        for number, parts in enumerate(added.parts):
+            expected = before[parts or range(first)].mean(dim=0)
+            torch.testing.assert_close(found[first + number], expected, atol=1e-7, rtol=0)
+        torch.testing.assert_close(found[first + 5 :], before[:first].mean(dim=0).expand(62, -1), atol=1e-7, rtol=0)
+    others = {name: p for name, p in model.named_parameters() if "embed_tokens" not in name and "lm_head" not in name}
+    assert others and all(torch.equal(p, old.get_parameter(name)) for name, p in others.items())
+    assert (model.get_input_embeddings().weight is model.get_output_embeddings().weight) == tied
 
 
 @pytest.mark.parametrize("shard", ["20KB", "1GB"])

@@ -5,12 +5,12 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import PreTrainedTokenizerFast
 
+from pretrain.data.tokenizer import load_decoder
 from pretrain.errors import InputError
 from pretrain_tools.preparation.tokenizer_training import _trained
 from pretrain_tools.publishing import gguf_file
-from pretrain_tools.publishing.gguf_comparison import compare
+from pretrain_tools.publishing.gguf_comparison import compare, validation_text
 from pretrain_tools.publishing.gguf_file import convert, read_conversion, write_gguf
 from support.project import ROOT, run_script
 from support.run_folders import write_model, write_run
@@ -48,9 +48,20 @@ TEXT = (ROOT / "docs/learning_rate.md").read_text()
 def own_tokenizer(tmp_path_factory):
     """A tokenizer as prepare_data.py trains it."""
     folder = tmp_path_factory.mktemp("tokenizer")
-    backend = _trained(iter([TEXT]), 500)
-    PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|endoftext|>").save_pretrained(folder)
+    _trained(iter([TEXT]), 500, ["<|user|>"], "gpt4").save(folder)
     return folder
+
+
+@pytest.mark.parametrize(("name", "theirs"), {"gpt4": "dbrx", "qwen2": "qwen2", "gpt2": "gpt-2"}.items())
+def test_llama_cpp_knows_each_pre_tokenizer(name, theirs):
+    trained = json.loads(_trained(iter([TEXT]), 300, [], name).json)
+    assert gguf_file.splitter_of(trained) == theirs
+
+
+def test_the_text_to_compare_on_is_the_runs_own(shards, tmp_path):
+    run = write_run(tmp_path / "x", data={"train": [{"shards": str(shards)}]})
+    text = validation_text(run)
+    assert len(text) > 500 and load_decoder(shards / "tokenizer").encode(text).ids
 
 
 def write_varied(folder, tokenizer, model):

@@ -4,7 +4,10 @@ import json
 import re
 
 import pytest
+import torch
 import yaml
+from safetensors.torch import load_file
+from tokenizers import Tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from support.project import events, losses, run_script
@@ -75,6 +78,39 @@ def test_pretrained_weights_keep_their_shapes(recipe, tmp_path):
     assert refused.returncode == 2
     assert "tensors differ, first model.layers.1" in refused.stderr and "init: scratch" in refused.stderr
     assert train(recipe, *start, "--model.max_position_embeddings", "256").returncode == 0
+
+
+def test_a_pretrained_model_takes_new_tokens(recipe, text_files, tokenizer, tmp_path):
+    train(recipe, "--budget.steps", "2")
+    text = ("--input", f"{text_files}/*.py", "--validation_fraction", "0.2")
+    run_script(
+        "prepare_data.py", *text, "--tokenizer", tokenizer, "--train_tokenizer", 600, "--output", tmp_path / "new"
+    )
+    run_script(
+        "prepare_data.py", *text, "--train_tokenizer", 600, "--pre_tokenizer", "gpt2", "--output", tmp_path / "other"
+    )
+    for name in ("new", "other"):
+        run_script("prepare_data.py", *text, "--tokenizer", tmp_path / name, "--output", tmp_path / f"{name}_shards")
+    start = ("--model", tmp_path / "run/final", "--init", "pretrained", "--output", tmp_path / "more")
+    start += ("--data.train", f"[{{shards: {tmp_path / 'new_shards'}}}]", "--budget.steps", "2")
+    refused = train(recipe, *start, "--check", check=False).stderr
+    assert "has 600 ids, but the model's vocab_size is 512" in refused and "give --model.vocab_size auto" in refused
+    auto = ("--model.vocab_size", "auto")
+    refused = train(recipe, *start, *auto, "--data.train", f"[{{shards: {tmp_path / 'other_shards'}}}]", check=False)
+    assert refused.returncode == 2 and "is no extension of the model's (512): " in refused.stderr
+    said = train(recipe, *start, *auto, "--optim.learning_rate", "1e-9").stderr
+    assert "88 new tokens start as the mean of their parts" in said
+    # The rows are those of the parts, but for two steps of a tiny rate.
+    old, new = (load_file(tmp_path / name / "final/model.safetensors") for name in ("run", "more"))
+    name = next(name for name in old if name.endswith("embed_tokens.weight"))
+    before = Tokenizer.from_file(str(tokenizer / "tokenizer.json"))
+    after = Tokenizer.from_file(str(tmp_path / "more/final/tokenizer.json"))
+    assert after.get_vocab_size() == 600 and new[name].shape[0] == 640
+    for number in (512, 555, 599):
+        parts = [part.id for part in before.model.tokenize(after.id_to_token(number))]
+        expected = old[name][parts].float().mean(dim=0)
+        assert len(parts) > 1
+        torch.testing.assert_close(new[name][number].float(), expected, atol=2e-3, rtol=1e-2)
 
 
 def test_plan_and_compare_know_them(shorter, tmp_path):
