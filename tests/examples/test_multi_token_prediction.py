@@ -48,7 +48,7 @@ def test_each_depth_predicts_a_later_token_of_its_own_document():
     inputs = batch.pop("input_ids_BT")
     targets = batch.pop("targets_BT")
     hidden = model.base_model(input_ids=inputs, use_cache=False, **batch).last_hidden_state
-    found = terms.add(inputs, targets, hidden, model, batch)
+    found = terms.add(inputs, targets, hidden, model.get_output_embeddings(), model.get_input_embeddings(), batch)
     expected = 0.0
     for start, length in zip(torch.tensor((0, *lengths)).cumsum(0).tolist(), lengths, strict=False):
         own = ids[None, start : start + length]
