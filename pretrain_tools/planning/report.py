@@ -111,7 +111,7 @@ def build_plan(
     work = work_of_run(config, model_config)
     # A run with stages is calibrated in its first one, which is what the machine sees first.
     first = config if config.data.windows[0] == config.data.window else config.as_stage(0)
-    at_first = flops_per_token(model_config, config.data.windows[0].sequence_length)
+    at_first = flops_per_token(model_config, config.data.windows[0].sequence_length) + 6 * work.sizes.terms
     calibration = calibrate(first, at_first) if with_calibration else None
     if calibration:
         # Only windows of the first stage were measured.
@@ -141,7 +141,8 @@ def plan_json(plan: Plan) -> str:
     """Formats the plan as JSON, in bytes, seconds, hours and US dollars."""
     recommended = plan.recommended
     values = {
-        "parameters": plan.work.sizes.total,
+        "parameters": plan.work.sizes.total - plan.work.sizes.terms,
+        "term_parameters": plan.work.sizes.terms,
         "active_parameters": plan.work.active,
         "embedding_parameters": plan.work.sizes.embedding,
         "non_embedding_parameters": plan.work.non_embedding,
