@@ -43,17 +43,21 @@ class Seen:
     head: "nn.Module | Shared"
     """Output head: its weight is (V, D)."""
     given_embedding: "nn.Module | Shared | None"
+    """What `embedding` returns."""
     attention: Mapping[str, Any]
     """Arguments of the model beside its input: with them another model of transformers sees the same documents."""
     cap: float | None = None
     """Cap of the model's logits, cap x tanh(logits / cap); None without one."""
     sequences: "Sequences" = field(default_factory=lambda: Sequences())
+    """Makes whole sequences of this rank's tokens, and takes these from them."""
 
     @property
     def embedding(self) -> "nn.Module | Shared":
         """Embedding of the token IDs, for terms that say `embeds = True`."""
         if self.given_embedding is None:
-            raise InputError("loss.terms: seen.embedding is there if the term's class says embeds = True; add that line")
+            raise InputError(
+                "loss.terms: seen.embedding is there if the term's class says embeds = True; add that line"
+            )
         return self.given_embedding
 
     def whole(self, values_BT: Tensor) -> Tensor:
@@ -114,8 +118,8 @@ class LossTerm(ABC):
 
     Options: type[TermOptions] = TermOptions
     by_token = False
-    """True if a token's part needs nothing of other tokens but what `seen.whole` and the model's own attention give: then
-    the term also runs under cp, where a rank has only a part of each sequence."""
+    """True if a token's part needs nothing of other tokens but what `seen.whole` and the model's own attention give:
+    then the term also runs under cp, where a rank has only a part of each sequence."""
     embeds = False
     """True if the term uses `seen.embedding`: then a pipeline's last stage has it too."""
 

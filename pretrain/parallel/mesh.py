@@ -272,7 +272,9 @@ class MeshStrategy(Strategy):
                 apply(module, mesh=self.mesh.shards(), shard_placement_fn=placement)
         causal_lm.tie_weights()
         self.copying: nn.Module | None = None
-        if self.embeds_twice and len(roots) > 1 and self.stage_owners[0] == self.stage_owners[-1] == self.mesh.rank("pp"):
+        """What has the last stage's copy of the embedding."""
+        owners = {self.stage_owners[0], self.stage_owners[-1]}
+        if self.embeds_twice and len(roots) > 1 and owners == {self.mesh.rank("pp")}:
             # The first and the last stage are both here, and fully_shard gives a parameter to one of them alone.
             second = copy.deepcopy(embedding)
             if self.embeds:

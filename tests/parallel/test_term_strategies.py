@@ -1,12 +1,12 @@
 """Terms of the loss with trained parameters train alike under every strategy, and continue each other's runs.
 
-Launches of one, two and, with STRATEGIES=all, four processes (tests/support/train_strategies.py). The terms are the example of
-multi-token prediction, and one that uses its parameters, the logits and a recomputation itself.
+Launches of one, two and, with STRATEGIES=all, four processes (tests/support/train_strategies.py). The terms are the
+example of multi-token prediction, and one that uses its parameters, the logits and a recomputation itself.
 """
 
 import json
 import os
-from itertools import pairwise
+from itertools import combinations
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ import yaml
 from safetensors.torch import load_file
 
 from pretrain.mesh_sizes import Sizes
-from support.mesh_products import MODELS, name_of, variables
+from support.mesh_products import MODELS, SCHEDULES, name_of, variables
 from support.project import ROOT, events, launch
 
 EVERYTHING = os.environ.get("STRATEGIES") == "all"
@@ -49,49 +49,36 @@ class Probe(LossTerm):
 '''
 TERMS = {MTP: {"depths": 2, "coefficient": 0.5}, "probe": {"coefficient": 0.2}}
 UNTIED = {"tie_word_embeddings": False}
-OF_TWO = {
-    "tied tp": ("tp", {}),
-    "tied pp": ("pp", {}, "--pipeline.schedule", "ZBVZeroBubble"),
-    "untied pp": ("pp", {}, "--pipeline.schedule", "1F1B"),
-    "untied cp": ("cp", {}),
-    "untied zero3": ("zero3", {}),
-    "tied zero1": ("zero1", {}),
-    "moe ep": ("ep", {}),
+Case = tuple[str, dict[str, str], str]
+"""(launcher file, sizes, pipeline.schedule)"""
+OF_TWO: dict[str, Case] = {
+    "tied tp": ("tp", {}, "1F1B"),
+    "tied pp": ("pp", {}, "ZBVZeroBubble"),
+    "untied cp": ("cp", {}, "1F1B"),
+    "untied zero3": ("zero3", {}, "1F1B"),
+    "tied zero1": ("zero1", {}, "1F1B"),
 }
-ALSO = {
-    "tied cp": ("cp", {}),
-    "tied zero2": ("zero2", {}),
-    "tied zero3": ("zero3", {}),
-    "tied zero3_offload": ("zero3_offload", {}),
-    "tied ddp": ("ddp", {}),
-    "tied fsdp2": ("fsdp2", {}),
-    "untied tp": ("tp", {}),
-    "untied zero1": ("zero1", {}),
-    "untied zero2": ("zero2", {}),
-}
-for which, name in ((which, name) for which in ("tied", "untied") for name in (
-    "GPipe", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "1F1B"
-)):
-    ALSO[f"{which} pp {name}"] = ("pp", {}, "--pipeline.schedule", name)
-PRODUCTS = [
-    Sizes(**{a: 2, b: 2}) for a, b in (
-        ("tp", "pp"), ("tp", "cp"), ("tp", "dp_shard"), ("pp", "cp"), ("pp", "dp_shard"), ("cp", "dp_shard"),
-        ("dp_replicate", "dp_shard"), ("dp_replicate", "tp"), ("dp_replicate", "pp"), ("dp_replicate", "cp"),
-    )
-]
-OF_FOUR = {
-    name_of(which, sizes): ("mesh", variables(sizes), "--pipeline.schedule", schedule)
-    for which, schedule in (("tied", "ZBVZeroBubble"), ("untied", "Interleaved1F1B"))
-    for sizes in PRODUCTS
-} | {
-    name_of("moe", sizes): ("mesh", variables(sizes), "--pipeline.schedule", "1F1B")
-    for sizes in (Sizes(dp_shard=4, ep=2), Sizes(dp_shard=2, tp=2, ep=2), Sizes(dp_shard=2, pp=2, ep=2), Sizes(dp_shard=2, cp=2, ep=2))
-}
-CASES = {2: OF_TWO | (ALSO if EVERYTHING else {}), 4: OF_FOUR if EVERYTHING else {}}
-NAMES = [name for cases in CASES.values() for name in cases]
-OPTIMIZERS = ("adamw", "muon") if EVERYTHING else ("adamw",)
-RUNS = [f"{optimizer} {name}" for optimizer in OPTIMIZERS for name in NAMES]
-MUON = [] if EVERYTHING else ["muon tied tp", "muon untied pp"]
+OF_FOUR: dict[str, Case] = {}
+RESUMED = ["adamw tied pp", "adamw untied zero3"]
+RUNS = [*(f"adamw {name}" for name in OF_TWO), "muon untied pp"]
+OF_TWO["untied pp"] = ("pp", {}, "1F1B")
+if EVERYTHING:
+    OF_TWO |= {
+        f"{model} {strategy}": (strategy, {}, "1F1B")
+        for model in ("tied", "untied")
+        for strategy in ("ddp", "fsdp2", "tp", "cp", "zero1", "zero2", "zero3", "zero3_offload")
+    }
+    OF_TWO |= {f"{model} pp {name}": ("pp", {}, name) for model in ("tied", "untied") for name in SCHEDULES}
+    OF_TWO["moe ep"] = ("ep", {}, "1F1B")
+    for model, schedule in (("tied", "ZBVZeroBubble"), ("untied", "Interleaved1F1B")):
+        for pair in combinations(("dp_replicate", "dp_shard", "pp", "cp", "tp"), 2):
+            sizes = Sizes(**dict.fromkeys(pair, 2))
+            OF_FOUR[name_of(model, sizes)] = ("mesh", variables(sizes), schedule)
+    for more in ({"dp_shard": 4}, *({"dp_shard": 2, name: 2} for name in ("tp", "pp", "cp"))):
+        sizes = Sizes(ep=2, **more)
+        OF_FOUR[name_of("moe", sizes)] = ("mesh", variables(sizes), "1F1B")
+    RUNS = [f"{optimizer} {name}" for optimizer in ("adamw", "muon") for name in OF_TWO | OF_FOUR]
+    RESUMED = RUNS
 
 
 def alone(name: str) -> str:
@@ -125,10 +112,11 @@ def runs(shards, tmp_path_factory):
     }
     (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
 
-    def run(name: str, strategy: str, environment: dict, *options: str, **more) -> dict:
+    def run(name: str, case: Case, **more) -> dict:
+        strategy, environment, schedule = case
         optimizer, model, *_ = name.split()
-        arguments = ["--output", str(folder / name), "--model", str(folder / f"{model}.json"), *options]
-        arguments += ["--optim.name", optimizer]
+        arguments = ["--output", str(folder / name), "--model", str(folder / f"{model}.json")]
+        arguments += ["--optim.name", optimizer, "--pipeline.schedule", schedule]
         return {"strategy": strategy, "arguments": arguments, "environment": environment, "muon_bucket": 2**13, **more}
 
     def train(processes: int, them: list[dict]) -> None:
@@ -136,18 +124,17 @@ def runs(shards, tmp_path_factory):
         program = ("tests/support/train_strategies.py", folder / "recipe.yaml", folder / "runs.json")
         launch("single" if processes == 1 else "ddp", processes, *program, timeout=3000)
 
-    every = [*RUNS, *MUON]
-    train(1, [run(name, "single", {}) for name in dict.fromkeys(map(alone, every))])
-    before = {name: name for name in map(alone, every)}
-    for processes, cases in CASES.items():
+    before = {name: name for name in map(alone, RUNS)}
+    train(1, [run(name, ("single", {}, "1F1B")) for name in before])
+    for processes, cases in ((2, OF_TWO), (4, OF_FOUR)):
         them = []
-        for name in every:
+        for name in RUNS:
             case = cases.get(name.partition(" ")[2])
             if case is None:
                 continue
-            them.append(run(name, *case))
-            start = str(folder / before[alone(name)] / MIDDLE)
-            them.append(run(f"{name} resumed", *case, start_from=start))
+            them.append(run(name, case))
+            if name in RESUMED:
+                them.append(run(f"{name} resumed", case, start_from=str(folder / before[alone(name)] / MIDDLE)))
             before[alone(name)] = name
         if them:
             train(processes, them)
@@ -160,18 +147,28 @@ def curve(run) -> dict[int, list[float]]:
     return {event["step"]: [event[figure] for figure in figures] for event in events(run, "train")}
 
 
-@pytest.mark.parametrize("name", [*RUNS, *MUON])
-def test_strategies_train_alike_and_continue_each_other(runs, name):
-    """Every load is compared with the checkpoint, bit by bit, by train_strategies.py."""
-    expected, found, resumed = (curve(runs / run) for run in (alone(name), name, f"{name} resumed"))
-    assert [*found] == [1, 2, 3, 4] and [*resumed] == [3, 4]
-    for step, figures in [*found.items(), *resumed.items()]:
-        assert figures[:3] == pytest.approx(expected[step][:3], rel=1e-6), step
-        assert figures[3] == pytest.approx(expected[step][3], rel=2e-6), step
-    assert expected[4][1] < expected[1][1], "the term's own parameters learn"
+@pytest.mark.parametrize("name", RUNS)
+def test_strategies_train_alike(runs, name):
+    expected, found = curve(runs / alone(name)), curve(runs / name)
+    check(found, expected)
+    assert [*found] == [1, 2, 3, 4] and expected[4][1] < expected[1][1], "the term's own parameters learn"
     for file in ("loss_terms", "average_loss_terms", "optimizer"):
         tensors, given = (load_file(runs / run / END / f"{file}.safetensors") for run in (alone(name), name))
         assert tensors.keys() == given.keys()
         assert all(torch.allclose(given[key], tensor, atol=2e-5) for key, tensor in tensors.items())
     equal, _ = json.loads((runs / name / "replicas.json").read_text())
     assert equal == []
+
+
+@pytest.mark.parametrize("name", RESUMED)
+def test_a_strategy_continues_the_run_of_another(runs, name):
+    """Every load is compared with the checkpoint, bit by bit, by train_strategies.py."""
+    found = curve(runs / f"{name} resumed")
+    assert [*found] == [3, 4]
+    check(found, curve(runs / alone(name)))
+
+
+def check(found: dict[int, list[float]], expected: dict[int, list[float]]) -> None:
+    for step, (*figures, norm) in found.items():
+        assert figures == pytest.approx(expected[step][:3], rel=1e-6), step
+        assert norm == pytest.approx(expected[step][3], rel=2e-6), step
