@@ -182,6 +182,8 @@ def add_merge(commands: Commands) -> None:
     text = "raw, or average: the mean that each checkpoint has of its own; of one model that is an export (raw)"
     command.add_argument("--weights", choices=["raw", "average"], default="raw", help=text)
     command.add_argument("--output", type=Path, metavar="FOLDER", help="(default: merged-FIRST-LAST in the run)")
+    text = "run the code in the models' folders; off by default"
+    command.add_argument("--trust_remote_code", action="store_true", help=text)
 
 
 def add_parity(commands: Commands) -> None:

@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 import yaml
 from safetensors.torch import load_file
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from pretrain.config import Loss, WindowSpec
@@ -55,6 +56,24 @@ def test_each_depth_predicts_a_later_token_of_its_own_document():
             logits = model.get_output_embeddings()(state)
             expected += F.cross_entropy(logits[0], following[k:], reduction="sum")
     torch.testing.assert_close(found, 0.3 * expected / 2 / total, rtol=1e-5, atol=1e-6)
+
+
+class NothingWaits(TorchDispatchMode):
+    """Fails at operations whose results the host needs, for which it would wait for a GPU."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        assert func._opname not in ("_local_scalar_dense", "nonzero", "masked_select", "_unique2", "equal"), func
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_step_waits_for_nothing():
+    model = build_model(AutoConfig.for_model(**TINY_LLAMA), seed=1, attention="groundwork_sdpa")
+    terms = made(model)
+    ids = torch.arange(24)[None] % 9
+    hidden = torch.randn(1, 24, 64, requires_grad=True)
+    positions = {"position_ids": torch.arange(24)[None] % 8}
+    with NothingWaits():
+        terms.add(ids, ids, hidden, model.get_output_embeddings(), model.get_input_embeddings(), positions).backward()
 
 
 def test_initial_values_depend_on_the_seed_alone():
