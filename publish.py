@@ -42,6 +42,8 @@ def build_parser() -> argparse.ArgumentParser:
     add("--first_wait", default="30", metavar="SECONDS", help="before the second attempt; doubles, up to an hour [30]")
     text = "used by train.py: records the outcome in metrics.jsonl and publishes again with late scores"
     add("--beside_training", action="store_true", help=text)
+    text = "of a checkpoint: run the code in its folder; off by default"
+    add("--trust_remote_code", action="store_true", help=text)
     text = "check every file of what was published, a folder or OWNER/NAME[@REVISION]; alone"
     add("--verify", metavar="PLACE", help=text)
     add("--sign", type=Path, metavar="KEY", help="sign the folder with a private elliptic key in PEM (model-signing)")

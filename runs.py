@@ -179,6 +179,8 @@ def add_merge(commands: Commands) -> None:
     text = "raw weights, or the average that each checkpoint stores; with one model: export it (raw)"
     command.add_argument("--weights", choices=["raw", "average"], default="raw", help=text)
     command.add_argument("--output", type=Path, metavar="FOLDER", help="(default: merged-FIRST-LAST in the run)")
+    text = "run the code in the models' folders; off by default"
+    command.add_argument("--trust_remote_code", action="store_true", help=text)
 
 
 def add_parity(commands: Commands) -> None:

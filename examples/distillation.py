@@ -21,6 +21,8 @@ from pretrain.registry import LOSS_TERMS
 class Distillation(LossTerm):
     """KL divergence of the student's from the teacher's probabilities of each next token, x temperature^2."""
 
+    by_token = True  # the teacher gets whole sequences
+
     class Options(TermOptions):
         """teacher: folder or Hub ID; temperature: divides the logits of both; chunk: tokens at a time."""
 
@@ -48,7 +50,8 @@ class Distillation(LossTerm):
 
     def __call__(self, seen: Seen) -> torch.Tensor:
         """Returns the sum over the tokens (a scalar), a chunk of logits at a time."""
-        self.teacher.to(seen.hidden_BTD.device)
+        if self.teacher.device != seen.hidden_BTD.device:
+            self.teacher.to(seen.hidden_BTD.device)
         hidden_ND = seen.hidden_BTD.flatten(0, 1)
         with torch.no_grad():
             theirs_NV = self.teacher_logits(seen).flatten(0, 1)
@@ -60,16 +63,17 @@ class Distillation(LossTerm):
         return total
 
     def teacher_logits(self, seen: Seen) -> torch.Tensor:
-        """Returns the teacher's logits (B, T, V), each document on its own."""
-        docs_BT = seen.documents_BT
+        """Returns the teacher's logits (B, T, V) for this rank's tokens, each document on its own."""
+        docs_BT = seen.whole(seen.documents_BT)
         same_BTT = docs_BT[:, :, None] == docs_BT[:, None, :]
         place_T = torch.arange(docs_BT.shape[1], device=docs_BT.device)
         starts_BT = torch.ones_like(docs_BT, dtype=torch.bool)
         starts_BT[:, 1:] = docs_BT[:, 1:] != docs_BT[:, :-1]
         positions_BT = place_T - (place_T * starts_BT).cummax(dim=1).values
         mask_B1TT = same_BTT.tril()[:, None]
-        ids_BT = seen.input_ids_BT
-        return self.teacher(ids_BT, attention_mask=mask_B1TT, position_ids=positions_BT, use_cache=False).logits
+        ids_BT = seen.whole(seen.input_ids_BT)
+        masks = {"attention_mask": mask_B1TT, "position_ids": positions_BT}
+        return seen.own(self.teacher(ids_BT, **masks, use_cache=False).logits)
 
     def divergence(self, seen: Seen, hidden_CD: torch.Tensor, theirs_CV: torch.Tensor) -> torch.Tensor:
         """Returns the sum of KL(teacher || student) over the rows of a chunk."""

@@ -45,6 +45,9 @@ class Depth(nn.Module):
 class MultiTokenPrediction(LossTerm):
     """Cross-entropy of the tokens after the next: the mean over the depths of what each adds up over its tokens."""
 
+    by_token = True  # later tokens come from seen.whole
+    embeds = True
+
     class Options(TermOptions):
         """depths: tokens after the next that are predicted; coefficient: DeepSeek-V3's lambda, 0.3 and later 0.1."""
 
@@ -58,13 +61,15 @@ class MultiTokenPrediction(LossTerm):
         """Returns the sum over the tokens (a scalar). No document sees or predicts another one's tokens."""
         hidden_BTD = seen.hidden_BTD
         total = hidden_BTD.new_zeros((), dtype=torch.float32)
+        all_targets_BT = seen.whole(seen.targets_BT)
+        all_documents_BT = seen.whole(seen.documents_BT)
         for k, depth in enumerate(self.trained, start=1):
             # targets[i] is token i + 1, so token i + k is targets[i + k - 1], and the one after it targets[i + k].
-            tokens_BT = later(seen.targets_BT, k - 1)
+            tokens_BT = seen.own(later(all_targets_BT, k - 1))
             tokens_BTD = seen.embedding(tokens_BT.clamp(min=0))
             hidden_BTD = depth(hidden_BTD, tokens_BTD, seen.attention)
-            same_BT = later(seen.documents_BT, k) == seen.documents_BT
-            targets_BT = later(seen.targets_BT, k).where(same_BT, IGNORED)
+            same_BT = seen.own(later(all_documents_BT, k)) == seen.documents_BT
+            targets_BT = seen.own(later(all_targets_BT, k)).where(same_BT, IGNORED)
             bias = getattr(seen.head, "bias", None)
             mean, _ = next_token_loss(hidden_BTD, seen.head.weight, targets_BT, head_bias=bias, cap=seen.cap)
             total = total + mean * (targets_BT != IGNORED).sum()

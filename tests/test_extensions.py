@@ -165,12 +165,18 @@ class Plain(loss_terms.LossTerm):
         return seen.hidden_BTD.sum(-1)
 
 
-@pytest.mark.parametrize("size", ["tp", "pp", "cp"])
-def test_what_cannot_be_right_is_refused(size, monkeypatch):
+def test_what_needs_whole_sequences_is_refused_under_cp(monkeypatch):
     monkeypatch.setitem(LOSS_TERMS, "plain", Plain)
-    monkeypatch.setattr(loss_terms, "launched_sizes", lambda: Sizes(**{size: 2}))
+    monkeypatch.setattr(loss_terms, "launched_sizes", lambda: Sizes(cp=2))
     (problem,) = loss_terms.term_problems(Loss(terms={"plain": None}), "auto")
-    assert size in problem and "fsdp2" in problem
+    assert "cp" in problem and "fsdp2" in problem
+
+
+def test_an_embedding_that_the_class_does_not_ask_for_is_refused():
+    nothing = torch.zeros(1, 3)
+    seen = loss_terms.Seen(nothing, nothing, nothing, nothing, 0, torch.nn.Linear(1, 1), None, {})
+    with pytest.raises(InputError, match="embeds = True"):
+        seen.embedding(nothing)
 
 
 def test_logits_of_a_term_are_capped_as_the_models_are():

@@ -429,8 +429,10 @@ class LanguageModelLoss(nn.Module):
         outputs = self.causal_lm.base_model(input_ids=input_ids_BT, use_cache=False, **attention_kwargs)
         loss, cross_entropy = self.loss_of_hidden(outputs.last_hidden_state, targets_BT)
         if self.terms is not None and torch.is_grad_enabled():
+            head = self.causal_lm.get_output_embeddings()
+            embedding = self.causal_lm.get_input_embeddings()
             hidden_BTD = outputs.last_hidden_state
-            loss = loss + self.terms.add(input_ids_BT, targets_BT, hidden_BTD, self.causal_lm, attention_kwargs)
+            loss = loss + self.terms.add(input_ids_BT, targets_BT, hidden_BTD, head, embedding, attention_kwargs)
         return loss, cross_entropy
 
     def loss_of_hidden(self, hidden_BTD: Tensor, targets_BT: Tensor) -> tuple[Tensor, Tensor]:

@@ -5,7 +5,7 @@ Shapes: B sequences, T positions, D hidden width, V vocabulary.
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from transformers import PreTrainedConfig
 
 from pretrain.config import Loss, Section
 from pretrain.errors import InputError
-from pretrain.mesh_sizes import environment_flag, launched_sizes
+from pretrain.mesh_sizes import launched_sizes
 from pretrain.model.build import module_seed
 from pretrain.model.small_copy import logit_cap
 from pretrain.registry import LOSS_TERMS
@@ -40,19 +40,73 @@ class Seen:
     """Number of each token's document within its sequence, from 0; all 0 without document_mask."""
     step: int
     """Number of the step, from 0."""
-    head: nn.Module
+    head: "nn.Module | Shared"
     """Output head: its weight is (V, D)."""
-    embedding: nn.Module
-    """Embedding of the token IDs."""
+    given_embedding: "nn.Module | Shared | None"
+    """What `embedding` returns."""
     attention: Mapping[str, Any]
     """Arguments of the model beside its input: with them another model of transformers sees the same documents."""
     cap: float | None = None
     """Cap of the model's logits, cap x tanh(logits / cap); None without one."""
+    sequences: "Sequences" = field(default_factory=lambda: Sequences())
+    """Makes whole sequences of this rank's tokens, and takes these from them."""
+
+    @property
+    def embedding(self) -> "nn.Module | Shared":
+        """Embedding of the token IDs, for terms that say `embeds = True`."""
+        if self.given_embedding is None:
+            raise InputError(
+                "loss.terms: seen.embedding is there if the term's class says embeds = True; add that line"
+            )
+        return self.given_embedding
+
+    def whole(self, values_BT: Tensor) -> Tensor:
+        """Returns, of a value for each token of this rank, (B, T, ...), those of the whole sequences."""
+        return self.sequences.whole(values_BT)
+
+    def own(self, values_BT: Tensor) -> Tensor:
+        """Returns, of values of whole sequences, those of this rank's tokens."""
+        return self.sequences.own(values_BT)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Returns (..., V) logits of hidden states (..., D). Pass a few rows at a time: all of them may not fit."""
         logits = F.linear(hidden, self.head.weight, getattr(self.head, "bias", None))
         return logits if self.cap is None else self.cap * (logits.float() / self.cap).tanh()
+
+
+class Sequences:
+    """Sequences of which a rank has all positions; cp has a class of its own."""
+
+    def whole(self, values_BT: Tensor) -> Tensor:
+        return values_BT
+
+    def own(self, values_BT: Tensor) -> Tensor:
+        return values_BT
+
+
+class Shared:
+    """The model's head or embedding as a term sees it where several ranks compute the term of the same tokens.
+
+    The gradients of its parameters are summed over these ranks, so each rank gives its share.
+    """
+
+    def __init__(self, module: nn.Module, ranks: int):
+        self.module = module
+        self.ranks = ranks
+
+    def __call__(self, *args) -> Tensor:
+        shares = {name: self.share(parameter) for name, parameter in self.module.named_parameters()}
+        return torch.func.functional_call(self.module, shares, args)
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self.module, name)
+        return self.share(value) if isinstance(value, nn.Parameter) else value
+
+    def share(self, parameter: Tensor) -> Tensor:
+        parameter = parameter.view_as(parameter)
+        if parameter.requires_grad:
+            parameter.register_hook(lambda gradient: gradient / self.ranks)
+        return parameter
 
 
 class LossTerm(ABC):
@@ -64,8 +118,10 @@ class LossTerm(ABC):
 
     Options: type[TermOptions] = TermOptions
     by_token = False
-    """True if each token's part needs nothing of other tokens: then the term also runs under cp, where a rank has only
-    a part of each sequence."""
+    """True if a token's part needs nothing of other tokens but what `seen.whole` and the model's own attention give:
+    then the term also runs under cp, where a rank has only a part of each sequence."""
+    embeds = False
+    """True if the term uses `seen.embedding`: then a pipeline's last stage has it too."""
 
     def __init__(self, options: TermOptions, model_config: PreTrainedConfig):
         self.options = options
@@ -113,8 +169,12 @@ class LossTerms:
                         f"loss.terms.{name}: {min(lost)} of its module would not be in checkpoints, which have its "
                         "parameters alone, each once: make it a buffer with persistent=False"
                     )
+        self.embeds = any(term.embeds for term in self.terms.values())
         self.cap = logit_cap(model_config)
         self.step = 0
+        self.sequences = Sequences()
+        self.ranks = 1
+        """Ranks that compute the terms of the same tokens, and sum their gradients of the head."""
         self._sums: Tensor | None = None
 
     def add(
@@ -122,18 +182,18 @@ class LossTerms:
         input_ids_BT: Tensor,
         targets_BT: Tensor,
         hidden_BTD: Tensor,
-        causal_lm: nn.Module,
+        head: nn.Module,
+        embedding: nn.Module | None,
         arguments: Mapping[str, Any],
     ) -> Tensor:
-        """Returns the sum of all terms x their coefficients, per token."""
-        positions_BT = arguments.get("position_ids")
-        documents_BT = torch.zeros_like(targets_BT)
-        if positions_BT is not None:
-            documents_BT = ((positions_BT == 0).cumsum(dim=1) - 1).clamp(min=0).expand_as(targets_BT)
-        head = causal_lm.get_output_embeddings()
-        embedding = causal_lm.get_input_embeddings()
+        """Returns the sum of all terms x their coefficients, per token of this rank."""
+        is_tied = embedding is not None and embedding.weight is head.weight
+        shown = [Shared(each, self.ranks) if self.ranks > 1 else each for each in (head, embedding)]
+        if not (self.embeds and is_tied):  # the gradient of an embedding of its own is whole on every rank
+            shown[1] = embedding if self.embeds else None
+        documents_BT = self.documents(arguments.get("position_ids"), targets_BT)
         seen = Seen(
-            input_ids_BT, targets_BT, hidden_BTD, documents_BT, self.step, head, embedding, arguments, self.cap
+            input_ids_BT, targets_BT, hidden_BTD, documents_BT, self.step, *shown, arguments, self.cap, self.sequences
         )
         # Every micro-batch of a step has as many tokens, so that the means of all of them are the mean of the step.
         means = [term(seen).float().sum() / targets_BT.numel() for term in self.terms.values()]
@@ -141,13 +201,34 @@ class LossTerms:
         self._sums = known if self._sums is None else self._sums + known
         return sum(term.options.coefficient * mean for term, mean in zip(self.terms.values(), means, strict=True))
 
+    def documents(self, positions_BT: Tensor | None, like_BT: Tensor) -> Tensor:
+        """Returns the number of each token's document within its whole sequence."""
+        if positions_BT is None:
+            return torch.zeros_like(like_BT)
+        starts_BT = self.sequences.whole((positions_BT == 0).long())
+        return self.sequences.own((starts_BT.cumsum(dim=1) - 1).clamp(min=0)).expand_as(like_BT)
+
     def figures(self, strategy: Any) -> dict[str, float]:
         """Returns {'loss_NAME': mean over all ranks since the last call}, before coefficients. A collective call."""
-        if self._sums is None:
-            return {}
-        *sums, count = strategy.sum(self._sums.float()).tolist()
+        known = torch.zeros(len(self.terms) + 1, device=strategy.device) if self._sums is None else self._sums.float()
+        *sums, count = strategy.sum(known).tolist()
         self._sums = None
-        return {f"loss_{name}": value / count for name, value in zip(self.terms, sums, strict=True)}
+        return {f"loss_{name}": value / count for name, value in zip(self.terms, sums, strict=True) if count}
+
+
+def modules_to_count(settings: Loss, model_config: PreTrainedConfig) -> nn.ModuleDict:
+    """Builds what terms train without storage, to count it. Raises InputError with the reason of one that fails."""
+    modules = nn.ModuleDict()
+    for name, given in settings.terms.items():
+        made = LOSS_TERMS[name]
+        if not made.has_parameters():
+            continue
+        try:
+            with torch.device("meta"):
+                modules[name] = made(made.Options.model_validate(given or {}), model_config).module()
+        except Exception as error:  # an extension's code may raise anything
+            raise InputError(f"loss.terms.{name}: its module cannot be built without storage: {error}") from error
+    return modules
 
 
 def term_problems(settings: Loss, compile_mode: str, *, scales_width: bool = False) -> list[str]:
@@ -157,24 +238,13 @@ def term_problems(settings: Loss, compile_mode: str, *, scales_width: bool = Fal
     """
     if not settings.terms:
         return []
-    sizes = launched_sizes()
-    problems = [
-        f"loss.terms: do not run with {name}, where no rank has all that a term needs; use ddp, fsdp2 or ZeRO"
-        for name, size in (("tp", sizes.tp), ("pp", sizes.pp))
-        if size > 1
-    ]
+    problems = []
     needy = [name for name in settings.terms if not LOSS_TERMS[name].by_token]
-    if sizes.cp > 1 and needy:
+    if launched_sizes().cp > 1 and needy:
         problems.append(
             f"loss.terms: {', '.join(needy)}: not under cp, where a rank has a part of each sequence, unless the "
             "class says by_token = True; use fsdp2"
         )
-    if not set(sizes.named()) <= {"dp_replicate", "dp_shard"} or environment_flag("ACCELERATE_USE_DEEPSPEED"):
-        problems += [
-            f"loss.terms: {name} has trained parameters, which run under ddp, fsdp2 and hsdp alone; use one of them"
-            for name in settings.terms
-            if LOSS_TERMS[name].has_parameters()
-        ]
     if compile_mode == "full":
         problems.append("loss.terms: run outside compiled code; take compile: regional, or auto")
     if scales_width and (trained := [name for name in settings.terms if LOSS_TERMS[name].has_parameters()]):

@@ -113,13 +113,13 @@ def load_model_config(
 def load_recipe_model_config(source: ModelSource, vocabulary_size: int | None) -> PreTrainedConfig:
     """Calls `load_model_config` for a recipe's model. Raises InputError for models that need more than text."""
     if source.trusts_code:
-        _register_code_of(source.config)
+        register_code_of(source.config)
     config = load_model_config(source.config, changes=source.changes, vocabulary_size=vocabulary_size)
     refuse_composites(str(source), config)
     return config
 
 
-def _register_code_of(name_or_path: str) -> None:
+def register_code_of(name_or_path: str) -> None:
     """Registers a model's own code, so that everything else finds it as it finds the library's models."""
     from pretrain.model.own_code import own_keys_of, register_folder
 

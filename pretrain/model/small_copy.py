@@ -210,7 +210,9 @@ def _cut_layers(values: dict[str, Any], config: PreTrainedConfig, total: int, la
     if values.get("decoder_layers") == total:  # in the Bart family num_hidden_layers is the encoder's count
         values["decoder_layers"] = layers
     for name, value in values.items():
-        if isinstance(value, (list, str)) and len(value) == total:
+        # Only strings that have a letter for each layer: "silu" would lose some of its own in a model of four layers.
+        is_per_layer = isinstance(value, list) or (isinstance(value, str) and name.endswith("pattern"))
+        if is_per_layer and len(value) == total:
             values[name] = value[:layers]
         elif isinstance(value, list) and any(part in name for part in ("layer", "idx", "indices")):
             values[name] = [index for index in value if not isinstance(index, int) or index < layers]

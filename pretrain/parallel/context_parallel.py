@@ -13,6 +13,7 @@ key heads, E head width.
 
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -69,7 +70,13 @@ class ContextParallel(Dimension):
         return mixing_problem(model_config) or heads_problem(model_config, sizes.cp, sizes.tp)
 
     def before_sharding(self, model: LanguageModelLoss) -> None:
-        exchange_heads(model.causal_lm, self.strategy.sizes.cp, self.group.group_name)
+        parts = self.strategy.sizes.cp
+        group = self.group.group_name
+        inside = [module for module in model.loss_terms.modules() if isinstance(module, PreTrainedModel)]
+        for attending in (model.causal_lm, *inside):
+            exchange_heads(attending, parts, group)
+        if model.terms is not None:
+            model.terms.sequences = PartsOfSequences(self.strategy.part, parts, group)
 
     def after_sharding(self, model: LanguageModelLoss, called: torch.nn.Module) -> None:
         cut = functools.partial(part_of_batch, self.strategy.part, self.strategy.sizes.cp)
@@ -110,6 +117,24 @@ def part_of_batch(part: int, parts: int, module: torch.nn.Module, args: tuple, k
     mine = slice(part * length, (part + 1) * length)
     cut = {name: batch[name][:, mine].contiguous() for name in ("input_ids_BT", "targets_BT", "position_ids")}
     return (), {**batch, **cut}
+
+
+@dataclass(frozen=True)
+class PartsOfSequences:
+    """Sequences of which this rank has a part, for terms of the loss; see `loss_terms.Sequences`."""
+
+    part: int
+    parts: int
+    group: str
+
+    def whole(self, values_BP: Tensor) -> Tensor:
+        """Returns (B, T, ...) from the parts of all ranks; a collective call, which gradients pass."""
+        sent_NBP = values_BP.expand(self.parts, *values_BP.shape)
+        return exchange(sent_NBP, self.parts, self.group).transpose(0, 1).flatten(1, 2)
+
+    def own(self, values_BT: Tensor) -> Tensor:
+        length = values_BT.shape[1] // self.parts
+        return values_BT.narrow(1, self.part * length, length)
 
 
 def exchange_heads(causal_lm: PreTrainedModel, parts: int, group: str) -> None:

@@ -10,6 +10,7 @@ always applied, even over a single rank: so every parameter is a DTensor, and on
 Checkpoints hold whole tensors, so a run can resume under any other product.
 """
 
+import copy
 import math
 import os
 from collections.abc import Iterator, Mapping
@@ -43,7 +44,7 @@ from pretrain.parallel.mesh_tiles import divided_axes, place_tiles
 from pretrain.parallel.pipeline import STAGE_LAYOUTS, PipelineModel, StagedTensors
 from pretrain.parallel.pipeline_stages import Stage, stage_parameters
 from pretrain.parallel.replicas import ReplicaGroup
-from pretrain.parallel.strategy import Strategy
+from pretrain.parallel.strategy import LOSS_TERMS, Strategy
 from pretrain.parallel.tensor_group import TensorGroup
 from pretrain.parallel.tensor_parallel import sum_in_place
 
@@ -195,9 +196,11 @@ class MeshStrategy(Strategy):
         """Prepares as in `Strategy`. No rank ever holds more than one whole layer, or than all that is in no layer."""
         self.causal_lm = causal_lm = model.causal_lm
         self.loss_terms = model.loss_terms
+        self.embeds = model.terms is not None and model.terms.embeds
         if self.precision == "fp8":
             use_fp8(causal_lm)
-        self.places = {name: place for place, (name, _) in enumerate(causal_lm.named_parameters())}
+        named = [*causal_lm.named_parameters(), *self.loss_terms.named_parameters(prefix=LOSS_TERMS)]
+        self.places = {name: place for place, (name, _) in enumerate(named)}
         sizes = self.sizes
         for dimension in self.dimensions:
             dimension.before_sharding(model)
@@ -230,8 +233,12 @@ class MeshStrategy(Strategy):
         """Returns this rank's stages by number, on the meta device; without a pipeline, the whole model."""
         if self.sizes.pp == 1:
             return {0: model}
-        ranges, self.parameters_of_stages = stage_parameters(self.causal_lm, len(self.stage_owners))
+        stages = len(self.stage_owners)
+        of_terms = sum(parameter.numel() for parameter in self.loss_terms.parameters())
+        ranges, self.parameters_of_stages = stage_parameters(self.causal_lm, stages, of_terms)
         mine = [number for number, owner in enumerate(self.stage_owners) if owner == self.mesh.rank("pp")]
+        if stages - 1 not in mine:
+            self.loss_terms.to("meta")  # as layers of other stages
         return {number: Stage(model, ranges[number], self.precision) for number in mine}
 
     def shard(self, roots: list[nn.Module], weights: InitialWeights) -> None:
@@ -246,6 +253,7 @@ class MeshStrategy(Strategy):
         head = causal_lm.get_output_embeddings()
         embedding = causal_lm.get_input_embeddings()
         is_tied = head.weight is embedding.weight
+        self.embeds_twice = is_tied or self.embeds
         if is_tied and head in here:
             here.add(embedding)  # a tied head gets its values from the embedding
         layers = set(layers_of(causal_lm))
@@ -263,11 +271,17 @@ class MeshStrategy(Strategy):
                 placement = partial(dimension_to_shard, self.sizes.fsdp)
                 apply(module, mesh=self.mesh.shards(), shard_placement_fn=placement)
         causal_lm.tie_weights()
-        self.copies_head = False
-        if is_tied and len(roots) > 1 and self.stage_owners[0] == self.stage_owners[-1] == self.mesh.rank("pp"):
+        self.copying: nn.Module | None = None
+        """What has the last stage's copy of the embedding."""
+        owners = {self.stage_owners[0], self.stage_owners[-1]}
+        if self.embeds_twice and len(roots) > 1 and owners == {self.mesh.rank("pp")}:
             # The first and the last stage are both here, and fully_shard gives a parameter to one of them alone.
-            self.copies_head = True
-            head.weight = nn.Parameter(embedding.weight.detach().clone())
+            second = copy.deepcopy(embedding)
+            if self.embeds:
+                roots[-1].embedding = second
+            if is_tied:
+                head.weight = second.weight
+            self.copying = head if is_tied else second
         # Parameters outside of the layers are used last in forward and first in backward, so they stay gathered.
         for root in roots:
             apply(root, mesh=self.mesh.shards(), reshard_after_forward=False)
@@ -277,7 +291,7 @@ class MeshStrategy(Strategy):
             from pretrain.parallel.fp8_gathers import Fp8Gathers
 
             self.fp8_gathers = [Fp8Gathers(root, self.mesh.dense.get_group("fsdp")) for root in roots]
-        if is_tied and not self.copies_head:
+        if is_tied and self.copying is None:
             # fully_shard has replaced the parameter in the stage alone, and the other module is in no stage here.
             if head in here and 0 not in self.roots:
                 embedding.weight = head.weight
@@ -287,18 +301,17 @@ class MeshStrategy(Strategy):
     def called(self, model: LanguageModelLoss) -> nn.Module:
         """Returns the module that the loop calls."""
         called: nn.Module = self.roots[0] if self.sizes.pp == 1 else self.pipeline()
-        if self.copies_head:
-            called.register_forward_pre_hook(self.copy_tied_head)
+        if self.copying is not None:
+            called.register_forward_pre_hook(self.copy_embedding)
         return called
 
     @torch.no_grad()
-    def copy_tied_head(self, *_) -> None:
-        """Gives, before each call of the model, the last stage's copy of a tied matrix the values of the first's."""
-        head, embedding = self.causal_lm.get_output_embeddings(), self.causal_lm.get_input_embeddings()
-        local_tensor(head.weight).copy_(local_tensor(embedding.weight))
+    def copy_embedding(self, *_) -> None:
+        """Gives, before each call of the model, the last stage's copy of the embedding the values of the first's."""
+        local_tensor(self.copying.weight).copy_(local_tensor(self.causal_lm.get_input_embeddings().weight))
 
     def trained_parameters(self) -> list[tuple[str, nn.Parameter]]:
-        copied = self.causal_lm.get_output_embeddings().weight if self.copies_head else None
+        copied = None if self.copying is None else self.copying.weight
         return [pair for pair in super().trained_parameters() if pair[1] is not copied]
 
     def pipeline(self) -> PipelineModel:
@@ -324,7 +337,7 @@ class MeshStrategy(Strategy):
         )
 
     def find_copies(self) -> None:
-        """Counts the ranks that have the same part of a parameter, and finds a tied embedding in two stages."""
+        """Counts the ranks that have the same part of a parameter, and finds an embedding in two stages."""
         stage_ranks = self.sizes.world // self.sizes.pp
         self.copies_of = {
             parameter: stage_ranks // math.prod(map(parameter.device_mesh.size, divided_axes(parameter)))
@@ -334,13 +347,12 @@ class MeshStrategy(Strategy):
         first, last = self.stage_owners[0], self.stage_owners[-1]
         self.tied_group: dist.ProcessGroup | None = None
         self.tied: nn.Parameter | None = None
-        head = self.causal_lm.get_output_embeddings()
-        if head.weight is self.causal_lm.get_input_embeddings().weight and first != last:
+        if self.embeds_twice and first != last:
             # Creating a group is collective: every rank has to take part for every group.
             pairs = self.mesh.ranks_along("pp")[:, [first, last]].tolist()
             group, _ = dist.new_subgroups_by_enumeration(pairs)
             if self.mesh.rank("pp") in (first, last):
-                self.tied_group, self.tied = group, head.weight
+                self.tied_group, self.tied = group, self.causal_lm.get_input_embeddings().weight
 
     def begin_step(self, learning_rate: float, micro_steps: int) -> None:
         super().begin_step(learning_rate, micro_steps)
@@ -365,10 +377,10 @@ class MeshStrategy(Strategy):
 
     def combine_gradients(self) -> None:
         """Completes the gradients, of which fully_shard has done the mean over the ranks that read different data."""
-        if self.copies_head:
-            head, embedding = self.causal_lm.get_output_embeddings(), self.causal_lm.get_input_embeddings()
-            local_tensor(embedding.weight.grad).add_(local_tensor(head.weight.grad))
-            head.weight.grad = None
+        if self.copying is not None:
+            embedding = self.causal_lm.get_input_embeddings()
+            local_tensor(embedding.weight.grad).add_(local_tensor(self.copying.weight.grad))
+            self.copying.weight.grad = None
         if (lost := self.without_gradient()) != self.untrained:  # which torch would leave out in silence
             raise RuntimeError(f"{len(lost)} parameters have no gradient, but had one before: {', '.join(lost[:4])}")
         gradients = {p: local_tensor(p.grad) for p in self.name_of if p.grad is not None}
@@ -409,6 +421,12 @@ class MeshStrategy(Strategy):
 
     def average_tensors(self) -> TensorGroup:
         return self.staged(super().average_tensors())
+
+    def term_tensors(self) -> TensorGroup:
+        return self.staged(super().term_tensors())
+
+    def average_term_tensors(self) -> TensorGroup:
+        return self.staged(super().average_term_tensors())
 
     def staged(self, mine: TensorGroup) -> TensorGroup:
         """Returns the tensors of all stages, of which this rank has `mine`, in the whole model's order."""

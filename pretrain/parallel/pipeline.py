@@ -4,7 +4,7 @@ The schedules are torch.distributed.pipelining's. One call of the model runs a w
 the loop does not change. See docs/pipelines.md.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -141,7 +141,9 @@ class PipelineModel(nn.Module):
         return self.numbered.get(len(self.owners) - 1)
 
     def forward(self, input_ids_BT: Tensor, targets_BT: Tensor, **attention_arguments) -> tuple[Tensor, Tensor]:
-        microbatches = split_micro_batch(targets_BT, attention_arguments, self.microbatches, self.sequence_parts)
+        microbatches = split_micro_batch(
+            input_ids_BT, targets_BT, attention_arguments, self.microbatches, self.sequence_parts
+        )
         for stage in self.stages:
             stage.begin(microbatches, self.micro_steps)
         # Compiled layers compute all gradients at once: with a split backward pass they would compute them twice.
@@ -191,6 +193,8 @@ class PipelineModel(nn.Module):
                 input_args=(ids if stage.is_first else hidden,),
                 output_args=(loss if stage.is_last else hidden,),
                 group=self.group,
+                # Where parts of the loss share weights, torch's split backward pass counts some gradients twice.
+                dw_builder=None if stage.terms is None else no_second_part,
             )
             for number, stage in self.numbered.items()
         ]
@@ -231,6 +235,11 @@ class PipelineModel(nn.Module):
 
     def transfer(self, operation, tensor: Tensor, peer: int) -> dist.P2POp:
         return dist.P2POp(operation, tensor, group=self.group, group_peer=peer)
+
+
+def no_second_part() -> Callable[[], None]:
+    """Tells torch that a stage computes all gradients together, and then nothing where weights' would follow."""
+    return lambda: None
 
 
 def output_as_loss(output: Tensor, target: Tensor) -> Tensor:

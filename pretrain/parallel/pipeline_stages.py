@@ -52,6 +52,7 @@ def split_layers(parameters_per_layer: list[int], stages: int, first: int, last:
 class PipelineMicroBatch:
     """A pipeline microbatch as a stage needs to know it, besides the hidden states that reach it."""
 
+    input_ids_BT: Tensor
     targets_BT: Tensor
     weight: Tensor
     """Share of the micro-batch's targets that are in here: the weighted losses add up to the micro-batch's loss."""
@@ -59,7 +60,7 @@ class PipelineMicroBatch:
 
 
 def split_micro_batch(
-    targets_BT: Tensor, arguments: Mapping[str, Any], parts: int, sequence_parts: int = 1
+    input_ids_BT: Tensor, targets_BT: Tensor, arguments: Mapping[str, Any], parts: int, sequence_parts: int = 1
 ) -> list[PipelineMicroBatch]:
     """Splits a micro-batch by rows into equal parts, each with the attention's arguments (`attention_arguments`).
 
@@ -79,10 +80,11 @@ def split_micro_batch(
                 # Segments of other rows become empty, which kernels accept, and the tensor's shape stays the same.
                 part[name] = (value - first * length).clamp(0, rows * length)
             elif isinstance(value, Tensor):
-                part[name] = value[here]
+                part[name] = value if len(value) == 1 else value[here]  # positions that all rows share
             else:
                 part[name] = value
-        microbatches.append(PipelineMicroBatch(targets_BT[here], counted_B[here].sum() / all_counted, part))
+        weight = counted_B[here].sum() / all_counted
+        microbatches.append(PipelineMicroBatch(input_ids_BT[here], targets_BT[here], weight, part))
     return microbatches
 
 
@@ -109,6 +111,10 @@ class Stage(nn.Module):
         self.dtype = torch.float32 if precision == "fp32" else torch.bfloat16
         """Dtype of the hidden states between stages."""
         self.loss_of_hidden = model.loss_of_hidden if self.is_last else None
+        self.terms = model.terms if self.is_last else None
+        self.loss_terms = model.loss_terms if self.is_last else nn.ModuleDict()
+        embeds = self.terms is not None and self.terms.embeds
+        self.embedding = model.causal_lm.get_input_embeddings() if embeds else None
         self.recorder = model.recorder
         self.microbatches: list[PipelineMicroBatch] = []
         """Pipeline microbatches of the current micro-batch."""
@@ -139,9 +145,19 @@ class Stage(nn.Module):
                 # is no public way to ask if a tensor is a view.
                 return hidden_BTD.clone() if hidden_BTD._is_view() else hidden_BTD
             loss, cross_entropy = self.loss_of_hidden(hidden_BTD, microbatch.targets_BT)
+            of_terms = self.of_terms(hidden_BTD, microbatch)
         weighted = cross_entropy * microbatch.weight
         self.cross_entropy = weighted if self.cross_entropy is None else self.cross_entropy + weighted
-        return loss * (microbatch.weight / self.micro_steps)
+        return (loss * microbatch.weight + of_terms) / self.micro_steps
+
+    def of_terms(self, hidden_BTD: Tensor, microbatch: PipelineMicroBatch) -> Tensor | float:
+        """Returns this pipeline microbatch's share of the terms of the loss."""
+        if self.terms is None or not torch.is_grad_enabled():
+            return 0.0
+        ids_BT = microbatch.input_ids_BT
+        arguments = microbatch.attention_arguments
+        terms = self.terms.add(ids_BT, microbatch.targets_BT, hidden_BTD, self.head, self.embedding, arguments)
+        return terms / len(self.microbatches)
 
 
 def cut(causal_lm: PreTrainedModel, layers: range, is_first: bool, is_last: bool) -> nn.Module:
@@ -206,7 +222,7 @@ def cut_problem(model_config: PreTrainedConfig) -> str | None:
             layers = len(layers_of(reference))
             for part in (range(layers // 2), range(layers // 2, layers)):
                 stage = Stage(model, part, "fp32")
-                stage.begin(split_micro_batch(targets_BT, {}, 1), micro_steps=1)
+                stage.begin(split_micro_batch(ids_BT, targets_BT, {}, 1), micro_steps=1)
                 x = stage(x)
     except Exception as error:  # a base model that does not consist of embeddings, layers and a norm
         return f"{said} ({described(error)}); {works}"
@@ -230,14 +246,17 @@ def layer_problem(model_config: Any, stages: int, ranks: int, schedule: str) -> 
     )
 
 
-def stage_parameters(causal_lm: PreTrainedModel, stages: int) -> tuple[list[range], list[int]]:
-    """Returns (layers, parameters) of that many balanced stages. A tied embedding counts in the first and the last."""
+def stage_parameters(causal_lm: PreTrainedModel, stages: int, in_last: int = 0) -> tuple[list[range], list[int]]:
+    """Returns (layers, parameters) of that many balanced stages. A tied embedding counts in the first and the last.
+
+    in_last: parameters that the last stage has besides the model's, of terms of the loss.
+    """
     layers = layers_of(causal_lm)
     sizes = [sum(parameter.numel() for parameter in layer.parameters()) for layer in layers]
     in_layers = {parameter for layer in layers for parameter in layer.parameters()}
     embeddings = {module.weight for module in causal_lm.base_model.children() if isinstance(module, nn.Embedding)}
     first = sum(parameter.numel() for parameter in embeddings)
-    last = sum(parameter.numel() for parameter in {*causal_lm.parameters()} - in_layers - embeddings)
+    last = in_last + sum(parameter.numel() for parameter in {*causal_lm.parameters()} - in_layers - embeddings)
     head = causal_lm.get_output_embeddings()
     last += head.weight.numel() if head.weight in embeddings else 0
     ranges = split_layers(sizes, stages, first, last)

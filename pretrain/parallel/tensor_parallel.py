@@ -77,6 +77,8 @@ class TensorParallel(Dimension):
     def before_sharding(self, model: LanguageModelLoss) -> None:
         if model.from_hidden_states:
             share_head(model, self.group)
+        if model.terms is not None:
+            model.terms.ranks = self.strategy.sizes.tp
 
     def divide(self, unit: str, module: nn.Module) -> None:
         strategy = self.strategy
@@ -97,8 +99,8 @@ class TensorParallel(Dimension):
         """Parameters whole on every rank, of whose gradient each rank has its own share."""
         if model.from_hidden_states:
             # The gradient of a copied head is added to the embedding's, of which each rank has its share too.
-            is_copied = self.strategy.copies_head
-            sharing = causal_lm.get_input_embeddings() if is_copied else causal_lm.get_output_embeddings()
+            head = causal_lm.get_output_embeddings()
+            sharing = causal_lm.get_input_embeddings() if self.strategy.copying is head else head
             self.shares.update(parameter for parameter in sharing.parameters() if parameter in name_of)
         self.whole = [
             parameter
@@ -365,7 +367,8 @@ def share_head(model: LanguageModelLoss, group: dist.ProcessGroup) -> None:
         return loss * share, cross_entropy
 
     def share_gradient(module: nn.Module, args: tuple, looked_up: Tensor) -> None:
-        if looked_up.requires_grad:  # every rank looks up all tokens, and the gradients will be summed
+        # Every rank looks up all tokens, and the gradients will be summed. A term's lookup has its share already.
+        if looked_up.requires_grad and module.weight.is_leaf:
             looked_up.register_hook(lambda gradient: gradient / ranks)
 
     model.loss_of_hidden = loss_of_hidden

@@ -30,7 +30,7 @@ from pretrain.optim.muon import MuonWithAdamW
 from pretrain.optim.optimizers import OPTIMIZERS, OptimizerBuilder, check_state, load_optimizer_state
 from pretrain.parallel.launcher import PRECISIONS, deepspeed_file, processes_launched
 from pretrain.parallel.replicas import ReplicaGroup
-from pretrain.parallel.strategy import Strategy, device_type, resolve_precision
+from pretrain.parallel.strategy import LOSS_TERMS, Strategy, device_type, of_terms, resolve_precision, without_terms
 from pretrain.parallel.tensor_group import TensorGroup, load_parts
 from pretrain.parallel.zero_partitions import Masters, full_shape
 
@@ -118,8 +118,10 @@ class Zero(Strategy):
     ) -> torch.nn.Module:
         """Prepares as in `Strategy`. In stage 3 no rank ever holds more of the whole model than one layer."""
         self.causal_lm = causal_lm = model.causal_lm
+        self.loss_terms = model.loss_terms
+        drawn = {name: parameter.detach().clone() for name, parameter in self.loss_terms.named_parameters()}
         self._fill(causal_lm, weights)
-        buffers = {name: buffer.clone() for name, buffer in causal_lm.named_buffers()}
+        buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
         optimizer = self.optimizer_of_parameters(build_optimizer)
         self.parameter_of = {name: parameter for parameter, name in self.name_of.items()}
         # DeepSpeed takes each gradient away at once, and puts zeros where there is none.
@@ -131,6 +133,8 @@ class Zero(Strategy):
 
             # The loss uses the head's weight outside of the head's own forward, whose hooks would gather it.
             deepspeed.zero.register_external_parameter(model, head.weight)
+            for parameter in self.loss_terms.parameters():  # as terms may use theirs
+                deepspeed.zero.register_external_parameter(model, parameter)
         if self.stage == 3:
             from deepspeed.utils import set_z3_leaf_module
 
@@ -148,7 +152,7 @@ class Zero(Strategy):
             optimizer.muon.placed = self.masters.pieces(optimizer.muon.matrices, holders)
         self._check_in_effect()
         if self.precision != "fp32":
-            self._undo_rounding(buffers, weights)
+            self._undo_rounding(model, buffers, weights, drawn)
         return self.model
 
     def _fill(self, causal_lm: PreTrainedModel, weights: InitialWeights) -> None:
@@ -159,17 +163,26 @@ class Zero(Strategy):
             return
         import deepspeed
 
-        for unit in units_of(causal_lm):
-            weights.fill(causal_lm, unit)
-            module = causal_lm.get_submodule(unit)
+        def partition(module: torch.nn.Module) -> None:
             if self.precision != "fp32":  # DeepSpeed casts whole models, but not partitioned parameters
                 for parameter in module.parameters():
                     parameter.data = parameter.data.to(torch.bfloat16)
             if not any(parameter.is_meta for parameter in module.parameters()):  # a tied head has no own weights
                 deepspeed.zero.Init(module=module, config_dict_or_path=self.settings)
+
+        for unit in units_of(causal_lm):
+            weights.fill(causal_lm, unit)
+            partition(causal_lm.get_submodule(unit))
+        partition(self.loss_terms)
         causal_lm.tie_weights()
 
-    def _undo_rounding(self, buffers: Mapping[str, torch.Tensor], weights: InitialWeights) -> None:
+    def _undo_rounding(
+        self,
+        model: LanguageModelLoss,
+        buffers: Mapping[str, torch.Tensor],
+        weights: InitialWeights,
+        drawn: Mapping[str, torch.Tensor],
+    ) -> None:
         """Restores the original fp32 master weights and rotary tables, which DeepSpeed has rounded.
 
         A second model on the meta device is filled unit by unit, so that only one unit is whole at a time.
@@ -177,7 +190,9 @@ class Zero(Strategy):
         for name, buffer in buffers.items():
             module, _, key = name.rpartition(".")
             # Assigned directly: register_buffer would make buffers persistent that no checkpoint contains.
-            self.causal_lm.get_submodule(module)._buffers[key] = buffer.to(self.device)
+            model.get_submodule(module)._buffers[key] = buffer.to(self.device)
+        for name, values in drawn.items():
+            self.masters.set(self.parameter_of[f"{LOSS_TERMS}.{name}"], None, values.to(self.device))
         twin = build_meta_model(self.causal_lm.config)
         for unit in units_of(twin):
             weights.fill(twin, unit)
@@ -236,8 +251,14 @@ class Zero(Strategy):
         return [name for name, p in self.parameter_of.items() if p.requires_grad and p not in self.reached]
 
     def model_tensors(self) -> TensorGroup:
-        shapes = {name: full_shape(parameter) for name, parameter in self.parameter_of.items()}
-        whole = TensorGroup.of(self.saved_buffers())
+        return self._gathered(without_terms(self.parameter_of), self.saved_buffers())
+
+    def term_tensors(self) -> TensorGroup:
+        return self._gathered(of_terms(self.parameter_of), {})
+
+    def _gathered(self, parameters: Mapping[str, torch.Tensor], buffers: dict[str, torch.Tensor]) -> TensorGroup:
+        shapes = {name: full_shape(parameter) for name, parameter in parameters.items()}
+        whole = TensorGroup.of(buffers)
         dtypes = dict.fromkeys(shapes, torch.float32) | whole.dtypes
         return GatheredGroup(shapes | whole.shapes, dtypes, whole.tensors, self.get)
 
@@ -268,6 +289,9 @@ class Zero(Strategy):
 
     def average_tensors(self) -> TensorGroup:
         return replace(self.model_tensors(), get=self._average)
+
+    def average_term_tensors(self) -> TensorGroup:
+        return replace(self.term_tensors(), get=self._average)
 
     def _average(self, name: str) -> torch.Tensor:
         """Returns a weight's average, whole on every rank; a collective call."""

@@ -75,7 +75,14 @@ def login_problems() -> list[str]:
 
 
 def publish_in_background(
-    run: Path, repository: str, *, step: int | None, private: bool, license: str, languages: list[str]
+    run: Path,
+    repository: str,
+    *,
+    step: int | None,
+    private: bool,
+    license: str,
+    languages: list[str],
+    trust_remote_code: bool = False,
 ) -> str | None:
     """Starts publish.py for a checkpoint, or for final/ if step is None, and returns immediately.
 
@@ -88,6 +95,7 @@ def publish_in_background(
     command += ["--license", license, "--attempts", str(BACKGROUND_ATTEMPTS), "--beside_training"]
     command += ["--language", *languages] if languages else []
     command += ["--private"] if private else []
+    command += ["--trust_remote_code"] if trust_remote_code else []
     revision = "main" if step is None else revision_of(step)
     if shutil.which("nice"):
         command = ["nice", "-n", "10", *command]

@@ -161,6 +161,7 @@ def publish_beside(config: RunConfig, step: int | None, metrics: Metrics) -> Non
         private=hub.private,
         license=config.publish.license,
         languages=config.publish.language,
+        trust_remote_code=config.trust_remote_code,
     )
     if warning:
         metrics.write("warning", message=warning)

@@ -26,7 +26,7 @@ from pretrain.parallel.tensor_parallel import plan_problem
 from pretrain.training.run_plan import ramp_of, sequences_of, too_long
 from pretrain_tools.planning.footprints import largest_footprint
 from pretrain_tools.planning.layouts import Layout, layouts, products
-from pretrain_tools.planning.memory import FP32, Memory, PlannedRun, optimizer_elements, sizes_of
+from pretrain_tools.planning.memory import FP32, Memory, PlannedRun, optimizer_elements, sizes_of, with_terms
 from pretrain_tools.planning.step_time import Hardware, RunWork, Speed, StepTime
 from pretrain_tools.planning.traffic import reduces_by_choice
 
@@ -140,15 +140,16 @@ def work_of_run(config: RunConfig, model_config: Any) -> RunWork:
             f"{length:,}; nearest: {max(1, sequences) * length:,} or {(sequences + 1) * length:,}"
         )
     active = active_parameters(model_config)
+    sizes = with_terms(sizes_of(model_config), config, model_config)
     ramp = planned_ramp(config, active)
     return RunWork(
-        sizes=sizes_of(model_config),
+        sizes=sizes,
         active=active,
         non_embedding=matrix_parameters(model_config),
         tokens=ramp.total_sequences * length,
         steps=ramp.total_steps,
         tokens_per_step=config.batch.tokens_per_step,
-        flops_per_token=mean_flops_per_token(config, model_config),
+        flops_per_token=mean_flops_per_token(config, model_config) + 6 * sizes.terms,
     )
 
 
@@ -425,7 +426,7 @@ def storage_of(config: RunConfig, work: RunWork) -> Storage:
     milestones = work.steps // settings.milestones_every if settings.milestones_every else 0
     kept = min(saves, settings.keep_last + settings.keep_best) + milestones
     export = 4 if config.export.dtype == "fp32" else 2
-    return Storage(checkpoint, kept, checkpoint * (kept + 1) + export * work.sizes.total)
+    return Storage(checkpoint, kept, checkpoint * (kept + 1) + export * (work.sizes.total - work.sizes.terms))
 
 
 def sources_of(config: RunConfig, work: RunWork) -> list[dict[str, Any]]:

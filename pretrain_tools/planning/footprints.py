@@ -103,13 +103,13 @@ def in_mesh(work: Work) -> Memory:
     schedule = STAGE_LAYOUTS[work.run.config.pipeline.schedule]
     owners = schedule.owners(work.layout.pp)
     layers = layers_of_stages(work.whole, len(owners))
-    ends = {0: sizes.embedding, len(owners) - 1: sizes.head or sizes.embedding}
+    ends = {0: sizes.embedding, len(owners) - 1: (sizes.head or sizes.embedding) + sizes.terms}
     found = []
     for rank in range(work.layout.pp):
         stages = [number for number, owner in enumerate(owners) if owner == rank]
         root = sum(ends.get(number, 0) for number in stages)
         if 0 in stages and stages[-1] == len(owners) - 1 and sizes.is_tied:
-            root = sizes.embedding
+            root = sizes.embedding + sizes.terms
         wanted = {"loss"} if stages[-1] == len(owners) - 1 else {"backward"}
         place = Place(rank, tuple(layers[number] for number in stages), stages[-1] == len(owners) - 1)
         found.append(part_of_mesh(work, sum(place.layers), root, wanted, place))

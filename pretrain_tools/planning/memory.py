@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from pretrain.config import RunConfig, WindowSpec
+from pretrain.config import Loss, RunConfig, WindowSpec
 from pretrain.model.attention import classes_in_rows
 from pretrain.model.build import KeyedConfig, build_meta_model, library_attention
 from pretrain.model.compile import layers_of
@@ -23,6 +23,7 @@ from pretrain.model.small_copy import logit_cap, projects_hidden_states
 from pretrain.optim.optimizers import OPTIMIZERS, ModelShapes, is_output_head, parameter_dtype
 from pretrain.parallel.expert_parallel import pads_much
 from pretrain.parallel.pipeline import STAGE_LAYOUTS
+from pretrain.parallel.strategy import LOSS_TERMS
 from pretrain.training.probe import probe
 from pretrain_tools.planning.activations import FLASH, Activations, ForwardPass, trace_activations
 from pretrain_tools.planning.layouts import Layout
@@ -59,6 +60,8 @@ class Sizes:
     """Layers with a mixture of experts."""
     choices: int = 0
     """Experts of a token in one of them."""
+    terms: int = 0
+    """What terms of the loss train, which is in no layer and in a pipeline's last stage."""
     in_fp8: int = 0
     """Elements of the layers' matrices that precision fp8 multiplies in 8 bits, and gathers in them."""
 
@@ -251,6 +254,29 @@ def _sizes(keyed: KeyedConfig) -> Sizes:
     )
 
 
+def with_terms(sizes: Sizes, config: RunConfig, model_config: Any) -> Sizes:
+    """Returns the sizes with what terms of the loss train. Raises InputError as `modules_to_count`."""
+    if not config.loss.terms:
+        return sizes
+    shapes = _shapes_of_terms(config.loss.model_dump_json(), KeyedConfig.of(model_config))
+    terms = sum(map(math.prod, shapes.values()))
+    return replace(
+        sizes,
+        terms=terms,
+        total=sizes.total + terms,
+        largest=max([sizes.largest, *map(math.prod, shapes.values())]),
+        shapes=replace(sizes.shapes, shapes={**sizes.shapes.shapes, **shapes}),
+    )
+
+
+@functools.lru_cache(maxsize=16)
+def _shapes_of_terms(loss: str, keyed: KeyedConfig) -> dict[str, tuple[int, ...]]:
+    from pretrain.model.loss_terms import modules_to_count
+
+    found = modules_to_count(Loss.model_validate_json(loss), keyed.config).named_parameters(prefix=LOSS_TERMS)
+    return {name: tuple(parameter.shape) for name, parameter in found}
+
+
 def exchanged_width(config: Any) -> int:
     """Returns the elements of query, key, value and output of a position; of usual heads where none are said."""
     heads = getattr(config, "num_attention_heads", None) or 1
@@ -340,7 +366,7 @@ class PlannedRun:
         sequences: batch.sequences_per_micro_batch.
         """
         config = self.config
-        whole = sizes_of(self.model_config)
+        whole = with_terms(sizes_of(self.model_config), config, self.model_config)
         accumulates = (
             config.batch.tokens_per_step >= 2 * sequences * config.data.sequence_length * layout.micro_batches
         )
@@ -351,7 +377,7 @@ class PlannedRun:
             length = config.data.sequence_length // layout.cp
             data = config.data.model_copy(update={"sequence_length": length})
             part = replace(part, config=config.model_copy(update={"data": data}))
-        held = sizes_of(part.model_config) if layout.tp > 1 else whole
+        held = with_terms(sizes_of(part.model_config), config, self.model_config) if layout.tp > 1 else whole
         sizes = held.in_parts(layout.ep) if layout.ep > 1 else held
         if layout.ep > 1 and layout.tp > 1:  # processes that split matrices have different experts
             held = held.in_parts(layout.tp)

@@ -129,7 +129,8 @@ def plan_json(plan: Plan) -> str:
     """Formats the plan as JSON, in bytes, seconds, hours and US dollars."""
     recommended = plan.recommended
     values = {
-        "parameters": plan.work.sizes.total,
+        "parameters": plan.work.sizes.total - plan.work.sizes.terms,
+        "term_parameters": plan.work.sizes.terms,
         "active_parameters": plan.work.active,
         "embedding_parameters": plan.work.sizes.embedding,
         "non_embedding_parameters": plan.work.non_embedding,

@@ -147,7 +147,11 @@ def publish_models(arguments: Namespace, models: list[Model]) -> None:
 def publish_model(arguments: Namespace, model: Model, staging: Path, url: str) -> None:
     """Stages one model and, unless this is a dry run, makes its revision hold that. Raises PublishError."""
     publication = Publication(
-        arguments.repo, license=arguments.license, languages=tuple(arguments.language), dtype=arguments.dtype
+        arguments.repo,
+        license=arguments.license,
+        languages=tuple(arguments.language),
+        dtype=arguments.dtype,
+        trust_remote_code=arguments.trust_remote_code,
     )
     folder = staging / model.revision
     # One process per revision: two that stage it at the same time would upload each other's halves.

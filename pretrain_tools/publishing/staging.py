@@ -127,7 +127,7 @@ def stage(
     unfinished = target.with_name(f".staging-{target.name}")
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)
-    copy_model(model, unfinished, dtype)
+    copy_model(model, unfinished, dtype, trusted=publication.trust_remote_code)
     if gguf:
         try:
             publication = replace(publication, gguf=add_gguf(run, publication, unfinished))
@@ -182,7 +182,7 @@ def write_model_as_gguf(run: Path, model: Model, dtype: str, file: Path) -> str:
         return convert(Path(temporary), file, dtype=dtype, text=validation_text(run), name=run.resolve().name)
 
 
-def copy_model(model: Model, target: Path, dtype: str) -> None:
+def copy_model(model: Model, target: Path, dtype: str, *, trusted: bool = False) -> None:
     """Copies what a model's folder holds of the model itself; a checkpoint in `dtype`."""
     for path in sorted(model.folder.iterdir()):
         if STAYS_HERE.fullmatch(path.name) or not path.is_file() or path.name in WRITTEN_ANEW:
@@ -192,7 +192,7 @@ def copy_model(model: Model, target: Path, dtype: str) -> None:
         elif not WEIGHTS.fullmatch(path.name):
             shutil.copyfile(path, target / path.name)  # not linked: config.json is rewritten
     if not model.is_final:
-        write_rounded(model.folder, target, dtype)
+        write_rounded(model.folder, target, dtype, trusted=trusted)
 
 
 def link_or_copy(source: Path, target: Path) -> None:
@@ -203,17 +203,22 @@ def link_or_copy(source: Path, target: Path) -> None:
         shutil.copyfile(source, target)
 
 
-def write_rounded(source: Path, target: Path, dtype: str) -> None:
-    """Writes the weights of a checkpoint, rounded and named as in final/, and notes their dtype in config.json."""
+def write_rounded(source: Path, target: Path, dtype: str, *, trusted: bool) -> None:
+    """Writes the weights of a checkpoint, rounded and named as in final/, and notes their dtype in config.json.
+
+    trusted: run the model's own code, which knows its buffers.
+    """
     import torch
 
     from pretrain.checkpoint.tensor_files import SavedTensors, write_group
     from pretrain.hardware import DTYPES
-    from pretrain.model.model_config import load_model_config
+    from pretrain.model.model_config import load_model_config, register_code_of
     from pretrain.model.published_names import PublishedNames
     from pretrain.parallel.tensor_group import TensorGroup
     from pretrain_tools.runs.merge import note_dtype
 
+    if trusted:
+        register_code_of(str(source))
     published = PublishedNames.of(load_model_config(str(source)))
     saved = SavedTensors(source, "model")
     group = TensorGroup(saved.shapes(), dict.fromkeys(saved, torch.float32), saved)

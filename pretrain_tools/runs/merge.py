@@ -20,7 +20,7 @@ from pretrain.checkpoint.checkpoints import require_space
 from pretrain.checkpoint.tensor_files import SavedTensors, bytes_of, write_group
 from pretrain.errors import InputError, Problems
 from pretrain.files import CARD_FILE, PICTURE_FILE, PROVENANCE_FILE, SEAL_FILE, SIGNATURE_FILE, commit
-from pretrain.model.model_config import config_differences, load_model_config
+from pretrain.model.model_config import config_differences, load_model_config, register_code_of
 from pretrain.model.published_names import JoinedTensors, PublishedNames
 from pretrain.parallel.tensor_group import TensorGroup
 from pretrain.runs.run_folder import checkpoint_folders, output_problem
@@ -49,7 +49,9 @@ class MeanTensors(TensorGroup):
         return (total / len(self.models)).float()
 
 
-def merge_models(texts: list[str], *, last: int | None, weights: str, output: Path | None) -> tuple[Path, list[str]]:
+def merge_models(
+    texts: list[str], *, last: int | None, weights: str, output: Path | None, trust_remote_code: bool = False
+) -> tuple[Path, list[str]]:
     """Writes the mean of the models at these addresses; returns its folder and the names of the averaged models.
 
     Reads one tensor at a time and holds at most one output file in memory. Raises InputError with all problems before
@@ -58,6 +60,7 @@ def merge_models(texts: list[str], *, last: int | None, weights: str, output: Pa
     Args:
         last: number of newest intact checkpoints to take from each run.
         weights: raw, or average: the averaged weights stored in checkpoints.
+        trust_remote_code: run the code in the models' folders.
         output: a folder that does not exist yet. None: a folder in the run, if all models belong to one run.
     """
     problems = Problems()
@@ -76,7 +79,8 @@ def merge_models(texts: list[str], *, last: int | None, weights: str, output: Pa
             problems.attempt(require_average, f"merge {name}: --weights average", folder)
     output = problems.attempt(output_folder, addresses, output)
     problems.stop_if_any()
-    group = problems.attempt(mean_of, names, folders, "model" if weights == "raw" else "average")
+    prefix = "model" if weights == "raw" else "average"
+    group = problems.attempt(mean_of, names, folders, prefix, trusted=trust_remote_code)
     problems.stop_if_any()
     require_room(output, group)
     # Write to a hidden folder and rename it at the end, so that the output is complete or absent.
@@ -123,9 +127,11 @@ def output_folder(addresses: Sequence[ModelAddress], asked: Path | None) -> Path
     return asked
 
 
-def mean_of(names: Sequence[str], folders: Sequence[Path], prefix: str) -> MeanTensors:
+def mean_of(names: Sequence[str], folders: Sequence[Path], prefix: str, *, trusted: bool) -> MeanTensors:
     """Returns the lazy mean of the tensors in these folders. Raises InputError if the architectures differ."""
     problems = Problems()
+    for folder in folders if trusted else ():
+        problems.attempt(register_code_of, str(folder))
     configs: list[PreTrainedConfig | None] = [problems.attempt(load_model_config, str(folder)) for folder in folders]
     problems.stop_if_any()
     saved = [SavedTensors(folder, prefix) for folder in folders]

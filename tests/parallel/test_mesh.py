@@ -70,6 +70,23 @@ if EVERYTHING:
     ON_FOUR |= cases(4, "muon") | cases(4, "adafactor")
     ON_EIGHT = cases(8)
 RESUMED = list(ON_FOUR | ON_EIGHT) if EVERYTHING else [*IN_TWO_DIMENSIONS, list(FEW_EXPERTS)[-1]]
+CLIPPED = {"tp2 dp_shard2": ("muon", "dense", Sizes(tp=2, dp_shard=2))}
+"""Products with QK-clip."""
+if EVERYTHING:
+    CLIPPED |= {
+        "tp2 pp2": ("muon", "dense", Sizes(tp=2, pp=2)),
+        "cp2 tp2": ("muon", "dense", Sizes(cp=2, tp=2)),
+        "cp2 dp_shard2": ("muon", "dense", Sizes(cp=2, dp_shard=2)),
+        "pp2 cp2": ("muon", "dense", Sizes(pp=2, cp=2)),
+        "pp2 dp_shard2": ("muon", "dense", Sizes(pp=2, dp_shard=2)),
+        "dp_replicate2 dp_shard2": ("muon", "dense", Sizes(dp_replicate=2, dp_shard=2)),
+        "ep2 dp_shard4": ("muon", "mixtral", Sizes(dp_shard=4, ep=2)),
+        "ep2 tp2 dp_shard2": ("muon", "mixtral", Sizes(dp_shard=2, tp=2, ep=2)),
+    }
+CLIP = ["--optim.muon.qk_clip", "0.003"]
+COMPILED_CLIP = [*CLIP, "--precision", "bf16", "--compile", "regional"]
+MIXTRAL = MODELS["dense"] | {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
+"""Whose queries and keys have no norms."""
 HAS_FP8 = importlib.util.find_spec("torchao") is not None
 PRESETS = {
     "dense pp2 dp_replicate2": "pp",
@@ -101,6 +118,10 @@ def layers_of(sizes: Sizes) -> int:
 def alone(optimizer: str, model: str, sizes: Sizes) -> str:
     """The run in one process that a case is compared with."""
     return f"{optimizer} {model} of {layers_of(sizes)} alone"
+
+
+def clipped_alone(optimizer: str, model: str, sizes: Sizes) -> str:
+    return f"clipped {alone(optimizer, model, sizes)}"
 
 
 @pytest.fixture
@@ -249,7 +270,7 @@ def test_the_scripts_own_options_are_left_alone():
 def runs(shards, tmp_path_factory) -> Path:
     """Trains every product, and each model in one process."""
     folder = tmp_path_factory.mktemp("mesh")
-    for name, values in MODELS.items():
+    for name, values in {**MODELS, "mixtral": MIXTRAL}.items():
         (folder / f"{name}.json").write_text(json.dumps(values))
     recipe = folder / "recipe.yaml"
     values = {
@@ -310,7 +331,13 @@ def runs(shards, tmp_path_factory) -> Path:
         run(copies, "copies", "ddp", steps=STEPS),
         run(copies, "copies resumed", "ddp", steps=STEPS, start_from=str(folder / "copies" / MIDDLE)),
     ]
+    clipped = {clipped_alone(*case): case for case in CLIPPED.values()}
+    single += [run_alone(case, name, *CLIP) for name, case in clipped.items()]
+    special += [run(case, f"clipped {name}", "mesh", *CLIP) for name, case in CLIPPED.items()]
     if EVERYTHING:
+        case = CLIPPED["tp2 dp_shard2"]
+        single.append(run_alone(case, "clipped bf16 alone", *CLIP, *bf16))
+        special.append(run(case, "clipped bf16 compiled", "mesh", *COMPILED_CLIP, **compiled))
         case = ("adamw", "dense", Sizes(dp_replicate=2, dp_shard=2))
         special.append(run(case, "reduced once", "hsdp", "--batch.reduce_once", "true"))
     if HAS_FP8:
@@ -392,6 +419,21 @@ def test_copies_on_four_processes_resume_to_the_last_bit(runs):
     for file in ("model", "optimizer", "average"):
         expected, found = (load_file(run / end / f"{file}.safetensors") for run in (whole, resumed))
         assert expected.keys() == found.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("name", CLIPPED)
+def test_products_clip_heads_as_one_process_does(runs, name):
+    both = (runs / clipped_alone(*CLIPPED[name]), runs / f"clipped {name}")
+    expected, found = map(losses, both)
+    assert len(found) == SHORT and found == pytest.approx(first(expected, SHORT), rel=1e-6)
+    tensors, given = (load_file(run / MIDDLE / "model.safetensors") for run in both)
+    assert all(torch.allclose(given[key], tensor, atol=1e-5) for key, tensor in tensors.items())
+
+
+@pytest.mark.skipif(not EVERYTHING, reason="STRATEGIES=all")
+def test_compiled_products_in_bf16_clip_heads_as_one_process_does(runs):
+    expected = first(losses(runs / "clipped bf16 alone"), SHORT)
+    assert losses(runs / "clipped bf16 compiled") == pytest.approx(expected, rel=2e-4)
 
 
 @pytest.mark.skipif(not EVERYTHING, reason="STRATEGIES=all")

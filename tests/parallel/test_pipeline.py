@@ -149,7 +149,7 @@ def test_whatever_is_accepted_can_be_split(launched, lengthening):
         microbatches = len(STAGE_LAYOUTS[schedule].owners(ranks)) * scale
         for number, length in enumerate((32, longer)):
             micro_batch = micro_batch_of(config, number, pipelines * ranks, parts)
-            split = split_micro_batch(torch.zeros(micro_batch * ranks, length), {}, microbatches)
+            split = split_micro_batch(*2 * [torch.zeros(micro_batch * ranks, length)], {}, microbatches)
             assert [len(part.targets_BT) for part in split] == [micro_batch // parts] * microbatches
             assert micro_batch * length <= max(length, sequences * 32)
             assert tokens % (micro_batch * ranks * pipelines * length) == 0

@@ -87,7 +87,7 @@ def test_stages_one_after_the_other_are_the_whole_model(model_type, tied):
     InitialWeights(seed=1).fill(model.causal_lm, "")
     model.causal_lm.tie_weights()
     assert counts == [sum(p.numel() for p in stage.parameters()) for stage in stages]
-    microbatches = split_micro_batch(targets, arguments, 2)
+    microbatches = split_micro_batch(ids, targets, arguments, 2)
     losses = []
     for stage in stages:
         stage.begin(microbatches, micro_steps=1)
@@ -142,7 +142,7 @@ def test_the_split_is_the_best_there_is():
 
 def test_a_part_of_a_micro_batch_has_its_own_segments():
     ids, targets, arguments = batch()
-    parts = split_micro_batch(targets, arguments, 2)
+    parts = split_micro_batch(targets, targets, arguments, 2)
     assert sum(part.weight.item() for part in parts) == pytest.approx(1.0)
     assert parts[1].weight.item() == pytest.approx((32 + 5) / (3 * 32 + 5))
     for number, part in enumerate(parts):

@@ -10,7 +10,9 @@ from pretrain.model.build import build_meta_model, build_model
 from pretrain.model.model_config import load_model_config
 from pretrain.optim.optimizers import optimizer_builder
 from pretrain.parallel.registry import STRATEGIES
+from pretrain.registry import load_extensions
 from pretrain_tools.planning.activations import ForwardPass, Line, trace_activations
+from pretrain_tools.planning.candidates import work_of_run
 from pretrain_tools.planning.footprints import footprint
 from pretrain_tools.planning.layouts import layout
 from pretrain_tools.planning.memory import PlannedRun, optimizer_elements, sizes_of
@@ -241,3 +243,17 @@ def test_the_ladder_climbs_until_it_fits(model_config, model_file):
     enough = need(run_config(model_file, activation_checkpointing="full"), model_config, "ddp", ranks=2).total / 0.89
     half, full = ladder(run, layout("ddp", 2), enough)
     assert "does not fit" in half and full.endswith("fits") and "does not" not in full
+
+
+def test_what_terms_of_the_loss_train_is_counted(model_config, model_file):
+    load_extensions([str(ROOT / "examples/multi_token_prediction.py")])
+    plain = run_config(model_file, budget={"steps": 4})
+    with_term = run_config(model_file, budget={"steps": 4}, loss={"terms": {"multi_token_prediction": {"depths": 2}}})
+    works = [work_of_run(config, model_config) for config in (plain, with_term)]
+    width = SHAPE["hidden_size"]
+    terms = 2 * (works[0].sizes.layer + 2 * width * width + 3 * width)  # a block, a projection and three norms
+    assert works[1].sizes.terms == terms and works[1].sizes.total == works[0].sizes.total + terms
+    assert works[1].flops_per_token - works[0].flops_per_token == 6 * terms
+    for name, each in (("ddp", 8), ("fsdp2", 4), ("zero1", 6), ("tp", 8)):  # zero1: with the fp32 weights
+        without, whole = (need(config, model_config, name, ranks=2, precision="fp32") for config in (plain, with_term))
+        assert whole.optimizer - without.optimizer == pytest.approx(each * terms), name

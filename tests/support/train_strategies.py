@@ -63,6 +63,16 @@ from support.project import ROOT
 from support.warm_python import starter
 
 
+def compare(strategy, groups, saved) -> None:
+    """Fails unless the tensors in these groups are those that were saved."""
+    names = set().union(*(group.shapes for group in groups))
+    assert names == set(saved), f"{strategy.name}: {names ^ set(saved)}"
+    for group in groups:
+        for name in group.shapes:
+            running = group.fetch(name)
+            assert running.dtype == saved[name].dtype and torch.equal(running, saved[name]), (strategy.name, name)
+
+
 def check_load(load):
     """Wraps Strategy.load: what was put in must come out again."""
 
@@ -70,11 +80,8 @@ def check_load(load):
         load(strategy, model, optimizer)
         if type(strategy).load is not checked:
             return  # a subclass has called with what is its own
-        for group, saved in ((strategy.model_tensors(), model), (strategy.optimizer_tensors(), optimizer)):
-            assert set(group.shapes) == set(saved), f"{strategy.name}: {set(group.shapes) ^ set(saved)}"
-            for name in group.shapes:
-                running = group.fetch(name)
-                assert running.dtype == saved[name].dtype and torch.equal(running, saved[name]), (strategy.name, name)
+        compare(strategy, (strategy.model_tensors(), strategy.term_tensors()), model)
+        compare(strategy, (strategy.optimizer_tensors(),), optimizer)
 
     return checked
 
@@ -84,9 +91,7 @@ def check_load_average(load_average):
 
     def checked(strategy, saved):
         load_average(strategy, saved)
-        group = strategy.average_tensors()
-        assert set(group.shapes) == set(saved)
-        assert all(torch.equal(group.fetch(name), saved[name]) for name in group.shapes), strategy.name
+        compare(strategy, (strategy.average_tensors(), strategy.average_term_tensors()), saved)
         print(f"{strategy.name}: average loaded")
 
     return checked
@@ -258,6 +263,8 @@ if __name__ == "__main__":
     pretrain.parallel.strategy.use_all_cores = lambda: torch.set_num_threads(1)
     # A process that writes a card takes as long as a tiny run's steps; others see to it that there is one.
     export.describe_training = lambda *_: None
+    for name in registry.STRATEGIES:
+        registry.strategy_named(name)  # imported only now, it is a subclass that the next line finds
     for strategy_class in all_strategies():
         if "load" in vars(strategy_class):
             strategy_class.load = check_load(strategy_class.load)
