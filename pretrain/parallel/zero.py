@@ -178,6 +178,8 @@ class Zero(Strategy):
             module, _, key = name.rpartition(".")
             # Assigned directly: register_buffer would make buffers persistent that no checkpoint contains.
             self.causal_lm.get_submodule(module)._buffers[key] = buffer.to(self.device)
+        if weights.are_loaded:  # into the masters
+            return
         twin = build_meta_model(self.causal_lm.config)
         for unit in units_of(twin):
             weights.fill(twin, unit)

@@ -39,30 +39,7 @@ def planned_memory(strategy: Strategy, config: RunConfig) -> Memory:
 def footprint(run: PlannedRun, layout: Layout, sequences: int) -> Memory:
     """Returns the memory of the process that needs most, with so many sequences per micro-batch."""
     work = run.work(layout, sequences)
-    memory = in_mesh(work) if layout.is_mesh else STATES.get(layout.name, replicated)(work)
-    return replace(
-        memory,
-        activations=memory.activations + (exchanged_heads(work) if memory.moment != "update" else 0),
-        buffers=memory.buffers + exchanged_rows(work),
-    )
-
-
-def exchanged_heads(work: Work) -> float:
-    """Returns the bytes of the copies that exchanges of heads make under cp."""
-    if work.layout.cp == 1:
-        return 0
-    bytes_per_channel = work.tokens * work.compute
-    copied = bytes_per_channel * work.sizes.exchanged_width  # on its way there, or back
-    if work.run.config.activation_checkpointing == "none":  # each layer keeps its output on both sides of the exchange
-        copied += bytes_per_channel * work.sizes.layers * work.sizes.width
-    return copied
-
-
-def exchanged_rows(work: Work) -> float:
-    """Returns the bytes of a layer's rows on their way to experts and back under ep, if experts share evenly."""
-    if work.layout.ep == 1:
-        return 0
-    return 2 * work.compute * work.tokens * work.sizes.choices * work.sizes.width
+    return in_mesh(work) if layout.is_mesh else STATES.get(layout.name, replicated)(work)
 
 
 def replicated(work: Work) -> Memory:
@@ -173,6 +150,8 @@ def part_of_mesh(work: Work, layers: int, root: int, wanted: set[str], place: "P
     held_over = FP32 * root if is_held else 0.0
     outside = compute * root
     layer = compute * sizes.layer
+    sent_in_fp8 = sizes.in_fp8 / sizes.layers if work.run.precision == "fp8" and shards > 1 else 0.0
+    gathered_layer = layer - (compute - 1) * sent_in_fp8
     if place is None:
         act = {
             **work.activation_bytes(
@@ -182,11 +161,14 @@ def part_of_mesh(work: Work, layers: int, root: int, wanted: set[str], place: "P
         }
     else:
         act = activations_of_stages(work, place)
-    # A layer is gathered into one flat tensor and copied out of it; the next one is fetched meanwhile. Its gradients
-    # are copied into a flat fp32 tensor, and that of the layer before is still being summed.
-    gathered = 3 * layer
+    # A layer is gathered into one flat tensor and copied out of it; the next one is fetched meanwhile, and the last one
+    # stays for the backward pass. Its gradients are copied into a flat fp32 tensor, and that of the layer before is
+    # still being summed.
+    gathered = 3 * gathered_layer
     reduced = layer + 2 * FP32 * sizes.layer
-    whole = compute * elements - outside if layout.pp > 1 or shards == 1 else 0.0
+    whole = 0.0
+    if layout.pp > 1 or shards == 1:
+        whole = compute * elements - outside - (compute - 1) * sent_in_fp8 * layers
     gradients = states
     if layout.pp > 1:
         resident = FP32 * elements if work.accumulates or act["has gradients"] else FP32 * sizes.layer
@@ -196,7 +178,7 @@ def part_of_mesh(work: Work, layers: int, root: int, wanted: set[str], place: "P
         resident = FP32 * elements
         gradients += FP32 * (sizes.root + sizes.layer)
     moments = {
-        "loss": (resident, act["loss"], outside + held_over + max(layer + FP32 * sizes.layer, whole)),
+        "loss": (resident, act["loss"], outside + held_over + max(2 * gathered_layer, whole)),
         "backward": (resident, act["backward"], outside + held_over + reduced + max(gathered, whole)),
     }
     if place is None:
@@ -223,7 +205,7 @@ def activations_of_stages(work: Work, place: Place) -> dict[str, float]:
     microbatches = len(schedule.owners(work.layout.pp)) * settings.microbatch_scale
     underway = place.underway(settings.schedule, work.layout.pp, microbatches)
     kept = sum(
-        count * (act.before(work.sequences) + layers * act.per_layer(work.sequences))
+        count * (act.before(work.sequences) + layers * (act.per_layer(work.sequences) + work.kept_by_exchanges))
         for count, layers in zip(underway, place.layers, strict=True)
     )
     hidden = work.compute * work.tokens * work.sizes.width
@@ -233,7 +215,7 @@ def activations_of_stages(work: Work, place: Place) -> dict[str, float]:
     traveling += hidden * sum(microbatches - count for count in underway[len(underway) - arriving :])
     if place.is_last:
         kept += underway[-1] * (act.outside(work.sequences) - act.before(work.sequences))
-    backward = kept + act.backward(work.sequences)
+    backward = kept + act.backward(work.sequences) + work.traveling
     return {
         "loss": kept + loss_bytes(work, work.compute, act.hidden(work.sequences)),
         "backward": backward,

@@ -72,6 +72,11 @@ class Sizes:
         """Experts of a layer; 0 without any."""
         return max((self.shapes.shapes[name][0] for name in self.shapes.experts), default=0)
 
+    @property
+    def expert_width(self) -> int:
+        """Width between an expert's two products, of which the first is twice as wide, gate and values."""
+        return self.experts // (3 * self.width * self.stacked_experts * self.routers) if self.experts else 0
+
     def in_parts(self, shares: int) -> "Sizes":
         """Returns the sizes of a process that has one of so many equal shares of every layer's experts."""
         elsewhere = self.experts - self.experts // shares
@@ -186,14 +191,40 @@ class Work:
             waiting: bytes of the head's gradient on its way to the embedding's.
         """
         hidden = activations.hidden(self.sequences)
-        kept = activations.kept(self.sizes.layers, self.sequences)
-        in_layer = waiting + hidden + activations.backward(self.sequences)
+        beside = self.kept_by_exchanges
+        kept = activations.kept(self.sizes.layers, self.sequences) + self.sizes.layers * beside
+        in_layer = waiting + hidden + activations.backward(self.sequences) + self.traveling
         return {
             "loss": kept + loss_bytes(self, weight_bytes, hidden),
             "backward": kept + in_layer,
-            "first layer": activations.kept(1, self.sequences) + in_layer,
+            "first layer": activations.kept(1, self.sequences) + beside + in_layer,
             "embedding": waiting + hidden,
         }
+
+    @property
+    def kept_by_exchanges(self) -> float:
+        """Bytes that a layer keeps beside its own activations where cp or ep exchanges some.
+
+        cp: attention's output, on both sides of the exchange. ep: experts run outside of the compiled layer, which
+        computes the product of gate and values again in its backward pass.
+        """
+        config = self.run.config
+        recomputed = {"none": 0.0, "full": 1.0}.get(config.activation_checkpointing, config.activation_checkpointing)
+        channels = self.sizes.width if self.layout.cp > 1 else 0
+        if self.layout.ep > 1 and config.compile != "none":
+            channels += self.sizes.choices * self.sizes.expert_width
+        return (1 - recomputed) * self.compute * self.tokens * channels
+
+    @property
+    def traveling(self) -> float:
+        """Bytes on their way in a layer's backward pass.
+
+        cp: query, key, value and output. ep: rows to experts or back, if experts share evenly.
+        """
+        channels = self.sizes.exchanged_width if self.layout.cp > 1 else 0
+        if self.layout.ep > 1:
+            channels += self.sizes.choices * self.sizes.width
+        return self.compute * self.tokens * channels
 
 
 @dataclass(frozen=True)
