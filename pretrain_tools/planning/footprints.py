@@ -205,7 +205,7 @@ def part_of_mesh(work: Work, layers: int, root: int, wanted: set[str], place: "P
         }
     else:
         act = activations_of_stages(work, place)
-    # A layer is gathered into one flat tensor and copied out of it; the next one is fetched meanwhile, and the last one
+    # A layer is gathered into one flat tensor and copied out of it; the next one is fetched meanwhile, and the last
     # stays for the backward pass. Its gradients are copied into a flat fp32 tensor, and that of the layer before is
     # still being summed.
     gathered = 3 * gathered_layer

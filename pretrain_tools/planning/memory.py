@@ -212,7 +212,7 @@ class Work:
 
     @property
     def rows(self) -> float:
-        """Bytes of a layer's rows for experts, one for each choice of a token, if experts share evenly; 0 without ep."""
+        """Bytes of a layer's rows for experts, one for each choice of a token, if they share evenly; 0 without ep."""
         if self.layout.ep == 1:
             return 0.0
         return self.compute * self.tokens * self.sizes.choices * self.sizes.width

@@ -347,7 +347,7 @@ def test_a_layer_is_gathered_while_the_one_before_computes(outcomes, launch):
     assert gathers == [2] + [1] * (layers - 1) + [0], "what is in no layer, and the first layer; then one by one"
     moments = in_layers(backward, 2 * PRODUCTS)
     gathers = [moment.count("gather") for moment in moments]
-    assert gathers == [1] * (layers - 1) + [0, 0], "the last layer's are still there; the next layer's before this one computes"
+    assert gathers == [1] * (layers - 1) + [0, 0], "the next layer's before this one computes; the last layer's stay"
     assert all("reduce" in moment for moment in moments[1:])
 
 
