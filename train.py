@@ -77,6 +77,7 @@ def main(asked: CommandLine, config: RunConfig, strategy: Strategy, last_step: i
         strategy,
         learning_rate=run.plan.peak_learning_rate,
         from_pretrained=config.init == "pretrained" and run.loaded_from is None,
+        from_checkpoint=run.loaded_from is not None,
     )
     load_checkpoint(run)
     begin(run, validation_readers)

@@ -196,7 +196,7 @@ def build_model(config: PreTrainedConfig, *, seed: int, attention: str | None = 
     return model
 
 
-def initialize_module(model: PreTrainedModel, name: str, *, seed: int) -> None:
+def initialize_module(model: PreTrainedModel, name: str, *, seed: int, is_loaded: bool = False) -> None:
     """Initializes the weights of the module called `name` inside `model` ("" is the whole), and touches nothing else.
 
     Meta tensors are created on the CPU; existing ones are written in place. Modules are initialized children first by
@@ -208,6 +208,8 @@ def initialize_module(model: PreTrainedModel, name: str, *, seed: int) -> None:
 
     Random numbers are always drawn on the CPU: other devices draw different ones from the same seed. Raises InputError
     if the architecture leaves a parameter or buffer without a value.
+
+    is_loaded: parameters will be loaded, so they are not drawn, and stay NaN until then; buffers get their values.
     """
     tied_names = set(model.all_tied_weights_keys)
     root = model.get_submodule(name)
@@ -218,12 +220,15 @@ def initialize_module(model: PreTrainedModel, name: str, *, seed: int) -> None:
         with torch.no_grad(), init.guard_torch_init_functions():
             for module_name, module in modules:
                 _materialize(module, module_name, tied_names)
+                if is_loaded and not module._buffers:  # else what it draws for a buffer would be other numbers
+                    for parameter in module.parameters(recurse=False):
+                        parameter._is_hf_initialized = True  # private, as in `_run_initializer`
                 # One seed per module: what it draws must not depend on which other modules are made here.
                 torch.default_generator.manual_seed(module_seed(seed, module_name))
                 _run_initializer(_initializing_model(model, module_name), module, module_name, tied_names)
     finally:
         torch.set_rng_state(random_state)
-    _refuse_missing_values(type(model).__name__, modules)
+    _refuse_missing_values(type(model).__name__, modules, has_parameters=not is_loaded)
 
 
 class SavedWeights(Protocol):
@@ -244,6 +249,8 @@ class InitialWeights:
     """Dtype of the parameters. Buffers keep theirs: rotary tables must not be rounded."""
     scales: Mapping[str, float] = field(default_factory=dict)
     """{name of a parameter: factor} for the weights that the seed draws; see `width_roles`."""
+    are_loaded: bool = False
+    """True if a checkpoint is loaded next: weights stay NaN until then, which takes a third of the time."""
 
     def fill(self, causal_lm: PreTrainedModel, unit: str) -> None:
         """Gives the module called `unit` inside `causal_lm`, which is on the meta device, its weights on the CPU.
@@ -254,7 +261,7 @@ class InitialWeights:
         if self.pretrained is not None:
             self.pretrained.fill(causal_lm, unit)
         else:
-            initialize_module(causal_lm, unit, seed=self.seed)
+            initialize_module(causal_lm, unit, seed=self.seed, is_loaded=self.are_loaded)
         for name, parameter in causal_lm.get_submodule(unit).named_parameters(prefix=unit):
             if self.pretrained is None and name in self.scales:
                 parameter.data *= self.scales[name]
@@ -449,11 +456,14 @@ def _run_initializer(
         del parameter._is_hf_initialized
 
 
-def _refuse_missing_values(model_class: str, modules: list[tuple[str, nn.Module]]) -> None:
+def _refuse_missing_values(model_class: str, modules: list[tuple[str, nn.Module]], *, has_parameters: bool) -> None:
     forgotten = [
         f"{module_name}.{name}"
         for module_name, module in modules
-        for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
+        for name, tensor in (
+            *(module.named_parameters(recurse=False) if has_parameters else ()),
+            *module.named_buffers(recurse=False),
+        )
         if tensor.is_floating_point() and not tensor.is_meta and torch.isnan(tensor.sum())
     ]
     if forgotten:

@@ -248,7 +248,7 @@ class MeshStrategy(Strategy):
         if self.precision != "fp32":
             inside = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         offload = CPUOffloadPolicy(pin_memory=self.device.type != "cpu") if self.offloads else OffloadPolicy()
-        apply = partial(fully_shard, offload_policy=offload, reshard_after_forward=self.reshards, mp_policy=inside)
+        apply = partial(fully_shard, offload_policy=offload, mp_policy=inside)
         here = {module for root in roots for module in root.modules()}
         head = causal_lm.get_output_embeddings()
         embedding = causal_lm.get_input_embeddings()
@@ -256,20 +256,24 @@ class MeshStrategy(Strategy):
         self.embeds_twice = is_tied or self.embeds
         if is_tied and head in here:
             here.add(embedding)  # a tied head gets its values from the embedding
-        layers = set(layers_of(causal_lm))
+        layers = layers_of(causal_lm)
         for unit in units_of(causal_lm):
             module = causal_lm.get_submodule(unit)
             if module not in here:
                 continue
             weights.fill(causal_lm, unit)
+            # The backward pass begins with the last layer: freed after its forward pass, it would be gathered again.
+            frees = self.reshards and module is not layers[-1]
             for dimension in self.dimensions:
                 dimension.divide(unit, module)
             for part in expert_modules(module).values() if self.sizes.ep > 1 else ():
                 placement = partial(dimension_to_shard, self.sizes.efsdp)
-                apply(part, mesh=self.mesh.shards(experts=True), shard_placement_fn=placement)
+                mesh = self.mesh.shards(experts=True)
+                apply(part, mesh=mesh, reshard_after_forward=frees, shard_placement_fn=placement)
             if module in layers:
                 placement = partial(dimension_to_shard, self.sizes.fsdp)
-                apply(module, mesh=self.mesh.shards(), shard_placement_fn=placement)
+                mesh = self.mesh.shards()
+                apply(module, mesh=mesh, reshard_after_forward=frees, shard_placement_fn=placement)
         causal_lm.tie_weights()
         self.copying: nn.Module | None = None
         """What has the last stage's copy of the embedding."""

@@ -191,6 +191,8 @@ class Zero(Strategy):
             module, _, key = name.rpartition(".")
             # Assigned directly: register_buffer would make buffers persistent that no checkpoint contains.
             model.get_submodule(module)._buffers[key] = buffer.to(self.device)
+        if weights.are_loaded:  # into the masters
+            return
         for name, values in drawn.items():
             self.masters.set(self.parameter_of[f"{LOSS_TERMS}.{name}"], None, values.to(self.device))
         twin = build_meta_model(self.causal_lm.config)

@@ -37,13 +37,20 @@ class Built:
 
 
 def build_training(
-    config: RunConfig, plan: ModelPlan, strategy: Strategy, *, learning_rate: float, from_pretrained: bool = False
+    config: RunConfig,
+    plan: ModelPlan,
+    strategy: Strategy,
+    *,
+    learning_rate: float,
+    from_pretrained: bool = False,
+    from_checkpoint: bool = False,
 ) -> Built:
     """Builds model and optimizer; a collective call. The strategy fills in the weights unit by unit.
 
     Args:
         learning_rate: peak learning rate, to which the optimizer's groups are set.
         from_pretrained: load the weights of the recipe's model instead of drawing them from the seed.
+        from_checkpoint: the caller loads all weights next, so they get no values here.
     """
     say_stage("Building the model")
     kind = strategy.device.type
@@ -77,7 +84,7 @@ def build_training(
         from_hidden_states=plan.from_hidden_states,
         terms=terms,
     )
-    weights = InitialWeights(seed=config.seed, dtype=parameter_dtype(config.optim))
+    weights = InitialWeights(seed=config.seed, dtype=parameter_dtype(config.optim), are_loaded=from_checkpoint)
     if from_pretrained:
         from pretrain.data.new_tokens import new_tokens
         from pretrain.model.pretrained import open_pretrained

@@ -5,13 +5,16 @@ their number and from how they are held (ZeRO, Rajbhandari et al., arXiv 1910.02
 docs/performance.md compares the sums with measurements (bench/memory.py).
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
+
+from torch.distributed.pipelining.schedules import get_schedule_class
 
 from pretrain.config import RunConfig
 from pretrain.data.vocabulary import planned_model_config
 from pretrain.hardware import memory_bytes
+from pretrain.optim.optimizers import is_output_head
 from pretrain.parallel.pipeline import STAGE_LAYOUTS
 from pretrain.parallel.pipeline_stages import split_layers
 from pretrain.parallel.strategy import Strategy
@@ -39,30 +42,7 @@ def planned_memory(strategy: Strategy, config: RunConfig) -> Memory:
 def footprint(run: PlannedRun, layout: Layout, sequences: int) -> Memory:
     """Returns the memory of the process that needs most, with so many sequences per micro-batch."""
     work = run.work(layout, sequences)
-    memory = in_mesh(work) if layout.is_mesh else STATES.get(layout.name, replicated)(work)
-    return replace(
-        memory,
-        activations=memory.activations + (exchanged_heads(work) if memory.moment != "update" else 0),
-        buffers=memory.buffers + exchanged_rows(work),
-    )
-
-
-def exchanged_heads(work: Work) -> float:
-    """Returns the bytes of the copies that exchanges of heads make under cp."""
-    if work.layout.cp == 1:
-        return 0
-    bytes_per_channel = work.tokens * work.compute
-    copied = bytes_per_channel * work.sizes.exchanged_width  # on its way there, or back
-    if work.run.config.activation_checkpointing == "none":  # each layer keeps its output on both sides of the exchange
-        copied += bytes_per_channel * work.sizes.layers * work.sizes.width
-    return copied
-
-
-def exchanged_rows(work: Work) -> float:
-    """Returns the bytes of a layer's rows on their way to experts and back under ep, if experts share evenly."""
-    if work.layout.ep == 1:
-        return 0
-    return 2 * work.compute * work.tokens * work.sizes.choices * work.sizes.width
+    return in_mesh(work) if layout.is_mesh else STATES.get(layout.name, replicated)(work)
 
 
 def replicated(work: Work) -> Memory:
@@ -110,7 +90,7 @@ def in_mesh(work: Work) -> Memory:
         root = sum(ends.get(number, 0) for number in stages)
         if 0 in stages and stages[-1] == len(owners) - 1 and sizes.is_tied:
             root = sizes.embedding + sizes.terms
-        wanted = {"loss"} if stages[-1] == len(owners) - 1 else {"backward"}
+        wanted = {"backward"} | ({"loss"} if stages[-1] == len(owners) - 1 else set())
         place = Place(rank, tuple(layers[number] for number in stages), stages[-1] == len(owners) - 1)
         found.append(part_of_mesh(work, sum(place.layers), root, wanted, place))
     return max(found, key=lambda memory: memory.total)
@@ -133,19 +113,60 @@ class Place:
     is_last: bool
     """True if it has the last stage."""
 
-    def underway(self, schedule: str, ranks: int, microbatches: int) -> tuple[int, ...]:
-        """Returns the microbatches at most whose activations each of its stages holds.
-
-        Schedules that split the backward pass, and those that run forward first, may hold all.
-        """
+    def moments(self, schedule: str, ranks: int, microbatches: int) -> Iterator["Underway"]:
+        """Yields what its stages hold at the moments at which they may hold most."""
         stages = len(self.layers)
+        none = (0,) * stages
         if schedule == "1F1B":
-            return (min(microbatches, ranks - self.rank),)
-        if schedule == "Interleaved1F1B":  # in turns of as many microbatches as ranks
-            first = (stages - 1) * ranks + 2 * (ranks - 1 - self.rank) + 1
-            turns = [unit // ranks % stages for unit in range(min(first, stages * microbatches))]
-            return tuple(turns.count(stage) for stage in range(stages))
-        return (microbatches,) * stages
+            most = min(microbatches, ranks - self.rank)
+            yield Underway((most,), none, most < microbatches, ends_forward=True)
+            return
+        if schedule not in IN_ORDER:  # forward first
+            yield Underway((microbatches,) * stages, none, has_gradients=False, ends_forward=True)
+            return
+        underway = list(none)
+        waiting = list(none)
+        has_gradients = False
+        for action in actions_of(schedule, ranks, self.rank, microbatches):
+            stage = action.stage_index // ranks
+            kind = action.computation_type.value
+            underway[stage] += kind == "F"
+            waiting[stage] += kind == "I"
+            ends_forward = kind == "F" and stage == stages - 1
+            yield Underway(tuple(underway), tuple(waiting), has_gradients, ends_forward)
+            waiting[stage] -= kind == "W"
+            underway[stage] -= kind in ("W", "B")
+            has_gradients |= kind in ("W", "B")
+
+
+IN_ORDER = ("Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble")
+"""Schedules that take turns between stages of a process."""
+
+
+def actions_of(schedule: str, ranks: int, rank: int, microbatches: int) -> list[Any]:
+    """Lists what a process computes, in torch's order; torch has no public way to ask without processes."""
+    kind = get_schedule_class(schedule)
+    stages = len(STAGE_LAYOUTS[schedule].owners(ranks))
+    rounds = max(1, microbatches // ranks)
+    asked = object.__new__(kind)
+    vars(asked).update(pp_group_size=ranks, rank=rank, n_local_stages=stages // ranks, _num_stages=stages)
+    vars(asked).update(num_stages=stages, _n_microbatches=microbatches, number_of_rounds=rounds)
+    asked.microbatches_per_round = microbatches // rounds
+    return [action for action in asked._calculate_single_rank_operations(rank) if action]
+
+
+@dataclass(frozen=True)
+class Underway:
+    """Microbatches that each of a process's stages holds at one moment."""
+
+    counts: tuple[int, ...]
+    """Those whose activations it holds."""
+    waiting: tuple[int, ...]
+    """Those of them whose gradients of weights are not computed yet, but whose gradients of inputs are."""
+    has_gradients: bool
+    """True if gradients of weights have been computed."""
+    ends_forward: bool
+    """True if the last of its stages may be in its forward pass, which in the last process ends in the loss."""
 
 
 def part_of_mesh(work: Work, layers: int, root: int, wanted: set[str], place: "Place | None" = None) -> Memory:
@@ -167,12 +188,14 @@ def part_of_mesh(work: Work, layers: int, root: int, wanted: set[str], place: "P
     beside = (work.held.total - sizes.total + (work.padding - 1) * work.held.experts) / sizes.layers * layers
     held = (elements + beside) / shards
     states = work.parameter_bytes * held
-    resident = states if work.accumulates else 0.0
+    resident = at_loss = states if work.accumulates else 0.0
     # What was reduced last is held until the step's last backward pass.
     is_held = work.accumulates and shards > 1 and layout.pp == 1 and not work.run.config.batch.reduce_once
     held_over = FP32 * root if is_held else 0.0
     outside = compute * root
     layer = compute * sizes.layer
+    sent_in_fp8 = sizes.in_fp8 / sizes.layers if work.run.precision == "fp8" and shards > 1 else 0.0
+    gathered_layer = layer - (compute - 1) * sent_in_fp8
     if place is None:
         act = {
             **work.activation_bytes(
@@ -182,21 +205,27 @@ def part_of_mesh(work: Work, layers: int, root: int, wanted: set[str], place: "P
         }
     else:
         act = activations_of_stages(work, place)
-    # A layer is gathered into one flat tensor and copied out of it; the next one is fetched meanwhile. Its gradients
-    # are copied into a flat fp32 tensor, and that of the layer before is still being summed.
-    gathered = 3 * layer
+    # A layer is gathered into one flat tensor and copied out of it; the next one is fetched meanwhile, and the last
+    # stays for the backward pass. Its gradients are copied into a flat fp32 tensor, and that of the layer before is
+    # still being summed.
+    gathered = 3 * gathered_layer
     reduced = layer + 2 * FP32 * sizes.layer
-    whole = compute * elements - outside if layout.pp > 1 or shards == 1 else 0.0
+    whole = 0.0
+    if layout.pp > 1 or shards == 1:
+        whole = compute * elements - outside - (compute - 1) * sent_in_fp8 * layers
     gradients = states
     if layout.pp > 1:
-        resident = FP32 * elements if work.accumulates or act["has gradients"] else FP32 * sizes.layer
+        resident, at_loss = (
+            FP32 * (elements if work.accumulates or act[f"gradients {moment}"] else sizes.layer)
+            for moment in ("backward", "at the loss")
+        )
         gathered = 0.0
         reduced = layer
     elif work.accumulates and work.run.config.batch.reduce_once:  # until the last backward pass has come to them
-        resident = FP32 * elements
+        resident = at_loss = FP32 * elements
         gradients += FP32 * (sizes.root + sizes.layer)
     moments = {
-        "loss": (resident, act["loss"], outside + held_over + max(layer + FP32 * sizes.layer, whole)),
+        "loss": (at_loss, act["loss"], outside + held_over + max(2 * gathered_layer, whole)),
         "backward": (resident, act["backward"], outside + held_over + reduced + max(gathered, whole)),
     }
     if place is None:
@@ -215,31 +244,52 @@ def activations_of_stages(work: Work, place: Place) -> dict[str, float]:
 
     traveling: hidden states between stages: torch keeps a buffer for every microbatch that arrives and every gradient,
     and a stage what it has sent. What arrives is the first layer's input.
-    has gradients: true if a backward pass has ended when most microbatches are underway.
+    gradients: true if a backward pass has ended before that moment.
     """
     settings = work.run.config.pipeline
     schedule = STAGE_LAYOUTS[settings.schedule]
     act = work.activations_in_bf16
     microbatches = len(schedule.owners(work.layout.pp)) * settings.microbatch_scale
-    underway = place.underway(settings.schedule, work.layout.pp, microbatches)
-    kept = sum(
-        count * (act.before(work.sequences) + layers * act.per_layer(work.sequences))
-        for count, layers in zip(underway, place.layers, strict=True)
-    )
+    per_layer = act.per_layer(work.sequences) + (1 - work.recomputed) * work.kept_by_exchanges
+    # Until those of the weights follow, torch keeps the gradients of each product's results.
+    per_waiting_layer = work.compute * work.tokens * results_of_layer(work.sizes)
+
+    def kept_at(moment: Underway) -> float:
+        parts = zip(moment.counts, moment.waiting, place.layers, strict=True)
+        before = act.before(work.sequences)
+        kept = sum(n * (before + layers * per_layer) + late * layers * per_waiting_layer for n, late, layers in parts)
+        return kept + (moment.counts[-1] * (act.outside(work.sequences) - before) if place.is_last else 0.0)
+
+    found = list(place.moments(settings.schedule, work.layout.pp, microbatches))
+    largest = max(found, key=kept_at)
+    at_loss = max((moment for moment in found if moment.ends_forward), key=kept_at)
     hidden = work.compute * work.tokens * work.sizes.width
+    underway = largest.counts
     leaving = len(underway) - 1 if place.is_last else len(underway)
     arriving = len(underway) - 1 if place.rank == 0 else len(underway)
     traveling = hidden * sum(microbatches + count for count in underway[:leaving])
     traveling += hidden * sum(microbatches - count for count in underway[len(underway) - arriving :])
-    if place.is_last:
-        kept += underway[-1] * (act.outside(work.sequences) - act.before(work.sequences))
-    backward = kept + act.backward(work.sequences)
     return {
-        "loss": kept + loss_bytes(work, work.compute, act.hidden(work.sequences)),
-        "backward": backward,
+        "loss": kept_at(at_loss) + loss_bytes(work, work.compute, act.hidden(work.sequences)),
+        "backward": kept_at(largest) + act.backward(work.sequences) + work.traveling,
         "traveling": traveling,
-        "has gradients": any(count < microbatches for count in underway),
+        "gradients at the loss": at_loss.has_gradients,
+        "gradients backward": largest.has_gradients,
     }
+
+
+def results_of_layer(sizes: Sizes) -> int:
+    """Counts the elements that a layer's matrices and norms give for a token."""
+    shapes = sizes.shapes
+    given = 0
+    for name, shape in shapes.shapes.items():
+        if name in shapes.experts:
+            given += sizes.choices * shape[1]
+        elif len(shape) == 2 and name not in shapes.embeddings and not is_output_head(name):
+            given += shape[1] if name in shapes.transposed else shape[0]
+        elif name.endswith("weight") and len(shape) == 1:
+            given += shape[0]
+    return given // sizes.layers
 
 
 def by_deepspeed(work: Work) -> Memory:

@@ -75,6 +75,11 @@ class Sizes:
         """Experts of a layer; 0 without any."""
         return max((self.shapes.shapes[name][0] for name in self.shapes.experts), default=0)
 
+    @property
+    def expert_width(self) -> int:
+        """Width between an expert's two products, of which the first is twice as wide, gate and values."""
+        return self.experts // (3 * self.width * self.stacked_experts * self.routers) if self.experts else 0
+
     def in_parts(self, shares: int) -> "Sizes":
         """Returns the sizes of a process that has one of so many equal shares of every layer's experts."""
         elsewhere = self.experts - self.experts // shares
@@ -189,14 +194,52 @@ class Work:
             waiting: bytes of the head's gradient on its way to the embedding's.
         """
         hidden = activations.hidden(self.sequences)
-        kept = activations.kept(self.sizes.layers, self.sequences)
-        in_layer = waiting + hidden + activations.backward(self.sequences)
+        beside = self.kept_by_exchanges
+        recomputed = self.recomputed
+        kept = activations.kept(self.sizes.layers, self.sequences) + self.sizes.layers * (1 - recomputed) * beside
+        in_layer = waiting + hidden + activations.backward(self.sequences) + self.traveling
+        in_layer += beside if recomputed else 0.0
         return {
-            "loss": kept + loss_bytes(self, weight_bytes, hidden),
+            # Four copies of the rows in the last layer's forward pass: sent, computed, returned and weighted.
+            "loss": kept + max(loss_bytes(self, weight_bytes, hidden), 4 * self.rows),
             "backward": kept + in_layer,
-            "first layer": activations.kept(1, self.sequences) + in_layer,
+            "first layer": activations.kept(1, self.sequences) + (1 - recomputed) * beside + in_layer,
             "embedding": waiting + hidden,
         }
+
+    @property
+    def recomputed(self) -> float:
+        """Share of a layer's activations that its backward pass computes again."""
+        setting = self.run.config.activation_checkpointing
+        return {"none": 0.0, "full": 1.0}.get(setting, setting)
+
+    @property
+    def rows(self) -> float:
+        """Bytes of a layer's rows for experts, one for each choice of a token, if they share evenly; 0 without ep."""
+        if self.layout.ep == 1:
+            return 0.0
+        return self.compute * self.tokens * self.sizes.choices * self.sizes.width
+
+    @property
+    def kept_by_exchanges(self) -> float:
+        """Bytes that a layer keeps beside its own activations where cp or ep exchanges some.
+
+        cp: attention's output, on both sides of the exchange. ep: experts run outside of the compiled layer, which
+        computes the product of gate and values again in its backward pass.
+        """
+        channels = self.sizes.width if self.layout.cp > 1 else 0
+        if self.layout.ep > 1 and self.run.config.compile != "none":
+            channels += self.sizes.choices * self.sizes.expert_width
+        return self.compute * self.tokens * channels
+
+    @property
+    def traveling(self) -> float:
+        """Bytes on their way in a layer's backward pass.
+
+        cp: query, key, value and output. ep: rows to experts or back; of a forward pass that is repeated, three times.
+        """
+        channels = self.sizes.exchanged_width if self.layout.cp > 1 else 0
+        return self.compute * self.tokens * channels + self.rows * (3 if self.recomputed else 1)
 
 
 @dataclass(frozen=True)

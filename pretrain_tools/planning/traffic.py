@@ -145,8 +145,9 @@ def mesh_flows(step: Step) -> list[Flow]:
     # Hidden states of a micro-step; a pipeline's process computes one microbatch at a time.
     hidden = work.tokens * microbatches * sizes.width
     found = []
-    # A pipeline gathers once for all microbatches of the step, before the first, and reduces after the last.
-    times = 2 if layout.pp == 1 else 1
+    # Forward, and backward but for the last layer, which is still there. A pipeline gathers once for all microbatches
+    # of the step, before the first, and reduces after the last.
+    times = 2 - 1 / sizes.layers if layout.pp == 1 else 1
     gathers = calls if layout.pp == 1 else 1
     hides = 0.9 if layout.pp == 1 else 0.3 / microbatches
     sharded = [("fsdp", layers - experts, root), ("efsdp", padding * experts, 0.0)]

@@ -7,9 +7,11 @@ import math
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+from transformers import initialization as init
 
 from pretrain.errors import InputError
 from pretrain.model.build import (
+    InitialWeights,
     active_parameters,
     build_meta_model,
     build_model,
@@ -187,6 +189,20 @@ def test_units_together_are_the_whole_model(model_type):
 def test_a_model_whose_parts_cannot_be_made_alone_is_refused():
     with pytest.raises(InputError, match=r"model: GPTBigCodeForCausalLM has bias beside its layers, in transformer"):
         units_of(build_meta_model(AutoConfig.for_model("gpt_bigcode")))
+
+
+def test_weights_that_a_checkpoint_gives_are_not_drawn_and_buffers_are(config, monkeypatch):
+    whole = build_model(config, seed=7)
+    drawn = []
+    monkeypatch.setitem(init.TORCH_INIT_FUNCTIONS, "normal_", lambda tensor, **_: drawn.append(tensor))
+    resumed = build_meta_model(config)
+    InitialWeights(seed=7, are_loaded=True).fill(resumed, "")
+    resumed.tie_weights()
+    assert not drawn
+    assert all(parameter.isnan().all() for parameter in resumed.parameters())
+    buffers = dict(whole.named_buffers())
+    assert buffers.keys() == dict(resumed.named_buffers()).keys()
+    assert all(torch.equal(buffer, buffers[name]) for name, buffer in resumed.named_buffers())
 
 
 def test_weights_that_exist_are_initialised_in_place_to_the_same_values(config):

@@ -35,9 +35,15 @@ BF16, FP32, INT64 = 2, 4, 8
 ONE_SUM = {"all-reduce of 8": (1, FP32)}
 
 
+def gathered(total: int, beside: int) -> int:
+    """Elements that a micro-step gathers, of a model of so many, some of them beside the layers."""
+    return total + (total - beside) * (LAYERS - 1) // LAYERS
+
+
 def sharded(ranks: int) -> dict[str, dict[str, tuple[int, int]]]:
-    """A layer at a time: bf16 weights forward and again backward, those beside the layers once; fp32 gradients."""
-    gathers = {f"all-gather of {ranks}": (2 * LAYERS + 1, BF16 * (2 * TOTAL - BESIDE))}
+    """A layer at a time: bf16 weights forward and, but for the last layer's, again backward, those beside the layers
+    once; fp32 gradients."""
+    gathers = {f"all-gather of {ranks}": (2 * LAYERS, BF16 * gathered(TOTAL, BESIDE))}
     micro_step = {**gathers, f"reduce-scatter of {ranks}": (LAYERS + 1, FP32 * TOTAL)}
     return {
         "micro-step": micro_step,
@@ -81,7 +87,7 @@ def split(ranks: int) -> dict[str, dict[str, tuple[int, int]]]:
 def split_and_sharded(ranks: int, groups: int) -> dict[str, dict[str, tuple[int, int]]]:
     """What both take, of the elements that a rank of one group would hold."""
     total = LAYERS * (SPLIT // ranks + NORMS) + BESIDE
-    gathers = (2 * LAYERS + 1, BF16 * (2 * total - BESIDE))
+    gathers = (2 * LAYERS, BF16 * gathered(total, BESIDE))
     of_shards = {f"all-gather of {groups}": gathers, f"reduce-scatter of {groups}": (LAYERS + 1, FP32 * total)}
     least = {moment: collectives | of_shards for moment, collectives in split(ranks).items() if "step" in moment}
     return {
@@ -112,7 +118,7 @@ def exchanged(ranks: int) -> dict[str, dict[str, tuple[int, int]]]:
     All that is not an expert is sharded over all ranks, and experts over the ranks that have the same.
     """
     rows, counts = BF16 * HIDDEN * MIXTURE["num_experts_per_tok"], INT64 * MIXTURE["num_experts"]
-    gathers = (2 * LAYERS + 1, BF16 * (2 * BESIDE_EXPERTS - BESIDE))
+    gathers = (2 * LAYERS, BF16 * gathered(BESIDE_EXPERTS, BESIDE))
     micro_step = {
         f"all-to-all of {ranks}": (5 * LAYERS, LAYERS * (4 * rows + counts)),
         "all-gather of 8": gathers,
@@ -125,7 +131,7 @@ def exchanged(ranks: int) -> dict[str, dict[str, tuple[int, int]]]:
     if ranks < RANKS:
         copies, here = RANKS // ranks, EXPERTS // ranks
         micro_step |= {
-            f"all-gather of {copies}": (2 * LAYERS, 2 * BF16 * here),
+            f"all-gather of {copies}": (2 * LAYERS - 1, BF16 * gathered(here, 0)),
             f"reduce-scatter of {copies}": (LAYERS, FP32 * here),
         }
         validation[f"all-gather of {copies}"] = (LAYERS, BF16 * here)
@@ -271,11 +277,11 @@ def test_every_attention_exchanges_alike(outcomes, launch):
 
 
 def test_the_bars_of_sharding(outcomes):
-    """Two micro-steps of two layers: 10 gathers, and 3 sums between the replicas of HSDP."""
+    """Two micro-steps of two layers: 8 gathers, and 3 sums between the replicas of HSDP."""
     micro_steps = ("micro-step", "last micro-step")
     for launch, ranks in {"fsdp2": RANKS, "hsdp, 2 x 4": RANKS // 2}.items():
         counted = [outcomes[launch].result[moment]["collectives"] for moment in micro_steps]
-        assert sum(moment[f"all-gather of {ranks}"][0] for moment in counted) == 10
+        assert sum(moment[f"all-gather of {ranks}"][0] for moment in counted) == 8
     assert sum(moment.get("all-reduce of 2", (0,))[0] for moment in counted) == 3
 
 
@@ -341,7 +347,7 @@ def test_a_layer_is_gathered_while_the_one_before_computes(outcomes, launch):
     assert gathers == [2] + [1] * (layers - 1) + [0], "what is in no layer, and the first layer; then one by one"
     moments = in_layers(backward, 2 * PRODUCTS)
     gathers = [moment.count("gather") for moment in moments]
-    assert gathers == [2] + [1] * (layers - 2) + [0, 0], "the next layer's before this one computes"
+    assert gathers == [1] * (layers - 1) + [0, 0], "the next layer's before this one computes; the last layer's stay"
     assert all("reduce" in moment for moment in moments[1:])
 
 

@@ -54,9 +54,9 @@ def least(model: str, sizes: Sizes, padding=lambda rows, shards: 1.0) -> dict[st
         if ranks > 1 and size:
             found[f"{kind} of {ranks} by {distance}"] += size
 
-    # Weights forward and again backward, but for what is in no layer; a pipeline keeps them, and whole gradients, for
-    # the step.
-    passes, micro_steps = (2, 2) if stages == 1 else (1, 1)
+    # Weights forward and again backward, but for the last layer and what is in no layer; a pipeline keeps them, and
+    # whole gradients, for the step.
+    passes, micro_steps = (2 - 1 / layers, 2) if stages == 1 else (1, 1)
     add("all-gather", sizes.fsdp, tp, micro_steps * BF16 * (passes * in_layers + root))
     add("reduce-scatter", sizes.fsdp, tp, micro_steps * FP32 * (in_layers + root))
     add("all-gather", sizes.efsdp, ep, micro_steps * BF16 * passes * here)

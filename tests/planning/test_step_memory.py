@@ -34,5 +34,5 @@ def test_a_plan_knows_the_peak_of_a_step(outcomes, setup, tmp_path, monkeypatch)
     run = PlannedRun(config, load_model_config(config.model.config), "bf16", device_bytes=80 << 30)
     planned = footprint(run, setup.layout, setup.sequences)
     print(f"{setup.name}: {planned.total / needed:.3f} of {needed / 1e9:.2f} GB", planned)
-    # Rows on their way to experts are planned at every moment, also in the loss, where there are none.
-    assert planned.total == pytest.approx(needed, rel=0.06 if setup.strategy == "ep" else 0.05)
+    # torch's split backward pass leaves reference cycles, which Python frees later.
+    assert planned.total == pytest.approx(needed, rel=0.06 if "InterleavedZeroBubble" in setup.name else 0.05)

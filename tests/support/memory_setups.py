@@ -112,5 +112,14 @@ FURTHER = [
         MemorySetup("pp", "llama_125m", size=2, settings=(("pipeline.schedule", schedule),))
         for schedule in ("GPipe", "Interleaved1F1B")
     ),
+    *(
+        MemorySetup("pp", "llama_125m", compiled=False, size=size, settings=(("pipeline.schedule", schedule),))
+        for schedule in ("ZBVZeroBubble", "InterleavedZeroBubble")
+        for size in (2, 4)
+    ),
+    MemorySetup("cp", "llama_125m", layers=2, size=4),
+    MemorySetup("ep", "qwen3_moe_500m", compiled=False, layers=3),
+    MemorySetup("ep", "qwen3_moe_500m", layers=3, checkpointing="full"),
+    MemorySetup("cp", "llama_125m", layers=3, size=4, checkpointing="full"),
 ]
 SETUPS = [*TYPICAL, *(FURTHER if EVERYTHING else [])]

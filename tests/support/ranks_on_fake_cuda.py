@@ -208,6 +208,8 @@ def is_on_host(argument: object) -> bool:
 class NoWeights:
     """In place of `InitialWeights`: zeros on the host, which have no values where tensors are fake."""
 
+    are_loaded = False
+
     def fill(self, causal_lm: torch.nn.Module, unit: str) -> None:
         for module in causal_lm.get_submodule(unit).modules():
             for name, parameter in module._parameters.items():
