@@ -1,10 +1,12 @@
 """Extensions: what a file of one's own registers is a value of the recipe, checked, trained with and recorded."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
 import yaml
+from transformers import PreTrainedConfig
 
 from pretrain.config import Loss
 from pretrain.errors import InputError
@@ -149,6 +151,7 @@ def test_mistakes_in_the_recipe_are_named(extended, arguments, said):
         ("import torch\n", "import torch as\n", "ideas.py, line 2: SyntaxError"),
         ("return 0.5**step\n", "return 0.5**step\n\n\nnowhere()\n", "line 29: NameError: name 'nowhere'"),
         ('"my_sgd"', '"adamw"', "ideas.py: there is an optimizer adamw already"),
+        ("def state_shapes", "def shapes", "line 9: TypeError: MySGD, an optimizer, needs state_shapes"),
     ],
 )
 def test_a_mistake_in_the_file_is_named_with_its_line(extended, tmp_path, there, instead, said):
@@ -171,6 +174,17 @@ def test_what_cannot_be_right_is_refused(size, monkeypatch):
     monkeypatch.setattr(loss_terms, "launched_sizes", lambda: Sizes(**{size: 2}))
     (problem,) = loss_terms.term_problems(Loss(terms={"plain": None}), "auto")
     assert size in problem and "fsdp2" in problem
+
+
+@pytest.mark.parametrize("value", [torch.zeros(2, 3, 4), torch.zeros(3), 1.0])
+def test_a_term_that_is_not_one_value_for_each_token_is_refused(value, monkeypatch):
+    """A value for each component of the hidden states would count as many times too much."""
+    monkeypatch.setitem(LOSS_TERMS, "plain", Plain)
+    monkeypatch.setattr(Plain, "__call__", lambda self, seen: value)
+    terms = loss_terms.LossTerms(Loss(terms={"plain": None}), PreTrainedConfig(), seed=0, dtype=torch.float32)
+    ids = torch.zeros(2, 3, dtype=torch.long)
+    with pytest.raises(InputError, match=r"loss.terms.plain: returned .* of shape \(2, 3\) with a value for each"):
+        terms.add(ids, ids, torch.zeros(2, 3, 4), SimpleNamespace(get_output_embeddings=int, get_input_embeddings=int), {})
 
 
 def test_logits_of_a_term_are_capped_as_the_models_are():

@@ -428,7 +428,14 @@ class Batches:
                 key=partial(self._key, segment, number),
                 permutation=partial(self._permutation, number, segment),
             )
-            starts[here] = self._sampler(draw[here], stream)
+            found = np.asarray(self._sampler(draw[here], stream))
+            most = stream.tokens - stream.length
+            if found.shape != draw[here].shape or found.dtype.kind not in "iu" or not ((0 <= found) & (found < most)).all():
+                raise InputError(
+                    f"data.sampling: returned {found.dtype} of shape {found.shape} for {here.sum():,} windows; it must "
+                    f"return as many integers from 0 to {most - 1:,}, where stream.tokens - stream.length is {most:,}"
+                )
+            starts[here] = found
         return starts
 
     def _key(self, segment: Segment, source: int, purpose: str, *epoch: int) -> int:
