@@ -429,11 +429,13 @@ class Batches:
                 permutation=partial(self._permutation, number, segment),
             )
             found = np.asarray(self._sampler(draw[here], stream))
-            most = stream.tokens - stream.length
-            if found.shape != draw[here].shape or found.dtype.kind not in "iu" or not ((0 <= found) & (found < most)).all():
+            most = stream.tokens - stream.length - 1
+            fits = found.shape == draw[here].shape and found.dtype.kind in "iu"
+            if not fits or found.min() < 0 or found.max() > most:
                 raise InputError(
-                    f"data.sampling: returned {found.dtype} of shape {found.shape} for {here.sum():,} windows; it must "
-                    f"return as many integers from 0 to {most - 1:,}, where stream.tokens - stream.length is {most:,}"
+                    f"data.sampling: {self.data.sampling} returned {found.dtype} of shape {found.shape} for "
+                    f"{here.sum():,} windows; it must return as many integers from 0 to {most:,}, which is "
+                    "stream.tokens - stream.length - 1"
                 )
             starts[here] = found
         return starts

@@ -136,7 +136,9 @@ class LossTerms:
             input_ids_BT, targets_BT, hidden_BTD, documents_BT, self.step, head, embedding, arguments, self.cap
         )
         # Every micro-batch of a step has as many tokens, so that the means of all of them are the mean of the step.
-        means = [_of_tokens(name, term(seen), seen).float().sum() / targets_BT.numel() for name, term in self.terms.items()]
+        means = [
+            _of_tokens(name, term(seen), seen).float().sum() / targets_BT.numel() for name, term in self.terms.items()
+        ]
         known = torch.stack([*(mean.detach() for mean in means), torch.ones_like(means[0].detach())]).double()
         self._sums = known if self._sums is None else self._sums + known
         return sum(term.options.coefficient * mean for term, mean in zip(self.terms.values(), means, strict=True))
