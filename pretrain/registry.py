@@ -35,10 +35,12 @@ class Table(MutableMapping[str, Any]):
     def register(self, name: str) -> Callable[[_Entry], _Entry]:
         """Returns a decorator that makes a class or function the value `name` of a recipe.
 
-        Raises InputError for a name that something else has.
+        Raises InputError for a name that something else has, and TypeError for a class without a method that it needs.
         """
 
         def add(entry: _Entry) -> _Entry:
+            if missing := getattr(entry, "__abstractmethods__", None):
+                raise TypeError(f"{entry.__name__}, {self.kind}, needs {' and '.join(sorted(missing))}")
             file = sys.modules[entry.__module__].__file__ or entry.__module__
             if name in self._entries and self._files.get(name) != file:
                 raise InputError(f"{file}: there is {self.kind} {name} already; choose another name")

@@ -1,10 +1,12 @@
 """Extensions: what a file of one's own registers is a value of the recipe, checked, trained with and recorded."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
 import yaml
+from transformers import PreTrainedConfig
 
 from pretrain.config import Loss
 from pretrain.errors import InputError
@@ -149,6 +151,7 @@ def test_mistakes_in_the_recipe_are_named(extended, arguments, said):
         ("import torch\n", "import torch as\n", "ideas.py, line 2: SyntaxError"),
         ("return 0.5**step\n", "return 0.5**step\n\n\nnowhere()\n", "line 29: NameError: name 'nowhere'"),
         ('"my_sgd"', '"adamw"', "ideas.py: there is an optimizer adamw already"),
+        ("def state_shapes", "def shapes", "line 9: TypeError: MySGD, an optimizer, needs state_shapes"),
     ],
 )
 def test_a_mistake_in_the_file_is_named_with_its_line(extended, tmp_path, there, instead, said):
@@ -177,6 +180,18 @@ def test_an_embedding_that_the_class_does_not_ask_for_is_refused():
     seen = loss_terms.Seen(nothing, nothing, nothing, nothing, 0, torch.nn.Linear(1, 1), None, {})
     with pytest.raises(InputError, match="embeds = True"):
         seen.embedding(nothing)
+
+
+@pytest.mark.parametrize("value", [torch.zeros(2, 3, 4), torch.zeros(3), 1.0])
+def test_a_term_that_is_not_one_value_for_each_token_is_refused(value, monkeypatch):
+    """A value for each component of the hidden states would count as many times too much."""
+    monkeypatch.setitem(LOSS_TERMS, "plain", Plain)
+    monkeypatch.setattr(Plain, "__call__", lambda self, seen: value)
+    terms = loss_terms.LossTerms(Loss(terms={"plain": None}), PreTrainedConfig(), seed=0, dtype=torch.float32)
+    ids = torch.zeros(2, 3, dtype=torch.long)
+    model = SimpleNamespace(get_output_embeddings=int, get_input_embeddings=int)
+    with pytest.raises(InputError, match=r"loss.terms.plain: returned .* of shape \(2, 3\) with a value for each"):
+        terms.add(ids, ids, torch.zeros(2, 3, 4), model, {})
 
 
 def test_logits_of_a_term_are_capped_as_the_models_are():

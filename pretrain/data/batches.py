@@ -461,7 +461,16 @@ class Batches:
                 key=partial(self._key, segment, number),
                 permutation=partial(self._permutation, number, segment),
             )
-            starts[here] = self._sampler(draw[here], stream)
+            found = np.asarray(self._sampler(draw[here], stream))
+            most = stream.tokens - stream.length - 1
+            fits = found.shape == draw[here].shape and found.dtype.kind in "iu"
+            if not fits or found.min() < 0 or found.max() > most:
+                raise InputError(
+                    f"data.sampling: {self.data.sampling} returned {found.dtype} of shape {found.shape} for "
+                    f"{here.sum():,} windows; it must return as many integers from 0 to {most:,}, which is "
+                    "stream.tokens - stream.length - 1"
+                )
+            starts[here] = found
         return starts
 
     def _key(self, segment: Segment, source: int, purpose: str, *epoch: int) -> int:

@@ -196,7 +196,9 @@ class LossTerms:
             input_ids_BT, targets_BT, hidden_BTD, documents_BT, self.step, *shown, arguments, self.cap, self.sequences
         )
         # Every micro-batch of a step has as many tokens, so that the means of all of them are the mean of the step.
-        means = [term(seen).float().sum() / targets_BT.numel() for term in self.terms.values()]
+        means = [
+            _of_tokens(name, term(seen), seen).float().sum() / targets_BT.numel() for name, term in self.terms.items()
+        ]
         known = torch.stack([*(mean.detach() for mean in means), torch.ones_like(means[0].detach())]).double()
         self._sums = known if self._sums is None else self._sums + known
         return sum(term.options.coefficient * mean for term, mean in zip(self.terms.values(), means, strict=True))
@@ -229,6 +231,17 @@ def modules_to_count(settings: Loss, model_config: PreTrainedConfig) -> nn.Modul
         except Exception as error:  # an extension's code may raise anything
             raise InputError(f"loss.terms.{name}: its module cannot be built without storage: {error}") from error
     return modules
+
+
+def _of_tokens(name: str, value: Any, seen: Seen) -> Tensor:
+    """Returns what a term returned. Raises InputError unless it is a tensor with a number for each token, or one."""
+    if isinstance(value, Tensor) and (value.shape == seen.targets_BT.shape or value.numel() == 1):
+        return value
+    kind = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+    raise InputError(
+        f"loss.terms.{name}: returned {kind}; it must return a tensor, of shape {tuple(seen.targets_BT.shape)} with a "
+        "value for each token, or their sum"
+    )
 
 
 def term_problems(settings: Loss, compile_mode: str, *, scales_width: bool = False) -> list[str]:

@@ -76,7 +76,7 @@ def register_classes(
 
     Registering also marks the classes so that they are saved with their code: `from_pretrained(folder,
     trust_remote_code=True)` then works on machines without this project. Raises InputError for a model_type that
-    transformers has, and for sizes that cannot be found.
+    transformers has, classes of another configuration, and sizes that cannot be found.
     """
     model_type = config_class.model_type
     # Not get(), which in this lazy mapping finds nothing that has not been asked for.
@@ -90,6 +90,9 @@ def register_classes(
     name_sizes(file, config_class)
     if known is not None:
         return
+    for made in filter(None, (causal_class, model_class)):
+        if getattr(made.config_class, "__name__", None) != config_class.__name__:
+            raise InputError(f"{file}: {made.__name__} needs the line config_class = {config_class.__name__}")
     AutoConfig.register(model_type, config_class)
     config_class.register_for_auto_class("AutoConfig")
     if model_class is not None:

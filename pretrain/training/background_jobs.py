@@ -1,6 +1,5 @@
 """Evaluates, publishes and mirrors checkpoints in the background; none of that can fail the run."""
 
-import json
 import os
 import shutil
 import signal
@@ -10,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pretrain.config import Checkpoint, Evaluation, RunConfig
 from pretrain.files import ROOT
@@ -115,7 +114,7 @@ class Evaluations:
         return self._running.get(folder)
 
     def fetch(self) -> None:
-        """Sends the results of finished evaluations to the trackers and reports failures, without waiting."""
+        """Reports finished evaluations, sends their results to the trackers and reports failures, without waiting."""
         for folder, process in list(self._running.items()):
             if process.poll() is None:
                 continue
@@ -124,7 +123,10 @@ class Evaluations:
                 failed = f"the evaluation of {folder.name} failed (exit {process.returncode})"
                 self.metrics.write("warning", message=f"{failed}: see {evaluation_log(self.run, folder.name)}")
             else:
-                self.metrics.track(numbers_of(folder.with_suffix(".json")))
+                (model,) = read_json(folder.with_suffix(".json"))["models"]
+                for task, measures in model["tasks"].items():
+                    self.metrics.say_scores(model["step"], task, measures)
+                self.metrics.track(numbers_of(model))
 
     def stop(self, folder: Path | None = None) -> None:
         """Stops the evaluation in this folder, or all: the run stops before the end of its budget."""
@@ -174,9 +176,8 @@ def publish_cut_short(config: RunConfig, metrics: Metrics) -> None:
             publish_beside(config, step, metrics)
 
 
-def numbers_of(results: Path) -> dict[str, float]:
-    """Returns {'evaluation/acc/arc_easy': 0.31, ...} and the evaluated step, from evaluate.py's JSON."""
-    (model,) = json.loads(results.read_text(encoding="utf-8"))["models"]
+def numbers_of(model: dict[str, Any]) -> dict[str, float]:
+    """Returns {'evaluation/acc/arc_easy': 0.31, ...} and the evaluated step, from a model in evaluate.py's JSON."""
     scores = {
         f"evaluation/{metric}/{task}": value
         for task, measures in model["tasks"].items()

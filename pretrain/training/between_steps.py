@@ -232,6 +232,8 @@ def evaluate(run: Run) -> None:
         while settings.where == "same" and ranks.gather(process is not None and process.poll() is None)[0]:
             time.sleep(0.5)
             beat()
+    if settings.where == "same" and ranks.is_main:
+        run.evaluations.fetch()
 
 
 def _measure_benchmarks(run: Run) -> None:
@@ -264,6 +266,7 @@ def _measure_benchmarks(run: Run) -> None:
                 is_part=task.is_part,
                 limit=settings.limit,
             )
+            run.log.say_scores(step, task.name, measures)
             if not task.is_part:
                 curves |= {f"evaluation/{name}/{task.name}": value for name, value in measures.items()}
         run.log.track({name: value for name, value in curves.items() if value is not None})

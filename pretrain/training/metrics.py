@@ -40,7 +40,8 @@ WIDEST = 140
 Parts = tuple[tuple[int, str], ...]
 SHOWN: dict[str, Parts] = {
     "train": (
-        (ALWAYS, "step {step:,}/{total_steps:,}"), (ALWAYS, "loss {loss:.4f}"), (WIDER, "perplexity {perplexity:.5g}"),
+        (ALWAYS, "step {step:,}/{total_steps:,}"), (ALWAYS, "loss {loss:.4f}"), (ALWAYS, "{terms_text}"),
+        (WIDER, "perplexity {perplexity:.5g}"),
         (WIDE, "lr {learning_rate:.2e}"), (WIDER, "norm {grad_norm:.3f}"),
         (ALWAYS, "{tokens_per_second:,.0f} tok/s"), (WIDE, "{mfu_text}"), (WIDEST, "{tokens_text}"),
         (ALWAYS, "{left_text}"),
@@ -302,6 +303,15 @@ class Metrics:
         if self._trackers is not None:
             self._trackers.log(numbers, step=self._where()["step"])
 
+    def say_scores(self, step: int, task: str, measures: dict[str, Any]) -> None:
+        """Writes a task's scores, without their standard errors, to the console and to train.log."""
+        scores = [
+            f"{name} {value:.4f}"
+            for name, value in measures.items()
+            if isinstance(value, float) and not name.endswith("_stderr")
+        ]
+        self.say(f"step {step:,} · {task} · {' · '.join(scores)}")
+
     def say(self, text: str) -> None:
         """Writes text to the console and to train.log."""
         if self.is_main:
@@ -343,6 +353,8 @@ class Metrics:
             texts["left_text"] = f"{duration_text(seconds)} left" if seconds is not None else ""
             texts["mfu_text"] = f"MFU {values['mfu']:.1%}" if values.get("mfu") else ""
             texts["tokens_text"] = f"{count_text(values['tokens'])} tokens"
+            terms = {name: value for name, value in values.items() if name.startswith("loss_")}
+            texts["terms_text"] = " · ".join(f"{name} {value:.4g}" for name, value in terms.items())
         elif event == "validation":
             length = values.get("stage_sequence_length")
             texts["stage_text"] = f"at {length:,} tokens {values['stage_loss']:.4f}" if length else ""

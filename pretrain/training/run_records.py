@@ -299,6 +299,7 @@ def start_warnings(config: RunConfig, plan: RunPlan, overridden: frozenset[str],
         emulation and f"precision: {emulation}; use precision: fp32 or auto",
         unusual_learning_rate(config, plan, overridden),
         unused_vocabulary(config, plan),
+        benchmarks_without_steps(config),
         *unhashed_blocks(plan.batches.readers),
     )
     return [*filter(None, found), *environment_warnings(device)]
@@ -326,6 +327,14 @@ def unusual_learning_rate(config: RunConfig, plan: RunPlan, overridden: frozense
         f"{count_text(plan.parameters)} parameters, {usual:.3g}; use --optim.learning_rate auto unless this is "
         "intended"
     )
+
+
+def benchmarks_without_steps(config: RunConfig) -> str | None:
+    """Warns of benchmarks that never run, since the recipe does not say when; None if it does, or names none."""
+    evaluation = config.evaluation
+    if evaluation.every_steps or evaluation.every_tokens or evaluation == type(evaluation)():
+        return None
+    return "evaluation: nothing is evaluated during training; give every_steps or every_tokens"
 
 
 def unhashed_blocks(readers: Mapping[str, ShardReader]) -> list[str]:

@@ -15,6 +15,7 @@ from pretrain.data.sampling import Permutation
 from pretrain.errors import InputError
 from pretrain.model.attention import model_inputs
 from pretrain.optim.batch_ramp import batch_ramp
+from pretrain.registry import SAMPLERS
 from support.numbered_shards import write_shards
 
 LENGTH = 16
@@ -119,6 +120,14 @@ def test_random_windows_start_anywhere(tmp_path):
     assert starts.min() >= 0 and starts.max() + LENGTH + 1 <= 1000
     assert len(set(starts % LENGTH)) == LENGTH
     assert abs(starts.mean() - 492) < 5 * 284 / 2000**0.5, "uniform over [0, 984): five standard errors"
+
+
+@pytest.mark.parametrize("sampler", [lambda draws: draws * 1000, lambda draws: draws / 1, lambda draws: 0])
+def test_a_sampler_that_leaves_its_source_is_refused(tmp_path, monkeypatch, sampler):
+    monkeypatch.setitem(SAMPLERS, "mine", lambda draws, stream: sampler(draws))
+    batches = batches_of({"shards": write_shards(tmp_path / "a", 1000)}, sampling="mine", steps=500)
+    with pytest.raises(InputError, match=r"data.sampling: mine returned .* as many integers from 0 to 983"):
+        batches.locate(0, 4)
 
 
 def test_skipped_samples_are_left_out_and_the_rest_keeps_its_order(tmp_path):

@@ -7,11 +7,11 @@ import sys
 import pytest
 import torch
 import yaml
-from transformers import LlamaConfig, PretrainedConfig
+from transformers import LlamaConfig, LlamaModel, PretrainedConfig
 
 from pretrain.errors import InputError
 from pretrain.model.model_config import fields_of
-from pretrain.model.own_code import name_sizes
+from pretrain.model.own_code import name_sizes, register_classes
 from support.own_model import MODELING, write_own_model
 from support.project import ROOT, events, launch, losses, run_script
 
@@ -155,6 +155,15 @@ def test_a_size_that_two_names_may_mean_is_asked_for():
     Odd.attribute_map = {"num_hidden_layers": "depth"}
     name_sizes("odd.py", Odd)
     assert (Odd().num_hidden_layers, Odd().hidden_size) == (3, 8)
+
+
+class OddModel(LlamaModel):
+    """A Llama that takes over Llama's configuration."""
+
+
+def test_a_class_with_the_configuration_of_another_is_named():
+    with pytest.raises(InputError, match=r"odd.py: OddModel needs the line config_class = Odd"):
+        register_classes("odd.py", type("Odd", (LlamaConfig,), {"model_type": "odd"}), OddModel, None)
 
 
 def test_a_slip_among_the_architectures_disturbs_only_who_uses_it(recipe, tmp_path):

@@ -3,13 +3,14 @@
 import json
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
 from pretrain.checkpoint import mirror_copy
 from pretrain.config import Checkpoint
 from pretrain.training import background_jobs
-from pretrain.training.background_jobs import MirrorCopies
+from pretrain.training.background_jobs import Evaluations, MirrorCopies
 from pretrain.training.metrics import Metrics
 from support.mirrors import steps_there, write_checkpoint, write_run
 from support.project import events, launch, run_script
@@ -51,6 +52,17 @@ def test_evaluations_and_samples_beside_a_sharded_run(recipe, task, tmp_path):
     assert [event["step"] for event in samples] == [6, 12]
     assert all(event["text"].startswith("def ") and event["text"] != "def " for event in samples)
     assert "step 12 · sample:\n  def " in out
+
+
+def test_scores_of_a_finished_evaluation_are_said(tmp_path, capsys):
+    evaluations = Evaluations(tmp_path, Metrics(tmp_path, is_main=True))
+    folder = tmp_path / "step-00000006"
+    model = {"step": 6, "tasks": {"one": {"acc": 0.5}, "two": {"bits_per_byte": 1.25}}}
+    folder.with_suffix(".json").write_text(json.dumps({"models": [model]}))
+    evaluations._running[folder] = SimpleNamespace(poll=lambda: 0, returncode=0)
+    evaluations.fetch()
+    evaluations.fetch()
+    assert capsys.readouterr().out == "step 6 · one · acc 0.5000\nstep 6 · two · bits_per_byte 1.2500\n"
 
 
 def test_a_failing_evaluation_never_touches_the_run(recipe, task, tmp_path):

@@ -89,6 +89,14 @@ def test_piped_step_lines_have_everything(metrics, capsys):
     assert capsys.readouterr().out == f"{FULL}\nwarning: w\n"
 
 
+def test_loss_terms_and_scores_are_said_by_name(metrics, capsys):
+    metrics.write("train", **TRAIN, loss_mine=0.12345, loss_other=2e-6)
+    metrics.say_scores(500, "arc_easy", {"acc": 0.43, "acc_stderr": 0.01, "acc_norm": None, "samples": 9})
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("step 500/586 · loss 2.8130 · loss_mine 0.1235 · loss_other 2e-06 · perplexity")
+    assert lines[1] == "step 500 · arc_easy · acc 0.4300"
+
+
 def test_warnings_and_a_bad_end_have_colors_on_a_terminal_alone(metrics, tmp_path, monkeypatch):
     screen = watched(monkeypatch, 80)
     metrics.write("warning", message="w")

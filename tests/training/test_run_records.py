@@ -131,3 +131,8 @@ def test_check_and_run_say_it_on_an_old_cpu(recipe, tmp_path):
     assert "this run can start" in checked
     assert warning in told
     assert "bf16 is emulated here" in events(tmp_path / "run", "warning")[0]["message"]
+
+
+def test_benchmarks_that_would_never_run_are_reported(recipe):
+    (found,) = said(recipe, ("evaluation.tasks", "[mine]"))
+    assert found == "evaluation: nothing is evaluated during training; give every_steps or every_tokens"
