@@ -9,15 +9,13 @@ an empty one must not: training from scratch would hide what is there, and overw
 """
 
 import json
-import threading
 import time
 import uuid
 from collections.abc import Callable
-from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from pretrain import config
 from pretrain.checkpoint.mirror_store import (
@@ -47,11 +45,10 @@ from pretrain.runs.run_folder import (
     read_json,
 )
 from pretrain.terminal import say_stage
+from pretrain.urls import patiently
 
-_Value = TypeVar("Value")
 LOOK_SECONDS_WITHOUT_NEED = 20.0
 """Seconds that a start with checkpoints of its own waits for the mirror."""
-LONGEST_RETRY_SECONDS = 15.0
 
 
 class LostMirrorError(MirrorError):
@@ -271,33 +268,3 @@ def write_claim(run: Path, claim: dict[str, Any]) -> None:
     """Records what was found, for the copying thread and for the log."""
     (run / MIRROR_FOLDER).mkdir(parents=True, exist_ok=True)
     write_durably(run / MIRROR_FOLDER / CLAIM_FILE, json.dumps(claim))
-
-
-def patiently(ask: Callable[[], _Value], seconds: float, *, retry: bool) -> _Value:
-    """Returns the answer; raises TimeoutError after that long, or the last error.
-
-    retry: asks again after an error, with exponentially growing pauses.
-    """
-    deadline = time.monotonic() + seconds
-    pause = 0.5
-    while True:
-        # In a thread, because a dead network may block a call forever.
-        answer: Future[_Value] = Future()
-        threading.Thread(target=_ask, args=(ask, answer), name="mirror", daemon=True).start()
-        try:
-            return answer.result(max(0.1, deadline - time.monotonic()))
-        except TimeoutError:
-            error = TimeoutError(f"no answer within {seconds:g} s")
-        except Exception as found:
-            error = found
-        if not retry or time.monotonic() + pause > deadline:
-            raise error
-        time.sleep(pause)
-        pause = min(2 * pause, LONGEST_RETRY_SECONDS)
-
-
-def _ask(ask: Callable[[], _Value], answer: Future[_Value]) -> None:
-    try:
-        answer.set_result(ask())
-    except Exception as error:
-        answer.set_exception(error)

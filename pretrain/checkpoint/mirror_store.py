@@ -23,7 +23,7 @@ import yaml
 
 from pretrain import config
 from pretrain.checkpoint.run_state import ROLLBACKS, RunStoppedError, parse_rollbacks, recorded_rollbacks
-from pretrain.errors import InputError, one_line
+from pretrain.errors import EXIT_PREEMPTED, InputError, one_line
 from pretrain.files import SEAL_FILE, commit, damage_of_content, is_url, seal, sealed_files, shown
 from pretrain.runs.event_log import first_start, first_start_of, parse_lines
 from pretrain.runs.run_folder import METRICS_FILE, checkpoint_name, step_named
@@ -50,6 +50,8 @@ OBJECTS = ("model.json", "data.json", "strategy.json", "environment.json", "conf
 
 class MirrorError(RunStoppedError):
     """Raised if the mirror has what the run needs but is unreachable, or holds nothing intact."""
+
+    exit_code = EXIT_PREEMPTED
 
 
 class DamagedCopyError(OSError):
