@@ -99,8 +99,8 @@ def is_first_on_machine() -> bool:
 def or_exit(function: Callable[[], _Value]) -> _Value:
     """Returns what the function returns; an InputError ends the process with status 2, its problems on stderr.
 
-    A path that the system rejects, such as a file that this user may not open, has the same effect. An UnreachableError
-    ends it with status 75.
+    A path that the system rejects, such as a file that this user may not open, has the same effect. An
+    UnreachableError ends it with status 75.
     """
     try:
         return function()

@@ -128,7 +128,7 @@ def pass_on(number: int) -> None:
 
 
 def supervise(command: list[str]) -> int:
-    """Runs a command as long as it crashes or has to be continued; returns its exit status otherwise, and after a signal.
+    """Runs a command while it crashes or has to be continued; returns its exit status otherwise, and after a signal.
 
     Bad input, divergence, a crash loop and the like would end the same way again.
     """

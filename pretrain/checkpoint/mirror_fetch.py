@@ -11,13 +11,14 @@ an empty one must not: training from scratch would hide what is there, and overw
 import json
 import time
 import uuid
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from pretrain import config
+from pretrain.checkpoint.mirror_lease import Lease, take_lease
 from pretrain.checkpoint.mirror_store import (
     CLAIM_FILE,
     IDENTITY_FILE,
@@ -57,16 +58,21 @@ class LostMirrorError(MirrorError):
     exit_code = EXIT_NO_VALID_CHECKPOINT
 
 
-def fetch_from_mirror(run: Path, settings: config.Checkpoint, ranks: Ranks) -> None:
-    """Brings the run's folder up to its mirror, if that is further. A collective call; the main rank fetches.
+@contextmanager
+def on_mirror(run: Path, settings: config.Checkpoint, ranks: Ranks) -> Iterator[None]:
+    """Holds the mirror's lease for this run, and brings the run's folder up to the mirror, if that is further.
 
-    Raises, on all ranks, InputError if another run is there or the store's library is missing, MirrorError if an empty
-    folder needs a mirror that is unreachable, LostMirrorError if none of its checkpoints is intact.
+    A collective call; the main rank fetches. Without a lease the run goes on if its folder has checkpoints and the
+    mirror cannot be written. Raises, on all ranks, InputError if another run is there, another machine trains this one
+    or the store's library is missing, MirrorError if an empty folder needs a mirror that is unreachable,
+    LostMirrorError if none of its checkpoints is intact.
     """
+    lease = None
 
     def work() -> Exception | None:
+        nonlocal lease
         try:
-            look(run, settings)
+            lease = look(run, settings)
         except Exception as error:  # returned, not raised: the other ranks wait for the answer
             is_told = isinstance(error, InputError | RunStoppedError)
             return error if is_told else MirrorError(f"checkpoint.mirror: {one_line(error)}")
@@ -75,6 +81,11 @@ def fetch_from_mirror(run: Path, settings: config.Checkpoint, ranks: Ranks) -> N
     problem = ranks.gather(ranks.by_main(work, lambda: None))[0]
     if problem is not None:
         raise problem
+    try:
+        yield
+    finally:
+        if lease is not None:
+            lease.release()
 
 
 def fetch_earlier(
@@ -122,10 +133,12 @@ def fetch_wanted(
     return ranks.gather(ranks.by_main(work, beat))[0]
 
 
-def look(run: Path, settings: config.Checkpoint) -> None:
-    """Does the work of `fetch_from_mirror` on one process."""
+def look(run: Path, settings: config.Checkpoint) -> Lease | None:
+    """Does the work of `on_mirror` on one process; returns the lease, None if the mirror cannot be written."""
     store = connect(settings, run)
     here = newest_sealed(run)
+    own = read_json(run / MIRROR_FOLDER / CLAIM_FILE).get("start")
+    lease = None
     claim: dict[str, Any] = {
         "start": uuid.uuid4().hex,
         "claimed": None,
@@ -141,6 +154,15 @@ def look(run: Path, settings: config.Checkpoint) -> None:
             claim["damaged"][IDENTITY_FILE] = identity.damage
         if sealed:
             require_same_run(run, id_of_run(run), identity, store)
+        try:
+            lease = take_lease(store, claim["start"], own)
+        except InputError:
+            raise
+        except Exception as error:  # a mirror that cannot be written may still be read
+            claim["problem"] = f"could not be reached or written at the start ({one_line(error)})"
+        identity, (sealed, _) = store.identity(), store.steps()  # again: the last holder may have added to it
+        if sealed:
+            require_same_run(run, id_of_run(run), identity, store)
             catch_up(run, store, sealed, here, claim)
             known = identity.run if identity is not None else None
             identify = partial(store.identify, known or id_of_run(run), claim["start"])
@@ -149,9 +171,13 @@ def look(run: Path, settings: config.Checkpoint) -> None:
         elif here is None:
             require_no_loss(run, store)
     except (InputError, RunStoppedError):
+        if lease is not None:
+            lease.release()
         raise
     except Exception as error:  # each file system raises its own errors
         if newest_sealed(run) is None:
+            if lease is not None:
+                lease.release()
             raise MirrorError(
                 f"checkpoint.mirror: {store.address} cannot be reached ({one_line(error)}), and {run} has no "
                 "checkpoint: starting from scratch could overwrite the run that may be there; run the same command "
@@ -159,6 +185,7 @@ def look(run: Path, settings: config.Checkpoint) -> None:
             ) from error
         claim["problem"] = f"could not be reached or written at the start ({one_line(error)})"
     write_claim(run, claim)
+    return lease
 
 
 def catch_up(run: Path, store: MirrorStore, sealed: list[int], here: int | None, claim: dict[str, Any]) -> None:

@@ -3,6 +3,7 @@
     MIRROR/NAME/run.json                                which run this is, and which start of it writes
     MIRROR/NAME/config.yaml, metrics.jsonl, ...         the run's small files
     MIRROR/NAME/checkpoints/step-00000500/, final/      as in the run's folder; MANIFEST.json is written last
+    MIRROR/NAME/leases/                                 who trains the run now (mirror_lease)
 
 NAME is the name of the run's folder. A folder without a manifest is incomplete, whatever it contains.
 """
@@ -82,6 +83,7 @@ class MirrorStore:
     def __init__(self, mirror: str, name: str):
         self.place = f"{mirror if is_url(mirror) else os.path.abspath(mirror)}".rstrip("/") + f"/{name}"
         self.address = shown(self.place)
+        self.is_local = not is_url(mirror)
 
     @cached_property
     def system(self) -> "DirFileSystem":
@@ -102,6 +104,15 @@ class MirrorStore:
         """Replaces a small file."""
         self.system.makedirs(name.rpartition("/")[0], exist_ok=True)
         self.system.pipe_file(name, content)
+
+    def create(self, name: str, content: bytes) -> None:
+        """Writes a small file that does not exist. Raises an error of the file system's own if it does."""
+        self.system.makedirs(name.rpartition("/")[0], exist_ok=True)
+        if self.is_local:
+            with self.system.open(name, "xb") as file:
+                file.write(content)
+        else:
+            self.system.pipe_file(name, content, mode="create")
 
     def identity(self) -> Identity | None:
         """Returns the mirror's identity; None if there is neither run.json nor a log."""

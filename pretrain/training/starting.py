@@ -54,15 +54,15 @@ def with_recorded_end(config: RunConfig, strategy: Strategy, train: Callable[[Me
     Raises InputError on all ranks if another process trains in this folder, or if ranks have different settings.
     """
     refuse_mixed_settings(config, strategy.ranks)
-    with sole_use(config.output, strategy.ranks):
+    with sole_use(config.output, strategy.ranks), ExitStack() as held:
         # The main rank reads for all: on a network disk other ranks may still see an older file.
         if (code := strategy.ranks.gather(end_to_repeat(config.output))[0]) is not None:
             return code
         try:  # before the log is opened, which may be fetched from there
             if config.checkpoint.mirror is not None:
-                from pretrain.checkpoint.mirror_fetch import fetch_from_mirror
+                from pretrain.checkpoint.mirror_fetch import on_mirror
 
-                fetch_from_mirror(config.output, config.checkpoint, strategy.ranks)
+                held.enter_context(on_mirror(config.output, config.checkpoint, strategy.ranks))
         except RunStoppedError as stop:
             Metrics(config.output, is_main=strategy.ranks.is_main).end(stop.exit_code, str(stop))
             return stop.exit_code
