@@ -1,5 +1,7 @@
 """Looks at a run's mirror at its start, and fetches the run if its disk was lost or another machine got further.
 
+    python -m pretrain.checkpoint.mirror_fetch s3://BUCKET/runs/NAME [FOLDER]     # a copy to look at, to evaluate
+
     RUN/mirror/claim.json       which start of the run writes to the mirror, what it fetched,
                                 and what is damaged there
 
@@ -8,7 +10,9 @@ there is reported and left out. A folder with checkpoints of its own starts with
 an empty one must not: training from scratch would hide what is there, and overwrite it.
 """
 
+import argparse
 import json
+import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -33,7 +37,7 @@ from pretrain.checkpoint.mirror_store import (
     require_same_run,
 )
 from pretrain.checkpoint.run_state import RunStoppedError
-from pretrain.errors import EXIT_NO_VALID_CHECKPOINT, InputError, one_line
+from pretrain.errors import EXIT_NO_VALID_CHECKPOINT, InputError, one_line, run_script
 from pretrain.files import SEAL_FILE, write_durably
 from pretrain.parallel.ranks import Ranks
 from pretrain.runs.event_log import parse_lines
@@ -295,3 +299,28 @@ def write_claim(run: Path, claim: dict[str, Any]) -> None:
     """Records what was found, for the copying thread and for the log."""
     (run / MIRROR_FOLDER).mkdir(parents=True, exist_ok=True)
     write_durably(run / MIRROR_FOLDER / CLAIM_FILE, json.dumps(claim))
+
+
+def fetch_script() -> None:
+    """Copies the newest checkpoint of a run in a store, its small files and final/ into a new folder."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("url", metavar="URL")
+    parser.add_argument("folder", nargs="?", type=Path, metavar="FOLDER", help="default: runs/NAME")
+    arguments = parser.parse_args()
+    home, _, name = arguments.url.rstrip("/").rpartition("/")
+    run = arguments.folder or Path("runs", name)
+    if run.exists():
+        raise InputError(f"{run}: exists; give another folder, or remove it")
+    store = connect(config.Checkpoint(mirror=home), run.with_name(name))
+    sealed, _ = patiently(store.steps, LOOK_SECONDS_WITHOUT_NEED, retry=False)
+    if not sealed:
+        raise InputError(f"{store.address}: no run with a complete checkpoint is there")
+    claim: dict[str, Any] = {"damaged": {}}
+    catch_up(run, store, sealed, None, claim)
+    for what, problem in claim["damaged"].items():
+        print(f"damaged there, and left out: {what} ({problem})", file=sys.stderr)
+    print(f"Step {claim['fetched']['step']:,} of {store.address} is in {run}.")
+
+
+if __name__ == "__main__":
+    run_script(fetch_script)

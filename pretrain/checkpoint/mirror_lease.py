@@ -102,8 +102,8 @@ def _require_silence(store: MirrorStore, number: int, held: bytes) -> None:
         if found != held:
             raise InputError(
                 f"checkpoint.mirror: {store.address}: {holder} trains this run; stop it there, or use another "
-                f"--output. A start takes over {SILENT_SECONDS:g} s after the holder's last sign of life; to take over "
-                f"at once, remove {store.address}/{FOLDER}"
+                f"--output. A start takes over {SILENT_SECONDS:g} s after the holder's last sign of life; to take "
+                f"over at once, remove {store.address}/{FOLDER}"
             )
 
 

@@ -7,6 +7,7 @@ import socket
 import pytest
 import yaml
 
+from pretrain.files import damage
 from support.faults import launch_with_faults, wait_until
 from support.object_store import store_server
 from support.prepared import run_killed
@@ -53,6 +54,15 @@ def test_a_run_that_lives_in_the_store(store, shards, recipe, tmp_path):
     assert {"final/MANIFEST.json", "final/model.safetensors"} <= store.names("runs/demo")
     assert store.read("runs/demo/metrics.jsonl") == (run / "metrics.jsonl").read_bytes()
     assert store.names("runs/demo/leases") == set()
+
+    refused = run_script("evaluate.py", "--model", "s3://mine/runs/demo", "--data", shards, check=False)
+    said = "python -m pretrain.checkpoint.mirror_fetch s3://mine/runs/demo makes it"
+    assert refused.returncode == 2 and said in refused.stderr
+    refused = run_script("runs.py", "status", "s3://mine/runs/demo", check=False)
+    assert refused.returncode == 2 and said in refused.stderr
+    copy = tmp_path / "copy"
+    run_script("-m", "pretrain.checkpoint.mirror_fetch", "s3://mine/runs/demo", copy, **store.environment)
+    assert losses(copy) == losses(run) and damage(copy / "final") == damage(copy / "checkpoints/step-00000012") == []
 
 
 def test_documents_and_prepared_folders(store, tokenizer, tmp_path):

@@ -120,8 +120,8 @@ def launch_with_faults(
         | ({"architecture": architecture} if architecture else {})
     )
     launches = [
-        "-m", "accelerate.commands.launch", "--config_file", ROOT / f"accelerate_configs/{strategy}.yaml", "--num_processes",
-        processes, "--main_process_port", free_port(), *(launcher or []),
+        "-m", "accelerate.commands.launch", "--config_file", ROOT / f"accelerate_configs/{strategy}.yaml",
+        "--num_processes", processes, "--main_process_port", free_port(), *(launcher or []),
     ]  # fmt: skip
     if strategy == "torchrun":
         launches = ["-m", "torch.distributed.run", "--nproc_per_node", processes, "--master_port", free_port()]
@@ -129,7 +129,13 @@ def launch_with_faults(
     begun, launched = time.monotonic(), time.time()
     with open(folder / "output.txt", "w+") as output:
         process = start_script(
-            *command, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True, fresh=fresh, cwd=cwd
+            *command,
+            env=environment,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            fresh=fresh,
+            cwd=cwd,
         )
         try:
             meanwhile(process)
