@@ -141,7 +141,7 @@ def test_the_next_windows_are_fetched_before_they_are_read(tmp_path, monkeypatch
     reader = block_reader(None)
     for future in list(reader._blocks.values()):
         future.result()
-    monkeypatch.setattr(object_store.RemoteFolder, "read", lambda *_: pytest.fail("the step waits for the server"))
+    monkeypatch.setattr(remote.RemoteFolder, "read", lambda *_: pytest.fail("the step waits for the server"))
     for step in range(1, 60):
         batches.read(step, 0, 0, ranks=1, sequences=4)
 
