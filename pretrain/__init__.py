@@ -13,7 +13,7 @@ all packages may use them:
     mesh_sizes: sizes of the parallel dimensions, as the launcher gives them
     launch: accelerate launch, for people at a terminal and for schedulers
     terminal: stages, the live line, colors and widths
-    files, urls: files and folders that are complete or absent; files by path or URL
+    files, urls, remote: files and folders that are complete or absent; files by path or URL; objects below a URL
     processes: locks, and which processes are alive
     deepspeed_build: where DeepSpeed compiles its operators
     units: counts, bytes, durations and energies in words

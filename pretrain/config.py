@@ -638,7 +638,8 @@ class RunConfig(Section):
     init: Literal["scratch", "pretrained"] = "scratch"
     """pretrained: continue from the weights of `model`."""
     output: Path
-    """Folder of the run. Running the same command again resumes it."""
+    """Folder of the run. Running the same command again resumes it. A URL, such as s3://BUCKET/runs/NAME: the run
+    lives there, and runs/NAME is its folder on this machine (`checkpoint.mirror` becomes s3://BUCKET/runs)."""
     branch_from: str | None = None
     """RUN@STEP: start from that checkpoint of another run and decay the learning rate from there to the end."""
     seed: CountFromZero = 42
@@ -707,6 +708,23 @@ class RunConfig(Section):
         if tracking.get("group", group) != group:
             raise ValueError("group is tracking.group now, and both are given: leave out group")
         return {**rest, "tracking": {**tracking, "group": group}}
+
+    @model_validator(mode="before")
+    @classmethod
+    def lives_at_url(cls, values: Any) -> Any:
+        """Reads an `output` that is a URL as the run's mirror, and a folder of that name here."""
+        output = values.get("output") if isinstance(values, dict) else None
+        if not isinstance(output, str) or not is_url(output):
+            return values
+        home, _, name = output.rstrip("/").rpartition("/")
+        if not name or home.endswith(":/"):
+            raise ValueError(f"output: {output}: give a place and the run's name, as in s3://BUCKET/runs/NAME")
+        checkpoint = values.get("checkpoint") or {}
+        if not isinstance(checkpoint, dict):
+            return values
+        if checkpoint.get("mirror") not in (None, home):
+            raise ValueError(f"output: {output}: is where the run lives, so leave out checkpoint.mirror")
+        return {**values, "output": f"runs/{name}", "checkpoint": {**checkpoint, "mirror": home}}
 
     @model_validator(mode="after")
     def tell_model_of_trust(self):

@@ -23,6 +23,7 @@ EXIT_NUMERIC = 16
 EXIT_NO_VALID_CHECKPOINT = 17
 EXIT_CRASH_LOOP = 18
 EXIT_PREEMPTED = 75
+"""Exit status of what ended early and goes on with the same command: told to end, or a server out of reach."""
 EXIT_INTERRUPTED = 130
 EXIT_CLOSED_PIPE = 141
 """Exit status 128 + SIGPIPE, as shells report a program that wrote to a closed pipe."""
@@ -52,6 +53,16 @@ class InputError(Exception):
     def __init__(self, *problems: str):
         super().__init__("\n".join(problems))
         self.problems = list(problems)
+
+
+class UnreachableError(OSError):
+    """Raised if a remote file cannot be read now, which says nothing about its content.
+
+    `run_script` prints it and exits with status 75; no traceback reaches the user.
+    """
+
+    def __str__(self) -> str:
+        return f"{self.filename}: {self.strerror}"
 
 
 class Problems(list[str]):
@@ -88,14 +99,18 @@ def is_first_on_machine() -> bool:
 def or_exit(function: Callable[[], _Value]) -> _Value:
     """Returns what the function returns; an InputError ends the process with status 2, its problems on stderr.
 
-    A path that the system rejects, such as a file that this user may not open, has the same effect.
+    A path that the system rejects, such as a file that this user may not open, has the same effect. An
+    UnreachableError ends it with status 75.
     """
     try:
         return function()
-    except InputError as error:
+    except (InputError, UnreachableError) as error:
         if not is_first_on_machine():
             # The launcher ends all processes when one ends: the first would be ended before it has said why.
             time.sleep(SECONDS_TO_REPORT)
+        if isinstance(error, UnreachableError):
+            print_problems([str(error)])
+            end_now(EXIT_PREEMPTED)  # threads that still wait for the server would delay a normal exit
         print_problems(shortened(problem, 5000) for problem in error.problems)
     except OSError as error:
         if error.filename is None or error.errno not in UNUSABLE_PATHS:

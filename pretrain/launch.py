@@ -128,7 +128,7 @@ def pass_on(number: int) -> None:
 
 
 def supervise(command: list[str]) -> int:
-    """Runs a command repeatedly as long as it crashes; returns its exit status otherwise, and after a signal.
+    """Runs a command while it crashes or has to be continued; returns its exit status otherwise, and after a signal.
 
     Bad input, divergence, a crash loop and the like would end the same way again.
     """
@@ -142,11 +142,12 @@ def supervise(command: list[str]) -> int:
                 left = psutil.Process(process.pid).children(recursive=True) or left
         if code < 0:  # the run's processes save and end by themselves; until then they hold its lock
             psutil.wait_procs(left, timeout=SHUTDOWN_SECONDS)
-        if (code != CRASHED and code >= 0) or HEARD:
+        if (code not in (CRASHED, EXIT_PREEMPTED) and code >= 0) or HEARD:
             return status_of(code)
         if time.monotonic() - started > LONG_LIFE_SECONDS:
             pause = SHORTEST_PAUSE_SECONDS
-        print(f"the run crashed (exit status {code}); started again in {pause:g} s", file=sys.stderr, flush=True)
+        what = "has to be continued" if code == EXIT_PREEMPTED else "crashed"
+        print(f"the run {what} (exit status {code}); started again in {pause:g} s", file=sys.stderr, flush=True)
         deadline = time.monotonic() + pause
         while time.monotonic() < deadline and not HEARD:
             time.sleep(0.1)

@@ -20,6 +20,7 @@ from pydantic.fields import FieldInfo
 
 from pretrain.config import RunConfig, Section
 from pretrain.errors import EXIT_BAD_INPUT, InputError, Problems, did_you_mean, read_small_file, shortened
+from pretrain.files import is_url
 from pretrain.registry import OPTIMIZERS, SCHEDULES
 from pretrain.terminal import say
 from pretrain.units import table
@@ -87,7 +88,8 @@ class CommandLine:
     """Train 100 steps in a separate folder, resume them from the middle, and report pass or fail per stage."""
     profile: int | None
     """Number of steps to profile, to find out why the run is slow; None: none."""
-    recipe: Path
+    recipe: str
+    """Path or URL."""
 
 
 NAMES_ELSEWHERE = {
@@ -132,7 +134,7 @@ FLAGS = ("check", "verbose", "smoke")
 SWITCHES = ("trust_remote_code",)
 """Settings that are true if no value follows."""
 TAKEN = {
-    "--config RECIPE": "the recipe; --config may be left out",
+    "--config RECIPE": "the recipe, a file or a URL (s3://...); --config may be left out",
     "--text FOLDER": "train on your own text (folder, pattern, files), without a recipe",
     "--exclude PATTERN": "with --text: files to leave out",
     "--minutes N": "with --text: how long to train",
@@ -173,7 +175,7 @@ def read_command_line(argv: list[str], usage: str) -> CommandLine:
     overrides = [(key, value) for key, value in pairs if key not in ("config", "profile")]
     config = read_run_config(recipes[0], overrides)
     overridden = frozenset(key for key, _ in overrides)
-    return CommandLine(config, overridden, **flags, profile=profile, recipe=Path(recipes[0]))
+    return CommandLine(config, overridden, **flags, profile=profile, recipe=recipes[0])
 
 
 def named_recipe(arguments: list[str]) -> list[str]:
@@ -235,7 +237,7 @@ def choices_in(annotation: Any) -> list[str]:
 
 def explain(command_line: CommandLine) -> str:
     """Lists every setting, one per line: dotted path, value, and origin: command line, recipe or default."""
-    in_recipe = set(leaves(parse_yaml(read_small_file(command_line.recipe))))
+    in_recipe = set(leaves(parse_yaml(recipe_text(command_line.recipe))))
     in_recipe |= {"model.config"} & {f"{path}.config" for path in in_recipe}
     rows = []
     for path, value in leaves(command_line.config.model_dump(mode="json")).items():
@@ -312,12 +314,13 @@ def read_run_config(
     loads_extensions: False for a recorded run whose model is evaluated: its extensions' code does not run, and the
     settings that may be theirs (optim, loss.terms, the order of the data) are not read.
     """
-    if not Path(path).exists():
+    if not is_url(str(path)) and not Path(path).exists():
         raise InputError(f"--config {path}: no such recipe; see recipes/ for those that exist")
     try:
-        values = parse_yaml(read_small_file(path))
+        values = parse_yaml(recipe_text(path))
     except (InputError, ValueError) as error:
-        raise InputError(f"{path or '--config'}: {error}") from None
+        where = "" if is_url(str(path)) and str(error).startswith(str(path)) else f"{path or '--config'}: "
+        raise InputError(f"{where}{error}") from None
     if not isinstance(values, dict):
         raise InputError(f"{path}: a recipe is a mapping of settings (got {type(values).__name__})")
     if not loads_extensions and values.pop("extensions", None):
@@ -334,6 +337,15 @@ def read_run_config(
         problems += [describe(problem, path, overridden) for problem in error.errors()]
     problems.stop_if_any()
     return config
+
+
+def recipe_text(path: str | Path) -> str:
+    """Returns the content of a recipe on this machine or at a URL of fsspec. Raises InputError, UnreachableError."""
+    if is_url(str(path)):
+        from pretrain.remote import read_text
+
+        return read_text(str(path))
+    return read_small_file(path)
 
 
 def set_dotted(values: dict, key: str, text: str) -> str | None:

@@ -3,11 +3,13 @@
 import hashlib
 import io
 import os
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
 
-from pretrain.errors import InputError, one_line
+from pretrain.errors import InputError, UnreachableError, one_line
 from pretrain.files import fingerprint_of, is_url, shown
 
 if TYPE_CHECKING:
@@ -16,12 +18,9 @@ if TYPE_CHECKING:
 _Value = TypeVar("Value")
 DOWNLOAD_BLOCK_BYTES = 8 << 20
 TRIES = 4
+LONGEST_RETRY_SECONDS = 15.0
 IDENTITIES = ("ETag", "etag", "md5Hash", "md5", "crc32c", "content_md5", "Content-MD5", "blob_id", "Last-Modified")
 """Names, in various file systems, of metadata that changes with a file's content."""
-
-
-class UnreachableError(OSError):
-    """Raised if a remote file cannot be read now, which says nothing about its content."""
 
 
 def file_system(url: str) -> tuple["AbstractFileSystem", str]:
@@ -151,3 +150,33 @@ def fingerprint(path: str, size: int) -> str:
             return hashlib.sha256(f"{size}{sorted(known.items())!r}".encode()).hexdigest()
     with open_file(path) as file:
         return fingerprint_of(file, size)
+
+
+def patiently(ask: Callable[[], _Value], seconds: float, *, retry: bool) -> _Value:
+    """Returns the answer; raises TimeoutError after that long, or the last error.
+
+    retry: asks again after an error, with exponentially growing pauses.
+    """
+    deadline = time.monotonic() + seconds
+    pause = 0.5
+    while True:
+        # In a thread, because a dead network may block a call forever.
+        answer: Future[_Value] = Future()
+        threading.Thread(target=_ask, args=(ask, answer), name="remote", daemon=True).start()
+        try:
+            return answer.result(max(0.1, deadline - time.monotonic()))
+        except TimeoutError:
+            error = TimeoutError(f"no answer within {seconds:g} s")
+        except Exception as found:
+            error = found
+        if not retry or time.monotonic() + pause > deadline:
+            raise error
+        time.sleep(pause)
+        pause = min(2 * pause, LONGEST_RETRY_SECONDS)
+
+
+def _ask(ask: Callable[[], _Value], answer: Future[_Value]) -> None:
+    try:
+        answer.set_result(ask())
+    except Exception as error:
+        answer.set_exception(error)

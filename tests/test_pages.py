@@ -41,6 +41,7 @@ NOT_RUN = {
     r"^ATEN_CPU_CAPABILITY=avx2 .* make demo": "the demo again, on another processor",
     r"^ray start": "an optional package",
     r"^hf (download|upload)": "needs the Hub",
+    r"s3://BUCKET": "needs a store: tests/scripts/test_s3.py",
     r"^llama-completion ": "llama.cpp's own: tests/publishing/test_gguf.py",
     r"^(docker (build|run --init)|sky jobs|kubectl apply|hf jobs|sbatch) ": "needs other machines: test_clusters.py",
 }
@@ -207,7 +208,7 @@ def check(command: Command, clone) -> str | None:
     if matches(NOT_RUN, command.text):
         target = re.match(r"make (\S+)", command.text)
         known = target is None or re.search(rf"^{target[1]}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
-        files = re.findall(r"\b[\w/-]+\.(?:txt|yaml|json)\b", command.text)
+        files = re.findall(r"\b[\w/-]+\.(?:txt|yaml|json)\b", re.sub(r"\w+://\S+", "", command.text))
         return None if known and all((ROOT / file).exists() for file in files) else "no such target or file"
     if not re.search(RUN, re.sub(VARIABLES, "", command.text)):
         return "is neither run nor read, and not listed in NOT_RUN with the reason"

@@ -1,5 +1,7 @@
 """Looks at a run's mirror at its start, and fetches the run if its disk was lost or another machine got further.
 
+    python -m pretrain.checkpoint.mirror_fetch s3://BUCKET/runs/NAME [FOLDER]     # a copy to look at, to evaluate
+
     RUN/mirror/claim.json       which start of the run writes to the mirror, what it fetched,
                                 and what is damaged there
 
@@ -8,18 +10,19 @@ there is reported and left out. A folder with checkpoints of its own starts with
 an empty one must not: training from scratch would hide what is there, and overwrite it.
 """
 
+import argparse
 import json
-import threading
+import sys
 import time
 import uuid
-from collections.abc import Callable
-from concurrent.futures import Future
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from pretrain import config
+from pretrain.checkpoint.mirror_lease import Lease, take_lease
 from pretrain.checkpoint.mirror_store import (
     CLAIM_FILE,
     IDENTITY_FILE,
@@ -34,7 +37,7 @@ from pretrain.checkpoint.mirror_store import (
     require_same_run,
 )
 from pretrain.checkpoint.run_state import RunStoppedError
-from pretrain.errors import EXIT_NO_VALID_CHECKPOINT, InputError, one_line
+from pretrain.errors import EXIT_NO_VALID_CHECKPOINT, InputError, one_line, run_script
 from pretrain.files import SEAL_FILE, write_durably
 from pretrain.parallel.ranks import Ranks
 from pretrain.runs.event_log import parse_lines
@@ -47,11 +50,10 @@ from pretrain.runs.run_folder import (
     read_json,
 )
 from pretrain.terminal import say_stage
+from pretrain.urls import patiently
 
-_Value = TypeVar("Value")
 LOOK_SECONDS_WITHOUT_NEED = 20.0
 """Seconds that a start with checkpoints of its own waits for the mirror."""
-LONGEST_RETRY_SECONDS = 15.0
 
 
 class LostMirrorError(MirrorError):
@@ -60,16 +62,21 @@ class LostMirrorError(MirrorError):
     exit_code = EXIT_NO_VALID_CHECKPOINT
 
 
-def fetch_from_mirror(run: Path, settings: config.Checkpoint, ranks: Ranks) -> None:
-    """Brings the run's folder up to its mirror, if that is further. A collective call; the main rank fetches.
+@contextmanager
+def on_mirror(run: Path, settings: config.Checkpoint, ranks: Ranks) -> Iterator[None]:
+    """Holds the mirror's lease for this run, and brings the run's folder up to the mirror, if that is further.
 
-    Raises, on all ranks, InputError if another run is there or the store's library is missing, MirrorError if an empty
-    folder needs a mirror that is unreachable, LostMirrorError if none of its checkpoints is intact.
+    A collective call; the main rank fetches. Without a lease the run goes on if its folder has checkpoints and the
+    mirror cannot be written. Raises, on all ranks, InputError if another run is there, another machine trains this one
+    or the store's library is missing, MirrorError if an empty folder needs a mirror that is unreachable,
+    LostMirrorError if none of its checkpoints is intact.
     """
+    lease = None
 
     def work() -> Exception | None:
+        nonlocal lease
         try:
-            look(run, settings)
+            lease = look(run, settings)
         except Exception as error:  # returned, not raised: the other ranks wait for the answer
             is_told = isinstance(error, InputError | RunStoppedError)
             return error if is_told else MirrorError(f"checkpoint.mirror: {one_line(error)}")
@@ -78,6 +85,11 @@ def fetch_from_mirror(run: Path, settings: config.Checkpoint, ranks: Ranks) -> N
     problem = ranks.gather(ranks.by_main(work, lambda: None))[0]
     if problem is not None:
         raise problem
+    try:
+        yield
+    finally:
+        if lease is not None:
+            lease.release()
 
 
 def fetch_earlier(
@@ -125,10 +137,12 @@ def fetch_wanted(
     return ranks.gather(ranks.by_main(work, beat))[0]
 
 
-def look(run: Path, settings: config.Checkpoint) -> None:
-    """Does the work of `fetch_from_mirror` on one process."""
+def look(run: Path, settings: config.Checkpoint) -> Lease | None:
+    """Does the work of `on_mirror` on one process; returns the lease, None if the mirror cannot be written."""
     store = connect(settings, run)
     here = newest_sealed(run)
+    own = read_json(run / MIRROR_FOLDER / CLAIM_FILE).get("start")
+    lease = None
     claim: dict[str, Any] = {
         "start": uuid.uuid4().hex,
         "claimed": None,
@@ -144,6 +158,15 @@ def look(run: Path, settings: config.Checkpoint) -> None:
             claim["damaged"][IDENTITY_FILE] = identity.damage
         if sealed:
             require_same_run(run, id_of_run(run), identity, store)
+        try:
+            lease = take_lease(store, claim["start"], own)
+        except InputError:
+            raise
+        except Exception as error:  # a mirror that cannot be written may still be read
+            claim["problem"] = f"could not be reached or written at the start ({one_line(error)})"
+        identity, (sealed, _) = store.identity(), store.steps()  # again: the last holder may have added to it
+        if sealed:
+            require_same_run(run, id_of_run(run), identity, store)
             catch_up(run, store, sealed, here, claim)
             known = identity.run if identity is not None else None
             identify = partial(store.identify, known or id_of_run(run), claim["start"])
@@ -152,9 +175,13 @@ def look(run: Path, settings: config.Checkpoint) -> None:
         elif here is None:
             require_no_loss(run, store)
     except (InputError, RunStoppedError):
+        if lease is not None:
+            lease.release()
         raise
     except Exception as error:  # each file system raises its own errors
         if newest_sealed(run) is None:
+            if lease is not None:
+                lease.release()
             raise MirrorError(
                 f"checkpoint.mirror: {store.address} cannot be reached ({one_line(error)}), and {run} has no "
                 "checkpoint: starting from scratch could overwrite the run that may be there; run the same command "
@@ -162,6 +189,7 @@ def look(run: Path, settings: config.Checkpoint) -> None:
             ) from error
         claim["problem"] = f"could not be reached or written at the start ({one_line(error)})"
     write_claim(run, claim)
+    return lease
 
 
 def catch_up(run: Path, store: MirrorStore, sealed: list[int], here: int | None, claim: dict[str, Any]) -> None:
@@ -273,31 +301,26 @@ def write_claim(run: Path, claim: dict[str, Any]) -> None:
     write_durably(run / MIRROR_FOLDER / CLAIM_FILE, json.dumps(claim))
 
 
-def patiently(ask: Callable[[], _Value], seconds: float, *, retry: bool) -> _Value:
-    """Returns the answer; raises TimeoutError after that long, or the last error.
-
-    retry: asks again after an error, with exponentially growing pauses.
-    """
-    deadline = time.monotonic() + seconds
-    pause = 0.5
-    while True:
-        # In a thread, because a dead network may block a call forever.
-        answer: Future[_Value] = Future()
-        threading.Thread(target=_ask, args=(ask, answer), name="mirror", daemon=True).start()
-        try:
-            return answer.result(max(0.1, deadline - time.monotonic()))
-        except TimeoutError:
-            error = TimeoutError(f"no answer within {seconds:g} s")
-        except Exception as found:
-            error = found
-        if not retry or time.monotonic() + pause > deadline:
-            raise error
-        time.sleep(pause)
-        pause = min(2 * pause, LONGEST_RETRY_SECONDS)
+def fetch_script() -> None:
+    """Copies the newest checkpoint of a run in a store, its small files and final/ into a new folder."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("url", metavar="URL")
+    parser.add_argument("folder", nargs="?", type=Path, metavar="FOLDER", help="default: runs/NAME")
+    arguments = parser.parse_args()
+    home, _, name = arguments.url.rstrip("/").rpartition("/")
+    run = arguments.folder or Path("runs", name)
+    if run.exists():
+        raise InputError(f"{run}: exists; give another folder, or remove it")
+    store = connect(config.Checkpoint(mirror=home), run.with_name(name))
+    sealed, _ = patiently(store.steps, LOOK_SECONDS_WITHOUT_NEED, retry=False)
+    if not sealed:
+        raise InputError(f"{store.address}: no run with a complete checkpoint is there")
+    claim: dict[str, Any] = {"damaged": {}}
+    catch_up(run, store, sealed, None, claim)
+    for what, problem in claim["damaged"].items():
+        print(f"damaged there, and left out: {what} ({problem})", file=sys.stderr)
+    print(f"Step {claim['fetched']['step']:,} of {store.address} is in {run}.")
 
 
-def _ask(ask: Callable[[], _Value], answer: Future[_Value]) -> None:
-    try:
-        answer.set_result(ask())
-    except Exception as error:
-        answer.set_exception(error)
+if __name__ == "__main__":
+    run_script(fetch_script)

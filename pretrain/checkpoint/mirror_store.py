@@ -3,6 +3,7 @@
     MIRROR/NAME/run.json                                which run this is, and which start of it writes
     MIRROR/NAME/config.yaml, metrics.jsonl, ...         the run's small files
     MIRROR/NAME/checkpoints/step-00000500/, final/      as in the run's folder; MANIFEST.json is written last
+    MIRROR/NAME/leases/                                 who trains the run now (mirror_lease)
 
 NAME is the name of the run's folder. A folder without a manifest is incomplete, whatever it contains.
 """
@@ -23,7 +24,7 @@ import yaml
 
 from pretrain import config
 from pretrain.checkpoint.run_state import ROLLBACKS, RunStoppedError, parse_rollbacks, recorded_rollbacks
-from pretrain.errors import InputError, one_line
+from pretrain.errors import EXIT_PREEMPTED, InputError, one_line
 from pretrain.files import SEAL_FILE, commit, damage_of_content, is_url, seal, sealed_files, shown
 from pretrain.runs.event_log import first_start, first_start_of, parse_lines
 from pretrain.runs.run_folder import METRICS_FILE, checkpoint_name, step_named
@@ -50,6 +51,8 @@ OBJECTS = ("model.json", "data.json", "strategy.json", "environment.json", "conf
 
 class MirrorError(RunStoppedError):
     """Raised if the mirror has what the run needs but is unreachable, or holds nothing intact."""
+
+    exit_code = EXIT_PREEMPTED
 
 
 class DamagedCopyError(OSError):
@@ -80,6 +83,7 @@ class MirrorStore:
     def __init__(self, mirror: str, name: str):
         self.place = f"{mirror if is_url(mirror) else os.path.abspath(mirror)}".rstrip("/") + f"/{name}"
         self.address = shown(self.place)
+        self.is_local = not is_url(mirror)
 
     @cached_property
     def system(self) -> "DirFileSystem":
@@ -100,6 +104,15 @@ class MirrorStore:
         """Replaces a small file."""
         self.system.makedirs(name.rpartition("/")[0], exist_ok=True)
         self.system.pipe_file(name, content)
+
+    def create(self, name: str, content: bytes) -> None:
+        """Writes a small file that does not exist. Raises an error of the file system's own if it does."""
+        self.system.makedirs(name.rpartition("/")[0], exist_ok=True)
+        if self.is_local:
+            with self.system.open(name, "xb") as file:
+                file.write(content)
+        else:
+            self.system.pipe_file(name, content, mode="create")
 
     def identity(self) -> Identity | None:
         """Returns the mirror's identity; None if there is neither run.json nor a log."""

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from pretrain.config import Data, Shards
 from pretrain.data.manifest import SPLITS, Manifest, Shard
 from pretrain.data.shards import FoundShards, read_manifest, shard_size_problems
-from pretrain.errors import InputError
+from pretrain.errors import InputError, UnreachableError
 
 _Result = TypeVar("_Result")
 
@@ -84,8 +84,8 @@ class Dispatcher:
             number: number of this batch; all ranks must ask for the same one.
             read: reads the token IDs of a data rank; called only on the first rank, for all ranks.
 
-        An error of `read` is raised on the first rank; the others raise an InputError if it was one, else a
-        RuntimeError.
+        An error of `read` is raised on the first rank; the others raise an InputError or UnreachableError if it was
+        one, else a RuntimeError.
         """
         return self._thread.submit(lambda: then(self._exchange(number, read)))
 
@@ -99,8 +99,12 @@ class Dispatcher:
                 sent = [(number, ids[part]) for part in self.data_ranks]
             except Exception as error:  # sent before it is raised: the other ranks wait in the same collective
                 problem = error
-                kind = InputError if isinstance(error, InputError) else RuntimeError
-                sent = [(number, kind(NOT_READ))] * len(self.data_ranks)
+                told = RuntimeError(NOT_READ)
+                if isinstance(error, InputError):
+                    told = InputError(NOT_READ)
+                elif isinstance(error, UnreachableError):
+                    told = UnreachableError(5, NOT_READ, "data.dispatch_batches")
+                sent = [(number, told)] * len(self.data_ranks)
         received = [None]
         dist.scatter_object_list(received, sent, src=0, group=self.group)
         found, ids = received[0]

@@ -10,7 +10,6 @@ import hashlib
 import os
 import tempfile
 import threading
-import time
 from collections import OrderedDict
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
@@ -21,16 +20,13 @@ import numpy as np
 
 from pretrain.config import DataCache
 from pretrain.data.manifest import MANIFEST_FILE, TOKENIZER_FOLDER, Manifest, Shard, id_dtype, parse_manifest
-from pretrain.errors import InputError, one_line
-from pretrain.files import sha256_of, shown
-from pretrain.urls import UnreachableError, file_system
+from pretrain.errors import InputError
+from pretrain.files import sha256_of
+from pretrain.remote import remote_folder
 
 BLOCK_BYTES = 1 << 16
 DIGEST_BYTES = 8
 BLOCKS_SUFFIX = ".blocks"
-TRIES = 8
-FIRST_WAIT_SECONDS = 0.1
-"""Pause before the second try; it doubles with each, to 13 s in all."""
 TRIES_IF_DAMAGED = 2
 """Reads of content whose hash is wrong: it may have been damaged on its way."""
 THREADS = 16
@@ -52,66 +48,6 @@ def _digest(block: bytes) -> bytes:
     return hashlib.blake2b(block, digest_size=DIGEST_BYTES).digest()
 
 
-class RemoteFolder:
-    """Folder of prepared shards at a URL."""
-
-    def __init__(self, url: str):
-        from fsspec.implementations.dirfs import DirFileSystem
-
-        self.shown = shown(url).rstrip("/")
-        system, path = file_system(url)
-        self._system = DirFileSystem(path.rstrip("/"), system)
-
-    def sizes(self) -> dict[str, int | None]:
-        """Returns {name: bytes, None if unknown} of all files. Raises InputError."""
-        try:
-            return {name: about.get("size") for name, about in self._system.find("", detail=True).items()}
-        except FileNotFoundError:
-            return {}
-        except Exception as error:  # each file system raises its own errors
-            raise InputError(f"{self.shown}: cannot be listed: {one_line(error)}") from None
-
-    def read(self, name: str, start: int | None = None, end: int | None = None) -> bytes:
-        """Reads an object, or its bytes from `start` to `end`; repeats what fails.
-
-        Raises InputError for an object that is missing, forbidden or shorter than `end`; UnreachableError after TRIES.
-        """
-        where = f"{self.shown}/{name}"
-        for attempt in range(TRIES):
-            try:
-                content = self._system.cat_file(name, start=start, end=end)
-                if start is None or len(content) == end - start:
-                    return content
-                problem = f"{len(content):,} bytes came instead of {end - start:,}"
-            except FileNotFoundError:
-                raise InputError(f"{where}: no such object; upload it, or correct the address") from None
-            except PermissionError as error:
-                raise InputError(f"{where}: {one_line(error)}; give this machine access to it") from None
-            except Exception as error:  # each file system raises its own errors
-                problem = one_line(error)
-            if end is not None and (size := self._size(name)) is not None and size < end:
-                raise InputError(
-                    f"{where}: is cut off: it has {size:,} bytes, at least {end:,} are needed; upload it again"
-                )
-            if attempt < TRIES - 1:
-                time.sleep(FIRST_WAIT_SECONDS * 2**attempt)
-        span = "" if start is None else f"bytes {start:,} to {end:,} "
-        raise UnreachableError(5, f"{span}cannot be read, after {TRIES} tries: {problem}", where)
-
-    def _size(self, name: str) -> int | None:
-        try:
-            self._system.invalidate_cache()
-            return self._system.info(name).get("size")
-        except Exception:  # the failed read says what is wrong
-            return None
-
-
-@functools.cache
-def remote_folder(url: str) -> RemoteFolder:
-    """Returns the folder at a URL, which keeps its connections."""
-    return RemoteFolder(url)
-
-
 @functools.cache
 def remote_sizes(url: str) -> dict[str, int | None]:
     """Returns the sizes of a folder's files as this process has found them."""
@@ -131,8 +67,6 @@ def remote_manifest(url: str) -> Manifest:
     except InputError as error:
         advice = f"an unfinished or foreign folder has no {MANIFEST_FILE}; shards of other tools are read from disks"
         raise InputError(*error.problems, f"{folder.shown}: {advice}") from None
-    except UnreachableError as error:
-        raise InputError(f"{where}: {error.strerror}") from None
     sha256 = hashlib.sha256(content).hexdigest()
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     local = home / "groundwork" / "shards" / sha256

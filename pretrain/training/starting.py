@@ -14,7 +14,16 @@ import torch
 
 from pretrain.checkpoint.run_state import RunStoppedError
 from pretrain.config import RunConfig
-from pretrain.errors import CRASHED, EXIT_BAD_INPUT, EXIT_CRASH_LOOP, EXIT_INTERRUPTED, InputError, end_now
+from pretrain.errors import (
+    CRASHED,
+    EXIT_BAD_INPUT,
+    EXIT_CRASH_LOOP,
+    EXIT_INTERRUPTED,
+    EXIT_PREEMPTED,
+    InputError,
+    UnreachableError,
+    end_now,
+)
 from pretrain.hardware import memory_bytes
 from pretrain.parallel.launcher import environment_alone, python_path
 from pretrain.parallel.ranks import Ranks
@@ -24,6 +33,7 @@ from pretrain.recipe import leaves
 from pretrain.runs.event_log import read_metrics
 from pretrain.runs.run_folder import LOCK_FILE, METRICS_FILE
 from pretrain.training.metrics import Metrics
+from pretrain.training.watchdog import LAST_WORD, last_word, leave_word
 
 RESTARTS_WITHOUT_PROGRESS = 3
 ABANDONED_LOCK_SECONDS = 30.0
@@ -44,35 +54,42 @@ def with_recorded_end(config: RunConfig, strategy: Strategy, train: Callable[[Me
     Raises InputError on all ranks if another process trains in this folder, or if ranks have different settings.
     """
     refuse_mixed_settings(config, strategy.ranks)
-    with sole_use(config.output, strategy.ranks):
+    with sole_use(config.output, strategy.ranks), ExitStack() as held:
         # The main rank reads for all: on a network disk other ranks may still see an older file.
         if (code := strategy.ranks.gather(end_to_repeat(config.output))[0]) is not None:
             return code
         try:  # before the log is opened, which may be fetched from there
             if config.checkpoint.mirror is not None:
-                from pretrain.checkpoint.mirror_fetch import fetch_from_mirror
+                from pretrain.checkpoint.mirror_fetch import on_mirror
 
-                fetch_from_mirror(config.output, config.checkpoint, strategy.ranks)
+                held.enter_context(on_mirror(config.output, config.checkpoint, strategy.ranks))
         except RunStoppedError as stop:
             Metrics(config.output, is_main=strategy.ranks.is_main).end(stop.exit_code, str(stop))
             return stop.exit_code
+        if strategy.ranks.is_main:
+            (config.output / LAST_WORD).unlink(missing_ok=True)
         metrics = Metrics(config.output, is_main=strategy.ranks.is_main)
         try:
             return train(metrics)
         except RunStoppedError as stop:  # raised on all ranks
             metrics.end(stop.exit_code, str(stop))
             return stop.exit_code
-        except InputError as error:
+        except (InputError, UnreachableError) as error:
             if not metrics.began:  # all ranks have found it
                 raise
-            # A damaged shard: only this rank has read it, so only this rank can report it.
+            # A damaged shard, or a server that has gone: only this rank has read there, so only it can report that.
+            code = EXIT_BAD_INPUT if isinstance(error, InputError) else EXIT_PREEMPTED
             print(f"rank {strategy.ranks.rank}: {error}", file=sys.stderr, flush=True)
-            metrics.end(EXIT_BAD_INPUT, str(error))
-            end_now(EXIT_BAD_INPUT)
+            metrics.end(code, str(error))
+            leave_word(config.output, str(error), code)
+            end_now(code)
         except KeyboardInterrupt:  # before the first step; a later Ctrl-C is a request
             metrics.end(EXIT_INTERRUPTED, "interrupted; run the same command to resume from the newest checkpoint")
             end_now(EXIT_INTERRUPTED)
         except Exception as error:
+            if word := last_word(config.output):  # the rank that this one waited for has said why it ends
+                metrics.end(word[1], word[0])
+                end_now(word[1])
             traceback.print_exc()
             advice = f"\n{advice_on_memory(config, strategy)}" if is_out_of_memory(error) else ""
             metrics.end(CRASHED, f"{type(error).__name__}: {error}"[:2000] + advice)

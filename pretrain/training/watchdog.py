@@ -19,6 +19,7 @@ from pathlib import Path
 
 from pretrain.checkpoint.run_state import Request
 from pretrain.errors import CRASHED, EXIT_INTERRUPTED, EXIT_PREEMPTED
+from pretrain.files import write_durably
 from pretrain.processes import is_alive, process_state
 from pretrain.runs.run_folder import heartbeat_path
 from pretrain.terminal import CLEAR_LINE, is_terminal
@@ -43,6 +44,8 @@ LAST_WORDS_SECONDS = 3.0
 OWN_PAUSE_SECONDS = 5.0
 """Delay of the watch itself that means that the process was suspended (or half a step's timeout, if shorter): Ctrl-Z,
 or a machine in standby."""
+LAST_WORD = "heartbeats/last-word.json"
+"""Why a rank ended that alone has found a reason."""
 LAUNCHER = os.getppid()
 """Parent at import time, long before training, because a launcher may die while its processes load."""
 
@@ -195,7 +198,8 @@ class Watch:
             self._neighbor_died = self._neighbor_died or now
             # The launcher sends SIGTERM after a death: end now, since a save would wait for the dead process.
             if self._first_signal is not None or now - self._neighbor_died > ORPHAN_SECONDS:
-                self._end(f"process {', '.join(map(str, dead))} of this run has died", CRASHED)
+                of_death = f"process {', '.join(map(str, dead))} of this run has died"
+                self._end(*(last_word(self.run) or (of_death, CRASHED)))
             return
         # A suspended neighbor is detected even while this loop waits for a disk and still beats.
         stopped = [pid for pid in self.neighbors if process_state(pid) == "T"]
@@ -242,3 +246,17 @@ class Watch:
             # Another process may have drawn its live line there.
             start = CLEAR_LINE if is_terminal(sys.stderr) else ""
             print(f"{start}rank {self.rank}: {text}", file=sys.stderr, flush=True)
+
+
+def leave_word(run: Path, reason: str, code: int) -> None:
+    """Writes why this rank ends, for the others: the main rank writes the end of the run into its log."""
+    with suppress(OSError):
+        write_durably(run / LAST_WORD, json.dumps([reason, code]))
+
+
+def last_word(run: Path) -> tuple[str, int] | None:
+    """Returns the reason and exit status that a rank has left since the start of the run; None if there are none."""
+    with suppress(OSError, ValueError):
+        reason, code = json.loads((run / LAST_WORD).read_bytes())
+        return reason, code
+    return None

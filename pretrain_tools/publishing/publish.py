@@ -19,7 +19,7 @@ from pretrain_tools.publishing.hub_upload import PublishError, open_repository, 
 from pretrain_tools.publishing.provenance import provenance_problems, provenance_text, published_folder
 from pretrain_tools.publishing.signature import load_key, signature_problems
 from pretrain_tools.publishing.staging import Model, find_publishable, stage, write_model_as_gguf
-from pretrain_tools.runs.history import append_events
+from pretrain_tools.runs.history import append_events, refuse_url
 
 EXIT_NOT_PUBLISHED = 1
 """Exit status of a failed upload, and of a verification that finds a difference."""
@@ -56,6 +56,10 @@ def problems_of_run(run: Path | None) -> list[str]:
     if run is None:
         return ["--run is missing: give the folder of a run, such as runs/x"]
     if not (run / "config.yaml").is_file():
+        try:
+            refuse_url(str(run))
+        except InputError as error:
+            return error.problems
         return [f"--run {run}: not the folder of a run (it has no config.yaml)"]
     return []
 

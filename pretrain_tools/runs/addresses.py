@@ -17,7 +17,7 @@ from pathlib import Path
 from pretrain.errors import InputError, did_you_mean, is_first_on_machine
 from pretrain.files import SEAL_FILE
 from pretrain.runs.run_folder import best_step, checkpoint_damage, checkpoint_folders, read_state
-from pretrain_tools.runs.history import last_good_end
+from pretrain_tools.runs.history import last_good_end, refuse_url
 
 HUB_ID = re.compile(r"[\w.-]+(?:/[\w.-]+)?(?:@[\w./-]+)?")
 # Only what evaluation reads: pickled weights stay on the Hub.
@@ -68,6 +68,7 @@ def _models_here(text: str) -> list[ModelAddress]:
     base, _, selector = text.rpartition("@")
     if base and Path(base).expanduser().is_dir():
         return _in_run(text, Path(base).expanduser(), selector)
+    refuse_url(text)
     local_part = base or text
     if _is_meant_as_path(local_part):
         siblings = [str(path) for path in Path(local_part).parent.glob("*") if path.is_dir()]

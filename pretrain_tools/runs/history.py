@@ -141,6 +141,7 @@ def require_run(folder: Path) -> Path:
     """Returns the folder if it contains a run's metrics. Raises InputError that says what it is instead."""
     if (folder / METRICS_FILE).is_file():
         return folder
+    refuse_url(str(folder))
     if folder.is_file():
         raise InputError(f"{folder}: is a file; give the folder of a run, such as runs/demo")
     if not folder.is_dir():
@@ -161,6 +162,17 @@ def require_run(folder: Path) -> Path:
     if (folder / "config.yaml").is_file():
         raise InputError(f"{folder}: the run has not begun: there is no {METRICS_FILE} yet; see its console")
     raise InputError(f"{folder}: is not a run: it has no {METRICS_FILE}; give a folder that train.py made")
+
+
+def refuse_url(text: str) -> None:
+    """Raises InputError for the URL of a run, also after a Path has made one slash of its two."""
+    scheme, colon, rest = text.partition(":/")
+    if colon and scheme.isidentifier() and not Path(text).exists():
+        url = f"{scheme}://{rest.lstrip('/')}"
+        raise InputError(
+            f"{url}: is read from a copy on this machine: python -m pretrain.checkpoint.mirror_fetch "
+            f"{url.partition('@')[0]} makes it; then give runs/NAME"
+        )
 
 
 def require_runs(folders: Iterable[Path]) -> list[Path]:

@@ -6,6 +6,7 @@ import os
 import pytest
 
 import support.faulty_mirror  # noqa: F401  registers faulty://
+from pretrain.checkpoint import mirror_lease
 from pretrain.checkpoint.mirror_copy import MirrorCopier
 from pretrain.checkpoint.mirror_fetch import look
 from pretrain.checkpoint.mirror_store import mirror_problems
@@ -112,13 +113,14 @@ def test_a_mirror_that_takes_nothing_is_tried_again(tmp_path, faults, said):
     assert mirror_text(run).startswith("step 8, the newest checkpoint")
 
 
-def test_two_starts_do_not_both_write(tmp_path):
+def test_two_starts_do_not_both_write(tmp_path, monkeypatch):
     """One on a machine that was given up too early."""
     run, mirror = write_run(tmp_path / "run", (4,)), tmp_path / "mirror"
     settings = Checkpoint(mirror=str(mirror))
     look(run, settings)
     copier = copier_of(run, mirror)
     copy_all(copier)
+    monkeypatch.setattr(mirror_lease, "SILENT_SECONDS", 0.1)  # the first gives no sign of life
     elsewhere = tmp_path / "elsewhere/run"
     look(elsewhere, settings)
     write_checkpoint(run, 8)

@@ -9,7 +9,7 @@ import pytest
 import support.faulty_mirror  # noqa: F401  registers faulty://
 from pretrain.checkpoint import mirror_fetch, mirror_store
 from pretrain.checkpoint.checkpoints import Checkpoints
-from pretrain.checkpoint.mirror_fetch import LostMirrorError, fetch_earlier, fetch_from_mirror, look
+from pretrain.checkpoint.mirror_fetch import LostMirrorError, fetch_earlier, on_mirror
 from pretrain.checkpoint.mirror_store import MirrorError
 from pretrain.checkpoint.run_state import record_rollbacks
 from pretrain.config import Checkpoint
@@ -32,13 +32,19 @@ def lost(tmp_path):
     return run, mirror, Checkpoint(mirror=str(mirror), mirror_wait_seconds=1)
 
 
+def fetch_from_mirror(run, settings, ranks):
+    """As a start that ends at once."""
+    with on_mirror(run, settings, ranks):
+        pass
+
+
 def claim_of(run):
     return json.loads((run / "mirror/claim.json").read_text())
 
 
 def test_an_empty_disk_gets_the_newest_and_the_log(lost):
     run, mirror, settings = lost
-    look(run, settings)
+    fetch_from_mirror(run, settings, Ranks())
     assert list(checkpoint_folders(run)) == [8] and latest_step(run) == 8
     assert damage(run / "checkpoints/step-00000008") == []
     for name in ("metrics.jsonl", "config.yaml"):
@@ -51,7 +57,7 @@ def test_an_empty_disk_gets_the_newest_and_the_log(lost):
 def test_a_damaged_checkpoint_here_is_fetched_again(lost, tmp_path):
     """Instead of an older one here; a mirror that is damaged too, out of reach or of another branch is no help."""
     run, mirror, settings = lost
-    look(run, settings)
+    fetch_from_mirror(run, settings, Ranks())
     fetch_earlier(run, settings, Ranks(), 7, lambda: None)
 
     def newest(said):
@@ -74,7 +80,7 @@ def test_a_damaged_copy_is_passed_over_and_made_again(lost):
     run, mirror, settings = lost
     path = mirror / "run/checkpoints/step-00000008/model.safetensors"
     path.write_bytes(b"x" + path.read_bytes()[1:])
-    look(run, settings)
+    fetch_from_mirror(run, settings, Ranks())
     assert list(checkpoint_folders(run)) == [4] and steps_there(mirror) == [4]
     assert "model.safetensors does not have the sha256" in claim_of(run)["damaged"]["checkpoints/step-00000008"]
     write_checkpoint(run, 8)
@@ -107,7 +113,7 @@ def test_a_disk_that_is_behind_catches_up(lost):
     """A machine that was given up comes back with its old folder."""
     run, _, settings = lost
     write_run(run, (4,))
-    look(run, settings)
+    fetch_from_mirror(run, settings, Ranks())
     assert list(checkpoint_folders(run)) == [4, 8] and latest_step(run) == 8
 
 
@@ -115,7 +121,7 @@ def test_a_rollback_that_the_mirror_does_not_know_wins(lost):
     run, mirror, settings = lost
     write_run(run, (4,))
     record_rollbacks(run, [ROLLBACK])
-    look(run, settings)
+    fetch_from_mirror(run, settings, Ranks())
     assert list(checkpoint_folders(run)) == [4]
     copier = copier_of(run, mirror)
     copy_all(copier)
@@ -137,7 +143,7 @@ def test_a_store_that_is_no_disk(tmp_path):
     log = (run / "metrics.jsonl").read_bytes()
     assert copier.store.steps() == ([8], [])
     lose(run)
-    look(run, settings)
+    fetch_from_mirror(run, settings, Ranks())
     assert damage(run / "checkpoints/step-00000008") == [] and (run / "metrics.jsonl").read_bytes() == log
     write_checkpoint(run, 12)
     copier = copier_of(run, settings.mirror, keep_last=1)
@@ -156,7 +162,7 @@ def test_a_manifest_that_leads_out_of_its_folder_is_damaged(lost):
 
 
 def test_an_empty_mirror_is_a_fresh_start(tmp_path):
-    look(tmp_path / "run", Checkpoint(mirror=str(tmp_path / "mirror")))
+    fetch_from_mirror(tmp_path / "run", Checkpoint(mirror=str(tmp_path / "mirror")), Ranks())
     assert checkpoint_folders(tmp_path / "run") == {} and claim_of(tmp_path / "run")["fetched"] is None
 
 
@@ -165,7 +171,7 @@ def test_a_mirror_that_lost_its_checkpoints_is_no_fresh_start(lost):
     run, mirror, settings = lost
     for path in mirror.glob("run/checkpoints/*/MANIFEST.json"):
         path.unlink()
-    look(run, settings)
+    fetch_from_mirror(run, settings, Ranks())
     assert claim_of(run)["fetched"] is None
     lose(run)
     with open(mirror / "run/metrics.jsonl", "a") as log:
@@ -198,7 +204,7 @@ def test_a_renamed_checkpoint_on_a_mirror_is_not_the_one_of_its_name(lost):
     (mirror / "run/checkpoints/step-00000008").rename(mirror / "run/checkpoints/step-00000020")
     (mirror / "run/checkpoints/step-00000030.bak").mkdir()
     (mirror / "run/checkpoints/step-00000030.bak/MANIFEST.json").write_text("{}")
-    look(run, settings)
+    fetch_from_mirror(run, settings, Ranks())
     assert latest_step(run) == 4
     assert claim_of(run)["damaged"] == {
         "checkpoints/step-00000020": "trainer_state.json is of step 8; to use it, name it step-00000008"

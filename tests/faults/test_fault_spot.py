@@ -16,6 +16,11 @@ from support.mirrors import steps_there
 from support.project import events, losses
 
 STEPS, SAVED_EVERY = 16, 4
+NO_WAIT = {
+    "pretrain.checkpoint.mirror_lease.SILENT_SECONDS": 0.2,
+    "pretrain.checkpoint.mirror_lease.LOOK_SECONDS": 0.1,
+}
+"""The holders of leases are dead here: the wait for a sign of life is left out."""
 
 
 def vanish(process, folder, run):
@@ -37,7 +42,9 @@ def live(folder, run, mirror, strategy, processes, *arguments, hang=None, copied
             killed.append(time.time())
 
     started = time.time()
-    life = launch_with_faults(folder, strategy, processes, *arguments, faults=faults, meanwhile=meanwhile, fresh=fresh)
+    life = launch_with_faults(
+        folder, strategy, processes, *arguments, faults=faults, meanwhile=meanwhile, fresh=fresh, constants=NO_WAIT
+    )
     assert hang is not None or life.code == 0, life.output
     first = [note["time"] for note in life.notes(0) if note["event"] == "first read"]
     steps = [note["step"] for note in life.notes(0) if note["event"] == "read"]

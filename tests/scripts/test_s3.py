@@ -2,13 +2,18 @@
 
 import json
 import signal
+import socket
 
 import pytest
+import yaml
 
-from support.mirrors import lose
+from pretrain.files import damage
+from support.faults import launch_with_faults, wait_until
 from support.object_store import store_server
 from support.prepared import run_killed
 from support.project import events, losses, run_script
+
+LEASE = "pretrain.checkpoint.mirror_lease"
 
 
 @pytest.fixture(scope="module")
@@ -17,18 +22,47 @@ def store():
         yield server
 
 
-def test_a_lost_run_goes_on_from_its_mirror(store, recipe, tmp_path):
-    """To the last bit, as one that was never interrupted."""
-    run, whole = tmp_path / "run", tmp_path / "whole"
-    mirrored = ("train.py", recipe, "--checkpoint.mirror", "s3://mine/runs", "--checkpoint.mirror_wait_seconds", 120)
-    run_script("train.py", recipe, "--output", whole)
-    assert run_script(*mirrored, "--checkpoint.pause_at", 8, check=False, **store.environment).returncode == 130
-    assert {"checkpoints/step-00000008/MANIFEST.json", "metrics.jsonl", "run.json"} <= store.names("runs/run")
-    lose(run)
-    run_script(*mirrored, **store.environment)
-    assert events(run, "resume")[-1]["step"] == 8 and losses(run) == losses(whole)
-    assert {"final/MANIFEST.json", "final/model.safetensors"} <= store.names("runs/run")
-    assert store.read("runs/run/metrics.jsonl") == (run / "metrics.jsonl").read_bytes()
+def test_a_run_that_lives_in_the_store(store, shards, recipe, tmp_path):
+    """One command with one URL, on machines with empty disks: a second is refused, a killed one followed exactly."""
+    run_script("train.py", recipe, "--output", tmp_path / "whole")
+    values = yaml.safe_load(recipe.read_text()) | {"output": "s3://mine/runs/demo"}
+    values["data"]["train"] = [{"shards": "s3://mine/corpus"}]
+    store.upload(shards, "corpus")
+    store.write("recipes/demo.yaml", yaml.safe_dump(values).encode())
+
+    def machine(name, **named):
+        (tmp_path / name).mkdir()
+        there = {"cwd": tmp_path / name, "XDG_CACHE_HOME": str(tmp_path / name), **store.environment}
+        given = ("--config", "s3://mine/recipes/demo.yaml")
+        return launch_with_faults(tmp_path / f"{name}-notes", "single", 1, *given, **named, **there)
+
+    def meanwhile(process):
+        copied = "checkpoints/step-00000004/MANIFEST.json"
+        wait_until(lambda: (tmp_path / "first-notes/fault-0").exists() and copied in store.names("runs/demo"), process)
+        second = machine("second", constants={f"{LEASE}.LOOK_SECONDS": 0.1})
+        assert second.code == 2 and "Traceback" not in second.output, second.output
+        said = f"s3://mine/runs/demo: process {process.pid} on {socket.gethostname()} trains this run; stop it there"
+        assert said in second.output and not (tmp_path / "second/runs/demo").exists()
+        process.kill()
+
+    sleep = [{"where": "forward", "step": 7, "what": "sleep"}]
+    machine("first", faults=sleep, meanwhile=meanwhile, constants={f"{LEASE}.BEAT_SECONDS": 0.1})
+    third = machine("third", constants={f"{LEASE}.SILENT_SECONDS": 1.0, f"{LEASE}.LOOK_SECONDS": 0.1})
+    run = tmp_path / "third/runs/demo"
+    assert third.code == 0 and "Waiting 1 s for a sign of life of process" in third.output, third.output
+    assert events(run, "resume")[-1]["step"] == 4 and losses(run) == losses(tmp_path / "whole")
+    assert {"final/MANIFEST.json", "final/model.safetensors"} <= store.names("runs/demo")
+    assert store.read("runs/demo/metrics.jsonl") == (run / "metrics.jsonl").read_bytes()
+    assert store.names("runs/demo/leases") == set()
+
+    refused = run_script("evaluate.py", "--model", "s3://mine/runs/demo", "--data", shards, check=False)
+    said = "python -m pretrain.checkpoint.mirror_fetch s3://mine/runs/demo makes it"
+    assert refused.returncode == 2 and said in refused.stderr
+    refused = run_script("runs.py", "status", "s3://mine/runs/demo", check=False)
+    assert refused.returncode == 2 and said in refused.stderr
+    copy = tmp_path / "copy"
+    run_script("-m", "pretrain.checkpoint.mirror_fetch", "s3://mine/runs/demo", copy, **store.environment)
+    assert losses(copy) == losses(run) and damage(copy / "final") == damage(copy / "checkpoints/step-00000012") == []
 
 
 def test_documents_and_prepared_folders(store, tokenizer, tmp_path):

@@ -17,7 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from support.project import events, free_port, start_script
+from support.project import ROOT, events, free_port, start_script
 
 EVERYTHING = os.environ.get("FAULTS") == "all"
 """make test-faults: the long sweep."""
@@ -103,29 +103,39 @@ def launch_with_faults(
     timeout: float = 500,
     fresh: bool = False,
     architecture: str | None = None,
+    constants: dict | None = None,
+    cwd: Path = ROOT,
     **environment,
 ) -> FaultyRun:
     """Trains with these faults.
 
     strategy: a launcher file, or torchrun. folder: where they write, a new one or that of the launch before. launcher:
     more arguments of the launcher. meanwhile: called with its process while it runs. fresh: new interpreters, with all
-    their imports. architecture: a module with a local one. One process has no launcher.
+    their imports. architecture: a module with a local one. constants: {module.NAME: value} of the product. cwd: where
+    relative paths begin. One process has no launcher.
     """
     folder.mkdir(parents=True, exist_ok=True)
     environment["FAULTS_TO_INJECT"] = json.dumps(
-        {"folder": str(folder), "faults": faults or []} | ({"architecture": architecture} if architecture else {})
+        {"folder": str(folder), "faults": faults or [], "constants": constants or {}}
+        | ({"architecture": architecture} if architecture else {})
     )
     launches = [
-        "-m", "accelerate.commands.launch", "--config_file", f"accelerate_configs/{strategy}.yaml", "--num_processes",
-        processes, "--main_process_port", free_port(), *(launcher or []),
+        "-m", "accelerate.commands.launch", "--config_file", ROOT / f"accelerate_configs/{strategy}.yaml",
+        "--num_processes", processes, "--main_process_port", free_port(), *(launcher or []),
     ]  # fmt: skip
     if strategy == "torchrun":
         launches = ["-m", "torch.distributed.run", "--nproc_per_node", processes, "--master_port", free_port()]
-    command = [*(launches if processes > 1 else []), "tests/support/train_with_faults.py", *arguments]
+    command = [*(launches if processes > 1 else []), ROOT / "tests/support/train_with_faults.py", *arguments]
     begun, launched = time.monotonic(), time.time()
     with open(folder / "output.txt", "w+") as output:
         process = start_script(
-            *command, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True, fresh=fresh
+            *command,
+            env=environment,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            fresh=fresh,
+            cwd=cwd,
         )
         try:
             meanwhile(process)

@@ -1,6 +1,7 @@
 """A server that speaks S3, on this machine, and a proxy in front of it that delays, fails and cuts answers."""
 
 import contextlib
+import functools
 import http.client
 import itertools
 import logging
@@ -53,8 +54,10 @@ def store_server() -> Iterator[Store]:
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
     host, port = server.get_host_and_port()
-    yield Store(f"http://{host}:{port}")
-    server.stop()
+    store = Store(f"http://{host}:{port}")
+    store.vanish = functools.cache(server.stop)  # connections are accepted no more, and not refused either
+    yield store
+    store.vanish()
 
 
 @contextlib.contextmanager

@@ -47,6 +47,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import pretrain.parallel.strategy
+import pretrain.parallel.zero
 import train
 from pretrain.checkpoint import export
 from pretrain.model import fp8

@@ -3,7 +3,8 @@
     FAULTS_TO_INJECT=JSON accelerate launch ... tests/support/train_with_faults.py --config RECIPE ...
 
 JSON has `faults` and a `folder`, which gets a file with the time for every fault that has struck, and what every rank
-has read; `architecture` may name a file with a local architecture. A fault has
+has read; `architecture` may name a file with a local architecture, and `constants` has {module.NAME: value} of the
+product's constants. A fault has
 
     where     read, disk (the reading itself, perhaps in a thread), forward, backward, validation, sample, check (of
               the export), write (of a checkpoint's tensors), mkdir or fsync
@@ -180,6 +181,10 @@ if __name__ == "__main__":
     everything = Faults()
     if any("faulty://" in argument for argument in sys.argv):
         import support.faulty_mirror  # noqa: F401  registers faulty://
+    for name, value in SETTINGS.get("constants", {}).items():
+        module, _, constant = name.rpartition(".")
+        assert hasattr(importlib.import_module(module), constant)
+        setattr(importlib.import_module(module), constant, value)
     if "architecture" in SETTINGS:
         register(importlib.import_module(SETTINGS["architecture"]))
     strike_around_a_step(everything)

@@ -1,0 +1,123 @@
+"""Reads objects below a URL of fsspec, patiently, with errors that name the object."""
+
+import functools
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from pretrain.errors import InputError, UnreachableError, one_line
+from pretrain.files import shown
+from pretrain.urls import file_system, patiently
+
+_Value = TypeVar("_Value")
+TRIES = 10
+FIRST_WAIT_SECONDS = 0.1
+"""Pause before the second try; it doubles with each, to 51 s in all."""
+PATIENCE_SECONDS = 120.0
+"""Longest time without any answer from a server; well below guard.step_timeout_seconds."""
+LAST_TRY_SECONDS = 5.0
+"""Longest wait of a read that begins after that time."""
+
+
+class RemoteFolder:
+    """Folder of prepared shards at a URL."""
+
+    def __init__(self, url: str):
+        from fsspec.implementations.dirfs import DirFileSystem
+
+        self.shown = shown(url).rstrip("/")
+        system, path = file_system(url)
+        self._system = DirFileSystem(path.rstrip("/"), system)
+        self._failing_since: float | None = None
+        """Time of the first failure since the last answer, by the monotonic clock."""
+
+    def sizes(self) -> dict[str, int | None]:
+        """Returns {name: bytes, None if unknown} of all files. Raises as `read`."""
+        found = self._answer(self.shown, "its objects cannot be listed", self._found)
+        return {name: about.get("size") for name, about in found.items()}
+
+    def _found(self) -> dict[str, dict[str, Any]]:
+        try:
+            return self._system.find("", detail=True)
+        except FileNotFoundError:
+            return {}
+
+    def read(self, name: str, start: int | None = None, end: int | None = None) -> bytes:
+        """Reads an object, or its bytes from `start` to `end`; repeats what fails.
+
+        Raises InputError for an object that is missing, forbidden or shorter than `end`; UnreachableError after TRIES,
+        or once the server has not answered for PATIENCE_SECONDS.
+        """
+        where = f"{self.shown}/{name}"
+
+        def ask() -> bytes:
+            try:
+                content = self._system.cat_file(name, start=start, end=end)
+                if start is None or len(content) == end - start:
+                    return content
+                problem: Exception = OSError(f"{len(content):,} bytes came instead of {end - start:,}")
+            except (FileNotFoundError, PermissionError):
+                raise
+            except Exception as error:  # each file system raises its own errors
+                problem = error
+            if end is not None and (size := self._size(name)) is not None and size < end:
+                raise InputError(
+                    f"{where}: is cut off: it has {size:,} bytes, at least {end:,} are needed; upload it again"
+                )
+            raise problem
+
+        span = "" if start is None else f"bytes {start:,} to {end:,} "
+        return self._answer(where, f"{span}cannot be read", ask)
+
+    def _answer(self, where: str, problem: str, ask: Callable[[], _Value]) -> _Value:
+        for tries in range(1, TRIES + 1):
+            began = time.monotonic()
+            left = PATIENCE_SECONDS - (began - (self._failing_since or began))
+            try:
+                found = patiently(ask, max(left, LAST_TRY_SECONDS), retry=False)
+                self._failing_since = None
+                return found
+            except InputError:
+                raise
+            except FileNotFoundError:
+                raise InputError(f"{where}: no such object; upload it, or correct the address") from None
+            except PermissionError as error:
+                raise InputError(f"{where}: {one_line(error)}; give this machine access to it") from None
+            except Exception as error:  # each file system raises its own errors
+                if "Credential" in type(error).__name__:
+                    raise InputError(f"{where}: {one_line(error)}; give this machine keys to it") from None
+                reason = one_line(error)
+            self._failing_since = self._failing_since or began
+            silent = time.monotonic() - self._failing_since
+            pause = FIRST_WAIT_SECONDS * 2 ** (tries - 1)
+            if tries == TRIES or silent + pause > PATIENCE_SECONDS:
+                break
+            time.sleep(pause)
+        advice = "run the same command again once it answers, or correct the address"
+        tried = "1 try" if tries == 1 else f"{tries} tries"
+        raise UnreachableError(5, f"{problem}, after {tried} in {silent:.0f} s: {reason}; {advice}", where)
+
+    def _size(self, name: str) -> int | None:
+        try:
+            self._system.invalidate_cache()
+            return self._system.info(name).get("size")
+        except Exception:  # the failed read says what is wrong
+            return None
+
+
+@functools.cache
+def remote_folder(url: str) -> RemoteFolder:
+    """Returns the folder at a URL, which keeps its connections."""
+    return RemoteFolder(url)
+
+
+def read_text(url: str, most_bytes: int = 1 << 20) -> str:
+    """Reads a file written by people. Raises InputError without the URL for anything else, else as `RemoteFolder`."""
+    place, _, name = url.rpartition("/")
+    content = remote_folder(place).read(name)
+    if len(content) > most_bytes:
+        raise InputError(f"has {len(content):,} bytes, more than the {most_bytes:,} that such a file can have")
+    try:
+        return content.decode()
+    except UnicodeDecodeError as error:
+        raise InputError(f"cannot be read: {error}") from None

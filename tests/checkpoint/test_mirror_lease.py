@@ -1,0 +1,77 @@
+"""One start of a run trains; another one ends with its name, or takes over once it is dead."""
+
+import json
+import threading
+import time
+
+import pytest
+
+from pretrain.checkpoint import mirror_lease
+from pretrain.checkpoint.mirror_lease import numbers_of, path_of, take_lease
+from pretrain.checkpoint.mirror_store import MirrorStore
+from pretrain.errors import InputError
+from support.object_store import store_server
+
+
+@pytest.fixture(scope="module")
+def server():
+    with store_server() as server:
+        yield server
+
+
+@pytest.fixture(params=["disk", "memory", "s3"])
+def store(request, tmp_path, monkeypatch):
+    monkeypatch.setattr(mirror_lease, "BEAT_SECONDS", 0.05)
+    monkeypatch.setattr(mirror_lease, "SILENT_SECONDS", 1.0)
+    monkeypatch.setattr(mirror_lease, "LOOK_SECONDS", 0.05)
+    if request.param == "s3":
+        for name, value in request.getfixturevalue("server").environment.items():
+            monkeypatch.setenv(name, value)
+    place = {"disk": str(tmp_path), "memory": f"memory://leases{tmp_path}", "s3": "s3://mine/leases"}
+    return MirrorStore(place[request.param], tmp_path.name)
+
+
+def test_a_living_holder_is_named_and_a_dead_one_followed(store):
+    first = take_lease(store, "one", None)
+    with pytest.raises(InputError, match=r"process \d+ on .* trains this run; stop it there.*1 s after its last sign"):
+        take_lease(store, "two", None)
+    first._over.set()  # killed
+    first._thread.join()
+    began = time.monotonic()
+    second = take_lease(store, "two", "another")
+    assert time.monotonic() - began > 0.9 and numbers_of(store) == [2]
+    first.release()  # it was only suspended
+    assert numbers_of(store) == [2] and json.loads(store.read(path_of(2)))["start"] == "two"
+    second.release()
+    assert numbers_of(store) == []
+
+
+def test_the_next_start_in_the_same_folder_does_not_wait(store, monkeypatch):
+    monkeypatch.setattr(mirror_lease, "SILENT_SECONDS", 1000.0)
+    killed = take_lease(store, "one", None)
+    killed._over.set()
+    killed._thread.join()
+    take_lease(store, "two", "one").release()
+
+
+def test_of_starts_at_the_same_moment_one_trains(store):
+    """After a dead holder too: all of them see it."""
+    dead = take_lease(store, "dead", None)
+    dead._over.set()
+    dead._thread.join()
+    found = []
+
+    def start(name):
+        try:
+            found.append(take_lease(store, name, None))
+        except InputError as error:
+            found.append(error)
+
+    threads = [threading.Thread(target=start, args=(f"start {number}",)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    leases = [lease for lease in found if not isinstance(lease, InputError)]
+    assert len(leases) == 1 and len(found) == 4 and numbers_of(store) == [2]
+    leases[0].release()
