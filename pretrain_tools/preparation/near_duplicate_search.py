@@ -7,8 +7,8 @@ folders can perform a task; which one does changes no byte:
     candidates  finds the pairs of documents that have the same key, in a range of one band's keys
     pairs       tells the near duplicates among the candidates of RUN_DOCUMENTS documents, by the exact similarity
 
-One process then unites the pairs: in each connected component, the first document in the order of the input stays. It
-needs 4 bytes of memory per document; a task needs about 300 MB, and every process 8 bytes per validation document.
+One process then unites the pairs: in each connected component, the first document in the order of the input stays. A
+task needs about 300 MB of memory, and every process 8 bytes per validation document.
 """
 
 import hashlib
@@ -163,19 +163,14 @@ class DuplicateSearch:
                 pieces.append(pairs[begin:stop])
         pairs = np.unique(np.concatenate(pieces))
         pairs = np.stack([pairs & np.uint64(0xFFFFFFFF), pairs >> np.uint64(32)], axis=1).astype(np.int64)
-        documents, places = np.unique(pairs, return_inverse=True)
-        places = places.reshape(-1, 2)
-        roots = list(range(len(documents)))
+        parents: dict[int, int] = {}
         found = []
         for first in range(0, len(pairs), PAIRS_AT_ONCE):
-            block = slice(first, first + PAIRS_AT_ONCE)
-            alike = self._are_alike(pairs[block])
-            both = zip(pairs[block][alike].tolist(), places[block][alike].tolist(), strict=True)
-            for (one, other), (place, other_place) in both:
-                root = _root(roots, place)
-                other_root = _root(roots, other_place)
-                if root != other_root and self.similarity(one, other) >= self._settings.threshold:
-                    roots[max(root, other_root)] = min(root, other_root)
+            block = pairs[first : first + PAIRS_AT_ONCE]
+            for one, other in block[self._are_alike(block)].tolist():
+                roots = _root(parents, one), _root(parents, other)
+                if roots[0] != roots[1] and self.similarity(one, other) >= self._settings.threshold:
+                    parents[max(roots)] = min(roots)
                     found.append((one, other))
         return np.array(found, "<u4").tobytes()
 
@@ -208,24 +203,22 @@ class DuplicateSearch:
         return self._decode(self.order.ids(number)[:most_tokens])
 
     def _united(self) -> np.ndarray:
-        from pretrain_tools.preparation.cleaning.folded_words import unite
-
-        parents = np.arange(self.order.documents, dtype=np.uint32)
+        parents: dict[int, int] = {}
         for run in range(len(self._runs)):
-            unite(parents, np.fromfile(self._path("pairs", run), "<u4").astype(np.uint32).reshape(-1, 2))
-        while not np.array_equal(above := parents[parents], parents):
-            parents = above
-        documents = np.flatnonzero(parents != np.arange(len(parents), dtype=np.uint32))
-        duplicates = np.empty(len(documents), DUPLICATE)
-        duplicates["document"] = documents
-        duplicates["kept"] = parents[documents]
-        return duplicates
+            for pair in np.fromfile(self._path("pairs", run), "<u4").reshape(-1, 2).tolist():
+                roots = {_root(parents, document) for document in pair}
+                if len(roots) > 1:
+                    parents[max(roots)] = min(roots)
+        return np.array([(document, _root(parents, document)) for document in sorted(parents)], DUPLICATE)
 
 
-def _root(roots: list[int], place: int) -> int:
-    while roots[place] != place:
-        roots[place] = place = roots[roots[place]]
-    return place
+def _root(parents: dict[int, int], document: int) -> int:
+    """Finds the first document of a component, and shortens the way to it."""
+    while document in parents:
+        above = parents[document]
+        parents[document] = parents.get(above, above)
+        document = parents[document]
+    return document
 
 
 def _same_keys(entries: np.ndarray) -> np.ndarray:
