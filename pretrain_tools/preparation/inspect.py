@@ -57,10 +57,9 @@ def figure_lines(manifest: Manifest, tally: Tally | None) -> list[str]:
         return lines
     documents = sum(manifest.totals(split)[1] for split in SPLITS)
     rows = [("documents", f"{documents:,}; skipped {skipped_text(tally)}")]
-    removed = tally.cleaning.as_manifest()["removed"]
     rows += [
         ("removed", f"{amounts['documents']:,} documents, {amounts['bytes']:,} bytes: {rule}")
-        for rule, amounts in sorted(removed.items(), key=lambda item: -item[1]["documents"])
+        for rule, amounts in sorted(tally.cleaning.removed.items(), key=lambda item: -item[1]["documents"])
     ]
     rows += [("removed whole", line) for line in tally.cleaning.removed_whole_lines()]
     made = json.loads((manifest.folder / MANIFEST_FILE).read_bytes())

@@ -54,7 +54,7 @@ from pretrain_tools.preparation.workers import performed
 
 FIRST_PASS = "documents"
 """The folder, in the unfinished one, of all documents, of which near duplicates are then left out."""
-PLAN_LAYOUT = 5
+PLAN_LAYOUT = 6
 COMMIT_SECONDS = 2.0
 COMPILING_SECONDS = 10
 """Time for --clean on two cores that are a few years old."""
@@ -282,8 +282,8 @@ class _Run:
         skipped = f"{tally.empty_documents:,} empty documents and {tally.bad_records:,} bad records were skipped"
         if tally.filtered_documents:
             skipped += f", {tally.filtered_documents:,} left out by filters"
-        if tally.cleaning.removed_documents:
-            skipped += f", {tally.cleaning.removed_documents:,} removed by cleaning"
+        if removed := sum(amounts["documents"] for amounts in tally.cleaning.removed.values()):
+            skipped += f", {removed:,} removed by cleaning"
         whole = tally.cleaning.removed_whole_lines()
         limit = self.request.options.max_tokens
         if limit is not None:
