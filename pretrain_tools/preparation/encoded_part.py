@@ -10,7 +10,7 @@ import numpy as np
 
 from pretrain.data.manifest import MANIFEST_FILE
 from pretrain_tools.preparation.cleaning.account import CleaningAccount, recorded_account
-from pretrain_tools.preparation.documents.document_index import DOCUMENT, chosen_ids, tokens_of
+from pretrain_tools.preparation.documents.document_index import DOCUMENT, tokens_of
 from pretrain_tools.preparation.documents.sources import Position
 
 SKIPPED_COUNTS = ("empty_documents", "filtered_documents", "duplicate_documents", "bad_records")
@@ -117,7 +117,7 @@ class EncodedPart:
         documents["end"] = np.cumsum(tokens[kept])
         return replace(
             self,
-            ids=chosen_ids(self.ids, tokens, kept),
+            ids=self.ids[np.repeat(kept, tokens)],
             documents=documents,
             is_validation=self.is_validation[kept],
             hashes=None if self.hashes is None else self.hashes[kept],

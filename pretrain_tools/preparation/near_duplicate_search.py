@@ -8,7 +8,7 @@ folders can perform a task; which one does changes no byte:
     pairs       tells the near duplicates among the candidates of RUN_DOCUMENTS documents, by the exact similarity
 
 One process then unites the pairs: in each connected component, the first document in the order of the input stays. A
-task needs about 300 MB of memory, and every process 8 bytes per validation document.
+task needs about 300 MB of memory.
 """
 
 import hashlib
@@ -243,7 +243,7 @@ def report_of(search: DuplicateSearch, duplicates: np.ndarray, manifests: Sequen
     """
 
     def described(number: int) -> dict[str, Any]:
-        record = search.order.record(number)
+        (record,), _ = search.order.table(number, number + 1)
         text = search.text(number, EXCERPT_TOKENS).decode(errors="replace")
         source = manifests[0].source_names[int(record["source"])]
         return {"source": source, "place": int(record["place"]), "bytes": int(record["text_bytes"]), "text": text}

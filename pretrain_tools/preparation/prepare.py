@@ -127,11 +127,10 @@ def _finished(output: Path, plan: dict[str, Any]) -> PreparationOutcome | None:
     manifest = read_manifest(output)
     refuse_differences(output, json.loads((output / MANIFEST_FILE).read_bytes()), plan, "was finished")
     tally = Tally.recorded(output)
-    for split in SPLITS:
-        tokens, documents, text_bytes = manifest.totals(split)
-        tally.documents += documents
-        tally.tokens += tokens
-        tally.text_bytes += text_bytes
+    for shard in manifest.shards:
+        tally.documents += shard.documents
+        tally.tokens += shard.tokens
+        tally.text_bytes += shard.text_bytes
     tally.validation_tokens = manifest.totals("validation")[0]
     return PreparationOutcome(manifest, tally, already_done=True)
 

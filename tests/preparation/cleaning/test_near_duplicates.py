@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 
 from pretrain.data.manifest import SPLITS
+from pretrain.data.shards import read_manifest
 from pretrain.errors import InputError
 from pretrain_tools.preparation import near_duplicate_search
 from pretrain_tools.preparation.cleaning.near_duplicates import EMPTY, NearDuplicates, shingle_hashes
-from pretrain_tools.preparation.documents.sources import BEGINNING
-from pretrain_tools.preparation.slices import merged_parts
+from pretrain_tools.preparation.documents.document_index import read_index
 from support.faults import EVERYTHING
 from support.prepared import content_of, run_killed, write_jsonl
 
@@ -47,12 +47,13 @@ def documents_with_copies(count, seed=0):
 
 
 def documents_in(folder):
-    """{place: (split, ids)} of a prepared folder of one file, in the order of the input."""
+    """{place: (split, ids)} of a prepared folder of one file."""
     found = {}
-    for part in merged_parts([folder], BEGINNING, 0, deduplicate=False):
-        pieces = np.split(part.ids, part.documents["end"][:-1].astype(int)) if len(part.documents) else []
-        for record, held, ids in zip(part.documents, part.is_validation, pieces, strict=True):
-            found[int(record["place"])] = (SPLITS[int(held)], ids[:-1].tolist())
+    for shard in read_manifest(folder).shards:
+        index = read_index(folder / shard.file, shard.documents)
+        pieces = np.split(np.fromfile(folder / shard.file, np.uint16), index["end"][:-1].astype(int))
+        for record, ids in zip(index, pieces, strict=True):
+            found[int(record["place"])] = (shard.split, ids[:-1].tolist())
     return found
 
 
