@@ -109,8 +109,8 @@ def count_problems(problems: Sequence[Problem], tally: Tally, options: Preparati
                 "records; fix the input, or run again with a larger --max_errors, which continues from here"
             )
     tally.bad_records = bad_records
-    room = PROBLEMS_NAMED_IN_MANIFEST - len(tally.bad_examples)
-    tally.bad_examples += [f"{problem.name}: {problem.reason}" for problem in problems[:room]]
+    room = PROBLEMS_NAMED_IN_MANIFEST - len(tally.first_bad_records)
+    tally.first_bad_records += [f"{problem.name}: {problem.reason}" for problem in problems[:room]]
 
 
 def _documents_within_limits(encoded: EncodedPart, tally: Tally, options: PreparationOptions) -> int:

@@ -29,14 +29,14 @@ class Tally:
     duplicate_documents: int = 0
     near_duplicate_documents: int = 0
     bad_records: int = 0
-    bad_examples: list[str] = field(default_factory=list)
+    first_bad_records: list[str] = field(default_factory=list)
     unread_members: dict[str, int] = field(default_factory=dict)
     """{suffix: members of archives that hold no documents}."""
     input_bytes: int = 0
     cleaning: CleaningAccount = field(default_factory=CleaningAccount)
 
     def add(self, other: Self) -> None:
-        """Adds the counts of a part; `bad_examples` stay."""
+        """Adds the counts of a part; `first_bad_records` stay."""
         for name, value in vars(other).items():
             if isinstance(value, int):
                 setattr(self, name, getattr(self, name) + value)
@@ -51,24 +51,18 @@ class Tally:
     def skipped(self) -> dict[str, Any]:
         """Returns the counts of what was left out, as the manifest records them."""
         counts = {name: getattr(self, name) for name in SKIPPED_COUNTS}
-        if self.near_duplicate_documents:
-            counts["near_duplicate_documents"] = self.near_duplicate_documents
-        if self.unread_members:
-            counts["unread_members"] = dict(sorted(self.unread_members.items()))
-        return counts | {"first_bad_records": self.bad_examples}
+        some = {
+            "near_duplicate_documents": self.near_duplicate_documents,
+            "unread_members": dict(sorted(self.unread_members.items())),
+        }
+        found = {name: value for name, value in some.items() if value}
+        return {**counts, **found, "first_bad_records": self.first_bad_records}
 
     @classmethod
     def recorded(cls, folder: Path) -> Self:
         """Reads what a finished folder's manifest records as left out and as cleaned."""
         made = json.loads((folder / MANIFEST_FILE).read_bytes())
-        skipped = made["skipped"]
-        return cls(
-            **{name: skipped[name] for name in SKIPPED_COUNTS},
-            near_duplicate_documents=skipped.get("near_duplicate_documents", 0),
-            bad_examples=skipped["first_bad_records"],
-            unread_members=skipped.get("unread_members", {}),
-            cleaning=recorded_account(folder, made),
-        )
+        return cls(**made["skipped"], cleaning=recorded_account(folder, made))
 
     @classmethod
     def from_progress(cls, fields: dict[str, Any]) -> Self:

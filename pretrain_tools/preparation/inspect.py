@@ -72,7 +72,7 @@ def figure_lines(manifest: Manifest, tally: Tally | None) -> list[str]:
     if tally.unread_members:
         by_suffix = ", ".join(f"{number:,} {suffix}" for suffix, number in sorted(tally.unread_members.items()))
         rows.append(("not read", f"members of tar archives that are no documents: {by_suffix}"))
-    rows += [("skipped", example) for example in tally.bad_examples]
+    rows += [("skipped", example) for example in tally.first_bad_records]
     return lines + [f"  {name:<16} {value}" for name, value in rows]
 
 

@@ -159,7 +159,7 @@ def slice_parts(
 def _counts_of(folder: Path, number: int) -> EncodedPart:
     """Returns a part without documents that adds what the slice left out to the counts."""
     counts = Tally.recorded(folder)
-    named = [example.partition(": ") for example in counts.bad_examples]
+    named = [example.partition(": ") for example in counts.first_bad_records]
     problems = [Problem(name, name, reason) for name, _, reason in named]
     if problems:
         # A slice names as many as the merged folder will: the last one stands for the others.

@@ -26,7 +26,7 @@ APOSTROPHES = "'\u2018\u2019\u02bc\uff07"
 HYPHENS = "-\u2010\u2011\ufe63\uff0d"
 LINE_ENDS = "\r\n"
 TATWEEL = "\u0640"
-COMMON_SIGNS = {"\u2018": "'", "\u2019": "'", "\u201c": '"', "\u201d": '"', "\u2013": " ", "\u2014": " ", "\u2026": " "}
+COMMON_SIGNS = {"\u2018\u2019": "'", "\u201c\u201d\u2013\u2014\u2026": " "}
 """Signs of English texts, and ASCII that folds alike: `str.translate` is ten times as fast on ASCII alone."""
 HYPHEN_WITHIN_A_WORD = re.compile(r"-(?<=[^\s-]-)(?:\n[\n ]*)?(?=[^\s-])")
 """A hyphen between letters, or one that divides a word at the end of a line."""
@@ -71,8 +71,9 @@ def folded_words(texts: Sequence[bytes], least_words: int) -> tuple[np.ndarray, 
 
 def _folded(text: bytes, least_words: int) -> str:
     characters = text.decode()
-    for sign, alike in COMMON_SIGNS.items():
-        characters = characters.replace(sign, alike)
+    for signs, alike in COMMON_SIGNS.items():
+        for sign in signs:
+            characters = characters.replace(sign, alike)
     words = HYPHEN_WITHIN_A_WORD.sub("", characters.translate(_FOLDED)).replace("-", " ")
     if least_words and len(first := words.split(None, least_words - 1)) < least_words:
         whole = "-".join(first) or "".join(text.decode().split())

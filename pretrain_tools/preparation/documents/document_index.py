@@ -16,7 +16,7 @@ from pretrain.errors import InputError
 
 MOST_OPEN_FILES = 4096
 UNDIVIDED = "documents"
-"""Instead of the splits: all documents in the order of the input, in a slice or before near duplicates are left out."""
+"""In place of a split: all documents in the order of the input, in a slice and before near duplicates are left out."""
 HELD_OUT = np.uint64(1 << 63)
 """Added to the place of a validation document that is undivided."""
 DOCUMENTS_SUFFIX = ".documents"
