@@ -4,7 +4,6 @@ train-00000.documents holds one record of 24 bytes per document, in the order of
 `np.memmap(file, DOCUMENT)` opens it.
 """
 
-import itertools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -69,12 +68,10 @@ class InputOrder:
     def __init__(self, manifests: Sequence[Manifest]):
         self._dtype = id_dtype(manifests[0].dtype)
         self._maps: dict[Path, np.ndarray] = {}
-        counts = [sum(shard.documents for shard in manifest.shards) for manifest in manifests]
-        self.first_of_folder = [0, *itertools.accumulate(counts)][:-1]
-        self.documents = sum(counts)
         shards = [(m.folder.absolute() / shard.file, shard.documents) for m in manifests for shard in m.shards]
         self._shards = [path for path, _ in shards]
         self._ends = np.cumsum([documents for _, documents in shards], dtype=np.int64)
+        self.documents = int(self._ends[-1]) if shards else 0
 
     def __getstate__(self) -> dict[str, Any]:
         # A process maps the files itself.

@@ -223,7 +223,7 @@ def test_workers_slices_and_small_memory_give_the_same_bytes(tmp_path, run, smal
 MOMENTS = (
     "40",
     "/.unfinished/documents/.manifest.json",
-    "/near_duplicate_keys/",
+    "/keys/",
     "/candidates/",
     "/pairs/",
     "/.duplicates",

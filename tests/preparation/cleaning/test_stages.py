@@ -141,7 +141,7 @@ def test_values_are_shown_with_digits_that_tell_them_from_the_limit():
 
 WRITES = (
     "/documents/documents-00000.bin", "/documents/.unfinished/.progress.json", "/documents/.cleaning_samples.json",
-    "/documents/.manifest.json", "/near_duplicate_keys/", "/candidates/", "/pairs/", "/.duplicates",
+    "/documents/.manifest.json", "/keys/", "/candidates/", "/pairs/", "/.duplicates",
     "broken/.near_duplicates.json", "broken/train-00000.bin", "broken/.unfinished/.progress.json",
     "broken/.cleaning_samples.json", "broken/.manifest.json",
 )  # fmt: skip
