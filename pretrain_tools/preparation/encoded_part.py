@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 
 from pretrain.data.manifest import MANIFEST_FILE
-from pretrain_tools.preparation.cleaning.account import CleaningAccount, recorded_account
+from pretrain_tools.preparation.cleaning.account import CleaningAccount, add_numbers, recorded_account
 from pretrain_tools.preparation.documents.document_index import DOCUMENT, tokens_of
 from pretrain_tools.preparation.documents.sources import Position
 
@@ -40,13 +40,8 @@ class Tally:
         for name, value in vars(other).items():
             if isinstance(value, int):
                 setattr(self, name, getattr(self, name) + value)
-        self.count_unread(other.unread_members)
+        add_numbers(self.unread_members, other.unread_members)
         self.cleaning.add(other.cleaning)
-
-    def count_unread(self, members: dict[str, int]) -> None:
-        """Counts members of archives that hold no documents."""
-        for suffix, number in members.items():
-            self.unread_members[suffix] = self.unread_members.get(suffix, 0) + number
 
     def skipped(self) -> dict[str, Any]:
         """Returns the counts of what was left out, as the manifest records them."""

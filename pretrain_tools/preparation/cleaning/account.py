@@ -68,7 +68,7 @@ class CleaningAccount:
         """{rule, or KEPT: documents, bytes}; their sum is what went in."""
         total: dict[str, dict[str, int]] = {}
         for rules in self.by_source.values():
-            _add_numbers(total, rules)
+            add_numbers(total, rules)
         return total
 
     @property
@@ -96,11 +96,11 @@ class CleaningAccount:
     def _add_rules(self, source: str, rules: Mapping[str, dict[str, int]]) -> None:
         if source not in self.by_source and len(self.by_source) >= MOST_SOURCES_COUNTED:
             source = OTHER_SOURCES
-        _add_numbers(self.by_source.setdefault(source, {}), rules)
+        add_numbers(self.by_source.setdefault(source, {}), rules)
 
     def add_values(self, measure: str, values: Iterable[str]) -> None:
         """Counts documents by a value such as their language; numbers must be rounded to few values."""
-        _add_numbers(self.histograms, {measure: Counter(values)})
+        add_numbers(self.histograms, {measure: Counter(values)})
 
     def add_domains(self, texts: Iterable[bytes], urls: Iterable[str | None]) -> None:
         """Draws documents that stay, by their hash, to record their domains."""
@@ -115,7 +115,7 @@ class CleaningAccount:
 
     def add_change(self, stage: str, bytes_fewer: int) -> None:
         """Counts a document that a stage changed."""
-        _add_numbers(self.changed, {stage: {"documents": 1, "fewer_bytes": bytes_fewer}})
+        add_numbers(self.changed, {stage: {"documents": 1, "fewer_bytes": bytes_fewer}})
 
     def add_found(self, found: Iterable[Found], source: str, place: int) -> None:
         """Counts the entries of lists that one document holds."""
@@ -143,7 +143,7 @@ class CleaningAccount:
         for source, rules in other.by_source.items():
             self._add_rules(source, rules)
         for name in ("changed", "counts", "histograms"):
-            _add_numbers(getattr(self, name), getattr(other, name))
+            add_numbers(getattr(self, name), getattr(other, name))
         self.domains = other.domains | self.domains
         self._keep_domains()
         for rule, drawn in other.samples.items():
@@ -153,7 +153,7 @@ class CleaningAccount:
 
     def add_to_counts(self, counts: Mapping[str, int]) -> None:
         """Adds the counts of a stage."""
-        _add_numbers(self.counts, counts)
+        add_numbers(self.counts, counts)
 
     def removed_whole_lines(self) -> list[str]:
         """Names sources that keep less than a tenth of their bytes, with the rules that removed the rest."""
@@ -230,11 +230,11 @@ def ranges_text(numbers: Iterable[int]) -> str:
     return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in zip(begins, ends, strict=True))
 
 
-def _add_numbers(numbers: dict[str, Any], more: Mapping[str, Any]) -> None:
+def add_numbers(numbers: dict[str, Any], more: Mapping[str, Any]) -> None:
     """Adds numbers by their names, also those within a name."""
     for name, value in more.items():
         if isinstance(value, Mapping):
-            _add_numbers(numbers.setdefault(name, {}), value)
+            add_numbers(numbers.setdefault(name, {}), value)
         else:
             numbers[name] = numbers.get(name, 0) + int(value)
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from pretrain_tools.preparation.cleaning.compiled import divided_texts, joined_texts
+from pretrain_tools.preparation.cleaning.compiled import DividedTexts, divided_texts, joined_texts
 
 SCRIPTS_WITHOUT_SPACES = (
     range(0x0E00, 0x0F00),  # Thai, Lao
@@ -59,14 +59,19 @@ _FOLDED = _FoldedCharacters()
 
 
 def folded_words(texts: Sequence[bytes], least_words: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns (words, ends): uint32 hashes of the documents' words, end to end, and where those of each end.
+    """Returns (words, ends): uint32 hashes of the documents' folded words, end to end, and where those of each end."""
+    divided = folded_texts(texts, least_words)
+    return (divided.hashes >> np.uint64(32)).astype(np.uint32), divided.word_bounds[:, 1]
+
+
+def folded_texts(texts: Sequence[bytes], least_words: int = 0) -> DividedTexts:
+    """Divides documents into folded words.
 
     Apostrophes, accents, soft hyphens and characters without width count as nothing, as do hyphens within words and
     where they divide a word at the end of a line. A document of fewer than `least_words` words is one word of all of
     them, so many times; one without words, of all its bytes but spaces.
     """
-    divided = divided_texts(*joined_texts([_folded(text, least_words).encode() for text in texts]))
-    return (divided.hashes >> np.uint64(32)).astype(np.uint32), divided.word_bounds[:, 1]
+    return divided_texts(*joined_texts([_folded(text, least_words).encode() for text in texts]))
 
 
 def _folded(text: bytes, least_words: int) -> str:
