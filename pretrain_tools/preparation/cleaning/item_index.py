@@ -17,13 +17,9 @@ ENTRIES_PER_SEED = 16
 FEWEST_BITS = 16
 
 
-def _hashes(words: np.ndarray, places: np.ndarray, factors: np.ndarray) -> np.ndarray:
+def _hashes(words: np.ndarray, places: np.ndarray | slice, factors: np.ndarray) -> np.ndarray:
     """Hashes the runs of len(factors) words that begin at each place: (places,) uint64."""
-    # Word by word: a table of all runs would need too much memory.
-    hashes = np.zeros(len(places), np.uint64)
-    for number, factor in enumerate(factors):
-        hashes += words[places + number] * factor
-    return hashes
+    return np.lib.stride_tricks.sliding_window_view(words, len(factors))[places] @ factors
 
 
 @dataclass(frozen=True)
@@ -47,10 +43,10 @@ class ItemIndex:
     def find(self, documents: Sequence[bytes]) -> list[tuple[int, int]]:
         """Finds (document, text) of every text with a run in a document, in order."""
         divided = folded_texts(documents)
-        words = divided.hashes
+        # With room for a run at the last word.
+        words = np.append(divided.hashes, np.zeros_like(self.factors))
         ends = divided.word_bounds[:, 1]
-        starts = np.arange(len(words) - self.seed_words + 1)
-        ours = _hashes(words, starts, self.factors[: self.seed_words])
+        ours = _hashes(words, slice(len(divided.hashes)), self.factors[: self.seed_words])
         candidates = np.flatnonzero(self.entries[ours >> self.shift])
         candidates = candidates[_is_among(ours[candidates], self.seeds)]
         # All documents are one row of words: a run may not begin in one and end in the next.
@@ -100,7 +96,7 @@ def build_index(texts: Sequence[bytes], whole: Sequence[bool], words: int) -> It
         order = np.argsort(hashes)
         runs[length] = hashes[order], text_of[of_length[order]]
     seed_words = min(runs, default=1)
-    seeds = np.unique(_hashes(own, starts, factors[:seed_words]))
+    seeds = np.unique(_hashes(own, starts, factors[:seed_words])) if runs else np.empty(0, np.uint64)
     bits = max(FEWEST_BITS, (ENTRIES_PER_SEED * len(seeds)).bit_length())
     shift = np.uint64(64 - bits)
     entries = np.zeros(1 << bits, bool)
