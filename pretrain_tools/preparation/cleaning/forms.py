@@ -10,8 +10,10 @@ from itertools import pairwise
 import numpy as np
 
 from pretrain_tools.preparation.cleaning.compiled import LOWER, SENTENCE_END, DividedTexts
-from pretrain_tools.preparation.cleaning.stages import CODE, LINES, PARAGRAPHS, TABLE
 
+PARAGRAPHS, LINES, CODE, TABLE = range(4)
+"""Forms of a text: each line is a paragraph; set in lines, with blank lines between paragraphs, stanzas or speeches;
+program code; rows of cells."""
 LONG_LINE = 120
 """Characters. A longer line is a paragraph."""
 CONTINUES = (ord(","), ord(";"), ord("-"), 0x2013, 0x2014)

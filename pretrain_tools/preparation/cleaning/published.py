@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from pretrain_tools.preparation.cleaning.stages import CODE, LINES, PARAGRAPHS, TABLE, Judge, TextBatch, Verdicts
+from pretrain_tools.preparation.cleaning.stages import Judge, TextBatch, Verdicts
 
 if TYPE_CHECKING:
     from pretrain_tools.preparation.cleaning.forms import Lines
@@ -93,9 +93,26 @@ def _share(part: np.ndarray, whole: np.ndarray) -> np.ndarray:
     return part / np.maximum(whole, 1)
 
 
-def _forms(batch: TextBatch, by_form: bool) -> np.ndarray:
-    """Returns the (documents,) forms; without `by_form` all are web pages."""
-    return batch.forms if by_form else np.full(len(batch), PARAGRAPHS)
+class Forms(NamedTuple):
+    """Tells of each document whether it has a form (`forms`); all are (documents,) bool."""
+
+    page: np.ndarray
+    set_in_lines: np.ndarray
+    code: np.ndarray
+    table: np.ndarray
+
+    @property
+    def prose(self) -> np.ndarray:
+        """(documents,) bool"""
+        return self.page | self.set_in_lines
+
+
+def _forms(batch: TextBatch, by_form: bool) -> Forms:
+    """Returns the forms of documents; without `by_form` all are web pages."""
+    from pretrain_tools.preparation.cleaning.forms import CODE, LINES, PARAGRAPHS, TABLE
+
+    found = batch.forms if by_form else np.full(len(batch), PARAGRAPHS)
+    return Forms(*(found == form for form in (PARAGRAPHS, LINES, CODE, TABLE)))
 
 
 @dataclass(frozen=True)
@@ -129,7 +146,7 @@ class GopherQuality(NamedFilter):
         ellipses = _share(np.array([sum(map(text.count, DOTS)) for text in batch.texts]), words)
         bullets = _share(lines.totals(np.isin(lines.table["first_code"], BULLETS)), lines.counts)
         dots = _share(lines.totals(lines.ends_in_dots), lines.counts)
-        prose = _forms(batch, self.by_form) <= LINES
+        prose = _forms(batch, self.by_form).prose
         rules = [
             Rule("few_words", words, self.min_words, is_least=True),
             Rule("many_words", words, self.max_words),
@@ -181,23 +198,23 @@ class GopherRepetition(NamedFilter):
         line_characters = _share(lines.repeated[1], total)
         verdicts = verdicts_of(
             [
-                Rule("duplicate_paragraphs", block_share, self.duplicate_paragraphs, fits=forms == PARAGRAPHS),
+                Rule("duplicate_paragraphs", block_share, self.duplicate_paragraphs, fits=forms.page),
                 Rule(
                     "duplicate_paragraph_characters",
                     block_characters,
                     self.duplicate_paragraph_characters,
-                    fits=forms <= LINES,
+                    fits=forms.prose,
                 ),
-                Rule("duplicate_lines", line_share, self.duplicate_lines, fits=forms == PARAGRAPHS),
+                Rule("duplicate_lines", line_share, self.duplicate_lines, fits=forms.page),
                 Rule(
                     "duplicate_line_characters",
                     line_characters,
                     self.duplicate_line_characters,
-                    fits=(forms == PARAGRAPHS) | (forms == TABLE),
+                    fits=forms.page | forms.table,
                 ),
             ]
         )
-        skipped = forms == CODE
+        skipped = forms.code
         skipped[list(verdicts.removed)] = True
         broken = np.full(len(batch), -1)
         values = np.zeros(len(batch))
@@ -226,17 +243,17 @@ class FineWebQuality(NamedFilter):
         forms = _forms(batch, self.by_form)
         by_line = _share(lines.totals(lines.ends_sentence), lines.counts)
         by_block = _share(blocks.totals(blocks.ends_sentence), blocks.counts)
-        ending = np.where(forms == LINES, by_block, by_line)
+        ending = np.where(forms.set_in_lines, by_block, by_line)
         short = _share(lines.totals(lines.table["characters"] <= self.short_line_characters), lines.counts)
         duplicate = _share(lines.repeated[1], lines.characters)
         newlines = _share(lines.counts - 1, lines.totals("words"))
         return verdicts_of(
             [
                 Rule("empty", lines.counts, 1, is_least=True),
-                Rule("few_ending_lines", ending, self.min_ending_lines, is_least=True, fits=forms <= LINES),
-                Rule("short_lines", short, self.max_short_lines, fits=forms == PARAGRAPHS),
-                Rule("duplicate_characters", duplicate, self.max_duplicate_characters, fits=forms == PARAGRAPHS),
-                Rule("many_lines", newlines, self.max_newlines_per_word, fits=forms == PARAGRAPHS),
+                Rule("few_ending_lines", ending, self.min_ending_lines, is_least=True, fits=forms.prose),
+                Rule("short_lines", short, self.max_short_lines, fits=forms.page),
+                Rule("duplicate_characters", duplicate, self.max_duplicate_characters, fits=forms.page),
+                Rule("many_lines", newlines, self.max_newlines_per_word, fits=forms.page),
             ]
         )
 
@@ -263,8 +280,7 @@ class C4Quality(NamedFilter):
 
     def judge(self, batch: TextBatch) -> Verdicts:
         forms = _forms(batch, self.by_form)
-        page = forms == PARAGRAPHS
-        prose = forms <= LINES
+        prose = forms.prose
         cited = {}
         for number, text in enumerate(batch.texts if self.citations else ()):
             if prose[number] and b"[" in text and (without := CITATION.sub(b"", text)) != text:
@@ -287,7 +303,7 @@ class C4Quality(NamedFilter):
         counts = Counter()
         for rule, goes in goes_by_rule.items():
             before[rule] = stays.copy()
-            goes = goes & stays & page[document]
+            goes = goes & stays & forms.page[document]
             stays &= ~goes
             counts[f"lines.{rule}"] = int(np.count_nonzero(goes))
         # C4 looks for these two in a line before it drops the line for what it is about.
@@ -297,14 +313,14 @@ class C4Quality(NamedFilter):
         verdicts = verdicts_of(
             [
                 Rule("lorem_ipsum", lorem, 0 if self.placeholders else None, fits=prose),
-                Rule("curly_bracket", curly, self.max_curly_brackets, fits=forms == PARAGRAPHS),
+                Rule("curly_bracket", curly, self.max_curly_brackets, fits=forms.page),
                 Rule("few_sentences", sentences, self.min_sentences, is_least=True, fits=prose),
             ]
         )
         verdicts.counts = +counts
         joined = lines.joined(stays)
         for number, text in enumerate(batch.texts):
-            new = joined[number] if page[number] else texts[number]
+            new = joined[number] if forms.page[number] else texts[number]
             if number not in verdicts.removed and new != text:
                 verdicts.changed[number] = new
         return verdicts

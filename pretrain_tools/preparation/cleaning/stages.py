@@ -18,9 +18,6 @@ if TYPE_CHECKING:
     from pretrain_tools.preparation.cleaning.compiled import DividedTexts
     from pretrain_tools.preparation.cleaning.forms import Lines
 
-PARAGRAPHS, LINES, CODE, TABLE = range(4)
-"""Forms of a text: each line is a paragraph; set in lines, with blank lines between paragraphs, stanzas or speeches;
-program code; rows of cells. The first two are prose."""
 BATCH_BYTES = 1 << 20
 """Bytes that stages see at once: intermediate arrays stay in the processor's cache."""
 
