@@ -212,10 +212,15 @@ def prepare_in(folder: Path, name: str, texts: list[str], tokenizer: str, *optio
 def ids_by_place(folder: Path) -> dict[int, np.ndarray]:
     """Returns the token IDs of a prepared folder's documents by line in the input."""
     from pretrain.data.shards import read_manifest
-    from pretrain_tools.preparation.documents.document_index import InputOrder
+    from pretrain_tools.preparation.documents.document_index import read_index
 
-    order = InputOrder([read_manifest(folder)])
-    return {int(order.record(number)["place"]): order.ids(number) for number in range(order.documents)}
+    manifest = read_manifest(folder)
+    found = {}
+    for shard in manifest.shards:
+        index = read_index(folder / shard.file, shard.documents)
+        pieces = np.split(np.fromfile(folder / shard.file, manifest.dtype), index["end"][:-1].astype(int))
+        found |= {int(place): ids[:-1] for place, ids in zip(index["place"], pieces, strict=True)}
+    return found
 
 
 def exact_jaccard(one: str, other: str, shingle: int = 5) -> float:

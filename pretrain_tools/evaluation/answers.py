@@ -17,7 +17,7 @@ from pretrain.errors import EXIT_BAD_INPUT, InputError, Problems
 from pretrain.training.benchmarks import MEASURES, Requests, Task
 from pretrain_tools.evaluation.lm_harness import (
     evaluate_package_importable,
-    right_answer,
+    questions_of,
     select_tasks,
 )
 
@@ -113,15 +113,12 @@ class Builder:
         """Adds a task's questions; returns why it cannot be scored here."""
         name = task.task_name
         other = f"--tasks {name}: is not scored by the likelihood of one right answer; use where: same for it"
-        if task.OUTPUT_TYPE not in ("loglikelihood", "multiple_choice") or callable(task.config.process_results):
+        questions = questions_of(task)
+        if not questions:
             return other
-        questions: dict[int, list[Any]] = {}
-        for instance in task.instances:
-            questions.setdefault(instance.doc_id, []).append(instance)
-        for instances in questions.values():
-            right = right_answer(task, instances[0].doc)
+        for right, instances in questions:
             choices = task.doc_to_choice(instances[0].doc) if task.OUTPUT_TYPE == "multiple_choice" else [""]
-            if right is None or len(instances) != len(choices):
+            if len(instances) != len(choices):
                 return other
             for instance in sorted(instances, key=lambda instance: instance.idx):
                 question, answer = self.pairs[instance.args]

@@ -284,22 +284,28 @@ def bits_of_right_answers(task: Any) -> list[float]:
     Reads the likelihoods that the harness has just computed. Returns one value per document; [] for a task of another
     kind, and for one with several right answers. As in OLMo-in-loop-evals (src/olmo_eval/metrics.py, bpb).
     """
-    if task.OUTPUT_TYPE not in ("loglikelihood", "multiple_choice") or callable(task.config.process_results):
-        return []
-    documents: dict[int, list[Any]] = {}
-    for instance in task.instances:
-        documents.setdefault(instance.doc_id, []).append(instance)
     bits = []
-    for instances in documents.values():
-        right = right_answer(task, instances[0].doc)
-        if right is None:
-            return []
+    for right, instances in questions_of(task):
         instance = next(instance for instance in instances if instance.idx == right)
         answer_bytes = len(instance.args[1].encode())
         if not answer_bytes:
             return []
         bits.append(-instance.resps[0][0] / (answer_bytes * math.log(2)))
     return bits
+
+
+def questions_of(task: Any) -> list[tuple[int, list[Any]]]:
+    """Lists (number of the right answer, the requests) of each question of a task.
+
+    [] for a task of another kind, and for one with several right answers.
+    """
+    if task.OUTPUT_TYPE not in ("loglikelihood", "multiple_choice") or callable(task.config.process_results):
+        return []
+    requests: dict[int, list[Any]] = {}
+    for instance in task.instances:
+        requests.setdefault(instance.doc_id, []).append(instance)
+    questions = [(right_answer(task, instances[0].doc), instances) for instances in requests.values()]
+    return [] if any(right is None for right, _ in questions) else questions
 
 
 def right_answer(task: Any, document: dict) -> int | None:

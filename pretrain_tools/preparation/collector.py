@@ -10,6 +10,7 @@ import numpy as np
 from pretrain.errors import InputError
 from pretrain.files import as_json, write_durably
 from pretrain_tools.preparation.deduplicate import seen_in_shards
+from pretrain_tools.preparation.documents.document_index import HELD_OUT, UNDIVIDED
 from pretrain_tools.preparation.documents.sources import BEGINNING, Position
 from pretrain_tools.preparation.encoded_part import EncodedPart, Problem, Tally
 from pretrain_tools.preparation.plan import PreparationOptions
@@ -73,7 +74,11 @@ class Intake:
         numbers = np.array([self._source_numbers[name] for name in encoded.source_names], np.uint32)
         documents["source"] = numbers[documents["source"]]
         part = replace(part, documents=documents)
-        for split, chosen in (("train", ~part.is_validation), ("validation", part.is_validation)):
+        chosen_by_split = {"train": ~part.is_validation, "validation": part.is_validation}
+        if self._options.slice is not None:
+            documents["place"] += HELD_OUT * part.is_validation
+            chosen_by_split = {UNDIVIDED: np.ones(taken, bool)}
+        for split, chosen in chosen_by_split.items():
             if chosen.any():
                 of_split = part.keeping(chosen)
                 ends = of_split.documents["end"]
@@ -104,8 +109,8 @@ def count_problems(problems: Sequence[Problem], tally: Tally, options: Preparati
                 "records; fix the input, or run again with a larger --max_errors, which continues from here"
             )
     tally.bad_records = bad_records
-    room = PROBLEMS_NAMED_IN_MANIFEST - len(tally.bad_examples)
-    tally.bad_examples += [f"{problem.name}: {problem.reason}" for problem in problems[:room]]
+    room = PROBLEMS_NAMED_IN_MANIFEST - len(tally.first_bad_records)
+    tally.first_bad_records += [f"{problem.name}: {problem.reason}" for problem in problems[:room]]
 
 
 def _documents_within_limits(encoded: EncodedPart, tally: Tally, options: PreparationOptions) -> int:

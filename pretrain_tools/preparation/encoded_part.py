@@ -9,8 +9,8 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 
 from pretrain.data.manifest import MANIFEST_FILE
-from pretrain_tools.preparation.cleaning.account import CleaningAccount, recorded_account
-from pretrain_tools.preparation.documents.document_index import DOCUMENT, chosen_ids, tokens_of
+from pretrain_tools.preparation.cleaning.account import CleaningAccount, add_numbers, recorded_account
+from pretrain_tools.preparation.documents.document_index import DOCUMENT, tokens_of
 from pretrain_tools.preparation.documents.sources import Position
 
 SKIPPED_COUNTS = ("empty_documents", "filtered_documents", "duplicate_documents", "bad_records")
@@ -29,46 +29,35 @@ class Tally:
     duplicate_documents: int = 0
     near_duplicate_documents: int = 0
     bad_records: int = 0
-    bad_examples: list[str] = field(default_factory=list)
+    first_bad_records: list[str] = field(default_factory=list)
     unread_members: dict[str, int] = field(default_factory=dict)
     """{suffix: members of archives that hold no documents}."""
     input_bytes: int = 0
     cleaning: CleaningAccount = field(default_factory=CleaningAccount)
 
     def add(self, other: Self) -> None:
-        """Adds the counts of a part; `bad_examples` stay."""
+        """Adds the counts of a part; `first_bad_records` stay."""
         for name, value in vars(other).items():
             if isinstance(value, int):
                 setattr(self, name, getattr(self, name) + value)
-        self.count_unread(other.unread_members)
+        add_numbers(self.unread_members, other.unread_members)
         self.cleaning.add(other.cleaning)
-
-    def count_unread(self, members: dict[str, int]) -> None:
-        """Counts members of archives that hold no documents."""
-        for suffix, number in members.items():
-            self.unread_members[suffix] = self.unread_members.get(suffix, 0) + number
 
     def skipped(self) -> dict[str, Any]:
         """Returns the counts of what was left out, as the manifest records them."""
         counts = {name: getattr(self, name) for name in SKIPPED_COUNTS}
-        if self.near_duplicate_documents:
-            counts["near_duplicate_documents"] = self.near_duplicate_documents
-        if self.unread_members:
-            counts["unread_members"] = dict(sorted(self.unread_members.items()))
-        return counts | {"first_bad_records": self.bad_examples}
+        some = {
+            "near_duplicate_documents": self.near_duplicate_documents,
+            "unread_members": dict(sorted(self.unread_members.items())),
+        }
+        found = {name: value for name, value in some.items() if value}
+        return {**counts, **found, "first_bad_records": self.first_bad_records}
 
     @classmethod
     def recorded(cls, folder: Path) -> Self:
         """Reads what a finished folder's manifest records as left out and as cleaned."""
         made = json.loads((folder / MANIFEST_FILE).read_bytes())
-        skipped = made["skipped"]
-        return cls(
-            **{name: skipped[name] for name in SKIPPED_COUNTS},
-            near_duplicate_documents=skipped.get("near_duplicate_documents", 0),
-            bad_examples=skipped["first_bad_records"],
-            unread_members=skipped.get("unread_members", {}),
-            cleaning=recorded_account(folder, made),
-        )
+        return cls(**made["skipped"], cleaning=recorded_account(folder, made))
 
     @classmethod
     def from_progress(cls, fields: dict[str, Any]) -> Self:
@@ -117,7 +106,7 @@ class EncodedPart:
         documents["end"] = np.cumsum(tokens[kept])
         return replace(
             self,
-            ids=chosen_ids(self.ids, tokens, kept),
+            ids=self.ids[np.repeat(kept, tokens)],
             documents=documents,
             is_validation=self.is_validation[kept],
             hashes=None if self.hashes is None else self.hashes[kept],

@@ -13,7 +13,7 @@ from pretrain.data.shards import ShardReader, read_manifest
 from pretrain.data.tokenizer import load_decoder
 from pretrain_tools.preparation.cleaning.account import CleaningAccount, measured_text
 from pretrain_tools.preparation.cleaning.decontamination import contamination_text
-from pretrain_tools.preparation.documents.document_index import read_index, tokens_of
+from pretrain_tools.preparation.documents.document_index import UNDIVIDED, read_index, tokens_of
 from pretrain_tools.preparation.encoded_part import Tally
 from pretrain_tools.preparation.near_duplicate_search import NEAR_DUPLICATES_FILE
 
@@ -32,7 +32,7 @@ def inspection_text(folder: Path) -> str:
     manifest = read_manifest(folder)
     is_prepared = (manifest.folder / MANIFEST_FILE).is_file()  # shards of other tools have no manifest
     tally = Tally.recorded(manifest.folder) if is_prepared else None
-    readers = [ShardReader(manifest, split) for split in SPLITS]
+    readers = [ShardReader(manifest, split) for split in _splits(manifest)]
     counts = np.zeros(manifest.vocabulary_size, np.int64)
     lengths = []
     for reader in readers:
@@ -55,17 +55,20 @@ def inspection_text(folder: Path) -> str:
     return "\n\n".join("\n".join(lines) for lines in parts if lines)
 
 
+def _splits(manifest: Manifest) -> tuple[str, ...]:
+    return (UNDIVIDED,) if manifest.of_split(UNDIVIDED) else SPLITS
+
+
 def figure_lines(manifest: Manifest, tally: Tally | None) -> list[str]:
     """Lists what a folder holds and what was left out of it. tally: None for shards of other tools."""
     lines = _count_lines(manifest)
     if tally is None:
         return lines
-    documents = sum(manifest.totals(split)[1] for split in SPLITS)
+    documents = sum(shard.documents for shard in manifest.shards)
     rows = [("documents", f"{documents:,}; skipped {skipped_text(tally)}")]
-    removed = tally.cleaning.as_manifest()["removed"]
     rows += [
         ("removed", f"{amounts['documents']:,} documents, {amounts['bytes']:,} bytes: {rule}")
-        for rule, amounts in sorted(removed.items(), key=lambda item: -item[1]["documents"])
+        for rule, amounts in sorted(tally.cleaning.removed.items(), key=lambda item: -item[1]["documents"])
     ]
     rows += [("removed whole", line) for line in tally.cleaning.removed_whole_lines()]
     made = json.loads((manifest.folder / MANIFEST_FILE).read_bytes())
@@ -73,7 +76,7 @@ def figure_lines(manifest: Manifest, tally: Tally | None) -> list[str]:
     if tally.unread_members:
         by_suffix = ", ".join(f"{number:,} {suffix}" for suffix, number in sorted(tally.unread_members.items()))
         rows.append(("not read", f"members of tar archives that are no documents: {by_suffix}"))
-    rows += [("skipped", example) for example in tally.bad_examples]
+    rows += [("skipped", example) for example in tally.first_bad_records]
     return lines + [f"  {name:<16} {value}" for name, value in rows]
 
 
@@ -165,7 +168,7 @@ def _ids(reader: ShardReader, start: int, most: int) -> np.ndarray:
 def _count_lines(manifest: Manifest) -> list[str]:
     name = manifest.tokenizer_name
     lines = [f"  tokenizer        {name}, {manifest.vocabulary_size:,} ids, {manifest.dtype}"]
-    for split in SPLITS:
+    for split in _splits(manifest):
         tokens, documents, text_bytes = manifest.totals(split)
         if not tokens:
             lines.append(f"  {split:<16} nothing")

@@ -7,8 +7,8 @@ folders can perform a task; which one does changes no byte:
     candidates  finds the pairs of documents that have the same key, in a range of one band's keys
     pairs       tells the near duplicates among the candidates of RUN_DOCUMENTS documents, by the exact similarity
 
-One process then unites the pairs: in each connected component, the first document in the order of the input stays. It
-needs 4 bytes of memory per document; a task needs about 300 MB, and every process 8 bytes per validation document.
+One process then unites the pairs: in each connected component, the first document in the order of the input stays. A
+task needs about 300 MB of memory.
 """
 
 import hashlib
@@ -31,8 +31,6 @@ from pretrain_tools.preparation.documents.document_index import InputOrder
 
 SIGNATURES_SUFFIX = ".signatures"
 """Suffix of the files beside each shard with a signature per document."""
-KEYS_FOLDER = "near_duplicate_keys/sorted"
-"""Folder in each prepared folder."""
 STAGES = {"keys": "runs", "candidates": "key ranges", "pairs": "runs"}
 """Stages in order, and what their tasks are."""
 DUPLICATE = np.dtype([("document", "<u4"), ("kept", "<u4")])
@@ -54,7 +52,7 @@ LINE_SECONDS = 10.0
 class DuplicateSearch:
     """One search over prepared folders, in the folder `work`. It can be pickled: other processes perform its tasks.
 
-    Candidates and pairs are kept by the hash of the manifests, so those of other folders are never taken for these.
+    What is found is kept by the hash of the manifests, so that of other folders is never taken for it.
     """
 
     def __init__(
@@ -73,19 +71,13 @@ class DuplicateSearch:
         # As few as keep a partition in memory: compared are a key's partition and 32 more of its 40 bits.
         wanted = max(1, -(-self.order.documents // KEYS_AT_ONCE))
         self._partitions = min(MOST_PARTITIONS, 1 << (wanted - 1).bit_length())
-        self._runs: list[tuple[Path, int, int]] = []
-        """(file of the keys, first document, one after the last): all documents of a run are in one folder."""
-        firsts = [*self.order.first_of_folder, self.order.documents]
-        for manifest, begin, end in zip(manifests, firsts, firsts[1:], strict=False):
-            for number, first in enumerate(range(begin, end, RUN_DOCUMENTS)):
-                path = manifest.folder.absolute() / KEYS_FOLDER / f"{number:05d}"
-                self._runs.append((path, first, min(first + RUN_DOCUMENTS, end)))
+        documents = range(self.order.documents)
+        self._runs = [documents[first : first + RUN_DOCUMENTS] for first in documents[::RUN_DOCUMENTS]]
 
     @property
     def disk_bytes(self) -> int:
         """Bytes that the missing keys take."""
-        missing = [self._runs[number] for number in self.missing("keys")]
-        return sum(stop - first for _, first, stop in missing) * 8 * self._settings.bands
+        return sum(len(self._runs[number]) for number in self.missing("keys")) * 8 * self._settings.bands
 
     @property
     def _duplicates_path(self) -> Path:
@@ -96,7 +88,7 @@ class DuplicateSearch:
         return self._settings.bands * self._partitions if stage == "candidates" else len(self._runs)
 
     def _path(self, stage: str, task: int) -> Path:
-        return self._runs[task][0] if stage == "keys" else self._work.absolute() / stage / f"{task:05d}"
+        return self._work.absolute() / stage / f"{task:05d}"
 
     def missing(self, stage: str) -> list[int]:
         """Lists the tasks of a stage that are to be performed."""
@@ -123,12 +115,12 @@ class DuplicateSearch:
 
     def _keys(self, run: int) -> bytes:
         """Makes (bands, documents) uint64, sorted in each band: 40 bits of key, 24 of the number in the run."""
-        _, first, stop = self._runs[run]
-        signatures = self.order.beside(np.arange(first, stop), SIGNATURES_SUFFIX, self._settings.signature_bytes)
-        entries = np.empty((self._settings.bands, stop - first), "<u8")
+        documents = np.array(self._runs[run])
+        signatures = self.order.beside(documents, SIGNATURES_SUFFIX, self._settings.signature_bytes)
+        entries = np.empty((self._settings.bands, len(documents)), "<u8")
         for band in range(self._settings.bands):
             keys = self._settings.band_keys(signatures, band)
-            entries[band] = (keys << np.uint64(24)) | np.arange(stop - first, dtype=np.uint64)
+            entries[band] = (keys << np.uint64(24)) | np.arange(len(documents), dtype=np.uint64)
             entries[band].sort()
         return entries.tobytes()
 
@@ -138,10 +130,10 @@ class DuplicateSearch:
         smallest = np.uint64(partition << shift)
         largest = np.uint64((partition + 1 << shift) - 1)
         pieces = [np.empty(0, "<u8")]
-        for path, first, stop in self._runs:
-            row = np.memmap(path, "<u8", "r", 8 * band * (stop - first), (stop - first,))
+        for number, run in enumerate(self._runs):
+            row = np.memmap(self._path("keys", number), "<u8", "r", 8 * band * len(run), (len(run),))
             piece = row[np.searchsorted(row, smallest) : np.searchsorted(row, largest, side="right")]
-            documents = (piece & np.uint64((1 << 24) - 1)) + np.uint64(first)
+            documents = (piece & np.uint64((1 << 24) - 1)) + np.uint64(run.start)
             pieces.append(((piece >> np.uint64(24)) << np.uint64(32)) | documents)
         entries = np.concatenate(pieces)
         entries.sort(kind="stable")
@@ -153,29 +145,24 @@ class DuplicateSearch:
 
     def _pairs(self, run: int) -> bytes:
         """Makes (pairs, 2) uint32: near duplicates that connect those of a run with each other and earlier ones."""
-        _, *bounds = self._runs[run]
+        bounds = np.array([self._runs[run].start, self._runs[run].stop], np.uint64) << np.uint64(32)
         pieces = [np.empty(0, "<u8")]
         for task in range(self.tasks("candidates")):
             path = self._path("candidates", task)
             if path.stat().st_size:
                 pairs = np.memmap(path, "<u8", mode="r")
-                begin, stop = np.searchsorted(pairs, np.array(bounds, np.uint64) << np.uint64(32))
+                begin, stop = np.searchsorted(pairs, bounds)
                 pieces.append(pairs[begin:stop])
         pairs = np.unique(np.concatenate(pieces))
         pairs = np.stack([pairs & np.uint64(0xFFFFFFFF), pairs >> np.uint64(32)], axis=1).astype(np.int64)
-        documents, places = np.unique(pairs, return_inverse=True)
-        places = places.reshape(-1, 2)
-        roots = list(range(len(documents)))
+        parents: dict[int, int] = {}
         found = []
         for first in range(0, len(pairs), PAIRS_AT_ONCE):
-            block = slice(first, first + PAIRS_AT_ONCE)
-            alike = self._are_alike(pairs[block])
-            both = zip(pairs[block][alike].tolist(), places[block][alike].tolist(), strict=True)
-            for (one, other), (place, other_place) in both:
-                root = _root(roots, place)
-                other_root = _root(roots, other_place)
-                if root != other_root and self.similarity(one, other) >= self._settings.threshold:
-                    roots[max(root, other_root)] = min(root, other_root)
+            block = pairs[first : first + PAIRS_AT_ONCE]
+            for one, other in block[self._are_alike(block)].tolist():
+                roots = _root(parents, one), _root(parents, other)
+                if roots[0] != roots[1] and self.similarity(one, other) >= self._settings.threshold:
+                    parents[max(roots)] = min(roots)
                     found.append((one, other))
         return np.array(found, "<u4").tobytes()
 
@@ -208,24 +195,22 @@ class DuplicateSearch:
         return self._decode(self.order.ids(number)[:most_tokens])
 
     def _united(self) -> np.ndarray:
-        from pretrain_tools.preparation.cleaning.folded_words import unite
-
-        parents = np.arange(self.order.documents, dtype=np.uint32)
+        parents: dict[int, int] = {}
         for run in range(len(self._runs)):
-            unite(parents, np.fromfile(self._path("pairs", run), "<u4").astype(np.uint32).reshape(-1, 2))
-        while not np.array_equal(above := parents[parents], parents):
-            parents = above
-        documents = np.flatnonzero(parents != np.arange(len(parents), dtype=np.uint32))
-        duplicates = np.empty(len(documents), DUPLICATE)
-        duplicates["document"] = documents
-        duplicates["kept"] = parents[documents]
-        return duplicates
+            for pair in np.fromfile(self._path("pairs", run), "<u4").reshape(-1, 2).tolist():
+                roots = {_root(parents, document) for document in pair}
+                if len(roots) > 1:
+                    parents[max(roots)] = min(roots)
+        return np.array([(document, _root(parents, document)) for document in sorted(parents)], DUPLICATE)
 
 
-def _root(roots: list[int], place: int) -> int:
-    while roots[place] != place:
-        roots[place] = place = roots[roots[place]]
-    return place
+def _root(parents: dict[int, int], document: int) -> int:
+    """Finds the first document of a component, and shortens the way to it."""
+    while document in parents:
+        above = parents[document]
+        parents[document] = parents.get(above, above)
+        document = parents[document]
+    return document
 
 
 def _same_keys(entries: np.ndarray) -> np.ndarray:
@@ -250,7 +235,7 @@ def report_of(search: DuplicateSearch, duplicates: np.ndarray, manifests: Sequen
     """
 
     def described(number: int) -> dict[str, Any]:
-        record = search.order.record(number)
+        (record,), _ = search.order.table(number, number + 1)
         text = search.text(number, EXCERPT_TOKENS).decode(errors="replace")
         source = manifests[0].source_names[int(record["source"])]
         return {"source": source, "place": int(record["place"]), "bytes": int(record["text_bytes"]), "text": text}

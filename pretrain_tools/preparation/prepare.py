@@ -54,7 +54,7 @@ from pretrain_tools.preparation.workers import performed
 
 FIRST_PASS = "documents"
 """The folder, in the unfinished one, of all documents, of which near duplicates are then left out."""
-PLAN_LAYOUT = 5
+PLAN_LAYOUT = 6
 COMMIT_SECONDS = 2.0
 COMPILING_SECONDS = 10
 """Time for --clean on two cores that are a few years old."""
@@ -127,11 +127,10 @@ def _finished(output: Path, plan: dict[str, Any]) -> PreparationOutcome | None:
     manifest = read_manifest(output)
     refuse_differences(output, json.loads((output / MANIFEST_FILE).read_bytes()), plan, "was finished")
     tally = Tally.recorded(output)
-    for split in SPLITS:
-        tokens, documents, text_bytes = manifest.totals(split)
-        tally.documents += documents
-        tally.tokens += tokens
-        tally.text_bytes += text_bytes
+    for shard in manifest.shards:
+        tally.documents += shard.documents
+        tally.tokens += shard.tokens
+        tally.text_bytes += shard.text_bytes
     tally.validation_tokens = manifest.totals("validation")[0]
     return PreparationOutcome(manifest, tally, already_done=True)
 
@@ -282,8 +281,8 @@ class _Run:
         skipped = f"{tally.empty_documents:,} empty documents and {tally.bad_records:,} bad records were skipped"
         if tally.filtered_documents:
             skipped += f", {tally.filtered_documents:,} left out by filters"
-        if tally.cleaning.removed_documents:
-            skipped += f", {tally.cleaning.removed_documents:,} removed by cleaning"
+        if removed := sum(amounts["documents"] for amounts in tally.cleaning.removed.values()):
+            skipped += f", {removed:,} removed by cleaning"
         whole = tally.cleaning.removed_whole_lines()
         limit = self.request.options.max_tokens
         if limit is not None:

@@ -11,7 +11,7 @@ from pretrain.data.manifest import SPLITS, Shard, id_dtype
 from pretrain.data.object_store import BLOCKS_SUFFIX, block_digests
 from pretrain.errors import InputError
 from pretrain.files import sha256_of, sync_folder, write_durably
-from pretrain_tools.preparation.documents.document_index import DOCUMENTS_SUFFIX, tokens_of
+from pretrain_tools.preparation.documents.document_index import DOCUMENTS_SUFFIX, UNDIVIDED, tokens_of
 from pretrain_tools.preparation.near_duplicate_search import SIGNATURES_SUFFIX
 from pretrain_tools.preparation.text_files import TEXT_FOLDER, TEXT_SUFFIX, compress, text_name
 
@@ -94,7 +94,7 @@ class ShardWriter:
         self._to_remove: list[Path] = []
         if plain_text:
             plain_text.mkdir(exist_ok=True)
-        state = state or {"finished": [], "open": {}, "counts": dict.fromkeys(SPLITS, 0)}
+        state = state or {"finished": [], "open": {}, "counts": {}}
         self._finished = [Shard(**shard) for shard in state["finished"]]
         self._counts = dict(state["counts"])
         self._remove_unknown_files(state["open"])
@@ -171,8 +171,9 @@ class ShardWriter:
         if shard is not None and shard.tokens and shard.tokens + tokens > self._shard_tokens:
             self._finish(split)
         if split not in self._open:
-            self._open[split] = _OpenShard(self._counts[split])
-            self._counts[split] += 1
+            number = self._counts.get(split, 0)
+            self._open[split] = _OpenShard(number)
+            self._counts[split] = number + 1
         return self._open[split]
 
     def _as_shard(self, split: str, shard: _OpenShard, sha256: str, beside: dict[str, str]) -> Shard:
@@ -180,9 +181,7 @@ class ShardWriter:
         return Shard(name, split, shard.tokens, shard.documents, shard.text_bytes, sha256, beside)
 
     def _finish(self, split: str) -> None:
-        shard = self._open.pop(split, None)
-        if shard is None:
-            return
+        shard = self._open.pop(split)
         hashes = {suffix: file.finish() for suffix, file in shard.files.items()}
         ids = self._path(split, shard.number, IDS_SUFFIX)
         suffixes = (DOCUMENTS_SUFFIX, SIGNATURES_SUFFIX)
@@ -225,9 +224,9 @@ class ShardWriter:
 
     def finish(self) -> list[Shard]:
         """Closes the last shards and returns all, train before validation."""
-        for split in SPLITS:
+        for split in list(self._open):
             self._finish(split)
-        return sorted(self._finished, key=lambda shard: SPLITS.index(shard.split))
+        return sorted(self._finished, key=lambda shard: shard.split)
 
     def close(self) -> None:
         """Closes the files without finishing anything."""
@@ -239,6 +238,6 @@ class ShardWriter:
 def shard_files(folder: Path) -> list[Path]:
     """Lists every file of shards in a folder: ids, the files beside them, and text."""
     suffixes = (IDS_SUFFIX, DOCUMENTS_SUFFIX, SIGNATURES_SUFFIX, BLOCKS_SUFFIX)
-    names = [f"{split}-*{suffix}" for split in SPLITS for suffix in suffixes]
-    names += [f"{TEXT_FOLDER}/{split}-*{TEXT_SUFFIX}" for split in SPLITS]
+    names = [f"{split}-*{suffix}" for split in (*SPLITS, UNDIVIDED) for suffix in suffixes]
+    names += [f"{TEXT_FOLDER}/*{TEXT_SUFFIX}"]
     return sorted(path for name in names for path in folder.glob(name))

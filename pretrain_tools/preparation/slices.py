@@ -12,11 +12,11 @@ from pathlib import Path
 
 import numpy as np
 
-from pretrain.data.manifest import MANIFEST_FILE, SPLITS, Manifest, id_dtype
+from pretrain.data.manifest import MANIFEST_FILE, Manifest, id_dtype
 from pretrain.data.shards import ShardReader, read_manifest
 from pretrain.errors import InputError, Problems
 from pretrain_tools.preparation.deduplicate import document_hashes
-from pretrain_tools.preparation.documents.document_index import InputOrder
+from pretrain_tools.preparation.documents.document_index import UNDIVIDED, InputOrder
 from pretrain_tools.preparation.documents.sources import Position
 from pretrain_tools.preparation.encoded_part import EncodedPart, Problem, Tally
 from pretrain_tools.preparation.plan import PreparationRequest, refuse_differences
@@ -81,6 +81,8 @@ def require_slices(request: PreparationRequest) -> list[Path]:
         made_from = json.loads((folder / MANIFEST_FILE).read_bytes())
         plan_of_slice = plan | {"options": of_slice.options.as_plan()}
         problems.attempt(refuse_differences, folder, made_from, plan_of_slice, "was finished")
+        if any(shard["split"] != UNDIVIDED for shard in made_from["shards"]):
+            problems.append(f"{folder}: was made by another version; remove it and prepare the slice again")
         folders.append(folder)
     problems.stop_if_any()
     return folders
@@ -104,7 +106,7 @@ def merged_parts(
         if number >= start.source:
             first = start.part if number == start.source else 0
             share = input_bytes // len(folders)
-            # Read again up to `first`: the splits can only be followed from their beginning.
+            # Read again up to `first`: the text can only be followed from its beginning.
             parts = slice_parts(manifest, number, share, deduplicate, removed, first_of_slice)
             yield from itertools.islice(parts, first, None)
         first_of_slice += sum(shard.documents for shard in manifest.shards)
@@ -115,11 +117,9 @@ def slice_parts(
 ) -> Iterator[EncodedPart]:
     """Yields a slice's documents in the order of its input, some at a time; the last part has the counts."""
     order = InputOrder([manifest])
-    readers = {split: ShardReader(manifest, split) for split in SPLITS}
-    text = {split: stored_lines(manifest, split) for split in SPLITS} if has_text(manifest) else None
-    read = dict.fromkeys(SPLITS, 0)
-    all_tokens = sum(reader.tokens for reader in readers.values())
-    part = first = 0
+    reader = ShardReader(manifest, UNDIVIDED)
+    text = stored_lines(manifest) if has_text(manifest) else None
+    part = first = read = 0
     while first < order.documents:
         documents, is_validation = order.table(first, min(first + DOCUMENTS_PER_PART, order.documents))
         ends = np.cumsum(documents["end"].astype(np.int64))
@@ -128,13 +128,8 @@ def slice_parts(
         is_validation = is_validation[:taken]
         ends = ends[:taken]
         ids = np.empty(int(ends[-1]), id_dtype(manifest.dtype))
-        is_held_out = np.repeat(is_validation, documents["end"].astype(np.int64))
-        # Each split is in the order of the input as well, so both are read front to back.
-        for split, chosen in zip(SPLITS, (~is_held_out, is_held_out), strict=True):
-            of_split = np.empty(np.count_nonzero(chosen), ids.dtype)
-            readers[split].read(read[split], of_split)
-            read[split] += len(of_split)
-            ids[chosen] = of_split
+        reader.read(read, ids)
+        read += len(ids)
         names, documents["source"] = np.unique(documents["source"], return_inverse=True)
         documents["end"] = ends
         number_of_first = first_of_slice + first
@@ -143,7 +138,7 @@ def slice_parts(
         kept[removed[left:right].astype(np.int64) - number_of_first] = False
         counts = Tally(
             near_duplicate_documents=int(right - left),
-            input_bytes=round(input_bytes * len(ids) / all_tokens),
+            input_bytes=round(input_bytes * len(ids) / reader.tokens),
         )
         encoded = EncodedPart(
             Position(number, part + 1),
@@ -153,7 +148,7 @@ def slice_parts(
             source_names=tuple(manifest.source_names[name] for name in names),
             is_validation=is_validation,
             hashes=document_hashes(ids, ends) if deduplicate else None,
-            lines=[next(text[SPLITS[held_out]]) for held_out in is_validation.tolist()] if text else None,
+            lines=list(itertools.islice(text, taken)) if text else None,
         )
         yield encoded.keeping(kept)
         part = part + 1
@@ -164,7 +159,7 @@ def slice_parts(
 def _counts_of(folder: Path, number: int) -> EncodedPart:
     """Returns a part without documents that adds what the slice left out to the counts."""
     counts = Tally.recorded(folder)
-    named = [example.partition(": ") for example in counts.bad_examples]
+    named = [example.partition(": ") for example in counts.first_bad_records]
     problems = [Problem(name, name, reason) for name, _, reason in named]
     if problems:
         # A slice names as many as the merged folder will: the last one stands for the others.

@@ -54,11 +54,11 @@ def has_text(manifest: Manifest) -> bool:
     return any(text_name(shard.file) in shard.beside for shard in manifest.shards)
 
 
-def stored_lines(manifest: Manifest, split: str) -> Iterator[bytes]:
-    """Yields the lines of one split in order. Raises InputError at the end: the shards have as many documents."""
+def stored_lines(manifest: Manifest) -> Iterator[bytes]:
+    """Yields the lines of all documents in order. Raises InputError at the end: the shards have as many documents."""
     folder = manifest.folder
     try:
-        for shard in manifest.of_split(split):
+        for shard in manifest.shards:
             stream = ByteStream(str(folder / text_name(shard.file)), "zst")
             with io.BufferedReader(stream, LINE_BYTES_AT_ONCE) as lines:
                 yield from lines

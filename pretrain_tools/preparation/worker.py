@@ -8,6 +8,7 @@ import numpy as np
 from pretrain.data.manifest import dtype_for
 from pretrain.data.tokenizer import LoadedTokenizer
 from pretrain.errors import InputError
+from pretrain_tools.preparation.cleaning.account import add_numbers
 from pretrain_tools.preparation.cleaning.stages import Cleaning
 from pretrain_tools.preparation.deduplicate import document_hashes
 from pretrain_tools.preparation.documents.document_index import document_table
@@ -70,7 +71,7 @@ def read_part(part: Part, options: PreparationOptions, split: ValidationSplit) -
                 # What comes before it is valid, and is kept for the next process.
                 break
         elif record.not_read is not None:
-            found.counts.count_unread(record.not_read)
+            add_numbers(found.counts.unread_members, record.not_read)
         elif record.text is None:
             found.counts.filtered_documents += 1
         else:

@@ -76,9 +76,9 @@ def test_damaged_text_shows_and_lost_text_of_a_slice_is_named(tmp_path, run, sma
     arguments = (*inputs(tmp_path), "--output", tmp_path / "out")
     for number in range(2):
         run(*arguments, "--slice", f"{number}/2")
-    path = tmp_path / "out.slices/1-of-2/text/train-00000.jsonl.zst"
+    path = tmp_path / "out.slices/1-of-2/text/documents-00000.jsonl.zst"
     path.write_bytes(zstandard.compress(b'{"text": "only one"}\n'))
-    assert "train-00000.jsonl.zst" in verify_shards(path.parents[1])[0]
+    assert "documents-00000.jsonl.zst" in verify_shards(path.parents[1])[0]
     with pytest.raises(InputError, match=r"1-of-2/text: has fewer documents than the shards; prepare .* again"):
         run(*arguments, "--merge_slices", 2)
 
@@ -89,7 +89,7 @@ def test_killed_at_any_write_the_text_is_the_same(tmp_path, tokenizer, workers):
     assert run_killed(0, *arguments, "--workers", 1, "--output", tmp_path / "whole").returncode == 0
     broken = (*arguments, "--output", tmp_path / "broken", "--workers", workers)
     # By a name, at the first write of such a file: of compressed text in either pass, of the text that still grows.
-    for at in ("documents/text/train-00001", 9, ".unfinished/text/train-00001", "broken/text/train-00000", 23):
+    for at in ("documents/text/documents-00001", 9, ".unfinished/text/train-00001", "broken/text/train-00000", 23):
         killed = run_killed(at, *broken)
         assert killed.returncode == -signal.SIGKILL, killed.stderr
     ended = run_killed(0, *broken)

@@ -8,9 +8,9 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from pretrain.data.data_record import numbers_in
@@ -42,14 +42,15 @@ class Found(NamedTuple):
 
 @dataclass
 class CleaningAccount:
-    """Counts what has been cleaned. JSON types only; [documents, bytes] are counted before any change of the text."""
+    """Counts what has been cleaned. JSON types only; documents and bytes are counted before any change of the text.
 
-    rules: dict[str, list[int]] = field(default_factory=dict)
-    """{rule, or KEPT: [documents, bytes]}; their sum is what went in."""
-    sources: dict[str, dict[str, list[int]]] = field(default_factory=dict)
-    """{source: the same}; those after the first MOST_SOURCES_COUNTED count together."""
-    changed: dict[str, list[int]] = field(default_factory=dict)
-    """{stage: [changed documents, bytes fewer]}."""
+    Fields are named as in the manifest, which has them all but `samples`.
+    """
+
+    by_source: dict[str, dict[str, dict[str, int]]] = field(default_factory=dict)
+    """{source: {rule, or KEPT: documents, bytes}}; sources after the first MOST_SOURCES_COUNTED count together."""
+    changed: dict[str, dict[str, int]] = field(default_factory=dict)
+    """{stage: documents that it changed, fewer_bytes}."""
     counts: dict[str, int] = field(default_factory=dict)
     """{what a stage counts: how often}."""
     histograms: dict[str, dict[str, int]] = field(default_factory=dict)
@@ -62,6 +63,19 @@ class CleaningAccount:
     """{list: documents that hold any of its entries; entries found at least once, as in "0,4-6"; examples, the first
     EXAMPLES_PER_LIST in input order}."""
 
+    @property
+    def rules(self) -> dict[str, dict[str, int]]:
+        """{rule, or KEPT: documents, bytes}; their sum is what went in."""
+        total: dict[str, dict[str, int]] = {}
+        for rules in self.by_source.values():
+            add_numbers(total, rules)
+        return total
+
+    @property
+    def removed(self) -> dict[str, dict[str, int]]:
+        """{rule: documents, bytes that it removed}, by name."""
+        return {rule: amounts for rule, amounts in sorted(self.rules.items()) if rule != KEPT}
+
     def add_document(
         self, rule: str, source: str, place: int, text: bytes, measured: tuple[float, float] | None = None
     ) -> None:
@@ -69,7 +83,7 @@ class CleaningAccount:
 
         measured: the value of the rule and its limit.
         """
-        self.add_counts(rule, source, 1, len(text))
+        self._add_rules(source, {rule: {"documents": 1, "bytes": len(text)}})
         drawn = self.samples.setdefault(rule, {})
         digest = _digest_of(text)
         if len(drawn) < SAMPLES_PER_RULE or digest < max(drawn):
@@ -79,16 +93,14 @@ class CleaningAccount:
                 sample["value"], sample["limit"] = measured
             _keep_smallest(drawn, {digest: sample})
 
-    def add_counts(self, rule: str, source: str, documents: int, size: int) -> None:
-        """Counts documents of `size` bytes together that the rule removed, or KEPT."""
-        _add(self.rules, rule, (documents, size))
-        if source not in self.sources and len(self.sources) >= MOST_SOURCES_COUNTED:
+    def _add_rules(self, source: str, rules: Mapping[str, dict[str, int]]) -> None:
+        if source not in self.by_source and len(self.by_source) >= MOST_SOURCES_COUNTED:
             source = OTHER_SOURCES
-        _add(self.sources.setdefault(source, {}), rule, (documents, size))
+        add_numbers(self.by_source.setdefault(source, {}), rules)
 
     def add_values(self, measure: str, values: Iterable[str]) -> None:
         """Counts documents by a value such as their language; numbers must be rounded to few values."""
-        _add_numbers(self.histograms.setdefault(measure, {}), Counter(values))
+        add_numbers(self.histograms, {measure: Counter(values)})
 
     def add_domains(self, texts: Iterable[bytes], urls: Iterable[str | None]) -> None:
         """Draws documents that stay, by their hash, to record their domains."""
@@ -103,7 +115,7 @@ class CleaningAccount:
 
     def add_change(self, stage: str, bytes_fewer: int) -> None:
         """Counts a document that a stage changed."""
-        _add(self.changed, stage, (1, bytes_fewer))
+        add_numbers(self.changed, {stage: {"documents": 1, "fewer_bytes": bytes_fewer}})
 
     def add_found(self, found: Iterable[Found], source: str, place: int) -> None:
         """Counts the entries of lists that one document holds."""
@@ -128,14 +140,10 @@ class CleaningAccount:
 
     def add(self, other: "CleaningAccount") -> None:
         """Adds the account of the documents that follow."""
-        for source, rules in other.sources.items():
-            for rule, (documents, size) in rules.items():
-                self.add_counts(rule, source, documents, size)
-        for stage, amounts in other.changed.items():
-            _add(self.changed, stage, amounts)
-        _add_numbers(self.counts, other.counts)
-        for measure, values in other.histograms.items():
-            _add_numbers(self.histograms.setdefault(measure, {}), values)
+        for source, rules in other.by_source.items():
+            self._add_rules(source, rules)
+        for name in ("changed", "counts", "histograms"):
+            add_numbers(getattr(self, name), getattr(other, name))
         self.domains = other.domains | self.domains
         self._keep_domains()
         for rule, drawn in other.samples.items():
@@ -145,21 +153,16 @@ class CleaningAccount:
 
     def add_to_counts(self, counts: Mapping[str, int]) -> None:
         """Adds the counts of a stage."""
-        _add_numbers(self.counts, counts)
-
-    @property
-    def removed_documents(self) -> int:
-        """Documents that any rule removed."""
-        return sum(documents for rule, (documents, _) in self.rules.items() if rule != KEPT)
+        add_numbers(self.counts, counts)
 
     def removed_whole_lines(self) -> list[str]:
         """Names sources that keep less than a tenth of their bytes, with the rules that removed the rest."""
         whole = []
-        for source, rules in self.sources.items():
-            stays = rules.get(KEPT, (0, 0))[1]
-            if source == OTHER_SOURCES or 10 * stays >= sum(size for _, size in rules.values()):
+        for source, rules in self.by_source.items():
+            stays = rules[KEPT]["bytes"] if KEPT in rules else 0
+            if source == OTHER_SOURCES or 10 * stays >= sum(amounts["bytes"] for amounts in rules.values()):
                 continue
-            removed = sorted((-documents, rule) for rule, (documents, _) in rules.items() if rule != KEPT)
+            removed = sorted((-amounts["documents"], rule) for rule, amounts in rules.items() if rule != KEPT)
             rules = ", ".join(self._example(rule, source, -documents) for documents, rule in removed)
             whole.append(f"{source}: removed whole by {rules}")
         more = [f"and {len(whole) - MOST_NAMED:,} more sources"] if len(whole) > MOST_NAMED else []
@@ -172,36 +175,18 @@ class CleaningAccount:
 
     def as_manifest(self) -> dict[str, Any]:
         """Returns what the manifest records, in an order that workers cannot change: everything but the samples."""
-        removed = {rule: amounts for rule, amounts in self.rules.items() if rule != KEPT}
+        rules = self.rules.values()
         return {
-            "documents_in": sum(documents for documents, _ in self.rules.values()),
-            "bytes_in": sum(size for _, size in self.rules.values()),
-            "removed": {rule: _named(removed[rule]) for rule in sorted(removed)},
-            "changed": {stage: _named(self.changed[stage], "fewer_bytes") for stage in sorted(self.changed)},
+            "documents_in": sum(amounts["documents"] for amounts in rules),
+            "bytes_in": sum(amounts["bytes"] for amounts in rules),
+            "removed": self.removed,
+            "changed": dict(sorted(self.changed.items())),
             "counts": dict(sorted(self.counts.items())),
             "histograms": {name: dict(sorted(self.histograms[name].items())) for name in sorted(self.histograms)},
             "domains": self.domains,
-            "by_source": {
-                source: {rule: _named(rules[rule]) for rule in sorted(rules)} for source, rules in self.sources.items()
-            },
+            "by_source": {source: dict(sorted(rules.items())) for source, rules in self.by_source.items()},
             **({"found": dict(sorted(self.found.items()))} if self.found else {}),
         }
-
-    @classmethod
-    def from_manifest(cls, recorded: dict[str, Any], samples: dict[str, Any]) -> Self:
-        """Reads the account that a manifest and the samples beside it record."""
-        account = cls(
-            counts=dict(recorded["counts"]),
-            changed={stage: list(named.values()) for stage, named in recorded["changed"].items()},
-            histograms=recorded["histograms"],
-            domains=recorded["domains"],
-            samples=samples,
-            found=recorded.get("found", {}),
-        )
-        for source, rules in recorded["by_source"].items():
-            for rule, named in rules.items():
-                account.add_counts(rule, source, named["documents"], named["bytes"])
-        return account
 
 
 def measured_text(sample: Mapping[str, Any]) -> str:
@@ -230,10 +215,11 @@ def domain_of(url: str) -> str:
 
 def recorded_account(folder: Path, manifest: dict[str, Any]) -> CleaningAccount:
     """Reads the account of a prepared folder; empty where nothing was cleaned. manifest: its fields."""
-    if "cleaning" not in manifest:
-        return CleaningAccount()
+    recorded = manifest.get("cleaning", {})
     path = folder / SAMPLES_FILE
-    return CleaningAccount.from_manifest(manifest["cleaning"], json.loads(path.read_bytes()) if path.is_file() else {})
+    samples = json.loads(path.read_bytes()) if recorded and path.is_file() else {}
+    names = {field.name for field in fields(CleaningAccount)}
+    return CleaningAccount(**{name: recorded[name] for name in names & recorded.keys()}, samples=samples)
 
 
 def ranges_text(numbers: Iterable[int]) -> str:
@@ -244,17 +230,13 @@ def ranges_text(numbers: Iterable[int]) -> str:
     return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in zip(begins, ends, strict=True))
 
 
-def _add_numbers(numbers: dict[str, int], more: Mapping[str, int]) -> None:
-    for name, number in more.items():
-        numbers[name] = numbers.get(name, 0) + int(number)
-
-
-def _add(amounts: dict[str, list[int]], name: str, more: Iterable[int]) -> None:
-    amounts[name] = [before + added for before, added in zip(amounts.get(name, (0, 0)), more, strict=True)]
-
-
-def _named(amounts: Iterable[int], second: str = "bytes") -> dict[str, int]:
-    return dict(zip(("documents", second), amounts, strict=True))
+def add_numbers(numbers: dict[str, Any], more: Mapping[str, Any]) -> None:
+    """Adds numbers by their names, also those within a name."""
+    for name, value in more.items():
+        if isinstance(value, Mapping):
+            add_numbers(numbers.setdefault(name, {}), value)
+        else:
+            numbers[name] = numbers.get(name, 0) + int(value)
 
 
 def _digest_of(text: bytes) -> str:

@@ -248,52 +248,6 @@ def _gram(hashes, start, n):
 
 
 @compiled
-def _bounds(lengths, hashes, start, end, table):
-    """Returns (no fewer than the characters of any pair of words, two spaces included, times its count, no fewer than
-    those of the words in n-grams of five words or more that have occurred before).
-
-    Each entry of its tables stands for several n-grams, so that they are small enough for the processor's cache.
-    """
-    # In the arrays of the hash table, where only entries with the current stamp are valid.
-    bits = table[0]
-    characters = table[2]
-    entries = np.int64(64)
-    entry_shift = np.uint64(58)
-    while 2 * entries < end - start and entries < 2048:
-        entries *= 2
-        entry_shift -= ONE
-    words_of_bits = np.int64(64)
-    bit_shift = np.uint64(52)
-    while words_of_bits < end - start:
-        words_of_bits *= 2
-        bit_shift -= ONE
-    characters[:entries] = 0
-    bits[:words_of_bits] = 0
-    # Unsigned places: numba checks signed ones for being negative, which takes as long as the rest.
-    most = np.int64(0)
-    for place in range(np.uintp(start + 1), np.uintp(end)):
-        before = place - np.uintp(1)
-        entry = (hashes[before] + (hashes[place] << ONE)) >> entry_shift
-        characters[entry] += lengths[before] + lengths[place] + 2
-        most = max(most, characters[entry])
-    covered = np.int64(0)
-    covered_until = np.uintp(start)
-    for place in range(np.uintp(start), np.uintp(max(start, end - 4))):
-        five = hashes[place]
-        for number in range(np.uintp(1), np.uintp(5)):
-            five = five * FACTOR + hashes[place + number]
-        five = five * FACTOR >> bit_shift
-        bit = ONE << (five & np.uint64(63))
-        index = five >> np.uint64(6)
-        if bits[index] & bit:
-            for word in range(max(place, covered_until), place + np.uintp(5)):
-                covered += lengths[word]
-            covered_until = place + np.uintp(5)
-        bits[index] |= bit
-    return most, covered
-
-
-@compiled
 def _top_gram(lengths, hashes, start, end, n, table, stamp):
     """Returns the characters of the most frequent n-gram, of equals the first, times its count."""
     keys, stamps, counts, firsts = table
@@ -352,13 +306,8 @@ def repetitions(lengths, hashes, word_bounds, characters, limits, skipped, broke
         total = characters[document]
         start = word_bounds[document, 0]
         end = word_bounds[document, 1]
-        most, covered = _bounds(lengths, hashes, start, end, table)
         for rule in range(len(limits)):
             n = rule + 2
-            # The pairs in an n-gram are no rarer than it, and it is made of two.
-            bound = covered if n > 4 else (most if n == 2 else 2 * most)
-            if bound <= limits[rule] * total:
-                continue
             stamp += 1
             if n < 5:
                 repeated = _top_gram(lengths, hashes, start, end, n, table, stamp)

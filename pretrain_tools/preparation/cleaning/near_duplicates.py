@@ -74,23 +74,20 @@ class NearDuplicates:
 
     def signatures(self, words: np.ndarray, ends: np.ndarray) -> np.ndarray:
         """Computes the (documents, signature_bytes) uint8 of documents as `words` gives them."""
-        from pretrain_tools.preparation.cleaning.folded_words import write_smallest
-
         bits = (self.signature_bytes - 1).bit_length()
-        starts = np.append(0, ends)[:-1]
+        document = np.repeat(np.arange(len(ends)), np.diff(ends, prepend=0))
+        hashes = shingle_hashes(words, self.shingle_words)
+        # Documents are end to end: no shingle begins in one and ends in the next.
+        is_within = document[: len(hashes)] == document[len(document) - len(hashes) :]
+        hashes = hashes[is_within]
+        bins = (document[: len(is_within)][is_within] << bits) + (hashes & np.uint32((1 << bits) - 1))
         smallest = np.full((len(ends), 1 << bits), EMPTY)
-        write_smallest(shingle_hashes(words, self.shingle_words), ends, self.shingle_words, bits, smallest)
-        short = np.flatnonzero(ends - starts < self.shingle_words)
-        # folded_words makes such a document two words.
-        hashes = _combined([words[starts[short]], words[starts[short] + 1]])
-        smallest[short, hashes & np.uint32((1 << bits) - 1)] = hashes >> np.uint32(bits)
+        np.minimum.at(smallest.reshape(-1), bins, hashes >> np.uint32(bits))
         _fill_empty_bins(smallest)
         return smallest[:, : self.signature_bytes].astype(np.uint8)
 
     def similarity(self, one: np.ndarray, other: np.ndarray) -> float:
         """Computes the Jaccard similarity of two documents, given by their words."""
-        if min(len(one), len(other)) < self.shingle_words:
-            return float(np.array_equal(one, other))
         sets = [_sorted_set(shingle_hashes(words, self.shingle_words)) for words in (one, other)]
         either = _sorted_set(np.concatenate(sets))
         return (len(sets[0]) + len(sets[1]) - len(either)) / len(either)

@@ -3,21 +3,25 @@
 import ipaddress
 import itertools
 import re
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import ClassVar
 
 from pretrain_tools.preparation.cleaning.published import NamedFilter
 from pretrain_tools.preparation.cleaning.stages import TextBatch, Verdicts
 
-_NAME = rb"[A-Za-z0-9!#$%&'*+/=?^_`{|}~-]+"
+_LETTERS = rb"A-Za-z0-9!#$%&'*+/=?^_`{|}~-"
+_NAME = rb"[%s]+" % _LETTERS
+# First the @, as near as it may be: a long run without spaces would be searched from each of its bytes.
+_NEAR = rb"(?=[.%s]{1,64}@)" % _LETTERS
 _LABEL = rb"[A-Za-z0-9](?:[A-Za-z0-9-]*[A-Za-z0-9])?"
 _OCTET = rb"(?:25[0-5]|2[0-4][0-9]|[01]?[0-9][0-9]?)"
-MAIL = re.compile(rb"\b%(name)s(?:\.%(name)s)*@(?:(?:%(label)s\.)+%(label)s|\[%(ip)s\])" % {
-    b"name": _NAME, b"label": _LABEL, b"ip": rb"(?:%s\.){3}%s" % (_OCTET, _OCTET)})  # fmt: skip
+MAIL = re.compile(rb"\b%(near)s%(name)s(?:\.%(name)s)*@(?:(?:%(label)s\.)+%(label)s|\[%(ip)s\])" % {
+    b"near": _NEAR, b"name": _NAME, b"label": _LABEL, b"ip": rb"(?:%s\.){3}%s" % (_OCTET, _OCTET)})  # fmt: skip
 IP = re.compile(rb"(?<![0-9.])(?:%s\.){3}%s(?![0-9]|\.[0-9])" % (_OCTET, _OCTET))
 MAYBE_IP = re.compile(rb"\.[0-9]{1,3}\.[0-9]{1,3}\.[0-9]")
 """Begins with one rare byte, so its search is ten times as fast as that of IP."""
-SPACES = b" \t\n\r\v\f"
 VERSION_OR_FILE = re.compile(rb"v?[0-9]+\.[0-9xX*]|[0-9](?:\.[0-9]+)?x\.")
 """Begins what follows the @ of lodash@4.17.21, checkout@v4.1.0 or icon@2x.png."""
 NO_DOMAINS = (b".service", b".socket", b".timer", b".mount", b".slice", b".png", b".jpg", b".jpeg", b".gif", b".svg")
@@ -62,10 +66,10 @@ class PersonalData(NamedFilter):
         for number, text in enumerate(batch.texts):
             changed = text
             if mails and b"@" in text:
-                changed, count = without_mail(text, mails)
+                changed, count = replaced(MAIL, is_mail, text, mails)
                 verdicts.counts["mail_addresses"] += count
             if ips and MAYBE_IP.search(changed):
-                changed, count = without_ips(changed, ips)
+                changed, count = replaced(IP, is_public_ip, changed, ips)
                 verdicts.counts["ip_addresses"] += count
             if changed != text:
                 verdicts.changed[number] = changed
@@ -73,30 +77,21 @@ class PersonalData(NamedFilter):
         return verdicts
 
 
-def without_mail(text: bytes, replacements: list[bytes]) -> tuple[bytes, int]:
-    """Returns (text with its mail addresses replaced in turn, how many). Searches only the runs around an @."""
+def replaced(
+    pattern: re.Pattern[bytes], is_address: Callable[[re.Match[bytes]], bool], text: bytes, replacements: list[bytes]
+) -> tuple[bytes, int]:
+    """Returns (text with its addresses replaced in turn, how many)."""
     turn = itertools.cycle(replacements)
     count = 0
-    pieces = []
-    position = 0
-    at = text.find(b"@")
-    while at >= 0:
-        # A longer run without a space is no address, and the search would begin at each of its bytes.
-        first = max(position, at - 1000)
-        start = max(text.rfind(bytes([space]), first, at) for space in SPACES) + 1 or first
-        ends = [end for space in SPACES if (end := text.find(bytes([space]), at, at + 1000)) >= 0]
-        end = min(ends, default=min(len(text), at + 1000))
-        pieces.append(text[position:start])
-        position = start
-        for match in MAIL.finditer(text, start, end):
-            if is_mail(match):
-                pieces += [text[position : match.start()], next(turn)]
-                count = count + 1
-                position = match.end()
-        pieces.append(text[position:end])
-        position = end
-        at = text.find(b"@", end)
-    return b"".join([*pieces, text[position:]]), count
+
+    def replacement(match: re.Match[bytes]) -> bytes:
+        nonlocal count
+        if not is_address(match):
+            return match[0]
+        count += 1
+        return next(turn)
+
+    return pattern.sub(replacement, text), count
 
 
 def is_mail(match: re.Match[bytes]) -> bool:
@@ -116,21 +111,8 @@ def is_version(match: re.Match[bytes]) -> bool:
     return bool(is_small and HEADING_BEFORE.search(before) and HEADING_AFTER.match(text, match.end()))
 
 
-def without_ips(text: bytes, replacements: list[bytes]) -> tuple[bytes, int]:
-    """Returns (text with its public IPv4 addresses replaced in turn, how many)."""
-    turn = itertools.cycle(replacements)
-    count = 0
-
-    def replaced(match: re.Match[bytes]) -> bytes:
-        nonlocal count
-        if is_version(match):
-            return match[0]
-        try:
-            if not ipaddress.ip_address(match[0].decode()).is_global:
-                return match[0]
-        except ValueError:
-            return match[0]
-        count += 1
-        return next(turn)
-
-    return IP.sub(replaced, text), count
+def is_public_ip(match: re.Match[bytes]) -> bool:
+    """Tells a public IPv4 address from a private one, and from a version."""
+    with suppress(ValueError):  # zeros before a number
+        return ipaddress.ip_address(match[0].decode()).is_global and not is_version(match)
+    return False

@@ -10,12 +10,14 @@ from typing import Any
 
 import numpy as np
 
-from pretrain.data.manifest import SPLITS, Manifest, Shard, id_dtype
+from pretrain.data.manifest import Manifest, id_dtype
 from pretrain.errors import InputError
 
 MOST_OPEN_FILES = 4096
-NO_DOCUMENT = np.iinfo(np.int64).max
-
+UNDIVIDED = "documents"
+"""In place of a split: all documents in the order of the input, in a slice and before near duplicates are left out."""
+HELD_OUT = np.uint64(1 << 63)
+"""Added to the place of a validation document that is undivided."""
 DOCUMENTS_SUFFIX = ".documents"
 DOCUMENT = np.dtype([("end", "<u8"), ("place", "<u8"), ("text_bytes", "<u4"), ("source", "<u4")])
 """end: tokens of the shard through the document's end id. place: line, row or number in its source, from 1.
@@ -44,16 +46,6 @@ def tokens_of(documents: np.ndarray) -> np.ndarray:
     return np.diff(documents["end"].astype(np.int64), prepend=0)
 
 
-def chosen_ids(ids: np.ndarray, tokens: np.ndarray, chosen: np.ndarray) -> np.ndarray:
-    """Copies the ids of some documents of those end to end in `ids`. tokens, chosen: (documents,), chosen bool."""
-    edges = np.flatnonzero(np.diff(chosen, prepend=False, append=False))
-    if 100 * len(edges) > len(ids):
-        return ids[np.repeat(chosen, tokens)]
-    # Few long runs are copied ten times faster than single ids.
-    runs = np.concatenate([[0], np.cumsum(tokens)])[edges].reshape(-1, 2)
-    return np.concatenate([ids[:0], *(ids[start:stop] for start, stop in runs.tolist())])
-
-
 def read_index(shard: Path, documents: int) -> np.ndarray | None:
     """Maps the records of a shard; None without an index. Raises InputError unless they are `documents` many."""
     path = index_path(shard)
@@ -68,54 +60,25 @@ def read_index(shard: Path, documents: int) -> np.ndarray | None:
 
 
 class InputOrder:
-    """Numbers the documents from 0: those of the first folder in the order of its input, then those of the next.
+    """Numbers the documents of undivided folders from 0: those of the first in the order of its input, then the next.
 
-    Files are memory-mapped; in memory are 8 bytes per validation document.
+    Files are memory-mapped.
     """
 
     def __init__(self, manifests: Sequence[Manifest]):
         self._dtype = id_dtype(manifests[0].dtype)
-        self._shards: dict[str, list[Path]] = {split: [] for split in SPLITS}
         self._maps: dict[Path, np.ndarray] = {}
-        self.documents = 0
-        self.first_of_folder = []
-        held = []
-        counts: dict[str, list[int]] = {split: [] for split in SPLITS}
-        for manifest in manifests:
-            self.first_of_folder.append(self.documents)
-            held.append(self.documents + self._held_out(manifest))
-            for split in SPLITS:
-                shards = _shards_of(manifest, split)
-                self._shards[split] += [manifest.folder.absolute() / shard.file for shard in shards]
-                counts[split] += [shard.documents for shard in shards]
-                self.documents += sum(shard.documents for shard in shards)
-        self._held = np.concatenate([*held, [NO_DOCUMENT]])
-        """The numbers of the validation documents, and one that none has."""
-        self._ends = {split: np.cumsum(counts[split], dtype=np.int64) for split in SPLITS}
+        shards = [(m.folder.absolute() / shard.file, shard.documents) for m in manifests for shard in m.shards]
+        self._shards = [path for path, _ in shards]
+        self._ends = np.cumsum([documents for _, documents in shards], dtype=np.int64)
+        self.documents = int(self._ends[-1]) if shards else 0
 
     def __getstate__(self) -> dict[str, Any]:
         # A process maps the files itself.
         return self.__dict__ | {"_maps": {}}
 
-    def _held_out(self, manifest: Manifest) -> np.ndarray:
-        """Places a folder's validation documents among all of its documents: both splits are in input order."""
-        paths = {split: [manifest.folder / s.file for s in _shards_of(manifest, split)] for split in SPLITS}
-        held = np.concatenate([np.empty(0, np.uint64), *(_input_keys(self._index(p)) for p in paths["validation"])])
-        before = np.empty(len(held), np.int64)
-        first = 0
-        trained = 0
-        # One shard's keys in memory at a time; each validation document is sought in one shard only.
-        for path in paths["train"]:
-            keys = _input_keys(self._index(path))
-            stop = int(np.searchsorted(held, keys[-1], side="left"))
-            before[first:stop] = trained + np.searchsorted(keys, held[first:stop], side="right")
-            first = max(first, stop)
-            trained += len(keys)
-        before[first:] = trained
-        return before + np.arange(len(held))
-
     def _index(self, path: Path) -> np.ndarray:
-        return self._mapped(path.with_suffix(DOCUMENTS_SUFFIX), DOCUMENT)
+        return self._mapped(index_path(path), DOCUMENT)
 
     def _mapped(self, path: Path, dtype: np.dtype) -> np.ndarray:
         if path not in self._maps:
@@ -127,76 +90,37 @@ class InputOrder:
                 raise InputError(f"{path}: cannot be read ({error}); remove its folder and prepare it again") from None
         return self._maps[path]
 
-    def _positions(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Returns (is_validation, row in the split over all folders) of documents."""
-        held_before = np.searchsorted(self._held, numbers)
-        is_validation = self._held[held_before] == numbers
-        return is_validation, np.where(is_validation, held_before, numbers - held_before)
-
-    def _by_shard(self, split: str, rows: np.ndarray) -> Iterator[tuple[Path, np.ndarray]]:
-        """Yields (shard, rows within it) for ascending rows of a split."""
-        shards = np.searchsorted(self._ends[split], rows, side="right")
+    def _by_shard(self, numbers: np.ndarray) -> Iterator[tuple[Path, np.ndarray]]:
+        """Yields (shard, rows within it) for ascending numbers of documents."""
+        shards = np.searchsorted(self._ends, numbers, side="right")
         for shard in np.unique(shards).tolist():
-            begin = int(self._ends[split][shard - 1]) if shard else 0
-            yield self._shards[split][shard], rows[shards == shard] - begin
+            begin = int(self._ends[shard - 1]) if shard else 0
+            yield self._shards[shard], numbers[shards == shard] - begin
 
     def table(self, first: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
         """Returns (records of DOCUMENT with tokens instead of ends, is_validation) of documents first to stop - 1."""
-        together = np.empty(stop - first, DOCUMENT)
-        is_validation, rows = self._positions(np.arange(first, stop))
-        for split, chosen in zip(SPLITS, (~is_validation, is_validation), strict=True):
-            pieces = [np.empty(0, DOCUMENT)]
-            for path, rows_of_shard in self._by_shard(split, rows[chosen]):
-                index = self._index(path)
-                # All documents of the split between two of them are among them: a run of rows.
-                left = int(rows_of_shard[0])
-                right = int(rows_of_shard[-1]) + 1
-                piece = index[left:right].copy()
-                piece["end"] = (
-                    tokens_of(index[:right])[left:] if left == 0 else np.diff(index["end"][left - 1 : right])
-                )
-                pieces.append(piece)
-            together[chosen] = np.concatenate(pieces)
+        pieces = []
+        for path, rows in self._by_shard(np.arange(first, stop)):
+            index = self._index(path)
+            piece = index[rows]
+            piece["end"] -= np.where(rows > 0, index["end"][rows - 1], 0)
+            pieces.append(piece)
+        together = np.concatenate(pieces)
+        is_validation = together["place"] >= HELD_OUT
+        together["place"] %= HELD_OUT
         return together, is_validation
 
     def beside(self, numbers: np.ndarray, suffix: str, record_bytes: int) -> np.ndarray:
         """Returns (documents, record_bytes) uint8: records in a file beside each shard. numbers: ascending."""
-        out = np.empty((len(numbers), record_bytes), np.uint8)
-        is_validation, rows = self._positions(numbers)
-        for split, chosen in zip(SPLITS, (~is_validation, is_validation), strict=True):
-            pieces = [out[:0]]
-            for path, rows_of_shard in self._by_shard(split, rows[chosen]):
-                records = self._mapped(path.with_suffix(suffix), np.dtype(np.uint8)).reshape(-1, record_bytes)
-                pieces.append(records[rows_of_shard])
-            out[chosen] = np.concatenate(pieces)
-        return out
+        pieces = [np.empty((0, record_bytes), np.uint8)]
+        for path, rows in self._by_shard(numbers):
+            records = self._mapped(path.with_suffix(suffix), np.dtype(np.uint8)).reshape(-1, record_bytes)
+            pieces.append(records[rows])
+        return np.concatenate(pieces)
 
     def ids(self, number: int) -> np.ndarray:
         """Returns the ids of one document, without its end id, as they lie in the file."""
-        path, row = self._place(number)
+        ((path, (row,)),) = self._by_shard(np.array([number]))
         ends = self._index(path)["end"]
         start = int(ends[row - 1]) if row else 0
         return self._mapped(path, self._dtype)[start : int(ends[row]) - 1]
-
-    def record(self, number: int) -> np.void:
-        """Returns the record of type DOCUMENT of one document, as it lies in the file."""
-        path, row = self._place(number)
-        return self._index(path)[row]
-
-    def _place(self, number: int) -> tuple[Path, int]:
-        """Returns (shard, row within it) of one document."""
-        is_validation, rows = self._positions(np.array([number]))
-        ((path, of_shard),) = self._by_shard(SPLITS[int(is_validation[0])], rows)
-        return path, int(of_shard[0])
-
-
-def _shards_of(manifest: Manifest, split: str) -> list[Shard]:
-    # An empty file cannot be mapped.
-    return [shard for shard in manifest.of_split(split) if shard.documents]
-
-
-def _input_keys(index: np.ndarray) -> np.ndarray:
-    """Makes uint64 keys that order documents as the input does: source, then place in it."""
-    if len(index) and (int(index["source"].max()) >= 1 << 24 or int(index["place"].max()) >= 1 << 40):
-        raise InputError("more than 16 million sources, or 10^12 documents in one of them, cannot be put in order")
-    return (index["source"].astype(np.uint64) << np.uint64(40)) | index["place"]

@@ -107,9 +107,12 @@ def test_sources_beyond_the_limit_count_together():
         part = CleaningAccount()
         part.add_document("rule" if number % 2 else KEPT, f"{number}.txt", 1, b"text")
         account.add(part)
-    assert len(account.sources) == MOST_SOURCES_COUNTED + 1
-    assert sum(n for n, _ in account.sources[OTHER_SOURCES].values()) == 5
-    assert account.rules == {KEPT: [503, 2012], "rule": [502, 2008]}
+    assert len(account.by_source) == MOST_SOURCES_COUNTED + 1
+    assert sum(amounts["documents"] for amounts in account.by_source[OTHER_SOURCES].values()) == 5
+    assert account.rules == {
+        KEPT: {"documents": 503, "bytes": 2012},
+        "rule": {"documents": 502, "bytes": 2008},
+    }
 
 
 def test_a_file_that_is_removed_whole_names_the_rule_the_value_and_the_limit(tmp_path, run):
@@ -137,8 +140,8 @@ def test_values_are_shown_with_digits_that_tell_them_from_the_limit():
 
 
 WRITES = (
-    "/documents/train-00000.bin", "/documents/.unfinished/.progress.json", "/documents/.cleaning_samples.json",
-    "/documents/.manifest.json", "/near_duplicate_keys/", "/candidates/", "/pairs/", "/.duplicates",
+    "/documents/documents-00000.bin", "/documents/.unfinished/.progress.json", "/documents/.cleaning_samples.json",
+    "/documents/.manifest.json", "/keys/", "/candidates/", "/pairs/", "/.duplicates",
     "broken/.near_duplicates.json", "broken/train-00000.bin", "broken/.unfinished/.progress.json",
     "broken/.cleaning_samples.json", "broken/.manifest.json",
 )  # fmt: skip
