@@ -20,6 +20,7 @@ from pydantic.fields import FieldInfo
 
 from pretrain.config import RunConfig, Section
 from pretrain.errors import EXIT_BAD_INPUT, InputError, Problems, did_you_mean, read_small_file, shortened
+from pretrain.old_names import current_path, with_current_names
 from pretrain.registry import OPTIMIZERS, SCHEDULES
 from pretrain.terminal import say
 from pretrain.units import table
@@ -67,7 +68,7 @@ for tag, pattern, first in (
 # Alternative settings for the same thing: one on the command line replaces the recipe's.
 ALTERNATIVES = (
     ("budget.tokens_per_parameter", "budget.tokens", "budget.steps"),
-    ("optim.learning_rate", "optim.base_learning_rate"),
+    ("optim.learning_rate", "optim.learning_rate_per_sequence"),
     ("validation.every_steps", "validation.every_tokens"),
     ("checkpoint.every_steps", "checkpoint.every_tokens"),
     ("data.train", "data.stages"),
@@ -100,13 +101,13 @@ NAMES_ELSEWHERE = {
     "checkpoint.every_steps": "save_every save_steps train.save_interval checkpoint.interval",
     "checkpoint.keep_last": "save_total_limit checkpoint.keep_latest_k",
     "data.sequence_length": "block_size max_seq_len train.max_seq_length training.seq_len training.max_context_length",
-    "evaluation.every_steps": "core_metric_every",
+    "benchmarks.every_steps": "core_metric_every",
     "export.dtype": "checkpoint.export_dtype",
     "hub.repository": "hub_model_id",
     "logging.every_steps": "log_interval logging_steps train.log_interval metrics.log_freq",
     "model": "config_name model_name model_config",
     "optim.eps": "adam_epsilon",
-    "optim.final_ratio": "final_lr_frac lr_scheduler.min_lr_factor",
+    "optim.min_lr_ratio": "final_lr_frac lr_scheduler.min_lr_factor",
     "optim.learning_rate": "lr optimizer.lr optimizer.init_args.lr",
     "optim.max_grad_norm": "grad_clip train.max_norm training.max_norm",
     "optim.warmup_steps": "warmup_iters train.lr_warmup_steps lr_scheduler.warmup_steps",
@@ -283,6 +284,10 @@ def own_name(key: str) -> str:
     settings = [path for path, _ in fields_of_config()]
     sections = {path.partition(".")[0].removesuffix("[]") for path in settings}
     theirs = key.replace("-", "_")
+    if (now := current_path(key)) != key:
+        if os.environ.get("RANK", "0") == "0":
+            say(f"--{key}: is now --{now}", sys.stderr)
+        return now
     if theirs in SETTINGS_ELSEWHERE:
         if os.environ.get("RANK", "0") == "0":
             say(f"--{key}: read as --{SETTINGS_ELSEWHERE[theirs]} (docs/coming_from.md)", sys.stderr)
@@ -320,6 +325,9 @@ def read_run_config(
         raise InputError(f"{path or '--config'}: {error}") from None
     if not isinstance(values, dict):
         raise InputError(f"{path}: a recipe is a mapping of settings (got {type(values).__name__})")
+    values, notices = with_current_names(values)
+    if notices and os.environ.get("RANK", "0") == "0":
+        say(f"{path}: {', '.join(notices)}; read as such", sys.stderr)
     if not loads_extensions and values.pop("extensions", None):
         values |= {"optim": {"learning_rate": "auto"}, "loss": {**values.get("loss", {}), "terms": {}}, "trackers": []}
         values["data"] = {**values.get("data", {}), "sampling": "epochs", "transformations": {}}
@@ -328,6 +336,7 @@ def read_run_config(
     # --model FILE must come before --model.KEY VALUE, whatever their order on the command line.
     overrides = sorted(overrides, key=lambda override: override[0].count("."))
     problems = Problems(problem for key, text in overrides if (problem := set_dotted(values, key, text)))
+    values, _ = with_current_names(values)  # values on the command line
     try:
         config = RunConfig.model_validate(values)
     except ValidationError as error:

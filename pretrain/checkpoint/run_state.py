@@ -30,7 +30,7 @@ class Request(IntEnum):
     INTERRUPT = 6
     """Save and exit: Ctrl-C."""
     PAUSE = 7
-    """Save and exit: `checkpoint.pause_at`."""
+    """Save and exit: `checkpoint.stop_at_step`."""
     STOP = 8
     """Save and exit: `runs.py stop`."""
     ABORT = 9

@@ -297,7 +297,7 @@ def unusual_learning_rate(config: RunConfig, plan: RunPlan, overridden: frozense
         return None
     usual = OPTIMIZERS[optim.name].auto_rate(plan.parameters, plan.tokens_per_step)
     factor = stated / usual
-    setting = "optim.learning_rate" if optim.base_learning_rate is None else "optim.base_learning_rate"
+    setting = "optim.learning_rate" if optim.learning_rate_per_sequence is None else "optim.learning_rate_per_sequence"
     by_hand = {"optim", setting} & overridden
     another = "optim.name" in overridden and not by_hand
     far = FAR_FOR_ANOTHER_OPTIMIZER if another else FAR

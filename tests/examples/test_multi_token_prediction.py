@@ -102,7 +102,7 @@ def weights_and_averages(run):
 @pytest.mark.parametrize(("strategy", "processes"), STRATEGIES)
 def test_strategies_train_alike_and_continue_each_other(with_term, tmp_path, strategy, processes):
     run_script("train.py", "--config", with_term)
-    mixed = ("train.py", "--config", with_term, "--output", tmp_path / "mixed", "--checkpoint.pause_at")
+    mixed = ("train.py", "--config", with_term, "--output", tmp_path / "mixed", "--checkpoint.stop_at_step")
     launch(strategy, processes, *mixed, "2", check=False)
     run_script(*mixed, "4", check=False)
     launch(strategy, processes, *mixed, "null")
@@ -142,7 +142,7 @@ def test_other_strategies_are_refused_by_name(size, monkeypatch):
     problems = loss_terms.term_problems(Loss(terms={"trained": None}), "auto")
     assert any("trained has trained parameters, which run under ddp, fsdp2 and hsdp alone" in p for p in problems)
     (problem,) = loss_terms.term_problems(Loss(terms={"trained": None}), "auto", scales_width=True)[len(problems) :]
-    assert "width_transfer" in problem
+    assert "parametrization" in problem
 
 
 def test_a_checkpoint_with_other_parameters_is_refused():

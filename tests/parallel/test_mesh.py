@@ -82,7 +82,7 @@ PRESETS = {
     "moe cp4": "cp",
 }
 """Products that train under launcher files of their own."""
-OPTIONS = {"dense pp2 dp_replicate2": ["--pipeline.microbatch_scale", "2"]}
+OPTIONS = {"dense pp2 dp_replicate2": ["--pipeline.microbatches_per_stage", "2"]}
 """Settings of one product: microbatches that are smaller than they need be."""
 IN_FP8 = ["--precision", "fp8"]
 ROUNDED = ["--optim.name", "adafactor", "--optim.stochastic_rounding", "true", "--averaging.kind", "none"]
@@ -312,7 +312,7 @@ def runs(shards, tmp_path_factory) -> Path:
     ]
     if EVERYTHING:
         case = ("adamw", "dense", Sizes(dp_replicate=2, dp_shard=2))
-        special.append(run(case, "reduced once", "hsdp", "--batch.reduce_once", "true"))
+        special.append(run(case, "reduced once", "hsdp", "--batch.no_sync", "true"))
     if HAS_FP8:
         in_fp8 = ("adamw", "moe", Sizes(dp_replicate=2, dp_shard=2, ep=2))
         single.append(run_alone(in_fp8, "fp8 alone", *IN_FP8, emulates_fp8=True))

@@ -56,10 +56,10 @@ def runs(shards, tmp_path_factory) -> Path:
         "optim": {"learning_rate": 0.001, "schedule": "constant", "warmup_steps": 2, "max_grad_norm": 0.5},
         "compile": "none",
         "validation": {"every_steps": 4, "sequences": 6},
-        "samples": {"every_steps": 6, "prompts": ["def "], "max_new_tokens": 4, "temperature": None},
+        "samples": {"every_steps": 6, "prompts": ["def "], "max_new_tokens": 4, "temperature": 0},
         "checkpoint": {"every_steps": 2, "keep_last": 2, "keep_best": 1},
         "averaging": {"kind": "ema", "every_steps": 1},
-        "guard": {"patience": 1, "distance": 1},
+        "guard": {"patience": 1, "rollback_steps": 1},
         "logging": {"every_steps": 1},
     }
     (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))

@@ -22,7 +22,7 @@ def test_a_lost_run_goes_on_from_its_mirror(store, recipe, tmp_path):
     run, whole = tmp_path / "run", tmp_path / "whole"
     mirrored = ("train.py", recipe, "--checkpoint.mirror", "s3://mine/runs", "--checkpoint.mirror_wait_seconds", 120)
     run_script("train.py", recipe, "--output", whole)
-    assert run_script(*mirrored, "--checkpoint.pause_at", 8, check=False, **store.environment).returncode == 130
+    assert run_script(*mirrored, "--checkpoint.stop_at_step", 8, check=False, **store.environment).returncode == 130
     assert {"checkpoints/step-00000008/MANIFEST.json", "metrics.jsonl", "run.json"} <= store.names("runs/run")
     lose(run)
     run_script(*mirrored, **store.environment)
