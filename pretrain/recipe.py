@@ -20,6 +20,7 @@ from pydantic.fields import FieldInfo
 
 from pretrain.config import RunConfig, Section
 from pretrain.errors import EXIT_BAD_INPUT, InputError, Problems, did_you_mean, read_small_file, shortened
+from pretrain.files import ROOT, or_shipped
 from pretrain.old_names import current_path, with_current_names
 from pretrain.registry import OPTIMIZERS, SCHEDULES
 from pretrain.terminal import say
@@ -236,7 +237,7 @@ def choices_in(annotation: Any) -> list[str]:
 
 def explain(command_line: CommandLine) -> str:
     """Lists every setting, one per line: dotted path, value, and origin: command line, recipe or default."""
-    in_recipe = set(leaves(parse_yaml(read_small_file(command_line.recipe))))
+    in_recipe = set(leaves(parse_yaml(read_small_file(or_shipped(command_line.recipe)))))
     in_recipe |= {"model.config"} & {f"{path}.config" for path in in_recipe}
     rows = []
     for path, value in leaves(command_line.config.model_dump(mode="json")).items():
@@ -317,7 +318,8 @@ def read_run_config(
     loads_extensions: False for a recorded run whose model is evaluated: its extensions' code does not run, and the
     settings that may be theirs (optim, loss.terms, the order of the data) are not read.
     """
-    if not Path(path).exists():
+    path = or_shipped(path)
+    if not path.exists():
         raise InputError(f"--config {path}: no such recipe; see recipes/ for those that exist")
     try:
         values = parse_yaml(read_small_file(path))

@@ -307,14 +307,16 @@ class MuonSpec(AdamWSpec):
 
     def make(self, parameters, settings, learning_rate, seed, device_type) -> torch.optim.Optimizer:
         own = settings.muon
-        hidden = {p: self.matrix(name, own.blocks) for name, p in parameters if self.model.is_hidden_matrix(name)}
+        hidden = {
+            p: self.matrix(name, own.split_matrices) for name, p in parameters if self.model.is_hidden_matrix(name)
+        }
         matrices = [(name, parameter) for name, parameter in parameters if parameter in hidden]
         others = [(name, parameter) for name, parameter in parameters if parameter not in hidden]
         muon = Muon(
             self.groups_by_rate(matrices, settings.weight_decay, orthogonalized=True),
             lr=learning_rate,
-            ns_steps=own.iterations,
-            coefficients=own.coefficients,
+            ns_steps=own.ns_steps,
+            coefficients=own.ns_coefficients,
             matrices=hidden,
         )
         adamw = super().make(others, settings, learning_rate, seed, device_type)

@@ -18,6 +18,7 @@ from pretrain.data.manifest import MANIFEST_FILE, SPLITS
 from pretrain.data.shards import ShardReader
 from pretrain.data.vocabulary import vocabulary_text
 from pretrain.energy import EnergyMeter
+from pretrain.files import IS_CHECKOUT
 from pretrain.hardware import (
     DTYPES,
     describe_machine,
@@ -163,6 +164,8 @@ def package_versions(packages: Iterable[str]) -> dict[str, str]:
 
 def commit_of(folder: Path) -> str | None:
     """Returns the code's commit, with '+changes' if the working tree differs from it; None outside a repository."""
+    if not IS_CHECKOUT:  # an environment may lie within another project's repository
+        return None
     git = ["git", "-C", str(folder)]
     try:
         head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
