@@ -20,7 +20,7 @@ from pydantic.fields import FieldInfo
 
 from pretrain.config import RunConfig, Section
 from pretrain.errors import EXIT_BAD_INPUT, InputError, Problems, did_you_mean, read_small_file, shortened
-from pretrain.files import ROOT, or_shipped
+from pretrain.files import or_shipped
 from pretrain.old_names import current_path, with_current_names
 from pretrain.registry import OPTIMIZERS, SCHEDULES
 from pretrain.terminal import say

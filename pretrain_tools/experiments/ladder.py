@@ -33,7 +33,8 @@ SAME_DIRECTION = 0.98
 """Correlation of log N and log D above which alpha and beta cannot be told apart."""
 IRRELEVANT = ("seed", "output", "group", "branch_from", "model", "budget", "samples", "benchmarks", "checkpoint",
               "logging", "interval_scale", "export", "publish", "hub", "trackers", "tracking", "guard",
-              "validation.every", "batch.sequences_per_micro_batch", "compile", "attention", "activation_checkpointing")  # fmt: skip
+              "validation.every", "batch.sequences_per_micro_batch", "compile", "attention",
+              "activation_checkpointing")  # fmt: skip
 """Settings that do not affect the final loss enough to make two runs different experiments."""
 
 
