@@ -28,7 +28,7 @@ AUTO, AUTO_MUON = (OPTIMIZERS[name].auto_rate(0, 256) for name in ("adamw", "muo
     [
         ({"optim.learning_rate": f"{10 * AUTO}"}, "is 10 times what auto gives adamw at"),
         ({"optim.learning_rate": f"{AUTO / 10}"}, "is 1/10 of what auto gives adamw at"),
-        ({"optim.learning_rate_per_sequence": f"{10 * AUTO}"}, "per_sequence: the peak of 0.0543 is 20 times what auto"),
+        ({"optim.learning_rate_per_sequence": f"{10 * AUTO}"}, "the peak of 0.0543 is 20 times what auto"),
         ({"optim.learning_rate": f"{4 * AUTO}"}, None),
         ({"optim.learning_rate": "auto"}, None),
         ({"optim.name": "muon", "optim.learning_rate": f"{AUTO_MUON}"}, None),
