@@ -100,7 +100,7 @@ def test_every_setting_is_read_somewhere():
             "steps_between(config.samples, plan, config.interval_scale)",
             ("Samples", "every_steps"),
         ),
-        ("pretrain/training/resuming.py", "guard.on_spike ==", ("Guard", "roll_back")),
+        ("pretrain/training/resuming.py", "guard.on_spike ==", ("Guard", "on_spike")),
     ],
 )
 def test_a_setting_without_its_reader_would_be_seen(module, reader, unread):
