@@ -28,7 +28,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--run", type=Path, metavar="RUN", help="folder of the run")
     add("--repo", metavar="OWNER/NAME", help="repository on the Hub; created if it does not exist [the recipe's]")
     add("--checkpoint", nargs="+", default=[], metavar="STEP", help="checkpoints, each a revision step-STEP; or best")
-    add("--milestones", action="store_true", help="all checkpoints that checkpoint.milestones_every keeps")
+    add("--milestones", action="store_true", help="all checkpoints that checkpoint.keep_every keeps")
     add("--final", action="store_true", help="publish final/ as main; the default")
     add("--private", action="store_true", help="make the repository private [the recipe's; else public]")
     add("--license", metavar="ID", help="license ID of the Hub, such as apache-2.0 [the recipe's]")

@@ -85,7 +85,7 @@ def main(asked: CommandLine, config: RunConfig, strategy: Strategy, last_step: i
     throughput = run.throughput
     read_ahead = ReadAhead(strategy)
     first_step = run.state.step
-    validates = steps_between(config.validation, run.plan, config.cadence) is not None
+    validates = steps_between(config.validation, run.plan, config.interval_scale) is not None
     if run.state.validation_loss is None and ((first_step == 0 and validates) or first_step == run.plan.total_steps):
         validate(run)
 

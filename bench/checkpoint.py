@@ -79,7 +79,7 @@ def main() -> None:
     strategy = Strategy("fp32")
     try:
         for in_background in (False, True):
-            settings = config.Checkpoint(keep_last=1, in_background=in_background)
+            settings = config.Checkpoint(keep_last=1, async_save=in_background)
             checkpoints = Checkpoints(folder / str(in_background), strategy.ranks, settings)
             for number in range(1, SAVES + 1):
                 checkpoints.save(number, {}, groups(), lambda folder: None)

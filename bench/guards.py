@@ -33,7 +33,7 @@ REPORT = "GUARDS_REPORT"
 """Environment variable that tells a launched process to train, and where to write its measurements."""
 WARM_UP_STEPS = 5
 COMPARE_EVERY_STEPS = 1000
-"""The default of guard.compare_copies_every_steps."""
+"""The default of guard.replica_check_every_steps."""
 MOST = 0.01
 """Share of a step that the guards may take."""
 

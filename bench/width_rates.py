@@ -1,4 +1,4 @@
-"""Measures the loss by learning rate at widths 64 to 512, with and without `width_transfer: mup`.
+"""Measures the loss by learning rate at widths 64 to 512, with and without `parametrization: mup`.
 
     python bench/width_rates.py --shards data/english --minutes 60
     python bench/width_rates.py --table
@@ -51,7 +51,10 @@ def train(optimizer: str, transfer: str, width: int, rate: float, reader: ShardR
         num_hidden_layers=2, num_attention_heads=width // 32, head_dim=32, tie_word_embeddings=False,
     )  # fmt: skip
     settings = Optim(
-        name=optimizer, learning_rate=rate, width_transfer=transfer, base_width=BASE if transfer == "mup" else None
+        name=optimizer,
+        learning_rate=rate,
+        parametrization=transfer,
+        mup_base_width=BASE if transfer == "mup" else None,
     )
     model = build_model(config, seed=1)
     scales = initial_scales(config, BASE) if transfer == "mup" else {}
@@ -98,7 +101,7 @@ def read_results() -> dict[str, dict[str, float]]:
 
 
 def table(results: dict[str, dict[str, float]]) -> str:
-    rows = ["| optimizer | width_transfer | " + " | ".join(f"width {w}" for w in WIDTHS) + " |", "|---" * 6 + "|"]
+    rows = ["| optimizer | parametrization | " + " | ".join(f"width {w}" for w in WIDTHS) + " |", "|---" * 6 + "|"]
     for optimizer in FIRST:
         for transfer in ("none", "mup"):
             cells = []

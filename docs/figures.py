@@ -256,7 +256,7 @@ def checkpoint() -> Figure:
     box(axes, 560, 38, 220, middle - 40, RED, "the checkpoint before it")
     box(axes, 560, middle, 220, height * (len(operations) - place - 1) - 2, GREEN, "this checkpoint")
     label(axes, 20, 52 + height * len(operations), "then: older checkpoints are removed, by keep_last, keep_best and "
-          "milestones_every")  # fmt: skip
+          "keep_every")  # fmt: skip
     return figure
 
 
@@ -307,8 +307,8 @@ def survival() -> Figure:
         ("a non-finite gradient", 1, "that step changes nothing"),
         ("crash, kill, out of memory, a hang", every, "back to the newest checkpoint"),
         ("the newest checkpoint damaged", 2 * every, "back to the one before"),
-        (f"a loss spike of {guard.patience} steps", guard.distance + every + guard.patience,
-         f"back by {guard.distance} steps or more, its data left out"),
+        (f"a loss spike of {guard.patience} steps", guard.rollback_steps + every + guard.patience,
+         f"back by {guard.rollback_steps} steps or more, its data left out"),
         ("the disk lost, with a mirror", 2 * every, "back to the newest complete copy"),
     ]  # fmt: skip
     figure, axes = canvas(840, 60 + 44 * len(rows))
@@ -316,7 +316,7 @@ def survival() -> Figure:
         axes,
         20,
         18,
-        f"steps trained again, at most, with checkpoint.every_steps {every} and guard.distance {guard.distance}",
+        f"steps trained again, at most: checkpoint.every_steps {every}, guard.rollback_steps {guard.rollback_steps}",
     )
     scale = 260 / (2 * every)
     for number, (failure, steps, response) in enumerate(rows):

@@ -6,6 +6,7 @@ files, model, optim, data, parallel, runs, checkpoint, training. The files next 
 all packages may use them:
 
     config, recipe: every setting of a run; reading settings from YAML and the command line
+    old_names: names that settings had before
     registry: files of your own, and what they register
     hardware, gpus: capabilities of this machine; the GPUs that plan.py knows
     energy: joules and CO2, measured or estimated
@@ -14,6 +15,7 @@ all packages may use them:
     launch: accelerate launch, for people at a terminal and for schedulers
     terminal: stages, the live line, colors and widths
     files, urls, remote: files and folders that are complete or absent; files by path or URL; objects below a URL
+    commands: what `pip install .` adds to the shell
     processes: locks, and which processes are alive
     deepspeed_build: where DeepSpeed compiles its operators
     units: counts, bytes, durations and energies in words

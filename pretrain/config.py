@@ -267,7 +267,7 @@ class Batch(Section):
     tokens_per_step is auto."""
     ramp: Ramp | None = None
     """Start with a smaller batch; null: full batch from the first step."""
-    reduce_once: bool = False
+    no_sync: bool = False
     """fsdp2, hsdp, cp and, in fp32, ZeRO-2 and 3: keep gradients whole and reduce them once per step, not in every
     micro-step, for 4 bytes per parameter. The other strategies reduce once anyway."""
 
@@ -275,11 +275,11 @@ class Batch(Section):
 class MuonSettings(Section):
     """Used only by optim.name: muon."""
 
-    coefficients: Literal["jordan", "polar_express"] = "jordan"
+    ns_coefficients: Literal["jordan", "polar_express"] = "jordan"
     """Polynomials of the Newton-Schulz iterations; see docs/optimizers.md."""
-    iterations: Count = 5
+    ns_steps: Count = 5
     """Newton-Schulz iterations of each update."""
-    blocks: dict[str, Count | list[Count]] = {}
+    split_matrices: dict[str, Count | list[Count]] = {}
     """Weights that hold several matrices to orthogonalize separately: {pattern of the weight's name: how many, or the
     size of each} along the outputs, as {"*.c_attn.weight": 3} for q, k and v, or a number of heads."""
     qk_clip: PositiveFloat | None = None
@@ -294,7 +294,7 @@ class Optim(Section):
     """Options of an extension's optimizer, by the names that it gives them."""
     learning_rate: OrAuto[PositiveFloat] | None = None
     """Peak learning rate, or auto: chosen from the number of parameters, the batch and the optimizer."""
-    base_learning_rate: PositiveFloat | None = None
+    learning_rate_per_sequence: PositiveFloat | None = None
     """Peak learning rate for a global batch of one sequence; scaled by the square root of the global batch."""
     group_learning_rates: dict[Literal["embedding", "head", "matrices", "scalars"], PositiveFloat] = {}
     """Peak learning rates per group of parameters, with every optimizer: embeddings and
@@ -310,19 +310,19 @@ class Optim(Section):
     stochastic_rounding: bool = False
     """adafactor only: keep parameters in bf16 and apply updates with unbiased stochastic rounding."""
     muon: MuonSettings = MuonSettings()
-    width_transfer: Literal["none", "mup"] = "none"
-    """mup: a learning rate tuned at base_width holds at the model's own width; see docs/learning_rate.md."""
-    base_width: Count | None = None
+    parametrization: Literal["standard", "mup"] = "standard"
+    """mup: a learning rate tuned at mup_base_width holds at the model's own width; see docs/learning_rate.md."""
+    mup_base_width: Count | None = None
     """mup: the hidden size at which learning_rate was tuned, where initial weights are the architecture's own."""
     schedule: Annotated[str, AfterValidator(SCHEDULES.checked)] = "cosine"
     """cosine, linear, constant, wsd, infinite, or one of an extension; see docs/learning_rate.md."""
     warmup_steps: OrAuto[CountFromZero] = 500
     """Steps of linear warmup to the peak. auto: a token per parameter, at most 5% of the run."""
-    final_ratio: Fraction = 0.1
+    min_lr_ratio: Fraction = 0.1
     """Learning rate at the end of the decay, relative to the peak."""
     decay_fraction: PositiveFraction = 0.2
     """wsd: final fraction of the run over which the learning rate decays."""
-    decay_shape: Literal["linear", "cosine", "sqrt"] = "sqrt"
+    decay_type: Literal["linear", "cosine", "sqrt"] = "sqrt"
     """wsd: shape of the decay; sqrt is 1 - sqrt (arXiv 2405.18392)."""
     cooldown_fraction: PositiveFraction = 0.7
     """infinite: fraction of the run over which the learning rate falls from the peak to the constant one."""
@@ -331,7 +331,7 @@ class Optim(Section):
     constant_ratio: PositiveFraction = 0.536
     """infinite: the constant learning rate, relative to the peak."""
     anneal_fraction: Fraction = 0.0
-    """infinite: final fraction of the run over which the learning rate anneals to final_ratio."""
+    """infinite: final fraction of the run over which the learning rate anneals to min_lr_ratio."""
 
     @model_validator(mode="after")
     def known_options(self):
@@ -341,15 +341,16 @@ class Optim(Section):
 
     @model_validator(mode="after")
     def one_learning_rate(self):
-        if (self.learning_rate is None) == (self.base_learning_rate is None):
-            raise ValueError("give either learning_rate (a number or auto) or base_learning_rate")
-        if (self.width_transfer == "mup") != (self.base_width is not None):
+        if (self.learning_rate is None) == (self.learning_rate_per_sequence is None):
+            raise ValueError("give either learning_rate (a number or auto) or learning_rate_per_sequence")
+        if (self.parametrization == "mup") != (self.mup_base_width is not None):
             raise ValueError(
-                "width_transfer: mup and base_width, the hidden size at which the learning rate was found, go together"
+                "parametrization: mup and mup_base_width, the hidden size at which the learning rate was found, "
+                "go together"
             )
-        if self.width_transfer == "mup" and self.learning_rate == "auto":
+        if self.parametrization == "mup" and self.learning_rate == "auto":
             raise ValueError(
-                "learning_rate: auto is that of this model's size; width_transfer: mup needs base_width's"
+                "learning_rate: auto is that of this model's size; parametrization: mup needs mup_base_width's"
             )
         if self.stochastic_rounding and self.name != "adafactor":
             raise ValueError(f"stochastic_rounding works with name: adafactor (got {self.name})")
@@ -376,7 +377,7 @@ class Pipeline(Section):
         "Interleaved1F1B"
     )
     """Pipeline schedule; see docs/pipelines.md. GPipe and 1F1B have one stage per process, the others two."""
-    microbatch_scale: Count = 1
+    microbatches_per_stage: Count = 1
     """Pipeline microbatches per stage: higher values shrink the pipeline bubble and the matmuls."""
 
 
@@ -434,8 +435,8 @@ class Samples(Cadence):
     """Prompts for the model to continue; an empty prompt starts a new document."""
     max_new_tokens: Count = 64
     """Maximum tokens of each sample."""
-    temperature: PositiveFloat | None = 0.8
-    """Sampling temperature; null: greedy decoding."""
+    temperature: NonNegativeFloat = 0.8
+    """Sampling temperature; 0: greedy decoding."""
     top_k: Count | None = None
     """Sample from the k most likely tokens; null: all."""
     top_p: PositiveFraction | None = None
@@ -447,16 +448,16 @@ class Diagnostics(Cadence):
     without every_steps or every_tokens: none."""
 
 
-class Evaluation(Cadence):
+class Benchmarks(Cadence):
     """Benchmarks during training; without every_steps or every_tokens: none."""
 
     tasks: Annotated[Names, Field(min_length=1)] = ["base"]
     """Tasks of lm-evaluation-harness, as evaluate.py takes them; sets: base, for models below 1B small, and core."""
-    where: Literal["background", "same", "in_loop"] = "background"
-    """background: in a separate process while training continues. same: training waits for it. in_loop: on all
+    where: Literal["background", "blocking", "in_loop"] = "background"
+    """background: in a separate process while training continues. blocking: training waits for it. in_loop: on all
     training processes, by the model as it is; tasks that score answers by their likelihood."""
     device: Annotated[str, Field(pattern=r"^(cpu|cuda:[0-9]+)$")] = "cpu"
-    """cpu, or cuda:7, a GPU that the training leaves free (or shares, with where: same); not used in_loop."""
+    """cpu, or cuda:7, a GPU that the training leaves free (or shares, with where: blocking); not used in_loop."""
     limit: PositiveFloat | None = None
     """Documents per task; null: all."""
     include_path: Path | None = None
@@ -472,13 +473,13 @@ class Checkpoint(Cadence):
     """Number of most recent checkpoints to keep."""
     keep_best: CountFromZero = 0
     """Number of best checkpoints by validation loss to keep."""
-    milestones_every: Count | None = None
+    keep_every: Count | None = None
     """Checkpoints at multiples of this many steps are never deleted."""
-    pause_at: Count | None = None
+    stop_at_step: Count | None = None
     """Save and stop after this step, on the schedule of the whole run; a later step, or null, continues."""
-    at_end: bool = True
+    save_final: bool = True
     """false: the run ends without a last checkpoint and without final/, as a measurement may."""
-    in_background: bool = True
+    async_save: bool = True
     """Keep training while a checkpoint is written; needs CPU memory for a copy of weights and optimizer."""
     mirror: str | None = None
     """Folder or URL (s3://..., hf://buckets/...) where a copy of the run is kept, under the name of `output`; a start
@@ -490,37 +491,37 @@ class Checkpoint(Cadence):
 class Guard(Section):
     """Detection of bad steps and hangs, and the response; see docs/failures.md."""
 
-    window: Count = 128
+    loss_window: Count = 128
     """Number of recent losses that a new loss is compared with."""
-    alert_above: FactorAboveOne = 2.0
+    spike_warn_factor: FactorAboveOne = 2.0
     """A loss above this multiple of their mean is reported as a spike."""
-    roll_back_above: FactorAboveOne = 3.0
+    spike_factor: FactorAboveOne = 3.0
     """A loss above this multiple of their mean triggers a rollback (see patience)."""
-    roll_back_sigmas: PositiveFloat = 6.0
+    spike_sigma: PositiveFloat = 6.0
     """So does a loss this many standard deviations above their mean, if it is also 10% above it."""
     patience: Count = 3
     """Roll back after this many such steps, or steps with non-finite gradients, in a row."""
-    roll_back: Literal["skip_data", "halve_learning_rate", "off"] = "skip_data"
+    on_spike: Literal["skip_data", "halve_learning_rate", "off"] = "skip_data"
     """What changes after a rollback: the data of those steps is skipped, or the learning rate is halved. off: stop
     instead of rolling back."""
-    distance: CountFromZero = 100
+    rollback_steps: CountFromZero = 100
     """Roll back to a checkpoint at least this many steps before the first bad step, if there is one."""
     max_rollbacks: CountFromZero = 3
     """Maximum number of rollbacks; the next one stops the run with exit status 16."""
     alert_grad_norm: PositiveFloat = 100.0
     """Gradient norms above this are reported."""
-    divergence: PositiveFloat = 1.0
+    divergence_threshold: PositiveFloat = 1.0
     """Report divergence when the mean loss of the last 16 steps exceeds that of the last 256 by this many nats."""
     on_divergence: Literal["warn", "stop"] = "warn"
     """stop: exit status 16."""
-    speed_drop: PositiveFraction = 0.3
+    throughput_drop: PositiveFraction = 0.3
     """Report throughput that is this fraction below the run's median."""
     step_timeout_seconds: PositiveFloat = 300.0
     """A micro-step, or an update, that takes longer counts as a hang: the stacks of all processes are written and the
     run exits for a restart."""
     first_step_timeout_seconds: PositiveFloat = 1800.0
     """The timeout within the first step, which compiles kernels."""
-    compare_copies_every_steps: Count = 1000
+    replica_check_every_steps: Count = 1000
     """How often to compare the replicas of the weights bit by bit."""
 
 
@@ -530,7 +531,7 @@ class Logging(Section):
 
 
 class Energy(Section):
-    grid_grams_per_kwh: NonNegativeFloat | None = 473.0
+    carbon_grams_per_kwh: NonNegativeFloat | None = 473.0
     """CO2 equivalent of a kilowatt-hour, in grams; null: unknown, and only energy is reported. 473: the world in 2024
     (Ember, Global Electricity Review 2025)."""
 
@@ -555,7 +556,7 @@ class Hub(Section):
     repository: str | None = None
     """owner/name; null: no uploads."""
     every: Literal["milestones", "end"] = "end"
-    """milestones: each checkpoint that checkpoint.milestones_every keeps, and final/ at the end. end: only final/."""
+    """milestones: each checkpoint that checkpoint.keep_every keeps, and final/ at the end. end: only final/."""
     private: bool = True
     """Create the repository as private."""
 
@@ -671,10 +672,10 @@ class RunConfig(Section):
     checkpoint: Checkpoint = Checkpoint()
     samples: Samples = Samples()
     diagnostics: Diagnostics = Diagnostics()
-    evaluation: Evaluation = Evaluation()
+    benchmarks: Benchmarks = Benchmarks()
     logging: Logging = Logging()
     guard: Guard = Guard()
-    cadence: PositiveFloat = 1.0
+    interval_scale: PositiveFloat = 1.0
     """Multiplier for the intervals of logging, validation and checkpoints."""
     energy: Energy = Energy()
     export: Export = Export()

@@ -8,7 +8,9 @@ import os
 import socket
 from pathlib import Path
 
-CACHE = Path(__file__).parents[1] / ".cache" / "torch_extensions"
+from pretrain.files import IS_CHECKOUT, ROOT
+
+CACHE = (ROOT if IS_CHECKOUT else Path.home()) / ".cache" / "torch_extensions"
 
 
 def prepare_extensions_folder() -> Path:

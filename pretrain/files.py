@@ -16,8 +16,17 @@ from typing import Any, BinaryIO
 from urllib.parse import urlsplit
 
 URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
-ROOT = Path(__file__).resolve().parents[1]
-"""Root folder of the project, with its scripts, accelerate configs and model configurations."""
+PACKAGES = Path(__file__).resolve().parents[1]
+"""Folder with the packages: a checkout, or site-packages."""
+IS_CHECKOUT = (PACKAGES / "train.py").is_file()
+ROOT = PACKAGES if IS_CHECKOUT else PACKAGES / "groundwork_files"
+"""Folder with the scripts, accelerate configs and model configurations."""
+
+
+def or_shipped(path: str | Path) -> Path:
+    """Returns a file's path; one that is not in the working folder, but comes with the project, is found there."""
+    shipped = ROOT / path
+    return shipped if not Path(path).exists() and shipped.is_file() else Path(path)
 
 
 def write_durably(path: Path, content: bytes | str) -> None:

@@ -20,7 +20,8 @@ from pydantic.fields import FieldInfo
 
 from pretrain.config import RunConfig, Section
 from pretrain.errors import EXIT_BAD_INPUT, InputError, Problems, did_you_mean, read_small_file, shortened
-from pretrain.files import is_url
+from pretrain.files import is_url, or_shipped
+from pretrain.old_names import current_path, with_current_names
 from pretrain.registry import OPTIMIZERS, SCHEDULES
 from pretrain.terminal import say
 from pretrain.units import table
@@ -68,7 +69,7 @@ for tag, pattern, first in (
 # Alternative settings for the same thing: one on the command line replaces the recipe's.
 ALTERNATIVES = (
     ("budget.tokens_per_parameter", "budget.tokens", "budget.steps"),
-    ("optim.learning_rate", "optim.base_learning_rate"),
+    ("optim.learning_rate", "optim.learning_rate_per_sequence"),
     ("validation.every_steps", "validation.every_tokens"),
     ("checkpoint.every_steps", "checkpoint.every_tokens"),
     ("data.train", "data.stages"),
@@ -102,21 +103,23 @@ NAMES_ELSEWHERE = {
     "checkpoint.every_steps": "save_every save_steps train.save_interval checkpoint.interval",
     "checkpoint.keep_last": "save_total_limit checkpoint.keep_latest_k",
     "data.sequence_length": "block_size max_seq_len train.max_seq_length training.seq_len training.max_context_length",
-    "evaluation.every_steps": "core_metric_every",
+    "benchmarks.every_steps": "core_metric_every",
     "export.dtype": "checkpoint.export_dtype",
     "hub.repository": "hub_model_id",
     "logging.every_steps": "log_interval logging_steps train.log_interval metrics.log_freq",
     "model": "config_name model_name model_config",
     "optim.eps": "adam_epsilon",
-    "optim.final_ratio": "final_lr_frac lr_scheduler.min_lr_factor",
-    "optim.learning_rate": "lr optimizer.lr optimizer.init_args.lr",
-    "optim.max_grad_norm": "grad_clip train.max_norm training.max_norm",
-    "optim.warmup_steps": "warmup_iters train.lr_warmup_steps lr_scheduler.warmup_steps",
+    "optim.min_lr_ratio": "final_lr_frac lr_scheduler.min_lr_factor",
+    "optim.learning_rate": "lr learning_rate optimizer.lr optimizer.init_args.lr",
+    "optim.max_grad_norm": "grad_clip max_grad_norm train.max_norm training.max_norm",
+    "optim.warmup_steps": "warmup_iters warmup_steps train.lr_warmup_steps lr_scheduler.warmup_steps",
+    "optim.weight_decay": "weight_decay",
     "output": "out_dir output_dir dump_folder",
     "pipeline.schedule": "parallelism.pipeline_parallel_schedule",
     "samples.every_steps": "sample_every",
     "seed": "data_seed debug.seed",
     "tracking.group": "log.group",
+    "tracking.name": "run_name wandb_run_name",
     "tracking.project": "wandb_project project",
     "trackers": "report_to logger_name",
     "validation.every_steps": "eval_interval eval_every eval_steps eval.interval validation.freq validator.freq",
@@ -285,6 +288,10 @@ def own_name(key: str) -> str:
     settings = [path for path, _ in fields_of_config()]
     sections = {path.partition(".")[0].removesuffix("[]") for path in settings}
     theirs = key.replace("-", "_")
+    if (now := current_path(key)) != key:
+        if os.environ.get("RANK", "0") == "0":
+            say(f"--{key}: is now --{now}", sys.stderr)
+        return now
     if theirs in SETTINGS_ELSEWHERE:
         if os.environ.get("RANK", "0") == "0":
             say(f"--{key}: read as --{SETTINGS_ELSEWHERE[theirs]} (docs/coming_from.md)", sys.stderr)
@@ -314,7 +321,8 @@ def read_run_config(
     loads_extensions: False for a recorded run whose model is evaluated: its extensions' code does not run, and the
     settings that may be theirs (optim, loss.terms, the order of the data) are not read.
     """
-    if not is_url(str(path)) and not Path(path).exists():
+    path = path if is_url(str(path)) else or_shipped(path)
+    if not is_url(str(path)) and not path.exists():
         raise InputError(f"--config {path}: no such recipe; see recipes/ for those that exist")
     try:
         values = parse_yaml(recipe_text(path))
@@ -323,6 +331,9 @@ def read_run_config(
         raise InputError(f"{where}{error}") from None
     if not isinstance(values, dict):
         raise InputError(f"{path}: a recipe is a mapping of settings (got {type(values).__name__})")
+    values, notices = with_current_names(values)
+    if notices and os.environ.get("RANK", "0") == "0":
+        say(f"{path}: {', '.join(notices)}; read as such", sys.stderr)
     if not loads_extensions and values.pop("extensions", None):
         values |= {"optim": {"learning_rate": "auto"}, "loss": {**values.get("loss", {}), "terms": {}}, "trackers": []}
         values["data"] = {**values.get("data", {}), "sampling": "epochs", "transformations": {}}
@@ -331,6 +342,7 @@ def read_run_config(
     # --model FILE must come before --model.KEY VALUE, whatever their order on the command line.
     overrides = sorted(overrides, key=lambda override: override[0].count("."))
     problems = Problems(problem for key, text in overrides if (problem := set_dotted(values, key, text)))
+    values, _ = with_current_names(values)  # values on the command line
     try:
         config = RunConfig.model_validate(values)
     except ValidationError as error:
@@ -345,7 +357,7 @@ def recipe_text(path: str | Path) -> str:
         from pretrain.remote import read_text
 
         return read_text(str(path))
-    return read_small_file(path)
+    return read_small_file(or_shipped(path))
 
 
 def set_dotted(values: dict, key: str, text: str) -> str | None:

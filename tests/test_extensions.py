@@ -110,7 +110,7 @@ def test_a_recorded_run_is_read_without_running_its_code(extended, tmp_path):
 
 @pytest.mark.parametrize("strategy", ["fsdp2", "zero3", "cp"])
 def test_strategies_train_alike(extended, tmp_path, strategy):
-    alone = ("--checkpoint.at_end", "false", "--budget.steps", "3")
+    alone = ("--checkpoint.save_final", "false", "--budget.steps", "3")
     run_script("train.py", "--config", extended, *alone)
     launch(strategy, 2, "train.py", "--config", extended, *alone, "--output", tmp_path / strategy)
     expected = curve(tmp_path / "run")
@@ -119,7 +119,7 @@ def test_strategies_train_alike(extended, tmp_path, strategy):
 
 
 def test_a_resume_with_another_file_says_so(extended, tmp_path):
-    run_script("train.py", "--config", extended, "--checkpoint.pause_at", "2", check=False)
+    run_script("train.py", "--config", extended, "--checkpoint.stop_at_step", "2", check=False)
     (tmp_path / "ideas.py").write_text(EXTENSION.replace("(1 + seen.step)", "(2 + seen.step)"))
     told = run_script("train.py", "--config", extended, "--loss.terms.some_tokens.coefficient", "1").stdout
     assert "  extension ideas.py: " in told and "  loss.terms: {'some_tokens': {'coefficient': 3.0}} until now" in told

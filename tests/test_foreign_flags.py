@@ -19,6 +19,7 @@ OWN_FLAGS = {"config", "text"}
         ("per-device-train-batch-size", "batch.sequences_per_micro_batch"),
         ("max_iters", "budget.steps"),
         ("lr", "optim.learning_rate"),
+        ("weight_decay", "optim.weight_decay"),
         ("block_size", "data.sequence_length"),
         ("config_name", "model"),
         ("out_dir", "output"),
@@ -41,16 +42,15 @@ def test_the_values_arrive():
 
 
 def test_others_are_refused_at_once_and_the_page_is_named():
-    words = ["--gradient_accumulation_steps", "4", "--bf16", "--weight_decay", "0.1", "--chekpoint.keep_last", "1"]
+    words = ["--gradient_accumulation_steps", "4", "--bf16", "--decay_fraction", "0.1", "--chekpoint.keep_last", "1"]
     with pytest.raises(InputError) as caught:
         read_command_line(["recipes/demo.yaml", *words], "usage")
     accumulation, bf16, decay, typo = caught.value.problems
     assert (
         accumulation.startswith("--gradient_accumulation_steps: unknown key") and "docs/coming_from.md" in accumulation
     )
-    assert (
-        bf16.startswith("--bf16: unknown key") and decay == "--weight_decay: needs its section: --optim.weight_decay"
-    )
+    assert bf16.startswith("--bf16: unknown key")
+    assert decay == "--decay_fraction: needs its section: --optim.decay_fraction"
     assert "--chekpoint.keep_last: unknown key; did you mean checkpoint?" in typo
 
 

@@ -60,9 +60,9 @@ def test_counts(recipe, text, value):
 
 
 def test_one_name_is_a_list_of_one(recipe):
-    words = (("evaluation.tasks", "base"), ("publish.language", "en,de"), ("evaluation.every_tokens", "1B"))
+    words = (("benchmarks.tasks", "base"), ("publish.language", "en,de"), ("benchmarks.every_tokens", "1B"))
     config = read_run_config(recipe, words)
-    assert config.evaluation.tasks == ["base"] and config.publish.language == ["en", "de"]
+    assert config.benchmarks.tasks == ["base"] and config.publish.language == ["en", "de"]
 
 
 def test_what_yaml_1_1_would_misread(recipe):
@@ -121,9 +121,9 @@ def test_a_missing_recipe_is_named(tmp_path):
 
 def test_the_command_line_replaces_the_recipes_alternative(recipe):
     recipe.write_text(RECIPE + "budget: {tokens_per_parameter: 20}\n")
-    config = read_run_config(recipe, [("budget.steps", "100"), ("optim.base_learning_rate", "1e-5")])
+    config = read_run_config(recipe, [("budget.steps", "100"), ("optim.learning_rate_per_sequence", "1e-5")])
     assert (config.budget.steps, config.budget.tokens_per_parameter) == (100, None)
-    assert (config.optim.base_learning_rate, config.optim.learning_rate) == (1e-5, None)
+    assert (config.optim.learning_rate_per_sequence, config.optim.learning_rate) == (1e-5, None)
 
 
 @pytest.mark.parametrize("last", [False, True])
@@ -308,17 +308,17 @@ def test_yaml_of_the_replay_is_plain(recipe):
 @pytest.mark.parametrize(
     ("key", "text"),
     [
-        ("cadence", "inf"),
-        ("cadence", ".nan"),
+        ("interval_scale", "inf"),
+        ("interval_scale", ".nan"),
         ("optim.learning_rate", "inf"),
         ("optim.betas", "[.nan, 0.9]"),
-        ("evaluation.every_steps", "true"),
+        ("benchmarks.every_steps", "true"),
         ("budget.tokens", "true"),
         ("seed", "false"),
-        ("cadence", "true"),
+        ("interval_scale", "true"),
         ("optim.warmup_steps", "true"),
         ("optim.betas", "[true, 0.9]"),
-        ("guard.alert_above", "true"),
+        ("guard.spike_warn_factor", "true"),
         ("budget.steps", "1e30"),
         ("batch.tokens_per_step", "9" * 5000),
         ("batch.tokens_per_step", "[" * 3000),

@@ -94,13 +94,13 @@ def test_every_setting_is_read_somewhere():
 @pytest.mark.parametrize(
     ("module", "reader", "unread"),
     [
-        ("pretrain/training/background_jobs.py", "settings.device", ("Evaluation", "device")),
+        ("pretrain/training/background_jobs.py", "settings.device", ("Benchmarks", "device")),
         (
             "pretrain/training/run_plan.py",
-            "steps_between(config.samples, plan, config.cadence)",
+            "steps_between(config.samples, plan, config.interval_scale)",
             ("Samples", "every_steps"),
         ),
-        ("pretrain/training/resuming.py", "guard.roll_back ==", ("Guard", "roll_back")),
+        ("pretrain/training/resuming.py", "guard.on_spike ==", ("Guard", "on_spike")),
     ],
 )
 def test_a_setting_without_its_reader_would_be_seen(module, reader, unread):

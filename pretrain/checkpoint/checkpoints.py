@@ -98,7 +98,7 @@ class Checkpoints:
         self.folder = run / "checkpoints"
         self.ranks = ranks
         self.settings = settings
-        self.in_background = settings.in_background
+        self.in_background = settings.async_save
         self.last_step: int | None = None
         """Step of the newest checkpoint that was found valid or written."""
         self.begun_step: int | None = None

@@ -28,7 +28,7 @@ class Request(IntEnum):
     INTERRUPT = 5
     """Save and exit: Ctrl-C."""
     PAUSE = 6
-    """Save and exit: `checkpoint.pause_at`."""
+    """Save and exit: `checkpoint.stop_at_step`."""
     STOP = 7
     """Save and exit: `runs.py stop`."""
     ABORT = 8

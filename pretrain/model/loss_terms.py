@@ -247,7 +247,7 @@ def _of_tokens(name: str, value: Any, seen: Seen) -> Tensor:
 def term_problems(settings: Loss, compile_mode: str, *, scales_width: bool = False) -> list[str]:
     """Lists why the terms do not run under the launched strategy, or with these settings.
 
-    scales_width: optim.width_transfer gives each of the model's parameters its learning rate.
+    scales_width: optim.parametrization gives each of the model's parameters its learning rate.
     """
     if not settings.terms:
         return []
@@ -262,7 +262,7 @@ def term_problems(settings: Loss, compile_mode: str, *, scales_width: bool = Fal
         problems.append("loss.terms: run outside compiled code; take compile: regional, or auto")
     if scales_width and (trained := [name for name in settings.terms if LOSS_TERMS[name].has_parameters()]):
         problems.append(
-            f"loss.terms: {trained[0]} has trained parameters, and optim.width_transfer knows no learning rate for "
-            "them; take width_transfer: none"
+            f"loss.terms: {trained[0]} has trained parameters, and optim.parametrization knows no learning rate for "
+            "them; take parametrization: standard"
         )
     return problems

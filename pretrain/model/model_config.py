@@ -23,6 +23,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, RopeParameters
 
 from pretrain.config import ModelSource
 from pretrain.errors import InputError, did_you_mean, read_small_file, shortened
+from pretrain.files import ROOT, or_shipped
 from pretrain.model.architectures import MODEL_TYPES
 from pretrain.registry import ARCHITECTURES, place_of
 
@@ -33,7 +34,7 @@ READ_INTO_ROPE_PARAMETERS = {"rope_theta", "rope_scaling", "partial_rotary_facto
 FLAT_IN_ROPE = ("rope_theta", "partial_rotary_factor")
 # Examples for messages; the many other known types are one typo away from these or listed on the Hub.
 COMMON_MODEL_TYPES = ("llama", "qwen3", "gpt2", *MODEL_TYPES)
-SHIPPED_CONFIGS = Path(__file__).parents[2] / "model_configs"
+SHIPPED_CONFIGS = ROOT / "model_configs"
 VOCABULARY_KEY = "vocab_size"
 LARGE_VOCABULARY = 16_384
 COUNT_FIELDS = (VOCABULARY_KEY, "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
@@ -89,7 +90,7 @@ def load_model_config(
     changes = changes or {}
     where = str(ModelSource(config=name_or_path, **changes))
     if name_or_path.endswith(".json"):
-        in_file = _read_json(Path(name_or_path))
+        in_file = _read_json(or_shipped(name_or_path))
         config_class = _config_class(where, in_file | changes)
         keys = stated = _changed(config_class, in_file, changes)
     else:

@@ -62,7 +62,7 @@ def width_roles(config: PreTrainedConfig) -> dict[str, WidthRole]:
         wide = build_meta_model(at_width(config, 2.0))
     except Exception as error:  # the library's own checks may raise anything at other sizes
         raise InputError(
-            f"optim.width_transfer: mup: this model cannot be built at twice its width ({described(error)}), from "
+            f"optim.parametrization: mup: this model cannot be built at twice its width ({described(error)}), from "
             "which the parts of its parameters are found; use none"
         ) from None
     shapes = {name: tuple(parameter.shape) for name, parameter in wide.named_parameters()}
@@ -82,7 +82,7 @@ def width_roles(config: PreTrainedConfig) -> dict[str, WidthRole]:
         roles |= {name: head for name in roles if name.rpartition(".")[0] == norm_before_head(here)}
     if not any(role.inputs and role.outputs for role in roles.values()):
         raise InputError(
-            "optim.width_transfer: mup: no matrix of this model grows with its width in both directions; use none"
+            "optim.parametrization: mup: no matrix of this model grows with its width in both directions; use none"
         )
     return roles
 
@@ -112,8 +112,8 @@ def norm_before_head(model: PreTrainedModel) -> str:
         if norm.weight.eq(1).all():
             return name
     raise InputError(
-        "optim.width_transfer: mup: the head is the embedding (tie_word_embeddings), and there is no norm before it "
-        "whose gain could stand for its scale; set --model.tie_word_embeddings false, or width_transfer: none"
+        "optim.parametrization: mup: the head is the embedding (tie_word_embeddings), and there is no norm before it "
+        "whose gain could stand for its scale; set --model.tie_word_embeddings false, or parametrization: standard"
     )
 
 
@@ -131,8 +131,8 @@ def at_width(config: PreTrainedConfig, ratio: float) -> PreTrainedConfig:
     return type(config).from_dict(values)
 
 
-def initial_scales(config: PreTrainedConfig, base_width: int) -> Mapping[str, float]:
+def initial_scales(config: PreTrainedConfig, mup_base_width: int) -> Mapping[str, float]:
     """Returns {name: factor of the architecture's own initial values}, without factors of 1."""
-    ratio = hidden_width(config) / base_width
+    ratio = hidden_width(config) / mup_base_width
     scales = {name: role.initial_scale(ratio) for name, role in width_roles(config).items()}
     return {name: scale for name, scale in scales.items() if scale != 1}

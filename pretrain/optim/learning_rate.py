@@ -199,13 +199,13 @@ def cooldown_steps_of_infinite(
     return max(math.ceil(min_cooldown_tokens / tokens_per_step), round(cooldown_fraction * total_steps))
 
 
-def learning_rate_for_batch(base_learning_rate: float, sequences_per_step: int) -> float:
-    """Returns base_learning_rate, which is for one sequence per step, times sqrt(global batch in sequences).
+def learning_rate_for_batch(learning_rate_per_sequence: float, sequences_per_step: int) -> float:
+    """Returns learning_rate_per_sequence, which is for one sequence per step, times sqrt(global batch in sequences).
 
     Square-root scaling suits optimizers that divide by the gradient's magnitude (Malladi et al. 2022, arXiv
     2205.10287).
     """
-    return base_learning_rate * math.sqrt(sequences_per_step)
+    return learning_rate_per_sequence * math.sqrt(sequences_per_step)
 
 
 def _decayed(schedule: Schedule, shape: str, step: int) -> float:

@@ -266,19 +266,20 @@ class MuonSpec(AdamWSpec):
         if not hidden:
             return ["optim.name: muon finds no hidden matrices in this model; use adamw"]
         problems = []
-        fitting = {name: pattern_of(name, settings.muon.blocks) for name in hidden}
-        for pattern, blocks in settings.muon.blocks.items():
+        fitting = {name: pattern_of(name, settings.muon.split_matrices) for name in hidden}
+        for pattern, blocks in settings.muon.split_matrices.items():
             outputs = {name: self.outputs(name) for name in hidden if fitting[name] == pattern}
             wrong = [name for name, size in outputs.items() if size != sum(block_sizes(blocks, size))]
             if not outputs:
                 problems.append(
-                    f"optim.muon.blocks: {pattern} fits the name of no hidden matrix of this model, or the patterns "
-                    f"before it do; the first one is {hidden[0]}"
+                    f"optim.muon.split_matrices: {pattern} fits the name of no hidden matrix of this model, or "
+                    f"the patterns before it do; the first one is {hidden[0]}"
                 )
             if wrong:
                 given = f"{blocks} equal blocks" if isinstance(blocks, int) else f"{sum(blocks)} = sum of {blocks}"
                 problems.append(
-                    f"optim.muon.blocks: {pattern}: {wrong[0]} has {outputs[wrong[0]]} outputs, which are not {given}"
+                    f"optim.muon.split_matrices: {pattern}: {wrong[0]} has {outputs[wrong[0]]} outputs, "
+                    f"which are not {given}"
                 )
         return problems
 
@@ -306,14 +307,16 @@ class MuonSpec(AdamWSpec):
 
     def make(self, parameters, settings, learning_rate, seed, device_type) -> torch.optim.Optimizer:
         own = settings.muon
-        hidden = {p: self.matrix(name, own.blocks) for name, p in parameters if self.model.is_hidden_matrix(name)}
+        hidden = {
+            p: self.matrix(name, own.split_matrices) for name, p in parameters if self.model.is_hidden_matrix(name)
+        }
         matrices = [(name, parameter) for name, parameter in parameters if parameter in hidden]
         others = [(name, parameter) for name, parameter in parameters if parameter not in hidden]
         muon = Muon(
             self.groups_by_rate(matrices, settings.weight_decay, orthogonalized=True),
             lr=learning_rate,
-            ns_steps=own.iterations,
-            coefficients=own.coefficients,
+            ns_steps=own.ns_steps,
+            coefficients=own.ns_coefficients,
             matrices=hidden,
         )
         adamw = super().make(others, settings, learning_rate, seed, device_type)

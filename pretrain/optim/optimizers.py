@@ -79,11 +79,11 @@ class ModelShapes:
         if settings is not None and learning_rate is not None:
             rates = {group: rate / learning_rate for group, rate in settings.group_learning_rates.items()}
             known = replace(known, group_rates=rates)
-        if settings is None or settings.width_transfer == "none":
+        if settings is None or settings.parametrization == "standard":
             return known
         from pretrain.model.width_roles import hidden_width, width_roles
 
-        ratio = hidden_width(causal_lm.config) / settings.base_width
+        ratio = hidden_width(causal_lm.config) / settings.mup_base_width
         return replace(known, roles=width_roles(causal_lm.config), width_ratio=ratio)
 
     def rate_scale(self, name: str, *, orthogonalized: bool = False) -> float:

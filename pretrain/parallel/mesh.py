@@ -120,7 +120,7 @@ class MeshStrategy(Strategy):
     def parts_of_micro_batch(cls, config: RunConfig) -> int:
         if "pp" not in requested_sizes():
             return 1
-        return STAGE_LAYOUTS[config.pipeline.schedule].stages_per_rank * config.pipeline.microbatch_scale
+        return STAGE_LAYOUTS[config.pipeline.schedule].stages_per_rank * config.pipeline.microbatches_per_stage
 
     @classmethod
     def problems(cls, config: RunConfig, name: str) -> list[str]:
@@ -160,7 +160,7 @@ class MeshStrategy(Strategy):
         """Place within the pipeline of the rank that has each stage."""
         if sizes.pp > 1:
             self.stage_owners = STAGE_LAYOUTS[config.pipeline.schedule].owners(sizes.pp)
-            self.microbatches = len(self.stage_owners) * config.pipeline.microbatch_scale
+            self.microbatches = len(self.stage_owners) * config.pipeline.microbatches_per_stage
 
     def make_accelerator(self) -> Accelerator:
         # accelerate must see plain processes: it knows neither pipelines nor experts, and its context parallelism
@@ -213,7 +213,7 @@ class MeshStrategy(Strategy):
         )
         self.offloads = environment_flag("FSDP_OFFLOAD_PARAMS")
         # In a pipeline it costs no memory: a schedule holds gradients whole from its first backward pass on.
-        self.reduces_once = not self.reshards or bool(self.config and self.config.batch.reduce_once)
+        self.reduces_once = not self.reshards or bool(self.config and self.config.batch.no_sync)
         self.roots = self.stages_of(model)
         self.shard(list(self.roots.values()), weights)
         self.model = self.called(model)
@@ -469,7 +469,7 @@ class MeshStrategy(Strategy):
         return groups
 
     def describe(self) -> dict[str, Any]:
-        facts = {"mesh": self.sizes.named(), "data_parallel_size": self.data_ranks, "reduce_once": self.reduces_once}
+        facts = {"mesh": self.sizes.named(), "data_parallel_size": self.data_ranks, "no_sync": self.reduces_once}
         if self.sizes.pp > 1:
             facts |= {
                 "schedule": self.config.pipeline.schedule,

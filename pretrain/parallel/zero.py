@@ -62,10 +62,10 @@ class Zero(Strategy):
         offloads = "offload" in name or bool(deepspeed_file().get("zero_optimization", {}).get("offload_optimizer"))
         # DeepSpeed accumulates gradients that it does not reduce in the dtype of the weights.
         can_choose = not offloads and name in ("zero2", "zero3") and resolve_precision(config.precision) == "fp32"
-        if config.batch.reduce_once and name != "zero1" and not can_choose:
+        if config.batch.no_sync and name != "zero1" and not can_choose:
             reason = "with offload" if offloads else "but in fp32: DeepSpeed would add gradients up in bf16"
             other = "zero1, which reduces once and keeps gradients in fp32" if name == "zero2" else "fsdp2"
-            problems.append(f"batch.reduce_once: does not run under {name} {reason}; use {other}, or false")
+            problems.append(f"batch.no_sync: does not run under {name} {reason}; use {other}, or false")
         if config.optim.muon.qk_clip:
             problems.append(
                 f"optim.muon.qk_clip: does not run under {name}, whose update is over before weights can be scaled; "
@@ -93,7 +93,7 @@ class Zero(Strategy):
         self.settings = {**deepspeed_file(), **derived_settings(self.config, self.precision)}
         self.stage: int = self.settings["zero_optimization"]["stage"]
         self._unreduced = ExitStack()
-        """DeepSpeed's context that keeps gradients whole and does not reduce them: `batch.reduce_once`."""
+        """DeepSpeed's context that keeps gradients whole and does not reduce them: `batch.no_sync`."""
         self._keeps_whole = False
         kwargs_handlers = []
         if device_type() == "cpu":  # without a backend every process would run alone
@@ -227,7 +227,7 @@ class Zero(Strategy):
     @contextmanager
     def accumulate(self, is_last: bool) -> Iterator[None]:
         self.masters.release()
-        if not (is_last or self._keeps_whole) and self.stage > 1 and self.config.batch.reduce_once:
+        if not (is_last or self._keeps_whole) and self.stage > 1 and self.config.batch.no_sync:
             self._unreduced.enter_context(self.model.coalesce_grad_reduction())
             self._keeps_whole = True
         # Set explicitly: the batch ramp changes the number of micro-steps, but DeepSpeed's counter is fixed.

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from pretrain.errors import InputError, shortened
 from pretrain.files import damage
+from pretrain.old_names import with_current_names
 
 if TYPE_CHECKING:
     from pretrain.config import Checkpoint
@@ -44,7 +45,7 @@ def read_json(path: Path) -> dict:
 
 
 def read_config(run: Path) -> dict[str, Any]:
-    """Reads config.yaml as plain values, whatever version of the schema wrote it; {} if unreadable."""
+    """Reads config.yaml as plain values under the names of today; {} if unreadable."""
     import yaml
 
     from pretrain.recipe import Loader
@@ -53,7 +54,7 @@ def read_config(run: Path) -> dict[str, Any]:
         values = yaml.load((run / "config.yaml").read_text(encoding="utf-8"), Loader)
     except (OSError, UnicodeDecodeError, yaml.YAMLError):
         return {}
-    return values if isinstance(values, dict) else {}
+    return with_current_names(values)[0] if isinstance(values, dict) else {}
 
 
 def setting(config: Mapping[str, Any], name: str) -> Any:
@@ -164,7 +165,7 @@ def steps_to_keep(settings: "Checkpoint", losses: Mapping[int, float | None]) ->
     newest = sorted(losses)[-settings.keep_last :]
     measured = sorted((loss, step) for step, loss in losses.items() if loss is not None)
     best = [step for _, step in measured[: settings.keep_best]]
-    milestones = [step for step in losses if settings.milestones_every and step % settings.milestones_every == 0]
+    milestones = [step for step in losses if settings.keep_every and step % settings.keep_every == 0]
     return {*newest, *best, *milestones}
 
 

@@ -44,7 +44,9 @@ def resolve_auto(config: RunConfig, processes: int | None = None) -> RunConfig:
         values["learning_rate"] = float(f"{OPTIMIZERS[optim.name].auto_rate(parameters, per_step):.3g}")
     if optim.weight_decay == "auto":
         rate = values.get("learning_rate", optim.learning_rate)
-        rate = rate or learning_rate_for_batch(optim.base_learning_rate, per_step // config.data.sequence_length)
+        rate = rate or learning_rate_for_batch(
+            optim.learning_rate_per_sequence, per_step // config.data.sequence_length
+        )
         values["weight_decay"] = float(f"{weight_decay_by_law(parameters, tokens, per_step, rate):.2g}")
     if optim.warmup_steps == "auto":
         values["warmup_steps"] = warmup_by_law(parameters, tokens, per_step)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pretrain.config import Checkpoint, Evaluation, RunConfig
+from pretrain.config import Benchmarks, Checkpoint, RunConfig
 from pretrain.files import ROOT
 from pretrain.parallel.launcher import environment_alone, python_path
 from pretrain.processes import hold_while_open, is_held
@@ -34,24 +34,24 @@ LAST_COPY_SECONDS = 30.0
 """Maximum time to wait for the copy of the log's last lines."""
 
 
-def evaluation_problems(settings: Evaluation) -> list[str]:
+def evaluation_problems(settings: Benchmarks) -> list[str]:
     """Lists the problems of the tasks and their folders, found by evaluate.py's code in a separate process."""
     if settings.where == "in_loop" and settings.eval_bundle is not None:
-        return ["evaluation.where: in_loop has no tasks of a bundle; use same, or leave evaluation.eval_bundle out"]
+        return ["benchmarks.where: in_loop has no tasks of a bundle; use blocking, or no benchmarks.eval_bundle"]
     if settings.where == "in_loop" and (own := [name for name in settings.tasks if name in TASKS]):
-        return [f"evaluation.where: in_loop does not run {', '.join(own)}, which an extension measures; use same"]
+        return [f"benchmarks.where: in_loop does not run {', '.join(own)}, which an extension measures; use blocking"]
     command = [sys.executable, "-m", "pretrain_tools.evaluation.task_names", *task_arguments(settings)]
     environment = environment_alone() | {"PYTHONPATH": python_path()}
     try:
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TASK_CHECK_SECONDS)
     except (OSError, subprocess.SubprocessError) as error:
-        return [f"evaluation.tasks: could not be checked ({error})"]
+        return [f"benchmarks.tasks: could not be checked ({error})"]
     if done.returncode:
-        return [f"evaluation.tasks: could not be checked ({(done.stderr.splitlines() or ['killed'])[-1]})"]
+        return [f"benchmarks.tasks: could not be checked ({(done.stderr.splitlines() or ['killed'])[-1]})"]
     return done.stdout.splitlines()
 
 
-def task_arguments(settings: Evaluation) -> list[str]:
+def task_arguments(settings: Benchmarks) -> list[str]:
     """Returns the benchmarks as command-line arguments of evaluate.py."""
     arguments = ["--tasks", *settings.tasks]
     for flag, path in (("--include_path", settings.include_path), ("--eval_bundle", settings.eval_bundle)):
@@ -81,7 +81,7 @@ class Evaluations:
                 if step_named(leftover.name) is not None and not is_held(evaluation_log(run, leftover.name)):
                     shutil.rmtree(leftover)
 
-    def start(self, checkpoint: Path, settings: Evaluation) -> subprocess.Popen | None:
+    def start(self, checkpoint: Path, settings: Benchmarks) -> subprocess.Popen | None:
         """Starts evaluating a checkpoint, whose results go into metrics.jsonl; a failure to start is a warning."""
         folder = self.run / EVALUATIONS / checkpoint.name
         log = evaluation_log(self.run, checkpoint.name)
@@ -142,7 +142,7 @@ class Evaluations:
         return [folder.name for folder in self._running]
 
 
-def evaluation_command(folder: Path, settings: Evaluation) -> list[str]:
+def evaluation_command(folder: Path, settings: Benchmarks) -> list[str]:
     """Returns the command of evaluate.py for the model in a folder; the results go next to the folder."""
     results = folder.with_suffix(".json").absolute()
     command = [sys.executable, str(ROOT / "evaluate.py"), "--model", str(folder.absolute()), "--output", str(results)]

@@ -22,7 +22,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from pretrain.config import Evaluation, WindowSpec
+from pretrain import config
+from pretrain.config import WindowSpec
 from pretrain.model.attention import IGNORED, HostBatch, document_layout
 from pretrain.model.loss import recording_losses
 from pretrain.parallel.launcher import environment_alone, python_path
@@ -181,11 +182,11 @@ class Benchmarks:
 
     Args:
         run: the run's folder.
-        settings: the recipe's `evaluation`.
+        settings: the recipe's `benchmarks`.
         tokenizer: the folder of the run's tokenizer.
     """
 
-    def __init__(self, run: Path, settings: Evaluation, tokenizer: Path):
+    def __init__(self, run: Path, settings: config.Benchmarks, tokenizer: Path):
         arguments = [*task_arguments(settings), "--tokenizer", str(tokenizer.absolute())]
         if settings.limit is not None:
             arguments += ["--limit", f"{settings.limit:g}"]

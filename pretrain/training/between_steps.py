@@ -69,7 +69,7 @@ def show_progress(run: Run, reports: list[StepReport]) -> None:
         rate = live.tokens_per_second / run.strategy.ranks.count
         live.mfu = run.stage.flops_per_token * rate / run.peak_flops if run.peak_flops else None
     total_steps = run.plan.total_steps
-    every = steps_between(run.config.checkpoint, run.plan, run.config.cadence) or total_steps
+    every = steps_between(run.config.checkpoint, run.plan, run.config.interval_scale) or total_steps
     next_save = min((step // every + 1) * every, total_steps)
     run.log.show(live, step, next_save, run.clock.left)
 
@@ -207,7 +207,7 @@ def report_saves(run: Run) -> None:
         figures = {"bytes": save.bytes, "seconds": save.seconds, "stall_seconds": save.stall_seconds}
         run.log.write("checkpoint", step=save.step, path=save.folder.name, **figures)
         hub = run.config.hub
-        milestones = run.config.checkpoint.milestones_every
+        milestones = run.config.checkpoint.keep_every
         if hub.repository is not None and hub.every == "milestones" and milestones and save.step % milestones == 0:
             from pretrain.training.background_jobs import publish_beside
 
@@ -217,19 +217,19 @@ def report_saves(run: Run) -> None:
 def evaluate(run: Run) -> None:
     """Evaluates this step's checkpoint in a separate process, if it was written. A collective call.
 
-    With `where: same` all ranks wait for its end; with `where: in_loop` they evaluate the model as it is.
+    With `where: blocking` all ranks wait for its end; with `where: in_loop` they evaluate the model as it is.
     """
     if run.benchmarks is not None:
         _measure_benchmarks(run)
         return
     if not run.is_saved:
         return
-    settings = run.config.evaluation
+    settings = run.config.benchmarks
     ranks = run.strategy.ranks
     with may_be_cut_short(run, "evaluation") as beat:
         process = run.evaluations.start(run.newest_checkpoint, settings) if ranks.is_main else None
         # Only the main rank knows if it still runs; all must leave the loop in the same round.
-        while settings.where == "same" and ranks.gather(process is not None and process.poll() is None)[0]:
+        while settings.where == "blocking" and ranks.gather(process is not None and process.poll() is None)[0]:
             time.sleep(0.5)
             beat()
     if settings.where == "same" and ranks.is_main:
@@ -238,7 +238,7 @@ def evaluate(run: Run) -> None:
 
 def _measure_benchmarks(run: Run) -> None:
     step = run.state.step
-    settings = run.config.evaluation
+    settings = run.config.benchmarks
     with may_be_cut_short(run, "evaluation") as beat:
         found = run.benchmarks.measure(
             run.built.model,

@@ -93,10 +93,10 @@ def build_training(
         if added:
             say_stage(f"{len(added.parts):,} new tokens start as the mean of their parts")
         weights = replace(weights, pretrained=open_pretrained(config.model.config, added))
-    if config.optim.base_width:
+    if config.optim.mup_base_width:
         from pretrain.model.width_roles import initial_scales
 
-        weights = replace(weights, scales=initial_scales(plan.model_config, config.optim.base_width))
+        weights = replace(weights, scales=initial_scales(plan.model_config, config.optim.mup_base_width))
     build_optimizer = optimizer_builder(
         config.optim, causal_lm, learning_rate, seed=config.seed, device_type=kind, loss_terms=model.loss_terms
     )

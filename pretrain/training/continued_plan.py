@@ -20,6 +20,7 @@ from pretrain.errors import InputError, Problems
 from pretrain.files import SEAL_FILE
 from pretrain.model.build import shape_changes
 from pretrain.model.model_config import config_differences, load_model_config
+from pretrain.old_names import current_path
 from pretrain.optim.batch_ramp import BatchRamp
 from pretrain.optim.learning_rate import Schedule
 from pretrain.recipe import CommandLine
@@ -70,7 +71,7 @@ def changes_since(
     asked: the recipe with `auto` where the user wrote it.
     """
     now = settings_of(asked)
-    before = contents.get("settings", now)
+    before = {current_path(path): value for path, value in contents.get("settings", now).items()}
     changed = {p: (before[p], now[p]) for p in now if p in before and now[p] != before[p]}
     named = [path for path in now if begins_branch and is_named(path, overridden)]
     return Changes(changed, frozenset([*changed, *named]), begins_branch)
@@ -337,7 +338,7 @@ def no_stable_checkpoint(planned: Mapping[str, Any]) -> InputError:
     return InputError(
         f"budget: the run of {planned['total_steps']:,} steps has decayed its learning rate since step "
         f"{planned['stable_until']:,}, and no checkpoint from before is left; keep one with "
-        "checkpoint.milestones_every, or go on from the decayed model with another schedule, such as "
+        "checkpoint.keep_every, or go on from the decayed model with another schedule, such as "
         "--optim.schedule constant"
     )
 

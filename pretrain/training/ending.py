@@ -14,7 +14,7 @@ from pretrain.training.steps import answer, may_be_cut_short
 REASONS = {
     Request.PREEMPT: "preempted",
     Request.INTERRUPT: "interrupted",
-    Request.PAUSE: "paused as checkpoint.pause_at says",
+    Request.PAUSE: "paused as checkpoint.stop_at_step says",
     Request.STOP: "stopped",
     Request.ABORT: "aborted",
 }
@@ -45,7 +45,7 @@ def end_early(run: Run) -> int:
 
 def finish(run: Run) -> int:
     """Exports the trained model to final/, checks it and publishes it; returns the exit status."""
-    final = _export_and_publish(run) if run.config.checkpoint.at_end else None
+    final = _export_and_publish(run) if run.config.checkpoint.save_final else None
     state = run.state
     if run.evaluations:
         run.evaluations.fetch()

@@ -53,7 +53,7 @@ class StepGuard:
         state = state or {}
         self.settings = settings
         self.scales_loss = scales_loss
-        self._losses: deque[float] = deque(state.get("losses", []), maxlen=settings.window)
+        self._losses: deque[float] = deque(state.get("losses", []), maxlen=settings.loss_window)
         self._fast: float | None = state.get("fast")
         self._slow: float | None = state.get("slow")
         self._strikes: list[int] = list(state.get("strikes", []))
@@ -97,11 +97,11 @@ class StepGuard:
         if len(self._losses) < FEWEST_FOR_MEAN:
             return None, False
         mean = statistics.fmean(self._losses)
-        alert = self.settings.alert_above * mean
-        limit = self.settings.roll_back_above * mean
+        alert = self.settings.spike_warn_factor * mean
+        limit = self.settings.spike_factor * mean
         if len(self._losses) >= FEWEST_FOR_DEVIATION:
             variance = math.fsum((loss - mean) ** 2 for loss in self._losses) / (len(self._losses) - 1)
-            sigmas = mean + self.settings.roll_back_sigmas * math.sqrt(variance)
+            sigmas = mean + self.settings.spike_sigma * math.sqrt(variance)
             limit = min(limit, max(sigmas, SIGMA_FLOOR * mean))
         if report.loss <= min(alert, limit):
             return None, False
@@ -122,11 +122,11 @@ class StepGuard:
         self._fast += FAST * (report.loss - self._fast)
         self._slow += SLOW * (report.loss - self._slow)
         was = self._diverging
-        self._diverging = self._fast - self._slow > self.settings.divergence
+        self._diverging = self._fast - self._slow > self.settings.divergence_threshold
         if was or not self._diverging:
             return []
         message = f"the loss averages {self._fast:.4f} over the last steps and {self._slow:.4f} over many"
-        values = {"fast": self._fast, "slow": self._slow, "threshold": self.settings.divergence}
+        values = {"fast": self._fast, "slow": self._slow, "threshold": self.settings.divergence_threshold}
         return [Finding("divergence", report.step, message, values, stop=self.settings.on_divergence == "stop")]
 
     def _strike_out(self, report: StepReport) -> Finding:

@@ -59,11 +59,11 @@ def open_run(
     log.stands_at(step, run.state.tokens)
     run.is_complete = step >= run.plan.total_steps and has_final
     if not run.is_complete:
-        pause_at = config.checkpoint.pause_at
-        if pause_at is not None and step >= pause_at:
+        stop_at_step = config.checkpoint.stop_at_step
+        if stop_at_step is not None and step >= stop_at_step:
             raise InputError(
-                f"checkpoint.pause_at: {pause_at:,}, but the run is at step {step:,}; give a later step, or null, to "
-                "continue"
+                f"checkpoint.stop_at_step: {stop_at_step:,}, but the run is at step {step:,}; give a later step, "
+                "or null, to continue"
             )
         refuse_crash_loop(config.output, step, strategy.ranks)
     if config.hub.repository is not None:
@@ -191,14 +191,14 @@ def _go_back(run: Run, finding: Finding) -> None:
     guard = run.config.guard
     ranks = run.strategy.ranks
     earlier_rollbacks = run.state.rollbacks
-    if not finding.roll_back or guard.roll_back == "off" or len(earlier_rollbacks) >= guard.max_rollbacks:
+    if not finding.roll_back or guard.on_spike == "off" or len(earlier_rollbacks) >= guard.max_rollbacks:
         raise NumericStopError(f"{finding.message}; {len(earlier_rollbacks)} earlier rollbacks")
     first, last = finding.roll_back
-    skips = guard.roll_back == "skip_data"
+    skips = guard.on_spike == "skip_data"
     # Skipped ranges count samples of the current data, and a checkpoint from before its change has other samples.
     origin = run.whole_plan.batches.origin if skips else None
     at_least = origin.step if origin is not None else 0
-    distant = max(first - 1 - guard.distance, at_least)
+    distant = max(first - 1 - guard.rollback_steps, at_least)
     _fetch_earlier(run, distant, run.watch.beat)
     target = run.checkpoints.newest_valid(ranks.print, at_most=distant, beat=run.watch.beat)
     target = target or run.checkpoints.newest_valid(ranks.print, at_most=first - 1, beat=run.watch.beat)

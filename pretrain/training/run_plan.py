@@ -64,16 +64,16 @@ BUDGET = ("budget.tokens_per_parameter", "budget.tokens", "budget.steps", "budge
 CLOCK = ("optim.schedule", "optim.warmup_steps")
 """Settings whose change starts a new schedule at the checkpoint."""
 SHAPE = (
-    "optim.final_ratio",
+    "optim.min_lr_ratio",
     "optim.decay_fraction",
-    "optim.decay_shape",
+    "optim.decay_type",
     "optim.cooldown_fraction",
     "optim.min_cooldown_tokens",
     "optim.constant_ratio",
     "optim.anneal_fraction",
 )
 KEPT = (
-    *(*BUDGET, *CLOCK, *SHAPE, "optim.learning_rate", "optim.base_learning_rate"),
+    *(*BUDGET, *CLOCK, *SHAPE, "optim.learning_rate", "optim.learning_rate_per_sequence"),
     *("batch.tokens_per_step", "batch.ramp", "optim.options", "loss.terms", "data.transformations"),
 )
 """Settings that checkpoints record, as the user gave them; they decide how a run continues."""
@@ -237,24 +237,24 @@ def due_after(step: int, config: RunConfig, plan: RunPlan) -> Due:
     """Returns what is due after `step`, counted from 1. The last step also logs, validates and saves."""
 
     def is_at(cadence: Cadence) -> bool:
-        every = steps_between(cadence, plan, config.cadence)
+        every = steps_between(cadence, plan, config.interval_scale)
         return every is not None and step % every == 0
 
     is_last = step == plan.total_steps
-    pauses = step == config.checkpoint.pause_at and not is_last
-    evaluates = is_at(config.evaluation)
-    samples_every = steps_between(config.samples, plan, config.cadence)
+    pauses = step == config.checkpoint.stop_at_step and not is_last
+    evaluates = is_at(config.benchmarks)
+    samples_every = steps_between(config.samples, plan, config.interval_scale)
     return Due(
-        logs=step % max(1, round(config.logging.every_steps * config.cadence)) == 0 or is_last or pauses,
+        logs=step % max(1, round(config.logging.every_steps * config.interval_scale)) == 0 or is_last or pauses,
         validates=is_at(config.validation) or is_last or pauses,
         # A process that evaluates reads a checkpoint.
         saves=is_at(config.checkpoint)
-        or (is_last and config.checkpoint.at_end)
-        or (evaluates and config.evaluation.where != "in_loop"),
+        or (is_last and config.checkpoint.save_final)
+        or (evaluates and config.benchmarks.where != "in_loop"),
         evaluates=evaluates,
         samples=samples_every is not None and (is_last or step % samples_every == 0),
         diagnoses=is_at(config.diagnostics),
-        compares_copies=step % config.guard.compare_copies_every_steps == 0,
+        compares_copies=step % config.guard.replica_check_every_steps == 0,
         pauses=pauses,
         is_last=is_last,
     )
@@ -310,7 +310,7 @@ def derive(config: RunConfig, ranks: int) -> RunPlan:
 
             problems += (
                 problems.attempt(
-                    term_problems, config.loss, config.compile, scales_width=config.optim.width_transfer != "none"
+                    term_problems, config.loss, config.compile, scales_width=config.optim.parametrization != "standard"
                 )
                 or []
             )
@@ -454,7 +454,7 @@ def rows_problems(config: RunConfig, model: ModelPlan) -> list[str]:
 def place_problems(config: RunConfig) -> Problems:
     """Lists problems of what the recipe names: folder, trunk, mirror, benchmarks, trackers, repository."""
     problems = Problems()
-    evaluation = config.evaluation
+    benchmarks = config.benchmarks
     hub = config.hub
     output = output_problem(config.output)
     problems += [output] if output else []
@@ -464,10 +464,10 @@ def place_problems(config: RunConfig) -> Problems:
         problems += mirror_problems(config.output, config.checkpoint)
     if config.branch_from is not None and (output or not checkpoint_folders(config.output)):
         problems.attempt(trunk_checkpoint, config.branch_from)
-    if evaluation.every_steps or evaluation.every_tokens:
+    if benchmarks.every_steps or benchmarks.every_tokens:
         from pretrain.training.background_jobs import evaluation_problems
 
-        problems += evaluation_problems(evaluation)
+        problems += evaluation_problems(benchmarks)
     if config.trackers:
         from pretrain.training.trackers import tracker_problems
 
@@ -477,9 +477,9 @@ def place_problems(config: RunConfig) -> Problems:
 
         problems += offer_problems(hub.repository, config.publish.license, config.publish.language)
         problems += login_problems()
-        if hub.every == "milestones" and config.checkpoint.milestones_every is None:
+        if hub.every == "milestones" and config.checkpoint.keep_every is None:
             problems.append(
-                "hub.every: milestones, but checkpoint.milestones_every keeps none: give it a number of steps, or set "
+                "hub.every: milestones, but checkpoint.keep_every keeps none: give it a number of steps, or set "
                 "hub.every to end"
             )
     return problems
@@ -505,7 +505,7 @@ def sequences_of(config: RunConfig, ranks: int, parts: int = 1) -> int:
         raise InputError(
             f"batch.sequences_per_micro_batch: {micro_batch} is not a multiple of the {parts} parts into which each "
             f"process of a pipeline divides it (stages per process of {config.pipeline.schedule} x "
-            f"pipeline.microbatch_scale {config.pipeline.microbatch_scale}); nearest: "
+            f"pipeline.microbatches_per_stage {config.pipeline.microbatches_per_stage}); nearest: "
             f"{f'{below} or ' if below else ''}{above}"
         )
     group = levels * micro_batch * length * ranks
@@ -575,9 +575,9 @@ def schedule_of(
         name=optim.schedule,
         total_steps=total_steps,
         warmup_steps=optim.warmup_steps if warmup_steps is None else warmup_steps,
-        final_ratio=optim.final_ratio,
+        final_ratio=optim.min_lr_ratio,
         decay_steps=round(optim.decay_fraction * steps) if optim.schedule == "wsd" else None,
-        decay_shape=optim.decay_shape,
+        decay_shape=optim.decay_type,
         cooldown_steps=cooldown_steps_of_infinite(
             steps, tokens_per_step, optim.min_cooldown_tokens, optim.cooldown_fraction
         ),
@@ -589,8 +589,8 @@ def schedule_of(
 
 def peak_learning_rate(optim: Optim, sequences_per_step: int) -> float:
     """Returns the recipe's peak learning rate, or its base learning rate scaled to the batch."""
-    if optim.base_learning_rate is not None:
-        return learning_rate_for_batch(optim.base_learning_rate, sequences_per_step)
+    if optim.learning_rate_per_sequence is not None:
+        return learning_rate_for_batch(optim.learning_rate_per_sequence, sequences_per_step)
     return optim.learning_rate
 
 

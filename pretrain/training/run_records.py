@@ -19,6 +19,7 @@ from pretrain.data.manifest import MANIFEST_FILE, SPLITS
 from pretrain.data.shards import ShardReader
 from pretrain.data.vocabulary import vocabulary_text
 from pretrain.energy import EnergyMeter
+from pretrain.files import IS_CHECKOUT
 from pretrain.hardware import (
     DTYPES,
     describe_machine,
@@ -166,6 +167,8 @@ def package_versions(packages: Iterable[str]) -> dict[str, str]:
 
 def commit_of(folder: Path) -> str | None:
     """Returns the code's commit, with '+changes' if the working tree differs from it; None outside a repository."""
+    if not IS_CHECKOUT:  # an environment may lie within another project's repository
+        return None
     git = ["git", "-C", str(folder)]
     try:
         head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
@@ -313,7 +316,7 @@ def unusual_learning_rate(config: RunConfig, plan: RunPlan, overridden: frozense
         return None
     usual = OPTIMIZERS[optim.name].auto_rate(plan.parameters, plan.tokens_per_step)
     factor = stated / usual
-    setting = "optim.learning_rate" if optim.base_learning_rate is None else "optim.base_learning_rate"
+    setting = "optim.learning_rate" if optim.learning_rate_per_sequence is None else "optim.learning_rate_per_sequence"
     by_hand = {"optim", setting} & overridden
     another = "optim.name" in overridden and not by_hand
     far = FAR_FOR_ANOTHER_OPTIMIZER if another else FAR
@@ -331,10 +334,10 @@ def unusual_learning_rate(config: RunConfig, plan: RunPlan, overridden: frozense
 
 def benchmarks_without_steps(config: RunConfig) -> str | None:
     """Warns of benchmarks that never run, since the recipe does not say when; None if it does, or names none."""
-    evaluation = config.evaluation
-    if evaluation.every_steps or evaluation.every_tokens or evaluation == type(evaluation)():
+    benchmarks = config.benchmarks
+    if benchmarks.every_steps or benchmarks.every_tokens or benchmarks == type(benchmarks)():
         return None
-    return "evaluation: nothing is evaluated during training; give every_steps or every_tokens"
+    return "benchmarks: nothing is evaluated during training; give every_steps or every_tokens"
 
 
 def unhashed_blocks(readers: Mapping[str, ShardReader]) -> list[str]:

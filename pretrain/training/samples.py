@@ -18,8 +18,8 @@ class Sampling:
     """Choice of the next token: greedy, or sampled at `temperature` from the most likely."""
 
     max_new_tokens: int
-    temperature: float | None = None
-    """Temperature of sampling; None: greedy."""
+    temperature: float = 0.0
+    """Temperature of sampling; 0: greedy."""
     top_k: int | None = None
     """Number of most likely tokens to sample from; None: all."""
     seed: int = 0
@@ -65,7 +65,7 @@ def generate_text(
 
 def generation_arguments(model: PreTrainedModel, ids_BT: torch.Tensor, sampling: Sampling) -> dict:
     """Returns arguments for `model.generate` that override its generation config, except for special token IDs."""
-    if sampling.temperature is None:
+    if not sampling.temperature:
         choice = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
     else:
         choice = {"do_sample": True, "temperature": sampling.temperature, "top_k": sampling.top_k or 0}

@@ -64,25 +64,25 @@ def begin(run: Run, validation_readers: dict[str, ShardReader]) -> None:
         from pretrain.training.background_jobs import MirrorCopies
 
         run.mirror = MirrorCopies(config.output, config.checkpoint, run.log)
-    evaluation = config.evaluation
-    evaluates = steps_between(evaluation, run.plan, config.cadence) is not None
-    if evaluates and evaluation.where == "in_loop":
+    benchmarks = config.benchmarks
+    evaluates = steps_between(benchmarks, run.plan, config.interval_scale) is not None
+    if evaluates and benchmarks.where == "in_loop":
         from pretrain.training.benchmarks import Benchmarks
 
-        run.benchmarks = Benchmarks(config.output, evaluation, run.tokenizer)
+        run.benchmarks = Benchmarks(config.output, benchmarks, run.tokenizer)
         if run.strategy.ranks.is_main:
             run.benchmarks.begin()
     elif evaluates or (config.output / EVALUATIONS).exists():  # there may be leftovers of a crash to remove
         from pretrain.training.background_jobs import Evaluations
 
         run.evaluations = Evaluations(config.output, run.log, threads_beside(device))
-    if steps_between(config.diagnostics, run.plan, config.cadence) is not None:
+    if steps_between(config.diagnostics, run.plan, config.interval_scale) is not None:
         from pretrain.training.diagnostics import Diagnostics
 
         run.diagnostics = Diagnostics(run.strategy)
         run.diagnostics.attach()
     run.throughput = Throughput()
-    run.speed_guard = SpeedGuard(config.guard.speed_drop)
+    run.speed_guard = SpeedGuard(config.guard.throughput_drop)
     run.live = LiveFigures()
     run.logged_step = run.state.step
     run.watch.start()  # from here on a signal is a request, handled after the step
@@ -157,7 +157,7 @@ def _enter_stage(run: Run) -> None:
     length = stage.window.sequence_length
     _take_positions(run)
     run.watch.allow_compiling()
-    run.speed_guard = SpeedGuard(run.config.guard.speed_drop)
+    run.speed_guard = SpeedGuard(run.config.guard.throughput_drop)
     run.log.write(
         "stage",
         step=run.state.step,

@@ -2,7 +2,7 @@
 
     python -m pretrain_tools.evaluation.answers --tasks TASK ... --tokenizer FOLDER --output FILE.npz [--limit N]
 
-train.py starts it for `evaluation: {where: in_loop}`. The harness itself builds the requests and splits them into
+train.py starts it for `benchmarks: {where: in_loop}`. The harness itself builds the requests and splits them into
 tokens, as evaluate.py's model would; what it prints last, if it fails, becomes the run's warning.
 """
 
@@ -112,7 +112,7 @@ class Builder:
     def add(self, task: Any) -> str | None:
         """Adds a task's questions; returns why it cannot be scored here."""
         name = task.task_name
-        other = f"--tasks {name}: is not scored by the likelihood of one right answer; use where: same for it"
+        other = f"--tasks {name}: is not scored by the likelihood of one right answer; use where: blocking for it"
         questions = questions_of(task)
         if not questions:
             return other

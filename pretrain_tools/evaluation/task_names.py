@@ -3,7 +3,7 @@
     python -m pretrain_tools.evaluation.task_names --tasks TASK ... [--include_path FOLDER] [--eval_bundle FOLDER] \
         [--extensions FILE ...]
 
-prints what is wrong with a recipe's `evaluation`, one line each; train.py calls it before it starts.
+prints what is wrong with a recipe's `benchmarks`, one line each; train.py calls it before it starts.
 """
 
 import argparse
@@ -59,7 +59,7 @@ def task_problems(
     tasks: Iterable[str],
     include_path: Path | None,
     bundle: Path | None = None,
-    settings: tuple[str, str, str] = ("evaluation.tasks:", "evaluation.include_path:", "evaluation.eval_bundle:"),
+    settings: tuple[str, str, str] = ("benchmarks.tasks:", "benchmarks.include_path:", "benchmarks.eval_bundle:"),
 ) -> list[str]:
     """Lists what is wrong with the names of tasks and with the user's folders of tasks.
 

@@ -31,9 +31,10 @@ FAR_COMPUTE = 8.0
 """Compute, as a multiple of the largest run's, above which a prediction gets a warning."""
 SAME_DIRECTION = 0.98
 """Correlation of log N and log D above which alpha and beta cannot be told apart."""
-IRRELEVANT = ("seed", "output", "group", "branch_from", "model", "budget", "samples", "evaluation", "checkpoint",
-              "logging", "cadence", "export", "publish", "hub", "trackers", "tracking", "guard", "validation.every",
-              "batch.sequences_per_micro_batch", "compile", "attention", "activation_checkpointing")  # fmt: skip
+IRRELEVANT = ("seed", "output", "group", "branch_from", "model", "budget", "samples", "benchmarks", "checkpoint",
+              "logging", "interval_scale", "export", "publish", "hub", "trackers", "tracking", "guard",
+              "validation.every", "batch.sequences_per_micro_batch", "compile", "attention",
+              "activation_checkpointing")  # fmt: skip
 """Settings that do not affect the final loss enough to make two runs different experiments."""
 
 

@@ -199,7 +199,7 @@ def run_overrides(recipe: Path, changes: Sequence[tuple[str, str]], steps: int, 
     warmup = steps // 10 if warmup == "auto" else min(warmup, steps // 10)
     return [
         *(f"--{path}={value}" for path, value in changes),
-        *("--budget", f"{{steps: {steps}}}", "--precision", precision, "--trackers", "[]", "--cadence", "1"),
+        *("--budget", f"{{steps: {steps}}}", "--precision", precision, "--trackers", "[]", "--interval_scale", "1"),
         *("--optim.warmup_steps", str(warmup), "--logging.every_steps", "1"),
         *("--checkpoint", f"{{every_steps: {steps}, keep_last: 1}}", "--validation.every_steps", str(steps)),
     ]

@@ -203,7 +203,7 @@ def config_of_run(config: RunConfig, request: SweepRequest, seed: int, output: P
     }
     # The recipe's own checkpoint settings, multiplied by many runs, could fill the disk.
     if not any(path.startswith("checkpoint") for path, _ in request.changes):
-        kept = {"keep_last": 1, "keep_best": 0, "milestones_every": None, "mirror": None}
+        kept = {"keep_last": 1, "keep_best": 0, "keep_every": None, "mirror": None}
         update["checkpoint"] = config.checkpoint.model_copy(update=kept)
     return config.model_copy(update=update)
 

@@ -261,7 +261,7 @@ def size(budget: RunBudget, shape: Shape) -> Sized:
             candidates = others
             best = other
     if best is not None:
-        case = case.with_batch(sequences_per_micro_batch=best.micro_batch, reduce_once=best.reduces_once)
+        case = case.with_batch(sequences_per_micro_batch=best.micro_batch, no_sync=best.reduces_once)
     return Sized(budget, shape, case, candidates, best)
 
 

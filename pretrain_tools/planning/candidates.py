@@ -92,7 +92,7 @@ class Candidate:
     time: StepTime | None = None
     """Time of a step with the plan's micro-batch; None if none fits."""
     reduces_once: bool = False
-    """Sets batch.reduce_once: there is memory to reduce gradients once per step."""
+    """Sets batch.no_sync: there is memory to reduce gradients once per step."""
     notes: list[str] = field(default_factory=list)
     layout: Layout | None = None
 
@@ -247,7 +247,7 @@ def search_products(case: Case, wanted: int = BEST_PRODUCTS) -> list[Candidate]:
             continue
         most = case.run.config.batch.tokens_per_step // (case.run.config.data.sequence_length * layout.micro_batches)
         if most:
-            least = case.with_batch(reduce_once=True).step(layout, most).seconds
+            least = case.with_batch(no_sync=True).step(layout, most).seconds
             bounded.append((least, len(layout.sizes.named()), layout))
     bounded.sort(key=lambda each: each[:2])
     found: list[Candidate] = []
@@ -284,9 +284,9 @@ def could_run(run: PlannedRun, layout: Layout) -> bool:
 def timed(found: Candidate, layout: Layout, case: Case) -> Candidate:
     """Adds the time of a step; reduces gradients once per step if the strategy can, it fits and takes less time."""
     found = replace(found, time=case.step(layout, found.micro_batch), reduces_once=False)
-    if case.run.config.batch.reduce_once or not reduces_by_choice(layout, case.run.precision):
+    if case.run.config.batch.no_sync or not reduces_by_choice(layout, case.run.precision):
         return found
-    once = case.with_batch(reduce_once=True)
+    once = case.with_batch(no_sync=True)
     time = once.step(layout, found.micro_batch)
     if time.seconds >= found.step_seconds or not once.fits(once.memory(layout, found.micro_batch)):
         return found
@@ -388,8 +388,8 @@ def command_of(
     settings = [f"--{key} {value}" for key, value in overrides if key != "batch.sequences_per_micro_batch"]
     if candidate.micro_batch != config.batch.sequences_per_micro_batch or len(settings) != len(overrides):
         settings.append(f"--batch.sequences_per_micro_batch {candidate.micro_batch}")
-    if candidate.reduces_once and not config.batch.reduce_once:
-        settings.append("--batch.reduce_once true")
+    if candidate.reduces_once and not config.batch.no_sync:
+        settings.append("--batch.no_sync true")
     launcher, options = ("accelerate launch", "")
     if candidate.layout:
         launcher, options = (candidate.layout.launcher, candidate.layout.options)
@@ -423,7 +423,7 @@ def storage_of(config: RunConfig, work: RunWork) -> Storage:
         every = max(1, round(settings.every_tokens / work.tokens_per_step))
     # One more is written at the end.
     saves = work.steps // every + 1 if every else 1
-    milestones = work.steps // settings.milestones_every if settings.milestones_every else 0
+    milestones = work.steps // settings.keep_every if settings.keep_every else 0
     kept = min(saves, settings.keep_last + settings.keep_best) + milestones
     export = 4 if config.export.dtype == "fp32" else 2
     return Storage(checkpoint, kept, checkpoint * (kept + 1) + export * (work.sizes.total - work.sizes.terms))

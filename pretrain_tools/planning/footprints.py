@@ -190,7 +190,7 @@ def part_of_mesh(work: Work, layers: int, root: int, wanted: set[str], place: "P
     states = work.parameter_bytes * held
     resident = at_loss = states if work.accumulates else 0.0
     # What was reduced last is held until the step's last backward pass.
-    is_held = work.accumulates and shards > 1 and layout.pp == 1 and not work.run.config.batch.reduce_once
+    is_held = work.accumulates and shards > 1 and layout.pp == 1 and not work.run.config.batch.no_sync
     held_over = FP32 * root if is_held else 0.0
     outside = compute * root
     layer = compute * sizes.layer
@@ -221,7 +221,7 @@ def part_of_mesh(work: Work, layers: int, root: int, wanted: set[str], place: "P
         )
         gathered = 0.0
         reduced = layer
-    elif work.accumulates and work.run.config.batch.reduce_once:  # until the last backward pass has come to them
+    elif work.accumulates and work.run.config.batch.no_sync:  # until the last backward pass has come to them
         resident = at_loss = FP32 * elements
         gradients += FP32 * (sizes.root + sizes.layer)
     moments = {
@@ -249,7 +249,7 @@ def activations_of_stages(work: Work, place: Place) -> dict[str, float]:
     settings = work.run.config.pipeline
     schedule = STAGE_LAYOUTS[settings.schedule]
     act = work.activations_in_bf16
-    microbatches = len(schedule.owners(work.layout.pp)) * settings.microbatch_scale
+    microbatches = len(schedule.owners(work.layout.pp)) * settings.microbatches_per_stage
     per_layer = act.per_layer(work.sequences) + (1 - work.recomputed) * work.kept_by_exchanges
     # Until those of the weights follow, torch keeps the gradients of each product's results.
     per_waiting_layer = work.compute * work.tokens * results_of_layer(work.sizes)
@@ -306,7 +306,7 @@ def by_deepspeed(work: Work) -> Memory:
     states = FP32 * sizes.total * share + work.optimizer_bytes(share)
     weights = compute * sizes.total * (share if stage == 3 else 1.0)
     gradients, buckets = zero_gradients(work, stage, share, settings)
-    unreduced = FP32 * sizes.total if work.run.config.batch.reduce_once and work.accumulates and stage > 1 else 0.0
+    unreduced = FP32 * sizes.total if work.run.config.batch.no_sync and work.accumulates and stage > 1 else 0.0
     gathered = 0.0
     if stage == 3:  # layers stay gathered up to this number of elements, or until their next use is further away
         gathered = compute * min(sizes.total, max(settings.get("stage3_max_live_parameters", 1e9), 2 * sizes.layer))

@@ -198,7 +198,7 @@ def small_disk(config: RunConfig, run: RunPlan) -> str | None:
     return (
         f"disk: checkpoints and the final model take up to {bytes_text(storage.total)} ({storage.kept} kept of "
         f"{bytes_text(storage.checkpoint)} each, one being written), {place} has {bytes_text(free)} for them; lower "
-        "checkpoint.keep_last or milestones_every, or choose another --output"
+        "checkpoint.keep_last or keep_every, or choose another --output"
     )
 
 

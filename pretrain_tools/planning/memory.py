@@ -426,7 +426,7 @@ class PlannedRun:
             held = held.in_parts(layout.tp)
         if layout.pp > 1:  # a forward pass has one pipeline microbatch
             pipeline = config.pipeline
-            parts = STAGE_LAYOUTS[pipeline.schedule].stages_per_rank * pipeline.microbatch_scale
+            parts = STAGE_LAYOUTS[pipeline.schedule].stages_per_rank * pipeline.microbatches_per_stage
             sequences = max(1, sequences // parts)
         return Work(part, layout, sizes, held, whole, sequences, accumulates)
 

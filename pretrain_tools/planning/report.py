@@ -254,7 +254,7 @@ def plan_verdict(plan: Plan) -> list[str]:
     if plan.recommended is None:
         return lines_of("plan.j2", "verdict", plan, "", "")
     chosen = plan.recommended
-    co2 = co2_text(plan.kilowatt_hours, plan.config.energy.grid_grams_per_kwh)
+    co2 = co2_text(plan.kilowatt_hours, plan.config.energy.carbon_grams_per_kwh)
     slower = next_best(chosen, plan.candidates)
     reasons = [reason_of(chosen, plan.candidates), f"Of a step of {chosen.step_seconds:.3g} s: {shares_of(chosen)}."]
     reasons += [difference(slower, chosen)] if slower else []

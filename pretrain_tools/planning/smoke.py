@@ -79,7 +79,7 @@ def smoke_test(config: RunConfig, strategy: Strategy, train: Callable[[RunConfig
             verdicts["memory as planned"] = memory_problem(measured, planned_memory(strategy, config).total)
         if "expert_entropy_min" in trained[0]:
             verdicts["tokens spread over the experts"] = spread_verdict(trained, run.model_config)
-        if config.optim.width_transfer == "mup":
+        if config.optim.parametrization == "mup":
             peak = config.optim.learning_rate or run.peak_learning_rate
             verdicts["changes at any width"] = width_verdict(config.optim, run.model_config, peak)
         for name, problem in verdicts.items():
@@ -94,13 +94,13 @@ def short(config: RunConfig, folder: Path, half: int) -> RunConfig:
     """Copies the recipe with everything that a smoke test checks, and without trackers, evaluations or uploads."""
     every_half = {"every_steps": half, "every_tokens": None}
     sections = {
-        "checkpoint": {**every_half, "keep_last": 9, "at_end": True, "mirror": None},
+        "checkpoint": {**every_half, "keep_last": 9, "save_final": True, "mirror": None},
         "validation": {**every_half, "sequences": min(config.validation.sequences, 64)},
-        "evaluation": {"every_steps": None, "every_tokens": None},
+        "benchmarks": {"every_steps": None, "every_tokens": None},
         "logging": {"every_steps": 1},
     }
     update = {name: getattr(config, name).model_copy(update=values) for name, values in sections.items()}
-    return config.model_copy(update={**update, "output": folder, "cadence": 1.0, "trackers": []})
+    return config.model_copy(update={**update, "output": folder, "interval_scale": 1.0, "trackers": []})
 
 
 def loss_verdict(events: list[dict], most: float) -> str | None:

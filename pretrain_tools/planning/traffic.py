@@ -82,7 +82,7 @@ class Step:
     @property
     def reductions(self) -> int:
         """Reductions of gradients over the processes that shard them; a pipeline holds them whole until the last."""
-        return 1 if self.config.batch.reduce_once or self.work.layout.pp > 1 else self.micro_steps
+        return 1 if self.config.batch.no_sync or self.work.layout.pp > 1 else self.micro_steps
 
     @property
     def forward_passes(self) -> int:
@@ -234,7 +234,7 @@ def pipeline_microbatches(config: RunConfig, layout: Layout) -> int:
     """Returns the microbatches of a micro-step; 1 without a pipeline."""
     if layout.pp == 1:
         return 1
-    return len(STAGE_LAYOUTS[config.pipeline.schedule].owners(layout.pp)) * config.pipeline.microbatch_scale
+    return len(STAGE_LAYOUTS[config.pipeline.schedule].owners(layout.pp)) * config.pipeline.microbatches_per_stage
 
 
 def uneven(layout: Layout, layers: int) -> float:
@@ -270,7 +270,7 @@ def offload_seconds(layout: Layout, parameters: int) -> float:
 
 
 def reduces_by_choice(layout: Layout, precision: str) -> bool:
-    """Tells where batch.reduce_once trades memory for communication; elsewhere it is so anyway, or refused."""
+    """Tells where batch.no_sync trades memory for communication; elsewhere it is so anyway, or refused."""
     if layout.is_mesh:
         return layout.sharing_states > 1 and layout.pp == 1
     # DeepSpeed adds gradients that it does not reduce up in the dtype of the weights.

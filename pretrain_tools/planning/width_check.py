@@ -61,15 +61,15 @@ def narrow_copy(config: PreTrainedConfig) -> PreTrainedConfig:
             return copy
         except InputError:
             continue
-    raise InputError("optim.width_transfer: no small copy of this architecture can be built at several widths")
+    raise InputError("optim.parametrization: no small copy of this architecture can be built at several widths")
 
 
-def changes_of(optim: Optim, config: PreTrainedConfig, base_width: int, learning_rate: float, seed: int) -> Growth:
+def changes_of(optim: Optim, config: PreTrainedConfig, mup_base_width: int, learning_rate: float, seed: int) -> Growth:
     """Measures the changes of the hidden states of every layer, and of the logits."""
-    settings = optim.model_copy(update={"base_width": base_width}) if optim.width_transfer == "mup" else optim
+    settings = optim.model_copy(update={"mup_base_width": mup_base_width}) if optim.parametrization == "mup" else optim
     model = build_model(config, seed=seed)
-    if settings.base_width:
-        scales = initial_scales(config, settings.base_width)
+    if settings.mup_base_width:
+        scales = initial_scales(config, settings.mup_base_width)
         # build_model initializes as for the standard parametrization; muP's initial scales come on top.
         for name, parameter in model.named_parameters():
             parameter.data *= scales.get(name, 1.0)

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from pretrain.files import ROOT
+from pretrain.files import PACKAGES
 from pretrain_tools.profiling.trace_events import BACKWARD, FORWARD, UPDATE, WAITING_FOR_DATA
 
 METHODS = ("item", "tolist", "cpu", "numpy", "nonzero", "__bool__", "__int__", "__float__", "__index__")
@@ -25,7 +25,7 @@ SPELLED = {"__bool__": "bool()", "__int__": "int()", "__float__": "float()", "__
 PASSED_OVER = (str(Path(torch.__file__).parent), __file__, warnings.__file__)
 """Paths whose frames are skipped to find the responsible line."""
 READS_OF_THE_HOST = tuple(
-    str(ROOT / "pretrain" / name) for name in ("model/cpu_attention", "parallel/pipeline_stages")
+    str(PACKAGES / "pretrain" / name) for name in ("model/cpu_attention", "parallel/pipeline_stages")
 )
 """Code that reads tensors which are on the host even if there is a GPU; in a CPU run they cannot be told apart."""
 PHASES = (WAITING_FOR_DATA, FORWARD, BACKWARD, UPDATE)
@@ -120,7 +120,7 @@ class SyncLines:
 def short_path(path: str) -> str:
     """Shortens a path: relative to the project's root, or to site-packages for a library."""
     inside = Path(path)
-    if inside.is_relative_to(ROOT) and ".venv" not in inside.parts:
-        return str(inside.relative_to(ROOT))
+    if inside.is_relative_to(PACKAGES) and ".venv" not in inside.parts:
+        return str(inside.relative_to(PACKAGES))
     _, packages, rest = path.rpartition("site-packages/")
     return rest if packages else path

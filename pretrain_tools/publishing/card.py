@@ -38,7 +38,7 @@ def write_card(facts: Facts, folder: Path) -> None:
 def model_card(facts: Facts, *, has_picture: bool) -> str:
     """Renders the whole card: Markdown with YAML metadata in front."""
     text = yaml.safe_dump(without_folders(facts.config), sort_keys=False, allow_unicode=True).rstrip()
-    grid = facts.setting("energy.grid_grams_per_kwh")
+    grid = facts.setting("energy.carbon_grams_per_kwh")
     joules = facts.history.joules
     return render(
         "card.md.j2",
@@ -122,7 +122,7 @@ def metadata(facts: Facts) -> str:
 def emissions(facts: Facts) -> dict[str, Any] | None:
     """Returns the Hub's metadata on CO2; None if the energy or the grid is not known."""
     joules = facts.history.joules
-    grams = facts.setting("energy.grid_grams_per_kwh")
+    grams = facts.setting("energy.carbon_grams_per_kwh")
     if joules is None or grams is None:
         return None
     return {

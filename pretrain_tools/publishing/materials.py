@@ -209,7 +209,7 @@ def environment_entry(facts: Facts) -> Entry:
     if facts.history.joules is None:
         return {}
     kilowatt_hours = facts.history.joules / JOULES_PER_KWH
-    grams = facts.setting("energy.grid_grams_per_kwh")
+    grams = facts.setting("energy.carbon_grams_per_kwh")
     energy = {"value": round(kilowatt_hours, 6), "unit": "kWh"}
     provider = {
         "description": "who provided the energy is not recorded",
@@ -221,7 +221,7 @@ def environment_entry(facts: Facts) -> Entry:
     if grams is not None:
         tonnes = float(f"{kilowatt_hours * grams / GRAMS_PER_TONNE:.6g}")
         consumption["co2CostEquivalent"] = {"value": tonnes, "unit": "tCO2eq"}
-    consumption["properties"] = properties_of({"energy_is": facts.start.get("energy"), "grid_grams_per_kwh": grams})
+    consumption["properties"] = properties_of({"energy_is": facts.start.get("energy"), "carbon_grams_per_kwh": grams})
     return {"energyConsumptions": [consumption]}
 
 

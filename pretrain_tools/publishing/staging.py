@@ -85,10 +85,10 @@ def find_publishable(run: Path, *, steps: list[int | str], milestones: bool, fin
 
 
 def _milestones(run: Path, checkpoints: dict[int, Path], final: bool) -> list[int]:
-    every = setting(read_config(run), "checkpoint.milestones_every")
+    every = setting(read_config(run), "checkpoint.keep_every")
     if not every:
         raise InputError(
-            f"--milestones: the recipe of {run} keeps none (checkpoint.milestones_every); give --checkpoint STEP"
+            f"--milestones: the recipe of {run} keeps none (checkpoint.keep_every); give --checkpoint STEP"
         )
     kept = [step for step in checkpoints if step % every == 0]
     if not kept and not final:

@@ -102,7 +102,7 @@ def results_of(history: History, status: RunStatus) -> dict[str, str]:
         "peak memory": text_of(max(filter(is_number, peaks), default=None), bytes_text),
     }
     if history.joules is not None:
-        grid = setting(read_config(history.folder), "energy.grid_grams_per_kwh")
+        grid = setting(read_config(history.folder), "energy.carbon_grams_per_kwh")
         results["energy"] = energy_text(history.joules, history.last("start").get("energy"), grid)
     for key, name in MEASURES.items() if history.of("diagnostics") else ():
         values = list(filter(is_number, history.last("diagnostics")[key]))

@@ -97,7 +97,7 @@ def test_retention_keeps_the_newest_the_best_and_milestones():
 
     assert kept(keep_last=2) == {500, 600}
     assert kept(keep_last=1, keep_best=2) == {600, 200, 300}
-    assert kept(keep_last=1, milestones_every=200) == {600, 200, 400}
+    assert kept(keep_last=1, keep_every=200) == {600, 200, 400}
 
 
 def test_large_groups_are_split_by_tensor_with_an_index(tmp_path, monkeypatch):
@@ -152,7 +152,7 @@ def test_a_save_in_the_background_keeps_what_was_there_when_it_began(tmp_path, m
         save_file(tensors, path, **named)
 
     monkeypatch.setattr("pretrain.checkpoint.checkpoints.save_file", write_late)
-    checkpoints = Checkpoints(tmp_path, ranks_of(), config.Checkpoint(in_background=True))
+    checkpoints = Checkpoints(tmp_path, ranks_of(), config.Checkpoint(async_save=True))
     transposed = torch.arange(6.0, device=device).view(2, 3).t()
     tensors = {"a.weight": transposed, "a.bias": torch.ones(3, device=device)}
     for step in (1, 2):

@@ -19,7 +19,7 @@ from support.mirrors import ROLLBACK, copier_of, copy_all, lose, steps_there, wr
 
 def test_the_newest_is_copied_first_and_pruned_as_in_the_run(tmp_path):
     run, mirror = write_run(tmp_path / "run", (4,)), tmp_path / "mirror"
-    copier = copier_of(run, mirror, keep_last=2, milestones_every=5)
+    copier = copier_of(run, mirror, keep_last=2, keep_every=5)
     copy_all(copier)
     for step in (5, 8, 9, 10):
         write_checkpoint(run, step)
@@ -36,7 +36,7 @@ def test_the_newest_is_copied_first_and_pruned_as_in_the_run(tmp_path):
 def test_what_came_and_went_is_left_out_and_milestones_follow(tmp_path):
     """A mirror that was busy: the newest at once, a milestone later, what was pruned meanwhile never."""
     run, mirror = write_run(tmp_path / "run", (4,)), tmp_path / "mirror"
-    copier = copier_of(run, mirror, keep_last=1, milestones_every=5)
+    copier = copier_of(run, mirror, keep_last=1, keep_every=5)
     copy_all(copier)
     for step in (5, 7, 9):
         write_checkpoint(run, step)
@@ -204,8 +204,8 @@ def test_a_mirror_whose_identity_is_damaged_while_the_run_trains(tmp_path, conte
 def test_a_damaged_copy_takes_the_place_of_no_whole_one(tmp_path):
     """The folder has it no more, so that nothing can replace it; it goes when its turn comes."""
     run, mirror = write_run(tmp_path / "run", (4, 8)), tmp_path / "mirror"
-    copy_all(copier_of(run, mirror, milestones_every=4))
-    copy_all(copier_of(run, mirror, milestones_every=4))
+    copy_all(copier_of(run, mirror, keep_every=4))
+    copy_all(copier_of(run, mirror, keep_every=4))
     remove(run / "checkpoints/step-00000004")
     (mirror / "run/checkpoints/step-00000004/model.safetensors").write_bytes(b"")
     copier = copier_of(run, mirror, keep_last=2)

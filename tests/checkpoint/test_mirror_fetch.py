@@ -24,7 +24,7 @@ from support.mirrors import ROLLBACK, copier_of, copy_all, lose, steps_there, wr
 def lost(tmp_path):
     """A run of two checkpoints on its mirror, whose own disk is gone: (its folder, the mirror, the settings)."""
     run, mirror = write_run(tmp_path / "run", (4, 8)), tmp_path / "mirror"
-    copier = copier_of(run, mirror, milestones_every=4)
+    copier = copier_of(run, mirror, keep_every=4)
     copy_all(copier)
     copy_all(copier)
     assert steps_there(mirror) == [4, 8]
@@ -238,7 +238,7 @@ def whole(tmp_path_factory):
     (run / ".final").mkdir()
     (run / ".final/config.json").write_text('{"model_type": "llama", "vocab_size": 512}')
     commit(run / ".final", run / "final", {})
-    copier = copier_of(run, base / "mirror", milestones_every=4)
+    copier = copier_of(run, base / "mirror", keep_every=4)
     copy_all(copier)
     copy_all(copier)
     shutil.rmtree(run / "mirror")
@@ -252,7 +252,7 @@ def harmed(whole, tmp_path, monkeypatch, file, harm):
     path = tmp_path / "mirror/run" / file
     assert path.exists()
     HARMS[harm](path)
-    settings = Checkpoint(mirror=str(tmp_path / "mirror"), mirror_wait_seconds=1, milestones_every=4)
+    settings = Checkpoint(mirror=str(tmp_path / "mirror"), mirror_wait_seconds=1, keep_every=4)
     return tmp_path / "run", tmp_path / "mirror", settings
 
 
@@ -283,7 +283,7 @@ def test_a_damaged_small_file_costs_a_lost_disk_what_it_holds(whole, tmp_path, m
     assert all((run / name).read_bytes() == (whole / "run" / name).read_bytes() for name in kept)
     assert file not in kept
     write_run(run, (12,))  # training goes on; what a start writes down again is in train.py's hands
-    copier = copier_of(run, mirror, milestones_every=4)
+    copier = copier_of(run, mirror, keep_every=4)
     copy_all(copier)
     assert same_files(run, mirror) == []
     left = {name for name in copier.status["damaged"] if not (run / name).exists()}
@@ -303,7 +303,7 @@ def test_a_damaged_small_file_is_cured_from_a_folder(whole, tmp_path, monkeypatc
     fetch_from_mirror(run, settings, Ranks())
     found = 4 if is_behind and "step-00000008/" in file else 8
     assert latest_step(run) == found and claim_of(run)["problem"] is None
-    copier = copier_of(run, mirror, milestones_every=4)
+    copier = copier_of(run, mirror, keep_every=4)
     copy_all(copier)
     if found == 4:
         write_checkpoint(run, 8, rollbacks=1)

@@ -146,7 +146,7 @@ def test_a_mean_of_fewer_tasks_is_not_core(bundle, tmp_path):
     text = refused(["core/copa"], small)
     assert "jeopardy is of type schemata; did you mean schema?" in text and "gives unknown no Random baseline" in text
     (problem,) = task_problems(["core"], None)  # as a recipe is checked
-    assert problem.startswith("evaluation.tasks: core: ") and "evaluation.eval_bundle:" in problem
+    assert problem.startswith("benchmarks.tasks: core: ") and "benchmarks.eval_bundle:" in problem
 
 
 def test_an_item_that_is_none_is_named(bundle, model_folder, tmp_path):

@@ -49,8 +49,8 @@ def test_names_that_a_recipe_may_give(tmp_path):
     (tmp_path / "mine.yaml").write_text("task: mine\ntag: [ours, theirs]\ndataset_path: json\n")
     assert task_problems(["base", "mine", "ours", "blimp_*", "mmlu", "mmlu_anatomy"], tmp_path) == []
     (problem,) = task_problems(["helaswag"], tmp_path)
-    assert problem.startswith("evaluation.tasks: helaswag: no such task") and "did you mean hellaswag?" in problem
+    assert problem.startswith("benchmarks.tasks: helaswag: no such task") and "did you mean hellaswag?" in problem
     assert "no such task" in task_problems([f"{tmp_path}/gone.yaml"], None)[0]
-    assert task_problems(["base"], tmp_path / "nowhere")[0].startswith("evaluation.include_path: ")
+    assert task_problems(["base"], tmp_path / "nowhere")[0].startswith("benchmarks.include_path: ")
     (tmp_path / "empty").mkdir()
     assert "holds no .yaml file with a task" in task_problems(["base"], tmp_path / "empty")[0]

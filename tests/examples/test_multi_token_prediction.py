@@ -124,7 +124,7 @@ class Trained(loss_terms.LossTerm):
 def test_parameters_without_a_rate_by_width_are_refused(monkeypatch):
     monkeypatch.setitem(LOSS_TERMS, "trained", Trained)
     (problem,) = loss_terms.term_problems(Loss(terms={"trained": None}), "auto", scales_width=True)
-    assert "width_transfer" in problem
+    assert "parametrization" in problem
 
 
 def test_a_checkpoint_with_other_parameters_is_refused():

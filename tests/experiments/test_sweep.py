@@ -224,7 +224,7 @@ def test_a_killed_sweep_is_continued_and_then_reported(recipe, tmp_path):
 
     # The same command finds all done; another is refused, and leaves it.
     plan = json.loads((output / "plan.json").read_text())
-    del plan["plan"]["guard.window"]  # as if the setting were newer than the sweep
+    del plan["plan"]["guard.loss_window"]  # as if the setting were newer than the sweep
     (output / "plan.json").write_text(json.dumps(plan))
     lines = (run / "metrics.jsonl").read_text()
     again = sweep(recipe, output, *arguments)

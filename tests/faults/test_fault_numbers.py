@@ -10,7 +10,7 @@ from pretrain.files import damage
 from support.faults import EVERYTHING, end_of, launch_with_faults, tell
 from support.project import events, losses
 
-TOLERANT = ["--guard.distance", 0, "--validation.every_steps", 50]
+TOLERANT = ["--guard.rollback_steps", 0, "--validation.every_steps", 50]
 
 
 def without_times(run, *names):
@@ -32,7 +32,7 @@ def test_bad_steps_and_a_copy_that_differs(recipe, tmp_path):
         *({"where": "forward", "step": step, "what": "nan"} for step in (6, 7, 8)),
         {"where": "forward", "step": 10, "what": "change", "rank": 1},
     ]
-    settings = ["--config", recipe, *TOLERANT, "--guard.compare_copies_every_steps", 2]
+    settings = ["--config", recipe, *TOLERANT, "--guard.replica_check_every_steps", 2]
     settings += ["--averaging", "{kind: tail, every_steps: 1, tail_fraction: 1.0}"]
     runs = ["one", "two"] if EVERYTHING else ["one"]
     for name in runs:
@@ -71,7 +71,7 @@ def test_spikes_are_rolled_back_three_times_and_then_stop_the_run(recipe, tmp_pa
     run = tmp_path / "run"
     ended = launch_with_faults(
         tmp_path / "notes", "single", 1, "--config", recipe, "--output", run, "--budget.steps", 30, *TOLERANT,
-        "--guard.distance", 2, faults=spikes,
+        "--guard.rollback_steps", 2, faults=spikes,
     )  # fmt: skip
     assert end_of(run)["code"] == 16, ended.output
     assert "3 earlier rollbacks" in end_of(run)["reason"]
@@ -89,8 +89,8 @@ def test_a_rollback_may_halve_the_rate_and_read_the_same_again_and_a_run_end_wit
     spikes = [{"where": "forward", "step": step, "what": "spike"} for step in (13, 14, 15)]
     run = tmp_path / "run"
     settings = [
-        "--config", recipe, "--output", run, "--budget.steps", 18, *TOLERANT, "--guard.roll_back",
-        "halve_learning_rate", "--optim.schedule", "constant", "--checkpoint.at_end", "false",
+        "--config", recipe, "--output", run, "--budget.steps", 18, *TOLERANT, "--guard.on_spike",
+        "halve_learning_rate", "--optim.schedule", "constant", "--checkpoint.save_final", "false",
     ]  # fmt: skip
     ended = launch_with_faults(tmp_path / "notes", "single", 1, *settings, faults=spikes)
     assert end_of(run)["code"] == ended.code == 0, ended.output

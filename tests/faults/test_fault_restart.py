@@ -82,7 +82,7 @@ def test_a_crash_at_the_same_step_every_time(recipe, tmp_path):
     """The launcher would start it again and again."""
     crash = [{"where": "forward", "step": 6, "what": "error", "always": True}]
     run = launch_with_faults(
-        tmp_path / "notes", "ddp", 2, *arguments(recipe, tmp_path / "run"), "--checkpoint.in_background", "false",
+        tmp_path / "notes", "ddp", 2, *arguments(recipe, tmp_path / "run"), "--checkpoint.async_save", "false",
         faults=crash, launcher=["--max_restarts", 6],
     )  # fmt: skip
     assert run.code != 0 and not run.left

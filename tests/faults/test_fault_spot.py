@@ -99,7 +99,7 @@ def test_a_mirror_that_cannot_be_written_blocks_no_start(recipe, tmp_path):
     run, mirror = tmp_path / "run", tmp_path / "mirror"
     settings = ["--config", recipe, "--checkpoint.mirror", f"faulty://{mirror}", "--checkpoint.mirror_wait_seconds", 1]
     settings += ["--output", run]
-    first = launch_with_faults(tmp_path / "first", "single", 1, *settings, "--checkpoint.pause_at", 8)
+    first = launch_with_faults(tmp_path / "first", "single", 1, *settings, "--checkpoint.stop_at_step", 8)
     assert steps_there(mirror)[-1] == 8, first.output
     (mirror / "run/run.json").write_text("{")
     (tmp_path / "mirror.faults").write_text('{"errno": "EROFS"}')

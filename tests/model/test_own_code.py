@@ -48,7 +48,7 @@ def logits_elsewhere(folder, tmp_path):
 
 
 def test_it_trains_resumes_with_changed_code_and_loads_anywhere(own, tmp_path):
-    run_script("train.py", "--config", own, "--trust_remote_code", "--checkpoint.pause_at", "2", check=False)
+    run_script("train.py", "--config", own, "--trust_remote_code", "--checkpoint.stop_at_step", "2", check=False)
     path = tmp_path / "mine/modeling_mine.py"
     path.write_text(path.read_text() + "\n# A remark.\n")
     resumed = run_script("train.py", "--config", own, "--trust_remote_code")
@@ -67,8 +67,8 @@ def test_it_trains_resumes_with_changed_code_and_loads_anywhere(own, tmp_path):
 
 @pytest.mark.parametrize("strategy", ["fsdp2", "zero3"])
 def test_strategies_train_it_alike(own, tmp_path, strategy):
-    run_script("train.py", "--config", own, "--trust_remote_code", "--checkpoint.at_end", "false")
-    told = ("--output", tmp_path / strategy, "--checkpoint.at_end", "false")
+    run_script("train.py", "--config", own, "--trust_remote_code", "--checkpoint.save_final", "false")
+    told = ("--output", tmp_path / strategy, "--checkpoint.save_final", "false")
     launch(strategy, 2, "train.py", "--config", own, "--trust_remote_code", *told)
     assert losses(tmp_path / strategy) == pytest.approx(losses(tmp_path / "run"), rel=1e-5)
     assert len(events(tmp_path / strategy, "start")) == 1

@@ -137,7 +137,7 @@ def test_it_keeps_documents_apart_resumes_and_loads_again(own, tmp_path):
     # Of the last check of final/, by the library's own forward pass.
     assert "each document alone" in told
     run_script(
-        "train.py", "--config", own, "--output", tmp_path / "resumed", "--checkpoint.pause_at", "2", check=False
+        "train.py", "--config", own, "--output", tmp_path / "resumed", "--checkpoint.stop_at_step", "2", check=False
     )
     run_script("train.py", "--config", own, "--output", tmp_path / "resumed")
     assert losses(tmp_path / "resumed") == losses(unbroken)

@@ -56,7 +56,7 @@ def test_linear_by_hand():
 
 def test_a_recipe_can_name_every_schedule_and_every_shape_of_a_decay_and_no_other():
     settings = config.Optim.model_fields
-    assert set(get_args(settings["decay_shape"].annotation)) == set(DECAY_SHAPES)
+    assert set(get_args(settings["decay_type"].annotation)) == set(DECAY_SHAPES)
 
 
 def test_warmup_stable_decay_by_hand():
@@ -102,9 +102,9 @@ def test_square_root_scaling_by_hand():
 
 
 def test_a_run_takes_the_rate_of_its_batch_or_of_its_size(recipe):
-    """base_learning_rate by the square root of the batch of four sequences, auto by the law; then warmup."""
+    """learning_rate_per_sequence by the square root of the batch of four sequences, auto by the law; then warmup."""
     scaled = derive(
-        read_run_config(recipe, [("optim.base_learning_rate", "1e-3"), ("batch.tokens_per_step", "1024")]), 1
+        read_run_config(recipe, [("optim.learning_rate_per_sequence", "1e-3"), ("batch.tokens_per_step", "1024")]), 1
     )
     assert scaled.peak_learning_rate == pytest.approx(4e-3) and scaled.learning_rate(1) == pytest.approx(4e-3)
     assert scaled.learning_rate(0) == pytest.approx(2e-3), "two steps of warmup"

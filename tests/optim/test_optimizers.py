@@ -90,7 +90,7 @@ def rates_by_name(name: str, **settings) -> dict[str, tuple[float, float]]:
 
 @pytest.mark.parametrize(("name", "hidden"), [("adamw", 1 / 4), ("adafactor", 1 / 4), ("muon", 1 / 2)])
 def test_under_mup_rates_fall_with_the_inputs_that_grow_and_the_decay_of_a_step_stays(name, hidden):
-    found = rates_by_name(name, width_transfer="mup", base_width=16, weight_decay=0.1)
+    found = rates_by_name(name, parametrization="mup", mup_base_width=16, weight_decay=0.1)
     assert found.pop("lm_head.weight") == (1 / 4, 0.4)
     for parameter, (scale, decay) in found.items():
         is_hidden = "proj" in parameter
@@ -100,14 +100,14 @@ def test_under_mup_rates_fall_with_the_inputs_that_grow_and_the_decay_of_a_step_
 
 def test_without_mup_and_at_the_base_width_there_is_one_rate():
     assert {scale for scale, _ in rates_by_name("muon").values()} == {1.0}
-    assert {scale for scale, _ in rates_by_name("adamw", width_transfer="mup", base_width=64).values()} == {1.0}
+    assert {scale for scale, _ in rates_by_name("adamw", parametrization="mup", mup_base_width=64).values()} == {1.0}
 
 
 @pytest.mark.parametrize("name", ["adamw", "adafactor", "muon"])
 def test_groups_have_rates_of_their_own_beside_those_by_width(name):
     rates = {"embedding": 0.02, "head": 0.005, "matrices": 0.04, "scalars": 0.001}
-    plain = rates_by_name(name, width_transfer="mup", base_width=16)
-    found = rates_by_name(name, width_transfer="mup", base_width=16, group_learning_rates=rates)
+    plain = rates_by_name(name, parametrization="mup", mup_base_width=16)
+    found = rates_by_name(name, parametrization="mup", mup_base_width=16, group_learning_rates=rates)
     wanted = {"model.embed_tokens.weight": 2, "lm_head.weight": 0.5, "model.norm.weight": 0.1}
     wanted |= dict.fromkeys([parameter for parameter in plain if "proj" in parameter], 4)
     for parameter, share in wanted.items():
@@ -547,7 +547,7 @@ def test_an_optimizer_is_added_by_one_class_and_one_line(monkeypatch):
         optim=Optim(learning_rate=0.01).model_copy(update={"name": "sign_sgd"}),
         precision="fp32",
         compile="none",
-        batch=SimpleNamespace(reduce_once=False),
+        batch=SimpleNamespace(no_sync=False),
     )
     assert Strategy.problems(config, "ddp") == []
     (problem,) = Zero.problems(config, "zero1")

@@ -99,7 +99,7 @@ PRESETS = {
     "moe cp4": "cp",
 }
 """Products that train under launcher files of their own."""
-OPTIONS = {"dense pp2 dp_replicate2": ["--pipeline.microbatch_scale", "2"]}
+OPTIONS = {"dense pp2 dp_replicate2": ["--pipeline.microbatches_per_stage", "2"]}
 """Settings of one product: microbatches that are smaller than they need be."""
 IN_FP8 = ["--precision", "fp8"]
 ROUNDED = ["--optim.name", "adafactor", "--optim.stochastic_rounding", "true", "--averaging.kind", "none"]
@@ -339,7 +339,7 @@ def runs(shards, tmp_path_factory) -> Path:
         single.append(run_alone(case, "clipped bf16 alone", *CLIP, *bf16))
         special.append(run(case, "clipped bf16 compiled", "mesh", *COMPILED_CLIP, **compiled))
         case = ("adamw", "dense", Sizes(dp_replicate=2, dp_shard=2))
-        special.append(run(case, "reduced once", "hsdp", "--batch.reduce_once", "true"))
+        special.append(run(case, "reduced once", "hsdp", "--batch.no_sync", "true"))
     if HAS_FP8:
         in_fp8 = ("adamw", "moe", Sizes(dp_replicate=2, dp_shard=2, ep=2))
         single.append(run_alone(in_fp8, "fp8 alone", *IN_FP8, emulates_fp8=True))
@@ -389,7 +389,7 @@ def test_every_product_trains_as_one_process_does(runs, name):
     steps = steps_of(name)
     described = json.loads((found / "strategy.json").read_text())
     assert described["mesh"] == sizes.named() and described["data_parallel_size"] == sizes.batch
-    assert described["reduce_once"] == (sizes.pp > 1 or sizes.fsdp == 1)
+    assert described["no_sync"] == (sizes.pp > 1 or sizes.fsdp == 1)
     wanted = first(losses(expected), steps)
     assert losses(found).keys() == wanted.keys()
     assert all(math.isclose(loss, wanted[step], rel_tol=1e-6) for step, loss in losses(found).items())
@@ -439,7 +439,7 @@ def test_compiled_products_in_bf16_clip_heads_as_one_process_does(runs):
 @pytest.mark.skipif(not EVERYTHING, reason="STRATEGIES=all")
 def test_shards_and_copies_that_reduce_once_train_as_one_process_does(runs):
     expected, found = runs / alone("adamw", "dense", Sizes()), runs / "reduced once"
-    assert json.loads((found / "strategy.json").read_text())["reduce_once"]
+    assert json.loads((found / "strategy.json").read_text())["no_sync"]
     assert losses(found) == pytest.approx(first(losses(expected), SHORT), rel=1e-6)
     assert norms(found) == pytest.approx(first(norms(expected), SHORT), rel=NORM)
 

@@ -84,7 +84,7 @@ def test_what_the_operator_needs_is_named_before_the_start(
     monkeypatch.setattr(zero.Strategy, "problems", classmethod(lambda cls, config, name: []))
     refusals = zero.Zero.problems(
         SimpleNamespace(
-            optim=Optim(learning_rate=1e-3), averaging=Averaging(), batch=SimpleNamespace(reduce_once=False),
+            optim=Optim(learning_rate=1e-3), averaging=Averaging(), batch=SimpleNamespace(no_sync=False),
             precision="fp32",
         ),
         "zero3_offload_nvme",

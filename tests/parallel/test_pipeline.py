@@ -135,7 +135,7 @@ def test_whatever_is_accepted_can_be_split(launched, lengthening):
     ):
         second = recipe.data.stages[1].model_copy(update={"sequence_length": longer})
         data = recipe.data.model_copy(update={"stages": [recipe.data.stages[0], second]})
-        settings = Pipeline(schedule=schedule, microbatch_scale=scale)
+        settings = Pipeline(schedule=schedule, microbatches_per_stage=scale)
         config = recipe.model_copy(update={"data": data, "pipeline": settings})
         tokens = steps * sequences * 32 * pipelines * ranks
         config = config.with_batch(tokens_per_step=tokens, sequences_per_micro_batch=sequences)
@@ -170,8 +170,8 @@ def test_whatever_is_accepted_can_be_split(launched, lengthening):
             ["--batch.sequences_per_micro_batch", "5"],
             [
                 "batch.sequences_per_micro_batch: 5 is not a multiple of the 2 parts into which each process of a "
-                "pipeline divides it (stages per process of Interleaved1F1B x pipeline.microbatch_scale 1); nearest: "
-                "4 or 6"
+                "pipeline divides it (stages per process of Interleaved1F1B x pipeline.microbatches_per_stage 1); "
+                "nearest: 4 or 6"
             ],
         ),
         (

@@ -222,7 +222,7 @@ def two_processes(one_process) -> Path:
     """Everything else on two processes."""
     folder = one_process
     runs = [*parity_runs(folder, STRATEGIES), *exact_runs(folder, SHARDED), *first_steps(folder, ON_TWO)]
-    runs += [run(name, folder / "once" / name, *PARITY, "--batch.reduce_once", "true") for name in REDUCING]
+    runs += [run(name, folder / "once" / name, *PARITY, "--batch.no_sync", "true") for name in REDUCING]
     runs += untrained_runs(folder, UNTRAINED)
     runs += [*(fp16_runs(folder, "ddp") if EVERYTHING else []), *disk_runs(folder, "zero3_offload_nvme")]
     # A ring visits every strategy once as source and once as target.

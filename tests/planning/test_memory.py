@@ -173,7 +173,7 @@ def test_gradients_that_are_reduced_once_are_whole_between_micro_steps(model_con
     """In fp32; in the last backward pass of two micro-steps all of them are there."""
     batch = {"tokens_per_step": 128 * 8 * 8, "sequences_per_micro_batch": 8}
     often, once = (
-        need(run_config(model_file, batch={**batch, "reduce_once": once}), model_config, name, 4, "fp32")
+        need(run_config(model_file, batch={**batch, "no_sync": once}), model_config, name, 4, "fp32")
         for once in (False, True)
     )
     assert often.gradients == 4 * sizes_of(model_config).total / 4

@@ -17,7 +17,7 @@ def config():
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])
 def test_changes_do_not_grow_with_the_width_under_mup(config, name):
-    optim = Optim(name=name, learning_rate=1e-2, width_transfer="mup", base_width=64)
+    optim = Optim(name=name, learning_rate=1e-2, parametrization="mup", mup_base_width=64)
     assert width_verdict(optim, config, 1e-2) is None
 
 

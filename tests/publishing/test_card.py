@@ -57,7 +57,7 @@ def test_metadata_survives_the_hubs_own_reader(run):
 
 def test_energy_of_all_steps_is_on_the_card_and_in_its_metadata(run):
     """A step that was trained twice has taken its energy twice; what came after the checkpoint is not its own."""
-    change_recipe(run, energy={"grid_grams_per_kwh": 400.0})
+    change_recipe(run, energy={"carbon_grams_per_kwh": 400.0})
     add_event(run, event="start", step=6, energy="measured by NVML", parameters=106_816)
     for step, joules in ((7, 3.6e6), (8, 1.8e6), (9, 9e9)):
         add_event(run, event="train", step=step, tokens=1000 * step, joules=joules)
@@ -66,7 +66,7 @@ def test_energy_of_all_steps_is_on_the_card_and_in_its_metadata(run):
     emissions = ModelCard(text).data.to_dict()["co2_eq_emissions"]
     assert emissions["emissions"] == 600 and emissions["training_type"] == "pre-training"
     assert emissions["source"] == "energy measured by NVML; 400 g of CO2 per kWh"
-    change_recipe(run, energy={"grid_grams_per_kwh": None})
+    change_recipe(run, energy={"carbon_grams_per_kwh": None})
     text = card(run, step=8)
     assert "| energy | 1.5 kWh, measured by NVML |" in text and "co2_eq_emissions" not in text
 

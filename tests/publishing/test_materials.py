@@ -18,7 +18,7 @@ from support.run_folders import write_run
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     """With energy, evaluations, and what it kept of one source's manifest; not to be changed."""
-    run = write_run(tmp_path_factory.mktemp("runs") / "x", energy={"grid_grams_per_kwh": 500.0})
+    run = write_run(tmp_path_factory.mktemp("runs") / "x", energy={"carbon_grams_per_kwh": 500.0})
     preparation = {
         "datasets": [{"name": "owner/web", "subset": "cc", "split": "train", "rows": 9, "fingerprint": "f" * 40}],
         "filters": ["gopher", "decontaminate"], "deduplicated": True, "removed": {"gopher: words": 3}, "files": 0,

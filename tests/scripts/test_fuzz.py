@@ -102,7 +102,10 @@ def test_mistakes_are_refused_in_words(material, kind):
     ("words", "named"),
     [
         (["train.py", "--check", "--config", "/dev/zero"], "/dev/zero: is not a regular file"),
-        (["plan.py", "--config", "{recipe}", "--cadence", "inf"], "--cadence: Input should be a finite number"),
+        (
+            ["plan.py", "--config", "{recipe}", "--interval_scale", "inf"],
+            "--interval_scale: Input should be a finite number",
+        ),
         (["runs.py", "status", "/typo"], "/typo: no such run"),
         (["evaluate.py", "--model", "{folder}/gone", "--seed", "9" * 30], "--seed 999"),
     ],

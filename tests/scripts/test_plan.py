@@ -63,7 +63,7 @@ def recipe(tmp_path_factory):
         "batch": {"tokens_per_step": "8k", "sequences_per_micro_batch": 4},
         "optim": {"learning_rate": 1e-3},
         "compile": "none",
-        "checkpoint": {"every_steps": 10, "keep_last": 2, "keep_best": 1, "milestones_every": 50},
+        "checkpoint": {"every_steps": 10, "keep_last": 2, "keep_best": 1, "keep_every": 50},
     }
     (folder / "recipe.yaml").write_text(yaml.safe_dump(values))
     return folder / "recipe.yaml"
@@ -126,12 +126,12 @@ def test_gradients_are_reduced_once_where_that_is_faster_and_fits(recipe):
     """16 micro-steps on a slow network."""
     settings = [("batch.sequences_per_micro_batch", "1")]
     plan = plan_of(recipe, *settings, mfu=0.4, gpus=8)
-    asked = candidate(plan_of(recipe, *settings, ("batch.reduce_once", "true"), mfu=0.4, gpus=8), "fsdp2")
+    asked = candidate(plan_of(recipe, *settings, ("batch.no_sync", "true"), mfu=0.4, gpus=8), "fsdp2")
     fsdp2 = candidate(plan, "fsdp2")
     assert fsdp2.reduces_once and not candidate(plan, "ddp").reduces_once and not candidate(plan, "zero3").reduces_once
     assert (fsdp2.time, fsdp2.memory) == (asked.time, asked.memory) and not asked.reduces_once
     command = command_of(fsdp2, str(recipe), settings, plan.hardware, plan.config)
-    assert command.endswith("--batch.sequences_per_micro_batch 1 --batch.reduce_once true")
+    assert command.endswith("--batch.sequences_per_micro_batch 1 --batch.no_sync true")
     run = PlannedRun(plan.config, planned_model_config(plan.config.model, plan.config.data), "bf16")
     case = Case(run, plan.work, plan.hardware, plan.speed)
     divided = layout("fsdp2", 8)

@@ -301,10 +301,8 @@ def test_a_damaged_model_is_not_published(run, logged_out):
 
 def test_a_recipe_without_milestones_has_none(run, logged_out):
     text = (run / "config.yaml").read_text()
-    (run / "config.yaml").write_text(text.replace("milestones_every: 4", "milestones_every: null"))
-    assert any(
-        "keeps none (checkpoint.milestones_every)" in problem for problem in refusal("--run", run, "--milestones")
-    )
+    (run / "config.yaml").write_text(text.replace("keep_every: 4", "keep_every: null"))
+    assert any("keeps none (checkpoint.keep_every)" in problem for problem in refusal("--run", run, "--milestones"))
 
 
 def test_the_recipe_says_where_and_under_which_license(tmp_path, logged_out):
@@ -417,7 +415,7 @@ def test_training_publishes_without_waiting_and_the_scores_follow(run, hub, home
 
 def test_a_run_trains_while_the_hub_is_down_and_completes_its_uploads_later(recipe, hub, home, tmp_path, monkeypatch):
     run = tmp_path / "run"
-    settings = ["--budget.steps", 8, "--checkpoint.milestones_every", 4, "--publish.license", "mit"]
+    settings = ["--budget.steps", 8, "--checkpoint.keep_every", 4, "--publish.license", "mit"]
     settings += ["--hub.repository", "me/tiny", "--hub.every", "milestones", "--validation.every_steps", 100]
     down = {**home, **hub.environment, "HF_ENDPOINT": "http://127.0.0.1:9"}
     try:
@@ -462,4 +460,4 @@ def test_the_recipes_offer_is_checked_before_training(recipe, monkeypatch):
     with pytest.raises(InputError) as caught:
         derive(read_run_config(recipe, hub), ranks=1)
     assert [problem.split(":")[0] for problem in caught.value.problems] == ["publish.license is missing", "hub.every"]
-    derive(read_run_config(recipe, [*hub, ("publish.license", "mit"), ("checkpoint.milestones_every", "4")]), ranks=1)
+    derive(read_run_config(recipe, [*hub, ("publish.license", "mit"), ("checkpoint.keep_every", "4")]), ranks=1)

@@ -321,18 +321,18 @@ def test_check_looks_at_the_places_that_a_run_comes_to(recipe, tmp_path):
     assert "is no folder but a file" in check_problems(recipe, ("output", f"{tmp_path}/file/run"))
     assert "a name has at most 255 bytes" in check_problems(recipe, ("output", f"{tmp_path}/{'x' * 500}"))
     assert "a name cannot contain a NUL character" in check_problems(recipe, ("output", '"a\\0b"'))
-    evaluates = ("evaluation.every_steps", "4")
+    evaluates = ("benchmarks.every_steps", "4")
     found = check_problems(
         recipe,
         ("branch_from", f"{tmp_path}/trunk@500"),
         ("init", "pretrained"),
         evaluates,
-        ("evaluation.tasks", "helaswag"),
-        ("evaluation.include_path", str(tmp_path)),
+        ("benchmarks.tasks", "helaswag"),
+        ("benchmarks.include_path", str(tmp_path)),
     )
     assert "branch_from: " in found and "give RUN@STEP" in found
-    assert "evaluation.tasks: helaswag: no such task" in found and "did you mean hellaswag?" in found
-    assert "evaluation.include_path: " in found and "holds no .yaml file" in found
+    assert "benchmarks.tasks: helaswag: no such task" in found and "did you mean hellaswag?" in found
+    assert "benchmarks.include_path: " in found and "holds no .yaml file" in found
     assert "init: pretrained, but model: " in found
 
 

@@ -35,7 +35,7 @@ SET_BY_SHELLS = ("PATH", "MPLBACKEND", "TERM", "COLUMNS")
 BUDGET = {
     "data.sequence_length": 64, "batch.tokens_per_step": 512, "batch.sequences_per_micro_batch": 1,
     "optim.warmup_steps": 1, "compile": "none", "validation.every_steps": 2, "validation.sequences": 4,
-    "checkpoint.every_steps": 2, "checkpoint.milestones_every": 2, "logging.every_steps": 1,
+    "checkpoint.every_steps": 2, "checkpoint.keep_every": 2, "logging.every_steps": 1,
 }  # fmt: skip
 SHAPES = {
     "llama": {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2,

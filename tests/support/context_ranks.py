@@ -82,7 +82,7 @@ def compare(name: str) -> dict[str, float]:
     kind, parts, attention = CASES[name]
     os.environ["PARALLELISM_CONFIG_CP_SIZE"] = str(parts)
     config = AutoConfig.for_model(**MODELS[kind])
-    strategy = MeshStrategy("fp32", SimpleNamespace(batch=SimpleNamespace(reduce_once=False)))
+    strategy = MeshStrategy("fp32", SimpleNamespace(batch=SimpleNamespace(no_sync=False)))
     causal_lm = build_meta_model(config, attention=attention)
     checkpoint_activations(causal_lm, "full" if "recomputed" in name else "none")
     settings = SimpleNamespace(learning_rate=0.0)

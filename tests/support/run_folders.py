@@ -71,7 +71,7 @@ def recipe_values(run: Path) -> dict:
         },
         "batch": {"tokens_per_step": TOKENS_PER_STEP},
         "optim": {"name": "adamw", "learning_rate": 0.001, "schedule": "cosine", "weight_decay": 0.1},
-        "checkpoint": {"every_steps": 4, "milestones_every": 4},
+        "checkpoint": {"every_steps": 4, "keep_every": 4},
         "export": {"dtype": "bf16"},
     }
 

@@ -7,6 +7,8 @@ RUNS.json is a list of runs, each with its `strategy` and the `arguments` of tra
     nan_at_call         the call of the model, counted from 0, whose loss becomes NaN on the last rank
     environment         what options of the launcher would change
     start_from          a checkpoint to copy into the run's folder first
+    nan_norm_in_step    the step, counted from 1, that seems to have a gradient norm of NaN the first time
+    profile             number of steps to profile
     exits_with          the exit status it must end with, 0 unless given
     muon_bucket         Muon multiplies in fp32, its buckets hold so many elements of each process, and muon.json
                         names the collectives of the last update of its matrices
@@ -210,6 +212,18 @@ def count_reductions(perform_reduce_grad, run: dict):
     return counted
 
 
+def spoil_norm(after_step, run: dict):
+    """Wraps the loop's after_step."""
+
+    def spoiled(trained, loss, grad_norm, skipped, settle):
+        if trained.state.step == run.get("nan_norm_in_step"):
+            run.pop("nan_norm_in_step")
+            grad_norm = torch.full_like(torch.as_tensor(grad_norm), float("nan"))
+        return after_step(trained, loss, grad_norm, skipped, settle=settle)
+
+    return spoiled
+
+
 def scale_gradients(make_accelerator, run: dict):
     """Wraps Strategy.make_accelerator: what accelerate does for fp16 on a GPU."""
 
@@ -277,6 +291,7 @@ if __name__ == "__main__":
     PipelineStage.perform_reduce_grad = count_reductions(PipelineStage.perform_reduce_grad, run)
     Strategy.make_accelerator = scale_gradients(Strategy.make_accelerator, run)
     train.seed_dropout = record_dropout(train.seed_dropout, run)
+    train.after_step = spoil_norm(train.after_step, run)
     resolve_precision = registry.resolve_precision
     compile_function = torch.compile
     # Each group has threads that wake a hundred times a second; those of fifty runs took most of the cores.
@@ -306,7 +321,8 @@ if __name__ == "__main__":
         file = ROOT / f"accelerate_configs/{run['strategy']}.yaml"
         os.environ.update(launcher_environment(file, int(os.environ.get("WORLD_SIZE", "1"))))
         os.environ.update(run.get("environment", {}))
-        command_line = read_command_line(["--config", sys.argv[1], *run["arguments"]], "")
+        profile = ["--profile", str(run["profile"])] if "profile" in run else []
+        command_line = read_command_line(["--config", sys.argv[1], *run["arguments"], *profile], "")
         if "start_from" in run:
             copy_checkpoint(run["start_from"], command_line.config.output)
         print(f"=== {run}", flush=True)

@@ -36,8 +36,8 @@ def task(tmp_path):
 
 def test_evaluations_and_samples_beside_a_sharded_run(recipe, task, tmp_path):
     out = launch(
-        "fsdp2", 2, "train.py", "--config", recipe, "--evaluation.every_steps", "6", "--evaluation.tasks", "[beside]",
-        "--evaluation.include_path", task, "--samples.every_steps", "6", "--samples.max_new_tokens", "5",
+        "fsdp2", 2, "train.py", "--config", recipe, "--benchmarks.every_steps", "6", "--benchmarks.tasks", "[beside]",
+        "--benchmarks.include_path", task, "--samples.every_steps", "6", "--samples.max_new_tokens", "5",
         "--samples.prompts", "['def ']",
     ).stdout  # fmt: skip
     run = tmp_path / "run"
@@ -68,8 +68,8 @@ def test_scores_of_a_finished_evaluation_are_said(tmp_path, capsys):
 def test_a_failing_evaluation_never_touches_the_run(recipe, task, tmp_path):
     (task / "documents.jsonl").unlink()
     run_script(
-        "train.py", "--config", recipe, "--evaluation.every_steps", "6", "--evaluation.tasks", "beside",
-        "--evaluation.include_path", task, "--evaluation.where", "same", "--validation.every_steps", "100",
+        "train.py", "--config", recipe, "--benchmarks.every_steps", "6", "--benchmarks.tasks", "beside",
+        "--benchmarks.include_path", task, "--benchmarks.where", "blocking", "--validation.every_steps", "100",
         "--budget.steps", "10",
     )  # fmt: skip
     run = tmp_path / "run"

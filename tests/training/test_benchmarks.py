@@ -57,9 +57,9 @@ def scores(run, model: str | None = None) -> dict:
 
 
 def test_the_scores_are_those_of_evaluate_and_the_same_under_every_strategy(recipe, tasks, tmp_path):
-    options = ["--evaluation.every_steps", "2", "--evaluation.tasks", f"[{TASKS}]", "--evaluation.where", "in_loop"]
+    options = ["--benchmarks.every_steps", "2", "--benchmarks.tasks", f"[{TASKS}]", "--benchmarks.where", "in_loop"]
     options += [
-        "--evaluation.include_path",
+        "--benchmarks.include_path",
         str(tasks),
         "--precision",
         "fp32",
@@ -95,12 +95,12 @@ def test_the_scores_are_those_of_evaluate_and_the_same_under_every_strategy(reci
 
 def test_a_task_of_another_kind_is_a_warning_and_the_run_goes_on(recipe, tasks, tmp_path):
     run_script(
-        "train.py", "--config", recipe, "--evaluation.every_steps", "2", "--evaluation.tasks", "[one, four]",
-        "--evaluation.where", "in_loop", "--evaluation.include_path", tasks, "--budget.steps", "2",
+        "train.py", "--config", recipe, "--benchmarks.every_steps", "2", "--benchmarks.tasks", "[one, four]",
+        "--benchmarks.where", "in_loop", "--benchmarks.include_path", tasks, "--budget.steps", "2",
         "--optim.warmup_steps", "1",
     )  # fmt: skip
     (warning,) = [e["message"] for e in events(tmp_path / "run", "warning") if "benchmarks" in e["message"]]
-    assert "--tasks four: is not scored by the likelihood of one right answer; use where: same" in warning
+    assert "--tasks four: is not scored by the likelihood of one right answer; use where: blocking" in warning
     assert events(tmp_path / "run", "end")[0]["code"] == 0
 
 

@@ -48,7 +48,7 @@ def folder(tmp_path_factory) -> Path:
         "data": {"train": mixture(folder, a=3, b=1), "sequence_length": LENGTH},
         "budget": {"steps": 40},
         "batch": {"tokens_per_step": 8 * LENGTH, "sequences_per_micro_batch": 1},
-        "optim": {"learning_rate": 1.0, "warmup_steps": 3, "final_ratio": FINAL_RATIO, "decay_shape": "linear"},
+        "optim": {"learning_rate": 1.0, "warmup_steps": 3, "min_lr_ratio": FINAL_RATIO, "decay_type": "linear"},
         "compile": "none",
     }
     (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))

@@ -99,10 +99,10 @@ def test_a_run_that_paused_on_the_way_is_the_run_that_did_not(recipe, tmp_path, 
     """Also where it pauses within the decay, and at a step at which nothing else was due."""
     path, paused = change(recipe, optim={"schedule": schedule, "decay_fraction": 0.5}), tmp_path / "paused"
     train(path)
-    first = train(path, "--output", paused, "--checkpoint.pause_at", "7", check=False)
-    assert first.returncode == 130 and "paused as checkpoint.pause_at says, saved at step 7" in first.stderr
+    first = train(path, "--output", paused, "--checkpoint.stop_at_step", "7", check=False)
+    assert first.returncode == 130 and "paused as checkpoint.stop_at_step says, saved at step 7" in first.stderr
     assert [event["step"] for event in events(paused, "validation")] == [0, 6, 7]
-    again = train(path, "--output", paused, "--checkpoint.pause_at", "7", check=False)
+    again = train(path, "--output", paused, "--checkpoint.stop_at_step", "7", check=False)
     assert again.returncode == 2 and "give a later step, or null, to continue" in again.stderr
     train(path, "--output", paused)
     assert rates(paused) == rates(tmp_path / "run") and losses(paused) == losses(tmp_path / "run")
@@ -174,7 +174,7 @@ def trunk_at_a_constant_rate(shards, tmp_path_factory):
         "data": {"train": [{"shards": str(shards)}], "sequence_length": 64},
         "budget": {"steps": 12},
         "batch": {"tokens_per_step": 256, "sequences_per_micro_batch": 1},
-        "optim": {"learning_rate": 0.003, "warmup_steps": 2, "schedule": "constant", "decay_shape": "linear"},
+        "optim": {"learning_rate": 0.003, "warmup_steps": 2, "schedule": "constant", "decay_type": "linear"},
         "compile": "none",
         "checkpoint": {"every_steps": 4, "keep_last": 9},
         "logging": {"every_steps": 1},
@@ -226,7 +226,7 @@ def test_minutes_end_a_run_with_its_decay_and_more_minutes_extend_it(timed, tmp_
 
 
 def test_minutes_count_over_all_starts(timed, tmp_path):
-    train(timed, "--checkpoint.pause_at", "4", check=False)
+    train(timed, "--checkpoint.stop_at_step", "4", check=False)
     state = json.loads((tmp_path / "run/checkpoints/step-00000004/trainer_state.json").read_text())["state"]
     assert 0 < state["seconds"] < 60
     refused = train(timed, "--budget.minutes", "0.0001", check=False)

@@ -2,15 +2,15 @@
 
 from types import SimpleNamespace
 
-from pretrain.config import Cadence, Checkpoint, Diagnostics, Evaluation, Guard, Samples, Validation
+from pretrain.config import Benchmarks, Cadence, Checkpoint, Diagnostics, Guard, Samples, Validation
 from pretrain.training.run_plan import Due, due_after, steps_between
 
 
 def found(step: int, total_steps: int, factor: float = 1.0, **sections: Cadence) -> Due:
     """What is due in a recipe with these sections alone, which logs every third step of 4 x 64 tokens."""
-    never = {"validation": Validation(), "evaluation": Evaluation(), "samples": Samples(), "checkpoint": Checkpoint()}
+    never = {"validation": Validation(), "benchmarks": Benchmarks(), "samples": Samples(), "checkpoint": Checkpoint()}
     never["diagnostics"] = Diagnostics()
-    settings = {"logging": SimpleNamespace(every_steps=3), "guard": Guard(), "cadence": factor}
+    settings = {"logging": SimpleNamespace(every_steps=3), "guard": Guard(), "interval_scale": factor}
     plan = SimpleNamespace(tokens_per_step=4 * 64, total_steps=total_steps)
     return due_after(step, SimpleNamespace(**settings, **never | sections), plan)
 
@@ -28,14 +28,14 @@ def test_what_is_due_follows_from_the_step():
 
 def test_the_last_step_is_logged_measured_and_saved_and_no_more():
     assert found(7, 7) == due(logs=True, validates=True, saves=True, is_last=True)
-    unsaved = Checkpoint(every_steps=4, at_end=False)
+    unsaved = Checkpoint(every_steps=4, save_final=False)
     assert found(7, 7, checkpoint=unsaved) == due(logs=True, validates=True, is_last=True)
     assert found(4, 7, checkpoint=unsaved) == due(saves=True)
     assert found(7, 7, samples=Samples(every_tokens=10**6)).samples, "a last sample"
 
 
 def test_what_is_evaluated_is_saved():
-    assert found(5, 7, evaluation=Evaluation(every_steps=5)) == due(saves=True, evaluates=True)
+    assert found(5, 7, benchmarks=Benchmarks(every_steps=5)) == due(saves=True, evaluates=True)
 
 
 def test_a_cadence_in_tokens_counts_those_of_the_full_batch():
@@ -46,6 +46,6 @@ def test_a_cadence_in_tokens_counts_those_of_the_full_batch():
 
 
 def test_a_pause_is_logged_and_measured_before_the_end_alone():
-    pausing = Checkpoint(pause_at=5)
+    pausing = Checkpoint(stop_at_step=5)
     assert found(5, 7, checkpoint=pausing) == due(logs=True, validates=True, pauses=True)
     assert not found(5, 5, checkpoint=pausing).pauses and not found(10, 20, checkpoint=pausing).pauses

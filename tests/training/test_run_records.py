@@ -28,7 +28,7 @@ AUTO, AUTO_MUON = (OPTIMIZERS[name].auto_rate(0, 256) for name in ("adamw", "muo
     [
         ({"optim.learning_rate": f"{10 * AUTO}"}, "is 10 times what auto gives adamw at"),
         ({"optim.learning_rate": f"{AUTO / 10}"}, "is 1/10 of what auto gives adamw at"),
-        ({"optim.base_learning_rate": f"{10 * AUTO}"}, "base_learning_rate: the peak of 0.0543 is 20 times what auto"),
+        ({"optim.learning_rate_per_sequence": f"{10 * AUTO}"}, "the peak of 0.0543 is 20 times what auto"),
         ({"optim.learning_rate": f"{4 * AUTO}"}, None),
         ({"optim.learning_rate": "auto"}, None),
         ({"optim.name": "muon", "optim.learning_rate": f"{AUTO_MUON}"}, None),
@@ -134,5 +134,5 @@ def test_check_and_run_say_it_on_an_old_cpu(recipe, tmp_path):
 
 
 def test_benchmarks_that_would_never_run_are_reported(recipe):
-    (found,) = said(recipe, ("evaluation.tasks", "[mine]"))
-    assert found == "evaluation: nothing is evaluated during training; give every_steps or every_tokens"
+    (found,) = said(recipe, ("benchmarks.tasks", "[mine]"))
+    assert found == "benchmarks: nothing is evaluated during training; give every_steps or every_tokens"

@@ -152,7 +152,7 @@ def test_compiled_layers_are_compiled_once_more_at_the_border(runs, tmp_path):
     """And compute what they do uncompiled; the graphs run as they are. Validation and the export's check, compiled by
     themselves, are left out."""
     environment = {"COMPILATIONS": str(tmp_path / "compilations"), "BACKEND": "aot_eager"}
-    settings = ("--compile", "regional", "--data.validation", "[]", "--checkpoint.at_end", "false")
+    settings = ("--compile", "regional", "--data.validation", "[]", "--checkpoint.save_final", "false")
     arguments = ("--config", runs / "recipe.yaml", "--output", tmp_path / "run", *settings)
     run_script("tests/support/train_and_count.py", *arguments, **environment)
     began = [float(line.split()[0]) for line in (tmp_path / "compilations0").read_text().splitlines()]

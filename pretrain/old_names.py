@@ -1,0 +1,71 @@
+"""Names that settings had before: recipes, command lines and checkpoints that use them are still read."""
+
+from collections.abc import Mapping
+from typing import Any
+
+RENAMED = {
+    "batch.reduce_once": "batch.no_sync",
+    "cadence": "interval_scale",
+    "checkpoint.at_end": "checkpoint.save_final",
+    "checkpoint.in_background": "checkpoint.async_save",
+    "checkpoint.milestones_every": "checkpoint.keep_every",
+    "checkpoint.pause_at": "checkpoint.stop_at_step",
+    "energy.grid_grams_per_kwh": "energy.carbon_grams_per_kwh",
+    "evaluation": "benchmarks",
+    "guard.alert_above": "guard.spike_warn_factor",
+    "guard.compare_copies_every_steps": "guard.replica_check_every_steps",
+    "guard.distance": "guard.rollback_steps",
+    "guard.divergence": "guard.divergence_threshold",
+    "guard.roll_back": "guard.on_spike",
+    "guard.roll_back_above": "guard.spike_factor",
+    "guard.roll_back_sigmas": "guard.spike_sigma",
+    "guard.speed_drop": "guard.throughput_drop",
+    "guard.window": "guard.loss_window",
+    "optim.base_learning_rate": "optim.learning_rate_per_sequence",
+    "optim.base_width": "optim.mup_base_width",
+    "optim.decay_shape": "optim.decay_type",
+    "optim.final_ratio": "optim.min_lr_ratio",
+    "optim.muon.blocks": "optim.muon.split_matrices",
+    "optim.muon.coefficients": "optim.muon.ns_coefficients",
+    "optim.muon.iterations": "optim.muon.ns_steps",
+    "optim.width_transfer": "optim.parametrization",
+    "pipeline.microbatch_scale": "pipeline.microbatches_per_stage",
+}
+"""{path of a setting or section: its path now}; both are in the same section."""
+RENAMED_VALUES = {
+    "benchmarks.where": {"same": "blocking"},
+    "optim.parametrization": {"none": "standard"},
+    "samples.temperature": {None: 0},
+}
+"""{path of a setting now: {value: its name now}}."""
+
+
+def current_path(path: str) -> str:
+    """Returns the path that a setting, or one inside a section, has now."""
+    for old, new in RENAMED.items():
+        if path == old or path.startswith(f"{old}."):
+            return new + path.removeprefix(old)
+    return path
+
+
+def with_current_names(values: Mapping[str, Any], section: str = "") -> tuple[dict[str, Any], list[str]]:
+    """Returns a recipe's values under the names of today, and a notice for each that has changed.
+
+    A recipe that has both names of a setting keeps both, so that it is refused.
+    """
+    found: dict[str, Any] = {}
+    notices: list[str] = []
+    for key, value in values.items():
+        path = f"{section}{key}"
+        new = current_path(path)
+        if new != path and new.rpartition(".")[2] not in values:
+            notices.append(f"{path} is now {new}")
+        else:
+            new = path
+        if isinstance(value, dict):
+            value, inside = with_current_names(value, f"{new}.")
+            notices += inside
+        elif isinstance(value, str | None) and value in RENAMED_VALUES.get(new, {}):
+            value = RENAMED_VALUES[new][value]
+        found[new.rpartition(".")[2]] = value
+    return found, notices

@@ -1,0 +1,114 @@
+"""What a run does beside its steps, all at once, under products of dimensions: the same figures as on one process.
+
+A curriculum of two window lengths, a batch ramp, dispatched batches, averaged weights, a rollback, validation,
+samples, a mirror and a profile. STRATEGIES=all trains more products.
+"""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+
+from pretrain.mesh_sizes import Sizes
+from support.mesh_products import MODELS, name_of, variables
+from support.project import events, launch
+
+STEPS, SPOILED = 12, 11
+PRODUCTS = [("dense", Sizes(pp=2, tp=2))]
+if os.environ.get("STRATEGIES") == "all":
+    PRODUCTS += [
+        ("dense", Sizes(dp_shard=2, tp=2)),
+        ("dense", Sizes(cp=2, tp=2)),
+        ("dense", Sizes(pp=2, cp=2)),
+        ("dense", Sizes(dp_replicate=2, dp_shard=2)),
+        ("dense", Sizes(dp_replicate=2, pp=2)),
+        ("dense", Sizes(dp_shard=2, cp=2)),
+        ("moe", Sizes(dp_shard=2, tp=2, ep=2)),
+        ("moe", Sizes(pp=2, dp_shard=2, ep=2)),
+        ("moe", Sizes(dp_shard=2, cp=2, ep=4)),
+    ]
+CASES = {name_of(*product): product for product in PRODUCTS}
+
+
+@pytest.fixture(scope="module")
+def runs(shards, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("features")
+    source = {"shards": str(shards)}
+    recipe = {
+        "model": "set below",
+        "output": str(folder / "run"),
+        "seed": 1,
+        "precision": "fp32",
+        "data": {
+            "stages": [
+                {"train": [source], "until": 0.5, "sequence_length": 16},
+                {"train": [source | {"weight": 2.0}, source], "sequence_length": 32},
+            ],
+            "sequence_length": 16,
+            "dispatch_batches": True,
+        },
+        "budget": {"steps": STEPS},
+        "batch": {"tokens_per_step": 512, "sequences_per_micro_batch": 4, "ramp": {"from": 0.5, "over": 0.7}},
+        "optim": {"learning_rate": 0.001, "schedule": "constant", "warmup_steps": 2, "max_grad_norm": 0.5},
+        "compile": "none",
+        "validation": {"every_steps": 4, "sequences": 6},
+        "samples": {"every_steps": 6, "prompts": ["def "], "max_new_tokens": 4, "temperature": 0},
+        "checkpoint": {"every_steps": 2, "keep_last": 2, "keep_best": 1},
+        "averaging": {"kind": "ema", "every_steps": 1},
+        "guard": {"patience": 1, "rollback_steps": 1},
+        "logging": {"every_steps": 1},
+    }
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    for name, values in MODELS.items():
+        (folder / f"{name}.json").write_text(json.dumps(values))
+
+    def run(name: str, model: str, sizes: Sizes, strategy: str) -> dict:
+        arguments = ["--output", str(folder / name), "--model", str(folder / f"{model}.json")]
+        arguments += ["--checkpoint.mirror", str(folder / f"{name} mirror")]
+        more = {"nan_norm_in_step": SPOILED, "profile": 3, "environment": variables(sizes)}
+        return {"strategy": strategy, "arguments": arguments, **more}
+
+    def train(processes: int, them: list[dict]) -> None:
+        (folder / "runs.json").write_text(json.dumps(them))
+        program = ("tests/support/train_strategies.py", folder / "recipe.yaml", folder / "runs.json")
+        launch("single" if processes == 1 else "ddp", processes, *program, timeout=3000)
+
+    models = {model: run(f"{model} alone", model, Sizes(), "single") for model, _ in PRODUCTS}
+    train(1, list(models.values()))
+    train(4, [run(name, *product, "mesh") for name, product in CASES.items()])
+    return folder
+
+
+def figures(run: Path, kind: str, figure: str) -> list:
+    """Of all events of a kind, in their order: steps that are taken again have two."""
+    return [(event["step"], event[figure]) for event in events(run, kind)]
+
+
+def near(expected: list, found: list) -> bool:
+    steps, values = zip(*expected, strict=True)
+    return [step for step, _ in found] == [*steps] and [value for _, value in found] == pytest.approx(values, rel=1e-6)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_product_does_what_one_process_does(runs, name):
+    expected, found = runs / f"{CASES[name][0]} alone", runs / name
+    for kind in ("train", "validation"):
+        assert near(figures(expected, kind, "loss"), figures(found, kind, "loss")), kind
+    assert figures(found, "rollback", "data") == figures(expected, "rollback", "data") != []
+    assert figures(found, "stage", "sequence_length") == figures(expected, "stage", "sequence_length") != []
+    assert figures(found, "sample", "text") == figures(expected, "sample", "text") != []
+    assert not any("profile given up" in event["message"] for event in events(found, "warning"))
+    assert (found / "profile/step-00000007/report.json").exists()
+    latest = f"checkpoints/step-{STEPS:08}"
+    for file in ("model", "optimizer", "average"):
+        tensors = load_file(expected / latest / f"{file}.safetensors")
+        given = load_file(found / latest / f"{file}.safetensors")
+        assert tensors.keys() == given.keys()
+        assert all(torch.allclose(given[key], tensor, atol=2e-5) for key, tensor in tensors.items())
+    mirrored = runs / f"{name} mirror" / name
+    for file in (f"{latest}/model.safetensors", "final/model.safetensors"):
+        assert (mirrored / file).read_bytes() == (found / file).read_bytes()

@@ -1,0 +1,54 @@
+"""`pip install .`: the scripts as commands, in an empty folder, without the checkout."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from support.project import ROOT
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory) -> dict[str, str]:
+    """Installs the wheel into a folder of its own; returns the environment that finds it."""
+    folder = tmp_path_factory.mktemp("installed")
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation"]
+    subprocess.run([*command, "--disable-pip-version-check", "--target", folder, ROOT], check=True)
+    return {**os.environ, "PYTHONPATH": str(folder), "PATH": f"{folder / 'bin'}{os.pathsep}{os.environ['PATH']}"}
+
+
+def test_commands_train_and_evaluate_in_an_empty_folder(installed, shards, tmp_path):
+    def run(*words) -> str:
+        done = subprocess.run(list(map(str, words)), cwd=tmp_path, env=installed, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    files = Path(run("groundwork-files").strip())
+    assert files.is_relative_to(installed["PYTHONPATH"]) and (files / "accelerate_configs/ddp.yaml").is_file()
+    settings = ("--data", f"{{train: [{{shards: {shards}}}], sequence_length: 64}}", "--output", "run")
+    settings += (
+        "--model.hidden_size",
+        32,
+        "--model.num_hidden_layers",
+        1,
+        "--compile",
+        "none",
+        "--optim.warmup_steps",
+        1,
+    )
+    settings += ("--batch", "{tokens_per_step: 256, sequences_per_micro_batch: 2}")
+    run("groundwork-train", "--config", "recipes/demo.yaml", *settings, "--budget", "{steps: 2}")
+    launched = (
+        sys.executable,
+        "-m",
+        "accelerate.commands.launch",
+        "--config_file",
+        files / "accelerate_configs/ddp.yaml",
+        "--num_processes",
+        2,
+    )
+    run(*launched, files / "train.py", "--config", "recipes/demo.yaml", *settings, "--budget", "{steps: 4}")
+    assert "finished" in run("groundwork-runs", "status", "run")
+    assert "loss" in run("groundwork-evaluate", "--model", "run/final", "--data", shards)
