@@ -336,10 +336,10 @@ def test_a_server_that_vanishes_ends_every_rank_with_its_name(shards, recipe, tm
     """Status 75 and no traceback; the same corpus on a disk goes on from the last checkpoint, to the last bit."""
     local, remote = tmp_path / "local", tmp_path / "remote"
     shards = repeated(shards, tmp_path / "corpus", 10)
-    given = ("--config", recipe, "--data.train", "[{shards: s3://mine/corpus}]", "--output", remote)
+    given = ("--config", recipe, "--data.train", "[{shards: s3://mine/vanishing}]", "--output", remote)
     given += ("--checkpoint.every_steps", 2, "--budget.steps", 40, "--optim.warmup_steps", 2)
     with store_server() as server:
-        server.upload(shards, "corpus")
+        server.upload(shards, "vanishing")  # servers of one process share their objects
 
         def vanish(process):
             wait_until(lambda: reached(remote, 6), process)
@@ -349,12 +349,12 @@ def test_a_server_that_vanishes_ends_every_rank_with_its_name(shards, recipe, tm
         ended = launch_with_faults(tmp_path / "one", "ddp", 2, *given, meanwhile=vanish, constants=IMPATIENT, **there)
     end = end_of(remote)
     assert end["code"] == 75 and ended.left == [], ended.output
-    named = r"s3://mine/corpus/(train|validation)-00000.bin: bytes [\d,]+ to [\d,]+ cannot be read, after \d+ tr"
+    named = r"s3://mine/vanishing/(train|validation)-00000.bin: bytes [\d,]+ to [\d,]+ cannot be read, after \d+ tr"
     assert re.match(named, end["reason"])
     assert end["reason"].endswith("run the same command again once it answers, or correct the address")
     assert 'train.py", line' not in ended.output
     again = launch_with_faults(tmp_path / "two", "single", 1, *given, constants=IMPATIENT, **there)
-    assert again.code == 75 and "s3://mine/corpus/manifest.json: cannot be read, after" in again.output
+    assert again.code == 75 and "s3://mine/vanishing/manifest.json: cannot be read, after" in again.output
     assert "Traceback" not in again.output
     on_disk = (*given, "--data.train", f"[{{shards: {shards}}}]")
     launch("ddp", 2, "train.py", *on_disk)
