@@ -4,7 +4,7 @@
 
 - Verdicts: compares every document's verdict and text under each published filter, judged as a web page, and after
   replacing personal data, with those of datatrove, which splits words at spaces here. Differences are shown with their
-  reason if docs/data.md lists it. A filter fails if unexplained differences exceed two documents in 1,000.
+  reason if docs/text_forms.md lists it. A filter fails if unexplained differences exceed two documents in 1,000.
 - Near duplicates: takes --documents of the input and copies of them with various shares of their words changed, or a
   part moved, some in another case, with other spaces or wrapped lines. prepare_data.py --near_duplicates 0.8 must
   remove 95% of the copies whose exact Jaccard similarity is at least 0.8, and at most 2% of those below 0.5.
@@ -150,7 +150,7 @@ def compare(texts: list[bytes]) -> tuple[Counter, list[tuple[str, str, str, str,
 
 
 def reason_for(name: str, text: str) -> str:
-    """Returns a reason listed in docs/data.md why verdicts on a text may differ; '' if there is none."""
+    """Returns a reason listed in docs/text_forms.md why verdicts on a text may differ; '' if there is none."""
     if name == "personal_data":
         if re.search(r"[0-9.](?:\d{1,3}\.){3}\d{1,3}|(?:\d{1,3}\.){3}\d{1,3}\.?\d", text):
             return "an IP address within a longer number"

@@ -172,7 +172,7 @@ class Data(Section):
     random_windows: windows at random offsets. Or one of an extension."""
     transformations: dict[str, dict[str, Any] | None] = {}
     """Transformations of extensions that change the tokens of training windows, in this order: {NAME: {OPTION:
-    VALUE}}; see docs/own_ideas.md."""
+    VALUE}}; see docs/own_data.md."""
     dispatch_batches: bool = False
     """The first process of the run reads the shards for all; the others need no access to them."""
     cache: DataCache | None = None
@@ -399,7 +399,7 @@ class Loss(Section):
 
     terms: dict[str, dict[str, Any] | None] = {}
     """Terms of extensions that are added to the loss: {NAME: {coefficient: 0.1, OPTION: VALUE}}; see
-    docs/own_ideas.md."""
+    docs/own_loss.md."""
 
     @model_validator(mode="after")
     def known_terms(self):
@@ -635,7 +635,7 @@ class RunConfig(Section):
     extensions: Names = []
     """Python files of your own that register optimizers, schedules, loss terms, trackers; see docs/own_ideas.md."""
     trust_remote_code: bool = False
-    """Run the code in the model's folder that auto_map in its config.json names; see docs/own_ideas.md."""
+    """Run the code in the model's folder that auto_map in its config.json names; see docs/own_code.md."""
     init: Literal["scratch", "pretrained"] = "scratch"
     """pretrained: continue from the weights of `model`."""
     output: Path

@@ -70,11 +70,12 @@ ONLY_READ = {
     r"--decontaminate hellaswag": "needs the Hub: tests/preparation/cleaning/test_decontamination.py",
     r"^python bench/": "minutes to hours: tests/scripts/test_bench.py",
     r"--ray_address": "an optional package",
+    r"(\$files|^groundwork-)": "the installed commands: tests/test_pip.py",
 }
 """{pattern: reason}"""
 PLANNED: set[str] = set()
 """Commands of plan.py that have run: they need no run and change nothing."""
-RUN = r"^(python|accelerate launch|torchrun|make demo$)"
+RUN = r"^(python|accelerate launch|torchrun|make demo$|groundwork-)"
 """What a test may run. Whatever else a page says is listed above or a failure."""
 REFUSED = {
     r"runs\.py (save|stop|abort|anneal) ": "not active",  # tests/runs/test_control.py has live ones
@@ -184,7 +185,9 @@ def read(words: list[str]) -> None:
 
 def read_command(words: list[str]) -> None:
     """Reads a command with its launcher; the files that it names are there."""
-    words = [WORDS.get(word, word) for word in words]
+    words = [WORDS.get(word, word).replace("$files/", "") for word in words]
+    if installed := re.match(r"groundwork-(.*)", words[0]):
+        words[:1] = ["python", f"{installed[1].replace('-', '_')}.py"]
     if words[:2] == ["accelerate", "launch"] or words[:3] == ["python", "-m", "pretrain.launch"]:
         words = [word for word in words if word != "--supervise"]
         given = words[2:] if words[0] == "accelerate" else take_own_options(words[3:])[1]

@@ -12,8 +12,7 @@ from pretrain.recipe import fields_of_config
 from support.project import ROOT
 
 LONG = {
-    "first_hour", "shapes", "failures", "data", "own_ideas", "design", "performance", "quality", "memory", "faults",
-    "comparison",
+    "first_hour", "shapes", "failures", "design", "performance", "quality", "memory", "faults", "comparison",
 }  # fmt: skip
 """Tables of models and messages, results, and guides that are not cut yet."""
 

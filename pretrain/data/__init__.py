@@ -1,7 +1,7 @@
 """Prepared tokens: from shards on disk to the windows of a step.
 
 The window that is read is a pure function of (seed, step, micro-step, rank): any change to batches changes every run
-that is resumed. The on-disk format is manifest and shards (docs/data.md).
+that is resumed. The on-disk format is manifest and shards (docs/shards.md).
 
     manifest, shards: prepared folders
     object_store: shards at a URL, read ahead of the step

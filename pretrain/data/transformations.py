@@ -1,4 +1,4 @@
-"""Transformations of training windows, each a class of an extension; see docs/own_ideas.md."""
+"""Transformations of training windows, each a class of an extension; see docs/own_data.md."""
 
 from abc import ABC, abstractmethod
 from pathlib import Path

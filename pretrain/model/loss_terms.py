@@ -1,4 +1,4 @@
-"""Terms that a recipe adds to the loss, each a class of an extension; see docs/own_ideas.md.
+"""Terms that a recipe adds to the loss, each a class of an extension; see docs/own_loss.md.
 
 Shapes: B sequences, T positions, D hidden width, V vocabulary.
 """

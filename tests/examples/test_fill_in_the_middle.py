@@ -23,7 +23,7 @@ END_OF_DOCUMENT = 0
 
 @pytest.fixture(scope="module")
 def special(tokenizer, tmp_path_factory):
-    """The tiny tokenizer with the three special tokens, as docs/own_ideas.md adds them."""
+    """The tiny tokenizer with the three special tokens, as docs/own_data.md adds them."""
     folder = tmp_path_factory.mktemp("tokenizers") / "fim"
     extended = AutoTokenizer.from_pretrained(tokenizer)
     extended.add_special_tokens({"additional_special_tokens": TOKENS})

@@ -13,7 +13,8 @@ FIRST_WORDS = {
     "ray", "huggingface-cli", "tensorboard", "jupyter", "pytest", "ruff", "lm_eval", "sbatch", "srun", "squeue",
     "scancel", "salloc", "sky", "kubectl", "sudo", "apt", "apt-get", "brew", "docker", "podman", "apptainer", "curl",
     "wget", "ssh", "scp", "rsync", "cd", "cp", "mv", "ln", "rm", "mkdir", "cat", "head", "tail", "less", "watch",
-    "tar", "unzip", "export", "source", ".", "bash", "sh", "env", "nohup", "tmux", "nvidia-smi",
+    "tar", "unzip", "export", "source", ".", "bash", "sh", "env", "nohup", "tmux", "nvidia-smi", "groundwork-train",
+    "groundwork-prepare-data", "groundwork-evaluate", "groundwork-plan", "groundwork-runs", "groundwork-publish",
 }  # fmt: skip
 """Of a line in an indented block or in one without a language; in a block of a shell every line is a command."""
 
@@ -56,7 +57,7 @@ def commands_in(page: str, text: str) -> list[Command]:
 
 
 def registrations() -> list[str]:
-    """The examples of docs/own_ideas.md that register something, without that of an architecture."""
-    blocks = re.findall(r"(?:^    .*\n|^\n)+", (ROOT / "docs/own_ideas.md").read_text(), re.MULTILINE)
-    found = [textwrap.dedent(block).partition("\npython ")[0].strip() for block in blocks if ".register(" in block]
-    return [block for block in found if "from ." not in block]
+    """Returns the examples of extensions in the guides to them."""
+    text = "\n".join((ROOT / f"docs/{page}.md").read_text() for page in ("own_ideas", "own_loss", "own_data"))
+    blocks = re.findall(r"(?:^    .*\n|^\n)+", text, re.MULTILINE)
+    return [textwrap.dedent(block).partition("\npython ")[0].strip() for block in blocks if ".register(" in block]

@@ -1,6 +1,6 @@
 """Raw documents: where they are, in which format, one by one.
 
-A new format is one generator in formats, or in containers when it needs a library (docs/data.md).
+A new format is one generator in formats, or in containers when it needs a library (docs/input_formats.md).
 
     sources: files here and behind URLs, divided into parts for workers
     formats, containers, byte_stream: formats; those that need a library; bytes of a file
