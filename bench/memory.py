@@ -2,7 +2,7 @@
 
     python bench/memory.py                    # every case; a few minutes on two cores
     python bench/memory.py --only fsdp2       # the cases whose name contains this
-    python bench/memory.py --markdown         # as the table of docs/performance.md
+    python bench/memory.py --markdown         # as the table of docs/measurements_memory.md
 
 On a CPU, every allocation of the process is counted (bench/steps.py); on a GPU, torch's
 allocator reports the peak. Strategies that need two processes use gloo if there are fewer than two GPUs.

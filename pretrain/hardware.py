@@ -298,7 +298,7 @@ def keep_freed_memory() -> None:
     """Makes glibc keep the memory that tensors have freed (Linux; elsewhere nothing happens).
 
     A step on a CPU frees and allocates the same gigabyte again, and the system would clear every page each time: 4 %
-    of a step (docs/performance.md).
+    of a step (docs/measurements_cpu.md).
     """
     allocator = ctypes.CDLL(None)
     if hasattr(allocator, "mallopt"):

@@ -56,16 +56,15 @@ def with_current_names(values: Mapping[str, Any], section: str = "") -> tuple[di
     found: dict[str, Any] = {}
     notices: list[str] = []
     for key, value in values.items():
+        now = RENAMED.get(f"{section}{key}", "").rpartition(".")[2]
+        if now and now not in values:
+            notices.append(f"{section}{key} is now {section}{now}")
+            key = now
         path = f"{section}{key}"
-        new = current_path(path)
-        if new != path and new.rpartition(".")[2] not in values:
-            notices.append(f"{path} is now {new}")
-        else:
-            new = path
         if isinstance(value, dict):
-            value, inside = with_current_names(value, f"{new}.")
+            value, inside = with_current_names(value, f"{path}.")
             notices += inside
-        elif isinstance(value, str | None) and value in RENAMED_VALUES.get(new, {}):
-            value = RENAMED_VALUES[new][value]
-        found[new.rpartition(".")[2]] = value
+        elif isinstance(value, str | None) and value in RENAMED_VALUES.get(path, {}):
+            value = RENAMED_VALUES[path][value]
+        found[key] = value
     return found, notices

@@ -321,8 +321,8 @@ def read_run_config(
     loads_extensions: False for a recorded run whose model is evaluated: its extensions' code does not run, and the
     settings that may be theirs (optim, loss.terms, the order of the data) are not read.
     """
-    path = path if is_url(str(path)) else or_shipped(path)
-    if not is_url(str(path)) and not path.exists():
+    path = path if is_url(str(path)) or not path else or_shipped(path)
+    if not is_url(str(path)) and not Path(path).exists():
         raise InputError(f"--config {path}: no such recipe; see recipes/ for those that exist")
     try:
         values = parse_yaml(recipe_text(path))

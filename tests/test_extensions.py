@@ -191,7 +191,7 @@ def test_a_term_that_is_not_one_value_for_each_token_is_refused(value, monkeypat
     ids = torch.zeros(2, 3, dtype=torch.long)
     model = SimpleNamespace(get_output_embeddings=int, get_input_embeddings=int)
     with pytest.raises(InputError, match=r"loss.terms.plain: returned .* of shape \(2, 3\) with a value for each"):
-        terms.add(ids, ids, torch.zeros(2, 3, 4), model, {})
+        terms.add(ids, ids, torch.zeros(2, 3, 4), model, None, {})
 
 
 def test_logits_of_a_term_are_capped_as_the_models_are():

@@ -25,13 +25,14 @@ def test_every_new_name_is_a_setting_and_no_old_one_is():
 
 def test_an_old_recipe_is_read_with_a_notice(recipe, capsys):
     values = yaml.safe_load(recipe.read_text())
-    values["optim"] |= {"final_ratio": 0.5, "muon": {"iterations": 3}}
+    values["optim"] |= {"final_ratio": 0.5, "muon": {"iterations": 3, "blocks": {"*.c_attn.weight": 3}}}
     recipe.write_text(yaml.safe_dump(values | OLD))
     config = read_run_config(recipe)
     assert config.benchmarks.every_steps == 5 and config.benchmarks.where == "blocking"
     assert config.interval_scale == 2.0 and config.samples.temperature == 0
     assert config.guard.loss_window == 64 and config.guard.on_spike == "off"
     assert config.optim.min_lr_ratio == 0.5 and config.optim.muon.ns_steps == 3
+    assert config.optim.muon.split_matrices == {"*.c_attn.weight": 3}
     assert "evaluation is now benchmarks" in (notice := capsys.readouterr().err)
     assert "guard.window is now guard.loss_window" in notice and "optim.muon.iterations is now" in notice
 

@@ -372,7 +372,8 @@ def _embed_in_bf16(model: PreTrainedModel) -> None:
     """Makes embeddings return bf16 under bf16 autocast, and so all that layers add to what they return.
 
     Autocast leaves a lookup in the weights' fp32: the residual stream between the layers would then be read and
-    written in fp32, a quarter more memory traffic (docs/performance.md). fp16 stays out: its largest number is 65,504.
+    written in fp32, a quarter more memory traffic (docs/measurements_cpu.md). fp16 stays out: its largest number is
+    65,504.
     """
     for embedding in _embeddings(model):
         embedding.register_forward_hook(_in_bf16_of_autocast)

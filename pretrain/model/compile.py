@@ -33,7 +33,7 @@ def choose_compile(
     """Returns the mode of `compile_model` for the recipe's compile.
 
     auto is full for a few layers on a CPU, where the overhead of calling each compiled layer is 5 % of a step of a 1M
-    model (docs/performance.md).
+    model (docs/measurements_cpu.md).
 
     Args:
         is_alone: whether one process trains the model.
@@ -65,7 +65,7 @@ def compile_model(model: torch.nn.Module, causal_lm: PreTrainedModel, mode: str,
                 module.forward = gelu_by_sigmoid
     if mode == "regional":
         # Dynamo would cut each layer at every 25 MB of DDP's buckets, so that they overlap with its backward pass.
-        # Layers overlap with each other anyway, and whole ones move a quarter less memory (docs/performance.md).
+        # Layers overlap with each other anyway, and whole ones move a quarter less memory (docs/measurements_cpu.md).
         torch._dynamo.config.optimize_ddp = False
         for layer in layers_of(causal_lm):
             # Not layer.compile(): it would trace what FSDP and DeepSpeed hook onto a layer, and break the graph.
@@ -102,7 +102,7 @@ def compiler_problems(requested: str, device_type: str) -> list[str]:
 def gelu_by_sigmoid(x: Tensor) -> Tensor:
     """Computes the tanh form of GELU with a sigmoid, since 1 + tanh(y) = 2 sigmoid(2 y).
 
-    Compiled for a CPU, tanh takes three times as long as an exponential (docs/performance.md).
+    Compiled for a CPU, tanh takes three times as long as an exponential (docs/measurements_cpu.md).
     """
     fp32 = x.float()
     return (fp32 * torch.sigmoid(math.sqrt(8.0 / math.pi) * (fp32 + 0.044715 * fp32.pow(3)))).to(x.dtype)

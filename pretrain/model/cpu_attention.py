@@ -20,7 +20,7 @@ HALF_DTYPES = (torch.bfloat16, torch.float16)
 HALF_SHORTEST_IN_BLOCKS = 48
 FP32_SHORTEST_IN_BLOCKS = 256
 LONGEST_IN_BLOCKS = 1024
-"""Segments in this range of lengths are computed in blocks of queries; measured in docs/performance.md."""
+"""Segments in this range of lengths are computed in blocks of queries; measured in docs/measurements_cpu.md."""
 HALF_LONGEST_AS_PRODUCTS = 64
 FP32_LONGEST_AS_PRODUCTS = 128
 """Windows of up to this many tokens are left to the compiler if there is one; measured there too."""

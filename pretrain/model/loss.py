@@ -168,7 +168,7 @@ def choose_loss(requested: str, *, device_type: str, compile_mode: str, logits: 
 
     auto is chunked; on a GPU chunked_compiled, unless compilation is off. On a GPU every kernel reads and writes a
     chunk's logits: 26 bytes per logit in bf16 eager, since torch's softmax first copies bf16 to fp32, and 6 compiled.
-    On a CPU a piece stays in the caches, so compiling gains nothing (docs/performance.md), unless the model is
+    On a CPU a piece stays in the caches, so compiling gains nothing (docs/measurements_cpu.md), unless the model is
     compiled whole and its logits are few: then they are left to the compiler.
 
     Args:

@@ -2,7 +2,7 @@
 
 `PlannedRun.work` has divided model, sequences and experts; here weights, gradients and optimizer state follow from
 their number and from how they are held (ZeRO, Rajbhandari et al., arXiv 1910.02054). All is arithmetic on shapes.
-docs/performance.md compares the sums with measurements (bench/memory.py).
+docs/measurements_memory.md compares the sums with measurements (bench/memory.py).
 """
 
 from collections.abc import Callable, Iterator

@@ -56,7 +56,7 @@ BARS = {
     "nanochat_d12 ddp": Bar(1.46, 1.02),
     "nanochat_d12 fsdp2": Bar(1.45, 1.00),
 }
-"""{model strategy: measured}: lower a bar as soon as its layer takes less, here and in docs/performance.md."""
+"""{model strategy: measured}: lower a bar as soon as its layer takes less, here and in docs/measurements_memory.md."""
 SLACK = 0.01
 
 
@@ -147,8 +147,8 @@ def test_a_plan_knows_what_a_compiled_layer_keeps(outcomes, setup):
 
 
 def test_what_is_over_the_least_is_explained():
-    """A bar above 1.1 stands in the table of docs/performance.md."""
-    _, _, table = (ROOT / "docs/performance.md").read_text().partition("| model | strategies | moves |")
+    """A bar above 1.1 stands in the table of docs/measurements_memory.md."""
+    _, _, table = (ROOT / "docs/measurements_memory.md").read_text().partition("| model | strategies | moves |")
     explained = [line.split("|")[1:3] for line in table.partition("\n\n")[0].splitlines()[2:]]
     names = {f"{model.strip()} {one.strip()}" for model, several in explained for one in several.split(",")}
     assert {name for name, bar in BARS.items() if max(bar.traffic, bar.kept) > 1.1} <= names

@@ -467,7 +467,7 @@ def test_rates_of_groups_follow_the_schedule():
 
 def test_blocks_follow_the_pattern_and_the_layout_of_the_weight():
     model = nn.ModuleDict({"qkv": Conv1D(12, 4), "up": nn.Linear(4, 16)})
-    optimizer = build(model, "muon", muon={"blocks": {"qkv.*": 3, "*.weight": [12, 4]}})
+    optimizer = build(model, "muon", muon={"split_matrices": {"qkv.*": 3, "*.weight": [12, 4]}})
     found = {name: optimizer.muon.matrices[p] for name, p in model.named_parameters() if name.endswith("weight")}
     assert found == {
         "qkv.weight": HiddenMatrix((4, 12), (4, 4, 4), 1),
@@ -485,7 +485,7 @@ def test_blocks_follow_the_pattern_and_the_layout_of_the_weight():
 )
 def test_blocks_that_do_not_fit_are_refused(blocks, message):
     with pytest.raises(InputError, match=message):
-        builder(tiny_model(), "muon", muon={"blocks": blocks})
+        builder(tiny_model(), "muon", muon={"split_matrices": blocks})
 
 
 def test_muon_without_hidden_matrices_is_refused():

@@ -1,5 +1,6 @@
-"""What each strategy sends, counted on GPUs that are not there, beside the least that would do; docs/performance.md
-has the table."""
+"""Counts what each strategy sends, on fake GPUs, and compares it with the least that would do.
+
+The table is in docs/measurements_communication.md."""
 
 import pytest
 
@@ -235,7 +236,7 @@ def in_words(collectives: dict[str, tuple[int, int]]) -> str:
 
 
 def rows(outcomes) -> list[str]:
-    """Of the table in docs/performance.md: moments that are alike in one row, silent ones in none."""
+    """Of the table in docs/measurements_communication.md: moments that are alike in one row, silent ones in none."""
     lines = []
     for launch in LAUNCHES:
         moments = outcomes[launch].result
@@ -257,7 +258,7 @@ def rows(outcomes) -> list[str]:
 def test_the_table_in_the_docs_is_what_is_counted(outcomes):
     """What is more than the least says why; one collective more or less is another row."""
     counted = rows(outcomes)
-    text = (ROOT / "docs/performance.md").read_text()
+    text = (ROOT / "docs/measurements_communication.md").read_text()
     _, _, table = text.partition("| launch | moment |")
     assert table.splitlines()[2 : 2 + len(counted)] == counted, "\n" + "\n".join(counted)
     assert not table.splitlines()[2 + len(counted)].startswith("|")

@@ -83,11 +83,10 @@ def test_a_plan_shards_everything_and_sends_rows_to_experts(recipe, tmp_path):
     links = Links(inside=1e9, network=1e8, per_machine=4)
     rows = 3 * 2 * 4 * 64 * 2 * 64 * FP32
     for ep in (4, 2):
-        here = sizes.total - experts * (
-            1 - 1 / ep
-        )  # weights forward and backward, gradients; alone, experts need none
-        dense, whole = sizes.total - experts, 0 if ep == 4 else here - (sizes.total - experts)
-        gathered = 3 * FP32 * ((3 * dense - sizes.root) * 3 / 4 + 3 * whole / 2)
+        # Weights forward and, but for the last of two layers, backward; gradients. Alone, experts need none.
+        dense, whole = sizes.total - experts, 0 if ep == 4 else experts / ep
+        last = (dense - sizes.root) / 2
+        gathered = 3 * FP32 * ((3 * dense - sizes.root - last) * 3 / 4 + (3 * whole - whole / 2) / 2)
         product = Layout.of(Sizes(**four.sizes.named() | {"ep": ep}))
         assert product.name == "ep"
         found = {flow.name: flow for flow in flows(Step(run.work(product, 1), 3, links))}

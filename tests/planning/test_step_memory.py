@@ -2,7 +2,7 @@
 support/memory_on_fake_cuda.py. STRATEGIES=all: every strategy, with and without compiled layers and several
 micro-steps, and whole models of up to 1.3B parameters.
 
-ZeRO is not here: DeepSpeed reads values, which fake tensors do not have. bench/memory.py compares it over gloo.
+ZeRO is not here: it was not tried. bench/memory.py compares it over gloo.
 """
 
 import importlib.util
