@@ -357,7 +357,7 @@ def recipe_text(path: str | Path) -> str:
         from pretrain.remote import read_text
 
         return read_text(str(path))
-    return read_small_file(or_shipped(path))
+    return read_small_file(path and or_shipped(path))
 
 
 def set_dotted(values: dict, key: str, text: str) -> str | None:
