@@ -120,7 +120,7 @@ def lend_inputs(clone, commands: str, text_files) -> None:
 
 
 def write_tasks(clone) -> None:
-    """The task of docs/evaluation.md, and others that have its form under the harness's names."""
+    """The task of docs/evaluate.md, and others that have its form under the harness's names."""
     text = "\n".join(page.read_text() for page in PAGES)
     task = yaml.safe_load(re.search(r"```yaml\n(task: my_quiz\n.*?)```", text, re.DOTALL)[1])
     rows = [{"question": str(number), "choices": ["one", "two"], "answer": 0} for number in range(4)]
