@@ -57,11 +57,14 @@ save_and_end() {
 }
 
 launch_and_requeue() {
-    # SLURM sends SIGUSR1 to this script alone, five minutes before the time limit.
+    # SLURM sends SIGUSR1 to this script alone, five minutes before the time limit. A trap that starts a process before
+    # $! is read would change it.
     local time_is_up=no status launcher
-    trap '[ "$time_is_up" = yes ] || { time_is_up=yes; save_and_end & }' USR1
+    trap 'time_is_up=early' USR1
     "$@" &
     launcher=$!
+    trap '[ "$time_is_up" = yes ] || { time_is_up=yes; save_and_end & }' USR1
+    [ "$time_is_up" != early ] || kill -USR1 $$
     while :; do  # wait returns for a signal as well as for the end
         wait "$launcher" && status=0 || status=$?
         kill -0 "$launcher" 2>/dev/null || break
