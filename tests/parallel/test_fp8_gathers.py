@@ -36,7 +36,8 @@ def gathered(result: dict, moment: str) -> int:
 
 def test_the_layers_matrices_are_gathered_in_a_byte_each(seen):
     matrices = LAYERS * (4 * WIDTH**2 + 3 * WIDTH * MLP)
-    for moment, passes in (("micro-step", 2), ("last micro-step", 2), ("validation", 1)):
+    # Backward again, but for the last of two layers.
+    for moment, passes in (("micro-step", 1.5), ("last micro-step", 1.5), ("validation", 1)):
         assert gathered(seen["bf16"], moment) - gathered(seen["fp8"], moment) == passes * matrices
         # The scales, of all weights at once, in a step's first micro-step alone.
         scales = {} if moment == "last micro-step" else {"all-reduce of 8 by 1": [1, 4 * LAYERS * 7]}
