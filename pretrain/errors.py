@@ -23,7 +23,7 @@ EXIT_NUMERIC = 16
 EXIT_NO_VALID_CHECKPOINT = 17
 EXIT_CRASH_LOOP = 18
 EXIT_PREEMPTED = 75
-"""Exit status of what ended early and goes on with the same command: told to end, or a server out of reach."""
+"""Exit status of a run that was told to end, or lost a server; the same command resumes it."""
 EXIT_INTERRUPTED = 130
 EXIT_CLOSED_PIPE = 141
 """Exit status 128 + SIGPIPE, as shells report a program that wrote to a closed pipe."""

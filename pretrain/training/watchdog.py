@@ -45,7 +45,7 @@ OWN_PAUSE_SECONDS = 5.0
 """Delay of the watch itself that means that the process was suspended (or half a step's timeout, if shorter): Ctrl-Z,
 or a machine in standby."""
 LAST_WORD = "heartbeats/last-word.json"
-"""Why a rank ended that alone has found a reason."""
+"""File in which a rank that ends alone leaves its reason."""
 LAUNCHER = os.getppid()
 """Parent at import time, long before training, because a launcher may die while its processes load."""
 

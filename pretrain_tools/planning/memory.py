@@ -222,7 +222,7 @@ class Work:
 
     @property
     def kept_by_exchanges(self) -> float:
-        """Bytes that a layer keeps beside its own activations where cp or ep exchanges some.
+        """Counts the bytes that a layer keeps for the exchanges of cp or ep, beside its own activations.
 
         cp: attention's output, on both sides of the exchange. ep: experts run outside of the compiled layer, which
         computes the product of gate and values again in its backward pass.

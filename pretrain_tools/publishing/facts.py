@@ -48,7 +48,7 @@ class Publication:
     dtype: str | None = None
     """Dtype of the weights, as a recipe's export.dtype."""
     trust_remote_code: bool = False
-    """Whether the code in a checkpoint may run."""
+    """True if the code in a checkpoint may run."""
     gguf: tuple[str, str] | None = None
     """Name of the GGUF file, and how it compares with the model."""
 

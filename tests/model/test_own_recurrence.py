@@ -1,4 +1,4 @@
-"""A model with code of its own whose mixers carry a state from token to token: its documents are apart in rows."""
+"""An own-code model with a recurrence: each document is computed in its own row."""
 
 import json
 
