@@ -22,7 +22,7 @@ from pathlib import Path
 from pretrain.errors import InputError, Problems, did_you_mean, run_script
 from pretrain.files import place_of
 from pretrain.registry import load_extensions
-from pretrain.terminal import begin
+from pretrain.terminal import announce_loading
 
 CHOICES = {
     "weights": ("raw", "average"),
@@ -58,7 +58,7 @@ def build_parser() -> argparse.ArgumentParser:
         help="names, groups, patterns, .yaml files; base, small: sets; core: DCLM's CORE",
     )
     add("--include_path", type=Path, metavar="FOLDER", help="folder of your own task .yaml files")
-    add("--eval_bundle", type=Path, metavar="FOLDER", help="folder of DCLM's bundle, which --tasks core is about")
+    add("--eval_bundle", type=Path, metavar="FOLDER", help="folder of DCLM's evaluation bundle, for --tasks core")
     add("--num_fewshot", metavar="N", help="examples in the prompt [the task's own]")
     add("--limit", metavar="N", help="documents per task, or a fraction below 1; for quick tests")
     add(
@@ -124,7 +124,7 @@ def interactive_problems(arguments: argparse.Namespace) -> list[str]:
     if len(arguments.model) > 1:
         problems.append(f"--interactive: continues text with one model, and --model names {len(arguments.model)}")
     if other := [flag for flag in ("tasks", "data", "output") if getattr(arguments, flag)]:
-        problems.append(f"--interactive: measures nothing; leave out --{', --'.join(other)}")
+        problems.append(f"--interactive: only generates text; leave out --{', --'.join(other)}")
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         problems.append("--interactive: needs one process; start it with python evaluate.py")
     return problems
@@ -141,10 +141,12 @@ def read_numbers(arguments: argparse.Namespace) -> list[str]:
     if limit is not None and limit >= 1 and not limit.is_integer():
         problems.append(f"--limit {limit}: must be a whole number of documents, or a fraction below 1")
     if arguments.top_p is not None and arguments.top_p > 1:
-        problems.append(f"--top_p {arguments.top_p}: is a probability, above 0 and at most 1")
+        problems.append(f"--top_p {arguments.top_p}: must be a probability above 0 and at most 1")
     given = [f"--{name}" for name in ("top_k", "top_p") if getattr(arguments, name) is not None]
     if given and arguments.temperature == 0:
-        problems.append(f"{' and '.join(given)}: of sampling, and --temperature 0 is greedy decoding; leave one out")
+        problems.append(
+            f"{' and '.join(given)}: only applies to sampling, but --temperature 0 is greedy decoding; leave one out"
+        )
     return problems
 
 
@@ -165,7 +167,7 @@ def read_number(name: str, text: str) -> float:
 def main(argv: list[str]) -> None:
     arguments = read_arguments(argv)  # before torch is imported: --help and a mistyped flag answer at once
 
-    begin()
+    announce_loading()
     load_extensions(arguments.extensions)
     if not sys.stderr.isatty():  # in a log file, a line now and then; tqdm reads this when it is imported
         os.environ.setdefault("TQDM_MININTERVAL", "10")

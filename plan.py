@@ -17,7 +17,7 @@ import sys
 
 from pretrain.errors import run_script
 from pretrain.recipe import named_recipe, pair_up, read_run_config
-from pretrain.terminal import begin
+from pretrain.terminal import announce_loading
 from pretrain_tools.planning.budget_request import add_budget_options, asks_for_recipe, read_budget_request
 from pretrain_tools.planning.hardware_options import add_hardware_options, gpu_of, hardware_of, option_problems
 
@@ -43,7 +43,7 @@ def main() -> None:
     # The modules imported below need torch: --help and a mistyped option answer before.
     if asks_for_recipe(options):
         request = read_budget_request(options, rest, problems, gpu)
-        begin()
+        announce_loading()
         from pretrain_tools.experiments.ladder_report import read_ladder
         from pretrain_tools.planning.budget_report import recipe_of_budget
 
@@ -56,7 +56,7 @@ def main() -> None:
     overrides = problems.attempt(pair_up, rest) or []
     config = problems.attempt(read_run_config, options.config, overrides)
     problems.stop_if_any()
-    begin()
+    announce_loading()
     from pretrain_tools.planning.report import build_plan, comment_of, plan_json, print_plan
 
     hardware = hardware_of(options, gpu)

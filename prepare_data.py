@@ -98,7 +98,7 @@ def verify(folder: str) -> None:
 
 
 def train_filter(arguments: "Namespace") -> None:
-    """Trains a classifier of quality on good and on other texts, and says how well it tells them apart."""
+    """Trains a quality classifier on good and on other texts, and prints how well it tells them apart."""
     from pretrain_tools.preparation.cleaning.quality_classifier import train_classifier
     from pretrain_tools.preparation.request import read_examples
 
@@ -152,7 +152,7 @@ def prepare_shards(request: "PreparationRequest") -> int:
 
 
 def warn_of_empty_splits(tally: "Tally", fraction: float) -> None:
-    """Says which split was asked for and has nothing, and what to do."""
+    """Warns of a split that was asked for but is empty, and says what to do."""
     for split, tokens in (("train", tally.tokens - tally.validation_tokens), ("validation", tally.validation_tokens)):
         if not tokens and (fraction or split == "train"):
             print(

@@ -42,12 +42,12 @@ def build_parser() -> argparse.ArgumentParser:
     add("--first_wait", default="30", metavar="SECONDS", help="before the second attempt; doubles, up to an hour [30]")
     text = "used by train.py: records the outcome in metrics.jsonl and publishes again with late scores"
     add("--beside_training", action="store_true", help=text)
-    text = "of a checkpoint: run the code in its folder; off by default"
+    text = "with --checkpoint: run the code in its folder; off by default"
     add("--trust_remote_code", action="store_true", help=text)
-    text = "check every file of what was published, a folder or OWNER/NAME[@REVISION]; alone"
+    text = "verify every file of a published folder or OWNER/NAME[@REVISION]; takes no other option"
     add("--verify", metavar="PLACE", help=text)
     add("--sign", type=Path, metavar="KEY", help="sign the folder with a private elliptic key in PEM (model-signing)")
-    add("--public_key", type=Path, metavar="KEY", help="with --verify: of the signature, in PEM")
+    add("--public_key", type=Path, metavar="KEY", help="with --verify: public key of the signature, in PEM")
     return parser
 
 

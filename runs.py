@@ -29,7 +29,7 @@ from pretrain_tools.runs.history import require_run
 from pretrain_tools.runs.status import print_list, print_status
 
 Commands = argparse._SubParsersAction
-"""What `add_subparsers` returns; argparse has no public name for it."""
+"""Type that `add_subparsers` returns; argparse has no public name for it."""
 ROOT_OF_RUNS = {"nargs": "?", "default": Path("runs")}
 RUN = {"metavar": "RUN"}
 SEVERAL_RUNS = {"nargs": "+", "metavar": "RUN"}
@@ -167,7 +167,9 @@ def add_readers(commands: Commands) -> None:
     command = add_command(commands, "documents", documents, "the documents that a step was trained on", run=RUN)
     command.add_argument("--step", type=natural, required=True, help="as logged: the first step is 1")
     command.add_argument("--limit", type=natural, default=8, help="sequences to show (default 8)")
-    command.add_argument("--characters", type=natural, default=600, help="shown of each document (default 600)")
+    command.add_argument(
+        "--characters", type=natural, default=600, help="characters shown of each document (default 600)"
+    )
 
 
 def add_merge(commands: Commands) -> None:
@@ -175,7 +177,7 @@ def add_merge(commands: Commands) -> None:
     models = {"nargs": "+", "metavar": "MODEL", "help": "a run, RUN@STEP, or a model folder", "type": str}
     text = "the mean of checkpoints or models, as a model folder"
     command = add_command(commands, "merge", merge, text, models=models)
-    command.add_argument("--last", type=natural, metavar="N", help="of a run: its N newest checkpoints")
+    command.add_argument("--last", type=natural, metavar="N", help="with a run: its N newest checkpoints")
     text = "raw weights, or the average that each checkpoint stores; with one model: export it (raw)"
     command.add_argument("--weights", choices=["raw", "average"], default="raw", help=text)
     command.add_argument("--output", type=Path, metavar="FOLDER", help="(default: merged-FIRST-LAST in the run)")

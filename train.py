@@ -14,7 +14,7 @@ import sys
 
 from pretrain.errors import EXIT_DONE, Problems, or_exit, run_script
 from pretrain.recipe import CommandLine, explain, read_command_line
-from pretrain.terminal import begin
+from pretrain.terminal import announce_loading
 
 if __name__ == "__main__":  # before torch is imported: --help and a mistyped setting answer at once
     words = sys.argv[1:]
@@ -23,7 +23,7 @@ if __name__ == "__main__":  # before torch is imported: --help and a mistyped se
 
         words = or_exit(lambda: with_own_text(sys.argv[1:]))
     command_line: CommandLine = or_exit(lambda: read_command_line(words, __doc__))
-    begin()
+    announce_loading()
 
 import torch
 

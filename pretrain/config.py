@@ -121,7 +121,7 @@ class Shards(Section):
     tokenizer: str | None = None
     """Tokenizer (folder or Hub ID) for shards made by other tools; prepare_data.py's folders contain their own."""
     _found: Any = PrivateAttr(None)
-    """What the run's first rank found in the folder (data/shards.py), where it reads for all; None: look there."""
+    """Contents of the folder as the first rank found them (data/shards.py), if it reads for all; None: look there."""
 
 
 class Source(Shards):
@@ -298,7 +298,7 @@ class Optim(Section):
     """Peak learning rate for a global batch of one sequence; scaled by the square root of the global batch."""
     group_learning_rates: dict[Literal["embedding", "head", "matrices", "scalars"], PositiveFloat] = {}
     """Peak learning rates per group of parameters, with every optimizer: embeddings and
-    heads tied to them, other heads, hidden matrices, and whatever else there is, as norms, biases and convolutions."""
+    heads tied to them, other heads, hidden matrices, and everything else, such as norms, biases and convolutions."""
     betas: tuple[Fraction, Fraction] = (0.9, 0.95)
     """AdamW: decay rates of the running means of the gradient and of its square."""
     eps: PositiveFloat = 1e-8

@@ -4,9 +4,10 @@
     python -m pretrain.launch --supervise --config_file ...     # and start it again after every crash
 
 --supervise comes first; all other options are those of `accelerate launch`, and two that it lacks,
---parallelism_config_pp_size and --parallelism_config_ep_size. By itself, that ends on Ctrl-C with a
-traceback, with one process even before the run has saved, returns 1 whatever the processes return, and restarts them
-as often as --max_restarts allows, even if they have ended on purpose.
+--parallelism_config_pp_size and --parallelism_config_ep_size.
+
+`accelerate launch` alone ends on Ctrl-C with a traceback (with one process even before the run has saved), returns 1
+whatever the processes return, and restarts them as often as --max_restarts allows, even if they ended on purpose.
 """
 
 import logging

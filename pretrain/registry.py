@@ -1,4 +1,5 @@
-"""What a recipe can name, by kind, and the files of your own that add to it: `extensions` and a model folder's code.
+"""Tables of what a recipe can name, by kind, and the files of your own that add to them: `extensions` and a model
+folder's code.
 
 The project's own entries are written as 'module:name', so that a recipe is checked without importing them. A file of
 your own registers in the same table with a decorator:

@@ -148,7 +148,7 @@ def say_stage(text: str) -> None:
         say(f"{text} ...", sys.stderr, "dim")
 
 
-def begin() -> None:
+def announce_loading() -> None:
     """Reports that the script is loading, before slow imports, and makes Ctrl-C end it without a traceback."""
     sys.excepthook = _without_traceback_for_interrupts
     say_stage("Loading")

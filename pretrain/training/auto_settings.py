@@ -1,4 +1,4 @@
-"""Numbers for a recipe's `auto`, by its model, tokens and batch."""
+"""Resolves a recipe's `auto` settings from its model, tokens and batch."""
 
 import math
 from typing import Any
@@ -19,7 +19,7 @@ from pretrain.optim.scaling_laws import (
 
 
 def resolve_auto(config: RunConfig, processes: int | None = None) -> RunConfig:
-    """Replaces `auto` by numbers, which depend on the recipe and its data alone.
+    """Replaces `auto` with numbers, which depend on the recipe and its data alone.
 
     processes: number of processes that share an `auto` batch; only the micro-batch, which affects no result, depends
     on it. None: as many as were launched.

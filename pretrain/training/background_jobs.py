@@ -1,4 +1,4 @@
-"""Evaluates, publishes and mirrors checkpoints in the background; none of that can fail the run."""
+"""Evaluates, publishes and mirrors checkpoints in the background; a failure never ends the run."""
 
 import os
 import shutil
@@ -129,7 +129,7 @@ class Evaluations:
                 self.metrics.track(numbers_of(model))
 
     def stop(self, folder: Path | None = None) -> None:
-        """Stops the evaluation in this folder, or all: the run stops before the end of its budget."""
+        """Stops the evaluation in this folder, or all of them, when the run stops before the end of its budget."""
         for running in [running for running in self._running if folder in (None, running)]:
             process = self._running.pop(running)
             os.killpg(process.pid, signal.SIGTERM)  # the shell and its command
@@ -202,7 +202,7 @@ class MirrorCopies:
         self._reported: int | None = None
         """Last copied step in the log."""
         self._warned: set[str] = set()
-        """Warnings that still hold: failing, dropping, silent."""
+        """Conditions that were warned of and still hold: failing, dropping, silent."""
         self._damaged: dict[str, str] = {}
         if not metrics.is_main:
             return

@@ -75,7 +75,7 @@ class Requests:
 
     @classmethod
     def read(cls, path: Path) -> "Requests":
-        """Reads what `write` has written."""
+        """Reads a file that `write` wrote."""
         with np.load(path, allow_pickle=False) as file:
             arrays = {name: file[name] for name in file.files}
         tasks = json.loads(bytes(arrays.pop("tasks")))
@@ -85,7 +85,7 @@ class Requests:
         return cls([Task(**task) for task in tasks], **arrays)
 
     def write(self, path: Path) -> None:
-        """Writes a file of arrays, whole or not at all."""
+        """Writes a file of arrays; after a crash it is complete or absent."""
         values = dict(vars(self))
         text = json.dumps([vars(task) for task in values.pop("tasks")]).encode()
         part = path.with_suffix(".part")

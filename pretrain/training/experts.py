@@ -327,7 +327,7 @@ class Experts:
         return dict(zip(figures, torch.stack(list(figures.values())).tolist(), strict=True))
 
     def newly_dead(self) -> str | None:
-        """Returns a warning of experts that got no token for IDLE_STEPS steps, once until they get tokens again."""
+        """Warns of experts without a token for IDLE_STEPS steps; once for each, until it gets one again."""
         if not self.routers:
             return None
         dead_LE = ((self._idle_LE >= IDLE_STEPS) & self._exists()).cpu()

@@ -127,7 +127,7 @@ class RunPlan(ModelPlan):
     peak_learning_rate: float
     batches: Batches
     identity: dict[str, Any]
-    """Settings that must not change when a run continues."""
+    """Settings that must stay the same when a run continues."""
 
     @property
     def total_steps(self) -> int:

@@ -182,9 +182,12 @@ def test_without_anything_to_do_the_choices_are_named():
         (["--precision", "fp23"], "--precision fp23; did you mean fp32?"),
         (["--split", "test"], "--split test; "),
         (["--document_mask", "yes"], "--document_mask yes; allowed: off, on"),
-        (["--top_k", "5", "--temperature", "0"], "--top_k: of sampling, and --temperature 0 is greedy decoding"),
-        (["--top_p", "1.5"], "--top_p 1.5: is a probability, above 0 and at most 1"),
-        (["--interactive", "--data", "x"], "--interactive: measures nothing; leave out --data"),
+        (
+            ["--top_k", "5", "--temperature", "0"],
+            "--top_k: only applies to sampling, but --temperature 0 is greedy decoding",
+        ),
+        (["--top_p", "1.5"], "--top_p 1.5: must be a probability above 0 and at most 1"),
+        (["--interactive", "--data", "x"], "--interactive: only generates text; leave out --data"),
         (["--temperature", "nan"], "--temperature nan: must be a number from 0"),
     ],
 )
