@@ -3,7 +3,8 @@
     MIRROR/NAME/leases/00000003.json     host, process and start of the holder, and a count that grows while it lives
 
 An object of each number can be created once: S3 (If-None-Match), GCS (generations) and disks refuse a second writer.
-Who finds a lease that no longer changes creates the next number. Clocks are not compared.
+Whoever finds a lease that has not changed for SILENT_SECONDS creates the next number. Machines' clocks are not
+compared: a lease's age is that of an object written now, by the store's own clock.
 """
 
 import json
@@ -11,6 +12,7 @@ import os
 import socket
 import threading
 import time
+import uuid
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -26,6 +28,8 @@ BEAT_SECONDS = 10.0
 SILENT_SECONDS = 45.0
 """Time without one after which the holder counts as dead."""
 LOOK_SECONDS = 2.0
+CLOCK_SECONDS = 2.0
+"""Error of an age: S3 gives whole seconds, and the servers of a store may differ."""
 ANSWER_SECONDS = 20.0
 """Longest wait for one answer of the store."""
 LAST_SECONDS = 5.0
@@ -67,7 +71,7 @@ class Lease:
 
 
 def take_lease(store: MirrorStore, start: str, own: str | None) -> Lease:
-    """Takes the lease, after SILENT_SECONDS if another start holds it and is dead.
+    """Takes the lease; if another start holds it, once that has been silent for SILENT_SECONDS.
 
     Raises InputError if its holder lives, and what the file system raises.
 
@@ -92,8 +96,10 @@ def take_lease(store: MirrorStore, start: str, own: str | None) -> Lease:
 def _require_silence(store: MirrorStore, number: int, held: bytes) -> None:
     """Returns once the holder of a lease is dead or has given it up. Raises InputError if it gives a sign of life."""
     holder = describe(held)
-    say_stage(f"Waiting {SILENT_SECONDS:g} s for a sign of life of {holder}, which holds {store.address}")
-    deadline = time.monotonic() + SILENT_SECONDS
+    seconds = SILENT_SECONDS - _age(store, number)
+    if seconds > 0:
+        say_stage(f"Waiting {seconds:.0f} s for a sign of life of {holder}, which holds {store.address}")
+    deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         time.sleep(LOOK_SECONDS)
         found = _asked(lambda: store.read(path_of(number)))
@@ -105,6 +111,21 @@ def _require_silence(store: MirrorStore, number: int, held: bytes) -> None:
                 f"--output. A start takes over {SILENT_SECONDS:g} s after the holder's last sign of life; to take "
                 f"over at once, remove {store.address}/{FOLDER}"
             )
+
+
+def _age(store: MirrorStore, number: int) -> float:
+    """Returns the seconds since a lease last changed, at most CLOCK_SECONDS too few; 0 if the store does not tell."""
+    probe = f"{FOLDER}/now-{uuid.uuid4().hex}"
+    try:
+        _asked(lambda: store.write(probe, b"now"))
+        store.system.invalidate_cache()
+        now, then = _asked(lambda: [store.system.modified(name) for name in (probe, path_of(number))])
+        return max(0.0, (now - then).total_seconds() - CLOCK_SECONDS)
+    except Exception:  # not all file systems have times; the wait is the longest then
+        return 0.0
+    finally:
+        with suppress(Exception):
+            _asked(lambda: store.system.rm_file(probe))
 
 
 def _create(store: MirrorStore, number: int, values: dict[str, Any]) -> bool:

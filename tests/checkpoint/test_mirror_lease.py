@@ -48,12 +48,32 @@ def test_a_living_holder_is_named_and_a_dead_one_followed(store):
     assert numbers_of(store) == []
 
 
-def test_the_next_start_in_the_same_folder_does_not_wait(store, monkeypatch):
-    monkeypatch.setattr(mirror_lease, "SILENT_SECONDS", 1000.0)
+@pytest.fixture
+def no_wait(monkeypatch):
+    """Fails a start that waits."""
+    monkeypatch.setattr(mirror_lease, "say_stage", lambda text: pytest.fail(text))
+
+
+def test_the_next_start_in_the_same_folder_does_not_wait(store, no_wait):
     killed = take_lease(store, "one", None)
     killed._over.set()
     killed._thread.join()
     take_lease(store, "two", "one").release()
+
+
+def test_a_holder_that_has_long_been_dead_is_not_waited_for(store, monkeypatch, request):
+    """Its age is that of its object, by the store's clock, which counts whole seconds in S3."""
+    monkeypatch.setattr(mirror_lease, "CLOCK_SECONDS", 1.0)
+    killed = take_lease(store, "one", None)
+    killed._over.set()
+    killed._thread.join()
+    deadline = time.monotonic() + 30
+    while mirror_lease._age(store, 1) < mirror_lease.SILENT_SECONDS:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    request.getfixturevalue("no_wait")
+    take_lease(store, "two", None).release()
+    assert store.sizes(mirror_lease.FOLDER) == {}
 
 
 def test_of_starts_at_the_same_moment_one_trains(store):
