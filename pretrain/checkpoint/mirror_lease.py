@@ -3,6 +3,9 @@
     MIRROR/NAME/leases/00000003.json     host, process and start of the holder, and a count that grows while it lives
 
 An object of each number can be created once: S3 (If-None-Match), GCS (generations) and disks refuse a second writer.
+Other stores, such as buckets on the Hub, overwrite it. There a start looks again after SETTLE_SECONDS, and the last
+writer has the lease.
+
 Whoever finds a lease that has not changed for SILENT_SECONDS creates the next number. Machines' clocks are not
 compared: a lease's age is that of an object written now, by the store's own clock.
 """
@@ -28,6 +31,11 @@ BEAT_SECONDS = 10.0
 SILENT_SECONDS = 45.0
 """Time without one after which the holder counts as dead."""
 LOOK_SECONDS = 2.0
+SURE = ("s3", "s3a", "gs", "gcs", "file", "local", "memory")
+"""Protocols whose stores create an object only once, and date it by their own clock. (A bucket on the Hub has the date
+that its writer gives.)"""
+SETTLE_SECONDS = 5.0
+"""Time within which a start that has found no lease writes its own, on other stores."""
 CLOCK_SECONDS = 2.0
 """Error of an age: S3 gives whole seconds, and the servers of a store may differ."""
 ANSWER_SECONDS = 20.0
@@ -115,6 +123,8 @@ def _require_silence(store: MirrorStore, number: int, held: bytes) -> None:
 
 def _age(store: MirrorStore, number: int) -> float:
     """Returns the seconds since a lease last changed, at most CLOCK_SECONDS too few; 0 if the store does not tell."""
+    if not _is_sure(store):
+        return 0.0
     probe = f"{FOLDER}/now-{uuid.uuid4().hex}"
     try:
         _asked(lambda: store.write(probe, b"now"))
@@ -136,10 +146,17 @@ def _create(store: MirrorStore, number: int, values: dict[str, Any]) -> bool:
     except Exception as error:  # each file system has its own error for what exists
         problem = error
     # Read back: a store that is asked again after a lost answer refuses what it has just written for us.
+    if problem is None and not _is_sure(store):
+        time.sleep(SETTLE_SECONDS)
     found = store.read(path_of(number))
     if found is None and problem is not None:
         raise problem
     return start_of(found) == values["start"]
+
+
+def _is_sure(store: MirrorStore) -> bool:
+    protocol = store.system.fs.protocol
+    return any(name in SURE for name in ([protocol] if isinstance(protocol, str) else protocol))
 
 
 def _asked(ask: Callable[[], Any]) -> Any:

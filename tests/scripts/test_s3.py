@@ -8,8 +8,8 @@ import pytest
 import yaml
 
 from pretrain.files import damage
-from support.faults import launch_with_faults, wait_until
-from support.object_store import store_server
+from support.faults import launch_with_faults, reached, wait_until
+from support.object_store import Gateway, store_server
 from support.prepared import run_killed
 from support.project import events, losses, run_script
 
@@ -49,7 +49,7 @@ def test_a_run_that_lives_in_the_store(store, shards, recipe, tmp_path):
     machine("first", faults=sleep, meanwhile=meanwhile, constants={f"{LEASE}.BEAT_SECONDS": 0.1})
     third = machine("third", constants={f"{LEASE}.SILENT_SECONDS": 1.0, f"{LEASE}.LOOK_SECONDS": 0.1})
     run = tmp_path / "third/runs/demo"
-    assert third.code == 0 and "Waiting 1 s for a sign of life of process" in third.output, third.output
+    assert third.code == 0, third.output
     assert events(run, "resume")[-1]["step"] == 4 and losses(run) == losses(tmp_path / "whole")
     assert {"final/MANIFEST.json", "final/model.safetensors"} <= store.names("runs/demo")
     assert store.read("runs/demo/metrics.jsonl") == (run / "metrics.jsonl").read_bytes()
@@ -63,6 +63,33 @@ def test_a_run_that_lives_in_the_store(store, shards, recipe, tmp_path):
     copy = tmp_path / "copy"
     run_script("-m", "pretrain.checkpoint.mirror_fetch", "s3://mine/runs/demo", copy, **store.environment)
     assert losses(copy) == losses(run) and damage(copy / "final") == damage(copy / "checkpoints/step-00000012") == []
+
+
+def test_a_server_that_is_killed_in_the_middle_of_a_copy(store, recipe, tmp_path):
+    """Training goes on and says so, the copy never looks complete, and once the server is back everything arrives."""
+    gateway = Gateway(store, dies_at="killed/checkpoints/step-00000020/optimizer")
+    run = tmp_path / "killed"
+    settings = ("--config", recipe, "--output", run, "--checkpoint.mirror", "s3://mine", "--budget.steps", 200)
+    settings += ("--checkpoint.every_steps", 20, "--validation.every_steps", 100)
+
+    def meanwhile(process):
+        wait_until(gateway.is_dead, process)
+        there = store.names("killed")
+        assert "checkpoints/step-00000020/model.safetensors" in there
+        wait_until(lambda: any("s3://mine/killed" in event["message"] for event in events(run, "warning")), process)
+        before = max(losses(run))
+        wait_until(lambda: reached(run, before + 20), process)
+        assert "checkpoints/step-00000020/MANIFEST.json" not in store.names("killed")
+        gateway.start()
+
+    trained = launch_with_faults(
+        tmp_path / "notes", "single", 1, *settings, meanwhile=meanwhile, **gateway.environment
+    )
+    gateway.stop()
+    assert trained.code == 0 and "not copied to the mirror" not in trained.output, trained.output
+    copy = tmp_path / "copy"
+    run_script("-m", "pretrain.checkpoint.mirror_fetch", "s3://mine/killed", copy, **store.environment)
+    assert losses(copy) == losses(run) and damage(copy / "final") == damage(copy / "checkpoints/step-00000200") == []
 
 
 def test_documents_and_prepared_folders(store, tokenizer, tmp_path):
