@@ -12,6 +12,7 @@ the first step), 256 MB of disk, or a resume whose first step comes 3 s later th
 """
 
 import argparse
+import contextlib
 import hashlib
 import json
 import multiprocessing
@@ -32,6 +33,7 @@ ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 from pretrain.data.object_store import block_digests  # noqa: E402
+from pretrain.errors import EXIT_INTERRUPTED  # noqa: E402
 from support.object_store import faulty, store_server  # noqa: E402
 from support.project import events, losses  # noqa: E402
 
@@ -41,9 +43,9 @@ LATEST_RESUME_SECONDS = 3.0
 STEPS_AFTER_THE_RESUME = 3
 MODEL = {
     "model_type": "llama",
-    "hidden_size": 128,
-    "intermediate_size": 384,
-    "num_hidden_layers": 4,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 4,
     "max_position_embeddings": 2048,
@@ -57,8 +59,8 @@ def serve(corpus: Path, pipe: Connection) -> None:
         store.upload(corpus, "corpus")
         with faulty(store) as environment:
             pipe.send(environment)
-            while pipe.recv():
-                pass
+            with contextlib.suppress(EOFError):
+                pipe.recv()
 
 
 def write_corpus(folder: Path, megabytes: int) -> Path:
@@ -108,7 +110,7 @@ def train(*arguments: object, **environment: str) -> float:
     began = time.time()
     command = [sys.executable, ROOT / "train.py", *map(str, arguments)]
     ended = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True)
-    if ended.returncode != 0:
+    if ended.returncode not in (0, EXIT_INTERRUPTED):  # the second is that of checkpoint.stop_at_step
         sys.exit(f"{ended.stdout}{ended.stderr}\nexit status {ended.returncode}")
     return began
 

@@ -1,17 +1,22 @@
 """A server that speaks S3, on this machine: documents, prepared folders and the mirror of a run, through s3fs."""
 
+import contextlib
 import json
+import os
 import signal
 import socket
+import subprocess
+import sys
 
+import psutil
 import pytest
 import yaml
 
 from pretrain.files import damage
 from support.faults import launch_with_faults, reached, wait_until
 from support.object_store import Gateway, store_server
-from support.prepared import run_killed
-from support.project import events, losses, run_script
+from support.prepared import run_killed, texts, write_jsonl
+from support.project import ROOT, events, losses, run_script
 
 LEASE = "pretrain.checkpoint.mirror_lease"
 
@@ -129,6 +134,39 @@ def test_documents_and_prepared_folders(store, tokenizer, tmp_path):
     prepare(*asked, "--merge_slices", 2, machine="three")
     assert all(store.read(f"sliced/{name}") == store.read(f"shards/{name}") for name in (*shards, "manifest.json"))
     assert "already complete" in prepare(*asked, "--merge_slices", 2, machine="four")
+
+
+def actors_of(driver) -> list[psutil.Process]:
+    """The processes of Ray's actors that work now."""
+    found = []
+    for process in psutil.Process(driver.pid).children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            found += [process] if process.cmdline()[:1] == ["ray::_Actor.perform"] else []
+    return found
+
+
+def test_a_cluster_whose_driver_and_actor_are_killed(store, tokenizer, tmp_path):
+    """prepare_data.py with Ray into the store, started again: the bytes that one process makes on a disk."""
+    (tmp_path / "docs").mkdir()
+    for part in range(20):
+        write_jsonl(tmp_path / f"docs/{part:02d}.jsonl", [text * 20 for text in texts(400)])
+    given = ("--input", f"{tmp_path}/docs/*.jsonl", "--tokenizer", tokenizer, "--validation_fraction", 0.2)
+    given += ("--engine", "reference")
+    run_script("prepare_data.py", *given, "--output", tmp_path / "here", "--workers", 1)
+    there = (*given[:-1], "ray,reference", "--output", "s3://mine/clustered", "--staging", tmp_path / "staging")
+    there += ("--workers", 2)
+    killed = run_killed(8, *there, **store.environment)
+    assert killed.returncode == -signal.SIGKILL and store.names("clustered") == {".unfinished"}, killed.stderr
+    command = [sys.executable, ROOT / "prepare_data.py", *map(str, there)]
+    with (tmp_path / "output.txt").open("w+") as output:
+        driver = subprocess.Popen(command, env=os.environ | store.environment, stdout=output, stderr=output)
+        wait_until(lambda: actors_of(driver), driver)
+        (actor, *_) = actors_of(driver)
+        actor.kill()
+        assert driver.wait(300) == 0, output.seek(0) or output.read()
+    made = [path.name for path in (tmp_path / "here").iterdir() if path.is_file()]
+    assert len(made) >= 7
+    assert all(store.read(f"clustered/{name}") == (tmp_path / "here" / name).read_bytes() for name in made)
 
 
 def test_a_bucket_that_does_not_exist_is_named(store, tokenizer, tmp_path):
