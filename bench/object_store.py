@@ -41,6 +41,8 @@ LARGEST_WAIT = 0.01
 LARGEST_DISK_BYTES = 256 << 20
 LATEST_RESUME_SECONDS = 3.0
 STEPS_AFTER_THE_RESUME = 3
+SHARD_BYTES = 8 << 20
+"""Size of an object, which moto's server reads as a whole for each range."""
 MODEL = {
     "model_type": "llama",
     "hidden_size": 64,
@@ -72,18 +74,19 @@ def write_corpus(folder: Path, megabytes: int) -> Path:
     subprocess.run([*prepare, "--tokenizer", folder / "tokenizer", "--output", corpus], check=True)
     manifest = json.loads((corpus / "manifest.json").read_text())
     (shard,) = [shard for shard in manifest["shards"] if shard["split"] == "train"]
-    path = corpus / shard["file"]
-    content = path.read_bytes()
-    times = megabytes * 10**6 // len(content) + 1
-    with path.open("wb") as file:
-        for _ in range(times):
-            file.write(content)
-    with path.open("rb") as file:
-        hashes = block_digests(file)
-    path.with_suffix(".blocks").write_bytes(hashes)
-    with path.open("rb") as file:
-        shard |= {"tokens": shard["tokens"] * times, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
-    shard["beside"][path.with_suffix(".blocks").name] = hashlib.sha256(hashes).hexdigest()
+    content = (corpus / shard["file"]).read_bytes()
+    repeats = SHARD_BYTES // len(content)
+    manifest["shards"].remove(shard)
+    for number in range(megabytes * 10**6 // (repeats * len(content)) + 1):
+        path = corpus / f"train-{number:05d}.bin"
+        path.write_bytes(content * repeats)
+        with path.open("rb") as file:
+            hashes = block_digests(file)
+        path.with_suffix(".blocks").write_bytes(hashes)
+        beside = {path.with_suffix(".blocks").name: hashlib.sha256(hashes).hexdigest()}
+        sha256 = hashlib.sha256(content * repeats).hexdigest()
+        whole = {"file": path.name, "tokens": shard["tokens"] * repeats, "sha256": sha256, "beside": beside}
+        manifest["shards"].append(shard | whole)
     (corpus / "manifest.json").write_text(json.dumps(manifest))
     return corpus
 

@@ -87,10 +87,9 @@ def test_a_server_that_is_killed_in_the_middle_of_a_copy(store, recipe, tmp_path
         assert "checkpoints/step-00000020/MANIFEST.json" not in store.names("killed")
         gateway.start()
 
-    trained = launch_with_faults(
-        tmp_path / "notes", "single", 1, *settings, meanwhile=meanwhile, **gateway.environment
-    )
-    gateway.stop()
+    with contextlib.closing(gateway):
+        notes = (tmp_path / "notes", "single", 1)
+        trained = launch_with_faults(*notes, *settings, meanwhile=meanwhile, **gateway.environment)
     assert trained.code == 0 and "not copied to the mirror" not in trained.output, trained.output
     copy = tmp_path / "copy"
     run_script("-m", "pretrain.checkpoint.mirror_fetch", "s3://mine/killed", copy, **store.environment)

@@ -147,7 +147,7 @@ class Gateway:
     def is_dead(self) -> bool:
         return self._process.poll() == -signal.SIGKILL
 
-    def stop(self) -> None:
+    def close(self) -> None:
         self._process.kill()
         self._process.wait()
         self._process.stdout.close()
