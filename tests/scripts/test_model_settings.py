@@ -96,10 +96,6 @@ def test_a_pretrained_model_takes_new_tokens(recipe, text_files, tokenizer, tmp_
         run_script("prepare_data.py", *text, "--tokenizer", tmp_path / name, "--output", tmp_path / f"{name}_shards")
     start = ("--model", tmp_path / "run/final", "--init", "pretrained", "--output", tmp_path / "more")
     start += ("--data.train", f"[{{shards: {tmp_path / 'new_shards'}}}]", "--budget.steps", "2")
-    run_script(
-        "prepare_data.py", *text, "--train_tokenizer", 512, "--pre_tokenizer", "gpt2", "--output", tmp_path / "as"
-    )
-    run_script("prepare_data.py", *text, "--tokenizer", tmp_path / "as", "--output", tmp_path / "as_many")
     refused = train(recipe, *start, "--data.train", f"[{{shards: {tmp_path / 'as_many_shards'}}}]", check=False)
     assert refused.returncode == 2 and not (tmp_path / "more").exists()
     assert "is not the model's final: " in refused.stderr and " of 512 IDs are other tokens" in refused.stderr
