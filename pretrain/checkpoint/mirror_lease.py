@@ -3,7 +3,11 @@
     MIRROR/NAME/leases/00000003.json     host, process and start of the holder, and a count that grows while it lives
 
 An object of each number can be created once: S3 (If-None-Match), GCS (generations) and disks refuse a second writer.
-Who finds a lease that no longer changes creates the next number. Clocks are not compared.
+Other stores, such as buckets on the Hub, overwrite it. There a start looks again after SETTLE_SECONDS, and the last
+writer has the lease.
+
+Whoever finds a lease that has not changed for SILENT_SECONDS creates the next number. Machines' clocks are not
+compared: a lease's age is that of an object written now, by the store's own clock.
 """
 
 import json
@@ -11,6 +15,7 @@ import os
 import socket
 import threading
 import time
+import uuid
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -26,6 +31,13 @@ BEAT_SECONDS = 10.0
 SILENT_SECONDS = 45.0
 """Time without one after which the holder counts as dead."""
 LOOK_SECONDS = 2.0
+SURE = ("s3", "s3a", "gs", "gcs", "file", "local", "memory")
+"""Protocols whose stores create an object only once, and date it by their own clock. (A bucket on the Hub has the date
+that its writer gives.)"""
+SETTLE_SECONDS = 5.0
+"""Time within which a start that has found no lease writes its own, on other stores."""
+CLOCK_SECONDS = 2.0
+"""Error of an age: S3 gives whole seconds, and the servers of a store may differ."""
 ANSWER_SECONDS = 20.0
 """Longest wait for one answer of the store."""
 LAST_SECONDS = 5.0
@@ -67,7 +79,7 @@ class Lease:
 
 
 def take_lease(store: MirrorStore, start: str, own: str | None) -> Lease:
-    """Takes the lease, after SILENT_SECONDS if another start holds it and is dead.
+    """Takes the lease; if another start holds it, once that has been silent for SILENT_SECONDS.
 
     Raises InputError if its holder lives, and what the file system raises.
 
@@ -92,8 +104,10 @@ def take_lease(store: MirrorStore, start: str, own: str | None) -> Lease:
 def _require_silence(store: MirrorStore, number: int, held: bytes) -> None:
     """Returns once the holder of a lease is dead or has given it up. Raises InputError if it gives a sign of life."""
     holder = describe(held)
-    say_stage(f"Waiting {SILENT_SECONDS:g} s for a sign of life of {holder}, which holds {store.address}")
-    deadline = time.monotonic() + SILENT_SECONDS
+    seconds = SILENT_SECONDS - _age(store, number)
+    if seconds > 0:
+        say_stage(f"Waiting {seconds:.0f} s for a sign of life of {holder}, which holds {store.address}")
+    deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         time.sleep(LOOK_SECONDS)
         found = _asked(lambda: store.read(path_of(number)))
@@ -107,6 +121,23 @@ def _require_silence(store: MirrorStore, number: int, held: bytes) -> None:
             )
 
 
+def _age(store: MirrorStore, number: int) -> float:
+    """Returns the seconds since a lease last changed, at most CLOCK_SECONDS too few; 0 if the store does not tell."""
+    if not _is_sure(store):
+        return 0.0
+    probe = f"{FOLDER}/now-{uuid.uuid4().hex}"
+    try:
+        _asked(lambda: store.write(probe, b"now"))
+        store.system.invalidate_cache()
+        now, then = _asked(lambda: [store.system.modified(name) for name in (probe, path_of(number))])
+        return max(0.0, (now - then).total_seconds() - CLOCK_SECONDS)
+    except Exception:  # not all file systems have times; the wait is the longest then
+        return 0.0
+    finally:
+        with suppress(Exception):
+            _asked(lambda: store.system.rm_file(probe))
+
+
 def _create(store: MirrorStore, number: int, values: dict[str, Any]) -> bool:
     """Creates a lease; returns False if another start has been faster."""
     problem = None
@@ -115,10 +146,17 @@ def _create(store: MirrorStore, number: int, values: dict[str, Any]) -> bool:
     except Exception as error:  # each file system has its own error for what exists
         problem = error
     # Read back: a store that is asked again after a lost answer refuses what it has just written for us.
+    if problem is None and not _is_sure(store):
+        time.sleep(SETTLE_SECONDS)
     found = store.read(path_of(number))
     if found is None and problem is not None:
         raise problem
     return start_of(found) == values["start"]
+
+
+def _is_sure(store: MirrorStore) -> bool:
+    protocol = store.system.fs.protocol
+    return any(name in SURE for name in ([protocol] if isinstance(protocol, str) else protocol))
 
 
 def _asked(ask: Callable[[], Any]) -> Any:

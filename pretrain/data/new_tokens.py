@@ -4,7 +4,7 @@ from transformers import PreTrainedConfig
 
 from pretrain.config import RunConfig
 from pretrain.data.shards import manifest_of
-from pretrain.data.tokenizer import backend_of, load_tokenizer
+from pretrain.data.tokenizer import LoadedTokenizer, backend_of, load_tokenizer
 from pretrain.errors import InputError
 from pretrain.model.pretrained import NewTokens
 
@@ -12,8 +12,9 @@ from pretrain.model.pretrained import NewTokens
 def new_tokens(config: RunConfig, model_config: PreTrainedConfig) -> NewTokens | None:
     """Returns what the data's tokenizer adds to the tokenizer in the folder or Hub ID of the recipe's model.
 
-    None: nothing. Raises InputError if the data have ids that the model's tokenizer lacks, and are not of an extension
-    of it: all of its tokens with their ids, and more.
+    None: nothing. Raises InputError if an ID of the data is another token's in the model, except for added tokens of
+    either, which some models leave free for new names. Data with more IDs must be of an extension of the model's
+    tokenizer: all of its tokens with their IDs, and more.
     """
     name = config.model.config
     try:
@@ -29,7 +30,11 @@ def new_tokens(config: RunConfig, model_config: PreTrainedConfig) -> NewTokens |
             f"model: {name}: the data's tokenizer has {manifest.vocabulary_size:,} ids, and the model's own is needed "
             f"to give the new ones their first values, but {error}"
         ) from None
-    if manifest.vocabulary_size <= old.vocabulary_size or old.sha256 == manifest.tokenizer_sha256:
+    if old.sha256 == manifest.tokenizer_sha256:
+        return None
+    if manifest.vocabulary_size <= old.vocabulary_size:
+        if (manifest.tokenizer_folder / "tokenizer.json").is_file():  # with dispatched batches one process has it
+            _require_the_same_tokens(old, load_tokenizer(manifest.tokenizer_folder))
         return None
     if config.data.dispatch_batches:
         raise InputError(
@@ -59,3 +64,20 @@ def new_tokens(config: RunConfig, model_config: PreTrainedConfig) -> NewTokens |
         else:  # by the merges alone: a token may be a part of a character
             parts[number - old.vocabulary_size] = [part.id for part in old_backend.model.tokenize(token)]
     return NewTokens(old.vocabulary_size, parts, model_config.vocab_size)
+
+
+def _require_the_same_tokens(old: LoadedTokenizer, new: LoadedTokenizer) -> None:
+    """Raises InputError if an ID of the data's tokenizer means another token in the model's, added tokens aside."""
+    old_backend, new_backend = (backend_of(each.json, each.name) for each in (old, new))
+    old_tokens = {number: token for token, number in old_backend.get_vocab(with_added_tokens=True).items()}
+    added = old_backend.get_added_tokens_decoder().keys() | new_backend.get_added_tokens_decoder().keys()
+    ids = {number: token for token, number in new_backend.get_vocab(with_added_tokens=True).items()}
+    others = sorted(number for number, token in ids.items() if number not in added and old_tokens.get(number) != token)
+    if others:
+        first = others[0]
+        raise InputError(
+            f"data: its tokenizer {new.name} is not the model's {old.name}: {len(others):,} of {len(ids):,} IDs are "
+            f"other tokens, first {first} ({ids[first]!r} instead of {old_tokens.get(first)!r}); prepare the data "
+            "with the model's own tokenizer, or, to train the weights on another one, give a copy of the model's "
+            "folder without its tokenizer files"
+        )

@@ -13,21 +13,38 @@ from pretrain.errors import InputError
 from support.object_store import store_server
 
 
+def check_and_write(store, name, content):
+    """As on the Hub: two starts that check before either writes both write."""
+    if store.read(name) is not None:
+        raise FileExistsError(name)
+    time.sleep(0.2)
+    store.write(name, content)
+
+
 @pytest.fixture(scope="module")
 def server():
     with store_server() as server:
         yield server
 
 
-@pytest.fixture(params=["disk", "memory", "s3"])
+@pytest.fixture(params=["disk", "memory", "s3", "unsure"])
 def store(request, tmp_path, monkeypatch):
     monkeypatch.setattr(mirror_lease, "BEAT_SECONDS", 0.05)
     monkeypatch.setattr(mirror_lease, "SILENT_SECONDS", 1.0)
     monkeypatch.setattr(mirror_lease, "LOOK_SECONDS", 0.05)
+    if request.param == "unsure":
+        monkeypatch.setattr(mirror_lease, "SURE", ())
+        monkeypatch.setattr(mirror_lease, "SETTLE_SECONDS", 0.5)
+        monkeypatch.setattr(MirrorStore, "create", check_and_write)
     if request.param == "s3":
         for name, value in request.getfixturevalue("server").environment.items():
             monkeypatch.setenv(name, value)
-    place = {"disk": str(tmp_path), "memory": f"memory://leases{tmp_path}", "s3": "s3://mine/leases"}
+    place = {
+        "disk": str(tmp_path),
+        "memory": f"memory://leases{tmp_path}",
+        "unsure": f"memory://unsure{tmp_path}",
+        "s3": "s3://mine/leases",
+    }
     return MirrorStore(place[request.param], tmp_path.name)
 
 
@@ -48,12 +65,33 @@ def test_a_living_holder_is_named_and_a_dead_one_followed(store):
     assert numbers_of(store) == []
 
 
-def test_the_next_start_in_the_same_folder_does_not_wait(store, monkeypatch):
-    monkeypatch.setattr(mirror_lease, "SILENT_SECONDS", 1000.0)
+@pytest.fixture
+def no_wait(monkeypatch):
+    """Fails a start that waits."""
+    monkeypatch.setattr(mirror_lease, "say_stage", lambda text: pytest.fail(text))
+
+
+def test_the_next_start_in_the_same_folder_does_not_wait(store, no_wait):
     killed = take_lease(store, "one", None)
     killed._over.set()
     killed._thread.join()
     take_lease(store, "two", "one").release()
+
+
+@pytest.mark.parametrize("store", ["disk", "memory", "s3"], indirect=True)
+def test_a_holder_that_has_long_been_dead_is_not_waited_for(store, monkeypatch, request):
+    """Its age is that of its object, by the store's clock, which counts whole seconds in S3."""
+    monkeypatch.setattr(mirror_lease, "CLOCK_SECONDS", 1.0)
+    killed = take_lease(store, "one", None)
+    killed._over.set()
+    killed._thread.join()
+    deadline = time.monotonic() + 30
+    while mirror_lease._age(store, 1) < mirror_lease.SILENT_SECONDS:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    request.getfixturevalue("no_wait")
+    take_lease(store, "two", None).release()
+    assert store.sizes(mirror_lease.FOLDER) == {}
 
 
 def test_of_starts_at_the_same_moment_one_trains(store):

@@ -84,6 +84,14 @@ if EVERYTHING:
         "ep2 tp2 dp_shard2": ("muon", "mixtral", Sizes(dp_shard=2, tp=2, ep=2)),
     }
 CLIP = ["--optim.muon.qk_clip", "0.003"]
+PACKED = {"pp2 cp2": ("adamw", "dense", Sizes(pp=2, cp=2))}
+"""Products that read whole documents."""
+if EVERYTHING:
+    PACKED |= {
+        "pp2 dp_shard2": ("adamw", "dense", Sizes(pp=2, dp_shard=2)),
+        "tp2 dp_shard2": ("adamw", "dense", Sizes(tp=2, dp_shard=2)),
+    }
+BEST_FIT = ["--data.sampling", "best_fit"]
 COMPILED_CLIP = [*CLIP, "--precision", "bf16", "--compile", "regional"]
 MIXTRAL = MODELS["dense"] | {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
 """Whose queries and keys have no norms."""
@@ -122,6 +130,10 @@ def alone(optimizer: str, model: str, sizes: Sizes) -> str:
 
 def clipped_alone(optimizer: str, model: str, sizes: Sizes) -> str:
     return f"clipped {alone(optimizer, model, sizes)}"
+
+
+def packed_alone(optimizer: str, model: str, sizes: Sizes) -> str:
+    return f"packed {alone(optimizer, model, sizes)}"
 
 
 @pytest.fixture
@@ -334,6 +346,12 @@ def runs(shards, tmp_path_factory) -> Path:
     clipped = {clipped_alone(*case): case for case in CLIPPED.values()}
     single += [run_alone(case, name, *CLIP) for name, case in clipped.items()]
     special += [run(case, f"clipped {name}", "mesh", *CLIP) for name, case in CLIPPED.items()]
+    packed = {packed_alone(*case): case for case in PACKED.values()}
+    single += [run_alone(case, name, *BEST_FIT) for name, case in packed.items()]
+    for name, case in PACKED.items():
+        special.append(run(case, f"packed {name}", "mesh", *BEST_FIT))
+        start = str(folder / packed_alone(*case) / MIDDLE)
+        special.append(run(case, f"packed {name} resumed", "mesh", *BEST_FIT, steps=STEPS, start_from=start))
     if EVERYTHING:
         case = CLIPPED["tp2 dp_shard2"]
         single.append(run_alone(case, "clipped bf16 alone", *CLIP, *bf16))
@@ -419,6 +437,15 @@ def test_copies_on_four_processes_resume_to_the_last_bit(runs):
     for file in ("model", "optimizer", "average"):
         expected, found = (load_file(run / end / f"{file}.safetensors") for run in (whole, resumed))
         assert expected.keys() == found.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_a_product_reads_the_whole_documents_that_one_process_reads(runs, name):
+    """From the start, and resumed from one process."""
+    expected = losses(runs / packed_alone(*PACKED[name]))
+    assert expected != losses(runs / alone(*PACKED[name]))
+    found = losses(runs / f"packed {name}") | losses(runs / f"packed {name} resumed")
+    assert found == pytest.approx(expected, rel=1e-6) and len(found) == STEPS
 
 
 @pytest.mark.parametrize("name", CLIPPED)

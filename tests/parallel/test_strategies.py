@@ -60,6 +60,8 @@ FP16_SCALES = {"fp16": 2.0**10, "fp16_overflowing": 2.0**24}
 WIDE = {**TINY_LLAMA, "hidden_size": 256, "intermediate_size": 512, "tie_word_embeddings": False}
 ON_DISK = ["--budget.steps", "4", "--checkpoint.every_steps", "2"]
 NAN_STEP = 3
+PACKED = ["fsdp2", "zero1", "zero3", "pp", "cp"]
+"""With whole documents; each is resumed from the one before."""
 VALIDATION_SEQUENCES = 3
 """One process of two has a window less than the other."""
 PARITY = ["--budget.steps", str(STEPS), "--checkpoint.every_steps", str(STEPS)]
@@ -200,6 +202,19 @@ def resume_runs(folder: Path, source: str, targets: list[str], name: str) -> lis
     return [run(target, folder / name / source / target, *arguments, start_from=checkpoint) for target in targets]
 
 
+def packed_runs(folder: Path, strategies: list[str]) -> list[dict]:
+    arguments = ["--data.sampling", "best_fit", *CONSTANT, "--budget.steps", "8"]
+    return [run(strategy, folder / "packed" / strategy, *arguments) for strategy in strategies]
+
+
+def packed_resumed(folder: Path) -> list[dict]:
+    runs = packed_runs(folder, PACKED)
+    for described, before in zip(runs, ["single", *PACKED], strict=False):
+        described["arguments"] += ["--output", str(folder / "packed_resumed" / described["strategy"])]
+        described["start_from"] = str(folder / "packed" / before / "checkpoints/step-00000004")
+    return runs
+
+
 def first_steps(folder: Path, strategies: list[str], suffix: str = "") -> list[dict]:
     arguments = [*CONSTANT, "--budget.steps", "4"]
     return [run(strategy, folder / "from" / f"{strategy}{suffix}", *arguments) for strategy in strategies]
@@ -209,7 +224,7 @@ def first_steps(folder: Path, strategies: list[str], suffix: str = "") -> list[d
 def one_process(folder) -> Path:
     """The reference: everything under `single`."""
     runs = [*parity_runs(folder, ["single"]), *first_steps(folder, ["single"]), *fp16_runs(folder, "single")]
-    runs += [*disk_runs(folder, "single"), *untrained_runs(folder, ["single"])]
+    runs += [*disk_runs(folder, "single"), *untrained_runs(folder, ["single"]), *packed_runs(folder, ["single"])]
     unbroken = [*CONSTANT, "--budget.steps", str(4 + RESUMED_STEPS), "--checkpoint.every_steps", "100"]
     run_all(folder, "one", "single", 1, [*runs, run("single", folder / "unbroken", *unbroken)])
     if EVERYTHING:
@@ -223,7 +238,7 @@ def two_processes(one_process) -> Path:
     folder = one_process
     runs = [*parity_runs(folder, STRATEGIES), *exact_runs(folder, SHARDED), *first_steps(folder, ON_TWO)]
     runs += [run(name, folder / "once" / name, *PARITY, "--batch.no_sync", "true") for name in REDUCING]
-    runs += untrained_runs(folder, UNTRAINED)
+    runs += [*untrained_runs(folder, UNTRAINED), *packed_runs(folder, PACKED), *packed_resumed(folder)]
     runs += [*(fp16_runs(folder, "ddp") if EVERYTHING else []), *disk_runs(folder, "zero3_offload_nvme")]
     # A ring visits every strategy once as source and once as target.
     ring = zip(["single", *ON_TWO], [*ON_TWO, "zero3_offload"], strict=True)
@@ -264,6 +279,16 @@ def test_losses_and_gradient_norms_are_those_of_one_process(two_processes, model
     expected, found = (gradient_norms(two_processes / model / name) for name in ("single", strategy))
     assert max(expected.values()) > 0.5, "clipping must bite"
     assert max(abs(found[step] / expected[step] - 1) for step in expected) < 1e-4
+
+
+@pytest.mark.parametrize("strategy", PACKED)
+def test_whole_documents_are_those_of_one_process(two_processes, strategy):
+    """From the start, and resumed from the strategy before."""
+    expected = losses(two_processes / "packed/single")
+    assert expected[1] != losses(two_processes / "from/single")[1]
+    assert losses(two_processes / "packed" / strategy) == pytest.approx(expected, rel=1e-6)
+    resumed = losses(two_processes / "packed_resumed" / strategy)
+    assert resumed == pytest.approx({step: loss for step, loss in expected.items() if step > 4}, rel=1e-6)
 
 
 @pytest.mark.parametrize("strategy", REDUCING)

@@ -89,10 +89,16 @@ def test_a_pretrained_model_takes_new_tokens(recipe, text_files, tokenizer, tmp_
     run_script(
         "prepare_data.py", *text, "--train_tokenizer", 600, "--pre_tokenizer", "gpt2", "--output", tmp_path / "other"
     )
-    for name in ("new", "other"):
+    run_script(
+        "prepare_data.py", *text, "--train_tokenizer", 512, "--pre_tokenizer", "gpt2", "--output", tmp_path / "as_many"
+    )
+    for name in ("new", "other", "as_many"):
         run_script("prepare_data.py", *text, "--tokenizer", tmp_path / name, "--output", tmp_path / f"{name}_shards")
     start = ("--model", tmp_path / "run/final", "--init", "pretrained", "--output", tmp_path / "more")
     start += ("--data.train", f"[{{shards: {tmp_path / 'new_shards'}}}]", "--budget.steps", "2")
+    refused = train(recipe, *start, "--data.train", f"[{{shards: {tmp_path / 'as_many_shards'}}}]", check=False)
+    assert refused.returncode == 2 and not (tmp_path / "more").exists()
+    assert "is not the model's final: " in refused.stderr and " of 512 IDs are other tokens" in refused.stderr
     refused = train(recipe, *start, "--check", check=False).stderr
     assert "has 600 ids, but the model's vocab_size is 512" in refused and "give --model.vocab_size auto" in refused
     auto = ("--model.vocab_size", "auto")

@@ -19,7 +19,7 @@ from fsspec.implementations.local import LocalFileSystem
 class FaultyFileSystem(LocalFileSystem):
     """See above; the faults of a path are in the nearest `.faults` beside one of its folders."""
 
-    protocol = "faulty"
+    protocol = ("faulty", "local")
 
     @classmethod
     def _strip_protocol(cls, path):

@@ -5,6 +5,9 @@ import functools
 import http.client
 import itertools
 import logging
+import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -13,6 +16,8 @@ from threading import Thread
 
 import boto3
 from moto.server import ThreadedMotoServer
+
+from support.project import free_port
 
 KEYS = {
     "AWS_ACCESS_KEY_ID": "key-of-a-test",
@@ -116,3 +121,33 @@ def faulty(
     yield {**KEYS, "AWS_ENDPOINT_URL": f"http://127.0.0.1:{server.server_port}"}
     server.shutdown()
     server.server_close()
+
+
+class Gateway:
+    """A process through which requests reach a store, killed by SIGKILL in the middle of an upload.
+
+    `start` starts another one at the same address: the store has kept what had arrived.
+
+    Args:
+        store: where requests go while the process lives.
+        dies_at: part of the name of the object whose upload is cut in half.
+    """
+
+    def __init__(self, store: Store, dies_at: str):
+        self._behind = store.environment["AWS_ENDPOINT_URL"].rpartition(":")[2]
+        self._port = str(free_port())
+        self.environment = {**KEYS, "AWS_ENDPOINT_URL": f"http://127.0.0.1:{self._port}"}
+        self.start(dies_at)
+
+    def start(self, *dies_at: str) -> None:
+        command = [sys.executable, Path(__file__).with_name("gateway.py"), self._port, self._behind, *dies_at]
+        self._process = subprocess.Popen(command, stdout=subprocess.PIPE)
+        assert self._process.stdout.readline() == b"listening\n"
+
+    def is_dead(self) -> bool:
+        return self._process.poll() == -signal.SIGKILL
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        self._process.stdout.close()
