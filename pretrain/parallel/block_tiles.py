@@ -1,20 +1,17 @@
-"""8-bit AdamW on a mesh: whose parts keep the blocks of the whole tensor, and the scales of these parts."""
+"""Checks which layouts 8-bit AdamW can train: every shard must consist of whole blocks of the unsharded tensor."""
 
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedConfig
 
 from pretrain.mesh_sizes import Sizes, environment_flag
 from pretrain.model.build import KeyedConfig, build_meta_model
 from pretrain.model.compile import layers_of
-from pretrain.optim.adamw_8bit import SCALES, AdamW8bit, has_blocks, keeps_blocks, scales_for, unit_rows
+from pretrain.optim.adamw_8bit import has_blocks, unit_rows
 from pretrain.parallel.expert_parallel import dimension_to_shard, expert_modules
-from pretrain.parallel.mesh_tiles import tile_of
-from pretrain.parallel.tensor_group import local_part
 
 SHOWN = 3
 """Parameters that a message names."""
@@ -90,27 +87,3 @@ def _large_parameters(keyed: KeyedConfig) -> list[LargeParameter]:
         for name, parameter in model.named_parameters()
         if has_blocks(parameter.shape)
     ]
-
-
-def check_blocks(optimizer: AdamW8bit) -> None:
-    """Raises RuntimeError for a parameter whose part does not keep the blocks, as torch has divided it."""
-    for parameter in [parameter for group in optimizer.param_groups for parameter in group["params"]]:
-        shape = tuple(parameter.shape)
-        if not has_blocks(shape) or not isinstance(parameter, DTensor):
-            continue
-        if not keeps_blocks(shape, tile_of(parameter)):
-            raise RuntimeError(
-                f"{parameter.placements} of {shape} over {parameter.device_mesh} cuts blocks of 256 elements, which "
-                "the check before the start should have found"
-            )
-
-
-def divide_scales(optimizer: AdamW8bit) -> None:
-    """Replaces whole scales, as a checkpoint has them, by this rank's rows of their table."""
-    for parameter, state in optimizer.state.items():
-        for name in SCALES if isinstance(parameter, DTensor) and has_blocks(parameter.shape) else ():
-            scales = scales_for(parameter)
-            table = torch.zeros(scales.shape)
-            table.view(-1)[: state[name].numel()] = state[name]
-            scales.to_local().copy_(local_part(table, scales))
-            state[name] = scales

@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial, reduce
 from pkgutil import resolve_name
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -36,7 +37,6 @@ from pretrain.model.build import InitialWeights, units_of
 from pretrain.model.compile import layers_of
 from pretrain.model.fp8 import use_fp8
 from pretrain.model.loss import LanguageModelLoss
-from pretrain.optim.adamw_8bit import AdamW8bitSpec
 from pretrain.optim.optimizers import OptimizerBuilder, local_tensor, total_norm
 from pretrain.parallel.dimension import Dimension
 from pretrain.parallel.expert_parallel import dimension_to_shard, expert_modules
@@ -219,10 +219,6 @@ class MeshStrategy(Strategy):
         self.model = self.called(model)
         optimizer = self.optimizer_of_parameters(build_optimizer)
         place_tiles(optimizer, self.mesh.replica_group)
-        if isinstance(self.spec, AdamW8bitSpec):
-            from pretrain.parallel.block_tiles import check_blocks
-
-            check_blocks(optimizer)
         self.optimizer = self.accelerator.prepare_optimizer(separate_kinds(optimizer), device_placement=False)
         self.find_copies()
         for dimension in self.dimensions:
@@ -417,23 +413,11 @@ class MeshStrategy(Strategy):
         is_copy = parameter is self.tied and self.mesh.rank("pp") == self.stage_owners[-1]
         return 0.0 if is_copy else 1 / self.copies_of[parameter]
 
-    def model_tensors(self) -> TensorGroup:
-        return self.staged(super().model_tensors())
-
-    def optimizer_tensors(self) -> TensorGroup:
-        return self.staged(super().optimizer_tensors())
-
-    def average_tensors(self) -> TensorGroup:
-        return self.staged(super().average_tensors())
-
-    def term_tensors(self) -> TensorGroup:
-        return self.staged(super().term_tensors())
-
-    def average_term_tensors(self) -> TensorGroup:
-        return self.staged(super().average_term_tensors())
-
-    def staged(self, mine: TensorGroup) -> TensorGroup:
-        """Returns the tensors of all stages, of which this rank has `mine`, in the whole model's order."""
+    def tensor_group(
+        self, tensors: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]] = MappingProxyType({})
+    ) -> TensorGroup:
+        """Returns the tensors of all stages, of which this rank has these, in the whole model's order."""
+        mine = super().tensor_group(tensors, shapes)
         if self.sizes.pp == 1:
             return mine
         facts = {name: (shape, mine.dtypes[name]) for name, shape in mine.shapes.items()}
@@ -454,10 +438,6 @@ class MeshStrategy(Strategy):
         """Loads only the tensors of this rank's stages."""
         mine = set(self.name_of.values())
         super().load(model, {name: optimizer[name] for name in optimizer if name.rpartition(".")[0] in mine})
-        if isinstance(self.spec, AdamW8bitSpec):
-            from pretrain.parallel.block_tiles import divide_scales
-
-            divide_scales(self.inner_optimizer)
 
     def replicas(self) -> list[ReplicaGroup]:
         """Lists what several ranks hold: all of it over dp_replicate, what tp does not split, a tied embedding."""

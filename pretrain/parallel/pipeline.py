@@ -82,13 +82,22 @@ class Pipeline(Dimension):
 
 
 class ReducingStage(PipelineStage):
-    """torch's stage, which would reduce gradients at the end of every call, but does so only if the step ends too."""
+    """torch's stage, except that it reduces gradients only in the last call of a step, and also runs forward only."""
 
     reduces = True
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         if self.reduces:
             super().perform_reduce_grad(grad_scale_factor)
+
+    # A schedule without a loss skips backward passes, but torch 2.13 still hands their gradients from stage to stage
+    # if a rank has two neighboring ones, as in ZBVZeroBubble, and its stages then raise AssertionError.
+    def get_local_bwd_output(self, mb_index: int) -> Any:
+        return super().get_local_bwd_output(mb_index) if self.has_backward else None
+
+    def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
+        if self.has_backward:
+            super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
 
 
 class PipelineModel(nn.Module):
@@ -132,8 +141,8 @@ class PipelineModel(nn.Module):
         self.device = device
         self.rank = dist.get_rank(group)
         self.sequence_parts = sequence_parts
-        self.schedules: dict[tuple[int, ...], tuple[Any, list[ReducingStage]]] = {}
-        """torch's schedules and their stages by the shape (B, T) of their buffers."""
+        self.schedules: dict[tuple[int, int, bool], tuple[Any, list[ReducingStage]]] = {}
+        """torch's schedules and their stages by (B, T, whether they also run backward)."""
 
     @property
     def last_stage(self) -> Stage | None:
@@ -152,9 +161,7 @@ class PipelineModel(nn.Module):
             if self.training:
                 # The loop gives all ranks of a pipeline the same seed, but stages must not drop the same elements.
                 seed_dropout((torch.initial_seed() + self.rank) % 2**63, self.device)
-                self.run_schedule(input_ids_BT)
-            else:
-                self.run_forward(input_ids_BT)
+            self.run_schedule(input_ids_BT)
         if self.last_stage is None:
             zero = torch.zeros((), device=self.device)
             return zero, zero
@@ -166,24 +173,27 @@ class PipelineModel(nn.Module):
             stage.base.compile(**options)
 
     def run_schedule(self, input_ids_BT: Tensor) -> None:
-        shape = tuple(input_ids_BT.shape)
-        if shape not in self.schedules:
-            self.schedules[shape] = self.build_schedule(*shape)
+        key = (*input_ids_BT.shape, self.training)
+        if key not in self.schedules:
+            self.schedules[key] = self.build_schedule(*key)
         inputs = (input_ids_BT,) if 0 in self.numbered else ()
-        target = torch.arange(self.microbatches) if self.last_stage is not None else None
-        schedule, stages = self.schedules[shape]
+        target = torch.arange(self.microbatches) if self.training and self.last_stage is not None else None
+        schedule, stages = self.schedules[key]
         for stage in stages:
-            stage.reduces = self.reduces
+            stage.reduces = self.reduces and self.training
         schedule.step(*inputs, target=target, return_outputs=False)
 
-    def build_schedule(self, batch: int, length: int) -> tuple[Any, list[ReducingStage]]:
-        """Builds torch's schedule, and its stages, for this shape; with stated shapes torch needs no trial run."""
+    def build_schedule(self, batch: int, length: int, trains: bool) -> tuple[Any, list[ReducingStage]]:
+        """Builds torch's schedule and its stages for this shape. Given shapes save torch a trial run to find them.
+
+        A schedule without a loss function runs forward only.
+        """
         rows = batch // self.microbatches
         ids = torch.empty(rows, length, dtype=torch.long, device="meta")
         hidden = torch.empty(
-            rows, length, self.hidden_size, dtype=self.hidden_dtype, device="meta", requires_grad=True
+            rows, length, self.hidden_size, dtype=self.hidden_dtype, device="meta", requires_grad=trains
         )
-        loss = torch.empty((), device="meta", requires_grad=True)
+        loss = torch.empty((), device="meta", requires_grad=trains)
         stages = [
             ReducingStage(
                 stage,
@@ -200,41 +210,14 @@ class PipelineModel(nn.Module):
         ]
         schedule_class = get_schedule_class(self.schedule_name)
         one = STAGE_LAYOUTS[self.schedule_name].stages_per_rank == 1
-        # scale_grads would also divide what earlier micro-steps accumulated, so the losses are weighted instead.
         schedule = schedule_class(
-            stages[0] if one else stages, self.microbatches, loss_fn=output_as_loss, scale_grads=False
+            stages[0] if one else stages,
+            self.microbatches,
+            loss_fn=output_as_loss if trains else None,
+            # It would also divide what earlier micro-steps accumulated, so the losses are weighted instead.
+            scale_grads=False,
         )
         return schedule, stages
-
-    def run_forward(self, input_ids_BT: Tensor) -> None:
-        """Sends every microbatch through every stage; at each tick a stage runs its next microbatch."""
-        ids = input_ids_BT.chunk(self.microbatches)
-        last = len(self.owners) - 1
-        arrived: dict[tuple[int, int], Tensor] = {}
-        for tick in range(last + self.microbatches):
-            transfers = []
-            for number, stage in self.numbered.items():
-                microbatch = tick - number
-                if not 0 <= microbatch < self.microbatches:
-                    continue
-                x = ids[microbatch] if number == 0 else arrived.pop((number, microbatch))
-                y = stage(x)
-                if number < last and self.owners[number + 1] == self.rank:
-                    arrived[number + 1, microbatch] = y
-                elif number < last:
-                    transfers.append(self.transfer(dist.isend, y.contiguous(), self.owners[number + 1]))
-            for number in self.numbered:
-                microbatch = tick + 1 - number
-                if number > 0 and 0 <= microbatch < self.microbatches and self.owners[number - 1] != self.rank:
-                    buffer = torch.empty(*ids[0].shape, self.hidden_size, dtype=self.hidden_dtype, device=self.device)
-                    arrived[number, microbatch] = buffer
-                    transfers.append(self.transfer(dist.irecv, buffer, self.owners[number - 1]))
-            # A tick's sends and receives go in one batch: issued one by one, they could deadlock on a GPU.
-            for work in dist.batch_isend_irecv(transfers) if transfers else []:
-                work.wait()
-
-    def transfer(self, operation, tensor: Tensor, peer: int) -> dist.P2POp:
-        return dist.P2POp(operation, tensor, group=self.group, group_peer=peer)
 
 
 def no_second_part() -> Callable[[], None]:

@@ -10,6 +10,7 @@ The same accelerate configs work with and without GPUs: without one, processes c
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -39,7 +40,7 @@ from pretrain.parallel.launcher import PRECISIONS, launched_strategy
 from pretrain.parallel.ranks import Ranks, slow_host_group
 from pretrain.parallel.rendezvous import choose_interface, join_nccl, meet_afresh
 from pretrain.parallel.replicas import ReplicaGroup
-from pretrain.parallel.tensor_group import ShardedState, TensorGroup, load_parts
+from pretrain.parallel.tensor_group import TensorGroup, load_parts
 
 if TYPE_CHECKING:
     from pretrain.data.dispatch import Dispatcher
@@ -374,13 +375,19 @@ class Strategy:
             "threads": torch.get_num_threads(),
         }
 
+    def tensor_group(
+        self, tensors: Mapping[str, torch.Tensor], shapes: Mapping[str, tuple[int, ...]] = MappingProxyType({})
+    ) -> TensorGroup:
+        """Returns the whole tensors of which this rank has these, perhaps shards; arguments as of `TensorGroup.of`."""
+        return TensorGroup.of(tensors, shapes)
+
     def model_tensors(self) -> TensorGroup:
         """Returns the parameters by HF name, tied ones once, in fp32."""
-        return TensorGroup.of(without_terms(self.weights()) | self.saved_buffers())
+        return self.tensor_group(without_terms(self.weights()) | self.saved_buffers())
 
     def term_tensors(self) -> TensorGroup:
         """Returns the parameters of terms of the loss, each behind "loss_terms."."""
-        return TensorGroup.of(of_terms(self.weights()))
+        return self.tensor_group(of_terms(self.weights()))
 
     def saved_buffers(self) -> dict[str, torch.Tensor]:
         """Returns the buffers that belong to the model's weights, although gradients do not train them."""
@@ -411,11 +418,11 @@ class Strategy:
 
     def average_tensors(self) -> TensorGroup:
         """Returns the average by HF name, in fp32, with buffers as in `model_tensors`."""
-        return TensorGroup.of(without_terms(self.average.means) | self.saved_buffers())
+        return self.tensor_group(without_terms(self.average.means) | self.saved_buffers())
 
     def average_term_tensors(self) -> TensorGroup:
         """Returns the average of what `term_tensors` returns."""
-        return TensorGroup.of(of_terms(self.average.means))
+        return self.tensor_group(of_terms(self.average.means))
 
     def load_average(self, average: Mapping[str, torch.Tensor]) -> None:
         """Copies whole tensors by name into the average."""
@@ -429,13 +436,12 @@ class Strategy:
             for name in self.name_of.values()
             for key, shape in self.spec.state_shapes(name).items()
         }
-        return TensorGroup.of(optimizer_state_by_name(self.inner_optimizer, self.name_of), shapes)
+        return self.tensor_group(optimizer_state_by_name(self.inner_optimizer, self.name_of), shapes)
 
     def load(self, model: Mapping[str, torch.Tensor], optimizer: Mapping[str, torch.Tensor]) -> None:
         """Copies whole tensors by name into the running model, its terms of the loss, and the optimizer."""
         load_parts({**self.model_tensors().tensors, **self.term_tensors().tensors}, model)
-        state = optimizer if self.spec.state_is_whole else ShardedState(optimizer, self.name_of)
-        load_optimizer_state(self.inner_optimizer, self.spec, self.name_of, state)
+        load_optimizer_state(self.inner_optimizer, self.spec, self.name_of, optimizer)
 
     def state(self) -> dict[str, float]:
         """Returns the remaining state for an exact continuation: the fp16 loss scale."""

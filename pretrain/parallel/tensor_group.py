@@ -1,13 +1,15 @@
 """Tensors by name: whole for a checkpoint, sharded in training, as DTensors or not."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Self
 
 import torch
 from torch.distributed.tensor import DTensor
+
+from pretrain.optim.tiles import local_part
 
 
 @dataclass(frozen=True)
@@ -56,30 +58,6 @@ def in_shape(tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
     return tensor if tuple(tensor.shape) == shape else tensor.flatten()[: math.prod(shape)].view(shape)
 
 
-class ShardedState(Mapping[str, torch.Tensor]):
-    """Saved whole optimizer state, presented as the shards for this rank's parameter shards."""
-
-    def __init__(self, whole: Mapping[str, torch.Tensor], name_of: Mapping[torch.Tensor, str]):
-        self._whole = whole
-        self._parameters = {name: parameter for parameter, name in name_of.items()}
-
-    def __getitem__(self, name: str) -> torch.Tensor:
-        tensor = self._whole[name]
-        parameter = self._parameters.get(name.rpartition(".")[0])
-        if not isinstance(parameter, DTensor) or tensor.shape != parameter.shape:
-            return tensor
-        from pretrain.optim.optimizers import sharded_like
-
-        part = local_part(tensor, parameter).to(parameter.to_local().device)
-        return sharded_like(parameter, part, tuple(tensor.shape))
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._whole)
-
-    def __len__(self) -> int:
-        return len(self._whole)
-
-
 @torch.no_grad()
 def load_parts(tensors: Mapping[str, torch.Tensor], whole: Mapping[str, torch.Tensor]) -> None:
     """Copies whole tensors by name into the training ones; a DTensor gets this rank's shard."""
@@ -88,11 +66,3 @@ def load_parts(tensors: Mapping[str, torch.Tensor], whole: Mapping[str, torch.Te
             tensor.to_local().copy_(local_part(whole[name], tensor))
         else:
             tensor.copy_(whole[name])
-
-
-def local_part(whole: torch.Tensor, like: DTensor) -> torch.Tensor:
-    """Returns this rank's part of `whole` if it is divided like the DTensor `like`."""
-    from pretrain.optim.tiles import take
-    from pretrain.parallel.mesh_tiles import tile_of
-
-    return take(whole, tile_of(like))

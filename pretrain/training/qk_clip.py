@@ -32,8 +32,7 @@ from pretrain.model.small_copy import (
     relative_difference,
 )
 from pretrain.optim.optimizers import local_tensor
-from pretrain.optim.tiles import take, whole_tile
-from pretrain.parallel.mesh_tiles import tile_of
+from pretrain.optim.tiles import take, tile_of, whole_tile
 from pretrain.parallel.strategy import Strategy
 
 ATTENTIONS = ("groundwork_sdpa", "groundwork_eager", "groundwork_fa2", "groundwork_fa3")
