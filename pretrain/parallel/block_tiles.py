@@ -27,7 +27,7 @@ class LargeParameter:
     is_in_layer: bool
 
     def keeps_blocks(self, sizes: Sizes) -> bool:
-        """Tells if each part of it is updated as the whole is, with these sizes; tp has to be 1."""
+        """Tells if its parts under these sizes consist of whole blocks; tp must be 1."""
         experts = sizes.ep if self.is_expert else 1
         shards = sizes.fsdp // experts
         rows = self.shape[0] // experts
@@ -35,13 +35,15 @@ class LargeParameter:
             part = torch.empty(rows, *self.shape[1:], device="meta")
             if dimension_to_shard(shards, part) is not None:
                 return False
-        starts = [rows] * (experts > 1) + [-(-rows // shards)] * (shards > 1)  # of which all others are multiples
+        starts = [rows] * (experts > 1) + [-(-rows // shards)] * (shards > 1)  # all later starts are multiples
         return not any(start % unit_rows(self.shape) for start in starts)
 
 
 def blocks_problems(model_config: PreTrainedConfig, sizes: Sizes) -> list[str]:
-    """Lists why parameters divided in these sizes cannot have 8-bit moments, with what works; none of tp, which
-    refuses them."""
+    """Lists why parameters cannot have 8-bit moments under these sizes, with what works.
+
+    Sizes with tp get no problem here, because tp itself rejects 8-bit AdamW.
+    """
     offloaded = (
         "optim.name: adamw_8bit does not run with fsdp_offload_params: use adamw with it, or leave the parameters on "
         "the GPU"
@@ -67,7 +69,7 @@ def blocks_problems(model_config: PreTrainedConfig, sizes: Sizes) -> list[str]:
 
 
 def cut_blocks(model_config: PreTrainedConfig, sizes: Sizes) -> Iterator[LargeParameter]:
-    """Yields the parameters whose parts do not keep the blocks."""
+    """Yields the parameters that these sizes would cut inside a block."""
     fits: dict[tuple, bool] = {}
     for each in _large_parameters(KeyedConfig.of(model_config)):
         key = (each.shape, each.is_expert, each.is_in_layer)

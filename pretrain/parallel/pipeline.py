@@ -1,7 +1,7 @@
-"""Pipeline parallel: each rank holds some of the layers, and microbatches flow through them.
+"""Pipeline parallelism: each rank holds some of the layers, and microbatches flow through them.
 
-The schedules are torch.distributed.pipelining's. One call of the model runs a whole schedule, forward and backward, so
-the loop does not change. See docs/pipelines.md.
+The schedules are those of torch.distributed.pipelining. One call of the model runs a whole schedule, forward and
+backward, so the loop does not change. See docs/pipelines.md.
 """
 
 from collections.abc import Callable, Mapping
@@ -26,11 +26,11 @@ from pretrain.parallel.tensor_group import TensorGroup, in_shape, whole_of
 
 @dataclass(frozen=True)
 class StageLayout:
-    """Assignment of stages to ranks that one of torch's schedules expects."""
+    """Assignment of stages to ranks, as one of torch's schedules expects it."""
 
     stages_per_rank: int
     is_v: bool = False
-    """True if the second half of the stages goes back over the ranks: rank 0 then has the last stage too."""
+    """True if the second half of the stages is assigned in reverse, so that rank 0 also has the last stage."""
     splits_backward: bool = False
     """True if gradients of inputs and of weights are computed separately, to fill idle time (arXiv 2401.10241)."""
 
@@ -52,7 +52,7 @@ STAGE_LAYOUTS: dict[str, StageLayout] = {
 
 
 class Pipeline(Dimension):
-    """pp, as a dimension of a mesh: what it refuses. `MeshStrategy` cuts the model into stages."""
+    """Pipeline parallelism (pp) as a dimension: its checks. `MeshStrategy` cuts the model into stages."""
 
     @classmethod
     def recipe_problems(cls, config: RunConfig, sizes: Sizes) -> list[str]:
@@ -103,15 +103,15 @@ class ReducingStage(PipelineStage):
 class PipelineModel(nn.Module):
     """This rank's stages, called like the whole model, by all ranks of the pipeline with the same batch.
 
-    In training a call runs the schedule and adds to the parameters' gradients that of the micro-batch's mean loss /
-    `micro_steps`; until a call that `reduces`, they are whole and each rank's own. In evaluation it runs forward only.
-    Returns (cross-entropy, cross-entropy), detached, on the last stage's rank, and zeros elsewhere.
+    In training, a call also runs backward and adds the gradient of the micro-batch's mean loss / `micro_steps`. Until
+    a call that `reduces`, gradients are whole and differ between ranks. In evaluation it runs forward only. Returns
+    (cross-entropy, cross-entropy), detached, on the last stage's rank, and zeros elsewhere.
 
     Args:
         stages: this rank's stages by number.
         owners: the rank, within the group, of every stage.
         microbatches: number of pipeline microbatches into which a micro-batch is split.
-        hidden_size: width of the hidden states between stages, which travel in the stages' dtype.
+        hidden_size: width of the hidden states between stages, which are sent in the stages' dtype.
     """
 
     def __init__(
@@ -203,7 +203,7 @@ class PipelineModel(nn.Module):
                 input_args=(ids if stage.is_first else hidden,),
                 output_args=(loss if stage.is_last else hidden,),
                 group=self.group,
-                # Where parts of the loss share weights, torch's split backward pass counts some gradients twice.
+                # If parts of the loss share weights, torch's split backward pass counts some gradients twice.
                 dw_builder=None if stage.terms is None else no_second_part,
             )
             for number, stage in self.numbered.items()
@@ -221,18 +221,18 @@ class PipelineModel(nn.Module):
 
 
 def no_second_part() -> Callable[[], None]:
-    """Tells torch that a stage computes all gradients together, and then nothing where weights' would follow."""
+    """Makes torch compute all gradients of a stage in its first backward part, and nothing in the second."""
     return lambda: None
 
 
 def output_as_loss(output: Tensor, target: Tensor) -> Tensor:
-    """Returns the last stage's output, which already is the loss; torch's schedules require a loss function."""
+    """Returns the last stage's output, which is already the loss; torch needs a loss function to run backward."""
     return output
 
 
 @dataclass(frozen=True)
 class StagedTensors(TensorGroup):
-    """Tensors that are each held by one rank of the pipeline, which broadcasts them when they are fetched."""
+    """Tensors of all stages: the rank that holds one broadcasts it over the pipeline when it is fetched."""
 
     owners: Mapping[str, int]
     group: dist.ProcessGroup

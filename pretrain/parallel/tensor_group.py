@@ -1,4 +1,4 @@
-"""Tensors by name: whole for a checkpoint, sharded in training, as DTensors or not."""
+"""Tensors by name: whole for a checkpoint, perhaps sharded in training, as DTensors or otherwise."""
 
 import math
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ from pretrain.optim.tiles import local_part
 
 @dataclass(frozen=True)
 class TensorGroup:
-    """Whole tensors by name, wherever their shards are. Fetching is collective: every rank asks in the same order."""
+    """Whole tensors by name, wherever their shards are. All ranks must fetch them, in the same order."""
 
     shapes: dict[str, tuple[int, ...]]
     dtypes: dict[str, torch.dtype]
@@ -24,15 +24,15 @@ class TensorGroup:
     def of(
         cls, tensors: Mapping[str, torch.Tensor], shapes: Mapping[str, tuple[int, ...]] = MappingProxyType({})
     ) -> Self:
-        """Builds a group of these tensors; every rank has each one whole or, for a DTensor, its shard.
+        """Builds a group of these tensors, which every rank has whole or, as DTensors, its shard of.
 
-        shapes: those of whole tensors that are sharded in another shape; see `in_shape`.
+        shapes: shapes of the whole tensors that have another one in training; see `in_shape`.
         """
         shapes = {name: shapes.get(name, tuple(tensor.shape)) for name, tensor in tensors.items()}
         return cls(shapes, {name: tensor.dtype for name, tensor in tensors.items()}, tensors)
 
     def whole(self, name: str, wanted: bool = True) -> torch.Tensor | None:
-        """Returns the whole tensor on its device, perhaps the training one; None on a rank that does not want it."""
+        """Returns the whole tensor on its device, maybe the one in training; None on a rank that does not want it."""
         whole = in_shape(whole_of(self.tensors[name]), self.shapes[name])
         return whole if wanted else None
 
@@ -43,13 +43,13 @@ class TensorGroup:
 
 
 def whole_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the whole of a tensor, on the mesh's device if it is divided; then a collective call of its ranks."""
+    """Returns the whole tensor; for a DTensor on the mesh's device, in a collective call of the mesh's ranks."""
     tensor = tensor.detach()
     if not isinstance(tensor, DTensor):
         return tensor
     from pretrain.optim.optimizers import sharded_like
 
-    # Not full_tensor alone: a part in host memory has to go to the GPU first, as from_local sends it.
+    # Not full_tensor alone: a part in host memory has to be on the GPU first, and from_local moves it there.
     return sharded_like(tensor, tensor.to_local(), tuple(tensor.shape)).full_tensor()
 
 
@@ -60,7 +60,7 @@ def in_shape(tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
 
 @torch.no_grad()
 def load_parts(tensors: Mapping[str, torch.Tensor], whole: Mapping[str, torch.Tensor]) -> None:
-    """Copies whole tensors by name into the training ones; a DTensor gets this rank's shard."""
+    """Copies whole tensors into those in training, by name; a DTensor gets this rank's shard."""
     for name, tensor in tensors.items():
         if isinstance(tensor, DTensor):
             tensor.to_local().copy_(local_part(whole[name], tensor))
