@@ -63,7 +63,7 @@ def blocks_problems(model_config: PreTrainedConfig, sizes: Sizes) -> list[str]:
     return [
         *problems,
         f"optim.name: adamw_8bit does not run with parameters in {sizes.fsdp} shards (dp_shard x cp): each of its "
-        f"scales is of 256 neighboring elements, and shards of {named}{more} do not begin where they do; use adamw, "
+        f"scales covers 256 neighboring elements, and shards of {named}{more} begin inside one; use adamw, "
         f"or {remedy if works else 'a model whose rows divide'}",
     ]
 

@@ -147,8 +147,8 @@ def exchange_heads(causal_lm: PreTrainedModel, parts: int, group: str) -> None:
     name = causal_lm.config._attn_implementation  # private, but transformers has no public name for it
     if name in ("sdpa", "eager"):
         raise InputError(
-            f"model: {causal_lm.config.model_type} computes correctly only with the library's own {name}, which would "
-            "take a part of a sequence for the whole; use fsdp2, or another architecture"
+            f"model: {causal_lm.config.model_type} works only with transformers' own {name} attention, which would "
+            "treat a part of a sequence as the whole; use fsdp2, or another architecture"
         )
     AttentionInterface.register(EXCHANGING, functools.partial(exchanging, ALL_ATTENTION_FUNCTIONS[name], parts, group))
     causal_lm.set_attn_implementation(EXCHANGING)

@@ -43,14 +43,14 @@ class ExpertParallel(Dimension):
 
 
 def model_problem(model_config: PreTrainedConfig, size: int) -> str | None:
-    """Returns why so many ranks cannot share this model's experts, with what works; None if they can."""
+    """Returns why this many ranks cannot share this model's experts, with what works; None if they can."""
     model = build_meta_model(model_config)
     kind = model_config.model_type
     experts = expert_modules(model)
     counts = {module.num_experts for module in experts.values()}
     names = {f"{name}.{own}" for name, module in experts.items() for own, _ in module.named_parameters()}
     if not counts:
-        return f"model: {kind} has no experts that could be divided; use ddp or fsdp2"
+        return f"model: {kind} has no experts to divide; use ddp or fsdp2"
     routed = {
         f"{router.name.rpartition('.')[0]}.{own}"
         for router in routers_of(model)

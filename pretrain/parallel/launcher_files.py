@@ -108,7 +108,7 @@ def deepspeed_problems(path: str | None, config: RunConfig) -> list[str]:
     except (OSError, ValueError) as error:
         return [
             f"deepspeed_config_file: {path} cannot be read from {Path.cwd()} ({error}); paths in the launcher's file "
-            "are relative to the folder where the launch happens"
+            "are relative to the folder that you launch from"
         ]
     name = Path(path).name
     problems = []

@@ -174,6 +174,8 @@ class PipelineModel(nn.Module):
 
     def run_schedule(self, input_ids_BT: Tensor) -> None:
         key = (*input_ids_BT.shape, self.training)
+        if self.training:  # torch's stages hold buffers for every microbatch: those of evaluation go when it ends
+            self.schedules = {other: built for other, built in self.schedules.items() if other[-1]}
         if key not in self.schedules:
             self.schedules[key] = self.build_schedule(*key)
         inputs = (input_ids_BT,) if 0 in self.numbered else ()

@@ -232,7 +232,7 @@ def cut_problem(model_config: PreTrainedConfig) -> str | None:
 
 
 def layer_problem(model_config: Any, stages: int, ranks: int, schedule: str) -> str | None:
-    """Returns why this model has too few layers for so many stages; None if each can have one."""
+    """Returns why this model has too few layers for this many stages; None if each can have one."""
     layers = model_config.num_hidden_layers
     if layers >= stages:
         return None
@@ -247,7 +247,7 @@ def layer_problem(model_config: Any, stages: int, ranks: int, schedule: str) -> 
 
 
 def stage_parameters(causal_lm: PreTrainedModel, stages: int, in_last: int = 0) -> tuple[list[range], list[int]]:
-    """Returns (layers, parameters) of so many balanced stages. A tied embedding counts in the first and the last.
+    """Returns (layers, parameters) of this many balanced stages. A tied embedding counts in the first and the last.
 
     in_last: number of parameters of terms of the loss, which the last stage has as well.
     """

@@ -64,8 +64,8 @@ class TensorParallel(Dimension):
             )
         if config.optim.name == "adamw_8bit":
             problems.append(
-                "optim.name: adamw_8bit does not run with tp, which divides matrices by columns: each scale is of 256 "
-                "neighboring elements of a row, and slices do not end where they do; use adamw, or adamw_8bit with "
+                "optim.name: adamw_8bit does not run with tp, which divides matrices by columns: each scale covers "
+                "256 neighboring elements of a row, and slices would cut through them; use adamw, or adamw_8bit with "
                 "dp_shard, dp_replicate, cp, pp or ep"
             )
         return problems
@@ -142,8 +142,8 @@ def plan_problem(model_config: PreTrainedConfig, size: int, *, splits_experts: b
     if not plan or unknown:
         reason = f"has {', '.join(unknown)} in its tensor-parallel plan" if unknown else "has no tensor-parallel plan"
         return (
-            f"model: {model_config.model_type} {reason}; use pp or fsdp2, or an architecture whose plan is of colwise "
-            "and rowwise alone, such as llama, qwen3, mistral, deepone"
+            f"model: {model_config.model_type} {reason}; use pp or fsdp2, or an architecture whose plan has "
+            "only colwise and rowwise matrices, such as llama, qwen3, mistral, deepone"
         )
     heads = getattr(model_config, "num_attention_heads", None)
     dimensions = {
@@ -158,8 +158,8 @@ def plan_problem(model_config: PreTrainedConfig, size: int, *, splits_experts: b
         dimensions["moe_intermediate_size"] = width or dimensions.get("intermediate_size")
     if unfit := [name for name, value in dimensions.items() if not isinstance(value, int)]:
         return (
-            f"model: {model_config.model_type} does not run under tp: its layers do not share one "
-            f"{' and one '.join(unfit)}; use pp or fsdp2"
+            f"model: {model_config.model_type} does not run under tp: its layers differ in "
+            f"{' and '.join(unfit)}; use pp or fsdp2"
         )
     if any(value % size for value in dimensions.values()):
         works = [str(n) for n in range(2, heads + 1) if all(value % n == 0 for value in dimensions.values())]
