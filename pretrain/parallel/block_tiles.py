@@ -1,7 +1,6 @@
 """Checks which layouts 8-bit AdamW can train: every shard must consist of whole blocks of the unsharded tensor."""
 
 import functools
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -51,12 +50,12 @@ def blocks_problems(model_config: PreTrainedConfig, sizes: Sizes) -> list[str]:
     problems = [offloaded] * environment_flag("FSDP_OFFLOAD_PARAMS")
     if sizes.tp > 1 or sizes.fsdp == 1:
         return problems
-    cut = list(cut_blocks(model_config, sizes))
+    cut = cut_blocks(model_config, sizes)
     if not cut:
         return problems
     divisors = [n for n in range(2, sizes.fsdp) if sizes.fsdp % n == n % sizes.ep == 0]
     others = {n: Sizes(dp_shard=n, ep=sizes.ep) for n in divisors}
-    works = [str(n) for n, other in others.items() if not any(cut_blocks(model_config, other))]
+    works = [str(n) for n, other in others.items() if not cut_blocks(model_config, other)]
     named = ", ".join(f"{each.name} ({' x '.join(map(str, each.shape))})" for each in cut[:SHOWN])
     more = f" and {len(cut) - SHOWN} more" if len(cut) > SHOWN else ""
     remedy = f"dp_shard x cp of {' or '.join(works)}, with dp_replicate for the other processes"
@@ -68,15 +67,9 @@ def blocks_problems(model_config: PreTrainedConfig, sizes: Sizes) -> list[str]:
     ]
 
 
-def cut_blocks(model_config: PreTrainedConfig, sizes: Sizes) -> Iterator[LargeParameter]:
-    """Yields the parameters that these sizes would cut inside a block."""
-    fits: dict[tuple, bool] = {}
-    for each in _large_parameters(KeyedConfig.of(model_config)):
-        key = (each.shape, each.is_expert, each.is_in_layer)
-        if key not in fits:
-            fits[key] = each.keeps_blocks(sizes)
-        if not fits[key]:
-            yield each
+def cut_blocks(model_config: PreTrainedConfig, sizes: Sizes) -> list[LargeParameter]:
+    """Lists the parameters that these sizes would cut inside a block."""
+    return [each for each in _large_parameters(KeyedConfig.of(model_config)) if not each.keeps_blocks(sizes)]
 
 
 @functools.lru_cache(maxsize=16)

@@ -41,7 +41,7 @@ from pretrain.optim.optimizers import OptimizerBuilder, local_tensor, total_norm
 from pretrain.parallel.dimension import Dimension
 from pretrain.parallel.expert_parallel import dimension_to_shard, expert_modules
 from pretrain.parallel.mesh_tiles import divided_axes, place_tiles
-from pretrain.parallel.pipeline import STAGE_LAYOUTS, PipelineModel, StagedTensors
+from pretrain.parallel.pipeline import STAGE_LAYOUTS, PipelineModel
 from pretrain.parallel.pipeline_stages import Stage, stage_parameters
 from pretrain.parallel.replicas import ReplicaGroup
 from pretrain.parallel.strategy import LOSS_TERMS, Strategy
@@ -129,7 +129,9 @@ class MeshStrategy(Strategy):
         sizes = problems.attempt(launched_sizes)
         # If a size is invalid, the recipe is still checked against the dimensions that were requested.
         asked = {dimension: 2 for dimension in requested_sizes() if dimension != "cp"}
-        problems += recipe_problems(config, sizes or Sizes(**asked))
+        judged = sizes or Sizes(**asked)
+        for kind in dimensions_of(judged).values():
+            problems += kind.recipe_problems(config, judged)
         if sizes is None:
             return problems
         with suppress(InputError):  # `derive` reports this problem of the model
@@ -416,7 +418,10 @@ class MeshStrategy(Strategy):
     def tensor_group(
         self, tensors: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]] = MappingProxyType({})
     ) -> TensorGroup:
-        """Returns the tensors of all stages, of which this rank has these, in the whole model's order."""
+        """Returns the tensors of all stages, of which this rank has these, in the whole model's order.
+
+        The rank that has a tensor broadcasts it over the pipeline when it is fetched.
+        """
         mine = super().tensor_group(tensors, shapes)
         if self.sizes.pp == 1:
             return mine
@@ -427,7 +432,16 @@ class MeshStrategy(Strategy):
         names = sorted(owners, key=self.place_of)
         shapes = {name: facts_of_rank[owners[name]][name][0] for name in names}
         dtypes = {name: facts_of_rank[owners[name]][name][1] for name in names}
-        return StagedTensors(shapes, dtypes, mine.tensors, owners, self.pp_group, self.device)
+
+        def gather(name: str) -> Tensor:
+            if owners[name] == self.mesh.rank("pp"):
+                tensor = mine.gather(name).to(self.device).contiguous()
+            else:
+                tensor = torch.empty(shapes[name], dtype=dtypes[name], device=self.device)
+            dist.broadcast(tensor, group=self.pp_group, group_src=owners[name])
+            return tensor
+
+        return TensorGroup(shapes, dtypes, gather)
 
     def place_of(self, name: str) -> tuple[int, str]:
         """Returns a tensor's sort key: parameters and their optimizer state in the model's order, then buffers."""
@@ -457,12 +471,6 @@ class MeshStrategy(Strategy):
                 "parameters_of_stages": self.parameters_of_stages,
             }
         return {**super().describe(), **facts}
-
-
-def recipe_problems(config: RunConfig, sizes: Sizes) -> list[str]:
-    """Lists the settings of the recipe and the launcher that do not run with these sizes."""
-    kinds = dimensions_of(sizes).values()
-    return [problem for kind in kinds for problem in kind.recipe_problems(config, sizes)]
 
 
 def model_problems(model_config: PreTrainedConfig, sizes: Sizes, schedule: str) -> list[str]:

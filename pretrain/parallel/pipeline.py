@@ -4,7 +4,7 @@ The schedules are those of torch.distributed.pipelining. One call of the model r
 backward, so the loop does not change. See docs/pipelines.md.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +21,6 @@ from pretrain.hardware import seed_dropout
 from pretrain.mesh_sizes import Sizes
 from pretrain.parallel.dimension import Dimension
 from pretrain.parallel.pipeline_stages import Stage, cut_problem, layer_problem, split_micro_batch
-from pretrain.parallel.tensor_group import TensorGroup, in_shape, whole_of
 
 
 @dataclass(frozen=True)
@@ -230,20 +229,3 @@ def no_second_part() -> Callable[[], None]:
 def output_as_loss(output: Tensor, target: Tensor) -> Tensor:
     """Returns the last stage's output, which is already the loss; torch needs a loss function to run backward."""
     return output
-
-
-@dataclass(frozen=True)
-class StagedTensors(TensorGroup):
-    """Tensors of all stages: the rank that holds one broadcasts it over the pipeline when it is fetched."""
-
-    owners: Mapping[str, int]
-    group: dist.ProcessGroup
-    device: torch.device
-
-    def whole(self, name: str, wanted: bool = True) -> Tensor | None:
-        if self.owners[name] == dist.get_rank(self.group):
-            tensor = in_shape(whole_of(self.tensors[name]), self.shapes[name]).to(self.device).contiguous()
-        else:
-            tensor = torch.empty(self.shapes[name], dtype=self.dtypes[name], device=self.device)
-        dist.broadcast(tensor, group=self.group, group_src=self.owners[name])
-        return tensor if wanted else None

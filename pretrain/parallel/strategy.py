@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from pretrain.data.dispatch import Dispatcher
     from pretrain.optim.matrix_exchange import Holders
 
+_Value = TypeVar("_Value")
 
 FP16_CAPABILITY = (7, 0)
 """Minimum CUDA compute capability of matrix units for fp16: V100, T4."""
@@ -440,7 +441,7 @@ class Strategy:
 
     def load(self, model: Mapping[str, torch.Tensor], optimizer: Mapping[str, torch.Tensor]) -> None:
         """Copies whole tensors by name into the running model, its terms of the loss, and the optimizer."""
-        load_parts({**self.model_tensors().tensors, **self.term_tensors().tensors}, model)
+        load_parts(self.weights() | self.saved_buffers(), model)
         load_optimizer_state(self.inner_optimizer, self.spec, self.name_of, optimizer)
 
     def state(self) -> dict[str, float]:
@@ -468,14 +469,14 @@ class Strategy:
         return [(None, {name: parameter.detach() for parameter, name in self.name_of.items()})]
 
 
-def of_terms(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Returns the tensors of terms of the loss."""
-    return {name: tensor for name, tensor in tensors.items() if name.startswith(f"{LOSS_TERMS}.")}
+def of_terms(by_name: Mapping[str, _Value]) -> dict[str, _Value]:
+    """Returns the entries of parameters of terms of the loss."""
+    return {name: value for name, value in by_name.items() if name.startswith(f"{LOSS_TERMS}.")}
 
 
-def without_terms(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Returns the tensors of the model alone."""
-    return {name: tensor for name, tensor in tensors.items() if not name.startswith(f"{LOSS_TERMS}.")}
+def without_terms(by_name: Mapping[str, _Value]) -> dict[str, _Value]:
+    """Returns the entries of the model's own parameters."""
+    return {name: value for name, value in by_name.items() if not name.startswith(f"{LOSS_TERMS}.")}
 
 
 def order_buckets(model: DistributedDataParallel) -> None:

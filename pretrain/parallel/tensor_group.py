@@ -1,7 +1,7 @@
 """Tensors by name: whole for a checkpoint, perhaps sharded in training, as DTensors or otherwise."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Self
@@ -18,7 +18,8 @@ class TensorGroup:
 
     shapes: dict[str, tuple[int, ...]]
     dtypes: dict[str, torch.dtype]
-    tensors: Mapping[str, torch.Tensor]
+    gather: Callable[[str], torch.Tensor]
+    """Returns the whole tensor of this name on its device, maybe the one in training; a collective call."""
 
     @classmethod
     def of(
@@ -29,11 +30,12 @@ class TensorGroup:
         shapes: shapes of the whole tensors that have another one in training; see `in_shape`.
         """
         shapes = {name: shapes.get(name, tuple(tensor.shape)) for name, tensor in tensors.items()}
-        return cls(shapes, {name: tensor.dtype for name, tensor in tensors.items()}, tensors)
+        dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
+        return cls(shapes, dtypes, lambda name: in_shape(whole_of(tensors[name]), shapes[name]))
 
     def whole(self, name: str, wanted: bool = True) -> torch.Tensor | None:
-        """Returns the whole tensor on its device, maybe the one in training; None on a rank that does not want it."""
-        whole = in_shape(whole_of(self.tensors[name]), self.shapes[name])
+        """Returns what `gather` returns; None on a rank that takes part but does not want it."""
+        whole = self.gather(name)
         return whole if wanted else None
 
     def fetch(self, name: str, wanted: bool = True) -> torch.Tensor | None:

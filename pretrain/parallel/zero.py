@@ -9,7 +9,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -253,23 +253,27 @@ class Zero(Strategy):
         return [name for name, p in self.parameter_of.items() if p.requires_grad and p not in self.reached]
 
     def model_tensors(self) -> TensorGroup:
-        return self._gathered(without_terms(self.parameter_of), self.saved_buffers())
+        return gathered_group(without_terms(self.shapes()), self.get, self.saved_buffers())
 
     def term_tensors(self) -> TensorGroup:
-        return self._gathered(of_terms(self.parameter_of), {})
+        return gathered_group(of_terms(self.shapes()), self.get)
 
-    def _gathered(self, parameters: Mapping[str, torch.Tensor], buffers: dict[str, torch.Tensor]) -> TensorGroup:
-        shapes = {name: full_shape(parameter) for name, parameter in parameters.items()}
-        whole = TensorGroup.of(buffers)
-        dtypes = dict.fromkeys(shapes, torch.float32) | whole.dtypes
-        return GatheredGroup(shapes | whole.shapes, dtypes, whole.tensors, self.get)
+    def average_tensors(self) -> TensorGroup:
+        return gathered_group(without_terms(self.shapes()), self._average, self.saved_buffers())
+
+    def average_term_tensors(self) -> TensorGroup:
+        return gathered_group(of_terms(self.shapes()), self._average)
 
     def optimizer_tensors(self) -> TensorGroup:
         if self.spec.state_is_whole:
             return super().optimizer_tensors()
         names = self.parameter_of if self.optimizer.optimizer.state else ()
         shapes = {f"{name}.{key}": shape for name in names for key, shape in self.spec.state_shapes(name).items()}
-        return GatheredGroup(shapes, dict.fromkeys(shapes, torch.float32), {}, self.get)
+        return gathered_group(shapes, self.get)
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Returns {name: whole shape} of all parameters."""
+        return {name: full_shape(parameter) for name, parameter in self.parameter_of.items()}
 
     def weights(self) -> dict[str, torch.Tensor]:
         """Returns the flat tensors of master weights, by their index."""
@@ -288,12 +292,6 @@ class Zero(Strategy):
         """Copies the changed master weights into the weights of the forward pass."""
         for name, parameter in self.parameter_of.items():
             self.masters.compute_with(parameter, self.get(name))
-
-    def average_tensors(self) -> TensorGroup:
-        return replace(self.model_tensors(), get=self._average)
-
-    def average_term_tensors(self) -> TensorGroup:
-        return replace(self.term_tensors(), get=self._average)
 
     def _average(self, name: str) -> torch.Tensor:
         """Returns a weight's average, whole on every rank; a collective call."""
@@ -403,15 +401,15 @@ def missing_for_nvme() -> str | None:
     return None
 
 
-@dataclass(frozen=True)
-class GatheredGroup(TensorGroup):
-    """Tensors that DeepSpeed shards over all ranks; `tensors` has those that are whole on every rank."""
+def gathered_group(
+    shapes: Mapping[str, tuple[int, ...]],
+    gather: Callable[[str], torch.Tensor],
+    buffers: Mapping[str, torch.Tensor] = MappingProxyType({}),
+) -> TensorGroup:
+    """Builds a group of fp32 tensors of these shapes, which `gather` returns flat, and of whole buffers."""
+    whole = TensorGroup.of(buffers)
 
-    get: Callable[[str], torch.Tensor]
-    """Gathers one tensor by name; a collective call."""
+    def either(name: str) -> torch.Tensor:
+        return whole.gather(name) if name in buffers else gather(name).detach().view(shapes[name])
 
-    def whole(self, name: str, wanted: bool = True) -> torch.Tensor | None:
-        if name in self.tensors:
-            return super().whole(name, wanted)
-        whole = self.get(name)
-        return whole.detach().view(self.shapes[name]) if wanted else None
+    return TensorGroup({**shapes, **whole.shapes}, dict.fromkeys(shapes, torch.float32) | whole.dtypes, either)
