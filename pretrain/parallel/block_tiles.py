@@ -1,13 +1,12 @@
 """Checks which layouts 8-bit AdamW can train: every shard must consist of whole blocks of the unsharded tensor."""
 
-import functools
 from dataclasses import dataclass
 
 import torch
 from transformers import PreTrainedConfig
 
 from pretrain.mesh_sizes import Sizes, environment_flag
-from pretrain.model.build import KeyedConfig, build_meta_model
+from pretrain.model.build import build_meta_model, once_per_config
 from pretrain.model.compile import layers_of
 from pretrain.optim.adamw_8bit import has_blocks, unit_rows
 from pretrain.parallel.expert_parallel import dimension_to_shard, expert_modules
@@ -69,12 +68,12 @@ def blocks_problems(model_config: PreTrainedConfig, sizes: Sizes) -> list[str]:
 
 def cut_blocks(model_config: PreTrainedConfig, sizes: Sizes) -> list[LargeParameter]:
     """Lists the parameters that these sizes would cut inside a block."""
-    return [each for each in _large_parameters(KeyedConfig.of(model_config)) if not each.keeps_blocks(sizes)]
+    return [each for each in _large_parameters(model_config) if not each.keeps_blocks(sizes)]
 
 
-@functools.lru_cache(maxsize=16)
-def _large_parameters(keyed: KeyedConfig) -> list[LargeParameter]:
-    model = build_meta_model(keyed.config)
+@once_per_config
+def _large_parameters(model_config: PreTrainedConfig) -> list[LargeParameter]:
+    model = build_meta_model(model_config)
     experts = {parameter for module in expert_modules(model).values() for parameter in module.parameters()}
     in_layers = {parameter for layer in layers_of(model) for parameter in layer.parameters()}
     return [

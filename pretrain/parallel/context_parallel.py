@@ -25,7 +25,7 @@ from pretrain.config import RunConfig, WindowSpec
 from pretrain.errors import InputError
 from pretrain.mesh_sizes import Sizes, setting
 from pretrain.model.attention import in_one_dtype, model_inputs, sdpa
-from pretrain.model.build import build_model
+from pretrain.model.build import build_model, once_per_config
 from pretrain.model.loss import LanguageModelLoss
 from pretrain.model.model_config import described
 from pretrain.model.small_copy import (
@@ -225,19 +225,15 @@ AttentionInterface.register(FOLDED, functools.partial(folded, 2))
 AttentionInterface.register(f"{FOLDED}_whole", without_cap)
 
 
+@once_per_config
+@one_thread()
 def mixing_problem(model_config: PreTrainedConfig) -> str | None:
     """Returns why a rank cannot compute this model's layers from its own positions; None if it can.
 
     Found by running a small copy on two halves that meet only in attention. Raises InputError as `reference_of` does.
     """
-    return _mixing_problem(KeyedConfig.of(model_config))
-
-
-@functools.lru_cache(maxsize=64)
-@one_thread()
-def _mixing_problem(keyed: KeyedConfig) -> str | None:
-    reference = reference_of(keyed)
-    model_type = keyed.config.model_type
+    reference = reference_of(KeyedConfig.of(model_config))
+    model_type = model_config.model_type
     ids_BT = ReferenceWindow.of(reference.config).ids_BT
     window = WindowSpec(ids_BT.shape[1] - 1, document_mask=True)
     found = []

@@ -17,7 +17,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial, reduce
 from pkgutil import resolve_name
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -415,14 +414,11 @@ class MeshStrategy(Strategy):
         is_copy = parameter is self.tied and self.mesh.rank("pp") == self.stage_owners[-1]
         return 0.0 if is_copy else 1 / self.copies_of[parameter]
 
-    def tensor_group(
-        self, tensors: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]] = MappingProxyType({})
-    ) -> TensorGroup:
-        """Returns the tensors of all stages, of which this rank has these, in the whole model's order.
+    def of_all_stages(self, mine: TensorGroup) -> TensorGroup:
+        """Returns the tensors of all stages, of which this rank has `mine`, in the whole model's order.
 
         The rank that has a tensor broadcasts it over the pipeline when it is fetched.
         """
-        mine = super().tensor_group(tensors, shapes)
         if self.sizes.pp == 1:
             return mine
         facts = {name: (shape, mine.dtypes[name]) for name, shape in mine.shapes.items()}

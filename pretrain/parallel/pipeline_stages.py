@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from pretrain.model.build import KeyedConfig
+from pretrain.model.build import KeyedConfig, once_per_config
 from pretrain.model.compile import layers_of
 from pretrain.model.loss import LanguageModelLoss
 from pretrain.model.model_config import described
@@ -199,6 +199,7 @@ class Nothing(nn.Module):
         return torch.zeros((), device=ids.device)
 
 
+@once_per_config
 @one_thread()
 def cut_problem(model_config: PreTrainedConfig) -> str | None:
     """Returns why stages of this architecture do not compute the same as the whole; None if they do.

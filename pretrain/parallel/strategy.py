@@ -10,7 +10,6 @@ The same accelerate configs work with and without GPUs: without one, processes c
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -376,19 +375,17 @@ class Strategy:
             "threads": torch.get_num_threads(),
         }
 
-    def tensor_group(
-        self, tensors: Mapping[str, torch.Tensor], shapes: Mapping[str, tuple[int, ...]] = MappingProxyType({})
-    ) -> TensorGroup:
-        """Returns the whole tensors of which this rank has these, perhaps shards; arguments as of `TensorGroup.of`."""
-        return TensorGroup.of(tensors, shapes)
+    def of_all_stages(self, mine: TensorGroup) -> TensorGroup:
+        """Returns the tensors of all pipeline stages, of which this rank has `mine`."""
+        return mine
 
     def model_tensors(self) -> TensorGroup:
         """Returns the parameters by HF name, tied ones once, in fp32."""
-        return self.tensor_group(without_terms(self.weights()) | self.saved_buffers())
+        return self.of_all_stages(TensorGroup.of(without_terms(self.weights()) | self.saved_buffers()))
 
     def term_tensors(self) -> TensorGroup:
         """Returns the parameters of terms of the loss, with names that begin with "loss_terms."."""
-        return self.tensor_group(of_terms(self.weights()))
+        return self.of_all_stages(TensorGroup.of(of_terms(self.weights())))
 
     def saved_buffers(self) -> dict[str, torch.Tensor]:
         """Returns the buffers that are saved with the weights, although no gradient trains them."""
@@ -419,11 +416,11 @@ class Strategy:
 
     def average_tensors(self) -> TensorGroup:
         """Returns the average by HF name, in fp32, with buffers as in `model_tensors`."""
-        return self.tensor_group(without_terms(self.average.means) | self.saved_buffers())
+        return self.of_all_stages(TensorGroup.of(without_terms(self.average.means) | self.saved_buffers()))
 
     def average_term_tensors(self) -> TensorGroup:
         """Returns the average of the parameters that `term_tensors` returns."""
-        return self.tensor_group(of_terms(self.average.means))
+        return self.of_all_stages(TensorGroup.of(of_terms(self.average.means)))
 
     def load_average(self, average: Mapping[str, torch.Tensor]) -> None:
         """Copies whole tensors by name into the average."""
@@ -437,7 +434,7 @@ class Strategy:
             for name in self.name_of.values()
             for key, shape in self.spec.state_shapes(name).items()
         }
-        return self.tensor_group(optimizer_state_by_name(self.inner_optimizer, self.name_of), shapes)
+        return self.of_all_stages(TensorGroup.of(optimizer_state_by_name(self.inner_optimizer, self.name_of), shapes))
 
     def load(self, model: Mapping[str, torch.Tensor], optimizer: Mapping[str, torch.Tensor]) -> None:
         """Copies whole tensors by name into the running model, its terms of the loss, and the optimizer."""

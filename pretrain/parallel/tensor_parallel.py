@@ -6,7 +6,6 @@ head and norms are replicated, and each rank computes the loss of its part of th
 """
 
 import copy
-import functools
 import math
 import re
 from collections.abc import Callable, Mapping
@@ -25,6 +24,7 @@ from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 from pretrain.config import RunConfig
 from pretrain.mesh_sizes import Sizes
 from pretrain.model.attention import IGNORED
+from pretrain.model.build import once_per_config
 from pretrain.model.loss import LanguageModelLoss
 from pretrain.model.model_config import described
 from pretrain.model.small_copy import (
@@ -171,31 +171,25 @@ def plan_problem(model_config: PreTrainedConfig, size: int, *, splits_experts: b
     return None
 
 
+@once_per_config
+@one_thread()
 def input_problem(model_config: PreTrainedConfig) -> str | None:
     """Returns why the model's code cannot be split as its plan says; None if it can.
 
-    Found by running a small copy. Raises InputError as `reference_of` does.
+    Matrices must be plain linear layers, and the tensor that `share_input` passes on must have no other uses: their
+    gradient would be summed over the ranks too. A small copy doubles the gradient at the place where tp would sum it,
+    and halves it at each column-split matrix; this changes gradients only if there are other uses. Raises InputError
+    as `reference_of` does.
     """
-    return _input_problem(KeyedConfig.of(model_config))
-
-
-@functools.lru_cache(maxsize=64)
-@one_thread()
-def _input_problem(keyed: KeyedConfig) -> str | None:
-    """Finds other uses of the tensor that `share_input` passes on: their gradient would be summed over the ranks too.
-
-    The small copy doubles the gradient at the place where tp would sum it, and halves it at each column-split matrix.
-    Gradients do not change unless the tensor has other uses.
-    """
-    model = copy.deepcopy(reference_of(keyed))
-    styles = {name: style_of(name, tensor_plan_of(keyed.config)) for name, _ in model.base_model.named_modules()}
+    model = copy.deepcopy(reference_of(KeyedConfig.of(model_config)))
+    styles = {name: style_of(name, tensor_plan_of(model_config)) for name, _ in model.base_model.named_modules()}
     matrices = {name: style for name, style in styles.items() if style in MATRIX_DIMENSION}
     matrices = {name: style for name, style in matrices.items() if not EXPERTS.search(name)}
     for name in matrices:
         module = model.base_model.get_submodule(name)
         if type(module).forward is not nn.Linear.forward:
             return (
-                f"model: {keyed.config.model_type} does not run under tp: {name} in its tensor-parallel plan is "
+                f"model: {model_config.model_type} does not run under tp: {name} in its tensor-parallel plan is "
                 f"{type(module).__name__}, not nn.Linear; use fsdp2 or pp"
             )
     ids_BT = ReferenceWindow.of(model.config).inputs_BT
@@ -216,12 +210,12 @@ def _input_problem(keyed: KeyedConfig) -> str | None:
     try:
         found = gradients()
     except Exception as error:  # a model's own code may pass its hidden states in any way
-        return f"model: {keyed.config.model_type} does not run under tp ({described(error)}); use fsdp2 or pp"
+        return f"model: {model_config.model_type} does not run under tp ({described(error)}); use fsdp2 or pp"
     differences = [relative_difference(*pair) for pair in zip(found, wanted, strict=True)]
     if max(differences) <= TOLERANCE:
         return None
     return (
-        f"model: {keyed.config.model_type} does not run under tp: the inputs of its column-split matrices are used by "
+        f"model: {model_config.model_type} does not run under tp: the inputs of its column-split matrices are used by "
         "others as well, whose gradients would be counted once per process; use fsdp2 or pp"
     )
 
