@@ -25,7 +25,7 @@ class Row(NamedTuple):
     reads: bool = False
     """True if its ranks read different sequences."""
     is_inner: bool = False
-    """True if it divides ranks that others have counted: ep, those of dp_shard, cp and tp."""
+    """True if it divides ranks that other dimensions already count, as ep does those of dp_shard, cp and tp."""
 
 
 DIMENSIONS: dict[str, Row] = {
@@ -46,7 +46,7 @@ THE_REST = ("0", "all", "none", "null", "")
 
 
 class Sizes:
-    """Number of ranks along each dimension, by position or name; 1 where none is given."""
+    """Number of ranks along each dimension, by position or name; 1 by default."""
 
     pp: int
     dp_replicate: int
@@ -76,7 +76,7 @@ class Sizes:
 
     @property
     def fsdp(self) -> int:
-        """Ranks that shard the dense parameters: those of a sequence (cp) are data parallel as to parameters."""
+        """Ranks that shard the dense parameters. cp ranks are among them: for parameters they are data parallel."""
         return self.dp_shard * self.cp
 
     @property
@@ -86,11 +86,11 @@ class Sizes:
 
     @property
     def efsdp(self) -> int:
-        """Ranks that have the same experts, and shard them."""
+        """Ranks that hold the same experts and shard them."""
         return self.fsdp * self.tp // self.ep
 
     def named(self) -> dict[str, int]:
-        """Returns the dimensions that divide something, for the run's record."""
+        """Returns {dimension: size} of those larger than 1, for the run's record."""
         return {name: size for name in DIMENSIONS if (size := getattr(self, name)) > 1}
 
 
@@ -189,9 +189,9 @@ def requested_sizes() -> dict[str, str]:
 
 
 def launched_sizes() -> Sizes:
-    """Returns the size of every dimension. Raises InputError with everything that cannot be, and what can.
+    """Returns the size of every dimension. Raises InputError with every invalid size and what works instead.
 
-    What no size claims is sharded under `distributed_type: FSDP`, and replicated under `MULTI_GPU`.
+    Processes that no size claims are sharded under `distributed_type: FSDP`, and replicated under `MULTI_GPU`.
     """
     processes = processes_launched()
     numbers, rest, problems = {}, [], []

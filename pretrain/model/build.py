@@ -9,10 +9,10 @@ import functools
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +31,8 @@ from pretrain.model.attention import classes_in_rows, implementation_of
 from pretrain.model.compile import layers_of
 from pretrain.model.model_config import described, first_line, padded_vocabulary
 from pretrain.model.routers import as_buffers, inactive_parameters
+
+_Value = TypeVar("_Value")
 
 FORMULA = "6N + 12 x layers x heads x head width x sequence length"
 """FLOPs per token; the layers are those with attention."""
@@ -94,6 +96,17 @@ class KeyedConfig:
         return cls(json.dumps(config.to_dict(), sort_keys=True, default=str), config)
 
 
+def once_per_config(function: Callable[[PreTrainedConfig], _Value]) -> Callable[[PreTrainedConfig], _Value]:
+    """Caches the results of a function of a configuration by the configuration's content, up to 64 of them."""
+    cached = functools.lru_cache(maxsize=64)(lambda keyed: function(keyed.config))
+
+    @functools.wraps(function)
+    def of_config(config: PreTrainedConfig) -> _Value:
+        return cached(KeyedConfig.of(config))
+
+    return of_config
+
+
 @dataclass(frozen=True)
 class _Counts:
     """Parameters of a model: all, those in matmuls, and those that a token does not use."""
@@ -103,9 +116,9 @@ class _Counts:
     inactive: int
 
 
-@functools.lru_cache(maxsize=64)
-def _counts(keyed: KeyedConfig) -> _Counts:
-    model = build_meta_model(keyed.config)
+@once_per_config
+def _counts(config: PreTrainedConfig) -> _Counts:
+    model = build_meta_model(config)
     head_weight = getattr(model.get_output_embeddings(), "weight", None)
     looked_up = sum(e.weight.numel() for e in _embeddings(model) if e.weight is not head_weight)
     parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -114,7 +127,7 @@ def _counts(keyed: KeyedConfig) -> _Counts:
 
 def count_parameters(config: PreTrainedConfig) -> int:
     """Counts the parameters; a tied pair counts once."""
-    return _counts(KeyedConfig.of(config)).all
+    return _counts(config).all
 
 
 def count_non_embedding_parameters(config: PreTrainedConfig) -> int:
@@ -123,18 +136,18 @@ def count_non_embedding_parameters(config: PreTrainedConfig) -> int:
     An embedding is a lookup, not a matmul, so it does not count unless the output head shares it (as in PaLM, arXiv
     2204.02311, appendix B). Learned positions, as in GPT-2, are a lookup too.
     """
-    return _counts(KeyedConfig.of(config)).in_matmuls
+    return _counts(config).in_matmuls
 
 
 def active_parameters(config: PreTrainedConfig) -> int:
     """Counts the parameters that a token uses, so without the experts that it is not routed to."""
-    counts = _counts(KeyedConfig.of(config))
+    counts = _counts(config)
     return counts.all - counts.inactive
 
 
 def matrix_parameters(config: PreTrainedConfig) -> int:
     """Counts N of 6N: the active parameters that take part in a matmul (see `count_non_embedding_parameters`)."""
-    counts = _counts(KeyedConfig.of(config))
+    counts = _counts(config)
     return counts.in_matmuls - counts.inactive
 
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from pretrain.errors import InputError
-from pretrain.model.build import KeyedConfig, build_model
+from pretrain.model.build import KeyedConfig, build_model, once_per_config
 from pretrain.model.model_config import described
 
 VOCABULARY = 96
@@ -240,18 +240,14 @@ def one_thread() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
+@once_per_config
+@one_thread()
 def projects_hidden_states(config: PreTrainedConfig) -> bool:
     """Tells if the logits are exactly head(last hidden state), soft-capped or not: no scale, no second head.
 
     Determined by running a small copy, once per configuration and process. Raises InputError as `reference_of` does.
     """
-    return _projects_hidden_states(KeyedConfig.of(config))
-
-
-@functools.lru_cache(maxsize=64)
-@one_thread()
-def _projects_hidden_states(keyed: KeyedConfig) -> bool:
-    return is_projection(reference_of(keyed))
+    return is_projection(reference_of(KeyedConfig.of(config)))
 
 
 @functools.lru_cache(maxsize=4)

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from pretrain.config import Optim
 from pretrain.optim.optimizers import OptimizerSpec, local_tensor, sharded_like
-from pretrain.optim.tiles import Tile, whole_tile
+from pretrain.optim.tiles import Tile, local_part, tile_of, whole_tile
 
 BLOCK = 256
 """Elements that share a scale."""
@@ -57,7 +57,7 @@ class AdamW8bit(torch.optim.Optimizer):
     cannot leave a step out by a number on the device, so whoever calls `step` decides.
 
     Args:
-        params: parameters or groups of them; a DTensor's parts have to keep the blocks.
+        params: parameters or groups of them. Raises RuntimeError for a DTensor whose part does not keep the blocks.
         lr: step size.
     """
 
@@ -67,6 +67,13 @@ class AdamW8bit(torch.optim.Optimizer):
         from bitsandbytes import functional
 
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        for parameter in [parameter for group in self.param_groups for parameter in group["params"]]:
+            shape = tuple(parameter.shape)
+            if isinstance(parameter, DTensor) and has_blocks(shape) and not keeps_blocks(shape, tile_of(parameter)):
+                raise RuntimeError(
+                    f"{parameter.placements} of {shape} over {parameter.device_mesh} cuts blocks of {BLOCK} elements, "
+                    "which the check before the start should have found"
+                )
         self._kernels = functional
         self._codes: dict[torch.device, dict[str, torch.Tensor]] = {}
 
@@ -177,5 +184,9 @@ class AdamW8bitSpec(OptimizerSpec):
         if key == "step":
             return int(value)
         if key in SCALES and isinstance(parameter, DTensor):
-            return value  # `MeshStrategy.load` divides it
+            scales = scales_for(parameter)
+            table = torch.zeros(scales.shape)
+            table.view(-1)[: value.numel()] = value
+            scales.to_local().copy_(local_part(table, scales))
+            return scales
         return value.to(parameter.device, copy=True)

@@ -16,6 +16,7 @@ from pretrain.errors import InputError
 from pretrain.model.build import build_meta_model, embedding_parameter_names, transposed_names
 from pretrain.model.routers import expert_matrices, expert_parameters, routers_of
 from pretrain.optim.scaling_laws import LEAST_BATCH_FACTOR, rate_by_law
+from pretrain.optim.tiles import local_part
 from pretrain.registry import OPTIMIZERS
 
 if TYPE_CHECKING:
@@ -335,7 +336,8 @@ def load_optimizer_state(
     # First of all: an optimizer with half of its state would train on without an error.
     check_state(type(optimizer).__name__, shapes, tensors)
     for name, (parameter, group, key) in places.items():
-        optimizer.state[parameter][key] = spec.placed(key, tensors[name], parameter, group)
+        value = tensors[name] if spec.state_is_whole else divided_like(parameter, tensors[name])
+        optimizer.state[parameter][key] = spec.placed(key, value, parameter, group)
 
 
 def check_state(
@@ -376,6 +378,14 @@ def total_norm(gradients: Iterable[torch.Tensor]) -> torch.Tensor:
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """Returns this rank's part of a tensor, as a plain tensor with the same storage."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def divided_like(parameter: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
+    """Returns this rank's part of whole state of the parameter's shape; state of another shape is returned whole."""
+    if not isinstance(parameter, DTensor) or whole.shape != parameter.shape:
+        return whole
+    part = local_part(whole, parameter).to(parameter.to_local().device)
+    return sharded_like(parameter, part, tuple(whole.shape))
 
 
 def sharded_like(parameter: torch.Tensor, local: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:

@@ -5,9 +5,12 @@ each: then a dimension has several ranges, and the part holds their indices one 
 """
 
 from collections.abc import Iterator, Sequence
+from functools import cache
 from itertools import accumulate, pairwise, product
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 Ranges = tuple[tuple[int, int], ...]
 """(first index, end) of each range along a dimension, in the order of the part; () if the part is empty."""
@@ -77,3 +80,40 @@ def rectangles(tile: Tile) -> Iterator[tuple[Slices, Slices]]:
         dimensions.append([(slice(*place), slice(*span)) for place, span in zip(places, ranges, strict=True)])
     for pairs in product(*dimensions):
         yield tuple(inside for inside, _ in pairs), tuple(outside for _, outside in pairs)
+
+
+def tile_of(tensor: DTensor) -> Tile:
+    """Returns this rank's tile. Raises RuntimeError if the local tensor has another shape."""
+    tile = tile_at(tuple(tensor.shape), tensor.device_mesh.shape, tensor.placements, place_in(tensor.device_mesh))
+    if shape_of(tile) != tuple(tensor.to_local().shape):
+        raise RuntimeError(
+            f"{tensor.placements} of {tuple(tensor.shape)} over {tensor.device_mesh} should leave {shape_of(tile)} on "
+            f"this rank, which has {tuple(tensor.to_local().shape)}: torch divides tensors in another way"
+        )
+    return tile
+
+
+@cache
+def tile_at(shape: tuple[int, ...], sizes: tuple[int, ...], placements: tuple, place: tuple[int, ...]) -> Tile:
+    """Returns the tile of the rank at a place in a mesh of these sizes, for a tensor of this shape."""
+    tile = list(whole_tile(shape))
+    for axis, placement in enumerate(placements):
+        if placement.is_replicate():
+            continue
+        dim = placement.dim % len(shape)
+        # A plain shard has no such attribute. With one, each part of so many has its share, one after the other: rows
+        # of gate and up projections that tp splits together, or what tp has split before fully_shard does.
+        parts = getattr(placement, "split_factor", 1)
+        of_parts = [chunk_of(tile[dim], part, parts) for part in range(parts)]
+        tile[dim] = joined([chunk_of(ranges, place[axis], sizes[axis]) for ranges in of_parts])
+    return tuple(tile)
+
+
+def place_in(mesh: DeviceMesh) -> tuple[int, ...]:
+    """Returns this rank's place along each dimension of a mesh."""
+    return tuple(mesh.get_local_rank(axis) for axis in range(mesh.ndim))
+
+
+def local_part(whole: torch.Tensor, like: DTensor) -> torch.Tensor:
+    """Returns this rank's part of `whole` if it is divided like the DTensor `like`."""
+    return take(whole, tile_of(like))

@@ -1,20 +1,15 @@
-"""8-bit AdamW on a mesh: whose parts keep the blocks of the whole tensor, and the scales of these parts."""
+"""Checks which layouts 8-bit AdamW can train: every shard must consist of whole blocks of the unsharded tensor."""
 
-import functools
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedConfig
 
 from pretrain.mesh_sizes import Sizes, environment_flag
-from pretrain.model.build import KeyedConfig, build_meta_model
+from pretrain.model.build import build_meta_model, once_per_config
 from pretrain.model.compile import layers_of
-from pretrain.optim.adamw_8bit import SCALES, AdamW8bit, has_blocks, keeps_blocks, scales_for, unit_rows
+from pretrain.optim.adamw_8bit import has_blocks, unit_rows
 from pretrain.parallel.expert_parallel import dimension_to_shard, expert_modules
-from pretrain.parallel.mesh_tiles import tile_of
-from pretrain.parallel.tensor_group import local_part
 
 SHOWN = 3
 """Parameters that a message names."""
@@ -30,7 +25,7 @@ class LargeParameter:
     is_in_layer: bool
 
     def keeps_blocks(self, sizes: Sizes) -> bool:
-        """Tells if each part of it is updated as the whole is, with these sizes; tp has to be 1."""
+        """Tells if its parts under these sizes consist of whole blocks; tp must be 1."""
         experts = sizes.ep if self.is_expert else 1
         shards = sizes.fsdp // experts
         rows = self.shape[0] // experts
@@ -38,13 +33,15 @@ class LargeParameter:
             part = torch.empty(rows, *self.shape[1:], device="meta")
             if dimension_to_shard(shards, part) is not None:
                 return False
-        starts = [rows] * (experts > 1) + [-(-rows // shards)] * (shards > 1)  # of which all others are multiples
+        starts = [rows] * (experts > 1) + [-(-rows // shards)] * (shards > 1)  # all later starts are multiples
         return not any(start % unit_rows(self.shape) for start in starts)
 
 
 def blocks_problems(model_config: PreTrainedConfig, sizes: Sizes) -> list[str]:
-    """Lists why parameters divided in these sizes cannot have 8-bit moments, with what works; none of tp, which
-    refuses them."""
+    """Lists why parameters cannot have 8-bit moments under these sizes, with what works.
+
+    Sizes with tp get no problem here, because tp itself rejects 8-bit AdamW.
+    """
     offloaded = (
         "optim.name: adamw_8bit does not run with fsdp_offload_params: use adamw with it, or leave the parameters on "
         "the GPU"
@@ -52,37 +49,31 @@ def blocks_problems(model_config: PreTrainedConfig, sizes: Sizes) -> list[str]:
     problems = [offloaded] * environment_flag("FSDP_OFFLOAD_PARAMS")
     if sizes.tp > 1 or sizes.fsdp == 1:
         return problems
-    cut = list(cut_blocks(model_config, sizes))
+    cut = cut_blocks(model_config, sizes)
     if not cut:
         return problems
     divisors = [n for n in range(2, sizes.fsdp) if sizes.fsdp % n == n % sizes.ep == 0]
     others = {n: Sizes(dp_shard=n, ep=sizes.ep) for n in divisors}
-    works = [str(n) for n, other in others.items() if not any(cut_blocks(model_config, other))]
+    works = [str(n) for n, other in others.items() if not cut_blocks(model_config, other)]
     named = ", ".join(f"{each.name} ({' x '.join(map(str, each.shape))})" for each in cut[:SHOWN])
     more = f" and {len(cut) - SHOWN} more" if len(cut) > SHOWN else ""
     remedy = f"dp_shard x cp of {' or '.join(works)}, with dp_replicate for the other processes"
     return [
         *problems,
         f"optim.name: adamw_8bit does not run with parameters in {sizes.fsdp} shards (dp_shard x cp): each of its "
-        f"scales is of 256 neighboring elements, and shards of {named}{more} do not begin where they do; use adamw, "
+        f"scales covers 256 neighboring elements, and shards of {named}{more} begin inside one; use adamw, "
         f"or {remedy if works else 'a model whose rows divide'}",
     ]
 
 
-def cut_blocks(model_config: PreTrainedConfig, sizes: Sizes) -> Iterator[LargeParameter]:
-    """Yields the parameters whose parts do not keep the blocks."""
-    fits: dict[tuple, bool] = {}
-    for each in _large_parameters(KeyedConfig.of(model_config)):
-        key = (each.shape, each.is_expert, each.is_in_layer)
-        if key not in fits:
-            fits[key] = each.keeps_blocks(sizes)
-        if not fits[key]:
-            yield each
+def cut_blocks(model_config: PreTrainedConfig, sizes: Sizes) -> list[LargeParameter]:
+    """Lists the parameters that these sizes would cut inside a block."""
+    return [each for each in _large_parameters(model_config) if not each.keeps_blocks(sizes)]
 
 
-@functools.lru_cache(maxsize=16)
-def _large_parameters(keyed: KeyedConfig) -> list[LargeParameter]:
-    model = build_meta_model(keyed.config)
+@once_per_config
+def _large_parameters(model_config: PreTrainedConfig) -> list[LargeParameter]:
+    model = build_meta_model(model_config)
     experts = {parameter for module in expert_modules(model).values() for parameter in module.parameters()}
     in_layers = {parameter for layer in layers_of(model) for parameter in layer.parameters()}
     return [
@@ -90,27 +81,3 @@ def _large_parameters(keyed: KeyedConfig) -> list[LargeParameter]:
         for name, parameter in model.named_parameters()
         if has_blocks(parameter.shape)
     ]
-
-
-def check_blocks(optimizer: AdamW8bit) -> None:
-    """Raises RuntimeError for a parameter whose part does not keep the blocks, as torch has divided it."""
-    for parameter in [parameter for group in optimizer.param_groups for parameter in group["params"]]:
-        shape = tuple(parameter.shape)
-        if not has_blocks(shape) or not isinstance(parameter, DTensor):
-            continue
-        if not keeps_blocks(shape, tile_of(parameter)):
-            raise RuntimeError(
-                f"{parameter.placements} of {shape} over {parameter.device_mesh} cuts blocks of 256 elements, which "
-                "the check before the start should have found"
-            )
-
-
-def divide_scales(optimizer: AdamW8bit) -> None:
-    """Replaces whole scales, as a checkpoint has them, by this rank's rows of their table."""
-    for parameter, state in optimizer.state.items():
-        for name in SCALES if isinstance(parameter, DTensor) and has_blocks(parameter.shape) else ():
-            scales = scales_for(parameter)
-            table = torch.zeros(scales.shape)
-            table.view(-1)[: state[name].numel()] = state[name]
-            scales.to_local().copy_(local_part(table, scales))
-            state[name] = scales

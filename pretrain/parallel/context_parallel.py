@@ -1,11 +1,11 @@
-"""Context parallel: each rank holds a part of every sequence and, during attention, some heads of the whole sequence.
+"""Context parallelism: each rank holds a part of every sequence; in attention, some heads of the whole sequence.
 
-Everything but attention treats each position on its own, so a rank needs only its own positions. Before attention the
-ranks that share a sequence exchange heads for positions: each rank sends the others its positions of their heads, and
-receives the other positions of its own heads; the outputs go back in the same way (Ulysses, Jacobs et al., arXiv
-2309.14509). In between, any attention computes what it would on one rank, including documents that cross rank
-boundaries and sliding windows, and all ranks have the same amount of work, causal or not. docs/long_context.md
-compares that with gathering keys and values.
+Everything except attention treats each position separately, so a rank only needs its own positions. Before attention,
+the ranks that share a sequence exchange heads for positions: each rank sends the others its positions of their heads,
+and receives the other positions of its own heads. The outputs are sent back in the same way (Ulysses, Jacobs et al.,
+arXiv 2309.14509). In between, any attention computes what it would on one rank, including sliding windows and
+documents that cross rank boundaries, and all ranks have the same amount of work, causal or not. docs/long_context.md
+compares this with gathering keys and values.
 
 Shapes: B sequences, T positions of a whole sequence, P positions of this rank, N ranks of a group, H query heads, G
 key heads, E head width.
@@ -25,7 +25,7 @@ from pretrain.config import RunConfig, WindowSpec
 from pretrain.errors import InputError
 from pretrain.mesh_sizes import Sizes, setting
 from pretrain.model.attention import in_one_dtype, model_inputs, sdpa
-from pretrain.model.build import build_model
+from pretrain.model.build import build_model, once_per_config
 from pretrain.model.loss import LanguageModelLoss
 from pretrain.model.model_config import described
 from pretrain.model.small_copy import (
@@ -52,7 +52,7 @@ Attention = Callable[..., tuple[Tensor, Tensor | None]]
 
 
 class ContextParallel(Dimension):
-    """cp, as a dimension of a mesh."""
+    """Context parallelism (cp) as a dimension."""
 
     @classmethod
     def recipe_problems(cls, config: RunConfig, sizes: Sizes) -> list[str]:
@@ -84,7 +84,7 @@ class ContextParallel(Dimension):
 
 
 def heads_problem(model_config: PreTrainedConfig, parts: int, tp: int = 1) -> str | None:
-    """Returns why this model's heads cannot be divided among the ranks, with what works; None if they can."""
+    """Returns why this model's heads cannot be split over the ranks, with what works; None if they can."""
     heads = getattr(model_config, "num_attention_heads", None)
     if not isinstance(heads, int):
         return f"model: {model_config.model_type} does not run under cp: its layers differ in their heads; use fsdp2"
@@ -104,12 +104,12 @@ def heads_problem(model_config: PreTrainedConfig, parts: int, tp: int = 1) -> st
 
 
 def divides(heads: int, key_heads: int, parts: int) -> bool:
-    """Tells if each rank can have the same number of query heads, and the key heads that they need."""
+    """Tells if all ranks can have equally many query heads, and the key heads that these need."""
     return heads % parts == 0 and (key_heads % parts == 0 or parts % key_heads == 0)
 
 
 def part_of_batch(part: int, parts: int, module: torch.nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-    """Takes this rank's positions from a batch, as a pre-hook of `LanguageModelLoss`; attention's arguments stay."""
+    """Pre-hook of `LanguageModelLoss` that takes this rank's positions of a batch; attention's arguments stay."""
     batch = {**dict(zip(("input_ids_BT", "targets_BT"), args, strict=False)), **kwargs}
     length = batch["input_ids_BT"].shape[1] // parts
     if "position_ids" not in batch:
@@ -121,14 +121,14 @@ def part_of_batch(part: int, parts: int, module: torch.nn.Module, args: tuple, k
 
 @dataclass(frozen=True)
 class PartsOfSequences:
-    """Sequences of which this rank has a part, for terms of the loss; see `loss_terms.Sequences`."""
+    """Sequences of which this rank holds a part, for terms of the loss; see `loss_terms.Sequences`."""
 
     part: int
     parts: int
     group: str
 
     def whole(self, values_BP: Tensor) -> Tensor:
-        """Returns (B, T, ...) from the parts of all ranks; a collective call, which gradients pass."""
+        """Returns (B, T, ...) from the parts of all ranks; a collective call, differentiable."""
         sent_NBP = values_BP.expand(self.parts, *values_BP.shape)
         return exchange(sent_NBP, self.parts, self.group).transpose(0, 1).flatten(1, 2)
 
@@ -138,17 +138,17 @@ class PartsOfSequences:
 
 
 def exchange_heads(causal_lm: PreTrainedModel, parts: int, group: str) -> None:
-    """Makes a model whose inputs are parts of sequences attend over the whole sequences.
+    """Makes a model attend over whole sequences although its inputs are parts of them.
 
-    group: name of the group of ranks that hold the parts, as torch's functional collectives take it.
+    group: name of the group of ranks that hold the parts, which torch's functional collectives take.
 
-    Raises InputError for the library's attentions that build masks and would take parts for whole sequences.
+    Raises InputError for transformers' own attentions, whose masks would treat a part as the whole sequence.
     """
     name = causal_lm.config._attn_implementation  # private, but transformers has no public name for it
     if name in ("sdpa", "eager"):
         raise InputError(
-            f"model: {causal_lm.config.model_type} computes correctly only with the library's own {name}, which would "
-            "take a part of a sequence for the whole; use fsdp2, or another architecture"
+            f"model: {causal_lm.config.model_type} works only with transformers' own {name} attention, which would "
+            "treat a part of a sequence as the whole; use fsdp2, or another architecture"
         )
     AttentionInterface.register(EXCHANGING, functools.partial(exchanging, ALL_ATTENTION_FUNCTIONS[name], parts, group))
     causal_lm.set_attn_implementation(EXCHANGING)
@@ -165,10 +165,10 @@ def exchanging(
     attention_mask: Any,
     **kwargs,
 ) -> tuple[Tensor, None]:
-    """Calls `attend` on whole sequences with some heads, made from parts with all heads, and reverses the exchange."""
+    """Exchanges heads for positions, calls `attend` on whole sequences with some heads, and reverses the exchange."""
     refuse_per_head(kwargs)
     query_BHPE, key_BGPE, value_BGPE = in_one_dtype(query_BHPE, key_BGPE, value_BGPE)
-    copies = max(1, parts // key_BGPE.shape[1])  # fewer key heads than ranks: some ranks get the same head
+    copies = max(1, parts // key_BGPE.shape[1])  # with fewer key heads than ranks, some ranks get the same one
     if copies > 1:
         key_BGPE, value_BGPE = (x.repeat_interleave(copies, dim=1) for x in (key_BGPE, value_BGPE))
     out_BTHE, _ = attend(module, *to_whole((query_BHPE, key_BGPE, value_BGPE), parts, group), attention_mask, **kwargs)
@@ -176,7 +176,7 @@ def exchanging(
 
 
 def to_whole(tensors: Sequence[Tensor], parts: int, group: str) -> list[Tensor]:
-    """Turns (B, heads, P, E) of this rank's positions into (B, heads / N, T, E), in one message for all tensors."""
+    """Turns (B, heads, P, E) of this rank's positions into (B, heads / N, T, E); one exchange for all tensors."""
     sent = [x.unflatten(1, (parts, -1)).permute(1, 0, 3, 2, 4) for x in tensors]  # (N, B, P, heads / N, E)
     received_NBPW = exchange(torch.cat([x.flatten(3) for x in sent], dim=-1), parts, group)
     whole_BTW = received_NBPW.transpose(0, 1).flatten(1, 2)
@@ -192,12 +192,12 @@ def to_parts(out_BTHE: Tensor, parts: int, group: str) -> Tensor:
 
 
 def exchange(x: Tensor, parts: int, group: str) -> Tensor:
-    """Sends entry n of (N, ...) to rank n of the group, and replaces it by that rank's entry for this rank.
+    """Sends entry n of (N, ...) to rank n of the group, and returns the entries that the ranks sent to this one.
 
-    A layer that is recomputed exchanges again; all ranks do so at the same point.
+    Recomputed layers exchange again, which works because all ranks recompute them at the same time.
     """
     ones = [1] * parts
-    # The operator behind torch's functional collectives, whose module is private too: autograd and torch.compile
+    # The operator behind torch's functional collectives, whose module is private as well: autograd and torch.compile
     # support it, but not the public dist.all_to_all_single.
     received = torch.ops._c10d_functional.all_to_all_single(x.contiguous(), ones, ones, group)
     return torch.ops._c10d_functional.wait_tensor(received)
@@ -209,7 +209,7 @@ def refuse_per_head(arguments: dict[str, Any]) -> None:
 
 
 def folded(parts: int, module, query_RHPE, key_RGPE, value_RGPE, attention_mask, **kwargs) -> tuple[Tensor, None]:
-    """Computes what `exchanging` does, in one process: parts of a sequence are rows of the batch, R = B x N."""
+    """Computes the same as `exchanging` in one process: parts of a sequence are rows of the batch, R = B x N."""
     refuse_per_head(kwargs)
     whole = [x.unflatten(0, (-1, parts)).transpose(1, 2).flatten(2, 3) for x in (query_RHPE, key_RGPE, value_RGPE)]
     out_BTHE, _ = without_cap(module, *whole, attention_mask, **kwargs)
@@ -217,7 +217,7 @@ def folded(parts: int, module, query_RHPE, key_RGPE, value_RGPE, attention_mask,
 
 
 def without_cap(module, query, key, value, attention_mask, softcap=None, **kwargs) -> tuple[Tensor, None]:
-    """Calls `sdpa` without capping scores, which is good enough to find where else positions mix."""
+    """Calls `sdpa` without capping scores, which is enough to find other places where positions mix."""
     return sdpa(module, query, key, value, attention_mask, **kwargs)
 
 
@@ -225,19 +225,15 @@ AttentionInterface.register(FOLDED, functools.partial(folded, 2))
 AttentionInterface.register(f"{FOLDED}_whole", without_cap)
 
 
+@once_per_config
+@one_thread()
 def mixing_problem(model_config: PreTrainedConfig) -> str | None:
     """Returns why a rank cannot compute this model's layers from its own positions; None if it can.
 
-    Determined by running a small copy in two halves that meet only in attention. Raises InputError as `reference_of`.
+    Found by running a small copy on two halves that meet only in attention. Raises InputError as `reference_of` does.
     """
-    return _mixing_problem(KeyedConfig.of(model_config))
-
-
-@functools.lru_cache(maxsize=64)
-@one_thread()
-def _mixing_problem(keyed: KeyedConfig) -> str | None:
-    reference = reference_of(keyed)
-    model_type = keyed.config.model_type
+    reference = reference_of(KeyedConfig.of(model_config))
+    model_type = model_config.model_type
     ids_BT = ReferenceWindow.of(reference.config).ids_BT
     window = WindowSpec(ids_BT.shape[1] - 1, document_mask=True)
     found = []
@@ -260,7 +256,7 @@ def _mixing_problem(keyed: KeyedConfig) -> str | None:
             logits = logits_of(model, cut["input_ids_BT"], position_ids=cut["position_ids"], **inputs)
             found.append(logits.unflatten(0, (-1, parts)).flatten(1, 2))
     except Exception as error:  # a model's own code may fail in any way on arguments it does not know
-        # transformers' own refusal of mixers that carry a state names packages that would not help here.
+        # transformers' own message for mixers that carry a state names packages that would not help here.
         if "can't keep packed sequences apart" not in str(error):
             return (
                 f"model: {model_type} does not run under cp ({described(error)}); use fsdp2, or another architecture"
@@ -269,6 +265,6 @@ def _mixing_problem(keyed: KeyedConfig) -> str | None:
         if relative_difference(found[1], found[0]) <= TOLERANCE:
             return None
     return (
-        f"model: {model_type} does not run under cp: its positions meet elsewhere than in attention, or "
-        "it numbers them itself; use fsdp2, or another architecture such as llama, qwen3, olmo2, qwen3_moe"
+        f"model: {model_type} does not run under cp: it mixes positions outside of attention, or "
+        "numbers them itself; use fsdp2, or another architecture such as llama, qwen3, olmo2, qwen3_moe"
     )

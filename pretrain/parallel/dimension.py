@@ -1,7 +1,7 @@
-"""One dimension of a mesh: what it refuses, and what it does to a model, its gradients and their check.
+"""Base class of a mesh's dimensions: what it cannot run, how it changes a model, how it completes gradients.
 
-A row of `pretrain.mesh_sizes.DIMENSIONS` names its class. Where it has several ranks, `MeshStrategy` calls each of
-these methods on them, for the innermost dimension first; a dimension overrides those that it needs.
+A row of `pretrain.mesh_sizes.DIMENSIONS` names the class of each. For a dimension of several ranks, `MeshStrategy`
+calls all of these methods, innermost dimension first; a dimension overrides those that it needs.
 """
 
 from collections.abc import Mapping
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 
 class Dimension:
-    """A dimension that only divides the ranks, as dp_shard: fully_shard does the rest."""
+    """A dimension that only divides the ranks, such as dp_shard: fully_shard does the rest."""
 
     repeats_loss = False
-    """True if its ranks compute the loss of the same tokens, so that only the first one's counts."""
+    """True if its ranks compute the loss of the same tokens, so that only that of the first counts."""
 
     @classmethod
     def recipe_problems(cls, config: RunConfig, sizes: Sizes) -> list[str]:
@@ -32,43 +32,43 @@ class Dimension:
 
     @classmethod
     def model_problem(cls, model_config: PreTrainedConfig, sizes: Sizes, schedule: str) -> str | None:
-        """Returns why this model cannot be divided, with what works. Raises InputError as `reference_of`."""
+        """Returns why this model cannot be split, with what works. Raises InputError as `reference_of` does."""
         return None
 
     def __init__(self, strategy: Any, name: str):
         self.strategy = strategy
-        """The `MeshStrategy`, whose module imports this one."""
+        """The `MeshStrategy`; not typed as one, since its module imports this one."""
         self.name = name
 
     @property
     def group(self) -> dist.ProcessGroup:
         """The ranks that differ from this one along this dimension alone."""
         mesh = self.strategy.mesh
-        views = (mesh.dense, mesh.expert, mesh.data)  # where it is in the first one, its communicator serves both
+        views = (mesh.dense, mesh.expert, mesh.data)  # the first that has it, so that views share a communicator
         return next(view for view in views if self.name in view.mesh_dim_names).get_group(self.name)
 
     def before_sharding(self, model: "LanguageModelLoss") -> None:
         """Changes the whole model, on the meta device."""
 
     def divide(self, unit: str, module: nn.Module) -> None:
-        """Divides the weights of one unit of the model, which has just got its values, before fully_shard does."""
+        """Splits the weights of one unit of the model, just initialized, before fully_shard shards them."""
 
     def after_sharding(self, model: "LanguageModelLoss", called: nn.Module) -> None:
-        """Prepares the steps. called: what the loop calls."""
+        """Prepares for the steps. called: the module that the loop calls."""
 
     def combine(self, gradients: Mapping[nn.Parameter, Tensor]) -> None:
         """Completes, in place, this rank's parts of the gradients once a step.
 
-        fully_shard has done the mean over dp_replicate, dp_shard and cp.
+        fully_shard has already averaged over dp_replicate, dp_shard and cp.
         """
 
     def replicas(self, parts: dict[str, Tensor]) -> list[ReplicaGroup]:
-        """Lists which of this rank's parts of the weights all ranks of the dimension have, bit for bit."""
+        """Lists which of this rank's parts of the weights are bitwise equal on all ranks of the dimension."""
         return []
 
 
 class Replicas(Dimension):
-    """dp_replicate: its ranks have the same parts of everything."""
+    """dp_replicate: its ranks hold the same parts of everything."""
 
     def replicas(self, parts: dict[str, Tensor]) -> list[ReplicaGroup]:
         return [(self.group, parts)]

@@ -1,9 +1,9 @@
-"""Expert parallel: each rank holds some of every layer's experts, and tokens travel to the experts that they choose.
+"""Expert parallelism: each rank holds some of every layer's experts, and tokens are sent to the experts they choose.
 
-All else is divided by the other dimensions. A layer sends its tokens' rows, sorted by expert, to the ranks that hold
-these experts, and gets the results back (Lepikhin et al., arXiv 2006.16668), by transformers' exchange: two
-all-to-alls, and two more for the gradients. No expert has a capacity, so no token is dropped; the CPU must know how
-many rows travel, so it waits for the GPU once per layer and forward pass.
+The other dimensions divide the rest of the model. A layer sends its tokens' rows, sorted by expert, to the ranks that
+hold these experts, and gets the results back (Lepikhin et al., arXiv 2006.16668). The exchange is transformers': two
+all-to-alls, and two more for the gradients. Experts have no capacity limit, so no token is dropped. The CPU must know
+how many rows are sent, so it waits for the GPU once per layer and forward pass.
 """
 
 import math
@@ -23,7 +23,7 @@ from pretrain.parallel.dimension import Dimension
 
 
 class ExpertParallel(Dimension):
-    """ep, as a dimension of a mesh."""
+    """Expert parallelism (ep) as a dimension."""
 
     @classmethod
     def model_problem(cls, model_config: PreTrainedConfig, sizes: Sizes, schedule: str) -> str | None:
@@ -35,22 +35,22 @@ class ExpertParallel(Dimension):
             divide_experts(experts.to(self.strategy.device), mesh.expert["ep"], mesh.dense["tp"])
 
     def combine(self, gradients: Mapping[nn.Parameter, Tensor]) -> None:
-        # fully_shard has divided by the ranks that have the same experts. Rows of other ranks' tokens have arrived as
-        # well, so the sum is to be divided by all ranks whose tokens differ. set_gradient_divide_factor would do that,
-        # but torch 2.13 divides twice where only one rank has the experts.
+        # fully_shard has divided by the number of ranks that hold the same experts. But these have also processed rows
+        # of other ranks, so the divisor must be the number of all ranks whose tokens differ.
+        # set_gradient_divide_factor would do that, but torch 2.13 divides twice if only one rank holds the experts.
         experts = [grad for parameter, grad in gradients.items() if "ep" in parameter.device_mesh.mesh_dim_names]
         torch._foreach_mul_(experts, self.strategy.sizes.tp / self.strategy.sizes.ep)
 
 
 def model_problem(model_config: PreTrainedConfig, size: int) -> str | None:
-    """Returns why that many ranks cannot share this model's experts, with what works; None if they can."""
+    """Returns why this many ranks cannot share this model's experts, with what works; None if they can."""
     model = build_meta_model(model_config)
     kind = model_config.model_type
     experts = expert_modules(model)
     counts = {module.num_experts for module in experts.values()}
     names = {f"{name}.{own}" for name, module in experts.items() for own, _ in module.named_parameters()}
     if not counts:
-        return f"model: {kind} has no experts that could be divided; use ddp or fsdp2"
+        return f"model: {kind} has no experts to divide; use ddp or fsdp2"
     routed = {
         f"{router.name.rpartition('.')[0]}.{own}"
         for router in routers_of(model)
@@ -74,15 +74,15 @@ def expert_modules(module: nn.Module) -> dict[str, nn.Module]:
 
 
 def pads_much(experts: int, ranks: int) -> bool:
-    """Tells if ranks that shard a stack by its experts would pad it by more than a quarter: 2 for 8 ranks to 8."""
+    """Tells if sharding a stack by its experts pads it by more than a quarter, as 2 experts over 8 ranks become 8."""
     return math.ceil(experts / ranks) * ranks > 1.25 * experts
 
 
 def dimension_to_shard(ranks: int, parameter: nn.Parameter) -> Shard | None:
     """Returns the dimension along which fully_shard should split a stack of experts over this many ranks.
 
-    None: the first, as for all other parameters. The dimension must split evenly, and tp or ep must not have split it
-    already, since rows of two matrices would mix.
+    None means the first, as for all other parameters. The dimension must split evenly, and tp or ep must not have
+    split it already, since a shard would then mix rows of two matrices.
     """
     is_divided = isinstance(parameter, DTensor)
     shape = parameter.to_local().shape if is_divided else parameter.shape
@@ -94,14 +94,14 @@ def dimension_to_shard(ranks: int, parameter: nn.Parameter) -> Shard | None:
 
 
 def divide_experts(experts: nn.Module, mesh: DeviceMesh, tp_mesh: DeviceMesh) -> None:
-    """Keeps only this rank's experts of a layer, and sends the rows of all ranks to them.
+    """Keeps only this rank's experts of a layer, and makes all ranks send their rows to them.
 
-    tp_mesh: ranks that hold the same rows, of which each sends its part.
+    tp_mesh: ranks that hold the same rows; each sends its part of them.
     """
     sharding = MoEParamShard(Shard(0), shards_expert_dim=True)
     for name in list(experts._parameters):
         sharding.shard_param(experts, name, mesh)
-    # The library's switch for masking rows of experts on other ranks: no such row arrives here.
+    # It makes transformers mask rows of experts on other ranks, but no such row arrives here.
     experts._is_expert_parallel = False
     EpDispatchExpertsParallel().install_forward(experts, mesh, tp_mesh=tp_mesh, ep_implementation="all_to_all")
     exchanged = experts.forward

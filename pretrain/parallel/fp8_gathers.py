@@ -1,4 +1,4 @@
-"""Gathers the weights of fp8 layers in fp8: half the bytes of bf16, and rounded once, as on one process.
+"""Gathers the weights of fp8 layers in fp8: half the bytes of bf16, and rounded only once, as on one process.
 
 fully_shard calls a local tensor's `fsdp_pre_all_gather` and `fsdp_post_all_gather` in place of its own cast. torchao
 has both on a tensor subclass. Here the parameters stay plain, so optimizers and checkpoints know nothing of fp8, and
@@ -13,10 +13,10 @@ from torch import nn
 
 
 class Fp8Gathers:
-    """The fp8 weights of a module to which fully_shard was applied, and the scale of each.
+    """The fp8 weights of a module to which fully_shard was applied, and their scales.
 
-    A scale is that of the whole matrix, so all ranks need the largest number of all shards: one all-reduce for all
-    weights, before the first call of a step and before every call without gradients.
+    A weight has one scale for the whole matrix, so all ranks need the largest value of all shards: one all-reduce for
+    all weights, before the first call of a step and before every call without gradients.
     """
 
     def __init__(self, root: nn.Module, group: dist.ProcessGroup):
@@ -31,7 +31,7 @@ class Fp8Gathers:
         for module in root.modules():
             if isinstance(module, Float8Linear):
                 part = module.weight.to_local().detach()
-                # Ranks send as many rows, and fully_shard has allocated those that some of them lack, as zeros.
+                # All ranks send equally many rows: fully_shard has padded shorter shards with zeros.
                 rows, columns = module.weight.shape
                 padded = part.as_strided((math.ceil(rows / group.size()), columns), (columns, 1))
                 dtype = module.config.cast_config_weight.target_dtype
@@ -40,14 +40,14 @@ class Fp8Gathers:
                     setattr(module.weight._local_tensor, name, getattr(weight, name))
                 self.weights.append(weight)
         if self.weights:
-            # First of all hooks: fully_shard's own makes its streams wait for what was computed before it.
+            # It must run first: fully_shard's own hook makes its streams wait for what was computed before.
             root.register_forward_pre_hook(self.measure, prepend=True)
 
     def measure(self, *_) -> None:
         """Computes the scales of the current weights, unless the step has done so."""
         from torchao.float8.float8_utils import amax_to_scale
 
-        # Between steps weights may be exchanged with their average, or loaded.
+        # Outside of a step, the weights may have been swapped with their average, or loaded.
         is_step = torch.is_grad_enabled()
         if is_step and not self.is_stale:
             return

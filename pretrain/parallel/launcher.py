@@ -1,7 +1,7 @@
-"""Reads the launcher's environment: which strategy it asks for, and which of its settings contradict the recipe.
+"""Reads the launcher's environment: the strategy that it asks for, and settings that contradict the recipe.
 
-`accelerate launch --config_file F` passes F on as environment variables, typos included; so they are read and checked
-here before anything starts.
+`accelerate launch --config_file F` passes F on as environment variables, typos included, so they are checked here
+before anything starts.
 """
 
 import json
@@ -36,20 +36,20 @@ LAUNCHES: dict[tuple[str, tuple[str, ...]], str] = {
     ("FSDP", ("cp",)): "cp",
     ("FSDP", ("ep",)): "ep",
 }
-"""{(distributed_type, sizes that the launcher gives): strategy}. All other sizes are the strategy `mesh`; ddp with one
-process is `single`; DeepSpeed's stage, in a separate JSON, is part of its strategy's name."""
+"""{(distributed_type, sizes that the launcher gives): strategy}. Any other sizes are the strategy `mesh`, and ddp with
+one process is `single`. For DeepSpeed, the stage in its own JSON makes the name."""
 
 OF_SEVERAL_PROCESSES = (
     *("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_"),
     *("ACCELERATE_", "FSDP_"),
 )
-"""Prefixes of the variables that tell a process that it is one of several."""
+"""Prefixes of the variables by which a process knows that it is one of several."""
 
 
 def launched_strategy() -> str:
     """Names the strategy that the launcher asks for; a name that is not in STRATEGIES if that is not supported."""
     kinds = [kind for kind, variable in FLAGS.items() if environment_flag(variable)] or ["MULTI_GPU"]
-    # Whatever no other size claims is dp_shard or, without FSDP, dp_replicate.
+    # Processes that no other size claims are dp_shard or, without FSDP, dp_replicate.
     sizes = tuple(name for name in requested_sizes() if name != "dp_shard")
     if kinds == ["DEEPSPEED"] and not sizes:
         return f"zero{deepspeed_file().get('zero_optimization', {}).get('stage', 0)}"
@@ -81,7 +81,7 @@ def deepspeed_file() -> dict:
 
 
 def launcher_problems(config: RunConfig, precision: str, strategy: str) -> list[str]:
-    """Lists launcher settings that contradict the recipe, or that this project does not run."""
+    """Lists launcher settings that contradict the recipe or are not supported."""
     problems = []
     launched = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     if launched not in ("no", PRECISIONS[precision]):
@@ -115,9 +115,9 @@ def launcher_problems(config: RunConfig, precision: str, strategy: str) -> list[
 
 
 def parallelism_problems() -> list[str]:
-    """Lists what is wrong with a parallelism_config as a whole; `launched_sizes` judges the sizes."""
+    """Lists what is wrong with a parallelism_config as a whole; `launched_sizes` checks the sizes."""
     problems = []
-    # Set by accelerate's launcher alone. It drops two sizes, and where its file cannot be found they would be missing.
+    # Only accelerate's launcher sets this. It drops two sizes, which are lost if its file cannot be found.
     came_through_launcher = "PARALLELISM_CONFIG_CP_BACKEND" in os.environ
     missing = [variable(name) for name in DROPPED if variable(name) not in os.environ]
     if came_through_launcher and missing and launcher_command() is None:
@@ -127,9 +127,9 @@ def parallelism_problems() -> list[str]:
         )
     sequence = os.environ.get("PARALLELISM_CONFIG_SP_SIZE", "1")
     if sequence not in ("1", "None"):
-        problems.append(f"launcher: parallelism_config_sp_size: {sequence} is not run here; use {setting('cp')}")
+        problems.append(f"launcher: parallelism_config_sp_size: {sequence} is not supported; use {setting('cp')}")
     if not environment_flag("ACCELERATE_USE_FSDP") and not requested_sizes():
-        # A size of pp or ep that was lost on the way would start plain replicas instead.
+        # If a size of pp or ep was lost on the way, plain replicas would start instead.
         names = ", ".join(map(setting, DIMENSIONS))
         problems.append(
             f"launcher: parallelism_config has no size above 1; give one of {names} in the launcher's file, or as "

@@ -1,7 +1,7 @@
-"""Checks of the two kinds of launcher files, whose readers silently ignore misspelled keys.
+"""Checks the two kinds of launcher files, since accelerate and DeepSpeed silently ignore misspelled keys.
 
-accelerate drops unknown keys inside fsdp_config and the like, DeepSpeed unknown keys at the top of its JSON. Settings
-of the recipe are rejected in these files, so that every setting has one place.
+accelerate drops unknown keys inside sections such as fsdp_config, DeepSpeed unknown keys at the top of its JSON. These
+files must not contain settings of the recipe, so that every setting has one place.
 """
 
 import json
@@ -31,7 +31,7 @@ FROM_RECIPE = {
     "activation_checkpointing": "activation_checkpointing",
     "compile": "compile",
 }
-"""{key at the top of a DeepSpeed JSON: the recipe's setting for the same}."""
+"""{key at the top of a DeepSpeed JSON: the recipe's equivalent}."""
 
 ALLOWED_IN_DEEPSPEED_JSON = (
     *("zero_optimization", "aio", "zero_force_ds_cpu_optimizer", "zero_allow_untested_optimizer", "comms_logger"),
@@ -41,14 +41,14 @@ AIO_KEYS = ("block_size", "queue_depth", "intra_op_parallelism", "single_submit"
 
 
 def conflict(file: str, key: str, value: Any, config: RunConfig, setting: str) -> str:
-    """Returns the message for a setting that the recipe has at the dotted path `setting`."""
+    """Returns the message for a key whose equivalent in the recipe is at the dotted path `setting`."""
     in_recipe = reduce(getattr, setting.split("."), config)
     where = "the launcher's file" if file == "launcher" else file
     return f"{file}: {key}: {value} conflicts with the recipe's {setting}: {in_recipe}; remove it from {where}"
 
 
 def command_problems(strategy: str, processes: int) -> list[str]:
-    """Lists where the launcher did not start what it was told to, or ignored something in its config."""
+    """Lists cases in which the launcher did not start what it was told to, or ignored something in its config."""
     command = launcher_command()
     if command is None:
         return []
@@ -68,7 +68,7 @@ def command_problems(strategy: str, processes: int) -> list[str]:
 
 
 def launcher_file_problems(path: Path, strategy: str) -> list[str]:
-    """Lists what accelerate ignores in this file: unknown keys in its sections, a strategy that does not run."""
+    """Lists what accelerate ignored in this file: unknown keys in its sections, a strategy that does not run."""
     from accelerate.commands.launch import launch_command_parser
 
     try:
@@ -77,7 +77,7 @@ def launcher_file_problems(path: Path, strategy: str) -> list[str]:
         return []  # accelerate has already reported it
     if not isinstance(settings, dict):
         return []
-    # Private, but argparse has no public list. Two sizes are read from the file by this project alone.
+    # Private, but argparse has no public list. accelerate does not know two of the sizes, which we read ourselves.
     known = {action.dest for action in launch_command_parser()._actions} | set(map(setting, DIMENSIONS))
     problems = []
     asked = settings.get("distributed_type")
@@ -108,7 +108,7 @@ def deepspeed_problems(path: str | None, config: RunConfig) -> list[str]:
     except (OSError, ValueError) as error:
         return [
             f"deepspeed_config_file: {path} cannot be read from {Path.cwd()} ({error}); paths in the launcher's file "
-            "are relative to the folder where the launch happens"
+            "are relative to the folder that you launch from"
         ]
     name = Path(path).name
     problems = []
@@ -151,7 +151,7 @@ def zero_problems(name: str, settings: Any) -> list[str]:
         ]
     if (settings.get("offload_param") or {}).get("device") == "nvme":
         problems.append(
-            f"{name}: zero_optimization.offload_param.device: nvme is not run here; use cpu: the optimizer's state, "
+            f"{name}: zero_optimization.offload_param.device: nvme is not supported; use cpu: the optimizer's state, "
             "which may go to nvme, is six times as large as the weights"
         )
     return problems

@@ -1,12 +1,12 @@
 """Any product of parallel dimensions: one mesh of ranks, and one strategy for every product.
 
     dense   (pp, dp_replicate, fsdp = dp_shard x cp, tp)   parameters
-    data    (pp, batch = dp_replicate x dp_shard, cp, tp)  which rank reads what, and exchanges heads with which
+    data    (pp, batch = dp_replicate x dp_shard, cp, tp)  which sequences a rank reads; whom it exchanges heads with
     expert  (pp, dp_replicate, efsdp, ep)                  experts; efsdp x ep = fsdp x tp
 
 The dimensions are applied to a model in this order: attention over whole sequences (cp), pipeline stages (pp), slices
-of matrices (tp), experts on their ranks (ep), and then torch's fully_shard of experts, layers and the rest. It is
-always applied, even over a single rank: so every parameter is a DTensor, and one code serves every product.
+of matrices (tp), experts on their ranks (ep), and then torch's fully_shard of experts, layers and the rest.
+fully_shard is applied even over a single rank, so that every parameter is a DTensor and all products share this code.
 Checkpoints hold whole tensors, so a run can resume under any other product.
 """
 
@@ -36,12 +36,11 @@ from pretrain.model.build import InitialWeights, units_of
 from pretrain.model.compile import layers_of
 from pretrain.model.fp8 import use_fp8
 from pretrain.model.loss import LanguageModelLoss
-from pretrain.optim.adamw_8bit import AdamW8bitSpec
 from pretrain.optim.optimizers import OptimizerBuilder, local_tensor, total_norm
 from pretrain.parallel.dimension import Dimension
 from pretrain.parallel.expert_parallel import dimension_to_shard, expert_modules
 from pretrain.parallel.mesh_tiles import divided_axes, place_tiles
-from pretrain.parallel.pipeline import STAGE_LAYOUTS, PipelineModel, StagedTensors
+from pretrain.parallel.pipeline import STAGE_LAYOUTS, PipelineModel
 from pretrain.parallel.pipeline_stages import Stage, stage_parameters
 from pretrain.parallel.replicas import ReplicaGroup
 from pretrain.parallel.strategy import LOSS_TERMS, Strategy
@@ -53,7 +52,7 @@ if TYPE_CHECKING:
 
 
 class Mesh:
-    """Three views of the same ranks, each with all of its dimensions, also those of size 1."""
+    """Three views of the same ranks, each with all of its dimensions, including those of size 1."""
 
     def __init__(self, sizes: Sizes, device_type: str):
         s = sizes
@@ -73,12 +72,12 @@ class Mesh:
         )
 
     def rank(self, name: str) -> int:
-        """Returns this rank's place along a dimension of the view of data."""
+        """Returns this rank's index along a dimension of the data view."""
         return self.data.get_local_rank(name)
 
     @property
     def data_rank(self) -> int:
-        """This rank's place among those that read different sequences."""
+        """Index of this rank among those that read different sequences."""
         names = [name for name, row in DIMENSIONS.items() if row.reads]
         return reduce(lambda rank, name: rank * getattr(self.sizes, name) + self.rank(name), names, 0)
 
@@ -88,14 +87,14 @@ class Mesh:
         return self.dense.mesh.movedim(chosen, [*range(-len(chosen), 0)]).flatten(-len(chosen)).flatten(0, -2)
 
     def shards(self, *, experts: bool = False) -> DeviceMesh:
-        """Returns the mesh for fully_shard: of one dimension, or of two if there are replicas."""
+        """Returns the mesh for fully_shard: one-dimensional, or two-dimensional if there are replicas (HSDP)."""
         mesh, name = (self.expert, "efsdp") if experts else (self.dense, "fsdp")
         return mesh["dp_replicate", name] if self.sizes.dp_replicate > 1 else mesh[name]
 
     def replica_group(self) -> dist.ProcessGroup | None:
         """Returns the group of this rank's stage and replica, fsdp x tp or efsdp x ep; a collective call.
 
-        None if it is that of one dimension.
+        None if the group of a single dimension is the same.
         """
         s = self.sizes
         if min(s.fsdp, s.tp) == 1 and min(s.efsdp, s.ep) == 1:
@@ -104,7 +103,7 @@ class Mesh:
 
 
 def dimensions_of(sizes: Sizes) -> dict[str, type[Dimension]]:
-    """Returns {name: class} of the dimensions that divide something, the innermost first."""
+    """Returns {name: class} of the dimensions larger than 1, the innermost first."""
     return {name: resolve_name(DIMENSIONS[name].kind) for name in reversed(sizes.named())}
 
 
@@ -124,18 +123,20 @@ class MeshStrategy(Strategy):
 
     @classmethod
     def problems(cls, config: RunConfig, name: str) -> list[str]:
-        """Lists problems as in the base class, then those of the sizes alone, of the recipe, and of the model."""
+        """Lists the base class's problems, then those of the sizes, the recipe and the model."""
         problems = Problems(super().problems(config, name))
         sizes = problems.attempt(launched_sizes)
-        # Whatever the size will be, the dimension is asked for.
+        # If a size is invalid, the recipe is still checked against the dimensions that were requested.
         asked = {dimension: 2 for dimension in requested_sizes() if dimension != "cp"}
-        problems += recipe_problems(config, sizes or Sizes(**asked))
+        judged = sizes or Sizes(**asked)
+        for kind in dimensions_of(judged).values():
+            problems += kind.recipe_problems(config, judged)
         if sizes is None:
             return problems
         with suppress(InputError):  # `derive` reports this problem of the model
             model_config = planned_model_config(config.model, config.data)
             of_model = model_problems(model_config, sizes, config.pipeline.schedule)
-            if config.optim.name == "adamw_8bit" and not of_model:  # what cannot be divided has no shards
+            if config.optim.name == "adamw_8bit" and not of_model:  # else there are no shards to check
                 from pretrain.parallel.block_tiles import blocks_problems
 
                 of_model = blocks_problems(model_config, sizes)
@@ -157,30 +158,30 @@ class MeshStrategy(Strategy):
         self.head_part = self.mesh.rank("tp") * sizes.cp + self.part
         self.micro_batches_per_call = sizes.pp
         self.stage_owners = [0]
-        """Place within the pipeline of the rank that has each stage."""
+        """For each stage, the index within the pipeline of the rank that holds it."""
         if sizes.pp > 1:
             self.stage_owners = STAGE_LAYOUTS[config.pipeline.schedule].owners(sizes.pp)
             self.microbatches = len(self.stage_owners) * config.pipeline.microbatches_per_stage
 
     def make_accelerator(self) -> Accelerator:
-        # accelerate must see plain processes: it knows neither pipelines nor experts, and its context parallelism
-        # would drop the boundaries of documents.
+        # accelerate must see plain processes: it supports neither pipelines nor expert parallelism, and its context
+        # parallelism would ignore document boundaries.
         with patch_environment(ACCELERATE_USE_FSDP="false", ACCELERATE_USE_PARALLELISM_CONFIG="false"):
             return super().make_accelerator()
 
     @property
     def dropout_rank(self) -> int:
-        """Ranks of tp and of a pipeline compute the same hidden states; those of a sequence have other positions."""
+        """Offset that ranks of tp and pp share: they compute the same hidden states. cp ranks have other positions."""
         return self.data_rank * self.sizes.cp + self.part
 
     @property
     def is_first(self) -> bool:
-        """True on one of the ranks that compute the same layers for the same tokens, as those of tp do."""
+        """True on exactly one of the ranks that compute the same layers for the same tokens, such as those of tp."""
         return not any(self.mesh.rank(each.name) for each in self.dimensions if each.repeats_loss)
 
     @property
     def reports_loss(self) -> bool:
-        """True on ranks whose metrics count, so that no token counts twice: of a pipeline in the last stage."""
+        """True on ranks whose metrics count, so that no token counts twice; in a pipeline the last stage has them."""
         return self.is_first and self.mesh.rank("pp") == self.stage_owners[-1]
 
     def running_modules(self) -> list[nn.Module]:
@@ -193,7 +194,7 @@ class MeshStrategy(Strategy):
     def prepare(
         self, model: LanguageModelLoss, weights: InitialWeights, build_optimizer: OptimizerBuilder
     ) -> torch.nn.Module:
-        """Prepares as in `Strategy`. No rank ever holds more than one whole layer, or than all that is in no layer."""
+        """Prepares as in `Strategy`. A rank never holds more than a layer, or all parameters outside of layers."""
         self.causal_lm = causal_lm = model.causal_lm
         self.loss_terms = model.loss_terms
         self.embeds = model.terms is not None and model.terms.embeds
@@ -205,24 +206,20 @@ class MeshStrategy(Strategy):
         for dimension in self.dimensions:
             dimension.before_sharding(model)
         # With one rank there is nothing to free: the gathered weights are the shards. A pipeline's schedule keeps them
-        # from the first backward pass to the last; freed after every forward pass, they would be gathered for each
-        # microbatch again. A split backward pass also needs them: torch computes gradients only for parameters that
-        # the modules hold when it runs, and silently skips weights that fully_shard has swapped out.
+        # gathered from the first backward pass to the last; if they were freed after every forward pass, each
+        # microbatch would gather them again. A split backward pass also needs them: torch computes gradients only for
+        # parameters that the modules hold when it runs, and silently skips weights that fully_shard has swapped out.
         self.reshards = (
             sizes.fsdp > 1 and sizes.pp == 1 and os.environ.get("FSDP_RESHARD_AFTER_FORWARD", "true") == "true"
         )
         self.offloads = environment_flag("FSDP_OFFLOAD_PARAMS")
-        # In a pipeline it costs no memory: a schedule holds gradients whole from its first backward pass on.
+        # With a pipeline this costs no memory: a schedule holds whole gradients from its first backward pass on.
         self.reduces_once = not self.reshards or bool(self.config and self.config.batch.no_sync)
         self.roots = self.stages_of(model)
         self.shard(list(self.roots.values()), weights)
         self.model = self.called(model)
         optimizer = self.optimizer_of_parameters(build_optimizer)
         place_tiles(optimizer, self.mesh.replica_group)
-        if isinstance(self.spec, AdamW8bitSpec):
-            from pretrain.parallel.block_tiles import check_blocks
-
-            check_blocks(optimizer)
         self.optimizer = self.accelerator.prepare_optimizer(separate_kinds(optimizer), device_placement=False)
         self.find_copies()
         for dimension in self.dimensions:
@@ -238,11 +235,11 @@ class MeshStrategy(Strategy):
         ranges, self.parameters_of_stages = stage_parameters(self.causal_lm, stages, of_terms)
         mine = [number for number, owner in enumerate(self.stage_owners) if owner == self.mesh.rank("pp")]
         if stages - 1 not in mine:
-            self.loss_terms.to("meta")  # as layers of other stages
+            self.loss_terms.to("meta")  # like the layers of other stages
         return {number: Stage(model, ranges[number], self.precision) for number in mine}
 
     def shard(self, roots: list[nn.Module], weights: InitialWeights) -> None:
-        """Gives the modules inside these roots their weights, divides them over tp and ep, and shards them."""
+        """Initializes the modules inside these roots, splits them over tp and ep, and shards them."""
         causal_lm = self.causal_lm
         inside = MixedPrecisionPolicy()
         if self.precision != "fp32":
@@ -262,7 +259,7 @@ class MeshStrategy(Strategy):
             if module not in here:
                 continue
             weights.fill(causal_lm, unit)
-            # The backward pass begins with the last layer: freed after its forward pass, it would be gathered again.
+            # The backward pass begins with the last layer. If its weights were freed, they would be gathered again.
             frees = self.reshards and module is not layers[-1]
             for dimension in self.dimensions:
                 dimension.divide(unit, module)
@@ -276,10 +273,10 @@ class MeshStrategy(Strategy):
                 apply(module, mesh=mesh, reshard_after_forward=frees, shard_placement_fn=placement)
         causal_lm.tie_weights()
         self.copying: nn.Module | None = None
-        """What has the last stage's copy of the embedding."""
+        """Module with the last stage's own copy of the embedding, if this rank has the first stage too."""
         owners = {self.stage_owners[0], self.stage_owners[-1]}
         if self.embeds_twice and len(roots) > 1 and owners == {self.mesh.rank("pp")}:
-            # The first and the last stage are both here, and fully_shard gives a parameter to one of them alone.
+            # The first and the last stage are both on this rank, but fully_shard can give a parameter to only one.
             second = copy.deepcopy(embedding)
             if self.embeds:
                 roots[-1].embedding = second
@@ -290,13 +287,13 @@ class MeshStrategy(Strategy):
         for root in roots:
             apply(root, mesh=self.mesh.shards(), reshard_after_forward=False)
             root.register_forward_hook(reshard_without_backward)
-        # What is in host memory is copied to the GPU before, which loses what tells fully_shard to gather in fp8.
+        # Not with offload: fully_shard would gather copies on the GPU, which lack the methods that make it use fp8.
         if self.precision == "fp8" and self.sizes.fsdp > 1 and not self.offloads:
             from pretrain.parallel.fp8_gathers import Fp8Gathers
 
             self.fp8_gathers = [Fp8Gathers(root, self.mesh.dense.get_group("fsdp")) for root in roots]
         if is_tied and self.copying is None:
-            # fully_shard has replaced the parameter in the stage alone, and the other module is in no stage here.
+            # fully_shard has replaced the parameter only in the module that is in a stage here.
             if head in here and 0 not in self.roots:
                 embedding.weight = head.weight
             else:
@@ -311,7 +308,7 @@ class MeshStrategy(Strategy):
 
     @torch.no_grad()
     def copy_embedding(self, *_) -> None:
-        """Gives, before each call of the model, the last stage's copy of the embedding the values of the first's."""
+        """Copies the first stage's embedding into the last stage's, before each call of the model."""
         local_tensor(self.copying.weight).copy_(local_tensor(self.causal_lm.get_input_embeddings().weight))
 
     def trained_parameters(self) -> list[tuple[str, nn.Parameter]]:
@@ -326,8 +323,8 @@ class MeshStrategy(Strategy):
                 f"compile: {self.config.compile} has no effect with {schedule}: a compiled layer cannot compute the "
                 "gradients of its inputs and of its weights apart"
             )
-        # NCCL creates a communicator in its first operation, of which all ranks of the group have to be part; the
-        # first sends between stages are not.
+        # NCCL creates a group's communicator in its first operation, in which all of its ranks have to take part. The
+        # first sends between stages involve only some of them.
         dist.all_reduce(torch.zeros(1, device=self.device), group=self.pp_group)
         return PipelineModel(
             self.roots,
@@ -341,13 +338,13 @@ class MeshStrategy(Strategy):
         )
 
     def find_copies(self) -> None:
-        """Counts the ranks that have the same part of a parameter, and finds an embedding in two stages."""
+        """Counts the ranks that hold the same part of each parameter, and finds an embedding in two stages."""
         stage_ranks = self.sizes.world // self.sizes.pp
         self.copies_of = {
             parameter: stage_ranks // math.prod(map(parameter.device_mesh.size, divided_axes(parameter)))
             for parameter in self.name_of
         }
-        """Number of the stage's ranks that have the same part of a parameter."""
+        """Number of the stage's ranks that hold the same part of a parameter."""
         first, last = self.stage_owners[0], self.stage_owners[-1]
         self.tied_group: dist.ProcessGroup | None = None
         self.tied: nn.Parameter | None = None
@@ -362,7 +359,7 @@ class MeshStrategy(Strategy):
         super().begin_step(learning_rate, micro_steps)
         for gathers in self.fp8_gathers:
             gathers.is_stale = True
-        if self.sizes.pp > 1:  # its call computes the gradients, of a loss that the loop cannot divide
+        if self.sizes.pp > 1:  # its call runs the backward pass, so the loop cannot divide the loss
             self.model.micro_steps = micro_steps
 
     @contextmanager
@@ -380,12 +377,12 @@ class MeshStrategy(Strategy):
             loss.backward()
 
     def combine_gradients(self) -> None:
-        """Completes the gradients, of which fully_shard has done the mean over the ranks that read different data."""
+        """Completes the gradients, which fully_shard has averaged over the ranks that read different data."""
         if self.copying is not None:
             embedding = self.causal_lm.get_input_embeddings()
             local_tensor(embedding.weight.grad).add_(local_tensor(self.copying.weight.grad))
             self.copying.weight.grad = None
-        if (lost := self.without_gradient()) != self.untrained:  # which torch would leave out in silence
+        if (lost := self.without_gradient()) != self.untrained:  # torch would silently skip them
             raise RuntimeError(f"{len(lost)} parameters have no gradient, but had one before: {', '.join(lost[:4])}")
         gradients = {p: local_tensor(p.grad) for p in self.name_of if p.grad is not None}
         for dimension in self.dimensions:
@@ -394,14 +391,14 @@ class MeshStrategy(Strategy):
             self.sum_gradients([gradients[self.tied]], self.tied_group)
 
     def sum_gradients(self, gradients: list[Tensor], group: dist.ProcessGroup) -> None:
-        """Sums gradients over the ranks of a group, in place; offloaded ones by the GPU."""
+        """Sums gradients over the ranks of a group, in place; offloaded ones are summed on the GPU."""
         here = [gradient.to(self.device) for gradient in gradients] if self.offloads else gradients
         sum_in_place(here, group)
         if self.offloads and gradients:
             torch._foreach_copy_(gradients, here)
 
     def gradient_norm(self) -> Tensor:
-        """Returns the norm by one sum over all ranks: a local square counts 1 / (ranks of the stage that have it)."""
+        """Returns the norm, from one sum over all ranks of local squares, each divided by the ranks that hold it."""
         self.combine_gradients()
         by_share: dict[float, list[Tensor]] = {}
         for parameter in self.name_of:
@@ -417,23 +414,11 @@ class MeshStrategy(Strategy):
         is_copy = parameter is self.tied and self.mesh.rank("pp") == self.stage_owners[-1]
         return 0.0 if is_copy else 1 / self.copies_of[parameter]
 
-    def model_tensors(self) -> TensorGroup:
-        return self.staged(super().model_tensors())
+    def of_all_stages(self, mine: TensorGroup) -> TensorGroup:
+        """Returns the tensors of all stages, of which this rank has `mine`, in the whole model's order.
 
-    def optimizer_tensors(self) -> TensorGroup:
-        return self.staged(super().optimizer_tensors())
-
-    def average_tensors(self) -> TensorGroup:
-        return self.staged(super().average_tensors())
-
-    def term_tensors(self) -> TensorGroup:
-        return self.staged(super().term_tensors())
-
-    def average_term_tensors(self) -> TensorGroup:
-        return self.staged(super().average_term_tensors())
-
-    def staged(self, mine: TensorGroup) -> TensorGroup:
-        """Returns the tensors of all stages, of which this rank has `mine`, in the whole model's order."""
+        The rank that has a tensor broadcasts it over the pipeline when it is fetched.
+        """
         if self.sizes.pp == 1:
             return mine
         facts = {name: (shape, mine.dtypes[name]) for name, shape in mine.shapes.items()}
@@ -443,7 +428,16 @@ class MeshStrategy(Strategy):
         names = sorted(owners, key=self.place_of)
         shapes = {name: facts_of_rank[owners[name]][name][0] for name in names}
         dtypes = {name: facts_of_rank[owners[name]][name][1] for name in names}
-        return StagedTensors(shapes, dtypes, mine.tensors, owners, self.pp_group, self.device)
+
+        def gather(name: str) -> Tensor:
+            if owners[name] == self.mesh.rank("pp"):
+                tensor = mine.gather(name).to(self.device).contiguous()
+            else:
+                tensor = torch.empty(shapes[name], dtype=dtypes[name], device=self.device)
+            dist.broadcast(tensor, group=self.pp_group, group_src=owners[name])
+            return tensor
+
+        return TensorGroup(shapes, dtypes, gather)
 
     def place_of(self, name: str) -> tuple[int, str]:
         """Returns a tensor's sort key: parameters and their optimizer state in the model's order, then buffers."""
@@ -454,13 +448,9 @@ class MeshStrategy(Strategy):
         """Loads only the tensors of this rank's stages."""
         mine = set(self.name_of.values())
         super().load(model, {name: optimizer[name] for name in optimizer if name.rpartition(".")[0] in mine})
-        if isinstance(self.spec, AdamW8bitSpec):
-            from pretrain.parallel.block_tiles import divide_scales
-
-            divide_scales(self.inner_optimizer)
 
     def replicas(self) -> list[ReplicaGroup]:
-        """Lists what several ranks hold: all of it over dp_replicate, what tp does not split, a tied embedding."""
+        """Lists what several ranks hold: everything over dp_replicate, what tp does not split, a tied embedding."""
         parts = {name: local_tensor(parameter.detach()) for parameter, name in self.name_of.items()}
         groups = [group for dimension in self.dimensions for group in dimension.replicas(parts)]
         if self.tied is not None:
@@ -479,20 +469,14 @@ class MeshStrategy(Strategy):
         return {**super().describe(), **facts}
 
 
-def recipe_problems(config: RunConfig, sizes: Sizes) -> list[str]:
-    """Lists the recipe's and the launcher's settings that do not run with these sizes."""
-    kinds = dimensions_of(sizes).values()
-    return [problem for kind in kinds for problem in kind.recipe_problems(config, sizes)]
-
-
 def model_problems(model_config: PreTrainedConfig, sizes: Sizes, schedule: str) -> list[str]:
-    """Lists why this model cannot be divided in these sizes, with what works. Raises InputError as `reference_of`."""
+    """Lists why these sizes cannot split this model, with what works. Raises InputError as `reference_of` does."""
     kinds = dimensions_of(sizes).values()
     return [problem for kind in kinds if (problem := kind.model_problem(model_config, sizes, schedule))]
 
 
 def separate_kinds(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Splits each group by the mesh of its parameters: fused and foreach kernels accept only one in a call."""
+    """Splits each group by the mesh of its parameters: fused and foreach kernels accept only one mesh per call."""
     groups = list(optimizer.param_groups)
     optimizer.param_groups.clear()
     for group in groups:
@@ -504,9 +488,9 @@ def separate_kinds(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 
 
 def reshard_without_backward(model: nn.Module, *_) -> None:
-    """Frees, as a forward hook, gathered weights that were kept for a backward pass if none follows.
+    """Forward hook that frees gathered weights if no backward pass follows, for which they were kept.
 
-    They would be out of date after the next update, or after an exchange with the average of the weights.
+    They would be out of date after the next update, or once the weights are swapped with their average.
     """
     if not torch.is_grad_enabled():
         for module in model.modules():

@@ -1,59 +1,25 @@
-"""Which tile of each parameter a rank of a mesh holds, by the placements of DTensors; tells Muon and Adafactor."""
+"""Tells Muon and Adafactor which tile of each parameter every rank of a mesh holds."""
 
 import math
 from collections.abc import Callable, Sequence
-from functools import cache
 from itertools import product
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from pretrain.optim.tiles import Tile, chunk_of, joined, shape_of, whole_tile
+from pretrain.optim.tiles import Tile, place_in, shape_of, tile_at, tile_of
 
 if TYPE_CHECKING:
     from pretrain.optim.adafactor import ParameterPart
     from pretrain.optim.matrix_exchange import HiddenMatrix, Holders, MatrixPiece
 
 
-def tile_of(tensor: DTensor) -> Tile:
-    """Returns this rank's tile. Raises RuntimeError if the local tensor has another shape."""
-    tile = tile_at(tuple(tensor.shape), tensor.device_mesh.shape, tensor.placements, place_in(tensor.device_mesh))
-    if shape_of(tile) != tuple(tensor.to_local().shape):
-        raise RuntimeError(
-            f"{tensor.placements} of {tuple(tensor.shape)} over {tensor.device_mesh} should leave {shape_of(tile)} on "
-            f"this rank, which has {tuple(tensor.to_local().shape)}: torch divides tensors in another way"
-        )
-    return tile
-
-
-@cache
-def tile_at(shape: tuple[int, ...], sizes: tuple[int, ...], placements: tuple, place: tuple[int, ...]) -> Tile:
-    """Returns the tile of the rank at a place in a mesh of these sizes, for a tensor of this shape."""
-    tile = list(whole_tile(shape))
-    for axis, placement in enumerate(placements):
-        if placement.is_replicate():
-            continue
-        dim = placement.dim % len(shape)
-        # A plain shard has no such attribute. With one, each part of so many has its share, one after the other: rows
-        # of gate and up projections that tp splits together, or what tp has split before fully_shard does.
-        parts = getattr(placement, "split_factor", 1)
-        of_parts = [chunk_of(tile[dim], part, parts) for part in range(parts)]
-        tile[dim] = joined([chunk_of(ranges, place[axis], sizes[axis]) for ranges in of_parts])
-    return tuple(tile)
-
-
-def place_in(mesh: DeviceMesh) -> tuple[int, ...]:
-    """Returns this rank's place along each dimension of a mesh."""
-    return tuple(mesh.get_local_rank(axis) for axis in range(mesh.ndim))
-
-
 def divided_axes(tensor: DTensor) -> dict[int, int]:
-    """Returns {dimension of the mesh: dimension of the tensor that it divides}; dimensions of one rank divide none."""
+    """Returns {dimension of the mesh: dimension of the tensor that it divides}, for mesh dimensions larger than 1."""
     mesh = tensor.device_mesh
-    # Not is_shard(), which is False for a shard of a dimension that another one has divided already.
+    # Not is_shard(), which is False for a _StridedShard: a shard of a dimension that is already divided.
     return {
         axis: placement.dim % tensor.dim()
         for axis, placement in enumerate(tensor.placements)
@@ -64,7 +30,7 @@ def divided_axes(tensor: DTensor) -> dict[int, int]:
 def place_tiles(optimizer: torch.optim.Optimizer, replica_group: Callable[[], dist.ProcessGroup | None]) -> None:
     """Tells Muon or Adafactor which ranks hold which part of each parameter; a collective call.
 
-    replica_group: returns the group of the ranks that hold one replica together; None if that is one dimension's.
+    replica_group: returns the group of ranks that hold one replica together; None if a single dimension's is the same.
     """
     from pretrain.optim.adafactor import Adafactor
     from pretrain.optim.muon import MuonWithAdamW
@@ -81,7 +47,7 @@ def place_tiles(optimizer: torch.optim.Optimizer, replica_group: Callable[[], di
 
 
 def part_of(parameter: DTensor, replica: dist.ProcessGroup | None) -> "ParameterPart":
-    """Returns Adafactor's view of a parameter: this rank's tile, and the ranks that hold the other ones."""
+    """Returns Adafactor's view of a parameter: this rank's tile, and the ranks that hold the others."""
     from pretrain.optim.adafactor import ParameterPart
     from pretrain.optim.matrix_exchange import Holders
 
@@ -90,32 +56,32 @@ def part_of(parameter: DTensor, replica: dist.ProcessGroup | None) -> "Parameter
     copies = dist.get_world_size(replica) // holders.size if axes and replica is not None else 1
     adds = True
     if copies > 1:
-        # Ranks of tp, the innermost dimension, have the same part. With a sum in each of their groups the statistics,
-        # and with them the copies of the weights, could differ in the last bit.
+        # Ranks of tp, the innermost dimension, hold the same part. If each of their groups computed its own sum, the
+        # statistics could differ in the last bit, and so could the replicas of the weights.
         holders = Holders(replica, holders.device)
         adds = dist.get_rank(replica) % copies == 0
     return ParameterPart(parameter, tuple(parameter.shape), holders, tile_of(parameter), adds=adds)
 
 
 def pieces_in(parameter: DTensor, matrix: "HiddenMatrix", replica: dist.ProcessGroup | None) -> "list[MatrixPiece]":
-    """Returns Muon's view of a parameter: the pieces of its matrix, or of the matrices of its stack."""
+    """Returns Muon's view of a parameter: the pieces of its matrix, or of all matrices of a stack."""
     from pretrain.optim.matrix_exchange import pieces_of
 
     divided = divided_axes(parameter)
     *stack, _, _ = shape_of(tile_of(parameter))
-    # Whoever divides a stack between its matrices has whole ones.
+    # A mesh dimension that divides a stack between its matrices leaves them whole.
     axes = tuple(axis for axis, dim in divided.items() if dim >= parameter.dim() - 2)
     tiles: tuple[Tile, ...] = ()
     if axes:
         tiles = tuple(tile[-2:] for tile in tiles_along(parameter, axes))
     elif not divided:
-        # Along the first dimension, of several ranks, all of them have the whole matrix, and share the work.
+        # All ranks have the whole matrix; those along the first dimension of several ranks share the work.
         axes = tuple(axis for axis, size in enumerate(parameter.device_mesh.shape) if size > 1)[:1]
     return pieces_of(matrix, holders_along(parameter, axes, replica), tiles, math.prod(stack))
 
 
 def tiles_along(tensor: DTensor, axes: Sequence[int]) -> list[Tile]:
-    """Returns the tiles of the ranks that differ from this one along these dimensions of the mesh, in their order."""
+    """Returns the tiles of the ranks that differ from this one only along these mesh dimensions, in rank order."""
     mesh = tensor.device_mesh
     found = []
     for places in product(*(range(mesh.size(axis)) for axis in axes)):
@@ -127,9 +93,9 @@ def tiles_along(tensor: DTensor, axes: Sequence[int]) -> list[Tile]:
 
 
 def holders_along(tensor: DTensor, axes: Sequence[int], replica: dist.ProcessGroup | None) -> "Holders":
-    """Returns the ranks that differ from this one along these dimensions of the mesh.
+    """Returns the ranks that differ from this one only along these mesh dimensions.
 
-    replica: the group of those along two dimensions, which are all that have a part of the same replica.
+    replica: the group for two dimensions; its ranks hold all parts of one replica.
     """
     from pretrain.optim.matrix_exchange import Holders
 

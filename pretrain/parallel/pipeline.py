@@ -1,10 +1,10 @@
-"""Pipeline parallel: each rank holds some of the layers, and microbatches flow through them.
+"""Pipeline parallelism: each rank holds some of the layers, and microbatches flow through them.
 
-The schedules are torch.distributed.pipelining's. One call of the model runs a whole schedule, forward and backward, so
-the loop does not change. See docs/pipelines.md.
+The schedules are those of torch.distributed.pipelining. One call of the model runs a whole schedule, forward and
+backward, so the loop does not change. See docs/pipelines.md.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -21,16 +21,15 @@ from pretrain.hardware import seed_dropout
 from pretrain.mesh_sizes import Sizes
 from pretrain.parallel.dimension import Dimension
 from pretrain.parallel.pipeline_stages import Stage, cut_problem, layer_problem, split_micro_batch
-from pretrain.parallel.tensor_group import TensorGroup, in_shape, whole_of
 
 
 @dataclass(frozen=True)
 class StageLayout:
-    """Assignment of stages to ranks that one of torch's schedules expects."""
+    """Assignment of stages to ranks, as one of torch's schedules expects it."""
 
     stages_per_rank: int
     is_v: bool = False
-    """True if the second half of the stages goes back over the ranks: rank 0 then has the last stage too."""
+    """True if the second half of the stages is assigned in reverse, so that rank 0 also has the last stage."""
     splits_backward: bool = False
     """True if gradients of inputs and of weights are computed separately, to fill idle time (arXiv 2401.10241)."""
 
@@ -52,7 +51,7 @@ STAGE_LAYOUTS: dict[str, StageLayout] = {
 
 
 class Pipeline(Dimension):
-    """pp, as a dimension of a mesh: what it refuses. `MeshStrategy` cuts the model into stages."""
+    """Pipeline parallelism (pp) as a dimension: its checks. `MeshStrategy` cuts the model into stages."""
 
     @classmethod
     def recipe_problems(cls, config: RunConfig, sizes: Sizes) -> list[str]:
@@ -82,7 +81,7 @@ class Pipeline(Dimension):
 
 
 class ReducingStage(PipelineStage):
-    """torch's stage, which would reduce gradients at the end of every call, but does so only if the step ends too."""
+    """torch's stage, except that it reduces gradients only in the last call of a step, and also runs forward only."""
 
     reduces = True
 
@@ -90,19 +89,28 @@ class ReducingStage(PipelineStage):
         if self.reduces:
             super().perform_reduce_grad(grad_scale_factor)
 
+    # A schedule without a loss skips backward passes, but torch 2.13 still hands their gradients from stage to stage
+    # if a rank has two neighboring ones, as in ZBVZeroBubble, and its stages then raise AssertionError.
+    def get_local_bwd_output(self, mb_index: int) -> Any:
+        return super().get_local_bwd_output(mb_index) if self.has_backward else None
+
+    def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
+        if self.has_backward:
+            super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
+
 
 class PipelineModel(nn.Module):
     """This rank's stages, called like the whole model, by all ranks of the pipeline with the same batch.
 
-    In training a call runs the schedule and adds to the parameters' gradients that of the micro-batch's mean loss /
-    `micro_steps`; until a call that `reduces`, they are whole and each rank's own. In evaluation it runs forward only.
-    Returns (cross-entropy, cross-entropy), detached, on the last stage's rank, and zeros elsewhere.
+    In training, a call also runs backward and adds the gradient of the micro-batch's mean loss / `micro_steps`. Until
+    a call that `reduces`, gradients are whole and differ between ranks. In evaluation it runs forward only. Returns
+    (cross-entropy, cross-entropy), detached, on the last stage's rank, and zeros elsewhere.
 
     Args:
         stages: this rank's stages by number.
         owners: the rank, within the group, of every stage.
         microbatches: number of pipeline microbatches into which a micro-batch is split.
-        hidden_size: width of the hidden states between stages, which travel in the stages' dtype.
+        hidden_size: width of the hidden states between stages, which are sent in the stages' dtype.
     """
 
     def __init__(
@@ -132,8 +140,8 @@ class PipelineModel(nn.Module):
         self.device = device
         self.rank = dist.get_rank(group)
         self.sequence_parts = sequence_parts
-        self.schedules: dict[tuple[int, ...], tuple[Any, list[ReducingStage]]] = {}
-        """torch's schedules and their stages by the shape (B, T) of their buffers."""
+        self.schedules: dict[tuple[int, int, bool], tuple[Any, list[ReducingStage]]] = {}
+        """torch's schedules and their stages by (B, T, whether they also run backward)."""
 
     @property
     def last_stage(self) -> Stage | None:
@@ -152,9 +160,7 @@ class PipelineModel(nn.Module):
             if self.training:
                 # The loop gives all ranks of a pipeline the same seed, but stages must not drop the same elements.
                 seed_dropout((torch.initial_seed() + self.rank) % 2**63, self.device)
-                self.run_schedule(input_ids_BT)
-            else:
-                self.run_forward(input_ids_BT)
+            self.run_schedule(input_ids_BT)
         if self.last_stage is None:
             zero = torch.zeros((), device=self.device)
             return zero, zero
@@ -166,24 +172,29 @@ class PipelineModel(nn.Module):
             stage.base.compile(**options)
 
     def run_schedule(self, input_ids_BT: Tensor) -> None:
-        shape = tuple(input_ids_BT.shape)
-        if shape not in self.schedules:
-            self.schedules[shape] = self.build_schedule(*shape)
+        key = (*input_ids_BT.shape, self.training)
+        if self.training:  # torch's stages hold buffers for every microbatch: those of evaluation go when it ends
+            self.schedules = {other: built for other, built in self.schedules.items() if other[-1]}
+        if key not in self.schedules:
+            self.schedules[key] = self.build_schedule(*key)
         inputs = (input_ids_BT,) if 0 in self.numbered else ()
-        target = torch.arange(self.microbatches) if self.last_stage is not None else None
-        schedule, stages = self.schedules[shape]
+        target = torch.arange(self.microbatches) if self.training and self.last_stage is not None else None
+        schedule, stages = self.schedules[key]
         for stage in stages:
-            stage.reduces = self.reduces
+            stage.reduces = self.reduces and self.training
         schedule.step(*inputs, target=target, return_outputs=False)
 
-    def build_schedule(self, batch: int, length: int) -> tuple[Any, list[ReducingStage]]:
-        """Builds torch's schedule, and its stages, for this shape; with stated shapes torch needs no trial run."""
+    def build_schedule(self, batch: int, length: int, trains: bool) -> tuple[Any, list[ReducingStage]]:
+        """Builds torch's schedule and its stages for this shape. Given shapes save torch a trial run to find them.
+
+        A schedule without a loss function runs forward only.
+        """
         rows = batch // self.microbatches
         ids = torch.empty(rows, length, dtype=torch.long, device="meta")
         hidden = torch.empty(
-            rows, length, self.hidden_size, dtype=self.hidden_dtype, device="meta", requires_grad=True
+            rows, length, self.hidden_size, dtype=self.hidden_dtype, device="meta", requires_grad=trains
         )
-        loss = torch.empty((), device="meta", requires_grad=True)
+        loss = torch.empty((), device="meta", requires_grad=trains)
         stages = [
             ReducingStage(
                 stage,
@@ -193,72 +204,28 @@ class PipelineModel(nn.Module):
                 input_args=(ids if stage.is_first else hidden,),
                 output_args=(loss if stage.is_last else hidden,),
                 group=self.group,
-                # Where parts of the loss share weights, torch's split backward pass counts some gradients twice.
+                # If parts of the loss share weights, torch's split backward pass counts some gradients twice.
                 dw_builder=None if stage.terms is None else no_second_part,
             )
             for number, stage in self.numbered.items()
         ]
         schedule_class = get_schedule_class(self.schedule_name)
         one = STAGE_LAYOUTS[self.schedule_name].stages_per_rank == 1
-        # scale_grads would also divide what earlier micro-steps accumulated, so the losses are weighted instead.
         schedule = schedule_class(
-            stages[0] if one else stages, self.microbatches, loss_fn=output_as_loss, scale_grads=False
+            stages[0] if one else stages,
+            self.microbatches,
+            loss_fn=output_as_loss if trains else None,
+            # It would also divide what earlier micro-steps accumulated, so the losses are weighted instead.
+            scale_grads=False,
         )
         return schedule, stages
 
-    def run_forward(self, input_ids_BT: Tensor) -> None:
-        """Sends every microbatch through every stage; at each tick a stage runs its next microbatch."""
-        ids = input_ids_BT.chunk(self.microbatches)
-        last = len(self.owners) - 1
-        arrived: dict[tuple[int, int], Tensor] = {}
-        for tick in range(last + self.microbatches):
-            transfers = []
-            for number, stage in self.numbered.items():
-                microbatch = tick - number
-                if not 0 <= microbatch < self.microbatches:
-                    continue
-                x = ids[microbatch] if number == 0 else arrived.pop((number, microbatch))
-                y = stage(x)
-                if number < last and self.owners[number + 1] == self.rank:
-                    arrived[number + 1, microbatch] = y
-                elif number < last:
-                    transfers.append(self.transfer(dist.isend, y.contiguous(), self.owners[number + 1]))
-            for number in self.numbered:
-                microbatch = tick + 1 - number
-                if number > 0 and 0 <= microbatch < self.microbatches and self.owners[number - 1] != self.rank:
-                    buffer = torch.empty(*ids[0].shape, self.hidden_size, dtype=self.hidden_dtype, device=self.device)
-                    arrived[number, microbatch] = buffer
-                    transfers.append(self.transfer(dist.irecv, buffer, self.owners[number - 1]))
-            # A tick's sends and receives go in one batch: issued one by one, they could deadlock on a GPU.
-            for work in dist.batch_isend_irecv(transfers) if transfers else []:
-                work.wait()
-
-    def transfer(self, operation, tensor: Tensor, peer: int) -> dist.P2POp:
-        return dist.P2POp(operation, tensor, group=self.group, group_peer=peer)
-
 
 def no_second_part() -> Callable[[], None]:
-    """Tells torch that a stage computes all gradients together, and then nothing where weights' would follow."""
+    """Makes torch compute all gradients of a stage in its first backward part, and nothing in the second."""
     return lambda: None
 
 
 def output_as_loss(output: Tensor, target: Tensor) -> Tensor:
-    """Returns the last stage's output, which already is the loss; torch's schedules require a loss function."""
+    """Returns the last stage's output, which is already the loss; torch needs a loss function to run backward."""
     return output
-
-
-@dataclass(frozen=True)
-class StagedTensors(TensorGroup):
-    """Tensors that are each held by one rank of the pipeline, which broadcasts them when they are fetched."""
-
-    owners: Mapping[str, int]
-    group: dist.ProcessGroup
-    device: torch.device
-
-    def whole(self, name: str, wanted: bool = True) -> Tensor | None:
-        if self.owners[name] == dist.get_rank(self.group):
-            tensor = in_shape(whole_of(self.tensors[name]), self.shapes[name]).to(self.device).contiguous()
-        else:
-            tensor = torch.empty(self.shapes[name], dtype=self.dtypes[name], device=self.device)
-        dist.broadcast(tensor, group=self.group, group_src=self.owners[name])
-        return tensor if wanted else None

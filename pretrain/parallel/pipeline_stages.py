@@ -1,4 +1,4 @@
-"""Pipeline stages of a model, each of which runs the model's own forward pass over a part of its layers.
+"""Pipeline stages of a model: each runs the model's own forward pass over some of its layers.
 
 Shapes: B sequences, T positions, D hidden width.
 """
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from pretrain.model.build import KeyedConfig
+from pretrain.model.build import KeyedConfig, once_per_config
 from pretrain.model.compile import layers_of
 from pretrain.model.loss import LanguageModelLoss
 from pretrain.model.model_config import described
@@ -22,8 +22,8 @@ from pretrain.model.small_copy import TOLERANCE, ReferenceWindow, one_thread, re
 def split_layers(parameters_per_layer: list[int], stages: int, first: int, last: int) -> list[range]:
     """Partitions layers into a consecutive range per stage, at least one layer each, balanced by parameters.
 
-    `first` and `last` are the parameters that the first stage has besides its layers (the embedding) and the last one
-    (final norm and head). Minimizes the sum over the stages of parameters^2, by dynamic programming.
+    `first` and `last` are the parameters outside of layers in the first stage (the embedding) and in the last (final
+    norm and head). Minimizes the sum over stages of parameters^2, by dynamic programming.
     """
     layers = len(parameters_per_layer)
     before = [0]
@@ -34,7 +34,7 @@ def split_layers(parameters_per_layer: list[int], stages: int, first: int, last:
         extra = (first if stage == 0 else 0) + (last if stage == stages - 1 else 0)
         return (before[end] - before[start] + extra) ** 2
 
-    # best[end]: (sum of squares, ends of the stages so far), if the stages so far have the layers before `end`.
+    # best[end]: (sum of squares, ends of the stages so far) if the stages so far hold the layers before `end`.
     best: dict[int, tuple[int, list[int]]] = {0: (0, [])}
     for stage in range(stages):
         room_for_the_rest = stages - 1 - stage
@@ -50,21 +50,21 @@ def split_layers(parameters_per_layer: list[int], stages: int, first: int, last:
 
 @dataclass(frozen=True)
 class PipelineMicroBatch:
-    """A pipeline microbatch as a stage needs to know it, besides the hidden states that reach it."""
+    """What a stage needs of a pipeline microbatch, apart from the hidden states that it receives."""
 
     input_ids_BT: Tensor
     targets_BT: Tensor
     weight: Tensor
-    """Share of the micro-batch's targets that are in here: the weighted losses add up to the micro-batch's loss."""
+    """This microbatch's share of the micro-batch's targets; the losses times these weights add up to its loss."""
     attention_arguments: dict[str, Any]
 
 
 def split_micro_batch(
     input_ids_BT: Tensor, targets_BT: Tensor, arguments: Mapping[str, Any], parts: int, sequence_parts: int = 1
 ) -> list[PipelineMicroBatch]:
-    """Splits a micro-batch by rows into equal parts, each with the attention's arguments (`attention_arguments`).
+    """Splits a micro-batch by rows into equal parts, each with its own arguments for attention.
 
-    sequence_parts: number of ranks that share each sequence; segments are those of whole sequences.
+    sequence_parts: number of ranks that share each sequence; `cu_seq_lens` describe whole sequences.
     """
     batch = targets_BT.shape[0]
     length = targets_BT.shape[1] * sequence_parts
@@ -91,14 +91,14 @@ def split_micro_batch(
 class Stage(nn.Module):
     """Some layers of a model, plus the embedding in the first stage and everything after the layers in the last.
 
-    The first stage takes token IDs (B, T), the others hidden states (B, T, D); the last returns the loss of the
-    pipeline microbatch times its weight / micro-steps, the others hidden states. Its modules are the model's own, on
-    the meta device until they are filled.
+    The first stage takes token IDs (B, T), the others hidden states (B, T, D). The last stage returns the pipeline
+    microbatch's loss times its weight / micro-steps, the others hidden states. The modules are the model's own, on the
+    meta device until they are initialized.
 
     Args:
         model: the whole model.
         layers: indices of this stage's layers.
-        precision: "fp32" for no autocast; else it is in bf16.
+        precision: "fp32" for no autocast; with any other, autocast to bf16.
     """
 
     def __init__(self, model: LanguageModelLoss, layers: range, precision: str):
@@ -124,16 +124,16 @@ class Stage(nn.Module):
         """Weighted sum over the pipeline microbatches so far, in the last stage."""
 
     def begin(self, microbatches: list[PipelineMicroBatch], micro_steps: int) -> None:
-        """Sets the pipeline microbatches of a call, before the first of them arrives, and the step's micro-steps."""
+        """Sets the pipeline microbatches of the next call of the pipeline, and the step's number of micro-steps."""
         self.microbatches = microbatches
         self.micro_steps = micro_steps
         self.microbatches_run = 0
         self.cross_entropy = None
 
     def forward(self, x: Tensor) -> Tensor:
-        """Runs the stage on `x` of the next pipeline microbatch."""
-        # Every schedule runs a stage's microbatches in their order. A number passed beside `x` would have to be a
-        # tensor, which fully_shard would copy to the device, and then the host would wait for it.
+        """Runs the stage on the next pipeline microbatch, whose inputs are `x`."""
+        # Every schedule runs a stage's microbatches in order, so counting them is enough. A number passed with `x`
+        # would have to be a tensor; fully_shard would copy it to the device, and reading it would wait for the device.
         microbatch = self.microbatches[self.microbatches_run]
         self.microbatches_run += 1
         inputs = {"input_ids" if self.is_first else "inputs_embeds": x}
@@ -141,8 +141,8 @@ class Stage(nn.Module):
             hidden_BTD = self.base(**inputs, use_cache=False, **microbatch.attention_arguments).last_hidden_state
             if not self.is_last:
                 hidden_BTD = hidden_BTD.to(self.dtype)
-                # Zero-bubble schedules detach a stage's output in place, which torch forbids for views. Private: there
-                # is no public way to ask if a tensor is a view.
+                # Zero-bubble schedules detach a stage's output in place, which torch forbids for views. `_is_view` is
+                # private, but there is no public way to ask.
                 return hidden_BTD.clone() if hidden_BTD._is_view() else hidden_BTD
             loss, cross_entropy = self.loss_of_hidden(hidden_BTD, microbatch.targets_BT)
             of_terms = self.of_terms(hidden_BTD, microbatch)
@@ -161,17 +161,17 @@ class Stage(nn.Module):
 
 
 def cut(causal_lm: PreTrainedModel, layers: range, is_first: bool, is_last: bool) -> nn.Module:
-    """Returns the base model with only these layers; embeddings only in the first part, the final norm in the last.
+    """Returns the base model with only these layers, the embeddings in the first part, the final norm in the last.
 
-    Its own forward pass does the rest (masks, rotary tables, the layers' arguments), from `inputs_embeds` in all parts
-    but the first. The modules are shared with the whole model.
+    Its own forward pass does the rest (masks, rotary tables, the layers' arguments); all parts except the first take
+    `inputs_embeds`. The modules are shared with the whole model.
     """
     whole = causal_lm.base_model
     all_layers = layers_of(causal_lm)
     part = copy.copy(whole)
     # A shallow copy shares this dict; it is private, but nn.Module has no public way to replace it.
     part._modules = dict(whole._modules)
-    # Models index such lists by the layer's position in their own list.
+    # The models index per-layer lists by the layer's position in their own list.
     part.config = copy.copy(whole.config)
     part.config.num_hidden_layers = len(layers)
     if getattr(whole.config, "layer_types", None):
@@ -193,18 +193,19 @@ def cut(causal_lm: PreTrainedModel, layers: range, is_first: bool, is_last: bool
 
 
 class Nothing(nn.Module):
-    """Placeholder for an embedding that an earlier stage has already added; returns zero."""
+    """Stands in for an embedding that an earlier stage has already added; returns zero."""
 
     def forward(self, ids: Tensor) -> Tensor:
         return torch.zeros((), device=ids.device)
 
 
+@once_per_config
 @one_thread()
 def cut_problem(model_config: PreTrainedConfig) -> str | None:
     """Returns why stages of this architecture do not compute the same as the whole; None if they do.
 
-    Determined by cutting a small copy in two. Models that scale their embeddings in the forward pass, or compute
-    something between layers, cannot be split by `cut`.
+    Found by cutting a small copy in two. `cut` cannot split models that scale their embeddings in the forward pass, or
+    compute something between layers.
     """
     reference = reference_of(KeyedConfig.of(model_config))
     window = ReferenceWindow.of(reference.config)
@@ -232,7 +233,7 @@ def cut_problem(model_config: PreTrainedConfig) -> str | None:
 
 
 def layer_problem(model_config: Any, stages: int, ranks: int, schedule: str) -> str | None:
-    """Returns the problem of this number of stages for this model; None if every stage can have a layer."""
+    """Returns why this model has too few layers for this many stages; None if each can have one."""
     layers = model_config.num_hidden_layers
     if layers >= stages:
         return None
@@ -247,9 +248,9 @@ def layer_problem(model_config: Any, stages: int, ranks: int, schedule: str) -> 
 
 
 def stage_parameters(causal_lm: PreTrainedModel, stages: int, in_last: int = 0) -> tuple[list[range], list[int]]:
-    """Returns (layers, parameters) of that many balanced stages. A tied embedding counts in the first and the last.
+    """Returns (layers, parameters) of this many balanced stages. A tied embedding counts in the first and the last.
 
-    in_last: parameters that the last stage has besides the model's, of terms of the loss.
+    in_last: number of parameters of terms of the loss, which the last stage has as well.
     """
     layers = layers_of(causal_lm)
     sizes = [sum(parameter.numel() for parameter in layer.parameters()) for layer in layers]

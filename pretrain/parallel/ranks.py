@@ -1,4 +1,4 @@
-"""Processes of a launch, and their communication over CPU memory, without the device."""
+"""The launched processes, and their communication over CPU memory, without the device."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -31,10 +31,10 @@ class Ranks:
     """Rank of this process, from 0."""
     count: int = 1
     host_group: dist.ProcessGroup | None = None
-    """Group of all ranks, over the network from CPU memory: for the loop."""
+    """Group of all ranks over CPU memory, for the loop."""
     background_group: dist.ProcessGroup | None = None
-    """Another such group for a background thread, which may wait as long as the slowest disk takes to write a
-    checkpoint; hangs of the loop are detected elsewhere."""
+    """Another such group, for a background thread. It has a long timeout, since the slowest disk may take hours to
+    write a checkpoint; the watchdog detects hangs of the loop."""
 
     @classmethod
     def of_launch(cls) -> "Ranks":
@@ -48,7 +48,7 @@ class Ranks:
 
     @property
     def is_main(self) -> bool:
-        """True on the rank that prints, and that writes what is written once."""
+        """True on the rank that prints and writes files."""
         return self.rank == 0
 
     def gather(self, value: Any, in_background: bool = False) -> list[Any]:
@@ -96,10 +96,10 @@ class Ranks:
         self.gather(None)
 
     def exit(self, code: int) -> NoReturn:
-        """Ends every process of a finished script.
+        """Ends every process of a finished script, without Python's own shutdown.
 
-        Ends it immediately: torch's and DeepSpeed's destructors over gloo sometimes hang or abort after everything was
-        written, and Python would wait for abandoned threads.
+        torch's and DeepSpeed's destructors over gloo sometimes hang or abort after everything was written, and Python
+        would wait for abandoned threads.
         """
         self.barrier()
         end_now(code)

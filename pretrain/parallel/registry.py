@@ -1,4 +1,4 @@
-"""Registry of the strategies by name, and the construction of the one that the launcher asks for."""
+"""The strategies by name, and the construction of the one that the launcher asks for."""
 
 import os
 from pkgutil import resolve_name
@@ -8,7 +8,7 @@ from pretrain.errors import InputError
 from pretrain.hardware import compute_deterministically
 from pretrain.mesh_sizes import launched_sizes, processes_launched
 from pretrain.parallel.launcher import launched_strategy, launcher_problems
-from pretrain.parallel.rendezvous import told_by_first
+from pretrain.parallel.rendezvous import text_of_first
 from pretrain.parallel.strategy import Strategy, resolve_precision
 
 PLAIN = "pretrain.parallel.strategy:Strategy"
@@ -21,11 +21,11 @@ STRATEGIES: dict[str, str] = {
     **dict.fromkeys(("hsdp", "tp", "fsdp_tp", "pp", "cp", "ep", "mesh"), MESH),
     **dict.fromkeys(("zero3_offload", "zero3_offload_nvme"), ZERO),
 }
-"""{accelerate config: module and class}, simplest first, which is the order in which a plan lists them."""
+"""{accelerate config: module and class}, simplest first; plans list them in this order."""
 
 
 def strategy_named(name: str) -> type[Strategy]:
-    """Imports a strategy of STRATEGIES; a run imports no other."""
+    """Imports one strategy of STRATEGIES; a run imports no other."""
     return resolve_name(STRATEGIES[name])
 
 
@@ -46,7 +46,7 @@ def parts_of_micro_batch(config: RunConfig) -> int:
 
 
 def make_strategy(config: RunConfig) -> Strategy:
-    """Builds the strategy that the launcher asks for. Raises InputError as `strategy_class`."""
+    """Builds the strategy that the launcher asks for. Raises InputError as `strategy_class` does."""
     if config.deterministic:
         compute_deterministically()
     strategy = strategy_class(config)(resolve_precision(config.precision), config)
@@ -56,11 +56,11 @@ def make_strategy(config: RunConfig) -> Strategy:
 
 
 def share_shards(data: Data) -> None:
-    """Lets the first rank describe the shards to all, before anything opens them, if it reads for all."""
+    """With `dispatch_batches`, sends the first rank's description of the shards to all, before anything opens them."""
     if data.dispatch_batches and processes_launched() > 1:
         from pretrain.data.dispatch import describe_shards, rely_on_description
 
-        description = told_by_first("shards", lambda: describe_shards(data))
+        description = text_of_first("shards", lambda: describe_shards(data))
         if os.environ["RANK"] != "0":
             rely_on_description(data, description)
 

@@ -1,7 +1,7 @@
-"""Rendezvous of the processes of a group: the store through which they meet, and the network that they use.
+"""Rendezvous of the launched processes: the store through which they meet, and the network that they use.
 
-torch's launcher gives every restart the store of the first attempt. Its static rendezvous, which our accelerate
-configs use, leaves the addresses of dead processes in that store: new processes would wait for them and fail.
+After a restart, torch's launcher gives processes the store of the first attempt. With its static rendezvous, which our
+accelerate configs use, that store still has the addresses of dead processes: new ones would wait for them and fail.
 """
 
 import functools
@@ -22,24 +22,24 @@ from pretrain.errors import InputError
 INTERFACE_SETTINGS = {"GLOO_SOCKET_IFNAME": "{}", "NCCL_SOCKET_IFNAME": "={}"}
 """{variable: format of an interface's name}; NCCL treats a name as a prefix unless it follows '='."""
 PATIENCE = timedelta(minutes=5)
-"""Time that processes wait for the first one, which may be on another machine."""
+"""How long processes wait for the first one, which may be on another machine."""
 READING = timedelta(hours=1)
-"""Time that the first process may take to read what it tells the others."""
+"""How long the first process may take to read what it sends to the others."""
 
 
 @functools.cache
 def host_store(address: str, port: int) -> TCPStore:
-    """Hosts a store at this port, at any free one if it is 0, for the lifetime of this process.
+    """Hosts a store at this port, or any free one if it is 0, for the lifetime of this process.
 
-    If torch opens a store at the same port in this process, it gets the same server.
+    If torch later opens a store at this port in this process, it uses the same server.
     """
     return TCPStore(address, port, is_master=True, wait_for_workers=False, multi_tenant=True)
 
 
-def meet_afresh() -> None:
-    """Points a restarted process to a new store for this attempt, hosted by its rank 0; the first attempt has its own.
+def renew_store() -> None:
+    """Points a restarted process to a new store, which rank 0 hosts for this attempt; the first attempt needs none.
 
-    Changes the environment that torch's init_process_group reads. All ranks call it before that.
+    Changes the environment that init_process_group reads; all ranks must call it before that.
     """
     attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     if attempt == 0 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
@@ -54,10 +54,11 @@ def meet_afresh() -> None:
 
 
 def join_nccl() -> None:
-    """Makes the group of a launch on GPUs and its communicator, bound to this process's GPU, before accelerate does.
+    """Creates the process group on GPUs, with its communicator bound to this process's GPU, before accelerate would.
 
-    accelerate uses a group that exists. Its own is not bound to a device: communicators are then made inside the first
-    collective of each group, 5 to 20 s on 32 GPUs, and none is split from another. gloo is left to accelerate.
+    accelerate uses an existing group. Its own would not be bound to a device: each group would then create its
+    communicator in its first collective, in 5 to 20 s on 32 GPUs, instead of splitting an existing one. accelerate
+    still creates gloo's group.
     """
     local_rank = int(os.environ.get("LOCAL_RANK", "-1"))
     if local_rank < 0 or dist.is_initialized():
@@ -67,8 +68,8 @@ def join_nccl() -> None:
     dist.init_process_group("nccl", device_id=device)
 
 
-def told_by_first(subject: str, text: Callable[[], str]) -> str:
-    """Returns the first process's `text()` in every launched process, before they form a group.
+def text_of_first(subject: str, text: Callable[[], str]) -> str:
+    """Returns the first process's `text()` in every launched process, before they form a process group.
 
     All processes call it, once for each subject.
     """
@@ -88,9 +89,9 @@ def told_by_first(subject: str, text: Callable[[], str]) -> str:
 def choose_interface() -> None:
     """Makes gloo and NCCL use the network interface that routes to the main address, in runs on several machines.
 
-    By default, gloo advertises the address that the host's own name resolves to, on many systems 127.0.1.1, and NCCL
-    that of the first interface, which may be a container bridge: the other machines then hang. Sets GLOO_SOCKET_IFNAME
-    and NCCL_SOCKET_IFNAME unless the user has. Raises InputError if gloo would fail and the interface is ambiguous.
+    By default, gloo advertises the address of the host's own name, on many systems 127.0.1.1, and NCCL that of the
+    first interface, which may be a container bridge; the other machines then hang. Sets GLOO_SOCKET_IFNAME and
+    NCCL_SOCKET_IFNAME unless the user has. Raises InputError if gloo would fail and the interface is ambiguous.
     """
     machines = int(os.environ.get("WORLD_SIZE", "1")) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     unset = [variable for variable in INTERFACE_SETTINGS if not os.environ.get(variable)]
@@ -120,7 +121,7 @@ def choose_interface() -> None:
 
 
 def own_name_is_loopback() -> bool:
-    """Tells if this host's name resolves to no address that another machine could use."""
+    """Tells if no address of this host's name could be used by another machine."""
     try:
         found = {entry[4][0] for entry in socket.getaddrinfo(socket.gethostname(), None)}
     except OSError:

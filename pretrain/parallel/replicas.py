@@ -1,8 +1,8 @@
 """Compares replicas of the same weights on several ranks, bit by bit.
 
-Replicas get the same updates and are otherwise never compared, so a flipped bit, a broken link or a kernel that sums
+Replicas get the same updates and are never compared otherwise, so a flipped bit, a broken link or a kernel that sums
 in another order on one GPU goes unnoticed until the loss shows it. An exact integer digest of each tensor finds any
-bit.
+changed bit. torch.hash_tensor would not do: it XORs the elements, so swapped ones, or the same flip in two, cancel.
 """
 
 from collections.abc import Sequence
@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 
 ReplicaGroup = tuple[dist.ProcessGroup | None, dict[str, torch.Tensor]]
-"""(process group, or None for all ranks; this rank's tensors by name, which must be equal on all of them)."""
+"""(process group, or None for all ranks; this rank's tensors by name, which must be equal on all its ranks)."""
 
 CHUNK = 2**22
-"""Elements digested at a time: 32 MB for products and as much for weights bound the memory needed."""
+"""Elements digested at a time, which bounds memory: 32 MB for their products and 32 MB for the weights."""
 INTEGERS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 """{bytes of an element: integer dtype of the same width}."""
 

@@ -1,4 +1,4 @@
-"""Strategy that the loop trains with, without knowing which one it is: one process or DDP here, others in subclasses.
+"""The strategies that the loop trains with, without knowing which one runs: one process or DDP, others in subclasses.
 
 `accelerate launch --config_file accelerate_configs/X.yaml` chooses it. `Strategy` builds the Accelerator, checks that
 accelerate runs what was asked for, and defines the methods that the loop calls (prepare, accumulate, backward, update,
@@ -10,7 +10,7 @@ The same accelerate configs work with and without GPUs: without one, processes c
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
@@ -37,14 +37,15 @@ from pretrain.optim.optimizers import (
 )
 from pretrain.parallel.launcher import PRECISIONS, launched_strategy
 from pretrain.parallel.ranks import Ranks, slow_host_group
-from pretrain.parallel.rendezvous import choose_interface, join_nccl, meet_afresh
+from pretrain.parallel.rendezvous import choose_interface, join_nccl, renew_store
 from pretrain.parallel.replicas import ReplicaGroup
-from pretrain.parallel.tensor_group import ShardedState, TensorGroup, load_parts
+from pretrain.parallel.tensor_group import TensorGroup, load_parts
 
 if TYPE_CHECKING:
     from pretrain.data.dispatch import Dispatcher
     from pretrain.optim.matrix_exchange import Holders
 
+_Value = TypeVar("_Value")
 
 FP16_CAPABILITY = (7, 0)
 """Minimum CUDA compute capability of matrix units for fp16: V100, T4."""
@@ -56,7 +57,7 @@ WHY_NOT = {
     "fp16": "weights would be in it and, with them, the head's gradient, a sum over tokens that can exceed 65,504, "
     "its largest number, at any loss scale",
 }
-"""{value of optim.name, precision or compile: why a strategy does not run it}, where that is not obvious."""
+"""{value of optim.name, precision or compile: why a strategy does not run it}, if that is not obvious."""
 
 
 def device_type() -> str:
@@ -112,11 +113,11 @@ class Strategy:
     """True if each rank has all fp32 weights on its device."""
 
     untrained: list[str] | None = None
-    """Names of this rank's parameters that the first step left without a gradient; None before its update."""
+    """Names of this rank's parameters that got no gradient in the first step; None before its update."""
     before_step: tuple[Callable[[int], None], ...] = ()
     """Functions called with the number of micro-steps before each step's first one."""
     before_update: tuple[Callable[[], None], ...] = ()
-    """Functions called once the gradients are complete, before they are clipped; not by ZeRO, which hides them."""
+    """Functions called once the gradients are complete, before they are clipped. ZeRO hides them and calls none."""
     after_update: tuple[Callable[[torch.Tensor], None], ...] = ()
     """Functions called with `skipped` at the end of every update, including skipped ones."""
 
@@ -125,7 +126,7 @@ class Strategy:
         self.precision = precision
         self.config = config
         self.name = launched_strategy()
-        meet_afresh()
+        renew_store()
         choose_interface()
         if device_type() == "cuda":
             join_nccl()
@@ -141,13 +142,13 @@ class Strategy:
         self.part: int = 0
         """Index of this rank's part of each sequence."""
         self.head_parts: int = 1
-        """Number of ranks that divide the attention heads of the same tokens, each an equal part, in order."""
+        """Number of ranks that split the attention heads of the same tokens, in equal parts and in order."""
         self.head_part: int = 0
         """Index of this rank's part of the heads."""
         self.micro_batches_per_call: int = 1
         """Factor of batch.sequences_per_micro_batch for one call of the model."""
         self.microbatches: int = 1
-        """Equal parts of a micro-step's sequences that run forward one after another, as in a pipeline."""
+        """Number of equal parts of a micro-step's sequences that run forward one after another, as in a pipeline."""
         self.dispatcher: Dispatcher | None = None
         """Sender of this rank's windows; None: the rank reads them itself."""
         self.optimizer_built = ""
@@ -155,7 +156,7 @@ class Strategy:
         self.average: WeightAverage | None = None
         """Average of the weights, if the recipe asks for one."""
         self.loss_terms: torch.nn.Module = torch.nn.ModuleDict()
-        """What terms of the loss train, from `prepare` on; checkpoints have it apart from the model."""
+        """Modules that terms of the loss train, from `prepare` on; checkpoints store them apart from the model."""
         use_all_cores()  # with a GPU too: offloaded AdamW, initialization and export checks run on the CPU
         if self.device.type == "cpu":
             keep_freed_memory()
@@ -168,7 +169,7 @@ class Strategy:
             self.dispatcher = Dispatcher(self.ranks.gather(self.data_rank), self.ranks.rank, slow_host_group())
 
     def read(self, number: int, read: Callable[[int], np.ndarray]) -> np.ndarray:
-        """Returns the token IDs of this rank's part, whoever reads them; arguments as of `Dispatcher.take`."""
+        """Returns the token IDs of this rank's part, read here or by the first rank; see `Dispatcher.take`."""
         if self.dispatcher is None:
             return read(self.data_rank)
         return self.dispatcher.take(number, read).result()
@@ -184,7 +185,7 @@ class Strategy:
             )
         optimizers = [config.optim.name]
         if cls.parameter_form not in OPTIMIZERS[config.optim.name].takes:
-            # Only now: each is imported to be asked.
+            # Only now, because this imports every optimizer.
             optimizers = [name for name, spec in OPTIMIZERS.items() if cls.parameter_form in spec.takes]
         given = {
             "optim.name": (config.optim.name, optimizers),
@@ -332,7 +333,7 @@ class Strategy:
         return total_norm(self.gradients())
 
     def without_gradient(self) -> list[str]:
-        """Names the parameters that should have a gradient by now, and have none."""
+        """Lists the parameters that should have a gradient by now but have none."""
         return [name for parameter, name in self.name_of.items() if parameter.requires_grad and parameter.grad is None]
 
     def gradients(self) -> list[torch.Tensor]:
@@ -340,7 +341,7 @@ class Strategy:
         return [local_tensor(parameter.grad) for parameter in self.name_of if parameter.grad is not None]
 
     def share_of(self, parameter: torch.nn.Parameter) -> float:
-        """Returns the factor of this rank's part of a parameter in a sum over ranks that counts each element once."""
+        """Returns the weight of this rank's part of a parameter in a sum over ranks that counts each element once."""
         return 1 / self.ranks.count
 
     @property
@@ -355,7 +356,7 @@ class Strategy:
     def sum(self, tensor: torch.Tensor, *, by_layer: bool = False) -> torch.Tensor:
         """Sums over the ranks that see different data; all ranks get the sum.
 
-        by_layer: each rank gives figures of the layers that it has, and zeros for all others.
+        by_layer: each rank contributes figures of its own layers, and zeros for all others.
         """
         return self.accelerator.reduce(tensor, reduction="sum")
 
@@ -374,16 +375,20 @@ class Strategy:
             "threads": torch.get_num_threads(),
         }
 
+    def of_all_stages(self, mine: TensorGroup) -> TensorGroup:
+        """Returns the tensors of all pipeline stages, of which this rank has `mine`."""
+        return mine
+
     def model_tensors(self) -> TensorGroup:
         """Returns the parameters by HF name, tied ones once, in fp32."""
-        return TensorGroup.of(without_terms(self.weights()) | self.saved_buffers())
+        return self.of_all_stages(TensorGroup.of(without_terms(self.weights()) | self.saved_buffers()))
 
     def term_tensors(self) -> TensorGroup:
-        """Returns the parameters of terms of the loss, each behind "loss_terms."."""
-        return TensorGroup.of(of_terms(self.weights()))
+        """Returns the parameters of terms of the loss, with names that begin with "loss_terms."."""
+        return self.of_all_stages(TensorGroup.of(of_terms(self.weights())))
 
     def saved_buffers(self) -> dict[str, torch.Tensor]:
-        """Returns the buffers that belong to the model's weights, although gradients do not train them."""
+        """Returns the buffers that are saved with the weights, although no gradient trains them."""
         saved = self.causal_lm.state_dict().keys()
         return {
             name: buffer for name, buffer in self.causal_lm.named_buffers() if name in saved and not buffer.is_meta
@@ -394,7 +399,7 @@ class Strategy:
         return {name: parameter for parameter, name in self.name_of.items()}
 
     def update_average(self, share: float) -> None:
-        """Moves the average by this share of the way to the weights; a share of 1 starts it."""
+        """Moves the average toward the weights by this share of the distance; a share of 1 starts it."""
         if share == 1.0:
             self.average = WeightAverage(self.weights())
         else:
@@ -402,7 +407,7 @@ class Strategy:
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
-        """Runs its body with the average as the model's weights, and then restores the weights bit for bit."""
+        """Uses the average as the model's weights inside the context, and then restores the weights bit for bit."""
         self.average.exchange(self.weights())
         try:
             yield
@@ -411,11 +416,11 @@ class Strategy:
 
     def average_tensors(self) -> TensorGroup:
         """Returns the average by HF name, in fp32, with buffers as in `model_tensors`."""
-        return TensorGroup.of(without_terms(self.average.means) | self.saved_buffers())
+        return self.of_all_stages(TensorGroup.of(without_terms(self.average.means) | self.saved_buffers()))
 
     def average_term_tensors(self) -> TensorGroup:
-        """Returns the average of what `term_tensors` returns."""
-        return TensorGroup.of(of_terms(self.average.means))
+        """Returns the average of the parameters that `term_tensors` returns."""
+        return self.of_all_stages(TensorGroup.of(of_terms(self.average.means)))
 
     def load_average(self, average: Mapping[str, torch.Tensor]) -> None:
         """Copies whole tensors by name into the average."""
@@ -429,13 +434,12 @@ class Strategy:
             for name in self.name_of.values()
             for key, shape in self.spec.state_shapes(name).items()
         }
-        return TensorGroup.of(optimizer_state_by_name(self.inner_optimizer, self.name_of), shapes)
+        return self.of_all_stages(TensorGroup.of(optimizer_state_by_name(self.inner_optimizer, self.name_of), shapes))
 
     def load(self, model: Mapping[str, torch.Tensor], optimizer: Mapping[str, torch.Tensor]) -> None:
         """Copies whole tensors by name into the running model, its terms of the loss, and the optimizer."""
-        load_parts({**self.model_tensors().tensors, **self.term_tensors().tensors}, model)
-        state = optimizer if self.spec.state_is_whole else ShardedState(optimizer, self.name_of)
-        load_optimizer_state(self.inner_optimizer, self.spec, self.name_of, state)
+        load_parts(self.weights() | self.saved_buffers(), model)
+        load_optimizer_state(self.inner_optimizer, self.spec, self.name_of, optimizer)
 
     def state(self) -> dict[str, float]:
         """Returns the remaining state for an exact continuation: the fp16 loss scale."""
@@ -450,7 +454,7 @@ class Strategy:
             self.accelerator.scaler.load_state_dict(self.accelerator.scaler.state_dict() | saved)
 
     def copies(self) -> "Holders | None":
-        """Returns the ranks that update the same whole parameters and can share that work; None if there are none."""
+        """Returns the ranks that update the same whole parameters and can share that work; None for a single rank."""
         from pretrain.optim.matrix_exchange import Holders
 
         return Holders(dist.group.WORLD, self.device) if self.ranks.count > 1 else None
@@ -462,14 +466,14 @@ class Strategy:
         return [(None, {name: parameter.detach() for parameter, name in self.name_of.items()})]
 
 
-def of_terms(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Returns the tensors of terms of the loss."""
-    return {name: tensor for name, tensor in tensors.items() if name.startswith(f"{LOSS_TERMS}.")}
+def of_terms(by_name: Mapping[str, _Value]) -> dict[str, _Value]:
+    """Returns the entries of parameters of terms of the loss."""
+    return {name: value for name, value in by_name.items() if name.startswith(f"{LOSS_TERMS}.")}
 
 
-def without_terms(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Returns the tensors of the model alone."""
-    return {name: tensor for name, tensor in tensors.items() if not name.startswith(f"{LOSS_TERMS}.")}
+def without_terms(by_name: Mapping[str, _Value]) -> dict[str, _Value]:
+    """Returns the entries of the model's own parameters."""
+    return {name: value for name, value in by_name.items() if not name.startswith(f"{LOSS_TERMS}.")}
 
 
 def order_buckets(model: DistributedDataParallel) -> None:
@@ -481,8 +485,9 @@ def order_buckets(model: DistributedDataParallel) -> None:
     """
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     loss = torch.zeros((), device=parameters[0].device)
-    # Backward visits the terms in reverse: what is added last gets its gradient first, as the last layer does. A norm
-    # gets its gradient after its block's matrices, although it comes after them in the model, so vectors go last.
+    # The backward pass visits the terms in reverse: the last one added gets its gradient first, like the last layer.
+    # A norm gets its gradient after its block's matrices, although the model lists it after them. So vectors are added
+    # first.
     for parameter in sorted(parameters, key=lambda parameter: parameter.dim() > 1):
         loss = loss + 0 * parameter.sum()
     model.reducer.prepare_for_backward([])
@@ -490,4 +495,4 @@ def order_buckets(model: DistributedDataParallel) -> None:
     model.zero_grad()
     # torch does this in the first forward pass after a backward pass; the method is private.
     if not model.reducer._rebuild_buckets():
-        raise RuntimeError("DDP has not ordered its buckets: a resumed run would not be the unbroken one")
+        raise RuntimeError("DDP has not ordered its buckets: a resumed run would differ from an uninterrupted one")

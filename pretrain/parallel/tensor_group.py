@@ -1,7 +1,7 @@
-"""Tensors by name: whole for a checkpoint, sharded in training, as DTensors or not."""
+"""Tensors by name: whole for a checkpoint, perhaps sharded in training, as DTensors or otherwise."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Self
@@ -9,29 +9,33 @@ from typing import Self
 import torch
 from torch.distributed.tensor import DTensor
 
+from pretrain.optim.tiles import local_part
+
 
 @dataclass(frozen=True)
 class TensorGroup:
-    """Whole tensors by name, wherever their shards are. Fetching is collective: every rank asks in the same order."""
+    """Whole tensors by name, wherever their shards are. All ranks must fetch them, in the same order."""
 
     shapes: dict[str, tuple[int, ...]]
     dtypes: dict[str, torch.dtype]
-    tensors: Mapping[str, torch.Tensor]
+    gather: Callable[[str], torch.Tensor]
+    """Returns the whole tensor of this name on its device, maybe the one in training; a collective call."""
 
     @classmethod
     def of(
         cls, tensors: Mapping[str, torch.Tensor], shapes: Mapping[str, tuple[int, ...]] = MappingProxyType({})
     ) -> Self:
-        """Builds a group of these tensors; every rank has each one whole or, for a DTensor, its shard.
+        """Builds a group of these tensors, which every rank has whole or, as DTensors, its shard of.
 
-        shapes: those of whole tensors that are sharded in another shape; see `in_shape`.
+        shapes: shapes of the whole tensors that have another one in training; see `in_shape`.
         """
         shapes = {name: shapes.get(name, tuple(tensor.shape)) for name, tensor in tensors.items()}
-        return cls(shapes, {name: tensor.dtype for name, tensor in tensors.items()}, tensors)
+        dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
+        return cls(shapes, dtypes, lambda name: in_shape(whole_of(tensors[name]), shapes[name]))
 
     def whole(self, name: str, wanted: bool = True) -> torch.Tensor | None:
-        """Returns the whole tensor on its device, perhaps the training one; None on a rank that does not want it."""
-        whole = in_shape(whole_of(self.tensors[name]), self.shapes[name])
+        """Returns what `gather` returns; None on a rank that takes part but does not want it."""
+        whole = self.gather(name)
         return whole if wanted else None
 
     def fetch(self, name: str, wanted: bool = True) -> torch.Tensor | None:
@@ -41,13 +45,13 @@ class TensorGroup:
 
 
 def whole_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the whole of a tensor, on the mesh's device if it is divided; then a collective call of its ranks."""
+    """Returns the whole tensor; for a DTensor on the mesh's device, in a collective call of the mesh's ranks."""
     tensor = tensor.detach()
     if not isinstance(tensor, DTensor):
         return tensor
     from pretrain.optim.optimizers import sharded_like
 
-    # Not full_tensor alone: a part in host memory has to go to the GPU first, as from_local sends it.
+    # Not full_tensor alone: a part in host memory has to be on the GPU first, and from_local moves it there.
     return sharded_like(tensor, tensor.to_local(), tuple(tensor.shape)).full_tensor()
 
 
@@ -56,43 +60,11 @@ def in_shape(tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
     return tensor if tuple(tensor.shape) == shape else tensor.flatten()[: math.prod(shape)].view(shape)
 
 
-class ShardedState(Mapping[str, torch.Tensor]):
-    """Saved whole optimizer state, presented as the shards for this rank's parameter shards."""
-
-    def __init__(self, whole: Mapping[str, torch.Tensor], name_of: Mapping[torch.Tensor, str]):
-        self._whole = whole
-        self._parameters = {name: parameter for parameter, name in name_of.items()}
-
-    def __getitem__(self, name: str) -> torch.Tensor:
-        tensor = self._whole[name]
-        parameter = self._parameters.get(name.rpartition(".")[0])
-        if not isinstance(parameter, DTensor) or tensor.shape != parameter.shape:
-            return tensor
-        from pretrain.optim.optimizers import sharded_like
-
-        part = local_part(tensor, parameter).to(parameter.to_local().device)
-        return sharded_like(parameter, part, tuple(tensor.shape))
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._whole)
-
-    def __len__(self) -> int:
-        return len(self._whole)
-
-
 @torch.no_grad()
 def load_parts(tensors: Mapping[str, torch.Tensor], whole: Mapping[str, torch.Tensor]) -> None:
-    """Copies whole tensors by name into the training ones; a DTensor gets this rank's shard."""
+    """Copies whole tensors into those in training, by name; a DTensor gets this rank's shard."""
     for name, tensor in tensors.items():
         if isinstance(tensor, DTensor):
             tensor.to_local().copy_(local_part(whole[name], tensor))
         else:
             tensor.copy_(whole[name])
-
-
-def local_part(whole: torch.Tensor, like: DTensor) -> torch.Tensor:
-    """Returns this rank's part of `whole` if it is divided like the DTensor `like`."""
-    from pretrain.optim.tiles import take
-    from pretrain.parallel.mesh_tiles import tile_of
-
-    return take(whole, tile_of(like))

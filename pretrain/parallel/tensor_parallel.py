@@ -1,12 +1,11 @@
-"""Tensor parallel: each rank holds a slice of every large matrix of the layers, and ranks sum their partial results.
+"""Tensor parallelism: each rank holds a slice of every large matrix of the layers, and ranks sum partial results.
 
 It follows the model's own plan (transformers' base_model_tp_plan): a matrix split by columns needs nothing from other
-ranks, the following one, split by rows, one all-reduce of its outputs (Shoeybi et al., arXiv 1909.08053). Embedding,
-head and norms are replicated; each rank computes the loss of its part of the tokens.
+ranks; the next one, split by rows, needs one all-reduce of its outputs (Shoeybi et al., arXiv 1909.08053). Embedding,
+head and norms are replicated, and each rank computes the loss of its part of the tokens.
 """
 
 import copy
-import functools
 import math
 import re
 from collections.abc import Callable, Mapping
@@ -25,6 +24,7 @@ from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 from pretrain.config import RunConfig
 from pretrain.mesh_sizes import Sizes
 from pretrain.model.attention import IGNORED
+from pretrain.model.build import once_per_config
 from pretrain.model.loss import LanguageModelLoss
 from pretrain.model.model_config import described
 from pretrain.model.small_copy import (
@@ -42,15 +42,15 @@ from pretrain.parallel.replicas import ReplicaGroup
 MATRIX_DIMENSION = {"colwise": 0, "rowwise": 1}
 """{style: dimension of a linear layer's weight (outputs, inputs) that is split}."""
 SUMMED = "replicated_with_grad_allreduce"
-"""Style of a norm inside a split part: replicated, but each rank only has the gradient of its own heads."""
+"""Style of a norm inside a split part: replicated, but each rank only has the gradient from its own heads."""
 
 
 EXPERTS = re.compile(r"(^|\.)experts(\.|$)")
-"""Finds a layer's stacked experts in names of modules and parameters; shared experts are plain matrices."""
+"""Matches names of a layer's stacked experts, modules and parameters; shared experts are plain matrices."""
 
 
 class TensorParallel(Dimension):
-    """tp, as a dimension of a mesh."""
+    """Tensor parallelism (tp) as a dimension."""
 
     repeats_loss = True
 
@@ -64,8 +64,8 @@ class TensorParallel(Dimension):
             )
         if config.optim.name == "adamw_8bit":
             problems.append(
-                "optim.name: adamw_8bit does not run with tp, which divides matrices by columns: each scale is of 256 "
-                "neighboring elements of a row, and slices do not end where they do; use adamw, or adamw_8bit with "
+                "optim.name: adamw_8bit does not run with tp, which divides matrices by columns: each scale covers "
+                "256 neighboring elements of a row, and slices would cut through them; use adamw, or adamw_8bit with "
                 "dp_shard, dp_replicate, cp, pp or ep"
             )
         return problems
@@ -96,9 +96,9 @@ class TensorParallel(Dimension):
             for parameter, name in name_of.items()
             if style_of(name.removeprefix(prefix).rpartition(".")[0], plan) == SUMMED
         }
-        """Parameters whole on every rank, of whose gradient each rank has its own share."""
+        """Parameters that are whole on every rank, while each rank has only its share of their gradients."""
         if model.from_hidden_states:
-            # The gradient of a copied head is added to the embedding's, of which each rank has its share too.
+            # The gradient of a copied head is added to the embedding's, so each rank has a share of that too.
             head = causal_lm.get_output_embeddings()
             sharing = causal_lm.get_input_embeddings() if self.strategy.copying is head else head
             self.shares.update(parameter for parameter in sharing.parameters() if parameter in name_of)
@@ -107,12 +107,12 @@ class TensorParallel(Dimension):
             for parameter in name_of
             if not any(parameter.device_mesh.mesh_dim_names[axis] in ("tp", "ep") for axis in divided_axes(parameter))
         ]
-        """Parameters that all ranks have whole, or the same shard of."""
+        """Parameters of which all ranks hold the same shard, or the whole."""
 
     def combine(self, gradients: Mapping[nn.Parameter, Tensor]) -> None:
         whole = {parameter: gradients[parameter] for parameter in self.whole if parameter in gradients}
         self.strategy.sum_gradients(list(whole.values()), self.group)
-        # Others should be equal already, but GPU kernels may sum in any order: replicas must not drift apart.
+        # The others should be equal already, but GPU kernels may sum in any order, and replicas must not drift apart.
         others = [grad for parameter, grad in whole.items() if parameter not in self.shares]
         if others:
             torch._foreach_div_(others, self.strategy.sizes.tp)
@@ -123,7 +123,7 @@ class TensorParallel(Dimension):
 
 
 def tensor_plan_of(model_config: Any) -> dict[str, str]:
-    """Returns the model's plan, {pattern of a module's name in the base model: style}; empty if it has none."""
+    """Returns the model's own plan, {pattern of module names in the base model: style}; empty if it has none."""
     return dict(getattr(model_config, "base_model_tp_plan", None) or {})
 
 
@@ -133,17 +133,17 @@ def style_of(name: str, plan: Mapping[str, str]) -> str | None:
 
 
 def plan_problem(model_config: PreTrainedConfig, size: int, *, splits_experts: bool = True) -> str | None:
-    """Returns what in the model's plan or sizes prevents it from being split over `size` ranks, with what works.
+    """Returns why the model's plan or sizes do not allow `size` ranks, with what works; None if they do.
 
-    splits_experts: experts are split by tp as well, since no other dimension divides them.
+    splits_experts: tp splits the experts as well, since no other dimension does.
     """
     plan = tensor_plan_of(model_config)
     unknown = sorted({style for name, style in plan.items() if not EXPERTS.search(name)} - {*MATRIX_DIMENSION, SUMMED})
     if not plan or unknown:
         reason = f"has {', '.join(unknown)} in its tensor-parallel plan" if unknown else "has no tensor-parallel plan"
         return (
-            f"model: {model_config.model_type} {reason}; use pp or fsdp2, or an architecture whose plan is of colwise "
-            "and rowwise alone, such as llama, qwen3, mistral, deepone"
+            f"model: {model_config.model_type} {reason}; use pp or fsdp2, or an architecture whose plan has "
+            "only colwise and rowwise matrices, such as llama, qwen3, mistral, deepone"
         )
     heads = getattr(model_config, "num_attention_heads", None)
     dimensions = {
@@ -158,8 +158,8 @@ def plan_problem(model_config: PreTrainedConfig, size: int, *, splits_experts: b
         dimensions["moe_intermediate_size"] = width or dimensions.get("intermediate_size")
     if unfit := [name for name, value in dimensions.items() if not isinstance(value, int)]:
         return (
-            f"model: {model_config.model_type} does not run under tp: its layers do not share one "
-            f"{' and one '.join(unfit)}; use pp or fsdp2"
+            f"model: {model_config.model_type} does not run under tp: its layers differ in "
+            f"{' and '.join(unfit)}; use pp or fsdp2"
         )
     if any(value % size for value in dimensions.values()):
         works = [str(n) for n in range(2, heads + 1) if all(value % n == 0 for value in dimensions.values())]
@@ -171,31 +171,25 @@ def plan_problem(model_config: PreTrainedConfig, size: int, *, splits_experts: b
     return None
 
 
-def input_problem(model_config: PreTrainedConfig) -> str | None:
-    """Returns what in the model's code prevents it from being split as its plan says; None if nothing does.
-
-    Determined by running a small copy. Raises InputError as `reference_of`.
-    """
-    return _input_problem(KeyedConfig.of(model_config))
-
-
-@functools.lru_cache(maxsize=64)
+@once_per_config
 @one_thread()
-def _input_problem(keyed: KeyedConfig) -> str | None:
-    """Finds other uses of what `share_input` passes on: their gradient would be summed too, once for each rank.
+def input_problem(model_config: PreTrainedConfig) -> str | None:
+    """Returns why the model's code cannot be split as its plan says; None if it can.
 
-    The copy doubles the gradient where tp would sum it, and halves it at each column-split matrix: the gradients of a
-    model without other uses do not change.
+    Matrices must be plain linear layers, and the tensor that `share_input` passes on must have no other uses: their
+    gradient would be summed over the ranks too. A small copy doubles the gradient at the place where tp would sum it,
+    and halves it at each column-split matrix; this changes gradients only if there are other uses. Raises InputError
+    as `reference_of` does.
     """
-    model = copy.deepcopy(reference_of(keyed))
-    styles = {name: style_of(name, tensor_plan_of(keyed.config)) for name, _ in model.base_model.named_modules()}
+    model = copy.deepcopy(reference_of(KeyedConfig.of(model_config)))
+    styles = {name: style_of(name, tensor_plan_of(model_config)) for name, _ in model.base_model.named_modules()}
     matrices = {name: style for name, style in styles.items() if style in MATRIX_DIMENSION}
     matrices = {name: style for name, style in matrices.items() if not EXPERTS.search(name)}
     for name in matrices:
         module = model.base_model.get_submodule(name)
         if type(module).forward is not nn.Linear.forward:
             return (
-                f"model: {keyed.config.model_type} does not run under tp: {name} in its tensor-parallel plan is "
+                f"model: {model_config.model_type} does not run under tp: {name} in its tensor-parallel plan is "
                 f"{type(module).__name__}, not nn.Linear; use fsdp2 or pp"
             )
     ids_BT = ReferenceWindow.of(model.config).inputs_BT
@@ -216,12 +210,12 @@ def _input_problem(keyed: KeyedConfig) -> str | None:
     try:
         found = gradients()
     except Exception as error:  # a model's own code may pass its hidden states in any way
-        return f"model: {keyed.config.model_type} does not run under tp ({described(error)}); use fsdp2 or pp"
+        return f"model: {model_config.model_type} does not run under tp ({described(error)}); use fsdp2 or pp"
     differences = [relative_difference(*pair) for pair in zip(found, wanted, strict=True)]
     if max(differences) <= TOLERANCE:
         return None
     return (
-        f"model: {keyed.config.model_type} does not run under tp: the inputs of its column-split matrices are used by "
+        f"model: {model_config.model_type} does not run under tp: the inputs of its column-split matrices are used by "
         "others as well, whose gradients would be counted once per process; use fsdp2 or pp"
     )
 
@@ -235,14 +229,16 @@ def split_unit(
     *,
     splits_experts: bool,
 ) -> None:
-    """Splits what the plan names inside `unit`, and frees the whole matrices; experts only if nothing else divides
-    them."""
+    """Splits the matrices of `unit` that the plan names, and frees the whole ones.
+
+    splits_experts: as in `plan_problem`.
+    """
     module = causal_lm.get_submodule(unit)
     if any(parameter.is_meta for parameter in module.parameters()):
         return  # a tied head, whose weight is the embedding's
     module.to(device)
     inside = unit.removeprefix(f"{causal_lm.base_model_prefix}.")
-    # Parameters first: the functions that replace a module's forward pass read what splitting leaves.
+    # Parameters come first: functions that replace a module's forward pass read its parameters after splitting.
     names = [*(name for name, _ in module.named_parameters()), *(name for name, _ in module.named_modules())]
     styles = {name: style for name in names if (style := style_of(f"{inside}.{name}", plan))}
     experts = {name: styles.pop(name) for name in list(styles) if EXPERTS.search(name)}
@@ -259,8 +255,8 @@ def split_unit(
 def split_linear(linear: nn.Linear, style: str, mesh: DeviceMesh) -> None:
     """Gives a linear layer this rank's slice, and a forward pass on plain tensors.
 
-    Parameters are DTensors, as fully_shard and checkpoints need them. The forward pass takes their local parts,
-    because each operator on DTensors costs several times its own time on the host.
+    Parameters are DTensors, as fully_shard and checkpoints need them. The forward pass uses their local parts, because
+    dispatching an operator on DTensors takes several times as long on the CPU as the operator itself.
     """
     for name, parameter in list(linear.named_parameters()):
         is_whole = style == "rowwise" and name == "bias"
@@ -268,8 +264,8 @@ def split_linear(linear: nn.Linear, style: str, mesh: DeviceMesh) -> None:
         # Every rank has created the same whole matrices, so none has to be sent.
         slice_ = distribute_tensor(parameter.detach(), mesh, [placement], src_data_rank=None)
         setattr(linear, name, nn.Parameter(slice_, requires_grad=parameter.requires_grad))
-    # Methods, because torch.compile knows other callables by their identity: it would compile each layer for itself,
-    # and leave those after the eighth uncompiled.
+    # Methods, because torch.compile compares other callables by identity: it would compile every layer separately, and
+    # give up after the eighth.
     linear.forward = MethodType(project if style == "colwise" else project_and_sum, linear)
     linear.tp_group_name = mesh.get_group().group_name
 
@@ -287,7 +283,7 @@ def project_and_sum(linear: nn.Linear, x: Tensor) -> Tensor:
 
 
 class Sum(torch.autograd.Function):
-    """Sums over the ranks of a group; the gradient, which all of them have, passes unchanged."""
+    """Sums over the ranks of a group. The gradient, which is the same on all of them, passes unchanged."""
 
     @staticmethod
     def forward(ctx, x: Tensor, group: str) -> Tensor:
@@ -299,7 +295,7 @@ class Sum(torch.autograd.Function):
 
 
 class SumOfGradients(torch.autograd.Function):
-    """Passes a tensor that all ranks of a group have; its gradient is the sum of what their columns contribute."""
+    """Identity on a tensor that all ranks of a group have. Its gradient is summed over the ranks' columns."""
 
     @staticmethod
     def forward(ctx, x: Tensor, group: str) -> Tensor:
@@ -312,7 +308,7 @@ class SumOfGradients(torch.autograd.Function):
 
 
 def with_scaled_gradient(x: Tensor, factor: float) -> Tensor:
-    """Passes a tensor unchanged; multiplies its gradient by a factor."""
+    """Identity that multiplies the gradient by a factor."""
     x = x.view_as(x)
     x.register_hook(lambda gradient: gradient * factor)
     return x
@@ -325,15 +321,15 @@ def all_reduce(x: Tensor, group: str) -> Tensor:
 
 
 def parents_of_columns(styles: Mapping[str, str | None]) -> list[str]:
-    """Lists the modules that have column-split matrices as children."""
+    """Lists the names of modules that have column-split matrices as children."""
     return sorted({name.rpartition(".")[0] for name, style in styles.items() if style == "colwise"})
 
 
 def share_input(module: nn.Module, pass_on: Callable[[Tensor], Tensor]) -> None:
     """Passes a module's hidden states through one function for all of its column-split matrices.
 
-    Otherwise each matrix would all-reduce its part of their gradient separately. The cast to autocast's dtype comes
-    first, so that the gradient is communicated in it. `input_problem` refuses models for which it would be wrong.
+    Otherwise, each matrix would all-reduce its part of their gradient separately. The cast to autocast's dtype comes
+    first, so that the gradient is sent in it. `input_problem` rejects models for which this would be wrong.
     """
 
     def replace_input(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
@@ -347,10 +343,10 @@ def share_input(module: nn.Module, pass_on: Callable[[Tensor], Tensor]) -> None:
 
 
 def share_head(model: LanguageModelLoss, group: dist.ProcessGroup) -> None:
-    """Makes each rank compute the loss of its part of the tokens, whose hidden states all ranks have.
+    """Makes each rank compute the loss of only its part of the tokens, although all ranks have all hidden states.
 
-    The loss is then this rank's share, the cross-entropy that of all tokens. Without gradients each rank computes
-    all tokens, since validation records the loss of each (`recording_losses`). The head's gradients are shares too.
+    The loss is then this rank's share, and so is the head's gradient; the cross-entropy is that of all tokens. Without
+    gradients, each rank computes all tokens, since validation records the loss of each one (`recording_losses`).
     """
     whole_loss = model.loss_of_hidden
     ranks = dist.get_world_size(group)
@@ -367,7 +363,7 @@ def share_head(model: LanguageModelLoss, group: dist.ProcessGroup) -> None:
         return loss * share, cross_entropy
 
     def share_gradient(module: nn.Module, args: tuple, looked_up: Tensor) -> None:
-        # Every rank looks up all tokens, and the gradients will be summed. A term's lookup has its share already.
+        # Every rank looks up all tokens, and their gradients will be summed. A term's lookup is a share already.
         if looked_up.requires_grad and module.weight.is_leaf:
             looked_up.register_hook(lambda gradient: gradient / ranks)
 
@@ -379,14 +375,14 @@ def share_head(model: LanguageModelLoss, group: dist.ProcessGroup) -> None:
 
 
 def share_of(x_N: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Returns this rank's rows: equal parts in the order of the ranks, the last perhaps shorter or empty."""
+    """Returns this rank's rows: equal parts in rank order; the last ones may be shorter or empty."""
     rows = math.ceil(x_N.shape[0] / dist.get_world_size(group))
     start = min(rows * dist.get_rank(group), x_N.shape[0])
     return x_N[start : start + rows]
 
 
 class PartOfRows(torch.autograd.Function):
-    """Selects `share_of` hidden states that every rank has; each rank's backward pass gets all rows' gradients."""
+    """Selects `share_of` the hidden states, which every rank has; backward gathers the gradients of all rows."""
 
     @staticmethod
     def forward(ctx, hidden_ND: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -406,6 +402,6 @@ class PartOfRows(torch.autograd.Function):
 
 
 def sum_in_place(tensors: list[Tensor], group: dist.ProcessGroup) -> None:
-    """Sums each tensor over the ranks of the group, all in one collective; on a GPU without a copy."""
+    """Sums each tensor over the ranks of the group, all in one collective; NCCL copies nothing."""
     if tensors:
         group.allreduce_coalesced(tensors).wait()

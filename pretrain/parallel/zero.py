@@ -1,15 +1,15 @@
 """ZeRO stages 1, 2 and 3 (Rajbhandari et al., arXiv 1910.02054), with or without offload, with DeepSpeed.
 
 Stage 1 shards the optimizer's state and the fp32 master weights over the ranks, stage 2 the gradients too, stage 3
-the weights as well. The file in ds_configs/ sets the details; what follows from the recipe is written into DeepSpeed's
-configuration here and compared with what DeepSpeed then uses.
+the weights as well. The files in ds_configs/ set the details. Settings that follow from the recipe are written into
+DeepSpeed's configuration here, and compared with those that DeepSpeed then uses.
 """
 
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -40,7 +40,7 @@ class Zero(Strategy):
 
     parameter_form = "pieces"  # flat tensors of many parameters
     precisions = ("fp32", "bf16")
-    compilations = ("auto", "none", "regional")  # compiled whole, the graph would break at every layer's hooks
+    compilations = ("auto", "none", "regional")  # in a full graph, every layer's hooks would be a break
 
     holds_whole_model = False
 
@@ -93,10 +93,10 @@ class Zero(Strategy):
         self.settings = {**deepspeed_file(), **derived_settings(self.config, self.precision)}
         self.stage: int = self.settings["zero_optimization"]["stage"]
         self._unreduced = ExitStack()
-        """DeepSpeed's context that keeps gradients whole and does not reduce them: `batch.no_sync`."""
+        """DeepSpeed's context that keeps gradients whole instead of reducing them, for `batch.no_sync`."""
         self._keeps_whole = False
         kwargs_handlers = []
-        if device_type() == "cpu":  # without a backend every process would run alone
+        if device_type() == "cpu":  # without a backend, every process would train on its own
             kwargs_handlers.append(InitProcessGroupKwargs(backend="gloo"))
         accelerator = Accelerator(
             deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=self.settings, zero3_init_flag=False),
@@ -105,7 +105,7 @@ class Zero(Strategy):
             step_scheduler_with_optimizer=False,
             kwargs_handlers=kwargs_handlers,
         )
-        # Otherwise transformers would partition every model built from here on, with different initial weights.
+        # Otherwise, transformers would partition every model built from now on, with different initial weights.
         from transformers.integrations import unset_hf_deepspeed_config
 
         unset_hf_deepspeed_config()
@@ -116,7 +116,7 @@ class Zero(Strategy):
     def prepare(
         self, model: LanguageModelLoss, weights: InitialWeights, build_optimizer: OptimizerBuilder
     ) -> torch.nn.Module:
-        """Prepares as in `Strategy`. In stage 3 no rank ever holds more of the whole model than one layer."""
+        """Prepares as in `Strategy`. In stage 3, a rank never holds more than one whole layer."""
         self.causal_lm = causal_lm = model.causal_lm
         self.loss_terms = model.loss_terms
         drawn = {name: parameter.detach().clone() for name, parameter in self.loss_terms.named_parameters()}
@@ -124,7 +124,7 @@ class Zero(Strategy):
         buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
         optimizer = self.optimizer_of_parameters(build_optimizer)
         self.parameter_of = {name: parameter for parameter, name in self.name_of.items()}
-        # DeepSpeed takes each gradient away at once, and puts zeros where there is none.
+        # Gradients can't be looked up later: DeepSpeed removes each at once, and uses zeros for missing ones.
         self.reached: set[torch.Tensor] = set()
         trained = [parameter for parameter in self.name_of if parameter.requires_grad]
         self.notes = [parameter.register_post_accumulate_grad_hook(self.reached.add) for parameter in trained]
@@ -133,13 +133,13 @@ class Zero(Strategy):
 
             # The loss uses the head's weight outside of the head's own forward, whose hooks would gather it.
             deepspeed.zero.register_external_parameter(model, head.weight)
-            for parameter in self.loss_terms.parameters():  # as terms may use theirs
+            for parameter in self.loss_terms.parameters():  # terms may use theirs outside of a forward, too
                 deepspeed.zero.register_external_parameter(model, parameter)
         if self.stage == 3:
             from deepspeed.utils import set_z3_leaf_module
 
-            # Gather each layer's weights together. Hooks on its individual modules would break a compiled layer's
-            # graph at every one of them, until nothing is compiled.
+            # Gathers each layer's weights together. Hooks on its individual modules would break a compiled layer's
+            # graph at each of them, until nothing is compiled.
             for layer in layers_of(causal_lm):
                 set_z3_leaf_module(layer, True)
         self.model, _ = self.accelerator.prepare(model, optimizer)
@@ -156,7 +156,7 @@ class Zero(Strategy):
         return self.model
 
     def _fill(self, causal_lm: PreTrainedModel, weights: InitialWeights) -> None:
-        """Gives the model its weights; in stage 3 each unit is partitioned before the next one is created."""
+        """Initializes the model; in stage 3, each unit is partitioned before the next one is created."""
         if self.stage < 3:
             weights.fill(causal_lm, "")
             causal_lm.tie_weights()
@@ -185,13 +185,13 @@ class Zero(Strategy):
     ) -> None:
         """Restores the original fp32 master weights and rotary tables, which DeepSpeed has rounded.
 
-        A second model on the meta device is filled unit by unit, so that only one unit is whole at a time.
+        A second model is initialized unit by unit, so that only one unit of it is in memory at a time.
         """
         for name, buffer in buffers.items():
             module, _, key = name.rpartition(".")
-            # Assigned directly: register_buffer would make buffers persistent that no checkpoint contains.
+            # Assigned directly: register_buffer would make buffers persistent, and no checkpoint contains them.
             model.get_submodule(module)._buffers[key] = buffer.to(self.device)
-        if weights.are_loaded:  # into the masters
+        if weights.are_loaded:  # directly into the masters
             return
         for name, values in drawn.items():
             self.masters.set(self.parameter_of[f"{LOSS_TERMS}.{name}"], None, values.to(self.device))
@@ -205,7 +205,7 @@ class Zero(Strategy):
             module.to("meta")
 
     def _check_in_effect(self) -> None:
-        """Raises RuntimeError unless DeepSpeed uses the derived settings: it and accelerate have defaults."""
+        """Raises RuntimeError unless DeepSpeed uses the derived settings, over its own and accelerate's defaults."""
         engine = self.model
         settings = self.settings
         dtype = torch.bfloat16 if self.precision == "bf16" else torch.float32
@@ -230,7 +230,7 @@ class Zero(Strategy):
         if not (is_last or self._keeps_whole) and self.stage > 1 and self.config.batch.no_sync:
             self._unreduced.enter_context(self.model.coalesce_grad_reduction())
             self._keeps_whole = True
-        # Set explicitly: the batch ramp changes the number of micro-steps, but DeepSpeed's counter is fixed.
+        # Set explicitly: a batch ramp changes the number of micro-steps, but DeepSpeed counts to a fixed one.
         self.model.set_gradient_accumulation_boundary(is_last)
         yield
         if is_last and self._keeps_whole:
@@ -242,7 +242,7 @@ class Zero(Strategy):
         self.model.backward(loss, scale_wrt_gas=False)
 
     def clip_and_step(self, max_grad_norm: float | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Steps as in `Strategy`; DeepSpeed clips at its configured norm, and skips non-finite gradients."""
+        """Updates as in `Strategy`. DeepSpeed clips to its configured norm, and skips non-finite gradients."""
         self.model.step()
         grad_norm = torch.as_tensor(self.model.get_global_grad_norm(), dtype=torch.float32, device=self.device)
         return grad_norm, torch.tensor(float(self.optimizer.overflow), device=self.device)
@@ -253,26 +253,30 @@ class Zero(Strategy):
         return [name for name, p in self.parameter_of.items() if p.requires_grad and p not in self.reached]
 
     def model_tensors(self) -> TensorGroup:
-        return self._gathered(without_terms(self.parameter_of), self.saved_buffers())
+        return gathered_group(without_terms(self.shapes()), self.get, self.saved_buffers())
 
     def term_tensors(self) -> TensorGroup:
-        return self._gathered(of_terms(self.parameter_of), {})
+        return gathered_group(of_terms(self.shapes()), self.get)
 
-    def _gathered(self, parameters: Mapping[str, torch.Tensor], buffers: dict[str, torch.Tensor]) -> TensorGroup:
-        shapes = {name: full_shape(parameter) for name, parameter in parameters.items()}
-        whole = TensorGroup.of(buffers)
-        dtypes = dict.fromkeys(shapes, torch.float32) | whole.dtypes
-        return GatheredGroup(shapes | whole.shapes, dtypes, whole.tensors, self.get)
+    def average_tensors(self) -> TensorGroup:
+        return gathered_group(without_terms(self.shapes()), self._average, self.saved_buffers())
+
+    def average_term_tensors(self) -> TensorGroup:
+        return gathered_group(of_terms(self.shapes()), self._average)
 
     def optimizer_tensors(self) -> TensorGroup:
         if self.spec.state_is_whole:
             return super().optimizer_tensors()
         names = self.parameter_of if self.optimizer.optimizer.state else ()
         shapes = {f"{name}.{key}": shape for name in names for key, shape in self.spec.state_shapes(name).items()}
-        return GatheredGroup(shapes, dict.fromkeys(shapes, torch.float32), {}, self.get)
+        return gathered_group(shapes, self.get)
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Returns {name: whole shape} of all parameters."""
+        return {name: full_shape(parameter) for name, parameter in self.parameter_of.items()}
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """Returns the flat master weights, by their index."""
+        """Returns the flat tensors of master weights, by their index."""
         return {str(number): flat for number, flat in enumerate(self.masters.flats)}
 
     @contextmanager
@@ -285,15 +289,9 @@ class Zero(Strategy):
             self._compute_with_masters()
 
     def _compute_with_masters(self) -> None:
-        """Copies the changed master weights into the weights that compute."""
+        """Copies the changed master weights into the weights of the forward pass."""
         for name, parameter in self.parameter_of.items():
             self.masters.compute_with(parameter, self.get(name))
-
-    def average_tensors(self) -> TensorGroup:
-        return replace(self.model_tensors(), get=self._average)
-
-    def average_term_tensors(self) -> TensorGroup:
-        return replace(self.term_tensors(), get=self._average)
 
     def _average(self, name: str) -> torch.Tensor:
         """Returns a weight's average, whole on every rank; a collective call."""
@@ -313,7 +311,7 @@ class Zero(Strategy):
     def load(self, model: Mapping[str, torch.Tensor], optimizer: Mapping[str, torch.Tensor]) -> None:
         for name, parameter in self.parameter_of.items():
             self.masters.set(parameter, None, model[name].to(self.device))
-        # Checkpoints saved under ZeRO by earlier releases have no buffers.
+        # Checkpoints that earlier releases saved under ZeRO have no buffers.
         load_parts({name: buffer for name, buffer in self.saved_buffers().items() if name in model}, model)
         self.masters.release()
         if not optimizer:
@@ -328,7 +326,7 @@ class Zero(Strategy):
         step = next(optimizer[f"{name}.step"] for name, keys in kept.items() if "step" in keys)
 
         def state_of(parameter: torch.Tensor, flat: torch.Tensor) -> dict[str, torch.Tensor]:
-            keys = kept[self.name_of[parameter]]  # the same for all parameters of a group
+            keys = kept[self.name_of[parameter]]  # all parameters of a group have the same
             return {key: step.clone().to(flat.device) if key == "step" else torch.zeros_like(flat) for key in keys}
 
         self.masters.create_state(state_of)
@@ -348,7 +346,7 @@ class Zero(Strategy):
         return self.masters.gathered(parameter, self.masters.part(parameter, key))
 
     def replicas(self) -> list[ReplicaGroup]:
-        """Lists, in stages 1 and 2, the weights that compute, gathered after every update. Stage 3 has no replicas."""
+        """Lists the forward pass's weights, which stages 1 and 2 gather after each update. Stage 3 has no replicas."""
         return [(None, dict(self.parameter_of))] if self.stage < 3 and self.ranks.count > 1 else []
 
     def describe(self) -> dict[str, Any]:
@@ -356,9 +354,9 @@ class Zero(Strategy):
 
 
 def derived_settings(config: RunConfig, precision: str) -> dict[str, Any]:
-    """Derives the part of DeepSpeed's configuration that follows from the recipe and the number of processes.
+    """Derives the settings of DeepSpeed that follow from the recipe and the number of processes.
 
-    gradient_clipping 0 means off; DeepSpeed's default is 1. Gradients are accumulated and reduced in fp32.
+    A gradient_clipping of 0 means off, while DeepSpeed's default is 1. Gradients are accumulated and reduced in fp32.
     """
     batch = config.batch
     sequences_per_micro_step = batch.sequences_per_micro_batch * processes_launched()
@@ -373,7 +371,7 @@ def derived_settings(config: RunConfig, precision: str) -> dict[str, Any]:
         "communication_data_type": "fp32",
         "data_types": {"grad_accum_dtype": "fp32"},
         "zero_allow_untested_optimizer": True,
-        # With offload, AdamW is replaced by DeepSpeed's CPU version; other optimizers run on the CPU unchanged.
+        # With offload, DeepSpeed replaces AdamW by its CPU version; other optimizers run on the CPU as they are.
         **({} if config.optim.name == "adamw" else {"zero_force_ds_cpu_optimizer": False}),
     }
 
@@ -393,7 +391,7 @@ def missing_for_nvme() -> str | None:
     if not AsyncIOBuilder().is_compatible():
         return "libaio (apt install libaio-dev, or conda install libaio) and a C++ compiler"
     try:
-        if device_type() == "cuda":  # the builder joins paths to CUDA_HOME without checking that it is set
+        if device_type() == "cuda":  # the builder would use CUDA_HOME without checking that it is set
             installed_cuda_version()
     except MissingCUDAException:
         return (
@@ -403,15 +401,15 @@ def missing_for_nvme() -> str | None:
     return None
 
 
-@dataclass(frozen=True)
-class GatheredGroup(TensorGroup):
-    """Tensors that DeepSpeed shards over all ranks; `tensors` are those that every rank has whole."""
+def gathered_group(
+    shapes: Mapping[str, tuple[int, ...]],
+    gather: Callable[[str], torch.Tensor],
+    buffers: Mapping[str, torch.Tensor] = MappingProxyType({}),
+) -> TensorGroup:
+    """Builds a group of fp32 tensors of these shapes, which `gather` returns flat, and of whole buffers."""
+    whole = TensorGroup.of(buffers)
 
-    get: Callable[[str], torch.Tensor]
-    """Gathers one tensor by name; a collective call."""
+    def either(name: str) -> torch.Tensor:
+        return whole.gather(name) if name in buffers else gather(name).detach().view(shapes[name])
 
-    def whole(self, name: str, wanted: bool = True) -> torch.Tensor | None:
-        if name in self.tensors:
-            return super().whole(name, wanted)
-        whole = self.get(name)
-        return whole.detach().view(self.shapes[name]) if wanted else None
+    return TensorGroup({**shapes, **whole.shapes}, dict.fromkeys(shapes, torch.float32) | whole.dtypes, either)

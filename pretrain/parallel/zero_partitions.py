@@ -1,8 +1,8 @@
 """Locates parameters in DeepSpeed's flat tensors; reads and writes its fp32 weights and optimizer state by parameter.
 
 They may be on the device, in CPU memory or, in stage 3, on disk. DeepSpeed's own functions for this differ between the
-stages, leave what they do not know of stale, and read a whole sub-group of parameters, up to 12 GB, from disk for each
-tensor. Here a sub-group stays in memory until a tensor of another one is needed.
+stages, do not update the weights of the forward pass, and read a whole sub-group of parameters, up to 12 GB, from disk
+for each tensor. Here, a sub-group stays in memory until a tensor of another one is needed.
 """
 
 from collections.abc import Callable, Mapping
@@ -22,7 +22,7 @@ GROUPS_OF = {
     "single_partition_of_fp32_groups": "bit16_groups",
     "fp32_groups_flat_partition": "bf16_groups",
 }
-"""{flat fp32 tensors of one of DeepSpeed's three optimizers: the parameters in each of them}."""
+"""{attribute with the flat fp32 tensors, in DeepSpeed's three optimizers: attribute with their parameters}."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Place:
     group: int
     """Index of the flat tensor."""
     offset: int
-    """Index, in it, of the first element that this rank has."""
+    """Index in it of this rank's first element."""
     ranges: tuple[tuple[int, int], ...]
     """(first, end) element of each rank's part of the parameter."""
 
@@ -49,7 +49,7 @@ class Place:
 class Masters:
     """This rank's shards of the fp32 master weights and of the optimizer's state; a collective call.
 
-    Uses private names of DeepSpeed, since there is no public way to swap sub-groups or to know where a part is.
+    Uses private names of DeepSpeed: there is no public way to swap sub-groups or to find a part.
     """
 
     def __init__(self, optimizer: Any, stage: int, device: torch.device):
@@ -73,7 +73,7 @@ class Masters:
         return places
 
     def _fragments(self) -> dict[torch.Tensor, Place]:
-        """Finds the places in stages 1 and 2, where a part can begin and end inside of a parameter."""
+        """Finds the places in stages 1 and 2, whose parts can begin and end inside a parameter."""
         mine = {}
         for number, group in enumerate(self.groups):
             for parameter in group:
@@ -91,14 +91,14 @@ class Masters:
         }
 
     def _bring_in(self, group: int) -> None:
-        """Reads a sub-group from disk, unless it is in memory; the previous one is written back first."""
+        """Reads a sub-group from disk unless it is in memory, after releasing the previous one."""
         if self._stage == 3 and group != self._present and self._optimizer._swappable_optimizer_subgroup(group):
             self.release()
             self._optimizer._optimizer_states_and_gradient_swap_in(group)
             self._present = group
 
     def release(self) -> None:
-        """Frees the sub-group before training continues: DeepSpeed needs the memory, and reads its state from disk."""
+        """Frees the sub-group, written back if it has changed: DeepSpeed needs the memory, and reads from disk."""
         if self._present is None:
             return
         if self._changed:
@@ -109,20 +109,20 @@ class Masters:
         self._changed = False
 
     def create_state(self, state_of: Callable[[torch.Tensor, torch.Tensor], dict[str, torch.Tensor]]) -> None:
-        """Creates the state as after some steps, which the optimizer itself creates only in its first step.
+        """Creates the optimizer's state, which it would otherwise create in its first step.
 
         state_of: maps (a parameter, the flat tensor that contains it) to the state of that tensor.
         """
         for group, flat in enumerate(self.flats):
-            self._bring_in(group)  # the flat tensor has no elements before
+            self._bring_in(group)  # until then, the flat tensor has no elements
             self._optimizer.optimizer.state[flat] = state_of(self.groups[group][0], flat)
             if group == self._present:
-                # DeepSpeed registers new tensors in the next swap-out, and only then reads them back.
+                # DeepSpeed registers new tensors when it swaps them out, and only then can read them back.
                 self._changed = True
                 self.release()
 
     def part(self, parameter: torch.Tensor, key: str | None) -> torch.Tensor:
-        """Returns this rank's elements of a master weight (key None) or a moment, flat; valid until the next call."""
+        """Returns this rank's part of a master weight (key None) or a moment, flat; valid until the next call."""
         place = self.places[parameter]
         self._bring_in(place.group)
         flat = self.flats[place.group]
@@ -130,7 +130,7 @@ class Masters:
 
     @torch.no_grad()
     def gathered(self, parameter: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
-        """Returns the whole, flat, on every rank, of which each gives its part; a collective call."""
+        """Returns the whole flat tensor on every rank, from the parts of all; a collective call."""
         ranges = self.places[parameter].ranges
         part = part.to(self._device)
         if self._stage == 3:
@@ -146,7 +146,7 @@ class Masters:
 
     @torch.no_grad()
     def set(self, parameter: torch.Tensor, key: str | None, whole: torch.Tensor) -> None:
-        """Copies this rank's part of `whole` into a master weight and the weight that computes, or into a moment."""
+        """Copies this rank's part of `whole` into a master weight and the forward pass's weight, or into a moment."""
         first, end = self.places[parameter].mine
         self.part(parameter, key).copy_(whole.flatten()[first:end])
         self._changed = self._present is not None
@@ -155,17 +155,17 @@ class Masters:
 
     @torch.no_grad()
     def compute_with(self, parameter: torch.Tensor, whole: torch.Tensor) -> None:
-        """Copies a whole weight into the one that computes."""
+        """Copies a whole weight into that of the forward pass."""
         if self._stage == 3:
             first, end = self.places[parameter].mine
             parameter.ds_tensor[: end - first] = whole.flatten()[first:end]
-        if parameter.numel() == whole.numel():  # in stage 3 small parameters stay gathered between steps
+        if parameter.numel() == whole.numel():  # stage 3 keeps small parameters gathered between steps
             parameter.copy_(whole.view_as(parameter))
 
     def pieces(
         self, matrices: Mapping[torch.Tensor, HiddenMatrix], holders: Holders
     ) -> dict[torch.Tensor, list[MatrixPiece]]:
-        """Returns {flat tensor: its pieces of the parameters that are matrices}."""
+        """Returns {flat tensor: its pieces of matrices}, for Muon."""
         found: dict[torch.Tensor, list[MatrixPiece]] = {}
         for parameter, place in self.places.items():
             if parameter not in matrices:
@@ -182,7 +182,7 @@ class Masters:
         return found
 
     def parts(self, holders: Holders) -> dict[torch.Tensor, list[ParameterPart]]:
-        """Returns {flat tensor: its parts of all parameters}."""
+        """Returns {flat tensor: its parts of all parameters}, for Adafactor."""
         found: dict[torch.Tensor, list[ParameterPart]] = {}
         for parameter, place in self.places.items():
             first, end = place.mine

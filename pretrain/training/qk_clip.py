@@ -11,7 +11,6 @@ The largest logits come from the step's own forward passes (`model.largest_logit
 Shapes: L layers with attention, H query heads, G key heads, N query heads for each key head.
 """
 
-import functools
 from dataclasses import dataclass
 
 import torch
@@ -20,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
-from pretrain.model.build import build_model, transposed_names
+from pretrain.model.build import build_model, once_per_config, transposed_names
 from pretrain.model.largest_logits import RECORD
 from pretrain.model.small_copy import (
     TOLERANCE,
@@ -32,8 +31,7 @@ from pretrain.model.small_copy import (
     relative_difference,
 )
 from pretrain.optim.optimizers import local_tensor
-from pretrain.optim.tiles import take, whole_tile
-from pretrain.parallel.mesh_tiles import tile_of
+from pretrain.optim.tiles import take, tile_of, whole_tile
 from pretrain.parallel.strategy import Strategy
 
 ATTENTIONS = ("groundwork_sdpa", "groundwork_eager", "groundwork_fa2", "groundwork_fa3")
@@ -177,14 +175,14 @@ def qk_clip_problem(model_config: PreTrainedConfig, attention: str) -> str | Non
             f"optim.muon.qk_clip: does not run with the attention {attention}, whose masks it does not know; use "
             "attention: auto, sdpa or eager with a model for which they run, or null"
         )
-    return _qk_clip_problem(KeyedConfig.of(model_config))
+    return _scaling_problem(model_config)
 
 
-@functools.lru_cache(maxsize=64)
+@once_per_config
 @one_thread()
-def _qk_clip_problem(keyed: KeyedConfig) -> str | None:
-    reference = reference_of(keyed)
-    model_type = keyed.config.model_type
+def _scaling_problem(model_config: PreTrainedConfig) -> str | None:
+    reference = reference_of(KeyedConfig.of(model_config))
+    model_type = model_config.model_type
     observed: dict[nn.Module, tuple[Tensor, Tensor]] = {}
 
     def observing(module, query, key, value, mask, **arguments):

@@ -14,7 +14,7 @@ import torch
 
 from pretrain.config import Loss, RunConfig, WindowSpec
 from pretrain.model.attention import classes_in_rows
-from pretrain.model.build import KeyedConfig, build_meta_model, library_attention
+from pretrain.model.build import KeyedConfig, build_meta_model, library_attention, once_per_config
 from pretrain.model.compile import layers_of
 from pretrain.model.fp8 import fp8_layers
 from pretrain.model.loss import CPU_PIECE_BYTES, choose_loss, tokens_of_chunk
@@ -266,14 +266,10 @@ class Memory:
         return self.parameters + self.gradients + self.optimizer + self.activations + self.buffers
 
 
+@once_per_config
 def sizes_of(model_config: Any) -> Sizes:
     """Counts the parameters of a model, which is built without storage, once per configuration."""
-    return _sizes(KeyedConfig.of(model_config))
-
-
-@functools.lru_cache(maxsize=64)
-def _sizes(keyed: KeyedConfig) -> Sizes:
-    model = build_meta_model(keyed.config)
+    model = build_meta_model(model_config)
     parameters = ModelShapes.of(model)
     elements = {name: math.prod(shape) for name, shape in parameters.shapes.items()}
     heads = [name for name in elements if is_output_head(name) and name not in parameters.embeddings]
@@ -288,9 +284,9 @@ def _sizes(keyed: KeyedConfig) -> Sizes:
         layers=len(layers),
         largest=max(elements.values()),
         shapes=parameters,
-        vocabulary=keyed.config.vocab_size,
-        width=keyed.config.hidden_size,
-        exchanged_width=exchanged_width(keyed.config),
+        vocabulary=model_config.vocab_size,
+        width=model_config.hidden_size,
+        exchanged_width=exchanged_width(model_config),
         routers=len(routers),
         choices=max((experts_per_token(router, model.config) or 0 for router in routers), default=0),
         in_fp8=sum(linear.weight.numel() for linear in fp8_layers(model)),

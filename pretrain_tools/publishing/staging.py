@@ -221,7 +221,7 @@ def write_rounded(source: Path, target: Path, dtype: str, *, trusted: bool) -> N
         register_code_of(str(source))
     published = PublishedNames.of(load_model_config(str(source)))
     saved = SavedTensors(source, "model")
-    group = TensorGroup(saved.shapes(), dict.fromkeys(saved, torch.float32), saved)
+    group = TensorGroup(saved.shapes(), dict.fromkeys(saved, torch.float32), saved.__getitem__)
     # Buffers stay in fp32, as in final/: a router's bias that is rounded would choose other experts.
     buffers = {name for name, _ in published.meta_model.named_buffers()}
     dtypes = dict.fromkeys(saved.keys() - buffers, DTYPES[dtype])

@@ -8,8 +8,7 @@ makes a model soup (Wortsman et al., arXiv 2203.05482).
 import json
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -29,24 +28,6 @@ from pretrain_tools.runs.addresses import ModelAddress, find_models
 MERGE_FILE = "merge.json"
 LEFT_BEHIND = {SEAL_FILE, PROVENANCE_FILE, SIGNATURE_FILE, CARD_FILE, PICTURE_FILE, MERGE_FILE, "trainer_state.json"}
 """Files that describe a single model and are not copied to the merged one."""
-
-
-@dataclass(frozen=True)
-class MeanTensors(TensorGroup):
-    """The mean of each tensor over several models, accumulated in fp64 on access and returned in fp32."""
-
-    models: Sequence[Mapping[str, torch.Tensor]]
-    published: PublishedNames
-    """Mapping to the tensor names that Transformers expects in the folder."""
-
-    def whole(self, name: str, wanted: bool = True) -> torch.Tensor | None:
-        if not wanted:
-            return None
-        # An fp32 sum over many models would round away the small differences between them.
-        total = self.models[0][name].double()
-        for model in self.models[1:]:
-            total += model[name]
-        return (total / len(self.models)).float()
 
 
 def merge_models(
@@ -80,14 +61,15 @@ def merge_models(
     output = problems.attempt(output_folder, addresses, output)
     problems.stop_if_any()
     prefix = "model" if weights == "raw" else "average"
-    group = problems.attempt(mean_of, names, folders, prefix, trusted=trust_remote_code)
+    mean = problems.attempt(mean_of, names, folders, prefix, trusted=trust_remote_code)
     problems.stop_if_any()
+    group, published = mean
     require_room(output, group)
     # Write to a hidden folder and rename it at the end, so that the output is complete or absent.
     unfinished = output.with_name(f".saving-{output.name}")
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)
-    files = write_group(unfinished, "model", group, 0, 1, published=group.published)
+    files = write_group(unfinished, "model", group, 0, 1, published=published)
     describe_mean(unfinished, folders[-1], {"models": names, "weights": weights})
     commit(unfinished, output, files)
     return output, names
@@ -127,8 +109,14 @@ def output_folder(addresses: Sequence[ModelAddress], asked: Path | None) -> Path
     return asked
 
 
-def mean_of(names: Sequence[str], folders: Sequence[Path], prefix: str, *, trusted: bool) -> MeanTensors:
-    """Returns the lazy mean of the tensors in these folders. Raises InputError if the architectures differ."""
+def mean_of(
+    names: Sequence[str], folders: Sequence[Path], prefix: str, *, trusted: bool
+) -> tuple[TensorGroup, PublishedNames]:
+    """Returns (mean of the tensors in these folders, their names in published models).
+
+    Each mean is computed in fp64 when it is fetched, and returned in fp32. Raises InputError if the architectures
+    differ.
+    """
     problems = Problems()
     for folder in folders if trusted else ():
         problems.attempt(register_code_of, str(folder))
@@ -155,7 +143,15 @@ def mean_of(names: Sequence[str], folders: Sequence[Path], prefix: str, *, trust
                 "under which the same weights are another model; merge checkpoints of one stage"
             )
     problems.stop_if_any()
-    return MeanTensors(shapes, dict.fromkeys(shapes, torch.float32), {}, models, published)
+
+    def mean(name: str) -> torch.Tensor:
+        # An fp32 sum over many models would round away the small differences between them.
+        total = models[0][name].double()
+        for model in models[1:]:
+            total += model[name]
+        return (total / len(models)).float()
+
+    return TensorGroup(shapes, dict.fromkeys(shapes, torch.float32), mean), published
 
 
 def require_room(output: Path, group: TensorGroup) -> None:

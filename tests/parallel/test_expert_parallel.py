@@ -41,7 +41,7 @@ def problems(recipe, tmp_path, monkeypatch):
         ({}, 2, "all", ""),
         ({}, 8, "4", ""),
         (TINY_OLMOE, 4, "2", ""),
-        (TINY_LLAMA, 2, "all", "model: llama has no experts that could be divided; use ddp or fsdp2"),
+        (TINY_LLAMA, 2, "all", "model: llama has no experts to divide; use ddp or fsdp2"),
         ({}, 3, "all", "model: 8 experts in a layer cannot be divided by 3 expert-parallel processes; 2, 4, 8 can be"),
         (
             {},
@@ -60,7 +60,7 @@ def problems(recipe, tmp_path, monkeypatch):
             | {"model_type": "llama4_text", "num_local_experts": 8, "head_dim": 16, "attention_chunk_size": 32},
             2,
             "all",
-            "model: llama4_text has no experts that could be divided; use ddp or fsdp2",
+            "model: llama4_text has no experts to divide; use ddp or fsdp2",
         ),
     ],
 )

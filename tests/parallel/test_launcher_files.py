@@ -169,7 +169,7 @@ def test_everything_wrong_in_a_deepspeed_file_is_said_at_once(tmp_path, config):
         "zero_optimization.overlap_com is unknown; did you mean overlap_comm?",
         "zero_optimization.offload_param.pin is unknown",
         "aio.queue_dept is unknown; did you mean queue_depth?",
-        "offload_param.device: nvme is not run here; use cpu",
+        "offload_param.device: nvme is not supported; use cpu",
     ):
         assert message in problems
     assert "train_batch_size" not in problems, "auto leaves the number to the recipe"

@@ -18,6 +18,11 @@ from support.mesh_products import MODELS, name_of, variables
 from support.project import events, launch
 
 STEPS, SPOILED = 12, 11
+SEED = 4
+"""With it, the logits of a token's last chosen expert and the next one are at least 1.5e-5 apart, in every layer and
+step. Layouts round differently, which moves these logits by up to 2e-6 within ten steps. With seed 1, one token's are
+3e-6 apart in step 10 and traded places under pp2 dp_shard2 ep2: the loss of step 12 was off by 2e-6. In fp64 they do
+not, and all gradient norms agree within 1e-8."""
 PRODUCTS = [("dense", Sizes(pp=2, tp=2))]
 if os.environ.get("STRATEGIES") == "all":
     PRODUCTS += [
@@ -41,7 +46,7 @@ def runs(shards, tmp_path_factory) -> Path:
     recipe = {
         "model": "set below",
         "output": str(folder / "run"),
-        "seed": 1,
+        "seed": SEED,
         "precision": "fp32",
         "data": {
             "stages": [
@@ -93,18 +98,16 @@ def near(expected: list, found: list, rel: float) -> bool:
     return [step for step, _ in found] == [*steps] and [value for _, value in found] == pytest.approx(values, rel=rel)
 
 
-UNEXPLAINED = {"moe pp2 dp_shard2 ep2": "2e-6 in the loss of step 12: perhaps a token whose experts nearly tie"}
+def expert_counts(checkpoint: Path) -> list:
+    return json.loads((checkpoint / "trainer_state.json").read_text())["state"]["expert_counts"]
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=pytest.mark.xfail(reason=UNEXPLAINED[name])) if name in UNEXPLAINED else name
-        for name in CASES
-    ],
-)
+@pytest.mark.parametrize("name", CASES)
 def test_a_product_does_what_one_process_does(runs, name):
     expected, found = runs / f"{CASES[name][0]} alone", runs / name
+    for checkpoint in sorted((expected / "checkpoints").glob("step-*")):
+        counts = expert_counts(found / "checkpoints" / checkpoint.name)
+        assert counts == expert_counts(checkpoint), f"a token of {checkpoint.name} has other experts: see SEED"
     for kind in ("train", "validation"):
         assert near(figures(expected, kind, "loss"), figures(found, kind, "loss"), 1e-6), kind
     assert figures(found, "rollback", "data") == figures(expected, "rollback", "data") != []

@@ -15,8 +15,8 @@ from pretrain.parallel.rendezvous import (
     interfaces_by_address,
     is_loopback,
     local_address_towards,
-    meet_afresh,
-    told_by_first,
+    renew_store,
+    text_of_first,
 )
 from support.project import free_port
 
@@ -28,11 +28,11 @@ def test_a_restart_has_a_store_of_its_own_and_a_first_attempt_the_launchers(monk
     environment |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    meet_afresh()
+    renew_store()
     assert {name: os.environ[name] for name in environment} == environment
 
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "2")
-    meet_afresh()
+    renew_store()
     port = int(os.environ["MASTER_PORT"])
     assert port != launchers.port and os.environ["TORCHELASTIC_USE_AGENT_STORE"] == "False"
     own = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, multi_tenant=True)  # as torch does
@@ -41,7 +41,7 @@ def test_a_restart_has_a_store_of_its_own_and_a_first_attempt_the_launchers(monk
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("MASTER_PORT", str(launchers.port))
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
-    meet_afresh()
+    renew_store()
     assert int(os.environ["MASTER_PORT"]) == port, "the port that rank 0 has chosen"
 
 
@@ -60,7 +60,7 @@ def test_the_first_process_tells_all_others_in_every_attempt(monkeypatch, hosted
             for rank in range(3):
                 monkeypatch.setenv("RANK", str(rank))
                 monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(attempt))
-                heard.append(told_by_first(str(number), lambda said=f"{attempt} {number} {rank}": said))
+                heard.append(text_of_first(str(number), lambda said=f"{attempt} {number} {rank}": said))
             assert heard == [f"{attempt} {number} 0"] * 3
     assert rendezvous.host_store.cache_info().currsize == (0 if is_hosted else 1)
 
@@ -177,7 +177,7 @@ def test_gloos_group_is_left_to_accelerate(monkeypatch):
 
     monkeypatch.setattr(strategy, "join_nccl", lambda: pytest.fail("there is no GPU"))
     monkeypatch.setattr(strategy, "device_type", lambda: "cpu")
-    monkeypatch.setattr(strategy, "meet_afresh", lambda: None)
+    monkeypatch.setattr(strategy, "renew_store", lambda: None)
     monkeypatch.setattr(strategy.Strategy, "make_accelerator", stop)
     with pytest.raises(Stop):
         strategy.Strategy("fp32")

@@ -93,7 +93,7 @@ def test_a_model_that_cannot_be_split_is_refused(model_type, size, message):
 
 def test_a_size_of_each_layer_is_refused():
     config = AutoConfig.for_model("gemma3n_text")
-    assert "model: gemma3n_text does not run under tp: its layers do not share one intermediate_size" in plan_problem(
+    assert "model: gemma3n_text does not run under tp: its layers differ in intermediate_size" in plan_problem(
         config, 2
     )
 
