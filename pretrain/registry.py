@@ -153,6 +153,7 @@ def load_extensions(files: Iterable[str]) -> None:
         if path.suffix != ".py" or not path.is_file():
             raise InputError(f"extensions: {file}: no such Python file")
         digest = digest_of([path])
+        # Named by its content: the same file is imported once, an edited one again.
         import_file(path, f"groundwork_extension_{digest}")
         if (loaded := str(path.absolute())) not in EXTENSIONS:
             EXTENSIONS.append(loaded)

@@ -1,8 +1,8 @@
-"""Measures what happens inside a model, layer by layer, at steps far apart; every other step runs as without it.
+"""Measures a model layer by layer at occasional steps; all other steps run as if this did not exist.
 
 These are, for each layer: the root mean square (RMS) of the activations it returns, of its weights, of their gradients
 before clipping and of their change by the step; its largest attention logit, before the softmax; and the share of its
-feed-forward units that no token switches on. The embedding and the head count as layers of their own.
+feed-forward units that no token activates. The embedding and the head count as layers of their own.
 
 Activations, logits and units come from one more forward pass of the step's last micro-batch after the update, without
 gradients and without compiled code: hooks within compiled layers would change what every other step runs.
@@ -139,7 +139,7 @@ class Watched:
 
     @contextmanager
     def attached(self) -> Iterator[None]:
-        """Watches the layers while its body runs."""
+        """Records the layers during the with block."""
         with ExitStack() as stack:
             for number, layer in enumerate(self.layers):
                 stack.enter_context(removed(layer.register_forward_hook(self.output_hook(number))))

@@ -49,7 +49,7 @@ def test_the_end_always_says_where_the_run_stands(tmp_path, known):
         (tmp_path / "metrics.jsonl").write_text('{"event": "train", "step": 7, "tokens": 70}\n{"event": "warning"}\n')
     metrics = Metrics(tmp_path, is_main=True)
     if known == "told":
-        metrics.stands_at(7, 70)
+        metrics.set_position(7, 70)
     metrics.end(18, "preempted")
     end = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])
     assert (end["event"], end["step"], end["tokens"]) == ("end", *((0, 0) if known == "nothing" else (7, 70)))
