@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from pretrain.gpus import CPU, Gpu, gpu_called
+from pretrain.gpus import gpu_called
 from pretrain.units import bytes_text, counted
 
 M_TRIM_THRESHOLD = -1
@@ -175,31 +175,6 @@ def peak_flops(device: torch.device, precision: str) -> tuple[float | None, str]
     size = 256 if precision == "bf16" and missing_bf16("cpu") else 1024  # emulated, the larger size takes seconds
     flops = measured_matrix_flops(dtype, device, size=size)
     return flops, f"measured {dtype} matmul on {torch.get_num_threads()} threads"
-
-
-def cpu_as_gpu(processes: int, flops: float | None = None) -> Gpu:
-    """Describes this machine's processors as a GPU for plan.py, shared by this many processes.
-
-    It has neither a price nor a rated power, which are unknown.
-
-    flops: FLOP/s of one process; None: measured for all together (0.5 s).
-    """
-    has_bf16 = missing_bf16("cpu") is None
-    if flops is None:
-        flops = peak_flops(torch.device("cpu"), "bf16" if has_bf16 else "fp32")[0] / processes
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return Gpu(
-        CPU,
-        memory_bytes=memory / processes,
-        bf16_flops=flops,
-        fp8_flops=None,
-        memory_bytes_per_second=2e10,
-        link_bytes_per_second=5e9,
-        network_bytes_per_second=1e8,
-        watts=0.0,
-        price_per_hour=0.0,
-        has_bf16=has_bf16,
-    )
 
 
 def measured_matrix_flops(

@@ -4,7 +4,6 @@ Shapes: B windows, R some of them, T positions, Q queries of a block, K keys, H 
 for each key head, E width of a head.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -106,6 +105,5 @@ def record_largest_logits(causal_lm: PreTrainedModel) -> None:
                 record_H.copy_(torch.maximum(record_H, found_H))
         return attend(module, query, key, value, mask, **arguments)
 
-    registered: Callable = recording
-    AttentionInterface.register(RECORDING, registered)
+    AttentionInterface.register(RECORDING, recording)
     causal_lm.set_attn_implementation(RECORDING)

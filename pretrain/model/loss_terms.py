@@ -216,21 +216,6 @@ class LossTerms:
         return {f"loss_{name}": value / count for name, value in zip(self.terms, sums, strict=True) if count}
 
 
-def modules_to_count(settings: Loss, model_config: PreTrainedConfig) -> nn.ModuleDict:
-    """Builds what terms train without storage, to count it. Raises InputError with the reason of one that fails."""
-    modules = nn.ModuleDict()
-    for name, given in settings.terms.items():
-        made = LOSS_TERMS[name]
-        if not made.has_parameters():
-            continue
-        try:
-            with torch.device("meta"):
-                modules[name] = made(made.Options.model_validate(given or {}), model_config).module()
-        except Exception as error:  # an extension's code may raise anything
-            raise InputError(f"loss.terms.{name}: its module cannot be built without storage: {error}") from error
-    return modules
-
-
 def _of_tokens(name: str, value: Any, seen: Seen) -> Tensor:
     """Returns what a term returned. Raises InputError unless it is a tensor with a number for each token, or one."""
     if isinstance(value, Tensor) and (value.shape == seen.targets_BT.shape or value.numel() == 1):

@@ -171,14 +171,14 @@ def continued(
             )
         if other_length:
             origin = {**origin, "sample": sample}
-    batches = plan.batches.continued(
-        ramp, state.left_out, (), DataPosition.of_json(origin) if origin is not None else None
+    batches = plan.batches.changed(
+        ramp=ramp, skipped=state.left_out, origin=DataPosition.of_json(origin) if origin is not None else None
     )
     if len(plan.stages) > 1:
         stage_starts = [] if other_length else planned.get("stage_starts", plan.batches.stage_starts)
         batches = batches.passing(stage_starts, sample)
     # Without skipped ranges: `Run.replan` skips them, also after a later rollback.
-    batches = batches.continued(ramp, (), batches.passed, batches.origin)
+    batches = batches.changed(skipped=())
     schedule = _continued_schedule(config, total_steps, contents, state, changes)
     return replace(plan, ramp=ramp, ramp_steps=ramp_steps, batches=batches, schedule=schedule)
 

@@ -140,11 +140,11 @@ class Watched:
     @contextmanager
     def attached(self) -> Iterator[None]:
         """Records the layers during the with block."""
-        with ExitStack() as stack:
+        with ExitStack() as stack:  # a hook's handle removes it at the end
             for number, layer in enumerate(self.layers):
-                stack.enter_context(removed(layer.register_forward_hook(self.output_hook(number))))
+                stack.enter_context(layer.register_forward_hook(self.output_hook(number)))
                 for matrix in last_matrices(layer):
-                    stack.enter_context(removed(matrix.register_forward_pre_hook(self.units_hook(number))))
+                    stack.enter_context(matrix.register_forward_pre_hook(self.units_hook(number)))
             stack.enter_context(self.attention())
             yield
 
@@ -211,15 +211,6 @@ class Watched:
             "largest_logit": [logit if math.isfinite(logit) else None for logit in logits],
             "units_off": [a / b if b else None for a, b in zip(off, units, strict=True)],
         }
-
-
-@contextmanager
-def removed(handle: Any) -> Iterator[None]:
-    """Removes a hook at the end."""
-    try:
-        yield
-    finally:
-        handle.remove()
 
 
 def last_matrices(layer: nn.Module) -> list[nn.Module]:

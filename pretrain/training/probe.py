@@ -155,14 +155,9 @@ def _causality_problem(model: PreTrainedModel) -> str | None:
 
 def _judge(reference: PreTrainedModel, attention: str, window: WindowSpec) -> Judgement:
     judgement = Judgement()
-    dtype = ON_GPU_ALONE.get(implementation_of(attention), torch.float32)
-    device = torch.device("cuda" if implementation_of(attention) in ON_GPU_ALONE else "cpu")
-    tolerance = TOLERANCE if dtype == torch.float32 else BF16_TOLERANCE
     try:
-        model = build_model(reference.config, seed=0, attention=attention).eval()
-        # The reference's weights, under which tokens affect each other.
-        model.load_state_dict(reference.state_dict())
-        model.to(device, dtype)
+        model = _with_attention(reference, attention)
+        tolerance = TOLERANCE if model.dtype == torch.float32 else BF16_TOLERANCE
         ids_BT = ReferenceWindow.of(model.config).inputs_BT
         difference = relative_difference(logits_of(model, ids_BT), logits_of(reference, ids_BT))
         if difference > tolerance:
@@ -178,15 +173,22 @@ def _judge(reference: PreTrainedModel, attention: str, window: WindowSpec) -> Ju
     return judgement
 
 
+def _with_attention(reference: PreTrainedModel, attention: str) -> PreTrainedModel:
+    """Copies the reference with another attention, to the device and dtype in which that is tested."""
+    implementation = implementation_of(attention)
+    model = build_model(reference.config, seed=0, attention=attention).eval()
+    # The reference's weights, under which tokens affect each other.
+    model.load_state_dict(reference.state_dict())
+    device = "cuda" if implementation in ON_GPU_ALONE else "cpu"
+    return model.to(device, ON_GPU_ALONE.get(implementation, torch.float32))
+
+
 def _mixers(reference: PreTrainedModel, attention: str, window: WindowSpec) -> set[str]:
     """Names the classes of layer parts, other than this attention, that mix documents; none if it cannot run."""
     from pretrain.model.document_rows import leaking_classes
 
-    device = torch.device("cuda" if attention in ON_GPU_ALONE else "cpu")
     try:
-        model = build_model(reference.config, seed=0, attention=attention).eval()
-        model.load_state_dict(reference.state_dict())
-        model.to(device, ON_GPU_ALONE.get(attention, torch.float32))
+        model = _with_attention(reference, attention)
         inputs = _inputs(model, with_rows(attention, ["any"]), window)
         arguments = {name: value for name, value in inputs.items() if name not in ("input_ids_BT", "targets_BT")}
         return leaking_classes(model, inputs["input_ids_BT"], DOCUMENT_LENGTHS[0][0], arguments)

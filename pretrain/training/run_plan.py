@@ -177,7 +177,7 @@ class RunPlan(ModelPlan):
 
     def leaving_out(self, ranges: Sequence[SkippedRange]) -> "RunPlan":
         """Returns the plan without these samples; later ones take their place."""
-        return replace(self, batches=self.batches.leaving_out(ranges)) if ranges else self
+        return replace(self, batches=self.batches.changed(skipped=ranges)) if ranges else self
 
     def annealing(self, from_step: int | None, steps: int | None) -> "RunPlan":
         """Returns the plan ended by a decay over `steps` steps from `from_step`; None leaves it unchanged."""

@@ -187,7 +187,7 @@ def test_what_the_first_cannot_read_fails_in_all_and_the_next_ids_are_the_right_
 def test_processes_at_different_steps_would_be_seen(dispatchers):
     first, other = (d.take(7 + d.rank, lambda rank: np.zeros(1, np.uint16)) for d in dispatchers)
     assert first.result().tolist() == [0]
-    with pytest.raises(RuntimeError, match="has sent ids 7 where 8 were due"):
+    with pytest.raises(RuntimeError, match="sent batch 7 instead of batch 8"):
         other.result()
 
 

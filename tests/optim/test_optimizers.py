@@ -325,7 +325,7 @@ def test_state_that_does_not_fit_is_refused_in_full_and_changes_nothing():
     saved["up.bias.exp_avg_sq"] = torch.zeros(3)
     with pytest.raises(InputError) as error:
         load_state(optimizer, model, saved)
-    assert "not that of AdamW on this model" in str(error.value)
+    assert "does not fit AdamW on this model" in str(error.value)
     for part in (
         "1 missing (up.weight.exp_avg)",
         "1 unexpected (other.weight.exp_avg)",
