@@ -74,10 +74,10 @@ def test_what_is_used(gpu, attention, capability, dtype, window, used):
 @pytest.mark.parametrize(
     ("values", "capability", "reason"),
     [
-        ({"head_dim": 320}, (9, 0), "has no kernels for heads of 320 here"),
+        ({"head_dim": 320}, (9, 0), "has no kernels for heads of width 320 here"),
         ({"head_dim": 256}, (9, 0), None),
-        ({"head_dim": 200}, (8, 9), "has no kernels for heads of 200 here"),
-        ({"hidden_size": 4096, "num_attention_heads": 8}, (9, 0), "has no kernels for heads of 512 here"),
+        ({"head_dim": 200}, (8, 9), "has no kernels for heads of width 200 here"),
+        ({"hidden_size": 4096, "num_attention_heads": 8}, (9, 0), "has no kernels for heads of width 512 here"),
         ({"attention_dropout": 0.1}, (9, 0), "has no dropout, which this model's attention uses in training"),
         ({"model_type": "deepseek_v3"}, (9, 0), "has no kernels for values of width 128 with keys of width 192"),
     ],
