@@ -52,7 +52,7 @@ from pretrain.training.resuming import load_checkpoint, open_run, roll_back
 from pretrain.training.run_plan import derive, due_after, resolve_auto, steps_between
 from pretrain.training.run_records import banner
 from pretrain.training.starting import with_recorded_end
-from pretrain.training.steps import after_step, answer, begin, begin_step, compare_copies, count_step
+from pretrain.training.steps import after_step, answer, begin, begin_step, compare_replicas, count_step
 from pretrain.training.validation import data_problems, open_validation
 
 
@@ -96,7 +96,7 @@ def main(asked: CommandLine, config: RunConfig, strategy: Strategy, last_step: i
         profile = StepProfile(run, read_ahead, asked.profile)
     model.train()
     while run.state.step < run.plan.total_steps:
-        # The step: a pure function of the step's number in every run of this recipe.
+        # A step depends on its number alone, so a resumed run repeats it exactly.
         step = begin_step(run)  # if a stage begins here, the model switches to its windows and positions
         plan = run.plan
         learning_rate = plan.learning_rate(step) * run.state.learning_rate_factor
@@ -106,10 +106,11 @@ def main(asked: CommandLine, config: RunConfig, strategy: Strategy, last_step: i
         for micro_step in range(micro_steps):
             with throughput.loading_data():
                 batch = read_ahead.micro_batch(plan, step, micro_step)
+            # By step, micro-step and rank, so that a resumed run draws the same masks.
             seed_dropout(key_of(config.seed, step, micro_step, strategy.dropout_rank) % 2**63, strategy.device)
             with strategy.accumulate(is_last=micro_step == micro_steps - 1):
                 loss, cross_entropy = model(**batch)
-                strategy.backward(loss / micro_steps)
+                strategy.backward(loss / micro_steps)  # every micro-batch has as many targets: a mean of means
             step_loss += cross_entropy / micro_steps
             run.watch.beat()
         grad_norm, skipped = strategy.update(config.optim.max_grad_norm)
@@ -124,13 +125,13 @@ def main(asked: CommandLine, config: RunConfig, strategy: Strategy, last_step: i
         show_progress(run, reports)
         report_saves(run)
         if bad is not None:
-            roll_back(run, bad)  # to an earlier checkpoint, then on with other data or a lower learning rate
+            roll_back(run, bad)  # to an earlier checkpoint, to continue with other data or a lower learning rate
             continue
         if due.validates:
             validate(run)
         if run.wants_decay:
             decay(run)  # before the save, so that the checkpoint records it
-        if due.saves or run.wants_save:
+        if due.saves or run.wants_save:  # waits if an evaluation reads it next, or if somebody waits for the answer
             save(run, wait=due.evaluates or run.request != Request.NONE, required=due.is_last)
         if due.evaluates:
             evaluate(run)
@@ -138,8 +139,8 @@ def main(asked: CommandLine, config: RunConfig, strategy: Strategy, last_step: i
             sample(run)
         if due.diagnoses:
             diagnose(run, batch)
-        if due.compares_copies:
-            compare_copies(run)
+        if due.compares_replicas:
+            compare_replicas(run)
         if run.ends or due.pauses:
             return end_early(run)
         if profile is not None:

@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from pretrain.optim.optimizers import OPTIMIZERS  # noqa: E402
-from pretrain.optim.scaling_laws import batch_by_law  # noqa: E402
+from pretrain.optim.scaling_laws import scaling_law_batch  # noqa: E402
 
 RESULTS = ROOT / "bench" / "auto_rates.json"
 VOCABULARY = 4096
@@ -52,7 +52,7 @@ class Size:
 
     @property
     def tokens_per_step(self) -> int:
-        return max(LENGTH, 2 ** round(math.log2(batch_by_law(self.tokens))))
+        return max(LENGTH, 2 ** round(math.log2(scaling_law_batch(self.tokens))))
 
     def model(self) -> dict:
         return {
@@ -109,8 +109,8 @@ def centre(size: Size) -> float:
     return 0.00235 * (size.parameters / 108e6) ** (-1 / 3)
 
 
-def auto_rate(size: Size, optimizer: str) -> float:
-    return OPTIMIZERS[optimizer].auto_rate(size.parameters, size.tokens_per_step)
+def auto_learning_rate(size: Size, optimizer: str) -> float:
+    return OPTIMIZERS[optimizer].auto_learning_rate(size.parameters, size.tokens_per_step)
 
 
 def train(name: str, optimizer: str, rate: float, share: float, shards: str) -> Point:
@@ -160,8 +160,8 @@ def next_rate(name: str, optimizer: str, points: list[Point]) -> float | None:
     if best in (min(rates), max(rates)):
         return float(f"{best * (1.7 if best == max(rates) else 1 / 1.7):.3g}")
     # The loss of auto is interpolated, so its learning rate must be inside the sweep.
-    if not min(rates) <= auto_rate(SIZES[name], optimizer) <= max(rates):
-        below = auto_rate(SIZES[name], optimizer) < min(rates)
+    if not min(rates) <= auto_learning_rate(SIZES[name], optimizer) <= max(rates):
+        below = auto_learning_rate(SIZES[name], optimizer) < min(rates)
         return float(f"{min(rates) / 1.7 if below else max(rates) * 1.7:.3g}")
     return None
 
@@ -240,7 +240,7 @@ def table(points: list[Point]) -> str:
             if len(own) < 2:
                 continue
             rate, loss = best_of(own)
-            auto = auto_rate(size, optimizer)
+            auto = auto_learning_rate(size, optimizer)
             here = loss_at(own, auto)
             swept = ", ".join(
                 f"{p.learning_rate:.2g}: {p.loss:.3f}" for p in sorted(own, key=lambda p: p.learning_rate)

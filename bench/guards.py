@@ -125,17 +125,17 @@ def cost_of(run, begun: list[float], seconds: list[float]) -> GuardCost:
     """Computes the costs from the times at which the loop called the guards, and the duration of each call."""
     import psutil
 
-    from pretrain.training.steps import compare_copies
+    from pretrain.training.steps import compare_replicas
 
     measured = begun[WARM_UP_STEPS:]
     thread = next(thread.native_id for thread in threading.enumerate() if thread.name == "watch")
     watch = next(times.user_time + times.system_time for times in psutil.Process().threads() if times.id == thread)
-    compare_copies(run)
+    compare_replicas(run)
     compares = []
     for _ in range(3):
         run.strategy.ranks.barrier()
         start = time.perf_counter()
-        compare_copies(run)
+        compare_replicas(run)
         compares.append(time.perf_counter() - start)
     return GuardCost(
         step=statistics.median(after - before for before, after in itertools.pairwise(measured)),

@@ -350,7 +350,7 @@ class Optim(Section):
             )
         if self.parametrization == "mup" and self.learning_rate == "auto":
             raise ValueError(
-                "learning_rate: auto is that of this model's size; parametrization: mup needs mup_base_width's"
+                "learning_rate: auto is for this model's size; parametrization: mup needs the one for mup_base_width"
             )
         if self.stochastic_rounding and self.name != "adafactor":
             raise ValueError(f"stochastic_rounding works with name: adafactor (got {self.name})")
@@ -607,7 +607,7 @@ class ModelSource(BaseModel):
             )
         if not isinstance(value.get("config"), str):
             raise ValueError(
-                "config is needed beside the keys that change it: a model's .json file, folder or Hub id (got "
+                "config is needed next to the keys that change it: a model's .json file, folder or Hub id (got "
                 f"{shortened(repr(value.get('config')), 60)})"
             )
         return value

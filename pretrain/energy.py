@@ -125,6 +125,7 @@ def nvml_readers(count: int) -> list[Reader]:
         return []
     readers = []
     for number in range(count):
+        # By UUID: NVML ignores CUDA_VISIBLE_DEVICES, which renumbers the GPUs.
         name = f"GPU-{torch.cuda.get_device_properties(number).uuid}"
         handle = ctypes.c_void_p()
         if nvml.nvmlDeviceGetHandleByUUID(name.encode(), ctypes.byref(handle)):

@@ -6,13 +6,11 @@ providers in 2025; --price_per_gpu_hour overrides them.
 """
 
 import re
-from dataclasses import dataclass, replace
-
-from pretrain.errors import InputError, did_you_mean
+from dataclasses import dataclass
 
 GIB = 2**30
 CPU = "cpu"
-"""Name that stands for this machine's processors in a plan; see hardware.cpu_as_gpu."""
+"""Name that stands for this machine's processors in a plan."""
 
 
 @dataclass(frozen=True)
@@ -91,22 +89,3 @@ def gpu_called(name: str) -> Gpu | None:
 def _words(name: str) -> set[str]:
     """Returns the words of a name; 'rtx' is none, since it may be missing or a part of the next one."""
     return set(re.split(r"[ _-]", name.lower().replace("rtx", ""))) - {""}
-
-
-def find_gpu(name: str, **given: float | None) -> Gpu:
-    """Returns the GPU of this name; given fields of Gpu replace the table's figures.
-
-    A name that is not in the table needs memory_bytes and bf16_flops. Raises InputError without them.
-    """
-    key = name.lower().replace("-", "_").replace(" ", "_")
-    given = {field: value for field, value in given.items() if value is not None}
-    if (known := gpu_called(name)) is not None:
-        return replace(known, **given)
-    if not {"memory_bytes", "bf16_flops"} <= given.keys():
-        raise InputError(
-            f"--gpu: {name} is not in the table{did_you_mean(key, [*GPUS, CPU])}; any other can be described with "
-            "--gpu_memory 80GB and --peak_tflops 989"
-        )
-    # Defaults for a card in a common machine: PCIe 4, 25 Gbit/s, 350 W.
-    common = Gpu(key, 0, 0, None, 1e12, 32e9, 3e9, 350, 0.0)
-    return replace(common, **given)

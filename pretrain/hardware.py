@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from pretrain.gpus import CPU, Gpu, gpu_called
+from pretrain.gpus import gpu_called
 from pretrain.units import bytes_text, counted
 
 M_TRIM_THRESHOLD = -1
@@ -72,12 +72,12 @@ def emulation_of_bf16(device: torch.device) -> str | None:
     if bf16 >= fp32:
         return None
     return (
-        f"bf16 is emulated here ({reason}): its matrix products run at {bf16 / fp32:.2g} of the speed of fp32 "
+        f"bf16 is emulated here ({reason}): its matmuls run at {bf16 / fp32:.2g} of the speed of fp32 "
         f"({bf16 / 1e9:,.3g} against {fp32 / 1e9:,.3g} GFLOP/s)"
     )
 
 
-FEWEST_CORES = 2
+MIN_CORES = 2
 """Cores that a process on a GPU needs: one for its loop, one for what reads ahead, compiles and communicates."""
 INFINIBAND = Path("/sys/class/infiniband")
 """Folder of Linux with an entry for each InfiniBand or RoCE adapter."""
@@ -100,10 +100,10 @@ def few_cores() -> str | None:
     cores = available_cores()
     is_bound = cores < (os.cpu_count() or cores)
     share = cores if is_bound else cores / int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    if share >= FEWEST_CORES:
+    if share >= MIN_CORES:
         return None
     return (
-        f"cores: each process has {share:.2g}, and needs at least {FEWEST_CORES} for the loop, reading ahead and "
+        f"cores: each process has {share:.2g}, and needs at least {MIN_CORES} for the loop, reading ahead and "
         "compiling; under SLURM set --cpus-per-task, and export SRUN_CPUS_PER_TASK for srun"
     )
 
@@ -174,32 +174,7 @@ def peak_flops(device: torch.device, precision: str) -> tuple[float | None, str]
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     size = 256 if precision == "bf16" and missing_bf16("cpu") else 1024  # emulated, the larger size takes seconds
     flops = measured_matrix_flops(dtype, device, size=size)
-    return flops, f"measured {dtype} matrix product on {torch.get_num_threads()} threads"
-
-
-def cpu_as_gpu(processes: int, flops: float | None = None) -> Gpu:
-    """Describes this machine's processors as a GPU for plan.py, shared by this many processes.
-
-    It has neither a price nor a rated power, which are unknown.
-
-    flops: FLOP/s of one process; None: measured for all together (0.5 s).
-    """
-    has_bf16 = missing_bf16("cpu") is None
-    if flops is None:
-        flops = peak_flops(torch.device("cpu"), "bf16" if has_bf16 else "fp32")[0] / processes
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return Gpu(
-        CPU,
-        memory_bytes=memory / processes,
-        bf16_flops=flops,
-        fp8_flops=None,
-        memory_bytes_per_second=2e10,
-        link_bytes_per_second=5e9,
-        network_bytes_per_second=1e8,
-        watts=0.0,
-        price_per_hour=0.0,
-        has_bf16=has_bf16,
-    )
+    return flops, f"measured {dtype} matmul on {torch.get_num_threads()} threads"
 
 
 def measured_matrix_flops(
@@ -287,7 +262,7 @@ def seed_dropout(seed: int, device: torch.device) -> None:
 
 def compute_deterministically() -> None:
     """Makes torch use only kernels that add in one order; an operator without one raises RuntimeError when called."""
-    # cuBLAS reads it when its first handle is made; with other workspaces its sums depend on what runs beside them.
+    # cuBLAS reads it when its first handle is made; with other workspaces its sums depend on concurrent work.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # costs time, and nothing here reads such memory

@@ -339,7 +339,7 @@ def read_run_config(
         values["data"] = {**values.get("data", {}), "sampling": "epochs", "transformations": {}}
     overridden = {key for key, _ in overrides}
     drop_alternatives(values, overridden)
-    # --model FILE must come before --model.KEY VALUE, whatever their order on the command line.
+    # Shortest paths first: --model FILE must come before --model.KEY VALUE, whatever their order on the command line.
     overrides = sorted(overrides, key=lambda override: override[0].count("."))
     problems = Problems(problem for key, text in overrides if (problem := set_dotted(values, key, text)))
     values, _ = with_current_names(values)  # values on the command line

@@ -14,7 +14,8 @@ import hashlib
 import importlib
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from collections import UserDict
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from pkgutil import resolve_name
 from types import ModuleType
@@ -25,12 +26,12 @@ from pretrain.errors import InputError, did_you_mean, shortened
 _Entry = TypeVar("_Entry")
 
 
-class Table(MutableMapping[str, Any]):
+class Table(UserDict[str, Any]):
     """{name in a recipe: what it stands for} of one kind; the project's own are imported when they are asked for."""
 
     def __init__(self, kind: str, own: dict[str, str]):
+        super().__init__(own)
         self.kind = kind
-        self._entries: dict[str, Any] = dict(own)
         self._files: dict[str, str] = {}
 
     def register(self, name: str) -> Callable[[_Entry], _Entry]:
@@ -43,9 +44,9 @@ class Table(MutableMapping[str, Any]):
             if missing := getattr(entry, "__abstractmethods__", None):
                 raise TypeError(f"{entry.__name__}, {self.kind}, needs {' and '.join(sorted(missing))}")
             file = sys.modules[entry.__module__].__file__ or entry.__module__
-            if name in self._entries and self._files.get(name) != file:
+            if name in self.data and self._files.get(name) != file:
                 raise InputError(f"{file}: there is {self.kind} {name} already; choose another name")
-            self._entries[name] = entry
+            self.data[name] = entry
             self._files[name] = file
             return entry
 
@@ -53,25 +54,13 @@ class Table(MutableMapping[str, Any]):
 
     def checked(self, name: str) -> str:
         """Returns a name that is in the table. Raises ValueError for any other."""
-        if name not in self._entries:
+        if name not in self.data:
             raise ValueError(f"{name!r} is not {self.kind}{did_you_mean(name, self)}; a file in extensions can add it")
         return name
 
     def __getitem__(self, name: str) -> Any:
-        entry = self._entries[name]
+        entry = self.data[name]
         return resolve_name(entry) if isinstance(entry, str) else entry
-
-    def __setitem__(self, name: str, entry: Any) -> None:
-        self._entries[name] = entry
-
-    def __delitem__(self, name: str) -> None:
-        del self._entries[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._entries)
-
-    def __len__(self) -> int:
-        return len(self._entries)
 
 
 OPTIMIZERS = Table(
@@ -153,6 +142,7 @@ def load_extensions(files: Iterable[str]) -> None:
         if path.suffix != ".py" or not path.is_file():
             raise InputError(f"extensions: {file}: no such Python file")
         digest = digest_of([path])
+        # Named by its content: the same file is imported once, an edited one again.
         import_file(path, f"groundwork_extension_{digest}")
         if (loaded := str(path.absolute())) not in EXTENSIONS:
             EXTENSIONS.append(loaded)

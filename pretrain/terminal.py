@@ -91,7 +91,7 @@ class LiveLine:
     """
 
     def __init__(self):
-        self._lock = threading.RLock()
+        self._lock = threading.RLock()  # reentrant: `print_above` calls `clear` and `show`
         self.text = ""
         """Text of the line; empty if there is none."""
 

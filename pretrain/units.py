@@ -1,6 +1,5 @@
 """Formats counts, durations and energies for people. Imports nothing heavy, so that runs.py starts fast."""
 
-import math
 import re
 from typing import Any
 
@@ -25,12 +24,6 @@ def count_text(count: float) -> str:
     """Formats 1234567 as '1.23M'."""
     unit = next((unit for unit in reversed(UNITS) if count >= UNITS[unit]), None)
     return f"{count / UNITS[unit]:.3g}{unit}" if unit else f"{count:.0f}"
-
-
-def count_upwards(count: float) -> str:
-    """Formats 46423100000 as '46.5B': rounds up to three digits."""
-    step = 10 ** (len(str(math.ceil(count))) - 3)
-    return count_text(math.ceil(count / step) * step)
 
 
 def counted(count: int, noun: str) -> str:

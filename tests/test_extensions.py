@@ -137,7 +137,7 @@ def test_a_resume_with_another_file_says_so(extended, tmp_path):
         (("--loss.terms.some_token.coefficient", "1"), "did you mean some_tokens?"),
         (("--loss.terms.some_tokens.powr", "1"), "terms.some_tokens has no powr; did you mean power?"),
         (("--extensions", "nowhere.py"), "extensions: nowhere.py: no such Python file"),
-        (("--compile", "full"), "loss.terms: run outside compiled code"),
+        (("--compile", "full"), "loss.terms: do not run with compile: full"),
     ],
 )
 def test_mistakes_in_the_recipe_are_named(extended, arguments, said):

@@ -122,7 +122,7 @@ def test_emulation_is_told_with_measured_figures(fresh, monkeypatch):
     rates = {torch.bfloat16: 12e9, torch.float32: 240e9}
     monkeypatch.setattr(hardware, "measured_matrix_flops", lambda dtype, device, **settings: rates[dtype])
     assert emulation_of_bf16(CPU) == (
-        "bf16 is emulated here (this CPU has no bf16 instructions): its matrix products run at 0.05 of the speed of "
+        "bf16 is emulated here (this CPU has no bf16 instructions): its matmuls run at 0.05 of the speed of "
         "fp32 (12 against 240 GFLOP/s)"
     )
     rates[torch.bfloat16] = 250e9
@@ -146,7 +146,7 @@ print(emulation_of_bf16(torch.device("cpu")))
     ).stdout.splitlines()
     reason, precision, dtype = found[0].split("|")
     assert "bf16 instructions" in reason and (precision, dtype) == ("fp32", "torch.float32")
-    assert "its matrix products run at 0." in found[1] and "GFLOP/s)" in found[1]
+    assert "its matmuls run at 0." in found[1] and "GFLOP/s)" in found[1]
 
 
 def test_the_peak_is_that_of_the_precision(new_cpu, monkeypatch):

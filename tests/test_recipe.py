@@ -150,8 +150,8 @@ def test_a_model_without_changes_is_recorded_as_its_file(recipe):
     ("override", "message"),
     [
         (("model", "5"), "--model: a model's .json file, folder or Hub id is needed, or a mapping"),
-        (("model", "{hidden_size: 8}"), "--model: config is needed beside the keys that change it: a model's .json"),
-        (("model.config", "[a]"), "model: config is needed beside the keys that change it"),
+        (("model", "{hidden_size: 8}"), "--model: config is needed next to the keys that change it: a model's .json"),
+        (("model.config", "[a]"), "model: config is needed next to the keys that change it"),
     ],
 )
 def test_a_model_without_a_file_is_refused(recipe, override, message):

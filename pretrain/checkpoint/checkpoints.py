@@ -285,7 +285,7 @@ class Checkpoints:
         if at_most is None and (lost := self.ranks.gather(self._lost())[0]):
             raise NoValidCheckpointError(
                 f"none of the checkpoints in {self.folder} is intact ({lost}); restore one from a copy, under its own "
-                f"name, such as {checkpoint_name(500)}; to begin anew choose another --output, or remove {self.run}"
+                f"name, such as {checkpoint_name(500)}; to start over choose another --output, or remove {self.run}"
             )
         return None
 
@@ -316,10 +316,10 @@ class Checkpoints:
             return f"{damaged} damaged"
         if (self.folder / "LATEST").exists():
             step = latest_step(self.run)
-            return "LATEST is garbage" if step is None else f"LATEST names {checkpoint_name(step)}, which is gone"
+            return "LATEST is unreadable" if step is None else f"LATEST names {checkpoint_name(step)}, which is gone"
         saved = [event.get("step") for event in read_metrics(self.run) if event["event"] == "checkpoint"]
         saved = [step for step in saved if isinstance(step, int) and step > 0]
-        return f"by {METRICS_FILE} step {saved[-1]:,} was saved, and it is gone" if saved else ""
+        return f"{METRICS_FILE} lists step {saved[-1]:,} as saved, but it is gone" if saved else ""
 
     def discard_after(self, step: int) -> None:
         """Removes the checkpoints of later steps: training rolls back to `step` and continues differently."""

@@ -65,13 +65,13 @@ def export_final(
     with ranks.together(SaveError):
         if ranks.is_main:
             describe(unfinished, dtype=DTYPES[dtype])
-            if problem := describe_training(run, unfinished):
+            if problem := export_card(run, unfinished):
                 ranks.print(f"warning: {problem}")
             commit(unfinished, final, files)
     return final
 
 
-def describe_training(run: Path, folder: Path) -> str | None:
+def export_card(run: Path, folder: Path) -> str | None:
     """Writes the model card into the folder; returns the problem, if any: a missing card must not lose the model."""
     command = [sys.executable, "-m", "pretrain_tools.publishing.card", str(run.absolute()), str(folder.absolute())]
     # The recipe's paths are relative to the current folder, so the child process must keep it.

@@ -96,9 +96,9 @@ def recorded_rollbacks(run: Path) -> list[dict[str, Any]]:
         return []
     except (OSError, ValueError) as error:
         raise InputError(
-            f"{path} is damaged ({error}); it says which data the run has left out since it rolled back. Restore it "
-            "from a copy, such as the mirror's. Or remove it, to go on with the rollbacks that the newest checkpoint "
-            "records: a later one is then made again where its cause recurs"
+            f"{path} is damaged ({error}); it lists the data that the run's rollbacks skip. Restore it from a copy, "
+            "such as the mirror's, or remove it to continue with the rollbacks that the newest checkpoint records: a "
+            "later one then happens again if its cause recurs"
         ) from None
 
 

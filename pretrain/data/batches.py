@@ -382,26 +382,17 @@ class Batches:
         first, last = self._leave_out(np.array([first, end - 1], np.int64)).tolist()
         return first, last + 1 - first
 
-    def leaving_out(self, ranges: Sequence[SkippedRange]) -> "Batches":
-        """Returns the same order of samples without these ranges."""
-        return self._with(skipped=ranges)
-
     def passing(self, stage_starts: Sequence[int], sample: int) -> "Batches":
         """Returns the same run from `sample` on, keeping the starts of stages that it has passed as planned so far."""
         passed = [start for start in stage_starts[1:] if start < sample]
         # A boundary that the changed recipe puts before `sample` moves to `sample`.
         passed += [sample for start in self.stage_starts[1 + len(passed) :] if start < sample]
-        return self._with(passed=passed)
+        return self.changed(passed=passed)
 
-    def _with(self, **changes: Any) -> "Batches":
+    def changed(self, **changes: Any) -> "Batches":
+        """Returns the same data with other arguments of `Batches`, such as the ranges to skip."""
         kept = {name: getattr(self, name) for name in ("seed", "ramp", "skipped", "passed", "origin")}
         return Batches(self.data, **kept | changes)
-
-    def continued(
-        self, ramp: BatchRamp, skipped: Sequence[SkippedRange], passed: Sequence[int], origin: DataPosition | None
-    ) -> "Batches":
-        """Returns the same data for a run that has begun; see the arguments of `Batches`."""
-        return self._with(ramp=ramp, skipped=skipped, passed=passed, origin=origin)
 
     def begins_segment(self, step: int) -> bool:
         """Tells if the mixture changes within `step` or at its start: a stage ends or a source is used up."""

@@ -17,7 +17,7 @@ from pretrain.errors import InputError, UnreachableError
 
 _Result = TypeVar("_Result")
 
-NOT_READ = "the first process, which reads the shards for all, could not: its own message says why"
+NOT_READ = "the first process, which reads the shards for all, failed: see its message"
 
 
 def describe_shards(data: Data) -> str:
@@ -111,5 +111,5 @@ class Dispatcher:
         if problem is not None or isinstance(ids, Exception):
             raise problem or ids
         if found != number:
-            raise RuntimeError(f"the first process has sent ids {found:,} where {number:,} were due")
+            raise RuntimeError(f"the first process sent batch {found:,} instead of batch {number:,}")
         return ids

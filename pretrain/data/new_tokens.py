@@ -49,10 +49,10 @@ def new_tokens(config: RunConfig, model_config: PreTrainedConfig) -> NewTokens |
     ]
     if moved:
         raise InputError(
-            f"data: its tokenizer {manifest.tokenizer_name} ({new.vocabulary_size:,} ids) is no extension of the "
+            f"data: its tokenizer {manifest.tokenizer_name} ({new.vocabulary_size:,} ids) is not an extension of the "
             f"model's ({old.vocabulary_size:,}): {len(moved):,} tokens have other ids or none, first {moved[0]!r}; "
             "prepare the data with the model's own tokenizer, or with one that prepare_data.py --tokenizer ... "
-            "--train_tokenizer SIZE has made of it"
+            "--train_tokenizer SIZE made from it"
         )
     added = new_backend.get_added_tokens_decoder()
     parts: list[list[int]] = [[] for _ in range(new.vocabulary_size - old.vocabulary_size)]

@@ -3,7 +3,6 @@
 import hashlib
 import json
 import re
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -12,7 +11,6 @@ from typing import TYPE_CHECKING
 from pretrain.errors import InputError, one_line
 
 if TYPE_CHECKING:
-    import numpy as np
     from tokenizers import Tokenizer
 
 USUAL_END_OF_DOCUMENT = "<|endoftext|>"
@@ -183,36 +181,3 @@ def _parsed(content: bytes) -> "Tokenizer":
     from tokenizers import Tokenizer
 
     return Tokenizer.from_buffer(content)
-
-
-def text_decoder(tokenizer: LoadedTokenizer) -> Callable[["np.ndarray"], bytes]:
-    """Returns a function from a document's token IDs to its text; spaces that the tokenizer drops may differ.
-
-    It uses a table if each ID stands for the same bytes everywhere, which is many times as fast as tokenizers.
-    """
-    backend = backend_of(tokenizer.json, tokenizer.name)
-    decoder = json.dumps(json.loads(tokenizer.json).get("decoder"))
-    if '"ByteLevel"' in decoder:
-        bytes_of = _bytes_of_byte_level
-    elif '"Metaspace"' in decoder or '"ByteFallback"' in decoder:
-        bytes_of = _bytes_of_metaspace
-    else:
-        return lambda ids: backend.decode(ids.tolist(), skip_special_tokens=False).encode()
-    added = {number: token.content.encode() for number, token in backend.get_added_tokens_decoder().items()}
-    table = [b""] * tokenizer.vocabulary_size
-    for token, number in backend.get_vocab(with_added_tokens=True).items():
-        table[number] = added[number] if number in added else bytes_of(token)
-    return lambda ids: b"".join(map(table.__getitem__, ids.tolist()))
-
-
-def _bytes_of_byte_level(token: str) -> bytes:
-    """Decodes byte-level characters: bytes that Latin-1 cannot print are written as U+0100 and following, in order."""
-    hidden = [*range(0x21), *range(0x7F, 0xA1), 0xAD]
-    if any(ord(letter) >= 256 + len(hidden) for letter in token):  # a token stored as plain text
-        return token.encode()
-    return bytes(hidden[ord(letter) - 256] if ord(letter) > 255 else ord(letter) for letter in token)
-
-
-def _bytes_of_metaspace(token: str) -> bytes:
-    byte = re.fullmatch("<0x([0-9A-F]{2})>", token)
-    return bytes.fromhex(byte[1]) if byte else token.replace("\u2581", " ").encode()

@@ -167,7 +167,7 @@ def implementation_of(attention: str) -> str:
 
 
 def with_rows(attention: str, classes: Collection[str]) -> str:
-    """Returns the name of an attention beside which mixers of these classes compute each document alone.
+    """Returns the name of an attention together with the classes of mixers that compute each document alone.
 
     See model/document_rows.py. Without classes it is the attention's own name.
     """
@@ -199,7 +199,7 @@ def choose_attention(requested: str, *, device_type: str, dtype: torch.dtype, wi
     here = {"device_type": device_type, "dtype": dtype, "window": window}
     if reason := why_not(requested, **here):
         works = [name for name in sorted(ATTENTION_NAMES) if not why_not(name, **here)]
-        raise InputError(f"attention {requested} {reason}; here work: {', '.join(works)}")
+        raise InputError(f"attention {requested} {reason}; available here: {', '.join(works)}")
     return ATTENTION_NAMES[requested]
 
 
@@ -238,9 +238,7 @@ def why_not(requested: str, *, device_type: str, dtype: torch.dtype, window: Win
     if capability < FLASH_CAPABILITY or (requested == "flash_attention_3" and capability > NEWEST_OF_FLASH_3):
         return f"has no kernels for a GPU of compute capability {'.'.join(map(str, capability))}"
     if requested == "varlen":
-        return (
-            None if window is None or window.document_mask else "has no documents to keep apart without document_mask"
-        )
+        return None if window is None or window.document_mask else "has nothing to keep apart without document_mask"
     package, source = FLASH_PACKAGES[requested]
     if importlib.util.find_spec(package):
         return None
@@ -268,9 +266,9 @@ def why_not_flash(config: PreTrainedConfig) -> str | None:
         return "has no dropout, which this model's attention uses in training"
     widths = head_widths(config)
     if widths is not None and widths[0] != widths[1]:
-        return f"has no kernels for values of {widths[1]} beside keys of {widths[0]}"
+        return f"has no kernels for values of width {widths[1]} with keys of width {widths[0]}"
     if widths is not None and not has_flash_kernels(None, widths[0]):
-        return f"has no kernels for heads of {widths[0]} here"
+        return f"has no kernels for heads of width {widths[0]} here"
     return None
 
 
@@ -394,7 +392,7 @@ def _refuse(implementation: str, arguments: Sequence[str], kwargs: dict[str, Any
     if given:
         raise InputError(
             f"this model's attention uses {', '.join(given)}, which {implementation} does not compute: use another "
-            "attention (on a GPU flex_attention and flash_attention_2 know soft caps), or another architecture"
+            "attention (on a GPU flex_attention and flash_attention_2 support soft caps), or another architecture"
         )
 
 
@@ -516,7 +514,7 @@ def _flash(
     # The kernels need values as wide as keys; the padding is cut off below.
     tensors[2] = F.pad(tensors[2], (0, width - value_width))
     settings = {"softmax_scale": scaling, "causal": True, "softcap": softcap or 0.0}
-    # With it the backward pass does not add by atomics, in any order.
+    # Without this the backward pass uses atomic adds, whose order varies.
     settings["deterministic"] = torch.are_deterministic_algorithms_enabled()
     settings["window_size"] = (-1, -1) if sliding_window is None else (sliding_window - 1, 0)
     if dropout_p is not None:

@@ -154,8 +154,8 @@ def matrix_parameters(config: PreTrainedConfig) -> int:
 def flops_per_token(config: PreTrainedConfig, sequence_length: int) -> float:
     """Counts the operations of forward and backward pass: FORMULA (PaLM, arXiv 2204.02311, appendix B), N active.
 
-    If keys and values differ in width, as in multi-head latent attention, the mean of both widths counts. Of a hybrid
-    model the layers with attention count; what its other mixers do beside products with their matrices does not.
+    If keys and values differ in width, as in multi-head latent attention, the mean of both widths counts. In a
+    hybrid model only layers with attention count; what its other mixers compute besides matmuls is left out.
     """
     attention = 12 * attention_layers(config) * attention_width(config) * sequence_length
     return 6 * matrix_parameters(config) + attention
@@ -296,8 +296,8 @@ def units_of(causal_lm: PreTrainedModel) -> list[str]:
         own = [*container.named_parameters(recurse=False), *container.named_buffers(recurse=False)]
         if own:
             raise InputError(
-                f"model: {type(causal_lm).__name__} has {own[0][0]} beside its layers{name and f', in {name}'}, so no "
-                "strategy that makes it layer by layer runs it; use ddp"
+                f"model: {type(causal_lm).__name__} has {own[0][0]} beside its layers{name and f', in {name}'}, so "
+                "strategies that build it layer by layer cannot run it; use ddp"
             )
         # A module that contains layers cannot be made alone; its other children can.
         paths = [f"{name}.{child}" if name else child for child, _ in container.named_children()]

@@ -36,8 +36,8 @@ def choose_compile(
     model (docs/measurements_cpu.md).
 
     Args:
-        is_alone: whether one process trains the model.
-        is_plain: whether nothing within its layers is counted or recomputed.
+        is_alone: True if one process trains the model.
+        is_plain: True if nothing within its layers is counted or recomputed.
     """
     if requested != "auto":
         return requested
@@ -86,7 +86,7 @@ def compiler_problems(requested: str, device_type: str) -> list[str]:
     needs = []
     if not any(name and shutil.which(name.split()[0]) for name in compilers):
         kind = "C" if device_type == "cuda" else "C++"
-        needs.append(f"a {kind} compiler (none of {', '.join(filter(None, compilers))} is there)")
+        needs.append(f"a {kind} compiler (none of {', '.join(filter(None, compilers))} found)")
     header = Path(sysconfig.get_path("include")) / "Python.h"
     if not header.is_file():
         needs.append(f"Python's headers ({header} is missing)")
@@ -96,7 +96,7 @@ def compiler_problems(requested: str, device_type: str) -> list[str]:
         install.append("pip install triton")
     if not needs:
         return []
-    return [f"compile: {requested} needs {' and '.join(needs)}: {'; '.join(install)}; or train slower with none"]
+    return [f"compile: {requested} needs {' and '.join(needs)}: {'; '.join(install)}; or use none, which is slower"]
 
 
 def gelu_by_sigmoid(x: Tensor) -> Tensor:
@@ -118,8 +118,8 @@ def checkpointing_problems(mode: str | float, causal_lm: PreTrainedModel) -> lis
     if mode == "full" or all(isinstance(layer, GradientCheckpointingLayer) for layer in layers_of(causal_lm)):
         return []
     return [
-        f"activation_checkpointing: {mode} does not work with {model_type}, whose layers are recomputed all or not at "
-        "all; use full or none"
+        f"activation_checkpointing: {mode} does not work with {model_type}, which can only recompute all layers or "
+        "none; use full or none"
     ]
 
 

@@ -1,4 +1,4 @@
-"""Documents apart in mixers: layers whose state, or convolution, passes from token to token without attention.
+"""Keeps documents apart in mixers: layers that pass state from token to token without attention.
 
 Gated delta rules, state-space scans, short convolutions and recurrences start each row at zero and never look ahead.
 So a packed window is correct if each of its documents is a row of its own, padded at its end: tokens are gathered into
@@ -23,10 +23,10 @@ from pretrain.model.compile import layers_of
 
 LITTLE = 1 / 16
 """Padding, as a share of all tokens, that costs less than another call of a mixer."""
-MOST_PADDED = 2 + LITTLE
+MAX_CELLS_PER_TOKEN = 2 + LITTLE
 """Most cells for each token."""
 OF_SEGMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
-"""Arguments that describe packed documents; within rows of one document each there is nothing left to tell."""
+"""Arguments that describe packed documents; rows of one document each do not need them."""
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ class DocumentRows:
 
 
 class Current:
-    """Rows of the micro-batch that a model computes; shared by its mixers."""
+    """Rows of the current micro-batch, shared by a model's mixers."""
 
     given: DocumentRows | None = None
     rows: DocumentRows | None = None
@@ -173,7 +173,7 @@ def in_rows(mixer: nn.Module, *args, **kwargs) -> Any:
 
 
 LEAK = 1e-4
-"""Least change in a layer's part, relative to its largest output, that a changed document causes in others."""
+"""Minimum relative change of a part's outputs for other documents that counts as a leak."""
 
 
 def leaking_classes(model: PreTrainedModel, ids_BT: Tensor, first: int, arguments: dict[str, Any]) -> set[str]:

@@ -1,4 +1,4 @@
-"""Chooses FlashAttention 3 where it runs, names the kernels that a run on a GPU uses, and says why not others."""
+"""Chooses FlashAttention 3 if it works, names the kernels of a GPU run, and says why faster ones are not used."""
 
 import functools
 import importlib.metadata
@@ -31,9 +31,9 @@ def prefer_flash_3(
     if problem := why_not("flash_attention_3", device_type="cuda", dtype=dtype, window=window):
         return problem
     if torch.cuda.get_device_capability() != HOPPER:
-        return "torch runs it on Hopper alone"
+        return "torch runs it on Hopper only"
     if torch.are_deterministic_algorithms_enabled():
-        return "deterministic is true, and its backward pass is so for some widths alone"
+        return "deterministic is true, but its backward pass is deterministic only for some head widths"
     return _activate_flash_3(dtype, "cuda")
 
 
@@ -53,7 +53,7 @@ def _activate_flash_3(dtype: torch.dtype, device: str) -> str | None:
         if all(difference <= FLASH_3_TOLERANCE for difference in differences):
             return None
         problem = f"its results differ from those of torch's kernel by {max(differences):.2g}"
-    except Exception as error:  # a package that was built for another torch fails in any way
+    except Exception as error:  # a package built for another torch may fail in any way
         problem = f"fails here ({first_line(error)})"
     restore_flash_attention_impl(_raise_warn=False)
     return problem
@@ -134,7 +134,7 @@ def kernels_not_used(
         elif problem:
             reasons.append(f"{name}: {problem}")
         elif ATTENTION_NAMES[name] != attention:
-            reasons.append(f"{name}: runs here, and attention is {requested}")
+            reasons.append(f"{name}: available here, but attention is {requested}")
     return reasons
 
 

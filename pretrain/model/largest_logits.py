@@ -1,10 +1,9 @@
-"""Largest attention logit of every head, in blocks of queries: no (T, T) matrix is in memory.
+"""Largest attention logit of every head, in blocks of queries: no (T, T) matrix is materialized.
 
 Shapes: B windows, R some of them, T positions, Q queries of a block, K keys, H query heads, G key heads, N query heads
 for each key head, E width of a head.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,9 +13,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from pretrain.model.attention import segment_ids
 
-MOST_LOGITS = {"cpu": 2**21, "cuda": 2**26}
+MAX_LOGITS = {"cpu": 2**21, "cuda": 2**26}
 """Logits that are computed at once, by device: what a CPU's caches hold, and 256 MB on a GPU."""
-MOST_QUERIES = 256
+MAX_QUERIES = 256
 RECORDING = "groundwork_recording"
 """Name of the attention function that `record_largest_logits` registers."""
 RECORD = "largest_logits_H"
@@ -39,8 +38,8 @@ def largest_logits(
     """
     batch, heads, length, width = query_BHTE.shape
     groups, keys = key_BGTE.shape[1:3]
-    most = MOST_LOGITS.get(query_BHTE.device.type, MOST_LOGITS["cuda"])
-    queries = max(1, min(length, MOST_QUERIES, most // (heads * keys)))
+    most = MAX_LOGITS.get(query_BHTE.device.type, MAX_LOGITS["cuda"])
+    queries = max(1, min(length, MAX_QUERIES, most // (heads * keys)))
     query_BGNTE = query_BHTE.to(key_BGTE.dtype).unflatten(1, (groups, heads // groups))
     position = torch.arange(keys, device=query_BHTE.device)
     segment_BT = None if cu_seq_lens_q is None else segment_ids(cu_seq_lens_q, batch, length)
@@ -76,7 +75,7 @@ def largest_logits(
     return largest_GN.flatten() * (width**-0.5 if scaling is None else scaling)
 
 
-# An operator of its own: the compiler would unroll the blocks of every layer.
+# A custom operator, since the compiler would unroll the blocks of every layer.
 @torch.library.custom_op("groundwork::largest_logits", mutates_args=())
 def _largest_logits(
     query_BHTE: Tensor, key_BGTE: Tensor, cu_seq_lens: Tensor | None, scaling: float | None, window: int | None
@@ -106,6 +105,5 @@ def record_largest_logits(causal_lm: PreTrainedModel) -> None:
                 record_H.copy_(torch.maximum(record_H, found_H))
         return attend(module, query, key, value, mask, **arguments)
 
-    registered: Callable = recording
-    AttentionInterface.register(RECORDING, registered)
+    AttentionInterface.register(RECORDING, recording)
     causal_lm.set_attn_implementation(RECORDING)

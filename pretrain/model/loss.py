@@ -25,7 +25,7 @@ CPU_CHUNK_BYTES = 64 * 2**20
 """Bytes of one chunk's fp32 logits on a CPU."""
 GPU_CHUNK_SHARE = 1 / 40
 GPU_CHUNK_BYTES = (256 * 2**20, 2 * 2**30)
-"""Least and most bytes of one chunk's fp32 logits on a GPU, which are GPU_CHUNK_SHARE of its memory in between."""
+"""Minimum and maximum bytes of a chunk's fp32 logits on a GPU; in between they are GPU_CHUNK_SHARE of its memory."""
 CPU_PIECE_BYTES = 2 * 2**20
 """Bytes of fp32 logits that a CPU turns into probabilities at a time, so that they stay in its cache."""
 CPU_PRODUCT_BYTES = 16 * 2**20
@@ -102,7 +102,7 @@ def tokens_of_chunk(vocabulary: int, device_type: str, device_bytes: float) -> i
     Every chunk reads and writes the head's fp32 gradient once, so that a GPU with much memory is faster with few.
 
     Args:
-        device_bytes: memory of the GPU; of a CPU it does not matter.
+        device_bytes: memory of the GPU; ignored for a CPU.
     """
     least, most = GPU_CHUNK_BYTES
     chunk_bytes = max(least, min(most, GPU_CHUNK_SHARE * device_bytes)) if device_type == "cuda" else CPU_CHUNK_BYTES
@@ -188,7 +188,7 @@ def loss_of_logits(
     logits_NV = logits_BTV.flatten(0, -2).float()
     targets_N = targets_BT.flatten()
     is_target_N = targets_N != IGNORED
-    count = is_target_N.sum().clamp(min=1)
+    count = is_target_N.sum().clamp(min=1)  # padding rows alone: a loss of 0, not NaN
     if record is not None:
         record.append(F.cross_entropy(logits_NV, targets_N, ignore_index=IGNORED, reduction="none"))
     cross_entropy = F.cross_entropy(logits_NV, targets_N, ignore_index=IGNORED, reduction="sum") / count
@@ -253,7 +253,7 @@ def _chunked_loss(
                 _add_product(grad_weight_VD, block_CV.T, hidden_CD * weights_C1.to(dtype))
             if needs[2]:
                 grad_bias_V += (block_CV.T @ weights_C1.to(dtype))[:, 0]
-            del block_CV, hidden_CD  # else the next chunk's logits would be made beside these
+            del block_CV, hidden_CD  # else the next chunk's logits would be allocated while these still exist
     count = is_target_N.sum().clamp(min=1)
     return sums, count, grad_hidden_ND, grad_weight_VD.to(weight_VD.dtype), grad_bias_V, losses_N
 

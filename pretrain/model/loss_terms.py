@@ -49,23 +49,21 @@ class Seen:
     cap: float | None = None
     """Cap of the model's logits, cap x tanh(logits / cap); None without one."""
     sequences: "Sequences" = field(default_factory=lambda: Sequences())
-    """Makes whole sequences of this rank's tokens, and takes these from them."""
+    """Converts between this rank's tokens and whole sequences."""
 
     @property
     def embedding(self) -> "nn.Module | Shared":
         """Embedding of the token IDs, for terms that say `embeds = True`."""
         if self.given_embedding is None:
-            raise InputError(
-                "loss.terms: seen.embedding is there if the term's class says embeds = True; add that line"
-            )
+            raise InputError("loss.terms: seen.embedding needs embeds = True in the term's class; add that line")
         return self.given_embedding
 
     def whole(self, values_BT: Tensor) -> Tensor:
-        """Returns, of a value for each token of this rank, (B, T, ...), those of the whole sequences."""
+        """Returns the values of whole sequences, given values (B, T, ...) for this rank's tokens."""
         return self.sequences.whole(values_BT)
 
     def own(self, values_BT: Tensor) -> Tensor:
-        """Returns, of values of whole sequences, those of this rank's tokens."""
+        """Returns the values for this rank's tokens, given values of whole sequences."""
         return self.sequences.own(values_BT)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -118,8 +116,8 @@ class LossTerm(ABC):
 
     Options: type[TermOptions] = TermOptions
     by_token = False
-    """True if a token's part needs nothing of other tokens but what `seen.whole` and the model's own attention give:
-    then the term also runs under cp, where a rank has only a part of each sequence."""
+    """True if a token's part depends on other tokens only through `seen.whole` and the model's own attention: then the
+    term also runs under cp, where a rank has only a part of each sequence."""
     embeds = False
     """True if the term uses `seen.embedding`: then a pipeline's last stage has it too."""
 
@@ -127,7 +125,7 @@ class LossTerm(ABC):
         self.options = options
         self.model_config = model_config
         self.trained: nn.Module | None = None
-        """What `module` has built."""
+        """Module that `module` built."""
 
     def module(self) -> nn.Module | None:
         """Builds, on the CPU in fp32, what this term trains; random numbers come from the run's seed.
@@ -166,8 +164,8 @@ class LossTerms:
                     parameter.data = parameter.data.to(dtype)
                 if lost := set(term.trained.state_dict()) - {key for key, _ in term.trained.named_parameters()}:
                     raise InputError(
-                        f"loss.terms.{name}: {min(lost)} of its module would not be in checkpoints, which have its "
-                        "parameters alone, each once: make it a buffer with persistent=False"
+                        f"loss.terms.{name}: {min(lost)} of its module would not be in checkpoints, which only "
+                        "have its parameters, each once: make it a buffer with persistent=False"
                     )
         self.embeds = any(term.embeds for term in self.terms.values())
         self.cap = logit_cap(model_config)
@@ -218,21 +216,6 @@ class LossTerms:
         return {f"loss_{name}": value / count for name, value in zip(self.terms, sums, strict=True) if count}
 
 
-def modules_to_count(settings: Loss, model_config: PreTrainedConfig) -> nn.ModuleDict:
-    """Builds what terms train without storage, to count it. Raises InputError with the reason of one that fails."""
-    modules = nn.ModuleDict()
-    for name, given in settings.terms.items():
-        made = LOSS_TERMS[name]
-        if not made.has_parameters():
-            continue
-        try:
-            with torch.device("meta"):
-                modules[name] = made(made.Options.model_validate(given or {}), model_config).module()
-        except Exception as error:  # an extension's code may raise anything
-            raise InputError(f"loss.terms.{name}: its module cannot be built without storage: {error}") from error
-    return modules
-
-
 def _of_tokens(name: str, value: Any, seen: Seen) -> Tensor:
     """Returns what a term returned. Raises InputError unless it is a tensor with a number for each token, or one."""
     if isinstance(value, Tensor) and (value.shape == seen.targets_BT.shape or value.numel() == 1):
@@ -255,14 +238,14 @@ def term_problems(settings: Loss, compile_mode: str, *, scales_width: bool = Fal
     needy = [name for name in settings.terms if not LOSS_TERMS[name].by_token]
     if launched_sizes().cp > 1 and needy:
         problems.append(
-            f"loss.terms: {', '.join(needy)}: not under cp, where a rank has a part of each sequence, unless the "
-            "class says by_token = True; use fsdp2"
+            f"loss.terms: {', '.join(needy)}: does not run under cp, where a rank has a part of each "
+            "sequence, unless its class sets by_token = True; use fsdp2"
         )
     if compile_mode == "full":
-        problems.append("loss.terms: run outside compiled code; take compile: regional, or auto")
+        problems.append("loss.terms: do not run with compile: full; use regional or auto")
     if scales_width and (trained := [name for name in settings.terms if LOSS_TERMS[name].has_parameters()]):
         problems.append(
-            f"loss.terms: {trained[0]} has trained parameters, and optim.parametrization knows no learning rate for "
-            "them; take parametrization: standard"
+            f"loss.terms: {trained[0]} has trained parameters, for which optim.parametrization has no learning "
+            "rate; use parametrization: standard"
         )
     return problems

@@ -61,7 +61,7 @@ CONFIG_DTYPES = ("bfloat16", "float16", "float32", "float64")
 ROPE_TYPES = ("default", *ROPE_INIT_FUNCTIONS)
 POSITIVE_IN_ROPE = ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings", "attention_factor")
 POSITIVE_IN_ROPE += ("beta_fast", "beta_slow", "low_freq_factor", "high_freq_factor")
-MOST_DEPTH = 20
+MAX_DEPTH = 20
 """Maximum nesting of lists and objects."""
 
 
@@ -208,16 +208,16 @@ def refuse_composites(name: str, config: PreTrainedConfig) -> None:
     except ValueError:  # it has several text parts
         text = None
     if text is not config:
-        advice = f"take a language model, for example {', '.join(COMMON_MODEL_TYPES)}"
+        advice = f"use a language model, for example {', '.join(COMMON_MODEL_TYPES)}"
         if text:
-            advice = f"its part for text is {text.model_type}: write a JSON with that model_type"
-        raise InputError(f"{name}: model_type {config.model_type} is a model of text and of something else; {advice}")
+            advice = f"its text part is {text.model_type}: write a JSON with that model_type"
+        raise InputError(f"{name}: model_type {config.model_type} is multimodal; {advice}")
 
 
 def _unreadable(name_or_path: str, is_folder: bool, error: Exception) -> str:
     if "trust_remote_code" in str(error):
         return (
-            f"{name_or_path}: this model carries its own code, which runs with your rights; allow it with "
+            f"{name_or_path}: this model has its own code, which runs with your permissions; allow it with "
             "--trust_remote_code (in a recipe trust_remote_code: true) if you trust its author"
         )
     if is_folder:
@@ -232,8 +232,8 @@ def _checked_config(
     where: str, config_class: type[PreTrainedConfig], keys: dict[str, Any], stated: dict[str, Any]
 ) -> PreTrainedConfig:
     """Builds the configuration from these keys; those that people `stated` are verified one by one."""
-    if _depth(stated) > MOST_DEPTH:  # the checks below recurse
-        raise InputError(f"{where}: lists or objects are nested more than {MOST_DEPTH} deep; no model's JSON is")
+    if _depth(stated) > MAX_DEPTH:  # the checks below recurse
+        raise InputError(f"{where}: lists or objects are nested more than {MAX_DEPTH} deep, which no model needs")
     fields = fields_of(config_class)
     defaults = {key: getattr(config_class, config_class.attribute_map.get(key, key), None) for key in stated}
     problems = _value_problems(stated, defaults)
@@ -309,8 +309,8 @@ def _config_class(where: str, keys: Mapping[str, Any]) -> type[PreTrainedConfig]
     config_class = CONFIG_MAPPING[model_type]
     if config_class not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise InputError(
-            f"{where}: model_type {model_type!r} has no causal language model; for example "
-            f"{', '.join(COMMON_MODEL_TYPES)} have"
+            f"{where}: model_type {model_type!r} has no causal language model; use one that "
+            f"has, such as {', '.join(COMMON_MODEL_TYPES)}"
         )
     return config_class
 
@@ -443,7 +443,7 @@ def _shape_problems(config_class: type[PreTrainedConfig], values: dict[str, Any]
         )
     has_rope = "rope_parameters" in values or "rope_theta" in values
     if has_rope and head_width and head_width % 2 and not problems:
-        problems.append(f"head_dim is {head_width}; rotary positions turn pairs, so it must be even")
+        problems.append(f"head_dim is {head_width}; rotary positions rotate pairs, so it must be even")
     return problems
 
 
@@ -482,7 +482,7 @@ def _number_problems(path: str, value: float, default: Any) -> list[str]:
             return [f"{path}: {_shown(value)} is more than any model has; allowed: at most {most:,} {what}"]
         is_negative = isinstance(default, int | float) and default < 0
         if value < 0 and not is_negative and not MAY_BE_NEGATIVE.search(name):
-            return [f"{path}: {_shown(value)}; allowed: from 0"]
+            return [f"{path}: {_shown(value)}; allowed: 0 or more"]
     return []
 
 
@@ -539,10 +539,10 @@ def _numbers(values: Any, path: str = "") -> Iterator[tuple[str, float]]:
 
 
 def _depth(values: Any) -> int:
-    """Returns how deep lists and objects are nested, up to MOST_DEPTH + 1; without recursion."""
+    """Returns how deep lists and objects are nested, up to MAX_DEPTH + 1; without recursion."""
     depth = 0
     level = [values]
-    while level and depth <= MOST_DEPTH:
+    while level and depth <= MAX_DEPTH:
         depth += 1
         inner = [list(value.values()) if isinstance(value, Mapping) else value for value in level]
         level = [item for value in inner for item in value if isinstance(item, Mapping | list)]

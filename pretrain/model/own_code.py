@@ -41,7 +41,7 @@ def register(module: ModuleType) -> str:
         raise InputError(f"{module.__file__}: must define exactly one class named XForCausalLM ({found})")
     base_name = causal_names[0].removesuffix("ForCausalLM") + "Model"
     if base_name not in defined_here:
-        raise InputError(f"{module.__file__}: must define {base_name} beside {causal_names[0]}: its base model")
+        raise InputError(f"{module.__file__}: must define {base_name} next to {causal_names[0]}: its base model")
     causal_class: type[PreTrainedModel] = defined_here[causal_names[0]]
     config_class = causal_class.config_class
     if getattr(config_class, "__module__", "") != module.__name__:

@@ -39,7 +39,7 @@ def configs_of_stages(config: PreTrainedConfig, data: Data) -> list[PreTrainedCo
         rope_parameters = data.mixtures[number].rope_parameters
         longest = getattr(configs[-1], "max_position_embeddings", None)
         grows = longest is not None and window.sequence_length > longest
-        # Without stages `too_long` reports the length.
+        # Without stages `length_problems` reports the length.
         if not data.stages or not (grows or rope_parameters):
             configs.append(configs[-1])
             continue
@@ -93,7 +93,7 @@ def _rope_changes(config: PreTrainedConfig, place: str, given: dict[str, Any]) -
     if missing := [key for key in needed.get(rope_type, ()) if rope.get(key) is None]:
         raise InputError(
             f"{place}.rope_parameters: rope_type {rope_type} needs {' and '.join(missing)} "
-            f"(original_max_position_embeddings is the length trained so far, factor how many times that it shall be)"
+            "(original_max_position_embeddings: the length trained so far; factor: how many times longer to make it)"
         )
     return {"rope_parameters": rope}
 
@@ -128,7 +128,7 @@ def _rope_problem(keyed: KeyedConfig, keyed_changed: KeyedConfig) -> str | None:
     except Exception as error:  # the library's own classes may raise anything
         return f"cannot have its positions changed ({described(error)}); leave rope_parameters out"
     if torch.equal(wanted, before):
-        return "computes the same with these as without: what it takes from them is what it has; leave them out"
+        return "computes the same with and without them; leave them out"
     if not torch.equal(found, wanted):
         return "keeps its frequencies where a stage cannot change them; leave rope_parameters out"
     return None
@@ -149,7 +149,7 @@ def use_positions(model: nn.Module, config: PreTrainedConfig, *others: PreTraine
         for module in root.modules():
             has_table = isinstance(getattr(module, "inv_freq", None), torch.Tensor)
             if has_table and isinstance(getattr(module, "config", None), PreTrainedConfig):
-                _make_tables_anew(module)
+                _rebuild_tables(module)
 
 
 def _take_positions(own: PreTrainedConfig, config: PreTrainedConfig) -> None:
@@ -159,7 +159,7 @@ def _take_positions(own: PreTrainedConfig, config: PreTrainedConfig) -> None:
 
 
 @torch.no_grad()
-def _make_tables_anew(module: nn.Module) -> None:
+def _rebuild_tables(module: nn.Module) -> None:
     """Recomputes a rotary module's tables by its own constructor, on the CPU as when the model was built."""
     with torch.device("cpu"):
         fresh = type(module)(config=module.config)

@@ -91,7 +91,7 @@ class PretrainedTensors:
                     parameter = nn.Parameter(tensor, requires_grad=parameter.requires_grad)
                     parameter._is_hf_initialized = True  # transformers' initializers skip it
                     setattr(module, key, parameter)
-        initialize_module(causal_lm, unit, seed=0)
+        initialize_module(causal_lm, unit, seed=0)  # for buffers, which no file has
         for module, key, tensor in values:
             # Set again: an initializer outside of transformers may have overwritten it despite the mark.
             setattr(module, key, nn.Parameter(tensor, requires_grad=module._parameters[key].requires_grad))

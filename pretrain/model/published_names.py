@@ -1,7 +1,7 @@
 """Published names of a model's tensors: one per expert, although a layer trains its experts as one stacked tensor.
 
 transformers 5 stacks experts as it loads them (`experts.gate_up_proj`) and splits them as `save_pretrained` writes
-(`experts.0.gate_proj.weight`): the Hub has them so, and vLLM, llama.cpp and transformers 4 expect them so.
+(`experts.0.gate_proj.weight`): the Hub stores them this way, and vLLM, llama.cpp and transformers 4 expect it.
 Both directions work tensor by tensor here, by transformers' own conversions, so a second copy of a model never exists.
 """
 
@@ -42,8 +42,8 @@ class PublishedNames:
         if not meta_model._weight_conversions:
             return
         try:
-            pieces = {name: shapes_of(self._taken_apart({name: tensor})) for name, tensor in tensors.items()}
-            together = shapes_of(self._taken_apart(tensors))
+            pieces = {name: shapes_of(self._split_all({name: tensor})) for name, tensor in tensors.items()}
+            together = shapes_of(self._split_all(tensors))
         except Exception:  # a conversion that needs several tensors may fail in any way on one
             return
         each = [piece for named in pieces.values() for piece in named.items()]
@@ -54,14 +54,14 @@ class PublishedNames:
     def of(cls, config: PreTrainedConfig) -> Self:
         return cls(build_meta_model(config))
 
-    def _taken_apart(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def _split_all(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return revert_weight_conversion(self.meta_model, tensors)
 
     def split(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
         """Returns {published name: tensor} of a training model's tensor; some are views of it."""
         if self.pieces.get(name, {name: None}).keys() == {name}:
             return {name: tensor}
-        return self._taken_apart({name: tensor})
+        return self._split_all({name: tensor})
 
     def join(self, name: str, read: Callable[[str], Tensor]) -> Tensor:
         """Builds a training model's tensor from what `read` returns for each of its published names."""

@@ -1,4 +1,4 @@
-"""Mixture of experts: routers in any model of transformers, coefficients of their losses, the experts' matmuls.
+"""MoE models: routers in any model of transformers, coefficients of their losses, the experts' matmuls.
 
 Shapes: E experts, K experts per token.
 """
@@ -218,8 +218,8 @@ def router_losses(loss: Loss, model: PreTrainedModel) -> RouterLosses:
     balance = problems.attempt(balance_coefficient, loss, config, routers)
     if (balance or loss.router_bias_rate) and (unknown := [r.name for r in routers if not is_known(r, config)]):
         problems.append(
-            f"model: the router {unknown[0]} of {config.model_type} chooses experts in a way that is not known "
-            "here; loss.router_balance: 0 trains without the loss that balances them"
+            f"model: the router {unknown[0]} of {config.model_type} chooses experts in an unknown way; "
+            "loss.router_balance: 0 trains without the balancing loss"
         )
     problems.stop_if_any()
     own_z_loss = float(getattr(config, Z_LOSS_COEFFICIENT, None) or 0.0)
@@ -258,8 +258,8 @@ def balance_coefficient(loss: Loss, model_config: PreTrainedConfig, routers: Seq
         return 0.0
     by_bias = "loss.router_bias_rate: 0.001, which balances by the model's bias, or "
     raise InputError(
-        f"loss.router_balance: {model_config.model_type} is a mixture of experts, and its configuration has no "
-        f"coefficient for the loss that balances them{_other_scale(model_config, routers)}; state "
+        f"loss.router_balance: {model_config.model_type} is an MoE model whose configuration has no coefficient for "
+        f"the balancing loss{_other_scale(model_config, routers)}; give "
         f"{'' if bias_problem(model_config, routers) else by_bias}loss.router_balance: 0.001, or 0 to train without"
     )
 

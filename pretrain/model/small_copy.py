@@ -274,7 +274,7 @@ def reference_of(keyed: KeyedConfig) -> PreTrainedModel:
 def _unbuildable(config: PreTrainedConfig, failures: Sequence[str]) -> str:
     reason = failures[-1] if failures else "the library cannot build it from this configuration"
     return (
-        f"model: {config.model_type} does not run on token ids alone ({reason}); complete its configuration, or take "
+        f"model: {config.model_type} does not run on token ids alone ({reason}); complete its configuration, or use "
         "another architecture (docs/architectures.md lists what works)"
     )
 
@@ -300,7 +300,7 @@ def _make_context_visible(model: PreTrainedModel) -> None:
     _multiply(matrices, best[1] / now)
     if best[0] < VISIBLE / 10:
         windows = [f"{name} {value}" for name in WINDOWS if (value := getattr(model.config, name, None)) is not None]
-        raise RuntimeError(f"its tokens do not see each other{' with ' * bool(windows)}{' and '.join(windows)}")
+        raise RuntimeError(f"its tokens do not attend to each other{' with ' * bool(windows)}{' and '.join(windows)}")
 
 
 def _multiply(matrices: Sequence[Tensor], factor: float) -> None:

@@ -62,8 +62,8 @@ def width_roles(config: PreTrainedConfig) -> dict[str, WidthRole]:
         wide = build_meta_model(at_width(config, 2.0))
     except Exception as error:  # the library's own checks may raise anything at other sizes
         raise InputError(
-            f"optim.parametrization: mup: this model cannot be built at twice its width ({described(error)}), from "
-            "which the parts of its parameters are found; use none"
+            f"optim.parametrization: mup: this model cannot be built at twice its width ({described(error)}), "
+            "which shows the roles of its parameters; use parametrization: standard"
         ) from None
     shapes = {name: tuple(parameter.shape) for name, parameter in wide.named_parameters()}
     embeddings = embedding_parameter_names(here)
@@ -82,7 +82,8 @@ def width_roles(config: PreTrainedConfig) -> dict[str, WidthRole]:
         roles |= {name: head for name in roles if name.rpartition(".")[0] == norm_before_head(here)}
     if not any(role.inputs and role.outputs for role in roles.values()):
         raise InputError(
-            "optim.parametrization: mup: no matrix of this model grows with its width in both directions; use none"
+            "optim.parametrization: mup: no matrix of this model grows with its width in both directions; use "
+            "parametrization: standard"
         )
     return roles
 
@@ -113,7 +114,7 @@ def norm_before_head(model: PreTrainedModel) -> str:
             return name
     raise InputError(
         "optim.parametrization: mup: the head is the embedding (tie_word_embeddings), and there is no norm before it "
-        "whose gain could stand for its scale; set --model.tie_word_embeddings false, or parametrization: standard"
+        "whose gain could take its scale; set --model.tie_word_embeddings false, or parametrization: standard"
     )
 
 

@@ -18,7 +18,7 @@ CLIP = 1.0
 """Maximum root mean square of an update; in a stack of matrices, such as experts, of each matrix's."""
 DECAY_EXPONENT = 0.8
 """The second moment's decay at step t is 1 - t^-DECAY_EXPONENT."""
-LEAST_SQUARE = 1e-30
+MIN_SQUARE = 1e-30
 """Added to squared gradients."""
 GOLDEN = 0x9E3779B97F4A7C15
 """SplitMix64's increment."""
@@ -171,6 +171,7 @@ class Adafactor(torch.optim.Optimizer):
         new = state["step"].double().pow(-DECAY_EXPONENT).float()
         new = new if skips is None else torch.where(skips, 0.0, new)
 
+        # Squares of bf16 gradients would lose most of their digits.
         block = part.block(gradient.float())
         places = {key: torch.zeros_like(state[key]) for key in state if key != "step"}
         squared = block.square()
@@ -183,13 +184,13 @@ class Adafactor(torch.optim.Optimizer):
         # Every update waits here, so that one collective sums for all; see `run_together`.
         sums = dict(zip(places, (yield part.share_of(places.values())), strict=True))
         if "row" in state:
-            state["row"].lerp_(sums["row"] / part.shape[-1] + LEAST_SQUARE, new)
-            state["column"].lerp_(sums["column"] / part.shape[-2] + LEAST_SQUARE, new)
+            state["row"].lerp_(sums["row"] / part.shape[-1] + MIN_SQUARE, new)
+            state["column"].lerp_(sums["column"] / part.shape[-2] + MIN_SQUARE, new)
             row = (state["row"] / state["row"].mean(-1, keepdim=True)).rsqrt()
             block.mul_(take(row, part.tile_of(ROW)).unsqueeze(-1))
             block.mul_(take(state["column"].rsqrt(), part.tile_of(COLUMN)).unsqueeze(-2))
         else:
-            state["variance"].lerp_(sums["variance"] + LEAST_SQUARE, new)
+            state["variance"].lerp_(sums["variance"] + MIN_SQUARE, new)
             block.mul_(take(state["variance"].rsqrt().view(-1), part.rows).view_as(block))
         update = part.inside(block)
         if is_stack := are_matrices(part.shape):

@@ -1,7 +1,7 @@
 """AdamW with 8-bit moments (Dettmers et al., arXiv 2110.02861), by bitsandbytes' kernels, on whole or sharded tensors.
 
 Each block of 256 neighboring elements of the flattened tensor has a scale of its own for each moment. A part of a
-tensor is updated as the whole is, bit for bit, if its blocks are blocks of the whole: see `unit_rows`.
+tensor gets bit for bit the update of the whole if its blocks are blocks of the whole: see `unit_rows`.
 """
 
 import math
@@ -16,7 +16,7 @@ from pretrain.optim.tiles import Tile, local_part, tile_of, whole_tile
 
 BLOCK = 256
 """Elements that share a scale."""
-LEAST_ELEMENTS = 4096
+MIN_ELEMENTS = 4096
 """Smaller tensors keep moments in fp32; of a sharded one the whole counts, so that checkpoints fit every layout."""
 SCALES = ("absmax1", "absmax2")
 """Names of the state that holds the scales of the first and of the second moment."""
@@ -29,11 +29,11 @@ def block_count(shape: Sequence[int]) -> int:
 
 def has_blocks(shape: Sequence[int]) -> bool:
     """Tells if a tensor of this whole shape keeps 8-bit moments."""
-    return math.prod(shape) >= LEAST_ELEMENTS
+    return math.prod(shape) >= MIN_ELEMENTS
 
 
 def unit_rows(shape: Sequence[int]) -> int:
-    """Returns the least number of rows that are whole blocks."""
+    """Returns the smallest number of rows that are whole blocks."""
     return BLOCK // math.gcd(BLOCK, math.prod(shape[1:]))
 
 
@@ -54,7 +54,7 @@ class AdamW8bit(torch.optim.Optimizer):
 
     A parameter's state is `step`, the moments `state1` and `state2`, and of a large one the value of each 8-bit code
     (`qmap1`, `qmap2`) and the scales, (blocks,), or this rank's rows of their `table_shape` as a DTensor. The kernels
-    cannot leave a step out by a number on the device, so whoever calls `step` decides.
+    cannot skip a step by a flag on the device, so the caller of `step` must decide.
 
     Args:
         params: parameters or groups of them. Raises RuntimeError for a DTensor whose part does not keep the blocks.
@@ -92,7 +92,7 @@ class AdamW8bit(torch.optim.Optimizer):
         weight = local_tensor(parameter)
         if not weight.numel():
             return
-        # The kernels take addresses, and know no strides.
+        # The kernels take raw pointers and ignore strides.
         updated = weight.contiguous()
         gradient = local_tensor(parameter.grad).contiguous()
         first, second = (local_tensor(state[name]) for name in ("state1", "state2"))

@@ -11,13 +11,13 @@ is the exponential mean whose decay per step is 2^(-1 / h), applied k steps at a
 instead of a bias correction. Its half-life is relative to the run's length as in Karras et al., arXiv 2312.02696.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from pretrain.config import Averaging
+from pretrain.optim.optimizers import local_tensor
 
 AverageState = dict[str, Any]
 """Contents of an average: its `kind`, the `first_step` whose weights are in it, and their `count`."""
@@ -87,18 +87,15 @@ class WeightAverage:
     @torch.no_grad()
     def update(self, weights: Mapping[str, torch.Tensor], share: float) -> None:
         """Moves the mean by `share` of the way to the weights. Neither communicates nor waits for the device."""
-        torch._foreach_lerp_(held_here(self.means.values()), held_here(weights.values()), share)
+        means = list(map(local_tensor, self.means.values()))
+        torch._foreach_lerp_(means, list(map(local_tensor, weights.values())), share)
 
     @torch.no_grad()
     def exchange(self, weights: Mapping[str, torch.Tensor]) -> None:
         """Swaps the mean with the weights, bit for bit: a second call restores both."""
-        for mean, weight in zip(held_here(self.means.values()), held_here(weights.values()), strict=True):
+        pairs = zip(self.means.values(), weights.values(), strict=True)
+        for mean, weight in (map(local_tensor, pair) for pair in pairs):
             # One tensor at a time, so that a third copy of the model never exists.
             kept = weight.clone()
             weight.copy_(mean)
             mean.copy_(kept)
-
-
-def held_here(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Returns the part of each tensor that this rank holds."""
-    return [tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach() for tensor in tensors]

@@ -1,4 +1,4 @@
-"""Exchange of matrices that are divided among ranks: an owner gathers each one, works on it, and sends it back.
+"""Exchanges matrices that are sharded over ranks: an owner gathers each one, works on it, and sends it back.
 
 The matrices of a bucket travel together: one collective to the owners and one back, or only one if every rank has
 every matrix already. So the number of collectives depends on an update's bytes, not on its number of matrices.
@@ -181,7 +181,7 @@ def buckets_of(pieces: Sequence[MatrixPiece], processes: int) -> list[Bucket]:
     work = [0] * processes
     buckets: list[Bucket] = []
     room = 0
-    # Divided and replicated matrices apart, since they use different collectives. Largest first, equal shapes
+    # Sharded and replicated matrices apart, since they use different collectives. Largest first, equal shapes
     # together.
     for piece in sorted(pieces, key=lambda piece: (bool(piece.tiles), -piece.elements, piece.matrix.shape)):
         owner = work.index(min(work))
@@ -217,7 +217,7 @@ def exchange_results(bucket: Bucket, holders: Holders, tensors, dtype: torch.dty
 
 
 def exchange_parts(bucket: Bucket, holders: Holders, tensors, dtype: torch.dtype, replace_all) -> None:
-    """Updates divided matrices: all parts go to the owners, and the results back, in one collective each."""
+    """Updates sharded matrices: all parts go to the owners, and the results back, in one collective each."""
     processes = range(holders.size)
     owned = [[piece for piece, owner in bucket if owner == rank] for rank in processes]
     mine = owned[holders.rank]

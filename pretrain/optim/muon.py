@@ -243,6 +243,7 @@ def orthogonalized(matrices: torch.Tensor, coefficients: Sequence[Quintic]) -> t
     the Frobenius norm, which bounds the largest singular value by one.
     """
     multiply_add = torch.addmm if matrices.dim() == 2 else torch.baddbmm
+    # Frobenius: a spectral norm would cost an SVD.
     x = matrices / matrices.norm(dim=(-2, -1), keepdim=True).clamp(min=EPS)
     for a, b, c in coefficients:
         gram = x @ x.mT
@@ -257,7 +258,7 @@ class MuonSpec(AdamWSpec):
     runs_from_disk = False
     shares_work = True
     relative_learning_rate = 2.0
-    least_batch_factor = 0.5  # measured in docs/quality.md
+    min_batch_factor = 0.5  # measured in docs/quality.md
     updates_in_bf16 = True
     clips_heads = True
 
@@ -272,8 +273,8 @@ class MuonSpec(AdamWSpec):
             wrong = [name for name, size in outputs.items() if size != sum(block_sizes(blocks, size))]
             if not outputs:
                 problems.append(
-                    f"optim.muon.split_matrices: {pattern} fits the name of no hidden matrix of this model, or "
-                    f"the patterns before it do; the first one is {hidden[0]}"
+                    f"optim.muon.split_matrices: {pattern} matches no hidden matrix of this model, or earlier "
+                    f"patterns match them all; the first hidden matrix is {hidden[0]}"
                 )
             if wrong:
                 given = f"{blocks} equal blocks" if isinstance(blocks, int) else f"{sum(blocks)} = sum of {blocks}"

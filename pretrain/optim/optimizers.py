@@ -1,4 +1,4 @@
-"""Optimizers: what decays, what each needs and keeps, state by parameter name, the gradient norm."""
+"""Optimizers: which parameters decay, what each optimizer supports and stores, state by name, gradient norm."""
 
 import math
 from abc import ABC, abstractmethod
@@ -15,7 +15,7 @@ from pretrain.config import Optim
 from pretrain.errors import InputError
 from pretrain.model.build import build_meta_model, embedding_parameter_names, transposed_names
 from pretrain.model.routers import expert_matrices, expert_parameters, routers_of
-from pretrain.optim.scaling_laws import LEAST_BATCH_FACTOR, rate_by_law
+from pretrain.optim.scaling_laws import MIN_BATCH_FACTOR, scaling_law_learning_rate
 from pretrain.optim.tiles import local_part
 from pretrain.registry import OPTIMIZERS
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from pretrain.model.width_roles import WidthRole
 
 NamedParameters = list[tuple[str, torch.nn.Parameter]]
-MOST_ADDED_UP = 2**16
+MAX_SERIAL_SUM = 2**16
 """Squares that a CPU may sum sequentially in fp32: with this many the error is 2e-7, with a million 1e-5."""
 
 
@@ -58,7 +58,7 @@ class ModelShapes:
 
         Args:
             learning_rate: the run's peak, to which those of groups are relative; None: they are left out.
-            loss_terms: what terms of the loss train, as `LossTerms.trained`.
+            loss_terms: modules that loss terms train, as `LossTerms.trained`.
         """
         whole = nn.Module()
         whole.causal_lm = causal_lm
@@ -101,7 +101,7 @@ class ModelShapes:
         return "matrices" if self.is_hidden_matrix(name) else "scalars"
 
     def decays(self, name: str) -> bool:
-        """Tells if a parameter decays: matrices do; embeddings, norms and biases never."""
+        """Tells if weight decay applies: to matrices, but never to embeddings, norms and biases."""
         is_vectors = name.endswith("_bias")  # of experts, stacked
         return len(self.shapes[name]) >= 2 and name not in self.embeddings and not is_vectors
 
@@ -117,7 +117,7 @@ def is_output_head(name: str) -> bool:
 
 @dataclass(frozen=True)
 class OptimizerSpec(ABC):
-    """Facts about an optimizer that need no instance: what it rejects, what it keeps, what an update takes.
+    """Describes an optimizer without building it: what it rejects, which state it keeps, what it can update.
 
     Each optimizer is a subclass, registered in `registry.OPTIMIZERS`. A class `Options` inside, a config.Section,
     declares what `optim.options` may have.
@@ -137,8 +137,8 @@ class OptimizerSpec(ABC):
     """True if it is tested with its state on disk, as with DeepSpeed's NVMe offload."""
     relative_learning_rate = 1.0
     """Its usual peak learning rate relative to AdamW's."""
-    least_batch_factor = LEAST_BATCH_FACTOR
-    """Minimum factor of that peak by the batch size; see `rate_by_law`."""
+    min_batch_factor = MIN_BATCH_FACTOR
+    """Minimum factor of that peak by the batch size; see `scaling_law_learning_rate`."""
     updates_in_bf16 = False
     """True if the update uses bf16 under any precision, provided that the device multiplies in bf16."""
     clips_heads = False
@@ -152,9 +152,9 @@ class OptimizerSpec(ABC):
         return self.Options.model_validate(settings.options)
 
     @classmethod
-    def auto_rate(cls, parameters: float, tokens_per_step: float) -> float:
+    def auto_learning_rate(cls, parameters: float, tokens_per_step: float) -> float:
         """Returns the peak learning rate of `learning_rate: auto`."""
-        return rate_by_law(parameters, tokens_per_step, cls.relative_learning_rate, cls.least_batch_factor)
+        return scaling_law_learning_rate(parameters, tokens_per_step, cls.relative_learning_rate, cls.min_batch_factor)
 
     def problems(self, settings: Optim, device_type: str) -> list[str]:
         """Lists why it cannot train this model with these settings, or run on this device; empty if it can."""
@@ -248,7 +248,7 @@ def optimizer_builder(
     Args:
         causal_lm: the whole model, on the meta device.
         device_type: where the optimizer will run; selects fused kernels.
-        loss_terms: what terms of the loss train; its parameters are named behind "loss_terms.".
+        loss_terms: modules that loss terms train; their parameter names start with "loss_terms.".
     """
     spec = OPTIMIZERS[settings.name](ModelShapes.of(causal_lm, settings, learning_rate, loss_terms))
     if problems := spec.problems(settings, device_type):
@@ -333,7 +333,7 @@ def load_optimizer_state(
                     name = f"{name_of[parameter]}.{key}"
                     shapes[name] = shape
                     places[name] = (parameter, group, key)
-    # First of all: an optimizer with half of its state would train on without an error.
+    # Checked first: an optimizer with half of its state would keep training without an error.
     check_state(type(optimizer).__name__, shapes, tensors)
     for name, (parameter, group, key) in places.items():
         value = tensors[name] if spec.state_is_whole else divided_like(parameter, tensors[name])
@@ -351,7 +351,7 @@ def check_state(
     problems = [f"{len(names)} {kind} ({', '.join(names[:4])})" for kind, names in found.items() if names]
     if problems:
         raise InputError(
-            f"this optimizer state is not that of {optimizer_name} on this model: {'; '.join(problems)}; "
+            f"this optimizer state does not fit {optimizer_name} on this model: {'; '.join(problems)}; "
             "resume with the optimizer and the model that saved it"
         )
 
@@ -368,7 +368,7 @@ def total_norm(gradients: Iterable[torch.Tensor]) -> torch.Tensor:
         return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients, 2, dtype=torch.float32)))
     rows = [
         torch.linalg.vector_norm(gradient, dim=-1, dtype=torch.float32)
-        if gradient.dim() > 1 and gradient.numel() > MOST_ADDED_UP
+        if gradient.dim() > 1 and gradient.numel() > MAX_SERIAL_SUM
         else gradient.float()
         for gradient in gradients
     ]

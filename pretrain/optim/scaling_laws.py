@@ -11,25 +11,25 @@ RATE_EXPONENT = -1 / 3
 REFERENCE_BATCH = 160 * 2048
 REFERENCE_BATCH_EXPONENT = 2 / 3
 """Tokens per step in that ladder at the reference parameters, and their exponent in the parameters."""
-LEAST_PARAMETERS = 3e6
+MIN_PARAMETERS = 3e6
 """Smaller models get this size's learning rate: in sweeps at 0.8M the law's was twice the best (docs/quality.md)."""
 BATCH_EXPONENT = 0.5
 """Exponent of the learning rate in the batch (Malladi et al., arXiv 2205.10287)."""
-LEAST_BATCH_FACTOR = 0.35
-MOST_BATCH_FACTOR = 2.0
+MIN_BATCH_FACTOR = 0.35
+MAX_BATCH_FACTOR = 2.0
 """Bounds of AdamW's factor by the batch; in sweeps with batches of 1/30 to 1/280 of the reference, 0.30 to 0.38 were
 best (docs/quality.md)."""
 TIMESCALE = 1.084
 TIMESCALE_EXPONENT = -0.527
 """Time constant of AdamW's weights, as a share of the run, by tokens per parameter
 (Bergsma et al., arXiv 2505.13738)."""
-LEAST_DECAY = 0.01
-MOST_DECAY = 0.2
+MIN_DECAY = 0.01
+MAX_DECAY = 0.2
 WARMUP_SHARE = 0.05
 """Maximum share of the run that is warmup."""
 
 
-def batch_by_law(tokens: float) -> float:
+def scaling_law_batch(tokens: float) -> float:
     """Returns tokens per step for a run of that many tokens D: 0.58 D^0.571 (Li et al., arXiv 2503.04715).
 
     It does not depend on the model. Nor does the critical batch, above which tokens are wasted; that is two to four
@@ -39,34 +39,34 @@ def batch_by_law(tokens: float) -> float:
 
 
 def tokens_of_steps(steps: int) -> float:
-    """Returns the tokens D of a run of `steps` steps of batch_by_law(D) tokens: solves D = steps x 0.58 D^0.571."""
+    """Returns the tokens D of a run of `steps` steps with scaling_law_batch(D): solves D = steps x 0.58 D^0.571."""
     return (0.58 * steps) ** (1 / (1 - 0.571))
 
 
-def rate_by_law(
-    parameters: float, tokens_per_step: float, relative: float = 1.0, least_batch_factor: float = LEAST_BATCH_FACTOR
+def scaling_law_learning_rate(
+    parameters: float, tokens_per_step: float, relative: float = 1.0, min_batch_factor: float = MIN_BATCH_FACTOR
 ) -> float:
     """Returns the peak learning rate; `relative` is the optimizer's relative to AdamW's.
 
     It does not depend on the length of the run, so that a longer budget does not change learning rates already used.
     """
-    size = max(parameters, LEAST_PARAMETERS) / REFERENCE_PARAMETERS
+    size = max(parameters, MIN_PARAMETERS) / REFERENCE_PARAMETERS
     batch = tokens_per_step / (REFERENCE_BATCH * size**REFERENCE_BATCH_EXPONENT)
-    factor = min(max(batch**BATCH_EXPONENT, least_batch_factor), MOST_BATCH_FACTOR)
+    factor = min(max(batch**BATCH_EXPONENT, min_batch_factor), MAX_BATCH_FACTOR)
     return relative * REFERENCE_RATE * size**RATE_EXPONENT * factor
 
 
-def weight_decay_by_law(parameters: float, tokens: float, tokens_per_step: float, learning_rate: float) -> float:
+def scaling_law_weight_decay(parameters: float, tokens: float, tokens_per_step: float, learning_rate: float) -> float:
     """Returns the decay at which the weights' timescale follows the law: lr x decay x tokens x timescale = batch.
 
     The weights average the updates over 1 / (learning rate x decay) steps; the best share of the run for this average
-    falls with tokens per parameter. The result is between LEAST_DECAY and MOST_DECAY.
+    falls with tokens per parameter. The result is between MIN_DECAY and MAX_DECAY.
     """
     timescale = TIMESCALE * (tokens / parameters) ** TIMESCALE_EXPONENT
     decay = tokens_per_step / (learning_rate * tokens * timescale)
-    return min(max(decay, LEAST_DECAY), MOST_DECAY)
+    return min(max(decay, MIN_DECAY), MAX_DECAY)
 
 
-def warmup_by_law(parameters: float, tokens: float, tokens_per_step: float) -> int:
+def scaling_law_warmup(parameters: float, tokens: float, tokens_per_step: float) -> int:
     """Returns warmup steps: a token per parameter (Porian et al., arXiv 2406.19146), at most WARMUP_SHARE of all."""
     return max(1, round(min(parameters, WARMUP_SHARE * tokens) / tokens_per_step))

@@ -12,7 +12,7 @@ The loop stays in train.py; nothing here calls back into it. All ranks take the 
     build: model and optimizer
     experts: balance and load of MoE models
     qk_clip: bounds attention logits
-    steps: begins the run and each of its steps; after a step all ranks agree
+    steps: starts the run and each of its steps; after a step all ranks agree on what happened
     prefetch: the next micro-batch
     step_reports: what all ranks know about a step
     guard: NaN, spikes, divergence
@@ -25,6 +25,6 @@ The loop stays in train.py; nothing here calls back into it. All ranks take the 
     diagnostics: what happens inside the model, layer by layer
     background_jobs: evaluation, upload and mirror in the background
     metrics, trackers: logging
-    run_records: record in the run's folder, announcement of a start, warnings
+    run_records: files that record a run, the banner at its start, warnings
     ending: export at the end, or the message how to continue
 """

@@ -11,10 +11,10 @@ from pretrain.model.build import active_parameters, count_parameters
 from pretrain.optim.learning_rate import learning_rate_for_batch
 from pretrain.optim.optimizers import OPTIMIZERS
 from pretrain.optim.scaling_laws import (
-    batch_by_law,
+    scaling_law_batch,
+    scaling_law_warmup,
+    scaling_law_weight_decay,
     tokens_of_steps,
-    warmup_by_law,
-    weight_decay_by_law,
 )
 
 
@@ -36,20 +36,20 @@ def resolve_auto(config: RunConfig, processes: int | None = None) -> RunConfig:
     budget = config.budget
     optim = config.optim
     tokens = budget.tokens or (budget.tokens_per_parameter or 0) * active
-    batch = settled_batch(config, tokens or tokens_of_steps(budget.steps), processes or processes_launched())
+    batch = auto_batch(config, tokens or tokens_of_steps(budget.steps), processes or processes_launched())
     per_step = batch.tokens_per_step
     tokens = tokens or budget.steps * per_step
     values: dict[str, Any] = {}
     if optim.learning_rate == "auto":
-        values["learning_rate"] = float(f"{OPTIMIZERS[optim.name].auto_rate(parameters, per_step):.3g}")
+        values["learning_rate"] = float(f"{OPTIMIZERS[optim.name].auto_learning_rate(parameters, per_step):.3g}")
     if optim.weight_decay == "auto":
         rate = values.get("learning_rate", optim.learning_rate)
         rate = rate or learning_rate_for_batch(
             optim.learning_rate_per_sequence, per_step // config.data.sequence_length
         )
-        values["weight_decay"] = float(f"{weight_decay_by_law(parameters, tokens, per_step, rate):.2g}")
+        values["weight_decay"] = float(f"{scaling_law_weight_decay(parameters, tokens, per_step, rate):.2g}")
     if optim.warmup_steps == "auto":
-        values["warmup_steps"] = warmup_by_law(parameters, tokens, per_step)
+        values["warmup_steps"] = scaling_law_warmup(parameters, tokens, per_step)
     return config.model_copy(update={"batch": batch, "optim": optim.model_copy(update=values)})
 
 
@@ -59,7 +59,7 @@ def has_auto(config: RunConfig) -> bool:
     return "auto" in (config.batch.tokens_per_step, optim.learning_rate, optim.weight_decay, optim.warmup_steps)
 
 
-def settled_batch(config: RunConfig, tokens: float, processes: int) -> Batch:
+def auto_batch(config: RunConfig, tokens: float, processes: int) -> Batch:
     """Returns the batch closest to the scaling law's: a power of two sequences, times the levels of a ramp.
 
     `derive` rejects a number of processes that does not divide it: adjusting the batch would change the run.
@@ -69,7 +69,7 @@ def settled_batch(config: RunConfig, tokens: float, processes: int) -> Batch:
     if batch.tokens_per_step != "auto":
         return batch
     levels = round(1 / batch.ramp.start) if batch.ramp else 1
-    per_level = 2 ** max(0, round(math.log2(batch_by_law(tokens) / (length * levels))))
+    per_level = 2 ** max(0, round(math.log2(scaling_law_batch(tokens) / (length * levels))))
     micro = batch.sequences_per_micro_batch
     while micro > 1 and per_level % (micro * processes):
         micro -= 1

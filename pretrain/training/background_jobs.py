@@ -37,7 +37,7 @@ LAST_COPY_SECONDS = 30.0
 def evaluation_problems(settings: Benchmarks) -> list[str]:
     """Lists the problems of the tasks and their folders, found by evaluate.py's code in a separate process."""
     if settings.where == "in_loop" and settings.eval_bundle is not None:
-        return ["benchmarks.where: in_loop has no tasks of a bundle; use blocking, or no benchmarks.eval_bundle"]
+        return ["benchmarks.where: in_loop cannot run a bundle's tasks; use blocking, or leave out eval_bundle"]
     if settings.where == "in_loop" and (own := [name for name in settings.tasks if name in TASKS]):
         return [f"benchmarks.where: in_loop does not run {', '.join(own)}, which an extension measures; use blocking"]
     command = [sys.executable, "-m", "pretrain_tools.evaluation.task_names", *task_arguments(settings)]
@@ -89,6 +89,7 @@ class Evaluations:
         if is_held(log):
             return None  # started before a crash of the run, and still running
         environment = environment_alone()
+        # An empty value, for the CPU, hides all GPUs.
         environment["CUDA_VISIBLE_DEVICES"] = settings.device.removeprefix("cuda:").removeprefix("cpu")
         environment["OMP_NUM_THREADS"] = self.threads
         try:
@@ -96,7 +97,7 @@ class Evaluations:
             folder.mkdir(parents=True)
             for path in checkpoint.iterdir():
                 if path.is_file() and not path.name.startswith(("optimizer", "MANIFEST")):
-                    os.link(path, folder / path.name)
+                    os.link(path, folder / path.name)  # a hard link outlives the pruned checkpoint
             with open(log, "a+b") as output:
                 hold_while_open(output)
                 # renice in the shell: Popen's preexec_fn could deadlock, because this process has threads.
@@ -151,7 +152,7 @@ def evaluation_command(folder: Path, settings: Benchmarks) -> list[str]:
     return command + task_arguments(settings)
 
 
-def publish_beside(config: RunConfig, step: int | None, metrics: Metrics) -> None:
+def start_publishing(config: RunConfig, step: int | None, metrics: Metrics) -> None:
     """Publishes a checkpoint, or final/ (step None), as configured in the recipe; the run neither waits nor fails."""
     hub = config.hub
     if not metrics.is_main:
@@ -169,11 +170,11 @@ def publish_beside(config: RunConfig, step: int | None, metrics: Metrics) -> Non
         metrics.write("warning", message=warning)
 
 
-def publish_cut_short(config: RunConfig, metrics: Metrics) -> None:
+def resume_publishing(config: RunConfig, metrics: Metrics) -> None:
     """Restarts uploads that a crash of the machine interrupted."""
     if metrics.is_main:
         for step in cut_short(config.output):
-            publish_beside(config, step, metrics)
+            start_publishing(config, step, metrics)
 
 
 def numbers_of(model: dict[str, Any]) -> dict[str, float]:

@@ -36,11 +36,11 @@ MEASURES = ("acc", "acc_norm", "bits_per_byte")
 
 @dataclass(frozen=True)
 class Task:
-    """A task, or a group of tasks, whose questions count alike."""
+    """A task, or a group of tasks, whose questions have equal weight."""
 
     name: str
     measures: tuple[str, ...]
-    """Those of MEASURES that the harness gives this task."""
+    """Subset of MEASURES that the harness reports for this task."""
     questions: tuple[tuple[int, int], ...]
     """Ranges [first, end) of questions."""
     few_shots: int | None
@@ -116,7 +116,7 @@ class Requests:
 
 @dataclass(frozen=True)
 class Windows:
-    """Requests packed into windows, several in each if documents are kept apart in it."""
+    """Requests packed into windows, several per window if it keeps documents apart."""
 
     ids: np.ndarray
     """(W, T + 1) token IDs."""

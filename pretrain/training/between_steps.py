@@ -18,7 +18,7 @@ from pretrain.training.metrics import peak_memory_bytes
 from pretrain.training.run import Run
 from pretrain.training.run_plan import RunPlan, StagePlan, settings_of, steps_between
 from pretrain.training.step_reports import StepReport
-from pretrain.training.steps import compare_copies, listen, may_be_cut_short, steps_of_decay, steps_of_decay_left
+from pretrain.training.steps import compare_replicas, interruptible, poll_requests, steps_of_decay, steps_of_decay_left
 from pretrain.training.validation import measure, perplexity_of
 
 
@@ -58,7 +58,7 @@ def log_step(run: Run, report: StepReport, learning_rate: float) -> None:
 def show_progress(run: Run, reports: list[StepReport]) -> None:
     """Updates the live line from what the CPU already knows: on a GPU the loss is the previous step's."""
     step = run.state.step
-    run.log.stands_at(step, run.state.tokens)
+    run.log.set_position(step, run.state.tokens)
     if not run.log.is_live:
         return
     live = run.live
@@ -77,7 +77,7 @@ def show_progress(run: Run, reports: list[StepReport]) -> None:
 def validate(run: Run) -> None:
     """Measures and logs the validation loss of every source, of the weights and of their average. All ranks."""
     began = time.perf_counter()
-    with may_be_cut_short(run, "validation") as beat:
+    with interruptible(run, "validation") as beat:
         sequences = run.config.validation.sequences
         results = losses_of_sources(run, sequences, beat)
         averages = {}
@@ -135,7 +135,7 @@ def save(run: Run, *, wait: bool, required: bool = False) -> None:
         required: wait, and raise SaveError on all ranks if it fails.
     """
     with run.pausing("saving"):
-        compare_copies(run)  # before the save: a checkpoint must not preserve replicas that differ
+        compare_replicas(run)  # before the save: a checkpoint must not preserve replicas that differ
         if run.built.experts:
             run.state.expert_counts = run.built.experts.counts()
         if run.clock.is_limited:
@@ -147,7 +147,7 @@ def save(run: Run, *, wait: bool, required: bool = False) -> None:
             report_saves(run)
             if required and not run.is_saved:
                 raise SaveError(f"the checkpoint of step {run.state.step:,} could not be written: see train.log")
-            listen(run)  # a signal during the save ends the run now, not one step and one save later
+            poll_requests(run)  # a signal during the save ends the run now, not one step and one save later
 
 
 def _begin_save(run: Run) -> None:
@@ -209,9 +209,9 @@ def report_saves(run: Run) -> None:
         hub = run.config.hub
         milestones = run.config.checkpoint.keep_every
         if hub.repository is not None and hub.every == "milestones" and milestones and save.step % milestones == 0:
-            from pretrain.training.background_jobs import publish_beside
+            from pretrain.training.background_jobs import start_publishing
 
-            publish_beside(run.config, save.step, run.log)
+            start_publishing(run.config, save.step, run.log)
 
 
 def evaluate(run: Run) -> None:
@@ -226,7 +226,7 @@ def evaluate(run: Run) -> None:
         return
     settings = run.config.benchmarks
     ranks = run.strategy.ranks
-    with may_be_cut_short(run, "evaluation") as beat:
+    with interruptible(run, "evaluation") as beat:
         process = run.evaluations.start(run.newest_checkpoint, settings) if ranks.is_main else None
         # Only the main rank knows if it still runs; all must leave the loop in the same round.
         while settings.where == "blocking" and ranks.gather(process is not None and process.poll() is None)[0]:
@@ -239,7 +239,7 @@ def evaluate(run: Run) -> None:
 def _measure_benchmarks(run: Run) -> None:
     step = run.state.step
     settings = run.config.benchmarks
-    with may_be_cut_short(run, "evaluation") as beat:
+    with interruptible(run, "evaluation") as beat:
         found = run.benchmarks.measure(
             run.built.model,
             run.strategy,
@@ -277,7 +277,7 @@ def sample(run: Run) -> None:
     from pretrain.training.samples import sample_texts
 
     step = run.state.step
-    with may_be_cut_short(run, "samples") as beat:
+    with interruptible(run, "samples") as beat:
         texts = sample_texts(
             run.strategy, run.stage.model_config, run.tokenizer, run.config.samples, seed=step, beat=beat
         )

@@ -1,8 +1,8 @@
 """Plans how a run continues from a checkpoint, whatever has changed in its recipe since the checkpoint was written.
 
-The checkpoint says where the run stands: its step, the tokens it has seen, what it has read of each source, the batch
-and the schedule so far. All of that is kept. The recipe says how the run continues from there. So the batch, the
-budget, the data and the schedule can change at any checkpoint, any number of times.
+The checkpoint records how far the run got: its step, the tokens it has seen, how much of each source it has read, the
+batch and the schedule so far. All of that is kept; the recipe says how to continue. So the batch, the budget, the data
+and the schedule can change at any checkpoint, any number of times.
 """
 
 import hashlib
@@ -93,8 +93,8 @@ def old_checkpoint_problems(contents: Mapping[str, Any], plan: RunPlan, *, begin
         return []
     return [
         f"the checkpoint of step {contents['state']['step']:,} is of an earlier version, which recorded too little "
-        "for a branch, or another budget, batch or schedule; continue the run as it was up to its next checkpoint, "
-        "and change it there"
+        "to branch or to change budget, batch or schedule; continue the run unchanged to its next checkpoint, then "
+        "change it"
     ]
 
 
@@ -138,7 +138,7 @@ def continued(
     length = config.data.sequence_length
     if state.tokens % length:
         raise InputError(
-            f"data.sequence_length: {length:,} does not divide the {state.tokens:,} tokens trained so far; take a "
+            f"data.sequence_length: {length:,} does not divide the {state.tokens:,} tokens trained so far; use a "
             f"length that does, such as {math.gcd(length, state.tokens):,}, or a checkpoint of another step"
         )
     other_length = identity["data.sequence_length"] != length
@@ -153,8 +153,8 @@ def continued(
     if total_steps < state.step:
         if not is_finished and not (changes.begins_branch and not changes.budget):
             raise InputError(
-                f"budget: it ends after step {total_steps:,}, and the run is at step {state.step:,}; raise it, or end "
-                "the run with a decay from where it is (python runs.py anneal, while it trains)"
+                f"budget: ends after step {total_steps:,}, but the run is at step {state.step:,}; raise it, or end "
+                "the run with a decay now (python runs.py anneal, while it trains)"
             )
         total_steps = state.step
     ramp = replace(ramp, total_steps=total_steps)
@@ -167,18 +167,18 @@ def continued(
         if origin is None:
             raise InputError(
                 "data: the checkpoint does not say how much of each source the run has read, because an earlier "
-                "version wrote it; go on with the data that it has until the next checkpoint, then change it"
+                "version wrote it; keep the same data until the next checkpoint, then change it"
             )
         if other_length:
             origin = {**origin, "sample": sample}
-    batches = plan.batches.continued(
-        ramp, state.left_out, (), DataPosition.of_json(origin) if origin is not None else None
+    batches = plan.batches.changed(
+        ramp=ramp, skipped=state.left_out, origin=DataPosition.of_json(origin) if origin is not None else None
     )
     if len(plan.stages) > 1:
         stage_starts = [] if other_length else planned.get("stage_starts", plan.batches.stage_starts)
         batches = batches.passing(stage_starts, sample)
     # Without skipped ranges: `Run.replan` skips them, also after a later rollback.
-    batches = batches.continued(ramp, (), batches.passed, batches.origin)
+    batches = batches.changed(skipped=())
     schedule = _continued_schedule(config, total_steps, contents, state, changes)
     return replace(plan, ramp=ramp, ramp_steps=ramp_steps, batches=batches, schedule=schedule)
 
@@ -328,17 +328,17 @@ def time_problems(config: RunConfig, plan: RunPlan, state: RunState) -> list[str
     if state.step >= min(plan.schedule.decays_from, plan.total_steps):
         return []
     return [
-        f"budget.minutes: {minutes:g}, and the run has taken {state.seconds / 60:.1f} up to step {state.step:,}; give "
-        "it more, or null"
+        f"budget.minutes: {minutes:g}, but the run has taken {state.seconds / 60:.1f} up to step {state.step:,}; "
+        "raise it, or set it to null"
     ]
 
 
 def no_stable_checkpoint(planned: Mapping[str, Any]) -> InputError:
     """Returns the error for extending a run that only has checkpoints from within its final decay."""
     return InputError(
-        f"budget: the run of {planned['total_steps']:,} steps has decayed its learning rate since step "
-        f"{planned['stable_until']:,}, and no checkpoint from before is left; keep one with "
-        "checkpoint.keep_every, or go on from the decayed model with another schedule, such as "
+        f"budget: the run of {planned['total_steps']:,} steps has been decaying its learning rate since step "
+        f"{planned['stable_until']:,}, and no earlier checkpoint is left; keep one with "
+        "checkpoint.keep_every, or continue from the decayed model with another schedule, such as "
         "--optim.schedule constant"
     )
 
@@ -356,18 +356,18 @@ def describe_continuation(plan: RunPlan, state: RunState, changes: Changes, foun
         lines += [
             f"  to step {total:,}: {counted(total - step, 'step')}, {plan.total_tokens - state.tokens:,} tokens, "
             f"{plan.tokens_in(step):,} tokens per step",
-            f"  learning rate {first:.3g} at the first of them, {last:.3g} at the last ({plan.schedule.name})",
+            f"  learning rate {first:.3g} at the first, {last:.3g} at the last ({plan.schedule.name})",
         ]
         if first == last and isinstance(plan.schedule, Schedule) and plan.schedule.progress(step) >= 1.0:
             lines.append(
-                f"  warning: that is the floor, at which the {plan.schedule.name} schedule has ended; another "
-                "schedule or warmup begins again at the peak, such as --optim.schedule constant"
+                f"  warning: this is the floor, since the {plan.schedule.name} schedule has ended; another schedule "
+                "or warmup starts again at the peak, such as --optim.schedule constant"
             )
     if state.seconds:
-        lines.append(f"  {duration_text(state.seconds)} of budget.minutes are over")
+        lines.append(f"  {duration_text(state.seconds)} of budget.minutes are used")
     origin = plan.batches.origin
     if origin is not None and origin.step == step:
-        lines.append("  data: another mixture from here on; each source goes on where the run left it")
+        lines.append("  data: a different mixture from here on; each source continues where it stopped")
     lines += [f"  {path}: {before} until now, {now} from here on" for path, (before, now) in changes.changed.items()]
     return "\n".join(lines)
 
@@ -510,7 +510,7 @@ def identity_problems(
         if path == "optim.name":  # another optimizer could not load the state, named or not
             problems.append(
                 f"{found}whose state {json.dumps(now.get(path))} cannot use; restore it, or choose another --output "
-                "(with --init pretrained --model RUN/final it begins with this run's weights)"
+                "(with --init pretrained --model RUN/final it starts from this run's weights)"
             )
         elif path in ORDER_OF_DATA and not (begins_branch and path == "data.sequence_length"):
             branch = " with --branch_from RUN@STEP" if path == "data.sequence_length" else ""
@@ -521,6 +521,6 @@ def identity_problems(
         elif not (named or (begins_branch and path != "model")):
             problems.append(
                 f"{found}the recipe now says {json.dumps(now.get(path))}; restore it, choose another --output, or "
-                f"accept it with --{path} on the command line: it then holds from the checkpoint's step on"
+                f"accept it with --{path} on the command line: it then applies from the checkpoint's step on"
             )
     return problems

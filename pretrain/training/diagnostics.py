@@ -1,8 +1,8 @@
-"""Measures what happens inside a model, layer by layer, at steps far apart; every other step runs as without it.
+"""Measures a model layer by layer at occasional steps; all other steps run as if this did not exist.
 
 These are, for each layer: the root mean square (RMS) of the activations it returns, of its weights, of their gradients
 before clipping and of their change by the step; its largest attention logit, before the softmax; and the share of its
-feed-forward units that no token switches on. The embedding and the head count as layers of their own.
+feed-forward units that no token activates. The embedding and the head count as layers of their own.
 
 Activations, logits and units come from one more forward pass of the step's last micro-batch after the update, without
 gradients and without compiled code: hooks within compiled layers would change what every other step runs.
@@ -139,12 +139,12 @@ class Watched:
 
     @contextmanager
     def attached(self) -> Iterator[None]:
-        """Watches the layers while its body runs."""
-        with ExitStack() as stack:
+        """Records the layers during the with block."""
+        with ExitStack() as stack:  # a hook's handle removes it at the end
             for number, layer in enumerate(self.layers):
-                stack.enter_context(removed(layer.register_forward_hook(self.output_hook(number))))
+                stack.enter_context(layer.register_forward_hook(self.output_hook(number)))
                 for matrix in last_matrices(layer):
-                    stack.enter_context(removed(matrix.register_forward_pre_hook(self.units_hook(number))))
+                    stack.enter_context(matrix.register_forward_pre_hook(self.units_hook(number)))
             stack.enter_context(self.attention())
             yield
 
@@ -211,15 +211,6 @@ class Watched:
             "largest_logit": [logit if math.isfinite(logit) else None for logit in logits],
             "units_off": [a / b if b else None for a, b in zip(off, units, strict=True)],
         }
-
-
-@contextmanager
-def removed(handle: Any) -> Iterator[None]:
-    """Removes a hook at the end."""
-    try:
-        yield
-    finally:
-        handle.remove()
 
 
 def last_matrices(layer: nn.Module) -> list[nn.Module]:

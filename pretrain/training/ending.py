@@ -9,12 +9,12 @@ from pretrain.checkpoint.run_state import Request
 from pretrain.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_PREEMPTED
 from pretrain.training.between_steps import losses_of_sources, model_describer, save
 from pretrain.training.run import Run
-from pretrain.training.steps import answer, may_be_cut_short
+from pretrain.training.steps import answer, interruptible
 
 REASONS = {
     Request.PREEMPT: "preempted",
     Request.INTERRUPT: "interrupted",
-    Request.PAUSE: "paused as checkpoint.stop_at_step says",
+    Request.PAUSE: "paused at checkpoint.stop_at_step",
     Request.STOP: "stopped",
     Request.ABORT: "aborted",
 }
@@ -50,10 +50,10 @@ def finish(run: Run) -> int:
     if run.evaluations:
         run.evaluations.fetch()
         if names := ", ".join(run.evaluations.names):
-            run.log.say(f"Evaluations still running, with results to come in metrics.jsonl: {names}")
+            run.log.say(f"Evaluations still running, whose results will be in metrics.jsonl: {names}")
     if run.mirror:
         run.mirror.settle(run.watch.beat)
-    run.watch.close()
+    run.watch.close()  # first: the exit of a rank must not look like a death to the others
     run.log.end(EXIT_DONE, "done", step=state.step, tokens=state.tokens, skipped_steps=state.skipped_steps)
     if run.mirror:
         run.mirror.close()
@@ -67,15 +67,15 @@ def finish(run: Run) -> int:
 def _export_and_publish(run: Run) -> Path:
     weights = run.config.export.weights
     if weights == "average" and not run.state.average:
-        message = "export.weights: average, and the run has ended before there was one: final/ has the raw weights"
+        message = "export.weights: average, but the run ended before there was one; final/ has the raw weights"
         run.log.write("warning", step=run.state.step, message=message)
         weights = "raw"
     with run.strategy.averaged() if weights == "average" else nullcontext():
         final = _export(run, weights)
     if run.config.hub.repository is not None:
-        from pretrain.training.background_jobs import publish_beside
+        from pretrain.training.background_jobs import start_publishing
 
-        publish_beside(run.config, None, run.log)
+        start_publishing(run.config, None, run.log)
     return final
 
 
@@ -85,7 +85,7 @@ def _export(run: Run, weights: str) -> Path:
     dtype = config.export.dtype
     with run.log.doing("exporting the model"):
         final = export_final(config.output, run.strategy, dtype, model_describer(run), run.watch.beat)
-    with may_be_cut_short(run, f"the check of {final}") as beat:
+    with interruptible(run, f"the check of {final}") as beat:
         results = losses_of_sources(run, 1, beat)
         losses = {source: result["loss"] for source, result in results.items()}
         trained = TrainingLosses(losses, run.validation_readers, config.data.window)

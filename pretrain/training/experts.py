@@ -56,6 +56,7 @@ class WithLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_scores: Tensor) -> tuple[Tensor, Tensor, None]:
         (scale,) = ctx.saved_tensors
+        # Cloned: autograd may accumulate into what it gets, and all routers share `scale`.
         return grad_scores, scale.clone(), None
 
 
@@ -224,7 +225,7 @@ class Experts:
             self._scale.fill_(self.strategy.state().get("scale", 1.0) / self._microbatches)
 
     def count(self, rows: slice = slice(None)) -> None:
-        """Adds what these routers recorded in a forward pass."""
+        """Adds these routers' records of a forward pass to the step's sums."""
         if self.routers:
             self._sums_L3E[rows] += self._stacked([router.module.follow_record_3E for router in self.routers[rows]])
 

@@ -14,9 +14,9 @@ from typing import Any
 from pretrain import config
 from pretrain.training.step_reports import StepReport
 
-FEWEST_FOR_MEAN = 8
+MIN_LOSSES_FOR_MEAN = 8
 """Losses that the window must hold before their mean is used."""
-FEWEST_FOR_DEVIATION = 64
+MIN_LOSSES_FOR_DEVIATION = 64
 """Losses that the window must hold before their standard deviation is used."""
 FAST = 1 / 16
 """Weight of a new loss in the divergence detector's fast moving average, over about 16 steps."""
@@ -56,14 +56,14 @@ class StepGuard:
         self._losses: deque[float] = deque(state.get("losses", []), maxlen=settings.loss_window)
         self._fast: float | None = state.get("fast")
         self._slow: float | None = state.get("slow")
-        self._strikes: list[int] = list(state.get("strikes", []))
+        self._bad_steps: list[int] = list(state.get("strikes", []))
         self._diverging: bool = state.get("diverging", False)
 
     def state(self) -> dict[str, Any]:
         """Returns what a checkpoint stores."""
         return {
             "losses": list(self._losses),
-            "strikes": list(self._strikes),
+            "strikes": list(self._bad_steps),
             "fast": self._fast,
             "slow": self._slow,
             "diverging": self._diverging,
@@ -79,27 +79,27 @@ class StepGuard:
         findings = self._judge_norm(report) if finite else []
         spike, hard = self._judge_loss(report) if math.isfinite(report.loss) else (None, True)
         if hard or not (finite or self.scales_loss):
-            self._strikes.append(report.step)
+            self._bad_steps.append(report.step)
         else:
-            self._strikes.clear()
-        if spike is not None:
+            self._bad_steps.clear()
+        if spike is not None:  # kept out of the window, whose mean it would raise
             findings.append(spike)
         elif finite:
             self._losses.append(report.loss)
         if finite:
             findings += self._judge_trend(report)
-        if len(self._strikes) >= self.settings.patience:
-            findings.append(self._strike_out(report))
+        if len(self._bad_steps) >= self.settings.patience:
+            findings.append(self._rollback_finding(report))
         return findings
 
     def _judge_loss(self, report: StepReport) -> tuple[Finding | None, bool]:
         """Returns (the spike, if the loss is one; True if it exceeds the rollback threshold)."""
-        if len(self._losses) < FEWEST_FOR_MEAN:
+        if len(self._losses) < MIN_LOSSES_FOR_MEAN:
             return None, False
         mean = statistics.fmean(self._losses)
         alert = self.settings.spike_warn_factor * mean
         limit = self.settings.spike_factor * mean
-        if len(self._losses) >= FEWEST_FOR_DEVIATION:
+        if len(self._losses) >= MIN_LOSSES_FOR_DEVIATION:
             variance = math.fsum((loss - mean) ** 2 for loss in self._losses) / (len(self._losses) - 1)
             sigmas = mean + self.settings.spike_sigma * math.sqrt(variance)
             limit = min(limit, max(sigmas, SIGMA_FLOOR * mean))
@@ -129,10 +129,10 @@ class StepGuard:
         values = {"fast": self._fast, "slow": self._slow, "threshold": self.settings.divergence_threshold}
         return [Finding("divergence", report.step, message, values, stop=self.settings.on_divergence == "stop")]
 
-    def _strike_out(self, report: StepReport) -> Finding:
-        first = self._strikes[0]
-        last = self._strikes[-1]
-        self._strikes.clear()
+    def _rollback_finding(self, report: StepReport) -> Finding:
+        first = self._bad_steps[0]
+        last = self._bad_steps[-1]
+        self._bad_steps.clear()
         message = f"loss {report.loss:.4f}, gradient norm {report.grad_norm:.4g} in steps {first:,} to {last:,}"
         values = {"loss": report.loss, "grad_norm": report.grad_norm}
         return Finding("warning", report.step, message, values, roll_back=(first, last))
@@ -148,7 +148,7 @@ class SpeedGuard:
 
     def judge(self, tokens_per_second: float) -> str | None:
         """Returns a warning each time the speed falls below the allowed share of its median; else None."""
-        median = statistics.median(self._readings[-1000:]) if len(self._readings) >= FEWEST_FOR_MEAN else None
+        median = statistics.median(self._readings[-1000:]) if len(self._readings) >= MIN_LOSSES_FOR_MEAN else None
         self._readings.append(tokens_per_second)
         was = self._slow
         self._slow = median is not None and tokens_per_second < (1 - self.drop) * median

@@ -184,6 +184,7 @@ class LineFile:
 
     def __init__(self, path: Path):
         self.path = path
+        # Unbuffered: a crash must not take the last lines with it.
         self._file = open(path, "a+b", buffering=0)  # noqa: SIM115
         self._failed = False
         if self._file.tell() and os.pread(self._file.fileno(), 1, self._file.tell() - 1) != b"\n":
@@ -220,7 +221,7 @@ class Metrics:
         self.started = time.perf_counter()
         self._trackers: Trackers | None = None
         self._meter: EnergyMeter | None = None
-        self._stand: dict[str, int] | None = None
+        self._position_now: dict[str, int] | None = None
         self._drawn = 0.0
         self.pace: float | None = None
         """Expected seconds per step; None: not known yet."""
@@ -321,15 +322,15 @@ class Metrics:
     def _log_line(self, text: str) -> None:
         self._log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}")
 
-    def stands_at(self, step: int, tokens: int) -> None:
+    def set_position(self, step: int, tokens: int) -> None:
         """Sets steps and tokens so far, for the end event."""
-        self._stand = {"step": step, "tokens": tokens}
+        self._position_now = {"step": step, "tokens": tokens}
 
     def _where(self) -> dict[str, int]:
         """Returns steps and tokens so far; before they are known, those of the previous attempt."""
-        if self._stand is None:
-            self._stand = last_position(self._run)
-        return self._stand
+        if self._position_now is None:
+            self._position_now = last_position(self._run)
+        return self._position_now
 
     def end(self, code: int, reason: str, **values: Any) -> None:
         """Writes the last event of this attempt and closes everything. Of two simultaneous ends the first counts."""

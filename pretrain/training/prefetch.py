@@ -29,7 +29,7 @@ class ReadAhead:
         self._step: tuple[RunPlan, int, list[HostBatch]] | None = None
         self._next_step: tuple[RunPlan, int, Future[list[HostBatch]]] | None = None
         self.last_seconds: deque[float] = deque(maxlen=READS_JUDGED)
-        """Duration of the last reads of a micro-batch, in whichever thread."""
+        """Durations of the last reads of a micro-batch, in either thread, in seconds."""
 
     def micro_batch(self, plan: RunPlan, step: int, micro_step: int) -> dict[str, Any]:
         """Returns the model's arguments for one call on this rank, on its device; the step's first reads ahead.

@@ -1,4 +1,4 @@
-"""Tests on a small copy, before the run, if an architecture trains correctly in this run's configuration.
+"""Tests before the run, on a small copy, whether an architecture trains correctly in this configuration.
 
 Many mistakes are silent: an attention that ignores the document mask, a forward pass that sees the future, a loss
 that differs from the library's. The copy (see model/small_copy.py) runs in fp32 on the CPU if the run's
@@ -131,7 +131,7 @@ def _said(found: Mapping[str, Judgement]) -> tuple[str, ...]:
 def _refusal(model_type: str, attention: str, works_without_documents: bool, found: Mapping[str, Judgement]) -> str:
     remedies = ["train it with --data.document_mask false"] if works_without_documents else []
     remedies += ["choose --attention auto"] if attention != "auto" else []
-    remedies.append("take another architecture (docs/architectures.md lists what works)")
+    remedies.append("use another architecture (docs/architectures.md lists what works)")
     return (
         f"model: {model_type} would not train correctly with attention {attention} ({'; '.join(_said(found))}): "
         f"{', or '.join(remedies)}"
@@ -146,7 +146,7 @@ def _causality_problem(model: PreTrainedModel) -> str | None:
     if seen <= TOLERANCE:
         return None
     is_encoder = getattr(model.config, "is_decoder", True) is False
-    remedy = "set is_decoder: true in its JSON" if is_encoder else "take another architecture"
+    remedy = "set is_decoder: true in its JSON" if is_encoder else "use another architecture"
     return (
         f"sees the future: later tokens change earlier logits by {seen:.1%} of the largest, in the library's own "
         f"forward too; {remedy}"
@@ -155,14 +155,9 @@ def _causality_problem(model: PreTrainedModel) -> str | None:
 
 def _judge(reference: PreTrainedModel, attention: str, window: WindowSpec) -> Judgement:
     judgement = Judgement()
-    dtype = ON_GPU_ALONE.get(implementation_of(attention), torch.float32)
-    device = torch.device("cuda" if implementation_of(attention) in ON_GPU_ALONE else "cpu")
-    tolerance = TOLERANCE if dtype == torch.float32 else BF16_TOLERANCE
     try:
-        model = build_model(reference.config, seed=0, attention=attention).eval()
-        # The reference's weights, under which tokens affect each other.
-        model.load_state_dict(reference.state_dict())
-        model.to(device, dtype)
+        model = _with_attention(reference, attention)
+        tolerance = TOLERANCE if model.dtype == torch.float32 else BF16_TOLERANCE
         ids_BT = ReferenceWindow.of(model.config).inputs_BT
         difference = relative_difference(logits_of(model, ids_BT), logits_of(reference, ids_BT))
         if difference > tolerance:
@@ -178,15 +173,22 @@ def _judge(reference: PreTrainedModel, attention: str, window: WindowSpec) -> Ju
     return judgement
 
 
+def _with_attention(reference: PreTrainedModel, attention: str) -> PreTrainedModel:
+    """Copies the reference with another attention, to the device and dtype in which that is tested."""
+    implementation = implementation_of(attention)
+    model = build_model(reference.config, seed=0, attention=attention).eval()
+    # The reference's weights, under which tokens affect each other.
+    model.load_state_dict(reference.state_dict())
+    device = "cuda" if implementation in ON_GPU_ALONE else "cpu"
+    return model.to(device, ON_GPU_ALONE.get(implementation, torch.float32))
+
+
 def _mixers(reference: PreTrainedModel, attention: str, window: WindowSpec) -> set[str]:
-    """Names the classes of the layers' parts that mix documents beside this attention; none if it cannot run."""
+    """Names the classes of layer parts, other than this attention, that mix documents; none if it cannot run."""
     from pretrain.model.document_rows import leaking_classes
 
-    device = torch.device("cuda" if attention in ON_GPU_ALONE else "cpu")
     try:
-        model = build_model(reference.config, seed=0, attention=attention).eval()
-        model.load_state_dict(reference.state_dict())
-        model.to(device, ON_GPU_ALONE.get(attention, torch.float32))
+        model = _with_attention(reference, attention)
         inputs = _inputs(model, with_rows(attention, ["any"]), window)
         arguments = {name: value for name, value in inputs.items() if name not in ("input_ids_BT", "targets_BT")}
         return leaking_classes(model, inputs["input_ids_BT"], DOCUMENT_LENGTHS[0][0], arguments)
@@ -216,7 +218,7 @@ def _compare_documents(
     leak = relative_difference(*others)
     if difference > tolerance or leak > (LEAK if tolerance == TOLERANCE else tolerance):
         judgement.problems.append(
-            "document_mask does not hold: what stands before a document changes its logits by "
+            "document_mask does not hold: tokens before a document change its logits by "
             f"{max(difference, leak):.1%} of the largest"
         )
         return
@@ -224,7 +226,7 @@ def _compare_documents(
         _, loss = LanguageModelLoss(model, from_hidden_states=is_projection(reference))(**inputs)
     expected = F.cross_entropy(alone_BTV.flatten(0, 1), window.ids_BT[:, 1:].flatten())
     if not abs(loss.cpu() - expected) <= tolerance * expected:
-        judgement.problems.append(f"its loss is {loss:.5f}, that of the library's logits {expected:.5f}")
+        judgement.problems.append(f"its loss is {loss:.5f}, but the library's logits give {expected:.5f}")
         return
     judgement.leaks_documents = False
 
@@ -251,8 +253,8 @@ def no_gradient(names: Sequence[str]) -> str:
     optimizer state, which a resumed run refuses.
     """
     return (
-        f"{len(names)} parameters get no gradient: {_listed(names)}; those of a class of your own belong into its "
-        "forward pass, or have to go; experts have to run even if no token chooses them"
+        f"{len(names)} parameters get no gradient: {_listed(names)}; in a class of your own, use them in forward() or "
+        "remove them; experts must run even if no token is routed to them"
     )
 
 
@@ -288,8 +290,8 @@ def _balance_problem(keyed: KeyedConfig) -> str | None:
     if not unmoved:
         return None
     return (
-        f"is a mixture of experts, but the loss that balances them does not reach {len(unmoved)} of its "
-        f"{len(gradients[0])} routers, the first is {unmoved[0]}; loss.router_balance: 0 trains without it"
+        f"is an MoE model, but the balancing loss does not reach {len(unmoved)} of its {len(gradients[0])} routers, "
+        f"first {unmoved[0]}; loss.router_balance: 0 trains without it"
     )
 
 

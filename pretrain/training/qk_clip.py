@@ -72,7 +72,7 @@ def head_rows(causal_lm: PreTrainedModel) -> dict[str, list[HeadRows]]:
         widths = [size // (heads + 2 * key_heads) for size in outputs]
         if not fused:
             widths = [outputs[0] // heads, outputs[1] // key_heads]
-        if widths[0] != widths[1]:  # a gate beside the query, for instance
+        if widths[0] != widths[1]:  # such as a query matrix that also holds a gate
             continue
         found[name] = [
             HeadRows(
@@ -172,8 +172,8 @@ def qk_clip_problem(model_config: PreTrainedConfig, attention: str) -> str | Non
     """
     if attention not in ATTENTIONS:
         return (
-            f"optim.muon.qk_clip: does not run with the attention {attention}, whose masks it does not know; use "
-            "attention: auto, sdpa or eager with a model for which they run, or null"
+            f"optim.muon.qk_clip: does not run with the attention {attention}, whose masks it cannot reproduce; use "
+            "attention: auto, sdpa or eager if the model supports them, or null"
         )
     return _scaling_problem(model_config)
 

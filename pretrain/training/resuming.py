@@ -56,7 +56,7 @@ def open_run(
         run.saved = load_saved(run.loaded_from)
         _resume(run, has_final)
     step = run.state.step
-    log.stands_at(step, run.state.tokens)
+    log.set_position(step, run.state.tokens)
     run.is_complete = step >= run.plan.total_steps and has_final
     if not run.is_complete:
         stop_at_step = config.checkpoint.stop_at_step
@@ -67,9 +67,9 @@ def open_run(
             )
         refuse_crash_loop(config.output, step, strategy.ranks)
     if config.hub.repository is not None:
-        from pretrain.training.background_jobs import publish_cut_short
+        from pretrain.training.background_jobs import resume_publishing
 
-        publish_cut_short(config, log)
+        resume_publishing(config, log)
     return run
 
 
@@ -77,7 +77,7 @@ def _resume(run: Run, has_final: bool) -> None:
     """Continues from the checkpoint found, or from an earlier one if the budget was raised after the final decay."""
     from pretrain.training.continued_plan import describe_continuation, no_stable_checkpoint
 
-    continuation = _take_up(run, is_finished=has_final)
+    continuation = _restore_state(run, is_finished=has_final)
     if continuation.stable_until is not None:
         _fetch_earlier(run, continuation.stable_until)
         stable = run.checkpoints.newest_valid(run.warn, at_most=continuation.stable_until)
@@ -92,12 +92,12 @@ def _resume(run: Run, has_final: bool) -> None:
         run.checkpoints.discard_after(step_of(stable))
         run.loaded_from = stable
         run.saved = load_saved(stable)
-        continuation = _take_up(run, is_finished=has_final)
+        continuation = _restore_state(run, is_finished=has_final)
     run.continues = describe_continuation(run.plan, run.state, continuation.changes, run.loaded_from)
 
 
-def _take_up(run: Run, *, is_finished: bool = False) -> "Continuation":
-    """Takes state and plan from the checkpoint in `run.saved` and from the recipe."""
+def _restore_state(run: Run, *, is_finished: bool = False) -> "Continuation":
+    """Sets the run's state and plan from the checkpoint in `run.saved` and the recipe."""
     from pretrain.training.continued_plan import continue_from
 
     continuation = continue_from(
@@ -154,10 +154,13 @@ def load_checkpoint(run: Run) -> None:
     if settings.kind != "none" and can_continue(settings, state.average, total_steps):
         strategy.load_average(run.saved.average)
         return
+    # Neither the kind nor the weights of the saved average are this run's.
     state.average = None
     strategy.average = None
     if settings.kind != "none" and state.step > averages_after(settings, total_steps):
-        message = f"averaging: the checkpoint has no average of kind {settings.kind}; one begins from its weights"
+        message = (
+            f"averaging: the checkpoint has no average of kind {settings.kind}; a new one starts from its weights"
+        )
         run.log.write("warning", step=state.step, message=message)
 
 
@@ -167,8 +170,8 @@ def refuse_other_terms(shapes: dict[str, tuple[int, ...]], saved: dict[str, tupl
         first = differing[0]
         raise InputError(
             f"loss.terms: {len(differing)} trained parameters differ from the checkpoint's, first {first}: "
-            f"{shapes.get(first, 'none')} here, {saved.get(first, 'none')} there; a run keeps the terms that have "
-            "trained parameters, and their shapes; give the terms that it began with, or another --output"
+            f"{shapes.get(first, 'none')} here, {saved.get(first, 'none')} there; a run must keep its terms with "
+            "trained parameters, and their shapes: restore them, or choose another --output"
         )
 
 
@@ -179,13 +182,13 @@ def roll_back(run: Run, finding: Finding) -> None:
     of rollbacks or the lack of a checkpoint rules out a rollback.
     """
     with run.pausing("rolling back"):
-        _go_back(run, finding)
+        _restore_earlier(run, finding)
         run.request = max([run.request, *(report.request for report in run.consensus.settle())])
         run.guard = new_guard(run)
     run.logged_step = run.state.step
 
 
-def _go_back(run: Run, finding: Finding) -> None:
+def _restore_earlier(run: Run, finding: Finding) -> None:
     from pretrain.training.continued_plan import rollback_entry
 
     guard = run.config.guard
@@ -220,7 +223,7 @@ def _go_back(run: Run, finding: Finding) -> None:
     if ranks.is_main:
         record_rollbacks(run.config.output, [*earlier_rollbacks, rollback])
     ranks.barrier()  # then every rank can read what the main rank recorded
-    _take_up(run)
+    _restore_state(run)
     load_checkpoint(run)
     change = f"skipping the data of steps {first:,} to {last:,}" if skips else "halving the learning rate"
     run.log.write("rollback", step=run.state.step, **rollback, change=change)

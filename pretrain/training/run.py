@@ -80,7 +80,7 @@ class Run:
     logged_step: int = field(init=False)
     """Step up to which speed and load are logged; they count from there."""
     mirror: "MirrorCopies | None" = None
-    """Copies to the mirror, if the recipe names one."""
+    """Background copies to the mirror, if the recipe names one."""
     evaluations: "Evaluations | None" = None
     """Evaluations in separate processes, if the recipe asks for them."""
     benchmarks: "Benchmarks | None" = None

@@ -177,7 +177,7 @@ class RunPlan(ModelPlan):
 
     def leaving_out(self, ranges: Sequence[SkippedRange]) -> "RunPlan":
         """Returns the plan without these samples; later ones take their place."""
-        return replace(self, batches=self.batches.leaving_out(ranges)) if ranges else self
+        return replace(self, batches=self.batches.changed(skipped=ranges)) if ranges else self
 
     def annealing(self, from_step: int | None, steps: int | None) -> "RunPlan":
         """Returns the plan ended by a decay over `steps` steps from `from_step`; None leaves it unchanged."""
@@ -217,13 +217,13 @@ class Due:
     evaluates: bool
     samples: bool
     diagnoses: bool
-    compares_copies: bool
+    compares_replicas: bool
     pauses: bool
     is_last: bool
 
     @property
     def settles(self) -> bool:
-        """True if the metrics of this very step are needed."""
+        """True if this step's own metrics are needed."""
         return self.logs or self.validates or self.saves
 
 
@@ -254,7 +254,7 @@ def due_after(step: int, config: RunConfig, plan: RunPlan) -> Due:
         evaluates=evaluates,
         samples=samples_every is not None and (is_last or step % samples_every == 0),
         diagnoses=is_at(config.diagnostics),
-        compares_copies=step % config.guard.replica_check_every_steps == 0,
+        compares_replicas=step % config.guard.replica_check_every_steps == 0,
         pauses=pauses,
         is_last=is_last,
     )
@@ -263,7 +263,7 @@ def due_after(step: int, config: RunConfig, plan: RunPlan) -> Due:
 def derive(config: RunConfig, ranks: int) -> RunPlan:
     """Checks a run as a whole. Raises InputError with everything that cannot work."""
     config = resolve_auto(config)
-    problems = place_problems(config)
+    problems = reference_problems(config)
     data = config.data
     model_config = problems.attempt(planned_model_config, config.model, config.data)
     if config.init == "pretrained":
@@ -296,7 +296,7 @@ def derive(config: RunConfig, ranks: int) -> RunPlan:
         set_end_of_document(model_config, manifest.end_of_document_id)
     stage_configs = None
     if model_config is not None:
-        problems += too_long(model_config, data.sequence_length)
+        problems += length_problems(model_config, data.sequence_length)
         stage_configs = [model_config]
         if data.stages:
             from pretrain.model.positions import configs_of_stages
@@ -323,8 +323,8 @@ def derive(config: RunConfig, ranks: int) -> RunPlan:
     model = of_data.attempt(plan_model, config, model_config, losses_of_routers)  # tested even without the data
     if model is not None and config.loss.terms and not model.from_hidden_states:
         of_data.append(
-            f"loss.terms: {model_config.model_type} computes its logits from more than its last hidden states, which "
-            "is all that a term sees; take a model that projects them, such as llama or qwen3"
+            f"loss.terms: {model_config.model_type} computes its logits from more than its last hidden states, "
+            "which is all that a loss term gets; use a model that projects them, such as llama or qwen3"
         )
         model = None
     if model is not None:
@@ -436,7 +436,7 @@ def rows_problems(config: RunConfig, model: ModelPlan) -> list[str]:
     if not classes_in_rows(model.attention):
         return []
     problems = []
-    how = f"each document is a row of its own in {' and '.join(classes_in_rows(model.attention))}"
+    how = f"each document is a separate row in {' and '.join(classes_in_rows(model.attention))}"
     if config.compile == "full":
         problems.append(
             f"compile: full does not run with data.document_mask and {model.model_config.model_type}: {how}, whose "
@@ -445,14 +445,14 @@ def rows_problems(config: RunConfig, model: ModelPlan) -> list[str]:
     if (asked := requested_sizes()).keys() & {"pp", "cp"}:
         problems.append(
             f"model: {model.model_config.model_type} does not run under {' and '.join(asked.keys() & {'pp', 'cp'})} "
-            f"with data.document_mask: {how}, which neither parts of a micro-batch nor of a sequence have; use fsdp2, "
-            "or data.document_mask: false under pp"
+            f"with data.document_mask: {how}, but these dimensions split micro-batches or sequences; use fsdp2, or "
+            "data.document_mask: false under pp"
         )
     return problems
 
 
-def place_problems(config: RunConfig) -> Problems:
-    """Lists problems of what the recipe names: folder, trunk, mirror, benchmarks, trackers, repository."""
+def reference_problems(config: RunConfig) -> Problems:
+    """Lists problems with the folder, trunk, mirror, benchmarks, trackers and repository that a recipe names."""
     problems = Problems()
     benchmarks = config.benchmarks
     hub = config.hub
@@ -607,7 +607,7 @@ def sampling_problems(settings: Samples, model_config: Any) -> list[str]:
     ]
 
 
-def too_long(model_config: Any, sequence_length: int) -> list[str]:
+def length_problems(model_config: Any, sequence_length: int) -> list[str]:
     """Returns [problem] if the sequences are longer than the model's positions, else []."""
     longest = getattr(model_config, "max_position_embeddings", None)
     if longest is None or sequence_length <= longest:

@@ -314,7 +314,7 @@ def unusual_learning_rate(config: RunConfig, plan: RunPlan, overridden: frozense
     stated = plan.peak_learning_rate
     if optim.learning_rate == "auto":
         return None
-    usual = OPTIMIZERS[optim.name].auto_rate(plan.parameters, plan.tokens_per_step)
+    usual = OPTIMIZERS[optim.name].auto_learning_rate(plan.parameters, plan.tokens_per_step)
     factor = stated / usual
     setting = "optim.learning_rate" if optim.learning_rate_per_sequence is None else "optim.learning_rate_per_sequence"
     by_hand = {"optim", setting} & overridden
@@ -333,7 +333,7 @@ def unusual_learning_rate(config: RunConfig, plan: RunPlan, overridden: frozense
 
 
 def benchmarks_without_steps(config: RunConfig) -> str | None:
-    """Warns of benchmarks that never run, since the recipe does not say when; None if it does, or names none."""
+    """Warns about benchmarks that never run because the recipe sets no interval; None if there are none."""
     benchmarks = config.benchmarks
     if benchmarks.every_steps or benchmarks.every_tokens or benchmarks == type(benchmarks)():
         return None
@@ -341,7 +341,7 @@ def benchmarks_without_steps(config: RunConfig) -> str | None:
 
 
 def unhashed_blocks(readers: Mapping[str, ShardReader]) -> list[str]:
-    """Warns of sources in an object store whose blocks cannot be checked, since an earlier version prepared them."""
+    """Warns about sources in an object store whose blocks have no hashes: an earlier version prepared them."""
     remote = [reader.manifest for reader in readers.values() if reader.manifest.url is not None]
     return [
         f"data: {manifest.place} has no hashes of its blocks (files named .blocks), so only the sizes of its objects "
@@ -366,6 +366,6 @@ def unused_vocabulary(config: RunConfig, plan: RunPlan) -> str | None:
         return None
     return (
         f"vocabulary: the model has {rows:,} rows and the data {ids:,} ids: {count_text(wasted)} of "
-        f"{count_text(plan.parameters)} parameters ({wasted / plan.parameters:.0%}) stand for no text; "
+        f"{count_text(plan.parameters)} parameters ({wasted / plan.parameters:.0%}) belong to no token; "
         f"--model.vocab_size auto makes it {padded:,}"
     )

@@ -103,7 +103,7 @@ def sample_texts(
 
         model = build_meta_model(model_config)
         TensorsInMemory(tensors).fill(model, "")
-        model.tie_weights()
+        model.tie_weights()  # `fill` leaves tied parameters out
         model.eval().to(device)
         tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
         texts = []

@@ -1,4 +1,4 @@
-"""Runs a training with exclusive use of its folder, protection from crash loops, and a recorded end."""
+"""Runs training with exclusive use of the run's folder, detects crash loops, and records how the run ended."""
 
 import json
 import os
@@ -33,7 +33,7 @@ from pretrain.recipe import leaves
 from pretrain.runs.event_log import read_metrics
 from pretrain.runs.run_folder import LOCK_FILE, METRICS_FILE
 from pretrain.training.metrics import Metrics
-from pretrain.training.watchdog import LAST_WORD, last_word, leave_word
+from pretrain.training.watchdog import END_REASON_FILE, record_end_reason, recorded_end_reason
 
 RESTARTS_WITHOUT_PROGRESS = 3
 ABANDONED_LOCK_SECONDS = 30.0
@@ -58,7 +58,7 @@ def with_recorded_end(config: RunConfig, strategy: Strategy, train: Callable[[Me
         # The main rank reads for all: on a network disk other ranks may still see an older file.
         if (code := strategy.ranks.gather(end_to_repeat(config.output))[0]) is not None:
             return code
-        try:  # before the log is opened, which may be fetched from there
+        try:  # before the log is opened, which the mirror may provide
             if config.checkpoint.mirror is not None:
                 from pretrain.checkpoint.mirror_fetch import on_mirror
 
@@ -67,7 +67,7 @@ def with_recorded_end(config: RunConfig, strategy: Strategy, train: Callable[[Me
             Metrics(config.output, is_main=strategy.ranks.is_main).end(stop.exit_code, str(stop))
             return stop.exit_code
         if strategy.ranks.is_main:
-            (config.output / LAST_WORD).unlink(missing_ok=True)
+            (config.output / END_REASON_FILE).unlink(missing_ok=True)
         metrics = Metrics(config.output, is_main=strategy.ranks.is_main)
         try:
             return train(metrics)
@@ -77,17 +77,17 @@ def with_recorded_end(config: RunConfig, strategy: Strategy, train: Callable[[Me
         except (InputError, UnreachableError) as error:
             if not metrics.began:  # all ranks have found it
                 raise
-            # A damaged shard, or a server that has gone: only this rank has read there, so only it can report that.
+            # Only this rank has read the damaged shard, or lost the server, so only it can report the problem.
             code = EXIT_BAD_INPUT if isinstance(error, InputError) else EXIT_PREEMPTED
             print(f"rank {strategy.ranks.rank}: {error}", file=sys.stderr, flush=True)
             metrics.end(code, str(error))
-            leave_word(config.output, str(error), code)
+            record_end_reason(config.output, str(error), code)
             end_now(code)
         except KeyboardInterrupt:  # before the first step; a later Ctrl-C is a request
             metrics.end(EXIT_INTERRUPTED, "interrupted; run the same command to resume from the newest checkpoint")
             end_now(EXIT_INTERRUPTED)
         except Exception as error:
-            if word := last_word(config.output):  # the rank that this one waited for has said why it ends
+            if word := recorded_end_reason(config.output):  # the rank that this one waited for has said why it ends
                 metrics.end(word[1], word[0])
                 end_now(word[1])
             traceback.print_exc()
@@ -101,7 +101,7 @@ def with_recorded_end(config: RunConfig, strategy: Strategy, train: Callable[[Me
 def refuse_mixed_settings(config: RunConfig, ranks: Ranks) -> None:
     """Raises InputError on all ranks if their settings differ.
 
-    The recipe may have been changed on one machine, or processes of two launches may have met at one address and port.
+    The recipe may have been changed on one machine, or two launches may use the same address and port.
     Paths of shards may differ between machines.
     """
     of_ranks = ranks.gather(leaves(config.model_dump(mode="json")))
@@ -112,8 +112,8 @@ def refuse_mixed_settings(config: RunConfig, ranks: Ranks) -> None:
             differing.append(f"{path}: {' or '.join(values)}")
     if differing:
         raise InputError(
-            f"launcher: the processes that have met were started with different settings ({'; '.join(differing)}); "
-            "use the same recipe and command on all machines, and for each run a port of its own (--main_process_port)"
+            f"launcher: the processes of this run have different settings ({'; '.join(differing)}); "
+            "use the same recipe and command on all machines, and a separate port for each run (--main_process_port)"
         )
 
 

@@ -117,6 +117,7 @@ class Consensus:
         return StepReport(
             step=sent.step,
             loss=sum(reported) / len(reported),
+            # Of NaN and numbers max() returns whichever comes first.
             grad_norm=max(norms, key=lambda norm: (math.isnan(norm), norm)),
             skipped=any(skipped),
             request=Request(int(max(requests))),

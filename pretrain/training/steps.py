@@ -1,4 +1,4 @@
-"""Begins the run and each of its steps; after a step all ranks agree on its metrics, findings and requests."""
+"""Starts the run and each of its steps; after a step all ranks agree on its metrics, findings and requests."""
 
 import gc
 import os
@@ -31,7 +31,7 @@ ANSWERED = (Request.SAVE, Request.SHORTEN, Request.ANNEAL, Request.STOP, Request
 """Requests of runs.py or of the clock, whose sender gets an answer."""
 
 
-class CopiesDifferError(RunStoppedError):
+class ReplicasDifferError(RunStoppedError):
     """Raised if ranks that should hold the same weights do not; restarting from the last checkpoint fixes that."""
 
     exit_code = CRASHED
@@ -43,7 +43,7 @@ class UntrainedError(RunStoppedError):
     exit_code = EXIT_BAD_INPUT
 
 
-class CutShortError(Exception):
+class WorkInterruptedError(Exception):
     """Raised on all ranks at the same point to abandon work between two steps, because the run is stopping."""
 
 
@@ -171,7 +171,7 @@ def _enter_stage(run: Run) -> None:
     )
     if run.config.compile != "none":
         run.throughput.expect_compiling()
-        run.log.expect("First step of the stage, which compiles the model anew")
+        run.log.expect("First step of the stage, which compiles the model again")
 
 
 def count_step(run: Run) -> None:
@@ -187,7 +187,7 @@ def count_step(run: Run) -> None:
     settings = run.config.averaging
     state.step += 1
     state.tokens = run.plan.tokens_before(state.step)
-    state.validation_loss = None
+    state.validation_loss = None  # measured with the weights of an earlier step
     if settings.kind == "none" or state.step % settings.every_steps:
         return
     state.average, share = average_after_step(settings, state.average, state.step, run.plan.total_steps)
@@ -210,7 +210,7 @@ def after_step(
     step = run.state.step
     run.watch.beat(step)
     run.clock.step_taken()
-    reports = run.consensus.exchange(step, loss, grad_norm, skipped, asked_of(run))
+    reports = run.consensus.exchange(step, loss, grad_norm, skipped, rank_request(run))
     if settle:
         reports += run.consensus.settle()
     bad = None
@@ -235,10 +235,10 @@ def _judge(run: Run, report: StepReport) -> Finding | None:
     return bad
 
 
-def asked_of(run: Run) -> Request:
-    """Returns what this rank is asked to do: a command once, a signal for as long as the process lives."""
+def rank_request(run: Run) -> Request:
+    """Returns this rank's request: a command only once, a signal at every call."""
     asked = run.watch.request
-    if not run.strategy.ranks.is_main:
+    if not run.strategy.ranks.is_main:  # control files and clock are the main rank's; the exchange tells the others
         return asked
     if command := run.control.poll():
         asked = max(asked, Request[command.upper()])
@@ -252,29 +252,29 @@ def asked_of(run: Run) -> Request:
     return asked
 
 
-def listen(run: Run) -> None:
+def poll_requests(run: Run) -> None:
     """Checks for requests during long work between steps; a collective call."""
     run.watch.beat()
-    run.request = max(run.request, run.consensus.agree(asked_of(run)))
+    run.request = max(run.request, run.consensus.agree(rank_request(run)))
 
 
-def listen_or_leave(run: Run) -> None:
-    """Raises CutShortError on all ranks at the same call if the run is stopping: schedulers do not wait long."""
-    listen(run)
+def poll_or_interrupt(run: Run) -> None:
+    """Raises WorkInterruptedError on all ranks at the same call if the run is stopping."""
+    poll_requests(run)
     if run.ends:
-        raise CutShortError
+        raise WorkInterruptedError
 
 
 @contextmanager
-def may_be_cut_short(run: Run, work: str) -> Iterator[Callable[[], None]]:
+def interruptible(run: Run, work: str) -> Iterator[Callable[[], None]]:
     """Pauses training for work that is abandoned when the run is stopping; the run continues without its results.
 
     Yields the function that all ranks must call at the same points of the work.
     """
     with run.pausing(work):
         try:
-            yield partial(listen_or_leave, run)
-        except CutShortError:
+            yield partial(poll_or_interrupt, run)
+        except WorkInterruptedError:
             run.warn(f"{work} skipped: the run is stopping")
 
 
@@ -303,7 +303,7 @@ def steps_of_decay_left(run: Run) -> int:
     return 0 if state.anneal_from is None else state.anneal_from + state.anneal_steps - state.step
 
 
-def compare_copies(run: Run) -> None:
-    """Raises CopiesDifferError on all ranks if the weights of some ranks differ."""
+def compare_replicas(run: Run) -> None:
+    """Raises ReplicasDifferError on all ranks if the weights of some ranks differ."""
     if found := replica_differences(run.strategy.replicas(), run.strategy.device):
-        raise CopiesDifferError(f"copies of the weights differ: {'; '.join(found)}")
+        raise ReplicasDifferError(f"replicas of the weights differ: {'; '.join(found)}")

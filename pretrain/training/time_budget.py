@@ -8,7 +8,7 @@ SHARE_FOR_THE_END = 0.02
 """Share of the time kept for the last checkpoint, the export and its check; validation comes on top, as measured."""
 SECONDS_FOR_THE_END = 4.0
 """Seconds kept in addition to that share."""
-MOST_FOR_THE_END = 0.2
+MAX_SHARE_FOR_THE_END = 0.2
 """Maximum of both, as a share of the time."""
 RECENT_STEPS = 2
 """Steps that set the pace for shortening a decay."""
@@ -58,7 +58,7 @@ class TimeBudget:
     @property
     def _end(self) -> float:
         """Seconds to keep for what follows the last step."""
-        rest = min(SECONDS_FOR_THE_END + SHARE_FOR_THE_END * self._given, MOST_FOR_THE_END * self._given)
+        rest = min(SECONDS_FOR_THE_END + SHARE_FOR_THE_END * self._given, MAX_SHARE_FOR_THE_END * self._given)
         return rest + self.validation_seconds
 
     def asks_to_shorten(self, steps_left: int) -> bool:
@@ -72,7 +72,7 @@ class TimeBudget:
         return is_late
 
     def asks_for_decay(self, decay_steps: float) -> bool:
-        """Tells, once, that a decay of this many steps must begin now to end in time, with all that follows it."""
+        """Tells, once, that a decay of this many steps must begin now to end in time, including what follows it."""
         if not self.is_limited or self._has_asked or not self._steps:
             return False
         # The pace includes validation and checkpoints between steps, since the decay will have its share of them.

@@ -95,7 +95,7 @@ def measure(
             starts = windows_of(reader, window, sequences)
             total = torch.zeros(2 + 2 * len(ranges), dtype=torch.float64)
             for first in range(0, len(starts), rows * strategy.data_ranks):
-                # Those of the next batch, too: an object store fetches them while this one is computed.
+                # Includes the next batch, so that an object store fetches it while this one is computed.
                 parts = [starts[first + rank * rows :][:rows] for rank in range(2 * strategy.data_ranks)]
                 mine = parts[strategy.data_rank]
 
@@ -116,6 +116,7 @@ def measure(
                 with recording_losses(model) as losses:
                     _, cross_entropy = model(**batch)
                 tokens = len(mine) * window.sequence_length // strategy.sequence_parts
+                # Back to sums: ranks and the last batch have different numbers of windows.
                 total[:2] += torch.tensor([cross_entropy.item() * tokens, tokens], dtype=torch.float64)
                 if losses:
                     positions = positions_of(batch, strategy)[:tokens]

@@ -39,12 +39,12 @@ HEARTBEAT_SECONDS_OF_OTHERS = 10.0
 """Seconds between heartbeats of other ranks."""
 ORPHAN_SECONDS = 3.0
 """Time for a launcher to stop the other processes itself after one died."""
-LAST_WORDS_SECONDS = 3.0
+REPORT_SECONDS = 3.0
 """Time limit at the end, for trackers without a network and terminals that nobody reads."""
 OWN_PAUSE_SECONDS = 5.0
 """Delay of the watch itself that means that the process was suspended (or half a step's timeout, if shorter): Ctrl-Z,
 or a machine in standby."""
-LAST_WORD = "heartbeats/last-word.json"
+END_REASON_FILE = "heartbeats/last-word.json"
 """File in which a rank that ends alone leaves its reason."""
 LAUNCHER = os.getppid()
 """Parent at import time, long before training, because a launcher may die while its processes load."""
@@ -139,27 +139,27 @@ class Watch:
             was = woke
             woke = time.monotonic()
             if woke - was > own_pause:
-                self._forgive(woke - was)
+                self._exclude_suspension(woke - was)
             numbers = self._reader.recv(64) if ready else b""
             if self._closed.is_set():
                 return
             for number in numbers:
                 if number in SIGNALS:
-                    self._take(signal.Signals(number))
+                    self._handle(signal.Signals(number))
             self._heartbeat()
-            self._look_at_launcher()
-            self._look_at_neighbors()
+            self._check_launcher()
+            self._check_neighbors()
             if time.monotonic() - self._last_beat > self._timeout:
                 self._end_hang()
 
-    def _forgive(self, seconds: float) -> None:
+    def _exclude_suspension(self, seconds: float) -> None:
         """Excludes a suspension of this process: neither the loop nor the neighbors hang."""
         self._last_beat += seconds
         self._stopped_since.clear()
         if self._neighbor_died is not None:
             self._neighbor_died += seconds
 
-    def _take(self, number: signal.Signals) -> None:
+    def _handle(self, number: signal.Signals) -> None:
         now = time.monotonic()
         if self._first_signal is None:
             self._first_signal = now
@@ -183,7 +183,7 @@ class Watch:
             if self.held is not None:
                 os.utime(self.held)
 
-    def _look_at_launcher(self) -> None:
+    def _check_launcher(self) -> None:
         if self._launcher is not None and os.getppid() != self._launcher:
             self._launcher = None
             hint = ""
@@ -192,14 +192,14 @@ class Watch:
             self.request = max(self.request, Request.PREEMPT)
             self._say(f"launcher exited; saving and stopping{hint}")
 
-    def _look_at_neighbors(self) -> None:
+    def _check_neighbors(self) -> None:
         now = time.monotonic()
         if dead := [pid for pid in self.neighbors if not is_alive(pid)]:
             self._neighbor_died = self._neighbor_died or now
             # The launcher sends SIGTERM after a death: end now, since a save would wait for the dead process.
             if self._first_signal is not None or now - self._neighbor_died > ORPHAN_SECONDS:
                 of_death = f"process {', '.join(map(str, dead))} of this run has died"
-                self._end(*(last_word(self.run) or (of_death, CRASHED)))
+                self._end(*(recorded_end_reason(self.run) or (of_death, CRASHED)))
             return
         # A suspended neighbor is detected even while this loop waits for a disk and still beats.
         stopped = [pid for pid in self.neighbors if process_state(pid) == "T"]
@@ -227,12 +227,13 @@ class Watch:
 
     def _end(self, reason: str, code: int) -> None:
         """Ends the process even if its last messages get stuck in disks, pipes or networks."""
-        speaker = threading.Thread(target=self._last_words, args=(reason, code), name="last words", daemon=True)
+        speaker = threading.Thread(target=self._report_end, args=(reason, code), name="report end", daemon=True)
         speaker.start()
-        speaker.join(timeout=LAST_WORDS_SECONDS)
+        speaker.join(timeout=REPORT_SECONDS)
+        # Not sys.exit: the main thread may never return from a collective.
         os._exit(code)
 
-    def _last_words(self, reason: str, code: int) -> None:
+    def _report_end(self, reason: str, code: int) -> None:
         self._say(reason)
         try:
             self.on_end(reason, code)
@@ -248,15 +249,15 @@ class Watch:
             print(f"{start}rank {self.rank}: {text}", file=sys.stderr, flush=True)
 
 
-def leave_word(run: Path, reason: str, code: int) -> None:
+def record_end_reason(run: Path, reason: str, code: int) -> None:
     """Writes why this rank ends, for the others: the main rank writes the end of the run into its log."""
     with suppress(OSError):
-        write_durably(run / LAST_WORD, json.dumps([reason, code]))
+        write_durably(run / END_REASON_FILE, json.dumps([reason, code]))
 
 
-def last_word(run: Path) -> tuple[str, int] | None:
+def recorded_end_reason(run: Path) -> tuple[str, int] | None:
     """Returns the reason and exit status that a rank has left since the start of the run; None if there are none."""
     with suppress(OSError, ValueError):
-        reason, code = json.loads((run / LAST_WORD).read_bytes())
+        reason, code = json.loads((run / END_REASON_FILE).read_bytes())
         return reason, code
     return None

@@ -33,7 +33,7 @@ from pretrain.config import WindowSpec
 from pretrain.model.attention import SEGMENTS_PER_WINDOW, with_rows
 from pretrain.model.build import attention_width, build_meta_model
 from pretrain.model.compile import checkpoint_activations, layers_of
-from pretrain.model.document_rows import MOST_PADDED, DocumentRows
+from pretrain.model.document_rows import MAX_CELLS_PER_TOKEN, DocumentRows
 
 
 @dataclass(frozen=True)
@@ -386,7 +386,7 @@ def _inputs(model_config: Any, sequences: int, call: ForwardPass) -> dict[str, A
     layout = {"cu_seq_lens_q": segments, "cu_seq_lens_k": segments, "max_length_q": length, "max_length_k": length}
     inputs |= {"position_ids": torch.empty(sequences, length, dtype=torch.long), **layout}
     if call.mixers:
-        rows = math.ceil(MOST_PADDED * sequences)
+        rows = math.ceil(MAX_CELLS_PER_TOKEN * sequences)
         indices = [torch.empty(n * length, dtype=torch.long) for n in (rows, sequences)]
         inputs["document_rows"] = DocumentRows(((rows, length),), *indices, (sequences, length))
     return inputs

@@ -14,7 +14,7 @@ from pretrain.config import RunConfig
 from pretrain.data.vocabulary import planned_model_config
 from pretrain.errors import InputError
 from pretrain.optim.optimizers import OPTIMIZERS
-from pretrain.optim.scaling_laws import batch_by_law, warmup_by_law, weight_decay_by_law
+from pretrain.optim.scaling_laws import scaling_law_batch, scaling_law_warmup, scaling_law_weight_decay
 from pretrain.units import count_text, counted, duration_text
 from pretrain_tools.planning.candidates import Candidate, Case, consider, planned_precision, recommend, work_of_run
 from pretrain_tools.planning.families import Family, Shape
@@ -169,16 +169,16 @@ class Sized:
 
     @property
     def learning_rate(self) -> float:
-        return float(f"{OPTIMIZERS[self.budget.optimizer].auto_rate(self.work.sizes.total, self.batch):.3g}")
+        return float(f"{OPTIMIZERS[self.budget.optimizer].auto_learning_rate(self.work.sizes.total, self.batch):.3g}")
 
     @property
     def weight_decay(self) -> float:
-        decay = weight_decay_by_law(self.work.sizes.total, self.tokens, self.batch, self.learning_rate)
+        decay = scaling_law_weight_decay(self.work.sizes.total, self.tokens, self.batch, self.learning_rate)
         return float(f"{decay:.2g}")
 
     @property
     def warmup_steps(self) -> int:
-        return warmup_by_law(self.work.sizes.total, self.tokens, self.batch)
+        return scaling_law_warmup(self.work.sizes.total, self.tokens, self.batch)
 
 
 def choose_run(budget: RunBudget) -> Sized:
@@ -302,5 +302,5 @@ def planned_run(budget: RunBudget, shape: Shape) -> PlannedRun:
 def batch_of(budget: RunBudget, shape: Shape, tokens: float) -> int:
     """Chooses tokens per step by the law: a power of two times a sequence per GPU, small enough for FEWEST_STEPS."""
     one_each = budget.hardware.gpus * shape.sequence_length
-    wanted = min(batch_by_law(tokens), LARGEST_BATCH_CHOSEN, tokens / FEWEST_STEPS)
+    wanted = min(scaling_law_batch(tokens), LARGEST_BATCH_CHOSEN, tokens / FEWEST_STEPS)
     return one_each * 2 ** max(0, round(math.log2(max(wanted, 1) / one_each)))

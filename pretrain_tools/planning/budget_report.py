@@ -12,7 +12,7 @@ from rich.table import Table
 
 from pretrain.model.model_config import padded_vocabulary
 from pretrain.terminal import width_of
-from pretrain.units import count_text, count_upwards
+from pretrain.units import count_text
 from pretrain_tools.planning.budget import (
     COMPUTE_OPTIMAL,
     ENOUGH_TOKENS,
@@ -258,3 +258,9 @@ def text_of(found: Answer, command: str) -> str:
         every=every,
         validation_sequences=int(min(max(sequences, 4), 512)),
     )
+
+
+def count_upwards(count: float) -> str:
+    """Formats 46423100000 as '46.5B': rounds up to three digits."""
+    step = 10 ** (len(str(math.ceil(count))) - 3)
+    return count_text(math.ceil(count / step) * step)

@@ -23,7 +23,7 @@ from pretrain.parallel.context_parallel import heads_problem
 from pretrain.parallel.pipeline import STAGE_LAYOUTS
 from pretrain.parallel.registry import STRATEGIES, strategy_named
 from pretrain.parallel.tensor_parallel import plan_problem
-from pretrain.training.run_plan import ramp_of, sequences_of, too_long
+from pretrain.training.run_plan import length_problems, ramp_of, sequences_of
 from pretrain_tools.planning.footprints import largest_footprint
 from pretrain_tools.planning.layouts import Layout, layouts, products
 from pretrain_tools.planning.memory import FP32, Memory, PlannedRun, optimizer_elements, sizes_of, with_terms
@@ -131,7 +131,7 @@ def planned_precision(config: RunConfig, gpu: Gpu) -> str:
 def work_of_run(config: RunConfig, model_config: Any) -> RunWork:
     """Computes parameters, tokens, steps and FLOPs. Raises InputError for an impossible budget or batch."""
     length = config.data.sequence_length
-    if problems := too_long(model_config, length):
+    if problems := length_problems(model_config, length):
         raise InputError(*problems)
     sequences, rest = divmod(config.batch.tokens_per_step, length)
     if rest:

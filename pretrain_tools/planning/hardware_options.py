@@ -2,11 +2,12 @@
 
 import argparse
 import math
+import os
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from pretrain.errors import InputError, Problems
-from pretrain.gpus import CPU, GIB, Gpu, find_gpu
+from pretrain.errors import InputError, Problems, did_you_mean
+from pretrain.gpus import CPU, GIB, GPUS, Gpu, gpu_called
 
 if TYPE_CHECKING:
     from pretrain_tools.planning.step_time import Hardware
@@ -78,8 +79,55 @@ def gpu_of(options: argparse.Namespace) -> Gpu | None:
 
 
 def hardware_of(options: argparse.Namespace, gpu: Gpu | None) -> "Hardware":
-    from pretrain.hardware import cpu_as_gpu
     from pretrain_tools.planning.step_time import Hardware
 
     gpu = gpu or replace(cpu_as_gpu(options.gpus), **given_figures(options))
     return Hardware(gpu, options.gpus, options.machines or -(-options.gpus // 8))
+
+
+def find_gpu(name: str, **given: float | None) -> Gpu:
+    """Returns the GPU of this name; given fields of Gpu replace the table's figures.
+
+    A name that is not in the table needs memory_bytes and bf16_flops. Raises InputError without them.
+    """
+    key = name.lower().replace("-", "_").replace(" ", "_")
+    given = {field: value for field, value in given.items() if value is not None}
+    if (known := gpu_called(name)) is not None:
+        return replace(known, **given)
+    if not {"memory_bytes", "bf16_flops"} <= given.keys():
+        raise InputError(
+            f"--gpu: {name} is not in the table{did_you_mean(key, [*GPUS, CPU])}; any other can be described with "
+            "--gpu_memory 80GB and --peak_tflops 989"
+        )
+    # Defaults for a card in a common machine: PCIe 4, 25 Gbit/s, 350 W.
+    common = Gpu(key, 0, 0, None, 1e12, 32e9, 3e9, 350, 0.0)
+    return replace(common, **given)
+
+
+def cpu_as_gpu(processes: int, flops: float | None = None) -> Gpu:
+    """Describes this machine's processors as a GPU for plan.py, shared by this many processes.
+
+    It has neither a price nor a rated power, which are unknown.
+
+    flops: FLOP/s of one process; None: measured for all together (0.5 s).
+    """
+    import torch
+
+    from pretrain.hardware import missing_bf16, peak_flops
+
+    has_bf16 = missing_bf16("cpu") is None
+    if flops is None:
+        flops = peak_flops(torch.device("cpu"), "bf16" if has_bf16 else "fp32")[0] / processes
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return Gpu(
+        CPU,
+        memory_bytes=memory / processes,
+        bf16_flops=flops,
+        fp8_flops=None,
+        memory_bytes_per_second=2e10,
+        link_bytes_per_second=5e9,
+        network_bytes_per_second=1e8,
+        watts=0.0,
+        price_per_hour=0.0,
+        has_bf16=has_bf16,
+    )

@@ -11,8 +11,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import nn
+from transformers import PreTrainedConfig
 
 from pretrain.config import Loss, RunConfig, WindowSpec
+from pretrain.errors import InputError
 from pretrain.model.attention import classes_in_rows
 from pretrain.model.build import KeyedConfig, build_meta_model, library_attention, once_per_config
 from pretrain.model.compile import layers_of
@@ -24,6 +27,7 @@ from pretrain.optim.optimizers import OPTIMIZERS, ModelShapes, is_output_head, p
 from pretrain.parallel.expert_parallel import pads_much
 from pretrain.parallel.pipeline import STAGE_LAYOUTS
 from pretrain.parallel.strategy import LOSS_TERMS
+from pretrain.registry import LOSS_TERMS as TERM_CLASSES
 from pretrain.training.probe import probe
 from pretrain_tools.planning.activations import FLASH, Activations, ForwardPass, trace_activations
 from pretrain_tools.planning.layouts import Layout
@@ -310,10 +314,23 @@ def with_terms(sizes: Sizes, config: RunConfig, model_config: Any) -> Sizes:
 
 @functools.lru_cache(maxsize=16)
 def _shapes_of_terms(loss: str, keyed: KeyedConfig) -> dict[str, tuple[int, ...]]:
-    from pretrain.model.loss_terms import modules_to_count
-
     found = modules_to_count(Loss.model_validate_json(loss), keyed.config).named_parameters(prefix=LOSS_TERMS)
     return {name: tuple(parameter.shape) for name, parameter in found}
+
+
+def modules_to_count(settings: Loss, model_config: PreTrainedConfig) -> nn.ModuleDict:
+    """Builds what terms train without storage, to count it. Raises InputError with the reason of one that fails."""
+    modules = nn.ModuleDict()
+    for name, given in settings.terms.items():
+        made = TERM_CLASSES[name]
+        if not made.has_parameters():
+            continue
+        try:
+            with torch.device("meta"):
+                modules[name] = made(made.Options.model_validate(given or {}), model_config).module()
+        except Exception as error:  # an extension's code may raise anything
+            raise InputError(f"loss.terms.{name}: its module cannot be built without storage: {error}") from error
+    return modules
 
 
 def exchanged_width(config: Any) -> int:

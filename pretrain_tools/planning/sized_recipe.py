@@ -132,7 +132,9 @@ class SizedRecipe:
     @property
     def learning_rate(self) -> float:
         """Muon's, to two digits."""
-        return float(f"{OPTIMIZERS['muon'].auto_rate(self.sizing.shape.parameters, self.sizing.tokens_per_step):.2g}")
+        return float(
+            f"{OPTIMIZERS['muon'].auto_learning_rate(self.sizing.shape.parameters, self.sizing.tokens_per_step):.2g}"
+        )
 
     @property
     def has_validation(self) -> bool:

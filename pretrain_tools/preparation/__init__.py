@@ -12,6 +12,7 @@ The same input gives the same bytes, whatever the workers and interruptions; pla
     encoded_part: what workers return, and the counts
     collector, deduplicate, shard_writer, text_files: encoded parts to shards; their documents as text
     near_duplicate_search: near duplicates in prepared folders, on disk
+    text_decoder: token ids to text, for that search
     slices, upload: a preparation over several machines; outputs that are URLs
     inspect: the contents of a prepared folder, and what was removed from it
     tokenizer_training, tokenizer_extension: tokenizers from text

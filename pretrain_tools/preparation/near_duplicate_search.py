@@ -23,11 +23,12 @@ from typing import Any
 import numpy as np
 
 from pretrain.data.manifest import MANIFEST_FILE, Manifest
-from pretrain.data.tokenizer import LoadedTokenizer, text_decoder
+from pretrain.data.tokenizer import LoadedTokenizer
 from pretrain.errors import InputError
 from pretrain.files import write_durably
 from pretrain_tools.preparation.cleaning.near_duplicates import NearDuplicates
 from pretrain_tools.preparation.documents.document_index import InputOrder
+from pretrain_tools.preparation.text_decoder import text_decoder
 
 SIGNATURES_SUFFIX = ".signatures"
 """Suffix of the files beside each shard with a signature per document."""

@@ -110,7 +110,7 @@ def open_step(run: Path, step: int) -> tuple[Batches, int, int]:
     left_out = [tuple(entry["samples"]) for entry in state.get("rollbacks") or [] if entry.get("samples")]
     passed = start.get("stage_starts", [])[1:]
     # Samples that a rollback skipped shift all later samples.
-    batches = Batches(data, seed=seed, ramp=ramp, passed=passed, origin=origin).leaving_out(left_out)
+    batches = Batches(data, seed=seed, ramp=ramp, skipped=left_out, passed=passed, origin=origin)
     if problems := changed_sources(batches, newest.get("identity", {})):
         raise InputError(*problems)
     # Logged steps start at 1, the ramp's at 0.

@@ -307,7 +307,7 @@ def test_latest_is_repaired_and_garbage_in_it_is_no_fresh_start(run, latest):
     (run / "checkpoints/LATEST").write_bytes(latest)
     for folder in (run / "checkpoints").glob("step-*"):
         shutil.rmtree(folder)
-    with pytest.raises(NoValidCheckpointError, match="LATEST is garbage") as stop:
+    with pytest.raises(NoValidCheckpointError, match="LATEST is unreadable") as stop:
         newest(run)
     assert stop.value.exit_code == 17
 
@@ -324,5 +324,5 @@ def test_a_log_of_checkpoints_that_are_gone_is_no_fresh_start(tmp_path):
     log({"event": "checkpoint", "step": 0})  # stopped before its first step
     assert newest(tmp_path) == (None, [])
     log({"event": "checkpoint", "step": 4, "path": "step-00000004"})
-    with pytest.raises(NoValidCheckpointError, match=r"by metrics.jsonl step 4 was saved, and it is gone.*remove"):
+    with pytest.raises(NoValidCheckpointError, match=r"metrics.jsonl lists step 4 as saved, but it is gone.*remove"):
         newest(tmp_path)

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
 
-from pretrain.checkpoint.export import describe_training
+from pretrain.checkpoint.export import export_card
 from pretrain.checkpoint.export_check import TrainingLosses, losses_of, verify_export
 from pretrain.config import WindowSpec
 from pretrain.data.manifest import Manifest, Shard
@@ -166,7 +166,7 @@ def test_too_little_memory_is_reported_and_harmless(exported, monkeypatch):
 
 def test_a_card_that_fails_does_not_cost_the_model(tmp_path):
     (tmp_path / "config.yaml").write_text("data: 3\n")
-    assert "model card could not be written" in describe_training(tmp_path, tmp_path)
+    assert "model card could not be written" in export_card(tmp_path, tmp_path)
     assert "could not be written" in (tmp_path / "README.md").read_text()
 
 

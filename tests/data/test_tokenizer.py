@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from pretrain.data.tokenizer import LoadedTokenizer, text_decoder
+from pretrain.data.tokenizer import LoadedTokenizer
+from pretrain_tools.preparation.text_decoder import text_decoder
 
 TEXTS = ["naïve 漢字\r\n\tword  two\0", "".join(map(chr, range(0x250))), "🙂 ＡＢ <|end|> </s> ▁ <0x41>", "a  b "]
 

@@ -384,7 +384,7 @@ def test_all_problems_come_at_once(tmp_path):
     [
         ({"hidden_size": 34}, "hidden_size 34 is not a multiple of num_attention_heads 4; nearest: 32 or 36"),
         ({"num_hidden_layers": 0}, "num_hidden_layers is 0; it must be at least 1"),
-        ({"hidden_size": 36}, "head_dim is 9; rotary positions turn pairs, so it must be even"),
+        ({"hidden_size": 36}, "head_dim is 9; rotary positions rotate pairs, so it must be even"),
         ({"rope_theta": "1e4"}, "rope_theta: '1e4'; allowed: a number above 0"),
         ({"vocab_size": None}, "vocab_size: None is a NoneType; allowed: int"),
         ({"vocab_size": True}, "vocab_size: True is a bool; allowed: int"),
@@ -438,5 +438,5 @@ def test_a_folder_that_wants_to_run_its_own_code_is_refused(tmp_path):
     keys = {"model_type": "foreign", "auto_map": {"AutoConfig": "foreign.ForeignConfig"}}
     (tmp_path / "config.json").write_text(json.dumps(keys))
     (tmp_path / "foreign.py").write_text("raise SystemExit('executed')")
-    with pytest.raises(InputError, match=r"carries its own code.*allow it with --trust_remote_code"):
+    with pytest.raises(InputError, match=r"has its own code.*allow it with --trust_remote_code"):
         load_model_config(str(tmp_path))

@@ -96,9 +96,9 @@ def test_layers_that_share_no_compilation_are_all_compiled(monkeypatch):
 @pytest.mark.parametrize(
     ("device_type", "missing", "message"),
     [
-        ("cpu", ("g++",), "compile: auto needs a C++ compiler (none of g++ is there): apt install build-essential"),
-        ("cuda", ("gcc", "clang"), "compile: auto needs a C compiler (none of gcc, clang is there): apt install"),
-        ("cuda", ("triton",), "compile: auto needs Triton: pip install triton; or train slower with none"),
+        ("cpu", ("g++",), "compile: auto needs a C++ compiler (none of g++ found): apt install build-essential"),
+        ("cuda", ("gcc", "clang"), "compile: auto needs a C compiler (none of gcc, clang found): apt install"),
+        ("cuda", ("triton",), "compile: auto needs Triton: pip install triton; or use none, which is slower"),
         (
             "cuda",
             ("Python.h", "triton"),

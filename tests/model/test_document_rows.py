@@ -13,7 +13,7 @@ from pretrain.config import WindowSpec
 from pretrain.model.attention import attention_arguments, classes_in_rows, document_layout
 from pretrain.model.build import build_model, flops_per_token
 from pretrain.model.compile import checkpoint_activations, compile_model
-from pretrain.model.document_rows import MOST_PADDED, DocumentRows, in_rows
+from pretrain.model.document_rows import MAX_CELLS_PER_TOKEN, DocumentRows, in_rows
 from pretrain.model.loss import LanguageModelLoss
 from pretrain.training.probe import LEAK, probe
 from pretrain_tools.planning.activations import ForwardPass, trace_activations
@@ -165,7 +165,7 @@ def test_every_token_has_one_cell_and_padding_is_bounded(lengths):
         ids[row, np.cumsum([0, *lengths[:-1]])] = END
     rows = DocumentRows.of(document_layout(ids, END)["cu_seq_lens_q"], (2, 64))
     assert rows.tokens[rows.cells].tolist() == list(range(128))
-    assert len(rows.tokens) == sum(count * length for count, length in rows.shapes) <= MOST_PADDED * 128
+    assert len(rows.tokens) == sum(count * length for count, length in rows.shapes) <= MAX_CELLS_PER_TOKEN * 128
     first = 0
     for count, length in rows.shapes:
         for row in rows.tokens[first : first + count * length].view(count, length):

@@ -74,12 +74,12 @@ def test_what_is_used(gpu, attention, capability, dtype, window, used):
 @pytest.mark.parametrize(
     ("values", "capability", "reason"),
     [
-        ({"head_dim": 320}, (9, 0), "has no kernels for heads of 320 here"),
+        ({"head_dim": 320}, (9, 0), "has no kernels for heads of width 320 here"),
         ({"head_dim": 256}, (9, 0), None),
-        ({"head_dim": 200}, (8, 9), "has no kernels for heads of 200 here"),
-        ({"hidden_size": 4096, "num_attention_heads": 8}, (9, 0), "has no kernels for heads of 512 here"),
+        ({"head_dim": 200}, (8, 9), "has no kernels for heads of width 200 here"),
+        ({"hidden_size": 4096, "num_attention_heads": 8}, (9, 0), "has no kernels for heads of width 512 here"),
         ({"attention_dropout": 0.1}, (9, 0), "has no dropout, which this model's attention uses in training"),
-        ({"model_type": "deepseek_v3"}, (9, 0), "has no kernels for values of 128 beside keys of 192"),
+        ({"model_type": "deepseek_v3"}, (9, 0), "has no kernels for values of width 128 with keys of width 192"),
     ],
 )
 def test_models_that_fall_back_to_the_dense_mask_are_named(gpu, values, capability, reason):
@@ -101,13 +101,13 @@ def test_nothing_faster_is_passed_over_in_silence(gpu):
     assert "flash_attention_3: needs the package" in told() and "varlen" not in told() and "compiled" not in told()
     assert "compiled layers: compile is none; " in told(compile_mode="none")
     assert "bf16 matrix units: precision is fp32; varlen: computes in bf16 or fp16 only" in told(dtype=FP32)
-    assert "varlen: has no documents to keep apart" in told(window=UNDIVIDED)
+    assert "varlen: has nothing to keep apart" in told(window=UNDIVIDED)
     gpu["modules"] = {"flash_attn", "flash_attn_interface"}
-    two = "flash_attention_2: runs here, and attention is auto"
+    two = "flash_attention_2: available here, but attention is auto"
     assert told() == f"{two}; flash_attention_3: fails here (no such kernel)"
     assert (
         told(attention="sdpa")
-        == f"varlen: runs here, and attention is auto; {two}; flash_attention_3: the model needs sdpa"
+        == f"varlen: available here, but attention is auto; {two}; flash_attention_3: the model needs sdpa"
     )
     assert "compile is none, and needs Triton, which is not installed" in told(compile_mode="none")
     gpu["capability"] = (7, 5)
@@ -136,7 +136,7 @@ def test_auto_takes_flash_attention_3_where_it_computes_the_same(gpu):
     ("change", "reason"),
     [
         ({"modules": {"triton"}}, "needs the package flash_attn_interface"),
-        ({"capability": (8, 0)}, "torch runs it on Hopper alone"),
+        ({"capability": (8, 0)}, "torch runs it on Hopper only"),
         ({"flash 3": None}, "fails here (no such kernel)"),
         ({"flash 3": lambda out: out.flip(0)}, "its results differ from those of torch's kernel by"),
     ],

@@ -105,5 +105,5 @@ def test_other_shapes_are_told_from_other_values():
 
 
 def test_a_model_of_text_and_images_is_refused():
-    with pytest.raises(InputError, match="is a model of text and of something else"):
+    with pytest.raises(InputError, match="is multimodal"):
         load_recipe_model_config(ModelSource(config=DEMO, model_type="gemma3"), None)

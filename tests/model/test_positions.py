@@ -90,7 +90,7 @@ def test_a_stage_of_another_type_keeps_the_base_and_one_of_the_same_all(tmp_path
         ({"rope_parameters": {"rope_type": "yarm"}}, "'yarm' is not a rope_type; did you mean yarn"),
         ({"rope_parameters": {"rope_thetta": 1e6}}, "rope_thetta is not a key of rotary positions"),
         ({"rope_parameters": {"rope_theta": -1}}, "allowed: a number above 0"),
-        ({"rope_parameters": {"rope_theta": 10000.0}}, "computes the same with these as without"),
+        ({"rope_parameters": {"rope_theta": 10000.0}}, "computes the same with and without them"),
     ],
 )
 def test_parameters_that_cannot_be_are_refused(tmp_path, second, problem):

@@ -5,10 +5,10 @@ import math
 import pytest
 import torch
 
-from pretrain.optim.optimizers import MOST_ADDED_UP, total_norm
+from pretrain.optim.optimizers import MAX_SERIAL_SUM, total_norm
 
 
-@pytest.mark.parametrize("rows", [64, MOST_ADDED_UP // 16, 4 * MOST_ADDED_UP])
+@pytest.mark.parametrize("rows", [64, MAX_SERIAL_SUM // 16, 4 * MAX_SERIAL_SUM])
 def test_the_norm_is_that_of_fp64(rows):
     generator = torch.Generator().manual_seed(1)
     gradients = [torch.randn(rows, 16, generator=generator), torch.randn(16, generator=generator)]

@@ -14,7 +14,7 @@ from pretrain.optim.learning_rate import (
     cooldown_steps_of_infinite,
     learning_rate_for_batch,
 )
-from pretrain.optim.scaling_laws import rate_by_law
+from pretrain.optim.scaling_laws import scaling_law_learning_rate
 from pretrain.recipe import read_run_config
 from pretrain.training.auto_settings import resolve_auto
 from pretrain.training.run_plan import derive
@@ -110,7 +110,9 @@ def test_a_run_takes_the_rate_of_its_batch_or_of_its_size(recipe):
     assert scaled.learning_rate(0) == pytest.approx(2e-3), "two steps of warmup"
     config = resolve_auto(read_run_config(recipe, [("optim.learning_rate", "auto")]))
     parameters = derive(config, 1).parameters
-    assert derive(config, 1).peak_learning_rate == pytest.approx(rate_by_law(parameters, 256, 1.0), rel=1e-2)
+    assert derive(config, 1).peak_learning_rate == pytest.approx(
+        scaling_law_learning_rate(parameters, 256, 1.0), rel=1e-2
+    )
 
 
 @pytest.mark.parametrize(

@@ -325,7 +325,7 @@ def test_state_that_does_not_fit_is_refused_in_full_and_changes_nothing():
     saved["up.bias.exp_avg_sq"] = torch.zeros(3)
     with pytest.raises(InputError) as error:
         load_state(optimizer, model, saved)
-    assert "not that of AdamW on this model" in str(error.value)
+    assert "does not fit AdamW on this model" in str(error.value)
     for part in (
         "1 missing (up.weight.exp_avg)",
         "1 unexpected (other.weight.exp_avg)",
@@ -478,7 +478,7 @@ def test_blocks_follow_the_pattern_and_the_layout_of_the_weight():
 @pytest.mark.parametrize(
     ("blocks", "message"),
     [
-        ({"*.c_attn.weight": 3}, r"\*.c_attn.weight fits the name of no hidden matrix .* first one is up.weight"),
+        ({"*.c_attn.weight": 3}, r"\*.c_attn.weight matches no hidden matrix .* first hidden matrix is up.weight"),
         ({"up.*": 3}, "up.weight has 16 outputs, which are not 3 equal blocks"),
         ({"up.*": [4, 4]}, r"up.weight has 16 outputs, which are not 8 = sum of \[4, 4\]"),
     ],

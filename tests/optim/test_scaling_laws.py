@@ -4,17 +4,17 @@ import math
 
 import pytest
 
-from bench.auto_rates import SIZES, auto_rate, best_of, loss_at, read_points, sweep_of
+from bench.auto_rates import SIZES, auto_learning_rate, best_of, loss_at, read_points, sweep_of
 from pretrain.config import Batch, Ramp
 from pretrain.optim.scaling_laws import (
-    batch_by_law,
-    rate_by_law,
+    scaling_law_batch,
+    scaling_law_learning_rate,
+    scaling_law_warmup,
+    scaling_law_weight_decay,
     tokens_of_steps,
-    warmup_by_law,
-    weight_decay_by_law,
 )
 from pretrain.recipe import read_run_config
-from pretrain.training.auto_settings import resolve_auto, settled_batch
+from pretrain.training.auto_settings import auto_batch, resolve_auto
 from support.project import ROOT
 
 RECIPE = ROOT / "recipes" / "demo.yaml"
@@ -35,33 +35,35 @@ def deepseek_law(parameters: float, tokens: float) -> float:
 @pytest.mark.parametrize("parameters", [30e6, 124e6, 1e9, 7e9, 13e9])
 def test_the_rate_is_near_that_of_other_laws_at_twenty_tokens_per_parameter(parameters):
     tokens = 20 * parameters
-    rate = rate_by_law(parameters, 160 * 2048 * (parameters / 108e6) ** (2 / 3))
+    rate = scaling_law_learning_rate(parameters, 160 * 2048 * (parameters / 108e6) ** (2 / 3))
     for law in (step_law, deepseek_law):
         assert 1 / 1.6 < rate / law(parameters, tokens) < 1.6
 
 
 def test_the_rate_meets_olmos_ladder_and_follows_the_square_root_of_the_batch():
-    assert rate_by_law(108e6, 160 * 2048) == pytest.approx(0.00235)
-    assert rate_by_law(8 * 108e6, 4 * 160 * 2048) == pytest.approx(0.00235 / 2)
-    assert rate_by_law(108e6, 2 * 160 * 2048) == pytest.approx(0.00235 * math.sqrt(2))
-    assert rate_by_law(108e6, 1e9, relative=2.0) == pytest.approx(2 * 2 * 0.00235)  # as far as batches are doubted
+    assert scaling_law_learning_rate(108e6, 160 * 2048) == pytest.approx(0.00235)
+    assert scaling_law_learning_rate(8 * 108e6, 4 * 160 * 2048) == pytest.approx(0.00235 / 2)
+    assert scaling_law_learning_rate(108e6, 2 * 160 * 2048) == pytest.approx(0.00235 * math.sqrt(2))
+    assert scaling_law_learning_rate(108e6, 1e9, relative=2.0) == pytest.approx(
+        2 * 2 * 0.00235
+    )  # as far as batches are doubted
 
 
 def test_the_batch_is_that_of_its_tokens():
-    assert batch_by_law(100e9) == pytest.approx(1.11e6, rel=0.01)  # step-law.github.io
-    assert batch_by_law(tokens_of_steps(2000)) * 2000 == pytest.approx(tokens_of_steps(2000))
+    assert scaling_law_batch(100e9) == pytest.approx(1.11e6, rel=0.01)  # step-law.github.io
+    assert scaling_law_batch(tokens_of_steps(2000)) * 2000 == pytest.approx(tokens_of_steps(2000))
 
 
 def test_the_decay_keeps_the_weights_timescale():
-    decay = weight_decay_by_law(124e6, 20 * 124e6, 2**17, 2e-3)
+    decay = scaling_law_weight_decay(124e6, 20 * 124e6, 2**17, 2e-3)
     assert 2**17 / (2e-3 * decay * 20 * 124e6) == pytest.approx(1.084 * 20**-0.527)
     assert 0.08 < decay < 0.2  # to either side of everyone's 0.1
 
 
 def test_warmup_is_a_token_per_parameter_or_a_twentieth():
-    assert warmup_by_law(1e9, 100e9, 1e6) == 1000
-    assert warmup_by_law(1e9, 1e9, 1e6) == 50
-    assert warmup_by_law(1e6, 1e3, 1e6) == 1
+    assert scaling_law_warmup(1e9, 100e9, 1e6) == 1000
+    assert scaling_law_warmup(1e9, 1e9, 1e6) == 50
+    assert scaling_law_warmup(1e6, 1e3, 1e6) == 1
 
 
 def test_auto_follows_the_recipe_and_not_the_processes():
@@ -76,8 +78,8 @@ def test_auto_follows_the_recipe_and_not_the_processes():
 def test_a_ramp_divides_the_automatic_batch():
     config = with_auto_batch(budget=1_000_000_000)
     ramped = config.model_copy(update={"batch": Batch(tokens_per_step="auto", ramp=Ramp(**{"from": 1 / 3}))})
-    sequences = settled_batch(ramped, 1e9, 1).tokens_per_step // config.data.sequence_length
-    assert sequences % 3 == 0 and abs(math.log2(sequences * 256 / batch_by_law(1e9))) < 0.6
+    sequences = auto_batch(ramped, 1e9, 1).tokens_per_step // config.data.sequence_length
+    assert sequences % 3 == 0 and abs(math.log2(sequences * 256 / scaling_law_batch(1e9))) < 0.6
 
 
 def with_auto_batch(budget: int):
@@ -88,7 +90,7 @@ def with_auto_batch(budget: int):
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_auto_is_within_a_percent_of_the_best_loss_of_each_sweep(size, optimizer):
     swept = sweep_of(size, optimizer, read_points())
-    at_auto = loss_at(swept, auto_rate(SIZES[size], optimizer))
+    at_auto = loss_at(swept, auto_learning_rate(SIZES[size], optimizer))
     assert at_auto is not None and at_auto <= 1.01 * best_of(swept)[1]
 
 

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from pretrain.gpus import find_gpu
 from pretrain.mesh_sizes import Sizes
 from pretrain.model.model_config import load_model_config
 from pretrain_tools.planning.footprints import footprint
+from pretrain_tools.planning.hardware_options import find_gpu
 from pretrain_tools.planning.layouts import Layout
 from pretrain_tools.planning.memory import PlannedRun
 from pretrain_tools.planning.traffic import Links, Step, flows

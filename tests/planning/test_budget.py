@@ -3,7 +3,7 @@
 import pytest
 
 from pretrain.errors import InputError
-from pretrain.gpus import GIB, find_gpu
+from pretrain.gpus import GIB
 from pretrain_tools.planning.budget import (
     COMPARED,
     RunBudget,
@@ -12,6 +12,7 @@ from pretrain_tools.planning.budget import (
 )
 from pretrain_tools.planning.candidates import micro_batches, strategy_problems
 from pretrain_tools.planning.families import FAMILIES, Shape
+from pretrain_tools.planning.hardware_options import find_gpu
 from pretrain_tools.planning.layouts import layout
 from pretrain_tools.planning.sizing import MOST_EPOCHS
 from pretrain_tools.planning.step_time import Hardware

@@ -11,14 +11,14 @@ import yaml
 
 from pretrain.config import Loss
 from pretrain.errors import InputError
-from pretrain.gpus import find_gpu
 from pretrain.model.build import active_parameters, build_meta_model, count_parameters
 from pretrain.model.model_config import load_model_config
 from pretrain.model.routers import router_losses
 from pretrain_tools.experiments.ladder import Rung, make_ladder
 from pretrain_tools.experiments.ladder_report import ladder_values, read_ladder
-from pretrain_tools.planning.budget_report import recipe_of_budget
+from pretrain_tools.planning.budget_report import count_upwards, recipe_of_budget
 from pretrain_tools.planning.budget_request import BudgetRequest
+from pretrain_tools.planning.hardware_options import find_gpu
 from pretrain_tools.planning.recipe_files import RecipePlace
 from pretrain_tools.planning.step_time import Hardware
 from support.quick_traces import use_quick_traces
@@ -109,3 +109,7 @@ def test_ladders_that_predict_nothing_are_refused(tmp_path):
     for name in ("x.json", "none.json"):
         with pytest.raises(InputError, match=f"--ladder .*{name}"):
             read_ladder(tmp_path / name)
+
+
+def test_a_number_of_tokens_is_rounded_up():
+    assert [count_upwards(n) for n in (7, 46_423_100_000, 999_900_001)] == ["7", "46.5B", "1B"]

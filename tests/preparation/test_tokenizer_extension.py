@@ -9,9 +9,10 @@ import pytest
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
-from pretrain.data.tokenizer import load_tokenizer, text_decoder
+from pretrain.data.tokenizer import load_tokenizer
 from pretrain.errors import InputError
 from pretrain_tools.preparation.encode import ReferenceEncoder
+from pretrain_tools.preparation.text_decoder import text_decoder
 from pretrain_tools.preparation.tokenizer_extension import extended, frequent_pairs
 from support.project import run_script
 

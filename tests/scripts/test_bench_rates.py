@@ -8,7 +8,7 @@ from bench import auto_rates, width_rates
 from bench.auto_rates import (
     SIZES,
     Point,
-    auto_rate,
+    auto_learning_rate,
     best_of,
     centre,
     loss_at,
@@ -76,4 +76,4 @@ def test_the_sizes_are_what_they_say():
 def test_auto_is_within_a_percent_of_the_sweeps_best(size, optimizer):
     points = sweep_of(size, optimizer, read_points())
     if next_rate(size, optimizer, points) is None:
-        assert loss_at(points, auto_rate(SIZES[size], optimizer)) < 1.01 * best_of(points)[1]
+        assert loss_at(points, auto_learning_rate(SIZES[size], optimizer)) < 1.01 * best_of(points)[1]

@@ -103,7 +103,7 @@ def test_a_pretrained_model_takes_new_tokens(recipe, text_files, tokenizer, tmp_
     assert "has 600 ids, but the model's vocab_size is 512" in refused and "give --model.vocab_size auto" in refused
     auto = ("--model.vocab_size", "auto")
     refused = train(recipe, *start, *auto, "--data.train", f"[{{shards: {tmp_path / 'other_shards'}}}]", check=False)
-    assert refused.returncode == 2 and "is no extension of the model's (512): " in refused.stderr
+    assert refused.returncode == 2 and "is not an extension of the model's (512): " in refused.stderr
     said = train(recipe, *start, *auto, "--optim.learning_rate", "1e-9").stderr
     assert "88 new tokens start as the mean of their parts" in said
     # The rows are those of the parts, but for two steps of a tiny rate.

@@ -14,7 +14,7 @@ import plan as plan_script
 from pretrain.config import Averaging
 from pretrain.data.vocabulary import planned_model_config
 from pretrain.errors import InputError
-from pretrain.gpus import GIB, GPUS, find_gpu, gpu_called
+from pretrain.gpus import GIB, GPUS, gpu_called
 from pretrain.mesh_sizes import Sizes
 from pretrain.recipe import read_run_config
 from pretrain.units import co2_text
@@ -37,6 +37,7 @@ from pretrain_tools.planning.candidates import (
     work_of_run,
 )
 from pretrain_tools.planning.footprints import largest_footprint
+from pretrain_tools.planning.hardware_options import find_gpu
 from pretrain_tools.planning.layouts import Layout, layout, layouts, products
 from pretrain_tools.planning.memory import PlannedRun, sizes_of
 from pretrain_tools.planning.report import PARTS, build_plan, comment_of, plan_json, plan_verdict, remarks

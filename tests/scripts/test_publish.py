@@ -27,7 +27,7 @@ from pretrain.files import commit
 from pretrain.processes import hold_while_open
 from pretrain.recipe import read_run_config
 from pretrain.runs.hub import login_problems, offer_problems, publish_in_background
-from pretrain.training.background_jobs import publish_cut_short
+from pretrain.training.background_jobs import resume_publishing
 from pretrain.training.run_plan import derive
 from pretrain_tools.publishing.facts import Publication
 from pretrain_tools.publishing.staging import checkpoint_model, find_publishable, stage
@@ -437,7 +437,7 @@ def test_a_run_trains_while_the_hub_is_down_and_completes_its_uploads_later(reci
         monkeypatch.setenv(name, value)
     warnings = []
     metrics = SimpleNamespace(is_main=True, write=lambda event, **values: warnings.append(values))
-    publish_cut_short(read_run_config(run / "config.yaml", []), metrics)
+    resume_publishing(read_run_config(run / "config.yaml", []), metrics)
     wait_for(lambda: not list((run / "publish").glob(".*.waiting")), run / "publish/publish.log")
     repository = hub.repositories["models", "me/tiny"]
     assert set(repository.branches) == {"main", "step-4", "step-8"} and not warnings

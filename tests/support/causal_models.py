@@ -90,7 +90,7 @@ def reason_of(refusal: str) -> str:
         "sees the future": "it sees later tokens",
         "get no gradient": "some of its parameters get no gradient (cross-attention, parts trained apart)",
         "gives no initial values": "it leaves parameters without initial values",
-        "a model of text and of something else": "it is more than a language model",
+        "is multimodal": "it is more than a language model",
         "no default configuration": "its configuration has no defaults that work",
         "does not run on token ids alone": "its default configuration does not run on token ids alone",
     }.items():

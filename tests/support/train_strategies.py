@@ -277,7 +277,7 @@ if __name__ == "__main__":
     # Tests that run side by side share the cores: threads that wait for each other there make a step take seconds.
     pretrain.parallel.strategy.use_all_cores = lambda: torch.set_num_threads(1)
     # A process that writes a card takes as long as a tiny run's steps; others see to it that there is one.
-    export.describe_training = lambda *_: None
+    export.export_card = lambda *_: None
     for name in registry.STRATEGIES:
         registry.strategy_named(name)  # imported only now, it is a subclass that the next line finds
     for strategy_class in all_strategies():

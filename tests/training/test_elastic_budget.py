@@ -67,7 +67,7 @@ def test_a_decayed_run_without_an_earlier_checkpoint_is_not_extended(trunk, tmp_
     train(change(trunk, checkpoint={"keep_last": 1}))
     refused = train(change(trunk, budget={"steps": 20}), check=False)
     assert refused.returncode == 2 and "Traceback" not in refused.stderr
-    assert "has decayed its learning rate since step 6, and no checkpoint from before is left" in refused.stderr
+    assert "has been decaying its learning rate since step 6, and no earlier checkpoint is left" in refused.stderr
 
 
 def test_a_branch_is_a_finished_model_with_its_lineage(trunk, tmp_path):
@@ -100,7 +100,7 @@ def test_a_run_that_paused_on_the_way_is_the_run_that_did_not(recipe, tmp_path, 
     path, paused = change(recipe, optim={"schedule": schedule, "decay_fraction": 0.5}), tmp_path / "paused"
     train(path)
     first = train(path, "--output", paused, "--checkpoint.stop_at_step", "7", check=False)
-    assert first.returncode == 130 and "paused as checkpoint.stop_at_step says, saved at step 7" in first.stderr
+    assert first.returncode == 130 and "paused at checkpoint.stop_at_step, saved at step 7" in first.stderr
     assert [event["step"] for event in events(paused, "validation")] == [0, 6, 7]
     again = train(path, "--output", paused, "--checkpoint.stop_at_step", "7", check=False)
     assert again.returncode == 2 and "give a later step, or null, to continue" in again.stderr
@@ -127,7 +127,7 @@ def test_another_batch_holds_from_the_checkpoint_on(recipe, tmp_path):
     """No token is counted or read twice, and none is left out."""
     train(recipe)
     refused = train(change(recipe, batch={"tokens_per_step": 128}, budget={"steps": 20}), check=False)
-    assert refused.returncode == 2 and "it then holds from the checkpoint's step on" in refused.stderr
+    assert refused.returncode == 2 and "it then applies from the checkpoint's step on" in refused.stderr
     train(recipe, "--batch.tokens_per_step", "128")
     run = tmp_path / "run"
     assert tokens(run)[12] == 12 * 256 and tokens(run)[20] == 12 * 256 + 8 * 128
@@ -152,7 +152,7 @@ def test_a_branch_takes_what_is_set_explicitly_and_check_says_so(trunk_at_a_cons
     arguments = [*arguments, "--branch_from", f"{trunk}@8", "--output", tmp_path / "branch"]
     said = train(recipe, "--check", *arguments).stdout
     assert f"branches from {trunk}/checkpoints/step-00000008 at step 8, after 2,048 tokens" in said
-    assert f"to step {end}: " in said and f"learning rate {first:.3g} at the first of them, {last:.3g}" in said
+    assert f"to step {end}: " in said and f"learning rate {first:.3g} at the first, {last:.3g}" in said
     assert not (tmp_path / "branch").exists()
     train(recipe, *arguments)
     found = rates(tmp_path / "branch")
@@ -198,7 +198,7 @@ def test_a_budget_that_the_run_has_passed_is_refused(trunk_at_a_constant_rate, t
     shutil.copytree(run, tmp_path / "run")
     shutil.rmtree(tmp_path / "run/final")
     refused = train(recipe, "--output", tmp_path / "run", "--budget.steps", "10", check=False)
-    assert refused.returncode == 2 and "it ends after step 10, and the run is at step 12" in refused.stderr
+    assert refused.returncode == 2 and "ends after step 10, but the run is at step 12" in refused.stderr
 
 
 @pytest.fixture
@@ -230,10 +230,10 @@ def test_minutes_count_over_all_starts(timed, tmp_path):
     state = json.loads((tmp_path / "run/checkpoints/step-00000004/trainer_state.json").read_text())["state"]
     assert 0 < state["seconds"] < 60
     refused = train(timed, "--budget.minutes", "0.0001", check=False)
-    assert refused.returncode == 2 and "give it more, or null" in refused.stderr
+    assert refused.returncode == 2 and "raise it, or set it to null" in refused.stderr
     assert "up to step 4" in refused.stderr and "Traceback" not in refused.stderr
     told = train(timed, "--check").stdout
-    assert "of budget.minutes are over" in told and "0.1 min at most, as budget.minutes says" in told
+    assert "of budget.minutes are used" in told and "0.1 min at most, as budget.minutes says" in told
     train(timed, "--budget.minutes", "null", "--budget.steps", "12")
     assert events(tmp_path / "run", "end")[-1]["step"] == 12 and not events(tmp_path / "run", "control")
 

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from pretrain import config
-from pretrain.training.guard import FEWEST_FOR_DEVIATION, FEWEST_FOR_MEAN, SpeedGuard, StepGuard
+from pretrain.training.guard import MIN_LOSSES_FOR_DEVIATION, MIN_LOSSES_FOR_MEAN, SpeedGuard, StepGuard
 from pretrain.training.step_reports import Request, StepReport
 
 
@@ -26,7 +26,7 @@ def judge_all(guard, losses, first=1):
 def test_one_bad_step_is_at_most_reported(loss, events):
     """Early on the mean alone counts: twice is reported, three times is one strike of three."""
     guard = StepGuard(config.Guard())
-    findings = judge_all(guard, [2.0] * FEWEST_FOR_MEAN + [loss, 2.0, 2.0])
+    findings = judge_all(guard, [2.0] * MIN_LOSSES_FOR_MEAN + [loss, 2.0, 2.0])
     assert [finding.event for finding in findings] == events
     assert not any(finding.roll_back for finding in findings)
 
@@ -48,7 +48,7 @@ def test_a_skipped_step_is_a_strike_but_not_while_fp16_looks_for_its_scale():
 
 def test_deviations_count_once_there_are_enough_and_never_below_a_tenth():
     chance = random.Random(0)
-    noisy = [2.0 + chance.gauss(0, 0.05) for _ in range(FEWEST_FOR_DEVIATION)]
+    noisy = [2.0 + chance.gauss(0, 0.05) for _ in range(MIN_LOSSES_FOR_DEVIATION)]
     guard = StepGuard(config.Guard())
     assert judge_all(guard, noisy) == []
     assert judge_all(guard, [2.15], 100) == [], "three standard deviations"

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from pretrain.training.metrics import LiveFigures, Metrics, Throughput, finite
-from pretrain.units import count_text, count_upwards, duration_text
+from pretrain.units import count_text, duration_text
 from support.terminals import watched
 
 
@@ -39,7 +39,6 @@ def test_lines_are_json_whatever_the_numbers():
 
 def test_words():
     assert [count_text(n) for n in (999, 1_234_567, 10**10, 2.5e12)] == ["999", "1.23M", "10B", "2.5T"]
-    assert [count_upwards(n) for n in (7, 46_423_100_000, 999_900_001)] == ["7", "46.5B", "1B"]
     assert [duration_text(s) for s in (5, 65, 3725, 90_000)] == ["5 s", "1 min 05 s", "1 h 02 min", "1 d 01 h"]
 
 
@@ -49,7 +48,7 @@ def test_the_end_always_says_where_the_run_stands(tmp_path, known):
         (tmp_path / "metrics.jsonl").write_text('{"event": "train", "step": 7, "tokens": 70}\n{"event": "warning"}\n')
     metrics = Metrics(tmp_path, is_main=True)
     if known == "told":
-        metrics.stands_at(7, 70)
+        metrics.set_position(7, 70)
     metrics.end(18, "preempted")
     end = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])
     assert (end["event"], end["step"], end["tokens"]) == ("end", *((0, 0) if known == "nothing" else (7, 70)))

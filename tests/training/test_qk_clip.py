@@ -97,7 +97,7 @@ def test_blocks_find_what_the_whole_matrix_has(monkeypatch, most, window, has_do
         allowed = allowed & (segment[:, :, None] == segment[:, None, :])
     scores = query @ key.repeat_interleave(2, dim=1).transpose(2, 3) / 8**0.5
     expected = scores.masked_fill(~allowed[:, None], -torch.inf).amax((0, 2, 3))
-    monkeypatch.setitem(module_of_logits.MOST_LOGITS, "cpu", most)
+    monkeypatch.setitem(module_of_logits.MAX_LOGITS, "cpu", most)
     segments = found["cu_seq_lens_q"] if has_documents else None
     assert torch.allclose(largest_logits(query, key, None, None, segments, window), expected, rtol=1e-6)
     assert torch.allclose(largest_logits(query, key, allowed[:, None]), expected, rtol=1e-6)

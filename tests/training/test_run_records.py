@@ -19,7 +19,7 @@ def said(recipe, *overrides):
     return start_warnings(config, derive(config, ranks=1), frozenset(name for name, _ in overrides), CPU)
 
 
-AUTO, AUTO_MUON = (OPTIMIZERS[name].auto_rate(0, 256) for name in ("adamw", "muon"))
+AUTO, AUTO_MUON = (OPTIMIZERS[name].auto_learning_rate(0, 256) for name in ("adamw", "muon"))
 """For the recipe's model and batch."""
 
 
@@ -69,7 +69,7 @@ def test_a_vocabulary_that_the_data_does_not_fill_is_reported(recipe, rows, mess
     assert found == [] if message is None else len(found) == 1 and found[0].startswith(message)
     if message:
         total = derive(read_run_config(recipe, [("model.vocab_size", str(rows))]), ranks=1).parameters
-        assert f"({1536 * 64 / total:.0%}) stand for no text; --model.vocab_size auto makes it 512" in found[0]
+        assert f"({1536 * 64 / total:.0%}) belong to no token; --model.vocab_size auto makes it 512" in found[0]
 
 
 def test_an_emulated_precision_is_reported_where_it_was_requested(recipe, monkeypatch):

@@ -163,5 +163,5 @@ def test_processes_of_two_launches_that_meet_are_refused(recipe, tmp_path, secon
     for child in children:
         os.waitpid(child, 0)
     both = [(tmp_path / f"found-{rank}").read_text() for rank in (0, 1)]
-    expected = f"with different settings (optim.learning_rate: {named}); use the same" if named else "accepted"
+    expected = f"have different settings (optim.learning_rate: {named}); use the same" if named else "accepted"
     assert all(expected in found for found in both), both

@@ -16,12 +16,12 @@ from pretrain.training.resuming import roll_back
 from pretrain.training.run import Run
 from pretrain.training.step_reports import _Arriving as Arriving
 from pretrain.training.steps import (
-    CutShortError,
+    WorkInterruptedError,
     after_step,
     answer,
-    asked_of,
-    listen_or_leave,
-    may_be_cut_short,
+    interruptible,
+    poll_or_interrupt,
+    rank_request,
     watch_over,
 )
 from support.save_and_die import strategy_of
@@ -58,7 +58,7 @@ def step(run, number):
 
 @pytest.fixture(autouse=True)
 def nothing_to_load(monkeypatch):
-    monkeypatch.setattr(resuming, "_go_back", lambda run, finding: None)
+    monkeypatch.setattr(resuming, "_restore_earlier", lambda run, finding: None)
 
 
 def answered(run) -> dict:
@@ -87,7 +87,7 @@ def test_a_command_whose_report_is_under_way_while_the_run_goes_back_is_not_lost
     run = run_of(tmp_path)
     ask(tmp_path, "stop")
     figures = torch.tensor([1.0, 1.0, 0.0, 1.0])
-    run.consensus._arriving.append(Arriving(1, figures, None, asked_of(run)))  # still on its way from the GPU
+    run.consensus._arriving.append(Arriving(1, figures, None, rank_request(run)))  # still on its way from the GPU
     assert run.request == Request.NONE
     roll_back(run, None)
     assert run.request == Request.STOP
@@ -105,11 +105,11 @@ def test_a_save_that_failed_is_not_answered_and_not_tried_for_ever(tmp_path):
 def test_a_save_is_no_reason_to_leave_validation(tmp_path):
     run = run_of(tmp_path)
     ask(tmp_path, "save")
-    listen_or_leave(run)
+    poll_or_interrupt(run)
     assert run.request == Request.SAVE, "and is done after it"
     ask(tmp_path, "stop")
-    with pytest.raises(CutShortError):
-        listen_or_leave(run)
+    with pytest.raises(WorkInterruptedError):
+        poll_or_interrupt(run)
 
 
 def leave(tmp_path, rank) -> list:
@@ -124,7 +124,7 @@ def leave(tmp_path, rank) -> list:
             run.watch.request = Request.PREEMPT
         leave_if_asked()
 
-    with may_be_cut_short(run, "the work") as leave_if_asked:
+    with interruptible(run, "the work") as leave_if_asked:
         run.strategy.ranks.by_main(lambda: time.sleep(600), listen)
     return [heard, run.request.name, run.ends, time.monotonic() - begun < 300]
 

@@ -38,12 +38,12 @@ CLOCK_OF_SIGNALS = """
 # Between two signals 0.6 s pass for the watch, however long they take here.
 import pretrain.training.watchdog
 from types import SimpleNamespace
-now, take = [time.monotonic()], watch._take
+now, take = [time.monotonic()], watch._handle
 def taken(number):
     take(number)
     now[0] += 0.6
     print("taken", flush=True)
-watch._take = taken
+watch._handle = taken
 pretrain.training.watchdog.time = SimpleNamespace(**{**vars(time), "monotonic": lambda: now[0]})
 """
 SOON = 120

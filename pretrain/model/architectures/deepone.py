@@ -84,7 +84,7 @@ class DeepOneConfig(PreTrainedConfig):
         if self.feed_forward not in FEED_FORWARDS:
             raise ValueError(f"feed_forward {self.feed_forward!r} must be {' or '.join(FEED_FORWARDS)}")
         if self.head_dim % 2:
-            raise ValueError(f"head_dim {self.head_dim} is odd; rotary positions turn pairs, so it must be even")
+            raise ValueError(f"head_dim {self.head_dim} is odd; rotary positions rotate pairs, so it must be even")
         super().__post_init__(**kwargs)
 
     @property
