@@ -55,6 +55,7 @@ def command_problems(strategy: str, processes: int) -> list[str]:
     if command is None:
         return []
     words, folder = command
+    from accelerate.commands.config import config_args
     from accelerate.commands.launch import launch_command_parser
 
     asked = launch_command_parser().parse_args(words)
@@ -64,8 +65,9 @@ def command_problems(strategy: str, processes: int) -> list[str]:
             f"launcher: --num_processes {asked.num_processes} was asked for, but {processes} runs; even without a GPU "
             "the files in accelerate_configs start as many as asked: remove --cpu, or use_cpu from the launcher's file"
         )
-    if asked.config_file is not None:
-        path = folder / asked.config_file
+    default = None if asked.cpu else config_args.default_config_file  # as accelerate chooses
+    if (name := asked.config_file or default) is not None:
+        path = folder / name
         if asked.num_processes is None:
             problems += process_problems(path, processes)
         problems += launcher_file_problems(path, strategy)

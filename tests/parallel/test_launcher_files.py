@@ -273,6 +273,10 @@ def test_several_processes_on_cpus_are_refused_if_accelerate_starts_one(tmp_path
     words = ["--config_file", str(path), "--num_processes", "1", "train.py"]
     monkeypatch.setattr(launcher_files, "launcher_command", lambda: (words, ROOT))
     assert command_problems("single", 1) == []
+    monkeypatch.setattr(launcher_files, "launcher_command", lambda: (["train.py"], ROOT))
+    assert command_problems("single", 1) == [], "there is no default file"
+    monkeypatch.setattr("accelerate.commands.config.config_args.default_config_file", str(path))
+    assert command_problems("single", 1) == [problem]
 
 
 def test_a_deepspeed_file_for_the_trainer_leaves_precision_to_the_recipe(tmp_path, config):
