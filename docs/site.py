@@ -95,6 +95,12 @@ NAMES = (
     records.Reading, records.checked, formats.file_format, formats.read_whole,
 )  # fmt: skip
 """Classes and functions that extensions use."""
+SEARCH_BOOSTS = {
+    **dict.fromkeys(("own_text.md", "strategies.md", "own_loss.md", "input_formats.md", "survival.md"), 3),
+    "reference/commands.md": 0.5,
+    "comparison.md": 0.5,
+}
+"""Pages that a search should list earlier or later than their words say."""
 LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s]+)\)")
 
 
@@ -114,7 +120,12 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Turns links to files that are not on the site into plain text; links of the README begin at its folder."""
+    """Turns links to files that are not on the site into plain text; links of the README begin at its folder.
+
+    The search lists the archive last.
+    """
+    name = page.file.src_uri
+    page.meta["search"] = {"boost": 0.2 if name.startswith("measurements_") else SEARCH_BOOSTS.get(name, 1)}
     if page.file.src_uri.startswith("reference/"):
         return markdown
     prefix = "" if page.file.src_uri == "index.md" else "docs/"
@@ -154,10 +165,16 @@ def settings_page() -> str:
         parts.append(f"\n### `{path}`\n\n{type_text(path, field.annotation)}, {default}.")
         if field.description:
             text = " ".join(field.description.split())
-            parts.append(re.sub(r"docs/(\w+)\.md", r"[\1](../\1.md)", text))
+            parts.append(re.sub(r"docs/(\w+)\.md", link_with_title, text))
         if example := examples.get(path):
             parts.append(f"For example `{path}: {example[0]}` ({example[1]}).")
     return "\n\n".join(parts) + "\n"
+
+
+def link_with_title(found: re.Match) -> str:
+    """Turns the name of a page into a link with the page's title."""
+    title = (ROOT / found[0]).read_text().partition("\n")[0].removeprefix("# ")
+    return f"[{title}](../{found[1]}.md)"
 
 
 def as_text(value: Any) -> str:
