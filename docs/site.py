@@ -191,7 +191,7 @@ def type_text(path: str, annotation: Any) -> str:
 
 
 def kind_of(annotation: Any) -> str:
-    """Returns a Python annotation in words: 'number or `auto`', 'list of texts'."""
+    """Returns a Python annotation in words: 'number or `auto`', 'list of strings'."""
     if get_origin(annotation) is Annotated:
         return kind_of(get_args(annotation)[0])
     if get_origin(annotation) is Literal:
@@ -204,7 +204,7 @@ def kind_of(annotation: Any) -> str:
     if arguments:
         kinds = dict.fromkeys("`null`" if kind is type(None) else kind_of(kind) for kind in arguments)
         return " or ".join(kinds)
-    words = {int: "whole number", float: "number", bool: "true or false", str: "text", Path: "path"}
+    words = {int: "whole number", float: "number", bool: "true or false", str: "string", Path: "path"}
     return words.get(annotation, "file, folder, Hub id or mapping" if annotation is ModelSource else "mapping")
 
 
