@@ -24,7 +24,7 @@ from pretrain.parallel.registry import STRATEGIES, micro_batches_launched, strat
 from pretrain_tools.planning.layouts import launched_layout
 from support.accelerate_config import DEEPSPEED, FSDP2, TWO_GPUS, accelerate_config
 from support.launcher_environment import launcher_environment
-from support.project import ROOT, free_port, run_script
+from support.project import ROOT, free_port, launch, losses, run_script
 
 LAUNCHER_FILES = sorted((ROOT / "accelerate_configs").glob("*.yaml"))
 DEEPSPEED_FILES = sorted((ROOT / "ds_configs").glob("*.json"))
@@ -227,6 +227,28 @@ def test_files_made_by_accelerate_config_run(config, environment, tmp_path, monk
     assert launched_strategy() == strategy
     assert launcher_problems(config, "bf16", strategy) == []
     assert launcher_file_problems(path, strategy) == [] and process_problems(path, 2) == []
+
+
+def test_files_made_by_accelerate_config_train_as_one_another(tmp_path, shards, monkeypatch):
+    """ZeRO-2 without a JSON with FSDP2: accelerate itself refuses the stage in its file beside settings in a dict."""
+    recipe = tmp_path / "recipe.yaml"
+    values = {
+        "model": {"config": "model_configs/llama_demo.json", "vocab_size": "auto", "num_hidden_layers": 1},
+        "output": str(tmp_path / "zero2"),
+        "precision": "fp32",
+        "data": {"train": [{"shards": str(shards)}], "sequence_length": 64},
+        "batch": {"tokens_per_step": 256, "sequences_per_micro_batch": 1},
+        "optim": {"learning_rate": 0.003, "warmup_steps": 0},
+        "budget": {"steps": 2},
+        "compile": "none",
+        "logging": {"every_steps": 1},
+    }
+    recipe.write_text(yaml.safe_dump(values))
+    for name, answers in {"zero2": DEEPSPEED, "fsdp2": FSDP2}.items():
+        path = accelerate_config(tmp_path / f"{name}.yaml", TWO_GPUS | answers, monkeypatch)
+        launch(path, 2, "train.py", "--config", recipe, "--output", tmp_path / name)
+        assert json.loads((tmp_path / name / "strategy.json").read_text())["strategy"] == name
+    assert losses(tmp_path / "zero2") == pytest.approx(losses(tmp_path / "fsdp2"), abs=1e-6)
 
 
 def test_zero_without_a_json_takes_what_the_file_says(environment, tmp_path, monkeypatch):
