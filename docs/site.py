@@ -96,7 +96,9 @@ NAMES = (
 )  # fmt: skip
 """Classes and functions that extensions use."""
 SEARCH_BOOSTS = {
-    **dict.fromkeys(("own_text.md", "strategies.md", "own_loss.md", "input_formats.md", "survival.md"), 3),
+    **dict.fromkeys(
+        ("own_text.md", "strategies.md", "own_loss.md", "input_formats.md", "survival.md", "failures.md"), 3
+    ),
     "reference/commands.md": 0.5,
     "comparison.md": 0.5,
 }
