@@ -95,6 +95,14 @@ NAMES = (
     records.Reading, records.checked, formats.file_format, formats.read_whole,
 )  # fmt: skip
 """Classes and functions that extensions use."""
+SEARCH_BOOSTS = {
+    **dict.fromkeys(
+        ("own_text.md", "strategies.md", "own_loss.md", "input_formats.md", "survival.md", "failures.md"), 3
+    ),
+    "reference/commands.md": 0.5,
+    "comparison.md": 0.5,
+}
+"""Pages that a search should list earlier or later than their words say."""
 LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s]+)\)")
 
 
@@ -114,7 +122,12 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Turns links to files that are not on the site into plain text; links of the README begin at its folder."""
+    """Turns links to files that are not on the site into plain text; links of the README begin at its folder.
+
+    The search lists the archive last.
+    """
+    name = page.file.src_uri
+    page.meta["search"] = {"boost": 0.2 if name.startswith("measurements_") else SEARCH_BOOSTS.get(name, 1)}
     if page.file.src_uri.startswith("reference/"):
         return markdown
     prefix = "" if page.file.src_uri == "index.md" else "docs/"
@@ -154,10 +167,16 @@ def settings_page() -> str:
         parts.append(f"\n### `{path}`\n\n{type_text(path, field.annotation)}, {default}.")
         if field.description:
             text = " ".join(field.description.split())
-            parts.append(re.sub(r"docs/(\w+)\.md", r"[\1](../\1.md)", text))
+            parts.append(re.sub(r"docs/(\w+)\.md", link_with_title, text))
         if example := examples.get(path):
             parts.append(f"For example `{path}: {example[0]}` ({example[1]}).")
     return "\n\n".join(parts) + "\n"
+
+
+def link_with_title(found: re.Match) -> str:
+    """Turns the name of a page into a link with the page's title."""
+    title = (ROOT / found[0]).read_text().partition("\n")[0].removeprefix("# ")
+    return f"[{title}](../{found[1]}.md)"
 
 
 def as_text(value: Any) -> str:
@@ -174,7 +193,7 @@ def type_text(path: str, annotation: Any) -> str:
 
 
 def kind_of(annotation: Any) -> str:
-    """Returns a Python annotation in words: 'number or `auto`', 'list of texts'."""
+    """Returns a Python annotation in words: 'number or `auto`', 'list of strings'."""
     if get_origin(annotation) is Annotated:
         return kind_of(get_args(annotation)[0])
     if get_origin(annotation) is Literal:
@@ -187,7 +206,7 @@ def kind_of(annotation: Any) -> str:
     if arguments:
         kinds = dict.fromkeys("`null`" if kind is type(None) else kind_of(kind) for kind in arguments)
         return " or ".join(kinds)
-    words = {int: "whole number", float: "number", bool: "true or false", str: "text", Path: "path"}
+    words = {int: "whole number", float: "number", bool: "true or false", str: "string", Path: "path"}
     return words.get(annotation, "file, folder, Hub id or mapping" if annotation is ModelSource else "mapping")
 
 

@@ -1,4 +1,4 @@
-# What one_node.sbatch and many_nodes.sbatch share: sourced by them with their own name and arguments.
+# Shared by one_node.sbatch and many_nodes.sbatch, which source it with their own name and arguments.
 
 usage() {
     local strategies recipes
@@ -8,27 +8,34 @@ usage() {
 usage: sbatch $1 STRATEGY RECIPE [--section.key VALUE ...]
 STRATEGY: ${strategies//.yaml/}
 RECIPE: $recipes
-Ask the cluster first, which starts nothing; then submit the same without --test-only:
+Ask the cluster first (this starts nothing), then submit without --test-only:
   sbatch --test-only $1 fsdp2 recipes/llama_125m.yaml
-Options of sbatch win over the #SBATCH lines, as the cluster needs them:
+Options of sbatch override the #SBATCH lines:
   sbatch --partition P --account A --gpus-per-node 4 --cpus-per-task 32 $1 fsdp2 recipes/llama_125m.yaml
-Modules, or a container for srun, go before launch_and_requeue at the end of the script.
+Load modules before launch_and_requeue, at the end of the script.
 END
 }
 
 script=$1 strategy=${2:-} recipe=${3:-} python=${PYTHON:-.venv/bin/python}
 problems=()
+if [ -z "$strategy" ]; then
+    problems+=("STRATEGY is missing")
+elif [ ! -f "accelerate_configs/$strategy.yaml" ]; then
+    problems+=("STRATEGY $strategy: there is no accelerate_configs/$strategy.yaml")
+fi
 if [ -z "$recipe" ]; then
-    problems+=("STRATEGY and RECIPE are missing")
-else
-    [ -f "accelerate_configs/$strategy.yaml" ] || problems+=("STRATEGY $strategy: there is no accelerate_configs/$strategy.yaml")
-    [ -f "$recipe" ] || problems+=("RECIPE $recipe: no such file")
+    problems+=("RECIPE is missing")
+elif [ ! -f "$recipe" ]; then
+    problems+=("RECIPE $recipe: no such file")
 fi
 if [ -z "${PYTHON:-}" ] && [ ! -x "$python" ]; then
     problems+=("$python is missing: run make install, or name the Python of another environment: PYTHON=python sbatch ...")
 fi
 if [ -z "${SLURM_JOB_ID:-}" ]; then
-    problems+=("not in a job, so nothing was started: submit it with sbatch")
+    if [ ${#problems[@]} -eq 0 ]; then
+        echo "$script: the arguments are right, but nothing was started: submit the script with sbatch" >&2
+        exit 2
+    fi
 elif [ -z "${SLURM_GPUS_ON_NODE:-}" ]; then
     problems+=("the job has no GPUs: sbatch --gpus-per-node N")
 fi
@@ -38,16 +45,16 @@ if [ ${#problems[@]} -gt 0 ]; then
     exit 2
 fi
 
-# srun itself does not take the processors of --cpus-per-task from sbatch: without this a task has one.
+# srun doesn't inherit --cpus-per-task from sbatch. Without this, a task has one CPU.
 [ -z "${SLURM_CPUS_PER_TASK:-}" ] || export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK
-# torchrun kills its workers this long after the first signal; its own 30 s are too short for a large checkpoint.
+# Seconds from the first signal until torchrun kills its workers. Its default of 30 is too short for a large checkpoint.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=270
-# A port that follows from the job lets two jobs share a machine.
+# The port depends on the job's ID, so that two jobs can share a machine.
 port=$((20000 + SLURM_JOB_ID % 20000))
 
 save_and_end() {
-    # srun does not pass SIGTERM on: it kills its tasks. scancel reaches them, but only those that run, without a word
-    # about the others; and twice would end training without its checkpoint. So this waits for them, a minute at most.
+    # srun doesn't forward SIGTERM; it kills its tasks. scancel signals only the tasks that already run, and reports
+    # nothing about the others. A second signal would end training without its checkpoint. So wait up to a minute.
     local tries
     for ((tries = 0; tries < 60; tries++)); do
         scontrol listpids "$SLURM_JOB_ID" "$SLURMD_NODENAME" 2>/dev/null | grep -qE " $SLURM_JOB_ID +[0-9]" && break
@@ -57,8 +64,8 @@ save_and_end() {
 }
 
 launch_and_requeue() {
-    # SLURM sends SIGUSR1 to this script alone, five minutes before the time limit. A trap that starts a process before
-    # $! is read would change it.
+    # SLURM sends SIGUSR1 to this script only, five minutes before the time limit. A trap that starts a process before
+    # $! is read would change $!.
     local time_is_up=no status launcher
     trap 'time_is_up=early' USR1
     "$@" &
@@ -71,8 +78,8 @@ launch_and_requeue() {
     done
     # docs/failures.md lists the exit statuses.
     case $status in
-        75) scontrol requeue "$SLURM_JOB_ID" ;;    # told to end, and saved
-        0 | 2 | 16 | 17 | 18 | 130) ;;             # would end alike again
+        75) scontrol requeue "$SLURM_JOB_ID" ;;    # saved after a signal
+        0 | 2 | 16 | 17 | 18 | 130) ;;             # would end the same way again
         *) [ "$time_is_up" = no ] || scontrol requeue "$SLURM_JOB_ID" ;;
     esac
     exit "$status"

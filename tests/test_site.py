@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+import yaml
 
 from docs.figures import FIGURES, draw
 from pretrain.recipe import fields_of_config
@@ -55,6 +56,23 @@ def test_the_reference_has_the_events_the_files_of_a_run_and_the_names_of_extens
     assert "<code>metrics.jsonl</code>" in files
     names = (site / "reference/python/index.html").read_text()
     assert "<code>state_shapes(name)</code>" in names and "<code>random_windows</code>" in names
+
+
+def pages_in(navigation) -> list[str]:
+    """Returns the files of a part of mkdocs.yml's nav."""
+    if isinstance(navigation, str):
+        return [navigation]
+    parts = navigation.values() if isinstance(navigation, dict) else navigation
+    return [page for part in parts for page in pages_in(part)]
+
+
+def test_every_guide_is_two_clicks_away():
+    """The tab "Guides" opens its first page, which links to all others."""
+    (guides,) = [tab for tab in yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"] if "Guides" in tab]
+    first, *others = pages_in(guides)
+    linked = re.findall(r"\]\((\w+\.md)", (ROOT / "docs" / first).read_text())
+    assert first == "guides.md" and len(others) > 40
+    assert not set(others) - set(linked)
 
 
 @pytest.mark.parametrize("name", FIGURES)

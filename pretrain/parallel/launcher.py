@@ -7,6 +7,7 @@ before anything starts.
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 from pretrain.config import RunConfig
 from pretrain.files import ROOT
@@ -73,11 +74,24 @@ def python_path() -> str:
 
 
 def deepspeed_file() -> dict:
-    """Reads the DeepSpeed JSON that the accelerate config names; {} if it cannot be read."""
-    try:
-        return json.loads(Path(os.environ["ACCELERATE_DEEPSPEED_CONFIG_FILE"]).read_text(encoding="utf-8"))
-    except (KeyError, OSError, ValueError):
+    """Reads the DeepSpeed JSON that the accelerate config names; {} if it cannot be read.
+
+    `accelerate config` can write stage and offload into its own file instead: then they are all that is set.
+    """
+    if path := os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE"):
+        try:
+            return json.loads(Path(path).read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return {}
+    stage = os.environ.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", "")
+    if not stage.isdecimal():
         return {}
+    zero: dict[str, Any] = {"stage": int(stage)}
+    for section in ("offload_optimizer", "offload_param"):
+        device = os.environ.get(f"ACCELERATE_DEEPSPEED_{section.upper()}_DEVICE", "none")
+        if device != "none":
+            zero[section] = {"device": device}
+    return {"zero_optimization": zero}
 
 
 def launcher_problems(config: RunConfig, precision: str, strategy: str) -> list[str]:
@@ -95,16 +109,23 @@ def launcher_problems(config: RunConfig, precision: str, strategy: str) -> list[
         "dynamo_backend": ("ACCELERATE_DYNAMO_BACKEND", "compile"),
         "fsdp_activation_checkpointing": ("FSDP_ACTIVATION_CHECKPOINTING", "activation_checkpointing"),
     }
+    same_as_recipe = {
+        "gradient_accumulation_steps": ("1",),  # what `accelerate config` writes unless told otherwise
+        "gradient_clipping": (str(config.optim.max_grad_norm),),
+        "fsdp_activation_checkpointing": ("true",) if config.activation_checkpointing == "full" else (),
+    }
     for name, (in_environment, path) in set_by_recipe.items():
         value = os.environ.get(in_environment, "none")
-        if value.lower() not in ("none", "no", "false", "auto", "1" if name == "gradient_accumulation_steps" else ""):
+        allowed = ("none", "no", "false", "auto", *same_as_recipe.get(name, ()))
+        if value.lower() not in allowed:
             from pretrain.parallel.launcher_files import conflict
 
             problems.append(conflict("launcher", name, value, config, path))
     if environment_flag("ACCELERATE_USE_DEEPSPEED"):
         from pretrain.parallel.launcher_files import deepspeed_problems
 
-        problems += deepspeed_problems(os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE"), config)
+        path = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE")
+        problems += deepspeed_problems(path, deepspeed_file(), config)
     if environment_flag("ACCELERATE_USE_PARALLELISM_CONFIG"):
         problems += parallelism_problems()
     if launcher_command() is not None:

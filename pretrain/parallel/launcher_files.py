@@ -37,6 +37,8 @@ ALLOWED_IN_DEEPSPEED_JSON = (
     *("zero_optimization", "aio", "zero_force_ds_cpu_optimizer", "zero_allow_untested_optimizer", "comms_logger"),
     *("flops_profiler", "wall_clock_breakdown", "memory_breakdown", "steps_per_print", "nebula", "timers"),
 )
+RUN_HERE = ("NO", "MULTI_CPU", "MULTI_GPU", "FSDP", "DEEPSPEED")
+"""Values of distributed_type."""
 AIO_KEYS = ("block_size", "queue_depth", "intra_op_parallelism", "single_submit", "overlap_events", "use_gds")
 
 
@@ -53,6 +55,7 @@ def command_problems(strategy: str, processes: int) -> list[str]:
     if command is None:
         return []
     words, folder = command
+    from accelerate.commands.config import config_args
     from accelerate.commands.launch import launch_command_parser
 
     asked = launch_command_parser().parse_args(words)
@@ -62,25 +65,52 @@ def command_problems(strategy: str, processes: int) -> list[str]:
             f"launcher: --num_processes {asked.num_processes} was asked for, but {processes} runs; even without a GPU "
             "the files in accelerate_configs start as many as asked: remove --cpu, or use_cpu from the launcher's file"
         )
-    if asked.config_file is not None:
-        problems += launcher_file_problems(folder / asked.config_file, strategy)
+    default = None if asked.cpu else config_args.default_config_file  # as accelerate chooses
+    if (name := asked.config_file or default) is not None:
+        path = folder / name
+        if asked.num_processes is None:
+            problems += process_problems(path, processes)
+        problems += launcher_file_problems(path, strategy)
     return problems
+
+
+def process_problems(path: Path, processes: int) -> list[str]:
+    """Lists a number of processes in the launcher's file that accelerate did not start."""
+    settings = read_launcher_file(path)
+    asked = settings.get("num_processes")
+    if asked in (None, processes):
+        return []
+    problem = f"{path.name}: num_processes: {asked} was asked for, but {processes} runs"
+    if settings.get("use_cpu"):
+        # accelerate starts several processes on CPUs with mpirun only.
+        problem += "; set distributed_type: MULTI_GPU and use_cpu: false, which works without a GPU too, or use "
+        problem += f"accelerate_configs/ddp.yaml with --num_processes {asked}"
+    return [problem]
+
+
+def read_launcher_file(path: Path) -> dict[str, Any]:
+    """Reads an accelerate config; {} if it cannot be read, which accelerate has already reported."""
+    try:
+        settings = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, yaml.YAMLError):
+        return {}
+    return settings if isinstance(settings, dict) else {}
 
 
 def launcher_file_problems(path: Path, strategy: str) -> list[str]:
     """Lists what accelerate ignored in this file: unknown keys in its sections, a strategy that does not run."""
     from accelerate.commands.launch import launch_command_parser
 
-    try:
-        settings = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError):
-        return []  # accelerate has already reported it
-    if not isinstance(settings, dict):
-        return []
-    # Private, but argparse has no public list. accelerate does not know two of the sizes, which we read ourselves.
+    settings = read_launcher_file(path)
+    # Private, but argparse has no public list. Two sizes are read from the file by this project alone.
     known = {action.dest for action in launch_command_parser()._actions} | set(map(setting, DIMENSIONS))
     problems = []
-    asked = settings.get("distributed_type")
+    asked = settings.get("distributed_type", "NO")
+    if asked not in RUN_HERE:
+        # accelerate would start plain replicas or a single process, because nobody asks its Accelerator for them.
+        problems.append(
+            f"{path.name}: distributed_type: {asked} is not run here; use {', '.join(RUN_HERE[:-1])} or {RUN_HERE[-1]}"
+        )
     if asked in ("FSDP", "DEEPSPEED") and strategy in ("single", "ddp"):
         problems.append(
             f"{path.name}: distributed_type: {asked} was asked for, but {strategy} runs; remove --cpu or --multi_gpu "
@@ -96,13 +126,27 @@ def launcher_file_problems(path: Path, strategy: str) -> list[str]:
     return problems
 
 
-def deepspeed_problems(path: str | None, config: RunConfig) -> list[str]:
-    """Lists the problems of the launcher's DeepSpeed JSON, including settings that belong in the recipe."""
-    if path is None:
+def deepspeed_problems(path: str | None, in_launcher: dict[str, Any], config: RunConfig) -> list[str]:
+    """Lists the problems of the launcher's DeepSpeed settings, including those that belong in the recipe.
+
+    Args:
+        path: the JSON that the launcher's file names; None if it names none.
+        in_launcher: stage and offload from the launcher's file itself, in a JSON's form. Used without a JSON.
+        config: the recipe.
+    """
+    if path is None and not in_launcher:
         return [
-            "launcher: deepspeed_config names no deepspeed_config_file; name a JSON such as those in "
-            "ds_configs, or take accelerate_configs/zero1.yaml, zero2.yaml or zero3.yaml"
+            "launcher: deepspeed_config has neither a deepspeed_config_file nor a zero_stage; name a JSON such as "
+            "those in ds_configs, or take accelerate_configs/zero1.yaml, zero2.yaml or zero3.yaml"
         ]
+    if path is None:
+        zero = in_launcher["zero_optimization"]
+        if "nvme" in [section["device"] for section in zero.values() if isinstance(section, dict)]:
+            return [
+                "launcher: deepspeed_config offloads to nvme, but accelerate does not pass its path on; use "
+                "accelerate_configs/zero3_offload_nvme.yaml, with the path in ds_configs/zero3_offload_nvme.json"
+            ]
+        return zero_problems("launcher", zero)
     try:
         settings = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -114,7 +158,8 @@ def deepspeed_problems(path: str | None, config: RunConfig) -> list[str]:
     problems = []
     for key, value in settings.items():
         if key in FROM_RECIPE:
-            if value != "auto":
+            in_section = value.get("enabled") if isinstance(value, dict) and key in ("bf16", "fp16") else value
+            if in_section != "auto":
                 problems.append(conflict(name, key, json.dumps(value), config, FROM_RECIPE[key]))
         elif key not in ALLOWED_IN_DEEPSPEED_JSON:
             problems.append(f"{name}: {key} is unknown here{did_you_mean(key, ALLOWED_IN_DEEPSPEED_JSON)}")

@@ -92,6 +92,8 @@ class Zero(Strategy):
         )
         self.settings = {**deepspeed_file(), **derived_settings(self.config, self.precision)}
         self.stage: int = self.settings["zero_optimization"]["stage"]
+        # accelerate refuses a JSON beside these settings of its own file; the checks have compared them already.
+        os.environ.pop("ACCELERATE_CONFIG_DS_FIELDS", None)
         self._unreduced = ExitStack()
         """DeepSpeed's context that keeps gradients whole instead of reducing them, for `batch.no_sync`."""
         self._keeps_whole = False

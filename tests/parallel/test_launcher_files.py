@@ -14,11 +14,17 @@ from pretrain.config import RunConfig
 from pretrain.errors import InputError
 from pretrain.parallel import launcher_files
 from pretrain.parallel.launcher import launched_strategy, launcher_problems
-from pretrain.parallel.launcher_files import command_problems, deepspeed_problems, launcher_file_problems
+from pretrain.parallel.launcher_files import (
+    command_problems,
+    deepspeed_problems,
+    launcher_file_problems,
+    process_problems,
+)
 from pretrain.parallel.registry import STRATEGIES, micro_batches_launched, strategy_class, strategy_named
 from pretrain_tools.planning.layouts import launched_layout
+from support.accelerate_config import DEEPSPEED, FSDP2, TWO_GPUS, accelerate_config
 from support.launcher_environment import launcher_environment
-from support.project import ROOT, free_port, run_script
+from support.project import ROOT, free_port, launch, losses, run_script
 
 LAUNCHER_FILES = sorted((ROOT / "accelerate_configs").glob("*.yaml"))
 DEEPSPEED_FILES = sorted((ROOT / "ds_configs").glob("*.json"))
@@ -131,7 +137,7 @@ def test_every_line_of_a_shipped_file_is_commented_and_known(path):
 
 @pytest.mark.parametrize("path", DEEPSPEED_FILES, ids=lambda path: path.stem)
 def test_deepspeed_files_hold_sharding_offload_and_communication_only(path, config):
-    assert deepspeed_problems(str(path), config) == []
+    assert deepspeed_problems(str(path), {}, config) == []
     assert json.loads(path.read_text()).keys() <= {"zero_optimization", "aio", "zero_force_ds_cpu_optimizer"}
 
 
@@ -161,7 +167,7 @@ def test_everything_wrong_in_a_deepspeed_file_is_said_at_once(tmp_path, config):
         "aio": {"queue_dept": 8},
     }
     path.write_text(json.dumps(settings))
-    problems = "\n".join(deepspeed_problems(str(path), config))
+    problems = "\n".join(deepspeed_problems(str(path), {}, config))
     for message in (
         "gradient_clipping: 0.5 conflicts with the recipe's optim.max_grad_norm: 1.0; remove it from zero.json",
         'bf16: {"enabled": true} conflicts with the recipe\'s precision: fp32',
@@ -176,10 +182,10 @@ def test_everything_wrong_in_a_deepspeed_file_is_said_at_once(tmp_path, config):
 
 
 def test_a_deepspeed_file_that_cannot_be_used(tmp_path, config):
-    assert "cannot be read from" in deepspeed_problems("no/such.json", config)[0]
-    assert "names no deepspeed_config_file" in deepspeed_problems(None, config)[0]
+    assert "cannot be read from" in deepspeed_problems("no/such.json", {}, config)[0]
+    assert "neither a deepspeed_config_file nor a zero_stage" in deepspeed_problems(None, {}, config)[0]
     (tmp_path / "zero.json").write_text('{"zero_optimization": {"stage": 0}}')
-    assert "stage is 0; it must be 1, 2 or 3" in deepspeed_problems(str(tmp_path / "zero.json"), config)[0]
+    assert "stage is 0; it must be 1, 2 or 3" in deepspeed_problems(str(tmp_path / "zero.json"), {}, config)[0]
 
 
 @pytest.mark.parametrize(
@@ -195,6 +201,111 @@ def test_a_deepspeed_file_that_cannot_be_used(tmp_path, config):
 def test_settings_that_conflict_with_the_recipe(config, environment, tmp_path, name, section, setting, message):
     environment(changed(ROOT / f"accelerate_configs/{name}.yaml", tmp_path, section, **setting))
     assert [problem for problem in launcher_problems(config, "fp32", name) if message in problem]
+
+
+TP = {"use the parallelism config": "yes", "tensor parallelism size": "2", "How many GPU": "2"}
+CPU_OFFLOAD = {"ZeRO optimization": "3", "offload optimizer": "cpu", "offload param": "cpu"}
+
+
+@pytest.mark.parametrize(
+    ("answers", "strategy"),
+    [
+        ({}, "ddp"),
+        ({"mixed precision": "bf16"}, "ddp"),
+        (FSDP2, "fsdp2"),
+        (FSDP2 | TP, "fsdp_tp"),
+        (DEEPSPEED, "zero2"),
+        (DEEPSPEED | {"ZeRO optimization": "1"}, "zero1"),
+        (DEEPSPEED | CPU_OFFLOAD | {"gradient clipping\\?": "yes"}, "zero3"),
+        (DEEPSPEED | {"specify a json": "yes", "path to the json": "ds_configs/zero3.json"}, "zero3"),
+    ],
+    ids=["ddp", "ddp bf16", "fsdp2", "fsdp_tp", "zero2", "zero1", "zero3 offload", "zero3 json"],
+)
+def test_files_made_by_accelerate_config_run(config, environment, tmp_path, monkeypatch, answers, strategy):
+    path = accelerate_config(tmp_path / "mine.yaml", TWO_GPUS | answers, monkeypatch)
+    environment(path)
+    assert launched_strategy() == strategy
+    assert launcher_problems(config, "bf16", strategy) == []
+    assert launcher_file_problems(path, strategy) == [] and process_problems(path, 2) == []
+
+
+def test_files_made_by_accelerate_config_train_as_one_another(tmp_path, shards, monkeypatch):
+    """ZeRO-2 without a JSON with FSDP2: accelerate itself refuses the stage in its file beside settings in a dict."""
+    recipe = tmp_path / "recipe.yaml"
+    values = {
+        "model": {"config": "model_configs/llama_demo.json", "vocab_size": "auto", "num_hidden_layers": 1},
+        "output": str(tmp_path / "zero2"),
+        "precision": "fp32",
+        "data": {"train": [{"shards": str(shards)}], "sequence_length": 64},
+        "batch": {"tokens_per_step": 256, "sequences_per_micro_batch": 1},
+        "optim": {"learning_rate": 0.003, "warmup_steps": 0},
+        "budget": {"steps": 2},
+        "compile": "none",
+        "logging": {"every_steps": 1},
+    }
+    recipe.write_text(yaml.safe_dump(values))
+    for name, answers in {"zero2": DEEPSPEED, "fsdp2": FSDP2}.items():
+        path = accelerate_config(tmp_path / f"{name}.yaml", TWO_GPUS | answers, monkeypatch)
+        launch(path, 2, "train.py", "--config", recipe, "--output", tmp_path / name)
+        assert json.loads((tmp_path / name / "strategy.json").read_text())["strategy"] == name
+    assert losses(tmp_path / "zero2") == pytest.approx(losses(tmp_path / "fsdp2"), abs=1e-6)
+
+
+def test_zero_without_a_json_takes_what_the_file_says(environment, tmp_path, monkeypatch):
+    environment(accelerate_config(tmp_path / "mine.yaml", TWO_GPUS | DEEPSPEED | CPU_OFFLOAD, monkeypatch))
+    cpu = {"device": "cpu"}
+    zero = {"stage": 3, "offload_optimizer": cpu, "offload_param": cpu}
+    assert launched_layout("zero3").zero == zero
+
+
+@pytest.mark.parametrize(
+    ("answers", "message"),
+    [
+        ({"torch dynamo": "yes"}, "dynamo_backend: INDUCTOR conflicts with the recipe's compile: auto"),
+        ({"Megatron": "yes"}, "distributed_type: MEGATRON_LM is not run here; use NO, MULTI_CPU, MULTI_GPU, FSDP or"),
+        (DEEPSPEED | {"ZeRO optimization": "0"}, "launcher: zero_optimization.stage is 0; it must be 1, 2 or 3"),
+        (DEEPSPEED | {"offload optimizer": "nvme"}, "accelerate does not pass its path on"),
+        (DEEPSPEED | {"gradient accumulation steps": "4"}, "the recipe's batch.tokens_per_step"),
+        (FSDP2 | {"activation checkpointing": "yes"}, "the recipe's activation_checkpointing: none"),
+    ],
+)
+def test_files_made_by_accelerate_config_that_ask_for_something_else(
+    config, environment, tmp_path, monkeypatch, answers, message
+):
+    path = accelerate_config(tmp_path / "mine.yaml", TWO_GPUS | answers, monkeypatch)
+    environment(path)
+    strategy = launched_strategy()
+    problems = launcher_problems(config, "bf16", strategy) + launcher_file_problems(path, strategy)
+    assert [problem for problem in problems if message in problem], problems
+
+
+def test_the_first_version_of_fsdp_is_refused(config, environment, tmp_path, monkeypatch):
+    environment(accelerate_config(tmp_path / "mine.yaml", TWO_GPUS | FSDP2 | {"FSDP version": "1"}, monkeypatch))
+    with pytest.raises(InputError, match="set fsdp_version: 2 in your own"):
+        strategy_class(config)
+
+
+def test_several_processes_on_cpus_are_refused_if_accelerate_starts_one(tmp_path, monkeypatch):
+    answers = {"type of machine": "multi-CPU", "How many processes": "2"}
+    path = accelerate_config(tmp_path / "mine.yaml", answers, monkeypatch)
+    (problem,) = process_problems(path, 1)
+    assert problem.startswith("mine.yaml: num_processes: 2 was asked for, but 1 runs; set distributed_type: MULTI_GPU")
+    monkeypatch.setattr(launcher_files, "launcher_command", lambda: (["--config_file", str(path), "train.py"], ROOT))
+    assert command_problems("single", 1) == [problem]
+    words = ["--config_file", str(path), "--num_processes", "1", "train.py"]
+    monkeypatch.setattr(launcher_files, "launcher_command", lambda: (words, ROOT))
+    assert command_problems("single", 1) == []
+    monkeypatch.setattr(launcher_files, "launcher_command", lambda: (["train.py"], ROOT))
+    assert command_problems("single", 1) == [], "there is no default file"
+    monkeypatch.setattr("accelerate.commands.config.config_args.default_config_file", str(path))
+    assert command_problems("single", 1) == [problem]
+
+
+def test_a_deepspeed_file_for_the_trainer_leaves_precision_to_the_recipe(tmp_path, config):
+    path = tmp_path / "trainer.json"
+    half = {"enabled": "auto"}
+    path.write_text(json.dumps({"zero_optimization": {"stage": 2}, "bf16": half, "fp16": {**half, "loss_scale": 0}}))
+    assert deepspeed_problems(str(path), {}, config) == []
 
 
 def test_a_file_that_asks_for_another_strategy_than_runs():
