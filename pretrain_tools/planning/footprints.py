@@ -261,7 +261,7 @@ def activations_of_stages(work: Work, place: Place) -> dict[str, float]:
         return kept + (moment.counts[-1] * (act.outside(work.sequences) - before) if place.is_last else 0.0)
 
     found = list(place.moments(settings.schedule, work.layout.pp, microbatches))
-    largest = max(found, key=kept_at)
+    largest = max(found, key=lambda moment: (kept_at(moment), moment.has_gradients))
     at_loss = max((moment for moment in found if moment.ends_forward), key=kept_at)
     hidden = work.compute * work.tokens * work.sizes.width
     underway = largest.counts
