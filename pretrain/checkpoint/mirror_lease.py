@@ -31,9 +31,9 @@ BEAT_SECONDS = 10.0
 SILENT_SECONDS = 45.0
 """Time without one after which the holder counts as dead."""
 LOOK_SECONDS = 2.0
-SURE = ("s3", "s3a", "gs", "gcs", "file", "local", "memory")
-"""Protocols whose stores create an object only once, and date it by their own clock. (A bucket on the Hub has the date
-that its writer gives.)"""
+ATOMIC = ("s3", "s3a", "gs", "gcs", "file", "local", "memory")
+"""Protocols whose stores create an object only once, and date it by their own clock. A bucket on the Hub keeps the
+date that its writer gives."""
 SETTLE_SECONDS = 5.0
 """Time within which a start that has found no lease writes its own, on other stores."""
 CLOCK_SECONDS = 2.0
@@ -123,7 +123,7 @@ def _require_silence(store: MirrorStore, number: int, held: bytes) -> None:
 
 def _age(store: MirrorStore, number: int) -> float:
     """Returns the seconds since a lease last changed, at most CLOCK_SECONDS too few; 0 if the store does not tell."""
-    if not _is_sure(store):
+    if not _is_atomic(store):
         return 0.0
     probe = f"{FOLDER}/now-{uuid.uuid4().hex}"
     try:
@@ -146,7 +146,7 @@ def _create(store: MirrorStore, number: int, values: dict[str, Any]) -> bool:
     except Exception as error:  # each file system has its own error for what exists
         problem = error
     # Read back: a store that is asked again after a lost answer refuses what it has just written for us.
-    if problem is None and not _is_sure(store):
+    if problem is None and not _is_atomic(store):
         time.sleep(SETTLE_SECONDS)
     found = store.read(path_of(number))
     if found is None and problem is not None:
@@ -154,9 +154,9 @@ def _create(store: MirrorStore, number: int, values: dict[str, Any]) -> bool:
     return start_of(found) == values["start"]
 
 
-def _is_sure(store: MirrorStore) -> bool:
+def _is_atomic(store: MirrorStore) -> bool:
     protocol = store.system.fs.protocol
-    return any(name in SURE for name in ([protocol] if isinstance(protocol, str) else protocol))
+    return any(name in ATOMIC for name in ([protocol] if isinstance(protocol, str) else protocol))
 
 
 def _asked(ask: Callable[[], Any]) -> Any:

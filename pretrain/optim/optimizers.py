@@ -16,7 +16,6 @@ from pretrain.errors import InputError
 from pretrain.model.build import build_meta_model, embedding_parameter_names, transposed_names
 from pretrain.model.routers import expert_matrices, expert_parameters, routers_of
 from pretrain.optim.scaling_laws import MIN_BATCH_FACTOR, scaling_law_learning_rate
-from pretrain.optim.tiles import local_part
 from pretrain.registry import OPTIMIZERS
 
 if TYPE_CHECKING:
@@ -384,6 +383,8 @@ def divided_like(parameter: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
     """Returns this rank's part of whole state of the parameter's shape; state of another shape is returned whole."""
     if not isinstance(parameter, DTensor) or whole.shape != parameter.shape:
         return whole
+    from pretrain.optim.tiles import local_part
+
     part = local_part(whole, parameter).to(parameter.to_local().device)
     return sharded_like(parameter, part, tuple(whole.shape))
 

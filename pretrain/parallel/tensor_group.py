@@ -9,8 +9,6 @@ from typing import Self
 import torch
 from torch.distributed.tensor import DTensor
 
-from pretrain.optim.tiles import local_part
-
 
 @dataclass(frozen=True)
 class TensorGroup:
@@ -63,6 +61,8 @@ def in_shape(tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
 @torch.no_grad()
 def load_parts(tensors: Mapping[str, torch.Tensor], whole: Mapping[str, torch.Tensor]) -> None:
     """Copies whole tensors into those in training, by name; a DTensor gets this rank's shard."""
+    from pretrain.optim.tiles import local_part
+
     for name, tensor in tensors.items():
         if isinstance(tensor, DTensor):
             tensor.to_local().copy_(local_part(whole[name], tensor))

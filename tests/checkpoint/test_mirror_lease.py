@@ -33,7 +33,7 @@ def store(request, tmp_path, monkeypatch):
     monkeypatch.setattr(mirror_lease, "SILENT_SECONDS", 1.0)
     monkeypatch.setattr(mirror_lease, "LOOK_SECONDS", 0.05)
     if request.param == "unsure":
-        monkeypatch.setattr(mirror_lease, "SURE", ())
+        monkeypatch.setattr(mirror_lease, "ATOMIC", ())
         monkeypatch.setattr(mirror_lease, "SETTLE_SECONDS", 0.5)
         monkeypatch.setattr(MirrorStore, "create", check_and_write)
     if request.param == "s3":

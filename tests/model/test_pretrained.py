@@ -152,7 +152,7 @@ def test_experts_that_are_saved_one_by_one_are_put_together_layer_by_layer(kind,
 def test_files_that_need_several_tensors_for_one_make_a_whole_model(tmp_path, monkeypatch):
     config = tiny_config("mixtral")
     build_model(config, seed=7).save_pretrained(tmp_path)
-    monkeypatch.setattr(PublishedNames, "_taken_apart", lambda names, tensors: {"all": next(iter(tensors.values()))})
+    monkeypatch.setattr(PublishedNames, "_split_all", lambda names, tensors: {"all": next(iter(tensors.values()))})
     pretrained = open_pretrained(str(tmp_path))
     assert isinstance(pretrained, LoadedModel)
     model = build_meta_model(config)

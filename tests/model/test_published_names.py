@@ -65,7 +65,7 @@ def test_what_cannot_be_taken_apart_alone_keeps_its_names(fails, monkeypatch):
             raise ValueError("several are needed")
         return {"one of all": next(iter(tensors.values()))}
 
-    monkeypatch.setattr(PublishedNames, "_taken_apart", taken_apart)
+    monkeypatch.setattr(PublishedNames, "_split_all", taken_apart)
     names = PublishedNames.of(tiny_config("qwen3_moe"))
     tensor = torch.zeros(8, 32, 16)
     assert names.split("model.layers.1.mlp.experts.down_proj", tensor) == {

@@ -41,10 +41,10 @@ def test_a_plan_lists_it_with_its_own_memory(recipe, monkeypatch):
     found = candidates()
     assert found["toy"].runs and found["toy"].memory.total == found["ddp"].memory.total + 1
     assert found["toy"].step_seconds == found["ddp"].step_seconds
-    assert candidates(("optim.name", "adamw_8bit"))["toy"].problems == [
-        "optim.name: adamw_8bit does not run under toy; choose adamw or adafactor or muon, or a strategy that runs "
-        "it, as ddp does"
-    ]
+    (problem,) = candidates(("optim.name", "adamw_8bit"))["toy"].problems
+    # Optimizers of extensions that this process has loaded stand between the two.
+    assert problem.startswith("optim.name: adamw_8bit does not run under toy; choose adamw or adafactor or muon")
+    assert problem.endswith(", or a strategy that runs it, as ddp does")
 
 
 def test_the_launchers_environment_selects_it(toy_file, monkeypatch):

@@ -200,7 +200,7 @@ def test_what_cannot_run_is_explained_and_nothing_is_started(slurm, tmp_path, sc
 
     said = refusal()
     assert said.startswith(f"usage: sbatch slurm/{script}.sbatch STRATEGY RECIPE") and "missing" in said
-    for part in (" fsdp2 ", " recipes/demo.yaml ", "--partition P --account A --gpus-per-node 4", "Modules"):
+    for part in (" fsdp2 ", " recipes/demo.yaml ", "--partition P --account A --gpus-per-node 4", "Load modules"):
         assert part in said
     assert f"sbatch --test-only slurm/{script}.sbatch" in said
     said = refusal("fsdp", "recipes/mine.yaml")

@@ -178,7 +178,7 @@ def test_a_damaged_checkpoint_is_passed_over(recipe, tmp_path):
     (tmp_path / "run/rollbacks.json").write_text('[{"to_')
     refused = train(recipe, check=False)
     assert refused.returncode == 2 and "Traceback" not in refused.stderr
-    assert f"{tmp_path}/run/rollbacks.json is damaged" in refused.stderr and "Or remove it" in refused.stderr
+    assert f"{tmp_path}/run/rollbacks.json is damaged" in refused.stderr and "or remove it" in refused.stderr
     (tmp_path / "run/rollbacks.json").unlink()
     for path in folder.glob("step-*"):
         (path / "MANIFEST.json").unlink()
