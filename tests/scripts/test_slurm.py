@@ -205,7 +205,7 @@ def test_what_cannot_run_is_explained_and_nothing_is_started(slurm, tmp_path, sc
     assert f"sbatch --test-only slurm/{script}.sbatch" in said
     said = refusal("fsdp", "recipes/mine.yaml")
     assert "there is no accelerate_configs/fsdp.yaml" in said and "RECIPE recipes/mine.yaml: no such file" in said
-    assert "submit it with sbatch" in refusal("ddp", "recipes/demo.yaml", SLURM_JOB_ID="")
+    assert "submit the script with sbatch" in refusal("ddp", "recipes/demo.yaml", SLURM_JOB_ID="")
     assert "--gpus-per-node N" in refusal("ddp", "recipes/demo.yaml", SLURM_GPUS_ON_NODE="")
     assert "submit from the repository" in refusal("ddp", "recipes/demo.yaml", cwd=tmp_path)
     for name in ("slurm", "recipes", "accelerate_configs"):
