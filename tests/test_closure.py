@@ -11,7 +11,7 @@ import tokenize
 import pytest
 
 from support.loaded_by_training import PREFIX
-from support.project import ROOT, events, losses
+from support.project import ROOT, events, free_port, losses
 
 MOST_MODULES = 75
 MOST_TOKENS = 98_000
@@ -80,7 +80,8 @@ def test_little_is_loaded_after_two_steps_and_without_the_tools_a_run_resumes_mi
     assert len(files) <= MOST_MODULES and tokens <= MOST_TOKENS
     assert [file for file in files if file.startswith("pretrain_tools")] == []
 
-    launch = ("-m", "accelerate.commands.launch", "--config_file", "accelerate_configs/fsdp2.yaml", "--num_processes")
+    launch = ("-m", "accelerate.commands.launch", "--config_file", "accelerate_configs/fsdp2.yaml")
+    launch += ("--main_process_port", str(free_port()), "--num_processes")
     mirror = ("--checkpoint.mirror", tmp_path / "mirror")
     told = run(trainer_alone, *launch, "2", "train.py", "--config", recipe, *mirror)
     assert [event["step"] for event in events(tmp_path / "run", "resume")] == [2]
