@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 GIB = 2**30
 CPU = "cpu"
-"""Name that stands for this machine's processors in a plan."""
+"""Name of this machine's processors in a plan."""
 
 
 @dataclass(frozen=True)

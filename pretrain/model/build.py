@@ -296,7 +296,7 @@ def units_of(causal_lm: PreTrainedModel) -> list[str]:
         own = [*container.named_parameters(recurse=False), *container.named_buffers(recurse=False)]
         if own:
             raise InputError(
-                f"model: {type(causal_lm).__name__} has {own[0][0]} beside its layers{name and f', in {name}'}, so "
+                f"model: {type(causal_lm).__name__} has {own[0][0]} outside its layers{name and f', in {name}'}, so "
                 "strategies that build it layer by layer cannot run it; use ddp"
             )
         # A module that contains layers cannot be made alone; its other children can.

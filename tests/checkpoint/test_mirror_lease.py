@@ -75,7 +75,9 @@ def test_the_next_start_in_the_same_folder_does_not_wait(store, no_wait):
     killed = take_lease(store, "one", None)
     killed._over.set()
     killed._thread.join()
-    take_lease(store, "two", "one").release()
+    lease = take_lease(store, "two", "one")
+    assert numbers_of(store) == [lease.number] == [2]
+    lease.release()
 
 
 @pytest.mark.parametrize("store", ["disk", "memory", "s3"], indirect=True)

@@ -187,7 +187,7 @@ def test_units_together_are_the_whole_model(model_type):
 
 
 def test_a_model_whose_parts_cannot_be_made_alone_is_refused():
-    with pytest.raises(InputError, match=r"model: GPTBigCodeForCausalLM has bias beside its layers, in transformer"):
+    with pytest.raises(InputError, match=r"model: GPTBigCodeForCausalLM has bias outside its layers, in transformer"):
         units_of(build_meta_model(AutoConfig.for_model("gpt_bigcode")))
 
 
