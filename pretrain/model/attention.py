@@ -14,6 +14,7 @@ Shapes: B windows, T positions, H query heads, G key heads, E width of a head, S
 """
 
 import importlib.util
+import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +23,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import varlen
 from transformers import AttentionInterface, PreTrainedConfig
 
 from pretrain.config import WindowSpec
@@ -37,6 +39,10 @@ SEGMENTS_PER_WINDOW = 8
 """Segments per window that cu_seq_lens has space for; a batch with more doubles it, which recompiles compiled code
 once. A GPU kernel launches as many blocks for each segment as for a whole window, and those of unused segments idle:
 sizing for the worst case, or in proportion to the window's length, would launch mostly idle blocks."""
+VARLEN_TAKES_GROUPS = "enable_gqa" in inspect.signature(varlen.varlen_attn).parameters
+"""True if varlen attention accepts fewer key heads than query heads; torch 2.11's doesn't."""
+INDUCTOR_KEEPS_OFFSETS = torch.__version__.split(".")[:2] >= ["2", "13"]
+"""True if a compiled as_strided of a slice starts where the slice does; on torch 2.11 it reads the wrong numbers."""
 FLEX_BLOCK = 128
 """Side of the blocks of queries and keys that flex attention computes or skips."""
 
@@ -470,14 +476,14 @@ class _TokensFirst(torch.autograd.Function):
 
 def _tokens_first(x_BHTE: Tensor) -> Tensor:
     """Returns (B x T, H, E), without a copy where the memory allows it."""
-    if torch.compiler.is_compiling() and x_BHTE.stride(0) == x_BHTE.shape[2] * x_BHTE.stride(2):
+    # Not for a slice, such as the keys in GPT-2's (B, T, 3 x H x E): Inductor may lay out the whole differently than
+    # Python, and as_strided would then read other numbers.
+    if torch.compiler.is_compiling() and INDUCTOR_KEEPS_OFFSETS and x_BHTE.transpose(1, 2).is_contiguous():
         return _TokensFirst.apply(x_BHTE)
     return x_BHTE.transpose(1, 2).flatten(0, 1)
 
 
 def _varlen(query_BHTE, key_BGTE, value_BGTE, cu_seq_lens, scaling, window) -> Tensor:
-    from torch.nn.attention.varlen import varlen_attn
-
     batch, heads, length, width = query_BHTE.shape
     if width % 8:
         # torch pads for its own sdpa, but varlen_attn refuses other widths.
@@ -485,10 +491,14 @@ def _varlen(query_BHTE, key_BGTE, value_BGTE, cu_seq_lens, scaling, window) -> T
         query_BHTE, key_BGTE, value_BGTE = (F.pad(x, (0, -width % 8)) for x in (query_BHTE, key_BGTE, value_BGTE))
     tokens = [_tokens_first(x) for x in (query_BHTE, key_BGTE, value_BGTE)]
     segments = (cu_seq_lens, cu_seq_lens, length, length)
-    grouped = {"enable_gqa": True} if heads != key_BGTE.shape[1] else {}
+    grouped = {}
+    if heads != key_BGTE.shape[1] and VARLEN_TAKES_GROUPS:
+        grouped = {"enable_gqa": True}
+    elif heads != key_BGTE.shape[1]:
+        tokens[1:] = [x.repeat_interleave(heads // x.shape[1], dim=1) for x in tokens[1:]]
     # The kernel's window excludes the query itself.
     seen = (-1 if window is None else window - 1, 0)
-    out_NHE = varlen_attn(*tokens, *segments, scale=scaling, window_size=seen, **grouped)
+    out_NHE = varlen.varlen_attn(*tokens, *segments, scale=scaling, window_size=seen, **grouped)
     return out_NHE[..., :width].unflatten(0, (batch, length))
 
 

@@ -3,6 +3,7 @@
 import functools
 import importlib.metadata
 import importlib.util
+import inspect
 
 import torch
 from transformers import PreTrainedConfig
@@ -64,10 +65,12 @@ def _small_varlen(dtype: torch.dtype, device: str) -> list[torch.Tensor]:
     from torch.nn.attention import varlen
 
     generator = torch.Generator().manual_seed(0)
-    shapes = ((192, 4, 64), (192, 2, 64), (192, 2, 64))
+    takes_groups = "enable_gqa" in inspect.signature(varlen.varlen_attn).parameters  # not in torch 2.11
+    heads, grouped = (2, {"enable_gqa": True}) if takes_groups else (4, {})
+    shapes = ((192, 4, 64), (192, heads, 64), (192, heads, 64))
     numbers = [torch.randn(shape, generator=generator).to(device, dtype).requires_grad_() for shape in shapes]
     ends = torch.tensor([0, 64, 192, 192, 192], dtype=torch.int32, device=device)
-    out = varlen.varlen_attn(*numbers, ends, ends, 192, 192, window_size=(-1, 0), enable_gqa=True)
+    out = varlen.varlen_attn(*numbers, ends, ends, 192, 192, window_size=(-1, 0), **grouped)
     gradients = torch.autograd.grad(out.float().square().sum(), numbers)
     return [x.detach().float() for x in (out, *gradients)]
 

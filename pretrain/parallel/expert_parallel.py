@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from transformers import PreTrainedConfig
-from transformers.distributed.expert_parallel import EpDispatchExpertsParallel, MoEParamShard
 
 from pretrain.mesh_sizes import Sizes, setting
 from pretrain.model.build import build_meta_model
@@ -98,6 +97,8 @@ def divide_experts(experts: nn.Module, mesh: DeviceMesh, tp_mesh: DeviceMesh) ->
 
     tp_mesh: ranks that hold the same rows; each sends its part of them.
     """
+    from transformers.distributed.expert_parallel import EpDispatchExpertsParallel, MoEParamShard  # not in 5.17
+
     sharding = MoEParamShard(Shard(0), shards_expert_dim=True)
     for name in list(experts._parameters):
         sharding.shard_param(experts, name, mesh)
