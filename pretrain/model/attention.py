@@ -41,7 +41,7 @@ once. A GPU kernel launches as many blocks for each segment as for a whole windo
 sizing for the worst case, or in proportion to the window's length, would launch mostly idle blocks."""
 VARLEN_TAKES_GROUPS = "enable_gqa" in inspect.signature(varlen.varlen_attn).parameters
 """True if varlen attention accepts fewer key heads than query heads; torch 2.11's doesn't."""
-INDUCTOR_KEEPS_OFFSETS = torch.__version__.split(".")[:2] >= ["2", "13"]
+INDUCTOR_KEEPS_OFFSETS = torch.__version__ >= (2, 13)
 """True if a compiled as_strided of a slice starts where the slice does; on torch 2.11 it reads the wrong numbers."""
 FLEX_BLOCK = 128
 """Side of the blocks of queries and keys that flex attention computes or skips."""

@@ -3,13 +3,19 @@
 import functools
 import importlib.metadata
 import importlib.util
-import inspect
 
 import torch
 from transformers import PreTrainedConfig
 
 from pretrain.config import WindowSpec
-from pretrain.model.attention import ATTENTION_NAMES, FLASH_CAPABILITY, FLASH_PACKAGES, why_not, why_not_flash
+from pretrain.model.attention import (
+    ATTENTION_NAMES,
+    FLASH_CAPABILITY,
+    FLASH_PACKAGES,
+    VARLEN_TAKES_GROUPS,
+    why_not,
+    why_not_flash,
+)
 from pretrain.model.cpu_attention import HALF_DTYPES
 from pretrain.model.model_config import first_line
 
@@ -65,8 +71,7 @@ def _small_varlen(dtype: torch.dtype, device: str) -> list[torch.Tensor]:
     from torch.nn.attention import varlen
 
     generator = torch.Generator().manual_seed(0)
-    takes_groups = "enable_gqa" in inspect.signature(varlen.varlen_attn).parameters  # not in torch 2.11
-    heads, grouped = (2, {"enable_gqa": True}) if takes_groups else (4, {})
+    heads, grouped = (2, {"enable_gqa": True}) if VARLEN_TAKES_GROUPS else (4, {})
     shapes = ((192, 4, 64), (192, heads, 64), (192, heads, 64))
     numbers = [torch.randn(shape, generator=generator).to(device, dtype).requires_grad_() for shape in shapes]
     ends = torch.tensor([0, 64, 192, 192, 192], dtype=torch.int32, device=device)
