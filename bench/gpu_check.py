@@ -57,6 +57,7 @@ if __name__ == "__main__":
 from bench import gpu  # noqa: E402
 from bench.cpu import flops_per_token  # noqa: E402
 from bench.references import (  # noqa: E402
+    EXPERTS,
     FAILED,
     NOT_RUN,
     PASSED,
@@ -94,6 +95,7 @@ STRATEGIES = (
     "tp",
     "pp",
     "cp",
+    "ep",
     "zero1",
     "zero2",
     "zero3",
@@ -236,7 +238,7 @@ def checks_of(device: str, gpus: int, folder: Path, worker: Worker) -> list[Chec
         Check(
             f"loss {name}",
             partial(worker.run, check_loss, name, device, scale.loss_sizes),
-            uncompiled if name == "chunked_compiled" else None,
+            uncompiled if name == "chunked_compiled" else missing_loss(name),
         )
         for name in LOSS_BACKENDS
     ]
@@ -250,27 +252,27 @@ def checks_of(device: str, gpus: int, folder: Path, worker: Worker) -> list[Chec
     return checks + speed_checks(scale, device, uncompiled, gpus)
 
 
-def processes_on(gpus: int) -> tuple[int, str | None]:
-    """Returns (processes of a strategy on these GPUs, why it cannot run or None).
-
-    The processes are the largest power of two, because layers and heads must be divisible by it.
-    """
-    processes = min(MOST_PROCESSES, 1 << (gpus.bit_length() - 1)) if gpus else 0
-    return processes, f"needs two GPUs, and there is {gpus or 'none'}" if processes < 2 else None
+def processes_on(gpus: int) -> int:
+    """Returns the largest power of two of processes, because layers and heads must be divisible by it."""
+    return min(MOST_PROCESSES, 1 << (gpus.bit_length() - 1)) if gpus else 0
 
 
 def strategy_checks(runs: Runs, gpus: int, uncompiled: str | None) -> list[Check]:
-    """Returns checks that each strategy, on all GPUs, trains to the same losses as one GPU.
+    """Returns checks that each strategy, on all GPUs, trains to the same losses as one process.
 
     First in fp32 with eager attention, then with the kernels that `auto` chooses: half precision and compiled layers.
+    A single GPU is shared by two processes.
     """
-    processes, few = processes_on(gpus)
+    processes = max(2, processes_on(gpus))
+    no_gpu = None if gpus else "needs a GPU, and there is none"
+    experts = dataclasses.replace(runs, folder=runs.folder / "experts", model=EXPERTS)
     no_deepspeed = None if importlib.util.find_spec("deepspeed") else "deepspeed is not installed"
     checks = []
     for kernels in ("", DEFAULT_KERNELS):
         for name in STRATEGIES:
-            check = runs.check_defaults if kernels else partial(runs.check_like_single, precision="fp32")
-            reason = few or (no_deepspeed if name.startswith("zero") else None) or (uncompiled if kernels else None)
+            chosen = experts if name == "ep" else runs
+            check = chosen.check_defaults if kernels else partial(chosen.check_like_single, precision="fp32")
+            reason = no_gpu or (no_deepspeed if name.startswith("zero") else None) or (uncompiled if kernels else None)
             run = f"{name}{kernels.replace(' ', '-')}"
             checks.append(Check(f"strategy {name}{kernels}", partial(check, name, processes, name=run), reason))
     return checks
@@ -313,7 +315,8 @@ def speed_checks(scale: Scale, device: str, uncompiled: str | None, gpus: int = 
         return Check(f"speed {shape} {peer}", partial(speed, shape, gpu.measure_peer, *given), uncompiled or large)
 
     def on_all(shape: str, strategy: str) -> Check:
-        processes, few = processes_on(gpus)
+        processes = processes_on(gpus)
+        few = f"needs two GPUs, and there is {gpus or 'none'}" if processes < 2 else None
         settings = [*gpu.settings_of(shape, strategy, processes), *scale.settings]
         given = (strategy, processes, scale.shapes[shape], settings, REPORTS, scale.report_every)
         name = f"speed {shape} {strategy} on all GPUs"
@@ -352,6 +355,13 @@ def refused_attention(name: str, documents: bool, device: str) -> str | None:
         name, device_type=device, dtype=DTYPES[half_precision(device)], window=WindowSpec(1024, documents)
     )
     return reason and f"{name} {reason}"
+
+
+def missing_loss(name: str) -> str | None:
+    """Returns why this torch has no such loss, or None."""
+    from pretrain.model.loss import torch_loss_problems
+
+    return "; ".join(torch_loss_problems(0.0, None)) or None if name == "torch" else None
 
 
 def missing_compiler() -> str | None:

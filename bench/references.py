@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -223,6 +223,7 @@ def loss_error(backend: str, device: str, precision: str, sizes: tuple[int, int,
 
 MODEL = Shape("llama", 8, 128, 8, 1024, 128, 16)
 """Model of the runs, with enough layers and heads for eight pipeline stages or tensor-parallel ranks."""
+EXPERTS = replace(MODEL, architecture="mixtral")
 STEPS = 12
 KILL_AFTER_STEP = 6
 KILL_SECONDS = 600
@@ -249,16 +250,18 @@ class Runs:
     Args:
         folder: folder of the shards, the recipe and the runs, which later checks use again.
         device: cuda or cpu.
+        model: MODEL, or EXPERTS for expert parallelism.
     """
 
     folder: Path
     device: str
+    model: Shape = MODEL
 
     def recipe(self) -> Path:
         """Writes the recipe and prepares its data from the project's documentation; returns the path."""
         path, shards, tokenizer = (self.folder / name for name in ("recipe.yaml", "shards", "tokenizer"))
         self.folder.mkdir(parents=True, exist_ok=True)
-        model = write_model(MODEL, self.folder)
+        model = write_model(self.model, self.folder)
         text = ["prepare_data.py", "--input", "docs/*.md"]
         self._python(*text, "--train_tokenizer", "1024", "--output", tokenizer)
         self._python(*text, "--tokenizer", tokenizer, "--validation_fraction", "0.05", "--output", shards)

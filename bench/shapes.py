@@ -20,7 +20,7 @@ class Shape:
     """A model with tied embeddings, and the batch it trains on."""
 
     architecture: str
-    """Architecture: llama or gpt2."""
+    """Architecture: llama, gpt2, or mixtral, which is Llama with 8 experts per layer and 2 per token."""
     layers: int
     hidden_size: int
     heads: int
@@ -29,7 +29,8 @@ class Shape:
     sequences: int
     """Sequences per step and process."""
     intermediate_size: int | None = None
-    """Width of Llama's MLP; None: 8/3 of hidden_size, rounded up to a multiple of 64. GPT-2's is 4 * hidden_size."""
+    """Width of Llama's MLP or of an expert; None: 8/3 of hidden_size, rounded up to a multiple of 64. GPT-2's is
+    4 * hidden_size."""
 
     @property
     def tokens_per_step(self) -> int:
@@ -49,8 +50,9 @@ class Shape:
             sizes = {"n_layer": self.layers, "n_embd": self.hidden_size, "n_head": self.heads}
             window = {"n_positions": self.sequence_length, "vocab_size": self.vocabulary_size}
             return {"model_type": "gpt2", **sizes, **window, **no_dropout, **ids}
+        experts = {"num_local_experts": 8, "num_experts_per_tok": 2} if self.architecture == "mixtral" else {}
         return {
-            "model_type": "llama",
+            "model_type": self.architecture,
             "num_hidden_layers": self.layers,
             "hidden_size": self.hidden_size,
             "intermediate_size": self.intermediate_size or -(-self.hidden_size * 8 // 3 // 64) * 64,
@@ -59,6 +61,7 @@ class Shape:
             "vocab_size": self.vocabulary_size,
             "max_position_embeddings": self.sequence_length,
             "tie_word_embeddings": True,
+            **experts,
             **ids,
         }
 

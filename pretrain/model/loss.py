@@ -34,6 +34,10 @@ FEW_LOGITS = 2**20
 """Logits of 4 MB in fp32, which fit a CPU's caches."""
 NO_Z_LOSS = "loss.backend: torch has no z-loss: use chunked or logits, or z_loss 0"
 NO_CAP = "loss.backend: torch cannot cap logits, and this model does: use chunked or logits"
+NO_OPTIONS = (
+    f"loss.backend: torch {torch.__version__} has no torch.nn.LinearCrossEntropyOptions, which torch 2.13 has: use "
+    "chunked, or that torch"
+)
 MIN_CHUNK_TOKENS = 256
 """Every chunk reads and writes the whole gradient of the head; with fewer rows that traffic outweighs the matmuls."""
 
@@ -93,7 +97,7 @@ def loss_problems(settings: Loss, model_config: PreTrainedConfig) -> list[str]:
     """Lists loss settings that do not work with this model. Raises InputError as `reference_of`."""
     if settings.backend != "torch" or not projects_hidden_states(model_config):
         return []
-    return [NO_Z_LOSS] * bool(settings.z_loss) + [NO_CAP] * bool(logit_cap(model_config))
+    return torch_loss_problems(settings.z_loss, logit_cap(model_config))
 
 
 def tokens_of_chunk(vocabulary: int, device_type: str, device_bytes: float) -> int:
@@ -131,9 +135,15 @@ def _chunked(hidden_ND, weight_VD, bias_V, targets_N, z_loss, cap, chunk_tokens,
     return cross_entropy + z_loss * z_term, cross_entropy.detach()
 
 
+def torch_loss_problems(z_loss: float, cap: float | None) -> list[str]:
+    """Lists why the backend `torch` cannot compute this loss."""
+    has_options = hasattr(nn, "LinearCrossEntropyOptions")
+    return [NO_OPTIONS] * (not has_options) + [NO_Z_LOSS] * bool(z_loss) + [NO_CAP] * bool(cap)
+
+
 def _torch(hidden_ND, weight_VD, bias_V, targets_N, z_loss, cap, chunk_tokens, record):
-    if z_loss or cap:
-        raise InputError(NO_Z_LOSS if z_loss else NO_CAP)
+    if problems := torch_loss_problems(z_loss, cap):
+        raise InputError(*problems)
     dtype = _compute_dtype(hidden_ND, weight_VD)
     method = None if chunk_tokens else "auto"
     options = nn.LinearCrossEntropyOptions(batch_chunk_size=chunk_tokens, chunking_method=method)

@@ -6,10 +6,12 @@ all-to-alls, and two more for the gradients. Experts have no capacity limit, so 
 how many rows are sent, so it waits for the GPU once per layer and forward pass.
 """
 
+import importlib.util
 import math
 from collections.abc import Mapping
 
 import torch
+import transformers
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
@@ -19,6 +21,9 @@ from pretrain.mesh_sizes import Sizes, setting
 from pretrain.model.build import build_meta_model
 from pretrain.model.routers import expert_parameters, routers_of
 from pretrain.parallel.dimension import Dimension
+
+DISPATCH = "transformers.distributed.expert_parallel"
+"""transformers' module that exchanges rows; 5.17 does not have it."""
 
 
 class ExpertParallel(Dimension):
@@ -43,6 +48,8 @@ class ExpertParallel(Dimension):
 
 def model_problem(model_config: PreTrainedConfig, size: int) -> str | None:
     """Returns why this many ranks cannot share this model's experts, with what works; None if they can."""
+    if importlib.util.find_spec(DISPATCH) is None:
+        return f"model: ep needs a transformers with {DISPATCH}, such as 5.23, and this is {transformers.__version__}"
     model = build_meta_model(model_config)
     kind = model_config.model_type
     experts = expert_modules(model)
@@ -97,7 +104,7 @@ def divide_experts(experts: nn.Module, mesh: DeviceMesh, tp_mesh: DeviceMesh) ->
 
     tp_mesh: ranks that hold the same rows; each sends its part of them.
     """
-    from transformers.distributed.expert_parallel import EpDispatchExpertsParallel, MoEParamShard  # not in 5.17
+    from transformers.distributed.expert_parallel import EpDispatchExpertsParallel, MoEParamShard
 
     sharding = MoEParamShard(Shard(0), shards_expert_dim=True)
     for name in list(experts._parameters):

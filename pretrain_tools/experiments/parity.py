@@ -5,13 +5,18 @@ A strategy is a file in accelerate_configs/, or a product of dimensions, such as
 
 import json
 import math
+import os
 import re
+import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
+from typing import TextIO
 
 from pretrain.errors import EXIT_BAD_INPUT, InputError, did_you_mean
 from pretrain.files import ROOT
@@ -206,20 +211,19 @@ def run_overrides(recipe: Path, changes: Sequence[tuple[str, str]], steps: int, 
 
 
 def train_under(name: str, processes: int, recipe: Path, output: Path, overrides: list[str]) -> StrategyOutcome:
-    """Trains under one strategy and returns the outcome; the console goes to output.log."""
-    sizes = sizes_called(name)
-    options = [(f"--{setting(dimension)}", str(size)) for dimension, size in (sizes.named() if sizes else {}).items()]
-    command = [
-        *(sys.executable, "-m", "pretrain.launch" if sizes else "accelerate.commands.launch"),
-        *("--config_file", f"accelerate_configs/{'mesh' if sizes else name}.yaml"),
-        *(word for option in options for word in option),
-        *("--num_processes", str(processes), "--main_process_port", "0", "train.py"),
-        *("--config", str(recipe.absolute()), "--output", str(output.absolute()), *overrides),
-    ]
+    """Trains under one strategy and returns the outcome; the console goes to output.log.
+
+    If there is only one GPU, several processes share it. They are slow, because NCCL sends through the loopback
+    interface.
+    """
+    command = launch_command(name, processes, recipe, output, overrides)
     output.parent.mkdir(parents=True, exist_ok=True)
     log = output.with_suffix(".log")
     with open(log, "w", encoding="utf-8") as file:
-        status = subprocess.run(command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT).returncode
+        if processes > 1 and gpu_count() == 1:
+            status = run_on_one_gpu(command, processes, file)
+        else:
+            status = subprocess.run(command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT).returncode
     # A launch that silently fell back to one process would match the reference and prove nothing.
     if status == 0 and (mistake := mistaken_launch(output, name, processes)):
         with open(log, "a", encoding="utf-8") as file:
@@ -229,6 +233,65 @@ def train_under(name: str, processes: int, recipe: Path, output: Path, overrides
     if status == 0:
         return StrategyOutcome(read_curve(output))
     return StrategyOutcome(None, tuple(refusals(log.read_text(encoding="utf-8", errors="replace"), status)))
+
+
+def launch_command(name: str, processes: int, recipe: Path, output: Path, overrides: list[str]) -> list[str]:
+    """Returns the command that trains a recipe under a strategy."""
+    sizes = sizes_called(name)
+    options = [(f"--{setting(dimension)}", str(size)) for dimension, size in (sizes.named() if sizes else {}).items()]
+    return [
+        *(sys.executable, "-m", "pretrain.launch" if sizes else "accelerate.commands.launch"),
+        *("--config_file", f"accelerate_configs/{'mesh' if sizes else name}.yaml"),
+        *(word for option in options for word in option),
+        *("--num_processes", str(processes), "--main_process_port", "0", "train.py"),
+        *("--config", str(recipe.absolute()), "--output", str(output.absolute()), *overrides),
+    ]
+
+
+def gpu_count() -> int:
+    """Returns the number of GPUs that torch sees; imports torch."""
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def run_on_one_gpu(command: list[str], processes: int, log: TextIO) -> int:
+    """Runs a launch whose processes share one GPU; returns the first exit status that is not 0, else 0.
+
+    NCCL refuses two ranks on one GPU of a machine, so each process is launched as a machine of its own.
+    """
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = found.getsockname()[1]
+    first, last = command[: command.index("--main_process_port")], command[command.index("train.py") :]
+    launched = []
+    try:
+        for rank in range(processes):
+            machine = ["--num_machines", str(processes), "--machine_rank", str(rank)]
+            address = ["--main_process_ip", "127.0.0.1", "--main_process_port", str(port)]
+            # NCCL takes ranks with different host IDs for different machines.
+            environment = os.environ | {"NCCL_HOSTID": f"machine-{rank}", "NCCL_SOCKET_IFNAME": "lo"}
+            launched.append(
+                subprocess.Popen(
+                    [*first, *machine, *address, *last],
+                    cwd=ROOT,
+                    env=environment,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )
+            )
+        while running := [process for process in launched if process.poll() is None]:
+            if failed := [process.returncode for process in launched if process.returncode]:
+                return failed[0]
+            with suppress(subprocess.TimeoutExpired):
+                running[0].wait(0.2)
+        return next((process.returncode for process in launched if process.returncode), 0)
+    finally:
+        for process in launched:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
 
 
 def mistaken_launch(run: Path, name: str, processes: int) -> str | None:

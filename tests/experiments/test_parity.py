@@ -4,6 +4,7 @@ import json
 import math
 import os
 import re
+import sys
 from types import SimpleNamespace
 from typing import get_args
 
@@ -190,8 +191,32 @@ def test_the_list_of_optimizers_that_compute_in_bf16_is_right(name, monkeypatch)
     assert torch.equal(*updated) == (not OPTIMIZERS[name].updates_in_bf16)
 
 
-def test_fsdp2_on_two_processes_is_compared_with_one(recipe, tmp_path, capsys):
-    """Two real runs: the same curves are found, no other, and the strategy trained that was named."""
+MACHINE = """\
+import os, sys, time
+from pathlib import Path
+options = dict(zip(sys.argv[2::2], sys.argv[3::2]))
+rank = options["--machine_rank"]
+assert options["--num_machines"] == "2" and os.environ["NCCL_HOSTID"] == f"machine-{rank}"
+(Path(sys.argv[1]) / rank).write_text(options["--main_process_port"])
+if rank == "1":
+    sys.exit(5)
+time.sleep(600)
+"""
+
+
+def test_processes_that_share_a_gpu_are_machines_with_one_rendezvous_and_end_together(tmp_path):
+    command = [sys.executable, "-c", MACHINE, str(tmp_path), "--main_process_port", "0", "train.py", "recipe"]
+    with (tmp_path / "log").open("w") as log:
+        assert parity.run_on_one_gpu(command, 2, log) == 5, (tmp_path / "log").read_text()
+    assert (tmp_path / "1").read_text() not in ("", "0")
+
+
+def test_fsdp2_on_two_processes_is_compared_with_one(recipe, tmp_path, capsys, monkeypatch):
+    """Two real runs: the same curves are found, no other, and the strategy trained that was named.
+
+    The processes are launched as they are if they share the only GPU.
+    """
+    monkeypatch.setattr(parity, "gpu_count", lambda: 1)
     options = {"steps": 3, "strategies": "fsdp2", "processes": 2, "precision": "fp32"}
     assert parity.compare_strategies(recipe, tmp_path / "out", **options) == 0, capsys.readouterr()
     found = json.loads((tmp_path / "out/parity.json").read_text())

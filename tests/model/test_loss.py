@@ -6,11 +6,13 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from pretrain.config import Loss
 from pretrain.errors import InputError
 from pretrain.model.loss import (
     LOSS_BACKENDS,
     LanguageModelLoss,
     choose_loss,
+    loss_problems,
     next_token_loss,
     recording_losses,
     tokens_of_chunk,
@@ -248,6 +250,14 @@ def test_z_loss_of_the_torch_backend_is_refused():
     hidden, weight, _, targets = inputs()
     with pytest.raises(InputError, match="torch has no z-loss: use chunked or logits"):
         next_token_loss(hidden, weight, targets, z_loss=0.1, backend="torch")
+
+
+def test_a_torch_without_the_loss_is_refused_at_the_check(monkeypatch):
+    monkeypatch.delattr(torch.nn, "LinearCrossEntropyOptions")
+    config = AutoConfig.for_model("llama")
+    (problem,) = loss_problems(Loss(backend="torch"), config)
+    assert "has no torch.nn.LinearCrossEntropyOptions, which torch 2.13 has: use chunked" in problem
+    assert loss_problems(Loss(backend="chunked"), config) == []
 
 
 PEAK_MEMORY_SCRIPT = """

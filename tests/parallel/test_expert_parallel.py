@@ -7,6 +7,7 @@ import yaml
 
 from pretrain.mesh_sizes import Sizes
 from pretrain.model.model_config import load_model_config
+from pretrain.parallel import expert_parallel
 from pretrain.parallel.registry import strategy_named
 from pretrain.recipe import read_run_config
 from pretrain_tools.planning.footprints import footprint
@@ -67,6 +68,11 @@ def problems(recipe, tmp_path, monkeypatch):
 def test_what_cannot_be_divided_is_refused_with_what_can(problems, model, processes, size, message):
     said = problems(model or TINY_MOE, processes, size)
     assert message in said and bool(said) == bool(message)
+
+
+def test_a_transformers_that_cannot_exchange_rows_is_refused(problems, monkeypatch):
+    monkeypatch.setattr(expert_parallel, "DISPATCH", "transformers.distributed.another")
+    assert "model: ep needs a transformers with transformers.distributed.another, such as 5.23" in problems(TINY_MOE)
 
 
 def test_a_plan_shards_everything_and_sends_rows_to_experts(recipe, tmp_path):
