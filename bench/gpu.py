@@ -136,10 +136,19 @@ def measure_shape(
     reports: int,
     report_every: int = REPORT_EVERY,
 ) -> list[Row]:
-    """Measures Groundwork with each attention and loss, with and without a document mask, then the baselines."""
+    """Measures Groundwork with each attention and loss, with and without a document mask, then the baselines.
+
+    Each row is printed to stderr at once, since an interrupted call prints no table.
+    """
     crossed = itertools.product(("off", "on"), attentions, losses)
-    rows = [measure_own(shape, settings, labels, reports, report_every) for labels in crossed]
-    return rows + [measure_peer(name, shape, reports, report_every) for name in peers]
+    own = (measure_own(shape, settings, labels, reports, report_every) for labels in crossed)
+    rows = []
+    for row in itertools.chain(own, (measure_peer(name, shape, reports, report_every) for name in peers)):
+        result = row.problem or f"{row.tokens_per_second:,.0f} tokens/s, {row.peak_memory_bytes / 2**30:.1f} GiB"
+        labels = f"documents {row.documents}, attention {row.attention}, loss {row.loss}"
+        print(f"{row.name}, {labels}: {result}", file=sys.stderr, flush=True)
+        rows.append(row)
+    return rows
 
 
 def table(name: str, shape: Shape, rows: list[Row], peak: float | None) -> list[str]:

@@ -345,7 +345,10 @@ def zero_gradients(work: Work, stage: int, share: float, settings: dict[str, Any
         return FP32 * sizes.total, buckets * FP32 * elements
     if stage == 2:  # in bf16 what arrives of the other processes in fp32 is added to a second partition
         copies = 2 if work.accumulates and work.compute != FP32 else 1
-        return copies * FP32 * sizes.total * share, buckets * work.compute * elements + work.compute * largest
+        # A bucket is copied before it is reduced, in bf16 twice: DeepSpeed's flat copy, and that in fp32.
+        reduced = min(elements, sizes.total) * (work.compute + (FP32 if work.compute != FP32 else 0))
+        held = buckets * work.compute * elements + reduced + work.compute * largest
+        return copies * FP32 * sizes.total * share, held
     return FP32 * sizes.total * share, FP32 * elements + (work.compute + FP32) * largest
 
 

@@ -183,7 +183,7 @@ class Forked(WarmPopen):
         super().__init__(*arguments, env=os.environ | {"HF_HUB_OFFLINE": "1"}, **settings)
 
 
-def test_gpu_bench_crosses_what_runs_and_says_why_the_rest_does_not(monkeypatch):
+def test_gpu_bench_crosses_what_runs_and_says_why_the_rest_does_not(monkeypatch, capsys):
     """Its logic on a CPU, where flex_attention has no backward pass."""
     monkeypatch.setattr(contest.subprocess, "Popen", Forked)
     rows = gpu.measure_shape(
@@ -196,6 +196,8 @@ def test_gpu_bench_crosses_what_runs_and_says_why_the_rest_does_not(monkeypatch)
         ("groundwork_documents", "on", "auto"),
         ("groundwork_documents", "on", "flex_attention"),
     ]
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == len(rows) and all(line.startswith(row.name) for line, row in zip(said, rows, strict=True))
     lines = gpu.table("tiny", TINY, rows, peak=1e12)
     assert rows[0].tokens_per_second > 0 and rows[0].peak_memory_bytes > 2**20 and rows[1].tokens_per_second is None
     assert len([line for line in lines if line.startswith("| groundwork")]) == 2
