@@ -2,8 +2,7 @@
 
 import json
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +30,6 @@ from pretrain_tools.experiments.scaling_law import (
     LOG_E_SD,
     REFITS,
     SHARE_OF_E,
-    ScalingLaw,
     law_of,
     law_values,
 )
@@ -101,8 +99,7 @@ def ladder_text(ladder: Ladder, left_out: list[str]) -> str:
         fits.append([name, f"{value:.4g}", f"{low:.4g} to {high:.4g}", note])
     lines = ["L(N, D) = E + A / N^alpha + B / D^beta", COUNTED[ladder.count], "", table(rows, right=set(range(8))), ""]
     lines += [table(fits), "", f"noise around the law: {law.noise:.2%}"]
-    if ladder.backtest is not None:
-        told = ladder.backtest
+    if told := ladder.backtest:
         low, high = told.interval
         lines.append(
             f"back-test: without the largest size the law says {told.loss:.4f} ({low:.4f} to {high:.4f}) at "
@@ -146,30 +143,12 @@ def ladder_values(ladder: Ladder) -> dict[str, Any]:
     }
 
 
-@dataclass(frozen=True)
-class WrittenLadder:
-    """A ladder.json, which can predict other runs."""
+def read_ladder(path: Path) -> Callable[[int, int, int], tuple[float, float, float, str]]:
+    """Reads a ladder.json. Raises InputError if runs.py ladder did not write it, or it is too poor to predict from.
 
-    path: Path
-    law: ScalingLaw
-    count: str
-    largest_compute: float
-    """Training FLOPs of its largest run, as 6 N D."""
-
-    def expect(self, matrix_parameters: int, parameters: int, tokens: int) -> tuple[float, float, float, str]:
-        """Predicts a run: (loss, low end and high end of the 90% interval, note), losses in nats per token."""
-        counted = matrix_parameters if self.count == "matrix" else parameters
-        times = 6.0 * counted * tokens / self.largest_compute
-        far = ": if the law holds so far" if times > FAR_COMPUTE else ""
-        known = (
-            f"90 % by {self.path}, {times:.3g} times the compute of its largest run{far}; on its text, with its "
-            "tokenizer and settings"
-        )
-        return float(self.law.loss(counted, tokens)), *self.law.interval(counted, tokens), known
-
-
-def read_ladder(path: Path) -> WrittenLadder:
-    """Reads a ladder.json. Raises InputError if runs.py ladder did not write it, or it is too poor to predict from."""
+    Returns a function of parameters in matmuls, all parameters and tokens that predicts a run: (loss, low end and high
+    end of the 90% interval, note), losses in nats per token.
+    """
     try:
         values = json.loads(read_small_file(path, most_bytes=1 << 24))
         if {name: values.get(name) for name in LADDER_FORMAT} != LADDER_FORMAT:
@@ -178,7 +157,7 @@ def read_ladder(path: Path) -> WrittenLadder:
         rungs = values["rungs"]
         sizes = distinct_sizes(rung["parameters"] for rung in rungs)
         largest_compute = max(6.0 * rung["parameters"] * rung["tokens"] for rung in rungs)
-        found = WrittenLadder(path, law, values["count"], largest_compute)
+        counts_matrices = values["count"] == "matrix"
     except InputError as error:
         raise InputError(f"--ladder {path}: {error}") from None
     except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
@@ -189,7 +168,18 @@ def read_ladder(path: Path) -> WrittenLadder:
         raise InputError(
             f"--ladder {path}: its losses scatter by {law.noise:.1%} around the law; at most {MOST_NOISE:.0%}"
         )
-    return found
+
+    def expect(matrix_parameters: int, parameters: int, tokens: int) -> tuple[float, float, float, str]:
+        size = matrix_parameters if counts_matrices else parameters
+        times = 6.0 * size * tokens / largest_compute
+        far = ": if the law holds so far" if times > FAR_COMPUTE else ""
+        known = (
+            f"90 % by {path}, {times:.3g} times the compute of its largest run{far}; on its text, with its tokenizer "
+            "and settings"
+        )
+        return float(law.loss(size, tokens)), *law.interval(size, tokens), known
+
+    return expect
 
 
 def draw_ladder(ladder: Ladder, path: Path) -> None:

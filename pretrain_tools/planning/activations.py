@@ -17,6 +17,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -125,7 +126,7 @@ _flash_shapes.register_autograd(_gradients, setup_context=_save_for_backward)
 
 
 def _planned_attention(module, query_BHTE, key_BGTE, value_BGTE, attention_mask, **kwargs) -> tuple[Tensor, None]:
-    """Stands for an attention function of transformers: the products' dtype, and what a flash kernel keeps."""
+    """Stands for an attention function of transformers: computes in the products' dtype, keeps as a flash kernel."""
     half = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else value_BGTE.dtype
     out_BHTE, _ = torch.ops.groundwork.flash_shapes(*(x.to(half) for x in (query_BHTE, key_BGTE, value_BGTE)))
     return out_BHTE.transpose(1, 2), None
@@ -234,7 +235,7 @@ def _trace(config_json: str, call: ForwardPass) -> Activations:
     if len(set(kinds)) > 1:
         of_kinds = [_trace(_of_one_kind(model_config, kind), call) for kind in kinds]
         lines = [activations.per_layer for activations in of_kinds]
-        mean = Line(*(sum(getattr(line, part) for line in lines) / len(lines) for part in ("fixed", "per_sequence")))
+        mean = Line(fmean(line.fixed for line in lines), fmean(line.per_sequence for line in lines))
         return replace(max(of_kinds, key=lambda found: found.backward(1)), per_layer=mean)
     if call.mixers:
         call = replace(call, compiled=False)  # mixers in rows run outside of compiled layers
@@ -243,29 +244,29 @@ def _trace(config_json: str, call: ForwardPass) -> Activations:
         is_linear = call.attention in (FLASH, "groundwork_sdpa") or not attention_width(model_config)
         if is_linear and length > TRACED_LENGTH:
             short = _trace(config_json, replace(call, window=replace(call.window, sequence_length=TRACED_LENGTH)))
-            lines = (short.outside, short.before, short.per_layer, short.backward, short.hidden)
             longer = length / TRACED_LENGTH
-            return Activations(*(Line(line.fixed, line.per_sequence * longer) for line in lines))
+            return Activations(*(Line(line.fixed, line.per_sequence * longer) for line in vars(short).values()))
     measured = {(layers, n): _measure(model_config, layers, n, call) for layers in (1, 2) for n in (1, 2)}
+    if call.compiled:
+        for sequences in (1, 2):
+            measured[1, sequences] |= _compiled_layer(model_config, sequences, call)
 
     def line(key: str, layers: int) -> Line:
         return Line.through(measured[layers, 1][key], measured[layers, 2][key])
 
     per_layer = line("kept", 2) - line("kept", 1)
     outside = line("kept", 1) - per_layer
-    before = line("before", 1)
     backward = line("peak", 1) - line("kept", 1)
     hidden = line("hidden", 1)
     if call.compiled:
-        graphs = [_compiled_layer(model_config, sequences, call) for sequences in (1, 2)]
-        kept = Line.through(*(graph.kept for graph in graphs))
+        kept = line("graph keeps", 1)
         # The gradient of the layer's output is alive beside the tensors that its backward pass needs.
-        backward = Line.through(*(graph.backward for graph in graphs)) + hidden
+        backward = line("graph peak", 1) + hidden
         if call.activation_checkpointing == "none":
             per_layer = kept
         else:
             backward = backward + kept
-    return Activations(outside, before, per_layer, backward, hidden)
+    return Activations(outside, line("before", 1), per_layer, backward, hidden)
 
 
 def _config_of(config_json: str) -> Any:
@@ -338,13 +339,9 @@ def _fake_tensors(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[None]:
 def _grouped_products_of_any_dtype() -> Iterator[None]:
     """Runs grouped products in fp32 by transformers' own operator: torch knows the shapes of grouped_mm in bf16 alone.
 
-    transformers chooses between the two in a private function, which is replaced meanwhile. A version without it is
-    left as it is.
+    transformers chooses between the two in a private function, which is replaced meanwhile.
     """
-    can_use = getattr(moe, "_can_use_grouped_mm", None)
-    if can_use is None:
-        yield
-        return
+    can_use = moe._can_use_grouped_mm
     moe._can_use_grouped_mm = lambda input, weight, offs: weight.dtype == torch.bfloat16
     try:
         yield
@@ -392,20 +389,15 @@ def _inputs(model_config: Any, sequences: int, call: ForwardPass) -> dict[str, A
     return inputs
 
 
-@dataclass
-class LayerGraphs:
-    """Bytes of a compiled layer, filled in while it is compiled and called."""
+def _compiled_layer(model_config: Any, sequences: int, call: ForwardPass) -> dict[str, float]:
+    """Counts bytes of a compiled layer.
 
-    kept: float = 0.0
-    """Tensors that the forward graph hands to the backward graph, the layer's input included, weights not."""
-    backward: float = 0.0
-    """More than what is kept, at the peak of the backward graph."""
-
-
-def _compiled_layer(model_config: Any, sequences: int, call: ForwardPass) -> LayerGraphs:
+    graph keeps: tensors that the forward graph hands to the backward graph, the layer's input included, weights not.
+    graph peak: more than that, at the peak of the backward graph.
+    """
     model = _meta_model(model_config, 1, call.attention)
     torch.compiler.reset()
-    graphs = LayerGraphs()
+    graphs: dict[str, float] = {}
     with _fake_tensors(model, call.weights):
         hidden_shape = (sequences, call.window.sequence_length, model_config.hidden_size)
         for layer in layers_of(model):
@@ -416,7 +408,7 @@ def _compiled_layer(model_config: Any, sequences: int, call: ForwardPass) -> Lay
     return graphs
 
 
-def _counting_backend(graphs: LayerGraphs, hidden_shape: tuple[int, ...]) -> Callable:
+def _counting_backend(graphs: dict[str, float], hidden_shape: tuple[int, ...]) -> Callable:
     """Makes a backend for torch.compile that generates no code: it counts into `graphs` and runs the graph as it is.
 
     hidden_shape is that of the layer's input: of the graph's inputs, the one that only this layer keeps alive.
@@ -437,11 +429,11 @@ def _counting_backend(graphs: LayerGraphs, hidden_shape: tuple[int, ...]) -> Cal
                 continue
             if node.op != "placeholder" or getattr(node.meta.get("val"), "shape", ()) == hidden_shape:
                 saved.update(_storage_of(node))
-        graphs.kept = sum(saved.values())
+        graphs["graph keeps"] = sum(saved.values())
         return make_boxed_func(graph_module.forward)
 
     def backward(graph_module: fx.GraphModule, inputs: list) -> Callable:
-        graphs.backward = _peak_beyond_inputs(graph_module.graph)
+        graphs["graph peak"] = _peak_beyond_inputs(graph_module.graph)
         return make_boxed_func(graph_module.forward)
 
     return aot_autograd(

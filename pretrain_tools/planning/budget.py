@@ -16,7 +16,7 @@ from pretrain.errors import InputError
 from pretrain.optim.optimizers import OPTIMIZERS
 from pretrain.optim.scaling_laws import scaling_law_batch, scaling_law_warmup, scaling_law_weight_decay
 from pretrain.units import count_text, counted, duration_text
-from pretrain_tools.planning.candidates import Candidate, Case, consider, planned_precision, recommend, work_of_run
+from pretrain_tools.planning.candidates import Candidate, Case, auto_precision, consider, recommend, work_of_run
 from pretrain_tools.planning.families import Family, Shape
 from pretrain_tools.planning.judgement import FEWEST_STEPS
 from pretrain_tools.planning.memory import Memory, PlannedRun
@@ -65,8 +65,7 @@ class RunBudget:
 
     @property
     def precision(self) -> str:
-        gpu = self.hardware.gpu
-        return "bf16" if gpu.has_bf16 else "fp32" if self.hardware.device_type == "cpu" else "fp16"
+        return auto_precision(self.hardware.gpu)
 
     @property
     def shapes(self) -> list[Shape]:
@@ -295,8 +294,7 @@ def planned_run(budget: RunBudget, shape: Shape) -> PlannedRun:
         }
     )
     model_config = planned_model_config(config.model, config.data)
-    gpu = hardware.gpu
-    return PlannedRun(config, model_config, planned_precision(config, gpu), hardware.device_type, gpu.memory_bytes)
+    return PlannedRun(config, model_config, budget.precision, hardware.device_type, hardware.gpu.memory_bytes)
 
 
 def batch_of(budget: RunBudget, shape: Shape, tokens: float) -> int:

@@ -193,7 +193,7 @@ def answer_json(found: Answer) -> str:
     loss = dict(zip(("loss", "low", "high", "source"), found.expected, strict=True)) if found.expected else None
     values = {
         "choices": [dict(zip(("name", "value", "reason"), choice, strict=True)) for choice in choices(found)],
-        "model": run.shape.config_values(2 * run.shape.sequence_length),
+        "model": run.shape.config_values,
         "parameters": run.work.sizes.total,
         "active_parameters": run.work.active,
         "tokens": run.tokens,

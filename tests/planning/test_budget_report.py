@@ -92,8 +92,8 @@ def ladder_of_law(path: Path, sizes) -> Path:
 
 
 def test_a_ladder_says_what_loss_to_expect(made, tmp_path):
-    ladder = read_ladder(ladder_of_law(tmp_path / "l.json", [10**7, 2 * 10**7, 4 * 10**7, 8 * 10**7, 10**8]))
-    _, printed = made(asked(json=True, write=None), ladder.expect)
+    expect = read_ladder(ladder_of_law(tmp_path / "l.json", [10**7, 2 * 10**7, 4 * 10**7, 8 * 10**7, 10**8]))
+    _, printed = made(asked(json=True, write=None), expect)
     found = json.loads(printed)
     expected = found["expected_loss"]
     truth = 1.7 + 400 / found["parameters"] ** 0.34 + 1200 / found["tokens"] ** 0.34
