@@ -17,6 +17,7 @@ from pretrain_tools.experiments.ladder import (
     MOST_NOISE,
     Ladder,
     cautions_of,
+    compute_of,
     distinct_sizes,
     make_ladder,
     read_ladder_runs,
@@ -156,7 +157,7 @@ def read_ladder(path: Path) -> Callable[[int, int, int], tuple[float, float, flo
         law = law_of(values["law"])
         rungs = values["rungs"]
         sizes = distinct_sizes(rung["parameters"] for rung in rungs)
-        largest_compute = max(6.0 * rung["parameters"] * rung["tokens"] for rung in rungs)
+        largest_compute = max(compute_of(rung["parameters"], rung["tokens"]) for rung in rungs)
         counts_matrices = values["count"] == "matrix"
     except InputError as error:
         raise InputError(f"--ladder {path}: {error}") from None
@@ -171,7 +172,7 @@ def read_ladder(path: Path) -> Callable[[int, int, int], tuple[float, float, flo
 
     def expect(matrix_parameters: int, parameters: int, tokens: int) -> tuple[float, float, float, str]:
         size = matrix_parameters if counts_matrices else parameters
-        times = 6.0 * size * tokens / largest_compute
+        times = compute_of(size, tokens) / largest_compute
         far = ": if the law holds so far" if times > FAR_COMPUTE else ""
         known = (
             f"90 % by {path}, {times:.3g} times the compute of its largest run{far}; on its text, with its tokenizer "
@@ -196,13 +197,13 @@ def draw_ladder(ladder: Ladder, path: Path) -> None:
     sizes = np.exp(np.linspace(logs[0].min(), largest, 60))
     tokens = np.exp(slope * np.log(sizes) + offset)
     low, high = np.array([law.interval(n, d) for n, d in zip(sizes, tokens, strict=True)]).T
-    compute = 6 * sizes * tokens
+    compute = compute_of(sizes, tokens)
     panel.fill_between(compute, low, high, color=COLORS[0], alpha=0.15, linewidth=0, label="90 % interval of a run")
     panel.plot(compute, law.loss(sizes, tokens), color=COLORS[0], linewidth=1.5, label="law, along the ladder")
     measured = [(rung.compute, rung.loss, rung.spread or 0.0) for rung in ladder.rungs]
     panel.errorbar(*zip(*measured, strict=True), fmt="o", color="#000000", markersize=5, label="measured")
     for number, one in enumerate(ladder.predictions):
-        place = (6.0 * one.parameters * one.tokens, one.loss)
+        place = (compute_of(one.parameters, one.tokens), one.loss)
         ends = [[one.loss - one.interval[0]], [one.interval[1] - one.loss]]
         label = "predicted" if number == 0 else None
         panel.errorbar(*place, ends, fmt="*", color=COLORS[1], markersize=11, capsize=4, label=label)

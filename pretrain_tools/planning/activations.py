@@ -81,22 +81,19 @@ class Activations:
         return self.outside(sequences) + layers * self.per_layer(sequences)
 
 
-# An operator of its own and not an autograd.Function: torch.compile's partitioner would look into a function and
+# An attention that has shapes alone. It keeps what every flash kernel of a GPU keeps: query, key, value, output and
+# logsumexp. An operator and not an autograd.Function: torch.compile's partitioner would look into a function and
 # recompute its outputs, which cost nothing there, instead of keeping them as it keeps those of a flash kernel.
-@torch.library.custom_op("groundwork::flash_shapes", mutates_args=())
-def _flash_shapes(query_BHTE: Tensor, key_BGTE: Tensor, value_BGTE: Tensor) -> tuple[Tensor, Tensor]:
-    """Keeps as much as every flash kernel of a GPU, whichever it is: query, key, value, output and logsumexp."""
-    raise RuntimeError("this attention has shapes only: it is for plans, and is never computed")
+SHAPES = "groundwork::flash_shapes"
+SHAPES_BACKWARD = "groundwork::flash_shapes_backward"
+torch.library.define(SHAPES, "(Tensor query, Tensor key, Tensor value) -> (Tensor, Tensor)")
+torch.library.define(
+    SHAPES_BACKWARD,
+    "(Tensor grad, Tensor query, Tensor key, Tensor value, Tensor out, Tensor lse) -> (Tensor, Tensor, Tensor)",
+)
 
 
-@torch.library.custom_op("groundwork::flash_shapes_backward", mutates_args=())
-def _flash_shapes_backward(
-    grad_BHTE: Tensor, query_BHTE: Tensor, key_BGTE: Tensor, value_BGTE: Tensor, out_BHTE: Tensor, lse_BHT: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    raise RuntimeError("this attention has shapes only: it is for plans, and is never computed")
-
-
-@_flash_shapes.register_fake
+@torch.library.register_fake(SHAPES)
 def _(query_BHTE, key_BGTE, value_BGTE):
     batch, heads, length, _ = query_BHTE.shape
     # Latent attention has values of another width than queries and keys.
@@ -104,7 +101,7 @@ def _(query_BHTE, key_BGTE, value_BGTE):
     return _heads_last(out_BHTE), query_BHTE.new_empty(batch, heads, length, dtype=torch.float32)
 
 
-@_flash_shapes_backward.register_fake
+@torch.library.register_fake(SHAPES_BACKWARD)
 def _(grad_BHTE, query_BHTE, key_BGTE, value_BGTE, out_BHTE, lse_BHT):
     return tuple(_heads_last(x) for x in (query_BHTE, key_BGTE, value_BGTE))
 
@@ -122,7 +119,7 @@ def _gradients(ctx, grad_BHTE, _):
     return torch.ops.groundwork.flash_shapes_backward(grad_BHTE, *ctx.saved_tensors)
 
 
-_flash_shapes.register_autograd(_gradients, setup_context=_save_for_backward)
+torch.library.register_autograd(SHAPES, _gradients, setup_context=_save_for_backward)
 
 
 def _planned_attention(module, query_BHTE, key_BGTE, value_BGTE, attention_mask, **kwargs) -> tuple[Tensor, None]:

@@ -248,17 +248,15 @@ def size(budget: RunBudget, shape: Shape) -> Sized:
     # FLOPs by the shape, as those that the budget was divided by.
     work = replace(work_of_run(run.config, run.model_config), flops_per_token=shape.flops_per_token)
     case = Case(run, work, budget.hardware, budget.speed(shape))
-    candidates = [consider(name, case) for name in COMPARED]
-    best = recommend(candidates)
-    if best is None or not best.fits:
+    plans = []
+    for each in (case, case.changed(activation_checkpointing="full")):
+        candidates = [consider(name, each) for name in COMPARED]
+        best = recommend(candidates)
+        plans.append((each, candidates, best))
         # Recomputing activations takes a third more time, so only where memory is short.
-        recomputing = case.changed(activation_checkpointing="full")
-        others = [consider(name, recomputing) for name in COMPARED]
-        other = recommend(others)
-        if other and (best is None or other.step_seconds < best.step_seconds):
-            case = recomputing
-            candidates = others
-            best = other
+        if best and best.fits:
+            break
+    case, candidates, best = min(plans, key=lambda plan: plan[2].step_seconds if plan[2] else math.inf)
     if best is not None:
         case = case.with_batch(sequences_per_micro_batch=best.micro_batch, no_sync=best.reduces_once)
     return Sized(budget, shape, case, candidates, best)

@@ -9,7 +9,7 @@ from pretrain.errors import InputError, Problems, did_you_mean
 from pretrain.gpus import CPU, Gpu
 from pretrain.units import parse_count
 from pretrain_tools.planning.families import FAMILIES
-from pretrain_tools.planning.recipe_files import RecipePlace
+from pretrain_tools.planning.texts import RecipePlace
 
 DIALS = ("hours", "dollars", "flops")
 BUDGET_OPTIONS = (*DIALS, "family", "vocabulary", "data", "tokens_per_parameter", "optimizer", "ladder", "write")

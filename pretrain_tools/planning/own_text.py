@@ -31,8 +31,8 @@ from pretrain.errors import (
 from pretrain.files import ROOT
 from pretrain.recipe import read_command_line
 from pretrain.units import bytes_text, counted
-from pretrain_tools.planning.recipe_files import MADE_BY, RecipePlace
 from pretrain_tools.planning.sizing import OF_THE_DEMO, choose_sizing, padded, vocabulary_for
+from pretrain_tools.planning.texts import MADE_BY, RecipePlace
 
 # Modules that import torch or numpy are imported where they are used: a mistyped command is answered at once.
 if TYPE_CHECKING:

@@ -19,8 +19,8 @@ from pretrain_tools.experiments.ladder_report import ladder_values, read_ladder
 from pretrain_tools.planning.budget_report import count_upwards, recipe_of_budget
 from pretrain_tools.planning.budget_request import BudgetRequest
 from pretrain_tools.planning.hardware_options import find_gpu
-from pretrain_tools.planning.recipe_files import RecipePlace
 from pretrain_tools.planning.step_time import Hardware
+from pretrain_tools.planning.texts import RecipePlace
 from support.quick_traces import use_quick_traces
 
 PLACE = RecipePlace(Path("recipes/a.yaml"), Path("data/a"), Path("runs/a"), "tokenizers/a")

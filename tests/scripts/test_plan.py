@@ -405,9 +405,20 @@ def test_a_gpu_that_is_not_listed_stays_unknown():
         find_gpu("h800nvl")
 
 
-def test_a_plan_for_the_processors_of_this_machine(recipe):
-    found = run_script("plan.py", recipe, "--gpu", "cpu", "--gpus", "2", "--precision", "auto", "--json")
-    plan = json.loads(found.stdout)
+@pytest.fixture
+def printed(monkeypatch, capsys):
+    """What plan.py prints where stdout is no terminal."""
+
+    def printed(*arguments) -> str:
+        monkeypatch.setattr(sys, "argv", ["plan.py", *map(str, arguments)])
+        plan_script.main()
+        return capsys.readouterr().out
+
+    return printed
+
+
+def test_a_plan_for_the_processors_of_this_machine(recipe, printed):
+    plan = json.loads(printed(recipe, "--gpu", "cpu", "--gpus", "2", "--precision", "auto", "--json"))
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     assert plan["gpu"]["name"] == "cpu" and plan["gpu"]["memory_bytes"] == memory / 2 and plan["cost"] == 0
     assert 1e8 < plan["gpu"]["bf16_flops"] < 1e14
@@ -436,11 +447,11 @@ def test_the_example_on_the_page_and_in_the_recipe_is_what_is_printed(monkeypatc
     assert comment_of(plan, command) in (ROOT / "recipes/llama_1b.yaml").read_text()
 
 
-def test_the_page_is_readable_when_piped(recipe):
-    result = run_script("plan.py", "--config", recipe, "--gpus", "8", "--gpu", "a100")
-    assert "\x1b" not in result.stdout
-    assert "Recommended: " in result.stdout and "accelerate launch --config_file accelerate_configs/" in result.stdout
-    assert str(ROOT) not in result.stdout
+def test_the_page_is_readable_when_piped(recipe, printed):
+    text = printed("--config", recipe, "--gpus", "8", "--gpu", "a100")
+    assert "\x1b" not in text
+    assert "Recommended: " in text and "accelerate launch --config_file accelerate_configs/" in text
+    assert str(ROOT) not in text
 
 
 def test_what_has_not_been_tested_on_a_disk_is_refused_there(recipe):
