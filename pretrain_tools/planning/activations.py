@@ -5,7 +5,7 @@ tensor that is alive is counted. So no formula has to be kept for each architect
 traced in a second on a laptop. A compiled layer keeps less than its Python code: there the graph that torch.compile's
 partitioner makes of it is counted (minimum cut between forward and backward, arXiv 2111.13257 and the same by torch).
 
-Sizes are in bytes. Everything is linear in the number of sequences but for what belongs to weights: `Line` says so.
+Sizes are in bytes. Each is a constant for the weights plus a term linear in the number of sequences: see `Line`.
 """
 
 import contextlib
@@ -68,7 +68,7 @@ class Activations:
     outside: Line
     """Alive after the forward pass, layers apart: the embedding's output, the last norm, rotary tables."""
     before: Line
-    """The part of it that is there before the first layer: the last norm not."""
+    """The part of it that exists before the first layer, without the last norm."""
     per_layer: Line
     """Alive after the forward pass for each layer: its backward pass needs them."""
     backward: Line
@@ -137,7 +137,7 @@ EXPERTS_IN_ALL_LAYERS = {
     "num_dense_layers": 0,
     "interleave_moe_layer_step": 1,
 }
-"""Settings of configurations that make some layers dense, with the values that make none so."""
+"""Settings that make some layers dense, with the values at which no layer is dense."""
 
 FLASH = "groundwork_planned"
 AttentionInterface.register(FLASH, _planned_attention)
@@ -347,7 +347,7 @@ def _grouped_products_of_any_dtype() -> Iterator[None]:
 
 
 def _meta_model(model_config: Any, layers: int, attention: str) -> PreTrainedModel:
-    """Builds the model with so many layers on the meta device; of a mixture of experts all of them have experts."""
+    """Builds the model with so many layers on the meta device; in a mixture of experts every layer has experts."""
     config = copy.deepcopy(model_config)
     config.num_hidden_layers = layers
     for name, value in EXPERTS_IN_ALL_LAYERS.items():
@@ -459,7 +459,7 @@ FUSED = (
 
 
 def _is_fused(node: fx.Node) -> bool:
-    """Tells pointwise operations, views and reductions, which the compiler computes on the way.
+    """Tells if a node is a pointwise operation, a view or a reduction, which the compiler computes on the way.
 
     Their results never reach memory, unless something that cannot be fused reads them: a matrix product, an attention
     kernel, or the end of the graph.

@@ -1,4 +1,4 @@
-"""Computes what a run needs: work, memory under every strategy, time, disk, data; and chooses the strategy.
+"""Computes the work, memory, time, disk and data of a run under every strategy, and chooses the strategy.
 
 Nothing here touches a GPU. Memory is that of footprints.py, time that of step_time.py.
 """

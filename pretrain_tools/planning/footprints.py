@@ -1,7 +1,7 @@
-"""Memory of the process that needs most: how states are held, and what each dimension of parallelism adds.
+"""Computes the memory of the process that needs most, from shapes alone.
 
-`PlannedRun.work` has divided model, sequences and experts; here weights, gradients and optimizer state follow from
-their number and from how they are held (ZeRO, Rajbhandari et al., arXiv 1910.02054). All is arithmetic on shapes.
+`PlannedRun.work` divides model, sequences and experts. This module adds weights, gradients and optimizer state as each
+strategy holds them (ZeRO: Rajbhandari et al., arXiv 1910.02054), and what each dimension of parallelism adds.
 docs/measurements_memory.md compares the sums with measurements (bench/memory.py).
 """
 

@@ -1,7 +1,7 @@
-"""The parts of a process's memory that every footprint adds up: sizes of the model, activations, loss, optimizer.
+"""Computes the parts of a process's memory: sizes of the model, activations, loss, optimizer.
 
-Activations follow from a trace of the model's code (activations.py), the loss's from pretrain/model/loss.py. All sizes
-are bytes of tensors in one process; nothing here touches a GPU.
+Activations come from a trace of the model's code (activations.py), the loss's buffers from pretrain/model/loss.py. All
+sizes are bytes of tensors in one process; nothing here touches a GPU.
 """
 
 import copy
@@ -64,7 +64,7 @@ class Sizes:
     choices: int = 0
     """Experts of a token in one of them."""
     terms: int = 0
-    """What terms of the loss train, which is in no layer and in a pipeline's last stage."""
+    """Parameters of the loss's terms, which are in no layer and in a pipeline's last stage."""
     in_fp8: int = 0
     """Elements of the layers' matrices that precision fp8 multiplies in 8 bits, and gathers in them."""
 
@@ -120,7 +120,7 @@ class Work:
     """The run, with this process's slice of the model and its part of the sequences."""
     layout: Layout
     sizes: Sizes
-    """Sizes of the slice, with the experts of this process's ranks of ep alone."""
+    """Sizes of the slice, with this process's own experts alone."""
     held: Sizes
     """Sizes of the slice with all experts, which all processes that divide states hold together."""
     whole: Sizes
@@ -136,7 +136,7 @@ class Work:
 
     @property
     def activations_in_bf16(self) -> Activations:
-        """The same where the weights themselves are in the recipe's precision, as FSDP2 and ZeRO hold them."""
+        """Activations where the weights are in the recipe's precision, as FSDP2 and ZeRO hold them."""
         call = self.run.forward_pass
         return self.run.trace(replace(call, weights=torch.bfloat16, autocast=False) if self.run.is_half else call)
 

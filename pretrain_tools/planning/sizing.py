@@ -1,6 +1,6 @@
 """Chooses vocabulary, shape, tokens and batch for a text of some size and an amount of computation.
 
-Pure functions; own_text measures the machine and writes the recipe.
+Pure functions: sized_recipe measures the machine, own_text writes the recipe.
 """
 
 import math

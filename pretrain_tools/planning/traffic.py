@@ -1,4 +1,4 @@
-"""Bytes that a GPU sends in a step along each dimension, over which link, and what can hide that; and idle time.
+"""Counts the bytes that a GPU sends in a step along each dimension, what can hide them, and idle time.
 
 Ring collectives: a sum of B bytes over n processes moves 2 B (n - 1) / n, a gather or a scatter half of that, an
 all-to-all as much as a gather. tests/parallel/test_products.py compares the bytes with what the trainer sends.
@@ -263,7 +263,7 @@ def offload_seconds(layout: Layout, parameters: int) -> float:
 
 
 def reduces_by_choice(layout: Layout, precision: str) -> bool:
-    """Tells where batch.no_sync trades memory for communication; elsewhere it is so anyway, or refused."""
+    """Tells if batch.no_sync trades memory for communication here; elsewhere it changes nothing or is refused."""
     if layout.is_mesh:
         return layout.sharing_states > 1 and layout.pp == 1
     # DeepSpeed adds gradients that it does not reduce up in the dtype of the weights.
