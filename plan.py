@@ -47,7 +47,7 @@ def main() -> None:
         from pretrain_tools.experiments.ladder_report import read_ladder
         from pretrain_tools.planning.budget_report import recipe_of_budget
 
-        expect = read_ladder(options.ladder).expect if options.ladder else None
+        expect = read_ladder(options.ladder) if options.ladder else None
         recipe_of_budget(request, hardware_of(options, gpu), shlex.join(["plan.py", *sys.argv[1:]]), expect)
         return
     if options.config is None:

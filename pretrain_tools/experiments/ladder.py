@@ -38,6 +38,11 @@ IRRELEVANT = ("seed", "output", "group", "branch_from", "model", "budget", "samp
 """Settings that do not affect the final loss enough to make two runs different experiments."""
 
 
+def compute_of(parameters: float, tokens: float) -> float:
+    """Estimates training FLOPs as 6 N D (Kaplan et al., arXiv 2001.08361)."""
+    return 6.0 * parameters * tokens
+
+
 @dataclass(frozen=True)
 class LadderRun:
     """A validation loss of a run, with the size and tokens it belongs to."""
@@ -68,8 +73,7 @@ class Rung:
 
     @property
     def compute(self) -> float:
-        """Training FLOPs, estimated as 6 N D (Kaplan et al., arXiv 2001.08361)."""
-        return 6.0 * self.parameters * self.tokens
+        return compute_of(self.parameters, self.tokens)
 
 
 @dataclass(frozen=True)
@@ -139,15 +143,13 @@ def read_ladder_runs(folders: Iterable[Path], count: str) -> tuple[list[LadderRu
     return points, said
 
 
-def unusable(history: History) -> str:
-    """Returns the reason why a run's loss cannot be used in a fit; '' if it can."""
+def unusable(history: History) -> str | None:
+    """Returns the reason why a run's loss cannot be used in a fit; None if it can."""
     if end_of(history.events).get("code") != 0:
         return "it has not finished"
     if not history.last("validation"):
         return "it has no validation loss"
-    if setting(read_config(history.folder), "init") == "pretrained":
-        return "it began with pretrained weights"
-    return ""
+    return "it began with pretrained weights" if setting(read_config(history.folder), "init") == "pretrained" else None
 
 
 def ladder_run(history: History, count: str) -> LadderRun | None:
@@ -235,7 +237,7 @@ def fit_rungs(rungs: Sequence[Rung]) -> ScalingLaw:
 
 def predict_loss(law: ScalingLaw, rungs: Sequence[Rung], name: str, parameters: int, tokens: int) -> Prediction:
     """Predicts the loss of one run."""
-    times = 6.0 * parameters * tokens / max(rung.compute for rung in rungs)
+    times = compute_of(parameters, tokens) / max(rung.compute for rung in rungs)
     loss = float(law.loss(parameters, tokens))
     return Prediction(name, parameters, tokens, loss, law.interval(parameters, tokens), times)
 

@@ -2,8 +2,7 @@
 
 import json
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from pretrain_tools.experiments.ladder import (
     MOST_NOISE,
     Ladder,
     cautions_of,
+    compute_of,
     distinct_sizes,
     make_ladder,
     read_ladder_runs,
@@ -31,7 +31,6 @@ from pretrain_tools.experiments.scaling_law import (
     LOG_E_SD,
     REFITS,
     SHARE_OF_E,
-    ScalingLaw,
     law_of,
     law_values,
 )
@@ -101,8 +100,7 @@ def ladder_text(ladder: Ladder, left_out: list[str]) -> str:
         fits.append([name, f"{value:.4g}", f"{low:.4g} to {high:.4g}", note])
     lines = ["L(N, D) = E + A / N^alpha + B / D^beta", COUNTED[ladder.count], "", table(rows, right=set(range(8))), ""]
     lines += [table(fits), "", f"noise around the law: {law.noise:.2%}"]
-    if ladder.backtest is not None:
-        told = ladder.backtest
+    if told := ladder.backtest:
         low, high = told.interval
         lines.append(
             f"back-test: without the largest size the law says {told.loss:.4f} ({low:.4f} to {high:.4f}) at "
@@ -146,30 +144,12 @@ def ladder_values(ladder: Ladder) -> dict[str, Any]:
     }
 
 
-@dataclass(frozen=True)
-class WrittenLadder:
-    """A ladder.json, which can predict other runs."""
+def read_ladder(path: Path) -> Callable[[int, int, int], tuple[float, float, float, str]]:
+    """Reads a ladder.json. Raises InputError if runs.py ladder did not write it, or it is too poor to predict from.
 
-    path: Path
-    law: ScalingLaw
-    count: str
-    largest_compute: float
-    """Training FLOPs of its largest run, as 6 N D."""
-
-    def expect(self, matrix_parameters: int, parameters: int, tokens: int) -> tuple[float, float, float, str]:
-        """Predicts a run: (loss, low end and high end of the 90% interval, note), losses in nats per token."""
-        counted = matrix_parameters if self.count == "matrix" else parameters
-        times = 6.0 * counted * tokens / self.largest_compute
-        far = ": if the law holds so far" if times > FAR_COMPUTE else ""
-        known = (
-            f"90 % by {self.path}, {times:.3g} times the compute of its largest run{far}; on its text, with its "
-            "tokenizer and settings"
-        )
-        return float(self.law.loss(counted, tokens)), *self.law.interval(counted, tokens), known
-
-
-def read_ladder(path: Path) -> WrittenLadder:
-    """Reads a ladder.json. Raises InputError if runs.py ladder did not write it, or it is too poor to predict from."""
+    Returns a function of parameters in matmuls, all parameters and tokens that predicts a run: (loss, low end and high
+    end of the 90% interval, note), losses in nats per token.
+    """
     try:
         values = json.loads(read_small_file(path, most_bytes=1 << 24))
         if {name: values.get(name) for name in LADDER_FORMAT} != LADDER_FORMAT:
@@ -177,8 +157,8 @@ def read_ladder(path: Path) -> WrittenLadder:
         law = law_of(values["law"])
         rungs = values["rungs"]
         sizes = distinct_sizes(rung["parameters"] for rung in rungs)
-        largest_compute = max(6.0 * rung["parameters"] * rung["tokens"] for rung in rungs)
-        found = WrittenLadder(path, law, values["count"], largest_compute)
+        largest_compute = max(compute_of(rung["parameters"], rung["tokens"]) for rung in rungs)
+        counts_matrices = values["count"] == "matrix"
     except InputError as error:
         raise InputError(f"--ladder {path}: {error}") from None
     except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
@@ -189,7 +169,18 @@ def read_ladder(path: Path) -> WrittenLadder:
         raise InputError(
             f"--ladder {path}: its losses scatter by {law.noise:.1%} around the law; at most {MOST_NOISE:.0%}"
         )
-    return found
+
+    def expect(matrix_parameters: int, parameters: int, tokens: int) -> tuple[float, float, float, str]:
+        size = matrix_parameters if counts_matrices else parameters
+        times = compute_of(size, tokens) / largest_compute
+        far = ": if the law holds so far" if times > FAR_COMPUTE else ""
+        known = (
+            f"90 % by {path}, {times:.3g} times the compute of its largest run{far}; on its text, with its tokenizer "
+            "and settings"
+        )
+        return float(law.loss(size, tokens)), *law.interval(size, tokens), known
+
+    return expect
 
 
 def draw_ladder(ladder: Ladder, path: Path) -> None:
@@ -206,13 +197,13 @@ def draw_ladder(ladder: Ladder, path: Path) -> None:
     sizes = np.exp(np.linspace(logs[0].min(), largest, 60))
     tokens = np.exp(slope * np.log(sizes) + offset)
     low, high = np.array([law.interval(n, d) for n, d in zip(sizes, tokens, strict=True)]).T
-    compute = 6 * sizes * tokens
+    compute = compute_of(sizes, tokens)
     panel.fill_between(compute, low, high, color=COLORS[0], alpha=0.15, linewidth=0, label="90 % interval of a run")
     panel.plot(compute, law.loss(sizes, tokens), color=COLORS[0], linewidth=1.5, label="law, along the ladder")
     measured = [(rung.compute, rung.loss, rung.spread or 0.0) for rung in ladder.rungs]
     panel.errorbar(*zip(*measured, strict=True), fmt="o", color="#000000", markersize=5, label="measured")
     for number, one in enumerate(ladder.predictions):
-        place = (6.0 * one.parameters * one.tokens, one.loss)
+        place = (compute_of(one.parameters, one.tokens), one.loss)
         ends = [[one.loss - one.interval[0]], [one.interval[1] - one.loss]]
         label = "predicted" if number == 0 else None
         panel.errorbar(*place, ends, fmt="*", color=COLORS[1], markersize=11, capsize=4, label=label)

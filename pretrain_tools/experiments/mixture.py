@@ -7,7 +7,7 @@ inside the simplex. The fit is a ridge regression whose strength minimizes the l
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,16 +34,8 @@ RESAMPLES = 300
 """Bootstrap resamples for the interval of the gain."""
 
 
-@dataclass(frozen=True)
-class MixtureFit:
-    """A fit of v validation losses to k weights: slopes of shape (v, k) and offsets of shape (v,)."""
-
-    slopes: NDArray[np.float64]
-    offsets: NDArray[np.float64]
-
-    def losses(self, weights: NDArray) -> NDArray[np.float64]:
-        """Predicts the losses, shape (..., v), for weights of shape (..., k)."""
-        return np.exp(np.log(weights) @ self.slopes.T + self.offsets)
+Fit = Callable[[NDArray], NDArray]
+"""Predicts the losses of v validation sources, shape (..., v), for weights of shape (..., k)."""
 
 
 @dataclass(frozen=True)
@@ -76,28 +68,24 @@ def run_mixture(
 
     Returns the exit status. Raises InputError if there is nothing to mix, or too few runs are requested.
     """
-    sources = sources_to_mix(read_run_config(recipe, list(changes)), count)
+    sources = sources_to_mix(read_run_config(recipe, changes), count)
     candidates = candidate_weights(np.array([source.weight for source in sources]), count)
-    texts = [as_setting(sources, weights) for weights in candidates]
+    texts = tuple(as_setting(sources, weights) for weights in candidates)
     labels = {text: f"{number:03d}" for number, text in enumerate(texts)}
-    axes = (Axis("data.train", tuple(texts)),)
-    request = SweepRequest(recipe, axes, tuple(changes), seeds, None, output, labels)
+    request = SweepRequest(recipe, (Axis("data.train", texts),), tuple(changes), seeds, None, output, labels)
     return run_sweep(request, parallel, report_mixture)
 
 
 def sources_to_mix(config: RunConfig, count: int) -> list[Source]:
     """Returns the recipe's sources. Raises InputError if they cannot be mixed, or `count` is too small for them."""
-    problems = []
     if config.data.stages:
-        problems.append("data.stages: a curriculum has several mixtures; give data.train, one stage at a time")
-    sources = config.data.train or []
-    if not config.data.stages and len(sources) < 2:
-        problems.append(f"data.train: {len(sources)} source makes no mixture; name two or more")
+        raise InputError("data.stages: a curriculum has several mixtures; give data.train, one stage at a time")
+    sources = config.data.train
+    if len(sources) < 2:
+        raise InputError(f"data.train: {len(sources)} source makes no mixture; name two or more")
     least = LEAST_RUNS_PER_SOURCE * len(sources)
-    if len(sources) >= 2 and count < least:
-        problems.append(f"--runs {count}: too few to fit {len(sources)} sources; give {least} or more")
-    if problems:
-        raise InputError(*problems)
+    if count < least:
+        raise InputError(f"--runs {count}: too few to fit {len(sources)} sources; give {least} or more")
     return sources
 
 
@@ -128,10 +116,10 @@ def reweighted(sources: Sequence[Source], weights: NDArray) -> list[Source]:
 def as_setting(sources: Sequence[Source], weights: NDArray) -> str:
     """Formats data.train as a command-line value."""
     mixed = reweighted(sources, weights)
-    return json.dumps([{**one.model_dump(mode="json", exclude_defaults=True), "weight": one.weight} for one in mixed])
+    return json.dumps([one.model_dump(mode="json", exclude_defaults=True) | {"weight": one.weight} for one in mixed])
 
 
-def fit_mixture(weights: NDArray, losses: NDArray, strength: float) -> MixtureFit:
+def fit_mixture(weights: NDArray, losses: NDArray, strength: float) -> Fit:
     """Fits log losses (n, v) to log weights (n, k) by ridge regression; the offset is not penalized."""
     x = np.log(weights)
     y = np.log(losses)
@@ -141,13 +129,14 @@ def fit_mixture(weights: NDArray, losses: NDArray, strength: float) -> MixtureFi
     y = y - y_mean
     # The penalty grows with the number of runs, so that a strength means the same for any number.
     slopes = np.linalg.solve(x.T @ x + strength * len(x) * np.eye(x.shape[1]), x.T @ y).T
-    return MixtureFit(slopes, y_mean - slopes @ x_mean)
+    return lambda weights: np.exp(np.log(weights) @ slopes.T + (y_mean - slopes @ x_mean))
 
 
 def unseen_losses(weights: NDArray, losses: NDArray, strength: float) -> NDArray[np.float64]:
-    """Predicts each run's losses by a fit to all other runs (leave-one-out), shape (n, v)."""
+    """Predicts each run's mean loss by a fit to all other runs (leave-one-out), shape (n,)."""
     rows = np.arange(len(weights))
-    return np.stack([fit_mixture(weights[rows != n], losses[rows != n], strength).losses(weights[n]) for n in rows])
+    fits = [fit_mixture(weights[rows != n], losses[rows != n], strength) for n in rows]
+    return np.stack([fit(own) for fit, own in zip(fits, weights, strict=True)]).mean(axis=1)
 
 
 def propose(weights: NDArray, losses: NDArray) -> Proposal:
@@ -157,37 +146,32 @@ def propose(weights: NDArray, losses: NDArray) -> Proposal:
         weights: shape (n, k), the recipe's own first.
         losses: shape (n, v), one column per validation source.
     """
-
-    def unseen_error(strength: float) -> float:
-        relative = unseen_losses(weights, losses, strength).mean(axis=1) / losses.mean(axis=1) - 1
-        return float(np.sqrt(np.mean(relative**2)))
-
-    strength = min(STRENGTHS, key=unseen_error)
+    measured = losses.mean(axis=1)
+    unseen = {strength: unseen_losses(weights, losses, strength) for strength in STRENGTHS}
+    errors = {strength: float(np.sqrt(np.mean((means / measured - 1) ** 2))) for strength, means in unseen.items()}
+    strength = min(errors, key=errors.__getitem__)
     random = np.random.default_rng(1)
     tried = np.concatenate([weights, random.dirichlet(np.ones(weights.shape[1]), PROPOSALS)])
     # Do not extrapolate beyond the weights that were tried.
     tried = tried[((tried >= weights.min(axis=0)) & (tried <= weights.max(axis=0))).all(axis=1)]
     fit = fit_mixture(weights, losses, strength)
-    best = tried[np.argmin(fit.losses(tried).mean(axis=1))]
+    best = tried[np.argmin(fit(tried).mean(axis=1))]
     both = np.stack([weights[0], best])
     gains = []
     for _ in range(RESAMPLES):
         rows = random.integers(0, len(weights), len(weights))
         # A resample may contain so few distinct runs that the system is singular without a ridge penalty.
-        own, found = fit_mixture(weights[rows], losses[rows], max(strength, 1e-4)).losses(both).mean(axis=1)
+        own, found = fit_mixture(weights[rows], losses[rows], max(strength, 1e-4))(both).mean(axis=1)
         gains.append(own - found)
-    own, found = fit.losses(both).mean(axis=1)
+    own, found = fit(both).mean(axis=1)
     low, high = np.quantile(gains, (0.05, 0.95))
-    ranks = [
-        np.argsort(np.argsort(values))
-        for values in (unseen_losses(weights, losses, strength).mean(axis=1), losses.mean(axis=1))
-    ]
+    ranks = [np.argsort(np.argsort(values)) for values in (unseen[strength], measured)]
     return Proposal(
         weights=best,
-        losses=fit.losses(best),
+        losses=fit(best),
         gain=float(own - found),
         gain_interval=(float(low), float(high)),
-        error=unseen_error(strength),
+        error=errors[strength],
         agreement=float(np.corrcoef(*ranks)[0, 1]),
     )
 

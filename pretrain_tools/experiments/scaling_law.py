@@ -14,7 +14,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -138,8 +138,9 @@ def fit_scaling_law(
     starts = starting_points(float(np.exp(y.min())))
     noise = assumed
     for _ in range(3):  # alternate: the noise sets the weight of the priors, and the fit's residuals set the noise
-        rows = len(starts)
-        fits, objectives = _fit(starts, n, d, np.tile(y, (rows, 1)), np.full(rows, noise), np.tile(centers, (rows, 1)))
+        rows = (len(starts), 1)
+        same = Drawn(n, d, np.tile(y, rows), np.full(len(starts), noise), np.tile(centers, rows))
+        fits, objectives = _fit(starts, same)
         theta = fits[np.argmin(objectives)]
         starts = theta[None]
         residuals = y - log_loss(theta, n, d)
@@ -153,53 +154,68 @@ def fit_scaling_law(
     refit_noise = noise * np.sqrt(count / random.chisquare(count, REFITS))
     # With few degrees of freedom this distribution has no mean, and its tail would dominate the intervals.
     refit_noise = np.minimum(refit_noise, 10 * noise)
-    drawn = y + refit_noise[:, None] * random.standard_normal((REFITS, len(y)))
+    noisy = y + refit_noise[:, None] * random.standard_normal((REFITS, len(y)))
     moved = centers + PRIOR_SDS * random.standard_normal((REFITS, 4))
-    refits, _ = _fit(np.tile(theta, (REFITS, 1)), n, d, drawn, refit_noise, moved)
+    refits, _ = _fit(np.tile(theta, (REFITS, 1)), Drawn(n, d, noisy, refit_noise, moved))
     return ScalingLaw(theta, refits, refit_noise, reference, noise, residuals)
 
 
 def starting_points(lowest: float) -> NDArray:
     """Returns starting points, shape (R, 5): a grid over the share of E, the share of the size term, and exponents."""
-    starts = []
-    for share, balance, alpha, beta in itertools.product((0.2, 0.5, 0.8), (0.2, 0.5, 0.8), *[(0.15, 0.35, 0.6)] * 2):
-        rest = (1 - share) * lowest
-        starts.append(
-            [math.log(share * lowest), math.log(balance * rest), math.log((1 - balance) * rest), alpha, beta]
-        )
-    return np.array(starts)
+    shares = (0.2, 0.5, 0.8)
+    exponents = (0.15, 0.35, 0.6)
+    share, balance, alpha, beta = np.array(list(itertools.product(shares, shares, exponents, exponents))).T
+    rest = (1 - share) * lowest
+    terms = np.log([share * lowest, balance * rest, (1 - balance) * rest])
+    return np.stack([*terms, alpha, beta], axis=1)
 
 
 PRIORS = np.array([[1.0, 0, 0, 0, 0], [0, 1.0, -1.0, 0, 0], [0, 0, 0, 1.0, 0], [0, 0, 0, 0, 1.0]])
 PRIOR_SDS = np.array([LOG_E_SD, LOG_BALANCE_SD, EXPONENT_SD, EXPONENT_SD])
 """Prior standard deviations, shape (4,), of PRIORS @ theta: log E, log ratio of the terms, alpha, beta."""
+SCALED_PRIORS = PRIORS / PRIOR_SDS[:, None]
 
 
-def _fit(
-    theta: NDArray, n: NDArray, d: NDArray, y: NDArray, noise: NDArray, centers: NDArray
-) -> tuple[NDArray, NDArray]:
-    """Minimizes the objective by Levenberg-Marquardt from theta (R, 5), for y (R, n), reweighting for the Huber loss.
+class Drawn(NamedTuple):
+    """The runs as each of R refits takes them."""
 
-    noise: shape (R,). centers: means of the priors, shape (R, 4). Returns the fits (R, 5) and their objectives (R,).
+    n: NDArray
+    d: NDArray
+    """log N and log D relative to the reference, shape (n,)."""
+    y: NDArray
+    """log L, shape (R, n)."""
+    noise: NDArray
+    """Shape (R,)."""
+    centers: NDArray
+    """Means of the priors, shape (R, 4)."""
+
+    def from_priors(self, theta: NDArray) -> NDArray:
+        """Returns the distance from the priors, in standard deviations, shape (R, 4)."""
+        return (theta @ PRIORS.T - self.centers) / PRIOR_SDS
+
+
+def _fit(theta: NDArray, drawn: Drawn) -> tuple[NDArray, NDArray]:
+    """Minimizes the objective by Levenberg-Marquardt from theta (R, 5), reweighting for the Huber loss.
+
+    Returns the fits (R, 5) and their objectives (R,).
     """
+    n, d, y, noise, _ = drawn
     damping = np.full(len(theta), 1e-2)
-    objective = _objective(theta, n, d, y, noise, centers)
+    objective = _objective(theta, drawn)
     for _ in range(MOST_ITERATIONS):
         model = log_loss(theta.T[:, :, None], n, d)
         deviation = (model - y) / noise[:, None]
         # Iteratively reweighted least squares: its fixed point is the minimum of the Huber loss.
         weights = np.minimum(1.0, HUBER_WIDTH / np.maximum(np.abs(deviation), 1e-12))
         slopes = _slopes(theta, n, d, model) / noise[:, None, None]
-        of_priors = (theta @ PRIORS.T - centers) / PRIOR_SDS
-        scaled = PRIORS / PRIOR_SDS[:, None]
-        gradient = np.einsum("rni,rn,rn->ri", slopes, weights, deviation) + of_priors @ scaled
-        curvature = np.einsum("rni,rn,rnj->rij", slopes, weights, slopes) + scaled.T @ scaled
+        gradient = np.einsum("rni,rn,rn->ri", slopes, weights, deviation) + drawn.from_priors(theta) @ SCALED_PRIORS
+        curvature = np.einsum("rni,rn,rnj->rij", slopes, weights, slopes) + SCALED_PRIORS.T @ SCALED_PRIORS
         diagonal = np.einsum("rii->ri", curvature)
         damped = curvature + damping[:, None, None] * np.eye(5) * (diagonal[:, None] + 1e-9)
         tried = theta - np.linalg.solve(damped, gradient[..., None])[..., 0]
         # Without bounds, a step that overshoots could make an exponent negative, from where the fit does not recover.
         tried[:, 3:] = np.clip(tried[:, 3:], 0.01, 2.0)
-        then = _objective(tried, n, d, y, noise, centers)
+        then = _objective(tried, drawn)
         better = then < objective
         gained = np.where(better, objective - then, 0.0)
         # Each refit accepts or rejects its own step, so batching does not change any result.
@@ -211,10 +227,11 @@ def _fit(
     return theta, objective
 
 
-def _objective(theta: NDArray, n: NDArray, d: NDArray, y: NDArray, noise: NDArray, centers: NDArray) -> NDArray:
+def _objective(theta: NDArray, drawn: Drawn) -> NDArray:
+    n, d, y, noise, _ = drawn
     deviation = np.abs(log_loss(theta.T[:, :, None], n, d) - y) / noise[:, None]
     huber = np.where(deviation <= HUBER_WIDTH, deviation**2 / 2, HUBER_WIDTH * (deviation - HUBER_WIDTH / 2))
-    return huber.sum(axis=1) + (((theta @ PRIORS.T - centers) / PRIOR_SDS) ** 2).sum(axis=1) / 2
+    return huber.sum(axis=1) + (drawn.from_priors(theta) ** 2).sum(axis=1) / 2
 
 
 def _slopes(theta: NDArray, n: NDArray, d: NDArray, model: NDArray) -> NDArray:
@@ -228,6 +245,5 @@ def _slopes(theta: NDArray, n: NDArray, d: NDArray, model: NDArray) -> NDArray:
 def _parameters_used(theta: NDArray, n: NDArray, d: NDArray, noise: float) -> float:
     """Returns the effective number of parameters that the runs, not the priors, determine: the hat matrix's trace."""
     slopes = _slopes(theta[None], n, d, log_loss(theta[:, None, None], n, d))[0] / noise
-    scaled = PRIORS / PRIOR_SDS[:, None]
     information = slopes.T @ slopes
-    return float(np.trace(np.linalg.solve(information + scaled.T @ scaled, information)))
+    return float(np.trace(np.linalg.solve(information + SCALED_PRIORS.T @ SCALED_PRIORS, information)))

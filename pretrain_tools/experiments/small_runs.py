@@ -43,7 +43,6 @@ class SmallRun:
     name: str
     folder: Path
     """Folder of the experiment."""
-    total_steps: int
     config: RunConfig = field(repr=False)
     """Its complete recipe."""
 

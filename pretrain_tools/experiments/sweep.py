@@ -81,7 +81,7 @@ class Sweep:
         self.runs: dict[str, SmallRun] = {}
         self.failures: dict[str, str] = {}
         """Reason of each run that failed during this call, by name; the same command tries it again."""
-        trials = recorded_trials(request) if request.search else []
+        trials = recorded_trials(request)
         for point in [*points, *(check_points(request, trials) if trials else ())]:
             self._add(point)
 

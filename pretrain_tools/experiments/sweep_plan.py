@@ -46,8 +46,7 @@ class Axis:
     @property
     def ends(self) -> tuple[float, float]:
         """Ends of a range as numbers."""
-        low, high = (parse_yaml(value) for value in self.values)
-        return low, high
+        return tuple(map(parse_yaml, self.values))
 
     @property
     def is_whole(self) -> bool:
@@ -151,27 +150,27 @@ def is_number_text(text: str) -> bool:
 def request_problems(request: SweepRequest) -> Problems:
     """Returns the problems that can be found from the command line alone."""
     problems = Problems()
-    ranges = [axis for axis in request.axes if axis.is_range]
     changed = {path for path, _ in request.changes}
-    for path in (axis.path for axis in request.axes):
+    for axis in request.axes:
+        path = axis.path
         if path == "output":
             problems.append("--vary output: every run has a folder of its own under --output")
         if path == "seed" and request.seeds > 1:
             problems.append(f"--vary seed, and --seeds {request.seeds}: give one of the two")
         if path in changed:
             problems.append(f"--{path} beside --vary {path}: give one of the two")
-    if request.search is None:
-        problems += [
-            f"--vary {axis.path}={'..'.join(axis.values)}: a range is searched: give --search and a number of "
-            "settings to try, or list the values"
-            for axis in ranges
-        ]
-    elif not ranges:
-        problems.append(f"--search {request.search}: searches ranges, as in --vary optim.learning_rate=1e-4..1e-2")
-    elif find_spec("optuna") is None:
-        problems.append(f"--search needs optuna, which is not installed: pip install {OPTUNA}")
-    output = output_problem(request.output)
-    problems += [output.replace("output:", "--output:", 1)] if output else []
+        if axis.is_range and request.search is None:
+            problems.append(
+                f"--vary {path}={'..'.join(axis.values)}: a range is searched: give --search and a number of settings "
+                "to try, or list the values"
+            )
+    if request.search is not None:
+        if not any(axis.is_range for axis in request.axes):
+            problems.append(f"--search {request.search}: searches ranges, as in --vary optim.learning_rate=1e-4..1e-2")
+        elif find_spec("optuna") is None:
+            problems.append(f"--search needs optuna, which is not installed: pip install {OPTUNA}")
+    if output := output_problem(request.output):
+        problems.append(output.replace("output:", "--output:", 1))
     return problems
 
 
@@ -195,16 +194,17 @@ def config_of_run(config: RunConfig, request: SweepRequest, seed: int, output: P
     """Returns the recipe of one run: no uploads, and one checkpoint is kept unless the command line says otherwise."""
     # name None: trackers then name each run after its folder.
     tracking = {"group": config.tracking.group or request.output.name, "name": None}
-    update: dict[str, Any] = {
+    kept = {}
+    # The recipe's own checkpoint settings, multiplied by many runs, could fill the disk.
+    if not any(path.startswith("checkpoint") for path, _ in request.changes):
+        kept = {"keep_last": 1, "keep_best": 0, "keep_every": None, "mirror": None}
+    update = {
         "output": output,
         "seed": seed,
         "hub": Hub(),
         "tracking": config.tracking.model_copy(update=tracking),
+        "checkpoint": config.checkpoint.model_copy(update=kept),
     }
-    # The recipe's own checkpoint settings, multiplied by many runs, could fill the disk.
-    if not any(path.startswith("checkpoint") for path, _ in request.changes):
-        kept = {"keep_last": 1, "keep_best": 0, "keep_every": None, "mirror": None}
-        update["checkpoint"] = config.checkpoint.model_copy(update=kept)
     return config.model_copy(update=update)
 
 
@@ -238,18 +238,18 @@ def check_points(request: SweepRequest, points: Sequence[dict[str, str]]) -> lis
         found["data: losses per token of different tokenizers are not comparable; sweep each by itself"] = []
     Problems(f"{where_found(at, points)}{problem}" for problem, at in found.items()).stop_if_any()
     return [
-        SweepPoint(settings, runs_of(request, settings, config, plan.total_steps), plan)
+        SweepPoint(settings, runs_of(request, settings, config), plan)
         for settings, config, plan in zip(points, configs, plans, strict=True)
     ]
 
 
-def runs_of(request: SweepRequest, settings: dict[str, str], config: RunConfig, total_steps: int) -> list[SmallRun]:
+def runs_of(request: SweepRequest, settings: dict[str, str], config: RunConfig) -> list[SmallRun]:
     """Returns the runs of one combination of settings, one per seed from the recipe's own on."""
     runs = []
     for seed in range(config.seed, config.seed + request.seeds):
         name = run_name(request, settings, seed)
         config_of_seed = config_of_run(config, request, seed, request.output / "runs" / name)
-        runs.append(SmallRun(name, request.output, total_steps, config_of_seed))
+        runs.append(SmallRun(name, request.output, config_of_seed))
     return runs
 
 
@@ -290,8 +290,8 @@ def seal_plan(request: SweepRequest, points: Sequence[SweepPoint]) -> None:
         name: value for name, value in plan["plan"].items() if name in before or (name, value) not in defaults.items()
     }
     lines = [
-        f"{request.output}: {name} was {shortened(json.dumps(was))}, "
-        f"the command now gives {shortened(json.dumps(given))}"
+        f"{request.output}: {name} was {shortened(json.dumps(was))}, the command now gives "
+        f"{shortened(json.dumps(given))}"
         for name, (was, given) in setting_differences([before, now]).items()
     ]
     if lines:

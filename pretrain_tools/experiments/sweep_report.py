@@ -149,18 +149,18 @@ def t_of(count: int) -> float:
 
 def as_values(request: SweepRequest, results: Sequence[PointResult]) -> dict[str, Any]:
     """Returns the contents of results.json; losses in nats per token, averaged over the validation sources."""
-    return {**request.described, "results": [values_of_point(result) for result in results]}
-
-
-def values_of_point(result: PointResult) -> dict[str, Any]:
-    return {
-        "settings": result.settings,
-        "state": result.state,
-        "loss": finite(result.mean_loss),
-        "spread": finite(result.spread),
-        "budget_tokens": result.tokens,
-        "runs": [values_of_run(outcome) for outcome in result.outcomes],
-    }
+    points = [
+        {
+            "settings": result.settings,
+            "state": result.state,
+            "loss": finite(result.mean_loss),
+            "spread": finite(result.spread),
+            "budget_tokens": result.tokens,
+            "runs": [values_of_run(outcome) for outcome in result.outcomes],
+        }
+        for result in results
+    ]
+    return {**request.described, "results": points}
 
 
 def values_of_run(outcome: RunOutcome) -> dict[str, Any]:

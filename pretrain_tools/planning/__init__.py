@@ -11,7 +11,7 @@ Predictions come from footprints and step_time (docs/plan.md).
     memory_advice: what to change when memory runs out
     traffic, step_time: bytes and waiting under each strategy; time and cost
     own_text, text_files, sized_recipe: train.py --text; what it reads, what it chooses
-    recipe_files, texts: where recipes go that are made here; their text and that of plans, from templates/
+    texts: recipes that are made here, and the sentences of plans, from templates/
     sizing, families: what size to train; its shape
     smoke: a hundred steps, pass or fail per stage
     width_check: whether a learning rate holds at other widths

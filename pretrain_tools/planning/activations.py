@@ -5,7 +5,7 @@ tensor that is alive is counted. So no formula has to be kept for each architect
 traced in a second on a laptop. A compiled layer keeps less than its Python code: there the graph that torch.compile's
 partitioner makes of it is counted (minimum cut between forward and backward, arXiv 2111.13257 and the same by torch).
 
-Sizes are in bytes. Everything is linear in the number of sequences but for what belongs to weights: `Line` says so.
+Sizes are in bytes. Each is a constant for the weights plus a term linear in the number of sequences: see `Line`.
 """
 
 import contextlib
@@ -17,6 +17,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -67,7 +68,7 @@ class Activations:
     outside: Line
     """Alive after the forward pass, layers apart: the embedding's output, the last norm, rotary tables."""
     before: Line
-    """The part of it that is there before the first layer: the last norm not."""
+    """The part of it that exists before the first layer, without the last norm."""
     per_layer: Line
     """Alive after the forward pass for each layer: its backward pass needs them."""
     backward: Line
@@ -80,22 +81,19 @@ class Activations:
         return self.outside(sequences) + layers * self.per_layer(sequences)
 
 
-# An operator of its own and not an autograd.Function: torch.compile's partitioner would look into a function and
+# An attention that has shapes alone. It keeps what every flash kernel of a GPU keeps: query, key, value, output and
+# logsumexp. An operator and not an autograd.Function: torch.compile's partitioner would look into a function and
 # recompute its outputs, which cost nothing there, instead of keeping them as it keeps those of a flash kernel.
-@torch.library.custom_op("groundwork::flash_shapes", mutates_args=())
-def _flash_shapes(query_BHTE: Tensor, key_BGTE: Tensor, value_BGTE: Tensor) -> tuple[Tensor, Tensor]:
-    """Keeps as much as every flash kernel of a GPU, whichever it is: query, key, value, output and logsumexp."""
-    raise RuntimeError("this attention has shapes only: it is for plans, and is never computed")
+SHAPES = "groundwork::flash_shapes"
+SHAPES_BACKWARD = "groundwork::flash_shapes_backward"
+torch.library.define(SHAPES, "(Tensor query, Tensor key, Tensor value) -> (Tensor, Tensor)")
+torch.library.define(
+    SHAPES_BACKWARD,
+    "(Tensor grad, Tensor query, Tensor key, Tensor value, Tensor out, Tensor lse) -> (Tensor, Tensor, Tensor)",
+)
 
 
-@torch.library.custom_op("groundwork::flash_shapes_backward", mutates_args=())
-def _flash_shapes_backward(
-    grad_BHTE: Tensor, query_BHTE: Tensor, key_BGTE: Tensor, value_BGTE: Tensor, out_BHTE: Tensor, lse_BHT: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    raise RuntimeError("this attention has shapes only: it is for plans, and is never computed")
-
-
-@_flash_shapes.register_fake
+@torch.library.register_fake(SHAPES)
 def _(query_BHTE, key_BGTE, value_BGTE):
     batch, heads, length, _ = query_BHTE.shape
     # Latent attention has values of another width than queries and keys.
@@ -103,7 +101,7 @@ def _(query_BHTE, key_BGTE, value_BGTE):
     return _heads_last(out_BHTE), query_BHTE.new_empty(batch, heads, length, dtype=torch.float32)
 
 
-@_flash_shapes_backward.register_fake
+@torch.library.register_fake(SHAPES_BACKWARD)
 def _(grad_BHTE, query_BHTE, key_BGTE, value_BGTE, out_BHTE, lse_BHT):
     return tuple(_heads_last(x) for x in (query_BHTE, key_BGTE, value_BGTE))
 
@@ -121,11 +119,11 @@ def _gradients(ctx, grad_BHTE, _):
     return torch.ops.groundwork.flash_shapes_backward(grad_BHTE, *ctx.saved_tensors)
 
 
-_flash_shapes.register_autograd(_gradients, setup_context=_save_for_backward)
+torch.library.register_autograd(SHAPES, _gradients, setup_context=_save_for_backward)
 
 
 def _planned_attention(module, query_BHTE, key_BGTE, value_BGTE, attention_mask, **kwargs) -> tuple[Tensor, None]:
-    """Stands for an attention function of transformers: the products' dtype, and what a flash kernel keeps."""
+    """Stands for an attention function of transformers: computes in the products' dtype, keeps as a flash kernel."""
     half = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else value_BGTE.dtype
     out_BHTE, _ = torch.ops.groundwork.flash_shapes(*(x.to(half) for x in (query_BHTE, key_BGTE, value_BGTE)))
     return out_BHTE.transpose(1, 2), None
@@ -139,7 +137,7 @@ EXPERTS_IN_ALL_LAYERS = {
     "num_dense_layers": 0,
     "interleave_moe_layer_step": 1,
 }
-"""Settings of configurations that make some layers dense, with the values that make none so."""
+"""Settings that make some layers dense, with the values at which no layer is dense."""
 
 FLASH = "groundwork_planned"
 AttentionInterface.register(FLASH, _planned_attention)
@@ -234,7 +232,7 @@ def _trace(config_json: str, call: ForwardPass) -> Activations:
     if len(set(kinds)) > 1:
         of_kinds = [_trace(_of_one_kind(model_config, kind), call) for kind in kinds]
         lines = [activations.per_layer for activations in of_kinds]
-        mean = Line(*(sum(getattr(line, part) for line in lines) / len(lines) for part in ("fixed", "per_sequence")))
+        mean = Line(fmean(line.fixed for line in lines), fmean(line.per_sequence for line in lines))
         return replace(max(of_kinds, key=lambda found: found.backward(1)), per_layer=mean)
     if call.mixers:
         call = replace(call, compiled=False)  # mixers in rows run outside of compiled layers
@@ -243,29 +241,29 @@ def _trace(config_json: str, call: ForwardPass) -> Activations:
         is_linear = call.attention in (FLASH, "groundwork_sdpa") or not attention_width(model_config)
         if is_linear and length > TRACED_LENGTH:
             short = _trace(config_json, replace(call, window=replace(call.window, sequence_length=TRACED_LENGTH)))
-            lines = (short.outside, short.before, short.per_layer, short.backward, short.hidden)
             longer = length / TRACED_LENGTH
-            return Activations(*(Line(line.fixed, line.per_sequence * longer) for line in lines))
+            return Activations(*(Line(line.fixed, line.per_sequence * longer) for line in vars(short).values()))
     measured = {(layers, n): _measure(model_config, layers, n, call) for layers in (1, 2) for n in (1, 2)}
+    if call.compiled:
+        for sequences in (1, 2):
+            measured[1, sequences] |= _compiled_layer(model_config, sequences, call)
 
     def line(key: str, layers: int) -> Line:
         return Line.through(measured[layers, 1][key], measured[layers, 2][key])
 
     per_layer = line("kept", 2) - line("kept", 1)
     outside = line("kept", 1) - per_layer
-    before = line("before", 1)
     backward = line("peak", 1) - line("kept", 1)
     hidden = line("hidden", 1)
     if call.compiled:
-        graphs = [_compiled_layer(model_config, sequences, call) for sequences in (1, 2)]
-        kept = Line.through(*(graph.kept for graph in graphs))
+        kept = line("graph keeps", 1)
         # The gradient of the layer's output is alive beside the tensors that its backward pass needs.
-        backward = Line.through(*(graph.backward for graph in graphs)) + hidden
+        backward = line("graph peak", 1) + hidden
         if call.activation_checkpointing == "none":
             per_layer = kept
         else:
             backward = backward + kept
-    return Activations(outside, before, per_layer, backward, hidden)
+    return Activations(outside, line("before", 1), per_layer, backward, hidden)
 
 
 def _config_of(config_json: str) -> Any:
@@ -338,13 +336,9 @@ def _fake_tensors(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[None]:
 def _grouped_products_of_any_dtype() -> Iterator[None]:
     """Runs grouped products in fp32 by transformers' own operator: torch knows the shapes of grouped_mm in bf16 alone.
 
-    transformers chooses between the two in a private function, which is replaced meanwhile. A version without it is
-    left as it is.
+    transformers chooses between the two in a private function, which is replaced meanwhile.
     """
-    can_use = getattr(moe, "_can_use_grouped_mm", None)
-    if can_use is None:
-        yield
-        return
+    can_use = moe._can_use_grouped_mm
     moe._can_use_grouped_mm = lambda input, weight, offs: weight.dtype == torch.bfloat16
     try:
         yield
@@ -353,7 +347,7 @@ def _grouped_products_of_any_dtype() -> Iterator[None]:
 
 
 def _meta_model(model_config: Any, layers: int, attention: str) -> PreTrainedModel:
-    """Builds the model with so many layers on the meta device; of a mixture of experts all of them have experts."""
+    """Builds the model with so many layers on the meta device; in a mixture of experts every layer has experts."""
     config = copy.deepcopy(model_config)
     config.num_hidden_layers = layers
     for name, value in EXPERTS_IN_ALL_LAYERS.items():
@@ -392,20 +386,15 @@ def _inputs(model_config: Any, sequences: int, call: ForwardPass) -> dict[str, A
     return inputs
 
 
-@dataclass
-class LayerGraphs:
-    """Bytes of a compiled layer, filled in while it is compiled and called."""
+def _compiled_layer(model_config: Any, sequences: int, call: ForwardPass) -> dict[str, float]:
+    """Counts bytes of a compiled layer.
 
-    kept: float = 0.0
-    """Tensors that the forward graph hands to the backward graph, the layer's input included, weights not."""
-    backward: float = 0.0
-    """More than what is kept, at the peak of the backward graph."""
-
-
-def _compiled_layer(model_config: Any, sequences: int, call: ForwardPass) -> LayerGraphs:
+    graph keeps: tensors that the forward graph hands to the backward graph, the layer's input included, weights not.
+    graph peak: more than that, at the peak of the backward graph.
+    """
     model = _meta_model(model_config, 1, call.attention)
     torch.compiler.reset()
-    graphs = LayerGraphs()
+    graphs: dict[str, float] = {}
     with _fake_tensors(model, call.weights):
         hidden_shape = (sequences, call.window.sequence_length, model_config.hidden_size)
         for layer in layers_of(model):
@@ -416,7 +405,7 @@ def _compiled_layer(model_config: Any, sequences: int, call: ForwardPass) -> Lay
     return graphs
 
 
-def _counting_backend(graphs: LayerGraphs, hidden_shape: tuple[int, ...]) -> Callable:
+def _counting_backend(graphs: dict[str, float], hidden_shape: tuple[int, ...]) -> Callable:
     """Makes a backend for torch.compile that generates no code: it counts into `graphs` and runs the graph as it is.
 
     hidden_shape is that of the layer's input: of the graph's inputs, the one that only this layer keeps alive.
@@ -437,11 +426,11 @@ def _counting_backend(graphs: LayerGraphs, hidden_shape: tuple[int, ...]) -> Cal
                 continue
             if node.op != "placeholder" or getattr(node.meta.get("val"), "shape", ()) == hidden_shape:
                 saved.update(_storage_of(node))
-        graphs.kept = sum(saved.values())
+        graphs["graph keeps"] = sum(saved.values())
         return make_boxed_func(graph_module.forward)
 
     def backward(graph_module: fx.GraphModule, inputs: list) -> Callable:
-        graphs.backward = _peak_beyond_inputs(graph_module.graph)
+        graphs["graph peak"] = _peak_beyond_inputs(graph_module.graph)
         return make_boxed_func(graph_module.forward)
 
     return aot_autograd(
@@ -470,7 +459,7 @@ FUSED = (
 
 
 def _is_fused(node: fx.Node) -> bool:
-    """Tells pointwise operations, views and reductions, which the compiler computes on the way.
+    """Tells if a node is a pointwise operation, a view or a reduction, which the compiler computes on the way.
 
     Their results never reach memory, unless something that cannot be fused reads them: a matrix product, an attention
     kernel, or the end of the graph.

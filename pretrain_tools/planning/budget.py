@@ -16,7 +16,7 @@ from pretrain.errors import InputError
 from pretrain.optim.optimizers import OPTIMIZERS
 from pretrain.optim.scaling_laws import scaling_law_batch, scaling_law_warmup, scaling_law_weight_decay
 from pretrain.units import count_text, counted, duration_text
-from pretrain_tools.planning.candidates import Candidate, Case, consider, planned_precision, recommend, work_of_run
+from pretrain_tools.planning.candidates import Candidate, Case, auto_precision, consider, recommend, work_of_run
 from pretrain_tools.planning.families import Family, Shape
 from pretrain_tools.planning.judgement import FEWEST_STEPS
 from pretrain_tools.planning.memory import Memory, PlannedRun
@@ -65,8 +65,7 @@ class RunBudget:
 
     @property
     def precision(self) -> str:
-        gpu = self.hardware.gpu
-        return "bf16" if gpu.has_bf16 else "fp32" if self.hardware.device_type == "cpu" else "fp16"
+        return auto_precision(self.hardware.gpu)
 
     @property
     def shapes(self) -> list[Shape]:
@@ -249,17 +248,15 @@ def size(budget: RunBudget, shape: Shape) -> Sized:
     # FLOPs by the shape, as those that the budget was divided by.
     work = replace(work_of_run(run.config, run.model_config), flops_per_token=shape.flops_per_token)
     case = Case(run, work, budget.hardware, budget.speed(shape))
-    candidates = [consider(name, case) for name in COMPARED]
-    best = recommend(candidates)
-    if best is None or not best.fits:
+    plans = []
+    for each in (case, case.changed(activation_checkpointing="full")):
+        candidates = [consider(name, each) for name in COMPARED]
+        best = recommend(candidates)
+        plans.append((each, candidates, best))
         # Recomputing activations takes a third more time, so only where memory is short.
-        recomputing = case.changed(activation_checkpointing="full")
-        others = [consider(name, recomputing) for name in COMPARED]
-        other = recommend(others)
-        if other and (best is None or other.step_seconds < best.step_seconds):
-            case = recomputing
-            candidates = others
-            best = other
+        if best and best.fits:
+            break
+    case, candidates, best = min(plans, key=lambda plan: plan[2].step_seconds if plan[2] else math.inf)
     if best is not None:
         case = case.with_batch(sequences_per_micro_batch=best.micro_batch, no_sync=best.reduces_once)
     return Sized(budget, shape, case, candidates, best)
@@ -295,8 +292,7 @@ def planned_run(budget: RunBudget, shape: Shape) -> PlannedRun:
         }
     )
     model_config = planned_model_config(config.model, config.data)
-    gpu = hardware.gpu
-    return PlannedRun(config, model_config, planned_precision(config, gpu), hardware.device_type, gpu.memory_bytes)
+    return PlannedRun(config, model_config, budget.precision, hardware.device_type, hardware.gpu.memory_bytes)
 
 
 def batch_of(budget: RunBudget, shape: Shape, tokens: float) -> int:

@@ -26,11 +26,10 @@ from pretrain_tools.planning.budget import (
 from pretrain_tools.planning.budget_request import OPTIMIZERS_CHOSEN, BudgetRequest
 from pretrain_tools.planning.candidates import command_of, difference, next_best, reason_of
 from pretrain_tools.planning.families import FAMILIES, NANOCHAT, Shape
-from pretrain_tools.planning.recipe_files import MADE_BY, RecipePlace
 from pretrain_tools.planning.report import TABLE_WIDTH
 from pretrain_tools.planning.sizing import MOST_EPOCHS
 from pretrain_tools.planning.step_time import Hardware
-from pretrain_tools.planning.texts import lines_of, render
+from pretrain_tools.planning.texts import MADE_BY, RecipePlace, lines_of, render
 
 SAVES = 10
 """Checkpoints and validations of a run, unless they were further apart than SECONDS_BETWEEN_SAVES."""
@@ -193,7 +192,7 @@ def answer_json(found: Answer) -> str:
     loss = dict(zip(("loss", "low", "high", "source"), found.expected, strict=True)) if found.expected else None
     values = {
         "choices": [dict(zip(("name", "value", "reason"), choice, strict=True)) for choice in choices(found)],
-        "model": run.shape.config_values(2 * run.shape.sequence_length),
+        "model": run.shape.config_values,
         "parameters": run.work.sizes.total,
         "active_parameters": run.work.active,
         "tokens": run.tokens,

@@ -9,7 +9,7 @@ from pretrain.errors import InputError, Problems, did_you_mean
 from pretrain.gpus import CPU, Gpu
 from pretrain.units import parse_count
 from pretrain_tools.planning.families import FAMILIES
-from pretrain_tools.planning.recipe_files import RecipePlace
+from pretrain_tools.planning.texts import RecipePlace
 
 DIALS = ("hours", "dollars", "flops")
 BUDGET_OPTIONS = (*DIALS, "family", "vocabulary", "data", "tokens_per_parameter", "optimizer", "ladder", "write")
@@ -82,11 +82,12 @@ def place_of(options: argparse.Namespace) -> RecipePlace:
     recipe = Path(options.write or "recipes/mine.yaml")
     output = Path("runs", recipe.stem)
     given = options.vocabulary
-    if options.data is not None:
-        return RecipePlace(recipe, Path(options.data), output, is_prepared=True)
+    shards = options.data
     # --vocabulary may name prepared shards, which are then the data too.
-    if given is not None and (Path(given) / MANIFEST_NAME).is_file():
-        return RecipePlace(recipe, Path(given), output, is_prepared=True)
+    if shards is None and given is not None and (Path(given) / MANIFEST_NAME).is_file():
+        shards = given
+    if shards is not None:
+        return RecipePlace(recipe, Path(shards), output, is_prepared=True)
     tokenizer = given if given is not None and not isinstance(parse_count(given), int) else None
     return RecipePlace(recipe, Path("data", recipe.stem), output, tokenizer)
 

@@ -1,4 +1,4 @@
-"""Computes what a run needs: work, memory under every strategy, time, disk, data; and chooses the strategy.
+"""Computes the work, memory, time, disk and data of a run under every strategy, and chooses the strategy.
 
 Nothing here touches a GPU. Memory is that of footprints.py, time that of step_time.py.
 """
@@ -18,7 +18,6 @@ from pretrain.errors import InputError
 from pretrain.gpus import CPU, Gpu
 from pretrain.model.build import active_parameters, flops_per_token, matrix_parameters
 from pretrain.model.positions import configs_of_stages
-from pretrain.optim.batch_ramp import BatchRamp
 from pretrain.parallel.context_parallel import heads_problem
 from pretrain.parallel.pipeline import STAGE_LAYOUTS
 from pretrain.parallel.registry import STRATEGIES, strategy_named
@@ -28,7 +27,7 @@ from pretrain_tools.planning.footprints import largest_footprint
 from pretrain_tools.planning.layouts import Layout, layouts, products
 from pretrain_tools.planning.memory import FP32, Memory, PlannedRun, optimizer_elements, sizes_of, with_terms
 from pretrain_tools.planning.step_time import Hardware, RunWork, Speed, StepTime
-from pretrain_tools.planning.traffic import reduces_by_choice
+from pretrain_tools.planning.traffic import Step, flows, idle, offload_seconds, reduces_by_choice, uneven
 
 AS_FAST = 0.03
 """Difference in time below which a plan takes two strategies for equally fast."""
@@ -48,8 +47,7 @@ class Case:
 
     def changed(self, **settings: Any) -> "Case":
         """Returns the case with other settings of the recipe."""
-        config = self.run.config.model_copy(update=settings)
-        return replace(self, run=replace(self.run, config=config))
+        return replace(self, run=self.run.changed(**settings))
 
     def with_batch(self, **settings: Any) -> "Case":
         """Returns the case with other settings of the recipe's batch."""
@@ -70,16 +68,31 @@ class Case:
         return memory.total <= self.hardware.usable_bytes
 
     def step(self, layout: Layout, sequences: int) -> StepTime:
-        """Returns the time of a step with so many sequences per micro-batch."""
-        return self.speed.step(self.run, self.work, self.hardware, layout, sequences)
+        """Estimates the time of a step with so many sequences per micro-batch."""
+        work = self.work
+        hardware = self.hardware
+        config = self.run.config
+        # Recomputation takes time but does not count in MFU: a forward pass is a third of a step.
+        flops = work.flops_per_token * work.tokens_per_step * (1 + self.run.recomputed / 3)
+        compute = flops / (hardware.gpus * hardware.gpu.bf16_flops * self.speed.mfu)
+        slowest = compute * uneven(layout, work.sizes.layers)
+        micro_batch = sequences * config.data.sequence_length * layout.micro_batches
+        micro_steps = max(1, work.tokens_per_step // micro_batch)
+        sending = flows(Step(self.run.work(layout, sequences), micro_steps, hardware.links))
+        return StepTime(
+            compute,
+            slowest * (1 + idle(config, layout)) - compute,
+            {flow.name: flow.exposed(compute) for flow in sending},
+            offload_seconds(layout, work.sizes.total),
+            {flow.name: flow.sent for flow in sending},
+        )
 
 
 @dataclass(frozen=True)
 class Candidate:
     """A run under one strategy."""
 
-    name: str
-    """File in accelerate_configs/."""
+    layout: Layout
     problems: list[str]
     """Reasons why it cannot run."""
     memory: Memory | None = None
@@ -94,36 +107,38 @@ class Candidate:
     reduces_once: bool = False
     """Sets batch.no_sync: there is memory to reduce gradients once per step."""
     notes: list[str] = field(default_factory=list)
-    layout: Layout | None = None
+
+    @property
+    def name(self) -> str:
+        """File in accelerate_configs/."""
+        return self.layout.name
 
     @property
     def step_seconds(self) -> float:
         return self.time.seconds if self.time else math.inf
 
     @property
-    def is_listed(self) -> bool:
-        """True of what every plan lists: a launcher file with the sizes that it is planned with."""
-        return self.layout is None or self.layout.is_planned
-
-    @property
     def label(self) -> str:
-        """The launcher file, or the sizes where those of the file are others."""
-        return self.name if self.is_listed else self.layout.product
+        """The launcher file if the plan uses its sizes, else the sizes."""
+        return self.name if self.layout.is_planned else self.layout.product
 
     @property
     def runs(self) -> bool:
         return not self.problems and self.largest_micro_batch is not None
 
 
+def auto_precision(gpu: Gpu) -> str:
+    """Returns the precision that `auto` means on this GPU."""
+    return "bf16" if gpu.has_bf16 else "fp32" if gpu.name == CPU else "fp16"
+
+
 def planned_precision(config: RunConfig, gpu: Gpu) -> str:
     """Resolves the recipe's precision on this GPU. Raises InputError for one that the GPU does not compute in."""
-    precision = config.precision
-    if precision == "auto":
-        precision = "bf16" if gpu.has_bf16 else "fp32" if gpu.name == CPU else "fp16"
+    precision = auto_precision(gpu) if config.precision == "auto" else config.precision
     if precision == "fp8" and gpu.fp8_flops is None:
         raise InputError(f"precision: fp8 does not run on {gpu.name}; use bf16, or a GPU that has it, such as h100")
     if precision == "bf16" and not gpu.has_bf16:
-        other = "fp32" if gpu.name == CPU else "fp16"
+        other = auto_precision(gpu)
         raise InputError(f"precision: bf16 does not run on {gpu.name}; use --precision {other}, or another GPU")
     return precision
 
@@ -141,13 +156,13 @@ def work_of_run(config: RunConfig, model_config: Any) -> RunWork:
         )
     active = active_parameters(model_config)
     sizes = with_terms(sizes_of(model_config), config, model_config)
-    ramp = planned_ramp(config, active)
+    ramp = ramp_of(config, sequences, active)
     return RunWork(
         sizes=sizes,
         active=active,
         non_embedding=matrix_parameters(model_config),
+        ramp=ramp,
         tokens=ramp.total_sequences * length,
-        steps=ramp.total_steps,
         tokens_per_step=config.batch.tokens_per_step,
         flops_per_token=mean_flops_per_token(config, model_config) + 6 * sizes.terms,
     )
@@ -169,12 +184,6 @@ def stage_shares(config: RunConfig) -> list[float]:
     """Returns each stage's part of the run."""
     ends = [0.0, *(stage.until or 1.0 for stage in config.data.mixtures)]
     return [end - begin for begin, end in itertools.pairwise(ends)]
-
-
-def planned_ramp(config: RunConfig, active: int) -> BatchRamp:
-    """Computes the batch over the run, for any number of processes. active: see `ramp_of`."""
-    sequences = config.batch.tokens_per_step // config.data.sequence_length
-    return ramp_of(config, sequences, active)
 
 
 def micro_batches(config: RunConfig, ranks: int, parts: int = 1) -> list[int]:
@@ -203,37 +212,32 @@ def consider_layout(layout: Layout, case: Case, problems: list[str] | None = Non
     case = case.in_precision_of(layout)
     config = case.run.config
     if problems := strategy_problems(case.run, layout) if problems is None else problems:
-        return Candidate(name, problems, layout=layout)
+        return Candidate(layout, problems)
     ranks = layout.micro_batches
-    parts = parts_of_micro_batch(config, layout)
+    with layout.launched():
+        parts = strategy_named(name).parts_of_micro_batch(config)
     possible = micro_batches(config, ranks, parts)
     notes = batch_problems(config, ranks, parts)
     if not possible:
-        return Candidate(name, notes, layout=layout)
+        return Candidate(layout, notes)
     micro_batch = config.batch.sequences_per_micro_batch
     memory = case.memory(layout, micro_batch)
     fits = case.fits(memory)
     largest = largest_that_fits(possible, lambda n: case.fits(case.memory(layout, n)))
-    if layout.name == "cp":
+    if name == "cp":
         notes.append(f"{name}: {layout.cp} of {layout.ranks} processes share each sequence")
     used = micro_batch if fits and micro_batch in possible else largest
-    found = Candidate(name, [], memory, fits, largest, used, notes=notes, layout=layout)
+    found = Candidate(layout, [], memory, fits, largest, used, notes=notes)
     if used is None:
         return found
     if config.activation_checkpointing != "none":
         whole = case.changed(activation_checkpointing="none")
         if whole.fits(whole.memory(layout, used)):
             notes.append(f"{name}: fits with --activation_checkpointing none too, which takes a quarter less time")
-    return timed(found, layout, case)
+    return timed(found, case)
 
 
-def parts_of_micro_batch(config: RunConfig, layout: Layout) -> int:
-    """Returns the divisor that batch.sequences_per_micro_batch must have in this layout."""
-    with layout.launched():
-        return strategy_named(layout.name).parts_of_micro_batch(config)
-
-
-def search_products(case: Case, wanted: int = BEST_PRODUCTS) -> list[Candidate]:
+def search_products(case: Case) -> list[Candidate]:
     """Finds the fastest products of dimensions that fit, fastest first, but for those that every plan lists.
 
     The time at the largest micro-batch that divides the batch, whether it fits or not, is a lower bound, and costs
@@ -253,7 +257,7 @@ def search_products(case: Case, wanted: int = BEST_PRODUCTS) -> list[Candidate]:
     found: list[Candidate] = []
     known: dict[tuple, list[str]] = {}
     for least, _, layout in bounded:
-        if len(found) >= wanted and found[wanted - 1].step_seconds <= (1 + AS_FAST) * least:
+        if len(found) >= BEST_PRODUCTS and found[BEST_PRODUCTS - 1].step_seconds <= (1 + AS_FAST) * least:
             break
         sizes = layout.sizes
         key = (sizes.pp, sizes.cp, sizes.tp, sizes.ep, sizes.fsdp > 1, sizes.efsdp > 1, layout.name)
@@ -263,11 +267,11 @@ def search_products(case: Case, wanted: int = BEST_PRODUCTS) -> list[Candidate]:
         if candidate.runs:
             found.append(candidate)
             found.sort(key=lambda each: (each.step_seconds, len(each.layout.sizes.named())))
-    return found[:wanted]
+    return found[:BEST_PRODUCTS]
 
 
 def could_run(run: PlannedRun, layout: Layout) -> bool:
-    """Tells what takes no look into the model's code: lengths, layers for stages, heads, experts."""
+    """Checks what needs no look into the model's code: lengths, layers for stages, heads, experts."""
     config = run.model_config
     sizes = sizes_of(config)
     stages = len(STAGE_LAYOUTS[run.config.pipeline.schedule].owners(layout.pp))
@@ -281,8 +285,9 @@ def could_run(run: PlannedRun, layout: Layout) -> bool:
     )
 
 
-def timed(found: Candidate, layout: Layout, case: Case) -> Candidate:
+def timed(found: Candidate, case: Case) -> Candidate:
     """Adds the time of a step; reduces gradients once per step if the strategy can, it fits and takes less time."""
+    layout = found.layout
     found = replace(found, time=case.step(layout, found.micro_batch), reduces_once=False)
     if case.run.config.batch.no_sync or not reduces_by_choice(layout, case.run.precision):
         return found
@@ -333,7 +338,7 @@ def recommend(candidates: list[Candidate]) -> Candidate | None:
 
 
 def simplicity(candidate: Candidate) -> tuple[int, bool]:
-    return SIMPLEST_FIRST[candidate.name], not candidate.is_listed
+    return SIMPLEST_FIRST[candidate.name], not candidate.layout.is_planned
 
 
 def fastest_of(candidates: list[Candidate]) -> list[Candidate]:
@@ -390,11 +395,9 @@ def command_of(
         settings.append(f"--batch.sequences_per_micro_batch {candidate.micro_batch}")
     if candidate.reduces_once and not config.batch.no_sync:
         settings.append("--batch.no_sync true")
-    launcher, options = ("accelerate launch", "")
-    if candidate.layout:
-        launcher, options = (candidate.layout.launcher, candidate.layout.options)
-    launch = f"{launcher} --config_file accelerate_configs/{candidate.name}.yaml --num_processes {hardware.gpus}"
-    launch += options
+    layout = candidate.layout
+    launch = f"{layout.launcher} --config_file accelerate_configs/{layout.name}.yaml --num_processes {hardware.gpus}"
+    launch += layout.options
     if hardware.machines > 1:
         launch += f" --num_machines {hardware.machines} --machine_rank RANK --main_process_ip ADDRESS"
     return " ".join([f"{launch} train.py --config {config_path}", *settings])
@@ -442,7 +445,7 @@ def sources_of(config: RunConfig, work: RunWork) -> list[dict[str, Any]]:
     rows = [{"source": folder, "tokens": share * work.tokens, "epochs": None} for folder, share in shares.items()]
     if not all((Path(folder) / MANIFEST_FILE).is_file() for folder in shares):
         return rows
-    batches = Batches(config.data, seed=config.seed, ramp=planned_ramp(config, work.active))
+    batches = Batches(config.data, seed=config.seed, ramp=work.ramp)
     epochs = batches.epochs_at(work.steps)
     readers = batches.readers
     return [{**row, "epochs": epochs[row["source"]], "available": readers[row["source"]].tokens} for row in rows]

@@ -65,6 +65,7 @@ class Family:
     untied_from: float = 4096
     """Width from which the head is not the embedding: Llama and Qwen3 share them in models below 5B."""
     learns_positions: bool = False
+    """Has an embedding of positions, and GPT-2's names for its settings."""
     experts: int = 0
     """Experts of a layer, instead of its feed-forward network; CHOSEN of them are together as wide as that."""
     settings: dict[str, Any] = field(default_factory=dict, hash=False)
@@ -97,6 +98,7 @@ GPT2 = Family(
     feed_forward=4.0,
     untied_from=math.inf,
     learns_positions=True,
+    settings={"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
 )
 NANOCHAT = Family(
     "nanochat",
@@ -187,8 +189,7 @@ class Shape:
 
     @property
     def parameters(self) -> int:
-        """All parameters, with the experts that a token does not meet."""
-        # Experts that a token is not routed to.
+        """All parameters, with the experts that a token is not routed to."""
         others = max(0, self.family.experts - CHOSEN)
         return self.active + self.layers * others * 3 * self.width * self.expert_width
 
@@ -206,38 +207,29 @@ class Shape:
     @property
     def json_text(self) -> str:
         """The model's JSON, for windows of up to twice the length (learned positions: of the length)."""
-        return json.dumps(self.config_values(2 * self.sequence_length), indent=2) + "\n"
+        return json.dumps(self.config_values, indent=2) + "\n"
 
-    def config_values(self, positions: int) -> dict[str, Any]:
-        """Returns the keys of config.json, for that many positions."""
-        if self.family is GPT2:
-            return {
-                "model_type": "gpt2",
-                "vocab_size": self.vocabulary,
-                "n_embd": self.width,
-                "n_layer": self.layers,
-                "n_head": self.heads,
-                "n_positions": self.sequence_length,
-                "resid_pdrop": 0.0,
-                "embd_pdrop": 0.0,
-                "attn_pdrop": 0.0,
-                "initializer_range": 0.02,
-                "tie_word_embeddings": True,
+    @property
+    def config_values(self) -> dict[str, Any]:
+        """Keys of config.json."""
+        family = self.family
+        values = {"model_type": family.name, "vocab_size": self.vocabulary}
+        if family.learns_positions:
+            values |= {"n_embd": self.width, "n_layer": self.layers, "n_head": self.heads}
+            values["n_positions"] = self.sequence_length
+        else:
+            values |= {
+                "hidden_size": self.width,
+                "intermediate_size": self.intermediate,
+                "num_hidden_layers": self.layers,
+                "num_attention_heads": self.heads,
+                "num_key_value_heads": self.key_heads,
+                "max_position_embeddings": 2 * self.sequence_length,
             }
-        values = {
-            "model_type": self.family.name,
-            "vocab_size": self.vocabulary,
-            "hidden_size": self.width,
-            "intermediate_size": self.intermediate,
-            "num_hidden_layers": self.layers,
-            "num_attention_heads": self.heads,
-            "num_key_value_heads": self.key_heads,
-            "max_position_embeddings": positions,
-        }
-        if self.family.groups_heads:
+        if family.groups_heads:
             values["head_dim"] = self.head_width
-        values |= self.family.settings
-        if self.family.experts:
-            values |= {"num_experts": self.family.experts, "num_experts_per_tok": CHOSEN, "norm_topk_prob": True}
+        values |= family.settings
+        if family.experts:
+            values |= {"num_experts": family.experts, "num_experts_per_tok": CHOSEN, "norm_topk_prob": True}
             values["moe_intermediate_size"] = self.expert_width
         return values | {"initializer_range": 0.02, "tie_word_embeddings": self.is_tied}

@@ -1,7 +1,7 @@
-"""Memory of the process that needs most: how states are held, and what each dimension of parallelism adds.
+"""Computes the memory of the process that needs most, from shapes alone.
 
-`PlannedRun.work` has divided model, sequences and experts; here weights, gradients and optimizer state follow from
-their number and from how they are held (ZeRO, Rajbhandari et al., arXiv 1910.02054). All is arithmetic on shapes.
+`PlannedRun.work` divides model, sequences and experts. This module adds weights, gradients and optimizer state as each
+strategy holds them (ZeRO: Rajbhandari et al., arXiv 1910.02054), and what each dimension of parallelism adds.
 docs/measurements_memory.md compares the sums with measurements (bench/memory.py).
 """
 
@@ -79,20 +79,20 @@ def in_mesh(work: Work) -> Memory:
     """
     sizes = work.sizes
     if work.layout.pp == 1:
-        return part_of_mesh(work, sizes.layers, sizes.root, {"loss", "backward", "first layer", "embedding"})
+        return part_of_mesh(work, sizes.root)
     schedule = STAGE_LAYOUTS[work.run.config.pipeline.schedule]
     owners = schedule.owners(work.layout.pp)
+    last = len(owners) - 1
     layers = layers_of_stages(work.whole, len(owners))
-    ends = {0: sizes.embedding, len(owners) - 1: (sizes.head or sizes.embedding) + sizes.terms}
+    ends = {0: sizes.embedding, last: (sizes.head or sizes.embedding) + sizes.terms}
     found = []
     for rank in range(work.layout.pp):
         stages = [number for number, owner in enumerate(owners) if owner == rank]
         root = sum(ends.get(number, 0) for number in stages)
-        if 0 in stages and stages[-1] == len(owners) - 1 and sizes.is_tied:
+        if {0, last} <= set(stages) and sizes.is_tied:
             root = sizes.embedding + sizes.terms
-        wanted = {"backward"} | ({"loss"} if stages[-1] == len(owners) - 1 else set())
-        place = Place(rank, tuple(layers[number] for number in stages), stages[-1] == len(owners) - 1)
-        found.append(part_of_mesh(work, sum(place.layers), root, wanted, place))
+        place = Place(rank, tuple(layers[number] for number in stages), last in stages)
+        found.append(part_of_mesh(work, root, place))
     return max(found, key=lambda memory: memory.total)
 
 
@@ -169,18 +169,18 @@ class Underway:
     """True if the last of its stages may be in its forward pass, which in the last process ends in the loss."""
 
 
-def part_of_mesh(work: Work, layers: int, root: int, wanted: set[str], place: "Place | None" = None) -> Memory:
-    """Adds up what fully_shard holds of some layers and of what is in no layer.
+def part_of_mesh(work: Work, root: int, place: Place | None = None) -> Memory:
+    """Adds up what fully_shard holds of all layers, or of those of a place in a pipeline, and of what is in no layer.
 
     Over one rank it copies weights to the products' dtype and frees nothing. A pipeline's stages keep their gathered
     weights and whole gradients until the step's last microbatch, and reduce then.
 
     Args:
         root: elements in no layer.
-        wanted: moments that occur here.
-        place: in a pipeline.
+        place: None without a pipeline.
     """
     sizes = work.sizes
+    layers = sum(place.layers) if place else sizes.layers
     layout = work.layout
     compute = work.compute
     shards = layout.sharing_states
@@ -232,9 +232,10 @@ def part_of_mesh(work: Work, layers: int, root: int, wanted: set[str], place: "P
         moments["first layer"] = (gradients, act["first layer"], outside + gathered + reduced)
         in_embedding = outside + compute * sizes.embedding + FP32 * root + layer
         moments["embedding"] = (gradients, act["embedding"], in_embedding)
+    elif not place.is_last:
+        del moments["loss"]
     holders = shards * layout.tp
     form = "sharded" if holders > 1 else "stage"  # the matrices that Muon multiplies are whole
-    moments = {name: parts for name, parts in moments.items() if name in wanted}
     moments["update"] = (states, work.update_bytes(form, holders, work.whole if layout.tp > 1 else None), layer)
     return at_peak(moments, states, work.optimizer_bytes(held / work.held.total), act["traveling"])
 
@@ -264,15 +265,13 @@ def activations_of_stages(work: Work, place: Place) -> dict[str, float]:
     largest = max(found, key=lambda moment: (kept_at(moment), moment.has_gradients))
     at_loss = max((moment for moment in found if moment.ends_forward), key=kept_at)
     hidden = work.compute * work.tokens * work.sizes.width
-    underway = largest.counts
-    leaving = len(underway) - 1 if place.is_last else len(underway)
-    arriving = len(underway) - 1 if place.rank == 0 else len(underway)
-    traveling = hidden * sum(microbatches + count for count in underway[:leaving])
-    traveling += hidden * sum(microbatches - count for count in underway[len(underway) - arriving :])
+    leaving = largest.counts[:-1] if place.is_last else largest.counts
+    arriving = largest.counts[1:] if place.rank == 0 else largest.counts
+    traveling = sum(microbatches + count for count in leaving) + sum(microbatches - count for count in arriving)
     return {
         "loss": kept_at(at_loss) + loss_bytes(work, work.compute, act.hidden(work.sequences)),
         "backward": kept_at(largest) + act.backward(work.sequences) + work.traveling,
-        "traveling": traveling,
+        "traveling": hidden * traveling,
         "gradients at the loss": at_loss.has_gradients,
         "gradients backward": largest.has_gradients,
     }
@@ -352,11 +351,7 @@ def zero_gradients(work: Work, stage: int, share: float, settings: dict[str, Any
     return FP32 * sizes.total * share, FP32 * elements + (work.compute + FP32) * largest
 
 
-STATES: dict[str, Callable[[Work], Memory]] = {
-    "zero1": by_deepspeed,
-    "zero2": by_deepspeed,
-    "zero3": by_deepspeed,
-    "zero3_offload": by_deepspeed,
-    "zero3_offload_nvme": by_deepspeed,
-}
+STATES: dict[str, Callable[[Work], Memory]] = dict.fromkeys(
+    ("zero1", "zero2", "zero3", "zero3_offload", "zero3_offload_nvme"), by_deepspeed
+)
 """{strategy that is no product of the mesh: how a process holds its states}; one that is not here is `replicated`."""

@@ -42,9 +42,6 @@ def option_problems(options: argparse.Namespace) -> Problems:
         value = getattr(options, name)
         if value is not None and (value < 0 or (value == 0 and name != "price_per_gpu_hour")):
             problems.append(f"--{name} {value}: must be above 0")
-    # Read again by `given_figures`: here so that it is reported with the other problems.
-    if options.gpu_memory is not None:
-        problems.attempt(parse_size, options.gpu_memory)
     return problems
 
 
@@ -60,10 +57,9 @@ def parse_size(text: str) -> float:
 
 
 def given_figures(options: argparse.Namespace) -> dict[str, float]:
-    """Reads the fields of Gpu that the command line states; without a --gpu_memory that is no size."""
-    memory = None if options.gpu_memory is None else Problems().attempt(parse_size, options.gpu_memory)
+    """Reads the fields of Gpu that the command line states. Raises InputError for a --gpu_memory that is no size."""
     figures = {
-        "memory_bytes": memory,
+        "memory_bytes": options.gpu_memory and parse_size(options.gpu_memory),
         "bf16_flops": options.peak_tflops and options.peak_tflops * 1e12,
         "price_per_hour": options.price_per_gpu_hour,
         "network_bytes_per_second": options.network_gbits and options.network_gbits * 1e9 / 8,
@@ -73,9 +69,8 @@ def given_figures(options: argparse.Namespace) -> dict[str, float]:
 
 def gpu_of(options: argparse.Namespace) -> Gpu | None:
     """Finds the GPU that is named; None for this machine's processors, which torch has to measure."""
-    if options.gpu == CPU:
-        return None
-    return find_gpu(options.gpu or "h100", **given_figures(options))
+    figures = given_figures(options)
+    return None if options.gpu == CPU else find_gpu(options.gpu or "h100", **figures)
 
 
 def hardware_of(options: argparse.Namespace, gpu: Gpu | None) -> "Hardware":
@@ -104,25 +99,22 @@ def find_gpu(name: str, **given: float | None) -> Gpu:
     return replace(common, **given)
 
 
-def cpu_as_gpu(processes: int, flops: float | None = None) -> Gpu:
-    """Describes this machine's processors as a GPU for plan.py, shared by this many processes.
+def cpu_as_gpu(processes: int) -> Gpu:
+    """Describes this machine's processors, measured for 0.5 s, as a GPU that this many processes share.
 
     It has neither a price nor a rated power, which are unknown.
-
-    flops: FLOP/s of one process; None: measured for all together (0.5 s).
     """
     import torch
 
     from pretrain.hardware import missing_bf16, peak_flops
 
     has_bf16 = missing_bf16("cpu") is None
-    if flops is None:
-        flops = peak_flops(torch.device("cpu"), "bf16" if has_bf16 else "fp32")[0] / processes
+    flops = peak_flops(torch.device("cpu"), "bf16" if has_bf16 else "fp32")[0]
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return Gpu(
         CPU,
         memory_bytes=memory / processes,
-        bf16_flops=flops,
+        bf16_flops=flops / processes,
         fp8_flops=None,
         memory_bytes_per_second=2e10,
         link_bytes_per_second=5e9,

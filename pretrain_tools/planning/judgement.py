@@ -172,7 +172,7 @@ def memory_shortage(config: RunConfig, run: ModelPlan, precision: str, device: t
 
 
 def fits_by_far(config: RunConfig, run: ModelPlan, have: int) -> bool:
-    """Tells if several times the usual memory fits into `have` bytes, undivided: tracing a step takes seconds.
+    """Tells if several times the usual memory, undivided, fits into `have` bytes; then no step needs to be traced.
 
     The usual values, in fp32, are 34 times the hidden width per token and layer (arXiv 2205.05198), and the scores of
     all pairs of positions.

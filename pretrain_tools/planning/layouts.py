@@ -48,8 +48,6 @@ class Layout:
     """Processes, of those that divide states, sequences or heads, that divide the experts."""
     problem: str | None = None
     """The reason why so many processes cannot run it."""
-    environment: dict[str, str] = field(default_factory=dict)
-    """Variables that the launcher would set, as far as the strategy's `problems` read them."""
     zero: dict[str, Any] = field(default_factory=dict)
     """zero_optimization of the DeepSpeed JSON."""
 
@@ -61,8 +59,6 @@ class Layout:
             kinds.insert(0, ("MULTI_GPU", "dp_replicate"))
         launches = [(kind, tuple(each for each in sizes.named() if each != implied)) for kind, implied in kinds]
         name = name or next((known for each in launches if (known := LAUNCHES.get(each)) in MESHES), "mesh")
-        in_environment = {variable(dimension): str(getattr(sizes, dimension)) for dimension in DIMENSIONS}
-        in_environment |= {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "FSDP_VERSION": "2"}
         return cls(
             name,
             sizes.world,
@@ -73,7 +69,6 @@ class Layout:
             cp=sizes.cp,
             pp=sizes.pp,
             ep=sizes.ep,
-            environment=in_environment | {"ACCELERATE_USE_FSDP": str(name not in ("tp", "pp")).lower()},
         )
 
     @property
@@ -126,18 +121,20 @@ class Layout:
         return "python -m pretrain.launch" if self.given.keys() & set(DROPPED) else "accelerate launch"
 
     def launched(self) -> AbstractContextManager[None]:
-        """Sets, inside, the variables that the launcher would, as far as strategies read them."""
-        return patch_environment(WORLD_SIZE=self.ranks, **self.environment)
-
-    def group(self, dimension: str) -> tuple[int, int]:
-        """Returns (processes, distance between two neighbors in ranks) of a group along a dimension.
-
-        `fsdp` and `efsdp` are those that shard all but experts, and experts. See pretrain/parallel/mesh.py.
-        """
-        return self._groups[dimension]
+        """Sets the variables that the launcher would set and strategies read, while the context is open."""
+        variables = {}
+        if self.is_mesh:
+            variables = {variable(dimension): str(getattr(self.sizes, dimension)) for dimension in DIMENSIONS}
+            variables |= {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "FSDP_VERSION": "2"}
+            variables["ACCELERATE_USE_FSDP"] = str(self.name not in ("tp", "pp")).lower()
+        return patch_environment(WORLD_SIZE=self.ranks, **variables)
 
     @cached_property
-    def _groups(self) -> dict[str, tuple[int, int]]:
+    def groups(self) -> dict[str, tuple[int, int]]:
+        """Groups of processes: {dimension: (processes, distance between two neighbors in ranks)}.
+
+        `fsdp` shards all but experts, `efsdp` experts. See pretrain/parallel/mesh.py.
+        """
         sizes = self.sizes
         inner = sizes.fsdp * sizes.tp
         return {
@@ -184,8 +181,7 @@ def layout(name: str, ranks: int, machines: int = 1, size: int | None = None) ->
     if name not in DIMENSION_OF:
         others = "shards" if zero else "replicas"
         return Layout(name, ranks, machines, problem=problem, zero=zero, **{others: ranks})
-    if size is None:
-        size = _planned_size(name, ranks, machines)
+    size = size or _planned_size(name, ranks, machines)
     left = max(1, ranks // size)
     match name:
         case "ep":

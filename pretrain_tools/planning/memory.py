@@ -1,7 +1,7 @@
-"""The parts of a process's memory that every footprint adds up: sizes of the model, activations, loss, optimizer.
+"""Computes the parts of a process's memory: sizes of the model, activations, loss, optimizer.
 
-Activations follow from a trace of the model's code (activations.py), the loss's from pretrain/model/loss.py. All sizes
-are bytes of tensors in one process; nothing here touches a GPU.
+Activations come from a trace of the model's code (activations.py), the loss's buffers from pretrain/model/loss.py. All
+sizes are bytes of tensors in one process; nothing here touches a GPU.
 """
 
 import copy
@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedConfig
 
 from pretrain.config import Loss, RunConfig, WindowSpec
 from pretrain.errors import InputError
@@ -65,7 +64,7 @@ class Sizes:
     choices: int = 0
     """Experts of a token in one of them."""
     terms: int = 0
-    """What terms of the loss train, which is in no layer and in a pipeline's last stage."""
+    """Parameters of the loss's terms, which are in no layer and in a pipeline's last stage."""
     in_fp8: int = 0
     """Elements of the layers' matrices that precision fp8 multiplies in 8 bits, and gathers in them."""
 
@@ -99,6 +98,7 @@ class Sizes:
 
     @property
     def is_tied(self) -> bool:
+        """True if the head is the embedding."""
         return self.head == 0
 
     @property
@@ -120,7 +120,7 @@ class Work:
     """The run, with this process's slice of the model and its part of the sequences."""
     layout: Layout
     sizes: Sizes
-    """Sizes of the slice, with the experts of this process's ranks of ep alone."""
+    """Sizes of the slice, with this process's own experts alone."""
     held: Sizes
     """Sizes of the slice with all experts, which all processes that divide states hold together."""
     whole: Sizes
@@ -136,7 +136,7 @@ class Work:
 
     @property
     def activations_in_bf16(self) -> Activations:
-        """The same where the weights themselves are in the recipe's precision, as FSDP2 and ZeRO hold them."""
+        """Activations where the weights are in the recipe's precision, as FSDP2 and ZeRO hold them."""
         call = self.run.forward_pass
         return self.run.trace(replace(call, weights=torch.bfloat16, autocast=False) if self.run.is_half else call)
 
@@ -163,7 +163,7 @@ class Work:
     def loss(self) -> str:
         """A key of LOSS_BACKENDS."""
         config = self.run.config
-        if not self.run.projects:
+        if not projects_hidden_states(self.run.model_config):
             return "logits"
         return choose_loss(config.loss.backend, device_type=self.run.device_type, compile_mode=config.compile)
 
@@ -213,9 +213,7 @@ class Work:
 
     @property
     def recomputed(self) -> float:
-        """Share of a layer's activations that its backward pass computes again."""
-        setting = self.run.config.activation_checkpointing
-        return {"none": 0.0, "full": 1.0}.get(setting, setting)
+        return self.run.recomputed
 
     @property
     def rows(self) -> float:
@@ -298,39 +296,37 @@ def sizes_of(model_config: Any) -> Sizes:
 
 
 def with_terms(sizes: Sizes, config: RunConfig, model_config: Any) -> Sizes:
-    """Returns the sizes with what terms of the loss train. Raises InputError as `modules_to_count`."""
+    """Returns the sizes with what terms of the loss train.
+
+    Raises InputError with the reason of a module that cannot be built without storage.
+    """
     if not config.loss.terms:
         return sizes
     shapes = _shapes_of_terms(config.loss.model_dump_json(), KeyedConfig.of(model_config))
-    terms = sum(map(math.prod, shapes.values()))
+    elements = list(map(math.prod, shapes.values()))
+    terms = sum(elements)
     return replace(
         sizes,
         terms=terms,
         total=sizes.total + terms,
-        largest=max([sizes.largest, *map(math.prod, shapes.values())]),
+        largest=max([sizes.largest, *elements]),
         shapes=replace(sizes.shapes, shapes={**sizes.shapes.shapes, **shapes}),
     )
 
 
 @functools.lru_cache(maxsize=16)
 def _shapes_of_terms(loss: str, keyed: KeyedConfig) -> dict[str, tuple[int, ...]]:
-    found = modules_to_count(Loss.model_validate_json(loss), keyed.config).named_parameters(prefix=LOSS_TERMS)
-    return {name: tuple(parameter.shape) for name, parameter in found}
-
-
-def modules_to_count(settings: Loss, model_config: PreTrainedConfig) -> nn.ModuleDict:
-    """Builds what terms train without storage, to count it. Raises InputError with the reason of one that fails."""
     modules = nn.ModuleDict()
-    for name, given in settings.terms.items():
+    for name, given in Loss.model_validate_json(loss).terms.items():
         made = TERM_CLASSES[name]
         if not made.has_parameters():
             continue
         try:
             with torch.device("meta"):
-                modules[name] = made(made.Options.model_validate(given or {}), model_config).module()
+                modules[name] = made(made.Options.model_validate(given or {}), keyed.config).module()
         except Exception as error:  # an extension's code may raise anything
             raise InputError(f"loss.terms.{name}: its module cannot be built without storage: {error}") from error
-    return modules
+    return {name: tuple(parameter.shape) for name, parameter in modules.named_parameters(prefix=LOSS_TERMS)}
 
 
 def exchanged_width(config: Any) -> int:
@@ -365,24 +361,24 @@ class PlannedRun:
     device_bytes: float = 79 * 2**30
     """Memory of the GPU, on which the size of the loss's chunks depends."""
 
+    def changed(self, **settings: Any) -> "PlannedRun":
+        """Returns the run with other settings of the recipe."""
+        return replace(self, config=self.config.model_copy(update=settings))
+
     @property
     def is_half(self) -> bool:
         """True if matrix products are in 16 bits."""
         return self.precision != "fp32"
 
     @property
-    def projects(self) -> bool:
-        """True if the loss can be computed from hidden states, without whole logits."""
-        return projects_hidden_states(self.model_config)
-
-    @property
-    def mixers(self) -> tuple[str, ...]:
-        """Classes of mixers that compute each document in a row of its own. Raises InputError as `probe` does."""
-        return mixers_in_rows(self.model_config) if self.config.data.document_mask else ()
+    def recomputed(self) -> float:
+        """Share of a layer's activations that its backward pass computes again."""
+        setting = self.config.activation_checkpointing
+        return {"none": 0.0, "full": 1.0}.get(setting, setting)
 
     @property
     def forward_pass(self) -> ForwardPass:
-        """The call of the model with weights as the optimizer holds them."""
+        """The call of the model with weights as the optimizer holds them. Raises InputError as `probe` does."""
         config = self.config
         attention = FLASH if self.device_type == "cuda" else "groundwork_sdpa"
         if config.attention == "eager":
@@ -396,7 +392,7 @@ class PlannedRun:
             attention=attention,
             activation_checkpointing=config.activation_checkpointing,
             compiled=config.compile != "none",
-            mixers=self.mixers,
+            mixers=mixers_in_rows(self.model_config) if config.data.document_mask else (),
             half=torch.float16 if self.precision == "fp16" else torch.bfloat16,
         )
 
@@ -431,8 +427,7 @@ class PlannedRun:
             part = replace(part, model_config=sliced(self.model_config, layout.tp, splits_experts=layout.ep == 1))
         if layout.cp > 1:
             length = config.data.sequence_length // layout.cp
-            data = config.data.model_copy(update={"sequence_length": length})
-            part = replace(part, config=config.model_copy(update={"data": data}))
+            part = part.changed(data=config.data.model_copy(update={"sequence_length": length}))
         held = with_terms(sizes_of(part.model_config), config, self.model_config) if layout.tp > 1 else whole
         sizes = held.in_parts(layout.ep) if layout.ep > 1 else held
         if layout.ep > 1 and layout.tp > 1:  # processes that split matrices have different experts

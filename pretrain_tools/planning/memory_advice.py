@@ -7,7 +7,6 @@ is started by a run that is out of memory, and prints the ladder, a rung a line.
 
 import json
 import sys
-from dataclasses import replace
 
 from pretrain.config import RunConfig
 from pretrain.data.vocabulary import planned_model_config
@@ -60,7 +59,7 @@ def ladder(run: PlannedRun, divided: Layout, gpu_memory_bytes: float) -> list[st
 
     if run.config.activation_checkpointing == "none":
         for share, name, slower in ((0.5, "50%", "a sixth"), ("full", "full", "a third")):
-            run = recomputed(run, share)
+            run = run.changed(activation_checkpointing=share)
             if climb(f"--activation_checkpointing {name}, {slower} slower"):
                 return rungs
     while sequences > 1:
@@ -78,11 +77,6 @@ def ladder(run: PlannedRun, divided: Layout, gpu_memory_bytes: float) -> list[st
     return rungs
 
 
-def recomputed(run: PlannedRun, share: str | float = "full") -> PlannedRun:
-    """Returns the run with activation checkpointing in that share of the layers."""
-    return replace(run, config=run.config.model_copy(update={"activation_checkpointing": share}))
-
-
 def can_share(run: PlannedRun, parts: int) -> bool:
     """Returns True if so many processes can each hold a part of every sequence."""
     divides = parts > 1 and run.config.data.sequence_length % parts == 0
@@ -94,8 +88,9 @@ def context_advice(run: PlannedRun, gpu_memory_bytes: float) -> str | None:
 
     gpu_memory_bytes: as of `ladder`.
     """
+    recomputed = run.changed(activation_checkpointing="full")
     for parts in (2**n for n in range(1, MOST_PARTS.bit_length())):
-        for planned, words in ((run, ""), (recomputed(run), " and --activation_checkpointing full")):
+        for planned, words in ((run, ""), (recomputed, " and --activation_checkpointing full")):
             total = largest_footprint(planned, layout("cp", parts), 1).total
             if can_share(planned, parts) and total <= USED * gpu_memory_bytes:
                 return (

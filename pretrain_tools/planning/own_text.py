@@ -31,8 +31,8 @@ from pretrain.errors import (
 from pretrain.files import ROOT
 from pretrain.recipe import read_command_line
 from pretrain.units import bytes_text, counted
-from pretrain_tools.planning.recipe_files import MADE_BY, RecipePlace
 from pretrain_tools.planning.sizing import OF_THE_DEMO, choose_sizing, padded, vocabulary_for
+from pretrain_tools.planning.texts import MADE_BY, RecipePlace
 
 # Modules that import torch or numpy are imported where they are used: a mistyped command is answered at once.
 if TYPE_CHECKING:
@@ -197,11 +197,6 @@ def refuse_another_command(asked: OwnText) -> None:
     )
 
 
-def in_the_way(asked: OwnText) -> list[Path]:
-    place = asked.place
-    return [place.recipe, place.model, Path(place.tokenizer), place.shards, place.output]
-
-
 def refuse_files_in_the_way(asked: OwnText) -> None:
     """Raises InputError for files of that name: without a recipe, this command has made neither a model nor a run.
 
@@ -211,14 +206,15 @@ def refuse_files_in_the_way(asked: OwnText) -> None:
     from pretrain_tools.preparation.collector import UNFINISHED_FOLDER
     from pretrain_tools.preparation.tokenizer_training import RECORD_FILE
 
-    own = {Path(asked.place.tokenizer): {RECORD_FILE}, asked.place.shards: {MANIFEST_FILE, UNFINISHED_FOLDER}}
-    problems = [
+    place = asked.place
+    # {path: names of files that tell that it is this command's own}
+    own = dict.fromkeys((place.recipe, place.model), ())
+    own |= {Path(place.tokenizer): (RECORD_FILE,), place.shards: (MANIFEST_FILE, UNFINISHED_FOLDER), place.output: ()}
+    Problems(
         f"{path}: exists and was not made by this command; {ANOTHER_NAME}"
-        for path in in_the_way(asked)
-        if path.exists() and not any((path / name).exists() for name in own.get(path, ()))
-    ]
-    if problems:
-        raise InputError(*problems)
+        for path, names in own.items()
+        if path.exists() and not any((path / name).exists() for name in names)
+    ).stop_if_any()
 
 
 def refuse_other_text(asked: OwnText, files: "TextFiles") -> None:
@@ -241,7 +237,9 @@ def refuse_other_text(asked: OwnText, files: "TextFiles") -> None:
 
 def make_recipe(asked: OwnText, files: "TextFiles") -> None:
     """Chooses, prepares and writes; prints each choice and its reason."""
+    from pretrain.runs.run_folder import read_json
     from pretrain_tools.preparation.documents.sources import expected_bytes
+    from pretrain_tools.preparation.tokenizer_training import RECORD_FILE
 
     text_bytes = sum(map(expected_bytes, files.sources))
     fraction = next(share for limit, share in VALIDATION_FRACTIONS if text_bytes < limit)
@@ -257,7 +255,8 @@ def make_recipe(asked: OwnText, files: "TextFiles") -> None:
     row("", machine.in_words())
     place = asked.place
     # A tokenizer from an interrupted start decides: measured again, the machine might give another vocabulary.
-    vocabulary = trained_vocabulary(Path(place.tokenizer)) or vocabulary_for(text_bytes, machine.flops(OF_THE_DEMO))
+    trained = read_json(Path(place.tokenizer, RECORD_FILE)) or {}
+    vocabulary = trained.get("vocabulary_size") or vocabulary_for(text_bytes, machine.flops(OF_THE_DEMO))
     row("vocabulary", f"{vocabulary:,} ids, by the size of the text and of the model that the time allows")
     commands = preparation_commands(asked, files, vocabulary, fraction)
     for command in commands:
@@ -285,14 +284,6 @@ def make_recipe(asked: OwnText, files: "TextFiles") -> None:
 
 def row(name: str, value: str) -> None:
     print(f"{name:<11} {value}", flush=True)
-
-
-def trained_vocabulary(tokenizer: Path) -> int | None:
-    """Reads the vocabulary that an interrupted start has chosen: measured again, the machine might give another."""
-    from pretrain.runs.run_folder import read_json
-    from pretrain_tools.preparation.tokenizer_training import RECORD_FILE
-
-    return (read_json(tokenizer / RECORD_FILE) or {}).get("vocabulary_size")
 
 
 def preparation_commands(asked: OwnText, files: "TextFiles", vocabulary: int, fraction: float) -> list[list[str]]:

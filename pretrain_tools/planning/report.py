@@ -79,17 +79,17 @@ class Plan:
 
     @property
     def gpu_hours(self) -> float | None:
-        return None if self.hours is None else self.hours * self.hardware.gpus
+        return self.hours and self.hours * self.hardware.gpus
 
     @property
     def cost(self) -> float | None:
         """US dollars."""
-        return None if self.gpu_hours is None else self.gpu_hours * self.hardware.gpu.price_per_hour
+        return self.gpu_hours and self.gpu_hours * self.hardware.gpu.price_per_hour
 
     @property
     def kilowatt_hours(self) -> float | None:
         """Energy of the GPUs at their rated power; the rest of the machines adds about a third."""
-        return None if self.gpu_hours is None else self.gpu_hours * self.hardware.gpu.watts / 1000
+        return self.gpu_hours and self.gpu_hours * self.hardware.gpu.watts / 1000
 
 
 def build_plan(
@@ -165,13 +165,14 @@ def plan_json(plan: Plan) -> str:
 
 def candidate_values(candidate: Candidate) -> dict[str, Any]:
     layout = candidate.layout
-    values = dataclasses.asdict(dataclasses.replace(candidate, layout=None))
+    values = dataclasses.asdict(candidate)
+    del values["layout"]  # listed last
     if candidate.memory is not None:
         values["memory"]["total"] = candidate.memory.total
     # JSON has no infinity.
     seconds = candidate.step_seconds if math.isfinite(candidate.step_seconds) else None
-    values |= {"layout": layout and layout.sizes.named(), "options": layout.options if layout else ""}
-    return {"strategy": values.pop("name"), **values, "step_seconds": seconds}
+    values |= {"layout": layout.sizes.named(), "options": layout.options, "step_seconds": seconds}
+    return {"strategy": layout.name, **values}
 
 
 def print_plan(plan: Plan) -> None:

@@ -1,6 +1,6 @@
 """Chooses vocabulary, shape, tokens and batch for a text of some size and an amount of computation.
 
-Pure functions; own_text measures the machine and writes the recipe.
+Pure functions: sized_recipe measures the machine, own_text writes the recipe.
 """
 
 import math
@@ -90,7 +90,8 @@ def vocabulary_for(text_bytes: int, flops: float) -> int:
     """
     size = 2 ** round(10 + 1.5 * math.log10(text_bytes / 1e6))
     size = min(max(size, SMALLEST_VOCABULARY_CHOSEN), LARGEST_VOCABULARY_CHOSEN)
-    affordable = optimal_parameters(flops)
+    # The best model for text without repetition has G x sqrt(C / 6) parameters.
+    affordable = math.sqrt(parameters_per_token() * flops / 6)
     shapes = [Shape(*rung, size) for rung in LADDER]
     nearest = min(shapes, key=lambda shape: abs(math.log(shape.layer_parameters / affordable)))
     while size > SMALLEST_VOCABULARY_CHOSEN and size * nearest.width > MOST_HEAD_SHARE * nearest.layer_parameters:
@@ -101,11 +102,6 @@ def vocabulary_for(text_bytes: int, flops: float) -> int:
 def padded(vocabulary: int) -> int:
     """Rounds up to a multiple of 64, for the kernels."""
     return math.ceil(vocabulary / 64) * 64
-
-
-def optimal_parameters(flops: float) -> float:
-    """Returns the parameters of the best model trained on text without repetition: G x sqrt(C / 6)."""
-    return math.sqrt(parameters_per_token() * flops / 6)
 
 
 def parameters_per_token() -> float:

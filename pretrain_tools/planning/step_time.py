@@ -6,11 +6,10 @@ It serves to compare strategies and to know the order of magnitude.
 import math
 from dataclasses import dataclass, field
 
-from pretrain.config import RunConfig
 from pretrain.gpus import CPU, Gpu
-from pretrain_tools.planning.layouts import Layout
-from pretrain_tools.planning.memory import PlannedRun, Sizes
-from pretrain_tools.planning.traffic import Links, Step, flows, idle, offload_seconds, uneven
+from pretrain.optim.batch_ramp import BatchRamp
+from pretrain_tools.planning.memory import Sizes
+from pretrain_tools.planning.traffic import Links
 
 FRAGMENTATION = 0.08
 """Share of a GPU's memory that torch's allocator cannot use: pieces of the wrong size."""
@@ -69,20 +68,19 @@ class RunWork:
     """Parameters that a token meets; all but for a mixture of experts."""
     non_embedding: int
     """N of 6N: the active parameters in matmuls."""
+    ramp: BatchRamp
+    """The batch over the run."""
     tokens: int
-    steps: int
     tokens_per_step: int
     flops_per_token: float
 
     @property
+    def steps(self) -> int:
+        return self.ramp.total_steps
+
+    @property
     def flops(self) -> float:
         return self.flops_per_token * self.tokens
-
-
-def recomputing(config: RunConfig) -> float:
-    """Returns the seconds of a step for each second it would take without activation checkpointing."""
-    share = {"none": 0.0, "full": 1.0}.get(config.activation_checkpointing, config.activation_checkpointing)
-    return 1 + share / 3
 
 
 MFU_OF_CPUS = 0.4
@@ -165,31 +163,8 @@ class StepTime:
 
 @dataclass(frozen=True)
 class Speed:
-    """The speed of a GPU: at an MFU, or as measured."""
+    """The speed of a GPU."""
 
     mfu: float
     source: str
-    tokens_per_second: float | None = None
-    """Measured speed of one process; None: computed from the MFU."""
-
-    def step(self, run: PlannedRun, work: RunWork, hardware: Hardware, layout: Layout, micro_batch: int) -> StepTime:
-        """Estimates the time of a step for a number of sequences per micro-batch."""
-        config = run.config
-        if self.tokens_per_second:
-            compute = work.tokens_per_step / (self.tokens_per_second * hardware.gpus)
-        else:
-            # Recomputation takes time but does not count in MFU.
-            flops = work.flops_per_token * work.tokens_per_step * recomputing(config)
-            compute = flops / (hardware.gpus * hardware.gpu.bf16_flops * self.mfu)
-        slowest = compute * uneven(layout, work.sizes.layers)
-        waiting = slowest * (1 + idle(config, layout)) - compute
-        tokens = micro_batch * config.data.sequence_length
-        micro_steps = max(1, work.tokens_per_step // (tokens * layout.micro_batches))
-        sending = flows(Step(run.work(layout, micro_batch), micro_steps, hardware.links))
-        return StepTime(
-            compute,
-            waiting,
-            {flow.name: flow.exposed(compute) for flow in sending},
-            offload_seconds(layout, work.sizes.total),
-            {flow.name: flow.sent for flow in sending},
-        )
+    """Where the MFU comes from."""

@@ -1,4 +1,4 @@
-"""Bytes that a GPU sends in a step along each dimension, over which link, and what can hide that; and idle time.
+"""Counts the bytes that a GPU sends in a step along each dimension, what can hide them, and idle time.
 
 Ring collectives: a sum of B bytes over n processes moves 2 B (n - 1) / n, a gather or a scatter half of that, an
 all-to-all as much as a gather. tests/parallel/test_products.py compares the bytes with what the trainer sends.
@@ -31,17 +31,13 @@ class Links:
     per_machine: int
     """GPUs."""
 
-    def members(self, size: int, distance: int) -> int:
-        """Returns how many of a group, whose neighbors are so many ranks apart, are in one machine."""
-        return min(size, max(1, self.per_machine // distance))
-
     def seconds(self, sent: float, size: int, distance: int, *, is_exchange: bool = False) -> float:
-        """Returns the time in which each GPU of a group sends so many bytes.
+        """Returns the time in which each GPU of a group, its neighbors `distance` ranks apart, sends so many bytes.
 
         A ring of several machines goes through the network adapters of all members in a machine at once. In an
         all-to-all each sends the others' shares through its own.
         """
-        here = self.members(size, distance)
+        here = min(size, max(1, self.per_machine // distance))  # members in one machine
         if here == size:
             return sent / self.inside
         if is_exchange:
@@ -85,9 +81,9 @@ class Step:
         return 1 if self.config.batch.no_sync or self.work.layout.pp > 1 else self.micro_steps
 
     @property
-    def forward_passes(self) -> int:
-        """Forward passes of a micro-batch, recomputation included."""
-        return self.micro_steps * (2 if self.config.activation_checkpointing != "none" else 1)
+    def passes(self) -> int:
+        """Forward passes, recomputation included, and backward passes."""
+        return self.micro_steps * (3 if self.config.activation_checkpointing != "none" else 2)
 
     def flow(
         self,
@@ -100,7 +96,7 @@ class Step:
         hides: float = 0.0,
     ) -> Flow:
         """Adds up collectives in a group of several processes, in bytes of whole tensors."""
-        size, distance = self.work.layout.group(group)
+        size, distance = self.work.layout.groups[group]
         in_rings = (gathers + 2 * sums) * (size - 1) / size
         exchanged = exchanges * (size - 1) / size
         seconds = self.links.seconds(in_rings, size, distance)
@@ -136,7 +132,6 @@ def mesh_flows(step: Step) -> list[Flow]:
     layout = work.layout
     sizes = work.sizes
     calls = step.micro_steps
-    passes = step.forward_passes + calls
     microbatches = pipeline_microbatches(step.config, layout)
     layers = sizes.in_layers / layout.pp
     experts = sizes.experts / layout.pp if layout.ep > 1 else 0.0
@@ -150,10 +145,9 @@ def mesh_flows(step: Step) -> list[Flow]:
     times = 2 - 1 / sizes.layers if layout.pp == 1 else 1
     gathers = calls if layout.pp == 1 else 1
     hides = 0.9 if layout.pp == 1 else 0.3 / microbatches
-    sharded = [("fsdp", layers - experts, root), ("efsdp", padding * experts, 0.0)]
+    dense = layers - experts if layout.ep > 1 else layers + (padding - 1) * sizes.experts / layout.pp
+    sharded = [("fsdp", dense, root), ("efsdp", padding * experts, 0.0)]
     in_fp8 = {"fsdp": sizes.in_fp8 / layout.pp if step.config.precision == "fp8" else 0.0, "efsdp": 0.0}
-    if layout.ep == 1:
-        sharded[0] = ("fsdp", layers + (padding - 1) * sizes.experts / layout.pp, root)
     if parts := [
         step.flow(
             "fsdp",
@@ -162,21 +156,21 @@ def mesh_flows(step: Step) -> list[Flow]:
             + FP32 * (inside + beside) * step.reductions,
         )
         for group, inside, beside in sharded
-        if inside and layout.group(group)[0] > 1
+        if inside and layout.groups[group][0] > 1
     ]:
         found.append(Flow("fsdp", sum(part.sent for part in parts), sum(part.seconds for part in parts), hides))
     if layout.replicas > 1:
-        own = sum((inside + beside) / layout.group(group)[0] for group, inside, beside in sharded)
+        own = sum((inside + beside) / layout.groups[group][0] for group, inside, beside in sharded)
         hides = 2 / 3 / calls if layout.pp == 1 else 0.0
         found.append(step.flow("dp_replicate", "dp_replicate", sums=FP32 * own, hides=hides))
     if layout.tp > 1:
-        found.append(tp_flow(step, hidden, passes))
+        found.append(tp_flow(step, hidden))
     if layout.cp > 1:
         exchanged = work.compute * hidden / sizes.width * sizes.exchanged_width * sizes.layers / layout.pp
-        found.append(step.flow("cp", "cp", exchanges=exchanged * passes))
+        found.append(step.flow("cp", "cp", exchanges=exchanged * step.passes))
     if layout.ep > 1:
         rows = 2 * work.compute * hidden / layout.tp * sizes.choices * sizes.routers / layout.pp
-        found.append(step.flow("ep", "ep", exchanges=rows * passes))
+        found.append(step.flow("ep", "ep", exchanges=rows * step.passes))
     if layout.pp > 1:
         found.append(pp_flow(step, hidden))
     return found
@@ -187,7 +181,7 @@ def root_of_stage(sizes: Sizes, layout: Layout) -> float:
     return sizes.root if layout.pp == 1 else max(sizes.embedding, sizes.root - sizes.embedding)
 
 
-def tp_flow(step: Step, hidden: float, passes: int) -> Flow:
+def tp_flow(step: Step, hidden: float) -> Flow:
     """Returns sums of hidden states, two per layer and direction, and of the gradients of what is not split.
 
     Processes that exchange rows with experts each send a part of them, and gather the results. The gradient of the
@@ -196,8 +190,8 @@ def tp_flow(step: Step, hidden: float, passes: int) -> Flow:
     work = step.work
     layout = work.layout
     by_experts = work.sizes.routers if layout.ep > 1 else 0
-    sums = work.compute * hidden * (2 * work.sizes.layers - by_experts) / layout.pp * passes
-    gathers = work.compute * hidden * (by_experts / layout.pp * passes + step.micro_steps)
+    sums = work.compute * hidden * (2 * work.sizes.layers - by_experts) / layout.pp * step.passes
+    gathers = work.compute * hidden * (by_experts / layout.pp * step.passes + step.micro_steps)
     split = (work.whole.total - work.held.total) * layout.tp / (layout.tp - 1)
     unsplit = (work.whole.in_layers - split) / layout.pp + root_of_stage(work.whole, layout)
     return step.flow("tp", "tp", sums=sums + FP32 * unsplit / layout.sharing_states, gathers=gathers)
@@ -208,7 +202,7 @@ def pp_flow(step: Step, hidden: float) -> Flow:
     layout = step.work.layout
     stages = STAGE_LAYOUTS[step.config.pipeline.schedule].stages_per_rank
     sent = 2 * step.work.compute * hidden * stages * step.micro_steps
-    _, distance = layout.group("pp")
+    _, distance = layout.groups["pp"]
     is_inside = distance * layout.pp <= step.links.per_machine
     return Flow("pp", sent, sent / (step.links.inside if is_inside else step.links.network))
 
@@ -217,17 +211,16 @@ def update_flow(step: Step) -> Flow:
     """Returns exchanges for an update: of matrices, which Muon multiplies whole, or of Adafactor's sums."""
     work = step.work
     layout = work.layout
-    if layout.zero.get("stage") in (1, 2):  # only matrices that the flat partitions cut
+    size = layout.sharing_states * layout.tp if layout.is_mesh else layout.ranks
+    # ZeRO-1 and 2 exchange only the matrices that their flat partitions cut.
+    if size == 1 or layout.zero.get("stage") in (1, 2):
         return Flow("update", 0.0, 0.0)
     shapes = work.whole.shapes
     if layout.ep > 1:  # each process updates its own experts alone
         shapes = with_experts_in_parts(shapes, 0)
-    size, distance = (layout.sharing_states * layout.tp, 1) if layout.is_mesh else (layout.ranks, 1)
-    if size == 1:
-        return Flow("update", 0.0, 0.0)
     form = "sharded" if layout.is_mesh or layout.zero else "whole"
     sent = exchanged_bytes(OPTIMIZERS[step.config.optim.name](shapes), form, size) / layout.pp
-    return Flow("update", sent, step.links.seconds(sent, size, distance))
+    return Flow("update", sent, step.links.seconds(sent, size, 1))
 
 
 def pipeline_microbatches(config: RunConfig, layout: Layout) -> int:
@@ -270,7 +263,7 @@ def offload_seconds(layout: Layout, parameters: int) -> float:
 
 
 def reduces_by_choice(layout: Layout, precision: str) -> bool:
-    """Tells where batch.no_sync trades memory for communication; elsewhere it is so anyway, or refused."""
+    """Tells if batch.no_sync trades memory for communication here; elsewhere it changes nothing or is refused."""
     if layout.is_mesh:
         return layout.sharing_states > 1 and layout.pp == 1
     # DeepSpeed adds gradients that it does not reduce up in the dtype of the weights.

@@ -5,7 +5,6 @@ change of the hidden states and logits per element must not grow with the width 
 """
 
 import math
-from collections.abc import Sequence
 from statistics import fmean, linear_regression
 
 import torch
@@ -36,16 +35,14 @@ def width_verdict(optim: Optim, config: PreTrainedConfig, learning_rate: float) 
     return f"in {STEPS} steps {worst} change by width^{growing[worst]:.2f}; rates found at one width will not hold"
 
 
-def activation_changes(
-    optim: Optim, config: PreTrainedConfig, learning_rate: float, ratios: Sequence[int] = RATIOS
-) -> dict[int, Growth]:
+def activation_changes(optim: Optim, config: PreTrainedConfig, learning_rate: float) -> dict[int, Growth]:
     """Measures {width: {what: root mean square of its change over STEPS steps}}, averaged over SEEDS.
 
     learning_rate: the peak at the narrowest of the widths.
     """
     narrow = narrow_copy(config)
     widths = {}
-    for ratio in ratios:
+    for ratio in RATIOS:
         wide = at_width(narrow, ratio)
         found = [changes_of(optim, wide, hidden_width(narrow), learning_rate, seed) for seed in SEEDS]
         widths[hidden_width(wide)] = {name: fmean(each[name] for each in found) for name in found[0]}

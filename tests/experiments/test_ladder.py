@@ -5,8 +5,10 @@ import json
 import pytest
 import yaml
 
+from pretrain.errors import InputError
 from pretrain.model.build import matrix_parameters
 from pretrain.model.model_config import load_model_config
+from pretrain_tools.experiments.ladder_report import report_ladder
 from support.project import ROOT, run_script
 from support.tiny_models import LLAMA
 
@@ -43,8 +45,10 @@ def write_ladder_run(
     return parameters, tokens, loss
 
 
-def ladder(*arguments, check=True):
-    return run_script("runs.py", "ladder", *arguments, check=check)
+def refusal(*folders, predict=()) -> str:
+    with pytest.raises(InputError) as caught:
+        report_ladder(folders, predict=predict, count="matrix", output=None)
+    return "\n".join(caught.value.problems)
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +68,8 @@ def sweep(tmp_path_factory):
 def test_a_larger_size_is_predicted_as_text_json_and_picture(sweep, tmp_path):
     parameters, tokens, loss = write_ladder_run(tmp_path / "larger", 160)
     asked = f"parameters={parameters},tokens={tokens}"
-    said = ladder(sweep, "--predict", asked, "--predict", ROOT / "recipes/llama_125m.yaml").stdout
+    recipe = ROOT / "recipes/llama_125m.yaml"
+    said = run_script("runs.py", "ladder", sweep, "--predict", asked, "--predict", recipe).stdout
     values = json.loads((sweep / "ladder.json").read_text())
     first, second = values["predictions"]
     assert first["loss"] == pytest.approx(loss, rel=0.005) and first["interval"][0] <= loss <= first["interval"][1]
@@ -78,36 +83,37 @@ def test_a_larger_size_is_predicted_as_text_json_and_picture(sweep, tmp_path):
     assert (sweep / "ladder.png").stat().st_size > 10_000
 
 
-def test_what_would_be_a_guess_is_refused(sweep, tmp_path):
+def test_what_would_be_a_guess_is_refused(tmp_path, capsys):
     for width in WIDTHS[:3]:
         write_ladder_run(tmp_path / f"three/{width}", width)
-    asked = ["--predict", "parameters=1M,tokens=20M"]
-    few = ladder(tmp_path / "three", *asked, check=False)
-    assert few.returncode == 2 and "3 sizes" in few.stderr and "too few to predict" in few.stderr
-    assert "3 sizes show no law" in ladder(tmp_path / "three").stdout
-    one = ladder(tmp_path / "three/32", check=False)
-    assert one.returncode == 2 and "all runs have one size" in one.stderr
+    asked = ["parameters=1M,tokens=20M"]
+    few = refusal(tmp_path / "three", predict=asked)
+    assert "3 sizes" in few and "too few to predict" in few
+    report_ladder([tmp_path / "three"], predict=[], count="matrix", output=None)
+    assert "3 sizes show no law" in capsys.readouterr().out
+    assert "all runs have one size" in refusal(tmp_path / "three/32")
 
     for number, width in enumerate(WIDTHS):
         write_ladder_run(tmp_path / f"noisy/{width}", width, off=1 + 0.15 * (-1) ** number)
-    noisy = ladder(tmp_path / "noisy", *asked, check=False)
-    assert noisy.returncode == 2 and "the losses scatter by" in noisy.stderr
+    assert "the losses scatter by" in refusal(tmp_path / "noisy", predict=asked)
 
     write_ladder_run(tmp_path / "noisy/constant", 160, schedule="constant")
     write_ladder_run(tmp_path / "noisy/other_tokenizer", 192, tokenizer="b")
-    mixed = ladder(tmp_path / "noisy", tmp_path / "none", "--predict", "parameters=1M", check=False)
+    none = ("runs.py", "ladder", tmp_path / "noisy", tmp_path / "none", "--predict", "parameters=1M")
+    mixed = run_script(*none, check=False)
     assert mixed.returncode == 2 and "Traceback" not in mixed.stderr
     assert "none: holds no runs" in mixed.stderr and "give parameters=30M,tokens=600M" in mixed.stderr
-    mixed = ladder(tmp_path / "noisy", check=False)
-    assert "differ in the tokenizer" in mixed.stderr and "differ in optim.schedule" in mixed.stderr
+    mixed = refusal(tmp_path / "noisy")
+    assert "differ in the tokenizer" in mixed and "differ in optim.schedule" in mixed
 
 
-def test_a_larger_size_with_fewer_steps_is_warned_of(tmp_path):
+def test_a_larger_size_with_fewer_steps_is_warned_of(tmp_path, capsys):
     """As a batch does that follows the tokens by powers of two."""
     sizes = [
         write_ladder_run(tmp_path / f"runs/{width}", width, batch=batch)[:2]
         for width, batch in zip(WIDTHS[:-1], (256, 1024, 1024, 1024), strict=True)
     ]
     first, second = (round(tokens / batch) for (_, tokens), batch in zip(sizes, (256, 1024), strict=False))
-    (said,) = [line for line in ladder(tmp_path / "runs").stdout.splitlines() if "steps of" in line]
+    report_ladder([tmp_path / "runs"], predict=[], count="matrix", output=None)
+    (said,) = [line for line in capsys.readouterr().out.splitlines() if "steps of" in line]
     assert f"had {second:,} steps of 1,024 tokens, " in said and f"{first:,} of 256: such a ladder bends" in said

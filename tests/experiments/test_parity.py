@@ -211,22 +211,40 @@ def test_processes_that_share_a_gpu_are_machines_with_one_rendezvous_and_end_tog
     assert (tmp_path / "1").read_text() not in ("", "0")
 
 
-def test_fsdp2_on_two_processes_is_compared_with_one(recipe, tmp_path, capsys, monkeypatch):
-    """Two real runs: the same curves are found, no other, and the strategy trained that was named.
+def test_a_strategy_and_a_product_are_compared_with_one_process(recipe, tmp_path, capsys, monkeypatch):
+    """Real runs: the same curves are found, no other, and what was named has trained.
 
-    The processes are launched as they are if they share the only GPU.
+    A product of two; all products of four processes with STRATEGIES=all. The strategy is launched as if its processes
+    shared the only GPU.
     """
-    monkeypatch.setattr(parity, "gpu_count", lambda: 1)
-    options = {"steps": 3, "strategies": "fsdp2", "processes": 2, "precision": "fp32"}
-    assert parity.compare_strategies(recipe, tmp_path / "out", **options) == 0, capsys.readouterr()
+    gpus = iter([1])
+    monkeypatch.setattr(parity, "gpu_count", lambda: next(gpus, 0))
+    everything = os.environ.get("STRATEGIES") == "all"
+    processes, mesh = (4, "all") if everything else (2, "cp=2")
+    options = {"steps": 3, "strategies": "fsdp2", "mesh": mesh, "processes": processes, "precision": "fp32"}
+    changes = [
+        ("model.num_hidden_layers", "4"),
+        ("batch.sequences_per_micro_batch", "1"),
+        ("pipeline.schedule", "1F1B"),
+    ]
+    status = parity.compare_strategies(recipe, tmp_path / "out", changes=changes, **options)
+    assert status == 0, capsys.readouterr()
     found = json.loads((tmp_path / "out/parity.json").read_text())
-    assert list(found) == ["fsdp2"] and found["fsdp2"]["same"] and found["fsdp2"]["loss"] < 1e-5
+    assert list(found) == ["fsdp2", *parity.products_asked_for(mesh, processes, has_experts=False)]
+    fsdp2 = found.pop("fsdp2")
+    assert fsdp2["same"] and fsdp2["loss"] < 1e-5
+    for name, result in found.items():
+        if "refused" not in result:
+            record = read_json(tmp_path / "out" / name / "strategy.json")
+            assert parity.named(Sizes(**record["mesh"])) == name and result["loss"] < 1e-5
+    refused = {name for name, result in found.items() if "refused" in result}
+    assert refused == ({"tp4"} if everything else set()), "two key-value heads"
     names = ("single", "fsdp2")
     curves = {name: read_curve(tmp_path / "out" / name) for name in names}
     for curve in curves.values():
         assert list(curve.loss) == list(curve.grad_norm) == [1, 2, 3]
     records = [read_json(tmp_path / "out" / name / "strategy.json") for name in names]
-    assert [(one["strategy"], one["ranks"]) for one in records] == [("single", 1), ("fsdp2", 2)]
+    assert [(one["strategy"], one["ranks"]) for one in records] == [("single", 1), ("fsdp2", processes)]
     capsys.readouterr()
     other = Curve({step: loss + 1e-4 for step, loss in curves["fsdp2"].loss.items()}, curves["fsdp2"].grad_norm)
     outcomes = {"single": StrategyOutcome(curves["single"]), "fsdp2": StrategyOutcome(other)}
@@ -260,27 +278,6 @@ def test_products_that_cannot_be_are_refused_with_what_can(mesh, message):
     with pytest.raises(InputError) as raised:
         parity.products_asked_for(mesh, 4, has_experts=True)
     assert message in str(raised.value)
-
-
-def test_products_are_launched_with_their_sizes_and_compared(recipe, tmp_path, capsys):
-    """Two real processes; all products of four with STRATEGIES=all."""
-    everything = os.environ.get("STRATEGIES") == "all"
-    processes, mesh = (4, "all") if everything else (2, "cp=2")
-    settings = {"steps": 3, "processes": processes, "precision": "fp32"}
-    changes = [
-        ("model.num_hidden_layers", "4"),
-        ("batch.sequences_per_micro_batch", "1"),
-        ("pipeline.schedule", "1F1B"),
-    ]
-    assert parity.compare_strategies(recipe, tmp_path / "out", mesh=mesh, changes=changes, **settings) == 0
-    found = json.loads((tmp_path / "out/parity.json").read_text())
-    assert list(found) == parity.products_asked_for(mesh, processes, has_experts=False)
-    for name, result in found.items():
-        if "refused" not in result:
-            record = read_json(tmp_path / "out" / name / "strategy.json")
-            assert parity.named(Sizes(**record["mesh"])) == name and result["loss"] < 1e-5
-    refused = {name for name, result in found.items() if "refused" in result}
-    assert refused == ({"tp4"} if everything else set()), "two key-value heads"
 
 
 @pytest.mark.parametrize(("strategy", "ranks"), [("ddp", 2), ("fsdp2", 1), ("single", 1)])

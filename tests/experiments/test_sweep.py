@@ -8,6 +8,7 @@ import signal
 import statistics
 import subprocess
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -68,11 +69,15 @@ def test_what_cannot_be_swept_is_said(arguments, problem):
     assert [text for text in found if problem in text], found
 
 
+def refusal(asked: SweepRequest) -> str:
+    with pytest.raises(InputError) as caught:
+        sweeps.run_sweep(asked, None)
+    return "\n".join(caught.value.problems)
+
+
 def test_all_problems_of_all_runs_are_reported_before_any_starts(recipe, tmp_path):
-    arguments = ["--vary", "optim.learning_rate=1e-3,2e-3", "--vary", "batch.tokens_per_step=256,250", "--seeds", "2"]
-    refused = sweep(recipe, tmp_path / "sweep", *arguments, "--vary", "data.sequence_length=64,4096", check=False)
-    said = refused.stderr
-    assert refused.returncode == 2 and "Traceback" not in said
+    vary = ["optim.learning_rate=1e-3,2e-3", "batch.tokens_per_step=256,250", "data.sequence_length=64,4096"]
+    said = refusal(request(*vary, seeds=2, recipe=recipe, output=tmp_path / "sweep"))
     assert "data.sequence_length: 4,096 is more than the model's max_position_embeddings" in said
     assert "250 is not a multiple of" in said and "with data.sequence_length 4096" in said
     assert not (tmp_path / "sweep").exists()
@@ -190,7 +195,7 @@ def wait_for(condition, seconds=120):
         time.sleep(0.05)
 
 
-def test_a_killed_sweep_is_continued_and_then_reported(recipe, tmp_path):
+def test_a_killed_sweep_is_continued_and_then_reported(recipe, tmp_path, capsys):
     """SIGKILL leaves a run behind, which goes on and is found; one of the settings fails."""
     output = tmp_path / "sweep"
     arguments = ["--vary", "optim.learning_rate=3e-3,1e-2", "--seeds", "2", "--validation.sequences", "4"]
@@ -227,10 +232,12 @@ def test_a_killed_sweep_is_continued_and_then_reported(recipe, tmp_path):
     del plan["plan"]["guard.loss_window"]  # as if the setting were newer than the sweep
     (output / "plan.json").write_text(json.dumps(plan))
     lines = (run / "metrics.jsonl").read_text()
-    again = sweep(recipe, output, *arguments)
-    assert again.stdout == done.stdout and (run / "metrics.jsonl").read_text() == lines
-    refused = sweep(recipe, output, *arguments, "--optim.weight_decay", "0", check=False)
-    assert refused.returncode == 2 and "optim.weight_decay was 0.1, the command now gives 0.0" in refused.stderr
+    capsys.readouterr()
+    asked = request(arguments[1], seeds=2, recipe=recipe, output=output, changes=(("validation.sequences", "4"),))
+    assert sweeps.run_sweep(asked, None) == 0
+    assert capsys.readouterr().out == done.stdout and (run / "metrics.jsonl").read_text() == lines
+    other = replace(asked, changes=(*asked.changes, ("optim.weight_decay", "0")))
+    assert "optim.weight_decay was 0.1, the command now gives 0.0" in refusal(other)
 
     # A run that cannot go on fails alone; its setting is not the best.
     damaged = output / f"runs/learning_rate={best},seed=2"

@@ -19,8 +19,8 @@ from pretrain_tools.experiments.ladder_report import ladder_values, read_ladder
 from pretrain_tools.planning.budget_report import count_upwards, recipe_of_budget
 from pretrain_tools.planning.budget_request import BudgetRequest
 from pretrain_tools.planning.hardware_options import find_gpu
-from pretrain_tools.planning.recipe_files import RecipePlace
 from pretrain_tools.planning.step_time import Hardware
+from pretrain_tools.planning.texts import RecipePlace
 from support.quick_traces import use_quick_traces
 
 PLACE = RecipePlace(Path("recipes/a.yaml"), Path("data/a"), Path("runs/a"), "tokenizers/a")
@@ -92,8 +92,8 @@ def ladder_of_law(path: Path, sizes) -> Path:
 
 
 def test_a_ladder_says_what_loss_to_expect(made, tmp_path):
-    ladder = read_ladder(ladder_of_law(tmp_path / "l.json", [10**7, 2 * 10**7, 4 * 10**7, 8 * 10**7, 10**8]))
-    _, printed = made(asked(json=True, write=None), ladder.expect)
+    expect = read_ladder(ladder_of_law(tmp_path / "l.json", [10**7, 2 * 10**7, 4 * 10**7, 8 * 10**7, 10**8]))
+    _, printed = made(asked(json=True, write=None), expect)
     found = json.loads(printed)
     expected = found["expected_loss"]
     truth = 1.7 + 400 / found["parameters"] ** 0.34 + 1200 / found["tokens"] ** 0.34

@@ -1,7 +1,6 @@
 """plan.py from a budget to a recipe, as a user runs it: a recipe that passes --check, and refusals all at once."""
 
 import json
-import re
 import sys
 
 import pytest
@@ -12,13 +11,24 @@ from pretrain.recipe import read_run_config
 from support.project import ROOT, run_script
 
 
-def plan(*arguments, cwd, check=True):
-    return run_script(ROOT / "plan.py", *arguments, cwd=cwd, check=check)
+@pytest.fixture
+def refused(tmp_path, monkeypatch):
+    """The problems that plan.py finds in a command line."""
+    monkeypatch.chdir(tmp_path)
+
+    def refused(*arguments) -> list[str]:
+        monkeypatch.setattr(sys, "argv", ["plan.py", *map(str, arguments)])
+        with pytest.raises(InputError) as caught:
+            plan_script.main()
+        return caught.value.problems
+
+    return refused
 
 
-def test_a_recipe_of_a_budget_passes_the_check(tmp_path, shards):
+def test_a_recipe_of_a_budget_passes_the_check(tmp_path, shards, refused):
     asked = ("--flops", "2e12", "--gpu", "cpu", "--family", "qwen3_moe", "--data", shards)
-    found = json.loads(plan(*asked, "--write", "recipes/mine.yaml", "--json", cwd=tmp_path).stdout)
+    written = (*asked, "--write", "recipes/mine.yaml")
+    found = json.loads(run_script(ROOT / "plan.py", *written, "--json", cwd=tmp_path).stdout)
     config = read_run_config(tmp_path / "recipes/mine.yaml")
     assert config.budget.steps == found["steps"] >= 100
     assert config.batch.tokens_per_step * config.budget.steps == found["tokens"]
@@ -31,17 +41,15 @@ def test_a_recipe_of_a_budget_passes_the_check(tmp_path, shards):
         assert f"# {choice['name']}" in text
     checked = run_script(ROOT / "train.py", "--config", "recipes/mine.yaml", "--check", cwd=tmp_path)
     assert "start it with:" in checked.stdout
-    again = plan(*asked, "--write", "recipes/mine.yaml", cwd=tmp_path, check=False)
-    assert again.returncode == 2 and again.stderr.count("is there already") == 2
+    assert "\n".join(refused(*written)).count("is there already") == 2
 
 
-def test_everything_wrong_is_said_at_once(tmp_path):
-    result = plan(
+def test_everything_wrong_is_said_at_once(refused):
+    said = refused(
         "--hours", "1", "--flops", "1e19", "--dollars", "-3", "--gpu", "cpu", "--family", "lama", "--vocabulary",
         "tokenizers/none", "--data", "data/none", "--write", "x.txt", "--optimizer", "sgd", "--config", "a.yaml",
-        "--mfu", "40", "--seed", "3", cwd=tmp_path, check=False,
+        "--mfu", "40", "--seed", "3",
     )  # fmt: skip
-    assert result.returncode == 2 and "Traceback" not in result.stderr
     for part in (
         "give one of --hours, --dollars and --flops (got --hours 1 and --dollars -3 and --flops 1e+19)",
         "--dollars -3: must be above 0",
@@ -55,7 +63,7 @@ def test_everything_wrong_is_said_at_once(tmp_path):
         "--mfu 40.0",
         "--seed",
     ):
-        assert part in result.stderr, part
+        assert any(part in problem for problem in said), part
 
 
 @pytest.mark.parametrize(
@@ -68,7 +76,5 @@ def test_everything_wrong_is_said_at_once(tmp_path):
         ((), "--config: name the recipe to plan, or give --hours"),
     ],
 )
-def test_budgets_that_make_no_recipe(arguments, said, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["plan.py", *arguments])
-    with pytest.raises(InputError, match=re.escape(said)):
-        plan_script.main()
+def test_budgets_that_make_no_recipe(arguments, said, refused):
+    assert said in "\n".join(refused(*arguments))

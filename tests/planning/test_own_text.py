@@ -20,7 +20,7 @@ from pretrain_tools.planning.own_text import (
     run_name_of,
     with_own_text,
 )
-from pretrain_tools.planning.recipe_files import MADE_BY
+from pretrain_tools.planning.texts import MADE_BY
 from support.project import ROOT, events, losses, run_script, start_script
 
 MINUTES = "0.05"
@@ -102,12 +102,13 @@ def test_the_recipe_is_commented_and_reads_back(trained, monkeypatch):
     assert model["vocab_size"] % 64 == 0 and model["vocab_size"] >= read_manifest("data/novel").vocabulary_size
 
 
-def test_the_same_command_finds_everything_done(trained):
+def test_the_same_command_finds_everything_done(trained, monkeypatch, capsys):
+    """That the recipe's run is complete too: see the everyday commands."""
     folder, _ = trained
+    monkeypatch.chdir(folder)
     before = {path: path.stat().st_mtime_ns for path in folder.rglob("*.bin")}
-    result = run_script(ROOT / "train.py", "--text", "novel.txt", "--minutes", MINUTES, cwd=folder)
-    assert "recipes/novel.yaml: was made by this command" in result.stdout
-    assert "already complete" in result.stdout
+    assert with_own_text(["--text", "novel.txt", "--minutes", MINUTES]) == ["--config", "recipes/novel.yaml"]
+    assert "recipes/novel.yaml: was made by this command; continuing with it" in capsys.readouterr().out
     assert {path: path.stat().st_mtime_ns for path in folder.rglob("*.bin")} == before
 
 
@@ -187,9 +188,8 @@ def test_text_that_cannot_be_trained_on_is_refused_with_figures(tmp_path):
     (tmp_path / "latin.txt").write_bytes(b"caf\xe9 " * 5000)
     (tmp_path / "image.txt").write_bytes(b"\0\1\2" * 9000)
     (tmp_path / "book.log").write_text("text " * 9000)
-    result = run_script(ROOT / "train.py", "--text", "small.txt", "--minutes", MINUTES, check=False, cwd=tmp_path)
-    assert result.returncode == 2 and "Traceback" not in result.stderr
-    assert "--text small.txt: 11 bytes in 1 file are too few to learn from; give at least 20,000" in result.stderr
+    told = refused(tmp_path, "small.txt", "--minutes", MINUTES)
+    assert "--text small.txt: 11 bytes in 1 file are too few to learn from; give at least 20,000" in told
     assert "--text none*.txt: no such file" in refused(tmp_path, "none*.txt")
     told = refused(tmp_path, "latin.txt", "image.txt")
     assert "latin.txt: is not text in UTF-8 (byte 0xe9 at 4)" in told and "iconv" in told
@@ -206,7 +206,7 @@ def test_text_that_cannot_be_trained_on_is_refused_with_figures(tmp_path):
     assert [path.suffix for path in tmp_path.iterdir() if path.is_dir()] == [], "nothing was written"
 
 
-def test_a_folder_is_taken_and_the_same_command_finds_it_unchanged(tmp_path, text):
+def test_a_folder_is_taken_and_the_same_command_finds_it_unchanged(tmp_path, text, monkeypatch, capsys):
     """The commands that prepare it by hand read the same files."""
     mine = tmp_path / "mine"
     (mine / "in here").mkdir(parents=True)
@@ -222,7 +222,9 @@ def test_a_folder_is_taken_and_the_same_command_finds_it_unchanged(tmp_path, tex
     assert "1 not text in UTF-8: " + shlex.quote("mine/it's.txt") in result.stdout
     sources = json.loads((tmp_path / "data/mine/manifest.json").read_text())["sources"]
     assert [source["path"] for source in sources] == ["b.md", "in here/A.TXT"]
-    again = run_script(ROOT / "train.py", *command, cwd=tmp_path).stdout
+    monkeypatch.chdir(tmp_path)
+    assert with_own_text(list(command))[-1] == "--check"
+    again = capsys.readouterr().out
     assert "was made by this command" in again and "2 of 4 files left out" in again
     (mine / "new.rst").write_text(text)
     told = refused(tmp_path, "mine", "--exclude", "mine/draft*", "--minutes", MINUTES)

@@ -133,13 +133,12 @@ def test_gradients_are_reduced_once_where_that_is_faster_and_fits(recipe):
     assert command.endswith("--batch.sequences_per_micro_batch 1 --batch.no_sync true")
     run = PlannedRun(plan.config, planned_model_config(plan.config.model, plan.config.data), "bf16")
     case = Case(run, plan.work, plan.hardware, plan.speed)
-    divided = layout("fsdp2", 8)
-    assert timed(replace(fsdp2, reduces_once=False), divided, case).reduces_once
+    assert timed(replace(fsdp2, reduces_once=False), case).reduces_once
     taken = CONTEXT_BYTES + COMMUNICATION_BYTES
     memory = (taken + 0.9 * fsdp2.memory.total) / (1 - FRAGMENTATION)
     small = replace(plan.hardware, gpu=replace(plan.hardware.gpu, memory_bytes=memory))
     assert small.usable_bytes == pytest.approx(0.9 * fsdp2.memory.total)
-    assert not timed(fsdp2, divided, replace(case, hardware=small)).reduces_once
+    assert not timed(fsdp2, replace(case, hardware=small)).reduces_once
 
 
 def case_of(recipe, *overrides, gpus, machines=1, memory_bytes=None):
@@ -165,10 +164,10 @@ def test_the_search_finds_what_trying_every_product_finds(recipe, monkeypatch):
 def test_inner_dimensions_stay_in_a_machine_and_outer_ones_cross_the_network():
     links = Links(inside=100.0, network=10.0, per_machine=8)
     product = Layout.of(Sizes(pp=2, dp_replicate=2, dp_shard=8, tp=4), machines=16)
-    assert product.name == "mesh" and product.group("tp") == (4, 1)
-    assert links.seconds(100.0, *product.group("tp")) == 1.0
-    assert links.seconds(100.0, *product.group("fsdp")) == 5.0, "two of its eight in a machine, each with its adapter"
-    assert links.seconds(100.0, *product.group("dp_replicate")) == 10.0
+    assert product.name == "mesh" and product.groups["tp"] == (4, 1)
+    assert links.seconds(100.0, *product.groups["tp"]) == 1.0
+    assert links.seconds(100.0, *product.groups["fsdp"]) == 5.0, "two of its eight in a machine, each with its adapter"
+    assert links.seconds(100.0, *product.groups["dp_replicate"]) == 10.0
     exchange = links.seconds(70.0, 8, 4, is_exchange=True)
     assert exchange == pytest.approx(60.0 / 10), "of seven others one is in the same machine"
 
@@ -243,7 +242,7 @@ def test_a_batch_that_does_not_divide_is_reported(recipe):
 
 def test_the_choice_among_equals_has_a_reason():
     def able(name, seconds, *, fits=True):
-        return Candidate(name, [], None, fits, 8, 8, StepTime(seconds))
+        return Candidate(layout(name, 8), [], None, fits, 8, 8, StepTime(seconds))
 
     ddp, zero1, slow = able("ddp", 1.0), able("zero1", 0.99), able("pp", 1.5)
     assert reason_of(ddp, [ddp, zero1, slow]) == (
@@ -252,7 +251,7 @@ def test_the_choice_among_equals_has_a_reason():
     assert recommend([zero1, large := able("ddp", 1.0, fits=False)]) is zero1
     assert reason_of(zero1, [zero1, large]).startswith("zero1 is the simplest that takes the recipe's micro-batch of")
     assert reason_of(zero1, [zero1, slow]) == "zero1 is the fastest that fits."
-    assert reason_of(slow, [slow, Candidate("ddp", ["no"])]) == "Nothing but pp fits."
+    assert reason_of(slow, [slow, Candidate(layout("ddp", 8), ["no"])]) == "Nothing but pp fits."
     near = able("zero2", 1.02)
     assert next_best(ddp, [ddp, zero1, near, slow]) is slow and next_best(ddp, [ddp, near]) is None
     tp = replace(slow, time=StepTime(0.9, 0.1, {"tp": 0.5}))
@@ -406,9 +405,20 @@ def test_a_gpu_that_is_not_listed_stays_unknown():
         find_gpu("h800nvl")
 
 
-def test_a_plan_for_the_processors_of_this_machine(recipe):
-    found = run_script("plan.py", recipe, "--gpu", "cpu", "--gpus", "2", "--precision", "auto", "--json")
-    plan = json.loads(found.stdout)
+@pytest.fixture
+def printed(monkeypatch, capsys):
+    """What plan.py prints where stdout is no terminal."""
+
+    def printed(*arguments) -> str:
+        monkeypatch.setattr(sys, "argv", ["plan.py", *map(str, arguments)])
+        plan_script.main()
+        return capsys.readouterr().out
+
+    return printed
+
+
+def test_a_plan_for_the_processors_of_this_machine(recipe, printed):
+    plan = json.loads(printed(recipe, "--gpu", "cpu", "--gpus", "2", "--precision", "auto", "--json"))
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     assert plan["gpu"]["name"] == "cpu" and plan["gpu"]["memory_bytes"] == memory / 2 and plan["cost"] == 0
     assert 1e8 < plan["gpu"]["bf16_flops"] < 1e14
@@ -437,11 +447,11 @@ def test_the_example_on_the_page_and_in_the_recipe_is_what_is_printed(monkeypatc
     assert comment_of(plan, command) in (ROOT / "recipes/llama_1b.yaml").read_text()
 
 
-def test_the_page_is_readable_when_piped(recipe):
-    result = run_script("plan.py", "--config", recipe, "--gpus", "8", "--gpu", "a100")
-    assert "\x1b" not in result.stdout
-    assert "Recommended: " in result.stdout and "accelerate launch --config_file accelerate_configs/" in result.stdout
-    assert str(ROOT) not in result.stdout
+def test_the_page_is_readable_when_piped(recipe, printed):
+    text = printed("--config", recipe, "--gpus", "8", "--gpu", "a100")
+    assert "\x1b" not in text
+    assert "Recommended: " in text and "accelerate launch --config_file accelerate_configs/" in text
+    assert str(ROOT) not in text
 
 
 def test_what_has_not_been_tested_on_a_disk_is_refused_there(recipe):
