@@ -40,7 +40,7 @@ def gpu(monkeypatch):
 
     kernels._activate_flash_3.cache_clear()
     check = kernels._activate_flash_3
-    monkeypatch.setattr(kernels, "_activate_flash_3", lambda dtype, device: check(dtype, "cpu"))
+    monkeypatch.setattr(kernels, "_activate_flash_3", lambda dtype, width, device: check(dtype, width, "cpu"))
     monkeypatch.setattr(torch_attention, "activate_flash_attention_impl", activate)
     monkeypatch.setattr(torch_attention, "restore_flash_attention_impl", lambda _raise_warn: here.update(active=False))
     monkeypatch.setattr(varlen, "varlen_attn", attend)
@@ -132,6 +132,16 @@ def test_auto_takes_flash_attention_3_where_it_computes_the_same(gpu):
     )
 
 
+def test_flash_attention_3_is_tried_with_the_models_heads(gpu):
+    """A package may be built without some widths. 100 is padded to 104."""
+    gpu["modules"] = {"flash_attn_interface"}
+    tried = []
+    gpu["flash 3"] = lambda out: tried.append(out.shape[-1]) or out
+    model_config = AutoConfig.for_model("llama", head_dim=100)
+    assert prefer_flash_3("auto", "groundwork_sdpa", dtype=BF16, window=PACKED, model_config=model_config) is None
+    assert tried == [104]
+
+
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
@@ -154,7 +164,8 @@ def test_auto_stays_with_torchs_kernel_where_flash_attention_3_does_not_work(gpu
 def test_auto_stays_with_torchs_kernel_if_results_must_be_deterministic(gpu, monkeypatch):
     gpu |= {"modules": {"flash_attn_interface"}, "flash 3": lambda out: out}
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
-    assert "deterministic is true" in prefer_flash_3(
-        "auto", "groundwork_sdpa", dtype=BF16, window=PACKED, model_config=LLAMA
-    )
+    here = {"dtype": BF16, "window": PACKED, "model_config": LLAMA}
+    assert "deterministic is true" in prefer_flash_3("auto", "groundwork_sdpa", **here)
+    told = kernels_not_used("auto", "groundwork_sdpa", "regional", **here)
+    assert "kernels that add in any order, such as cuDNN's attention: deterministic is true" in told
     assert not gpu["active"]
