@@ -1,6 +1,7 @@
 """What a run on a GPU is told of its kernels: those in use, and why the others are not."""
 
 import importlib.util
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +13,8 @@ from pretrain.config import WindowSpec
 from pretrain.model import kernels
 from pretrain.model.attention import ATTENTION_NAMES
 from pretrain.model.kernels import kernels_not_used, kernels_used, prefer_flash_3
+from pretrain.recipe import read_run_config
+from pretrain.training import build
 from support.flash_packages import flash_attn_varlen_func
 
 PACKED, UNDIVIDED = WindowSpec(64, True), WindowSpec(64, False)
@@ -159,6 +162,24 @@ def test_auto_stays_with_torchs_kernel_where_flash_attention_3_does_not_work(gpu
     assert not gpu["active"]
     assert "varlen, the flash attention of torch" in kernels_used("auto", "groundwork_sdpa", "none", **here)
     assert reason in "; ".join(kernels_not_used("auto", "groundwork_sdpa", "none", **here))
+
+
+@pytest.mark.parametrize("device_type", ["cuda", "cpu"])
+def test_every_rank_tries_flash_attention_3_before_it_builds_its_model(monkeypatch, recipe, device_type):
+    class Tried(Exception):
+        pass
+
+    def tried(requested, attention, **here):
+        assert (requested, attention, here["dtype"], here["model_config"]) == ("auto", "groundwork_sdpa", BF16, LLAMA)
+        raise Tried
+
+    monkeypatch.setattr(kernels, "prefer_flash_3", tried)
+    plan = SimpleNamespace(model_config=LLAMA, attention="groundwork_sdpa+rows(Mixer)")
+    strategy = SimpleNamespace(device=torch.device(device_type), precision="bf16")
+    monkeypatch.setattr(build, "build_meta_model", lambda *_, **__: SimpleNamespace())
+    config = read_run_config(recipe, [("attention", "auto")])
+    with pytest.raises(Tried if device_type == "cuda" else AttributeError):
+        build.build_training(config, plan, strategy, learning_rate=1e-3)
 
 
 def test_auto_stays_with_torchs_kernel_if_results_must_be_deterministic(gpu, monkeypatch):
