@@ -59,7 +59,7 @@ def launch(arguments: list[str]) -> int:
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SHUTDOWN_SECONDS))
+    wait_for_checkpoints()
     for name in logging.root.manager.loggerDict:
         if name.startswith("torch.distributed.elastic"):  # each has its own level; the ranks report errors themselves
             logging.getLogger(name).setLevel(logging.CRITICAL)
@@ -81,6 +81,16 @@ def launch(arguments: list[str]) -> int:
         print(error, file=sys.stderr)
         return EXIT_BAD_INPUT
     return 0
+
+
+def wait_for_checkpoints() -> None:
+    """Makes torchrun wait SHUTDOWN_SECONDS for its processes after a signal."""
+    from torch.distributed.elastic.multiprocessing.api import PContext
+    from torch.distributed.launcher.api import LaunchConfig
+
+    seconds = os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SHUTDOWN_SECONDS))
+    if "shutdown_timeout" not in LaunchConfig.__dataclass_fields__:  # torch 2.11 doesn't read the variable
+        PContext.close.__defaults__ = (None, int(seconds))
 
 
 def patient_agent() -> type:

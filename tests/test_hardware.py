@@ -26,6 +26,9 @@ from pretrain.hardware import (
 from pretrain.parallel import strategy
 from pretrain.parallel.registry import strategy_named
 from pretrain.parallel.strategy import device_type, resolve_precision
+from pretrain.recipe import read_run_config
+from pretrain.training import run_records
+from pretrain.training.run_plan import derive
 from support.project import ROOT
 from support.tiny_models import TINY_LLAMA
 
@@ -290,13 +293,14 @@ def test_dropout_on_a_cpu_is_seeded_as_by_torch_without_stack_traces(monkeypatch
 def test_deterministic_runs_use_kernels_that_add_in_one_order(recipe):
     """In a process of its own, since it sets what holds for all of torch; the first step of the run has been taken."""
     program = (
-        "import sys, torch, runpy\n"
+        "import os, sys, torch, runpy\n"
         f"sys.argv = ['train.py', '--config', '{recipe}', '--deterministic', 'true', '--budget.steps', '1']\n"
         "try:\n    runpy.run_path('train.py', run_name='__main__')\nfinally:\n"
-        "    print(torch.are_deterministic_algorithms_enabled(), torch._inductor.config.deterministic)"
+        "    print(torch.are_deterministic_algorithms_enabled(), torch._inductor.config.deterministic)\n"
+        "    print(os.environ['CUBLAS_WORKSPACE_CONFIG'])"
     )
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
-    assert "True True" in done.stdout, done.stderr
+    assert "True True\n:4096:8\n" in done.stdout, done.stderr
 
 
 @pytest.fixture
@@ -314,6 +318,12 @@ def eight_gpus(monkeypatch, tmp_path):
 
 def test_a_machine_that_lacks_nothing_is_not_warned_about(eight_gpus):
     assert environment_warnings(GPU) == environment_warnings(CPU) == []
+
+
+def test_the_start_warns_about_the_machine(monkeypatch, recipe):
+    config = read_run_config(recipe, [])
+    monkeypatch.setattr(run_records, "environment_warnings", lambda device: ["cores: too few"])
+    assert "cores: too few" in run_records.start_warnings(config, derive(config, ranks=1), frozenset(), CPU)
 
 
 @pytest.mark.parametrize(
@@ -336,6 +346,9 @@ def test_infiniband_that_nccl_cannot_use_is_warned_about(eight_gpus, monkeypatch
         raise OSError(name)
 
     monkeypatch.setattr(hardware.ctypes, "CDLL", missing)
-    assert "libibverbs.so.1 is not installed here, so NCCL uses TCP" in environment_warnings(GPU)[0]
+    (warning,) = environment_warnings(GPU)
+    assert "libibverbs.so.1 is not installed here, so NCCL uses TCP" in warning
+    packages = warning.partition("apt install ")[2].split()
+    assert len(packages) == 2 and set(packages) <= set((ROOT / "Dockerfile").read_text().split()), "the image has them"
     monkeypatch.setenv("WORLD_SIZE", "8")  # one machine needs none
     assert environment_warnings(GPU) == []

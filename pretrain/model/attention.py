@@ -253,15 +253,16 @@ def why_not(requested: str, *, device_type: str, dtype: torch.dtype, window: Win
 
 WIDEST_OF_FLASH = 256
 """Maximum width of a head in flash attention's kernels."""
-WITHOUT_BACKWARD = {(8, 6), (8, 9), (12, 0)}
-"""GPUs whose shared memory is too small for the backward pass of heads of 193 to 224."""
+WITHOUT_BACKWARD = (((8, 6), (8, 9)), ((12, 0), (12, 1)))
+"""First and last of the GPUs whose shared memory is too small for the backward pass of heads of 193 to 224."""
 
 
 @torch.compiler.assume_constant_result
 def has_flash_kernels(device_index: int | None, width: int) -> bool:
     """Tells if this GPU runs torch's flash attention for heads of that width; a T4 and a V100 do for none."""
     capability = torch.cuda.get_device_capability(device_index)
-    lacks_backward = capability in WITHOUT_BACKWARD and 192 < width <= 224
+    is_small = any(first <= capability <= last for first, last in WITHOUT_BACKWARD)
+    lacks_backward = is_small and 192 < width <= 224
     return capability >= FLASH_CAPABILITY and width <= WIDEST_OF_FLASH and not lacks_backward
 
 

@@ -13,6 +13,7 @@ from pretrain.model.attention import (
     FLASH_CAPABILITY,
     FLASH_PACKAGES,
     VARLEN_TAKES_GROUPS,
+    head_widths,
     why_not,
     why_not_flash,
 )
@@ -41,21 +42,23 @@ def prefer_flash_3(
         return "torch runs it on Hopper only"
     if torch.are_deterministic_algorithms_enabled():
         return "deterministic is true, but its backward pass is deterministic only for some head widths"
-    return _activate_flash_3(dtype, "cuda")
+    width, _ = head_widths(model_config) or (64, 64)
+    return _activate_flash_3(dtype, -(-width // 8) * 8, "cuda")  # as `sdpa` pads it
 
 
 @functools.cache
-def _activate_flash_3(dtype: torch.dtype, device: str) -> str | None:
+def _activate_flash_3(dtype: torch.dtype, width: int, device: str) -> str | None:
     """Makes torch run FlashAttention 3 and compares both on a small batch; returns what is wrong, and then undoes it.
 
-    The package has its own versions and arguments: with another than torch expects, the first step would fail.
+    The package has its own versions and arguments, and may be built without heads of this width: then the first step
+    would fail.
     """
     from torch.nn.attention import activate_flash_attention_impl, restore_flash_attention_impl
 
-    wanted = _small_varlen(dtype, device)
+    wanted = _small_varlen(dtype, width, device)
     try:
         activate_flash_attention_impl("FA3")
-        found = _small_varlen(dtype, device)
+        found = _small_varlen(dtype, width, device)
         differences = [(a - b).abs().max() / b.abs().max() for a, b in zip(found, wanted, strict=True)]
         if all(difference <= FLASH_3_TOLERANCE for difference in differences):
             return None
@@ -66,13 +69,13 @@ def _activate_flash_3(dtype: torch.dtype, device: str) -> str | None:
     return problem
 
 
-def _small_varlen(dtype: torch.dtype, device: str) -> list[torch.Tensor]:
+def _small_varlen(dtype: torch.dtype, width: int, device: str) -> list[torch.Tensor]:
     """Returns output and gradients of two segments, two empty ones after them, and grouped heads, in fp32."""
     from torch.nn.attention import varlen
 
     generator = torch.Generator().manual_seed(0)
     heads, grouped = (2, {"enable_gqa": True}) if VARLEN_TAKES_GROUPS else (4, {})
-    shapes = ((192, 4, 64), (192, heads, 64), (192, heads, 64))
+    shapes = ((192, 4, width), (192, heads, width), (192, heads, width))
     numbers = [torch.randn(shape, generator=generator).to(device, dtype).requires_grad_() for shape in shapes]
     ends = torch.tensor([0, 64, 192, 192, 192], dtype=torch.int32, device=device)
     out = varlen.varlen_attn(*numbers, ends, ends, 192, 192, window_size=(-1, 0), **grouped)
@@ -132,6 +135,8 @@ def kernels_not_used(
     if compile_mode == "none":
         triton = "" if importlib.util.find_spec("triton") else ", and needs Triton, which is not installed"
         reasons.append(f"compiled layers: compile is none{triton}")
+    if torch.are_deterministic_algorithms_enabled():
+        reasons.append("kernels that add in any order, such as cuDNN's attention: deterministic is true")
     by_flash_3 = prefer_flash_3(requested, attention, dtype=dtype, window=window, model_config=model_config)
     for name in ("varlen", *FLASH_PACKAGES):
         problem = why_not(name, device_type="cuda", dtype=dtype, window=window)

@@ -210,7 +210,8 @@ def exchange_results(bucket: Bucket, holders: Holders, tensors, dtype: torch.dty
     copy_all(matrices, [piece.whole(tensors) for piece in mine])
     replace_all([(matrix, piece.matrix) for matrix, piece in zip(matrices, mine, strict=True)])
     # Cloned: a collective must not read the memory that it writes.
-    dist.all_gather_single(gathered.view(-1), gathered[holders.rank].clone(), group=holders.group)
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.13
+    gather(gathered.view(-1), gathered[holders.rank].clone(), group=holders.group)
     for theirs, of_rank in zip(owned, views, strict=True):
         results = [view.view(piece.matrix.shape) for piece, view in zip(theirs, of_rank, strict=True)]
         copy_all([piece.whole(tensors) for piece in theirs], results)

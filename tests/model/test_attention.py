@@ -219,6 +219,19 @@ def test_flash_packages_are_told_what_sdpa_computes(name, model_type, changes, h
     assert_same(results[1], results[0])
 
 
+@pytest.mark.parametrize("is_deterministic", [False, True])
+@pytest.mark.parametrize("cu_seq_lens", [None, torch.tensor([0, 8], dtype=torch.int32)])
+def test_flash_packages_are_told_to_add_in_one_order(monkeypatch, is_deterministic, cu_seq_lens):
+    def attend(*arguments, deterministic, **settings):
+        told.append(deterministic)
+        return arguments[0]
+
+    told = []
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: is_deterministic)
+    attention_module._flash(attend, attend, *torch.randn(3, 1, 2, 8, 16), None, cu_seq_lens_q=cu_seq_lens)
+    assert told == [is_deterministic]
+
+
 def test_flash_packages_are_told_of_soft_caps_and_of_values_narrower_than_keys():
     query, key, value = (torch.randn(1, 2, 8, width) for width in (16, 16, 12))
     cu_seq_lens = torch.tensor([0, 3, 8], dtype=torch.int32)
@@ -514,9 +527,11 @@ def test_flash_attention_is_for_gpus_that_have_its_kernels(gpu, monkeypatch, cap
         ((7, 5), 16, "dense mask"),
         ((8, 0), 16, "varlen"),
         ((8, 0), 200, "varlen"),
+        ((8, 7), 200, "dense mask"),
         ((8, 9), 200, "dense mask"),
         ((8, 9), 256, "varlen"),
         ((9, 0), 264, "dense mask"),
+        ((12, 1), 200, "dense mask"),
     ],
 )
 def test_sdpa_takes_the_kernel_that_the_gpu_has(gpu, monkeypatch, capability, width, taken):
@@ -549,6 +564,20 @@ def test_heads_of_any_width_are_padded_for_varlen(monkeypatch):
     wanted = F.scaled_dot_product_attention(*tensors, is_causal=True).transpose(1, 2)
     assert widths == [24] and found.shape == (1, 6, 2, 20)
     torch.testing.assert_close(found, wanted)
+
+
+def test_grouped_heads_are_repeated_where_varlen_does_not_take_them(monkeypatch):
+    """On torch 2.11."""
+
+    def varlen_attn(query_NHE, key_NHE, value_NHE, *segments, scale, window_size):
+        assert query_NHE.shape == key_NHE.shape == value_NHE.shape
+        return key_NHE
+
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_attn)
+    monkeypatch.setattr(attention_module, "VARLEN_TAKES_GROUPS", False)
+    query, key = torch.randn(1, 4, 6, 8), torch.randn(1, 2, 6, 8)
+    found = attention_module._varlen(query, key, key, torch.tensor([0, 6]), None, None)
+    assert torch.equal(found, key.repeat_interleave(2, dim=1).transpose(1, 2))
 
 
 @pytest.mark.parametrize("kind", ["tokens first", "part of a product", "heads first"])

@@ -12,8 +12,11 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.activations import ACT2FN
 
+from pretrain.errors import InputError
 from pretrain.model.compile import choose_compile, compile_model, compiler_problems, gelu_by_sigmoid
-from support.project import events, launch, losses, run_script
+from pretrain.recipe import read_run_config
+from pretrain.training.run_plan import derive
+from support.project import ROOT, events, launch, losses, run_script
 
 
 def compilations(path) -> list[float]:
@@ -117,6 +120,19 @@ def test_what_compiled_layers_need_is_checked_before_the_start(monkeypatch, devi
     (problem,) = compiler_problems("auto", device_type)
     assert message in problem
     assert compiler_problems("none", device_type) == []
+
+
+def test_a_plan_refuses_layers_that_nothing_can_compile(monkeypatch, recipe):
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    with pytest.raises(InputError, match="compile: regional needs a C"):
+        derive(read_run_config(recipe, [("compile", "regional")]), ranks=1)
+
+
+def test_the_image_has_what_compiled_layers_need(monkeypatch):
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    (problem,) = compiler_problems("auto", "cuda")
+    packages = problem.partition("apt install ")[2].partition(",")[0].split()
+    assert len(packages) == 2 and set(packages) <= set((ROOT / "Dockerfile").read_text().split())
 
 
 def continue_uncompiled(recipe, tmp_path):

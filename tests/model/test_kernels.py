@@ -1,6 +1,7 @@
 """What a run on a GPU is told of its kernels: those in use, and why the others are not."""
 
 import importlib.util
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +13,8 @@ from pretrain.config import WindowSpec
 from pretrain.model import kernels
 from pretrain.model.attention import ATTENTION_NAMES
 from pretrain.model.kernels import kernels_not_used, kernels_used, prefer_flash_3
+from pretrain.recipe import read_run_config
+from pretrain.training import build
 from support.flash_packages import flash_attn_varlen_func
 
 PACKED, UNDIVIDED = WindowSpec(64, True), WindowSpec(64, False)
@@ -40,7 +43,7 @@ def gpu(monkeypatch):
 
     kernels._activate_flash_3.cache_clear()
     check = kernels._activate_flash_3
-    monkeypatch.setattr(kernels, "_activate_flash_3", lambda dtype, device: check(dtype, "cpu"))
+    monkeypatch.setattr(kernels, "_activate_flash_3", lambda dtype, width, device: check(dtype, width, "cpu"))
     monkeypatch.setattr(torch_attention, "activate_flash_attention_impl", activate)
     monkeypatch.setattr(torch_attention, "restore_flash_attention_impl", lambda _raise_warn: here.update(active=False))
     monkeypatch.setattr(varlen, "varlen_attn", attend)
@@ -132,6 +135,16 @@ def test_auto_takes_flash_attention_3_where_it_computes_the_same(gpu):
     )
 
 
+def test_flash_attention_3_is_tried_with_the_models_heads(gpu):
+    """A package may be built without some widths. 100 is padded to 104."""
+    gpu["modules"] = {"flash_attn_interface"}
+    tried = []
+    gpu["flash 3"] = lambda out: tried.append(out.shape[-1]) or out
+    model_config = AutoConfig.for_model("llama", head_dim=100)
+    assert prefer_flash_3("auto", "groundwork_sdpa", dtype=BF16, window=PACKED, model_config=model_config) is None
+    assert tried == [104]
+
+
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
@@ -151,10 +164,29 @@ def test_auto_stays_with_torchs_kernel_where_flash_attention_3_does_not_work(gpu
     assert reason in "; ".join(kernels_not_used("auto", "groundwork_sdpa", "none", **here))
 
 
+@pytest.mark.parametrize("device_type", ["cuda", "cpu"])
+def test_every_rank_tries_flash_attention_3_before_it_builds_its_model(monkeypatch, recipe, device_type):
+    class Tried(Exception):
+        pass
+
+    def tried(requested, attention, **here):
+        assert (requested, attention, here["dtype"], here["model_config"]) == ("auto", "groundwork_sdpa", BF16, LLAMA)
+        raise Tried
+
+    monkeypatch.setattr(kernels, "prefer_flash_3", tried)
+    plan = SimpleNamespace(model_config=LLAMA, attention="groundwork_sdpa+rows(Mixer)")
+    strategy = SimpleNamespace(device=torch.device(device_type), precision="bf16")
+    monkeypatch.setattr(build, "build_meta_model", lambda *_, **__: SimpleNamespace())
+    config = read_run_config(recipe, [("attention", "auto")])
+    with pytest.raises(Tried if device_type == "cuda" else AttributeError):
+        build.build_training(config, plan, strategy, learning_rate=1e-3)
+
+
 def test_auto_stays_with_torchs_kernel_if_results_must_be_deterministic(gpu, monkeypatch):
     gpu |= {"modules": {"flash_attn_interface"}, "flash 3": lambda out: out}
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
-    assert "deterministic is true" in prefer_flash_3(
-        "auto", "groundwork_sdpa", dtype=BF16, window=PACKED, model_config=LLAMA
-    )
+    here = {"dtype": BF16, "window": PACKED, "model_config": LLAMA}
+    assert "deterministic is true" in prefer_flash_3("auto", "groundwork_sdpa", **here)
+    told = kernels_not_used("auto", "groundwork_sdpa", "regional", **here)
+    assert "kernels that add in any order, such as cuDNN's attention: deterministic is true" in told
     assert not gpu["active"]

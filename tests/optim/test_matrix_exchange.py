@@ -50,9 +50,9 @@ def expected():
     return matrices
 
 
-def run_threads(monkeypatch, of_rank):
+def run_threads(monkeypatch, of_rank, threads=None):
     """The tensors of each rank after the exchange, and how many collectives it took."""
-    threads = Threads()
+    threads = threads or Threads()
     monkeypatch.setattr(matrix_exchange, "dist", threads)
     monkeypatch.setattr(matrix_exchange, "BUCKET_ELEMENTS", 20)
 
@@ -146,6 +146,25 @@ def test_copies_are_equal_and_take_one_collective_for_a_bucket(monkeypatch):
         assert torch.equal(copies[0], copies[1]) and torch.equal(copies[0], copies[2])
         torch.testing.assert_close(copies[0], whole)
     assert calls <= BUCKETS
+
+
+def test_copies_are_gathered_by_the_name_that_torch_has(monkeypatch):
+    """torch 2.11 and 2.12 have the older one alone, of which 2.13 warns."""
+
+    class Older:
+        def __init__(self, threads):
+            self.threads = threads
+
+        def __getattr__(self, name):
+            if name == "all_gather_single":
+                raise AttributeError(name)
+            return getattr(self.threads, name.replace("all_gather_into_tensor", "all_gather_single"))
+
+    def of_rank(rank):
+        return wholes(), [MatrixPiece(matrix, Holders(rank, CPU), index) for index, matrix in enumerate(MATRICES)]
+
+    found, _ = run_threads(monkeypatch, of_rank, Older(Threads()))
+    torch.testing.assert_close(found[2], expected())
 
 
 def test_owners_have_about_equal_work():

@@ -2,7 +2,9 @@
 
 import itertools
 import json
+from types import SimpleNamespace
 from typing import get_args
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ import yaml
 
 from pretrain.config import Pipeline
 from pretrain.errors import InputError
+from pretrain.parallel import mesh
 from pretrain.parallel.mesh import MeshStrategy
 from pretrain.parallel.pipeline import STAGE_LAYOUTS
 from pretrain.parallel.pipeline_stages import split_micro_batch
@@ -47,6 +50,18 @@ def deeper(recipe, tmp_path):
 
 def test_every_schedule_of_the_recipe_is_known():
     assert tuple(STAGE_LAYOUTS) == get_args(Pipeline.model_fields["schedule"].annotation)
+
+
+def test_all_ranks_of_a_pipeline_meet_before_some_of_them_send(monkeypatch):
+    """NCCL makes a group's communicator in its first operation, in which all of its ranks must take part."""
+    seen = []
+    monkeypatch.setattr(mesh.dist, "all_reduce", lambda tensor, group: seen.append(group))
+    monkeypatch.setattr(mesh, "PipelineModel", lambda *arguments, **settings: seen.append("sends"))
+    settings = SimpleNamespace(pipeline=Pipeline(), compile="none")
+    fields = ("roots", "stage_owners", "microbatches", "causal_lm", "sizes")
+    strategy = SimpleNamespace(config=settings, device="cpu", pp_group="group", **dict.fromkeys(fields, MagicMock()))
+    MeshStrategy.pipeline(strategy)
+    assert seen == ["group", "sends"]
 
 
 def test_owners_of_the_stages():

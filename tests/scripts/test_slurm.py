@@ -9,7 +9,10 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from torch.distributed.elastic.multiprocessing.api import PContext
+from torch.distributed.launcher.api import LaunchConfig
 
+from pretrain.launch import wait_for_checkpoints
 from support.project import ROOT, events, losses
 from support.slurm_cluster import INSTALL, missing, running_cluster, wait_for
 
@@ -118,6 +121,20 @@ def test_bad_input_ends_a_job_with_its_problems(cluster, recipe, tmp_path):
 def test_the_cluster_is_asked_before_the_queue(cluster):
     asked = cluster.ask("sbatch", "--test-only", "slurm/one_node.sbatch", "ddp", "recipes/demo.yaml", check=False)
     assert "Requested node configuration is not available" in asked, "it has no eight GPUs"
+
+
+@pytest.mark.parametrize("reads_the_variable", [True, False])
+def test_torchrun_waits_for_the_checkpoint_on_every_torch(monkeypatch, reads_the_variable):
+    """torch 2.11 doesn't read the variable that slurm/job.sh sets."""
+    if not reads_the_variable:
+        monkeypatch.delitem(LaunchConfig.__dataclass_fields__, "shutdown_timeout")
+    monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "270")
+    monkeypatch.setattr(PContext.close, "__defaults__", (None, 30))
+    wait_for_checkpoints()
+    assert PContext.close.__defaults__ == (None, 30 if reads_the_variable else 270)
+    monkeypatch.delenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT")
+    wait_for_checkpoints()
+    assert os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] == "300"
 
 
 SRUN = """#!/bin/bash
