@@ -67,10 +67,10 @@ class ModelResults:
         address = self.address
         about = {"event": "evaluation", "step": address.step, "tokens": address.tokens, "model": address.name}
         now = {"time": round(time.time(), 3)}
+        split = (self.source_settings or {}).get("split")
         lines = []
         for source, measures in self.sources.items():
             measured = {("evaluated_tokens" if name == "tokens" else name): value for name, value in measures.items()}
-            split = (self.source_settings or {}).get("split")
             lines.append({**about, "source": source, "split": split, **measured, **now})
         for score in self.tasks:
             how = {name: getattr(score, name) for name in ("few_shots", "samples", "is_part")}
@@ -114,11 +114,10 @@ def append_to_run(evaluation: ModelResults) -> None:
     Scores of averaged weights are left out: the run's curve is that of the weights that train.
     """
     run = evaluation.address.run
-    lines = [finite(line) for line in evaluation.lines()]
-    if run is None or not lines or evaluation.address.weights != "raw":
+    if run is None or evaluation.address.weights != "raw":
         return
     try:
-        append_events(run, lines)
+        append_events(run, map(finite, evaluation.lines()))
     except OSError as error:  # a full disk must not cost hours of evaluation: the table is still to come
         print(f"warning: {run}/metrics.jsonl does not have the scores ({error})", file=sys.stderr)
 
@@ -129,8 +128,8 @@ def output_problems(flag: str, path: Path | None) -> list[str]:
         return []
     if path.is_dir():
         return [f"{flag} {path}: is a folder; give a file"]
-    # The folder is made when there is something to write.
-    existing = next(parent for parent in [path.parent, *path.parent.parents] if parent.exists())
+    # Missing folders are created when there is something to write.
+    existing = next(parent for parent in path.absolute().parents if parent.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK):
         return [f"{flag} {path}: nothing can be written in {existing}; give another place"]
     return []
@@ -177,12 +176,9 @@ def print_table(evaluations: list[ModelResults]) -> None:
 
 def _heading(evaluation: ModelResults) -> str:
     address = evaluation.address
-    details = [f"{count_text(evaluation.parameters)} parameters"]
-    if address.step is not None:
-        details.append(f"step {address.step:,}")
-    if address.tokens is not None:
-        details.append(f"{count_text(address.tokens)} tokens")
-    return f"{address.name}\n{', '.join(details)}"
+    step = "" if address.step is None else f", step {address.step:,}"
+    tokens = "" if address.tokens is None else f", {count_text(address.tokens)} tokens"
+    return f"{address.name}\n{count_text(evaluation.parameters)} parameters{step}{tokens}"
 
 
 def _cells(evaluation: ModelResults) -> dict[tuple[str, str], str]:
