@@ -119,7 +119,7 @@ def answers_of(task: Any, pairs: dict[tuple[str, str], Pair]) -> list[tuple[int,
         found.append((right, answers))
     if not found:
         raise InputError(
-            f"--tasks {task.task_name}: is not scored by the likelihood of one right answer; use where: blocking for it"
+            f"--tasks {task.task_name}: is not scored by the likelihood of one right answer; use where: blocking"
         )
     return found
 

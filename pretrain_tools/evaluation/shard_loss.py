@@ -178,7 +178,7 @@ def tokenizer_problems(address: ModelAddress, config: PreTrainedConfig, manifest
 
 
 def _ids_of(tokenizer_json: bytes) -> dict[str, Any]:
-    """Reads the parts that set the IDs of plain text, in one spelling: libraries write the same tokenizer in several."""
+    """Reads the parts that set the IDs of plain text, in one spelling: libraries write a tokenizer in several."""
     from tokenizers import Tokenizer
 
     parts = json.loads(Tokenizer.from_buffer(tokenizer_json).to_str())

@@ -36,8 +36,7 @@ def publish(arguments: Namespace, problems: list[str]) -> int:
         if isinstance(arguments.gguf, Path):
             write_gguf_file(arguments, Problems(problems))
             return 0
-        models = find_models(arguments, Problems(problems))
-        publish_models(arguments, models)
+        publish_models(arguments, models_to_publish(arguments, Problems(problems)))
     except PublishError as failure:
         record(arguments, problem=str(failure))
         print(failure, file=sys.stderr)
@@ -51,26 +50,35 @@ def publish(arguments: Namespace, problems: list[str]) -> int:
     return 0
 
 
-def problems_of_run(run: Path | None) -> list[str]:
-    """Lists what is wrong with --run."""
+def find_models(arguments: Namespace, problems: Problems) -> list[Model]:
+    """Finds the models that the command line asks for. Adds to `problems` what is wrong with --run or them."""
+    run = arguments.run
     if run is None:
-        return ["--run is missing: give the folder of a run, such as runs/x"]
-    if not (run / "config.yaml").is_file():
-        try:
-            refuse_url(str(run))
-        except InputError as error:
-            return error.problems
-        return [f"--run {run}: not the folder of a run (it has no config.yaml)"]
+        problems.append("--run is missing: give the folder of a run, such as runs/x")
+    elif not (run / "config.yaml").is_file():
+        known = len(problems)
+        problems.attempt(refuse_url, str(run))
+        if len(problems) == known:
+            problems.append(f"--run {run}: not the folder of a run (it has no config.yaml)")
+    else:
+        wanted = {"steps": arguments.checkpoint, "milestones": arguments.milestones, "final": arguments.final}
+        models = problems.attempt(find_publishable, run, **wanted) or []
+        if arguments.gguf:
+            from pretrain_tools.publishing.gguf_file import read_conversion  # imports torch
+
+            for model in models:
+                problems.attempt(read_conversion, model.folder)
+        return models
     return []
 
 
-def find_models(arguments: Namespace, problems: Problems) -> list[Model]:
-    """Finds the models to publish, and takes from the run's recipe what the command line does not set."""
-    run = arguments.run
-    run_problems = problems_of_run(run)
-    problems += run_problems
-    if not run_problems:
-        config = read_config(run)
+def models_to_publish(arguments: Namespace, problems: Problems) -> list[Model]:
+    """Finds the models to publish, and takes from the run's recipe what the command line does not set.
+
+    Raises InputError with all problems.
+    """
+    if arguments.run is not None:
+        config = read_config(arguments.run)
         language = arguments.language or setting(config, "publish.language") or []
         arguments.repo = arguments.repo or setting(config, "hub.repository")
         arguments.private = arguments.private or bool(setting(config, "hub.private"))
@@ -83,15 +91,7 @@ def find_models(arguments: Namespace, problems: Problems) -> list[Model]:
         problems += login_problems()
     if arguments.sign is not None:
         problems.attempt(load_key, "--sign", arguments.sign)
-    models = []
-    if not run_problems:
-        wanted = {"steps": arguments.checkpoint, "milestones": arguments.milestones, "final": arguments.final}
-        models = problems.attempt(find_publishable, run, **wanted) or []
-    if arguments.gguf:
-        from pretrain_tools.publishing.gguf_file import read_conversion  # imports torch
-
-        for model in models:
-            problems.attempt(read_conversion, model.folder)
+    models = find_models(arguments, problems)
     if output := arguments.output:
         if output.exists() and not output.is_dir():
             problems.append(f"--output {output}: is a file; give a folder")
@@ -103,25 +103,16 @@ def find_models(arguments: Namespace, problems: Problems) -> list[Model]:
 
 def write_gguf_file(arguments: Namespace, problems: Problems) -> None:
     """Writes one model of a run as a GGUF file. Raises InputError, and PublishError for a full disk."""
-    from pretrain_tools.publishing.gguf_file import read_conversion
-
     file = arguments.gguf
     if file.suffix != ".gguf":
         problems.append(f"--gguf {file}: must end in .gguf")
     if file.exists():
-        problems.append(f"--gguf {file}: is there already; give another name")
+        problems.append(f"--gguf {file}: already exists; give another name")
     if not file.parent.is_dir():
-        problems.append(f"--gguf {file}: {file.parent} is not a folder; make it, or give another")
-    models = []
-    if run_problems := problems_of_run(arguments.run):
-        problems += run_problems
-    else:
-        wanted = {"steps": arguments.checkpoint, "milestones": False, "final": arguments.final}
-        models = problems.attempt(find_publishable, arguments.run, **wanted) or []
+        problems.append(f"--gguf {file}: {file.parent} is not a folder; create it, or give another")
+    models = find_models(arguments, problems)
     if len(models) > 1:
         problems.append("--gguf FILE: takes one model; give one --checkpoint or --final")
-    for model in models:
-        problems.attempt(read_conversion, model.folder)
     problems.stop_if_any()
     dtype = setting(read_config(arguments.run), "export.dtype") or "bf16"
     with writing_to(file.parent):

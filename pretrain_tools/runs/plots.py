@@ -63,7 +63,7 @@ class PlottedRun:
 
     @classmethod
     def read(cls, folder: Path, name: str, number: int = 0) -> "PlottedRun":
-        """Reads a run's folder; its number sets its color. Raises InputError if it is not a run or has no events yet."""
+        """Reads a run's folder; `number` sets the color. Raises InputError if it is no run or has no events yet."""
         return cls(name, read_status(folder).state, curves_of(read_history(folder)), color_of(number))
 
 
@@ -311,7 +311,7 @@ def draw_marks(axis: Any, runs: Sequence[PlottedRun], position: str) -> None:
             at = points_of(run.curves.happened.get(kind, {position: []}), position)[0]
             height = [0.02 + MARK_HEIGHT * number] * len(at)
             look = {"linewidths": 1.1, "zorder": 3, "transform": axis.get_xaxis_transform()}
-            axis.scatter(at, height, 26, color, shape, **look)
+            axis.scatter(at, height, 26, color, marker=shape, **look)
             for x in at if kind in ("resume", "rollback") else ():
                 axis.axvline(x, color=color, linestyle=":", linewidth=1)
 

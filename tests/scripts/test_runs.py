@@ -256,12 +256,12 @@ def test_the_documents_of_a_step_are_those_the_loop_reads(tmp_path, shards):
     read = batches.read(6, 0, 0, ranks=1, sequences=4)  # the seventh step is number 6 in the loop
     stream = np.fromfile(shards / "train-00000.bin", dtype=batches.dtype)
     for row in range(4):
-        (sequence,) = read_sequences(batches, first_sample + row, row + 1)
+        (sequence,) = read_sequences(batches, first_sample + row)
         assert (sequence.ids == read[row]).all()
         assert (stream[sequence.offset :][:65] == read[row]).all()
     decoder = load_decoder(shards / "tokenizer")
     text = documents_text(run, 7, limit=2, characters=10_000)
-    (first,) = read_sequences(batches, first_sample, 1)
+    (first,) = read_sequences(batches, first_sample)
     for line in decoder.decode(first.documents[0].ids.tolist(), skip_special_tokens=False).splitlines():
         assert f"    | {line}" in text
     assert f"train-00000.bin · tokens {first.offset:,} to {first.offset + 63:,}" in text
@@ -273,7 +273,7 @@ def test_the_origin_of_a_document_holds_its_text(tmp_path, shards, text_files):
     batches, *_ = open_step(trained(tmp_path, shards), 1)
     decoder = load_decoder(shards / "tokenizer")
     for sample in range(0, 80, 7):
-        (sequence,) = read_sequences(batches, sample, 1)
+        (sequence,) = read_sequences(batches, sample)
         for document in sequence.documents:
             source = (text_files / document.origin.split(",")[0]).read_text(encoding="utf-8")
             # A window may cut a character in two.
@@ -301,7 +301,7 @@ def test_documents_are_counted_within_the_shard(tmp_path, shards):
     ends = np.flatnonzero(stream == end)
     several = 0
     for sample in range(80):
-        (sequence,) = read_sequences(batches, sample, 1)
+        (sequence,) = read_sequences(batches, sample)
         for document in sequence.documents:
             nth = document.number
             begin = ends[nth - 2] + 1 if nth > 1 else 0
@@ -314,11 +314,11 @@ def test_documents_are_counted_within_the_shard(tmp_path, shards):
 
 def test_skipped_samples_move_what_a_step_held(tmp_path, shards):
     run = trained(tmp_path, shards)
-    plain = [read_sequences(open_step(run, 5)[0], 16 + n, n)[0].offset for n in range(4)]
+    plain = [read_sequences(open_step(run, 5)[0], 16 + n)[0].offset for n in range(4)]
     saved = run / "checkpoints" / "step-00000020" / "trainer_state.json"
     saved.parent.mkdir(parents=True)
     saved.write_text(json.dumps({"state": {"rollbacks": [{"samples": [8, 4]}, {"samples": None}]}}))
-    assert [read_sequences(open_step(run, 4)[0], 12 + n, n)[0].offset for n in range(4)] == plain
+    assert [read_sequences(open_step(run, 4)[0], 12 + n)[0].offset for n in range(4)] == plain
 
 
 def test_a_budget_that_was_raised_later_does_not_move_earlier_steps(tmp_path, shards):
