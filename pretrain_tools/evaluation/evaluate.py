@@ -1,4 +1,4 @@
-"""Evaluates the models of a command line: finds everything first, then measures one model after the other."""
+"""Evaluates the models of a command line: first finds all inputs, then measures the models one by one."""
 
 import argparse
 import gc
@@ -60,7 +60,7 @@ class Job:
 
 
 def evaluate_models(arguments: argparse.Namespace) -> tuple[list[ModelResults], Strategy]:
-    """Measures what evaluate.py's command line says; returns the results, the same on all ranks, and the strategy.
+    """Carries out evaluate.py's command line; returns the results, the same on all ranks, and the strategy.
 
     Raises InputError with every problem before anything is measured.
     """
@@ -130,13 +130,13 @@ def find_everything(arguments: argparse.Namespace) -> tuple[list[Job], TaskSelec
             problems.attempt(add_sources, job, arguments)
         if arguments.tasks or arguments.prompt is not None:
             problems.attempt(add_tokenizer, job, arguments)
-    # Last, and not at all where something else is wrong already: it takes seconds and may download.
+    # Last, and only if nothing else is wrong: it takes seconds and may download.
     tasks = None
     named = [name for name in arguments.tasks if name not in TASKS]
     if named and not problems:
         tasks = problems.attempt(select_tasks, named, arguments.include_path, arguments.eval_bundle)
     if problems:
-        raise InputError(*dict.fromkeys(problems))  # of several models each may have the same
+        raise InputError(*dict.fromkeys(problems))  # several models may have the same problem
     return jobs, tasks
 
 
@@ -189,7 +189,7 @@ def add_tokenizer(job: Job, arguments: argparse.Namespace) -> None:
 
 
 def measure(job: Job, tasks: TaskSelection | None, arguments: argparse.Namespace, strategy: Strategy) -> ModelResults:
-    """Measures everything asked for of one model."""
+    """Carries out all requested measurements of one model."""
     started = time.perf_counter()
     result = ModelResults(job.address, parameters=0)
     with weights_of(job.address) as folder:

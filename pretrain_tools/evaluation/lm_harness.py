@@ -1,7 +1,8 @@
-"""Runs lm-evaluation-harness on a model folder: the scores of the `lm_eval` command, on any number of processes.
+"""Runs lm-evaluation-harness on a model folder, with the scores of the `lm_eval` command on any number of processes.
 
-With several processes, the harness itself draws other few-shot examples than with one and sums in another order. Here
-every process builds all requests, answers its share, and receives all answers: scores do not depend on their number.
+With several processes, the harness itself draws other few-shot examples than with one, and sums in another order. Here
+every process builds all requests, answers its share, and receives all answers, so the scores do not depend on the
+number of processes.
 """
 
 import contextlib
@@ -39,7 +40,7 @@ BOOKKEEPING = ("alias", "name", "sample_len", "sample_count")
 
 @dataclass(frozen=True)
 class TaskSelection:
-    """Tasks that exist and whose data is there, ready to be scored."""
+    """Tasks that exist and whose data is loaded."""
 
     names: list[str]
     core: list[BundleTask]
@@ -56,7 +57,7 @@ class TaskSelection:
 
 @contextlib.contextmanager
 def evaluate_package_importable() -> Iterator[None]:
-    """Makes `import evaluate` find the library of that name and not this project's script, which shadows it.
+    """Makes `import evaluate` find the library of that name instead of this project's script, which shadows it.
 
     Some tasks of the harness import the library. pretrain's own modules stay importable: a package's modules are found
     through the package, not through sys.path.

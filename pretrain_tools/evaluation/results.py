@@ -1,4 +1,4 @@
-"""Scores of an evaluation: a table on screen, JSON on disk, lines in the run's metrics.jsonl."""
+"""Reports the scores of an evaluation: as a table, as JSON, and in the run's metrics.jsonl."""
 
 import json
 import math
@@ -31,7 +31,7 @@ class TaskScore:
     samples: int | None
     version: str | None
     is_part: bool = False
-    """Marks a task of a group that has a score of its own, unless it was asked for by name."""
+    """True for a task of a group that has its own score, unless the task was requested by name."""
 
 
 def mean_and_error(name: str, values: list[float]) -> dict[str, float | None]:
@@ -123,7 +123,7 @@ def append_to_run(evaluation: ModelResults) -> None:
 
 
 def output_problems(flag: str, path: Path | None) -> list[str]:
-    """Returns why a file cannot be written, before hours of evaluation and not after; [] if it can."""
+    """Returns why a file cannot be written, before hours of evaluation are lost; [] if it can."""
     if path is None:
         return []
     if path.is_dir():
@@ -136,7 +136,7 @@ def output_problems(flag: str, path: Path | None) -> list[str]:
 
 
 def write_results(path: Path, evaluations: list[ModelResults], settings: dict[str, Any]) -> None:
-    """Replaces the file at once: it is never half a file, also while models are still being evaluated."""
+    """Writes the results so far; readers never see half a file."""
     contents = {
         "format": "groundwork-evaluation",
         "version": 1,

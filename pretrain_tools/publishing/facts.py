@@ -1,7 +1,7 @@
-"""The facts about a model that its card and its other records state, read from the run's folder alone.
+"""Reads the facts about a model that its card and other records state, from the run's folder alone.
 
-So any run can be described at any time. What a run does not have (a data folder since moved, no evaluation) is left
-out; nothing is guessed.
+So any run can be described at any time. Facts that the run lacks (a moved data folder, no evaluation) are left out;
+nothing is guessed.
 """
 
 import math
@@ -36,7 +36,7 @@ SHAPES = {
 
 @dataclass(frozen=True)
 class Publication:
-    """What a publication states that a run's files do not have. All None: not published yet."""
+    """Facts of a publication that a run's files do not have. All None: not published yet."""
 
     repository: str | None = None
     """owner/name on the Hub."""
@@ -54,12 +54,12 @@ class Publication:
 
     @property
     def name(self) -> str | None:
-        """The repository's, without its owner."""
+        """Name of the repository, without its owner."""
         return self.repository.rpartition("/")[2] if self.repository else None
 
     @property
     def owner(self) -> str | None:
-        """The repository's account or organization."""
+        """Account or organization that owns the repository."""
         return self.repository.partition("/")[0] if self.repository else None
 
 

@@ -1,4 +1,4 @@
-"""Publishes models as publish.py's command line says, and verifies published folders."""
+"""Carries out publish.py's command line: publishes models and verifies published folders."""
 
 import shutil
 import sys
@@ -27,10 +27,10 @@ LONGEST_WAIT_SECONDS = 3600
 
 
 def publish(arguments: Namespace, problems: list[str]) -> int:
-    """Does what publish.py's command line says; returns the exit status.
+    """Publishes models, or writes a GGUF file; returns the exit status.
 
-    problems: found in the command line so far. Raises InputError with these and all others that can be found without
-    the Hub.
+    problems: problems of the command line so far. Raises InputError with these and all others that can be found
+    without the Hub.
     """
     try:
         if isinstance(arguments.gguf, Path):
@@ -140,7 +140,7 @@ def publish_models(arguments: Namespace, models: list[Model]) -> None:
 
 
 def publish_model(arguments: Namespace, model: Model, staging: Path, url: str) -> None:
-    """Stages one model and, unless this is a dry run, makes its revision hold that. Raises PublishError."""
+    """Stages one model and, unless this is a dry run, uploads it. Raises PublishError."""
     publication = Publication(
         arguments.repo,
         license=arguments.license,
@@ -149,7 +149,7 @@ def publish_model(arguments: Namespace, model: Model, staging: Path, url: str) -
         trust_remote_code=arguments.trust_remote_code,
     )
     folder = staging / model.revision
-    # One process per revision: two that stage it at the same time would upload each other's halves.
+    # One process per revision: two at the same time would upload each other's unfinished files.
     with folder_lock(staging / f".{model.revision}.lock"):
         with writing_to(staging):
             stage(arguments.run, model, publication, folder, arguments.sign, gguf=bool(arguments.gguf))
@@ -182,7 +182,7 @@ def writing_to(folder: Path) -> Iterator[None]:
 
 
 def record(arguments: Namespace, **facts: object) -> None:
-    """Records an upload during training in the run's metrics.jsonl: nobody watches its output."""
+    """Records an upload during training in the run's metrics.jsonl, because nobody watches its output."""
     if arguments.beside_training and arguments.run:
         event = {"event": "publish", **facts, "repository": arguments.repo, "time": round(time.time(), 3)}
         try:
@@ -192,7 +192,7 @@ def record(arguments: Namespace, **facts: object) -> None:
 
 
 def retry(arguments: Namespace, act: Callable[[], str]) -> str:
-    """Returns what `act` returns, after as many attempts as the command line allows. Raises the last PublishError."""
+    """Calls `act` up to --attempts times; returns its result. Raises the last PublishError."""
     for attempt in range(1, arguments.attempts):
         try:
             return act()
@@ -208,9 +208,9 @@ def retry(arguments: Namespace, act: Callable[[], str]) -> str:
 
 
 def verify(place: str, public_key: Path | None) -> int:
-    """Prints what differs from what was published and signed, each file by name; returns the exit status.
+    """Prints every file that differs from what was published and signed; returns the exit status.
 
-    place: a folder, or OWNER/NAME[@REVISION] on the Hub. Raises InputError for a signature without a key to check it.
+    place: a folder, or OWNER/NAME[@REVISION] on the Hub. Raises InputError if it is signed but no key is given.
     """
     verifier = load_key("--public_key", public_key) if public_key is not None else None
     folder = published_folder(place)

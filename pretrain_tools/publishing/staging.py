@@ -31,7 +31,7 @@ SHORTEST_SECRET = 12
 
 @dataclass(frozen=True)
 class Model:
-    """A model of a run that is to be published."""
+    """A model of a run to publish."""
 
     folder: Path
     """final/ or a checkpoint."""
@@ -46,10 +46,10 @@ class Model:
 
 
 def find_publishable(run: Path, *, steps: list[int | str], milestones: bool, final: bool) -> list[Model]:
-    """Finds the models asked for, oldest first, each intact; final/ if none is named.
+    """Finds the requested models, oldest first; final/ if none is requested.
 
-    steps: of checkpoints; "best" is the one with the lowest validation loss. Raises InputError with everything that
-    is missing or damaged.
+    steps: steps of checkpoints; "best" is the one with the lowest validation loss. Raises InputError with all missing
+    or damaged models.
     """
     problems = Problems()
     checkpoints = checkpoint_folders(run)
@@ -94,7 +94,7 @@ def _milestones(run: Path, checkpoints: dict[int, Path], final: bool) -> list[in
 
 
 def checkpoint_model(folder: Path, step: int) -> Model:
-    """Returns a checkpoint."""
+    """Returns the model of a checkpoint."""
     return Model(folder, step, setting(read_state(folder), "state.tokens"), revision_of(step))
 
 
@@ -162,7 +162,7 @@ def write_gguf(run: Path, folder: Path, dtype: str, file: Path, **general: Any) 
 
 
 def copy_model(model: Model, target: Path, dtype: str, *, trusted: bool = False) -> None:
-    """Copies what a model's folder holds of the model itself; a checkpoint in `dtype`."""
+    """Copies the files of the model itself; the weights of a checkpoint in `dtype`."""
     for path in sorted(model.folder.iterdir()):
         if STAYS_HERE.fullmatch(path.name) or not path.is_file() or path.name in WRITTEN_ANEW:
             continue

@@ -71,7 +71,7 @@ class PlottedRun:
 class Line:
     """A curve in a panel."""
 
-    color: str
+    color: str | tuple[float, ...]
     columns: Columns
     measure: str
     """The column that is drawn, with its `standard_error` if there is one."""
@@ -92,11 +92,7 @@ class Panel:
     is_log: bool = False
     begins_at_zero: bool = False
     is_training_loss: bool = False
-
-    @property
-    def has_marks(self) -> bool:
-        """True if the events of the runs are marked in it."""
-        return self.is_training_loss and self.position == "step"
+    has_marks: bool = False
 
 
 def plot_runs(folders: Sequence[Path], output: Path | None) -> Path:
@@ -109,7 +105,7 @@ def plot_runs(folders: Sequence[Path], output: Path | None) -> Path:
     folder = folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
     path = output or folder / "plot.png"
     require_writable(path)
-    path = path if path.suffix == ".png" else path.with_name(f"{path.name}.png")
+    path = path.with_name(f"{path.name.removesuffix('.png')}.png")
     plotted = [PlottedRun.read(*of_run) for of_run in zip(runs, names_of(runs), itertools.count())]
     if not any(run.curves.train["step"].size for run in plotted):
         raise InputError(f"{', '.join(map(str, runs))}: no steps logged yet, nothing to plot")
@@ -151,7 +147,7 @@ def picture_panels(runs: Sequence[PlottedRun]) -> list[Panel]:
         return Panel(title, [Line(run.color, run.curves.train, measure) for run in runs], **options)
 
     look = {"is_smoothed": True, "is_training_loss": True}
-    loss = training("Training loss (bold: smoothed)", "loss", **look)
+    loss = training("Training loss (bold: smoothed)", "loss", has_marks=True, **look)
     # For a single run, a plot by tokens or FLOPs has the same shape as the plot by step.
     positions = ("tokens", "hours", "flops") if len(runs) > 1 else ("hours",)
     losses = [
@@ -236,12 +232,11 @@ def diagnostics_panels(runs: Sequence[PlottedRun]) -> list[Panel]:
     return panels
 
 
-def color_of_depth(place: int, layers: int) -> str:
+def color_of_depth(place: int, layers: int) -> tuple[float, ...]:
     """Returns a color from dark, the first layer, to light, the last."""
     from matplotlib import colormaps
-    from matplotlib.colors import to_hex
 
-    return to_hex(colormaps["viridis"](0.9 * place / max(1, layers - 1)))
+    return colormaps["viridis"](0.9 * place / max(1, layers - 1))
 
 
 def points_of(columns: Columns, position: str, *measures: str) -> NDArray:
