@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import yaml
 
+import runs
 from pretrain.data.shards import open_shards, verify_shards
 from pretrain.data.tokenizer import load_decoder
 from pretrain.errors import InputError
@@ -23,6 +24,7 @@ from pretrain_tools.runs.comparison import (
     setting_differences,
 )
 from pretrain_tools.runs.history import read_history
+from pretrain_tools.runs.plots import plot_runs
 from pretrain_tools.runs.status import (
     _seconds_left,
     is_training,
@@ -235,8 +237,8 @@ def test_results_of_a_run_that_lost_its_numbers(tmp_path):
 def test_plot_writes_a_picture(tmp_path):
     runs = [finished_run(tmp_path / "a"), finished_run(tmp_path / "b")]
     assert run_script("runs.py", "plot", runs[0]).stdout == f"{runs[0]}/plot.png\n"
-    run_script("runs.py", "plot", *runs)
-    run_script("runs.py", "plot", *runs, "--output", tmp_path / "mine.png")
+    plot_runs(runs, None)
+    plot_runs(runs, tmp_path / "mine")
     assert {path.name for path in tmp_path.glob("*.*")} == {"plot.png", "mine.png"}
 
 
@@ -353,7 +355,14 @@ def test_documents_of_changed_or_missing_shards_and_of_steps_outside_the_run_are
         documents_text(gone, 3, limit=1, characters=9)
 
 
-def test_bad_input_gets_a_clear_answer(tmp_path):
+def test_bad_input_gets_a_clear_answer(tmp_path, monkeypatch, capsys):
+    def message(*arguments) -> str:
+        monkeypatch.setattr("sys.argv", ["runs.py", *map(str, arguments)])
+        with pytest.raises((InputError, SystemExit)) as caught:
+            runs.main()
+        assert caught.type is InputError or caught.value.code == 2
+        return f"{caught.value}{capsys.readouterr().err}"
+
     run = finished_run(tmp_path / "runs" / "llama")
     nothing = write_run(tmp_path / "nothing", [start_line()])
     cases = {
@@ -371,10 +380,11 @@ def test_bad_input_gets_a_clear_answer(tmp_path):
         ("documents", run, "--step", "x"): "invalid natural value",
         ("abort", tmp_path / "runs"): f"is not a run but holds 1: {run}; give one of them",
     }
-    for arguments, message in cases.items():
-        assert message in refused(*arguments), arguments
+    for arguments, text in cases.items():
+        assert text in message(*arguments), arguments
     (tmp_path / "empty").mkdir()
     assert "contains no runs; start one with train.py" in refused("list", tmp_path / "empty")
+    assert "0 is not above 0" in refused("documents", run, "--step", "0")
 
 
 def test_help_of_every_command_is_quick():
