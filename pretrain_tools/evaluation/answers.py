@@ -2,11 +2,12 @@
 
     python -m pretrain_tools.evaluation.answers --tasks TASK ... --tokenizer FOLDER --output FILE.npz [--limit N]
 
-train.py starts it for `benchmarks: {where: in_loop}`. The harness itself builds the requests and splits them into
-tokens, as evaluate.py's model would; what it prints last, if it fails, becomes the run's warning.
+train.py starts it for `benchmarks: {where: in_loop}`. The harness itself builds and tokenizes the
+requests, as for evaluate.py. If this fails, the last line that it prints becomes the run's warning.
 """
 
 import argparse
+import itertools
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,18 +16,16 @@ import numpy as np
 
 from pretrain.errors import EXIT_BAD_INPUT, InputError, Problems
 from pretrain.training.benchmarks import MEASURES, Requests, Task
-from pretrain_tools.evaluation.lm_harness import (
-    evaluate_package_importable,
-    questions_of,
-    select_tasks,
-)
+from pretrain_tools.evaluation.lm_harness import evaluate_package_importable, questions_of, select_tasks
 
 Pair = tuple[list[int], list[int]]
 """Token IDs of (question, answer)."""
+Answer = tuple[list[int], int, int, int]
+"""(token IDs of the question and the answer, tokens of the answer, its characters, its bytes)"""
 
 
 def encoder(folder: Path) -> Any:
-    """Returns a harness model that answers nothing, and keeps the tokens of every request in `pairs`."""
+    """Returns a harness model that answers nothing and keeps the token IDs of every request in `pairs`."""
     from lm_eval.api.model import TemplateLM
     from lm_eval.models.huggingface import HFLM
     from transformers import AutoTokenizer
@@ -67,20 +66,17 @@ def requests_of(tokenizer: Path, names: list[str], include_path: Path | None, li
         results = simple_evaluate(
             model=model, tasks=list(selected.loaded), task_manager=selected.manager, limit=limit, log_samples=False
         )
-    groups = [item for item in selected.loaded if hasattr(item, "get_all_tasks")]
-    single = [item for item in selected.loaded if item not in groups]
-    parts = {task.task_name: task for group in groups for task in group.get_all_tasks()}
+    parts = {task.task_name for group in selected.groups.values() for task in group.get_all_tasks()}
     problems = Problems()
-    built = Builder(model.pairs)
-    tasks = []
-    ranges = {}
-    for task in [*single, *parts.values()]:
-        name = task.task_name
-        first = len(built.right)
-        if problem := built.add(task):
-            problems.append(problem)
-            continue
-        ranges[name] = (first, len(built.right))
+    answers: list[Answer] = []
+    question_ends, right, tasks, ranges = [], [], [], {}
+    for name, task in sorted(selected.tasks.items(), key=lambda item: item[0] in parts):  # parts of groups last
+        first = len(right)
+        for number, of_question in problems.attempt(answers_of, task, model.pairs) or []:
+            answers += of_question
+            question_ends.append(len(answers))
+            right.append(number)
+        ranges[name] = (first, len(right))
         given = {key.removesuffix(",none") for key in results["results"].get(name, {})}
         measures = tuple(m for m in MEASURES if m in given or m == "bits_per_byte")
         if task.OUTPUT_TYPE == "loglikelihood":  # its acc asks whether each token is the likeliest
@@ -88,61 +84,44 @@ def requests_of(tokenizer: Path, names: list[str], include_path: Path | None, li
         is_part = name in parts and name not in names
         tasks.append(Task(name, measures, (ranges[name],), results["n-shot"].get(name), is_part))
     problems.stop_if_any()
-    for group in groups:
-        for each in [group, *group.get_all_groups()]:
-            members = [task.task_name for task in each.get_all_tasks()]
-            shared = [m for m in MEASURES if all(m in t.measures for t in tasks if t.name in members)]
-            tasks.append(Task(each.name, tuple(shared), tuple(ranges[name] for name in members), None, False))
-    return built.requests(tasks)
+    for name, group in selected.groups.items():
+        members = [task.task_name for task in group.get_all_tasks()]
+        shared = [m for m in MEASURES if all(m in t.measures for t in tasks if t.name in members)]
+        tasks.append(Task(name, tuple(shared), tuple(ranges[member] for member in members), None, False))
+    ids, *of_answers = zip(*answers, strict=True)
+    return Requests(
+        tasks,
+        np.array(list(itertools.chain.from_iterable(ids)), np.int32),
+        np.cumsum(list(map(len, ids))),
+        *map(np.array, of_answers),
+        np.array(question_ends),
+        np.array(right),
+    )
 
 
-class Builder:
-    """Collects requests, question by question."""
+def answers_of(task: Any, pairs: dict[tuple[str, str], Pair]) -> list[tuple[int, list[Answer]]]:
+    """Lists (number of the right answer, all answers) of each question of a task.
 
-    def __init__(self, pairs: dict[tuple[str, str], Pair]):
-        self.pairs = pairs
-        self.ids: list[int] = []
-        self.ends: list[int] = []
-        self.answer_tokens: list[int] = []
-        self.characters: list[int] = []
-        self.bytes: list[int] = []
-        self.question_ends: list[int] = []
-        self.right: list[int] = []
-
-    def add(self, task: Any) -> str | None:
-        """Adds a task's questions; returns why it cannot be scored here."""
-        name = task.task_name
-        other = f"--tasks {name}: is not scored by the likelihood of one right answer; use where: blocking for it"
-        questions = questions_of(task)
-        if not questions:
-            return other
-        for right, instances in questions:
-            choices = task.doc_to_choice(instances[0].doc) if task.OUTPUT_TYPE == "multiple_choice" else [""]
-            if len(instances) != len(choices):
-                return other
-            for instance in sorted(instances, key=lambda instance: instance.idx):
-                question, answer = self.pairs[instance.args]
-                self.ids += question + answer
-                self.ends.append(len(self.ids))
-                self.answer_tokens.append(len(answer))
-                # As in the harness and in bits_of_right_answers: the space before an answer counts as a byte alone.
-                self.characters.append(max(1, len(choices[instance.idx])))
-                self.bytes.append(len(instance.args[1].encode()))
-            self.question_ends.append(len(self.ends))
-            self.right.append(right)
-        return None
-
-    def requests(self, tasks: list[Task]) -> Requests:
-        return Requests(
-            tasks,
-            ids=np.array(self.ids, np.int32),
-            ends=np.array(self.ends),
-            answer_tokens=np.array(self.answer_tokens),
-            characters=np.array(self.characters),
-            bytes=np.array(self.bytes),
-            question_ends=np.array(self.question_ends),
-            right=np.array(self.right),
+    Raises InputError for a task that is not scored by the likelihood of one right answer.
+    """
+    found = []
+    for right, instances in questions_of(task):
+        choices = task.doc_to_choice(instances[0].doc) if task.OUTPUT_TYPE == "multiple_choice" else [""]
+        if len(instances) != len(choices):
+            found = []
+            break
+        answers = []
+        for instance in sorted(instances, key=lambda instance: instance.idx):
+            question, answer = pairs[instance.args]
+            # As in the harness and in bits_of_right_answers: the space before an answer counts as a byte alone.
+            sizes = max(1, len(choices[instance.idx])), len(instance.args[1].encode())
+            answers.append((question + answer, len(answer), *sizes))
+        found.append((right, answers))
+    if not found:
+        raise InputError(
+            f"--tasks {task.task_name}: is not scored by the likelihood of one right answer; use where: blocking"
         )
+    return found
 
 
 def main() -> int:

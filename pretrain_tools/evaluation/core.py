@@ -46,13 +46,15 @@ def score_core(
         if limit is not None:
             items = items[: int(limit) if limit >= 1 else -int(-limit * len(items) // 1)]
         right = answers_right(model, task, items, ranks)
-        measures = mean_and_error("acc", [float(value) for value in right])
-        centered = {CENTERED: (measures["acc"] - task.baseline) / (1 - task.baseline), f"{CENTERED}_stderr": None}
-        if measures["acc_stderr"] is not None:
-            centered[f"{CENTERED}_stderr"] = measures["acc_stderr"] / (1 - task.baseline)
-        is_part = CORE in names and f"{CORE}/{task.label}" not in names
+        measures = mean_and_error("acc", list(map(float, right)))
+        error = measures["acc_stderr"]
+        measures |= {
+            CENTERED: (measures["acc"] - task.baseline) / (1 - task.baseline),
+            f"{CENTERED}_stderr": None if error is None else error / (1 - task.baseline),
+        }
         name = f"{CORE}/{task.label}"
-        scores.append(TaskScore(name, measures | centered, task.few_shots, len(items), None, is_part))
+        is_part = CORE in names and name not in names
+        scores.append(TaskScore(name, measures, task.few_shots, len(items), None, is_part))
     if CORE in names:
         # The two tasks of HellaSwag share their items, so that the error is a little too small.
         samples = sum(score.samples for score in scores)
@@ -92,31 +94,27 @@ def _check(task: BundleTask, item: Item) -> None:
 
 
 def answers_right(model: Any, task: BundleTask, items: list[Item], ranks: Ranks) -> list[bool]:
-    """Tells of each item if the model answers it correctly.
+    """Tells for each item if the model answers it correctly.
 
-    Choices: the one whose tokens have the lowest mean loss. Language modeling: every token of the answer is the
-    likeliest.
+    With choices, the model's answer is the one whose tokens have the lowest mean loss. In language modeling, an answer
+    is correct if each of its tokens is the likeliest.
     """
     mine: dict[int, bool] = {}
     # Every rank has all items, since the examples before an item are drawn from all of them.
     numbers = range(ranks.rank, len(items), ranks.count)
     for first in range(0, len(numbers), ITEMS_AT_ONCE):
-        some = numbers[first : first + ITEMS_AT_ONCE]
-        requests = []
-        owners = []
-        for number in some:
-            for tokens, start in spans(model, task, items, number):
-                requests.append((None, tokens[:start], tokens[start:]))
-                owners.append(number)
-        answers: dict[int, list[tuple[float, bool]]] = {}
-        # HFLM has no public way to score tokens, and CORE's prompts are split into tokens as nanochat splits them.
-        likelihoods = model._loglikelihood_tokens(requests)
-        for number, (_, _, answer), (loglikelihood, greedy) in zip(owners, requests, likelihoods, strict=True):
-            answers.setdefault(number, []).append((-loglikelihood / len(answer), greedy))
-        for number, found in answers.items():
-            losses = [loss for loss, _ in found]
+        of_items = {number: spans(model, task, items, number) for number in numbers[first : first + ITEMS_AT_ONCE]}
+        requests = [(None, ids[:start], ids[start:]) for found in of_items.values() for ids, start in found]
+        # HFLM has no public way to score tokens, and CORE's prompts are tokenized as nanochat does.
+        likelihoods = iter(model._loglikelihood_tokens(requests))
+        for number, found in of_items.items():
+            answers = list(itertools.islice(likelihoods, len(found)))
+            losses = [-answer[0] / (len(ids) - start) for answer, (ids, start) in zip(answers, found, strict=True)]
+            is_likeliest = answers[0][1]
             mine[number] = (
-                found[0][1] if task.kind == "language_modeling" else losses.index(min(losses)) == items[number]["gold"]
+                is_likeliest
+                if task.kind == "language_modeling"
+                else losses.index(min(losses)) == items[number]["gold"]
             )
     whole = {number: right for part in ranks.gather(mine) for number, right in part.items()}
     return [whole[number] for number in range(len(items))]
@@ -157,12 +155,10 @@ def _common(sequences: Any) -> int:
 
 
 def _start_token(tokenizer: Any) -> int:
-    tokens = [token for token in (tokenizer.bos_token_id, tokenizer.eos_token_id) if token is not None]
-    if not tokens:
-        raise InputError(
-            f"--tasks {CORE}: the tokenizer has no token to begin a text with; add bos_token to its files"
-        )
-    return tokens[0]
+    for token in (tokenizer.bos_token_id, tokenizer.eos_token_id):
+        if token is not None:
+            return token
+    raise InputError(f"--tasks {CORE}: the tokenizer has no token to begin a text with; add bos_token to its files")
 
 
 def examples_for(number: int, items: list[Item], count: int) -> list[Item]:

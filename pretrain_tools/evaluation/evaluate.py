@@ -1,4 +1,4 @@
-"""Evaluates the models of a command line: finds everything first, then measures one model after the other."""
+"""Evaluates the models of a command line: first finds all inputs, then measures the models one by one."""
 
 import argparse
 import gc
@@ -60,7 +60,7 @@ class Job:
 
 
 def evaluate_models(arguments: argparse.Namespace) -> tuple[list[ModelResults], Strategy]:
-    """Measures what evaluate.py's command line says; returns the results, the same on all ranks, and the strategy.
+    """Carries out evaluate.py's command line; returns the results, the same on all ranks, and the strategy.
 
     Raises InputError with every problem before anything is measured.
     """
@@ -72,7 +72,7 @@ def evaluate_models(arguments: argparse.Namespace) -> tuple[list[ModelResults], 
     in_bf16 = strategy.ranks.is_main and measures_in_bf16(jobs, tasks, arguments.precision)
     if in_bf16 and (problem := emulation_of_bf16(strategy.device)):
         print(f"warning: {problem}; give --precision fp32", file=sys.stderr, flush=True)
-    evaluations = []
+    evaluations: list[ModelResults] = []
     for job in jobs:
         evaluation = measure(job, tasks, arguments, strategy)
         evaluations.append(evaluation)
@@ -84,8 +84,10 @@ def evaluate_models(arguments: argparse.Namespace) -> tuple[list[ModelResults], 
                 write_results(arguments.output, evaluations, vars(arguments))
             if evaluation.sample is not None:
                 print(f"--- {job.address.name}\n{evaluation.sample}\n---", flush=True)
-    if strategy.ranks.is_main:
-        report_evaluation(evaluations, arguments)
+    if strategy.ranks.is_main and (arguments.data or arguments.tasks):
+        print_table(evaluations)
+    if strategy.ranks.is_main and arguments.output:
+        print(f"Everything is in {arguments.output}.")
     return evaluations, strategy
 
 
@@ -99,7 +101,6 @@ def measures_in_bf16(jobs: list[Job], tasks: TaskSelection | None, precision: st
 def track(evaluation: ModelResults) -> None:
     """Sends the scores to the trackers of the model's run, unless it trains now and so fetches them itself."""
     run = evaluation.address.run
-    # A run that trains fetches its evaluations itself.
     if run is None or is_training(run) or evaluation.address.weights != "raw":
         return
     try:
@@ -115,14 +116,6 @@ def track(evaluation: ModelResults) -> None:
     trackers.finish()
 
 
-def report_evaluation(evaluations: list[ModelResults], arguments: argparse.Namespace) -> None:
-    """Prints the table, and the paths of the files with the full results."""
-    if arguments.data or arguments.tasks:
-        print_table(evaluations)
-    if arguments.output:
-        print(f"Everything is in {arguments.output}.")
-
-
 def find_everything(arguments: argparse.Namespace) -> tuple[list[Job], TaskSelection | None]:
     """Finds models, shards and tasks. Raises InputError with every problem of all of them."""
     problems = Problems(output_problems("--output", arguments.output))
@@ -131,27 +124,26 @@ def find_everything(arguments: argparse.Namespace) -> tuple[list[Job], TaskSelec
         addresses = [found for address in addresses if (found := problems.attempt(averaged_address, address))]
     for folder in arguments.data:
         problems.attempt(read_manifest, folder, arguments.tokenizer)
-    jobs = []
-    for address in addresses:
-        config = problems.attempt(
-            load_model_config, str(address.folder), trust_remote_code=arguments.trust_remote_code
-        )
-        if config is None:
-            continue
-        job = Job(address, config)
-        jobs.append(job)
+    jobs = [job for address in addresses if (job := problems.attempt(job_of, address, arguments))]
+    for job in jobs:
         if arguments.data:
             problems.attempt(add_sources, job, arguments)
         if arguments.tasks or arguments.prompt is not None:
             problems.attempt(add_tokenizer, job, arguments)
-    # Last, and not at all where something else is wrong already: it takes seconds and may download.
+    # Last, and only if nothing else is wrong: it takes seconds and may download.
     tasks = None
     named = [name for name in arguments.tasks if name not in TASKS]
     if named and not problems:
         tasks = problems.attempt(select_tasks, named, arguments.include_path, arguments.eval_bundle)
     if problems:
-        raise InputError(*dict.fromkeys(problems))  # of several models each may have the same
+        raise InputError(*dict.fromkeys(problems))  # several models may have the same problem
     return jobs, tasks
+
+
+def job_of(address: ModelAddress, arguments: argparse.Namespace) -> Job:
+    """Returns a model's job without its data. Raises InputError for an unusable config.json."""
+    config = load_model_config(str(address.folder), trust_remote_code=arguments.trust_remote_code)
+    return Job(address, config)
 
 
 def averaged_address(address: ModelAddress) -> ModelAddress:
@@ -161,7 +153,7 @@ def averaged_address(address: ModelAddress) -> ModelAddress:
 
 
 def weights_of(address: ModelAddress) -> AbstractContextManager[Path]:
-    """Gives the folder that has the address' weights as its model, while the context is open."""
+    """Returns a context that yields a folder with the address's weights as its model."""
     return average_folder(address.folder) if address.weights == "average" else nullcontext(address.folder)
 
 
@@ -169,10 +161,10 @@ def add_sources(job: Job, arguments: argparse.Namespace) -> None:
     """Adds the shards and how to measure them. Raises InputError."""
     job.settings = settings_for(job.address, job.config, arguments)
     job.readers = open_evaluation_shards(arguments.data, arguments.split, job.settings.window, arguments.tokenizer)
-    manifests = [reader.manifest for reader in job.readers.values()]
-    problems = [p for manifest in manifests for p in tokenizer_problems(job.address, job.config, manifest)]
-    if problems:
-        raise InputError(*problems)
+    problems = Problems()
+    for reader in job.readers.values():
+        problems += tokenizer_problems(job.address, job.config, reader.manifest)
+    problems.stop_if_any()
 
 
 def add_tokenizer(job: Job, arguments: argparse.Namespace) -> None:
@@ -197,7 +189,7 @@ def add_tokenizer(job: Job, arguments: argparse.Namespace) -> None:
 
 
 def measure(job: Job, tasks: TaskSelection | None, arguments: argparse.Namespace, strategy: Strategy) -> ModelResults:
-    """Measures everything asked for of one model."""
+    """Carries out all requested measurements of one model."""
     started = time.perf_counter()
     result = ModelResults(job.address, parameters=0)
     with weights_of(job.address) as folder:
@@ -271,8 +263,7 @@ def talk_to_model(arguments: argparse.Namespace) -> None:
             raise InputError(f"--interactive: continues text with one model, not {arguments.model[0]}")
         if arguments.weights == "average":
             address = averaged_address(address)
-        config = load_model_config(str(address.folder), trust_remote_code=arguments.trust_remote_code)
-        job = Job(address, config)
+        job = job_of(address, arguments)
         add_tokenizer(job, arguments)
         with weights_of(address) as folder:
             model = load_pretrained(str(folder), trust_remote_code=arguments.trust_remote_code)

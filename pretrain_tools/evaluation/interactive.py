@@ -1,7 +1,7 @@
-"""Continues what is typed, at a prompt: a base model completes text, it does not answer.
+"""Continues text that the user types at a prompt: a base model completes text, it does not answer.
 
-A line that begins with a colon is a command (`:help`). Text is printed as it is generated; Ctrl-C stops it, Ctrl-D
-ends the session. Where standard input is no terminal, each of its lines is continued in turn.
+A line that begins with a colon is a command (`:help`). Text is printed as it is generated. Ctrl-C stops it, Ctrl-D
+ends the session. If standard input is not a terminal, each of its lines is continued in turn.
 """
 
 import dataclasses
@@ -23,15 +23,15 @@ HELP = """Type a beginning and press Enter; \\n stands for a new line. The model
 COMMANDS = ("more", "again", "reload", "help", "quit")
 
 LoadModel = Callable[[], tuple[PreTrainedModel, PreTrainedTokenizerBase, str]]
-"""Gives a model, its tokenizer and its name, as they are on disk now."""
+"""Loads a model, its tokenizer and its name, as they are on disk now."""
 
 
 class Session:
-    """Session with one model.
+    """A session with one model.
 
     Args:
         load: loads the model; called again for `:reload`.
-        sampling: how to begin; the seed counts up with each text.
+        sampling: sampling settings; the seed increases by 1 with each text.
     """
 
     def __init__(self, load: LoadModel, sampling: Sampling, device: torch.device):

@@ -1,7 +1,8 @@
-"""Runs lm-evaluation-harness on a model folder: the scores of the `lm_eval` command, on any number of processes.
+"""Runs lm-evaluation-harness on a model folder, with the scores of the `lm_eval` command on any number of processes.
 
-With several processes, the harness itself draws other few-shot examples than with one and sums in another order. Here
-every process builds all requests, answers its share, and receives all answers: scores do not depend on their number.
+With several processes, the harness itself draws other few-shot examples than with one, and sums in another order. Here
+every process builds all requests, answers its share, and receives all answers, so the scores do not depend on the
+number of processes.
 """
 
 import contextlib
@@ -9,7 +10,7 @@ import io
 import logging
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -39,20 +40,24 @@ BOOKKEEPING = ("alias", "name", "sample_len", "sample_count")
 
 @dataclass(frozen=True)
 class TaskSelection:
-    """Tasks that exist and whose data is there, ready to be scored."""
+    """Tasks that exist and whose data is loaded."""
 
     names: list[str]
-    loaded: list[Any] = field(repr=False)
-    """lm_eval Task and Group objects."""
-    manager: Any = field(repr=False)
-    """The lm_eval TaskManager that knows them."""
-    core: list[BundleTask] = field(default_factory=list)
+    core: list[BundleTask]
     """Tasks of a bundle, which the harness does not have."""
+    loaded: list[Any] = field(default_factory=list, repr=False)
+    """lm_eval Task and Group objects."""
+    manager: Any = None
+    """The lm_eval TaskManager that knows them."""
+    tasks: dict[str, Any] = field(default_factory=dict, repr=False)
+    """{name: Task} for all loaded tasks, including those of groups."""
+    groups: dict[str, Any] = field(default_factory=dict, repr=False)
+    """{name: Group} for all loaded groups, including groups within groups."""
 
 
 @contextlib.contextmanager
 def evaluate_package_importable() -> Iterator[None]:
-    """Makes `import evaluate` find the library of that name and not this project's script, which shadows it.
+    """Makes `import evaluate` find the library of that name instead of this project's script, which shadows it.
 
     Some tasks of the harness import the library. pretrain's own modules stay importable: a package's modules are found
     through the package, not through sys.path.
@@ -71,11 +76,11 @@ def evaluate_package_importable() -> Iterator[None]:
 @contextlib.contextmanager
 def only_main_prints(is_main: bool) -> Iterator[None]:
     """Silences everything on the other ranks: the harness reports from each."""
-    # It takes every rank for the first (see SharedModel.answer_alone), and has no switch for its bars.
-    if is_main:
-        yield
-        return
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+    # The harness takes every rank for the first (see SharedModel.answer_alone), and has no switch for its bars.
+    with contextlib.ExitStack() as silenced:
+        if not is_main:
+            silenced.enter_context(contextlib.redirect_stdout(io.StringIO()))
+            silenced.enter_context(contextlib.redirect_stderr(io.StringIO()))
         yield
 
 
@@ -91,7 +96,7 @@ def select_tasks(names: list[str], include_path: Path | None = None, eval_bundle
     of_bundle, of_harness = core_names(names)
     core = bundle_tasks(of_bundle, eval_bundle, TASK_FLAGS) if of_bundle else []
     if not of_harness:
-        return TaskSelection(names, [], None, core)
+        return TaskSelection(names, core)
     wanted = dict.fromkeys(member for name in of_harness for member in TASK_SETS.get(name, (name,)))
     files = [name for name in wanted if is_file(name)]
     manager = manager_of([name for name in wanted if name not in files], include_path)
@@ -107,12 +112,13 @@ def select_tasks(names: list[str], include_path: Path | None = None, eval_bundle
     grouped = {task.task_name for group in groups for task in group.get_all_tasks()}
     # A task that is also in a group is scored once, with its group.
     tasks = {item.task_name: item for item in loaded if item not in groups and item.task_name not in grouped}
+    loaded = [*groups, *tasks.values()]
     try:
-        manager.load([*groups, *tasks.values()])
+        found = manager.load(loaded)
     except ValueError as error:  # a task in two groups
         problems.append(f"--tasks: {error}; give one of them, or the tasks by name")
     problems.stop_if_any()
-    return TaskSelection(names, [*groups, *tasks.values()], manager, core)
+    return TaskSelection(names, core, loaded, manager, found["tasks"], found["groups"])
 
 
 def _load(manager: Any, spec: str) -> list[Any]:
@@ -189,7 +195,7 @@ def score_tasks(
 
 
 def _shared_model(strategy: Strategy) -> type:
-    """The harness's model class, answering the requests of each document on one rank."""
+    """Returns the harness's model class, which answers the requests of each document on one rank."""
     from lm_eval.models.huggingface import HFLM
 
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
@@ -201,31 +207,27 @@ def _shared_model(strategy: Strategy) -> type:
             self._rank = 0
             self._world_size = 1
 
-        def loglikelihood(self, requests, disable_tqdm=False):
-            return self._answer(super().loglikelihood, requests, disable_tqdm)
-
-        def loglikelihood_rolling(self, requests, disable_tqdm=False):
-            return self._answer(super().loglikelihood_rolling, requests, disable_tqdm)
-
-        def generate_until(self, requests, disable_tqdm=False):
-            return self._answer(super().generate_until, requests, disable_tqdm)
-
-        def _answer(self, method, requests, disable_tqdm):
+    def shared(method: Callable) -> Callable:
+        def answer(model: SharedModel, requests: list, disable_tqdm: bool = False) -> list:
             # By document: its choices share a context, which the harness computes once.
             owners = [request.doc_id % strategy.ranks.count for request in requests]
             mine = [request for request, owner in zip(requests, owners, strict=True) if owner == strategy.ranks.rank]
-            answers = method(mine, disable_tqdm) if mine else []
+            answers = method(model, mine, disable_tqdm) if mine else []
             parts = [iter(part) for part in strategy.ranks.gather(list(answers))]
             # Each rank answered its requests in order, so the next answer of a request's owner is its own.
             return [next(parts[owner]) for owner in owners]
 
+        return answer
+
+    for name in ("loglikelihood", "loglikelihood_rolling", "generate_until"):
+        setattr(SharedModel, name, shared(getattr(HFLM, name)))
     return SharedModel
 
 
 def _scores(results: dict[str, Any], tasks: TaskSelection) -> list[TaskScore]:
     groups = results.get("groups", {})
     grouped = {part for group in groups for part in results["group_subtasks"].get(group, ())}
-    bits = _bits_per_byte(tasks.loaded)
+    bits = _bits_per_byte(tasks)
     scores = []
     for task, row in {**results["results"], **groups}.items():
         # 'acc,none' -> 'acc'; another filter stays, since it makes another metric.
@@ -236,16 +238,11 @@ def _scores(results: dict[str, Any], tasks: TaskSelection) -> list[TaskScore]:
         }
         if task in bits:
             measures |= mean_and_error(BITS_PER_BYTE, bits[task])
-        version = results["versions"].get(task)
+        few_shots, version = (results[key].get(task) for key in ("n-shot", "versions"))
+        samples = results["n-samples"].get(task, {}).get("effective")
+        is_part = task in grouped and task not in tasks.names
         scores.append(
-            TaskScore(
-                task=task,
-                measures=measures,
-                few_shots=results["n-shot"].get(task),
-                samples=results["n-samples"].get(task, {}).get("effective"),
-                version=None if version is None else str(version),
-                is_part=task in grouped and task not in tasks.names,
-            )
+            TaskScore(task, measures, few_shots, samples, None if version is None else str(version), is_part)
         )
     return scores + ([_mean_of_small(scores)] if "small" in tasks.names else [])
 
@@ -263,18 +260,13 @@ def _mean_of_small(scores: list[TaskScore]) -> TaskScore:
     return TaskScore("small", mean_of_means(BITS_PER_BYTE, parts, BITS_PER_BYTE), None, samples, None)
 
 
-def _bits_per_byte(loaded: list[Any]) -> dict[str, list[float]]:
-    """{task or group: bits per byte of the right answer of each document}, of those that score continuations."""
-    found = {}
-    for item in loaded:
-        is_group = hasattr(item, "get_all_tasks")
-        for task in item.get_all_tasks() if is_group else [item]:
-            if bits := bits_of_right_answers(task):
-                found[task.task_name] = bits
-        for group in [item, *item.get_all_groups()] if is_group else []:
-            parts = [task.task_name for task in group.get_all_tasks()]
-            if all(part in found for part in parts):
-                found[group.name] = [value for part in parts for value in found[part]]
+def _bits_per_byte(tasks: TaskSelection) -> dict[str, list[float]]:
+    """Returns {task or group: bits per byte of each right answer} for those that score continuations."""
+    found = {name: bits for name, task in tasks.tasks.items() if (bits := bits_of_right_answers(task))}
+    for name, group in tasks.groups.items():
+        parts = [task.task_name for task in group.get_all_tasks()]
+        if all(part in found for part in parts):
+            found[name] = [value for part in parts for value in found[part]]
     return found
 
 
@@ -309,7 +301,7 @@ def questions_of(task: Any) -> list[tuple[int, list[Any]]]:
 
 
 def right_answer(task: Any, document: dict) -> int | None:
-    """The number of the request that scores the right answer; None if there is no single one."""
+    """Returns the number of the request that scores the right answer; None if there is no single one."""
     if task.OUTPUT_TYPE == "loglikelihood":
         return 0
     choices = task.doc_to_choice(document)

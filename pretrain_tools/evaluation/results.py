@@ -1,4 +1,4 @@
-"""Scores of an evaluation: a table on screen, JSON on disk, lines in the run's metrics.jsonl."""
+"""Reports the scores of an evaluation: as a table, as JSON, and in the run's metrics.jsonl."""
 
 import json
 import math
@@ -31,7 +31,7 @@ class TaskScore:
     samples: int | None
     version: str | None
     is_part: bool = False
-    """Marks a task of a group that has a score of its own, unless it was asked for by name."""
+    """True for a task of a group that has its own score, unless the task was requested by name."""
 
 
 def mean_and_error(name: str, values: list[float]) -> dict[str, float | None]:
@@ -67,10 +67,10 @@ class ModelResults:
         address = self.address
         about = {"event": "evaluation", "step": address.step, "tokens": address.tokens, "model": address.name}
         now = {"time": round(time.time(), 3)}
+        split = (self.source_settings or {}).get("split")
         lines = []
         for source, measures in self.sources.items():
             measured = {("evaluated_tokens" if name == "tokens" else name): value for name, value in measures.items()}
-            split = (self.source_settings or {}).get("split")
             lines.append({**about, "source": source, "split": split, **measured, **now})
         for score in self.tasks:
             how = {name: getattr(score, name) for name in ("few_shots", "samples", "is_part")}
@@ -114,30 +114,29 @@ def append_to_run(evaluation: ModelResults) -> None:
     Scores of averaged weights are left out: the run's curve is that of the weights that train.
     """
     run = evaluation.address.run
-    lines = [finite(line) for line in evaluation.lines()]
-    if run is None or not lines or evaluation.address.weights != "raw":
+    if run is None or evaluation.address.weights != "raw":
         return
     try:
-        append_events(run, lines)
+        append_events(run, map(finite, evaluation.lines()))
     except OSError as error:  # a full disk must not cost hours of evaluation: the table is still to come
         print(f"warning: {run}/metrics.jsonl does not have the scores ({error})", file=sys.stderr)
 
 
 def output_problems(flag: str, path: Path | None) -> list[str]:
-    """Returns why a file cannot be written, before hours of evaluation and not after; [] if it can."""
+    """Returns why a file cannot be written, before hours of evaluation are lost; [] if it can."""
     if path is None:
         return []
     if path.is_dir():
         return [f"{flag} {path}: is a folder; give a file"]
-    # The folder is made when there is something to write.
-    existing = next(parent for parent in [path.parent, *path.parent.parents] if parent.exists())
+    # Missing folders are created when there is something to write.
+    existing = next(parent for parent in path.absolute().parents if parent.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK):
         return [f"{flag} {path}: nothing can be written in {existing}; give another place"]
     return []
 
 
 def write_results(path: Path, evaluations: list[ModelResults], settings: dict[str, Any]) -> None:
-    """Replaces the file at once: it is never half a file, also while models are still being evaluated."""
+    """Writes the results so far; readers never see half a file."""
     contents = {
         "format": "groundwork-evaluation",
         "version": 1,
@@ -177,12 +176,9 @@ def print_table(evaluations: list[ModelResults]) -> None:
 
 def _heading(evaluation: ModelResults) -> str:
     address = evaluation.address
-    details = [f"{count_text(evaluation.parameters)} parameters"]
-    if address.step is not None:
-        details.append(f"step {address.step:,}")
-    if address.tokens is not None:
-        details.append(f"{count_text(address.tokens)} tokens")
-    return f"{address.name}\n{', '.join(details)}"
+    step = "" if address.step is None else f", step {address.step:,}"
+    tokens = "" if address.tokens is None else f", {count_text(address.tokens)} tokens"
+    return f"{address.name}\n{count_text(evaluation.parameters)} parameters{step}{tokens}"
 
 
 def _cells(evaluation: ModelResults) -> dict[tuple[str, str], str]:

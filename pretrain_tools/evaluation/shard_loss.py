@@ -1,10 +1,8 @@
 """Measures loss, perplexity and bits per byte of any model on prepared shards, as a training run measures them."""
 
 import argparse
-import contextlib
 import hashlib
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,7 +45,7 @@ class ShardSettings:
 
 
 class CheckedReader(ShardReader):
-    """Refuses an id outside the vocabulary: on a GPU it would end in a device-side assert that names nothing."""
+    """Raises InputError for an ID outside the vocabulary; on a GPU it would end in an assert that names no file."""
 
     def read(self, start: int, out: np.ndarray) -> None:
         super().read(start, out)
@@ -74,14 +72,12 @@ def settings_for(address: ModelAddress, config: PreTrainedConfig, arguments: arg
             f"--sequence_length {length:,}: {address.name} has {positions:,} positions; at most "
             f"--sequence_length {positions}"
         )
-    precision = arguments.precision if arguments.precision != "auto" or run is None else run.precision
+    precision = run.precision if run and arguments.precision == "auto" else arguments.precision
     if precision == "fp16" and arguments.precision == "auto" and device_type() == "cpu":
         precision = "fp32"  # the run was trained on a GPU; fp16 has no arithmetic here
     if precision == "fp8":
         precision = "bf16"  # fp8 is for training: the exported weights are measured
-    document_mask = {"on": True, "off": False}.get(arguments.document_mask)
-    if document_mask is None and run:
-        document_mask = run.data.document_mask
+    document_mask = {"on": True, "off": False}.get(arguments.document_mask, run.data.document_mask if run else None)
     resolved = resolve_precision(precision)
     # What was trained in bf16 may exceed fp16's range.
     precision = "fp32" if precision == "auto" and resolved == "fp16" else resolved
@@ -107,8 +103,7 @@ def _attention(
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         return "eager", False
     try:
-        here = {"device_type": device_type(), "dtype": AUTOCAST_DTYPES.get(precision, torch.float32)}
-        choose_attention(requested, **here)
+        choose_attention(requested, device_type=device_type(), dtype=AUTOCAST_DTYPES.get(precision, torch.float32))
     except InputError:
         requested = "auto"
     try:
@@ -157,7 +152,7 @@ def open_evaluation_shards(
 
 
 def tokenizer_problems(address: ModelAddress, config: PreTrainedConfig, manifest: Manifest) -> list[str]:
-    """Returns why these shards mean something else to this model than to their tokenizer; [] if they do not."""
+    """Returns why the model's tokenizer does not match that of the shards; [] if it does."""
     own_file = address.folder / "tokenizer.json"
     shards_file = manifest.tokenizer_folder / "tokenizer.json"
     shards_text = f"{manifest.place} was prepared with {manifest.tokenizer_name} ({manifest.vocabulary_size:,} ids)"
@@ -183,7 +178,7 @@ def tokenizer_problems(address: ModelAddress, config: PreTrainedConfig, manifest
 
 
 def _ids_of(tokenizer_json: bytes) -> dict[str, Any]:
-    """Reads the parts that decide the ids of plain text, in one spelling: libraries write a tokenizer in several."""
+    """Reads the parts that set the IDs of plain text, in one spelling: libraries write a tokenizer in several."""
     from tokenizers import Tokenizer
 
     parts = json.loads(Tokenizer.from_buffer(tokenizer_json).to_str())
@@ -207,7 +202,16 @@ def measure_shards(
         windows = settings.window.count_in(reader.tokens)
         sequences = min(settings.sequences or windows, windows)
         autocast = torch.autocast(strategy.device.type, dtype=dtype, enabled=dtype is not None)
-        with _progress(model, name, sequences, strategy, settings), autocast:
+        per_pass = settings.sequences_per_micro_batch * strategy.ranks.count * settings.window.sequence_length
+        total = sequences * settings.window.sequence_length
+        look = {"desc": f"loss on {name}", "unit": "tok", "unit_scale": True, "dynamic_ncols": True}
+        with autocast, tqdm(total=total, disable=not strategy.ranks.is_main, **look) as bar:
+
+            def advance(*_: Any, bar: tqdm = bar, per_pass: int = per_pass) -> None:
+                bar.update(min(per_pass, bar.total - bar.n))
+
+            # The bar moves with the model's forward passes.
+            hook = model.register_forward_hook(advance)
             results |= measure(
                 model,
                 {name: reader},
@@ -217,30 +221,5 @@ def measure_shards(
                 sequences_per_micro_batch=settings.sequences_per_micro_batch,
                 attention=settings.attention,
             )
+            hook.remove()
     return results
-
-
-@contextlib.contextmanager
-def _progress(
-    model: torch.nn.Module, name: str, sequences: int, strategy: Strategy, settings: ShardSettings
-) -> Iterator[None]:
-    """Shows a bar in tokens, moved by the model's own forward passes."""
-    tokens_per_pass = settings.sequences_per_micro_batch * strategy.ranks.count * settings.window.sequence_length
-    bar = tqdm(
-        total=sequences * settings.window.sequence_length,
-        disable=not strategy.ranks.is_main,
-        desc=f"loss on {name}",
-        unit="tok",
-        unit_scale=True,
-        dynamic_ncols=True,
-    )
-
-    def advance(*_: Any) -> None:  # a hook that returned something would replace the model's output
-        bar.update(min(tokens_per_pass, bar.total - bar.n))
-
-    hook = model.register_forward_hook(advance)
-    try:
-        yield
-    finally:
-        hook.remove()
-        bar.close()

@@ -6,18 +6,13 @@ their own time, which excludes the time they wait for others.
 
 import statistics
 from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 from pretrain.units import bytes_text, counted
-from pretrain_tools.profiling.trace_events import (
-    BACKWARD,
-    COMMUNICATION,
-    FORWARD,
-    POINTWISE,
-    StepRecord,
-)
+from pretrain_tools.profiling.trace_events import BACKWARD, COMMUNICATION, FORWARD, POINTWISE, StepRecord
 
 DATA_SHARE = 0.10
 """Share of a step that a rank waits for data."""
@@ -54,6 +49,13 @@ class Cause:
     remedy: str
 
 
+def medians(mappings: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """Returns the median of each key's values; a mapping without the key counts as 0."""
+    mappings = list(mappings)
+    keys = dict.fromkeys(key for mapping in mappings for key in mapping)
+    return {key: statistics.median(mapping.get(key, 0.0) for mapping in mappings) for key in keys}
+
+
 @dataclass(frozen=True)
 class RankSteps:
     """The recording of one rank."""
@@ -72,8 +74,7 @@ class RankSteps:
 
     def typical_parts(self, name: str) -> dict[str, float]:
         """Returns the medians, by key, of a mapping in the step records, such as `phases`."""
-        keys = dict.fromkeys(key for step in self.steps for key in getattr(step, name))
-        return {key: statistics.median(getattr(step, name).get(key, 0.0) for step in self.steps) for key in keys}
+        return medians(getattr(step, name) for step in self.steps)
 
 
 @dataclass(frozen=True)
@@ -98,9 +99,8 @@ class Evidence:
         if len(self.ranks) == 1:
             return 0.0
         blocked = [rank.typical_parts("blocked_in") for rank in self.ranks]
-        parts = dict.fromkeys(part for of_rank in blocked for part in of_rank)
         # The last rank to enter a collective waits only for the transfer itself, so the minimum excludes stragglers.
-        return sum(min(of_rank.get(part, 0.0) for of_rank in blocked) for part in parts)
+        return sum(min(of_rank.get(part, 0.0) for of_rank in blocked) for part in blocked[0])
 
     def each(self, name: str) -> list[float]:
         """Returns the typical value of an attribute of the records on every rank."""
@@ -152,30 +152,28 @@ def milliseconds(seconds: float) -> str:
 
 
 def busy_machine(evidence: Evidence) -> Cause | None:
-    starved = evidence.each("starved")
-    worst = max(range(len(starved)), key=starved.__getitem__)
-    if starved[worst] < evidence.least(BUSY_SHARE):
+    rank = max(evidence.ranks, key=lambda rank: rank.typical("starved"))
+    starved = rank.typical("starved")
+    if starved < evidence.least(BUSY_SHARE):
         return None
-    rank = evidence.ranks[worst]
     text = (
         f"the machine is busy: {rank.typical('runnable'):.0f} runnable processes and threads for "
         f"{counted(rank.facts['cores'], 'core')} on {rank.facts['host']}; {named([rank])} waited "
-        f"{milliseconds(starved[worst])} of a step of {milliseconds(evidence.seconds)} "
-        f"({starved[worst] / evidence.seconds:.0%}) for a core"
+        f"{milliseconds(starved)} of a step of {milliseconds(evidence.seconds)} "
+        f"({starved / evidence.seconds:.0%}) for a core"
     )
     remedy = (
         "end what else runs there, or give this run fewer threads (OMP_NUM_THREADS) or processes; what is said of "
         "ranks and communication below may be its effect"
     )
-    return Cause(BUSY, starved[worst], text, remedy)
+    return Cause(BUSY, starved, text, remedy)
 
 
 def slow_data(evidence: Evidence) -> Cause | None:
-    waits = {rank.rank: rank.typical("data") for rank in evidence.ranks}
-    late = [rank for rank in evidence.ranks if waits[rank.rank] >= evidence.least(DATA_SHARE)]
+    late = [rank for rank in evidence.ranks if rank.typical("data") >= evidence.least(DATA_SHARE)]
     if not late:
         return None
-    worst = max(evidence.ranks, key=lambda rank: waits[rank.rank])
+    worst = max(late, key=lambda rank: rank.typical("data"))
     reads = worst.facts["read_seconds"]
     detail = ""
     if evidence.read_bytes and reads and (read := statistics.median(reads)) > 0:
@@ -183,7 +181,7 @@ def slow_data(evidence: Evidence) -> Cause | None:
         detail = f"; a read of {bytes_text(evidence.read_bytes)} takes {milliseconds(read)}, {rate}"
     if len(late) < len(evidence.ranks):
         detail += f"; the others wait for {'it' if len(late) == 1 else 'them'}"
-    seconds = waits[worst.rank]
+    seconds = worst.typical("data")
     verb = "waits" if len(late) == 1 else "wait"
     text = f"{named(late)} {verb} for data {evidence.part(seconds)} on {worst.facts['host']}{detail}"
     remedy = "copy the shards to a disk of the machine itself, or look at what else loads the disk or the network"
@@ -234,9 +232,8 @@ def phase_of_excess(rank: RankSteps, others: list[RankSteps]) -> str:
         return phases
 
     mine = own_phases(rank)
-    theirs = [own_phases(other) for other in others]
-    longer = {name: mine[name] - statistics.median(phases.get(name, 0.0) for phases in theirs) for name in mine}
-    return max(longer, key=longer.get)
+    theirs = medians(map(own_phases, others))
+    return max(mine, key=lambda name: mine[name] - theirs.get(name, 0.0))
 
 
 def slow_communication(evidence: Evidence) -> Cause | None:
@@ -253,9 +250,9 @@ def slow_communication(evidence: Evidence) -> Cause | None:
 
 def recompilations(evidence: Evidence) -> Cause | None:
     compiling = [rank for rank in evidence.ranks if rank.facts["compilations"]]
-    if not compiling:
-        return None
     found = [compiled for rank in compiling for compiled in rank.facts["compilations"]]
+    if not found:
+        return None
     steps = len(evidence.ranks[0].steps)
     longest = max(found, key=lambda compiled: compiled["seconds"])
     # All ranks wait for the one that compiles longest.
@@ -325,18 +322,18 @@ def slow_between_steps(evidence: Evidence) -> Cause | None:
 
 
 def full_memory(evidence: Evidence) -> Cause | None:
-    def memory_of(rank: RankSteps, name: str) -> float:
-        return rank.facts["memory"].get(name, 0.0)
+    def most(name: str) -> tuple[float, RankSteps]:
+        return max(((rank.facts["memory"].get(name, 0.0), rank) for rank in evidence.ranks), key=lambda pair: pair[0])
 
-    rank = max(evidence.ranks, key=lambda rank: memory_of(rank, "retries_per_step"))
-    if retries := memory_of(rank, "retries_per_step"):
+    retries, rank = most("retries_per_step")
+    if retries:
         text = (
             f"the GPU's memory is too full: on {named([rank])} torch gave its caches back and asked again "
             f"{retries:.1f} times per step"
         )
         return Cause("memory", 0.0, text, "smaller micro-batches, or PYTORCH_ALLOC_CONF=expandable_segments:True")
-    rank = max(evidence.ranks, key=lambda rank: memory_of(rank, "swapped_per_step"))
-    if (pages := memory_of(rank, "swapped_per_step")) >= MOST_SWAPPED:
+    pages, rank = most("swapped_per_step")
+    if pages >= MOST_SWAPPED:
         text = f"the machine of {named([rank])} swaps: {pages:,.0f} pages per step are read back from its disk"
         return Cause("memory", 0.0, text, "fewer processes on it, or smaller micro-batches")
     return None
@@ -344,8 +341,7 @@ def full_memory(evidence: Evidence) -> Cause | None:
 
 def kernel_shares(evidence: Evidence) -> dict[str, tuple[float, float]]:
     """Returns {kind: (seconds per step, share of the step)}, medians over the ranks; exposed communication only."""
-    sums = [rank.typical_parts("kernels") for rank in evidence.ranks]
-    found = {kind: statistics.median(of_rank.get(kind, 0.0) for of_rank in sums) for kind in sums[0]}
+    found = medians(rank.typical_parts("kernels") for rank in evidence.ranks)
     found[COMMUNICATION] = evidence.communication
     return {kind: (seconds, seconds / evidence.seconds) for kind, seconds in found.items()}
 

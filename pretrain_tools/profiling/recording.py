@@ -9,7 +9,7 @@ import resource
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -159,11 +159,8 @@ class Recording:
         """Closes a step. following: number of the next step if it is in the same block, else None."""
         self._marks.end_step()
         now = read_machine()
-        was = self._machine
-        self._machine = now
-        self._beside.append(
-            {name: now[name] - was[name] for name in ("cpu", "starved")} | {"runnable": now["runnable"]}
-        )
+        spent = {name: now[name] - self._machine[name] for name in ("cpu", "starved")}
+        self._beside.append({**now, **spent})
         if following is not None:
             self._begin_step(following)
 
@@ -183,7 +180,12 @@ class Recording:
         else:
             self.records += records
         if is_last:
-            self._save(lambda: self._profiler.export_chrome_trace(str(self._path("trace", "json.gz"))))
+            try:
+                self.folder.mkdir(parents=True, exist_ok=True)
+                path = self.folder / f"trace-rank-{self.strategy.ranks.rank:05d}.json.gz"
+                self._profiler.export_chrome_trace(str(path))
+            except (OSError, RuntimeError) as error:
+                self._problem(error)
         # The events take hundreds of megabytes; training goes on.
         del self._profiler
 
@@ -197,34 +199,20 @@ class Recording:
         self._profiler.stop()
         self.close()
 
-    def _path(self, name: str, ending: str) -> Path:
-        return self.folder / f"{name}-rank-{self.strategy.ranks.rank:05d}.{ending}"
-
-    def _save(self, write: Callable[[], None]) -> None:
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            write()
-        except (OSError, RuntimeError) as error:
-            self._problem(error)
-
     def _problem(self, error: Exception) -> None:
         self.problems.append(f"rank {self.strategy.ranks.rank}: {one_line(error)}")
 
     def summary(self) -> dict[str, Any]:
         """Returns everything that the verdict needs from this rank, as plain values that can be gathered."""
         # If a block could not be read there are fewer records than steps, and then there is no verdict.
-        for record, beside in zip(self.records, self._beside, strict=False):
-            record.cpu = beside["cpu"]
-            record.starved = beside["starved"]
-            record.runnable = beside["runnable"]
-        name = torch.cuda.get_device_name(self.strategy.device) if self.on_device else "CPU"
+        steps = [asdict(record) | beside for record, beside in zip(self.records, self._beside, strict=False)]
         return {
             "rank": self.strategy.ranks.rank,
             "host": socket.gethostname(),
             "pid": os.getpid(),
-            "device": name,
+            "device": torch.cuda.get_device_name(self.strategy.device) if self.on_device else "CPU",
             "cores": available_cores(),
-            "steps": [asdict(record) for record in self.records],
+            "steps": steps,
             "sync_lines": self._lines.found()[:20],
             "compilations": compilations_since(self._began),
             "read_seconds": list(self.read_ahead.last_seconds),
@@ -258,7 +246,7 @@ def pages_swapped_in() -> int:
 
 
 def read_machine() -> dict[str, float]:
-    """Reads this thread's CPU time and its time waiting for a core, in seconds, and the number of runnable threads.
+    """Reads the fields cpu, starved and runnable of a StepRecord; the first two count from the thread's start.
 
     The last two are 0 except on Linux.
     """

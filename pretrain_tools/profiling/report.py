@@ -12,9 +12,9 @@ from pretrain.units import bytes_text, counted, table
 from pretrain_tools.profiling.causes import (
     Cause,
     Evidence,
-    RankSteps,
     kernel_shares,
     lines_per_step,
+    medians,
     milliseconds,
 )
 
@@ -57,10 +57,7 @@ def ranks_text(evidence: Evidence) -> str:
     columns = ("step", "worst", "computing", "data", "communication", "waiting for ranks", "idle", "no core")
     rows = [["ms per step", *columns]]
 
-    def without_waiting(rank: RankSteps) -> float:
-        return statistics.median(step.seconds - step.blocked for step in rank.steps)
-
-    slowest = sorted(evidence.ranks, key=without_waiting, reverse=True)[:RANKS_SHOWN]
+    slowest = sorted(evidence.ranks, key=lambda rank: rank.typical("unblocked"), reverse=True)[:RANKS_SHOWN]
     for rank in sorted(slowest, key=lambda rank: rank.rank):
         waiting = evidence.waiting(rank)
         seconds = [
@@ -82,19 +79,16 @@ def ranks_text(evidence: Evidence) -> str:
 
 def phases_text(evidence: Evidence) -> str:
     """Formats the time of each phase of the loop, including waiting."""
-    sums = [rank.typical_parts("phases") for rank in evidence.ranks]
-    names = dict.fromkeys(name for of_rank in sums for name in of_rank)
-    seconds = {name: statistics.median(of_rank.get(name, 0.0) for of_rank in sums) for name in names}
+    seconds = medians(rank.typical_parts("phases") for rank in evidence.ranks)
     said = ", ".join(f"{name} {milliseconds(value)}" for name, value in seconds.items() if value >= 5e-5)
     return f"in the loop: {said}"
 
 
 def kernels_text(evidence: Evidence) -> str:
     """Formats a table of kernels by kind."""
-    rows = [["kernels", "ms per step", "of the step"]]
-    for kind, (seconds, share) in kernel_shares(evidence).items():
-        rows.append([kind, f"{1e3 * seconds:,.1f}", f"{share:.0%}"])
-    return table(rows, right={1, 2})
+    shares = kernel_shares(evidence).items()
+    rows = [[kind, f"{1e3 * seconds:,.1f}", f"{share:.0%}"] for kind, (seconds, share) in shares]
+    return table([["kernels", "ms per step", "of the step"], *rows], right={1, 2})
 
 
 def lines_text(evidence: Evidence) -> str:

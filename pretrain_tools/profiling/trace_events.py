@@ -5,6 +5,7 @@ thread's: its operators, and collectives that run while it is idle.
 """
 
 import functools
+import itertools
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
@@ -51,6 +52,10 @@ LAUNCH = re.compile(r"^(cuda|cu|hip)[A-Z]")
 """Names of runtime calls. Operators have correlation IDs of their own that may coincide with those of kernels."""
 
 
+Work = dict[str, list[tuple[int, int]]]
+"""{kind: spans of time in which such work was done}; times in nanoseconds, which may overlap."""
+
+
 class TraceEvent(NamedTuple):
     """An event of a trace; times in nanoseconds since 1970."""
 
@@ -76,16 +81,6 @@ class Spans:
             pairs = np.stack([pairs[first, 0], ends[last]], axis=1)
         self.pairs = pairs[pairs[:, 1] > pairs[:, 0]]
         self._sums = np.append(0, np.cumsum(self.pairs[:, 1] - self.pairs[:, 0]))
-
-    def _holds(self, times: np.ndarray) -> np.ndarray:
-        begun = np.searchsorted(self.pairs[:, 0], times, "right")
-        return begun > np.searchsorted(self.pairs[:, 1], times, "right")
-
-    def __sub__(self, other: "Spans") -> "Spans":
-        points = np.unique(np.concatenate([self.pairs.ravel(), other.pairs.ravel()]))
-        # Between two neighboring end points, membership in either set is constant.
-        kept = self._holds(points[:-1]) & ~other._holds(points[:-1])
-        return Spans(np.stack([points[:-1][kept], points[1:][kept]], axis=1).tolist())
 
     def _before(self, time: int) -> int:
         number = int(np.searchsorted(self.pairs[:, 0], time, "right"))
@@ -131,9 +126,14 @@ class StepRecord:
     """Number of runnable processes and threads on the machine at the end of the step."""
 
     @property
+    def unblocked(self) -> float:
+        """Time without waiting for other ranks."""
+        return self.seconds - self.blocked
+
+    @property
     def own(self) -> float:
         """Time that this rank spent itself, without waiting for other ranks or data."""
-        return self.seconds - self.blocked - self.data
+        return self.unblocked - self.data
 
     @property
     def own_with_core(self) -> float:
@@ -149,15 +149,6 @@ class StepRecord:
     def idle_between(self) -> float:
         """Idle time after the update: logs, trackers, agreement of the ranks."""
         return self.idle_in.get(BETWEEN_STEPS, 0.0) + self.idle_in.get("logging", 0.0)
-
-
-class PhaseSpan(NamedTuple):
-    """A phase of a step; times in nanoseconds."""
-
-    name: str
-    micro_step: int
-    start: int
-    end: int
 
 
 def read_events(profiler: Any) -> list[TraceEvent]:
@@ -187,14 +178,6 @@ def kernel_kind(name: str) -> str:
     return next((kind for kind, pattern in KERNEL_NAMES if pattern.search(name)), POINTWISE)
 
 
-class WorkSpan(NamedTuple):
-    """A span of an operator's own time, without the operators that it called; times in nanoseconds."""
-
-    start: int
-    end: int
-    kind: str
-
-
 def is_work(name: str) -> bool:
     """Tells if an operator's own time is work; that of autograd nodes and of calls to collectives is not."""
     return name.startswith(COMPILED) or ("::" in name and not name.startswith(NO_WORK))
@@ -211,21 +194,25 @@ class _Open:
     waits: bool = False
     """True for a Python-level operator (DTensor) that dispatches itself again or communicates: its own time may be
     waiting."""
-    pieces: list[WorkSpan] = field(default_factory=list)
+    pieces: list[tuple[str, tuple[int, int]]] = field(default_factory=list)
+    """Its own time, without the operators that it called: (kind, (start, end))."""
 
 
-def walk(events: Iterable[TraceEvent], is_update: Callable[[int], bool]) -> tuple[list[WorkSpan], dict[int, str]]:
-    """Walks one thread's operators; returns their own work, and the inherited kinds of kernels by correlation ID."""
-    pieces = []
-    launched = {}
-    stack = []
+def walk(events: Iterable[TraceEvent], is_update: Callable[[int], bool], launched: dict[int, str]) -> Work:
+    """Walks one thread's operators; returns their own work.
+
+    launched: receives the inherited kinds of kernels by correlation ID.
+    """
+    work: Work = defaultdict(list)
+    stack: list[_Open] = []
 
     def close(until: float) -> None:
         while stack and stack[-1].event.end <= until:
             done = stack.pop()
             add_own(done, done.event.end)
             if is_work(done.event.name) and not done.waits:
-                pieces.extend(done.pieces)
+                for kind, span in done.pieces:
+                    work[kind].append(span)
             if stack:
                 stack[-1].since = max(stack[-1].since, done.event.end)
 
@@ -233,7 +220,7 @@ def walk(events: Iterable[TraceEvent], is_update: Callable[[int], bool]) -> tupl
         if until > of.since:
             name = of.event.name
             kind = of.inherited or (POINTWISE if name.startswith(COMPILED) else kernel_kind(name))
-            of.pieces.append(WorkSpan(of.since, until, kind))
+            of.pieces.append((kind, (of.since, until)))
 
     # If two events begin at the same time, the longer one is the caller.
     for event in sorted(events, key=lambda event: (event.start, -event.end)):
@@ -249,7 +236,7 @@ def walk(events: Iterable[TraceEvent], is_update: Callable[[int], bool]) -> tupl
             parent.waits |= event.name == parent.event.name or "c10d" in event.name
         stack.append(_Open(event, inherited, event.start))
     close(float("inf"))
-    return pieces, launched
+    return work
 
 
 def read_steps(events: list[TraceEvent], *, on_device: bool) -> list[StepRecord]:
@@ -259,35 +246,54 @@ def read_steps(events: list[TraceEvent], *, on_device: bool) -> list[StepRecord]
     """
     marks = sorted((event for event in events if event.name.startswith(MARK)), key=lambda mark: mark.start)
     steps = [mark for mark in marks if mark.name.startswith(STEP)]
-    parts = phases_of(marks, steps)
-    updates = Spans((part.start, part.end) for of_step in parts for part in of_step if part.name == UPDATE)
-    own, launched = walk_threads(events, steps[0].thread, lambda time: updates.seconds(time, time + 1) > 0)
-    if on_device:
-        work = [WorkSpan(e.start, e.end, kind_of_kernel(e, launched)) for e in events if e.kind == "kernel"]
-    else:
-        work = [*own, *(WorkSpan(e.start, e.end, COMMUNICATION) for e in events if e.kind == "collective")]
-    by_kind = {kind: Spans((w.start, w.end) for w in work if w.kind == kind) for kind in (*KINDS, COMMUNICATION)}
-    busy = Spans((w.start, w.end) for w in work if w.kind != COMMUNICATION)
-    blocked = by_kind.pop(COMMUNICATION) - busy
-    starts = np.sort([w.start for w in work])
+    phases = [mark for mark in marks if mark not in steps]
+    updates = Spans((mark.start, mark.end) for mark in phases if mark.name == MARK + UPDATE)
+    by_thread: dict[int, list[TraceEvent]] = defaultdict(list)
+    for event in events:
+        if event.kind == "operator":
+            by_thread[event.thread].append(event)
+    launched: dict[int, str] = {}
+    own = {
+        thread: walk(of_thread, lambda time: updates.seconds(time, time + 1) > 0, launched)
+        for thread, of_thread in by_thread.items()
+    }
+    work: Work = defaultdict(list)
+    if not on_device:
+        work |= own.get(steps[0].thread, {})
+    for event in events:
+        if on_device and event.kind == "kernel":
+            work[kind_of_kernel(event, launched)].append((event.start, event.end))
+        elif not on_device and event.kind == "collective":
+            work[COMMUNICATION].append((event.start, event.end))
+    by_kind = {kind: Spans(work[kind]) for kind in KINDS}
+    busy = Spans(itertools.chain.from_iterable(work[kind] for kind in KINDS))
+    # Communication that no computation hides is the time in which there is either, but no computation.
+    either = Spans(itertools.chain.from_iterable(work.values()))
+    starts = np.array([start for spans in work.values() for start, _ in spans])
     records = []
-    for step, of_step in zip(steps, parts, strict=True):
+    for step in steps:
+        within = step.start, step.end
         record = StepRecord(
             int(step.name.removeprefix(STEP)),
             (step.end - step.start) / 1e9,
-            busy=busy.seconds(step.start, step.end),
-            blocked=blocked.seconds(step.start, step.end),
-            kernels={kind: spans.seconds(step.start, step.end) for kind, spans in by_kind.items()},
-            launched=int(np.searchsorted(starts, step.end) - np.searchsorted(starts, step.start)) if on_device else 0,
+            busy=busy.seconds(*within),
+            blocked=either.seconds(*within) - busy.seconds(*within),
+            kernels={kind: spans.seconds(*within) for kind, spans in by_kind.items()},
+            launched=int(((starts >= step.start) & (starts < step.end)).sum()) if on_device else 0,
         )
-        for part in of_step:
-            seconds = (part.end - part.start) / 1e9
-            waited = blocked.seconds(part.start, part.end)
+        micro_step = -1
+        for mark in phases:
+            if not step.start <= mark.start < step.end:
+                continue
+            name = mark.name.removeprefix(MARK)
+            micro_step += name == WAITING_FOR_DATA  # a micro-step begins with waiting for its data
+            within = mark.start, min(mark.end, step.end)
+            seconds = (within[1] - within[0]) / 1e9
+            worked = either.seconds(*within)
+            _add(record.phases, name, seconds)
+            _add(record.blocked_in, f"{micro_step}/{name}", worked - busy.seconds(*within))
             # Clamp: host and device times may overlap by a few nanoseconds.
-            rest = max(0.0, seconds - waited - busy.seconds(part.start, part.end))
-            _add(record.phases, part.name, seconds)
-            _add(record.blocked_in, f"{part.micro_step}/{part.name}", waited)
-            _add(record.idle_in, part.name, rest)
+            _add(record.idle_in, name, max(0.0, seconds - worked))
         record.data = record.idle_in.pop(WAITING_FOR_DATA, 0.0)
         record.idle = max(0.0, record.seconds - record.busy - record.blocked - record.data)
         records.append(record)
@@ -303,32 +309,3 @@ def kind_of_kernel(event: TraceEvent, launched: Mapping[int, str]) -> str:
     # The launching operator comes before the kernel's name: a matmul within attention counts as attention.
     by_name = kernel_kind(event.name)
     return by_name if by_name == COMMUNICATION else launched.get(event.correlation, by_name)
-
-
-def walk_threads(
-    events: list[TraceEvent], main: int, is_update: Callable[[int], bool]
-) -> tuple[list[WorkSpan], dict[int, str]]:
-    """Walks every thread; returns the main thread's own work, and the kinds of kernels that all threads launched."""
-    by_thread: dict[int, list[TraceEvent]] = defaultdict(list)
-    for event in events:
-        if event.kind == "operator":
-            by_thread[event.thread].append(event)
-    walked = {thread: walk(of_thread, is_update) for thread, of_thread in by_thread.items()}
-    launched = {key: kind for _, found in walked.values() for key, kind in found.items()}
-    return walked.get(main, ([], {}))[0], launched
-
-
-def phases_of(marks: list[TraceEvent], steps: list[TraceEvent]) -> list[list[PhaseSpan]]:
-    """Returns the phases of each step in order. A micro-step begins with waiting for its data."""
-    phases = [mark for mark in marks if not mark.name.startswith(STEP)]
-    found = []
-    for step in steps:
-        micro_step = -1
-        of_step = []
-        for mark in phases:
-            if step.start <= mark.start < step.end:
-                name = mark.name.removeprefix(MARK)
-                micro_step += name == WAITING_FOR_DATA
-                of_step.append(PhaseSpan(name, micro_step, mark.start, min(mark.end, step.end)))
-        found.append(of_step)
-    return found

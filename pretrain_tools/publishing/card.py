@@ -1,4 +1,4 @@
-"""The model card: README.md with the Hub's metadata, and a picture of the loss. The only writer of cards.
+"""Writes the model card: README.md with the Hub's metadata, and a plot of the loss. Nothing else writes cards.
 
 Metadata: https://github.com/huggingface/hub-docs/blob/main/modelcard.md; results in its model-index format. The text
 is in templates/, with the statements that the bill of materials and the provenance repeat.
@@ -54,7 +54,7 @@ def model_card(facts: Facts, *, has_picture: bool) -> str:
 
 
 def render(template: str, **values: Any) -> str:
-    """Fills in a file of templates/."""
+    """Renders a file of templates/."""
     return environment().get_template(template).render(values)
 
 
@@ -88,7 +88,7 @@ def environment() -> jinja2.Environment:
 
 
 def number(value: Any, form: str = ",") -> str:
-    """Formats a number; '' for one that is not known, and text as it is."""
+    """Formats a number; '' for None, and text unchanged."""
     return "" if value is None else value if isinstance(value, str) else format(value, form)
 
 
@@ -164,6 +164,7 @@ def hardware_text(facts: Facts) -> str | None:
 
 
 def score_name(score: Score) -> str:
+    """Returns the task with its number of examples, such as 'hellaswag (0-shot)'."""
     return score.task if score.few_shots is None else f"{score.task} ({score.few_shots}-shot)"
 
 

@@ -1,11 +1,11 @@
-"""The facts about a model that its card and its other records state, read from the run's folder alone.
+"""Reads the facts about a model that its card and other records state, from the run's folder alone.
 
-So any run can be described at any time. What a run does not have (a data folder since moved, no evaluation) is left
-out; nothing is guessed.
+So any run can be described at any time. Facts that the run lacks (a moved data folder, no evaluation) are left out;
+nothing is guessed.
 """
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -36,7 +36,7 @@ SHAPES = {
 
 @dataclass(frozen=True)
 class Publication:
-    """What a publication states that a run's files do not have. All None: not published yet."""
+    """Facts of a publication that a run's files do not have. All None: not published yet."""
 
     repository: str | None = None
     """owner/name on the Hub."""
@@ -54,12 +54,12 @@ class Publication:
 
     @property
     def name(self) -> str | None:
-        """The repository's, without its owner."""
+        """Name of the repository, without its owner."""
         return self.repository.rpartition("/")[2] if self.repository else None
 
     @property
     def owner(self) -> str | None:
-        """The repository's account or organization."""
+        """Account or organization that owns the repository."""
         return self.repository.partition("/")[0] if self.repository else None
 
 
@@ -73,18 +73,18 @@ class DataSource:
     stage: str | None
     """Stage of a curriculum; None in a run of one mixture."""
     max_epochs: float | None
-    tokens: int | None = None
-    documents: int | None = None
-    text_bytes: int | None = None
-    manifest_sha256: str | None = None
-    """The identity of the shards: the manifest has the hash of each."""
-    tokenizer: str | None = None
-    tokenizer_sha256: str | None = None
-    vocabulary_size: int | None = None
-    hub_datasets: tuple[str, ...] = ()
-    contamination: tuple[dict[str, Any], ...] = ()
+    tokens: int | None
+    documents: int | None
+    text_bytes: int | None
+    manifest_sha256: str | None
+    """Identity of the shards: the manifest has the hash of each."""
+    tokenizer: str | None
+    tokenizer_sha256: str | None
+    vocabulary_size: int | None
+    hub_datasets: tuple[str, ...]
+    contamination: tuple[dict[str, Any], ...]
     """An entry per benchmark, see `contamination_of`."""
-    preparation: dict[str, Any] = field(default_factory=dict)
+    preparation: dict[str, Any]
     """See `preparation_of`."""
 
 
@@ -103,12 +103,11 @@ class Facts:
     """Events up to `step`."""
     step: int
     total_steps: int | None
-    sources: tuple[DataSource, ...] = ()
-    scores: tuple[Score, ...] = ()
-    lineage: tuple[dict[str, Any], ...] = ()
+    sources: list[DataSource]
+    scores: list[Score]
+    lineage: list[dict[str, Any]]
     """The runs that this one branched from, see `RunState`."""
-
-    offer: Publication = Publication()
+    offer: Publication
 
     def setting(self, name: str) -> Any:
         """Returns a value of the recipe by its dotted name; None if the recipe does not have it."""
@@ -226,9 +225,9 @@ def read_facts(
         history=History.of_events(run, [e for e in logged if (e.get("to_step") or e.get("step") or 0) <= at]),
         step=at,
         total_steps=whole.last("start").get("total_steps"),
-        sources=tuple(read_sources(config, read_json(run / DATA_FILE))),
-        scores=tuple(read_scores(run, whole.events, at)),
-        lineage=tuple(setting(read_state(run / "checkpoints" / checkpoint_name(at)), "state.lineage") or ()),
+        sources=read_sources(config, read_json(run / DATA_FILE)),
+        scores=read_scores(run, whole.events, at),
+        lineage=setting(read_state(run / "checkpoints" / checkpoint_name(at)), "state.lineage") or [],
         offer=offer or Publication(),
     )
 
@@ -247,31 +246,27 @@ def read_sources(config: dict[str, Any], records: dict[str, Any]) -> list[DataSo
         total = sum(float(source.get("weight", 1)) for source in stage["train"]) or 1.0
         name = f"{start:.0%} to {end:.0%}" if len(stages) > 1 else None
         for source in stage["train"]:
-            share = float(source.get("weight", 1)) / total
             record = records.get(str(source["shards"])) or read_json(Path(source["shards"]) / MANIFEST_FILE)
-            sources.append(describe_source(source, record, share, name))
+            totals = setting(record, "totals.train") or {}
+            sources.append(
+                DataSource(
+                    Path(source["shards"]).name,
+                    float(source.get("weight", 1)) / total,
+                    name,
+                    source.get("max_epochs"),
+                    **{key: totals.get(key) for key in ("tokens", "documents", "text_bytes")},
+                    manifest_sha256=record.get("manifest_sha256"),
+                    # A tokenizer may have been given by its path, which stays private.
+                    tokenizer=public_name(setting(record, "tokenizer.name")),
+                    tokenizer_sha256=setting(record, "tokenizer.sha256"),
+                    vocabulary_size=record.get("vocabulary_size"),
+                    hub_datasets=tuple(record.get("hub_datasets") or hub_datasets_of(record)),
+                    contamination=tuple(record.get("contamination") or contamination_of(record)),
+                    preparation=record.get("preparation") or preparation_of(record),
+                )
+            )
         start = end
     return sources
-
-
-def describe_source(source: dict[str, Any], record: dict[str, Any], weight: float, stage: str | None) -> DataSource:
-    """Describes a source of the recipe."""
-    totals = setting(record, "totals.train") or {}
-    return DataSource(
-        Path(source["shards"]).name,
-        weight,
-        stage,
-        source.get("max_epochs"),
-        **{key: totals.get(key) for key in ("tokens", "documents", "text_bytes")},
-        manifest_sha256=record.get("manifest_sha256"),
-        tokenizer_sha256=setting(record, "tokenizer.sha256"),
-        # A tokenizer may have been given by its path, which stays private.
-        tokenizer=public_name(setting(record, "tokenizer.name")),
-        vocabulary_size=record.get("vocabulary_size"),
-        hub_datasets=tuple(record.get("hub_datasets") or hub_datasets_of(record)),
-        contamination=tuple(record.get("contamination") or contamination_of(record)),
-        preparation=record.get("preparation") or preparation_of(record),
-    )
 
 
 def read_scores(run: Path, events: list[Event], step: int) -> list[Score]:

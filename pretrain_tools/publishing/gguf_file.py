@@ -1,7 +1,7 @@
 """Writes a model as one GGUF file, which llama.cpp and the programs built on it load.
 
-Format: gguf.md of https://github.com/ggml-org/ggml. llama.cpp computes each architecture by code of its
-own, so only families whose every setting has a place there are written; tests compare the logits.
+Format: gguf.md of https://github.com/ggml-org/ggml. llama.cpp has its own code for each architecture, so this writes
+only families whose every setting it can represent. Tests compare the logits.
 """
 
 import json
@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from transformers import AutoConfig, PreTrainedConfig
 
 from pretrain.checkpoint.tensor_files import SavedTensors
 from pretrain.errors import InputError
@@ -79,15 +80,10 @@ class Conversion:
     """A model that has a place in GGUF."""
 
     folder: Path
-    config: dict[str, Any]
     tokenizer: dict[str, Any]
-    """tokenizer.json."""
+    """Contents of tokenizer.json."""
     splitter: str
     """llama.cpp's name of the tokenizer's pre-tokenizer."""
-
-    @property
-    def family(self) -> str:
-        return self.config["model_type"]
 
 
 def read_conversion(folder: Path) -> Conversion:
@@ -108,7 +104,7 @@ def read_conversion(folder: Path) -> Conversion:
         )
     if problems:
         raise InputError(*problems)
-    return Conversion(folder, config, tokenizer, splitter)
+    return Conversion(folder, tokenizer, splitter)
 
 
 def config_problems(config: Mapping[str, Any]) -> list[str]:
@@ -201,20 +197,21 @@ def write_gguf(conversion: Conversion, path: Path, dtype: str, **general: str | 
     """
     import gguf
 
-    architecture = gguf.MODEL_ARCH[conversion.family.upper()]
-    writer = gguf.GGUFWriter(path, conversion.family)
+    config = AutoConfig.from_pretrained(conversion.folder)
+    architecture = gguf.MODEL_ARCH[config.model_type.upper()]
+    writer = gguf.GGUFWriter(path, config.model_type)
     writer.add_type("model")
     writer.add_file_type(gguf.LlamaFileType[FILE_TYPES[dtype]])
     for key, value in general.items():
         if value:
             getattr(writer, f"add_{key}")(value)
-    add_sizes(writer, conversion.config)
+    add_sizes(writer, config)
     saved = SavedTensors(conversion.folder, "model")
     shapes = saved.shapes()
     embedding = next(name for name in shapes if name.endswith(("embed_tokens.weight", "wte.weight")))
     add_tokenizer(writer, conversion, rows=shapes[embedding][0])
-    names = gguf.get_tensor_name_map(architecture, setting_of(conversion.config, "num_hidden_layers", "n_layer"))
-    added = rope_factors(conversion.config)
+    names = gguf.get_tensor_name_map(architecture, config.num_hidden_layers)
+    added = rope_factors(config)
     dtypes = {}
     for name, shape in {**shapes, **{name: tuple(tensor.shape) for name, tensor in added.items()}}.items():
         place = name if name in added else names.get_name(name, try_suffixes=(".weight", ".bias"))
@@ -227,7 +224,7 @@ def write_gguf(conversion: Conversion, path: Path, dtype: str, **general: str | 
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
     for name in dtypes:
-        tensor = added[name] if name in added else in_order_of_llama_cpp(name, saved[name], conversion)
+        tensor = added[name] if name in added else in_order_of_llama_cpp(name, saved[name], config)
         # NumPy has no bf16: its bytes are written.
         writer.write_tensor_data(tensor.to(dtypes[name]).contiguous().view(torch.uint8).numpy())
     writer.close()
@@ -238,7 +235,7 @@ def is_conv1d(name: str, shape: tuple[int, ...]) -> bool:
     return len(shape) == 2 and name.endswith((".c_attn.weight", ".c_proj.weight", ".c_fc.weight"))
 
 
-def in_order_of_llama_cpp(name: str, tensor: Tensor, conversion: Conversion) -> Tensor:
+def in_order_of_llama_cpp(name: str, tensor: Tensor, config: PreTrainedConfig) -> Tensor:
     """Returns a tensor as llama.cpp multiplies by it.
 
     Its Llama rotates neighboring pairs of a head's elements (0 and 1, 2 and 3), where transformers rotates element i
@@ -247,65 +244,58 @@ def in_order_of_llama_cpp(name: str, tensor: Tensor, conversion: Conversion) -> 
     if is_conv1d(name, tuple(tensor.shape)):
         return tensor.T
     part = name.split(".")[-2]
-    if conversion.family == "llama" and part in ("q_proj", "k_proj"):
-        heads = conversion.config["num_attention_heads" if part == "q_proj" else "num_key_value_heads"]
+    if config.model_type == "llama" and part in ("q_proj", "k_proj"):
+        heads = config.num_attention_heads if part == "q_proj" else config.num_key_value_heads
         halves = tensor.view(heads, 2, tensor.shape[0] // heads // 2, -1)
         return halves.transpose(1, 2).reshape(tensor.shape)
     return tensor
 
 
-def setting_of(config: Mapping[str, Any], *keys: str) -> Any:
-    """Returns the value of the first key that a config.json has."""
-    return next((config[key] for key in keys if config.get(key) is not None), None)
-
-
-def add_sizes(writer: Any, config: Mapping[str, Any]) -> None:
-    """Adds what a config.json says of the architecture."""
+def add_sizes(writer: Any, config: PreTrainedConfig) -> None:
+    """Adds the sizes of the architecture."""
     from gguf import RopeScalingType
 
-    width = setting_of(config, "hidden_size", "n_embd")
-    heads = setting_of(config, "num_attention_heads", "n_head")
-    writer.add_block_count(setting_of(config, "num_hidden_layers", "n_layer"))
-    writer.add_context_length(setting_of(config, "max_position_embeddings", "n_positions"))
-    writer.add_embedding_length(width)
-    writer.add_feed_forward_length(setting_of(config, "intermediate_size", "n_inner") or 4 * width)
-    writer.add_head_count(heads)
-    if config["model_type"] == "gpt2":
-        writer.add_layer_norm_eps(config["layer_norm_epsilon"])
+    is_gpt2 = config.model_type == "gpt2"
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.n_inner or 4 * config.hidden_size if is_gpt2 else config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    if is_gpt2:
+        writer.add_layer_norm_eps(config.layer_norm_epsilon)
         return
-    head_size = config.get("head_dim") or width // heads
-    writer.add_head_count_kv(config["num_key_value_heads"])
-    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    writer.add_key_length(head_size)
-    writer.add_value_length(head_size)
-    writer.add_rope_dimension_count(head_size)
-    rope = config["rope_parameters"]
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_key_length(config.head_dim)
+    writer.add_value_length(config.head_dim)
+    writer.add_rope_dimension_count(config.head_dim)
+    rope = config.rope_parameters
     writer.add_rope_freq_base(rope["rope_theta"])
     if rope.get("rope_type") == "linear":
         writer.add_rope_scaling_type(RopeScalingType.LINEAR)
         writer.add_rope_scaling_factor(rope["factor"])
 
 
-def rope_factors(config: Mapping[str, Any]) -> dict[str, Tensor]:
+def rope_factors(config: PreTrainedConfig) -> dict[str, Tensor]:
     """Returns the tensor by which llama.cpp divides the frequencies of Llama 3's longer contexts; {} for others.
 
-    Each of the D / 2 frequencies is divided by 1 where its wave is short, by `factor` where it's long, and by a value
-    between where it's between: https://arxiv.org/abs/2407.21783, as transformers computes it.
+    Each of the D / 2 frequencies is divided by 1 if its wave is short, by `factor` if it is long, and by a value in
+    between otherwise: https://arxiv.org/abs/2407.21783, as transformers computes it.
     """
-    if (config.get("rope_parameters") or {}).get("rope_type") != "llama3":
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") != "llama3":
         return {}
-    from transformers import LlamaConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](LlamaConfig(**config), torch.device("cpu"))
-    plain = config["rope_parameters"]["rope_theta"] ** -torch.linspace(0, 1, len(scaled) + 1, dtype=torch.float64)[:-1]
+    scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
+    plain = rope["rope_theta"] ** -torch.linspace(0, 1, len(scaled) + 1, dtype=torch.float64)[:-1]
     return {"rope_freqs.weight": (plain / scaled.double()).float()}
 
 
 def add_tokenizer(writer: Any, conversion: Conversion, *, rows: int) -> None:
     """Adds a byte-level BPE.
 
-    rows: of the embedding. Ids that the tokenizer doesn't have, which pad the matrix, become unused tokens.
+    rows: rows of the embedding. IDs that the tokenizer does not have, which pad the matrix, become unused tokens.
     """
     from gguf import TokenType
 

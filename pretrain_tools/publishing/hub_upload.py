@@ -1,26 +1,30 @@
-"""Uploads by huggingface_hub, which skips what is there already: the same call completes an interrupted upload.
+"""Uploads with huggingface_hub, which skips files that are already there, so the same call resumes an upload.
 
-Also in a process of its own during training.
+During training, this runs in a separate process.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pretrain.errors import InputError
 from pretrain.files import PICTURE_FILE, SEAL_FILE, SIGNATURE_FILE
 from pretrain.units import count_text
 from pretrain_tools.publishing.staging import Model
 
+if TYPE_CHECKING:
+    from huggingface_hub import HfApi
+
 REPLACED_ON_HUB = (
     "*.safetensors", "*.safetensors.index.json", "*.py", PICTURE_FILE, "trainer_state.json", SEAL_FILE,
     SIGNATURE_FILE,
 )  # fmt: skip
-"""Files of an earlier model that stay in the repository unless this one replaces them."""
+"""Patterns of files to delete from the repository if this model does not have them."""
 
 
 class PublishError(Exception):
-    """The disk, the network or the Hub failed; the run is unchanged, and the same command resumes."""
+    """Raised if the disk, the network or the Hub fails; the run is unchanged, and the same command resumes."""
 
 
 def open_repository(repository: str, *, private: bool) -> str:
@@ -28,10 +32,7 @@ def open_repository(repository: str, *, private: bool) -> str:
 
     Raises InputError for what the user must change (login, rights, visibility), PublishError for all else.
     """
-    from huggingface_hub import HfApi, get_token
-
-    api = HfApi(token=get_token())
-    with hub_errors(repository, api.token):
+    with hub_api(repository) as api:
         # A wrong token fails here, before anything is created.
         api.whoami()
         url = api.create_repo(repository, private=private, exist_ok=True)
@@ -45,15 +46,12 @@ def open_repository(repository: str, *, private: bool) -> str:
 
 
 def upload(folder: Path, model: Model, repository: str, *, message: str | None) -> str:
-    """Makes the model's branch of an existing repository hold this folder; returns the commit.
+    """Uploads a folder to the model's branch of an existing repository; returns the commit.
 
-    Raises InputError where the Hub refuses the model card, PublishError for all else.
+    Raises InputError if the Hub rejects the model card, PublishError for all else.
     """
-    from huggingface_hub import HfApi, get_token
-
-    api = HfApi(token=get_token())
     tokens = f", {count_text(model.tokens)} tokens" if model.tokens else ""
-    with hub_errors(repository, api.token):
+    with hub_api(repository) as api:
         # upload_folder does not create branches.
         if model.revision != "main":
             api.create_branch(repository, branch=model.revision, exist_ok=True)
@@ -68,18 +66,19 @@ def upload(folder: Path, model: Model, repository: str, *, message: str | None) 
 
 
 @contextmanager
-def hub_errors(repository: str, token: str) -> Iterator[None]:
-    """Turns errors of the Hub into InputError or PublishError, in words and without the token."""
-    from huggingface_hub import constants
+def hub_api(repository: str) -> Iterator["HfApi"]:
+    """Yields the Hub's API; turns its errors into InputError or PublishError, without the token in their texts."""
+    from huggingface_hub import HfApi, constants, get_token
 
+    api = HfApi(token=get_token())
     try:
-        yield
+        yield api
     except InputError:
         raise
     except Exception as error:  # whatever the network, the server and three libraries may raise
         response = getattr(error, "response", None)
         status = getattr(response, "status_code", None)
-        text = " ".join(str(error).split())[:500].replace(token, "***")
+        text = " ".join(str(error).split())[:500].replace(api.token, "***")
         if status == 401:
             raise InputError(
                 f"{constants.ENDPOINT} does not accept the token: log in again with `hf auth login`, or set HF_TOKEN"

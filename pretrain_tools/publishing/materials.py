@@ -1,4 +1,4 @@
-"""bom.cdx.json: what a published model consists of and was made from, as a CycloneDX bill of materials (ML-BOM).
+"""Writes bom.cdx.json: the files and origin of a published model, as a CycloneDX bill of materials (ML-BOM).
 
 https://cyclonedx.org/docs/1.6/json (ECMA-424). Written here: cyclonedx-python-lib has no model cards.
 """
@@ -23,7 +23,7 @@ MATERIALS_FORMAT = {
     "$schema": "http://cyclonedx.org/schema/bom-1.6.schema.json", "bomFormat": "CycloneDX", "specVersion": "1.6"
 }  # fmt: skip
 MODEL = "model"
-"""The bill's own reference to the model."""
+"""Reference to the model within the bill."""
 SPDX = {
     "apache-2.0": "Apache-2.0", "mit": "MIT", "bsd-3-clause": "BSD-3-Clause", "cc0-1.0": "CC0-1.0",
     "cc-by-4.0": "CC-BY-4.0", "cc-by-sa-4.0": "CC-BY-SA-4.0", "cc-by-nc-4.0": "CC-BY-NC-4.0",
@@ -39,7 +39,7 @@ Entry = dict[str, Any]
 
 
 def write_materials(facts: Facts, folder: Path) -> None:
-    """Writes the bill into a folder that has all files but those that cover it. The same files give the same bytes."""
+    """Writes the bill into a folder that has all files except those that cover it. It is reproducible byte by byte."""
     # The seal, the provenance and the signature hold the bill's hash, so the bill cannot hold theirs.
     beside = {MATERIALS_FILE, SEAL_FILE, PROVENANCE_FILE, SIGNATURE_FILE}
     files = {path.name: sha256_of(path) for path in sorted(folder.iterdir()) if path.name not in beside}
@@ -52,7 +52,7 @@ def write_materials(facts: Facts, folder: Path) -> None:
 
 
 def known(value: Any) -> Any:
-    """Copies values without those keys of dicts whose value is None, or has nothing in it."""
+    """Copies values without the keys of dicts whose value is None or empty."""
     if isinstance(value, dict):
         return {key: found for key, item in value.items() if (found := known(item)) not in (None, "", [], {})}
     return [known(item) for item in value] if isinstance(value, list) else value
@@ -87,7 +87,7 @@ def bill_of_materials(facts: Facts, files: dict[str, str]) -> Entry:
 
 
 def properties_of(values: Entry) -> list[Entry]:
-    """Returns CycloneDX properties, whose names begin with the name of this project."""
+    """Returns CycloneDX properties, with names that begin with the project's name."""
     return [{"name": f"groundwork:{name}", "value": str(value)} for name, value in known(values).items()]
 
 

@@ -1,12 +1,14 @@
-"""provenance.json of a published folder: every file's sha256, and what the model was made from; and its check.
+"""Writes and checks provenance.json of a published folder: the sha256 of every file and the origin of the model.
 
-The file holds its own hash as well, its seal: sha256 of its bytes with 64 zeros in the seal's place. So whatever
-changes by accident shows, in any file. Someone who can write the folder can also write a provenance.json that fits.
+The file also has its own hash, the seal: the sha256 of its bytes with 64 zeros in place of the seal. This reveals any
+accidental change to any file. It does not protect against someone who can write to the folder: they can also write a
+matching provenance.json.
 """
 
 import dataclasses
 import hashlib
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +36,7 @@ def write_provenance(facts: Facts, folder: Path, *, signed: bool = False) -> Non
 
 
 def provenance_of(facts: Facts) -> dict[str, Any]:
-    """Lists what a model was made from, as the run's files have it; None for what they lack."""
+    """Collects the origin of a model from the run's files; None for values that they lack."""
     return {
         "model": {
             "run": facts.run_name,
@@ -60,16 +62,15 @@ def provenance_of(facts: Facts) -> dict[str, Any]:
 
 
 def files_of(folder: Path) -> dict[str, Path]:
-    """Returns {name: file} of all that a provenance covers.
+    """Returns {name: path} of the files that a provenance covers.
 
-    It does not cover itself, its signature, and hidden files, which downloads and the Hub add and nothing reads.
+    It covers neither itself nor its signature, nor hidden files, which downloads and the Hub add.
     """
-    found = {path.relative_to(folder): path for path in folder.rglob("*") if path.is_file()}
-    beside = (PROVENANCE_FILE, SIGNATURE_FILE)
+    found = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.is_file()}
     return {
-        name.as_posix(): path
+        name: path
         for name, path in found.items()
-        if str(name) not in beside and not any(part.startswith(".") for part in name.parts)
+        if name not in (PROVENANCE_FILE, SIGNATURE_FILE) and not re.search(r"(^|/)\.", name)
     }
 
 
@@ -78,7 +79,7 @@ def digest_of(content: bytes) -> str:
 
 
 def provenance_problems(folder: Path) -> list[str]:
-    """Lists every file of a published folder that was changed, is missing or was added, by name; [] if none."""
+    """Lists by name every file of a published folder that was changed, is missing or was added; [] if none."""
     try:
         content = (folder / PROVENANCE_FILE).read_bytes()
         contents = json.loads(content)
@@ -109,7 +110,7 @@ def provenance_problems(folder: Path) -> list[str]:
 
 
 def published_folder(place: str) -> Path:
-    """Returns a folder, or that of a download of OWNER/NAME[@REVISION]. Raises InputError if there is neither."""
+    """Returns the folder, or downloads OWNER/NAME[@REVISION]. Raises InputError if neither exists."""
     folder = Path(place).expanduser()
     if folder.is_dir():
         return folder
@@ -122,7 +123,7 @@ def published_folder(place: str) -> Path:
 
 
 def provenance_text(folder: Path) -> str:
-    """Describes a folder whose provenance is whole in one line: its files, step and code."""
+    """Describes an undamaged published folder in one line: its files, step and code."""
     content = (folder / PROVENANCE_FILE).read_bytes()
     contents = json.loads(content)
     model = contents["model"]

@@ -1,4 +1,4 @@
-"""Publishes models as publish.py's command line says, and verifies published folders."""
+"""Carries out publish.py's command line: publishes models and verifies published folders."""
 
 import shutil
 import sys
@@ -27,17 +27,16 @@ LONGEST_WAIT_SECONDS = 3600
 
 
 def publish(arguments: Namespace, problems: list[str]) -> int:
-    """Does what publish.py's command line says; returns the exit status.
+    """Publishes models, or writes a GGUF file; returns the exit status.
 
-    problems: found in the command line so far. Raises InputError with these and all others that can be found without
-    the Hub.
+    problems: problems of the command line so far. Raises InputError with these and all others that can be found
+    without the Hub.
     """
     try:
         if isinstance(arguments.gguf, Path):
             write_gguf_file(arguments, Problems(problems))
             return 0
-        models = find_models(arguments, Problems(problems))
-        publish_models(arguments, models)
+        publish_models(arguments, models_to_publish(arguments, Problems(problems)))
     except PublishError as failure:
         record(arguments, problem=str(failure))
         print(failure, file=sys.stderr)
@@ -51,26 +50,35 @@ def publish(arguments: Namespace, problems: list[str]) -> int:
     return 0
 
 
-def problems_of_run(run: Path | None) -> list[str]:
-    """Lists what is wrong with --run."""
+def find_models(arguments: Namespace, problems: Problems) -> list[Model]:
+    """Finds the models that the command line asks for. Adds to `problems` what is wrong with --run or them."""
+    run = arguments.run
     if run is None:
-        return ["--run is missing: give the folder of a run, such as runs/x"]
-    if not (run / "config.yaml").is_file():
-        try:
-            refuse_url(str(run))
-        except InputError as error:
-            return error.problems
-        return [f"--run {run}: not the folder of a run (it has no config.yaml)"]
+        problems.append("--run is missing: give the folder of a run, such as runs/x")
+    elif not (run / "config.yaml").is_file():
+        known = len(problems)
+        problems.attempt(refuse_url, str(run))
+        if len(problems) == known:
+            problems.append(f"--run {run}: not the folder of a run (it has no config.yaml)")
+    else:
+        wanted = {"steps": arguments.checkpoint, "milestones": arguments.milestones, "final": arguments.final}
+        models = problems.attempt(find_publishable, run, **wanted) or []
+        if arguments.gguf:
+            from pretrain_tools.publishing.gguf_file import read_conversion  # imports torch
+
+            for model in models:
+                problems.attempt(read_conversion, model.folder)
+        return models
     return []
 
 
-def find_models(arguments: Namespace, problems: Problems) -> list[Model]:
-    """Finds the models to publish, and takes from the run's recipe what the command line does not set."""
-    run = arguments.run
-    run_problems = problems_of_run(run)
-    problems += run_problems
-    if not run_problems:
-        config = read_config(run)
+def models_to_publish(arguments: Namespace, problems: Problems) -> list[Model]:
+    """Finds the models to publish, and takes from the run's recipe what the command line does not set.
+
+    Raises InputError with all problems.
+    """
+    if arguments.run is not None:
+        config = read_config(arguments.run)
         language = arguments.language or setting(config, "publish.language") or []
         arguments.repo = arguments.repo or setting(config, "hub.repository")
         arguments.private = arguments.private or bool(setting(config, "hub.private"))
@@ -83,15 +91,7 @@ def find_models(arguments: Namespace, problems: Problems) -> list[Model]:
         problems += login_problems()
     if arguments.sign is not None:
         problems.attempt(load_key, "--sign", arguments.sign)
-    models = []
-    if not run_problems:
-        wanted = {"steps": arguments.checkpoint, "milestones": arguments.milestones, "final": arguments.final}
-        models = problems.attempt(find_publishable, run, **wanted) or []
-    if arguments.gguf:
-        from pretrain_tools.publishing.gguf_file import read_conversion  # imports torch
-
-        for model in models:
-            problems.attempt(read_conversion, model.folder)
+    models = find_models(arguments, problems)
     if output := arguments.output:
         if output.exists() and not output.is_dir():
             problems.append(f"--output {output}: is a file; give a folder")
@@ -103,25 +103,16 @@ def find_models(arguments: Namespace, problems: Problems) -> list[Model]:
 
 def write_gguf_file(arguments: Namespace, problems: Problems) -> None:
     """Writes one model of a run as a GGUF file. Raises InputError, and PublishError for a full disk."""
-    from pretrain_tools.publishing.gguf_file import read_conversion
-
     file = arguments.gguf
     if file.suffix != ".gguf":
         problems.append(f"--gguf {file}: must end in .gguf")
     if file.exists():
-        problems.append(f"--gguf {file}: is there already; give another name")
+        problems.append(f"--gguf {file}: already exists; give another name")
     if not file.parent.is_dir():
-        problems.append(f"--gguf {file}: {file.parent} is not a folder; make it, or give another")
-    models = []
-    if run_problems := problems_of_run(arguments.run):
-        problems += run_problems
-    else:
-        wanted = {"steps": arguments.checkpoint, "milestones": False, "final": arguments.final}
-        models = problems.attempt(find_publishable, arguments.run, **wanted) or []
+        problems.append(f"--gguf {file}: {file.parent} is not a folder; create it, or give another")
+    models = find_models(arguments, problems)
     if len(models) > 1:
         problems.append("--gguf FILE: takes one model; give one --checkpoint or --final")
-    for model in models:
-        problems.attempt(read_conversion, model.folder)
     problems.stop_if_any()
     dtype = setting(read_config(arguments.run), "export.dtype") or "bf16"
     with writing_to(file.parent):
@@ -149,7 +140,7 @@ def publish_models(arguments: Namespace, models: list[Model]) -> None:
 
 
 def publish_model(arguments: Namespace, model: Model, staging: Path, url: str) -> None:
-    """Stages one model and, unless this is a dry run, makes its revision hold that. Raises PublishError."""
+    """Stages one model and, unless this is a dry run, uploads it. Raises PublishError."""
     publication = Publication(
         arguments.repo,
         license=arguments.license,
@@ -158,7 +149,7 @@ def publish_model(arguments: Namespace, model: Model, staging: Path, url: str) -
         trust_remote_code=arguments.trust_remote_code,
     )
     folder = staging / model.revision
-    # One process per revision: two that stage it at the same time would upload each other's halves.
+    # One process per revision: two at the same time would upload each other's unfinished files.
     with folder_lock(staging / f".{model.revision}.lock"):
         with writing_to(staging):
             stage(arguments.run, model, publication, folder, arguments.sign, gguf=bool(arguments.gguf))
@@ -191,7 +182,7 @@ def writing_to(folder: Path) -> Iterator[None]:
 
 
 def record(arguments: Namespace, **facts: object) -> None:
-    """Records an upload during training in the run's metrics.jsonl: nobody watches its output."""
+    """Records an upload during training in the run's metrics.jsonl, because nobody watches its output."""
     if arguments.beside_training and arguments.run:
         event = {"event": "publish", **facts, "repository": arguments.repo, "time": round(time.time(), 3)}
         try:
@@ -201,7 +192,7 @@ def record(arguments: Namespace, **facts: object) -> None:
 
 
 def retry(arguments: Namespace, act: Callable[[], str]) -> str:
-    """Returns what `act` returns, after as many attempts as the command line allows. Raises the last PublishError."""
+    """Calls `act` up to --attempts times; returns its result. Raises the last PublishError."""
     for attempt in range(1, arguments.attempts):
         try:
             return act()
@@ -217,9 +208,9 @@ def retry(arguments: Namespace, act: Callable[[], str]) -> str:
 
 
 def verify(place: str, public_key: Path | None) -> int:
-    """Prints what differs from what was published and signed, each file by name; returns the exit status.
+    """Prints every file that differs from what was published and signed; returns the exit status.
 
-    place: a folder, or OWNER/NAME[@REVISION] on the Hub. Raises InputError for a signature without a key to check it.
+    place: a folder, or OWNER/NAME[@REVISION] on the Hub. Raises InputError if it is signed but no key is given.
     """
     verifier = load_key("--public_key", public_key) if public_key is not None else None
     folder = published_folder(place)

@@ -6,18 +6,12 @@ import shutil
 import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from pretrain.errors import InputError, Problems
 from pretrain.files import CARD_FILE, PICTURE_FILE, PROVENANCE_FILE, SEAL_FILE, SIGNATURE_FILE, remove
 from pretrain.runs.hub import revision_of
-from pretrain.runs.run_folder import (
-    best_step,
-    checkpoint_damage,
-    checkpoint_folders,
-    read_config,
-    read_state,
-    setting,
-)
+from pretrain.runs.run_folder import best_step, checkpoint_damage, checkpoint_folders, read_config, read_state, setting
 from pretrain_tools.publishing.card import write_card
 from pretrain_tools.publishing.facts import Publication, read_facts
 from pretrain_tools.publishing.materials import MATERIALS_FILE, write_materials
@@ -37,7 +31,7 @@ SHORTEST_SECRET = 12
 
 @dataclass(frozen=True)
 class Model:
-    """A model of a run that is to be published."""
+    """A model of a run to publish."""
 
     folder: Path
     """final/ or a checkpoint."""
@@ -52,10 +46,10 @@ class Model:
 
 
 def find_publishable(run: Path, *, steps: list[int | str], milestones: bool, final: bool) -> list[Model]:
-    """Finds the models asked for, oldest first, each intact; final/ if none is named.
+    """Finds the requested models, oldest first; final/ if none is requested.
 
-    steps: of checkpoints; "best" is the one with the lowest validation loss. Raises InputError with everything that
-    is missing or damaged.
+    steps: steps of checkpoints; "best" is the one with the lowest validation loss. Raises InputError with all missing
+    or damaged models.
     """
     problems = Problems()
     checkpoints = checkpoint_folders(run)
@@ -74,7 +68,10 @@ def find_publishable(run: Path, *, steps: list[int | str], milestones: bool, fin
     found = [checkpoint_model(checkpoints[step], step) for step in sorted(wanted)]
     if final or not (steps or milestones):
         if (run / "final" / "config.json").is_file():
-            found.append(final_model(run))
+            end = last_good_end(run)
+            # A run whose log has lost its end has the step of its newest checkpoint.
+            step = end["step"] if end.get("step") is not None else max(checkpoints, default=0)
+            found.append(Model(run / "final", step, end.get("tokens"), revision="main"))
         else:
             remedy = f"--checkpoint {max(checkpoints)}" if checkpoints else "its training first"
             problems.append(f"--run {run}: has no final/, so training has not finished; give {remedy}")
@@ -97,15 +94,8 @@ def _milestones(run: Path, checkpoints: dict[int, Path], final: bool) -> list[in
 
 
 def checkpoint_model(folder: Path, step: int) -> Model:
-    """Returns a checkpoint."""
+    """Returns the model of a checkpoint."""
     return Model(folder, step, setting(read_state(folder), "state.tokens"), revision_of(step))
-
-
-def final_model(run: Path) -> Model:
-    """Returns final/, with the step of the run's last good end, or of its newest checkpoint if that is not logged."""
-    end = last_good_end(run)
-    step = end["step"] if end.get("step") is not None else max(checkpoint_folders(run), default=0)
-    return Model(run / "final", step, end.get("tokens"), revision="main")
 
 
 def stage(
@@ -127,24 +117,27 @@ def stage(
     unfinished = target.with_name(f".staging-{target.name}")
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)
-    copy_model(model, unfinished, dtype, trusted=publication.trust_remote_code)
-    if gguf:
-        try:
-            publication = replace(publication, gguf=add_gguf(run, publication, unfinished))
-        except InputError:
-            shutil.rmtree(unfinished)
-            raise
-    # The order matters: each of these files has the hashes of those written before it, and the provenance of all.
-    # The staged config.json is read, which has the dtype of the export.
-    facts = read_facts(run, model.step, unfinished, publication)
-    write_card(facts, unfinished)
-    write_training_content(facts, unfinished)
-    write_materials(facts, unfinished)
-    write_provenance(facts, unfinished, signed=key is not None)
-    # Before signing and renaming: a folder with a secret must not look finished.
-    if problems := secret_problems(unfinished):
+    try:
+        copy_model(model, unfinished, dtype, trusted=publication.trust_remote_code)
+        if gguf:
+            name = publication.name or run.resolve().name
+            file = f"{name}-{dtype.upper()}.gguf"
+            general = {"name": name, "license": publication.license, "languages": list(publication.languages)}
+            note = write_gguf(run, unfinished, dtype, unfinished / file, **general)
+            publication = replace(publication, gguf=(file, note))
+        # The order matters: each of these files has the hashes of those written before it, and the provenance of all.
+        # The staged config.json is read, which has the dtype of the export.
+        facts = read_facts(run, model.step, unfinished, publication)
+        write_card(facts, unfinished)
+        write_training_content(facts, unfinished)
+        write_materials(facts, unfinished)
+        write_provenance(facts, unfinished, signed=key is not None)
+        # Before signing and renaming: a folder with a secret must not look finished.
+        if problems := secret_problems(unfinished):
+            raise InputError(*problems)
+    except InputError:
         shutil.rmtree(unfinished)
-        raise InputError(*problems)
+        raise
     if key is not None:
         sign(unfinished, key)
     if target.exists():
@@ -153,37 +146,23 @@ def stage(
     return target
 
 
-def add_gguf(run: Path, publication: Publication, folder: Path) -> tuple[str, str]:
-    """Adds the model as GGUF to its staged folder; returns the file's name and how it compares."""
-    from pretrain_tools.publishing.gguf_comparison import validation_text
-    from pretrain_tools.publishing.gguf_file import convert
-
-    name = publication.name or run.resolve().name
-    file = f"{name}-{publication.dtype.upper()}.gguf"
-    note = convert(
-        folder,
-        folder / file,
-        dtype=publication.dtype,
-        text=validation_text(run),
-        name=name,
-        license=publication.license,
-        languages=list(publication.languages),
-    )
-    return file, note
-
-
 def write_model_as_gguf(run: Path, model: Model, dtype: str, file: Path) -> str:
     """Writes a run's model as a GGUF file; returns how it compares."""
+    with tempfile.TemporaryDirectory(dir=file.parent, prefix=".gguf-") as temporary:
+        copy_model(model, Path(temporary), dtype)
+        return write_gguf(run, Path(temporary), dtype, file, name=run.resolve().name)
+
+
+def write_gguf(run: Path, folder: Path, dtype: str, file: Path, **general: Any) -> str:
+    """Writes a model folder of a run as a GGUF file; returns how it compares. general: see `convert`."""
     from pretrain_tools.publishing.gguf_comparison import validation_text
     from pretrain_tools.publishing.gguf_file import convert
 
-    with tempfile.TemporaryDirectory(dir=file.parent, prefix=".gguf-") as temporary:
-        copy_model(model, Path(temporary), dtype)
-        return convert(Path(temporary), file, dtype=dtype, text=validation_text(run), name=run.resolve().name)
+    return convert(folder, file, dtype=dtype, text=validation_text(run), **general)
 
 
 def copy_model(model: Model, target: Path, dtype: str, *, trusted: bool = False) -> None:
-    """Copies what a model's folder holds of the model itself; a checkpoint in `dtype`."""
+    """Copies the files of the model itself; the weights of a checkpoint in `dtype`."""
     for path in sorted(model.folder.iterdir()):
         if STAYS_HERE.fullmatch(path.name) or not path.is_file() or path.name in WRITTEN_ANEW:
             continue

@@ -39,8 +39,9 @@ def training_content(facts: Facts) -> str:
     unknown = [source for source in sources if source not in from_hub and source not in others]
     unique = sum(source.tokens or 0 for source in sources)
     starts = [event["time"] for event in facts.history.of("start") if is_number(event.get("time"))]
-    languages = counted(sources, "languages")
-    domains = counted(sources, "domains").most_common(MOST_DOMAINS)
+    made = [source.preparation for source in sources]
+    languages = sum((Counter(one.get("languages")) for one in made), Counter())
+    domains = sum((Counter(one.get("domains")) for one in made), Counter())
     shares = [f"{name} {count / languages.total():.1%}" for name, count in languages.most_common(MOST_LANGUAGES)]
     return render(
         "training_content.md.j2",
@@ -52,21 +53,13 @@ def training_content(facts: Facts) -> str:
         # The data was there when training began: a bound, which is all that a run knows.
         last_start=time.strftime("%m/%Y", time.gmtime(max(starts))) if starts else "",
         languages=", ".join(shares),
-        domains=", ".join(f"{name} ({count})" for name, count in domains),
-        sampled=sum(source.preparation.get("domain_sample") or 0 for source in sources),
+        domains=", ".join(f"{name} ({count})" for name, count in domains.most_common(MOST_DOMAINS)),
+        sampled=sum(one.get("domain_sample") or 0 for one in made),
         dataset_rows=dataset_rows(from_hub),
         all_recorded=sources and not unknown,
         other_sources=[*others, *unknown],
         filter_rows=[row for source in sources for row in filter_rows(source)],
     )
-
-
-def counted(sources: list[DataSource], what: str) -> Counter[str]:
-    """Sums the documents by language, or by domain, over sources."""
-    total: Counter[str] = Counter()
-    for source in sources:
-        total.update(source.preparation.get(what) or {})
-    return total
 
 
 def dataset_rows(sources: list[DataSource]) -> list[list[str]]:

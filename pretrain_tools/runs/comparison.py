@@ -147,11 +147,8 @@ def summary_text(run: Path) -> str:
     """Formats a one-page summary of a run: settings and results. Raises InputError if it is no run."""
     history = read_history(run)
     start = history.last("start")
-    kept_out = [
-        contamination_text(row)
-        for record in read_json(run / "data.json").values()
-        for row in record.get("contamination") or []
-    ]
+    records = read_json(run / "data.json").values()
+    kept_out = [contamination_text(row) for record in records for row in record.get("contamination") or []]
     about = {
         "parameters": text_of(start.get("parameters"), "{:,}".format),
         # Fewer than the parameters in a mixture of experts.

@@ -55,11 +55,8 @@ def curves_of(history: History) -> RunCurves:
             if np.isfinite(losses).any() or not suffix:
                 validation[source + suffix] = {**places.of(events), "loss": losses}
     scores = {
-        name: {
-            **places.at([score.step for score in found]),
-            "value": numbers(score.value for score in found),
-            "standard_error": numbers(score.standard_error for score in found),
-        }
+        name: places.at([score.step for score in found])
+        | {key: numbers(getattr(score, key) for score in found) for key in ("value", "standard_error")}
         for name, found in history.scores().items()
     }
     measured = history.of("diagnostics")
@@ -95,8 +92,14 @@ class Places:
     """Maps steps to tokens, hours and FLOPs: linear between logged steps, constant after the last one."""
 
     def __init__(self, history: History):
-        per_token, self.flops_are_exact = flops_per_token_of(history)
-        """False if the run did not record its FLOPs per token, so that they are estimated as 6 per parameter."""
+        start = history.last("start")
+        per_token = start.get("flops_per_token")
+        self.flops_are_exact = is_number(per_token)
+        """False if the run did not record its FLOPs per token, so that they are estimated as 6 per active parameter
+        (Kaplan et al., arXiv 2001.08361)."""
+        if not self.flops_are_exact:
+            parameters = start.get("active_parameters", start.get("parameters"))
+            per_token = 6.0 * parameters if is_number(parameters) else None
         known = [e for e in history.of("train") if all(is_number(e.get(key)) for key in ("step", "tokens", "hours"))]
         steps = [0, *(event["step"] for event in known)]
         # Curriculum stages may change the FLOPs per token, because attention's share grows with the sequence length.
@@ -122,19 +125,6 @@ class Places:
     def of(self, events: Sequence[Event]) -> Columns:
         """Returns the columns of events."""
         return self.at([event.get("step") for event in events])
-
-
-def flops_per_token_of(history: History) -> tuple[float | None, bool]:
-    """Returns (FLOPs per token, True if the run recorded them).
-
-    Falls back to 6 N for N active parameters (Kaplan et al., arXiv 2001.08361), and to None if N is unknown too.
-    """
-    start = history.last("start")
-    stated = start.get("flops_per_token")
-    if is_number(stated):
-        return float(stated), True
-    parameters = start.get("active_parameters", start.get("parameters"))
-    return (6.0 * parameters, False) if is_number(parameters) else (None, False)
 
 
 def losses_by_position(validation: dict[str, list[Event]]) -> dict[str, Columns]:

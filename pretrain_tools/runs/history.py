@@ -212,15 +212,12 @@ def read_history(run: Path) -> History:
 def append_events(run: Path, events: Iterable[Event]) -> None:
     """Appends events to the run's metrics.jsonl, which the run may be writing at the same time. Raises OSError."""
     text = "".join(json.dumps(event, allow_nan=False) + "\n" for event in events)
-    descriptor = os.open(run / METRICS_FILE, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
-    try:
-        size = os.fstat(descriptor).st_size
-        if size and os.pread(descriptor, 1, size - 1) != b"\n":
+    with open(run / METRICS_FILE, "a+b", buffering=0) as file:
+        size = file.tell()
+        if size and os.pread(file.fileno(), 1, size - 1) != b"\n":
             text = "\n" + text  # a crash cut the last line short
-        # A single write in append mode: lines of another process cannot interleave.
-        os.write(descriptor, text.encode())
-    finally:
-        os.close(descriptor)
+        # A single unbuffered write in append mode: lines of another process cannot interleave.
+        file.write(text.encode())
 
 
 def count_hours(events: list[Event]) -> None:
@@ -238,14 +235,15 @@ def count_hours(events: list[Event]) -> None:
 
 
 def current_events(events: Iterable[Event]) -> list[Event]:
-    """Returns the events without measurements that were superseded when steps were repeated."""
+    """Returns the events without measurements that were superseded by repeated steps or repeated evaluations."""
     current: list[Event] = []
     for event in events:
-        back_to = repeats_after(event)
-        if back_to is not None:
-            _drop_after(current, back_to)
+        if (back_to := repeats_after(event)) is not None:
+            # Events such as checkpoint or warning stay, because they did happen; only curves must be single-valued.
+            current = [e for e in current if e["event"] not in CURVES or (e.get("step") or 0) <= back_to]
         current.append(event)
-    return _last_of_each(current)
+    last = {_subject(event): event for event in current if event["event"] in MEASURED}
+    return [e for e in current if e["event"] not in MEASURED or last[_subject(e)] is e]
 
 
 def repeats_after(event: Event) -> int | None:
@@ -254,20 +252,6 @@ def repeats_after(event: Event) -> int | None:
         # -1: a process that starts from scratch also repeats the validation at step 0.
         return event.get("step") or -1
     return event.get("to_step") if event["event"] == "rollback" else None
-
-
-def _drop_after(current: list[Event], step: int) -> None:
-    first = len(current)
-    while first and not (current[first - 1]["event"] == "train" and (current[first - 1].get("step") or 0) <= step):
-        first -= 1
-    # Events such as checkpoint or warning stay, because they did happen; only curves must be single-valued.
-    current[first:] = [e for e in current[first:] if e["event"] not in CURVES or (e.get("step") or 0) <= step]
-
-
-def _last_of_each(events: list[Event]) -> list[Event]:
-    """Keeps only the last of repeated measurements at the same step."""
-    last = {_subject(event): number for number, event in enumerate(events) if event["event"] in MEASURED}
-    return [e for n, e in enumerate(events) if e["event"] not in MEASURED or last[_subject(e)] == n]
 
 
 def _subject(event: Event) -> tuple:

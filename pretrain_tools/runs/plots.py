@@ -1,6 +1,7 @@
 """Draws runs as PNG panels, and holds the plotting helpers that the project's other figures share."""
 
 import io
+import itertools
 import math
 import os
 from collections.abc import Sequence
@@ -15,8 +16,8 @@ from pretrain.errors import InputError
 from pretrain.files import write_durably
 from pretrain_tools.runs.comparison import names_of, require_writable
 from pretrain_tools.runs.curves import Columns, RunCurves, curves_of
-from pretrain_tools.runs.history import MEASURES, History, read_history, require_runs
-from pretrain_tools.runs.status import RunStatus, read_status
+from pretrain_tools.runs.history import MEASURES, read_history, require_runs
+from pretrain_tools.runs.status import read_status
 
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
 """Colors of runs: the Okabe-Ito palette, which is safe for color-blind readers."""
@@ -56,22 +57,21 @@ class PlottedRun:
     """A run with everything that a picture shows of it."""
 
     name: str
-    history: History
-    status: RunStatus
+    state: str
     curves: RunCurves
+    color: str
 
     @classmethod
-    def read(cls, folder: Path, name: str) -> "PlottedRun":
-        """Reads a run's folder. Raises InputError if it is not a run or has no events yet."""
-        history = read_history(folder)
-        return cls(name, history, read_status(folder), curves_of(history))
+    def read(cls, folder: Path, name: str, number: int = 0) -> "PlottedRun":
+        """Reads a run's folder; `number` sets the color. Raises InputError if it is no run or has no events yet."""
+        return cls(name, read_status(folder).state, curves_of(read_history(folder)), color_of(number))
 
 
 @dataclass(frozen=True)
 class Line:
     """A curve in a panel."""
 
-    color: str
+    color: str | tuple[float, ...]
     columns: Columns
     measure: str
     """The column that is drawn, with its `standard_error` if there is one."""
@@ -105,9 +105,9 @@ def plot_runs(folders: Sequence[Path], output: Path | None) -> Path:
     folder = folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
     path = output or folder / "plot.png"
     require_writable(path)
-    path = path if path.suffix == ".png" else path.with_name(f"{path.name}.png")
-    plotted = [PlottedRun.read(run, name) for run, name in zip(runs, names_of(runs), strict=True)]
-    if not any(run.history.of("train") for run in plotted):
+    path = path.with_name(f"{path.name.removesuffix('.png')}.png")
+    plotted = [PlottedRun.read(*of_run) for of_run in zip(runs, names_of(runs), itertools.count())]
+    if not any(run.curves.train["step"].size for run in plotted):
         raise InputError(f"{', '.join(map(str, runs))}: no steps logged yet, nothing to plot")
     write_png(plotted, path)
     return path
@@ -129,10 +129,7 @@ def write_png(runs: Sequence[PlottedRun], path: Path) -> None:
             draw_marks(axis, runs, panel.position)
     for axis in axes.flat[len(panels) :]:
         axis.set_visible(False)
-    handles = [
-        Line2D([], [], color=color_of(number), linewidth=2, label=f"{run.name} ({run.status.state})")
-        for number, run in enumerate(runs)
-    ]
+    handles = [Line2D([], [], color=run.color, linewidth=2, label=f"{run.name} ({run.state})") for run in runs]
     happened = {name for run in runs for name in run.curves.happened}
     handles += [
         Line2D([], [], color=color, linestyle="none", marker=shape, markersize=6, label=label)
@@ -147,8 +144,7 @@ def picture_panels(runs: Sequence[PlottedRun]) -> list[Panel]:
     """Returns the panels that have data."""
 
     def training(title: str, measure: str, **options: Any) -> Panel:
-        lines = [Line(color_of(number), run.curves.train, measure) for number, run in enumerate(runs)]
-        return Panel(title, lines, **options)
+        return Panel(title, [Line(run.color, run.curves.train, measure) for run in runs], **options)
 
     look = {"is_smoothed": True, "is_training_loss": True}
     loss = training("Training loss (bold: smoothed)", "loss", has_marks=True, **look)
@@ -176,27 +172,22 @@ def validation_lines(runs: Sequence[PlottedRun]) -> list[Line]:
     """Returns a line per run and source, with one dash pattern per source."""
     sources = list(dict.fromkeys(source for run in runs for source in run.curves.validation))
     lines = []
-    for number, run in enumerate(runs):
+    for run in runs:
         for source, columns in run.curves.validation.items():
             # The color names the run, so each source is in the legend once.
             label = None if source in [line.label for line in lines] else source
-            lines.append(Line(color_of(number), columns, "loss", DASHES[sources.index(source) % len(DASHES)], label))
+            lines.append(Line(run.color, columns, "loss", DASHES[sources.index(source) % len(DASHES)], label))
     return lines
 
 
 def lines_by_position(runs: Sequence[PlottedRun]) -> list[Line]:
     """Returns a line per run, source and stage: a point at the end of each range of positions."""
-    return [
-        Line(
-            color_of(number if len(runs) > 1 else place),
-            columns,
-            "loss",
-            DASHES[place % len(DASHES)],
-            f"{run.name}: {name}" if len(runs) > 1 else name,
-        )
-        for number, run in enumerate(runs)
-        for place, (name, columns) in enumerate(run.curves.by_position.items())
-    ]
+    lines = []
+    for run in runs:
+        for place, (name, columns) in enumerate(run.curves.by_position.items()):
+            color, label = (run.color, f"{run.name}: {name}") if len(runs) > 1 else (color_of(place), name)
+            lines.append(Line(color, columns, "loss", DASHES[place % len(DASHES)], label))
+    return lines
 
 
 def score_panels(runs: Sequence[PlottedRun]) -> list[Panel]:
@@ -207,11 +198,7 @@ def score_panels(runs: Sequence[PlottedRun]) -> list[Panel]:
     for name in sorted(
         names, key=lambda name: (not name.startswith(("core ·", "small ·")), not name.endswith("_byte"))
     ):
-        lines = [
-            Line(color_of(number), run.curves.scores[name], "value")
-            for number, run in enumerate(runs)
-            if name in run.curves.scores
-        ]
+        lines = [Line(run.color, run.curves.scores[name], "value") for run in runs if name in run.curves.scores]
         if sum(len(line.columns["step"]) for line in lines) > 1:
             panels.append(Panel(f"Evaluation: {name}", lines))
     return panels
@@ -222,7 +209,7 @@ def diagnostics_panels(runs: Sequence[PlottedRun]) -> list[Panel]:
     panels = []
     for measure, title in MEASURES.items():
         lines = []
-        for number, run in enumerate(runs):
+        for run in runs:
             layers = {
                 name: columns
                 for name, columns in run.curves.diagnostics.items()
@@ -237,7 +224,7 @@ def diagnostics_panels(runs: Sequence[PlottedRun]) -> list[Panel]:
             elif layers:
                 columns = next(iter(layers.values()))
                 median = np.median([of_layer[measure] for of_layer in layers.values()], axis=0)
-                lines.append(Line(color_of(number), {**columns, measure: median}, measure))
+                lines.append(Line(run.color, {**columns, measure: median}, measure))
         if lines:
             about = "by layer" if len(runs) == 1 else "median of the layers"
             is_log = measure in ("gradient_rms", "update_rms")
@@ -245,12 +232,11 @@ def diagnostics_panels(runs: Sequence[PlottedRun]) -> list[Panel]:
     return panels
 
 
-def color_of_depth(place: int, layers: int) -> str:
+def color_of_depth(place: int, layers: int) -> tuple[float, ...]:
     """Returns a color from dark, the first layer, to light, the last."""
     from matplotlib import colormaps
-    from matplotlib.colors import to_hex
 
-    return to_hex(colormaps["viridis"](0.9 * place / max(1, layers - 1)))
+    return colormaps["viridis"](0.9 * place / max(1, layers - 1))
 
 
 def points_of(columns: Columns, position: str, *measures: str) -> NDArray:
@@ -292,9 +278,8 @@ def draw_line(axis: Any, panel: Panel, line: Line) -> None:
     x, y = points_of(line.columns, panel.position, line.measure)
     look = {"color": line.color, "linestyle": line.dash, "label": line.label, "linewidth": 1.6}
     if "standard_error" in line.columns:
-        errors = np.nan_to_num(line.columns["standard_error"])
-        axis.errorbar(*points_of({**line.columns, "errors": errors}, panel.position, line.measure, "errors"), **look,
-                      **SCORES)  # fmt: skip
+        columns = {**line.columns, "error": np.nan_to_num(line.columns["standard_error"])}
+        axis.errorbar(*points_of(columns, panel.position, line.measure, "error"), **look, **SCORES)
     elif panel.is_smoothed and len(y) >= FEWEST_SMOOTHED:
         axis.plot(x, y, color=line.color, linewidth=0.8, alpha=0.35)
         axis.plot(x, smoothed(y), **look)
@@ -309,8 +294,7 @@ def smoothed(values: ArrayLike) -> NDArray:
     """
     number = np.arange(len(values))
     reach = np.minimum(round(SMOOTHED_SHARE * len(values) / 2), number // 4)
-    first = number - reach
-    end = np.minimum(number + reach + 1, len(values))
+    first, end = number - reach, np.minimum(number + reach + 1, len(values))
     sums = np.append(0.0, np.cumsum(values))
     return (sums[end] - sums[first]) / (end - first)
 
@@ -321,8 +305,8 @@ def draw_marks(axis: Any, runs: Sequence[PlottedRun], position: str) -> None:
         for kind, (shape, color, _) in MARKS.items():
             at = points_of(run.curves.happened.get(kind, {position: []}), position)[0]
             height = [0.02 + MARK_HEIGHT * number] * len(at)
-            look = {"marker": shape, "s": 26, "c": color, "linewidths": 1.1, "zorder": 3}
-            axis.scatter(at, height, **look, transform=axis.get_xaxis_transform())
+            look = {"linewidths": 1.1, "zorder": 3, "transform": axis.get_xaxis_transform()}
+            axis.scatter(at, height, 26, color, marker=shape, **look)
             for x in at if kind in ("resume", "rollback") else ():
                 axis.axvline(x, color=color, linestyle=":", linewidth=1)
 

@@ -104,7 +104,9 @@ def read_status(run: Path, *, brief: bool = False) -> RunStatus:
     train = last.get("train", {})
     start = last.get("start", {})
     alive = is_training(run)
-    end = _end_of(events)
+    # An `end` counts if no training or start came after it.
+    ended = next((e for e in reversed(events) if e["event"] in ("end", "train", "start", "resume")), {})
+    end = ended if ended.get("event") == "end" else None
     logged = (run / METRICS_FILE).stat().st_mtime
     # Without lock and heartbeat, only fresh log lines hint at a live process.
     if alive is None:
@@ -132,12 +134,6 @@ def read_status(run: Path, *, brief: bool = False) -> RunStatus:
         events=events,
         mirror=mirror_text(run),
     )
-
-
-def _end_of(events: list[Event]) -> Event | None:
-    """Returns the `end` event, if no training or start came after it."""
-    events = [event for event in events if event["event"] in ("end", "train", "start", "resume")]
-    return events[-1] if events and events[-1]["event"] == "end" else None
 
 
 def _total_steps(run: Path, events: list[Event], step: int | None) -> int | None:
@@ -209,21 +205,15 @@ def state_text(status: RunStatus) -> str:
     return f"{status.state}: {reason}" if status.state == "stopped" and reason not in ("", "stopped") else status.state
 
 
-def runs_in(folder: Path) -> list[Path]:
-    """Returns the folder itself if it is a run, else the runs in it. Raises InputError if there are none."""
-    if not folder.is_dir():
-        raise InputError(f"{folder}: no such folder; give a folder that contains runs")
-    runs = [folder] if (folder / METRICS_FILE).is_file() else find_runs(folder)
-    if not runs:
-        raise InputError(f"{folder}: contains no runs; start one with train.py, or give another folder")
-    return runs
-
-
 def print_list(folder: Path) -> None:
     """Prints one line per run under a folder. Raises InputError if there are none."""
-    runs = runs_in(folder)
-    within = folder if runs != [folder] else folder.parent
-    print(list_text([read_status(run, brief=True) for run in runs], within=within))
+    if not folder.is_dir():
+        raise InputError(f"{folder}: no such folder; give a folder that contains runs")
+    is_run = (folder / METRICS_FILE).is_file()
+    runs = [folder] if is_run else find_runs(folder)
+    if not runs:
+        raise InputError(f"{folder}: contains no runs; start one with train.py, or give another folder")
+    print(list_text([read_status(run, brief=True) for run in runs], within=folder.parent if is_run else folder))
 
 
 def print_status(folder: Path) -> None:
@@ -258,11 +248,6 @@ def list_text(statuses: list[RunStatus], *, within: Path) -> str:
     return table(rows, right=set(range(2, len(rows[0]))))
 
 
-def recent_losses(status: RunStatus) -> list[float]:
-    """Returns the training losses among the last events."""
-    return [e["loss"] for e in status.events if e["event"] == "train" and is_number(e.get("loss"))]
-
-
 def ago(moment: float) -> str:
     """Formats a time in seconds since 1970 as '2 min 00 s ago'."""
     # max: the clock may have been set back.
@@ -290,7 +275,7 @@ def status_text(status: RunStatus) -> str:
     if status.seconds_left is not None:
         finish = time.strftime("%a %d %b %H:%M", time.localtime(time.time() + status.seconds_left))
         rows["time left"] = f"{duration_text(status.seconds_left)} at the current pace: {finish}"
-    if losses := recent_losses(status):
+    if losses := [e["loss"] for e in status.events if e["event"] == "train" and is_number(e.get("loss"))]:
         rows["loss"] = f"{losses[-1]:.4f}  {sparkline(losses)}  last {len(losses)} lines"
     for event in status.events:
         if event["event"] == "validation" and is_number(event.get("loss")):
@@ -310,14 +295,11 @@ def status_text(status: RunStatus) -> str:
     return "\n".join(lines)
 
 
-def time_text(event: Event) -> str:
-    """Formats an event's local time as '2026-01-31 12:00:00'; '' if it has none."""
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(event["time"])) if is_number(event.get("time")) else ""
-
-
 def event_text(event: Event) -> str:
     """Formats an event in one line: '2026-01-31 12:00:00  checkpoint  step 500 · path step-00000500 ...'."""
-    return f"{time_text(event)}  {event['event']:<10}  {facts_text(event)}".rstrip()
+    moment = event.get("time")
+    when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(moment)) if is_number(moment) else ""
+    return f"{when}  {event['event']:<10}  {facts_text(event)}".rstrip()
 
 
 def facts_text(event: Event) -> str:

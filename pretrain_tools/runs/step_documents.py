@@ -34,15 +34,14 @@ class Document:
 class Sequence:
     """A training sequence of a step."""
 
-    number: int
-    """Number within the step, from 1; consecutive numbers go to different ranks."""
     source: str
     file: str
     offset: int
     """Offset of its first token in the file, in tokens."""
-    tokens: int
     ids: np.ndarray
     """Token IDs, shape (sequence_length + 1,); the last one is only a target. With best fit those of a piece."""
+    inside: np.ndarray
+    """Token IDs without the last one if it is only a target."""
     documents: list[Document]
     begins_inside: bool
     """True if its first document started in an earlier sequence."""
@@ -57,21 +56,20 @@ def documents_text(run: Path, step: int, *, limit: int, characters: int) -> str:
     batches, first_sample, samples = open_step(run, step)
     span = batches.span_at(first_sample)
     count = samples // span
-    sequences = [
-        sequence
-        for number in range(min(limit, count))
-        for sequence in read_sequences(batches, first_sample + number * span, number + 1)
-    ]
     lines = [
         f"{run} · step {step:,}: {count:,} sequences of {span * batches.window.sequence_length:,} tokens, "
         f"samples {first_sample:,} to {first_sample + samples - 1:,} of the run"
     ]
     decoders = {source: load_decoder(reader.manifest.tokenizer_folder) for source, reader in batches.readers.items()}
-    for sequence in sequences:
-        lines += ["", *_sequence_lines(sequence, decoders[sequence.source], characters)]
+    lacks_origins = False
+    # Consecutive numbers go to different ranks.
+    for number in range(1, min(limit, count) + 1):
+        for sequence in read_sequences(batches, first_sample + (number - 1) * span):
+            lines += ["", *_sequence_lines(number, sequence, decoders[sequence.source], characters)]
+            lacks_origins |= any(document.origin is None for document in sequence.documents)
     if count > limit:
         lines += ["", f"{count - limit:,} more sequences: --limit {count}"]
-    if any(document.origin is None for sequence in sequences for document in sequence.documents):
+    if lacks_origins:
         lines += ["", "Some shards do not record the source file and line of their documents; search for the text."]
     return "\n".join(lines)
 
@@ -129,53 +127,35 @@ def changed_sources(batches: Batches, identity: dict) -> list[str]:
     ]
 
 
-def read_sequences(batches: Batches, sample: int, number: int) -> list[Sequence]:
+def read_sequences(batches: Batches, sample: int) -> list[Sequence]:
     """Reads the sequence that begins at a sample of the run: one, or with best fit each piece of it as one."""
     (source, start), *_ = batches.locate(sample, 1)
     length = batches.span_at(sample) * batches.window.sequence_length
-    return [_read(batches, source, *piece, number) for piece in batches.pieces(source, start, length)]
+    return [_read(batches, batches.folders[source], *piece) for piece in batches.pieces(source, start, length)]
 
 
-def _read(batches: Batches, source: int, start: int, count: int, number: int) -> Sequence:
-    reader = batches.readers[batches.folders[source]]
-    ids = np.empty(count, batches.dtype)
-    reader.read(start, ids)
+def _read(batches: Batches, source: str, start: int, count: int) -> Sequence:
+    reader = batches.readers[source]
     manifest = reader.manifest
-    shards = manifest.of_split(reader.split)
-    place, offset = place_in_shards(shards, start)
     end = manifest.end_of_document_id
-    before = np.empty(1, batches.dtype)
-    if start:
-        reader.read(start - 1, before)
-    first = 1 + ends_before(manifest, shards[place], offset)
+    # One ID more in front tells if the sequence begins inside a document.
+    before = min(start, 1)
+    read = np.empty(before + count, batches.dtype)
+    reader.read(start - before, read)
+    ids = read[before:]
+    shards = list(manifest.of_split(reader.split))
+    offset = start
+    while offset >= shards[0].tokens:
+        offset -= shards.pop(0).tokens
     # The last ID of a window is only a target and opens the next sequence; a piece of best fit is text to its end.
     inside = ids if batches.packings else ids[:-1]
     parts = np.split(inside, np.flatnonzero(inside == end))
-    # np.split leaves the end-of-document ID at the start of the next part; it is not text.
-    texts = {number: part[part != end] for number, part in enumerate(parts, start=first)}
-    return Sequence(
-        number=number,
-        source=batches.folders[source],
-        file=shards[place].file,
-        offset=offset,
-        tokens=len(inside),
-        ids=ids,
-        documents=[
-            Document(number, text, origin_of(manifest, shards[place:], number))
-            for number, text in texts.items()
-            if len(text)
-        ],
-        begins_inside=bool(start) and before[0] != end and ids[0] != end,
-    )
-
-
-def place_in_shards(shards: list[Shard], start: int) -> tuple[int, int]:
-    """Converts an offset in the concatenated shards to (index of the shard, offset in it), in tokens."""
-    for number, shard in enumerate(shards):
-        if start < shard.tokens:
-            return number, start
-        start -= shard.tokens
-    raise IndexError(f"{start} tokens beyond the last shard")
+    documents = []
+    for number, part in enumerate(parts, start=1 + ends_before(manifest, shards[0], offset)):
+        # np.split leaves the end-of-document ID at the start of the next part; it is not text.
+        if len(text := part[part != end]):
+            documents.append(Document(number, text, origin_of(manifest, shards, number)))
+    return Sequence(source, shards[0].file, offset, ids, inside, documents, end not in (read[0], ids[0]) and start > 0)
 
 
 def ends_before(manifest: Manifest, shard: Shard, offset: int) -> int:
@@ -210,10 +190,10 @@ def origin_of(manifest: Manifest, shards: list[Shard], number: int) -> str | Non
     return None
 
 
-def _sequence_lines(sequence: Sequence, decoder, characters: int) -> list[str]:
+def _sequence_lines(number: int, sequence: Sequence, decoder, characters: int) -> list[str]:
     lines = [
-        f"sequence {sequence.number} · {sequence.source}/{sequence.file} · tokens {sequence.offset:,} to "
-        f"{sequence.offset + sequence.tokens - 1:,} · {counted(len(sequence.documents), 'document')}"
+        f"sequence {number} · {sequence.source}/{sequence.file} · tokens {sequence.offset:,} to "
+        f"{sequence.offset + len(sequence.inside) - 1:,} · {counted(len(sequence.documents), 'document')}"
     ]
     for place, document in enumerate(sequence.documents):
         text = decoder.decode(document.ids.tolist(), skip_special_tokens=False)

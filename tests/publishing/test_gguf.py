@@ -89,7 +89,7 @@ def test_a_wrong_tensor_and_a_wrong_tokenizer_are_found(tmp_path, own_tokenizer,
     pytest.importorskip("llama_cpp", reason="pip install llama-cpp-python")
     folder = write_varied(tmp_path / "model", own_tokenizer, MODELS["llama"])
     with monkeypatch.context() as patch:
-        patch.setattr(gguf_file, "in_order_of_llama_cpp", lambda name, tensor, conversion: tensor)
+        patch.setattr(gguf_file, "in_order_of_llama_cpp", lambda name, tensor, config: tensor)
         with pytest.raises(InputError, match=r"logits differ from transformers' by up to"):
             convert(folder, tmp_path / "x.gguf", dtype="fp32", text=TEXT)
     monkeypatch.setitem(gguf_file.SPLITTERS, "dbrx", [])
@@ -175,7 +175,7 @@ def test_the_command_writes_one_file_or_none(tmp_path):
     wrong = ("--run", run, "--gguf", tmp_path / "x.gguf", "--repo", "me/x", "--checkpoint", "4", "--final")
     out = run_script("publish.py", *wrong, check=False)
     assert out.returncode == 2 and "Traceback" not in out.stderr
-    for part in ("--repo: not with --gguf FILE", "x.gguf: is there already", "takes one model"):
+    for part in ("--repo: not with --gguf FILE", "x.gguf: already exists", "takes one model"):
         assert part in out.stderr
 
 

@@ -136,7 +136,7 @@ def test_a_loss_that_is_not_finite_is_a_gap(tmp_path):
     lines = [start_line(), train_line(1), {**train_line(2), "loss": None}, train_line(3), end_line(3, 16, "diverged")]
     run = plotted(write_run(tmp_path / "run", lines))
     assert run.curves.train["loss"] == pytest.approx([4.99, np.nan, 4.97], nan_ok=True)
-    assert run.status.state == "stopped"
+    assert run.state == "stopped"
     write_png([run], tmp_path / "plot.png")
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import yaml
 
+import runs
 from pretrain.data.shards import open_shards, verify_shards
 from pretrain.data.tokenizer import load_decoder
 from pretrain.errors import InputError
@@ -23,6 +24,7 @@ from pretrain_tools.runs.comparison import (
     setting_differences,
 )
 from pretrain_tools.runs.history import read_history
+from pretrain_tools.runs.plots import plot_runs
 from pretrain_tools.runs.status import (
     _seconds_left,
     is_training,
@@ -235,8 +237,8 @@ def test_results_of_a_run_that_lost_its_numbers(tmp_path):
 def test_plot_writes_a_picture(tmp_path):
     runs = [finished_run(tmp_path / "a"), finished_run(tmp_path / "b")]
     assert run_script("runs.py", "plot", runs[0]).stdout == f"{runs[0]}/plot.png\n"
-    run_script("runs.py", "plot", *runs)
-    run_script("runs.py", "plot", *runs, "--output", tmp_path / "mine.png")
+    plot_runs(runs, None)
+    plot_runs(runs, tmp_path / "mine")
     assert {path.name for path in tmp_path.glob("*.*")} == {"plot.png", "mine.png"}
 
 
@@ -256,12 +258,12 @@ def test_the_documents_of_a_step_are_those_the_loop_reads(tmp_path, shards):
     read = batches.read(6, 0, 0, ranks=1, sequences=4)  # the seventh step is number 6 in the loop
     stream = np.fromfile(shards / "train-00000.bin", dtype=batches.dtype)
     for row in range(4):
-        (sequence,) = read_sequences(batches, first_sample + row, row + 1)
+        (sequence,) = read_sequences(batches, first_sample + row)
         assert (sequence.ids == read[row]).all()
         assert (stream[sequence.offset :][:65] == read[row]).all()
     decoder = load_decoder(shards / "tokenizer")
     text = documents_text(run, 7, limit=2, characters=10_000)
-    (first,) = read_sequences(batches, first_sample, 1)
+    (first,) = read_sequences(batches, first_sample)
     for line in decoder.decode(first.documents[0].ids.tolist(), skip_special_tokens=False).splitlines():
         assert f"    | {line}" in text
     assert f"train-00000.bin · tokens {first.offset:,} to {first.offset + 63:,}" in text
@@ -273,7 +275,7 @@ def test_the_origin_of_a_document_holds_its_text(tmp_path, shards, text_files):
     batches, *_ = open_step(trained(tmp_path, shards), 1)
     decoder = load_decoder(shards / "tokenizer")
     for sample in range(0, 80, 7):
-        (sequence,) = read_sequences(batches, sample, 1)
+        (sequence,) = read_sequences(batches, sample)
         for document in sequence.documents:
             source = (text_files / document.origin.split(",")[0]).read_text(encoding="utf-8")
             # A window may cut a character in two.
@@ -301,7 +303,7 @@ def test_documents_are_counted_within_the_shard(tmp_path, shards):
     ends = np.flatnonzero(stream == end)
     several = 0
     for sample in range(80):
-        (sequence,) = read_sequences(batches, sample, 1)
+        (sequence,) = read_sequences(batches, sample)
         for document in sequence.documents:
             nth = document.number
             begin = ends[nth - 2] + 1 if nth > 1 else 0
@@ -314,11 +316,11 @@ def test_documents_are_counted_within_the_shard(tmp_path, shards):
 
 def test_skipped_samples_move_what_a_step_held(tmp_path, shards):
     run = trained(tmp_path, shards)
-    plain = [read_sequences(open_step(run, 5)[0], 16 + n, n)[0].offset for n in range(4)]
+    plain = [read_sequences(open_step(run, 5)[0], 16 + n)[0].offset for n in range(4)]
     saved = run / "checkpoints" / "step-00000020" / "trainer_state.json"
     saved.parent.mkdir(parents=True)
     saved.write_text(json.dumps({"state": {"rollbacks": [{"samples": [8, 4]}, {"samples": None}]}}))
-    assert [read_sequences(open_step(run, 4)[0], 12 + n, n)[0].offset for n in range(4)] == plain
+    assert [read_sequences(open_step(run, 4)[0], 12 + n)[0].offset for n in range(4)] == plain
 
 
 def test_a_budget_that_was_raised_later_does_not_move_earlier_steps(tmp_path, shards):
@@ -353,7 +355,14 @@ def test_documents_of_changed_or_missing_shards_and_of_steps_outside_the_run_are
         documents_text(gone, 3, limit=1, characters=9)
 
 
-def test_bad_input_gets_a_clear_answer(tmp_path):
+def test_bad_input_gets_a_clear_answer(tmp_path, monkeypatch, capsys):
+    def message(*arguments) -> str:
+        monkeypatch.setattr("sys.argv", ["runs.py", *map(str, arguments)])
+        with pytest.raises((InputError, SystemExit)) as caught:
+            runs.main()
+        assert caught.type is InputError or caught.value.code == 2
+        return f"{caught.value}{capsys.readouterr().err}"
+
     run = finished_run(tmp_path / "runs" / "llama")
     nothing = write_run(tmp_path / "nothing", [start_line()])
     cases = {
@@ -371,10 +380,11 @@ def test_bad_input_gets_a_clear_answer(tmp_path):
         ("documents", run, "--step", "x"): "invalid natural value",
         ("abort", tmp_path / "runs"): f"is not a run but holds 1: {run}; give one of them",
     }
-    for arguments, message in cases.items():
-        assert message in refused(*arguments), arguments
+    for arguments, text in cases.items():
+        assert text in message(*arguments), arguments
     (tmp_path / "empty").mkdir()
     assert "contains no runs; start one with train.py" in refused("list", tmp_path / "empty")
+    assert "0 is not above 0" in refused("documents", run, "--step", "0")
 
 
 def test_help_of_every_command_is_quick():
