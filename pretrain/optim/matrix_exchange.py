@@ -195,6 +195,12 @@ def buckets_of(pieces: Sequence[MatrixPiece], processes: int) -> list[Bucket]:
     return buckets
 
 
+def gather_flat(whole: torch.Tensor, part: torch.Tensor, group: dist.ProcessGroup | None = None) -> None:
+    """Fills a flat tensor with the equal parts of all ranks, in their order; a collective call."""
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.13
+    gather(whole, part, group=group)
+
+
 def exchange_results(bucket: Bucket, holders: Holders, tensors, dtype: torch.dtype, replace_all) -> None:
     """Updates replicated matrices: all ranks get their owners' results in one collective."""
     owned = [[piece for piece, owner in bucket if owner == rank] for rank in range(holders.size)]
@@ -210,8 +216,7 @@ def exchange_results(bucket: Bucket, holders: Holders, tensors, dtype: torch.dty
     copy_all(matrices, [piece.whole(tensors) for piece in mine])
     replace_all([(matrix, piece.matrix) for matrix, piece in zip(matrices, mine, strict=True)])
     # Cloned: a collective must not read the memory that it writes.
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.13
-    gather(gathered.view(-1), gathered[holders.rank].clone(), group=holders.group)
+    gather_flat(gathered.view(-1), gathered[holders.rank].clone(), holders.group)
     for theirs, of_rank in zip(owned, views, strict=True):
         results = [view.view(piece.matrix.shape) for piece, view in zip(theirs, of_rank, strict=True)]
         copy_all([piece.whole(tensors) for piece in theirs], results)

@@ -35,6 +35,7 @@ from pretrain.model.small_copy import (
     reference_of,
     relative_difference,
 )
+from pretrain.optim.matrix_exchange import gather_flat
 from pretrain.parallel.dimension import Dimension
 from pretrain.parallel.mesh_tiles import divided_axes
 from pretrain.parallel.replicas import ReplicaGroup
@@ -397,7 +398,7 @@ class PartOfRows(torch.autograd.Function):
         rows = math.ceil(count / ranks)
         grad_ND = grad_RD.new_empty(ranks * rows, width)
         padded_RD = F.pad(grad_RD, (0, 0, 0, rows - grad_RD.shape[0])).contiguous()
-        dist.all_gather_into_tensor(grad_ND, padded_RD, group=ctx.group)
+        gather_flat(grad_ND, padded_RD, ctx.group)
         return grad_ND[:count], None
 
 

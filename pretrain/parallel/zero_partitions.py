@@ -15,7 +15,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from pretrain.optim.adafactor import ParameterPart
-from pretrain.optim.matrix_exchange import HiddenMatrix, Holders, MatrixPiece
+from pretrain.optim.matrix_exchange import HiddenMatrix, Holders, MatrixPiece, gather_flat
 
 GROUPS_OF = {
     "fp32_partitioned_groups_flat": "fp16_groups",
@@ -136,7 +136,7 @@ class Masters:
         if self._stage == 3:
             longest = ranges[0][1]
             whole = torch.empty(longest * len(ranges), device=self._device)
-            dist.all_gather_single(whole, F.pad(part, (0, longest - part.numel())))
+            gather_flat(whole, F.pad(part, (0, longest - part.numel())))
             return whole[: ranges[-1][1]]
         whole = torch.zeros(parameter.numel(), device=self._device)
         first, end = self.places[parameter].mine

@@ -183,7 +183,7 @@ def test_refusals_before_the_start(launched, recipe, tmp_path):
     assert "no number can: use another strategy" in problems(recipe, model=str(tmp_path / "one_head.json"))
 
 
-def test_shares_of_the_loss_add_up_to_it():
+def test_shares_of_the_loss_add_up_to_it(monkeypatch):
     """Ten tokens on four processes: three each, one on the last; some targets do not count."""
     causal_lm = AutoModelForCausalLM.from_config(AutoConfig.for_model(**LLAMA))
     hidden = torch.randn(2, 5, LLAMA["hidden_size"], requires_grad=True)
@@ -196,7 +196,7 @@ def test_shares_of_the_loss_add_up_to_it():
     for rank in range(4):
         with mock.patch.object(tensor_parallel, "dist") as dist:
             dist.get_rank.return_value, dist.get_world_size.return_value = rank, 4
-            dist.all_gather_into_tensor = lambda whole, part, group: gathered.append(part)
+            monkeypatch.setattr(tensor_parallel, "gather_flat", lambda whole, part, group: gathered.append(part))
             model = LanguageModelLoss(causal_lm, z_loss=1e-2)
             share_head(model, None)
             loss, entropy = model.loss_of_hidden(hidden, targets)
