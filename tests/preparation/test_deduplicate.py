@@ -8,7 +8,7 @@ import pytest
 from pretrain.data.shards import read_manifest
 from pretrain_tools.preparation.deduplicate import SeenDocuments, document_hashes
 from pretrain_tools.preparation.documents.document_index import read_index
-from support.prepared import content_of, run_killed, texts, write_jsonl
+from support.prepared import content_of, texts, write_jsonl
 
 
 def test_the_first_of_each_kind_is_new():
@@ -53,7 +53,7 @@ def test_copies_are_left_out_across_files_and_workers(tmp_path, run, small_parts
     assert index["place"].tolist() == [*range(1, 41), *range(31, 49)], "the first of each stays"
 
 
-def test_copies_of_what_came_before_a_kill_are_known(tmp_path, tokenizer):
+def test_copies_of_what_came_before_a_kill_are_known(tmp_path, tokenizer, run_killed):
     unique = texts(60)
     write_jsonl(tmp_path / "a.jsonl", [*unique, *unique])
     arguments = ("--input", tmp_path / "a.jsonl", "--tokenizer", tokenizer, "--deduplicate", "--shard_tokens", 1500)
