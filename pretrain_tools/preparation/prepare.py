@@ -186,17 +186,17 @@ class _Run:
             if reason:
                 self.say(f"tokenizing with tokenizers: {reason}")
         try:
-            tally, shards = self._tokenise(progress, encoder)
+            tally, shards = self._tokenize(progress, encoder)
         except DisagreementError as error:
             if engine == "fast":
                 raise InputError(f"--engine fast: {error}; remove {self.output} and use --engine reference") from None
             self.say(f"starting over with tokenizers: {error}")
             self.progress_path.unlink(missing_ok=True)
-            tally, shards = self._tokenise(NO_PROGRESS, ReferenceEncoder(tokenizer))
+            tally, shards = self._tokenize(NO_PROGRESS, ReferenceEncoder(tokenizer))
         return PreparationOutcome(self._finish(tally, shards), tally, already_done=False)
 
     def _find_near_duplicates(self) -> None:
-        """Prepares all documents, unless they are in slices, and finds those that `_tokenise` then leaves out."""
+        """Prepares all documents, unless they are in slices, and finds those that `_tokenize` then leaves out."""
         options = self.options
         if not self.slices:
             self.slices = [self.state_folder / FIRST_PASS]
@@ -254,7 +254,7 @@ class _Run:
         refuse_differences(self.output, earlier, self.plan, "was begun", free=("on_error", "max_errors"))
         return progress
 
-    def _tokenise(self, progress: dict[str, Any], encoder: Encoder | None) -> tuple[Tally, list[Shard]]:
+    def _tokenize(self, progress: dict[str, Any], encoder: Encoder | None) -> tuple[Tally, list[Shard]]:
         options = self.options
         if self.slices:
             # What the limits left out has not been read; nothing more is to be left out by them.

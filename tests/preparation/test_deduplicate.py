@@ -26,6 +26,7 @@ def test_documents_have_equal_hashes_when_they_are_equal():
     ids = np.array([1, 2, 0, 1, 2, 0, 2, 1, 0, 0], np.uint16)
     first, second, third, empty = document_hashes(ids, np.array([3, 6, 9, 10]))
     assert first == second and len({first, third, empty}) == 3
+    assert len(document_hashes(ids[:0], np.empty(0, np.int64))) == 0, "a part may have no documents"
 
 
 @pytest.fixture
