@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from pretrain_tools.preparation.cleaning.account import KEPT, CleaningAccount, Found, add_numbers
 
@@ -101,6 +101,14 @@ class CleaningStage(Protocol):
         """Returns what judges batches. A verdict depends on the document alone."""
 
 
+class Cleaned(NamedTuple):
+    """The texts that stay, by number in what was given, and the account of all."""
+
+    kept: list[int]
+    texts: list[bytes]
+    account: CleaningAccount
+
+
 @dataclass(frozen=True)
 class Cleaning:
     """Stages in order; each sees what those before it left."""
@@ -125,11 +133,8 @@ class Cleaning:
 
     def clean(
         self, texts: Sequence[bytes], urls: Sequence[str | None], sources: Sequence[str], places: Sequence[int]
-    ) -> tuple[list[int], list[bytes], CleaningAccount]:
-        """Runs all stages over documents: (numbers of those that stay, what is left of these, account of all).
-
-        sources, places: where each comes from, for the account.
-        """
+    ) -> Cleaned:
+        """Runs all stages over documents. sources, places: where each comes from, for the account."""
         account = CleaningAccount()
         kept = []
         left = []
@@ -138,7 +143,7 @@ class Cleaning:
             stay, batch = self._clean(batch, sources[first:stop], places[first:stop], account)
             kept += [first + number for number in stay]
             left += batch.texts
-        return kept, left, account
+        return Cleaned(kept, left, account)
 
     def _clean(
         self, batch: TextBatch, sources: Sequence[str], places: Sequence[int], account: CleaningAccount
