@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Iterable
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -15,11 +16,9 @@ HASH_BYTES = 8
 def document_hashes(ids: np.ndarray, ends: np.ndarray) -> np.ndarray:
     """Hashes documents, end to end in `ids`: (documents,) uint64, the first 8 bytes of BLAKE2b."""
     content = memoryview(np.ascontiguousarray(ids)).cast("B")
-    starts = [0, *(ends[:-1] * ids.itemsize).tolist()]
-    stops = (ends * ids.itemsize).tolist()
+    bounds = [0, *(ends * ids.itemsize).tolist()]
     digests = b"".join(
-        hashlib.blake2b(content[start:stop], digest_size=HASH_BYTES).digest()
-        for start, stop in zip(starts, stops, strict=True)
+        hashlib.blake2b(content[start:stop], digest_size=HASH_BYTES).digest() for start, stop in pairwise(bounds)
     )
     return np.frombuffer(digests, "<u8")
 

@@ -6,20 +6,19 @@ or after a document, and nothing is truncated or padded.
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from pretrain.data.tokenizer import LoadedTokenizer, backend_of
 from pretrain.errors import InputError, one_line
+from pretrain_tools.preparation.cleaning.stages import batches
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 ENGINES = ("auto", "fast", "reference")
-# Encodings keep offsets and strings, many times the text: the reference path works through a part in such pieces.
-REFERENCE_BATCH_BYTES = 1 << 20
 LONG_TEXT_BYTES = 1 << 22
 # Overlapping pieces of a long text: the library keeps about a hundred bytes for each byte of one, 24 GB for 200 MB.
 PIECE_CHARACTERS = 1 << 20
@@ -53,28 +52,15 @@ class ReferenceEncoder:
     def encode(self, texts: Sequence[bytes]) -> list[np.ndarray]:
         """Encodes each UTF-8 text to a uint32 array of ids."""
         arrays: list[np.ndarray] = []
-        for batch in _batches(texts):
-            if len(batch[0]) > LONG_TEXT_BYTES:
-                arrays.append(encode_long_text(self._backend, batch[0].decode()))
+        # Encodings keep offsets and strings, many times the text: a part is encoded in pieces.
+        for first, stop in batches(texts):
+            batch = [text.decode() for text in texts[first:stop]]
+            if len(texts[first]) > LONG_TEXT_BYTES:
+                arrays.append(encode_long_text(self._backend, batch[0]))
             else:
-                encodings = self._backend.encode_batch_fast([t.decode() for t in batch], add_special_tokens=False)
+                encodings = self._backend.encode_batch_fast(batch, add_special_tokens=False)
                 arrays.extend(np.array(encoding.ids, dtype=np.uint32) for encoding in encodings)
         return arrays
-
-
-def _batches(texts: Sequence[bytes]) -> Iterator[Sequence[bytes]]:
-    """Groups consecutive texts of about REFERENCE_BATCH_BYTES; a long text comes alone."""
-    batch: list[bytes] = []
-    size = 0
-    for text in texts:
-        if batch and size + len(text) > REFERENCE_BATCH_BYTES:
-            yield batch
-            batch = []
-            size = 0
-        batch.append(text)
-        size += len(text)
-    if batch:
-        yield batch
 
 
 def _with_special_end(tokenizer: LoadedTokenizer) -> bytes:

@@ -95,13 +95,12 @@ def _source_lines(manifest: Manifest, decoder) -> list[str]:
         path = manifest.folder / shard.file
         if shard.documents and (index := read_index(path, shard.documents)) is not None:
             shards.append((path, index, tokens_of(index) - 1))
-    sums = {name: np.zeros(len(manifest.source_names)) for name in ("documents", "tokens", "bytes")}
+    sums = np.zeros((3, len(manifest.source_names)))
     for _, index, tokens in shards:
-        for name, weights in (("documents", None), ("tokens", tokens), ("bytes", index["text_bytes"])):
-            sums[name] += np.bincount(index["source"], weights, minlength=len(manifest.source_names))
-    most = [
-        int(source) for source in np.argsort(-sums["tokens"], kind="stable")[:LISTED_SOURCES] if sums["tokens"][source]
-    ]
+        for row, weights in zip(sums, (None, tokens, index["text_bytes"]), strict=True):
+            row += np.bincount(index["source"], weights, minlength=len(row))
+    all_documents, all_tokens, all_bytes = sums
+    most = [n for n in np.argsort(-all_tokens, kind="stable")[:LISTED_SOURCES].tolist() if all_tokens[n]]
     words = dict.fromkeys(most, 0)
     sampled = dict.fromkeys(most, 0)
     for path, index, tokens in shards:
@@ -116,10 +115,10 @@ def _source_lines(manifest: Manifest, decoder) -> list[str]:
                 sampled[source] += int(tokens[document])
     lines = ["sources: documents, bytes per token, tokens per word"] if most else []
     for source in most:
-        rate = sums["bytes"][source] / sums["tokens"][source]
+        rate = all_bytes[source] / all_tokens[source]
         fertility = f"{sampled[source] / words[source]:.3f}" if words[source] else "no words"
-        lines.append(f"  {manifest.source_names[source]}: {int(sums['documents'][source]):,}, {rate:.3f}, {fertility}")
-    if (left := int(np.count_nonzero(sums["tokens"])) - len(most)) > 0:
+        lines.append(f"  {manifest.source_names[source]}: {int(all_documents[source]):,}, {rate:.3f}, {fertility}")
+    if (left := int(np.count_nonzero(all_tokens)) - len(most)) > 0:
         lines.append(f"  and {left:,} smaller ones")
     return lines
 

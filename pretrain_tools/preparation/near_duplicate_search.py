@@ -14,8 +14,7 @@ task needs about 300 MB of memory.
 import hashlib
 import os
 import socket
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
@@ -47,7 +46,6 @@ NEAR_DUPLICATES_FILE = "near_duplicates.json"
 """File beside the manifest with the number of components, and examples."""
 EXAMPLES_SHOWN = 100
 EXCERPT_TOKENS = 200
-LINE_SECONDS = 10.0
 
 
 class DuplicateSearch:
@@ -78,7 +76,7 @@ class DuplicateSearch:
     @property
     def disk_bytes(self) -> int:
         """Bytes that the missing keys take."""
-        return sum(len(self._runs[number]) for number in self.missing("keys")) * 8 * self._settings.bands
+        return sum(len(self._runs[number]) for _, number in self.missing("keys")) * 8 * self._settings.bands
 
     @property
     def _duplicates_path(self) -> Path:
@@ -91,14 +89,15 @@ class DuplicateSearch:
     def _path(self, stage: str, task: int) -> Path:
         return self._work.absolute() / stage / f"{task:05d}"
 
-    def missing(self, stage: str) -> list[int]:
-        """Lists the tasks of a stage that are to be performed."""
+    def missing(self, stage: str) -> list[tuple[str, int]]:
+        """Lists the (stage, task) of a stage that are to be performed."""
         if self._duplicates_path.is_file():
             return []
-        return [task for task in range(self.tasks(stage)) if not self._path(stage, task).is_file()]
+        return [(stage, task) for task in range(self.tasks(stage)) if not self._path(stage, task).is_file()]
 
-    def perform(self, stage: str, task: int) -> None:
-        """Writes the file of a task, whose stage before is complete."""
+    def perform(self, job: tuple[str, int]) -> None:
+        """Writes the file of a (stage, task), whose stage before is complete."""
+        stage, task = job
         found = {"keys": self._keys, "candidates": self._candidates, "pairs": self._pairs}[stage](task)
         path = self._path(stage, task)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -252,23 +251,3 @@ def report_of(search: DuplicateSearch, duplicates: np.ndarray, manifests: Sequen
         "clusters": len(np.unique(duplicates["kept"])),
         "examples": examples,
     }
-
-
-def performer(search: DuplicateSearch) -> Callable[[tuple[str, int]], None]:
-    """Returns what performs a (stage, task), for workers."""
-    return lambda job: search.perform(*job)
-
-
-def perform_missing(
-    search: DuplicateSearch, performed: Callable[[list[tuple[str, int]]], Iterator[None]], say: Callable[[str], None]
-) -> None:
-    """Performs what is missing of all stages, one after another. performed: yields after each of these jobs."""
-    for stage, unit in STAGES.items():
-        jobs = [(stage, task) for task in search.missing(stage)]
-        began = told = time.monotonic()
-        for done, _ in enumerate(performed(jobs), 1):
-            now = time.monotonic()
-            if now - told >= LINE_SECONDS:
-                left = (len(jobs) - done) * (now - began) / done
-                say(f"near duplicates, {stage}: {done:,} of {len(jobs):,} {unit}, {left:,.0f} s left")
-                told = now

@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, replace
-from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -35,9 +34,8 @@ from pretrain_tools.preparation.encode import Encoder, ReferenceEncoder, make_en
 from pretrain_tools.preparation.encoded_part import EncodedPart, Tally
 from pretrain_tools.preparation.near_duplicate_search import (
     NEAR_DUPLICATES_FILE,
+    STAGES,
     DuplicateSearch,
-    perform_missing,
-    performer,
     report_of,
 )
 from pretrain_tools.preparation.plan import (
@@ -50,12 +48,14 @@ from pretrain_tools.preparation.shard_writer import shard_files
 from pretrain_tools.preparation.slices import merged_parts, require_slices
 from pretrain_tools.preparation.text_files import TEXT_FOLDER
 from pretrain_tools.preparation.worker import PartEncoder
-from pretrain_tools.preparation.workers import performed
+from pretrain_tools.preparation.workers import Perform, performed
 
 FIRST_PASS = "documents"
 """The folder, in the unfinished one, of all documents, of which near duplicates are then left out."""
 PLAN_LAYOUT = 6
 COMMIT_SECONDS = 2.0
+LINE_SECONDS = 10.0
+"""Time between lines of progress of the search for near duplicates."""
 COMPILING_SECONDS = 10
 """Time for --clean on two cores that are a few years old."""
 
@@ -73,12 +73,11 @@ class StoppedError(Exception):
     """A signal (its number is the argument) asked to stop; everything until then is kept."""
 
 
+Say = Callable[[str], None]
 Report = Callable[[Tally], None]
 
 
-def prepare(
-    request: PreparationRequest, say: Callable[[str], None] = print, report: Report = lambda tally: None
-) -> PreparationOutcome:
+def prepare(request: PreparationRequest, say: Say = print, report: Report = lambda tally: None) -> PreparationOutcome:
     """Makes, continues or recognizes the prepared folder `request.output`.
 
     Raises InputError for input that cannot be used or a folder that was made from something else, StoppedError when
@@ -90,7 +89,7 @@ def prepare(
     finished = _finished(output, plan)
     if finished is not None and not state_folder.exists():
         return finished
-    slices = require_slices(request)
+    slices = require_slices(request, plan)
     existed = output.is_dir()
     refuse_other_files(output, UNFINISHED_FOLDER)
     try:
@@ -104,10 +103,10 @@ def prepare(
             if finished is not None:
                 shutil.rmtree(state_folder, ignore_errors=True)
                 return finished
-            run = _Run(request, plan, slices, report)
+            run = _Run(request, plan, slices, say, report)
             was_begun = run.plan_path.exists()
             try:
-                return run.complete(say)
+                return run.complete()
             except InputError:
                 # What an earlier process left is not this one's to discard, nor what has been committed since.
                 if not (was_begun or run.progress_path.exists() or (state_folder / FIRST_PASS).exists()):
@@ -150,19 +149,23 @@ def _discard(output: Path, existed: bool) -> None:
 class _Run:
     """One process's work on an unfinished folder, under its lock."""
 
-    def __init__(self, request: PreparationRequest, plan: dict[str, Any], slices: list[Path], report: Report):
+    def __init__(
+        self, request: PreparationRequest, plan: dict[str, Any], slices: list[Path], say: Say, report: Report
+    ):
         self.request = request
         self.plan = plan
         self.slices = slices
+        self.say = say
         self.report = report
         self.output = request.output
-        self.removed: np.ndarray | None = None
+        self.removed = np.empty(0, np.uint32)
+        """Ascending numbers of near duplicates."""
         self.options = request.options
         self.state_folder = self.output / UNFINISHED_FOLDER
         self.plan_path = self.state_folder / "plan.json"
         self.progress_path = self.state_folder / PROGRESS_FILE
 
-    def complete(self, say: Callable[[str], None]) -> PreparationOutcome:
+    def complete(self) -> PreparationOutcome:
         """Tokenizes what is left and writes the manifest."""
         tokenizer = self.request.tokenizer
         engine = self.request.engine
@@ -173,33 +176,33 @@ class _Run:
             # After the tokenizer: where there is a plan, the folder is complete but for the shards.
             write_durably(self.plan_path, as_json({"layout": PLAN_LAYOUT, **self.plan}))
         else:
-            say(f"{self.output}: continuing after {progress['tally']['documents']:,} documents")
+            self.say(f"{self.output}: continuing after {progress['tally']['documents']:,} documents")
         if self.options.near_duplicates is not None and self.options.slice is None:
-            self._find_near_duplicates(say)
-        if not self.slices:
-            self._say_what_is_compiled(say)
-        # Slices are tokenized already.
-        encoder, reason = (None, None) if self.slices else make_encoder(tokenizer, engine)
-        if reason:
-            say(f"tokenizing with tokenizers: {reason}")
+            self._find_near_duplicates()
+        encoder = None
+        if not self.slices:  # which are tokenized already
+            self._say_what_is_compiled()
+            encoder, reason = make_encoder(tokenizer, engine)
+            if reason:
+                self.say(f"tokenizing with tokenizers: {reason}")
         try:
-            tally, shards = self._tokenise(progress, encoder)
+            tally, shards = self._tokenize(progress, encoder)
         except DisagreementError as error:
             if engine == "fast":
                 raise InputError(f"--engine fast: {error}; remove {self.output} and use --engine reference") from None
-            say(f"starting over with tokenizers: {error}")
+            self.say(f"starting over with tokenizers: {error}")
             self.progress_path.unlink(missing_ok=True)
-            tally, shards = self._tokenise(NO_PROGRESS, ReferenceEncoder(tokenizer))
+            tally, shards = self._tokenize(NO_PROGRESS, ReferenceEncoder(tokenizer))
         return PreparationOutcome(self._finish(tally, shards), tally, already_done=False)
 
-    def _find_near_duplicates(self, say: Callable[[str], None]) -> None:
-        """Prepares all documents, unless they are in slices, and finds those that `_tokenise` then leaves out."""
+    def _find_near_duplicates(self) -> None:
+        """Prepares all documents, unless they are in slices, and finds those that `_tokenize` then leaves out."""
         options = self.options
         if not self.slices:
             self.slices = [self.state_folder / FIRST_PASS]
             label = "all documents, before near duplicates are left out"
             all_options = replace(options, slice=label)
-            prepare(replace(self.request, output=self.slices[0], options=all_options), say, self.report)
+            prepare(replace(self.request, output=self.slices[0], options=all_options), self.say, self.report)
         manifests = [read_manifest(folder) for folder in self.slices]
         with stop_signals() as stop_if_asked:
             work = self.state_folder / "near_duplicates"
@@ -212,20 +215,23 @@ class _Run:
                     f"{self.output}: {free:,} bytes are free, and leaving out near duplicates needs {needed:,}; free "
                     "space, then run the same command again: it continues here"
                 )
-
-            def search_tasks(jobs: list[tuple[str, int]]) -> Iterator[None]:
-                with closing(self._performed(performer, search, jobs)) as tasks:
-                    for _ in tasks if jobs else ():
+            for stage, unit in STAGES.items():
+                jobs = search.missing(stage)
+                began = told = time.monotonic()
+                with closing(self._performed(search.perform, jobs)) as tasks:
+                    for done, _ in enumerate(tasks if jobs else (), 1):
                         stop_if_asked()
-                        yield
-
-            perform_missing(search, search_tasks, say)
+                        now = time.monotonic()
+                        if now - told >= LINE_SECONDS:
+                            left = (len(jobs) - done) * (now - began) / done
+                            self.say(f"near duplicates, {stage}: {done:,} of {len(jobs):,} {unit}, {left:,.0f} s left")
+                            told = now
             duplicates = search.duplicates()
             report = report_of(search, duplicates, manifests)
             write_durably(self.output / NEAR_DUPLICATES_FILE, as_json(report))
         self.removed = duplicates["document"]
 
-    def _say_what_is_compiled(self, say: Callable[[str], None]) -> None:
+    def _say_what_is_compiled(self) -> None:
         """Announces the compilation of the filters, which takes long at their first use on this machine."""
         cleaning = self.options.cleaning
         if cleaning is None or not any(stage.is_compiled for stage in cleaning.stages):
@@ -233,7 +239,7 @@ class _Run:
         from pretrain_tools.preparation.cleaning.compiled import is_compiled
 
         if not is_compiled():
-            say(f"compiling the filters, once on this machine: about {COMPILING_SECONDS} s")
+            self.say(f"compiling the filters, once on this machine: about {COMPILING_SECONDS} s")
 
     def _load_progress(self) -> dict[str, Any]:
         if not self.plan_path.is_file():
@@ -248,9 +254,9 @@ class _Run:
         refuse_differences(self.output, earlier, self.plan, "was begun", free=("on_error", "max_errors"))
         return progress
 
-    def _tokenise(self, progress: dict[str, Any], encoder: Encoder | None) -> tuple[Tally, list[Shard]]:
+    def _tokenize(self, progress: dict[str, Any], encoder: Encoder | None) -> tuple[Tally, list[Shard]]:
         options = self.options
-        if self.removed is not None:
+        if self.slices:
             # What the limits left out has not been read; nothing more is to be left out by them.
             options = replace(options, max_documents=None, max_tokens=None)
         intake = Intake(self.output, self.plan, options, progress)
@@ -308,16 +314,16 @@ class _Run:
         elif isinstance(documents, Files):
             # The cluster reads files; only this machine need have a dataset, so it reads that itself.
             parts = documents.pieces
-        return self._performed(attrgetter("encode"), part_encoder, parts(reading, start))
+        return self._performed(part_encoder.encode, parts(reading, start))
 
-    def _performed(self, make_worker: Callable[[Any], Callable[[Any], Any]], shared: Any, jobs: Iterable[Any]) -> Any:
+    def _performed(self, perform: Perform, jobs: Iterable[Any]) -> Iterator[Any]:
         """Yields the results of jobs in order, from processes of this machine or a Ray cluster."""
         request = self.request
         if request.on_ray:
             from pretrain_tools.preparation.ray_workers import performed_on_ray
 
-            return performed_on_ray(make_worker, shared, jobs, request.workers, request.ray_address)
-        return performed(make_worker, shared, jobs, request.workers)
+            return performed_on_ray(perform, jobs, request.workers, request.ray_address)
+        return performed(perform, jobs, request.workers)
 
     def _finish(self, tally: Tally, shards: list[Shard]) -> Manifest:
         changed = source_differences(self.plan["sources"], self.request.documents.description())

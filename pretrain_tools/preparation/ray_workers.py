@@ -2,25 +2,19 @@
 
 import itertools
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from pretrain.errors import InputError, one_line
 from pretrain_tools.preparation.documents.sources import LargeFile, Part
-from pretrain_tools.preparation.workers import JOBS_AHEAD_PER_WORKER, ahead
+from pretrain_tools.preparation.workers import JOBS_AHEAD_PER_WORKER, Perform, ahead
 
 PARTS_AHEAD_PER_READER = 16
 WORKERS_PER_READER = 4
 """A process that reads a large file is faster than so many workers encode."""
 
 
-def performed_on_ray(
-    make_worker: Callable[[Any], Callable[[Any], Any]],
-    shared: Any,
-    jobs: Iterable[Any],
-    workers: int | None,
-    address: str | None,
-) -> Iterator[Any]:
+def performed_on_ray(perform: Perform, jobs: Iterable[Any], workers: int | None, address: str | None) -> Iterator[Any]:
     """Yields the result of each job in order, by `workers` actors (None: one per core of the cluster).
 
     A large file is as many jobs as it has parts, and the cluster reads it: its content never comes to this process.
@@ -31,9 +25,9 @@ def performed_on_ray(
     ray = _started(address, workers)
     count = workers or int(ray.cluster_resources().get("CPU", 1))
     try:
-        place = ray.put(shared)
+        place = ray.put(perform)
         actor = ray.remote(_Actor).options(num_cpus=1, max_restarts=3, max_task_retries=3)
-        actors = [actor.remote(make_worker, place) for _ in range(count)]
+        actors = [actor.remote(place) for _ in range(count)]
         single = _with_parts(ray, jobs, count // WORKERS_PER_READER)
         results = (actor.perform.remote(job) for actor, job in zip(itertools.cycle(actors), single, strict=False))
         yield from map(ray.get, ahead(results, count * JOBS_AHEAD_PER_WORKER))
@@ -49,11 +43,11 @@ def performed_on_ray(
 class _Actor:
     """Performs jobs in a process of the cluster."""
 
-    def __init__(self, make_worker: Callable[[Any], Callable[[Any], Any]], shared: Any):
-        self._worker = make_worker(shared)
+    def __init__(self, perform: Perform):
+        self._perform = perform
 
     def perform(self, job: Any) -> Any:
-        return self._worker(job)
+        return self._perform(job)
 
 
 def _read(file: LargeFile) -> Iterator[Part]:

@@ -34,8 +34,9 @@ SMALLEST_COUNTS = {"max_errors": 0, "decontaminate_words": SHORTEST_RUN_WORDS}
 
 def read_request(arguments: argparse.Namespace) -> PreparationRequest:
     """Reads the request. Raises InputError with everything that is wrong with it."""
-    problems = Problems(_missing(arguments))
+    problems = Problems()
     _read_counts(arguments, problems)
+    problems += _contradictions(arguments)
     problems.attempt(load_extensions, arguments.extensions)
     options = _options(arguments, problems)
     documents = problems.attempt(_documents, arguments) if arguments.input or arguments.dataset else None
@@ -72,7 +73,6 @@ def read_request(arguments: argparse.Namespace) -> PreparationRequest:
         special_tokens=tuple(arguments.special_tokens),
         destination=destination,
     )
-    problems += _contradictions(request)
     if documents and (request.slice or request.merge_slices):
         problems.attempt(documents.sliced, 0, 1)
     problems.stop_if_any()
@@ -108,9 +108,12 @@ def _read_counts(arguments: argparse.Namespace, problems: list[str]) -> None:
         setattr(arguments, name, value)
 
 
-def _missing(arguments: argparse.Namespace) -> list[str]:
-    """Lists what is missing from the command line or given twice."""
+def _contradictions(arguments: argparse.Namespace) -> list[str]:
+    """Lists what is missing from the command line, and options that exclude each other."""
     cleaning = arguments.filter or arguments.language or arguments.clean or arguments.decontaminate
+    limits = {"max_documents": arguments.max_documents, "max_tokens": arguments.max_tokens}
+    limits = [f"--{name} {value:,}" for name, value in limits.items() if value is not None]
+    has_parts = [arguments.slice is not None, arguments.merge_slices is not None]
     checks = {
         "give either --input 'FILES' or --dataset NAME": bool(arguments.input) == bool(arguments.dataset),
         "give --output FOLDER, the folder to create": not arguments.output,
@@ -133,21 +136,15 @@ def _missing(arguments: argparse.Namespace) -> list[str]:
         "--filter, --language, --clean, --decontaminate: a tokenizer is trained on the text as it is; leave out": (
             arguments.train_tokenizer and cleaning
         ),
-    }
-    return [problem for problem, is_there in checks.items() if is_there]
-
-
-def _contradictions(request: PreparationRequest) -> list[str]:
-    """Lists which of --slice, --merge_slices, --train_tokenizer and the limits exclude each other."""
-    limits = {"max_documents": request.options.max_documents, "max_tokens": request.options.max_tokens}
-    limits = [f"--{name} {value:,}" for name, value in limits.items() if value is not None]
-    parts = {"--slice": request.slice, "--merge_slices": request.merge_slices}
-    parts = [name for name, value in parts.items() if value is not None]
-    checks = {
-        f"--slice: slices do not know of each other, so {' and '.join(limits)} must be left out": parts and limits,
-        "give either --slice I/N, or --merge_slices N when all slices are prepared": len(parts) > 1,
+        f"--slice: slices do not know of each other, so {' and '.join(limits)} must be left out": (
+            any(has_parts) and limits
+        ),
+        "give either --slice I/N, or --merge_slices N when all slices are prepared": all(has_parts),
         "--slice and --merge_slices: a tokenizer is trained by one machine, on a sample; leave them out": (
-            parts and request.vocabulary_size
+            any(has_parts) and arguments.train_tokenizer
+        ),
+        "--deduplicate: --near_duplicates leaves out exact copies as well; give one of them": (
+            arguments.deduplicate and arguments.near_duplicates
         ),
     }
     return [problem for problem, is_there in checks.items() if is_there]
@@ -165,21 +162,12 @@ def _either(allowed: Sequence[str]) -> str:
 
 def _options(arguments: argparse.Namespace, problems: Problems) -> PreparationOptions:
     """Reads the options that decide the output's bytes; adds what is wrong to `problems`."""
-    choices = {
-        "documents": DOCUMENT_UNITS,
-        "on_error": ("stop", "skip"),
-    }
-    for name, allowed in choices.items():
+    for name, allowed in {"documents": DOCUMENT_UNITS, "on_error": ("stop", "skip")}.items():
         if (given := getattr(arguments, name)) not in allowed:
             problems.append(f"--{name} {given}: must be {_either(allowed)}")
-    near = None
     threshold = arguments.near_duplicates
     if arguments.clean and not arguments.deduplicate:
         threshold = threshold or CLEAN_NEAR_DUPLICATES
-    if threshold is not None:
-        near = problems.attempt(NearDuplicates.parse, threshold)
-        if arguments.deduplicate:
-            problems.append("--deduplicate: --near_duplicates leaves out exact copies as well; give one of them")
     return PreparationOptions(
         reading=_reading(arguments, problems),
         format=arguments.input_format,
@@ -192,7 +180,7 @@ def _options(arguments: argparse.Namespace, problems: Problems) -> PreparationOp
         deduplicate=arguments.deduplicate,
         write_text=arguments.write_text,
         extensions=tuple(os.path.abspath(file) for file in arguments.extensions),
-        near_duplicates=near,
+        near_duplicates=None if threshold is None else problems.attempt(NearDuplicates.parse, threshold),
         cleaning=_cleaning(arguments, problems),
     )
 

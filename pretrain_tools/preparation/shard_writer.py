@@ -19,34 +19,19 @@ IDS_SUFFIX = ".bin"
 PLAIN_TEXT_SUFFIX = ".jsonl"
 
 
-class _GrowingFile:
-    """A file that is appended to. size: bytes to keep of an earlier content."""
+def _open_to_append(path: Path, size: int = 0) -> BinaryIO:
+    """Opens a file to append to. size: bytes to keep of an earlier content."""
+    if size and (not path.is_file() or path.stat().st_size < size):
+        raise InputError(f"{path}: is shorter than when it was written; remove {path.parent} and prepare it again")
+    file = path.open("r+b" if size else "w+b")
+    file.truncate(size)
+    file.seek(size)
+    return file
 
-    def __init__(self, path: Path, size: int = 0):
-        self.path = path
-        self.size = size
-        if size and (not path.is_file() or path.stat().st_size < size):
-            raise InputError(f"{path}: is shorter than when it was written; remove {path.parent} and prepare it again")
-        self._file: BinaryIO = path.open("r+b" if size else "w+b")
-        self._file.truncate(size)
-        self._file.seek(size)
 
-    def append(self, content: bytes | memoryview) -> None:
-        self._file.write(content)
-        self.size += len(content)
-
-    def sync(self) -> None:
-        self._file.flush()
-        os.fsync(self._file.fileno())
-
-    def close(self) -> None:
-        self._file.close()
-
-    def finish(self) -> str:
-        """Makes the content durable and returns its hash."""
-        self.sync()
-        self.close()
-        return sha256_of(self.path)
+def _sync(file: BinaryIO) -> None:
+    file.flush()
+    os.fsync(file.fileno())
 
 
 @dataclass
@@ -57,12 +42,12 @@ class _OpenShard:
     tokens: int = 0
     documents: int = 0
     text_bytes: int = 0
-    files: dict[str, _GrowingFile] = field(default_factory=dict)
+    files: dict[str, BinaryIO] = field(default_factory=dict)
     """{suffix: file}: ids and index, signatures and lines if there are any."""
 
     def state(self) -> dict[str, Any]:
         """Returns what ShardWriter opens it from."""
-        sizes = {suffix: file.size for suffix, file in self.files.items()}
+        sizes = {suffix: file.tell() for suffix, file in self.files.items()}
         counts = {"tokens": self.tokens, "documents": self.documents, "text_bytes": self.text_bytes}
         return {"number": self.number, **counts, "sizes": sizes}
 
@@ -96,7 +81,8 @@ class ShardWriter:
             plain_text.mkdir(exist_ok=True)
         state = state or {"finished": [], "open": {}, "counts": {}}
         self._finished = [Shard(**shard) for shard in state["finished"]]
-        self._counts = dict(state["counts"])
+        self._counts: dict[str, int] = state["counts"]
+        """{split: its shards so far}."""
         self._remove_unknown_files(state["open"])
         self._open = {split: self._opened(split, **fields) for split, fields in state["open"].items()}
 
@@ -105,7 +91,7 @@ class ShardWriter:
         return folder / f"{split}-{number:05d}{suffix}"
 
     def _opened(self, split: str, number: int, sizes: dict[str, int], **counts: int) -> _OpenShard:
-        files = {suffix: _GrowingFile(self._path(split, number, suffix), size) for suffix, size in sizes.items()}
+        files = {suffix: _open_to_append(self._path(split, number, suffix), size) for suffix, size in sizes.items()}
         return _OpenShard(number, **counts, files=files)
 
     def _remove_unknown_files(self, opened: dict[str, dict[str, Any]]) -> None:
@@ -118,9 +104,8 @@ class ShardWriter:
                 path.unlink()
         for shard in self._finished:
             path = self._folder / shard.file
-            size = shard.tokens * self._dtype.itemsize
-            files = (path, *(self._folder / name for name in shard.beside))
-            if not all(file.is_file() for file in files) or path.stat().st_size != size:
+            is_there = all((self._folder / name).is_file() for name in (shard.file, *shard.beside))
+            if not is_there or path.stat().st_size != shard.tokens * self._dtype.itemsize:
                 raise InputError(
                     f"{path}: has changed since it was written; remove {self._folder} and prepare it again"
                 )
@@ -158,8 +143,8 @@ class ShardWriter:
                 contents[PLAIN_TEXT_SUFFIX] = b"".join(lines[first:stop])
             for suffix, content in contents.items():
                 if suffix not in shard.files:
-                    shard.files[suffix] = _GrowingFile(self._path(split, shard.number, suffix))
-                shard.files[suffix].append(content)
+                    shard.files[suffix] = _open_to_append(self._path(split, shard.number, suffix))
+                shard.files[suffix].write(content)
             shard.tokens += stop_id - first_id
             shard.documents += stop - first
             shard.text_bytes += int(entries["text_bytes"].sum())
@@ -182,21 +167,23 @@ class ShardWriter:
 
     def _finish(self, split: str) -> None:
         shard = self._open.pop(split)
-        hashes = {suffix: file.finish() for suffix, file in shard.files.items()}
+        for file in shard.files.values():
+            _sync(file)
+            file.close()
         ids = self._path(split, shard.number, IDS_SUFFIX)
-        suffixes = (DOCUMENTS_SUFFIX, SIGNATURES_SUFFIX)
-        beside = {ids.with_suffix(suffix).name: hashes[suffix] for suffix in suffixes if suffix in hashes}
+        paths = [ids.with_suffix(name) for name in (DOCUMENTS_SUFFIX, SIGNATURES_SUFFIX) if name in shard.files]
+        beside = {path.name: sha256_of(path) for path in paths}
         blocks = ids.with_suffix(BLOCKS_SUFFIX)
         with ids.open("rb") as file:
             write_durably(blocks, block_digests(file))
         beside[blocks.name] = sha256_of(blocks)
         if PLAIN_TEXT_SUFFIX in shard.files:
             name = text_name(ids.name)
-            plain = shard.files[PLAIN_TEXT_SUFFIX].path
+            plain = self._path(split, shard.number, PLAIN_TEXT_SUFFIX)
             compress(plain, self._folder / name)
             beside[name] = sha256_of(self._folder / name)
             self._compressed.append(plain)
-        self._finished.append(self._as_shard(split, shard, hashes[IDS_SUFFIX], beside))
+        self._finished.append(self._as_shard(split, shard, sha256_of(ids), beside))
 
     def sync(self) -> dict[str, Any]:
         """Makes everything written so far durable and returns the state that continues from here."""
@@ -207,7 +194,7 @@ class ShardWriter:
         self._compressed = []
         for shard in self._open.values():
             for file in shard.files.values():
-                file.sync()
+                _sync(file)
         # Folders, too: a synced file whose name is lost in a crash is lost.
         for folder in (self._folder, self._folder / TEXT_FOLDER, self._plain_text):
             if folder and folder.is_dir():

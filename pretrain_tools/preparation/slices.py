@@ -9,6 +9,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -64,14 +65,11 @@ def fetch_slices(request: PreparationRequest, say: Callable[[str], None]) -> Non
     problems.stop_if_any()
 
 
-def require_slices(request: PreparationRequest) -> list[Path]:
+def require_slices(request: PreparationRequest, plan: dict[str, Any]) -> list[Path]:
     """Lists the folders of the slices to merge. Raises InputError with each that is unfinished or made differently."""
-    if request.merge_slices is None:
-        return []
-    plan = request.plan()
     folders = []
     problems = Problems()
-    for number in range(request.merge_slices):
+    for number in range(request.merge_slices or 0):
         of_slice = slice_of(request, number, request.merge_slices)
         folder = of_slice.output
         if not (folder / MANIFEST_FILE).is_file():
@@ -93,13 +91,12 @@ def merged_parts(
     start: Position,
     input_bytes: int,
     deduplicate: bool,
-    removed: np.ndarray | None = None,
+    removed: np.ndarray,
 ) -> Iterator[EncodedPart]:
     """Yields the documents of all slices in order, from a position on: (slice, number of its next part).
 
     removed: ascending numbers, over all slices, of near duplicates to leave out.
     """
-    removed = np.empty(0, np.uint32) if removed is None else removed
     first_of_slice = 0
     for number, folder in enumerate(folders):
         manifest = read_manifest(folder)
@@ -151,8 +148,8 @@ def slice_parts(
             lines=list(itertools.islice(text, taken)) if text else None,
         )
         yield encoded.keeping(kept)
-        part = part + 1
-        first = first + taken
+        part += 1
+        first += taken
     yield _counts_of(manifest.folder, number)
 
 

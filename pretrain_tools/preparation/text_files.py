@@ -13,6 +13,7 @@ from pathlib import Path
 from pretrain.data.manifest import Manifest
 from pretrain.errors import InputError
 from pretrain_tools.preparation.documents.byte_stream import ByteStream, DamagedFileError
+from pretrain_tools.preparation.documents.records import Record
 
 TEXT_FOLDER = "text"
 """Folder in the prepared folder."""
@@ -21,12 +22,12 @@ LEVEL = 3
 LINE_BYTES_AT_ONCE = 1 << 20
 
 
-def document_line(text: bytes, source: str, place: int, is_validation: bool, url: str | None = None) -> bytes:
+def document_line(source: str, record: Record) -> bytes:
     """Makes a line of JSON from which `prepare_data.py` reads the same text."""
-    fields = {"text": text.decode(), "id": f"{source}:{place}", "source": source}
-    fields["split"] = "validation" if is_validation else "train"
-    if url is not None:
-        fields["url"] = url
+    fields = {"text": record.text.decode(), "id": f"{source}:{record.place}", "source": source}
+    fields["split"] = "validation" if record.is_validation else "train"
+    if record.url is not None:
+        fields["url"] = record.url
     # Half of a surrogate pair, which a URL may hold, stays an escape.
     return json.dumps(fields, ensure_ascii=False).encode(errors="backslashreplace") + b"\n"
 

@@ -64,25 +64,30 @@ def train_tokenizer(request: PreparationRequest) -> None:
     on; the bytes per token are measured on them. Raises InputError, leaving nothing behind.
     """
     output = request.output
+    base = request.tokenizer
     size = request.vocabulary_size
     limit = request.sample_bytes
     special_tokens = [token for token in dict.fromkeys(request.special_tokens) if token != USUAL_END_OF_DOCUMENT]
     smallest = SMALLEST_VOCABULARY + len(special_tokens)
-    if size < smallest and request.tokenizer is None:
+    if size < smallest and base is None:
         more = f" and {len(special_tokens)} special tokens" if special_tokens else ""
         raise InputError(
             f"--train_tokenizer {size}: must be at least {smallest}: the 256 bytes and {USUAL_END_OF_DOCUMENT}{more}"
         )
-    asked = {"vocabulary_size": size, "sample_bytes": limit}
     # Only what was chosen, so that folders made before there was a choice are recognized.
-    if request.pre_tokenizer:
-        asked["pre_tokenizer"] = request.pre_tokenizer
-    if special_tokens:
-        asked["special_tokens"] = special_tokens
-    if request.tokenizer is not None:
-        asked["extends"] = {"name": request.tokenizer.name, "sha256": request.tokenizer.sha256}
-    record = {**asked, "options": request.options.as_plan(), "sources": request.documents.description()}
-    record |= request.split.as_plan()
+    chosen = {
+        "pre_tokenizer": request.pre_tokenizer,
+        "special_tokens": special_tokens,
+        "extends": base and {"name": base.name, "sha256": base.sha256},
+    }
+    record = {
+        "vocabulary_size": size,
+        "sample_bytes": limit,
+        **{name: value for name, value in chosen.items() if value},
+        "options": request.options.as_plan(),
+        "sources": request.documents.description(),
+        **request.split.as_plan(),
+    }
     refuse_other_files(output, RECORD_FILE)
     if (output / RECORD_FILE).is_file():
         refuse_differences(output, json.loads((output / RECORD_FILE).read_bytes()), record, "was trained")
@@ -92,10 +97,10 @@ def train_tokenizer(request: PreparationRequest) -> None:
     # All documents are drawn where the amount of text cannot be known.
     expected = request.documents.expected_text_bytes
     sample = Sample(min(1.0, limit / expected) if expected else 1.0, limit)
-    if request.tokenizer is None:
+    if base is None:
         trained = _trained(_texts(request, sample), size, special_tokens, request.pre_tokenizer or "gpt4")
     else:
-        trained = extended(request.tokenizer, _texts(request, sample), size, special_tokens)
+        trained = extended(base, _texts(request, sample), size, special_tokens)
     if not sample.documents:
         held_out = "; all it holds is for validation, so use --validation_fraction 0" if sample.held_out else ""
         raise InputError(f"the input holds no documents to train on{held_out}; give files that contain text")
@@ -111,8 +116,8 @@ def train_tokenizer(request: PreparationRequest) -> None:
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     _print_summary(output, trained.vocabulary_size, size, sample, time.monotonic() - started)
-    if request.tokenizer is not None and sample.held_out:
-        print(f"  {_bytes_per_token(request.tokenizer, sample.held_out):.3f} with {request.tokenizer.name}")
+    if base is not None and sample.held_out:
+        print(f"  {_bytes_per_token(base, sample.held_out):.3f} with {base.name}")
 
 
 def _texts(request: PreparationRequest, sample: Sample) -> Iterator[str]:

@@ -1,7 +1,8 @@
 """Outputs that are URLs: prepared in a local folder, which survives a kill, then copied file by file."""
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -41,7 +42,7 @@ class Destination:
 
         Where it is complete and the local folder is not, the `last` file is copied here, to be recognized.
         """
-        try:
+        with self._errors_named(f"--output {self.shown}: cannot be written"):
             held = self._store.sizes("")
             if self.last in held:
                 if not (self.local / self.last).is_file():
@@ -52,10 +53,16 @@ class Destination:
                 others = ", ".join(sorted(held)[:5])
                 raise InputError(f"--output {self.shown}: already contains other files ({others}); give a new folder")
             self._store.write(UNFINISHED_FILE, b"")
+
+    @contextmanager
+    def _errors_named(self, problem: str, remedy: str = "") -> Iterator[None]:
+        """Turns whatever a file system raises into an InputError."""
+        try:
+            yield
         except InputError:
             raise
         except Exception as error:  # each file system has errors of its own
-            raise InputError(f"--output {self.shown}: cannot be written: {one_line(error)}") from None
+            raise InputError(f"{problem}: {one_line(error)}{remedy}") from None
 
     def fill(self, say: Callable[[str], None]) -> int:
         """Copies what is missing, `last` after all others; returns the number of files copied.
@@ -67,7 +74,8 @@ class Destination:
         # A reader takes the folder for complete once `last` is there.
         names.sort(key=lambda name: (name == self.last, name))
         number = 0
-        try:
+        remedy = f"; all is prepared in {self.local}: run the same command again to copy the rest"
+        with self._errors_named(f"--output {self.shown}", remedy):
             held = self._store.sizes("")
             if self.last in held and len(names) == 1:
                 return 0
@@ -78,11 +86,6 @@ class Destination:
                     number += 1
             if UNFINISHED_FILE in held:
                 self._store.system.rm_file(UNFINISHED_FILE)
-        except Exception as error:  # each file system has errors of its own
-            raise InputError(
-                f"--output {self.shown}: {one_line(error)}; all is prepared in {self.local}: run the same command "
-                "again to copy the rest"
-            ) from None
         return number
 
     def fetch(self, say: Callable[[str], None]) -> None:
@@ -92,7 +95,7 @@ class Destination:
         """
         if (self.local / self.last).is_file():
             return
-        try:
+        with self._errors_named(f"{self.shown}: cannot be copied here", "; run the same command again"):
             held = self._store.sizes("")
             if self.last not in held:
                 return
@@ -106,10 +109,6 @@ class Destination:
                     fresh = path.with_name(f".{path.name}.new")
                     self._store.system.get_file(name, str(fresh))
                     fresh.rename(path)
-        except Exception as error:  # each file system has errors of its own
-            raise InputError(
-                f"{self.shown}: cannot be copied here: {one_line(error)}; run the same command again"
-            ) from None
         if problems := verify_shards(self.local):
             (self.local / self.last).unlink()
             raise InputError(

@@ -60,7 +60,7 @@ def split_with_tail(texts: Iterable[bytes], fraction: float) -> ValidationSplit:
         if len(splits) == 2:
             return ValidationSplit(fraction)
         largest = max(largest, text, key=len)
-        total = total + len(text)
+        total += len(text)
     wanted = min(round(fraction * total), len(largest) // 2)
     if not wanted:
         return ValidationSplit(fraction)

@@ -2,6 +2,7 @@
 
 import os
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -35,23 +36,14 @@ class Documents:
     """The name of each document's source."""
     problems: list[Problem] = field(default_factory=list)
 
-    @property
-    def texts(self) -> list[bytes]:
-        return [record.text for record in self.records]
-
-    @property
-    def places(self) -> list[int]:
-        return [record.place for record in self.records]
-
-    def lines(self) -> list[bytes]:
-        """Returns the documents as lines for --write_text."""
-        found = zip(self.records, self.sources, strict=True)
-        return [document_line(r.text, source, r.place, r.is_validation, r.url) for r, source in found]
+    def of_each(self, name: str) -> list[Any]:
+        """Lists a field of every record."""
+        return [getattr(record, name) for record in self.records]
 
     def clean(self, cleaning: Cleaning) -> None:
         """Cleans the documents and keeps the account."""
-        urls = [record.url for record in self.records]
-        kept, texts, self.counts.cleaning = cleaning.clean(self.texts, urls, self.sources, self.places)
+        texts, urls, places = map(self.of_each, ("text", "url", "place"))
+        kept, texts, self.counts.cleaning = cleaning.clean(texts, urls, self.sources, places)
         self.records = [self.records[number]._replace(text=text) for number, text in zip(kept, texts, strict=True)]
         self.sources = [self.sources[number] for number in kept]
 
@@ -105,7 +97,7 @@ class PartEncoder:
         found = read_part(part, options, self.split)
         if options.cleaning is not None:
             found.clean(options.cleaning)
-        texts = found.texts
+        texts = found.of_each("text")
         arrays = self.encoder.encode(texts)
         tokens = np.array([len(array) + 1 for array in arrays], dtype=np.int64)
         ids = self._joined(arrays, int(tokens.sum()))
@@ -116,12 +108,12 @@ class PartEncoder:
             part.after,
             found.counts,
             ids=ids,
-            documents=document_table(tokens, list(map(len, texts)), sources, found.places),
+            documents=document_table(tokens, list(map(len, texts)), sources, found.of_each("place")),
             source_names=tuple(numbers),
-            is_validation=np.array([record.is_validation for record in found.records], dtype=bool),
+            is_validation=np.array(found.of_each("is_validation"), dtype=bool),
             hashes=document_hashes(ids, np.cumsum(tokens)) if options.deduplicate else None,
             signatures=None if near is None else near.signatures(*near.words(texts)),
-            lines=found.lines() if options.write_text else None,
+            lines=list(map(document_line, found.sources, found.records)) if options.write_text else None,
             problems=tuple(found.problems),
             disagreement=self._disagreement(texts),
         )

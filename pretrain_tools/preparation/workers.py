@@ -20,24 +20,25 @@ JOBS_AHEAD_PER_WORKER = 2
 POOL_CONTEXT = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
 PARENT_CHECK_SECONDS = 0.5
 
-_worker: Callable[[Any], Any] | None = None
-"""The function that a process of a pool calls, set in that process only."""
+Perform = Callable[[Any], Any]
+"""Performs a job and returns its result. Picklable."""
+_perform: Perform | None = None
+"""The function of a process of a pool, set in that process only."""
 
 
-def performed(make_worker: Callable[[Any], Callable[[Any], Any]], shared: Any, jobs: Iterable[Any], workers: int):
+def performed(perform: Perform, jobs: Iterable[Any], workers: int) -> Iterator[Any]:
     """Yields the result of each job in order, by `workers` processes or, when 1, this one.
 
-    make_worker: called with `shared` in each process, returns what performs a job. Raises InputError when one dies.
+    Raises InputError when a process dies.
     """
     if workers == 1:
-        yield from map(make_worker(shared), jobs)
+        yield from map(perform, jobs)
         return
     # What exists now stays: a collection in a worker would copy its pages into the worker's memory.
     gc.freeze()
-    initial = (os.getpid(), make_worker, shared)
-    pool = ProcessPoolExecutor(workers, POOL_CONTEXT, initializer=_start_worker, initargs=initial)
+    pool = ProcessPoolExecutor(workers, POOL_CONTEXT, initializer=_start_worker, initargs=(os.getpid(), perform))
     try:
-        started = (pool.submit(_call_worker, job) for job in jobs)
+        started = (pool.submit(_perform_here, job) for job in jobs)
         yield from map(Future.result, ahead(started, workers * JOBS_AHEAD_PER_WORKER))
     except BrokenProcessPool:
         raise InputError(
@@ -60,12 +61,12 @@ def ahead(jobs: Iterable[Any], count: int) -> Iterator[Any]:
         yield waiting.popleft()
 
 
-def _start_worker(parent: int, make_worker: Callable[[Any], Callable[[Any], Any]], shared: Any) -> None:
-    global _worker
+def _start_worker(parent: int, perform: Perform) -> None:
+    global _perform
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     threading.Thread(target=_end_with_parent, args=(parent,), daemon=True).start()
-    _worker = make_worker(shared)
+    _perform = perform
 
 
 def _end_with_parent(parent: int) -> None:
@@ -75,6 +76,5 @@ def _end_with_parent(parent: int) -> None:
     os._exit(1)
 
 
-def _call_worker(job: Any) -> Any:
-    assert _worker is not None
-    return _worker(job)
+def _perform_here(job: Any) -> Any:
+    return _perform(job)

@@ -8,7 +8,7 @@ import pytest
 from pretrain.data.shards import read_manifest
 from pretrain_tools.preparation.deduplicate import SeenDocuments, document_hashes
 from pretrain_tools.preparation.documents.document_index import read_index
-from support.prepared import content_of, run_killed, texts, write_jsonl
+from support.prepared import content_of, texts, write_jsonl
 
 
 def test_the_first_of_each_kind_is_new():
@@ -26,6 +26,7 @@ def test_documents_have_equal_hashes_when_they_are_equal():
     ids = np.array([1, 2, 0, 1, 2, 0, 2, 1, 0, 0], np.uint16)
     first, second, third, empty = document_hashes(ids, np.array([3, 6, 9, 10]))
     assert first == second and len({first, third, empty}) == 3
+    assert len(document_hashes(ids[:0], np.empty(0, np.int64))) == 0, "a part may have no documents"
 
 
 @pytest.fixture
@@ -53,7 +54,7 @@ def test_copies_are_left_out_across_files_and_workers(tmp_path, run, small_parts
     assert index["place"].tolist() == [*range(1, 41), *range(31, 49)], "the first of each stays"
 
 
-def test_copies_of_what_came_before_a_kill_are_known(tmp_path, tokenizer):
+def test_copies_of_what_came_before_a_kill_are_known(tmp_path, tokenizer, run_killed):
     unique = texts(60)
     write_jsonl(tmp_path / "a.jsonl", [*unique, *unique])
     arguments = ("--input", tmp_path / "a.jsonl", "--tokenizer", tokenizer, "--deduplicate", "--shard_tokens", 1500)

@@ -19,7 +19,7 @@ from pretrain.processes import folder_lock, process_state
 from pretrain_tools.preparation.documents.sources import Files, find_sources
 from pretrain_tools.preparation.plan import PreparationOptions, PreparationRequest
 from pretrain_tools.preparation.prepare import prepare
-from support.prepared import KILLED, content_of, make_parts_small, run_killed, texts, write_jsonl
+from support.prepared import KILLED, content_of, make_parts_small, texts, write_jsonl
 from support.project import ROOT
 
 
@@ -98,7 +98,7 @@ def wait_until_gone(pids, seconds=120):
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_killed_at_any_write_it_continues_to_the_same_bytes(tmp_path, tokenizer, workers):
+def test_killed_at_any_write_it_continues_to_the_same_bytes(tmp_path, tokenizer, workers, run_killed):
     write_jsonl(tmp_path / "a.jsonl", texts(100))
     (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress((tmp_path / "a.jsonl").read_bytes()))
     arguments = ("--input", f"{tmp_path}/*.jsonl*", "--tokenizer", tokenizer, "--shard_tokens", 3000)
@@ -119,7 +119,7 @@ def test_killed_at_any_write_it_continues_to_the_same_bytes(tmp_path, tokenizer,
 
 @pytest.mark.skipif(os.environ.get("FAULTS") != "all", reason="minutes; in make test-faults")
 @pytest.mark.parametrize("seed", range(4))
-def test_killed_at_random_writes_it_continues_to_the_same_bytes(tmp_path, tokenizer, seed):
+def test_killed_at_random_writes_it_continues_to_the_same_bytes(tmp_path, tokenizer, seed, run_killed):
     rng = random.Random(seed)
     write_jsonl(tmp_path / "a.jsonl", texts(100 + seed))
     (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress((tmp_path / "a.jsonl").read_bytes()))
@@ -146,7 +146,7 @@ resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv.pop(1)),) * 2)
 )
 
 
-def test_a_full_disk_is_said_and_what_is_done_is_kept(tmp_path, tokenizer):
+def test_a_full_disk_is_said_and_what_is_done_is_kept(tmp_path, tokenizer, run_killed):
     write_jsonl(tmp_path / "a.jsonl", texts(200))
     arguments = ("--input", tmp_path / "a.jsonl", "--tokenizer", tokenizer)
     limit = (tokenizer / "tokenizer.json").stat().st_size + 1000
@@ -161,7 +161,7 @@ def test_a_full_disk_is_said_and_what_is_done_is_kept(tmp_path, tokenizer):
     assert content_of(tmp_path / "out") == content_of(tmp_path / "whole")
 
 
-def test_a_signal_stops_between_parts_and_tells_to_run_again(tmp_path, tokenizer):
+def test_a_signal_stops_between_parts_and_tells_to_run_again(tmp_path, tokenizer, run_killed):
     write_jsonl(tmp_path / "a.jsonl", texts(400))
     arguments = ("--input", tmp_path / "a.jsonl", "--tokenizer", tokenizer, "--output", tmp_path / "out")
     code = KILLED.replace("os.kill(os.getpid(), signal.SIGKILL)", "os.kill(os.getpid(), signal.SIGTERM)")
@@ -172,7 +172,7 @@ def test_a_signal_stops_between_parts_and_tells_to_run_again(tmp_path, tokenizer
     assert verify_shards(tmp_path / "out") == []
 
 
-def test_changed_sources_and_options_of_an_unfinished_folder_are_refused(tmp_path, tokenizer):
+def test_changed_sources_and_options_of_an_unfinished_folder_are_refused(tmp_path, tokenizer, run_killed):
     write_jsonl(tmp_path / "a.jsonl", texts(100))
     arguments = ("--input", tmp_path / "a.jsonl", "--output", tmp_path / "out")
     assert run_killed(8, *arguments, "--tokenizer", tokenizer).returncode == -signal.SIGKILL

@@ -9,7 +9,7 @@ import zstandard
 from pretrain.data.shards import open_shards, verify_shards
 from pretrain.data.tokenizer import load_decoder
 from pretrain.errors import InputError
-from support.prepared import END, PROSE, content_of, make_parts_small, run_killed, stream_of, texts, write_jsonl
+from support.prepared import END, PROSE, content_of, make_parts_small, stream_of, texts, write_jsonl
 
 SPLITS = ("train", "validation")
 
@@ -84,7 +84,7 @@ def test_damaged_text_shows_and_lost_text_of_a_slice_is_named(tmp_path, run, sma
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_killed_at_any_write_the_text_is_the_same(tmp_path, tokenizer, workers):
+def test_killed_at_any_write_the_text_is_the_same(tmp_path, tokenizer, workers, run_killed):
     arguments = (*inputs(tmp_path), "--tokenizer", tokenizer, "--near_duplicates", "0.8")
     assert run_killed(0, *arguments, "--workers", 1, "--output", tmp_path / "whole").returncode == 0
     broken = (*arguments, "--output", tmp_path / "broken", "--workers", workers)

@@ -5,7 +5,6 @@ difference.
 """
 
 import json
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
@@ -91,31 +90,18 @@ class CleaningAccount:
             sample = {"source": source, "place": place, "bytes": len(text), "text": excerpt}
             if measured is not None:
                 sample["value"], sample["limit"] = measured
-            _keep_smallest(drawn, {digest: sample})
+            self.samples[rule] = _smallest({digest: sample} | drawn, SAMPLES_PER_RULE)
 
     def _add_rules(self, source: str, rules: Mapping[str, dict[str, int]]) -> None:
         if source not in self.by_source and len(self.by_source) >= MOST_SOURCES_COUNTED:
             source = OTHER_SOURCES
         add_numbers(self.by_source.setdefault(source, {}), rules)
 
-    def add_values(self, measure: str, values: Iterable[str]) -> None:
-        """Counts documents by a value such as their language; numbers must be rounded to few values."""
-        add_numbers(self.histograms, {measure: Counter(values)})
-
     def add_domains(self, texts: Iterable[bytes], urls: Iterable[str | None]) -> None:
         """Draws documents that stay, by their hash, to record their domains."""
-        for text, url in zip(texts, urls, strict=True):
-            if url is not None:
-                digest = _digest_of(text)
-                self.domains[digest] = domain_of(url)
-        self._keep_domains()
-
-    def _keep_domains(self) -> None:
-        self.domains = {digest: self.domains[digest] for digest in sorted(self.domains)[:DOMAIN_SAMPLE]}
-
-    def add_change(self, stage: str, bytes_fewer: int) -> None:
-        """Counts a document that a stage changed."""
-        add_numbers(self.changed, {stage: {"documents": 1, "fewer_bytes": bytes_fewer}})
+        found = zip(texts, urls, strict=True)
+        self.domains |= {_digest_of(text): domain_of(url) for text, url in found if url is not None}
+        self.domains = _smallest(self.domains, DOMAIN_SAMPLE)
 
     def add_found(self, found: Iterable[Found], source: str, place: int) -> None:
         """Counts the entries of lists that one document holds."""
@@ -144,27 +130,23 @@ class CleaningAccount:
             self._add_rules(source, rules)
         for name in ("changed", "counts", "histograms"):
             add_numbers(getattr(self, name), getattr(other, name))
-        self.domains = other.domains | self.domains
-        self._keep_domains()
+        self.domains = _smallest(other.domains | self.domains, DOMAIN_SAMPLE)
         for rule, drawn in other.samples.items():
-            _keep_smallest(self.samples.setdefault(rule, {}), drawn)
+            # Among equal texts, the first in input order stays.
+            self.samples[rule] = _smallest(drawn | self.samples.get(rule, {}), SAMPLES_PER_RULE)
         for name, more in other.found.items():
             self._add_list(name, more)
-
-    def add_to_counts(self, counts: Mapping[str, int]) -> None:
-        """Adds the counts of a stage."""
-        add_numbers(self.counts, counts)
 
     def removed_whole_lines(self) -> list[str]:
         """Names sources that keep less than a tenth of their bytes, with the rules that removed the rest."""
         whole = []
         for source, rules in self.by_source.items():
-            stays = rules[KEPT]["bytes"] if KEPT in rules else 0
+            stays = rules.get(KEPT, {"bytes": 0})["bytes"]
             if source == OTHER_SOURCES or 10 * stays >= sum(amounts["bytes"] for amounts in rules.values()):
                 continue
             removed = sorted((-amounts["documents"], rule) for rule, amounts in rules.items() if rule != KEPT)
-            rules = ", ".join(self._example(rule, source, -documents) for documents, rule in removed)
-            whole.append(f"{source}: removed whole by {rules}")
+            examples = ", ".join(self._example(rule, source, -documents) for documents, rule in removed)
+            whole.append(f"{source}: removed whole by {examples}")
         more = [f"and {len(whole) - MOST_NAMED:,} more sources"] if len(whole) > MOST_NAMED else []
         return whole[:MOST_NAMED] + more
 
@@ -246,8 +228,6 @@ def _digest_of(text: bytes) -> str:
     return xxh3_64_hexdigest(text[:EXCERPT_BYTES])
 
 
-def _keep_smallest(drawn: dict[str, dict[str, Any]], more: dict[str, dict[str, Any]]) -> None:
-    """Adds to a sample by hash. Among equal texts, the first in input order stays."""
-    together = more | drawn
-    drawn.clear()
-    drawn.update((digest, together[digest]) for digest in sorted(together)[:SAMPLES_PER_RULE])
+def _smallest(drawn: dict[str, Any], count: int) -> dict[str, Any]:
+    """Returns the entries with the smallest hashes."""
+    return {digest: drawn[digest] for digest in sorted(drawn)[:count]}

@@ -66,14 +66,6 @@ def character_classes() -> np.ndarray:
     return classes
 
 
-def joined_texts(texts: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
-    """Joins texts: ((bytes,) uint8, (texts, 2) int64 of the first byte and the end of each)."""
-    ends = np.cumsum([len(text) for text in texts], dtype=np.int64)
-    bounds = np.stack([ends - np.array([len(text) for text in texts], np.int64), ends], axis=1)
-    # From a bytearray, so that all arrays of bytes are writable and nothing is compiled twice.
-    return np.frombuffer(bytearray().join([*texts, bytes(PADDING)]), np.uint8), bounds
-
-
 @compiled
 def code_at(text, position):
     """Decodes (code point, bytes of it) at a position of UTF-8."""
@@ -205,16 +197,21 @@ class DividedTexts(NamedTuple):
     """(lines,) LINE, those that are not blank."""
 
 
-def divided_texts(text: np.ndarray, bounds: np.ndarray) -> DividedTexts:
-    """Divides documents of less than 2 GiB together, as joined_texts gives them, into words and lines."""
+def divided_texts(texts: Sequence[bytes]) -> DividedTexts:
+    """Divides documents in UTF-8, of less than 2 GiB together, into words and lines."""
+    sizes = np.array([len(text) for text in texts], np.int64)
+    ends = np.cumsum(sizes)
+    bounds = np.stack([ends - sizes, ends], axis=1)
+    # From a bytearray, so that all arrays of bytes are writable and nothing is compiled twice.
+    text = np.frombuffer(bytearray().join([*texts, bytes(PADDING)]), np.uint8)
     most_words = len(text) // 2 + len(bounds)
     # No fewer than there are: line ends of several bytes end in 0x85, 0xA8 or 0xA9.
-    ends = np.count_nonzero((text - np.uint8(10) < 21) | (text == 0x85) | (text & 0xFE == 0xA8))
+    most_lines = np.count_nonzero((text - np.uint8(10) < 21) | (text == 0x85) | (text & 0xFE == 0xA8))
     lengths = np.empty(most_words, np.int32)
     hashes = np.empty(most_words, np.uint64)
     word_bounds = np.zeros_like(bounds)
     totals = np.zeros((len(bounds), 3), np.int64)
-    lines = np.zeros(ends + len(bounds) + 1, LINE)
+    lines = np.zeros(most_lines + len(bounds) + 1, LINE)
     words, count = _divide(text, bounds, character_classes(), lengths, hashes, word_bounds, totals, lines)
     return DividedTexts(text, lengths[:words], hashes[:words], word_bounds, totals, lines[:count])
 

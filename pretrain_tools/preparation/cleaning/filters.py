@@ -6,7 +6,7 @@ import inspect
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -146,9 +146,8 @@ class UserFunction:
             sha256 = sha256_of(Path(path))
         except OSError as error:
             raise InputError(f"--filter {given}: {path}: {error.strerror}; give FILE.py:FUNCTION") from None
-        stage = cls(path, function, sha256)
-        stage._found()
-        return stage
+        _load_function(path, function, sha256)
+        return cls(path, function, sha256)
 
     @property
     def label(self) -> str:
@@ -157,55 +156,57 @@ class UserFunction:
     @cached_property
     def takes_url(self) -> bool:
         """True if the function has a parameter for the document's URL."""
-        return "url" in inspect.signature(self._found()).parameters
+        return "url" in inspect.signature(_load_function(self.path, self.function, self.sha256)).parameters
 
     def as_plan(self) -> dict[str, Any]:
         return {"name": f"{Path(self.path).name}:{self.function}", "sha256": self.sha256}
 
     def open(self) -> Judge:
-        keep = self._found()
+        keep = _load_function(self.path, self.function, self.sha256)
 
         def judge(batch: TextBatch) -> Verdicts:
             verdicts = Verdicts()
             for number, text in enumerate(batch.texts):
                 more = {"url": batch.urls[number]} if self.takes_url else {}
                 answer = self._answer(keep, text.decode(), more)
-                if isinstance(answer, str):
-                    if (changed := answer.encode()) != text:
-                        verdicts.changed[number] = changed
+                if isinstance(answer, bytes):
+                    if answer != text:
+                        verdicts.changed[number] = answer
                 elif not answer:
                     verdicts.removed[number] = ""
             return verdicts
 
         return judge
 
-    def _answer(self, keep: Callable[..., Any], text: str, more: dict[str, str | None]) -> bool | str:
+    def _answer(self, keep: Callable[..., Any], text: str, more: dict[str, str | None]) -> bool | bytes:
         try:
             answer = keep(text, **more)
             if isinstance(answer, str):
-                answer.encode()
+                return answer.encode()
         except Exception as error:  # whatever the user's code raises
             raise InputError(
                 f"--filter {self.path}:{self.function}: {type(error).__name__}: {one_line(error)}, for the text "
                 f"{text[:80]!r}; fix it, then run the same command in a new folder"
             ) from None
-        if not isinstance(answer, bool | str) and type(answer).__name__ != "bool":  # numpy's is one as well
+        if type(answer).__name__ != "bool":  # Python's or numpy's
             raise InputError(
                 f"--filter {self.path}:{self.function}: gave {answer!r} for the text {text[:80]!r}; "
                 "must give True, False or a text"
             )
         return answer
 
-    def _found(self) -> Callable[..., Any]:
-        spec = importlib.util.spec_from_file_location(Path(self.path).stem, self.path)
-        module = importlib.util.module_from_spec(spec)
-        try:
-            spec.loader.exec_module(module)
-        except Exception as error:  # whatever the user's code raises
-            raise InputError(f"--filter {self.path}: {type(error).__name__}: {one_line(error)}") from None
-        found = getattr(module, self.function, None)
-        if not callable(found):
-            functions = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
-            near = did_you_mean(self.function, functions)
-            raise InputError(f"--filter {self.path}:{self.function}: no such function{near}")
-        return found
+
+@cache
+def _load_function(path: str, function: str, sha256: str) -> Callable[..., Any]:
+    """Runs a file and returns one of its functions. sha256: of the file, which another content loads again."""
+    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:  # whatever the user's code raises
+        raise InputError(f"--filter {path}: {type(error).__name__}: {one_line(error)}") from None
+    found = getattr(module, function, None)
+    if not callable(found):
+        functions = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
+        raise InputError(f"--filter {path}:{function}: no such function{did_you_mean(function, functions)}")
+    return found

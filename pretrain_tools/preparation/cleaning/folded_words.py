@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from pretrain_tools.preparation.cleaning.compiled import DividedTexts, divided_texts, joined_texts
+from pretrain_tools.preparation.cleaning.compiled import DividedTexts, divided_texts
 
 SCRIPTS_WITHOUT_SPACES = (
     range(0x0E00, 0x0F00),  # Thai, Lao
@@ -72,7 +72,7 @@ def folded_texts(texts: Sequence[bytes], least_words: int = 0) -> DividedTexts:
     where they divide a word at the end of a line. A document of fewer than `least_words` words is one word of all of
     them, so many times; one without words, of all its bytes but spaces.
     """
-    return divided_texts(*joined_texts([_folded(text, least_words).encode() for text in texts]))
+    return divided_texts([_folded(text, least_words).encode() for text in texts])
 
 
 def _folded(text: bytes, least_words: int) -> str:

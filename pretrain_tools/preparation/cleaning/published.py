@@ -34,7 +34,10 @@ PHRASES = (*POLICIES, b"javascript", b"lorem ipsum", b"{")
 
 
 class NamedFilter:
-    """A filter of the registry: its label is its name, and its fields are what the manifest records."""
+    """A filter of the registry: its label is its name, and its fields are what the manifest records.
+
+    It has a method `judge`, or opens something first.
+    """
 
     name: ClassVar[str]
     is_compiled: ClassVar[bool] = True
@@ -46,10 +49,6 @@ class NamedFilter:
 
     def open(self) -> Judge:
         return self.judge
-
-    def judge(self, batch: TextBatch) -> Verdicts:
-        """Judges a batch, where that needs nothing to be opened before."""
-        raise NotImplementedError
 
     def as_plan(self) -> dict[str, Any]:
         values = asdict(self)
@@ -189,30 +188,21 @@ class GopherRepetition(NamedFilter):
         limits = np.array([np.inf if limit is None else limit for limit in given], np.float64)
         divided = batch.divided
         lines = batch.lines
-        blocks = batch.lines.blocks
+        blocks = lines.blocks
         forms = _forms(batch, self.by_form)
         total = lines.characters + lines.counts - 1
         block_share = _share(blocks.repeated[0], blocks.counts)
         block_characters = _share(blocks.repeated[1], total)
         line_share = _share(lines.repeated[0], lines.counts)
         line_characters = _share(lines.repeated[1], total)
+        measured = {
+            "duplicate_paragraphs": (block_share, forms.page),
+            "duplicate_paragraph_characters": (block_characters, forms.prose),
+            "duplicate_lines": (line_share, forms.page),
+            "duplicate_line_characters": (line_characters, forms.page | forms.table),
+        }
         verdicts = verdicts_of(
-            [
-                Rule("duplicate_paragraphs", block_share, self.duplicate_paragraphs, fits=forms.page),
-                Rule(
-                    "duplicate_paragraph_characters",
-                    block_characters,
-                    self.duplicate_paragraph_characters,
-                    fits=forms.prose,
-                ),
-                Rule("duplicate_lines", line_share, self.duplicate_lines, fits=forms.page),
-                Rule(
-                    "duplicate_line_characters",
-                    line_characters,
-                    self.duplicate_line_characters,
-                    fits=forms.page | forms.table,
-                ),
-            ]
+            [Rule(name, values, getattr(self, name), fits=fits) for name, (values, fits) in measured.items()]
         )
         skipped = forms.code
         skipped[list(verdicts.removed)] = True
@@ -239,7 +229,7 @@ class FineWebQuality(NamedFilter):
 
     def judge(self, batch: TextBatch) -> Verdicts:
         lines = batch.lines
-        blocks = batch.lines.blocks
+        blocks = lines.blocks
         forms = _forms(batch, self.by_form)
         by_line = _share(lines.totals(lines.ends_sentence), lines.counts)
         by_block = _share(blocks.totals(blocks.ends_sentence), blocks.counts)

@@ -5,12 +5,12 @@ process, before workers are forked, which share it; on Ray each worker opens its
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from pretrain_tools.preparation.cleaning.account import KEPT, CleaningAccount, Found
+from pretrain_tools.preparation.cleaning.account import KEPT, CleaningAccount, Found, add_numbers
 
 if TYPE_CHECKING:
     import numpy as np
@@ -36,9 +36,9 @@ class TextBatch:
     @cached_property
     def divided(self) -> "DividedTexts":
         """The words and lines of the documents."""
-        from pretrain_tools.preparation.cleaning.compiled import divided_texts, joined_texts
+        from pretrain_tools.preparation.cleaning.compiled import divided_texts
 
-        return divided_texts(*joined_texts(self.texts))
+        return divided_texts(self.texts)
 
     @cached_property
     def lines(self) -> "Lines":
@@ -131,9 +131,6 @@ class Cleaning:
     def __getstate__(self) -> dict[str, Any]:
         return {"stages": self.stages}
 
-    def __setstate__(self, state: Mapping[str, Any]) -> None:
-        self.__dict__.update(state)
-
     def clean(
         self, texts: Sequence[bytes], urls: Sequence[str | None], sources: Sequence[str], places: Sequence[int]
     ) -> Cleaned:
@@ -158,15 +155,15 @@ class Cleaning:
             if not kept:
                 break
             verdicts = judge(batch)
-            account.add_to_counts({f"{label}.{name}": number for name, number in verdicts.counts.items()})
-            for measure, values in verdicts.values.items():
-                account.add_values(measure, values)
+            add_numbers(account.counts, {f"{label}.{name}": number for name, number in verdicts.counts.items()})
+            add_numbers(account.histograms, {name: Counter(values) for name, values in verdicts.values.items()})
             for number, found in verdicts.found.items():
                 account.add_found(found, sources[kept[number]], places[kept[number]])
             removed = {number: f"{label}.{rule}" if rule else label for number, rule in verdicts.removed.items()}
             for number, text in verdicts.changed.items():
                 if number not in removed:
-                    account.add_change(label, len(batch.texts[number]) - len(text))
+                    fewer = len(batch.texts[number]) - len(text)
+                    add_numbers(account.changed, {label: {"documents": 1, "fewer_bytes": fewer}})
                     if not text:
                         removed[number] = f"{label}.nothing_left"
             for number, rule in removed.items():
@@ -186,7 +183,7 @@ def batches(texts: Sequence[bytes]) -> Iterator[tuple[int, int]]:
     """Divides documents into (first, stop) of BATCH_BYTES together, or one that is larger."""
     first = size = 0
     for number, text in enumerate(texts):
-        if size and size + len(text) > BATCH_BYTES:
+        if number > first and size + len(text) > BATCH_BYTES:
             yield first, number
             first = number
             size = 0

@@ -8,12 +8,18 @@ import io
 import json
 import tarfile
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import NamedTuple, Self
+from typing import Self
 
+from pretrain.registry import FORMATS
 from pretrain_tools.preparation.documents.byte_stream import ByteStream, DamagedFileError
-from pretrain_tools.preparation.documents.formats import BYTE_ORDER_MARK
+from pretrain_tools.preparation.documents.formats import (
+    BYTE_ORDER_MARK,
+    file_format,
+    format_by_name,
+    inner_suffix,
+)
 from pretrain_tools.preparation.documents.records import (
     MAXIMUM_DOCUMENT_BYTES,
     Reading,
@@ -23,18 +29,6 @@ from pretrain_tools.preparation.documents.records import (
 )
 
 SHOWN_SUFFIX_CHARACTERS = 12
-
-
-class MemberFormat(NamedTuple):
-    """The reader of a member, chosen by its name, as for a file."""
-
-    name: str
-    compression: str | None
-    read: Callable[[ByteStream, Reading], Iterator[Record]]
-
-
-FormatOf = Callable[[str], MemberFormat | None]
-"""The format of a file by its name; None where it is unknown."""
 
 
 class _StrictMember(tarfile.TarInfo):
@@ -75,22 +69,23 @@ class _Sample:
     objects: list[tuple[str, bytes]] = field(default_factory=list)
     """The .json members."""
 
-    def records(self, reading: Reading, format_of: FormatOf, others: Counter[str]) -> Iterator[Record]:
+    def records(self, reading: Reading, others: Counter[str]) -> Iterator[Record]:
         """Yields its texts with the fields of its .json member, or the documents of its .json members."""
         objects = {name.lower().rpartition("/")[2].partition(".")[2]: content for name, content in self.objects}
         for name, content in self.texts:
             record = _text_record(content.removeprefix(BYTE_ORDER_MARK), objects.get("json"), reading)
             yield record._replace(problem=record.problem and f"member {_shown(name)}: {record.problem}")
         if self.texts:
-            beside = len(objects) - ("json" in objects)
-            if beside:
+            if beside := len(objects) - ("json" in objects):
                 others[".json beside a text"] += beside
             return
         for name, content in self.objects:
-            yield from _member_records(name, io.BytesIO(content), format_of(name), reading)
+            yield from _member_records(name, io.BytesIO(content), reading)
 
 
-def read_tar(stream: ByteStream, reading: Reading, format_of: FormatOf) -> Iterator[Record]:
+@FORMATS.register("tar")
+@file_format(".tar", ".tgz", place="document")
+def read_tar(stream: ByteStream, reading: Reading) -> Iterator[Record]:
     """Reads a document per text member, those of .json members without a text beside them, and those of other files.
 
     A text's other fields are those of the .json member that shares its name up to the first dot. Members that are no
@@ -100,7 +95,7 @@ def read_tar(stream: ByteStream, reading: Reading, format_of: FormatOf) -> Itera
     others = Counter()
     damage = None
     try:
-        for record in _records(stream, reading, format_of, others):
+        for record in _records(stream, reading, others):
             place += record.not_read is None
             yield record._replace(place=max(1, place))
     except DamagedFileError as error:
@@ -111,34 +106,34 @@ def read_tar(stream: ByteStream, reading: Reading, format_of: FormatOf) -> Itera
         raise damage
 
 
-def _records(stream: ByteStream, reading: Reading, format_of: FormatOf, others: Counter[str]) -> Iterator[Record]:
+def _records(stream: ByteStream, reading: Reading, others: Counter[str]) -> Iterator[Record]:
     sample = _Sample(("", ""))
     try:
         with tarfile.open(fileobj=io.BufferedReader(stream), mode="r|", tarinfo=_StrictMember) as archive:
             for member in archive:
                 if member.isdir():
                     continue
-                found = format_of(member.name) if member.isreg() and not _is_hidden(member.name) else None
+                found = format_by_name(member.name) if member.isreg() and not _is_hidden(member.name) else None
                 if found is None:
                     others[_kind_of(member)] += 1
                     continue
                 folder, _, base = member.name.rpartition("/")
                 name = (folder, base.partition(".")[0])
                 if name != sample.name:
-                    yield from sample.records(reading, format_of, others)
+                    yield from sample.records(reading, others)
                     sample = _Sample(name)
-                is_text = found.name == "txt" and reading.documents == "file"
-                if found.compression is not None or not (is_text or found.name == "json"):
-                    yield from _member_records(member.name, archive.extractfile(member), found, reading)
+                is_text = found == "txt" and reading.documents == "file"
+                if inner_suffix(member.name)[1] or not (is_text or found == "json"):
+                    yield from _member_records(member.name, archive.extractfile(member), reading)
                 elif member.size > MAXIMUM_DOCUMENT_BYTES:
                     yield _problem(member.name, f"is larger than {MAXIMUM_DOCUMENT_BYTES:,} bytes")
                 else:
                     content = archive.extractfile(member).read()
                     (sample.texts if is_text else sample.objects).append((member.name, content))
-            yield from sample.records(reading, format_of, others)
+            yield from sample.records(reading, others)
     except tarfile.TarError as error:
         # What was read before the damage is whole.
-        yield from sample.records(reading, format_of, others)
+        yield from sample.records(reading, others)
         raise DamagedFileError(f"damaged tar archive ({error})") from None
 
 
@@ -168,11 +163,11 @@ def _problem(name: str, problem: str) -> Record:
     return Record(1, None, f"member {_shown(name)}: {problem}")
 
 
-def _member_records(name: str, file: io.IOBase, found: MemberFormat, reading: Reading) -> Iterator[Record]:
+def _member_records(name: str, file: io.IOBase, reading: Reading) -> Iterator[Record]:
     """Reads a member that is a file of documents. If it is damaged, the rest of the archive is still read."""
-    with ByteStream(name, found.compression, file) as stream:
+    with ByteStream(name, inner_suffix(name)[1], file) as stream:
         try:
-            for record in found.read(stream, reading):
+            for record in FORMATS[format_by_name(name)](stream, reading):
                 problem = record.problem and f"member {_shown(name)}, {record.place:,}: {record.problem}"
                 yield record._replace(problem=problem)
         except DamagedFileError as error:

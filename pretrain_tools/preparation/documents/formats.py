@@ -7,6 +7,7 @@ DamagedFileError is raised. Texts are UTF-8 bytes, unchanged except for a leadin
 import csv
 import io
 import json
+import os
 import re
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -31,6 +32,7 @@ from pretrain_tools.preparation.documents.records import (
 
 PART_BYTES = 4 << 20
 DOCUMENT_UNITS = ("file", "line", "paragraph")
+COMPRESSIONS = {".gz": "gz", ".tgz": "gz", ".zst": "zst", ".zstd": "zst"}
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 SPACE = re.compile(r"\s*")
 
@@ -56,6 +58,19 @@ def file_format(*suffixes: str, place: str) -> Callable[[Reader], Reader]:
         return read
 
     return decorated
+
+
+def inner_suffix(path: str) -> tuple[str, str | None]:
+    """Returns (suffix without that of the compression, compression) of a file's name."""
+    stem, suffix = os.path.splitext(shown(path).lower())
+    compression = COMPRESSIONS.get(suffix)
+    return (suffix if compression is None or suffix == ".tgz" else os.path.splitext(stem)[1]), compression
+
+
+def format_by_name(path: str) -> str | None:
+    """Finds a file's format by its suffix in any case; None if unknown."""
+    suffix, _ = inner_suffix(path)
+    return next((name for name, found in FORMATS.items() if suffix in found.suffixes), None)
 
 
 def whole_lines(stream: ByteStream) -> Iterator[tuple[int, bytes]]:

@@ -14,7 +14,7 @@ from pretrain.errors import InputError
 from pretrain_tools.preparation.documents.byte_stream import DamagedFileError
 from pretrain_tools.preparation.documents.containers import table_records
 from pretrain_tools.preparation.documents.records import Reading, Record
-from pretrain_tools.preparation.documents.sources import InputFile, Part, Position, part_of_records
+from pretrain_tools.preparation.documents.sources import InputFile, Part, Position
 
 ROWS_PER_PART = 1000
 ROWS_IN_FINGERPRINT = 64
@@ -137,7 +137,7 @@ class HubDataset:
             source = InputFile(name, name, "dataset", None, 0)
             for part, found, input_bytes in parts:
                 rows_before += len(found)
-                yield part_of_records(Position(number, part, rows_before), input_bytes, source, found)
+                yield Part(Position(number, part, rows_before), input_bytes, [(source, found)])
 
     def _tables(self, file: int, first: int, rows_before: int) -> Iterator[Any]:
         """Yields ROWS_PER_PART rows at a time, from part `first` of a file on; rows_before: those of all before it."""
@@ -231,8 +231,9 @@ def open_dataset(name_and_limit: str, subset: str | None, split: str, streaming:
         rows = _load(preset.path, subset, split, streaming, revision)
     except Exception as error:  # whatever the dataset's builder raises
         lines = str(error).strip().splitlines() or [type(error).__name__]
+        where = "" if is_local else _where(name, preset)
         raise InputError(
-            f"--dataset {name}{_where(name, preset)}: cannot be loaded as subset {subset or 'default'}, "
+            f"--dataset {name}{where}: cannot be loaded as subset {subset or 'default'}, "
             f"split {split}: {' '.join(lines)[:500]}"
         ) from None
     shown = Path(name).resolve().name if is_local else preset.path
@@ -243,8 +244,6 @@ def open_dataset(name_and_limit: str, subset: str | None, split: str, streaming:
 
 
 def _where(name: str, preset: Preset) -> str:
-    if Path(name).exists():
-        return ""
     if preset.path != name:
         return f" ({preset.path} on the Hub)"
     near = difflib.get_close_matches(name.lower(), PRESETS, n=1)

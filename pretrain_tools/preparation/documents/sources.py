@@ -20,26 +20,15 @@ from pretrain.errors import InputError, Problems, did_you_mean
 from pretrain.files import is_url, shown
 from pretrain.registry import FORMATS
 from pretrain.urls import find_urls, fingerprint, open_file, size_of
-from pretrain_tools.preparation.documents import archives, containers, formats
+from pretrain_tools.preparation.documents import (
+    archives,  # noqa: F401 registers its format
+    containers,
+    formats,
+)
 from pretrain_tools.preparation.documents.byte_stream import ByteStream, DamagedFileError
-from pretrain_tools.preparation.documents.formats import PART_BYTES, file_format
+from pretrain_tools.preparation.documents.formats import PART_BYTES, format_by_name, inner_suffix
 from pretrain_tools.preparation.documents.records import Reading, Record
 
-
-@FORMATS.register("tar")
-@file_format(".tar", ".tgz", place="document")
-def _read_tar(stream: ByteStream, reading: Reading) -> Iterator[Record]:
-    return archives.read_tar(stream, reading, _member_format)
-
-
-def _member_format(name: str) -> archives.MemberFormat | None:
-    """Finds the format of an archive's member by its name."""
-    inner, compression = _inner_suffix(name)
-    found = _format_of(inner)
-    return archives.MemberFormat(found, compression, FORMATS[found]) if found else None
-
-
-COMPRESSIONS = {".gz": "gz", ".tgz": "gz", ".zst": "zst", ".zstd": "zst"}
 EXPECTED_COMPRESSION_RATIO = 4
 LARGEST_ROW_GROUP_BYTES = 64 << 20
 RECORDS_PER_PART = 4096
@@ -68,7 +57,7 @@ class InputFile:
     bytes: int
 
     def open(self) -> ByteStream:
-        """Its content, decompressed."""
+        """Opens the content, decompressed."""
         return ByteStream(self.path, self.compression)
 
     def place(self, number: int) -> str:
@@ -82,26 +71,8 @@ class InputFile:
 
 def place_text(path: str, format_name: str | None, number: int) -> str:
     """Describes a place in a file. format_name: None takes it from the suffix; datasets have none."""
-    if format_name is None:
-        inner = _inner_suffix(path)[0]
-        format_name = _format_of(inner) or "dataset"
+    format_name = format_name or format_by_name(path) or "dataset"
     return f"{path}, {'row' if format_name == 'dataset' else FORMATS[format_name].place} {number:,}"
-
-
-def _format_of(suffix: str) -> str | None:
-    return next((name for name, found in FORMATS.items() if suffix in found.suffixes), None)
-
-
-def format_by_name(path: str) -> str | None:
-    """Finds a file's format by its suffix in any case; None if unknown."""
-    return _format_of(_inner_suffix(path)[0])
-
-
-def _inner_suffix(path: str) -> tuple[str, str | None]:
-    """Returns (suffix without that of the compression, compression) of a file's name."""
-    stem, suffix = os.path.splitext(shown(path).lower())
-    compression = COMPRESSIONS.get(suffix)
-    return (suffix if compression is None or suffix == ".tgz" else os.path.splitext(stem)[1]), compression
 
 
 def find_sources(
@@ -120,10 +91,11 @@ def find_sources(
     for pattern in patterns:
         found = files_matching(pattern)
         if not found:
-            folder = f"is a folder; name its files, such as '{pattern}/**/*.jsonl'" if os.path.isdir(pattern) else ""
-            is_other = not is_url(pattern) and os.path.exists(pattern)
-            other = "is a pipe or a device; write its content into a file" if is_other else ""
-            remedy = folder or other or "no such file; quote patterns, ** looks into folders"
+            remedy = "no such file; quote patterns, ** looks into folders"
+            if os.path.isdir(pattern):
+                remedy = f"is a folder; name its files, such as '{pattern}/**/*.jsonl'"
+            elif os.path.exists(pattern):
+                remedy = "is a pipe or a device; write its content into a file"
             problems.append(f"{option} {shown(pattern)}: {remedy}")
         paths.update(found)
     kept = _each_once([path for path in paths if not any(fnmatch.fnmatch(path, pattern) for pattern in exclude)])
@@ -202,11 +174,11 @@ def _names_below(paths: Sequence[str]) -> list[str]:
 
 
 def _source(path: str, name: str, format_name: str | None) -> InputFile:
-    inner, compression = _inner_suffix(path)
-    found = format_name or _format_of(inner)
+    suffix, compression = inner_suffix(path)
+    found = format_name or format_by_name(path)
     if found is None:
         known = " ".join(suffix for found in FORMATS.values() for suffix in found.suffixes)
-        given = inner or "without a suffix"
+        given = suffix or "without a suffix"
         raise InputError(
             f"{shown(path)}: unknown format {given}; known: {known}, also .gz or .zst; or give --input_format"
         )
@@ -254,9 +226,6 @@ def _guarded(records: Iterator[Record], stream: ByteStream) -> Iterator[Record]:
             yield Record(place + 1, None, problem, problem_records=error.records)
 
 
-ReadRecords = Callable[[Reading], Iterable[Record]]
-
-
 @dataclass(frozen=True)
 class Part:
     """Work for one worker at a time. What it holds depends on the input alone."""
@@ -264,25 +233,15 @@ class Part:
     after: Position
     input_bytes: int
     """Bytes of the files as they are stored."""
-    sources: tuple[tuple[InputFile, ReadRecords], ...]
-    """Each source with what reads its records. Picklable."""
+    sources: Sequence[tuple[InputFile, Callable[[Reading], Iterable[Record]] | Sequence[Record]]]
+    """Each source with the records that one process had to read, or with what reads them. Picklable."""
 
     def records(self, reading: Reading) -> Iterator[tuple[InputFile, Record]]:
         """Yields every record with its source; texts shorter or longer than `reading` allows are left out."""
-        for source, read in self.sources:
-            for record in read(reading):
+        for source, given in self.sources:
+            for record in given(reading) if callable(given) else given:
                 is_left_out = record.text and reading.leaves_out(record.text)
                 yield source, Record(record.place, None) if is_left_out else record
-
-
-def part_of_records(after: Position, input_bytes: int, source: InputFile, records: Sequence[Record]) -> Part:
-    """Makes a part of records that this process has read, from what only one process can read."""
-    return Part(after, input_bytes, ((source, partial(given_records, tuple(records))),))
-
-
-def given_records(records: Sequence[Record], reading: Reading) -> Sequence[Record]:
-    """Returns records that have been read already."""
-    return records
 
 
 @dataclass(frozen=True)
@@ -317,7 +276,7 @@ class LargeFile:
                 return
             if offset >= self.taken.start and part_number >= self.first:
                 yield part
-            offset += part.input_bytes * (expected_bytes(source) // max(1, source.bytes))
+            offset += part.input_bytes * compression_ratio(source)
 
 
 @dataclass(frozen=True)
@@ -340,10 +299,13 @@ class Files:
 
     def description(self) -> list[dict[str, Any]]:
         """Lists name, size and fingerprint of every file."""
-        sizes = [size_of(source.path) for source in self.sources]
         return [
-            {"path": source.name, "bytes": size, "fingerprint": fingerprint(source.path, size)}
-            for source, size in zip(self.sources, sizes, strict=True)
+            {
+                "path": source.name,
+                "bytes": (size := size_of(source.path)),
+                "fingerprint": fingerprint(source.path, size),
+            }
+            for source in self.sources
         ]
 
     def sliced(self, number: int, count: int) -> "Files":
@@ -375,7 +337,7 @@ class Files:
                 group = group[: max(1, sum(1 for size in sizes if size <= PART_BYTES))]
                 number += len(group)
                 if offset >= taken.start:
-                    read = tuple((source, partial(records_of, source)) for source in group)
+                    read = [(source, partial(records_of, source)) for source in group]
                     yield Part(Position(number, 0), sum(source.bytes for source in group), read)
                 offset += sum(map(expected_bytes, group))
             else:
@@ -397,9 +359,14 @@ class Files:
         return (record.text for part in parts for _, record in part.records(reading) if record.text)
 
 
+def compression_ratio(source: InputFile) -> int:
+    """Estimates how many times as large a file is when decompressed."""
+    return EXPECTED_COMPRESSION_RATIO if source.compression else 1
+
+
 def expected_bytes(source: InputFile) -> int:
     """Estimates how large a file is when decompressed."""
-    return source.bytes * (EXPECTED_COMPRESSION_RATIO if source.compression else 1)
+    return source.bytes * compression_ratio(source)
 
 
 def _is_small(source: InputFile, reading: Reading) -> bool:
@@ -416,18 +383,18 @@ def _line_parts(source: InputFile, number: int) -> Iterator[Part]:
         try:
             for part, (line, content) in enumerate(formats.whole_lines(stream), 1):
                 read = partial(formats.records_of_lines, line, content, source.format)
-                yield Part(Position(number, part), stream.consumed - before, ((source, read),))
+                yield Part(Position(number, part), stream.consumed - before, [(source, read)])
                 before = stream.consumed
         except DamagedFileError as error:
             problem = Record(line + content.count(b"\n"), None, f"{error}; nothing after it was read")
-            yield part_of_records(Position(number, part + 1), source.bytes - before, source, [problem])
+            yield Part(Position(number, part + 1), source.bytes - before, [(source, [problem])])
 
 
 def _row_group_parts(source: InputFile, number: int, groups: list[int]) -> Iterator[Part]:
     total = sum(groups) or 1
     for row_group, size in enumerate(groups):
         read = partial(records_of, source, row_group=row_group)
-        yield Part(Position(number, row_group + 1), source.bytes * size // total, ((source, read),))
+        yield Part(Position(number, row_group + 1), source.bytes * size // total, [(source, read)])
 
 
 def _record_parts(source: InputFile, number: int, reading: Reading) -> Iterator[Part]:
@@ -441,8 +408,8 @@ def _record_parts(source: InputFile, number: int, reading: Reading) -> Iterator[
         size += len(record.text or b"")
         if size >= PART_BYTES or len(found) >= RECORDS_PER_PART:
             part += 1
-            yield part_of_records(Position(number, part), stream.consumed - before, source, found)
+            yield Part(Position(number, part), stream.consumed - before, [(source, found)])
             before = stream.consumed
             found = []
             size = 0
-    yield part_of_records(Position(number, part + 1), source.bytes - before, source, found)
+    yield Part(Position(number, part + 1), source.bytes - before, [(source, found)])

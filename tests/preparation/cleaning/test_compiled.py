@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from pretrain_tools.preparation.cleaning.compiled import LOWER, SENTENCE_END, divided_texts, joined_texts
+from pretrain_tools.preparation.cleaning.compiled import LOWER, SENTENCE_END, divided_texts
 from pretrain_tools.preparation.cleaning.forms import SIGNS, Lines
 from pretrain_tools.preparation.cleaning.published import PHRASES, phrases_in
 
@@ -18,18 +18,18 @@ TEXTS = [
 
 
 def lines_of(texts):
-    divided = divided_texts(*joined_texts([text.encode() for text in texts]))
+    divided = divided_texts([text.encode() for text in texts])
     return Lines(divided.text, divided.lines, len(texts))
 
 
 def columns_of(text, *columns):
-    lines = divided_texts(*joined_texts([text.encode()])).lines
+    lines = divided_texts([text.encode()]).lines
     return [lines[column].tolist() for column in columns]
 
 
 @pytest.mark.parametrize("text", TEXTS, ids=range(len(TEXTS)))
 def test_words_and_lines_are_those_of_python(text):
-    divided = divided_texts(*joined_texts([b"before", text.encode(), b"after"]))
+    divided = divided_texts([b"before", text.encode(), b"after"])
     first, last = divided.word_bounds[1]
     assert divided.lengths[first:last].tolist() == [len(word) for word in text.split()]
     lines = divided.lines[divided.lines["document"] == 1]
@@ -41,7 +41,7 @@ def test_words_and_lines_are_those_of_python(text):
 
 
 def test_blank_lines_and_documents_divide_blocks():
-    divided = divided_texts(*joined_texts([b"\na\nb\n\n \nc\n", b"d\r\ne\r\n\r\nf"]))
+    divided = divided_texts([b"\na\nb\n\n \nc\n", b"d\r\ne\r\n\r\nf"])
     blocks = divided.lines["block"].tolist()
     documents = divided.lines["document"].tolist()
     assert documents == [0, 0, 0, 1, 1, 1]
@@ -57,19 +57,19 @@ def test_lines_are_joined_by_one_line_end():
 def test_words_of_random_texts_are_those_of_python():
     rng = np.random.default_rng(3)
     texts = ["".join(rng.choice([*"ab.Zé漢 \n\t\r\u2003,-"], 40)) for _ in range(300)]
-    divided = divided_texts(*joined_texts([text.encode() for text in texts]))
+    divided = divided_texts([text.encode() for text in texts])
     found = [divided.lengths[first:last].tolist() for first, last in divided.word_bounds]
     assert found == [list(map(len, text.split())) for text in texts]
 
 
 def test_equal_words_have_equal_hashes_and_documents_do_not_mix():
-    divided = divided_texts(*joined_texts([b"the caf\xc3\xa9, the", b"", b"the"]))
+    divided = divided_texts([b"the caf\xc3\xa9, the", b"", b"the"])
     assert divided.word_bounds.tolist() == [[0, 3], [3, 3], [3, 4]]
     assert divided.hashes[0] == divided.hashes[2] == divided.hashes[3] != divided.hashes[1]
 
 
 def test_words_of_punctuation_alone_do_not_count():
-    divided = divided_texts(*joined_texts(["-- well , 1.5 “…” + § then".encode()]))
+    divided = divided_texts(["-- well , 1.5 “…” + § then".encode()])
     assert divided.totals[0].tolist() == [4, 4 + 3 + 1 + 4, 2]
 
 
@@ -104,8 +104,8 @@ def test_signs_are_counted_by_line():
 
 
 def test_a_text_of_single_letters_and_one_of_line_ends_have_room():
-    assert len(divided_texts(*joined_texts([b"a " * 50_000, b"b"])).lengths) == 50_001
-    assert divided_texts(*joined_texts([b"a\n" * 50_000])).lines.shape == (50_000,)
+    assert len(divided_texts([b"a " * 50_000, b"b"]).lengths) == 50_001
+    assert divided_texts([b"a\n" * 50_000]).lines.shape == (50_000,)
 
 
 def test_phrases_are_counted_within_their_line_in_any_case():

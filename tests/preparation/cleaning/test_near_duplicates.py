@@ -19,7 +19,7 @@ from pretrain_tools.preparation import near_duplicate_search
 from pretrain_tools.preparation.cleaning.near_duplicates import EMPTY, NearDuplicates, shingle_hashes
 from pretrain_tools.preparation.documents.document_index import read_index
 from support.faults import EVERYTHING
-from support.prepared import content_of, run_killed, write_jsonl
+from support.prepared import content_of, write_jsonl
 
 
 def words(rng, count):
@@ -236,7 +236,7 @@ MOMENTS = (
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_a_kill_at_any_moment_changes_nothing(tmp_path, tokenizer, workers):
+def test_a_kill_at_any_moment_changes_nothing(tmp_path, tokenizer, workers, run_killed):
     """With FAULTS=all, 20 at random."""
     write_jsonl(tmp_path / "a.jsonl", documents_with_copies(40)[0])
     arguments = ("--input", tmp_path / "a.jsonl", "--tokenizer", tokenizer, "--near_duplicates", "0.8")
@@ -261,11 +261,11 @@ def test_a_search_that_stops_goes_on_where_it_was(tmp_path, run, small_parts, mo
     perform = near_duplicate_search.DuplicateSearch.perform
     performed = []
 
-    def breaking(self, *task):
-        performed.append(task[:2])
+    def breaking(self, job):
+        performed.append(job)
         if len(performed) in (1, 30, 60, 205):
             raise OSError(28, "No space left on device")
-        return perform(self, *task)
+        return perform(self, job)
 
     monkeypatch.setattr(near_duplicate_search.DuplicateSearch, "perform", breaking)
     for _ in range(4):
