@@ -304,7 +304,9 @@ def by_deepspeed(work: Work) -> Memory:
     # The fp32 masters are a copy even where the weights are fp32.
     states = FP32 * sizes.total * share + work.optimizer_bytes(share)
     weights = compute * sizes.total * (share if stage == 3 else 1.0)
-    gradients, buckets = zero_gradients(work, stage, share, settings)
+    gradients, buckets, copies = zero_gradients(work, stage, share, settings)
+    # Gradients that fill more than one bucket are reduced beside activations, and all of them at the end.
+    in_pass = buckets + (copies if sizes.total > settings.get("reduce_bucket_size", LARGE_BUCKET) else 0.0)
     unreduced = FP32 * sizes.total if work.run.config.batch.no_sync and work.accumulates and stage > 1 else 0.0
     gathered = 0.0
     if stage == 3:  # layers stay gathered up to this number of elements, or until their next use is further away
@@ -313,9 +315,10 @@ def by_deepspeed(work: Work) -> Memory:
     resident += unreduced
     moments = {
         "loss": (resident, act["loss"], gathered + (buckets if work.accumulates else 0.0)),
-        "backward": (resident, act["backward"], gathered + buckets),
-        "first layer": (gradients + unreduced, act["first layer"], gathered + buckets),
-        "embedding": (gradients + unreduced, compute * sizes.embedding + act["embedding"], gathered + buckets),
+        "backward": (resident, act["backward"], gathered + in_pass),
+        "first layer": (gradients + unreduced, act["first layer"], gathered + in_pass),
+        "embedding": (gradients + unreduced, compute * sizes.embedding + act["embedding"], gathered + in_pass),
+        "last bucket": (gradients + unreduced, 0.0, buckets + copies),
     }
     optimizer = settings.get("offload_optimizer") or {}
     parameters = settings.get("offload_param") or {}
@@ -332,23 +335,27 @@ def by_deepspeed(work: Work) -> Memory:
     return at_peak(moments, 0.0 if parameters else weights, 0.0, host=host, disk=disk)
 
 
-def zero_gradients(work: Work, stage: int, share: float, settings: dict[str, Any]) -> tuple[float, float]:
-    """Returns (gradients, buckets in which they are summed) of DeepSpeed, in bytes."""
+LARGE_BUCKET = 5e8
+"""Elements of a bucket by DeepSpeed's default, and of those that its bf16 optimizer reduces."""
+
+
+def zero_gradients(work: Work, stage: int, share: float, settings: dict[str, Any]) -> tuple[float, float, float]:
+    """Returns (gradients, buckets in which they are summed, copies of a bucket while it is reduced), in bytes."""
     sizes = work.sizes
     largest = max(sizes.largest, sizes.layer)
-    elements = max(settings.get("reduce_bucket_size", 5e8), 0)
+    elements = max(settings.get("reduce_bucket_size", LARGE_BUCKET), 0)
     buckets = 2 if settings.get("overlap_comm") else 1
-    if stage == 1 and work.compute != FP32:  # one flat fp32 tensor for all gradients, and those of a layer in bf16
-        return FP32 * sizes.total, work.compute * sizes.total
+    if stage == 1 and work.compute != FP32:  # one flat fp32 tensor for all gradients, beside those in bf16
+        return FP32 * sizes.total, work.compute * sizes.total, FP32 * min(LARGE_BUCKET, sizes.total)
     if stage == 1:
-        return FP32 * sizes.total, buckets * FP32 * elements
+        return FP32 * sizes.total, buckets * FP32 * elements, 0.0
+    filled = min(elements, sizes.total)
     if stage == 2:  # in bf16 what arrives of the other processes in fp32 is added to a second partition
-        copies = 2 if work.accumulates and work.compute != FP32 else 1
-        # A bucket is copied before it is reduced, in bf16 twice: DeepSpeed's flat copy, and that in fp32.
-        reduced = min(elements, sizes.total) * (work.compute + (FP32 if work.compute != FP32 else 0))
-        held = buckets * work.compute * elements + reduced + work.compute * largest
-        return copies * FP32 * sizes.total * share, held
-    return FP32 * sizes.total * share, FP32 * elements + (work.compute + FP32) * largest
+        partitions = 2 if work.accumulates and work.compute != FP32 else 1
+        held = buckets * work.compute * elements + work.compute * largest
+        # A flat copy, and in bf16 another in fp32.
+        return partitions * FP32 * sizes.total * share, held, filled * (work.compute + FP32 * (work.compute != FP32))
+    return FP32 * sizes.total * share, FP32 * elements + (work.compute + FP32) * largest, FP32 * filled
 
 
 STATES: dict[str, Callable[[Work], Memory]] = dict.fromkeys(
