@@ -304,7 +304,7 @@ def by_deepspeed(work: Work) -> Memory:
     # The fp32 masters are a copy even where the weights are fp32.
     states = FP32 * sizes.total * share + work.optimizer_bytes(share)
     weights = compute * sizes.total * (share if stage == 3 else 1.0)
-    gradients, buckets, copies = zero_gradients(work, stage, share, settings)
+    gradients, buckets, one, copies = zero_gradients(work, stage, share, settings)
     # Gradients that fill more than one bucket are reduced beside activations, and all of them at the end.
     in_pass = buckets + (copies if sizes.total > settings.get("reduce_bucket_size", LARGE_BUCKET) else 0.0)
     unreduced = FP32 * sizes.total if work.run.config.batch.no_sync and work.accumulates and stage > 1 else 0.0
@@ -313,11 +313,19 @@ def by_deepspeed(work: Work) -> Memory:
         gathered = compute * min(sizes.total, max(settings.get("stage3_max_live_parameters", 1e9), 2 * sizes.layer))
     resident = gradients if work.accumulates or stage == 3 or (stage == 1 and compute != FP32) else 0.0
     resident += unreduced
+    fetched = 0.0
+    if stage == 3:  # what is prefetched arrives in one tensor and is copied from there
+        fetched = compute * min(sizes.total, settings.get("stage3_prefetch_bucket_size", 5e7))
     moments = {
-        "loss": (resident, act["loss"], gathered + (buckets if work.accumulates else 0.0)),
-        "backward": (resident, act["backward"], gathered + in_pass),
-        "first layer": (gradients + unreduced, act["first layer"], gathered + in_pass),
-        "embedding": (gradients + unreduced, compute * sizes.embedding + act["embedding"], gathered + in_pass),
+        "first gather": (resident, 0.0, gathered + buckets + fetched),
+        "loss": (resident, act["loss"], gathered + (buckets if work.accumulates or stage == 3 else 0.0)),
+        "backward": (resident, act["backward"], gathered + in_pass + one),
+        "first layer": (gradients + unreduced, act["first layer"], gathered + in_pass + one),
+        "embedding": (
+            gradients + unreduced,
+            act["embedding"],
+            gathered + in_pass + max(one, compute * sizes.embedding),
+        ),
         "last bucket": (gradients + unreduced, 0.0, buckets + copies),
     }
     optimizer = settings.get("offload_optimizer") or {}
@@ -339,23 +347,28 @@ LARGE_BUCKET = 5e8
 """Elements of a bucket by DeepSpeed's default, and of those that its bf16 optimizer reduces."""
 
 
-def zero_gradients(work: Work, stage: int, share: float, settings: dict[str, Any]) -> tuple[float, float, float]:
-    """Returns (gradients, buckets in which they are summed, copies of a bucket while it is reduced), in bytes."""
+def zero_gradients(
+    work: Work, stage: int, share: float, settings: dict[str, Any]
+) -> tuple[float, float, float, float]:
+    """Returns bytes of DeepSpeed's gradients, of the buckets in which they are summed, of a gradient on its way into a
+    bucket, and of the copies of a bucket while it is reduced.
+    """
     sizes = work.sizes
     largest = max(sizes.largest, sizes.layer)
     elements = max(settings.get("reduce_bucket_size", LARGE_BUCKET), 0)
     buckets = 2 if settings.get("overlap_comm") else 1
     if stage == 1 and work.compute != FP32:  # one flat fp32 tensor for all gradients, beside those in bf16
-        return FP32 * sizes.total, work.compute * sizes.total, FP32 * min(LARGE_BUCKET, sizes.total)
+        return FP32 * sizes.total, work.compute * sizes.total, 0.0, FP32 * min(LARGE_BUCKET, sizes.total)
     if stage == 1:
-        return FP32 * sizes.total, buckets * FP32 * elements, 0.0
+        return FP32 * sizes.total, buckets * FP32 * elements, 0.0, 0.0
     filled = min(elements, sizes.total)
     if stage == 2:  # in bf16 what arrives of the other processes in fp32 is added to a second partition
         partitions = 2 if work.accumulates and work.compute != FP32 else 1
-        held = buckets * work.compute * elements + work.compute * largest
         # A flat copy, and in bf16 another in fp32.
-        return partitions * FP32 * sizes.total * share, held, filled * (work.compute + FP32 * (work.compute != FP32))
-    return FP32 * sizes.total * share, FP32 * elements + (work.compute + FP32) * largest, FP32 * filled
+        copies = filled * (work.compute + FP32 * (work.compute != FP32))
+        held = buckets * work.compute * elements
+        return partitions * FP32 * sizes.total * share, held, work.compute * largest, copies
+    return FP32 * sizes.total * share, FP32 * elements, (work.compute + FP32) * largest, FP32 * filled
 
 
 STATES: dict[str, Callable[[Work], Memory]] = dict.fromkeys(

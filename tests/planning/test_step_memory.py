@@ -1,8 +1,6 @@
 """What a plan says that a step needs, beside what it holds on GPUs that are not there; see
 support/memory_on_fake_cuda.py. STRATEGIES=all: every strategy, with and without compiled layers and several
 micro-steps, and whole models of up to 1.3B parameters.
-
-ZeRO is not here: it was not tried. bench/memory.py compares it over gloo.
 """
 
 import importlib.util
@@ -31,7 +29,7 @@ def test_a_plan_knows_the_peak_of_a_step(outcomes, setup, tmp_path, monkeypatch)
     needed = max(max(outcome.result.values()) for outcome in seen)
     monkeypatch.setitem(MODELS, setup.model, setup.model_config())
     config = read_config(tmp_path, setup.launch(0))
-    run = PlannedRun(config, load_model_config(config.model.config), "bf16", device_bytes=80 << 30)
+    run = PlannedRun(config, load_model_config(config.model.config), config.precision, device_bytes=80 << 30)
     planned = footprint(run, setup.layout, setup.sequences)
     print(f"{setup.name}: {planned.total / needed:.3f} of {needed / 1e9:.2f} GB", planned)
     # The last stage keeps activations for longer than its gradients need them: see docs/measurements_memory.md.

@@ -89,10 +89,20 @@ class MemorySetup:
         )
 
 
+def zero(stage: int, micro_steps: int, precision: str = "bf16") -> MemorySetup:
+    """A setup of what `prepared` runs on the host: 16 tokens, nothing compiled."""
+    settings = (("precision", precision),)
+    sizes = {"layers": 2, "sequences": 1, "length": 16}
+    return MemorySetup(f"zero{stage}", "llama_125m", False, micro_steps, settings=settings, **sizes)
+
+
 TYPICAL = [
     MemorySetup("ddp", "llama_125m", layers=2),
     MemorySetup("fsdp2", "gpt2_124m", micro_steps=2, layers=2, sequences=16, length=1024),
     MemorySetup("cp", "llama_125m", layers=3, size=4),
+    zero(1, 2),
+    zero(2, 1),
+    zero(3, 1),
 ]
 """In every run of the suite."""
 DIVIDED = [MemorySetup(strategy, "llama_125m", layers=3, size=4) for strategy in ("tp", "cp")]
@@ -117,6 +127,8 @@ FURTHER = [
         for schedule in ("ZBVZeroBubble", "InterleavedZeroBubble")
         for size in (2, 4)
     ),
+    *(zero(stage, micro_steps, "fp32") for stage in (1, 2, 3) for micro_steps in (1, 2)),
+    *(zero(stage, micro_steps) for stage, micro_steps in ((1, 1), (2, 2), (3, 2))),
     MemorySetup("cp", "llama_125m", layers=2, size=4),
     MemorySetup("ep", "qwen3_moe_500m", compiled=False, layers=3),
     MemorySetup("ep", "qwen3_moe_500m", layers=3, checkpointing="full"),

@@ -78,8 +78,9 @@ class LiveBytes(TorchDispatchMode):
 
     current: "LiveBytes"
 
-    def __init__(self):
+    def __init__(self, device_type: str = "cuda"):
         super().__init__()
+        self.device_type = device_type
         self.storages: dict[int, tuple[int, weakref.ref]] = {}
         self.total = self.peak = 0
         LiveBytes.current = self
@@ -105,7 +106,7 @@ class LiveBytes(TorchDispatchMode):
             return NotImplemented  # a DTensor, or one in fp8, comes back with the tensors inside
         result = func(*args, **(kwargs or {}))
         for value in _pytree.tree_leaves(result):
-            if isinstance(value, torch.Tensor) and value.device.type == "cuda":
+            if isinstance(value, torch.Tensor) and value.device.type == self.device_type:
                 self.add(value.untyped_storage())
         self.peak = max(self.peak, self.now())
         return result
