@@ -305,8 +305,9 @@ def by_deepspeed(work: Work) -> Memory:
     states = FP32 * sizes.total * share + work.optimizer_bytes(share)
     weights = compute * sizes.total * (share if stage == 3 else 1.0)
     gradients, buckets, one, copies = zero_gradients(work, stage, share, settings)
-    # Gradients that fill more than one bucket are reduced beside activations, and all of them at the end.
-    in_pass = buckets + (copies if sizes.total > settings.get("reduce_bucket_size", LARGE_BUCKET) else 0.0)
+    # Stages 2 and 3 reduce a full bucket beside activations, and what is left at the end.
+    fills_bucket = stage > 1 and sizes.total > settings.get("reduce_bucket_size", LARGE_BUCKET)
+    in_pass = buckets + (copies if fills_bucket else 0.0)
     unreduced = FP32 * sizes.total if work.run.config.batch.no_sync and work.accumulates and stage > 1 else 0.0
     gathered = 0.0
     if stage == 3:  # layers stay gathered up to this number of elements, or until their next use is further away
