@@ -44,7 +44,7 @@ def build_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--model", nargs="+", default=[], metavar="MODEL", help="model or models to evaluate; see above")
     add("--output", type=Path, metavar="FILE", help="also write everything as JSON")
-    add("--weights", default="raw", help="raw, or average: the mean of the weights that a checkpoint has [raw]")
+    add("--weights", default="raw", help="raw, or average: the averaged weights of a checkpoint [raw]")
     add("--precision", default="auto", help="auto, bf16, fp16 or fp32; auto: tasks as saved, data as the run trained")
     add("--trust_remote_code", action="store_true", help="run the code in the model folder; off by default")
     add("--extensions", nargs="+", default=[], metavar="FILE", help="Python files with tasks and models of your own")

@@ -1,4 +1,4 @@
-"""Plans a run before launch: memory, time, cost and strategy; or makes a recipe of a budget. Needs no GPU.
+"""Plans a run before launch: memory, time, cost and strategy. Or turns a budget into a recipe. Needs no GPU.
 
 python plan.py --config recipes/llama_1b.yaml --gpus 8 --gpu h100
 python plan.py --config recipes/llama_1b.yaml --gpus 64 --gpu h100 --machines 8 --mfu 0.45

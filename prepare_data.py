@@ -98,7 +98,7 @@ def verify(folder: str) -> None:
 
 
 def train_filter(arguments: "Namespace") -> None:
-    """Trains a quality classifier on good and on other texts, and prints how well it tells them apart."""
+    """Trains a quality classifier on good and on ordinary texts, and prints how well it tells them apart."""
     from pretrain_tools.preparation.cleaning.quality_classifier import train_classifier
     from pretrain_tools.preparation.request import read_examples
 

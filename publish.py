@@ -46,7 +46,12 @@ def build_parser() -> argparse.ArgumentParser:
     add("--trust_remote_code", action="store_true", help=text)
     text = "verify every file of a published folder or OWNER/NAME[@REVISION]; takes no other option"
     add("--verify", metavar="PLACE", help=text)
-    add("--sign", type=Path, metavar="KEY", help="sign the folder with a private elliptic key in PEM (model-signing)")
+    add(
+        "--sign",
+        type=Path,
+        metavar="KEY",
+        help="sign the folder with an elliptic-curve private key in PEM (model-signing)",
+    )
     add("--public_key", type=Path, metavar="KEY", help="with --verify: public key of the signature, in PEM")
     return parser
 

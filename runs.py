@@ -190,13 +190,13 @@ def add_parity(commands: Commands) -> None:
     epilog = f"{ANY_SETTING} --data.sequence_length 256"
     text = "check that a recipe trains identically under every strategy"
     command = add_command(commands, "parity", parity, text, epilog)
-    command.add_argument("--config", type=Path, required=True, metavar="RECIPE")
+    command.add_argument("--config", type=Path, required=True, metavar="RECIPE", help="the recipe to train")
     command.add_argument("--steps", type=int, default=50, help="optimizer steps of each run (default 50)")
     text = "names in accelerate_configs/, comma-separated (default: all, or with --mesh none)"
     command.add_argument("--strategies", help=text)
-    text = "products of dimensions too: all of this number of processes, or the sizes of one, such as dp_shard=2,tp=2"
+    text = "also train combinations of dimensions: all of them, or one by its sizes, such as dp_shard=2,tp=2"
     command.add_argument("--mesh", metavar="SIZES", help=text)
-    command.add_argument("--processes", type=int, default=2, help="processes, except of single (default 2)")
+    command.add_argument("--processes", type=int, default=2, help="processes of each strategy but single (default 2)")
     command.add_argument("--precision", choices=["fp32", "bf16", "fp16", "fp8"], default="fp32", help="(default fp32)")
     command.add_argument("--output", type=Path, default=Path("runs/parity"), help="(default runs/parity)")
 
@@ -205,9 +205,9 @@ def add_sweep(commands: Commands) -> None:
     """Adds the command that trains under several settings."""
     text = "train a recipe under several settings and compare; the same command continues"
     command = add_command(commands, "sweep", sweep, text, f"{ANY_SETTING} --budget.steps 500")
-    text = "every combination is trained; or, with --search, a range: optim.learning_rate=1e-4..1e-2"
+    text = "values of a setting; all combinations are trained. With --search, a range: optim.learning_rate=1e-4..1e-2"
     command.add_argument("--vary", action="append", required=True, metavar="SETTING=V1,V2", help=text)
-    add_small_runs(command, "runs of each, from the recipe's seed on (default 1)")
+    add_small_runs(command, "seeds of each, counted up from the recipe's (default 1)")
     command.add_argument("--search", type=natural, metavar="N", help="try N settings, picked by optuna")
 
 
@@ -215,15 +215,17 @@ def add_mixture(commands: Commands) -> None:
     """Adds the command that proposes weights of data sources."""
     text = "train a small recipe on many mixtures of its sources and propose weights; the same command continues"
     command = add_command(commands, "mixture", mixture, text, f"{ANY_SETTING} --budget.steps 500")
-    command.add_argument("--runs", type=natural, default=16, help="mixtures, the recipe's own first (default 16)")
-    add_small_runs(command, "runs of each (default 1)")
+    command.add_argument(
+        "--runs", type=natural, default=16, help="number of mixtures; the first is the recipe's own (default 16)"
+    )
+    add_small_runs(command, "seeds of each (default 1)")
 
 
 def add_small_runs(command: argparse.ArgumentParser, seeds: str) -> None:
     """Adds the options of commands that train many runs."""
-    command.add_argument("--config", type=Path, required=True, metavar="RECIPE")
+    command.add_argument("--config", type=Path, required=True, metavar="RECIPE", help="the recipe of every run")
     command.add_argument("--seeds", type=natural, default=1, help=seeds)
-    command.add_argument("--output", type=Path, required=True, metavar="FOLDER")
+    command.add_argument("--output", type=Path, required=True, metavar="FOLDER", help="folder of the runs")
     command.add_argument("--parallel", type=natural, metavar="N", help="runs at a time (default: the GPUs, or 1)")
 
 
@@ -234,7 +236,7 @@ def add_ladder(commands: Commands) -> None:
     command = add_command(commands, "ladder", ladder, text, runs=several)
     text = "parameters=30M,tokens=600M, or a recipe; may be repeated"
     command.add_argument("--predict", action="append", default=[], metavar="RUN", help=text)
-    text = "parameters that N counts: in matrix products, without embeddings that are looked up, or all (matrix)"
+    text = "parameters that N counts: those in matmuls, without embedding tables, or all (matrix)"
     command.add_argument("--count", choices=["matrix", "total"], default="matrix", help=text)
     text = "without a suffix (default: ladder, in the folder)"
     command.add_argument("--output", type=Path, metavar="PATH", help=text)

@@ -1,4 +1,4 @@
-"""Pretrains a language model. The whole of a run, top to bottom.
+"""Pretrains a language model: the whole run, from top to bottom.
 
     python train.py --config recipes/demo.yaml                               # one process
     python train.py --config recipes/demo.yaml --optim.learning_rate 1e-3    # any setting by its path

@@ -153,7 +153,7 @@ class DataCache(Section):
     folder: Path
     """Folder on a disk of the machine, shared by its processes."""
     size: Annotated[Count, Field(ge=10**6)]
-    """Bytes that it takes, such as 256M."""
+    """Its size in bytes, such as 256M."""
 
 
 class Data(Section):
@@ -168,7 +168,7 @@ class Data(Section):
     document_mask: bool = True
     """Tokens attend within their own document only, however documents are packed into sequences."""
     sampling: Annotated[str, AfterValidator(SAMPLERS.checked)] = "epochs"
-    """epochs: every window once per epoch, in a seeded order. best_fit: the same with windows of whole documents.
+    """epochs: each window once per epoch, in a seeded order. best_fit: the same with windows of whole documents.
     random_windows: windows at random offsets. Or one of an extension."""
     transformations: dict[str, dict[str, Any] | None] = {}
     """Transformations of extensions that change the tokens of training windows, in this order: {NAME: {OPTION:
@@ -261,14 +261,14 @@ class Ramp(Section):
 
 class Batch(Section):
     tokens_per_step: OrAuto[BinaryCount]
-    """Global batch in tokens, whatever the number of processes; 512k is 2^19. auto: chosen from the run's tokens."""
+    """Global batch in tokens, for any number of processes; 512k is 2^19. auto: chosen from the run's tokens."""
     sequences_per_micro_batch: Count = 8
     """Sequences per forward pass and process; affects speed and memory, not results. At most this, if
     tokens_per_step is auto."""
     ramp: Ramp | None = None
     """Start with a smaller batch; null: full batch from the first step."""
     no_sync: bool = False
-    """fsdp2, hsdp, cp and, in fp32, ZeRO-2 and 3: keep gradients whole and reduce them once per step, not in every
+    """fsdp2, hsdp, cp and, in fp32, ZeRO-2 and 3: keep gradients unsharded and reduce them once per step, not in every
     micro-step, for 4 bytes per parameter. The other strategies reduce once anyway."""
 
 
@@ -367,7 +367,7 @@ class Averaging(Section):
     tail_fraction: PositiveFraction = 0.2
     """tail: final fraction of the run over which weights are averaged."""
     every_steps: Count = 10
-    """Steps between two that enter the average; ema's decay is adjusted to it."""
+    """The average takes in the weights every so many steps; ema's decay is adjusted to it."""
 
 
 class Pipeline(Section):
@@ -478,7 +478,7 @@ class Checkpoint(Cadence):
     stop_at_step: Count | None = None
     """Save and stop after this step, on the schedule of the whole run; a later step, or null, continues."""
     save_final: bool = True
-    """false: the run ends without a last checkpoint and without final/, as a measurement may."""
+    """false: the run ends without a last checkpoint and without final/, for benchmarks."""
     async_save: bool = True
     """Keep training while a checkpoint is written; needs CPU memory for a copy of weights and optimizer."""
     mirror: str | None = None
@@ -646,11 +646,11 @@ class RunConfig(Section):
     seed: CountFromZero = 42
     """Seed for initial weights, data order and dropout."""
     deterministic: bool = False
-    """Use only kernels that add in one order: on a GPU too, the same run gives the same bits, for some speed; where
-    torch has no such kernel the first step fails and names the operator. CPUs add in one order anyway."""
+    """Use only deterministic kernels: on a GPU too, the same run gives the same bits, at some cost in speed. If torch
+    lacks one, the first step fails and names the operator. CPU kernels are deterministic anyway."""
     precision: Literal["auto", "fp32", "bf16", "fp16", "fp8"] = "bf16"
     """Precision of forward and backward; weights and optimizer stay in fp32. auto: bf16 if the device has it;
-    else fp32, or fp16 on GPUs with units for it, under single and ddp."""
+    else fp32, or fp16 on GPUs with fp16 tensor cores, under single and ddp."""
     data: Data
     budget: Budget = Budget(tokens_per_parameter=20)
     batch: Batch

@@ -41,7 +41,7 @@ LADDER_FORMAT = {"format": "groundwork-ladder", "version": 1}
 MOSTLY_PRIOR = 0.5
 """Ratio of a parameter's spread to its prior's spread above which the report calls it mostly the prior."""
 COUNTED = {
-    "matrix": "N: parameters in matrix products, the head among them, without embeddings that are looked up",
+    "matrix": "N: parameters in matmuls, with the head and without embedding tables",
     "total": "N: all parameters, of a mixture of experts the active ones",
 }
 HOW = (

@@ -25,7 +25,7 @@ def add_budget_options(parser: argparse.ArgumentParser) -> None:
     add("--dollars", type=float, help="money, at the GPUs' price")
     add("--flops", type=float, help="FLOPs of training, such as 1e19")
     add("--family", help=f"{', '.join(FAMILIES)} [llama]")
-    add("--vocabulary", metavar="WHAT", help="a tokenizer's folder, prepared shards, or a number")
+    add("--vocabulary", metavar="FROM", help="a tokenizer's folder, prepared shards, or a number")
     add("--data", metavar="FOLDER", help="prepared shards: sets the vocabulary; repeated text counts less")
     add("--tokens_per_parameter", type=float, help="above 20: a smaller model, trained for longer [20]")
     add("--optimizer", help=f"{', '.join(OPTIMIZERS_CHOSEN)} [muon]")

@@ -156,7 +156,7 @@ class Work:
 
     @property
     def compute(self) -> int:
-        """Bytes of an element in the matrix products."""
+        """Bytes per element in matmuls."""
         return 2 if self.run.is_half else FP32
 
     @property
@@ -367,7 +367,7 @@ class PlannedRun:
 
     @property
     def is_half(self) -> bool:
-        """True if matrix products are in 16 bits."""
+        """True if matmuls are in 16 bits."""
         return self.precision != "fp32"
 
     @property

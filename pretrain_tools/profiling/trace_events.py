@@ -36,14 +36,14 @@ KERNEL_NAMES = (
     (COMMUNICATION, re.compile(r"nccl|rccl|gloo:|c10d", re.IGNORECASE)),
     *INHERITED,
     (
-        "matrix products",
+        "matmuls",
         re.compile(
             r"gemm|cutlass|nvjet|xmma|cublas|mkldnn|onednn|scaled_mm|_mm\b|(::|\b)(add|b|badd)?(mm|bmm)_?\b", re.I
         ),
     ),
     ("copies", re.compile(r"memcpy|memset|aten::(copy_|_to_copy|cat|clone|fill_|zero_)", re.IGNORECASE)),
 )
-KINDS = ("matrix products", "attention", "loss", OPTIMIZER, POINTWISE, "copies")
+KINDS = ("matmuls", "attention", "loss", OPTIMIZER, POINTWISE, "copies")
 """Kinds of kernels, in the order of the report."""
 COMPILED = ("## Call CompiledFxGraph", "Torch-Compiled Region")
 """Prefixes of torch's names for compiled code, whose generated CPU kernels have no events of their own."""
