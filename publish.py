@@ -50,7 +50,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--sign",
         type=Path,
         metavar="KEY",
-        help="sign the folder with an elliptic-curve private key in PEM (model-signing)",
+        help="sign the folder with an elliptic-curve key in PEM (model-signing)",
     )
     add("--public_key", type=Path, metavar="KEY", help="with --verify: public key of the signature, in PEM")
     return parser

@@ -216,7 +216,7 @@ def add_mixture(commands: Commands) -> None:
     text = "train a small recipe on many mixtures of its sources and propose weights; the same command continues"
     command = add_command(commands, "mixture", mixture, text, f"{ANY_SETTING} --budget.steps 500")
     command.add_argument(
-        "--runs", type=natural, default=16, help="number of mixtures; the first is the recipe's own (default 16)"
+        "--runs", type=natural, default=16, help="mixtures; the first is the recipe's own (default 16)"
     )
     add_small_runs(command, "seeds of each (default 1)")
 

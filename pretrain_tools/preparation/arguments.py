@@ -59,7 +59,7 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
         "pre_tokenizer": {"metavar": "NAME", "help": "how it splits words: gpt4 (default), qwen2 or gpt2"},
         "special_tokens": {"nargs": "+", "default": [], "metavar": "TOKEN", "help": "more special tokens for it"},
         "tokenizer_sample_bytes": {"default": "200M", "help": "most text to train it on, in bytes"},
-        "train_classifier": {"nargs": 2, "metavar": "GLOB", "help": "train a quality filter on good and ordinary texts"},
+        "train_classifier": {"nargs": 2, "metavar": "GLOB", "help": "train a quality filter on good and other texts"},
         "verify": {"metavar": "FOLDER", "help": "verify every hash and count of a prepared folder"},
         "inspect": {"metavar": "FOLDER", "help": "show what a prepared folder holds, and samples of what was removed"},
     },

@@ -23,9 +23,7 @@ def rank(number, *, forward=40, backward=50, wait=0, facts=(), count=5, **more):
         phases={"data": data / 1e3, "forward": (forward + idle) / 1e3, "backward": (backward + blocked) / 1e3},
         blocked_in={"0/backward": blocked / 1e3},
         idle_in={name: value / 1e3 for name, value in more.get("idle_in", {"forward": idle}).items()},
-        kernels={
-            name: value / 1e3 for name, value in more.get("kernels", {"matrix products": 70, "copies": 5}).items()
-        },
+        kernels={name: value / 1e3 for name, value in more.get("kernels", {"matmuls": 70, "copies": 5}).items()},
         **{name: value / 1e3 if name != "launched" else value for name, value in changes.items()},
     )
     steps = [StepRecord(**(vars(record) | {"step": 10 + n, "runnable": 9})) for n in range(count)]
@@ -52,7 +50,7 @@ def test_nothing_is_wrong(on_device):
         "Nothing is wrong: of a step of 101 ms computing 89%, waiting for data 1%, communication 4%, waiting for "
         "other ranks 0%, neither 6%"
     ) in text
-    assert "matrix products         70.0          69%" in text
+    assert "matmuls         70.0          69%" in text
     assert found(rank(0)) == {}, "a single process"
 
 
@@ -142,7 +140,7 @@ def test_memory_that_is_too_full():
 
 
 def test_kernels_of_a_gpu():
-    kernels = {"matrix products": 40, "attention": 5, "pointwise and others": 35, "copies": 10}
+    kernels = {"matmuls": 40, "attention": 5, "pointwise and others": 35, "copies": 10}
     (text,) = found(rank(0, kernels=kernels), on_device=True, compile_mode="none").values()
     assert text.startswith("pointwise kernels and copies take 50% of the GPU's work (45 ms per step)")
 

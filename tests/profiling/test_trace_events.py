@@ -79,7 +79,7 @@ def test_what_pythons_operators_wait_for_is_no_work():
 def test_compiled_code_works_between_what_it_calls():
     name = "## Call CompiledFxGraph abc ##"
     (record,) = read_steps([*marks(*PHASES), event(name, 10, 30), event("aten::mm", 15, 25)], on_device=False)
-    assert in_ms(record.kernels) == {"matrix products": 10, "pointwise and others": 10}
+    assert in_ms(record.kernels) == {"matmuls": 10, "pointwise and others": 10}
 
 
 def test_on_a_gpu_its_timeline_counts():
@@ -100,7 +100,7 @@ def test_on_a_gpu_its_timeline_counts():
     figures = {name: getattr(record, name) for name in ("seconds", "busy", "blocked", "data", "idle")}
     assert in_ms(figures) == {"seconds": 100, "busy": 53, "blocked": 15, "data": 10, "idle": 22}
     assert in_ms(record.kernels) == {
-        "matrix products": 18, "loss": 6, "attention": 9, "pointwise and others": 10, "optimizer": 10,
+        "matmuls": 18, "loss": 6, "attention": 9, "pointwise and others": 10, "optimizer": 10,
     }  # fmt: skip
     assert record.launched == 6
 
@@ -108,9 +108,9 @@ def test_on_a_gpu_its_timeline_counts():
 @pytest.mark.parametrize(
     ("name", "kind"),
     [
-        ("aten::addmm", "matrix products"),
-        ("mkldnn::_linear_pointwise", "matrix products"),
-        ("nvjet_tst_128x256_64x4", "matrix products"),
+        ("aten::addmm", "matmuls"),
+        ("mkldnn::_linear_pointwise", "matmuls"),
+        ("nvjet_tst_128x256_64x4", "matmuls"),
         ("triton_per_fused_add_mul_sum_3", "pointwise and others"),
         ("pytorch_flash::flash_fwd_kernel", "attention"),
         ("aten::_scaled_dot_product_flash_attention_for_cpu", "attention"),
