@@ -9,6 +9,7 @@ import re
 import runpy
 import shlex
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from torch.distributed.run import get_args_parser
 import plan
 import publish
 import runs
+from pretrain import registry
 from pretrain.mesh_sizes import take_own_options
 from pretrain.recipe import named_recipe, pair_up, read_command_line, read_run_config
 from pretrain_tools.planning.own_text import read_own_text
@@ -231,6 +233,19 @@ def check(command: Command, clone) -> str | None:
     return f"exit status {result.returncode}\n{said}" if result.returncode else None
 
 
+@pytest.fixture
+def extensions_are_forgotten():
+    """Removes what a page's extensions have registered in this process, which other tests would find."""
+    yield
+    for table in [value for value in vars(registry).values() if isinstance(value, registry.Table)]:
+        for name, entry in list(table.data.items()):
+            if getattr(entry, "__module__", "").startswith("groundwork_extension_"):
+                del table.data[name]
+    for name in [name for name in sys.modules if name.startswith("groundwork_extension_")]:
+        del sys.modules[name]
+
+
+@pytest.mark.usefixtures("extensions_are_forgotten")
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_the_commands_of_a_page_work_in_their_order(page, demo, text_files, tmp_path, monkeypatch):
     commands = commands_in(page.name, page.read_text())
