@@ -138,7 +138,7 @@ def measure_shape(
 ) -> list[Row]:
     """Measures Groundwork with each attention and loss, with and without a document mask, then the baselines.
 
-    Each row is printed to stderr at once, since an interrupted call prints no table.
+    Prints each row to stderr as it finishes. An interrupted run prints no table.
     """
     crossed = itertools.product(("off", "on"), attentions, losses)
     own = (measure_own(shape, settings, labels, reports, report_every) for labels in crossed)

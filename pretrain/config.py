@@ -367,7 +367,7 @@ class Averaging(Section):
     tail_fraction: PositiveFraction = 0.2
     """tail: final fraction of the run over which weights are averaged."""
     every_steps: Count = 10
-    """The average takes in the weights every so many steps; ema's decay is adjusted to it."""
+    """Add the weights to the average every N steps; ema's decay is adjusted for N."""
 
 
 class Pipeline(Section):

@@ -336,7 +336,7 @@ def _fake_tensors(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[None]:
 def _grouped_products_of_any_dtype() -> Iterator[None]:
     """Runs grouped products in fp32 by transformers' own operator: torch knows the shapes of grouped_mm in bf16 alone.
 
-    transformers chooses between the two in a private function, which is replaced meanwhile.
+    transformers chooses between the two in a private function, so this replaces it temporarily.
     """
     can_use = moe._can_use_grouped_mm
     moe._can_use_grouped_mm = lambda input, weight, offs: weight.dtype == torch.bfloat16

@@ -68,7 +68,7 @@ class Case:
         return memory.total <= self.hardware.usable_bytes
 
     def step(self, layout: Layout, sequences: int) -> StepTime:
-        """Estimates the time of a step with so many sequences per micro-batch."""
+        """Estimates the time of a step for a micro-batch of this many sequences."""
         work = self.work
         hardware = self.hardware
         config = self.run.config

@@ -304,8 +304,8 @@ def by_deepspeed(work: Work) -> Memory:
     # The fp32 masters are a copy even where the weights are fp32.
     states = FP32 * sizes.total * share + work.optimizer_bytes(share)
     weights = compute * sizes.total * (share if stage == 3 else 1.0)
-    gradients, buckets, one, copies = zero_gradients(work, stage, share, settings)
-    # Stages 2 and 3 reduce a full bucket beside activations, and what is left at the end.
+    gradients, buckets, in_flight, copies = zero_gradients(work, stage, share, settings)
+    # Stages 2 and 3 reduce full buckets while activations are alive, and the rest after the backward pass.
     fills_bucket = stage > 1 and sizes.total > settings.get("reduce_bucket_size", LARGE_BUCKET)
     in_pass = buckets + (copies if fills_bucket else 0.0)
     unreduced = FP32 * sizes.total if work.run.config.batch.no_sync and work.accumulates and stage > 1 else 0.0
@@ -315,17 +315,17 @@ def by_deepspeed(work: Work) -> Memory:
     resident = gradients if work.accumulates or stage == 3 or (stage == 1 and compute != FP32) else 0.0
     resident += unreduced
     fetched = 0.0
-    if stage == 3:  # what is prefetched arrives in one tensor and is copied from there
+    if stage == 3:  # prefetched weights arrive in one flat tensor, and are copied out of it
         fetched = compute * min(sizes.total, settings.get("stage3_prefetch_bucket_size", 5e7))
     moments = {
         "first gather": (resident, 0.0, gathered + buckets + fetched),
         "loss": (resident, act["loss"], gathered + (buckets if work.accumulates or stage == 3 else 0.0)),
-        "backward": (resident, act["backward"], gathered + in_pass + one),
-        "first layer": (gradients + unreduced, act["first layer"], gathered + in_pass + one),
+        "backward": (resident, act["backward"], gathered + in_pass + in_flight),
+        "first layer": (gradients + unreduced, act["first layer"], gathered + in_pass + in_flight),
         "embedding": (
             gradients + unreduced,
             act["embedding"],
-            gathered + in_pass + max(one, compute * sizes.embedding),
+            gathered + in_pass + max(in_flight, compute * sizes.embedding),
         ),
         "last bucket": (gradients + unreduced, 0.0, buckets + copies),
     }

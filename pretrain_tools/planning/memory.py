@@ -136,7 +136,7 @@ class Work:
 
     @property
     def activations_in_bf16(self) -> Activations:
-        """Activations where the weights are in the recipe's precision, as FSDP2 and ZeRO hold them."""
+        """Activations if weights are in the recipe's precision, as under FSDP2 and ZeRO."""
         call = self.run.forward_pass
         return self.run.trace(replace(call, weights=torch.bfloat16, autocast=False) if self.run.is_half else call)
 

@@ -32,7 +32,7 @@ class Links:
     """GPUs."""
 
     def seconds(self, sent: float, size: int, distance: int, *, is_exchange: bool = False) -> float:
-        """Returns the time in which each GPU of a group, its neighbors `distance` ranks apart, sends so many bytes.
+        """Returns the seconds in which each GPU of a group sends this many bytes. Neighbors are `distance` ranks apart.
 
         A ring of several machines goes through the network adapters of all members in a machine at once. In an
         all-to-all each sends the others' shares through its own.
@@ -263,7 +263,7 @@ def offload_seconds(layout: Layout, parameters: int) -> float:
 
 
 def reduces_by_choice(layout: Layout, precision: str) -> bool:
-    """Tells if batch.no_sync trades memory for communication here; elsewhere it changes nothing or is refused."""
+    """Tells if batch.no_sync trades memory for communication. Otherwise it changes nothing or is refused."""
     if layout.is_mesh:
         return layout.sharing_states > 1 and layout.pp == 1
     # DeepSpeed adds gradients that it does not reduce up in the dtype of the weights.

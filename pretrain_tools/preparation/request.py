@@ -109,7 +109,7 @@ def _read_counts(arguments: argparse.Namespace, problems: list[str]) -> None:
 
 
 def _contradictions(arguments: argparse.Namespace) -> list[str]:
-    """Lists what is missing from the command line, and options that exclude each other."""
+    """Lists missing and conflicting command-line options."""
     cleaning = arguments.filter or arguments.language or arguments.clean or arguments.decontaminate
     limits = {"max_documents": arguments.max_documents, "max_tokens": arguments.max_tokens}
     limits = [f"--{name} {value:,}" for name, value in limits.items() if value is not None]

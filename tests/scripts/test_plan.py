@@ -407,7 +407,7 @@ def test_a_gpu_that_is_not_listed_stays_unknown():
 
 @pytest.fixture
 def printed(monkeypatch, capsys):
-    """What plan.py prints where stdout is no terminal."""
+    """Returns what plan.py prints if stdout isn't a terminal."""
 
     def printed(*arguments) -> str:
         monkeypatch.setattr(sys, "argv", ["plan.py", *map(str, arguments)])
