@@ -32,7 +32,7 @@ class Links:
     """GPUs."""
 
     def seconds(self, sent: float, size: int, distance: int, *, is_exchange: bool = False) -> float:
-        """Returns the seconds in which each GPU of a group sends this many bytes. Neighbors are `distance` ranks apart.
+        """Returns the seconds in which each GPU of a group sends these bytes. Neighbors are `distance` ranks apart.
 
         A ring of several machines goes through the network adapters of all members in a machine at once. In an
         all-to-all each sends the others' shares through its own.
