@@ -80,11 +80,7 @@ OrAuto = Annotated[
     Discriminator(lambda value: "auto" if value == "auto" else "number"),
 ]
 
-NoneFullOrShare = Annotated[
-    Annotated[Annotated[float, BeforeValidator(parse_fraction), NotBoolean, Field(gt=0, lt=1)], Tag("share")]
-    | Annotated[Literal["none", "full"], Tag("word")],
-    Discriminator(lambda value: "word" if isinstance(value, str) and value[:1].isalpha() else "share"),
-]
+Share = Annotated[float, BeforeValidator(parse_fraction), NotBoolean, Field(gt=0, lt=1)]
 
 
 class Section(BaseModel):
@@ -92,6 +88,32 @@ class Section(BaseModel):
     model_config = ConfigDict(
         extra="forbid", frozen=True, validate_default=True, use_attribute_docstrings=True, allow_inf_nan=False
     )
+
+
+class MemoryBudget(Section):
+    """Recomputation that torch.compile chooses within each layer."""
+
+    memory_budget: Share
+    """Share of a compiled layer's activations to keep, 0 being its input alone. The compiler recomputes the cheapest
+    operations first. 0.7 recomputes hardly any matmul."""
+
+    def __str__(self) -> str:
+        return f"{{memory_budget: {self.memory_budget:g}}}"
+
+
+def _kind_of_checkpointing(value: Any) -> str:
+    if isinstance(value, dict | MemoryBudget):
+        return "function-budget"
+    return "function-word" if isinstance(value, str) and value[:1].isalpha() else "function-share"
+
+
+# pydantic adds the tags to an error's path; recipe.describe drops those that begin with "function-".
+Checkpointing = Annotated[
+    Annotated[Share, Tag("function-share")]
+    | Annotated[MemoryBudget, Tag("function-budget")]
+    | Annotated[Literal["none", "full"], Tag("function-word")],
+    Discriminator(_kind_of_checkpointing),
+]
 
 
 @dataclass(frozen=True)
@@ -665,9 +687,11 @@ class RunConfig(Section):
     compile: Literal["auto", "none", "regional", "full"] = "auto"
     """torch.compile: regional compiles one layer and reuses it; full compiles the whole model (single and ddp); auto
     is full for at most four layers in one process on a CPU, else regional."""
-    activation_checkpointing: NoneFullOrShare = "none"
+    activation_checkpointing: Checkpointing = "none"
     """full: keep only each layer's input and recompute the rest in the backward pass. A share, such as 50% or 0.5: do
-    so in that share of the layers, spread evenly; each layer costs a third of its time and frees its activations."""
+    so in that share of the layers, spread evenly; each costs a third of its time and frees its activations.
+    {memory_budget: 0.5}: keep half of the activations in every compiled layer; the compiler recomputes the cheapest
+    operations."""
     validation: Validation = Validation()
     checkpoint: Checkpoint = Checkpoint()
     samples: Samples = Samples()

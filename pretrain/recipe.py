@@ -382,23 +382,26 @@ def set_dotted(values: dict, key: str, text: str) -> str | None:
 
 def describe(problem: dict, path: str | Path, overridden: set[str]) -> str:
     """Formats one of pydantic's errors: file or flag, dotted path, what is wrong, what was given."""
-    where = ".".join(str(part) for part in problem["loc"] if not str(part).startswith("function-"))
-    known = allowed_keys(problem["loc"])
+    loc = tuple(part for part in problem["loc"] if not str(part).startswith("function-"))
+    where = ".".join(map(str, loc))
+    known = allowed_keys(loc)
     message = problem["msg"].removeprefix("Value error, ")
     if known is None:  # pydantic appends the branch of a union to the path, which is not a key of the recipe
-        where = ".".join(str(part) for part in problem["loc"][:-1])
-        message += ", or auto" if problem["loc"][-1:] == ("number",) else ""
+        where = ".".join(str(part) for part in loc[:-1])
+        message += ", or auto" if loc[-1:] == ("number",) else ""
     source = f"--{where}" if where in overridden else f"{path}: {where or 'recipe'}"
     if problem["type"] == "extra_forbidden" and where in MOVED:
         return f"{source}: is now {MOVED[where]}"
     if problem["type"] == "extra_forbidden":
-        return f"{source}: unknown key{did_you_mean(str(problem['loc'][-1]), known or [])}"
+        return f"{source}: unknown key{did_you_mean(str(loc[-1]), known or [])}"
     if problem["type"] == "missing":
         return f"{source}: is missing"
     if problem["type"] == "model_type":
         message = f"is a section; give its settings one by one, as in --{where}.NAME VALUE (train.py --help {where})"
     if problem["type"] == "literal_error":
         message += did_you_mean(str(problem["input"]), re.findall(r"'([^']+)'", message)).replace("; allowed", "; one")
+    if where == "activation_checkpointing":
+        message += "; or give a share of the layers such as 50%, or {memory_budget: 0.5}"
     given = "" if problem["type"] == "value_error" else f" (got {brief.repr(problem['input'])})"
     return f"{source}: {message}{given}"
 

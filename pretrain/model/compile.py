@@ -10,9 +10,12 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch._functorch import config as functorch_config
 from transformers import PreTrainedModel
 from transformers.activations import GELUTanh, NewGELUActivation
 from transformers.modeling_layers import GradientCheckpointingLayer
+
+from pretrain.config import MemoryBudget, RunConfig
 
 
 def layers_of(causal_lm: PreTrainedModel) -> list[torch.nn.Module]:
@@ -45,14 +48,19 @@ def choose_compile(
     return "full" if is_alone and is_plain and device_type == "cpu" and is_small else "regional"
 
 
-def compile_model(model: torch.nn.Module, causal_lm: PreTrainedModel, mode: str, lengths: int = 1) -> None:
+def compile_model(
+    model: torch.nn.Module, causal_lm: PreTrainedModel, mode: str, lengths: int = 1, memory_budget: float = 1.0
+) -> None:
     """Compiles in place. none: nothing. regional: each block, by one compilation that all share. full: all of `model`.
 
     Shapes are static: a batch of another shape is recompiled instead of running slower dynamic code.
 
     Args:
         lengths: number of sequence lengths in the run; each is compiled for training and for validation.
+        memory_budget: share of the activations that each compiled graph keeps.
     """
+    # Documented, though its module has a private name. Layers are compiled later, in the first step.
+    functorch_config.activation_memory_budget = memory_budget
     if mode != "none":
         # Beyond torch's limit of eight, layers would silently run uncompiled. Most share one compilation, but not
         # where a strategy gives each its own functions, as tensor parallel does to experts.
@@ -108,10 +116,18 @@ def gelu_by_sigmoid(x: Tensor) -> Tensor:
     return (fp32 * torch.sigmoid(math.sqrt(8.0 / math.pi) * (fp32 + 0.044715 * fp32.pow(3)))).to(x.dtype)
 
 
-def checkpointing_problems(mode: str | float, causal_lm: PreTrainedModel) -> list[str]:
-    """Lists why this model's activations cannot be recomputed as asked; empty if they can."""
+def checkpointing_problems(config: RunConfig, causal_lm: PreTrainedModel) -> list[str]:
+    """Lists why this model's activations cannot be recomputed as the recipe asks; empty if they can."""
+    mode = config.activation_checkpointing
     if mode == "none":
         return []
+    if isinstance(mode, MemoryBudget):
+        if config.compile in ("auto", "regional"):
+            return []
+        return [
+            f"activation_checkpointing: {mode} does not work with compile: {config.compile}, because the compiler "
+            "chooses within each layer what to recompute; use compile: auto, or a share of the layers such as 50%"
+        ]
     model_type = causal_lm.config.model_type
     if not causal_lm.supports_gradient_checkpointing:
         return [f"activation_checkpointing: {mode} does not work with {model_type} in transformers; use none"]
@@ -123,13 +139,14 @@ def checkpointing_problems(mode: str | float, causal_lm: PreTrainedModel) -> lis
     ]
 
 
-def checkpoint_activations(causal_lm: PreTrainedModel, mode: str | float) -> None:
-    """Sets up recomputation.
+def checkpoint_activations(causal_lm: PreTrainedModel, mode: str | float | MemoryBudget) -> None:
+    """Sets up recomputation outside the compiler.
 
     none: keep all activations. full: keep each block's input and recompute the rest. A share: do so in that share of
-    the blocks, rounded up and spread evenly, so that each stage of a pipeline has its part.
+    the blocks, rounded up and spread evenly, so that each stage of a pipeline has its part. A memory budget is
+    `compile_model`'s.
     """
-    if mode == "none":
+    if mode == "none" or isinstance(mode, MemoryBudget):
         return
     causal_lm.gradient_checkpointing_enable({"use_reentrant": False})
     if mode == "full":

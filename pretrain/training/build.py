@@ -116,7 +116,8 @@ def build_training(
 
         QkClip(causal_lm, strategy, config.optim.muon.qk_clip).attach()
     lengths = {config.data.window, *config.data.windows}
-    compile_model(prepared, causal_lm, compile_mode, len(lengths))
+    budget = getattr(config.activation_checkpointing, "memory_budget", 1.0)
+    compile_model(prepared, causal_lm, compile_mode, len(lengths), budget)
     return Built(prepared, causal_lm, experts, terms)
 
 

@@ -315,8 +315,7 @@ def derive(config: RunConfig, ranks: int) -> RunPlan:
                 or []
             )
         problems += problems.attempt(sampling_problems, config.samples, model_config) or []
-        mode = config.activation_checkpointing
-        problems += problems.attempt(lambda: checkpointing_problems(mode, build_meta_model(model_config))) or []
+        problems += problems.attempt(lambda: checkpointing_problems(config, build_meta_model(model_config))) or []
     if problems:
         raise InputError(*dict.fromkeys([*problems, *of_data]))
     say_stage("Testing the architecture")

@@ -22,15 +22,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch._functorch import config as functorch_config
 
 # torch's profilers of memory use these two and pytrees as well; there is no public name for any of them.
 from torch._subclasses import FakeTensorMode
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry, register_flop_formula
 from transformers import CONFIG_MAPPING, AttentionInterface, AutoConfig, PreTrainedModel
 from transformers.integrations import moe
 
-from pretrain.config import WindowSpec
+from pretrain.config import MemoryBudget, WindowSpec
 from pretrain.model.attention import SEGMENTS_PER_WINDOW, with_rows
 from pretrain.model.build import attention_width, build_meta_model
 from pretrain.model.compile import checkpoint_activations, layers_of
@@ -75,6 +77,8 @@ class Activations:
     """More than that while the last layer's gradients are computed, the gradient of the hidden states included."""
     hidden: Line
     """The last hidden states."""
+    recomputed: float = 0.0
+    """Share of the forward pass's FLOPs that the backward pass repeats to stay within a memory budget."""
 
     def kept(self, layers: int, sequences: int) -> float:
         """Returns the bytes alive between forward and backward."""
@@ -120,6 +124,18 @@ def _gradients(ctx, grad_BHTE, _):
 
 
 torch.library.register_autograd(SHAPES, _gradients, setup_context=_save_for_backward)
+
+
+@register_flop_formula(torch.ops.groundwork.flash_shapes)
+def _flops_of_attention(query_BHTE, key_BGTE, value_BGTE, *_, out_shape=None, **kwargs) -> int:
+    """Counts scores and values of all pairs of positions, as torch does for its own kernels."""
+    batch, heads, length, width = query_BHTE
+    return 2 * batch * heads * length**2 * (width + value_BGTE[-1])
+
+
+@register_flop_formula(torch.ops.groundwork.flash_shapes_backward)
+def _flops_of_attention_backward(grad_BHTE, *shapes, out_shape=None, **kwargs) -> int:
+    return 2 * _flops_of_attention(*shapes[:3])
 
 
 def _planned_attention(module, query_BHTE, key_BGTE, value_BGTE, attention_mask, **kwargs) -> tuple[Tensor, None]:
@@ -204,13 +220,15 @@ class ForwardPass:
     attention: str = FLASH
     """FLASH for the kernels of a GPU that keep query, key, value, output and logsumexp (sdpa in half precision,
     varlen, flash attention 2 and 3, flex attention); groundwork_sdpa as it is on a CPU; groundwork_eager."""
-    activation_checkpointing: str | float = "none"
+    activation_checkpointing: str | float | MemoryBudget = "none"
     compiled: bool = False
     """Layer by layer."""
     mixers: tuple[str, ...] = ()
     """Classes of mixers that compute each document in a row of its own, with as much padding as there can be."""
     half: torch.dtype = torch.bfloat16
     """Dtype of autocast; in fp16 the hidden states between layers stay in fp32."""
+    sequences: int | None = None
+    """Under a memory budget, the micro-batch: what the compiler recomputes depends on it, so nothing is linear."""
 
 
 def trace_activations(model_config: Any, call: ForwardPass) -> Activations:
@@ -242,14 +260,17 @@ def _trace(config_json: str, call: ForwardPass) -> Activations:
         if is_linear and length > TRACED_LENGTH:
             short = _trace(config_json, replace(call, window=replace(call.window, sequence_length=TRACED_LENGTH)))
             longer = length / TRACED_LENGTH
-            return Activations(*(Line(line.fixed, line.per_sequence * longer) for line in vars(short).values()))
-    measured = {(layers, n): _measure(model_config, layers, n, call) for layers in (1, 2) for n in (1, 2)}
+            lines = (short.outside, short.before, short.per_layer, short.backward, short.hidden)
+            return Activations(*(Line(line.fixed, line.per_sequence * longer) for line in lines))
+    counts = (call.sequences,) if call.sequences else (1, 2)
+    measured = {(layers, n): _measure(model_config, layers, n, call) for layers in (1, 2) for n in counts}
     if call.compiled:
-        for sequences in (1, 2):
-            measured[1, sequences] |= _compiled_layer(model_config, sequences, call)
+        for n in counts:
+            measured[1, n] |= _compiled_layer(model_config, n, call)
 
     def line(key: str, layers: int) -> Line:
-        return Line.through(measured[layers, 1][key], measured[layers, 2][key])
+        found = [measured[layers, n][key] for n in counts]
+        return Line.through(*found) if len(found) == 2 else Line(0.0, found[0] / call.sequences)
 
     per_layer = line("kept", 2) - line("kept", 1)
     outside = line("kept", 1) - per_layer
@@ -259,11 +280,12 @@ def _trace(config_json: str, call: ForwardPass) -> Activations:
         kept = line("graph keeps", 1)
         # The gradient of the layer's output is alive beside the tensors that its backward pass needs.
         backward = line("graph peak", 1) + hidden
-        if call.activation_checkpointing == "none":
-            per_layer = kept
-        else:
+        if call.activation_checkpointing == "full":
             backward = backward + kept
-    return Activations(outside, line("before", 1), per_layer, backward, hidden)
+        else:
+            per_layer = kept
+    recomputed = measured[1, counts[0]].get("recomputed", 0.0)
+    return Activations(outside, line("before", 1), per_layer, backward, hidden, recomputed)
 
 
 def _config_of(config_json: str) -> Any:
@@ -390,18 +412,22 @@ def _compiled_layer(model_config: Any, sequences: int, call: ForwardPass) -> dic
     """Counts bytes of a compiled layer.
 
     graph keeps: tensors that the forward graph hands to the backward graph, the layer's input included, weights not.
-    graph peak: more than that, at the peak of the backward graph.
+    graph peak: more than that, at the peak of the backward graph. recomputed: see `Activations`.
     """
     model = _meta_model(model_config, 1, call.attention)
     torch.compiler.reset()
     graphs: dict[str, float] = {}
-    with _fake_tensors(model, call.weights):
+    budget = getattr(call.activation_checkpointing, "memory_budget", 1.0)
+    with _fake_tensors(model, call.weights), functorch_config.patch(activation_memory_budget=budget):
         hidden_shape = (sequences, call.window.sequence_length, model_config.hidden_size)
         for layer in layers_of(model):
             layer.compile(dynamic=False, backend=_counting_backend(graphs, hidden_shape))
         hidden = _last_hidden_state(model, _inputs(model_config, sequences, call), call)
         _GradientOfHidden.apply(hidden).backward()
     torch.compiler.reset()
+    if "backward FLOPs" in graphs:
+        forward = graphs["forward FLOPs"]
+        graphs["recomputed"] = max(0.0, graphs["backward FLOPs"] / forward - 2)
     return graphs
 
 
@@ -427,10 +453,12 @@ def _counting_backend(graphs: dict[str, float], hidden_shape: tuple[int, ...]) -
             if node.op != "placeholder" or getattr(node.meta.get("val"), "shape", ()) == hidden_shape:
                 saved.update(_storage_of(node))
         graphs["graph keeps"] = sum(saved.values())
+        graphs["forward FLOPs"] = _flops_of(graph_module.graph)
         return make_boxed_func(graph_module.forward)
 
     def backward(graph_module: fx.GraphModule, inputs: list) -> Callable:
         graphs["graph peak"] = _peak_beyond_inputs(graph_module.graph)
+        graphs["backward FLOPs"] = _flops_of(graph_module.graph)
         return make_boxed_func(graph_module.forward)
 
     return aot_autograd(
@@ -439,6 +467,17 @@ def _counting_backend(graphs: dict[str, float], hidden_shape: tuple[int, ...]) -
         partition_fn=functools.partial(min_cut_rematerialization_partition, compiler="inductor"),
         decompositions=select_decomp_table,
     )
+
+
+def _flops_of(graph: fx.Graph) -> int:
+    """Counts the FLOPs of a graph's matmuls and attention by torch's formulas."""
+    flops = 0
+    for node in graph.nodes:
+        formula = flop_registry.get(getattr(node.target, "overloadpacket", None))
+        if formula is not None:
+            args, kwargs = fx.map_arg((node.args, node.kwargs), lambda operand: operand.meta["val"])
+            flops += formula(*args, **kwargs, out_val=node.meta["val"])
+    return flops
 
 
 def _storage_of(node: fx.Node) -> dict[int, int]:

@@ -73,12 +73,13 @@ class Case:
         hardware = self.hardware
         config = self.run.config
         # Recomputation takes time but does not count in MFU: a forward pass is a third of a step.
-        flops = work.flops_per_token * work.tokens_per_step * (1 + self.run.recomputed / 3)
+        part = self.run.work(layout, sequences)
+        flops = work.flops_per_token * work.tokens_per_step * (1 + part.repeated_flops / 3)
         compute = flops / (hardware.gpus * hardware.gpu.bf16_flops * self.speed.mfu)
         slowest = compute * uneven(layout, work.sizes.layers)
         micro_batch = sequences * config.data.sequence_length * layout.micro_batches
         micro_steps = max(1, work.tokens_per_step // micro_batch)
-        sending = flows(Step(self.run.work(layout, sequences), micro_steps, hardware.links))
+        sending = flows(Step(part, micro_steps, hardware.links))
         return StepTime(
             compute,
             slowest * (1 + idle(config, layout)) - compute,
@@ -232,8 +233,13 @@ def consider_layout(layout: Layout, case: Case, problems: list[str] | None = Non
         return found
     if config.activation_checkpointing != "none":
         whole = case.changed(activation_checkpointing="none")
-        if whole.fits(whole.memory(layout, used)):
-            notes.append(f"{name}: fits with --activation_checkpointing none too, which takes a quarter less time")
+        without = whole.memory(layout, used)
+        repeated = case.run.work(layout, used).repeated_flops / 3
+        if without.total <= case.memory(layout, used).total:
+            notes.append(f"{name}: activation_checkpointing: {config.activation_checkpointing} frees no memory")
+        elif whole.fits(without):
+            less = repeated / (1 + repeated)
+            notes.append(f"{name}: fits with --activation_checkpointing none too, which takes {less:.0%} less time")
     return timed(found, case)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from pretrain.config import Loss, RunConfig, WindowSpec
+from pretrain.config import Loss, MemoryBudget, RunConfig, WindowSpec
 from pretrain.errors import InputError
 from pretrain.model.attention import classes_in_rows
 from pretrain.model.build import KeyedConfig, build_meta_model, library_attention, once_per_config
@@ -131,13 +131,19 @@ class Work:
     """True if a step has more than one micro-step."""
 
     @property
+    def forward_pass(self) -> ForwardPass:
+        call = self.run.forward_pass
+        has_budget = isinstance(call.activation_checkpointing, MemoryBudget)
+        return replace(call, sequences=self.sequences) if has_budget else call
+
+    @property
     def activations(self) -> Activations:
-        return self.run.trace(self.run.forward_pass)
+        return self.run.trace(self.forward_pass)
 
     @property
     def activations_in_bf16(self) -> Activations:
         """Activations if weights are in the recipe's precision, as under FSDP2 and ZeRO."""
-        call = self.run.forward_pass
+        call = self.forward_pass
         return self.run.trace(replace(call, weights=torch.bfloat16, autocast=False) if self.run.is_half else call)
 
     @property
@@ -214,6 +220,12 @@ class Work:
     @property
     def recomputed(self) -> float:
         return self.run.recomputed
+
+    @property
+    def repeated_flops(self) -> float:
+        """Share of the forward pass's FLOPs that the backward pass repeats."""
+        has_budget = isinstance(self.run.config.activation_checkpointing, MemoryBudget)
+        return self.activations.recomputed if has_budget else self.recomputed
 
     @property
     def rows(self) -> float:
@@ -372,8 +384,10 @@ class PlannedRun:
 
     @property
     def recomputed(self) -> float:
-        """Share of a layer's activations that its backward pass computes again."""
+        """Share of the layers that keep only their input."""
         setting = self.config.activation_checkpointing
+        if isinstance(setting, MemoryBudget):
+            return 0.0
         return {"none": 0.0, "full": 1.0}.get(setting, setting)
 
     @property

@@ -8,7 +8,7 @@ is started by a run that is out of memory, and prints the ladder, a rung a line.
 import json
 import sys
 
-from pretrain.config import RunConfig
+from pretrain.config import MemoryBudget, RunConfig
 from pretrain.data.vocabulary import planned_model_config
 from pretrain.mesh_sizes import Sizes
 from pretrain.parallel.mesh import model_problems
@@ -58,9 +58,12 @@ def ladder(run: PlannedRun, divided: Layout, gpu_memory_bytes: float) -> list[st
         return fits
 
     if run.config.activation_checkpointing == "none":
-        for share, name, slower in ((0.5, "50%", "a sixth"), ("full", "full", "a third")):
-            run = run.changed(activation_checkpointing=share)
-            if climb(f"--activation_checkpointing {name}, {slower} slower"):
+        is_compiled = run.config.compile in ("auto", "regional")
+        part = (".memory_budget 0.5", MemoryBudget(memory_budget=0.5)) if is_compiled else (" 50%", 0.5)
+        for option, setting in (part, (" full", "full")):
+            run = run.changed(activation_checkpointing=setting)
+            slower = run.work(divided, sequences).repeated_flops / 3
+            if climb(f"--activation_checkpointing{option}, {slower:.0%} slower"):
                 return rungs
     while sequences > 1:
         sequences //= 2

@@ -83,7 +83,7 @@ class Step:
     @property
     def passes(self) -> int:
         """Forward passes, recomputation included, and backward passes."""
-        return self.micro_steps * (3 if self.config.activation_checkpointing != "none" else 2)
+        return self.micro_steps * (3 if self.work.recomputed else 2)
 
     def flow(
         self,

@@ -4,16 +4,25 @@ import functools
 import json
 import os
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch._functorch import config as functorch_config
 from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.activations import ACT2FN
 
+from pretrain.config import MemoryBudget
 from pretrain.errors import InputError
-from pretrain.model.compile import choose_compile, compile_model, compiler_problems, gelu_by_sigmoid
+from pretrain.model.compile import (
+    checkpointing_problems,
+    choose_compile,
+    compile_model,
+    compiler_problems,
+    gelu_by_sigmoid,
+)
 from pretrain.recipe import read_run_config
 from pretrain.training.run_plan import derive
 from support.project import ROOT, events, launch, losses, run_script
@@ -198,6 +207,50 @@ def tiny_gpt2(layers: int) -> torch.nn.Module:
 def test_a_few_layers_are_compiled_whole(requested, layers, device_type, is_alone, is_plain, chosen):
     model = tiny_gpt2(layers)
     assert choose_compile(requested, model, device_type=device_type, is_alone=is_alone, is_plain=is_plain) == chosen
+
+
+def kept_and_computed(memory_budget: float) -> tuple[int, list[torch.Tensor]]:
+    """Returns the bytes kept for the backward pass, weights apart, and the loss with its gradients."""
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    model = tiny_gpt2(layers=2)
+    compile_model(model, model, "regional", memory_budget=memory_budget)
+    ids = torch.arange(128).view(8, 16) % 64
+    weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    kept = {}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = model(ids, labels=ids).loss
+    return sum(kept.values()), [loss, *torch.autograd.grad(loss, list(model.parameters()))]
+
+
+def test_a_memory_budget_keeps_less_and_computes_the_same():
+    # Compiling in this process: the pool of compile workers now and then hangs for minutes on a busy machine.
+    with torch._inductor.config.patch(compile_threads=1):
+        all_kept, expected = kept_and_computed(1.0)
+        kept, computed = kept_and_computed(0.1)
+    compile_model(torch.nn.Module(), torch.nn.Module(), "none")
+    assert functorch_config.activation_memory_budget == 1.0, "the next model of this process has no budget"
+    torch.testing.assert_close(computed, expected, rtol=1e-5, atol=1e-6)
+    assert kept < 0.7 * all_kept, (kept, all_kept)
+
+
+@pytest.mark.parametrize("compile_mode", ["none", "full"])
+def test_a_memory_budget_needs_compiled_layers(compile_mode):
+    config = SimpleNamespace(activation_checkpointing=MemoryBudget(memory_budget=0.5), compile=compile_mode)
+    (problem,) = checkpointing_problems(config, tiny_gpt2(layers=1))
+    assert problem.startswith(
+        f"activation_checkpointing: {{memory_budget: 0.5}} does not work with compile: {compile_mode}"
+    )
+    assert "use compile: auto, or a share of the layers such as 50%" in problem
+    config.compile = "auto"
+    assert checkpointing_problems(config, tiny_gpt2(layers=1)) == []
 
 
 def test_compiled_layers_of_gpt2_compute_what_they_did_before():

@@ -267,7 +267,7 @@ def test_one_gpu_runs_single(recipe):
 
 def test_needless_recomputation_is_reported(recipe):
     plan = plan_of(recipe, ("activation_checkpointing", "full"), gpus=1)
-    assert "single: fits with --activation_checkpointing none too, which takes a quarter less time" in remarks(plan)
+    assert "single: fits with --activation_checkpointing none too, which takes 25% less time" in remarks(plan)
 
 
 def test_a_plan_where_nothing_fits(recipe):

@@ -117,7 +117,8 @@ def peak(setup: MemorySetup, rank: int) -> dict[str, float]:
         run = prepared(launch, stack)
         checkpoint_activations(run.causal_lm, setup.checkpointing)
         if setup.compiled:
-            compile_model(run.model, run.causal_lm, "regional")
+            budget = getattr(setup.checkpointing, "memory_budget", 1.0)
+            compile_model(run.model, run.causal_lm, "regional", memory_budget=budget)
         run.model.train()
         moments: dict[str, float] = {}
         known = -1

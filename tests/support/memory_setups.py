@@ -5,6 +5,7 @@ import os
 from dataclasses import dataclass, replace
 from typing import Any
 
+from pretrain.config import MemoryBudget
 from pretrain.mesh_sizes import variable
 from pretrain_tools.planning.layouts import Layout, layout
 from support.project import ROOT
@@ -25,7 +26,7 @@ class MemorySetup:
     micro_steps: int = 1
     sequences: int = 8
     length: int = 2048
-    checkpointing: str | float = "none"
+    checkpointing: str | float | MemoryBudget = "none"
     settings: tuple[tuple[str, str], ...] = ()
     layers: int | None = None
     """None: as many as the model has."""
@@ -100,6 +101,7 @@ TYPICAL = [
     MemorySetup("ddp", "llama_125m", layers=2),
     MemorySetup("fsdp2", "gpt2_124m", micro_steps=2, layers=2, sequences=16, length=1024),
     MemorySetup("cp", "llama_125m", layers=3, size=4),
+    MemorySetup("ddp", "llama_125m", layers=2, checkpointing=MemoryBudget(memory_budget=0.5)),
     zero(1, 2),
     zero(2, 1),
     zero(3, 1),
@@ -109,6 +111,11 @@ DIVIDED = [MemorySetup(strategy, "llama_125m", layers=3, size=4) for strategy in
 DIVIDED += [MemorySetup("fsdp_tp", "llama_125m", layers=3), MemorySetup("ep", "qwen3_moe_500m", layers=3)]
 WHOLE = ("gpt2_124m", "llama_125m", "qwen3_0.6b", "qwen3_moe_500m", "llama_1b", "nanochat_d12")
 FURTHER = [
+    *(
+        MemorySetup(strategy, "llama_125m", layers=3, checkpointing=MemoryBudget(memory_budget=budget))
+        for strategy in ("fsdp2", "tp", "cp")
+        for budget in (0.2, 0.6)
+    ),
     *(MemorySetup("ddp", model, sequences=2) for model in WHOLE),
     *(MemorySetup("fsdp2", model, sequences=2) for model in WHOLE),
     *(
