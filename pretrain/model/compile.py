@@ -122,12 +122,18 @@ def checkpointing_problems(config: RunConfig, causal_lm: PreTrainedModel) -> lis
     if mode == "none":
         return []
     if isinstance(mode, MemoryBudget):
-        if config.compile in ("auto", "regional"):
-            return []
-        return [
-            f"activation_checkpointing: {mode} does not work with compile: {config.compile}, because the compiler "
-            "chooses within each layer what to recompute; use compile: auto, or a share of the layers such as 50%"
-        ]
+        problems = []
+        if config.compile not in ("auto", "regional"):
+            problems.append(
+                f"activation_checkpointing: {mode} does not work with compile: {config.compile}, because the compiler "
+                "chooses within each layer what to recompute; use compile: auto, or a share of the layers such as 50%"
+            )
+        if dropouts := dropouts_of(causal_lm):
+            problems.append(
+                f"activation_checkpointing: {mode} does not work with dropout ({', '.join(dropouts)}): the compiler "
+                "would draw other masks when it recomputes; set them to 0, or use a share of the layers such as 50%"
+            )
+        return problems
     model_type = causal_lm.config.model_type
     if not causal_lm.supports_gradient_checkpointing:
         return [f"activation_checkpointing: {mode} does not work with {model_type} in transformers; use none"]
@@ -137,6 +143,16 @@ def checkpointing_problems(config: RunConfig, causal_lm: PreTrainedModel) -> lis
         f"activation_checkpointing: {mode} does not work with {model_type}, which can only recompute all layers or "
         "none; use full or none"
     ]
+
+
+def dropouts_of(causal_lm: PreTrainedModel) -> list[str]:
+    """Lists the dropouts in the model's layers with their probabilities, by the names of attributes."""
+    found = set()
+    for module in (module for layer in layers_of(causal_lm) for module in layer.modules()):
+        own = {name: value for name, value in vars(module).items() if "drop" in name}
+        own |= {"Dropout": module.p} if isinstance(module, torch.nn.Dropout) else {}
+        found |= {f"{name}: {value}" for name, value in own.items() if isinstance(value, float) and value > 0}
+    return sorted(found)
 
 
 def checkpoint_activations(causal_lm: PreTrainedModel, mode: str | float | MemoryBudget) -> None:

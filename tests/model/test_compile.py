@@ -188,8 +188,8 @@ def test_gelu_without_tanh_is_gelu(name, dtype, tolerance):
     torch.testing.assert_close(gradient.double(), wanted_gradient, rtol=tolerance, atol=tolerance)
 
 
-def tiny_gpt2(layers: int) -> torch.nn.Module:
-    sizes = {"n_layer": layers, "n_embd": 32, "n_head": 4, "n_positions": 16, "vocab_size": 64}
+def tiny_gpt2(layers: int, **settings: float) -> torch.nn.Module:
+    sizes = {"n_layer": layers, "n_embd": 32, "n_head": 4, "n_positions": 16, "vocab_size": 64} | settings
     return AutoModelForCausalLM.from_config(AutoConfig.for_model("gpt2", **sizes))
 
 
@@ -213,7 +213,7 @@ def kept_and_computed(memory_budget: float) -> tuple[int, list[torch.Tensor]]:
     """Returns the bytes kept for the backward pass, weights apart, and the loss with its gradients."""
     torch.compiler.reset()
     torch.manual_seed(0)
-    model = tiny_gpt2(layers=2)
+    model = tiny_gpt2(layers=2).eval()  # without dropout
     compile_model(model, model, "regional", memory_budget=memory_budget)
     ids = torch.arange(128).view(8, 16) % 64
     weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
@@ -244,13 +244,21 @@ def test_a_memory_budget_keeps_less_and_computes_the_same():
 @pytest.mark.parametrize("compile_mode", ["none", "full"])
 def test_a_memory_budget_needs_compiled_layers(compile_mode):
     config = SimpleNamespace(activation_checkpointing=MemoryBudget(memory_budget=0.5), compile=compile_mode)
-    (problem,) = checkpointing_problems(config, tiny_gpt2(layers=1))
+    model = tiny_gpt2(layers=1, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+    (problem,) = checkpointing_problems(config, model)
     assert problem.startswith(
         f"activation_checkpointing: {{memory_budget: 0.5}} does not work with compile: {compile_mode}"
     )
     assert "use compile: auto, or a share of the layers such as 50%" in problem
     config.compile = "auto"
-    assert checkpointing_problems(config, tiny_gpt2(layers=1)) == []
+    assert checkpointing_problems(config, model) == []
+    (problem,) = checkpointing_problems(config, tiny_gpt2(layers=1, attn_pdrop=0.0))
+    assert "does not work with dropout (Dropout: 0.1): the compiler would draw other masks" in problem
+    opt = AutoConfig.for_model(
+        "opt", hidden_size=32, ffn_dim=32, num_hidden_layers=1, num_attention_heads=2, dropout=0.2
+    )
+    (problem,) = checkpointing_problems(config, AutoModelForCausalLM.from_config(opt))
+    assert "(dropout: 0.2)" in problem
 
 
 def test_compiled_layers_of_gpt2_compute_what_they_did_before():

@@ -147,13 +147,14 @@ def test_what_costs_memory_and_what_saves_it(model_config, model_file):
 
 def test_a_memory_budget_keeps_less_and_repeats_more(model_config, model_file):
     """Planned at the micro-batch itself, because the compiler's choice depends on it."""
-    parts, kept = [], []
+    kept, repeated = [], []
     for setting in ("none", MemoryBudget(memory_budget=0.5), MemoryBudget(memory_budget=0.1), "full"):
         config = run_config(model_file, activation_checkpointing=setting, compile="regional")
-        kept.append(need(config, model_config).activations)
-        parts.append(PlannedRun(config, model_config, "bf16").work(layout("single", 1), 8).repeated_flops)
+        work = PlannedRun(config, model_config, "bf16").work(layout("single", 1), 8)
+        kept.append(work.activations.per_layer(8))
+        repeated.append(work.repeated_flops)
     assert kept[0] > kept[1] > kept[2] > kept[3]
-    assert 0 == parts[0] < parts[1] <= parts[2] < parts[3] == 1
+    assert 0 == repeated[0] < repeated[1] <= repeated[2] < repeated[3] == 1
 
 
 def test_the_loss_of_a_gpu_has_no_softmax_in_fp32_where_it_is_compiled(model_config, model_file):
@@ -248,8 +249,8 @@ def test_a_measured_peak_is_predicted_within_15_percent():
 def test_the_ladder_climbs_until_it_fits(model_config, model_file):
     run = PlannedRun(run_config(model_file), model_config, "bf16")
     rungs = ladder(run, layout("ddp", 2), 0.0)
-    eager = PlannedRun(run_config(model_file, compile="none"), model_config, "bf16")
-    for found, part in ((rungs, ".memory_budget 0.5"), (ladder(eager, layout("ddp", 2), 0.0), " 50%")):
+    compiled = PlannedRun(run_config(model_file, compile="regional"), model_config, "bf16")
+    for found, part in ((rungs, " 50%"), (ladder(compiled, layout("ddp", 2), 0.0), ".memory_budget 0.5")):
         options = [rung.split(",")[0].removeprefix("--activation_checkpointing") for rung in found[:2]]
         assert options == [part, " full"]
     assert [rung.split(":")[0] for rung in rungs[2:5]] == [f"--batch.sequences_per_micro_batch {n}" for n in (4, 2, 1)]
