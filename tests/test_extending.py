@@ -112,7 +112,7 @@ same_network: true
 """
 
 EDITS: dict[str, dict[str, str | list[tuple[str, str]]]] = {
-    "a model that transformers has": {"model_configs/mine_too.json": json.dumps(TINY_LLAMA)},
+    "a model from transformers": {"model_configs/mine_too.json": json.dumps(TINY_LLAMA)},
     "a model with its own code": {},
     "an architecture for all users of a checkout": {
         "pretrain/model/architectures/mine.py": ARCHITECTURE,

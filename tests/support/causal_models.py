@@ -70,11 +70,11 @@ def table() -> str:
         if off.startswith("refused"):
             refused.setdefault(reason_of(off), []).append(model_type)
         else:
-            works.setdefault(("refused" if on.startswith("refused") else on, off), []).append(model_type)
+            works.setdefault(("rejected" if on.startswith("refused") else on, off), []).append(model_type)
     rows = ["| with document_mask | without | architectures |", "|---|---|---|"]
     for (on, off), names in sorted(works.items(), key=lambda item: -len(item[1])):
         rows.append(f"| {on} | {off} | {' '.join(names)} |")
-    rows += ["", "| refused, because | architectures |", "|---|---|"]
+    rows += ["", "| reason for rejection | architectures |", "|---|---|"]
     for reason, names in sorted(refused.items(), key=lambda item: -len(item[1])):
         rows.append(f"| {reason} | {' '.join(names)} |")
     return "\n".join(rows)
@@ -88,11 +88,11 @@ def reason_of(refusal: str) -> str:
     """A refusal in the few words of the table."""
     for pattern, words in {
         "sees the future": "it sees later tokens",
-        "get no gradient": "some of its parameters get no gradient (cross-attention, parts trained apart)",
-        "gives no initial values": "it leaves parameters without initial values",
-        "is multimodal": "it is more than a language model",
-        "no default configuration": "its configuration has no defaults that work",
-        "does not run on token ids alone": "its default configuration does not run on token ids alone",
+        "get no gradient": "some parameters get no gradient (cross-attention, or parts trained separately)",
+        "gives no initial values": "some parameters get no initial values",
+        "is multimodal": "it's multimodal",
+        "no default configuration": "it has no working default configuration",
+        "does not run on token ids alone": "its default configuration needs more inputs than token IDs",
     }.items():
         if pattern in refusal:
             return words
