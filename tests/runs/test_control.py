@@ -167,13 +167,13 @@ def test_no_reader_sees_half_a_file(tmp_path):
     assert [file.name for file in path.parent.iterdir()] == ["file.json"]
 
 
-def test_without_an_answer_the_request_is_cancelled(run):
-    with pytest.raises(InputError, match=r"no answer within 0.3 s, so save is cancelled.*--timeout"):
+def test_without_an_answer_the_request_is_canceled(run):
+    with pytest.raises(InputError, match=r"no answer within 0.3 s, so save is canceled.*--timeout"):
         ask(run, timeout_seconds=0.3)
     assert not (run / REQUEST_FILE).exists()
 
 
-def test_only_its_own_request_is_cancelled(run):
+def test_only_its_own_request_is_canceled(run):
     first, second = send(run, "save"), send(run, "stop")
     withdraw(run, first)
     assert json.loads((run / REQUEST_FILE).read_text()) == second
@@ -187,14 +187,14 @@ def test_ctrl_c_stops_waiting_and_withdraws(run):
     wait_until((run / REQUEST_FILE).exists, sender)
     sender.send_signal(signal.SIGINT)
     _, said = sender.communicate(timeout=SOON)
-    assert sender.returncode == 130 and "gave up waiting; cancelled" in said and "Traceback" not in said
+    assert sender.returncode == 130 and "gave up waiting; canceled" in said and "Traceback" not in said
     assert not (run / REQUEST_FILE).exists()
 
 
 def test_a_request_that_another_one_replaced_says_so(run):
     request = send(run, "save")
     send(run, "stop")
-    with pytest.raises(InputError, match=f"stop, sent by process {os.getpid()} on .* took the place of this save"):
+    with pytest.raises(InputError, match=f"stop, sent by process {os.getpid()} on .* replaced this save"):
         wait_for_answer(run, request, timeout_seconds=SOON)
 
 
@@ -217,11 +217,11 @@ def test_a_run_that_nobody_trains_is_not_steered(tmp_path):
         (folder / ".lock").write_text(json.dumps({"pid": 2**22 + 1, "host": socket.gethostname()}))
     cases = {
         finished: "the run is not active (finished at step 100), so there is nothing to save; its model is in final",
-        unlocked: "the run is not active (it has neither lock nor heartbeat)",
-        crashed: "the run is not active (crashed at step 1), so there is nothing to save; the command that started it",
+        unlocked: "the run is not active (it has no lock or heartbeat)",
+        crashed: "the run is not active (crashed at step 1), so there is nothing to save; run its training command",
         preempted: "the run is not active (stopped: preempted at step 4)",
         tmp_path / "nowhere": "no such run",
-        tmp_path: "is not a run but holds 4",
+        tmp_path: "is not a run but contains 4",
     }
     for folder, message in cases.items():
         with pytest.raises(InputError) as error:

@@ -176,11 +176,11 @@ def test_what_is_no_run_is_told_apart(tmp_path):
     cases = {
         tmp_path / "runs" / "lama": f"no such run; did you mean {run}?",
         tmp_path / "nowhere" / "x": "no such run",
-        tmp_path / "runs": f"is not a run but holds 1: {run}; give one of them",
+        tmp_path / "runs": f"is not a run but contains 1: {run}; give one of them",
         run / "config.yaml": "is a file; give the folder of a run",
-        run / "checkpoints": f"is a folder within the run {run}; give {run}",
+        run / "checkpoints": f"is a folder inside the run {run}; give {run}",
         tmp_path / "empty": "is not a run: it has no metrics.jsonl",
-        tmp_path / "begun": "the run has not begun",
+        tmp_path / "begun": "the run has not started",
     }
     for folder, message in cases.items():
         with pytest.raises(InputError) as error:
@@ -193,7 +193,7 @@ def test_what_is_no_run_is_told_apart(tmp_path):
 
 def test_a_run_without_events_says_to_wait(tmp_path):
     run = write_run(tmp_path / "run", [])
-    with pytest.raises(InputError, match="holds no events yet; wait until the run has begun"):
+    with pytest.raises(InputError, match="contains no events yet; wait until the run has started"):
         read_history(run)
 
 

@@ -68,7 +68,7 @@ def test_experts_by_either_name_are_one_model(tmp_path):
         assert saved(folder).keys() == expected.keys()
         assert all(torch.equal(tensor, expected[name]) for name, tensor in saved(folder).items())
     wider = write_model(tmp_path / "wider", tmp_path / "tokenizer", {**TINY_MOE, "moe_intermediate_size": 48}, seed=1)
-    with pytest.raises(InputError, match="not of one architecture"):
+    with pytest.raises(InputError, match="have different architectures"):
         merge_models([str(sealed), str(wider)], last=None, weights="raw", output=tmp_path / "none")
 
 
@@ -78,7 +78,7 @@ def test_a_damaged_checkpoint_is_left_out_with_a_warning(tmp_path, capsys):
     file.write_bytes(file.read_bytes()[:-1])
     folder, names = merge_models([str(run)], last=2, weights="raw", output=None)
     assert names == [f"{run}@4", f"{run}@12"] and folder == run / "merged-4-12"
-    assert "warning: left out: " in capsys.readouterr().err
+    assert "warning: skipped: " in capsys.readouterr().err
 
 
 def with_average(run, step):
@@ -106,17 +106,20 @@ def test_the_average_in_a_checkpoint_is_exported_and_read_as_a_model(tmp_path):
 @pytest.mark.parametrize(
     ("given", "problem"),
     [
-        ({"texts": ["{run}@4"]}, "merge {run}@4: one model is no mean; give several, as RUN --last 5"),
-        ({"texts": ["{run}"], "last": 5}, "merge {run} --last 5: it has 3 intact checkpoints"),
-        ({"texts": ["{run}@4", "{run}@5"]}, "merge {run}@5: {run} has no checkpoint of step 5; steps there: 4, 8, 12"),
+        ({"texts": ["{run}@4"]}, "merge {run}@4: needs at least two models; give RUN --last 5"),
+        ({"texts": ["{run}"], "last": 5}, "merge {run} --last 5: the run has 3 intact checkpoints"),
+        (
+            {"texts": ["{run}@4", "{run}@5"]},
+            "merge {run}@5: {run} has no checkpoint of step 5; available steps: 4, 8, 12",
+        ),
         ({"texts": ["{run}@4", "{run}@8", "{run}@4"]}, "merge: {run}@4 would count twice"),
-        ({"texts": ["{run}@4", "{run}@8"], "output": "final"}, "--output {run}/final: is there already"),
+        ({"texts": ["{run}@4", "{run}@8"], "output": "final"}, "--output {run}/final: already exists"),
         ({"texts": ["{run}@4", "{run}@8"], "output": "config.yaml/x"}, "--output: {run}/config.yaml/x: "),
         ({"texts": ["{run}@4"], "weights": "average"}, "merge {run}@4: --weights average: there is no average in"),
-        ({"texts": ["{run}@4", "{other}"]}, "merge: the models are not of one run; say where their mean goes with"),
+        ({"texts": ["{run}@4", "{other}"]}, "merge: the models are not from one run; choose an output folder with"),
         (
             {"texts": ["{run}@4", "{other}"], "output": "x"},
-            "merge {run}@4 {other}: not of one architecture (1 tensors differ, first model.embed_tokens.weight; "
+            "merge {run}@4 {other}: have different architectures (1 tensors differ, first model.embed_tokens.weight; "
             "vocab_size 512, now 640)",
         ),
     ],

@@ -347,7 +347,7 @@ def test_documents_of_changed_or_missing_shards_and_of_steps_outside_the_run_are
     with pytest.raises(InputError, match="trained on shards with the hash 0123456789abcdef, these have"):
         documents_text(run, 3, limit=1, characters=9)
     (run / "config.yaml").write_text("seed: 3\n")
-    with pytest.raises(InputError, match="do not say what its data was"):
+    with pytest.raises(InputError, match="do not describe the run's data"):
         documents_text(run, 3, limit=1, characters=9)
     gone = trained(tmp_path, tmp_path / "gone")
     saved.unlink()
@@ -369,7 +369,7 @@ def test_bad_input_gets_a_clear_answer(tmp_path, monkeypatch, capsys):
         ("list", tmp_path / "nowhere"): "no such folder; give a folder that contains runs",
         ("list", run / "x"): "no such folder",
         ("status", tmp_path / "runs" / "lama"): f"did you mean {run}?",
-        ("summary", tmp_path): "is not a run but holds 2",
+        ("summary", tmp_path): "is not a run but contains 2",
         ("plot", run, tmp_path / "nowhere", tmp_path / "neither"): "neither: no such run",
         ("plot", nothing): "no steps logged yet, nothing to plot",
         ("plot", run, "--output", tmp_path / "no" / "where"): "is not a folder; create it, or choose another path",
@@ -378,7 +378,7 @@ def test_bad_input_gets_a_clear_answer(tmp_path, monkeypatch, capsys):
         ("plot", run, "--output", tmp_path / "no" / "x.png"): "is not a folder; create it",
         ("documents", run, "--step", "0"): "0 is not above 0",
         ("documents", run, "--step", "x"): "invalid natural value",
-        ("abort", tmp_path / "runs"): f"is not a run but holds 1: {run}; give one of them",
+        ("abort", tmp_path / "runs"): f"is not a run but contains 1: {run}; give one of them",
     }
     for arguments, text in cases.items():
         assert text in message(*arguments), arguments
