@@ -53,4 +53,4 @@ def test_names_that_a_recipe_may_give(tmp_path):
     assert "no such task" in task_problems([f"{tmp_path}/gone.yaml"], None)[0]
     assert task_problems(["base"], tmp_path / "nowhere")[0].startswith("benchmarks.include_path: ")
     (tmp_path / "empty").mkdir()
-    assert "holds no .yaml file with a task" in task_problems(["base"], tmp_path / "empty")[0]
+    assert "contains no .yaml file with a task" in task_problems(["base"], tmp_path / "empty")[0]

@@ -172,7 +172,7 @@ def test_without_anything_to_do_the_choices_are_named():
     "words, message",
     [
         (["--modle", "a"], "--modle: unknown; did you mean --model?"),
-        (["--prompt", "Once", "upon"], "upon: belongs to no setting; quote a prompt"),
+        (["--prompt", "Once", "upon"], "upon: belongs to no flag; quote a prompt"),
         (["--limit", "many"], "--limit many: must be a number above 0"),
         (["--limit", "0"], "--limit 0: must be a number above 0"),
         (["--limit", "2.5"], "--limit 2.5: must be a whole number of documents, or a fraction below 1"),
@@ -258,7 +258,7 @@ def test_an_id_outside_the_vocabulary_names_its_shard(model_folder, shards, tmp_
 
 def test_sequences_that_are_too_long(model_folder, shards):
     text = problems_of(evaluate, "--model", model_folder, "--data", shards, "--sequence_length", 129)
-    assert "--sequence_length 129: " in text and "has 128 positions; at most --sequence_length 128" in text
+    assert "--sequence_length 129: " in text and "has 128 positions; give at most --sequence_length 128" in text
 
 
 def test_the_runs_own_validation_is_repeated(recipe, shards, tasks, tmp_path):
@@ -354,7 +354,7 @@ def test_a_model_without_a_tokenizer(model_folder, tmp_path):
     bare = tmp_path / "bare"
     shutil.copytree(model_folder, bare, ignore=shutil.ignore_patterns("tokenizer*", "vocab*", "merges*", "special*"))
     text = problems_of(evaluate, "--model", bare, "--prompt", "x")
-    assert "its tokenizer cannot be loaded, which --tasks and --prompt need" in text
+    assert "cannot load its tokenizer, which --tasks and --prompt need" in text
 
 
 def test_json_and_lines_of_a_run(model_folder, shards, tmp_path):
