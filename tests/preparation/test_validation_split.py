@@ -114,7 +114,7 @@ def test_nothing_is_held_out_where_nothing_was_asked_for_or_there_is_nothing():
 def test_an_empty_split_is_a_warning_with_what_to_do(tmp_path, run):
     (tmp_path / "a.jsonl").write_text('{"text": "one"}\n{"text": "two"}\n')
     told = run("--input", tmp_path / "a.jsonl", "--validation_fraction", 0.01, "--output", tmp_path / "out")
-    assert "warning: no document of 2 fell into the validation split, which should have 1.00% of them" in told
+    assert "warning: none of 2 documents fell into the validation split, which should have 1.00% of them" in told
     assert "with another --output" in told
     told = run("--input", tmp_path / "a.jsonl", "--validation_fraction", 0, "--output", tmp_path / "none")
     assert "warning" not in told

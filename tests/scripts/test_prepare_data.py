@@ -315,7 +315,7 @@ def test_verify_tells_good_from_bad(tmp_path, run):
 
 @pytest.mark.parametrize("flag", ["--verify", "--inspect"])
 def test_looking_at_a_prepared_folder_takes_no_input(tmp_path, run, flag):
-    with pytest.raises(InputError, match=f"{flag} x: looks at a prepared folder, and reads no --input; prepare first"):
+    with pytest.raises(InputError, match=f"{flag} x: reads a prepared folder, not --input; prepare it first"):
         run(flag, "x", "--input", tmp_path / "a.jsonl", with_tokenizer=False)
 
 
