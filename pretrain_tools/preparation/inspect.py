@@ -70,7 +70,7 @@ def figure_lines(manifest: Manifest, tally: Tally | None) -> list[str]:
         ("removed", f"{amounts['documents']:,} documents, {amounts['bytes']:,} bytes: {rule}")
         for rule, amounts in sorted(tally.cleaning.removed.items(), key=lambda item: -item[1]["documents"])
     ]
-    rows += [("removed whole", line) for line in tally.cleaning.removed_whole_lines()]
+    rows += [("removed", line) for line in tally.cleaning.removed_whole_lines()]
     made = json.loads((manifest.folder / MANIFEST_FILE).read_bytes())
     rows += [("decontaminated", contamination_text(row)) for row in contamination_of(made)]
     if tally.unread_members:

@@ -83,7 +83,7 @@ def test_every_planted_item_is_found_and_nothing_else(planted, tmp_path, run):
     assert example["excerpt"] == LONG[1]
     assert manifest["cleaning"]["removed"]["decontamination.short.txt"]["documents"] == 12
     assert "long.jsonl: 9 of 12 items in 12 documents, documents removed" in told
-    assert "short.txt: 12 of 13 items (1 too short to be sought) in 12 documents" in told
+    assert "short.txt: 12 of 13 items (1 too short to search for) in 12 documents" in told
     assert "short.txt: 12 of 13 items" in run("--inspect", tmp_path / "out", with_tokenizer=False)
     assert str(tmp_path) not in (tmp_path / "out/manifest.json").read_text()
 
@@ -218,7 +218,7 @@ def test_what_cannot_be_read_is_named(tmp_path, monkeypatch):
         read_benchmarks([str(tmp_path / name) for name in ("bad.jsonl", "empty.txt", "items.csv")] + ["helaswag"])
     bad, items, task, empty = caught.value.problems
     assert "bad.jsonl, line 1: broken JSON" in bad and "items.csv: must be .jsonl, .ndjson, .txt" in items
-    assert "--decontaminate helaswag: no such task" in task and "empty.txt: holds no items" in empty
+    assert "--decontaminate helaswag: no such task" in task and "empty.txt: contains no items" in empty
     failed = SimpleNamespace(returncode=1, stdout="", stderr="Traceback\nImportError: no lm_eval\n")
     monkeypatch.setattr("subprocess.run", lambda *_, **__: failed)
     with pytest.raises(InputError, match=r"lm-eval cannot be run \(ImportError: no lm_eval\)"):

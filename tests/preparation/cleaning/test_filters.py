@@ -27,12 +27,12 @@ def test_parameters_are_read_by_name_or_as_the_first(given, expected):
         ("gopher_qualty", "no such filter; did you mean gopher_quality"),
         ("gopher_quality(min_word=3)", "no parameter 'min_word'; did you mean min_words"),
         ("gopher_quality(min_words=many)", "min_words=many: must be a whole number or off"),
-        ("gopher_quality(min_words=1, min_words=2)", "min_words is given twice"),
-        ("fineweb(short_line_characters=off)", "cannot be switched off"),
+        ("gopher_quality(min_words=1, min_words=2)", "min_words given twice"),
+        ("fineweb(short_line_characters=off)", "cannot be turned off"),
         ("c4(endings=maybe)", "must be on or off"),
         ("language", "needs languages=..."),
-        ("language(en+xx)", "xx: is not known"),
-        ("classifier(no/such)", "is no classifier of this version; train one"),
+        ("language(en+xx)", "xx: unknown language"),
+        ("classifier(no/such)", "is not a classifier of this version; train one"),
         ("gopher quality", "must be NAME, NAME"),
         ("no_such.py:keep", "No such file"),
     ],
@@ -47,7 +47,7 @@ def test_everything_wrong_is_reported_at_once(tmp_path):
     with pytest.raises(InputError) as refused:
         read_cleaning(["c5", "c4", "c4", f"{tmp_path}/urls.py:keep"], languages="xx", has_urls=False)
     assert len(refused.value.problems) == 4
-    assert any("--filter c4: is given twice" in problem for problem in refused.value.problems)
+    assert any("--filter c4: given twice" in problem for problem in refused.value.problems)
     assert any("needs --url_field" in problem for problem in refused.value.problems)
 
 

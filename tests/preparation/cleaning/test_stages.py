@@ -124,8 +124,8 @@ def test_a_file_that_is_removed_whole_names_the_rule_the_value_and_the_limit(tmp
         run(*arguments, tmp_path / "out")
     message = str(refused.value)
     assert "no document is left" in message and "2 removed by cleaning" in message
-    assert "short.txt: removed whole by gopher_quality.few_words (6, at least 50)" in message
-    assert "numbers.txt: removed whole by gopher_quality.few_alphabetic_words (0.0196, at least 0.8)" in message
+    assert "short.txt: mostly removed by gopher_quality.few_words (6, at least 50)" in message
+    assert "numbers.txt: mostly removed by gopher_quality.few_alphabetic_words (0.0196, at least 0.8)" in message
     (tmp_path / "good.txt").write_text(PROSE)
     run(*arguments, tmp_path / "out2")
     samples = json.loads((tmp_path / "out2/cleaning_samples.json").read_bytes())
