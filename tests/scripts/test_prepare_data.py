@@ -298,7 +298,7 @@ def test_a_dataset_that_is_nowhere_is_named(run, tmp_path, monkeypatch):
     # Read from the environment when the libraries are imported: without these they would ask the network for long.
     for name in ("huggingface_hub.constants.HF_HUB_OFFLINE", "datasets.config.HF_HUB_OFFLINE"):
         monkeypatch.setattr(name, True)
-    with pytest.raises(InputError, match=r"--dataset nobody/nothing \(no such folder here, so it was looked for on"):
+    with pytest.raises(InputError, match=r"--dataset nobody/nothing \(no such local folder, so it was searched on"):
         run("--dataset", "nobody/nothing", "--output", tmp_path / "x")
 
 

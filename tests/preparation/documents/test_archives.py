@@ -50,10 +50,10 @@ def flipped(content, place):
 
 ARCHIVE, STARTS = tar_of({f"{n}.txt": text.encode() for n, text in enumerate(TEXTS)})
 DAMAGED = {
-    "cut at a member's end": (ARCHIVE[: STARTS[5]], 5, "ends without the blocks of zeros"),
+    "cut at a member's end": (ARCHIVE[: STARTS[5]], 5, "ends without the two blocks of zeros"),
     "cut within a header": (ARCHIVE[: STARTS[5] + 100], 5, "no valid header at byte"),
     "cut within a member": (ARCHIVE[: STARTS[5] - 800], 4, "unexpected end of data"),
-    "cut after the last member": (ARCHIVE[: STARTS[9] + 2 * BLOCK + BLOCK], 10, "ends without the blocks of zeros"),
+    "cut after the last member": (ARCHIVE[: STARTS[9] + 2 * BLOCK + BLOCK], 10, "ends without the two blocks"),
     "a bit of a header": (flipped(ARCHIVE, STARTS[5] + 3), 5, "no valid header at byte .*: bad checksum"),
     "a bit of a size": (flipped(ARCHIVE, STARTS[5] + 130), 5, "no valid header at byte .*: bad checksum"),
     "a zeroed header": (
@@ -127,7 +127,7 @@ def test_no_text_of_a_sample_is_left_out_and_its_json_has_the_fields_of_all(tmp_
     about = json.dumps({"title": "T", "text": "not this"}).encode()
     members = {"1.json": about, "1.txt": b"one", "1.md": b"two", "1.more.json": b"{}", "1.jpg": b"\xff", "2.txt": b"3"}
     (tmp_path / "a.tar").write_bytes(tar_of(members)[0])
-    assert read(tmp_path / "a.tar") == (["one", "two", "3"], [], [".jpg", ".json beside a text"])
+    assert read(tmp_path / "a.tar") == (["one", "two", "3"], [], [".jpg", ".json next to a text"])
     texts, problems, _ = read(tmp_path / "a.tar", Reading(template="{title}: {text}"))
     assert texts == ["T: one", "T: two"] and "no field 'title' (fields: text)" in problems[0]
 

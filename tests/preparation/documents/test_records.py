@@ -117,10 +117,10 @@ def test_plain_text_has_no_fields(tmp_path):
 def test_templates_that_say_nothing_or_too_much_are_refused():
     assert template_problem("{title}\n{meta.text} {{as it is}}") is None
     for template, problem in {
-        "no field": "names no field",
+        "no field": "has no field",
         "{}": "a field is a name between braces",
-        "{a!r}": "no ! and no :",
-        "{a:>3}": "no ! and no :",
+        "{a!r}": "must not contain ! or :",
+        "{a:>3}": "must not contain ! or :",
         "{a": "write {{ and }}",
     }.items():
         assert problem in template_problem(template)

@@ -310,7 +310,7 @@ def test_token_ids_in_hdf5_are_not_taken_for_text(tmp_path):
     with h5py.File(tmp_path / "pile.h5", "w") as file:
         file["tokens"] = [[1, 2], [3, 4]]
     (record,) = records_of_parts([tmp_path / "pile.h5"], Reading(text_field="tokens"))
-    assert "holds int64 of shape (2, 2), must be a row of strings; token ids" in record.problem
+    assert "contains int64 of shape (2, 2), must be one-dimensional strings; token IDs" in record.problem
     (record,) = records_of_parts([tmp_path / "pile.h5"])
     assert "no dataset 'text' (at the top: tokens)" in record.problem
 
@@ -320,7 +320,7 @@ def test_bad_rows_of_csv(tmp_path):
     records = records_of_parts([tmp_path / "a.csv"])
     assert [record.text for record in records] == [b"a\nb", None, None, None, b"d"]
     assert [record.place for record in records] == [3, 4, 5, 6, 7]
-    assert "row has 1 columns, the header has 2" in records[1].problem
+    assert "row has 1 columns, but the header has 2" in records[1].problem
     assert "not UTF-8" in records[2].problem
     assert "broken row" in records[3].problem
 
@@ -332,7 +332,7 @@ def test_documents_beyond_the_limit_are_named(tmp_path, monkeypatch):
     (tmp_path / "a.jsonl").write_bytes(jsonl(["a", "b" * 1100, "c"]))
     first, bad, last = records_of_parts([tmp_path / "a.jsonl"])
     assert (first.text, bad.place, last.text) == (b"a", 2, b"c")
-    assert "line of 1,121 bytes, at most 1,000 are taken" in bad.problem
+    assert "line of 1,121 bytes; the maximum is 1,000" in bad.problem
     (tmp_path / "b.txt").write_bytes(b"x" * 5000)
     (record,) = records_of_parts([tmp_path / "b.txt"])
     assert "more than 1,000 bytes in one piece; use --documents line or paragraph" in record.problem
@@ -403,9 +403,9 @@ def test_all_that_is_wrong_with_the_input_is_told_at_once(tmp_path):
     with pytest.raises(InputError) as caught:
         find_sources(patterns)
     missing, folder, pipe, unknown, nameless = caught.value.problems
-    assert "pipe.txt: is a pipe or a device; write its content into a file" in pipe
+    assert "pipe.txt: is a pipe or a device; write its content to a file" in pipe
     assert "no such file; quote patterns" in missing
-    assert "is a folder; name its files, such as" in folder
+    assert "is a folder; give its files, such as" in folder
     assert "unknown format .doc; known: .jsonl" in unknown
     assert "unknown format without a suffix" in nameless
     with pytest.raises(InputError, match="--input_format jsnol: no such format; did you mean jsonl"):
