@@ -173,7 +173,7 @@ def test_an_output_url_is_copied_further_after_a_failure(tmp_path, run, memory, 
 
     with (
         monkeypatch.context() as failing,
-        pytest.raises(InputError, match=r"network is down; all is prepared in .*run"),
+        pytest.raises(InputError, match=r"network is down; everything is prepared in .*run"),
     ):
         failing.setattr(type(memory), "put_file", put_some)
         run(*given, *there)

@@ -236,7 +236,7 @@ def test_training_again_is_recognised_and_other_options_are_refused(tmp_path, ca
     train(tmp_path, tmp_path / "one")
     assert "already complete" in capsys.readouterr().out
     assert (tmp_path / "one" / "tokenizer.json").stat().st_mtime_ns == before
-    with pytest.raises(InputError, match="was trained from something else: vocabulary_size was 400, is now 300"):
+    with pytest.raises(InputError, match="was trained from a different request: vocabulary_size was 400, is now 300"):
         train(tmp_path, tmp_path / "one", size=300)
     write_paragraphs(tmp_path / "b.txt", 2)
     with pytest.raises(InputError, match=r"source b.txt is new"):
@@ -267,7 +267,7 @@ def test_bad_training_input_leaves_nothing_behind(tmp_path):
     with pytest.raises(InputError, match=r"a.txt, line 3: not UTF-8"):
         train(tmp_path, tmp_path / "one")
     (tmp_path / "a.txt").write_bytes(b"\n\n")
-    with pytest.raises(InputError, match="the input holds no documents to train on"):
+    with pytest.raises(InputError, match="the input contains no documents to train on"):
         train(tmp_path, tmp_path / "one")
     assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]
 

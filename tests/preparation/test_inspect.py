@@ -84,7 +84,7 @@ def documents_in(folder):
 
 def test_lengths_are_told_in_one_line():
     text = lengths_text(np.array([1, 2, 3, 4, 4, 100]))
-    assert text.startswith("shortest 1, median 4, 90 % up to 52") and "longest 100, mean 19.0" in text
+    assert text.startswith("shortest 1, median 4, 90% up to 52") and "longest 100, mean 19.0" in text
     assert lengths_text(np.array([], np.int64)) == "no documents"
 
 
@@ -95,7 +95,7 @@ def test_what_was_removed_adds_up_and_is_shown(documents, tokenizer):
     assert f"documents        {1600 - 400 - copies:,}; skipped 0 empty, 0 bad, {copies} copies" in page
     assert "removed          400 documents, " in page and " bytes: mine.keep\n" in page
     assert page.count("  mine.keep: ") == page.count("  kept: ") == 3 and "<script>alert(1)</script>" in page
-    (domains,) = [line for line in page.splitlines() if line.startswith("domain, of a sample: ")]
+    (domains,) = [line for line in page.splitlines() if line.startswith("domain (sampled): ")]
     assert all(f"site{number}.org" in domains for number in range(3))
 
 

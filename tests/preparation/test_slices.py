@@ -76,7 +76,7 @@ def test_what_cannot_be_divided_is_refused(tmp_path, run):
     with pytest.raises(InputError, match=r"--slice 3/3: must be i/n with i from 0 to n - 1"):
         parse_slice("3/3")
     arguments = (*write_inputs(tmp_path), "--output", tmp_path / "out")
-    with pytest.raises(InputError, match=r"slices do not know of each other, so --max_tokens 9 must be left out"):
+    with pytest.raises(InputError, match=r"slices are independent of each other; leave out --max_tokens 9"):
         run(*arguments, "--slice", "0/2", "--max_tokens", 9)
     with pytest.raises(InputError, match=r"give either --slice I/N, or --merge_slices N"):
         run(*arguments, "--slice", "0/2", "--merge_slices", 2)
@@ -141,7 +141,7 @@ def test_ray_is_asked_for_by_name_when_it_is_not_there(tmp_path, run, monkeypatc
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(InputError, match=r"Ray is not installed; pip install"):
         run("--input", tmp_path / "a.jsonl", "--output", tmp_path / "out", "--engine", "ray")
-    with pytest.raises(InputError, match=r"--engine quick: must be auto, fast or reference; and ray"):
+    with pytest.raises(InputError, match=r"--engine quick: must be auto, fast or reference, or ray"):
         run("--input", tmp_path / "a.jsonl", "--output", tmp_path / "out", "--engine", "ray,quick")
 
 

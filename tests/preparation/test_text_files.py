@@ -107,5 +107,5 @@ def test_a_split_that_is_none_is_a_bad_record(tmp_path, run):
 def test_text_is_not_written_without_shards(tmp_path, run):
     write_jsonl(tmp_path / "a.jsonl", ["one"])
     arguments = ("--input", tmp_path / "a.jsonl", "--output", tmp_path / "out", "--write_text")
-    with pytest.raises(InputError, match="--write_text writes documents beside shards"):
+    with pytest.raises(InputError, match="--write_text: writes documents next to shards"):
         run(*arguments, "--train_tokenizer", 300, with_tokenizer=False)

@@ -253,7 +253,7 @@ def test_an_id_outside_the_vocabulary_names_its_shard(model_folder, shards, tmp_
     ids[40] = 600
     ids.flush()
     text = problems_of(evaluate, "--model", model_folder, "--data", broken, "--sequence_length", 32)
-    assert f"{broken}: split validation holds id 600 between tokens 32 and 65" in text
+    assert f"{broken}: split validation has token ID 600 between tokens 32 and 65" in text
 
 
 def test_sequences_that_are_too_long(model_folder, shards):

@@ -87,7 +87,7 @@ def test_a_folder_made_from_something_else_is_refused_with_the_difference(tmp_pa
     arguments = ("--input", f"{tmp_path}/*.jsonl", "--output", tmp_path / "out")
     run(*arguments)
     before = content_of(tmp_path / "out")
-    with pytest.raises(InputError, match=r"finished from something else: options\.shard_tokens was 100000000, is now"):
+    with pytest.raises(InputError, match=r"from a different request: options\.shard_tokens was 100000000, is now"):
         run(*arguments, "--shard_tokens", "1M")
     write_jsonl(tmp_path / "b.jsonl", ["new"])
     write_jsonl(tmp_path / "a.jsonl", texts(21))
@@ -166,7 +166,7 @@ def test_a_truncated_gzip_is_named_and_can_be_skipped(tmp_path, run):
 @pytest.mark.parametrize("content", [b"", b'{"text": ""}\n', b"\n\n"])
 def test_input_without_documents_is_an_error_that_leaves_nothing(tmp_path, run, content):
     (tmp_path / "a.jsonl").write_bytes(content)
-    with pytest.raises(InputError, match=r"the input holds no documents .* nothing was written"):
+    with pytest.raises(InputError, match=r"the input contains no documents .* nothing was written"):
         run("--input", tmp_path / "a.jsonl", "--output", tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
@@ -240,7 +240,7 @@ def test_a_wrong_fast_path_is_noticed_and_everything_is_made_anew(
     monkeypatch.setattr(sys, "argv", ["prepare_data.py", *map(str, arguments), "--output", str(tmp_path / "out")])
     sys.argv += ["--tokenizer", str(tokenizer)]
     assert prepare_data.main() == 0
-    assert "starting over with tokenizers: gigatoken gives other ids" in capsys.readouterr().err
+    assert "starting over with tokenizers: gigatoken gives different IDs" in capsys.readouterr().err
     assert content_of(tmp_path / "out") == content_of(tmp_path / "right")
 
 
@@ -359,7 +359,7 @@ def test_members_of_archives_that_are_not_read_are_told_and_recorded(tmp_path, r
                 archive.addfile(entry, io.BytesIO(content))
     arguments = ("--input", f"{tmp_path}/*.tar", "--validation_fraction", 0)
     told = run(*arguments, "--output", tmp_path / "out")
-    line = "not read         members of tar archives that are no documents: 4 .html, 2 .zip"
+    line = "not read         members of tar archives that are not documents: 4 .html, 2 .zip"
     assert line in told and "documents        2;" in told
     assert line in run(*arguments, "--output", tmp_path / "out"), "of a finished folder as well"
     for number in range(2):

@@ -344,7 +344,7 @@ def test_documents_of_changed_or_missing_shards_and_of_steps_outside_the_run_are
     saved.parent.mkdir(parents=True)
     identity = {"data.train": [{"until": None, "train": [[str(shards), "0123456789abcdef", 1.0, None]]}]}
     saved.write_text(json.dumps({"state": {}, "identity": identity}))
-    with pytest.raises(InputError, match="trained on shards with the hash 0123456789abcdef, these have"):
+    with pytest.raises(InputError, match="trained on shards with the hash 0123456789abcdef, but these have"):
         documents_text(run, 3, limit=1, characters=9)
     (run / "config.yaml").write_text("seed: 3\n")
     with pytest.raises(InputError, match="do not describe the run's data"):

@@ -282,7 +282,7 @@ def test_a_disk_too_small_is_said_before_it_is_full(tmp_path, run, monkeypatch):
     arguments = ("--input", tmp_path / "a.jsonl", "--near_duplicates", "0.8", "--output", tmp_path / "out")
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr("shutil.disk_usage", lambda path: usage._replace(free=1000))
-    with pytest.raises(InputError, match=r"1,000 bytes are free, and leaving out near duplicates needs [\d,]+"):
+    with pytest.raises(InputError, match=r"1,000 bytes are free, but removing near duplicates needs [\d,]+"):
         run(*arguments)
     monkeypatch.undo()
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
@@ -295,7 +295,7 @@ def test_what_cannot_be_is_refused(tmp_path, run):
     with pytest.raises(InputError) as caught:
         run(*arguments, "--near_duplicates", "80", "--deduplicate")
     told = "\n".join(caught.value.problems)
-    for said in ("from 0.3 to 1, such as 0.8", "copies as well"):
+    for said in ("from 0.3 to 1, such as 0.8", "also removes exact copies"):
         assert said in told
 
 
