@@ -101,7 +101,7 @@ def read_arguments(argv: list[str]) -> argparse.Namespace:
         if (given := getattr(arguments, name)) not in allowed:
             problems.append(f"--{name} {given}{did_you_mean(given, allowed)}")
     if arguments.document_mask not in (None, "on", "off"):
-        problems.append(f"--document_mask {arguments.document_mask}; allowed: off, on")
+        problems.append(f"--document_mask {arguments.document_mask}: must be on or off")
     problems += read_numbers(arguments)
     arguments.tasks = [task for text in arguments.tasks for task in text.split(",") if task]
     if arguments.num_fewshot is not None and any(task.partition("/")[0] == "core" for task in arguments.tasks):

@@ -112,7 +112,6 @@ def train_filter(arguments: "Namespace") -> None:
 
 
 def train(request: "PreparationRequest") -> int:
-    """Trains a tokenizer on the documents."""
     from pretrain_tools.preparation.tokenizer_training import train_tokenizer
 
     os.environ.setdefault("RAYON_NUM_THREADS", str(request.workers))

@@ -37,7 +37,6 @@ ANY_SETTING = "Change any setting of the recipe by its path, as with train.py:"
 
 
 def plot(runs: list[Path], output: Path | None) -> None:
-    """Writes the curves as a PNG."""
     # Imported here, as in the functions below, so that `list` and `status` start without heavy libraries.
     from pretrain_tools.runs.plots import plot_runs
 
@@ -45,24 +44,20 @@ def plot(runs: list[Path], output: Path | None) -> None:
 
 
 def compare(runs: list[Path]) -> None:
-    """Prints differing settings and results."""
     print(comparison_text(runs))
 
 
 def summary(run: Path) -> None:
-    """Prints a one-page summary of a run."""
     print(summary_text(run))
 
 
 def documents(run: Path, **options: int) -> None:
-    """Prints the training documents of a step."""
     from pretrain_tools.runs.step_documents import documents_text
 
     print(documents_text(require_run(run), **options))
 
 
 def merge(models: list[str], **options: Any) -> None:
-    """Averages the weights of several models."""
     from pretrain_tools.runs.merge import merge_models
 
     folder, names = merge_models(models, **options)
@@ -155,7 +150,6 @@ def add_command(
 
 
 def add_readers(commands: Commands) -> None:
-    """Adds the commands that only read runs."""
     add_command(commands, "list", print_list, "list all runs under a folder (default runs)", folder=ROOT_OF_RUNS)
     default = {**ROOT_OF_RUNS, **RUN}
     add_command(commands, "status", print_status, "show the state and progress of a run", folder=default)
@@ -174,7 +168,6 @@ def add_readers(commands: Commands) -> None:
 
 
 def add_merge(commands: Commands) -> None:
-    """Adds the command that averages models."""
     models = {"nargs": "+", "metavar": "MODEL", "help": "a run, RUN@STEP, or a model folder", "type": str}
     text = "average checkpoints or models into a model folder"
     command = add_command(commands, "merge", merge, text, models=models)
@@ -187,7 +180,6 @@ def add_merge(commands: Commands) -> None:
 
 
 def add_parity(commands: Commands) -> None:
-    """Adds the command that trains under every strategy."""
     epilog = f"{ANY_SETTING} --data.sequence_length 256"
     text = "check that a recipe trains identically under every strategy"
     command = add_command(commands, "parity", parity, text, epilog)
@@ -203,7 +195,6 @@ def add_parity(commands: Commands) -> None:
 
 
 def add_sweep(commands: Commands) -> None:
-    """Adds the command that trains under several settings."""
     text = "train a recipe under several settings and compare; the same command continues"
     command = add_command(commands, "sweep", sweep, text, f"{ANY_SETTING} --budget.steps 500")
     text = "values of a setting; trains all combinations. With --search, a range: optim.learning_rate=1e-4..1e-2"
@@ -213,7 +204,6 @@ def add_sweep(commands: Commands) -> None:
 
 
 def add_mixture(commands: Commands) -> None:
-    """Adds the command that proposes source weights."""
     text = "train a small recipe on many mixtures of its sources and propose weights; the same command continues"
     command = add_command(commands, "mixture", mixture, text, f"{ANY_SETTING} --budget.steps 500")
     command.add_argument(
@@ -223,7 +213,6 @@ def add_mixture(commands: Commands) -> None:
 
 
 def add_small_runs(command: argparse.ArgumentParser, seeds: str) -> None:
-    """Adds the options of commands that train many runs."""
     command.add_argument("--config", type=Path, required=True, metavar="RECIPE", help="the recipe of every run")
     command.add_argument("--seeds", type=natural, default=1, help=seeds)
     command.add_argument("--output", type=Path, required=True, metavar="FOLDER", help="folder of the runs")
@@ -231,7 +220,6 @@ def add_small_runs(command: argparse.ArgumentParser, seeds: str) -> None:
 
 
 def add_ladder(commands: Commands) -> None:
-    """Adds the command that predicts losses."""
     several = {**SEVERAL_RUNS, "metavar": "RUN_OR_SWEEP"}
     text = "fit a scaling law to runs and predict losses"
     command = add_command(commands, "ladder", ladder, text, runs=several)

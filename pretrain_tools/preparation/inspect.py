@@ -81,7 +81,6 @@ def figure_lines(manifest: Manifest, tally: Tally | None) -> list[str]:
 
 
 def skipped_text(tally: Tally) -> str:
-    """Describes the counts of skipped documents."""
     counts = {"filtered": tally.filtered_documents, "copies": tally.duplicate_documents}
     counts["near copies"] = tally.near_duplicate_documents
     more = "".join(f", {number:,} {name}" for name, number in counts.items() if number)

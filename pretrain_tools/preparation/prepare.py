@@ -239,7 +239,7 @@ class _Run:
         from pretrain_tools.preparation.cleaning.compiled import is_compiled
 
         if not is_compiled():
-            self.say(f"compiling the filters, once on this machine: about {COMPILING_SECONDS} s")
+            self.say(f"compiling the filters once for this machine: about {COMPILING_SECONDS} s")
 
     def _load_progress(self) -> dict[str, Any]:
         if not self.plan_path.is_file():

@@ -29,7 +29,6 @@ class DocumentProgress:
         LIVE_LINE.clear()
 
     def update(self, tally: Tally) -> None:
-        """Updates the progress line."""
         now = time.monotonic()
         is_new = self._first is None or tally.input_bytes < self._last_bytes
         self._last_bytes = tally.input_bytes

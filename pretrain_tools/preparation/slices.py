@@ -46,7 +46,6 @@ def slice_of(request: PreparationRequest, number: int, count: int) -> Preparatio
 
 
 def slices_folder(request: PreparationRequest) -> Path:
-    """Returns the folder of all slices of the output."""
     return request.output.with_name(request.output.name + ".slices")
 
 

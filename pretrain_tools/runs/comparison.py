@@ -77,7 +77,7 @@ def results_of(history: History, status: RunStatus) -> dict[str, str]:
     results = {
         "state": state_text(status),
         "step": text_of(status.step, "{:,}".format),
-        "of steps": text_of(status.total_steps or None, "{:,}".format),
+        "total steps": text_of(status.total_steps or None, "{:,}".format),
         "tokens": text_of(history.last("train").get("tokens"), "{:,}".format),
         f"training loss, last {SMOOTHED_LINES} lines": text_of(smoothed_loss(history), "{:.4f}".format),
     }
@@ -158,7 +158,7 @@ def summary_text(run: Path) -> str:
             for name, value in recorded_settings(run).items()
             if name in SUMMARIZED or name.endswith(".shards")
         },
-        "kept out of the data": "; ".join(dict.fromkeys(kept_out)) or "-",
+        "decontaminated": "; ".join(dict.fromkeys(kept_out)) or "-",
         **results_of(history, read_status(run)),
     }
     return "\n".join([str(run), "", table([[name, text] for name, text in about.items() if text != "-"])])

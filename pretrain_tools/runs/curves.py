@@ -44,7 +44,6 @@ class RunCurves:
 
 
 def curves_of(history: History) -> RunCurves:
-    """Returns the curves of a run."""
     places = Places(history)
     train = [event for event in history.of("train") if is_number(event.get("step"))]
     logged = {name: numbers(event.get(name) for event in train) for name in LOGGED}

@@ -35,7 +35,7 @@ MEASURES = {
     "gradient_rms": "RMS of gradients, before clipping",
     "update_rms": "RMS of updates",
     "largest_logit": "Largest attention logit",
-    "units_off": "Share of units that are off",
+    "units_off": "Share of inactive units",
 }
 """{key of a diagnostics event: its title}. The event has one value per layer."""
 
@@ -94,7 +94,6 @@ class History:
         return statistics.median(values) if values else None
 
     def validation(self) -> dict[str, list[Event]]:
-        """Returns the validation events by source."""
         sources: dict[str, list[Event]] = {}
         for event in self.of("validation"):
             sources.setdefault(str(event.get("source")), []).append(event)

@@ -35,8 +35,8 @@ MARKS = {
     "end": ("s", "#555555", "ended"),
 }
 """Events marked in the loss panel: (matplotlib marker, color, name in the legend)."""
-POSITION_LABELS = {"step": "step", "tokens": "tokens", "hours": "hours of running", "flops": "FLOPs",
-                   "position": "position in the document, up to"}  # fmt: skip
+POSITION_LABELS = {"step": "step", "tokens": "tokens", "hours": "running hours", "flops": "FLOPs",
+                   "position": "position in the document (end of range)"}  # fmt: skip
 MOST_SCORE_PANELS = 15
 MARK_HEIGHT = 0.035
 """Height of a run's line of event marks, as a share of the panel."""
@@ -246,7 +246,6 @@ def points_of(columns: Columns, position: str, *measures: str) -> NDArray:
 
 
 def draw_panel(axis: Any, panel: Panel) -> None:
-    """Draws all lines of a panel into a matplotlib axis."""
     from matplotlib.ticker import LogLocator
 
     style_panel(axis, panel.title)
@@ -336,12 +335,10 @@ def axis_text(value: float, _position: int | None = None) -> str:
 
 
 def color_of(number: int) -> str:
-    """Returns the color of the run or line with this number."""
     return COLORS[number % len(COLORS)]
 
 
 def style_panel(axis: Any, title: str) -> None:
-    """Applies the project's style to a panel."""
     axis.set_title(title, fontsize=11, loc="left", fontweight="bold")
     axis.grid(alpha=0.25)
     axis.spines[["top", "right"]].set_visible(False)

@@ -181,7 +181,7 @@ def test_without_anything_to_do_the_choices_are_named():
         (["--num_fewshot", "3", "--tasks", "core/copa"], "--num_fewshot: the tasks of core have their own numbers"),
         (["--precision", "fp23"], "--precision fp23; did you mean fp32?"),
         (["--split", "test"], "--split test; "),
-        (["--document_mask", "yes"], "--document_mask yes; allowed: off, on"),
+        (["--document_mask", "yes"], "--document_mask yes: must be on or off"),
         (
             ["--top_k", "5", "--temperature", "0"],
             "--top_k: only applies to sampling, but --temperature 0 is greedy decoding",

@@ -229,5 +229,4 @@ def _digest_of(text: bytes) -> str:
 
 
 def _smallest(drawn: dict[str, Any], count: int) -> dict[str, Any]:
-    """Returns the entries with the smallest hashes."""
     return {digest: drawn[digest] for digest in sorted(drawn)[:count]}

@@ -25,7 +25,6 @@ DOCUMENT = np.dtype([("end", "<u8"), ("place", "<u8"), ("text_bytes", "<u4"), ("
 
 
 def index_path(shard: Path) -> Path:
-    """Returns the index file of a shard file."""
     return shard.with_suffix(DOCUMENTS_SUFFIX)
 
 
