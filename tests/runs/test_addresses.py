@@ -1,4 +1,4 @@
-"""From what a user writes to a model folder, and the messages where it leads nowhere."""
+"""Resolves a user's address to a model folder, with messages for wrong addresses."""
 
 import json
 
@@ -16,7 +16,7 @@ def problems_of(call, *words) -> str:
 
 
 def make_run(run, steps, final_step=None, losses=None):
-    """The folders of a run as far as addresses look at them."""
+    """The parts of a run's folder that addresses read."""
     run.mkdir(parents=True)
     (run / "config.yaml").write_text("model: x\n")
     for step in steps:
@@ -70,7 +70,7 @@ def test_the_best_step_is_the_one_with_the_lowest_validation_loss(tmp_path):
     assert "no checkpoint has a validation loss; available steps: 4" in problems_of(found, f"{unmeasured}@best")
 
 
-def test_an_address_that_leads_nowhere(tmp_path, monkeypatch):
+def test_an_address_without_a_model(tmp_path, monkeypatch):
     make_run(tmp_path / "runs/demo", [4])
     (tmp_path / "empty").mkdir()
     monkeypatch.chdir(tmp_path)
@@ -79,7 +79,7 @@ def test_an_address_that_leads_nowhere(tmp_path, monkeypatch):
     assert "--model not a/model id: neither a folder here nor a Hub id" in problems_of(found, "not a/model id")
 
 
-def test_a_hub_model_that_cannot_be_reached(monkeypatch):
+def test_an_unreachable_hub_model(monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(InputError, match="it cannot be read from the Hub"):
         find_models("nobody/no-such-model@v1")

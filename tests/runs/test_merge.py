@@ -1,4 +1,4 @@
-"""The mean of several models: what it is of, exactly, and what it refuses."""
+"""The mean of several models is exact, and invalid requests are rejected."""
 
 import json
 import shutil
@@ -46,7 +46,7 @@ def test_the_last_checkpoints_of_a_run(run):
     assert json.loads((folder / "config.json").read_text())["dtype"] == "float32"
 
 
-def test_folders_of_several_dtypes_are_a_mixture_too(run, tmp_path):
+def test_folders_of_several_dtypes_can_be_averaged(run, tmp_path):
     final, checkpoint = run / "final", run / "checkpoints/step-00000004"
     folder, _ = merge_models([str(final), str(checkpoint)], last=None, weights="raw", output=tmp_path / "a/b")
     ours, theirs, mean = saved(final), saved(checkpoint), saved(folder)
@@ -55,8 +55,8 @@ def test_folders_of_several_dtypes_are_a_mixture_too(run, tmp_path):
         assert tensor.equal(((ours[name].double() + theirs[name].double()) / 2).float())
 
 
-def test_experts_by_either_name_are_one_model(tmp_path):
-    """A checkpoint has them by the names of the model that trains, final/ and the Hub one by one; so has the mean."""
+def test_experts_under_either_name_are_the_same_model(tmp_path):
+    """A checkpoint names experts like the training model; final/, the Hub and the mean list them one by one."""
     ours = write_model(tmp_path / "ours", write_tokenizer(tmp_path / "tokenizer"), TINY_MOE, seed=1)
     shutil.copytree(ours, theirs := tmp_path / "theirs")
     expected = as_the_library_saves(ours, theirs, torch.float32)
@@ -72,7 +72,7 @@ def test_experts_by_either_name_are_one_model(tmp_path):
         merge_models([str(sealed), str(wider)], last=None, weights="raw", output=tmp_path / "none")
 
 
-def test_a_damaged_checkpoint_is_left_out_with_a_warning(tmp_path, capsys):
+def test_a_damaged_checkpoint_is_skipped_with_a_warning(tmp_path, capsys):
     run = write_run(tmp_path / "run", steps=(4, 8, 12))
     file = run / "checkpoints/step-00000008/model.safetensors"
     file.write_bytes(file.read_bytes()[:-1])
@@ -82,7 +82,7 @@ def test_a_damaged_checkpoint_is_left_out_with_a_warning(tmp_path, capsys):
 
 
 def with_average(run, step):
-    """Gives a checkpoint an average."""
+    """Adds averaged weights to a checkpoint."""
     folder = run / f"checkpoints/step-{step:08d}"
     average = {name: tensor + 1 for name, tensor in saved(folder).items()}
     save_file(average, folder / "average.safetensors", metadata={"format": "pt"})
@@ -124,7 +124,7 @@ def test_the_average_in_a_checkpoint_is_exported_and_read_as_a_model(tmp_path):
         ),
     ],
 )
-def test_what_has_no_mean_is_refused(run, tmp_path, given, problem):
+def test_models_without_a_mean_are_rejected(run, tmp_path, given, problem):
     names = {"run": run, "other": tmp_path / "other"}
     write_model(names["other"], write_tokenizer(tmp_path / "tokenizer"), {**TINY_LLAMA, "vocab_size": 640}, seed=1)
     given = {"last": None, "weights": "raw", "output": None, **given}
