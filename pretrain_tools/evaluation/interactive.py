@@ -125,7 +125,7 @@ def lines() -> Iterator[str]:
 
 
 def interact(load: LoadModel, sampling: Sampling, device: torch.device, first: str | None = None) -> None:
-    """Runs a session until `:quit` or the end of the input. It continues `first` first."""
+    """Runs a session until `:quit` or the end of the input. `first` is an optional first beginning."""
     session = Session(load, sampling, device)
     if first is not None:
         session.answer(first)

@@ -45,7 +45,7 @@ class ShardSettings:
 
 
 class CheckedReader(ShardReader):
-    """Raises InputError for an ID outside the vocabulary. On a GPU, an assert without a file name would follow."""
+    """Raises InputError for an ID outside the vocabulary. On a GPU, it would trigger an assert without a file name."""
 
     def read(self, start: int, out: np.ndarray) -> None:
         super().read(start, out)
@@ -74,7 +74,7 @@ def settings_for(address: ModelAddress, config: PreTrainedConfig, arguments: arg
         )
     precision = run.precision if run and arguments.precision == "auto" else arguments.precision
     if precision == "fp16" and arguments.precision == "auto" and device_type() == "cpu":
-        precision = "fp32"  # the run was trained on a GPU; there is no fp16 on the CPU
+        precision = "fp32"  # the run was trained on a GPU; the CPU has no fp16 arithmetic
     if precision == "fp8":
         precision = "bf16"  # fp8 is only for training
     document_mask = {"on": True, "off": False}.get(arguments.document_mask, run.data.document_mask if run else None)

@@ -34,7 +34,7 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
         "split_field": {"metavar": "FIELD", "help": "field with train or validation, as written by --write_text"},
         "input_format": {"help": "jsonl, json, csv, txt, parquet, arrow, hdf5, tar (default: by suffix)"},
         "extensions": {"nargs": "+", "default": [], "metavar": "FILE", "help": "Python files with your own formats"},
-        "documents": {"default": "file", "help": "plain text per file (default), line or paragraph"},
+        "documents": {"default": "file", "help": "one document per file (default), line or paragraph"},
         "max_documents": {"help": "stop after N documents"},
         "max_tokens": {"help": "stop before more tokens than this, such as 10e9 or 10B"},
         "on_error": {"default": "stop", "help": "action at a bad record: stop (default) or skip"},
