@@ -2,18 +2,18 @@
 
     python evaluate.py --model runs/x --data data/docs                     # loss, perplexity, bits per byte
     python evaluate.py --model runs/x@500 runs/x/final --tasks base        # benchmarks, models side by side
-    python evaluate.py --model runs/x --tasks small                        # bits per byte of right answers, below 1B
+    python evaluate.py --model runs/x --tasks small                        # bits per byte of correct answers, below 1B
     python evaluate.py --model me/llama@main --tasks my_task --include_path tasks --output results.json
-    python evaluate.py --model runs/x --interactive                        # type a beginning, the model continues it
+    python evaluate.py --model runs/x --interactive                        # the model continues what you type
     python evaluate.py --model runs/x/final --prompt 'Once' --max_new_tokens 100
     accelerate launch --config_file accelerate_configs/ddp.yaml --num_processes 2 evaluate.py --model runs/x ...
 
 --model: a run (its final/, else its newest valid checkpoint), RUN@STEP, RUN@best, RUN@all, a Hugging Face folder, or
-a Hub id, with @REVISION for a branch, tag or commit. Results do not depend on the number of processes.
+a Hub id, optionally with @REVISION (branch, tag or commit). Results do not depend on the number of processes.
 """
 
-# `import evaluate` anywhere in the harness may find this file instead of the library of that name: importing it must
-# cost nothing and do nothing.
+# `import evaluate` in the harness may find this file instead of the library of that name, so the import must be cheap
+# and have no side effects.
 import argparse
 import os
 import sys
@@ -34,7 +34,7 @@ NUMBERS = {
     "max_new_tokens": (int, 1), "top_k": (int, 0), "top_p": (float, None), "seed": (int, 0),
     "limit": (float, None), "temperature": (float, 0),
 }  # fmt: skip
-"""{setting: (type, least value)}; None: any number above 0."""
+"""{setting: (type, minimum)}; None: any number above 0."""
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -47,7 +47,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--weights", default="raw", help="raw, or average: the averaged weights of a checkpoint [raw]")
     add("--precision", default="auto", help="auto, bf16, fp16 or fp32; auto: tasks as saved, data as the run trained")
     add("--trust_remote_code", action="store_true", help="run the code in the model folder; off by default")
-    add("--extensions", nargs="+", default=[], metavar="FILE", help="Python files with tasks and models of your own")
+    add("--extensions", nargs="+", default=[], metavar="FILE", help="Python files with your own tasks and models")
     tasks = parser.add_argument_group("tasks of lm-evaluation-harness")
     add = tasks.add_argument
     add(
@@ -76,32 +76,32 @@ def build_parser() -> argparse.ArgumentParser:
     add("--document_mask", metavar="on|off", help="attend within documents only [the run's; else on]")
     sample = parser.add_argument_group("text samples")
     add = sample.add_argument
-    add("--interactive", action="store_true", help="continue what you type, as it is generated; a run may be live")
+    add("--interactive", action="store_true", help="continue what you type; works on a live run, too")
     add("--prompt", metavar="TEXT", help="continue this text")
     add("--max_new_tokens", default="100", metavar="N", help="[100]")
     add("--temperature", default="0.8", metavar="X", help="sampling temperature; 0: greedy decoding [0.8]")
     add("--top_k", metavar="N", help="sample from the N most likely tokens [50]; 0: all")
-    add("--top_p", metavar="P", help="sample from the most likely tokens that have probability P together [all]")
+    add("--top_p", metavar="P", help="sample from the most likely tokens with total probability P [all]")
     add("--seed", default="0", metavar="N", help="sampling seed [0]")
     return parser
 
 
 def read_arguments(argv: list[str]) -> argparse.Namespace:
-    """Parses the command line and checks what needs no file. Raises InputError with all problems."""
+    """Parses the command line and checks everything that needs no file. Raises one InputError with all problems."""
     parser = build_parser()
     arguments, unknown = parser.parse_known_args(argv)
     # argparse has no public list of its options.
     flags = [flag for action in parser._actions for flag in action.option_strings]
     problems = [f"{word}: unknown{did_you_mean(word, flags)}" for word in unknown if word.startswith("-")]
     stray = [word for word in unknown if not word.startswith("-")]
-    problems += [f"{word}: belongs to no setting; quote a prompt of several words" for word in stray]
+    problems += [f"{word}: belongs to no flag; quote a prompt of several words" for word in stray]
     if not arguments.model:
         problems.append("--model is missing: give a run, RUN@STEP, a Hugging Face folder or a Hub id")
     for name, allowed in CHOICES.items():
         if (given := getattr(arguments, name)) not in allowed:
             problems.append(f"--{name} {given}{did_you_mean(given, allowed)}")
     if arguments.document_mask not in (None, "on", "off"):
-        problems.append(f"--document_mask {arguments.document_mask}; allowed: off, on")
+        problems.append(f"--document_mask {arguments.document_mask}: must be on or off")
     problems += read_numbers(arguments)
     arguments.tasks = [task for text in arguments.tasks for task in text.split(",") if task]
     if arguments.num_fewshot is not None and any(task.partition("/")[0] == "core" for task in arguments.tasks):
@@ -119,10 +119,10 @@ def read_arguments(argv: list[str]) -> argparse.Namespace:
 
 
 def interactive_problems(arguments: argparse.Namespace) -> list[str]:
-    """Lists options that --interactive excludes."""
+    """Lists conflicts with --interactive."""
     problems = []
     if len(arguments.model) > 1:
-        problems.append(f"--interactive: continues text with one model, and --model names {len(arguments.model)}")
+        problems.append(f"--interactive: continues text with one model, but --model has {len(arguments.model)}")
     if other := [flag for flag in ("tasks", "data", "output") if getattr(arguments, flag)]:
         problems.append(f"--interactive: only generates text; leave out --{', --'.join(other)}")
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
@@ -131,7 +131,7 @@ def interactive_problems(arguments: argparse.Namespace) -> list[str]:
 
 
 def read_numbers(arguments: argparse.Namespace) -> list[str]:
-    """Turns the numeric settings into numbers; returns what is wrong with the others."""
+    """Converts numeric settings to numbers. Returns the problems."""
     problems = Problems()
     for name in NUMBERS:
         text = getattr(arguments, name)
@@ -158,18 +158,18 @@ def read_number(name: str, text: str) -> float:
         number = kind(text)
     except ValueError:
         raise InputError(f"--{name} {text}: must be {wanted}") from None
-    # not (a > b) instead of a <= b: nan is not a number above 0 either
+    # not (a > b) instead of a <= b, because nan must fail, too
     if not (number > 0 if least is None else number >= least) or number > 1e18:
         raise InputError(f"--{name} {text}: must be {wanted} and at most 1e18")
     return number
 
 
 def main(argv: list[str]) -> None:
-    arguments = read_arguments(argv)  # before torch is imported: --help and a mistyped flag answer at once
+    arguments = read_arguments(argv)  # before importing torch, so that --help and wrong flags are fast
 
     announce_loading()
     load_extensions(arguments.extensions)
-    if not sys.stderr.isatty():  # in a log file, a line now and then; tqdm reads this when it is imported
+    if not sys.stderr.isatty():  # fewer lines in a log file; tqdm reads this on import
         os.environ.setdefault("TQDM_MININTERVAL", "10")
     from pretrain_tools.evaluation.evaluate import evaluate_models, talk_to_model
 

@@ -11,7 +11,7 @@
     python prepare_data.py --inspect data/docs
     python prepare_data.py --verify data/docs
 
-Run the same command again to resume an interrupted preparation; a complete folder is left unchanged.
+Run the same command again to resume after an interruption. A complete folder stays unchanged.
 """
 
 import os
@@ -34,14 +34,14 @@ if TYPE_CHECKING:
 
 def main() -> int:
     arguments = parse_arguments(__doc__)
-    # Imported after the command line is parsed: --help must not wait for numpy.
+    # Imported after parsing, so that --help does not wait for numpy.
     from pretrain_tools.preparation.request import read_request
 
     for name in ("verify", "inspect"):
         folder = getattr(arguments, name)
         if folder and arguments.input:
             raise InputError(
-                f"--{name} {folder}: looks at a prepared folder, and reads no --input; prepare first, with --output"
+                f"--{name} {folder}: reads a prepared folder, not --input; prepare it first, with --output"
             )
     if arguments.verify:
         verify(arguments.verify)
@@ -64,7 +64,7 @@ def main() -> int:
 
 
 def carry_out(request: "PreparationRequest") -> int:
-    """Prepares or trains what is asked for."""
+    """Prepares shards or trains a tokenizer, as requested."""
     destination = request.destination
     if destination:
         from pretrain_tools.preparation.slices import fetch_slices, slice_destination
@@ -82,12 +82,12 @@ def carry_out(request: "PreparationRequest") -> int:
 
 
 def say(line: str) -> None:
-    """Prints a line beside the results."""
+    """Prints a line to stderr, separate from the results."""
     print(line, file=sys.stderr)
 
 
 def verify(folder: str) -> None:
-    """Verifies a prepared folder. Raises InputError with what is wrong with it."""
+    """Verifies a prepared folder. Raises one InputError with all problems."""
     from pretrain.data.shards import read_manifest, verify_shards
 
     problems = verify_shards(folder)
@@ -98,7 +98,7 @@ def verify(folder: str) -> None:
 
 
 def train_filter(arguments: "Namespace") -> None:
-    """Trains a quality classifier on good and on ordinary texts, and prints how well it tells them apart."""
+    """Trains a quality classifier on good and on ordinary texts, and prints its held-out accuracy."""
     from pretrain_tools.preparation.cleaning.quality_classifier import train_classifier
     from pretrain_tools.preparation.request import read_examples
 
@@ -112,7 +112,6 @@ def train_filter(arguments: "Namespace") -> None:
 
 
 def train(request: "PreparationRequest") -> int:
-    """Trains a tokenizer on the documents."""
     from pretrain_tools.preparation.tokenizer_training import train_tokenizer
 
     os.environ.setdefault("RAYON_NUM_THREADS", str(request.workers))
@@ -122,7 +121,7 @@ def train(request: "PreparationRequest") -> int:
 
 
 def prepare_shards(request: "PreparationRequest") -> int:
-    """Makes the folder of shards, or one slice of it."""
+    """Prepares the folder of shards, or one slice of it."""
     from pretrain_tools.preparation.inspect import figure_lines
     from pretrain_tools.preparation.prepare import StoppedError, prepare
     from pretrain_tools.preparation.progress import DocumentProgress
@@ -146,18 +145,18 @@ def prepare_shards(request: "PreparationRequest") -> int:
         return 0
     warn_of_empty_splits(outcome.tally, request.options.validation_fraction)
     ids = outcome.manifest.vocabulary_size
-    print(f"Next: train a model; with vocab_size auto, as here, it takes over the {ids:,} ids")
+    print(f"Next: train a model; with vocab_size auto, as here, its vocabulary has these {ids:,} tokens")
     print(f"  python train.py --config recipes/demo.yaml --data.train '[{{shards: {output}}}]' --output runs/NAME")
     return 0
 
 
 def warn_of_empty_splits(tally: "Tally", fraction: float) -> None:
-    """Warns of a split that was asked for but is empty, and says what to do."""
+    """Warns if a requested split is empty, and suggests a fix."""
     for split, tokens in (("train", tally.tokens - tally.validation_tokens), ("validation", tally.validation_tokens)):
         if not tokens and (fraction or split == "train"):
             print(
-                f"warning: no document of {tally.documents:,} fell into the {split} split, which should have "
-                f"{fraction if split == 'validation' else 1 - fraction:.2%} of them: the hash of a document decides. "
+                f"warning: none of {tally.documents:,} documents fell into the {split} split, which should have "
+                f"{fraction if split == 'validation' else 1 - fraction:.2%} of them: a document's hash decides. "
                 "Use more documents (--documents paragraph or line splits plain text) or another "
                 "--validation_fraction, with another --output"
             )

@@ -5,13 +5,13 @@ python runs.py status RUN                    # one run: progress, loss, last eve
 python runs.py plot RUN...                   # curves, as a PNG
 python runs.py compare RUN...                # differing settings and results, side by side
 python runs.py summary RUN                   # a run on one page
-python runs.py documents RUN --step N        # the text that a step was trained on
+python runs.py documents RUN --step N        # the training documents of a step
 python runs.py merge RUN --last 5            # the mean of its last checkpoints, as a model folder
-python runs.py save|stop|abort|anneal RUN    # controls a live run, from any machine that shares its disk
+python runs.py save|stop|abort|anneal RUN    # control a live run, from any machine that shares its disk
 python runs.py parity --config recipes/NAME.yaml --steps 50     # same losses under every strategy?
 python runs.py sweep --config recipes/NAME.yaml --vary optim.learning_rate=1e-3,2e-3 --output sweeps/x
 python runs.py ladder SWEEP --predict parameters=30M,tokens=600M     # the loss of a larger run
-python runs.py mixture --config recipes/NAME.yaml --output sweeps/y  # weights of the sources, from many small runs
+python runs.py mixture --config recipes/NAME.yaml --output sweeps/y  # source weights, from many small runs
 """
 
 import argparse
@@ -29,15 +29,14 @@ from pretrain_tools.runs.history import require_run
 from pretrain_tools.runs.status import print_list, print_status
 
 Commands = argparse._SubParsersAction
-"""Type that `add_subparsers` returns; argparse has no public name for it."""
+"""Return type of `add_subparsers`, for which argparse has no public name."""
 ROOT_OF_RUNS = {"nargs": "?", "default": Path("runs")}
 RUN = {"metavar": "RUN"}
 SEVERAL_RUNS = {"nargs": "+", "metavar": "RUN"}
-ANY_SETTING = "Any setting of the recipe can be changed by its path, as with train.py:"
+ANY_SETTING = "Change any setting of the recipe by its path, as with train.py:"
 
 
 def plot(runs: list[Path], output: Path | None) -> None:
-    """Writes the curves as a PNG."""
     # Imported here, as in the functions below, so that `list` and `status` start without heavy libraries.
     from pretrain_tools.runs.plots import plot_runs
 
@@ -45,24 +44,20 @@ def plot(runs: list[Path], output: Path | None) -> None:
 
 
 def compare(runs: list[Path]) -> None:
-    """Prints differing settings and results."""
     print(comparison_text(runs))
 
 
 def summary(run: Path) -> None:
-    """Prints a one-page summary of a run."""
     print(summary_text(run))
 
 
 def documents(run: Path, **options: int) -> None:
-    """Prints the documents that a step was trained on."""
     from pretrain_tools.runs.step_documents import documents_text
 
     print(documents_text(require_run(run), **options))
 
 
 def merge(models: list[str], **options: Any) -> None:
-    """Averages the weights of several models."""
     from pretrain_tools.runs.merge import merge_models
 
     folder, names = merge_models(models, **options)
@@ -71,7 +66,7 @@ def merge(models: list[str], **options: Any) -> None:
 
 
 def parity(config: Path, output: Path, changes: list[str], **options: Any) -> int:
-    """Trains the recipe for a few steps under each strategy and compares; returns exit status 1 if one differs."""
+    """Trains the recipe for a few steps under each strategy and compares. Returns exit status 1 if one differs."""
     from pretrain.recipe import pair_up
     from pretrain_tools.experiments.parity import compare_strategies
 
@@ -92,7 +87,7 @@ def sweep(config: Path, vary: list[str], changes: list[str], parallel: int | Non
 
 
 def mixture(config: Path, changes: list[str], runs: int, **options: Any) -> int:
-    """Trains on many data mixtures and proposes weights of the sources."""
+    """Trains on many data mixtures and proposes source weights."""
     from pretrain.recipe import pair_up
     from pretrain_tools.experiments.mixture import run_mixture
 
@@ -145,7 +140,7 @@ def add_command(
 ) -> argparse.ArgumentParser:
     """Adds a subcommand that calls a function with its arguments and options, by name.
 
-    given: options of its positional argument by name; the argument is a Path unless they say otherwise.
+    given: options of its positional arguments, by name. An argument is a Path unless its options set another type.
     """
     command = commands.add_parser(name, help=help, epilog=epilog)
     command.set_defaults(function=function)
@@ -155,30 +150,29 @@ def add_command(
 
 
 def add_readers(commands: Commands) -> None:
-    """Adds the commands that only read runs."""
-    add_command(commands, "list", print_list, "all runs under a folder (default runs)", folder=ROOT_OF_RUNS)
+    add_command(commands, "list", print_list, "list all runs under a folder (default runs)", folder=ROOT_OF_RUNS)
     default = {**ROOT_OF_RUNS, **RUN}
-    add_command(commands, "status", print_status, "state and progress of a run", folder=default)
-    command = add_command(commands, "plot", plot, "curves of one or more runs", runs=SEVERAL_RUNS)
+    add_command(commands, "status", print_status, "show the state and progress of a run", folder=default)
+    command = add_command(commands, "plot", plot, "plot the curves of one or more runs", runs=SEVERAL_RUNS)
     text = "(default: plot.png, in the run's folder or in the folder of the runs)"
     command.add_argument("--output", type=Path, metavar="FILE.png", help=text)
-    add_command(commands, "compare", compare, "differing settings and results, side by side", runs=SEVERAL_RUNS)
-    add_command(commands, "summary", summary, "a run on one page", run=RUN)
-    command = add_command(commands, "documents", documents, "the documents that a step was trained on", run=RUN)
+    text = "show differing settings and results side by side"
+    add_command(commands, "compare", compare, text, runs=SEVERAL_RUNS)
+    add_command(commands, "summary", summary, "show a run on one page", run=RUN)
+    command = add_command(commands, "documents", documents, "show the training documents of a step", run=RUN)
     command.add_argument("--step", type=natural, required=True, help="as logged: the first step is 1")
     command.add_argument("--limit", type=natural, default=8, help="sequences to show (default 8)")
     command.add_argument(
-        "--characters", type=natural, default=600, help="characters shown of each document (default 600)"
+        "--characters", type=natural, default=600, help="characters to show per document (default 600)"
     )
 
 
 def add_merge(commands: Commands) -> None:
-    """Adds the command that averages models."""
     models = {"nargs": "+", "metavar": "MODEL", "help": "a run, RUN@STEP, or a model folder", "type": str}
-    text = "the mean of checkpoints or models, as a model folder"
+    text = "average checkpoints or models into a model folder"
     command = add_command(commands, "merge", merge, text, models=models)
     command.add_argument("--last", type=natural, metavar="N", help="with a run: its N newest checkpoints")
-    text = "raw weights, or the average that each checkpoint stores; with one model: export it (raw)"
+    text = "raw weights, or each checkpoint's stored average; with one model, export its average (default raw)"
     command.add_argument("--weights", choices=["raw", "average"], default="raw", help=text)
     command.add_argument("--output", type=Path, metavar="FOLDER", help="(default: merged-FIRST-LAST in the run)")
     text = "run the code in the models' folders; off by default"
@@ -186,64 +180,59 @@ def add_merge(commands: Commands) -> None:
 
 
 def add_parity(commands: Commands) -> None:
-    """Adds the command that trains under every strategy."""
     epilog = f"{ANY_SETTING} --data.sequence_length 256"
     text = "check that a recipe trains identically under every strategy"
     command = add_command(commands, "parity", parity, text, epilog)
     command.add_argument("--config", type=Path, required=True, metavar="RECIPE", help="the recipe to train")
     command.add_argument("--steps", type=int, default=50, help="optimizer steps of each run (default 50)")
-    text = "names in accelerate_configs/, comma-separated (default: all, or with --mesh none)"
+    text = "names in accelerate_configs/, comma-separated (default: all; with --mesh: none)"
     command.add_argument("--strategies", help=text)
-    text = "also train combinations of dimensions: all of them, or one by its sizes, such as dp_shard=2,tp=2"
+    text = "also train combinations of mesh dimensions: all, or one by its sizes, such as dp_shard=2,tp=2"
     command.add_argument("--mesh", metavar="SIZES", help=text)
-    command.add_argument("--processes", type=int, default=2, help="processes of each strategy but single (default 2)")
+    command.add_argument("--processes", type=int, default=2, help="processes per strategy, except single (default 2)")
     command.add_argument("--precision", choices=["fp32", "bf16", "fp16", "fp8"], default="fp32", help="(default fp32)")
     command.add_argument("--output", type=Path, default=Path("runs/parity"), help="(default runs/parity)")
 
 
 def add_sweep(commands: Commands) -> None:
-    """Adds the command that trains under several settings."""
     text = "train a recipe under several settings and compare; the same command continues"
     command = add_command(commands, "sweep", sweep, text, f"{ANY_SETTING} --budget.steps 500")
-    text = "values of a setting; all combinations are trained. With --search, a range: optim.learning_rate=1e-4..1e-2"
+    text = "values of a setting; trains all combinations. With --search, a range: optim.learning_rate=1e-4..1e-2"
     command.add_argument("--vary", action="append", required=True, metavar="SETTING=V1,V2", help=text)
-    add_small_runs(command, "seeds of each, counted up from the recipe's (default 1)")
+    add_small_runs(command, "seeds per setting, counting up from the recipe's (default 1)")
     command.add_argument("--search", type=natural, metavar="N", help="try N settings, picked by optuna")
 
 
 def add_mixture(commands: Commands) -> None:
-    """Adds the command that proposes weights of data sources."""
     text = "train a small recipe on many mixtures of its sources and propose weights; the same command continues"
     command = add_command(commands, "mixture", mixture, text, f"{ANY_SETTING} --budget.steps 500")
     command.add_argument(
-        "--runs", type=natural, default=16, help="mixtures; the first is the recipe's own (default 16)"
+        "--runs", type=natural, default=16, help="number of mixtures, including the recipe's own (default 16)"
     )
-    add_small_runs(command, "seeds of each (default 1)")
+    add_small_runs(command, "seeds per mixture (default 1)")
 
 
 def add_small_runs(command: argparse.ArgumentParser, seeds: str) -> None:
-    """Adds the options of commands that train many runs."""
     command.add_argument("--config", type=Path, required=True, metavar="RECIPE", help="the recipe of every run")
     command.add_argument("--seeds", type=natural, default=1, help=seeds)
     command.add_argument("--output", type=Path, required=True, metavar="FOLDER", help="folder of the runs")
-    command.add_argument("--parallel", type=natural, metavar="N", help="runs at a time (default: the GPUs, or 1)")
+    command.add_argument("--parallel", type=natural, metavar="N", help="runs at a time (default: one per GPU, or 1)")
 
 
 def add_ladder(commands: Commands) -> None:
-    """Adds the command that predicts losses."""
     several = {**SEVERAL_RUNS, "metavar": "RUN_OR_SWEEP"}
-    text = "loss by size and tokens, fitted to runs; predictions"
+    text = "fit a scaling law to runs and predict losses"
     command = add_command(commands, "ladder", ladder, text, runs=several)
     text = "parameters=30M,tokens=600M, or a recipe; may be repeated"
     command.add_argument("--predict", action="append", default=[], metavar="RUN", help=text)
-    text = "parameters that N counts: those in matmuls, without embedding tables, or all (matrix)"
+    text = "parameters in N: matrix (in matmuls, without embedding tables) or total (default matrix)"
     command.add_argument("--count", choices=["matrix", "total"], default="matrix", help=text)
-    text = "without a suffix (default: ladder, in the folder)"
+    text = "output path without a suffix (default: ladder, in the folder)"
     command.add_argument("--output", type=Path, metavar="PATH", help=text)
 
 
 def main() -> int:
-    # The rest are settings of the recipe, for the commands that train.
+    # For commands that train, the remaining arguments are recipe settings.
     arguments, changes = parser().parse_known_args(sys.argv[1:])
     options = vars(arguments)
     function = options.pop("function")

@@ -1,13 +1,13 @@
-"""Evaluates models: evaluate.py, from a model's address to a table of results (docs/evaluate.md).
+"""Evaluates models for evaluate.py, from a model's address to a table of results (docs/evaluate.md).
 
-Nothing here trains.
+It never trains.
 
     evaluate: one or many models
     shard_loss: loss on prepared shards
-    lm_harness: lm-eval's tasks, and bits per byte of their right answers
+    lm_harness: lm-eval's tasks, and bits per byte of their correct answers
     answers: questions and answers as token IDs, for benchmarks on the training processes
     core: DCLM's CORE
     task_names: checks that the benchmarks exist
-    interactive: continues what is typed
-    results: scores, their means and standard errors; tables, JSON, pictures
+    interactive: continues typed text
+    results: scores, their means and standard errors; tables and JSON
 """

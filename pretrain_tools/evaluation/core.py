@@ -1,7 +1,7 @@
-"""Computes CORE of DataComp-LM (arXiv 2406.11794): the mean of 22 tasks' accuracies, each centered on chance.
+"""Computes CORE from DataComp-LM (arXiv 2406.11794): the mean accuracy over 22 tasks, each centered on chance.
 
-Items are those of DCLM's bundle; prompts, examples, answers and the mean are those of nanochat (nanochat/core_eval.py,
-scripts/base_eval.py), so that its published figures compare. The harness's model computes the likelihoods.
+The items come from DCLM's bundle. Prompts, examples, answers and the mean follow nanochat (nanochat/core_eval.py,
+scripts/base_eval.py), so scores are comparable with its published ones. The harness's model computes the likelihoods.
 """
 
 import itertools
@@ -23,10 +23,10 @@ FIELDS = {
     "schema": ("continuation", "context_options"),
     "language_modeling": ("context", "continuation"),
 }
-"""{type of task: fields of its items}; the last must not be empty. Items with choices also have the number of the
-right one, gold."""
+"""{task type: fields of its items}. The last field must not be empty. Items with choices also have `gold`, the number
+of the correct choice."""
 ITEMS_AT_ONCE = 2000
-"""Items whose tokens are in memory together."""
+"""Number of items with tokens in memory."""
 
 Item = dict[str, Any]
 
@@ -34,7 +34,7 @@ Item = dict[str, Any]
 def score_core(
     model: Any, names: list[str], tasks: list[BundleTask], ranks: Ranks, limit: float | None
 ) -> list[TaskScore]:
-    """Scores each task, as core/LABEL, and CORE, if it is among `names`; all ranks together.
+    """Scores each task as core/LABEL, and also CORE if it is in `names`. A collective call of all ranks.
 
     Args:
         model: lm_harness's model.
@@ -56,14 +56,14 @@ def score_core(
         is_part = CORE in names and name not in names
         scores.append(TaskScore(name, measures, task.few_shots, len(items), None, is_part))
     if CORE in names:
-        # The two tasks of HellaSwag share their items, so that the error is a little too small.
+        # The two HellaSwag tasks share their items, so the error is slightly underestimated.
         samples = sum(score.samples for score in scores)
         scores.append(TaskScore(CORE, mean_of_means(CORE, scores, CENTERED), None, samples, None))
     return scores
 
 
 def read_items(task: BundleTask) -> list[Item]:
-    """Reads a task's items in the order of nanochat. Raises InputError for a file that is not whole."""
+    """Reads a task's items in nanochat's order. Raises InputError if the file is incomplete."""
     items = []
     with open(task.file, encoding="utf-8") as file:
         for number, line in enumerate(file, 1):
@@ -72,15 +72,15 @@ def read_items(task: BundleTask) -> list[Item]:
                 _check(task, item)
             except (ValueError, KeyError, TypeError) as error:
                 raise InputError(
-                    f"--eval_bundle {task.file}:{number}: no item of type {task.kind} ({error}); unpack the bundle "
-                    "anew"
+                    f"--eval_bundle {task.file}:{number}: is not an item of type {task.kind} ({error}); unpack the "
+                    "bundle again"
                 ) from error
             items.append(item)
     if len(items) <= task.few_shots:
         raise InputError(
             f"--eval_bundle {task.file}: {len(items)} items are too few for {task.few_shots} examples and a question"
         )
-    # With --limit, the first items of this order are scored, as nanochat does.
+    # With --limit, the first items in this order are scored, as in nanochat.
     random.Random(ORDER_SEED).shuffle(items)
     return items
 
@@ -94,18 +94,18 @@ def _check(task: BundleTask, item: Item) -> None:
 
 
 def answers_right(model: Any, task: BundleTask, items: list[Item], ranks: Ranks) -> list[bool]:
-    """Tells for each item if the model answers it correctly.
+    """Returns True for each item that the model answers correctly.
 
-    With choices, the model's answer is the one whose tokens have the lowest mean loss. In language modeling, an answer
-    is correct if each of its tokens is the likeliest.
+    With choices, the model's answer is the choice with the lowest mean loss per token. In language modeling, an answer
+    is correct if each of its tokens is the most likely one.
     """
     mine: dict[int, bool] = {}
-    # Every rank has all items, since the examples before an item are drawn from all of them.
+    # Every rank has all items, because few-shot examples are drawn from all of them.
     numbers = range(ranks.rank, len(items), ranks.count)
     for first in range(0, len(numbers), ITEMS_AT_ONCE):
         of_items = {number: spans(model, task, items, number) for number in numbers[first : first + ITEMS_AT_ONCE]}
         requests = [(None, ids[:start], ids[start:]) for found in of_items.values() for ids, start in found]
-        # HFLM has no public way to score tokens, and CORE's prompts are tokenized as nanochat does.
+        # CORE's prompts are tokenized as in nanochat, and HFLM has no public method that scores tokens.
         likelihoods = iter(model._loglikelihood_tokens(requests))
         for number, found in of_items.items():
             answers = list(itertools.islice(likelihoods, len(found)))
@@ -121,8 +121,8 @@ def answers_right(model: Any, task: BundleTask, items: list[Item], ranks: Ranks)
 
 
 def spans(model: Any, task: BundleTask, items: list[Item], number: int) -> list[tuple[list[int], int]]:
-    """Returns (tokens of a prompt with its answer, start of what is scored) of every choice of an item, or of the one
-    answer of language modeling."""
+    """Returns (tokens of prompt and answer, start of the scored tokens) for every choice of an item, or for the single
+    answer in language modeling."""
     prompts = prompts_of(task, items[number], examples_for(number, items, task.few_shots))
     start_token = _start_token(model.tokenizer)
     tokens = [[start_token, *model.tokenizer(prompt, add_special_tokens=False)["input_ids"]] for prompt in prompts]
@@ -132,7 +132,7 @@ def spans(model: Any, task: BundleTask, items: list[Item], number: int) -> list[
         found = [(ids, len(ids) - min(common, shortest - 1)) for ids in tokens]
     else:
         start = min(_common(tokens), shortest - 1) if task.kind == "multiple_choice" else _common(tokens)
-        # Of a context alone, tokens[0], nothing is scored: it shows where the answer begins.
+        # tokens[0] is the context alone. It is not scored, but shows where the answer begins.
         found = [(ids, start) for ids in (tokens if task.kind == "multiple_choice" else tokens[1:])]
     return [_cropped(ids, start, model.max_length, task) for ids, start in found]
 
@@ -142,14 +142,14 @@ def _cropped(tokens: list[int], start: int, most: int, task: BundleTask) -> tupl
     cut = max(0, len(tokens) - most)
     if start - cut < 1:
         raise InputError(
-            f"--tasks {CORE}/{task.label}: an answer of {len(tokens) - start:,} tokens leaves its question no room in "
-            f"the model's {most:,} positions; leave the task out, and with it {CORE}"
+            f"--tasks {CORE}/{task.label}: an answer of {len(tokens) - start:,} tokens leaves no room for its "
+            f"question in the model's {most:,} positions; leave out the task and {CORE}"
         )
     return tokens[cut:], start - cut
 
 
 def _common(sequences: Any) -> int:
-    """Counts the tokens at the beginning that are the same in all."""
+    """Counts the leading tokens shared by all sequences."""
     columns = zip(*sequences, strict=False)
     return sum(1 for _ in itertools.takewhile(lambda column: len(set(column)) == 1, columns))
 
@@ -158,17 +158,17 @@ def _start_token(tokenizer: Any) -> int:
     for token in (tokenizer.bos_token_id, tokenizer.eos_token_id):
         if token is not None:
             return token
-    raise InputError(f"--tasks {CORE}: the tokenizer has no token to begin a text with; add bos_token to its files")
+    raise InputError(f"--tasks {CORE}: the tokenizer has no token to begin text with; add bos_token to its files")
 
 
 def examples_for(number: int, items: list[Item], count: int) -> list[Item]:
-    """Draws the examples before an item, which are other items, by its number."""
+    """Draws an item's few-shot examples from the other items, seeded by its number."""
     drawn = random.Random(EXAMPLES_SEED + number).sample(range(len(items) - 1), count)
     return [items[other + (other >= number)] for other in drawn]
 
 
 def prompts_of(task: BundleTask, item: Item, examples: list[Item]) -> list[str]:
-    """Formats a prompt per choice; for language modeling the prompt without and with its answer."""
+    """Formats a prompt per choice, or for language modeling the prompt without and with its answer."""
     between = task.delimiter
 
     def shots(parts: Callable[[Item], tuple[str, str]]) -> str:

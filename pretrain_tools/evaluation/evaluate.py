@@ -1,4 +1,4 @@
-"""Evaluates the models of a command line: first finds all inputs, then measures the models one by one."""
+"""Evaluates the models on the command line: finds all inputs, then measures the models one by one."""
 
 import argparse
 import gc
@@ -49,7 +49,7 @@ from pretrain_tools.runs.status import is_training
 
 @dataclass
 class Job:
-    """Holds a model and what is needed to measure it."""
+    """A model and everything needed to measure it."""
 
     address: ModelAddress
     config: PreTrainedConfig
@@ -60,12 +60,12 @@ class Job:
 
 
 def evaluate_models(arguments: argparse.Namespace) -> tuple[list[ModelResults], Strategy]:
-    """Carries out evaluate.py's command line; returns the results, the same on all ranks, and the strategy.
+    """Runs evaluate.py's command line. Returns the results, which are the same on all ranks, and the strategy.
 
-    Raises InputError with every problem before anything is measured.
+    Raises one InputError with all problems before it measures anything.
     """
     jobs, tasks = find_everything(arguments)
-    # Only now: a mistake must not cost the time of starting all processes.
+    # Not earlier: a wrong flag must fail before all processes start.
     strategy = evaluation_strategy()  # precision is each model's own; see measure_shards
     if not strategy.ranks.is_main or not sys.stderr.isatty():
         transformers_logging.disable_progress_bar()
@@ -77,7 +77,7 @@ def evaluate_models(arguments: argparse.Namespace) -> tuple[list[ModelResults], 
         evaluation = measure(job, tasks, arguments, strategy)
         evaluations.append(evaluation)
         if strategy.ranks.is_main:
-            # After each model: hours of others may follow, or a crash.
+            # Save after each model, because the next ones may take hours or crash.
             append_to_run(evaluation)
             track(evaluation)
             if arguments.output:
@@ -87,37 +87,37 @@ def evaluate_models(arguments: argparse.Namespace) -> tuple[list[ModelResults], 
     if strategy.ranks.is_main and (arguments.data or arguments.tasks):
         print_table(evaluations)
     if strategy.ranks.is_main and arguments.output:
-        print(f"Everything is in {arguments.output}.")
+        print(f"All results are in {arguments.output}.")
     return evaluations, strategy
 
 
 def measures_in_bf16(jobs: list[Job], tasks: TaskSelection | None, precision: str) -> bool:
-    """Tells if any model's loss or scores are computed in bf16; without --precision, tasks are as saved."""
+    """Returns True if any loss or score is computed in bf16. Without --precision, tasks use the saved dtype."""
     on_shards = any(job.settings is not None and job.settings.precision == "bf16" for job in jobs)
     saved = any(getattr(job.config, "dtype", None) == torch.bfloat16 for job in jobs)
     return on_shards or (tasks is not None and (precision == "bf16" or (precision == "auto" and saved)))
 
 
 def track(evaluation: ModelResults) -> None:
-    """Sends the scores to the trackers of the model's run, unless it trains now and so fetches them itself."""
+    """Sends the scores to the trackers of the model's run. An active run fetches them itself."""
     run = evaluation.address.run
     if run is None or is_training(run) or evaluation.address.weights != "raw":
         return
     try:
         config = run_config_of(evaluation.address)
     except InputError:
-        return  # a recipe of another version: its scores are in metrics.jsonl
+        return  # the recipe is from another version; metrics.jsonl has the scores
     if not config.trackers:
         return
     trackers = Trackers(run, config, lambda text: print(f"warning: {text}", file=sys.stderr), is_late=True)
     last = max((event.get("step") or 0 for event in read_end(run, lines=100)), default=0)
-    # At the run's last step, since wandb takes no earlier one; `evaluation/step` tells which was evaluated.
+    # Log at the run's last step, because wandb rejects earlier ones. `evaluation/step` is the evaluated step.
     trackers.log({"evaluation/step": evaluation.address.step, **evaluation.numbers()}, step=last)
     trackers.finish()
 
 
 def find_everything(arguments: argparse.Namespace) -> tuple[list[Job], TaskSelection | None]:
-    """Finds models, shards and tasks. Raises InputError with every problem of all of them."""
+    """Finds models, shards and tasks. Raises one InputError with all problems."""
     problems = Problems(output_problems("--output", arguments.output))
     addresses = [address for text in arguments.model for address in problems.attempt(find_models, text) or []]
     if arguments.weights == "average":
@@ -130,7 +130,7 @@ def find_everything(arguments: argparse.Namespace) -> tuple[list[Job], TaskSelec
             problems.attempt(add_sources, job, arguments)
         if arguments.tasks or arguments.prompt is not None:
             problems.attempt(add_tokenizer, job, arguments)
-    # Last, and only if nothing else is wrong: it takes seconds and may download.
+    # Load tasks last, and only if nothing else is wrong: this takes seconds and may download.
     tasks = None
     named = [name for name in arguments.tasks if name not in TASKS]
     if named and not problems:
@@ -147,18 +147,18 @@ def job_of(address: ModelAddress, arguments: argparse.Namespace) -> Job:
 
 
 def averaged_address(address: ModelAddress) -> ModelAddress:
-    """Returns the address of the average in a checkpoint. Raises InputError if there is none."""
+    """Returns the address of a checkpoint's averaged weights. Raises InputError if it has none."""
     require_average(f"--weights average: {address.name}", address.folder)
     return replace(address, name=f"{address.name}, average", weights="average")
 
 
 def weights_of(address: ModelAddress) -> AbstractContextManager[Path]:
-    """Returns a context that yields a folder with the address's weights as its model."""
+    """Returns a context manager that yields a model folder with the address's weights."""
     return average_folder(address.folder) if address.weights == "average" else nullcontext(address.folder)
 
 
 def add_sources(job: Job, arguments: argparse.Namespace) -> None:
-    """Adds the shards and how to measure them. Raises InputError."""
+    """Adds the shards and the measurement settings. Raises InputError."""
     job.settings = settings_for(job.address, job.config, arguments)
     job.readers = open_evaluation_shards(arguments.data, arguments.split, job.settings.window, arguments.tokenizer)
     problems = Problems()
@@ -168,7 +168,7 @@ def add_sources(job: Job, arguments: argparse.Namespace) -> None:
 
 
 def add_tokenizer(job: Job, arguments: argparse.Namespace) -> None:
-    """Adds the tokenizer and the prompt. Raises InputError for a folder without a tokenizer, and for a long prompt."""
+    """Adds the tokenizer and the prompt. Raises InputError if the tokenizer is missing or the prompt is too long."""
     try:
         job.tokenizer = AutoTokenizer.from_pretrained(
             str(job.address.folder), trust_remote_code=arguments.trust_remote_code
@@ -176,7 +176,7 @@ def add_tokenizer(job: Job, arguments: argparse.Namespace) -> None:
     except (OSError, ValueError, ImportError, KeyError) as error:
         reason = str(error).strip().split("\n")[0]
         raise InputError(
-            f"--model {job.address.name}: its tokenizer cannot be loaded, which --tasks and --prompt need ({reason}); "
+            f"--model {job.address.name}: cannot load its tokenizer, which --tasks and --prompt need ({reason}); "
             "put the tokenizer's files into the model folder"
         ) from error
     if arguments.prompt is not None:
@@ -189,12 +189,12 @@ def add_tokenizer(job: Job, arguments: argparse.Namespace) -> None:
 
 
 def measure(job: Job, tasks: TaskSelection | None, arguments: argparse.Namespace, strategy: Strategy) -> ModelResults:
-    """Carries out all requested measurements of one model."""
+    """Runs all requested measurements of one model."""
     started = time.perf_counter()
     result = ModelResults(job.address, parameters=0)
     with weights_of(job.address) as folder:
         measure_loss(folder, job, result, arguments, strategy)
-        # The harness loads the model itself, in the dtype that it is saved in; the other must be gone.
+        # The harness loads the model again, in its saved dtype, so free this copy first.
         gc.collect()
         if strategy.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -217,7 +217,7 @@ def measure(job: Job, tasks: TaskSelection | None, arguments: argparse.Namespace
 def measure_loss(
     folder: Path, job: Job, result: ModelResults, arguments: argparse.Namespace, strategy: Strategy
 ) -> None:
-    """Adds the number of parameters, the sample, the losses and own evaluations of the weights in a folder."""
+    """Adds the parameter count, the sample, the losses and the scores of extensions for the weights in a folder."""
     model = load_pretrained(str(folder), trust_remote_code=arguments.trust_remote_code)
     model.eval()
     result.parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -226,7 +226,7 @@ def measure_loss(
             model.to(strategy.device), job.tokenizer, job.prompt_ids_BT, sampling_of(arguments)
         )
     for name in arguments.tasks:
-        if name in TASKS:  # every process does all of it, so that the result does not depend on their number
+        if name in TASKS:  # every process runs the whole task, so the result does not depend on their number
             result.tasks.append(own_score(name, model.to(strategy.device), job.tokenizer))
     if job.readers:
         result.sources = measure_shards(model, job.readers, strategy, job.settings)
@@ -235,7 +235,7 @@ def measure_loss(
 
 
 def own_score(name: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> TaskScore:
-    """Measures the model by an extension's evaluation. Raises InputError if it returns anything but numbers."""
+    """Scores the model with an extension's task. Raises InputError if the task does not return numbers."""
     evaluation = TASKS[name]
     with torch.no_grad():
         measures = evaluation(model, tokenizer)
@@ -246,7 +246,7 @@ def own_score(name: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerB
 
 
 def sampling_of(arguments: argparse.Namespace) -> Sampling:
-    """Returns how to sample: small base models repeat themselves under greedy decoding, which is temperature 0."""
+    """Returns the sampling settings. Temperature 0 is greedy decoding, under which small models repeat themselves."""
     if not arguments.temperature:
         return Sampling(arguments.max_new_tokens, seed=arguments.seed)
     top_k = 50 if arguments.top_k is None else arguments.top_k or None

@@ -1,7 +1,7 @@
-"""Continues text that the user types at a prompt: a base model completes text, it does not answer.
+"""Continues text typed at a prompt. A base model completes text; it does not answer questions.
 
-A line that begins with a colon is a command (`:help`). Text is printed as it is generated. Ctrl-C stops it, Ctrl-D
-ends the session. If standard input is not a terminal, each of its lines is continued in turn.
+A line that begins with a colon is a command (`:help`). Text appears as it is generated. Ctrl-C stops the text, and
+Ctrl-D ends the session. If standard input is not a terminal, the model continues each of its lines.
 """
 
 import dataclasses
@@ -16,14 +16,14 @@ from pretrain.errors import InputError, did_you_mean
 from pretrain.hardware import emulation_of_bf16
 from pretrain.training.samples import Sampling, encode_prompt, generation_arguments
 
-HELP = """Type a beginning and press Enter; \\n stands for a new line. The model continues it as it would a document.
-  :more     continue the last text        :again    the last beginning once more, another draw
-  :reload   the newest checkpoint         :help     this
-  :quit     or Ctrl-D. Ctrl-C stops a text; --temperature, --top_k, --top_p and --max_new_tokens set how it is drawn"""
+HELP = """Type a beginning and press Enter; \\n is a new line. The model continues your text like a document.
+  :more     continue the last text        :again    sample another continuation of the last beginning
+  :reload   load the newest checkpoint    :help     show this help
+  :quit     or Ctrl-D. Ctrl-C stops a text. Set sampling by --temperature, --top_k, --top_p and --max_new_tokens"""
 COMMANDS = ("more", "again", "reload", "help", "quit")
 
 LoadModel = Callable[[], tuple[PreTrainedModel, PreTrainedTokenizerBase, str]]
-"""Loads a model, its tokenizer and its name, as they are on disk now."""
+"""Loads a model, its tokenizer and its name from disk."""
 
 
 class Session:
@@ -31,7 +31,7 @@ class Session:
 
     Args:
         load: loads the model; called again for `:reload`.
-        sampling: sampling settings; the seed increases by 1 with each text.
+        sampling: sampling settings. The seed increases by 1 with each text.
     """
 
     def __init__(self, load: LoadModel, sampling: Sampling, device: torch.device):
@@ -47,10 +47,10 @@ class Session:
         if emulation_of_bf16(self._device):
             self.model.float()
         self.model.eval().to(self._device)
-        print(f"{self.name} · :help explains", flush=True)
+        print(f"{self.name} · :help lists the commands", flush=True)
 
     def answer(self, line: str) -> bool:
-        """Carries out a line; returns False at the end of the session. Raises InputError for an unknown command."""
+        """Processes a line. Returns False at the end of the session. Raises InputError for an unknown command."""
         if not line.startswith(":"):
             if line:
                 self.beginning = line.replace("\\n", "\n")
@@ -61,7 +61,7 @@ class Session:
             raise InputError(f":{name}: unknown{did_you_mean(name, COMMANDS)}")
         if name in ("more", "again"):
             if not self.text:
-                raise InputError(f":{name}: there is no text yet; type a beginning")
+                raise InputError(f":{name}: no text yet; type a beginning")
             self.generate(self.text if name == "more" else self.beginning)
         elif name == "reload":
             self.reload()
@@ -70,8 +70,8 @@ class Session:
         return name != "quit"
 
     def generate(self, text: str) -> None:
-        """Prints `text` and its continuation token by token; Ctrl-C stops it."""
-        # The newest tokens are kept: a text may be longer than the model's positions.
+        """Prints `text` and its continuation token by token, until Ctrl-C."""
+        # Keep only the newest tokens: a text may exceed the model's positions.
         room = self.sampling.max_new_tokens
         positions = getattr(self.model.config, "max_position_embeddings", None) or room + 1_000_000
         if room >= positions:
@@ -80,21 +80,21 @@ class Session:
         printed = Collector(self.tokenizer)
         devices = [self._device] if self._device.type == "cuda" else []
         with suppress(KeyboardInterrupt), torch.no_grad(), torch.random.fork_rng(devices):
-            # In a fork of the random state: reading a model must not change what is drawn next.
+            # Fork and seed the random state: loading a model must not change the next sample.
             torch.manual_seed(self.sampling.seed)
             self.model.generate(
                 ids_BT.to(self._device), streamer=printed, **generation_arguments(self.model, ids_BT, self.sampling)
             )
         if not printed.ended:
             printed.end()
-        # A text that is longer than the model's positions keeps the part that the model no longer sees.
+        # Keep the part of a long text that the model no longer sees.
         seen = self.tokenizer.decode(ids_BT[0], skip_special_tokens=True)
         self.text = text.removesuffix(seen) + "".join(printed.parts)
         self.sampling = dataclasses.replace(self.sampling, seed=self.sampling.seed + 1)
 
 
 class Collector(TextStreamer):
-    """Prints text as soon as its words are whole, and keeps it."""
+    """Prints text word by word, and stores it."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase):
         super().__init__(tokenizer, skip_special_tokens=True)
@@ -108,10 +108,10 @@ class Collector(TextStreamer):
 
 
 def lines() -> Iterator[str]:
-    """Yields the lines that are typed; a terminal has editing and history."""
+    """Yields the typed lines. A terminal has editing and history."""
     is_terminal = sys.stdin.isatty()
     if is_terminal:
-        with suppress(ImportError):  # arrow keys and history; not every Python has it
+        with suppress(ImportError):  # arrow keys and history; some Pythons lack it
             import readline  # noqa: F401
     while True:
         try:
@@ -125,7 +125,7 @@ def lines() -> Iterator[str]:
 
 
 def interact(load: LoadModel, sampling: Sampling, device: torch.device, first: str | None = None) -> None:
-    """Runs a session until `:quit` or the end of the input; `first` is the first beginning."""
+    """Runs a session until `:quit` or the end of the input. `first` is an optional first beginning."""
     session = Session(load, sampling, device)
     if first is not None:
         session.answer(first)

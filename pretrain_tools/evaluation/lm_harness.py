@@ -1,8 +1,8 @@
-"""Runs lm-evaluation-harness on a model folder, with the scores of the `lm_eval` command on any number of processes.
+"""Runs lm-evaluation-harness on a model folder. The scores equal the `lm_eval` command's on any number of processes.
 
-With several processes, the harness itself draws other few-shot examples than with one, and sums in another order. Here
-every process builds all requests, answers its share, and receives all answers, so the scores do not depend on the
-number of processes.
+With several processes, the harness itself draws different few-shot examples and sums in a different order. Here every
+process builds all requests, answers its share, and receives all answers, so the scores do not depend on the number of
+processes.
 """
 
 import contextlib
@@ -40,27 +40,27 @@ BOOKKEEPING = ("alias", "name", "sample_len", "sample_count")
 
 @dataclass(frozen=True)
 class TaskSelection:
-    """Tasks that exist and whose data is loaded."""
+    """Existing tasks with loaded data."""
 
     names: list[str]
     core: list[BundleTask]
-    """Tasks of a bundle, which the harness does not have."""
+    """Tasks from a bundle, which the harness lacks."""
     loaded: list[Any] = field(default_factory=list, repr=False)
     """lm_eval Task and Group objects."""
     manager: Any = None
-    """The lm_eval TaskManager that knows them."""
+    """Their lm_eval TaskManager."""
     tasks: dict[str, Any] = field(default_factory=dict, repr=False)
-    """{name: Task} for all loaded tasks, including those of groups."""
+    """{name: Task} for all loaded tasks, including tasks in groups."""
     groups: dict[str, Any] = field(default_factory=dict, repr=False)
     """{name: Group} for all loaded groups, including groups within groups."""
 
 
 @contextlib.contextmanager
 def evaluate_package_importable() -> Iterator[None]:
-    """Makes `import evaluate` find the library of that name instead of this project's script, which shadows it.
+    """Makes `import evaluate` find the library of that name, which this project's script shadows.
 
-    Some tasks of the harness import the library. pretrain's own modules stay importable: a package's modules are found
-    through the package, not through sys.path.
+    Some harness tasks import the library. pretrain's own modules stay importable, because Python finds a package's
+    modules through the package, not through sys.path.
     """
     path = list(sys.path)
     shadow = sys.modules.get("evaluate")
@@ -75,8 +75,8 @@ def evaluate_package_importable() -> Iterator[None]:
 
 @contextlib.contextmanager
 def only_main_prints(is_main: bool) -> Iterator[None]:
-    """Silences everything on the other ranks: the harness reports from each."""
-    # The harness takes every rank for the first (see SharedModel.answer_alone), and has no switch for its bars.
+    """Silences all ranks except the main one. The harness would print on every rank."""
+    # Every rank is rank 0 to the harness (see SharedModel.answer_alone), and its progress bars cannot be turned off.
     with contextlib.ExitStack() as silenced:
         if not is_main:
             silenced.enter_context(contextlib.redirect_stdout(io.StringIO()))
@@ -85,11 +85,11 @@ def only_main_prints(is_main: bool) -> Iterator[None]:
 
 
 def select_tasks(names: list[str], include_path: Path | None = None, eval_bundle: Path | None = None) -> TaskSelection:
-    """Finds the tasks, groups, tags, sets (base, small), patterns (blimp_*), .yaml files and those of a bundle (core,
-    core/LABEL), and loads the harness's data.
+    """Finds tasks by name and loads the harness's data.
 
-    Raises InputError with every unknown name, every task whose data cannot be loaded, and every task that would run
-    code written by the model.
+    names: tasks, groups, tags, sets (base, small), patterns (blimp_*), .yaml files, bundle tasks (core, core/LABEL).
+    Raises one InputError with all unknown names, tasks without loadable data, and tasks that would run code written by
+    the model.
     """
     if problems := task_problems(names, include_path, eval_bundle, TASK_FLAGS):
         raise InputError(*problems)
@@ -110,7 +110,7 @@ def select_tasks(names: list[str], include_path: Path | None = None, eval_bundle
         loaded = [item for spec in dict.fromkeys(specs) for item in problems.attempt(_load, manager, spec) or []]
     groups = [item for item in loaded if hasattr(item, "get_all_tasks")]
     grouped = {task.task_name for group in groups for task in group.get_all_tasks()}
-    # A task that is also in a group is scored once, with its group.
+    # A task that is also in a group is scored once, as part of the group.
     tasks = {item.task_name: item for item in loaded if item not in groups and item.task_name not in grouped}
     loaded = [*groups, *tasks.values()]
     try:
@@ -124,7 +124,7 @@ def select_tasks(names: list[str], include_path: Path | None = None, eval_bundle
 def _load(manager: Any, spec: str) -> list[Any]:
     try:
         found = manager.load([spec])
-    except Exception as error:  # whatever a task's file, its code, the datasets library or the network raises
+    except Exception as error:  # task files, their code, the datasets library and the network may raise anything
         reason = str(error).strip().split("\n")[0][:300] or "no reason given"
         raise InputError(
             f"--tasks {spec}: its data or its definition cannot be loaded ({type(error).__name__}: {reason}); data "
@@ -151,7 +151,7 @@ def score_tasks(
     precision: str = "auto",
     trust_remote_code: bool = False,
 ) -> list[TaskScore]:
-    """Scores a model folder; all ranks together, each returns all scores.
+    """Scores a model folder. A collective call of all ranks; each returns all scores.
 
     Args:
         few_shots: examples in the prompt; None: the task's own number.
@@ -174,7 +174,7 @@ def score_tasks(
             # Pickles can run code when they are loaded.
             use_safetensors=True,
         )
-        # Only after its creation, which needs this process's real rank.
+        # Not earlier: creating the model needs this process's real rank.
         model.answer_alone()
         if tasks.loaded:
             results = simple_evaluate(
@@ -186,7 +186,7 @@ def score_tasks(
                 batch_size=batch_size,
                 log_samples=False,
             )
-            # The harness returns results only where LOCAL_RANK is 0.
+            # The harness returns results only if LOCAL_RANK is 0.
             gathered = strategy.ranks.gather(None if results is None else _scores(results, tasks))
             scores += next(found for found in gathered if found is not None)
         if tasks.core:
@@ -195,26 +195,26 @@ def score_tasks(
 
 
 def _shared_model(strategy: Strategy) -> type:
-    """Returns the harness's model class, which answers the requests of each document on one rank."""
+    """Returns a subclass of the harness's model that answers each document's requests on one rank."""
     from lm_eval.models.huggingface import HFLM
 
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
 
     class SharedModel(HFLM):
         def answer_alone(self) -> None:
-            """Shows the harness one process: it then builds all requests, in one order, on every rank."""
+            """Presents one process to the harness, which then builds all requests in the same order on every rank."""
             # HFLM has no public setting for this.
             self._rank = 0
             self._world_size = 1
 
     def shared(method: Callable) -> Callable:
         def answer(model: SharedModel, requests: list, disable_tqdm: bool = False) -> list:
-            # By document: its choices share a context, which the harness computes once.
+            # Assign requests by document: its choices share a context, which the harness computes once.
             owners = [request.doc_id % strategy.ranks.count for request in requests]
             mine = [request for request, owner in zip(requests, owners, strict=True) if owner == strategy.ranks.rank]
             answers = method(model, mine, disable_tqdm) if mine else []
             parts = [iter(part) for part in strategy.ranks.gather(list(answers))]
-            # Each rank answered its requests in order, so the next answer of a request's owner is its own.
+            # Each rank answered its requests in order, so a request's answer is the next one of its owner.
             return [next(parts[owner]) for owner in owners]
 
         return answer
@@ -230,7 +230,7 @@ def _scores(results: dict[str, Any], tasks: TaskSelection) -> list[TaskScore]:
     bits = _bits_per_byte(tasks)
     scores = []
     for task, row in {**results["results"], **groups}.items():
-        # 'acc,none' -> 'acc'; another filter stays, since it makes another metric.
+        # 'acc,none' becomes 'acc'. Other filters stay, because they make a different metric.
         measures = {
             key.removesuffix(",none"): value if is_number(value) else None
             for key, value in row.items()
@@ -249,19 +249,19 @@ def _scores(results: dict[str, Any], tasks: TaskSelection) -> list[TaskScore]:
 
 def _mean_of_small(scores: list[TaskScore]) -> TaskScore:
     parts = [score for score in scores if score.task in SMALL_TASKS and BITS_PER_BYTE in score.measures]
-    # Tasks of --include_path may replace those of the harness by name.
+    # A task in --include_path may replace a harness task of the same name.
     if len(parts) < len(SMALL_TASKS):
         missing = ", ".join(sorted(set(SMALL_TASKS) - {score.task for score in parts}))
         raise InputError(
-            f"--tasks small: {missing} in --include_path scores no right answer as a continuation, so that there is "
-            "no mean of all; name the tasks one by one"
+            f"--tasks small: {missing} in --include_path scores no correct answer as a continuation, so the mean over "
+            "all tasks is undefined; name the tasks one by one"
         )
     samples = sum(score.samples for score in parts)
     return TaskScore("small", mean_of_means(BITS_PER_BYTE, parts, BITS_PER_BYTE), None, samples, None)
 
 
 def _bits_per_byte(tasks: TaskSelection) -> dict[str, list[float]]:
-    """Returns {task or group: bits per byte of each right answer} for those that score continuations."""
+    """Returns {task or group: bits per byte of each correct answer} for tasks that score continuations."""
     found = {name: bits for name, task in tasks.tasks.items() if (bits := bits_of_right_answers(task))}
     for name, group in tasks.groups.items():
         parts = [task.task_name for task in group.get_all_tasks()]
@@ -271,10 +271,10 @@ def _bits_per_byte(tasks: TaskSelection) -> dict[str, list[float]]:
 
 
 def bits_of_right_answers(task: Any) -> list[float]:
-    """Computes -log2 p(right answer | question) / UTF-8 bytes of the answer, as scored: with the space before it.
+    """Computes -log2 p(correct answer | question) / UTF-8 bytes of the answer, including the space before it.
 
-    Reads the likelihoods that the harness has just computed. Returns one value per document; [] for a task of another
-    kind, and for one with several right answers. As in OLMo-in-loop-evals (src/olmo_eval/metrics.py, bpb).
+    Reads the likelihoods from the harness's last run. Returns one value per document, or [] for other kinds of tasks
+    and tasks with several correct answers. As in OLMo-in-loop-evals (src/olmo_eval/metrics.py, bpb).
     """
     bits = []
     for right, instances in questions_of(task):
@@ -287,9 +287,9 @@ def bits_of_right_answers(task: Any) -> list[float]:
 
 
 def questions_of(task: Any) -> list[tuple[int, list[Any]]]:
-    """Lists (number of the right answer, the requests) of each question of a task.
+    """Lists (number of the correct answer, requests) for each question of a task.
 
-    [] for a task of another kind, and for one with several right answers.
+    Returns [] for other kinds of tasks and tasks with several correct answers.
     """
     if task.OUTPUT_TYPE not in ("loglikelihood", "multiple_choice") or callable(task.config.process_results):
         return []
@@ -301,11 +301,11 @@ def questions_of(task: Any) -> list[tuple[int, list[Any]]]:
 
 
 def right_answer(task: Any, document: dict) -> int | None:
-    """Returns the number of the request that scores the right answer; None if there is no single one."""
+    """Returns the number of the request that scores the correct answer, or None if it is not unique."""
     if task.OUTPUT_TYPE == "loglikelihood":
         return 0
     choices = task.doc_to_choice(document)
-    # With several inputs and one answer (as WinoGrande) the text is the number of the right input.
+    # With several inputs and one answer (as in WinoGrande), the text is the number of the correct input.
     right = task.doc_to_text(document) if task.multiple_input else task.doc_to_target(document)
     if isinstance(right, str):
         right = choices.index(right) if right in choices else None

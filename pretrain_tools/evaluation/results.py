@@ -1,4 +1,4 @@
-"""Reports the scores of an evaluation: as a table, as JSON, and in the run's metrics.jsonl."""
+"""Reports evaluation scores as a table, as JSON, and in the run's metrics.jsonl."""
 
 import json
 import math
@@ -31,17 +31,17 @@ class TaskScore:
     samples: int | None
     version: str | None
     is_part: bool = False
-    """True for a task of a group that has its own score, unless the task was requested by name."""
+    """True for a task in a group with its own score, unless the task was requested by name."""
 
 
 def mean_and_error(name: str, values: list[float]) -> dict[str, float | None]:
-    """Computes {name: mean, name_stderr: its standard error}, as the harness does; None for one value."""
+    """Computes {name: mean, name_stderr: standard error}, as the harness does. The error of one value is None."""
     error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
     return {name: statistics.fmean(values), f"{name}_stderr": error}
 
 
 def mean_of_means(name: str, scores: list[TaskScore], measure: str) -> dict[str, float | None]:
-    """Computes the mean of tasks, each of the same weight, and its standard error if they have no common items."""
+    """Computes the unweighted mean over tasks and its standard error, which assumes that tasks share no items."""
     errors = [score.measures[f"{measure}_stderr"] for score in scores]
     error = None if None in errors else math.hypot(*errors) / len(scores)
     return {name: statistics.fmean(score.measures[measure] for score in scores), f"{name}_stderr": error}
@@ -58,12 +58,12 @@ class ModelResults:
     source_settings: dict[str, Any] | None = None
     tasks: list[TaskScore] = field(default_factory=list)
     limit: float | None = None
-    """Documents per task if not all were scored."""
+    """Documents per task. None: all."""
     sample: str | None = None
     seconds: float = 0.0
 
     def lines(self) -> list[dict[str, Any]]:
-        """Lists an event per source and task, as metrics.jsonl has them."""
+        """Returns an event for metrics.jsonl per source and task."""
         address = self.address
         about = {"event": "evaluation", "step": address.step, "tokens": address.tokens, "model": address.name}
         now = {"time": round(time.time(), 3)}
@@ -78,11 +78,11 @@ class ModelResults:
         return lines
 
     def scores(self) -> list[Score]:
-        """Lists every number, without the parts of groups."""
+        """Returns all scores, without parts of groups."""
         return [score for line in self.lines() for score in scores_of(line)]
 
     def numbers(self) -> dict[str, float]:
-        """Returns {'evaluation/acc/arc_easy': 0.31, ...}, as trackers take them, without the parts of groups."""
+        """Returns {'evaluation/acc/arc_easy': 0.31, ...} for trackers, without parts of groups."""
         measured = self.sources | {score.task: score.measures for score in self.tasks if not score.is_part}
         return {
             f"evaluation/{metric}/{name}": value
@@ -92,7 +92,7 @@ class ModelResults:
         }
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns the entry of this model in the JSON file."""
+        """Returns this model's entry in the JSON file."""
         tasks = {}
         for score in self.tasks:
             about = {key: getattr(score, key) for key in ("few_shots", "samples", "version", "is_part")}
@@ -109,34 +109,34 @@ class ModelResults:
 
 
 def append_to_run(evaluation: ModelResults) -> None:
-    """Adds the lines to the metrics.jsonl of the model's run, if it has one; existing lines stay.
+    """Appends the events to metrics.jsonl if the model belongs to a run.
 
-    Scores of averaged weights are left out: the run's curve is that of the weights that train.
+    Skips scores of averaged weights, because the run's curve shows the raw weights.
     """
     run = evaluation.address.run
     if run is None or evaluation.address.weights != "raw":
         return
     try:
         append_events(run, map(finite, evaluation.lines()))
-    except OSError as error:  # a full disk must not cost hours of evaluation: the table is still to come
-        print(f"warning: {run}/metrics.jsonl does not have the scores ({error})", file=sys.stderr)
+    except OSError as error:  # a full disk must not lose hours of evaluation: the table comes later
+        print(f"warning: cannot append the scores to {run}/metrics.jsonl ({error})", file=sys.stderr)
 
 
 def output_problems(flag: str, path: Path | None) -> list[str]:
-    """Returns why a file cannot be written, before hours of evaluation are lost; [] if it can."""
+    """Returns a problem if a file cannot be written, else []. Call it before hours of evaluation."""
     if path is None:
         return []
     if path.is_dir():
         return [f"{flag} {path}: is a folder; give a file"]
-    # Missing folders are created when there is something to write.
+    # Missing folders are created later.
     existing = next(parent for parent in path.absolute().parents if parent.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK):
-        return [f"{flag} {path}: nothing can be written in {existing}; give another place"]
+        return [f"{flag} {path}: {existing} is not writable; choose another path"]
     return []
 
 
 def write_results(path: Path, evaluations: list[ModelResults], settings: dict[str, Any]) -> None:
-    """Writes the results so far; readers never see half a file."""
+    """Writes the results so far. Readers never see half a file."""
     contents = {
         "format": "groundwork-evaluation",
         "version": 1,
@@ -150,7 +150,7 @@ def write_results(path: Path, evaluations: list[ModelResults], settings: dict[st
 
 
 def print_table(evaluations: list[ModelResults]) -> None:
-    """Prints measures down, models across. Parts of a group that has its own score are left to the JSON."""
+    """Prints a row per measure and a column per model. Omits parts of groups, which are in the JSON."""
     from rich.console import Console
     from rich.table import Table
 
@@ -171,7 +171,7 @@ def print_table(evaluations: list[ModelResults]) -> None:
         console = Console(width=max(120, 40 + 30 * len(evaluations)))
     console.print(table)
     if parts := sum(score.is_part for score in evaluations[0].tasks):
-        console.print(f"{parts} parts of groups are not shown; --output FILE.json has them.")
+        console.print(f"{parts} parts of groups are not shown; --output FILE.json includes them.")
 
 
 def _heading(evaluation: ModelResults) -> str:

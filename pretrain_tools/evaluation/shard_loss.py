@@ -1,4 +1,4 @@
-"""Measures loss, perplexity and bits per byte of any model on prepared shards, as a training run measures them."""
+"""Measures loss, perplexity and bits per byte of any model on prepared shards, as a training run does."""
 
 import argparse
 import hashlib
@@ -31,7 +31,7 @@ AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass(frozen=True)
 class ShardSettings:
-    """Settings of a measurement. For a model of a run they are the run's own, so that the numbers agree."""
+    """Settings of a measurement. A run's model uses the run's settings, so the numbers agree."""
 
     window: WindowSpec
     precision: str
@@ -41,26 +41,26 @@ class ShardSettings:
     loss_backend: str
     sequences_per_micro_batch: int
     sequences: int | None
-    """Windows per source; None: all."""
+    """Sequences per source; None: all."""
 
 
 class CheckedReader(ShardReader):
-    """Raises InputError for an ID outside the vocabulary; on a GPU it would end in an assert that names no file."""
+    """Raises InputError for an ID outside the vocabulary. On a GPU, it would trigger an assert without a file name."""
 
     def read(self, start: int, out: np.ndarray) -> None:
         super().read(start, out)
         if (largest := int(out.max())) >= self.manifest.vocabulary_size:
             raise InputError(
-                f"{self.manifest.place}: split {self.split} holds id {largest:,} between tokens {start:,} and "
-                f"{start + len(out):,}, its vocabulary has 0 to {self.manifest.vocabulary_size - 1:,}; the shards are "
-                "damaged: restore or prepare them again"
+                f"{self.manifest.place}: split {self.split} has token ID {largest:,} between tokens {start:,} and "
+                f"{start + len(out):,}, but its vocabulary is 0 to {self.manifest.vocabulary_size - 1:,}; the shards "
+                "are damaged: restore or prepare them again"
             )
 
 
 def settings_for(address: ModelAddress, config: PreTrainedConfig, arguments: argparse.Namespace) -> ShardSettings:
-    """Returns the command line's settings, else those of the model's run, else the defaults.
+    """Returns settings from the command line, else from the model's run, else the defaults.
 
-    Raises InputError for a run whose config.yaml cannot be read, and for sequences longer than the model's positions.
+    Raises InputError if the run's config.yaml cannot be read, or if sequences are longer than the model's positions.
     """
     run = run_config_of(address)
     positions = getattr(config, "max_position_embeddings", None)
@@ -69,17 +69,17 @@ def settings_for(address: ModelAddress, config: PreTrainedConfig, arguments: arg
         length = min(LONGEST_DEFAULT_SEQUENCE, positions or LONGEST_DEFAULT_SEQUENCE)
     if positions is not None and length > positions:
         raise InputError(
-            f"--sequence_length {length:,}: {address.name} has {positions:,} positions; at most "
+            f"--sequence_length {length:,}: {address.name} has {positions:,} positions; give at most "
             f"--sequence_length {positions}"
         )
     precision = run.precision if run and arguments.precision == "auto" else arguments.precision
     if precision == "fp16" and arguments.precision == "auto" and device_type() == "cpu":
-        precision = "fp32"  # the run was trained on a GPU; fp16 has no arithmetic here
+        precision = "fp32"  # the run was trained on a GPU; the CPU has no fp16 arithmetic
     if precision == "fp8":
-        precision = "bf16"  # fp8 is for training: the exported weights are measured
+        precision = "bf16"  # fp8 is only for training
     document_mask = {"on": True, "off": False}.get(arguments.document_mask, run.data.document_mask if run else None)
     resolved = resolve_precision(precision)
-    # What was trained in bf16 may exceed fp16's range.
+    # A model trained in bf16 may exceed fp16's range.
     precision = "fp32" if precision == "auto" and resolved == "fp16" else resolved
     attention, document_mask = _attention(config, run.attention if run else "auto", precision, length, document_mask)
     return ShardSettings(
@@ -96,9 +96,9 @@ def settings_for(address: ModelAddress, config: PreTrainedConfig, arguments: arg
 def _attention(
     config: PreTrainedConfig, requested: str, precision: str, length: int, document_mask: bool | None
 ) -> tuple[str, bool]:
-    """Chooses (attention, document_mask): the run's own kernel, or one for this machine that computes the same.
+    """Chooses (attention, document_mask): the run's kernel, or an equivalent one for this machine.
 
-    document_mask None: on where the architecture can keep documents apart. A model with its own code is not judged.
+    document_mask None: on if the architecture can keep documents apart. Models with custom code are not probed.
     """
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         return "eager", False
@@ -116,7 +116,7 @@ def _attention(
 
 
 def run_config_of(address: ModelAddress) -> RunConfig | None:
-    """Reads the resolved recipe of the run that a model belongs to; None for a model of no run."""
+    """Reads the resolved recipe of a model's run. None if the model does not belong to a run."""
     if address.run is None:
         return None
     try:
@@ -130,9 +130,9 @@ def run_config_of(address: ModelAddress) -> RunConfig | None:
 def open_evaluation_shards(
     folders: list[Path | str], split: str, window: WindowSpec, tokenizer: str | None = None
 ) -> dict[str, ShardReader]:
-    """Opens {name: reader}. Raises InputError with every unusable folder.
+    """Opens shards as {name: reader}. Raises one InputError with all unusable folders.
 
-    tokenizer: name of the tokenizer of files that other tools prepared.
+    tokenizer: name of the tokenizer, for files prepared by other tools.
     """
     readers: dict[str, ShardReader] = {}
     problems = Problems()
@@ -144,7 +144,7 @@ def open_evaluation_shards(
         if not window.count_in(reader.tokens):
             problems.append(
                 f"--data {folder}: {reader.tokens:,} {split} tokens are fewer than one sequence of "
-                f"{window.sequence_length:,} + 1; at most --sequence_length {reader.tokens - 1}"
+                f"{window.sequence_length:,} + 1; give at most --sequence_length {reader.tokens - 1}"
             )
         readers[source_name(folder, readers)] = reader
     problems.stop_if_any()
@@ -152,14 +152,14 @@ def open_evaluation_shards(
 
 
 def tokenizer_problems(address: ModelAddress, config: PreTrainedConfig, manifest: Manifest) -> list[str]:
-    """Returns why the model's tokenizer does not match that of the shards; [] if it does."""
+    """Returns a problem if the tokenizers of model and shards do not match, else []."""
     own_file = address.folder / "tokenizer.json"
     shards_file = manifest.tokenizer_folder / "tokenizer.json"
     shards_text = f"{manifest.place} was prepared with {manifest.tokenizer_name} ({manifest.vocabulary_size:,} ids)"
     if config.vocab_size < manifest.vocabulary_size:
         return [
-            f"--data {shards_text}, {address.name} has a vocabulary of {config.vocab_size:,}: prepare the data with "
-            "the model's own tokenizer"
+            f"--data {shards_text}, but {address.name} has a vocabulary of {config.vocab_size:,}: prepare the data "
+            "with the model's own tokenizer"
         ]
     if not own_file.is_file():
         return []
@@ -178,7 +178,7 @@ def tokenizer_problems(address: ModelAddress, config: PreTrainedConfig, manifest
 
 
 def _ids_of(tokenizer_json: bytes) -> dict[str, Any]:
-    """Reads the parts that set the IDs of plain text, in one spelling: libraries write a tokenizer in several."""
+    """Returns the parts that determine the IDs of plain text, normalized: libraries write them differently."""
     from tokenizers import Tokenizer
 
     parts = json.loads(Tokenizer.from_buffer(tokenizer_json).to_str())
@@ -188,11 +188,11 @@ def _ids_of(tokenizer_json: bytes) -> dict[str, Any]:
 def measure_shards(
     causal_lm: PreTrainedModel, readers: dict[str, ShardReader], strategy: Strategy, settings: ShardSettings
 ) -> dict[str, dict[str, Any]]:
-    """Measures {source: {loss, perplexity, bits_per_byte, tokens, ...}}, as a validation does.
+    """Measures {source: {loss, perplexity, bits_per_byte, tokens, ...}}, as validation does.
 
-    All ranks together, each with the whole model in fp32; arithmetic in settings.precision as in training.
+    A collective call of all ranks. Each has the whole model in fp32, and computes in settings.precision.
     """
-    # The run's own kernel and loss backend, so that the numbers are the run's to the last digit.
+    # The run's kernel and loss backend, so that the numbers match the run's to the last digit.
     use_attention(causal_lm, settings.attention)
     model = LanguageModelLoss(causal_lm, backend=settings.loss_backend).to(strategy.device)
     dtype = AUTOCAST_DTYPES.get(settings.precision)
@@ -210,7 +210,6 @@ def measure_shards(
             def advance(*_: Any, bar: tqdm = bar, per_pass: int = per_pass) -> None:
                 bar.update(min(per_pass, bar.total - bar.n))
 
-            # The bar moves with the model's forward passes.
             hook = model.register_forward_hook(advance)
             results |= measure(
                 model,

@@ -1,9 +1,9 @@
-"""Checks that the benchmarks that a recipe names exist, in the harness, the user's folder or CORE's bundle.
+"""Checks that a recipe's benchmarks exist in the harness, the user's folder or CORE's bundle.
 
     python -m pretrain_tools.evaluation.task_names --tasks TASK ... [--include_path FOLDER] [--eval_bundle FOLDER] \
         [--extensions FILE ...]
 
-prints what is wrong with a recipe's `benchmarks`, one line each; train.py calls it before it starts.
+prints the problems of a recipe's `benchmarks`, one per line. train.py runs this before training.
 """
 
 import argparse
@@ -22,10 +22,10 @@ from pretrain.registry import TASKS, load_extensions
 
 BASE_TASKS = ("hellaswag", "arc_easy", "arc_challenge", "piqa", "winogrande")
 BASE_TASKS += ("lambada_openai", "boolq", "sciq", "openbookqa", "blimp")
-"""What `base` stands for: tasks that separate base models of this size, without chat or code."""
+"""The tasks of `base`, which distinguish base models of this size without chat or code."""
 SMALL_TASKS = ("arc_easy", "arc_challenge", "hellaswag", "winogrande", "piqa", "social_iqa", "sciq", "lambada_openai")
-"""What `small` stands for: of the base-easy suite of OLMo 3 (arXiv 2512.13961) those whose answers the harness scores
-as continuations. Bits per byte of the right answer fall smoothly long before a model chooses it."""
+"""The tasks of `small`, from the base-easy suite of OLMo 3 (arXiv 2512.13961). The harness scores their answers as
+continuations. Bits per byte of the correct answer fall smoothly long before a model chooses it."""
 TASK_SETS = {"base": BASE_TASKS, "small": SMALL_TASKS}
 
 CORE = "core"
@@ -43,16 +43,16 @@ CORE_KINDS = ("multiple_choice", "schema", "language_modeling")
 
 @dataclass(frozen=True)
 class BundleTask:
-    """A task of a bundle in the format of DCLM's and nanochat's: core.yaml, eval_meta_data.csv, eval_data/."""
+    """A task of a bundle in DCLM's and nanochat's format: core.yaml, eval_meta_data.csv, eval_data/."""
 
     label: str
     kind: str
     file: Path
     few_shots: int
     delimiter: str
-    """Between question and answer."""
+    """Text between question and answer."""
     baseline: float
-    """Accuracy of chance, from 0 to 1."""
+    """Accuracy of random guesses, from 0 to 1."""
 
 
 def task_problems(
@@ -61,9 +61,9 @@ def task_problems(
     bundle: Path | None = None,
     settings: tuple[str, str, str] = ("benchmarks.tasks:", "benchmarks.include_path:", "benchmarks.eval_bundle:"),
 ) -> list[str]:
-    """Lists what is wrong with the names of tasks and with the user's folders of tasks.
+    """Lists problems with task names and with the user's task folders.
 
-    settings: names of the three settings in messages.
+    settings: the names of the three settings for messages.
     """
     tasks_are, folder_is, _ = settings
     problems = Problems()
@@ -77,22 +77,22 @@ def task_problems(
     if include_path is not None and not include_path.is_dir():
         return [*problems, f"{folder_is} {include_path}: no such folder; give a folder with task .yaml files"]
     if include_path is not None and not task_manager(include_path, include_defaults=False).all_tasks:
-        problems.append(f"{folder_is} {include_path} holds no .yaml file with a task or a group")
-    # The harness's whole index takes 10 seconds to build, and is not needed for the tasks of `base` and `small`.
+        problems.append(f"{folder_is} {include_path} contains no .yaml file with a task or a group")
+    # Building the harness's index takes 10 seconds. The tasks of `base` and `small` do not need it.
     questioned = [name for name in tasks if name not in {*TASK_SETS, *BASE_TASKS, *SMALL_TASKS}]
     names = [name for name in questioned if not is_file(name)]
     manager = manager_of(names, include_path) if names else None
     for name in questioned:
         if not (Path(name).is_file() if is_file(name) else manager.match_tasks([name])):
             near = did_you_mean(name, [*manager.all_tasks, *TASK_SETS] if manager else ())
-            # The harness has 14,000 names, too many to list if none is near.
+            # The harness has 14,000 names, too many to list.
             near = near if near.startswith("; did") else "; `lm_eval ls tasks` lists all"
             problems.append(f"{tasks_are} {name}: no such task, group, set or .yaml file{near}")
     return list(problems)
 
 
 def manager_of(names: Iterable[str], include_path: Path | None) -> Any:
-    """Returns an lm_eval TaskManager that knows these tasks if any does: that of the user's folder if it is enough."""
+    """Returns the lm_eval TaskManager for these tasks, without the harness's tasks if the user's folder has all."""
     if include_path is not None:
         local = task_manager(include_path, include_defaults=False)
         if all(is_complete(name, local) for name in names):
@@ -102,7 +102,7 @@ def manager_of(names: Iterable[str], include_path: Path | None) -> Any:
 
 @functools.cache
 def task_manager(include_path: Path | None, include_defaults: bool) -> Any:
-    """Returns the lm_eval TaskManager of the user's tasks, or of these and all tasks of the harness."""
+    """Returns an lm_eval TaskManager for the user's tasks. include_defaults: and for all harness tasks."""
     from lm_eval.tasks import TaskManager
 
     folder = None if include_path is None else str(include_path)
@@ -110,7 +110,7 @@ def task_manager(include_path: Path | None, include_defaults: bool) -> Any:
 
 
 def is_complete(name: str, manager: Any) -> bool:
-    """Tells if a manager knows a task, or a group and all its tasks. A tag may have more tasks elsewhere."""
+    """Returns True if a manager has the task, or the group with all its tasks. A tag may have more tasks elsewhere."""
     if name not in manager.all_groups:
         return name in manager.all_subtasks
     parts = (manager.task_index[name].cfg or {}).get("task")
@@ -118,7 +118,7 @@ def is_complete(name: str, manager: Any) -> bool:
 
 
 def core_names(tasks: Iterable[str]) -> tuple[list[str], list[str]]:
-    """Divides names into (core and core/LABEL, all others)."""
+    """Splits names into (core and core/LABEL, all others)."""
     tasks = list(tasks)
     core = [name for name in tasks if name == CORE or name.startswith(f"{CORE}/")]
     return core, [name for name in tasks if name not in core]
@@ -127,15 +127,15 @@ def core_names(tasks: Iterable[str]) -> tuple[list[str], list[str]]:
 def bundle_tasks(
     names: Iterable[str], bundle: Path | None, settings: tuple[str, str, str] = ("--tasks", "", "--eval_bundle")
 ) -> list[BundleTask]:
-    """Returns the tasks of a bundle that these names ask for: `core` for its 22, `core/LABEL` for one.
+    """Returns the bundle tasks with these names: `core` is all 22 tasks, `core/LABEL` a single one.
 
-    Raises InputError with everything that is absent: CORE of fewer tasks would be another measure.
+    Raises one InputError with everything missing, because CORE over fewer tasks would be a different measure.
     """
     tasks_are, _, bundle_is = settings
     if bundle is None:
         raise InputError(
-            f"{tasks_are} {CORE}: its items are those of DCLM's bundle, as nanochat takes them; give {bundle_is} the "
-            "folder with core.yaml, eval_meta_data.csv and eval_data/ (docs/benchmarks.md, CORE)"
+            f"{tasks_are} {CORE}: needs DCLM's bundle, as in nanochat; give {bundle_is} the folder with core.yaml, "
+            "eval_meta_data.csv and eval_data/ (docs/benchmarks.md, CORE)"
         )
     absent = [name for name in ("core.yaml", "eval_meta_data.csv", "eval_data") if not (bundle / name).exists()]
     if absent:
@@ -151,25 +151,25 @@ def bundle_tasks(
         if missing and name == CORE:
             problems.append(
                 f"{tasks_are} {CORE}: {bundle} lacks {len(missing)} of its {len(CORE_SHOTS)} tasks: "
-                f"{', '.join(missing)}; a mean of the others is not CORE, {CORE}/LABEL scores one alone"
+                f"{', '.join(missing)}; the mean over the others is not CORE; {CORE}/LABEL scores a single task"
             )
         elif missing:
             problems.append(f"{tasks_are} {name}: no such task in {bundle}{did_you_mean(labels[0], known)}")
         changed = [label for label, task in found.items() if name == CORE and task.few_shots != CORE_SHOTS[label]]
         if changed:
             problems.append(
-                f"{bundle_is} {bundle}/core.yaml: other numbers of examples than CORE's ({', '.join(changed)}); take "
-                "the bundle as it is published"
+                f"{bundle_is} {bundle}/core.yaml: has other few-shot numbers than CORE ({', '.join(changed)}); use "
+                "the published bundle"
             )
     for label, task in wanted.items():
         if not task.file.is_file():
-            problems.append(f"{bundle_is} {task.file}: no such file, which {label} needs")
+            problems.append(f"{bundle_is} {task.file}: no such file, but {label} needs it")
     problems.stop_if_any()
     return list(wanted.values())
 
 
 def _tasks_in(bundle: Path, bundle_is: str) -> dict[str, BundleTask]:
-    """Reads {label: task} of a bundle. Raises InputError."""
+    """Reads a bundle as {label: task}. Raises InputError."""
     try:
         with open(bundle / "eval_meta_data.csv", encoding="utf-8", newline="") as file:
             percent = {row["Eval Task"]: float(row["Random baseline"] or "nan") for row in csv.DictReader(file)}
@@ -197,7 +197,7 @@ def _tasks_in(bundle: Path, bundle_is: str) -> dict[str, BundleTask]:
             problems.append(f"{bundle_is} {bundle}/core.yaml: {task.label} is of type {task.kind}{near}")
         if not 0 <= task.baseline < 1:
             problems.append(
-                f"{bundle_is} {bundle}/eval_meta_data.csv: gives {task.label} no Random baseline from 0 to below 100"
+                f"{bundle_is} {bundle}/eval_meta_data.csv: {task.label} needs a Random baseline from 0 to below 100"
             )
     problems.stop_if_any()
     return tasks

@@ -1,19 +1,19 @@
-"""prepare_data.py: raw documents to shards.
+"""Turns raw documents into shards, for prepare_data.py.
 
-The same input gives the same bytes, whatever the workers and interruptions; plan defines what decides them.
+The same input gives the same bytes for any workers and interruptions. plan defines everything that affects them.
 
-    arguments, request: the command line, and the request that it makes
-    plan: the request, and its differences from the one that a folder was made from
+    arguments, request: the command line, and the request from it
+    plan: the request, and its differences from an earlier one
     prepare, progress: the resumable preparation
     validation_split: documents held out, or the tail of one
-    encode: texts to ids
-    worker: the encoding of parts
-    workers, ray_workers: processes of this machine, or of a cluster, that perform jobs
-    encoded_part: what workers return, and the counts
-    collector, deduplicate, shard_writer, text_files: encoded parts to shards; their documents as text
-    near_duplicate_search: near duplicates in prepared folders, on disk
-    text_decoder: token ids to text, for that search
-    slices, upload: a preparation over several machines; outputs that are URLs
-    inspect: the contents of a prepared folder, and what was removed from it
-    tokenizer_training, tokenizer_extension: tokenizers from text
+    encode: encodes texts to token IDs
+    worker: encodes parts
+    workers, ray_workers: run jobs in local processes or on a cluster
+    encoded_part: results of workers, and counts
+    collector, deduplicate, shard_writer, text_files: write encoded parts to shards, and their documents as text
+    near_duplicate_search: finds near duplicates in prepared folders, on disk
+    text_decoder: decodes token IDs for that search
+    slices, upload: preparation on several machines; outputs at URLs
+    inspect: shows a prepared folder's content and removed documents
+    tokenizer_training, tokenizer_extension: train and extend tokenizers
 """

@@ -1,4 +1,4 @@
-"""Encoded documents to the shards of both splits: without duplicates, within the limits, counted."""
+"""Writes encoded documents to the shards of both splits. Drops duplicates, enforces limits and counts."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -24,15 +24,15 @@ PROBLEMS_NAMED_IN_MANIFEST = 20
 
 
 class DisagreementError(Exception):
-    """The fast path gave other ids than the reference."""
+    """Raised if the fast path gives different token IDs than the reference."""
 
 
 class Intake:
-    """Writes encoded parts, one after another, to the shards of a folder, and records how far it is.
+    """Writes encoded parts one after another to the shards of a folder, and records its progress.
 
     Args:
-        plan: of the folder.
-        progress: the record of an earlier process, to continue; NO_PROGRESS begins.
+        plan: the folder's plan.
+        progress: the record of an earlier process to continue, or NO_PROGRESS.
     """
 
     def __init__(self, folder: Path, plan: dict[str, Any], options: PreparationOptions, progress: dict[str, Any]):
@@ -49,14 +49,14 @@ class Intake:
         self._source_numbers = {source["path"]: number for number, source in enumerate(plan["sources"])}
 
     def commit(self) -> None:
-        """Makes all that was added durable, and then the record of it: what no record has is cut off."""
+        """Makes all added parts durable, then records them. A later process truncates unrecorded data."""
         state = {"position": self.position, "complete": self.is_complete, "tally": asdict(self.tally)}
         write_durably(self._progress_path, as_json({**state, "writer": self.writer.sync()}))
 
     def add(self, encoded: EncodedPart) -> None:
         """Writes a part's documents, up to the limits."""
         if encoded.disagreement is not None:
-            raise DisagreementError(f"gigatoken gives other ids than tokenizers for {encoded.disagreement}")
+            raise DisagreementError(f"gigatoken gives different IDs than tokenizers for {encoded.disagreement}")
         tally = self.tally
         read = len(encoded.documents)
         if self._seen is not None:
@@ -65,10 +65,10 @@ class Intake:
         taken = _documents_within_limits(encoded, tally, self._options)
         is_complete = taken < len(encoded.documents) or tally.documents + taken == self._options.max_documents
         if not is_complete:
-            # First of all changes to the tally: where this raises, `commit` must record none of the part.
+            # Before all other changes to the tally: if this raises, `commit` must not record any of the part.
             count_problems(encoded.problems, tally, self._options)
         tally.duplicate_documents += copies
-        # A part numbers its own sources; the index takes the numbers of the plan.
+        # The index uses the plan's source numbers, not the part's.
         part = encoded.keeping(np.arange(len(encoded.documents)) < taken)
         documents = part.documents.copy()
         numbers = np.array([self._source_numbers[name] for name in encoded.source_names], np.uint32)
@@ -93,11 +93,11 @@ class Intake:
 
 
 def count_problems(problems: Sequence[Problem], tally: Tally, options: PreparationOptions) -> None:
-    """Counts records that cannot be used; all or, with InputError, none of them."""
+    """Counts unusable records. If it raises InputError, it has counted none of them."""
     if problems and options.on_error == "stop":
         first = problems[0]
         raise InputError(
-            f"{first.place}: {first.reason}; fix the input, or use --on_error skip, which counts what it skips"
+            f"{first.place}: {first.reason}; fix the input, or use --on_error skip, which counts skipped records"
         )
     bad_records = tally.bad_records
     for problem in problems:

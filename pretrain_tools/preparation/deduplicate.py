@@ -1,4 +1,4 @@
-"""Exact duplicates: which documents have been seen before, by a hash of their ids."""
+"""Finds exact copies of earlier documents by a hash of their token IDs."""
 
 import hashlib
 from collections.abc import Iterable
@@ -14,7 +14,7 @@ HASH_BYTES = 8
 
 
 def document_hashes(ids: np.ndarray, ends: np.ndarray) -> np.ndarray:
-    """Hashes documents, end to end in `ids`: (documents,) uint64, the first 8 bytes of BLAKE2b."""
+    """Hashes the concatenated documents in `ids` with 8-byte BLAKE2b: (documents,) uint64."""
     content = memoryview(np.ascontiguousarray(ids)).cast("B")
     bounds = [0, *(ends * ids.itemsize).tolist()]
     digests = b"".join(
@@ -24,20 +24,20 @@ def document_hashes(ids: np.ndarray, ends: np.ndarray) -> np.ndarray:
 
 
 class SeenDocuments:
-    """The hashes of all documents so far: 8 bytes per document, up to 16 while two of its arrays are merged.
+    """The hashes of all documents so far. Needs 8 bytes per document, and up to 16 during a merge.
 
-    With 64 bits, the chance that one document in a billion is mistaken for a copy is 3 %.
+    With 64 bits, the probability that any of a billion documents is mistaken for a copy is 3%.
     """
 
     def __init__(self) -> None:
-        # Sorted arrays, each at least twice as long as the next: an addition costs the logarithm of their number.
+        # Sorted arrays, each at least twice as long as the next, so that an addition takes logarithmic time.
         self._arrays: list[np.ndarray] = []
 
     def __len__(self) -> int:
         return sum(map(len, self._arrays))
 
     def add(self, hashes: np.ndarray) -> np.ndarray:
-        """Tells which hashes, (documents,) bool, are new: not seen before, and the first of their kind in `hashes`."""
+        """Adds hashes. Returns (documents,) bool: True for new hashes, and only for the first of equal ones."""
         new = np.zeros(len(hashes), bool)
         distinct, first = np.unique(hashes, return_index=True)
         unseen = ~np.logical_or.reduce([_contains(array, distinct) for array in self._arrays], initial=False)
@@ -62,7 +62,7 @@ def _contains(array: np.ndarray, wanted: np.ndarray) -> np.ndarray:
 
 
 def seen_in_shards(folder: Path, shards: Iterable[Shard], dtype: str) -> SeenDocuments:
-    """Collects the documents of shards that are already written."""
+    """Collects the documents of existing shards."""
     seen = SeenDocuments()
     for shard in shards:
         path = folder / shard.file

@@ -1,7 +1,7 @@
-"""Texts to ids: the reference path through tokenizers, the fast path through gigatoken, and a check that they agree.
+"""Encodes texts to token IDs, with tokenizers (reference path) or gigatoken (fast path), and checks that both agree.
 
-Both take plain text: a special token's text inside a document never becomes that token's id, no token is added before
-or after a document, and nothing is truncated or padded.
+Both paths encode plain text. The text of a special token inside a document never becomes that token. No token is added
+before or after a document, and nothing is truncated or padded.
 """
 
 import json
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 ENGINES = ("auto", "fast", "reference")
 LONG_TEXT_BYTES = 1 << 22
-# Overlapping pieces of a long text: the library keeps about a hundred bytes for each byte of one, 24 GB for 200 MB.
+# Long texts are encoded in overlapping pieces: the library needs about 100 bytes per byte, 24 GB for 200 MB of text.
 PIECE_CHARACTERS = 1 << 20
 OVERLAP_CHARACTERS = 1 << 13
-# Two pieces are joined where this many tokens in a row are the same on both sides, far from either piece's cut.
+# Two pieces are joined at a run of this many equal tokens, far from both cuts.
 AGREEING_TOKENS = 64
 AGREEMENT_TEXTS = (
     "The quick brown fox jumps over the lazy dog. It's 1,234,567.89 o'clock, isn't it? WE'LL SEE; they'd've gone.",
@@ -37,7 +37,7 @@ AGREEMENT_TEXTS = (
 
 
 class ReferenceEncoder:
-    """Ids from the tokenizers library, which define what is correct."""
+    """Encodes with the tokenizers library, whose token IDs are the reference."""
 
     def __init__(self, tokenizer: LoadedTokenizer):
         self._tokenizer = tokenizer
@@ -50,9 +50,9 @@ class ReferenceEncoder:
         return type(self), (self._tokenizer,)
 
     def encode(self, texts: Sequence[bytes]) -> list[np.ndarray]:
-        """Encodes each UTF-8 text to a uint32 array of ids."""
+        """Encodes each UTF-8 text to a uint32 array of token IDs."""
         arrays: list[np.ndarray] = []
-        # Encodings keep offsets and strings, many times the text: a part is encoded in pieces.
+        # Encodings keep offsets and strings, many times the size of the text, so encode small batches.
         for first, stop in batches(texts):
             batch = [text.decode() for text in texts[first:stop]]
             if len(texts[first]) > LONG_TEXT_BYTES:
@@ -64,7 +64,7 @@ class ReferenceEncoder:
 
 
 def _with_special_end(tokenizer: LoadedTokenizer) -> bytes:
-    """Marks the end-of-document token special in tokenizer.json, so that it is not found in text."""
+    """Marks the end-of-document token as special in tokenizer.json, so that text never contains it."""
     fields = json.loads(tokenizer.json)
     for added in fields.get("added_tokens") or []:
         if added.get("content") == tokenizer.end_of_document and not added.get("special"):
@@ -74,7 +74,7 @@ def _with_special_end(tokenizer: LoadedTokenizer) -> bytes:
 
 
 class FastEncoder:
-    """Ids from gigatoken; texts that may contain a special token's text take the reference path."""
+    """Encodes with gigatoken. Texts that contain a special token's text use the reference path."""
 
     def __init__(self, tokenizer: LoadedTokenizer):
         import gigatoken
@@ -82,7 +82,7 @@ class FastEncoder:
         self._tokenizer = tokenizer
         self.reference = ReferenceEncoder(tokenizer)
         self._encode = gigatoken.Tokenizer.from_json(tokenizer.json).backend.encode
-        # A few short prefixes are found faster than hundreds of whole tokens, and none can be missed.
+        # Searching for a few short prefixes is faster than for hundreds of whole tokens, and misses none.
         self._suspects = sorted({token.encode()[:4] for token in tokenizer.special_tokens})
         self._specials = re.compile(b"|".join(re.escape(token.encode()) for token in tokenizer.special_tokens))
 
@@ -90,7 +90,7 @@ class FastEncoder:
         return type(self), (self._tokenizer,)
 
     def encode(self, texts: Sequence[bytes]) -> list[np.ndarray]:
-        """Encodes each UTF-8 text to a uint32 array of ids, equal to the reference's."""
+        """Encodes each UTF-8 text to a uint32 array of token IDs, equal to the reference's."""
         arrays = [None if self._has_special(text) else self._encode(text) for text in texts]
         suspected = [number for number, ids in enumerate(arrays) if ids is None]
         for number, ids in zip(suspected, self.reference.encode([texts[n] for n in suspected]), strict=True):
@@ -101,7 +101,7 @@ class FastEncoder:
         return any(suspect in text for suspect in self._suspects) and self._specials.search(text) is not None
 
     def disagreement(self, texts: Sequence[bytes]) -> str | None:
-        """Finds the first text with other ids than the reference's, shortened; None if all agree."""
+        """Returns the first text (shortened) with different IDs than the reference. None if all agree."""
         for text, expected in zip(texts, self.reference.encode(texts), strict=True):
             if not self._has_special(text) and not np.array_equal(self._encode(text), expected):
                 return repr(text[:60].decode(errors="replace"))
@@ -112,16 +112,17 @@ Encoder = ReferenceEncoder | FastEncoder
 
 
 def make_encoder(tokenizer: LoadedTokenizer, engine: str) -> tuple[Encoder, str | None]:
-    """Makes the encoder for `engine` (auto, fast or reference); also returns why auto took the reference path.
+    """Returns (encoder for `engine`, reason why auto uses the reference path).
 
-    Raises InputError where `fast` was given and gigatoken cannot load this tokenizer or gives other ids.
+    engine: auto, fast or reference. Raises InputError for `fast` if gigatoken cannot load this tokenizer or gives
+    different IDs.
     """
     if engine == "reference":
         return ReferenceEncoder(tokenizer), None
     try:
         encoder = FastEncoder(tokenizer)
         disagreement = encoder.disagreement([text.encode() for text in AGREEMENT_TEXTS])
-        reason = f"gigatoken gives other ids than tokenizers for {disagreement}" if disagreement else None
+        reason = f"gigatoken gives different IDs than tokenizers for {disagreement}" if disagreement else None
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # a panic in Rust code is a BaseException
@@ -134,9 +135,9 @@ def make_encoder(tokenizer: LoadedTokenizer, engine: str) -> tuple[Encoder, str 
 
 
 def encode_long_text(backend: "Tokenizer", text: str) -> np.ndarray:
-    """Encodes a long text to uint32 ids, those of the whole text without special tokens.
+    """Encodes a long text to uint32 token IDs, without special tokens. The IDs equal those from one call.
 
-    Pieces that cannot be joined, as within one endless word, are encoded as one.
+    If two pieces cannot be joined, as inside one endless word, they are encoded together.
     """
     kept: list[np.ndarray] = []
     start = 0
@@ -162,18 +163,18 @@ def encode_long_text(backend: "Tokenizer", text: str) -> np.ndarray:
 
 
 def _token_rows(backend: "Tokenizer", text: str, start: int, stop: int) -> np.ndarray:
-    """Encodes text[start:stop] to (tokens, 3): id, and the characters of `text` at which it begins and ends."""
+    """Encodes text[start:stop] to (tokens, 3): token ID, start and end as character positions in `text`."""
     encoding = backend.encode(text[start:stop], add_special_tokens=False)
     spans = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2) + start
     return np.column_stack([np.array(encoding.ids, dtype=np.int64), spans])
 
 
 def _joint(left: np.ndarray, right: np.ndarray, candidate: int) -> tuple[int, int] | None:
-    """Finds the rows in left, from `candidate` on, and right from which the tokens are the same."""
+    """Finds the first rows of left (from `candidate` on) and right with equal tokens."""
     while candidate + AGREEING_TOKENS < len(left):
         begin = left[candidate, 1]
         other = int(np.searchsorted(right[:, 1], begin))
-        # Several tokens may share one character; only the first of them is a place to cut.
+        # Several tokens may share one character. Cut only before the first of them.
         is_first = candidate == 0 or left[candidate - 1, 2] <= begin
         tokens = left[candidate : candidate + AGREEING_TOKENS]
         if is_first and np.array_equal(tokens, right[other : other + AGREEING_TOKENS]):

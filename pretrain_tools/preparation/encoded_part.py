@@ -1,4 +1,4 @@
-"""Encoded parts of the documents, and the counts that they add up to."""
+"""Encoded parts of the documents, and their counts."""
 
 import itertools
 import json
@@ -18,7 +18,7 @@ SKIPPED_COUNTS = ("empty_documents", "filtered_documents", "duplicate_documents"
 
 @dataclass
 class Tally:
-    """Counts over both splits, in JSON's types."""
+    """Counts over both splits, in JSON types."""
 
     documents: int = 0
     tokens: int = 0
@@ -31,12 +31,12 @@ class Tally:
     bad_records: int = 0
     first_bad_records: list[str] = field(default_factory=list)
     unread_members: dict[str, int] = field(default_factory=dict)
-    """{suffix: members of archives that hold no documents}."""
+    """{suffix: archive members without documents}."""
     input_bytes: int = 0
     cleaning: CleaningAccount = field(default_factory=CleaningAccount)
 
     def add(self, other: Self) -> None:
-        """Adds the counts of a part; `first_bad_records` stay."""
+        """Adds the counts of a part, except `first_bad_records`."""
         for name, value in vars(other).items():
             if isinstance(value, int):
                 setattr(self, name, getattr(self, name) + value)
@@ -44,7 +44,7 @@ class Tally:
         self.cleaning.add(other.cleaning)
 
     def skipped(self) -> dict[str, Any]:
-        """Returns the counts of what was left out, as the manifest records them."""
+        """Returns the counts of skipped documents for the manifest."""
         counts = {name: getattr(self, name) for name in SKIPPED_COUNTS}
         some = {
             "near_duplicate_documents": self.near_duplicate_documents,
@@ -55,18 +55,18 @@ class Tally:
 
     @classmethod
     def recorded(cls, folder: Path) -> Self:
-        """Reads what a finished folder's manifest records as left out and as cleaned."""
+        """Reads the skipped and cleaning counts from a finished folder's manifest."""
         made = json.loads((folder / MANIFEST_FILE).read_bytes())
         return cls(**made["skipped"], cleaning=recorded_account(folder, made))
 
     @classmethod
     def from_progress(cls, fields: dict[str, Any]) -> Self:
-        """Reads the tally that a preparation's progress recorded."""
+        """Reads the tally from a preparation's progress record."""
         return cls(**fields | {"cleaning": CleaningAccount(**fields.get("cleaning", {}))})
 
 
 class Problem(NamedTuple):
-    """A record that could not be used; `place` is for messages, `name`, without folders, for the manifest."""
+    """An unusable record. `place` is for messages, and `name`, without folders, for the manifest."""
 
     place: str
     name: str
@@ -76,29 +76,29 @@ class Problem(NamedTuple):
 
 @dataclass(frozen=True)
 class EncodedPart:
-    """The documents of a part in order, and what was left out of it."""
+    """A part's documents in order, and its counts."""
 
     after: Position
     counts: Tally
-    """Counts of what is not among the documents, and the bytes that were read."""
+    """Counts of skipped documents, and the bytes read."""
     ids: np.ndarray = field(default_factory=lambda: np.empty(0, np.uint16))
-    """Documents end to end, each closed by the end-of-document id."""
+    """Concatenated documents, each followed by the end-of-document ID."""
     documents: np.ndarray = field(default_factory=lambda: np.empty(0, DOCUMENT))
-    """(documents,) DOCUMENT; ends count in `ids`, sources in `source_names`."""
+    """(documents,) DOCUMENT. Ends are offsets in `ids`, and sources are indices in `source_names`."""
     source_names: tuple[str, ...] = ()
     is_validation: np.ndarray = field(default_factory=lambda: np.empty(0, bool))
     hashes: np.ndarray | None = None
-    """(documents,) uint64; None unless duplicates are looked for."""
+    """(documents,) uint64. None without --deduplicate."""
     signatures: np.ndarray | None = None
-    """(documents, signature_bytes) uint8; None unless near duplicates are looked for."""
+    """(documents, signature_bytes) uint8. None without --near_duplicates."""
     lines: list[bytes] | None = None
-    """The documents as text_files.document_line; None unless text is written."""
+    """The documents as text_files.document_line. None without --write_text."""
     problems: tuple[Problem, ...] = ()
     disagreement: str | None = None
-    """A text for which the fast path gave wrong ids, if any."""
+    """A text with wrong token IDs from the fast path, if any."""
 
     def keeping(self, kept: np.ndarray) -> "EncodedPart":
-        """Returns the part with some of the documents. kept: (documents,) bool."""
+        """Returns the part with only the kept documents. kept: (documents,) bool."""
         if kept.all():
             return self
         tokens = tokens_of(self.documents)

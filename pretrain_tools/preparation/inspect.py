@@ -1,4 +1,4 @@
-"""Describes a prepared folder for --inspect: counts, samples of what was removed, lengths, vocabulary, text."""
+"""Describes a prepared folder for --inspect: counts, samples of removed documents, lengths, vocabulary, text."""
 
 import json
 from collections import Counter
@@ -23,14 +23,14 @@ FREQUENT_VALUES = 10
 SAMPLED_DOCUMENTS = 3
 LISTED_SOURCES = 10
 WORDS_OF = 200
-"""Documents of a source whose words are counted: what stands between spaces."""
+"""Number of documents per source whose words, split at spaces, are counted."""
 SAMPLE_CHARACTERS = 300
 
 
 def inspection_text(folder: Path) -> str:
-    """Describes a folder of shards; reads every id. Raises InputError if it is none."""
+    """Describes a folder of shards. Reads all token IDs. Raises InputError if the folder has no shards."""
     manifest = read_manifest(folder)
-    is_prepared = (manifest.folder / MANIFEST_FILE).is_file()  # shards of other tools have no manifest
+    is_prepared = (manifest.folder / MANIFEST_FILE).is_file()  # shards from other tools have no manifest
     tally = Tally.recorded(manifest.folder) if is_prepared else None
     readers = [ShardReader(manifest, split) for split in _splits(manifest)]
     counts = np.zeros(manifest.vocabulary_size, np.int64)
@@ -60,7 +60,7 @@ def _splits(manifest: Manifest) -> tuple[str, ...]:
 
 
 def figure_lines(manifest: Manifest, tally: Tally | None) -> list[str]:
-    """Lists what a folder holds and what was left out of it. tally: None for shards of other tools."""
+    """Describes a folder's content and the skipped documents. tally: None for shards from other tools."""
     lines = _count_lines(manifest)
     if tally is None:
         return lines
@@ -70,18 +70,17 @@ def figure_lines(manifest: Manifest, tally: Tally | None) -> list[str]:
         ("removed", f"{amounts['documents']:,} documents, {amounts['bytes']:,} bytes: {rule}")
         for rule, amounts in sorted(tally.cleaning.removed.items(), key=lambda item: -item[1]["documents"])
     ]
-    rows += [("removed whole", line) for line in tally.cleaning.removed_whole_lines()]
+    rows += [("removed", line) for line in tally.cleaning.removed_whole_lines()]
     made = json.loads((manifest.folder / MANIFEST_FILE).read_bytes())
     rows += [("decontaminated", contamination_text(row)) for row in contamination_of(made)]
     if tally.unread_members:
         by_suffix = ", ".join(f"{number:,} {suffix}" for suffix, number in sorted(tally.unread_members.items()))
-        rows.append(("not read", f"members of tar archives that are no documents: {by_suffix}"))
+        rows.append(("not read", f"members of tar archives that are not documents: {by_suffix}"))
     rows += [("skipped", example) for example in tally.first_bad_records]
     return lines + [f"  {name:<16} {value}" for name, value in rows]
 
 
 def skipped_text(tally: Tally) -> str:
-    """Describes what was left out."""
     counts = {"filtered": tally.filtered_documents, "copies": tally.duplicate_documents}
     counts["near copies"] = tally.near_duplicate_documents
     more = "".join(f", {number:,} {name}" for name, number in counts.items() if number)
@@ -89,7 +88,7 @@ def skipped_text(tally: Tally) -> str:
 
 
 def _source_lines(manifest: Manifest, decoder) -> list[str]:
-    """Lists compression and fertility of the largest sources; the latter of at most WORDS_OF documents of each."""
+    """Lists compression and fertility of the largest sources. Fertility uses at most WORDS_OF documents of each."""
     shards = []
     for shard in manifest.shards:
         path = manifest.folder / shard.file
@@ -119,13 +118,13 @@ def _source_lines(manifest: Manifest, decoder) -> list[str]:
         fertility = f"{sampled[source] / words[source]:.3f}" if words[source] else "no words"
         lines.append(f"  {manifest.source_names[source]}: {int(all_documents[source]):,}, {rate:.3f}, {fertility}")
     if (left := int(np.count_nonzero(all_tokens)) - len(most)) > 0:
-        lines.append(f"  and {left:,} smaller ones")
+        lines.append(f"  and {left:,} smaller sources")
     return lines
 
 
 def _cleaning_lines(account: CleaningAccount) -> list[str]:
-    """Shows what stages measured, and samples of what each rule removed and of what stayed."""
-    measures = {**account.histograms, "domain, of a sample": Counter(account.domains.values())}
+    """Shows the stages' measurements, and samples of kept documents and of those removed by each rule."""
+    measures = {**account.histograms, "domain (sampled)": Counter(account.domains.values())}
     lines = [f"{name}: {_shares_text(values)}" for name, values in measures.items() if values]
     for rule, drawn in account.samples.items():
         for sample in list(drawn.values())[:SAMPLED_DOCUMENTS]:
@@ -136,14 +135,14 @@ def _cleaning_lines(account: CleaningAccount) -> list[str]:
 
 
 def _shares_text(values: Mapping[str, int]) -> str:
-    """Describes the most frequent values; ties by name, whatever the order of parts."""
+    """Describes the most frequent values. Sorts ties by name, so that the order of parts does not matter."""
     total = sum(values.values())
     most = sorted(values.items(), key=lambda item: (-item[1], item[0]))[:FREQUENT_VALUES]
     return ", ".join(f"{value} {count / total:.1%}" for value, count in most)
 
 
 def _near_duplicate_lines(path: Path) -> list[str]:
-    """Shows pairs of near duplicates; nothing where they were not looked for."""
+    """Shows pairs of near duplicates. Empty without --near_duplicates."""
     examples = json.loads(path.read_bytes())["examples"] if path.is_file() else []
     lines = []
     for example in examples[:SAMPLED_DOCUMENTS]:
@@ -153,12 +152,12 @@ def _near_duplicate_lines(path: Path) -> list[str]:
 
 
 def _quoted(text: str) -> list[str]:
-    """Sets the beginning of a text off as lines of its own."""
+    """Formats the beginning of a text as quoted lines."""
     return [f"    | {line}" for line in text[:SAMPLE_CHARACTERS].splitlines()]
 
 
 def _ids(reader: ShardReader, start: int, most: int) -> np.ndarray:
-    """Reads at most so many ids of a split."""
+    """Reads up to `most` token IDs of a split."""
     ids = np.empty(min(most, reader.tokens - start), id_dtype(reader.manifest.dtype))
     reader.read(start, ids)
     return ids
@@ -190,7 +189,7 @@ def lengths_text(lengths: np.ndarray) -> str:
         return "no documents"
     share = [np.percentile(lengths, p) for p in (50, 90, 99)]
     return (
-        f"shortest {lengths.min():,}, median {share[0]:,.0f}, 90 % up to {share[1]:,.0f}, 99 % up to "
+        f"shortest {lengths.min():,}, median {share[0]:,.0f}, 90% up to {share[1]:,.0f}, 99% up to "
         f"{share[2]:,.0f}, longest {lengths.max():,}, mean {lengths.mean():,.1f}"
     )
 
@@ -216,7 +215,7 @@ def _sample_lines(reader: ShardReader, decoder) -> list[str]:
         start = reader.tokens * number // SAMPLED_DOCUMENTS
         ids = _ids(reader, start, READ_IDS)
         if start:
-            # The place is within a document: the next one begins after its end, if there is one.
+            # `start` is inside a document, so skip to the next one.
             skipped = int(np.argmax(ids == reader.manifest.end_of_document_id)) + 1
             ids = ids[skipped:]
             start += skipped

@@ -1,14 +1,14 @@
-"""The search for near duplicates in prepared folders: on disk, deterministic, continued after a kill.
+"""Searches prepared folders for near duplicates: on disk, deterministic, and resumable after a kill.
 
-Three stages of independent tasks, each of which writes a file that is complete or absent. Any process that sees the
-folders can perform a task; which one does changes no byte:
+It has three stages of independent tasks. Each task writes a file that is complete or absent. Any process with
+access to the folders can run any task, with the same bytes as a result:
 
     keys        sorts the keys of RUN_DOCUMENTS documents in each band: 8 bytes per document and band
-    candidates  finds the pairs of documents that have the same key, in a range of one band's keys
-    pairs       tells the near duplicates among the candidates of RUN_DOCUMENTS documents, by the exact similarity
+    candidates  finds pairs of documents with equal keys, in a range of one band's keys
+    pairs       finds the near duplicates among the candidates of RUN_DOCUMENTS documents, by exact similarity
 
-One process then unites the pairs: in each connected component, the first document in the order of the input stays. A
-task needs about 300 MB of memory.
+One process then merges the pairs, and keeps the first document of each connected component, in input order. A task
+needs about 300 MB of memory.
 """
 
 import hashlib
@@ -30,28 +30,28 @@ from pretrain_tools.preparation.documents.document_index import InputOrder
 from pretrain_tools.preparation.text_decoder import text_decoder
 
 SIGNATURES_SUFFIX = ".signatures"
-"""Suffix of the files beside each shard with a signature per document."""
+"""Suffix of the file next to each shard with a signature per document."""
 STAGES = {"keys": "runs", "candidates": "key ranges", "pairs": "runs"}
-"""Stages in order, and what their tasks are."""
+"""{stage: unit of its tasks}, in order."""
 DUPLICATE = np.dtype([("document", "<u4"), ("kept", "<u4")])
-"""A document that goes, and the first of its component, which stays; both by their number in the input."""
+"""A removed document, and the kept first document of its component, both by number in the input."""
 MOST_DOCUMENTS = 1 << 32
 RUN_DOCUMENTS = 1 << 19
 KEYS_AT_ONCE = 1 << 22
 MOST_PARTITIONS = 256
 PAIRS_AT_ONCE = 1 << 16
 SIGNATURE_MARGIN = 0.3
-"""Documents are read only if their signatures agree in no less than the threshold minus this."""
+"""Documents are read only if their signatures agree in at least the threshold minus this margin."""
 NEAR_DUPLICATES_FILE = "near_duplicates.json"
-"""File beside the manifest with the number of components, and examples."""
+"""File next to the manifest with the number of components, and examples."""
 EXAMPLES_SHOWN = 100
 EXCERPT_TOKENS = 200
 
 
 class DuplicateSearch:
-    """One search over prepared folders, in the folder `work`. It can be pickled: other processes perform its tasks.
+    """A search over prepared folders, with its files in `work`. Picklable, so that other processes can run its tasks.
 
-    What is found is kept by the hash of the manifests, so that of other folders is never taken for it.
+    Files are stored under a hash of the manifests, so that a search never reuses files from other folders.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class DuplicateSearch:
                 f"--near_duplicates: {self.order.documents:,} documents are more than {MOST_DOCUMENTS:,}; prepare "
                 "them in several folders"
             )
-        # As few as keep a partition in memory: compared are a key's partition and 32 more of its 40 bits.
+        # The fewest partitions that fit in memory. Keys are compared by their partition and 32 more of their 40 bits.
         wanted = max(1, -(-self.order.documents // KEYS_AT_ONCE))
         self._partitions = min(MOST_PARTITIONS, 1 << (wanted - 1).bit_length())
         documents = range(self.order.documents)
@@ -75,7 +75,7 @@ class DuplicateSearch:
 
     @property
     def disk_bytes(self) -> int:
-        """Bytes that the missing keys take."""
+        """Disk space for the missing keys, in bytes."""
         return sum(len(self._runs[number]) for _, number in self.missing("keys")) * 8 * self._settings.bands
 
     @property
@@ -90,31 +90,31 @@ class DuplicateSearch:
         return self._work.absolute() / stage / f"{task:05d}"
 
     def missing(self, stage: str) -> list[tuple[str, int]]:
-        """Lists the (stage, task) of a stage that are to be performed."""
+        """Lists the unfinished tasks of a stage as (stage, task)."""
         if self._duplicates_path.is_file():
             return []
         return [(stage, task) for task in range(self.tasks(stage)) if not self._path(stage, task).is_file()]
 
     def perform(self, job: tuple[str, int]) -> None:
-        """Writes the file of a (stage, task), whose stage before is complete."""
+        """Runs a (stage, task) and writes its file. The previous stage must be complete."""
         stage, task = job
         found = {"keys": self._keys, "candidates": self._candidates, "pairs": self._pairs}[stage](task)
         path = self._path(stage, task)
         path.parent.mkdir(parents=True, exist_ok=True)
-        # Two processes may perform a task at the same time: each writes a file with a name of its own.
+        # Two processes may run the same task at the same time, so each writes its own temporary file.
         own = path.with_name(f"{path.name}-{socket.gethostname()}-{os.getpid()}")
         write_durably(own, found)
         own.rename(path)
 
     def duplicates(self) -> np.ndarray:
-        """Returns (duplicates,) DUPLICATE by ascending number, once all tasks have been performed."""
+        """Returns (duplicates,) DUPLICATE, sorted by number. All tasks must be complete."""
         if not self._duplicates_path.is_file():
             self._work.mkdir(parents=True, exist_ok=True)
             write_durably(self._duplicates_path, self._united().tobytes())
         return np.fromfile(self._duplicates_path, DUPLICATE)
 
     def _keys(self, run: int) -> bytes:
-        """Makes (bands, documents) uint64, sorted in each band: 40 bits of key, 24 of the number in the run."""
+        """Computes (bands, documents) uint64, sorted in each band: 40 bits of key, 24 bits of number in the run."""
         documents = np.array(self._runs[run])
         signatures = self.order.beside(documents, SIGNATURES_SUFFIX, self._settings.signature_bytes)
         entries = np.empty((self._settings.bands, len(documents)), "<u8")
@@ -125,7 +125,7 @@ class DuplicateSearch:
         return entries.tobytes()
 
     def _entries(self, band: int, partition: int) -> np.ndarray:
-        """Reads sorted entries of all runs: keys in the upper, documents in the lower 32 bits."""
+        """Reads the sorted entries of all runs: key in the upper 32 bits, document in the lower 32 bits."""
         shift = 64 - (self._partitions.bit_length() - 1)
         smallest = np.uint64(partition << shift)
         largest = np.uint64((partition + 1 << shift) - 1)
@@ -140,11 +140,11 @@ class DuplicateSearch:
         return entries
 
     def _candidates(self, task: int) -> bytes:
-        """Makes sorted uint64: the later document of each pair in the upper, the earlier in the lower 32 bits."""
+        """Computes sorted uint64 pairs: later document in the upper 32 bits, earlier one in the lower 32 bits."""
         return _same_keys(self._entries(*divmod(task, self._partitions))).astype("<u8").tobytes()
 
     def _pairs(self, run: int) -> bytes:
-        """Makes (pairs, 2) uint32: near duplicates that connect those of a run with each other and earlier ones."""
+        """Computes (pairs, 2) uint32: near duplicates that connect a run's documents, also with earlier documents."""
         bounds = np.array([self._runs[run].start, self._runs[run].stop], np.uint64) << np.uint64(32)
         pieces = [np.empty(0, "<u8")]
         for task in range(self.tasks("candidates")):
@@ -167,7 +167,7 @@ class DuplicateSearch:
         return np.array(found, "<u4").tobytes()
 
     def _are_alike(self, pairs: np.ndarray) -> np.ndarray:
-        """Tells, (pairs,) bool, whether the signatures agree in about the threshold."""
+        """Returns (pairs,) bool: True if the signatures agree closely enough to compare the documents."""
         documents, inverse = np.unique(pairs, return_inverse=True)
         signatures = self.order.beside(documents, SIGNATURES_SUFFIX, self._settings.signature_bytes)
         inverse = inverse.reshape(-1, 2)
@@ -180,7 +180,7 @@ class DuplicateSearch:
 
     @cached_property
     def _words(self) -> Callable[[int], np.ndarray]:
-        # Two documents only: the pairs are sorted, and a document may be large.
+        # Cache only two documents, because pairs are sorted and a document may be large.
         return lru_cache(2)(lambda number: self._settings.words([self.text(number)])[0])
 
     @cached_property
@@ -191,7 +191,7 @@ class DuplicateSearch:
         return {name: value for name, value in self.__dict__.items() if name not in ("_words", "_decode")}
 
     def text(self, number: int, most_tokens: int | None = None) -> bytes:
-        """Decodes the text of a document, or its beginning, from its ids."""
+        """Decodes the text of a document, or its beginning, from its token IDs."""
         return self._decode(self.order.ids(number)[:most_tokens])
 
     def _united(self) -> np.ndarray:
@@ -205,7 +205,7 @@ class DuplicateSearch:
 
 
 def _root(parents: dict[int, int], document: int) -> int:
-    """Finds the first document of a component, and shortens the way to it."""
+    """Finds the first document of a component, with path compression."""
     while document in parents:
         above = parents[document]
         parents[document] = parents.get(above, above)
@@ -214,7 +214,7 @@ def _root(parents: dict[int, int], document: int) -> int:
 
 
 def _same_keys(entries: np.ndarray) -> np.ndarray:
-    """Pairs the documents with equal keys: each with the first of them and with the one before it."""
+    """Pairs each document with the first and the previous document that have the same key."""
     keys = entries >> np.uint64(32)
     repeats = np.flatnonzero(keys[1:] == keys[:-1]) + 1
     if not len(repeats):
@@ -229,9 +229,9 @@ def _same_keys(entries: np.ndarray) -> np.ndarray:
 
 
 def report_of(search: DuplicateSearch, duplicates: np.ndarray, manifests: Sequence[Manifest]) -> dict[str, Any]:
-    """Reports at most EXAMPLES_SHOWN documents that go, spread evenly over the input, with those that stay instead.
+    """Reports up to EXAMPLES_SHOWN removed documents, evenly spaced over the input, and the documents kept instead.
 
-    Their texts are decoded from the first EXCERPT_TOKENS ids.
+    Decodes their texts from the first EXCERPT_TOKENS token IDs.
     """
 
     def described(number: int) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The request of a preparation, and its differences from the one that a folder was made from."""
+"""The request for a preparation, and its differences from the request that made a folder."""
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
@@ -21,25 +21,25 @@ SHOWN_DIFFERENCES = 8
 
 
 class Documents(Protocol):
-    """A source of documents: local files or a dataset. Sizes are None if they cannot be known."""
+    """A source of documents: local files or a dataset. Unknown sizes are None."""
 
     total_bytes: int | None
     expected_text_bytes: int | None
     maximum_documents: int | None
 
     def description(self) -> list[dict[str, Any]]:
-        """Identifies the documents for the manifest; no absolute paths."""
+        """Identifies the documents for the manifest, without absolute paths."""
 
     def parts(self, reading: Reading, start: Position) -> Iterator[Part]:
         """Yields the parts in order, from a position on."""
 
     def sliced(self, number: int, count: int) -> "Documents":
-        """Returns slice `number` of `count`: a run of parts. Raises InputError if they cannot be divided."""
+        """Returns slice `number` of `count`, a run of parts. Raises InputError if the documents cannot be sliced."""
 
 
 @dataclass(frozen=True)
 class PreparationOptions:
-    """The options that decide the bytes of the folder, beside documents and tokenizer. A limit of None is none."""
+    """The options that affect the folder's bytes, in addition to documents and tokenizer. None is no limit."""
 
     reading: Reading = field(default_factory=Reading)
     format: str | None = None
@@ -55,23 +55,23 @@ class PreparationOptions:
     write_text: bool = False
     slice: str | None = None
     extensions: tuple[str, ...] = ()
-    """Files whose formats are used."""
+    """Python files with formats."""
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Loads the extensions, as a worker that is no fork must."""
+        """Loads the extensions, which only a forked worker inherits."""
         load_extensions(state["extensions"])
         self.__dict__.update(state)
 
     def as_plan(self) -> dict[str, Any]:
-        """Returns the options as the manifest records them."""
-        # Without what asdict would copy: a stage may hold an index.
+        """Returns the manifest's record of the options."""
+        # asdict would copy the stages, which may have a large index.
         fields = asdict(replace(self, cleaning=None))
         fields["extensions"] = {Path(file).name: digest_of([Path(file)]) for file in self.extensions} or None
         fields["cleaning"] = self.cleaning and self.cleaning.as_plan()
         fields["near_duplicates"] = self.near_duplicates and self.near_duplicates.as_plan()
         reading = fields.pop("reading")
         reading["only"] = [[name, list(values)] for name, values in reading["only"]] or None
-        # Null when off, as where the option is not known yet: folders made before it are recognized.
+        # Null when off, so that folders from before the option existed are recognized.
         fields |= {name: fields[name] or None for name in ("deduplicate", "write_text")}
         return {**reading, **fields}
 
@@ -83,10 +83,10 @@ class PreparationOptions:
 
 @dataclass(frozen=True)
 class PreparationRequest:
-    """A preparation of the local folder `output`, which is then copied to `destination`, if any.
+    """A request to prepare the local folder `output` and copy it to `destination`, if any.
 
-    With `vocabulary_size`, a tokenizer of that size is trained on at most `sample_bytes` of the text, or `tokenizer`
-    extended to it. `slice`: prepare only that (number, count). `workers` None: one per core of the Ray cluster.
+    `vocabulary_size`: train a tokenizer of this size on at most `sample_bytes` of the text, or extend `tokenizer` to
+    it. `slice`: prepare only this (number, count). `workers` None: one per core of the Ray cluster.
     """
 
     documents: Documents
@@ -107,7 +107,7 @@ class PreparationRequest:
 
     @cached_property
     def split(self) -> ValidationSplit:
-        """The documents held out for validation. With few long files of plain text, it is the tail of one."""
+        """The validation split. With few long plain-text files, it is the tail of one of them."""
         fraction = self.options.validation_fraction
         reading = self.options.reading
         if fraction and isinstance(self.documents, Files) and self.documents.are_whole_documents(reading):
@@ -115,7 +115,7 @@ class PreparationRequest:
         return ValidationSplit(fraction)
 
     def plan(self) -> dict[str, Any]:
-        """Returns everything that decides the bytes of the folder, as the manifest records it."""
+        """Returns the manifest's record of everything that affects the folder's bytes."""
         return {
             "tokenizer": {"name": self.tokenizer.name, "sha256": self.tokenizer.sha256},
             "vocabulary_size": self.tokenizer.vocabulary_size,
@@ -128,7 +128,7 @@ class PreparationRequest:
 
 
 def refuse_other_files(output: Path, ours: str) -> None:
-    """Raises InputError where `output` is a file, or a folder with content but without our file or folder `ours`."""
+    """Raises InputError if `output` is a file, or a folder with content but without the file or folder `ours`."""
     if output.is_file():
         raise InputError(f"--output {output}: is a file; give a folder")
     others = sorted(path.name for path in output.iterdir()) if output.is_dir() else []
@@ -140,16 +140,16 @@ def refuse_other_files(output: Path, ours: str) -> None:
 def refuse_differences(
     output: Path, made_from: dict[str, Any], plan: dict[str, Any], how: str, free: tuple[str, ...] = ()
 ) -> None:
-    """Raises InputError showing how `plan` differs from what the folder was made from.
+    """Raises InputError with the differences between `plan` and the plan that made the folder.
 
-    `free` names options that may change on the way because they change no byte of what is already there.
+    free: options that may change, because they do not affect existing data.
     """
     differences = []
     for key, now in plan.items():
         before = made_from.get(key)
         if key == "options":
             now = {name: value for name, value in now.items() if name not in free}
-            # What only another version has as an option is none of this plan's.
+            # Ignore options that only another version has.
             before = {name: (before or {}).get(name) for name in now}
         if key != "sources":
             differences += _differences(key, before, now)
@@ -158,12 +158,12 @@ def refuse_differences(
         more = len(differences) - SHOWN_DIFFERENCES
         shown = "; ".join(differences[:SHOWN_DIFFERENCES]) + (f"; and {more} more" if more > 0 else "")
         raise InputError(
-            f"{output}: {how} from something else: {shown}; use another --output, or remove this one first"
+            f"{output}: {how} from a different request: {shown}; use another --output, or remove this one first"
         )
 
 
 def _differences(name: str, before: Any, now: Any) -> list[str]:
-    """Describes the differences of an option or of anything within it; stages of a list go by their names."""
+    """Describes the differences in an option, including nested ones. Compares lists of stages by name."""
     if before == now:
         return []
     old = _by_name(before)
@@ -173,8 +173,8 @@ def _differences(name: str, before: Any, now: Any) -> list[str]:
         within = [text for key in keys for text in _differences(f"{name}.{key}", old.get(key), new.get(key))]
         if within or not isinstance(before, list) or [*old] == [*new]:
             return within
-        # Equal stages in another order are a difference, too.
-        return [f"{name} was in the order {', '.join(old)}, is now in {', '.join(new)}"]
+        # The order of stages matters, too.
+        return [f"{name} was in the order {', '.join(old)}, is now {', '.join(new)}"]
     return [f"{name} was {shortened(repr(before))}, is now {shortened(repr(now))}"]
 
 

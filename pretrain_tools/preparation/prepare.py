@@ -1,7 +1,7 @@
-"""Documents to a folder of shards, in a preparation that resumes after a kill.
+"""Prepares a folder of shards from documents, and resumes after a kill.
 
-An unfinished folder has `.unfinished/` with the plan (what was asked for), the progress (how far the shards are
-valid) and the lock. The manifest is written last: without it, nothing counts as done.
+An unfinished folder has `.unfinished/` with the plan (the request), the progress (the valid extent of the shards) and
+the lock. The manifest is written last. Without it, the folder is incomplete.
 """
 
 import json
@@ -51,18 +51,18 @@ from pretrain_tools.preparation.worker import PartEncoder
 from pretrain_tools.preparation.workers import Perform, performed
 
 FIRST_PASS = "documents"
-"""The folder, in the unfinished one, of all documents, of which near duplicates are then left out."""
+"""Folder in `.unfinished` with all documents, before near duplicates are removed."""
 PLAN_LAYOUT = 6
 COMMIT_SECONDS = 2.0
 LINE_SECONDS = 10.0
-"""Time between lines of progress of the search for near duplicates."""
+"""Time between progress lines of the near-duplicate search."""
 COMPILING_SECONDS = 10
-"""Time for --clean on two cores that are a few years old."""
+"""Compile time of --clean on two cores a few years old."""
 
 
 @dataclass(frozen=True)
 class PreparationOutcome:
-    """The result of a preparation. `already_done`: nothing was left to do."""
+    """The result of a preparation. `already_done`: the folder was already complete."""
 
     manifest: Manifest
     tally: Tally
@@ -70,7 +70,7 @@ class PreparationOutcome:
 
 
 class StoppedError(Exception):
-    """A signal (its number is the argument) asked to stop; everything until then is kept."""
+    """Raised after a stop signal, whose number is the argument. Finished work is kept."""
 
 
 Say = Callable[[str], None]
@@ -78,10 +78,10 @@ Report = Callable[[Tally], None]
 
 
 def prepare(request: PreparationRequest, say: Say = print, report: Report = lambda tally: None) -> PreparationOutcome:
-    """Makes, continues or recognizes the prepared folder `request.output`.
+    """Prepares the folder `request.output`, continues it, or recognizes it as complete.
 
-    Raises InputError for input that cannot be used or a folder that was made from something else, StoppedError when
-    a signal ended it early (run it again to continue).
+    Raises InputError for unusable input or a folder from a different request. Raises StoppedError after a signal; call
+    it again to continue.
     """
     output = request.output
     plan = request.plan()
@@ -98,7 +98,7 @@ def prepare(request: PreparationRequest, say: Say = print, report: Report = lamb
         raise InputError(f"--output {output}: cannot be created: {error.strerror}; give a writable folder") from None
     try:
         with folder_lock(state_folder / "lock"):
-            # Another process may have finished it before the lock was ours, or was killed when all but this was done.
+            # Another process may have finished the folder before this one got the lock, or died before this cleanup.
             finished = _finished(output, plan)
             if finished is not None:
                 shutil.rmtree(state_folder, ignore_errors=True)
@@ -108,7 +108,7 @@ def prepare(request: PreparationRequest, say: Say = print, report: Report = lamb
             try:
                 return run.complete()
             except InputError:
-                # What an earlier process left is not this one's to discard, nor what has been committed since.
+                # Keep an earlier process's work, and work committed since.
                 if not (was_begun or run.progress_path.exists() or (state_folder / FIRST_PASS).exists()):
                     _discard(output, existed)
                 raise
@@ -135,7 +135,7 @@ def _finished(output: Path, plan: dict[str, Any]) -> PreparationOutcome | None:
 
 
 def _discard(output: Path, existed: bool) -> None:
-    """Removes what a preparation without result wrote, and nothing else."""
+    """Removes the files of a preparation without a result, and nothing else."""
     for path in shard_files(output):
         path.unlink()
     for name in (SAMPLES_FILE, NEAR_DUPLICATES_FILE):
@@ -159,28 +159,28 @@ class _Run:
         self.report = report
         self.output = request.output
         self.removed = np.empty(0, np.uint32)
-        """Ascending numbers of near duplicates."""
+        """Sorted numbers of near duplicates."""
         self.options = request.options
         self.state_folder = self.output / UNFINISHED_FOLDER
         self.plan_path = self.state_folder / "plan.json"
         self.progress_path = self.state_folder / PROGRESS_FILE
 
     def complete(self) -> PreparationOutcome:
-        """Tokenizes what is left and writes the manifest."""
+        """Tokenizes the remaining documents and writes the manifest."""
         tokenizer = self.request.tokenizer
         engine = self.request.engine
         progress = self._load_progress()
         if progress is NO_PROGRESS:
             tokenizer.save(self.output / TOKENIZER_FOLDER)
             sync_files(self.output / TOKENIZER_FOLDER)
-            # After the tokenizer: where there is a plan, the folder is complete but for the shards.
+            # Written after the tokenizer: a folder with a plan is complete except for the shards.
             write_durably(self.plan_path, as_json({"layout": PLAN_LAYOUT, **self.plan}))
         else:
             self.say(f"{self.output}: continuing after {progress['tally']['documents']:,} documents")
         if self.options.near_duplicates is not None and self.options.slice is None:
             self._find_near_duplicates()
         encoder = None
-        if not self.slices:  # which are tokenized already
+        if not self.slices:  # slices are already tokenized
             self._say_what_is_compiled()
             encoder, reason = make_encoder(tokenizer, engine)
             if reason:
@@ -196,7 +196,7 @@ class _Run:
         return PreparationOutcome(self._finish(tally, shards), tally, already_done=False)
 
     def _find_near_duplicates(self) -> None:
-        """Prepares all documents, unless they are in slices, and finds those that `_tokenize` then leaves out."""
+        """Finds the near duplicates that `_tokenize` removes. Prepares all documents first if there are no slices."""
         options = self.options
         if not self.slices:
             self.slices = [self.state_folder / FIRST_PASS]
@@ -212,7 +212,7 @@ class _Run:
             free = shutil.disk_usage(self.output).free + sum(path.stat().st_size for path in shard_files(self.output))
             if free < needed:
                 raise InputError(
-                    f"{self.output}: {free:,} bytes are free, and leaving out near duplicates needs {needed:,}; free "
+                    f"{self.output}: {free:,} bytes are free, but removing near duplicates needs {needed:,}; free up "
                     "space, then run the same command again: it continues here"
                 )
             for stage, unit in STAGES.items():
@@ -232,14 +232,14 @@ class _Run:
         self.removed = duplicates["document"]
 
     def _say_what_is_compiled(self) -> None:
-        """Announces the compilation of the filters, which takes long at their first use on this machine."""
+        """Announces the compilation of the filters, which is slow on first use."""
         cleaning = self.options.cleaning
         if cleaning is None or not any(stage.is_compiled for stage in cleaning.stages):
             return
         from pretrain_tools.preparation.cleaning.compiled import is_compiled
 
         if not is_compiled():
-            self.say(f"compiling the filters, once on this machine: about {COMPILING_SECONDS} s")
+            self.say(f"compiling the filters once for this machine: about {COMPILING_SECONDS} s")
 
     def _load_progress(self) -> dict[str, Any]:
         if not self.plan_path.is_file():
@@ -250,14 +250,14 @@ class _Run:
         except ValueError as error:
             raise InputError(f"{self.output}: its progress is damaged ({error}); remove it and start over") from None
         if earlier.pop("layout", None) != PLAN_LAYOUT:
-            raise InputError(f"{self.output}: was begun by another version; remove it and prepare it again")
-        refuse_differences(self.output, earlier, self.plan, "was begun", free=("on_error", "max_errors"))
+            raise InputError(f"{self.output}: was started by another version; remove it and prepare it again")
+        refuse_differences(self.output, earlier, self.plan, "was started", free=("on_error", "max_errors"))
         return progress
 
     def _tokenize(self, progress: dict[str, Any], encoder: Encoder | None) -> tuple[Tally, list[Shard]]:
         options = self.options
         if self.slices:
-            # What the limits left out has not been read; nothing more is to be left out by them.
+            # The slices already respect the limits, so do not apply them again.
             options = replace(options, max_documents=None, max_tokens=None)
         intake = Intake(self.output, self.plan, options, progress)
         committed = time.monotonic()
@@ -276,7 +276,7 @@ class _Run:
                 raise InputError(self._nothing_found(intake.tally))
             return intake.tally, intake.writer.finish()
         except (InputError, StoppedError):
-            # What came before the bad record or the signal is valid and need not be made again.
+            # Keep the work before the bad record or the signal.
             if intake.tally.documents:
                 intake.commit()
             raise
@@ -286,7 +286,7 @@ class _Run:
     def _nothing_found(self, tally: Tally) -> str:
         skipped = f"{tally.empty_documents:,} empty documents and {tally.bad_records:,} bad records were skipped"
         if tally.filtered_documents:
-            skipped += f", {tally.filtered_documents:,} left out by filters"
+            skipped += f", {tally.filtered_documents:,} filtered out"
         if removed := sum(amounts["documents"] for amounts in tally.cleaning.removed.values()):
             skipped += f", {removed:,} removed by cleaning"
         whole = tally.cleaning.removed_whole_lines()
@@ -294,12 +294,12 @@ class _Run:
         if limit is not None:
             skipped += f", and --max_tokens {limit:,} is less than the first document"
         if whole:
-            advice = "--filter with other numbers replaces the filter of the same name"
+            advice = "--filter with other parameters replaces the filter of the same name"
             return "\n  ".join([f"no document is left ({skipped}); nothing was written; {advice}", *whole])
-        return f"the input holds no documents ({skipped}); nothing was written; give files that contain text"
+        return f"the input contains no documents ({skipped}); nothing was written; give files that contain text"
 
     def _encoded(self, start: Position, encoder: Encoder | None) -> Iterator[EncodedPart]:
-        """Yields encoded parts from a position on, from slices, a Ray cluster, or processes of this machine."""
+        """Yields encoded parts from a position on, from slices, a Ray cluster or local processes."""
         request = self.request
         documents = request.documents
         reading = self.options.reading
@@ -309,15 +309,15 @@ class _Run:
         part_encoder = PartEncoder(request.tokenizer, encoder, self.options, request.split)
         parts = documents.parts
         if not request.on_ray:
-            # Before the fork: each worker would compile for itself.
+            # Compile before the fork, or each worker would compile separately.
             part_encoder.compile()
         elif isinstance(documents, Files):
-            # The cluster reads files; only this machine need have a dataset, so it reads that itself.
+            # The cluster reads files. A dataset may exist only on this machine, which then reads it.
             parts = documents.pieces
         return self._performed(part_encoder.encode, parts(reading, start))
 
     def _performed(self, perform: Perform, jobs: Iterable[Any]) -> Iterator[Any]:
-        """Yields the results of jobs in order, from processes of this machine or a Ray cluster."""
+        """Yields the results of jobs in order, from local processes or a Ray cluster."""
         request = self.request
         if request.on_ray:
             from pretrain_tools.preparation.ray_workers import performed_on_ray
@@ -341,7 +341,7 @@ class _Run:
             manifest["cleaning"] = tally.cleaning.as_manifest()
             write_durably(self.output / SAMPLES_FILE, as_json(tally.cleaning.samples))
         manifest["sources"] = sources
-        # Last: without the manifest nothing counts as done.
+        # Written last: a folder without a manifest is incomplete.
         sync_folder(self.output)
         write_durably(self.output / MANIFEST_FILE, as_json(manifest))
         shutil.rmtree(self.state_folder, ignore_errors=True)
@@ -350,9 +350,9 @@ class _Run:
 
 @contextmanager
 def stop_signals() -> Iterator[Callable[[], None]]:
-    """Takes note of SIGINT and SIGTERM so that work stops between parts; a second one acts at once.
+    """Catches SIGINT and SIGTERM, so that work stops between parts. A second signal acts immediately.
 
-    Yields what raises StoppedError once one has come.
+    Yields a function that raises StoppedError after a signal.
     """
     received: list[int] = []
 

@@ -1,4 +1,4 @@
-"""Progress of a preparation on standard error: a live line on a terminal, a line now and then elsewhere."""
+"""Shows the progress of a preparation on stderr: a live line on a terminal, else a line every 10 seconds."""
 
 import sys
 import time
@@ -21,7 +21,7 @@ class DocumentProgress:
         self._last_bytes = 0
 
     def say(self, line: str) -> None:
-        """Prints a line above that of the progress."""
+        """Prints a line above the progress line."""
         say(line, sys.stderr)
 
     def close(self) -> None:
@@ -29,12 +29,11 @@ class DocumentProgress:
         LIVE_LINE.clear()
 
     def update(self, tally: Tally) -> None:
-        """Shows how far the preparation is."""
         now = time.monotonic()
         is_new = self._first is None or tally.input_bytes < self._last_bytes
         self._last_bytes = tally.input_bytes
         if is_new:
-            # What an earlier process or pass did says nothing of this one's speed.
+            # Work by an earlier process or pass must not count for this one's speed.
             self._first = (now, tally.input_bytes, tally.tokens)
         if is_new or now - self._last_line < (SECONDS_ON_A_TERMINAL if self._is_terminal else SECONDS_BETWEEN_LINES):
             return

@@ -1,4 +1,4 @@
-"""Workers on a Ray cluster whose machines see the same files."""
+"""Runs workers on a Ray cluster whose machines share their files."""
 
 import itertools
 import sys
@@ -11,16 +11,16 @@ from pretrain_tools.preparation.workers import JOBS_AHEAD_PER_WORKER, Perform, a
 
 PARTS_AHEAD_PER_READER = 16
 WORKERS_PER_READER = 4
-"""A process that reads a large file is faster than so many workers encode."""
+"""Number of workers that one reader of a large file can keep busy."""
 
 
 def performed_on_ray(perform: Perform, jobs: Iterable[Any], workers: int | None, address: str | None) -> Iterator[Any]:
-    """Yields the result of each job in order, by `workers` actors (None: one per core of the cluster).
+    """Yields the result of each job in order, from `workers` actors (None: one per core of the cluster).
 
-    A large file is as many jobs as it has parts, and the cluster reads it: its content never comes to this process.
+    Each part of a large file is a job. The cluster reads the file, so its content never reaches this process.
 
-    address: as for ray.init; None starts Ray on this machine, until `stop_ray`. Raises InputError when Ray
-    is not installed, cannot be reached, or loses an actor for good.
+    address: as for ray.init. None starts Ray on this machine, until `stop_ray`. Raises InputError if Ray is not
+    installed, is unreachable, or loses an actor permanently.
     """
     ray = _started(address, workers)
     count = workers or int(ray.cluster_resources().get("CPU", 1))
@@ -32,7 +32,7 @@ def performed_on_ray(perform: Perform, jobs: Iterable[Any], workers: int | None,
         results = (actor.perform.remote(job) for actor, job in zip(itertools.cycle(actors), single, strict=False))
         yield from map(ray.get, ahead(results, count * JOBS_AHEAD_PER_WORKER))
     except ray.exceptions.RayTaskError as error:
-        # Raised as on one machine.
+        # Raise the same error as on one machine.
         raise error.cause if isinstance(error.cause, InputError | OSError) else error from None
     except ray.exceptions.RayError as error:
         raise InputError(
@@ -41,7 +41,7 @@ def performed_on_ray(perform: Perform, jobs: Iterable[Any], workers: int | None,
 
 
 class _Actor:
-    """Performs jobs in a process of the cluster."""
+    """Runs jobs in a process of the cluster."""
 
     def __init__(self, perform: Perform):
         self._perform = perform
@@ -52,12 +52,12 @@ class _Actor:
 
 def _read(file: LargeFile) -> Iterator[Part]:
     for part in file.parts():
-        _ = yield part  # Ray sends a value, which `yield from` would pass on to a generator that takes none
+        _ = yield part  # Ray sends a value, which `yield from` would pass to an iterator without `send`
 
 
 def _with_parts(ray: Any, jobs: Iterable[Any], others: int) -> Iterator[Any]:
-    """Yields the jobs in order; the parts of large files as references. `others` files are read ahead."""
-    # No cores: readers mostly wait, and would take cores from the workers.
+    """Yields the jobs in order, with a reference for each part of a large file. Reads `others` files ahead."""
+    # Readers reserve no cores, because they mostly wait and would take cores from the workers.
     read = ray.remote(_read).options(
         num_cpus=0,
         max_retries=3,
@@ -67,11 +67,11 @@ def _with_parts(ray: Any, jobs: Iterable[Any], others: int) -> Iterator[Any]:
     )
     reads = (read.remote(job) if isinstance(job, LargeFile) else (job,) for job in jobs)
     for parts in ahead(reads, others):
-        yield from itertools.chain(parts)  # which hides `close`: a reader has none
+        yield from itertools.chain(parts)  # chain hides `close`, which a reader lacks
 
 
 def stop_ray() -> None:
-    """Leaves the cluster, or ends the one that was started on this machine."""
+    """Disconnects from the cluster, or stops Ray on this machine."""
     if ray := sys.modules.get("ray"):
         ray.shutdown()
 
@@ -90,6 +90,6 @@ def _started(address: str | None, workers: int | None):
         ray.shutdown()
         failed = f"--ray_address {address}: cannot be reached ({one_line(error)}); start it: ray start"
         if address is None:
-            failed = f"--engine ray: Ray does not start here ({one_line(error)}); run it again, or use --workers"
+            failed = f"--engine ray: Ray failed to start ({one_line(error)}); run it again, or use --workers"
         raise InputError(failed) from None
     return ray

@@ -1,4 +1,4 @@
-"""Reads the request from the command line of prepare_data.py; reports everything wrong at once."""
+"""Reads the request from prepare_data.py's command line, and reports all problems in one error."""
 
 import argparse
 import os
@@ -27,13 +27,13 @@ from pretrain_tools.preparation.tokenizer_training import PRE_TOKENIZERS, RECORD
 from pretrain_tools.preparation.upload import destination_of
 
 CLEAN_NEAR_DUPLICATES = "0.8"
-"""The similarity from which --clean leaves out near copies."""
+"""The similarity threshold of --clean for near duplicates."""
 SMALLEST_COUNTS = {"max_errors": 0, "decontaminate_words": SHORTEST_RUN_WORDS}
-"""The smallest values of COUNTS where they are not 1."""
+"""Minimum values of COUNTS, if not 1."""
 
 
 def read_request(arguments: argparse.Namespace) -> PreparationRequest:
-    """Reads the request. Raises InputError with everything that is wrong with it."""
+    """Reads the request. Raises one InputError with all problems."""
     problems = Problems()
     _read_counts(arguments, problems)
     problems += _contradictions(arguments)
@@ -51,11 +51,11 @@ def read_request(arguments: argparse.Namespace) -> PreparationRequest:
     on_ray = "ray" in engines
     engine = ",".join(engine for engine in engines if engine != "ray") or "auto"
     if engine not in ENGINES:
-        problems.append(f"--engine {engine}: must be {_either(ENGINES)}; and ray, alone or after a comma")
+        problems.append(f"--engine {engine}: must be {_either(ENGINES)}, or ray, or both, such as fast,ray")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     most = max(256, 16 * cores)
     if (arguments.workers or 0) > most and not on_ray:
-        problems.append(f"--workers {arguments.workers:,}: this machine has {cores} cores; at most {most:,}")
+        problems.append(f"--workers {arguments.workers:,}: this machine has {cores} cores; give at most {most:,}")
     request = PreparationRequest(
         documents,
         options.within(documents) if documents else options,
@@ -80,12 +80,12 @@ def read_request(arguments: argparse.Namespace) -> PreparationRequest:
 
 
 def read_examples(arguments: argparse.Namespace) -> tuple[Path, Reading]:
-    """Reads (output, reading) of --train_classifier. Raises InputError with everything that is wrong."""
+    """Reads (output, reading) for --train_classifier. Raises one InputError with all problems."""
     problems = Problems()
     if not arguments.output or is_url(arguments.output):
-        problems.append("give --output FOLDER, a folder of this machine for the classifier")
+        problems.append("give --output FOLDER, a local folder for the classifier")
     if arguments.input or arguments.dataset or arguments.tokenizer or arguments.train_tokenizer:
-        problems.append("--train_classifier GOOD OTHER: takes its texts itself; leave out --input and --tokenizer")
+        problems.append("--train_classifier GOOD OTHER: names its own texts; leave out --input and --tokenizer")
     _read_counts(arguments, problems)
     reading = _reading(arguments, problems)
     problems.stop_if_any()
@@ -93,7 +93,7 @@ def read_examples(arguments: argparse.Namespace) -> tuple[Path, Reading]:
 
 
 def _read_counts(arguments: argparse.Namespace, problems: list[str]) -> None:
-    """Turns the text of COUNTS into numbers, in place; None stays None. Adds what is not a count to `problems`."""
+    """Converts COUNTS from text to numbers, in place. None stays None. Adds invalid counts to `problems`."""
     for name in COUNTS:
         text = getattr(arguments, name)
         if text is None:
@@ -120,30 +120,30 @@ def _contradictions(arguments: argparse.Namespace) -> list[str]:
         "give either --tokenizer FOLDER|FILE|HUB_ID, or --train_tokenizer SIZE to train one": (
             not arguments.tokenizer and not arguments.train_tokenizer
         ),
-        "--pre_tokenizer, --special_tokens: are of a tokenizer in training; give --train_tokenizer SIZE as well": (
+        "--pre_tokenizer, --special_tokens: only for training a tokenizer; also give --train_tokenizer SIZE": (
             (arguments.pre_tokenizer or arguments.special_tokens) and not arguments.train_tokenizer
         ),
-        "--pre_tokenizer: --tokenizer, which is to be extended, keeps its own; leave one out": (
+        "--pre_tokenizer: an extended --tokenizer keeps its own; leave one out": (
             arguments.pre_tokenizer and arguments.tokenizer
         ),
         f"--pre_tokenizer {arguments.pre_tokenizer}: must be {_either([*PRE_TOKENIZERS])}": (
             arguments.pre_tokenizer not in (None, *PRE_TOKENIZERS)
         ),
         "--special_tokens: a token without text cannot be special": "" in arguments.special_tokens,
-        "--write_text writes documents beside shards, and --train_tokenizer makes none; leave one out": (
+        "--write_text: writes documents next to shards, but --train_tokenizer makes no shards; leave one out": (
             arguments.train_tokenizer and arguments.write_text
         ),
-        "--filter, --language, --clean, --decontaminate: a tokenizer is trained on the text as it is; leave out": (
+        "--filter, --language, --clean, --decontaminate: --train_tokenizer uses unchanged text; leave them out": (
             arguments.train_tokenizer and cleaning
         ),
-        f"--slice: slices do not know of each other, so {' and '.join(limits)} must be left out": (
+        f"--slice: slices are independent of each other; leave out {' and '.join(limits)}": (
             any(has_parts) and limits
         ),
-        "give either --slice I/N, or --merge_slices N when all slices are prepared": all(has_parts),
-        "--slice and --merge_slices: a tokenizer is trained by one machine, on a sample; leave them out": (
+        "give either --slice I/N, or --merge_slices N once all slices are prepared": all(has_parts),
+        "--slice and --merge_slices: one machine trains a tokenizer, on a sample; leave them out": (
             any(has_parts) and arguments.train_tokenizer
         ),
-        "--deduplicate: --near_duplicates leaves out exact copies as well; give one of them": (
+        "--deduplicate: --near_duplicates also removes exact copies; give one of them": (
             arguments.deduplicate and arguments.near_duplicates
         ),
     }
@@ -161,7 +161,7 @@ def _either(allowed: Sequence[str]) -> str:
 
 
 def _options(arguments: argparse.Namespace, problems: Problems) -> PreparationOptions:
-    """Reads the options that decide the output's bytes; adds what is wrong to `problems`."""
+    """Reads the options that affect the output's bytes. Adds invalid ones to `problems`."""
     for name, allowed in {"documents": DOCUMENT_UNITS, "on_error": ("stop", "skip")}.items():
         if (given := getattr(arguments, name)) not in allowed:
             problems.append(f"--{name} {given}: must be {_either(allowed)}")
@@ -186,7 +186,7 @@ def _options(arguments: argparse.Namespace, problems: Problems) -> PreparationOp
 
 
 def _cleaning(arguments: argparse.Namespace, problems: Problems) -> Cleaning | None:
-    """Reads filters and decontamination; adds what is wrong to `problems`."""
+    """Reads filters and decontamination. Adds invalid ones to `problems`."""
     has_urls = arguments.url_field is not None
     filters = problems.attempt(read_cleaning, arguments.filter, arguments.language, arguments.clean, has_urls)
     decontamination = problems.attempt(read_decontamination, arguments.decontaminate, arguments.decontaminate_words)
@@ -195,10 +195,10 @@ def _cleaning(arguments: argparse.Namespace, problems: Problems) -> Cleaning | N
 
 
 def _reading(arguments: argparse.Namespace, problems: list[str]) -> Reading:
-    """Reads where the text is and which documents to keep; adds what is wrong to `problems`."""
+    """Reads the settings for text fields and document selection. Adds invalid ones to `problems`."""
     template = arguments.template
     if template is not None:
-        # A shell passes \n between single quotes through as two characters.
+        # In single quotes, a shell passes \n as two characters.
         template = template.replace("\\n", "\n").replace("\\t", "\t")
         if problem := template_problem(template):
             problems.append(f"--template {arguments.template}: {problem}")

@@ -1,4 +1,4 @@
-"""Writes shards that can be continued after a kill at any moment: first the data, then the record of its extent."""
+"""Writes shards that can be continued after a kill at any time: writes data first, then the record of its extent."""
 
 import os
 from dataclasses import asdict, dataclass, field
@@ -20,7 +20,7 @@ PLAIN_TEXT_SUFFIX = ".jsonl"
 
 
 def _open_to_append(path: Path, size: int = 0) -> BinaryIO:
-    """Opens a file to append to. size: bytes to keep of an earlier content."""
+    """Opens a file for appending. size: bytes of existing content to keep."""
     if size and (not path.is_file() or path.stat().st_size < size):
         raise InputError(f"{path}: is shorter than when it was written; remove {path.parent} and prepare it again")
     file = path.open("r+b" if size else "w+b")
@@ -36,31 +36,30 @@ def _sync(file: BinaryIO) -> None:
 
 @dataclass
 class _OpenShard:
-    """A shard that grows."""
+    """An unfinished shard."""
 
     number: int
     tokens: int = 0
     documents: int = 0
     text_bytes: int = 0
     files: dict[str, BinaryIO] = field(default_factory=dict)
-    """{suffix: file}: ids and index, signatures and lines if there are any."""
+    """{suffix: file} for token IDs and index, optionally for signatures and lines."""
 
     def state(self) -> dict[str, Any]:
-        """Returns what ShardWriter opens it from."""
+        """Returns the state from which ShardWriter reopens it."""
         sizes = {suffix: file.tell() for suffix, file in self.files.items()}
         counts = {"tokens": self.tokens, "documents": self.documents, "text_bytes": self.text_bytes}
         return {"number": self.number, **counts, "sizes": sizes}
 
 
 class ShardWriter:
-    """Appends whole documents to the shards of each split; a new shard begins before `shard_tokens` would be exceeded.
+    """Appends whole documents to the shards of each split. Starts a new shard before one exceeds `shard_tokens`.
 
-    Only a single document longer than `shard_tokens` makes a longer shard.
+    Only a single longer document makes a longer shard.
 
     Args:
-        state: of `sync`, to continue earlier work: whatever was written after it is cut off.
-        plain_text: the folder for the text of growing shards, which is needed until the manifest is written; None
-            without text.
+        state: from `sync`, to continue earlier work. Later data is truncated.
+        plain_text: folder for the text of unfinished shards, needed until the manifest is written. None without text.
     """
 
     def __init__(
@@ -82,7 +81,7 @@ class ShardWriter:
         state = state or {"finished": [], "open": {}, "counts": {}}
         self._finished = [Shard(**shard) for shard in state["finished"]]
         self._counts: dict[str, int] = state["counts"]
-        """{split: its shards so far}."""
+        """{split: number of shards so far}."""
         self._remove_unknown_files(state["open"])
         self._open = {split: self._opened(split, **fields) for split, fields in state["open"].items()}
 
@@ -95,7 +94,7 @@ class ShardWriter:
         return _OpenShard(number, **counts, files=files)
 
     def _remove_unknown_files(self, opened: dict[str, dict[str, Any]]) -> None:
-        """Removes what was begun after the state. Raises InputError where what it has is not as it was written."""
+        """Removes files started after the state. Raises InputError if files in the state have changed."""
         known = {self._folder / name for shard in self._finished for name in (shard.file, *shard.beside)}
         for split, fields in opened.items():
             known |= {self._path(split, fields["number"], suffix) for suffix in fields["sizes"]}
@@ -118,9 +117,9 @@ class ShardWriter:
         signatures: np.ndarray | None = None,
         lines: list[bytes] | None = None,
     ) -> None:
-        """Appends documents: their ids end to end, and their records of type DOCUMENT with ends counted in `ids`.
+        """Appends documents: concatenated token IDs, and DOCUMENT records whose ends are offsets in `ids`.
 
-        signatures: (documents, signature_bytes) uint8. lines: made by text_files.document_line.
+        signatures: (documents, signature_bytes) uint8. lines: from text_files.document_line.
         """
         ends = documents["end"].astype(np.int64)
         tokens = tokens_of(documents)
@@ -186,8 +185,8 @@ class ShardWriter:
         self._finished.append(self._as_shard(split, shard, sha256_of(ids), beside))
 
     def sync(self) -> dict[str, Any]:
-        """Makes everything written so far durable and returns the state that continues from here."""
-        # The state before this one has been recorded: nobody continues from where these files were plain.
+        """Makes all data durable, and returns the state to continue from."""
+        # The previous state is recorded, so no process can continue from before these files were compressed.
         for path in self._to_remove:
             path.unlink(missing_ok=True)
         self._to_remove = self._compressed
@@ -195,7 +194,7 @@ class ShardWriter:
         for shard in self._open.values():
             for file in shard.files.values():
                 _sync(file)
-        # Folders, too: a synced file whose name is lost in a crash is lost.
+        # Sync folders, too, because a crash could lose the name of a synced file.
         for folder in (self._folder, self._folder / TEXT_FOLDER, self._plain_text):
             if folder and folder.is_dir():
                 sync_folder(folder)
@@ -206,11 +205,11 @@ class ShardWriter:
         }
 
     def written(self) -> list[Shard]:
-        """Returns the shards so far; open ones have no hash yet."""
+        """Returns the shards so far. Open ones have no hash yet."""
         return [*self._finished, *(self._as_shard(split, shard, "", {}) for split, shard in self._open.items())]
 
     def finish(self) -> list[Shard]:
-        """Closes the last shards and returns all, train before validation."""
+        """Closes the open shards and returns all shards, train before validation."""
         for split in list(self._open):
             self._finish(split)
         return sorted(self._finished, key=lambda shard: shard.split)
@@ -223,7 +222,7 @@ class ShardWriter:
 
 
 def shard_files(folder: Path) -> list[Path]:
-    """Lists every file of shards in a folder: ids, the files beside them, and text."""
+    """Lists all shard files in a folder: token IDs, the files next to them, and text."""
     suffixes = (IDS_SUFFIX, DOCUMENTS_SUFFIX, SIGNATURES_SUFFIX, BLOCKS_SUFFIX)
     names = [f"{split}-*{suffix}" for split in (*SPLITS, UNDIVIDED) for suffix in suffixes]
     names += [f"{TEXT_FOLDER}/*{TEXT_SUFFIX}"]

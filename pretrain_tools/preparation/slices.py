@@ -1,7 +1,7 @@
-"""A preparation divided over machines that do not communicate, and the merge of what they made.
+"""Splits a preparation into slices for machines that do not communicate, and merges the slices.
 
-Slice i of n takes consecutive parts of the input and makes the prepared folder FOLDER.slices/i-of-n. The merge reads
-the slices' documents in the order of the input and writes the same bytes as a single machine would.
+Slice i of n is a run of consecutive parts of the input, prepared in FOLDER.slices/i-of-n. The merge reads the slices'
+documents in input order, and writes the same bytes as a single machine.
 """
 
 import itertools
@@ -29,7 +29,7 @@ DOCUMENTS_PER_PART = 1 << 16
 
 
 def parse_slice(text: str) -> tuple[int, int]:
-    """Reads '3/16' as (3, 16). Raises InputError for anything else."""
+    """Parses '3/16' as (3, 16). Raises InputError for invalid text."""
     number, _, count = text.partition("/")
     if not (number.isdigit() and count.isdigit() and 0 <= int(number) < int(count)):
         raise InputError(f"--slice {text}: must be i/n with i from 0 to n - 1, such as 0/16 to 15/16")
@@ -37,8 +37,8 @@ def parse_slice(text: str) -> tuple[int, int]:
 
 
 def slice_of(request: PreparationRequest, number: int, count: int) -> PreparationRequest:
-    """Returns the preparation of slice `number` of `count`. Raises InputError where documents cannot be divided."""
-    # A copy is known only when all documents are together: the merge looks for them.
+    """Returns the request for slice `number` of `count`. Raises InputError if the documents cannot be sliced."""
+    # Only the merge sees all documents, so it removes the copies.
     label = f"part {number} of {count}"
     options = replace(request.options, slice=label, deduplicate=False)
     output = slices_folder(request) / f"{number}-of-{count}"
@@ -46,19 +46,18 @@ def slice_of(request: PreparationRequest, number: int, count: int) -> Preparatio
 
 
 def slices_folder(request: PreparationRequest) -> Path:
-    """Returns the folder of all slices of the output."""
     return request.output.with_name(request.output.name + ".slices")
 
 
 def slice_destination(request: PreparationRequest, number: int, count: int) -> Destination:
-    """Returns where a slice of an output at a URL is copied to: URL.slices/I-of-N."""
+    """Returns the destination of a slice for an output at a URL: URL.slices/I-of-N."""
     destination = request.destination
     local = slices_folder(request) / f"{number}-of-{count}"
     return replace(destination, url=f"{destination.url}.slices/{number}-of-{count}", local=local)
 
 
 def fetch_slices(request: PreparationRequest, say: Callable[[str], None]) -> None:
-    """Copies the slices that other machines have finished here, for the merge. Raises InputError."""
+    """Downloads the slices finished by other machines, for the merge. Raises InputError."""
     problems = Problems()
     for number in range(request.merge_slices):
         problems.attempt(slice_destination(request, number, request.merge_slices).fetch, say)
@@ -66,7 +65,7 @@ def fetch_slices(request: PreparationRequest, say: Callable[[str], None]) -> Non
 
 
 def require_slices(request: PreparationRequest, plan: dict[str, Any]) -> list[Path]:
-    """Lists the folders of the slices to merge. Raises InputError with each that is unfinished or made differently."""
+    """Lists the folders to merge. Raises one InputError with all slices that are unfinished or made differently."""
     folders = []
     problems = Problems()
     for number in range(request.merge_slices or 0):
@@ -93,9 +92,9 @@ def merged_parts(
     deduplicate: bool,
     removed: np.ndarray,
 ) -> Iterator[EncodedPart]:
-    """Yields the documents of all slices in order, from a position on: (slice, number of its next part).
+    """Yields the documents of all slices in order, from `start` on: (slice, number of its next part).
 
-    removed: ascending numbers, over all slices, of near duplicates to leave out.
+    removed: sorted numbers, over all slices, of near duplicates to remove.
     """
     first_of_slice = 0
     for number, folder in enumerate(folders):
@@ -103,7 +102,7 @@ def merged_parts(
         if number >= start.source:
             first = start.part if number == start.source else 0
             share = input_bytes // len(folders)
-            # Read again up to `first`: the text can only be followed from its beginning.
+            # Read again up to `first`, because the text can only be read from its beginning.
             parts = slice_parts(manifest, number, share, deduplicate, removed, first_of_slice)
             yield from itertools.islice(parts, first, None)
         first_of_slice += sum(shard.documents for shard in manifest.shards)
@@ -112,7 +111,7 @@ def merged_parts(
 def slice_parts(
     manifest: Manifest, number: int, input_bytes: int, deduplicate: bool, removed: np.ndarray, first_of_slice: int
 ) -> Iterator[EncodedPart]:
-    """Yields a slice's documents in the order of its input, some at a time; the last part has the counts."""
+    """Yields a slice's documents in parts, in input order. The last part has the counts."""
     order = InputOrder([manifest])
     reader = ShardReader(manifest, UNDIVIDED)
     text = stored_lines(manifest) if has_text(manifest) else None
@@ -154,12 +153,12 @@ def slice_parts(
 
 
 def _counts_of(folder: Path, number: int) -> EncodedPart:
-    """Returns a part without documents that adds what the slice left out to the counts."""
+    """Returns a part without documents that adds the slice's counts of skipped documents."""
     counts = Tally.recorded(folder)
     named = [example.partition(": ") for example in counts.first_bad_records]
     problems = [Problem(name, name, reason) for name, _, reason in named]
     if problems:
-        # A slice names as many as the merged folder will: the last one stands for the others.
+        # A slice lists as many bad records as the merged folder can. The last one also represents the rest.
         problems[-1] = problems[-1]._replace(records=1 + counts.bad_records - len(problems))
     # The merge counts bad records by their problems.
     counts.bad_records = 0

@@ -1,4 +1,4 @@
-"""Text of a document from its token IDs, for code that compares documents."""
+"""Decodes a document's token IDs to text, for code that compares documents."""
 
 import json
 import re
@@ -10,9 +10,9 @@ from pretrain.data.tokenizer import LoadedTokenizer, backend_of
 
 
 def text_decoder(tokenizer: LoadedTokenizer) -> Callable[[np.ndarray], bytes]:
-    """Returns a function from a document's token IDs to its text; spaces that the tokenizer drops may differ.
+    """Returns a function that decodes a document's token IDs to text. Spaces dropped by the tokenizer may differ.
 
-    It uses a table if each ID stands for the same bytes everywhere, which is many times as fast as tokenizers.
+    If each token ID always decodes to the same bytes, it uses a table, which is many times as fast as tokenizers.
     """
     backend = backend_of(tokenizer.json, tokenizer.name)
     decoder = json.dumps(json.loads(tokenizer.json).get("decoder"))
@@ -30,7 +30,7 @@ def text_decoder(tokenizer: LoadedTokenizer) -> Callable[[np.ndarray], bytes]:
 
 
 def _bytes_of_byte_level(token: str) -> bytes:
-    """Decodes byte-level characters: bytes that Latin-1 cannot print are written as U+0100 and following, in order."""
+    """Decodes byte-level characters. Bytes without a printable Latin-1 character are encoded in order from U+0100."""
     hidden = [*range(0x21), *range(0x7F, 0xA1), 0xAD]
     if any(ord(letter) >= 256 + len(hidden) for letter in token):  # a token stored as plain text
         return token.encode()

@@ -1,7 +1,7 @@
-"""The text of documents as compressed JSON lines beside the shards: cleaned once, it serves every tokenizer.
+"""Writes documents as compressed JSON lines next to the shards. Cleaned once, the text serves every tokenizer.
 
-While a shard grows its lines are plain, so that they can be cut off where a preparation continues; they are compressed
-when the shard is full. So the bytes depend on the documents alone, not on parts, workers or kills.
+The lines of an unfinished shard are uncompressed, so that a resumed preparation can truncate them. The lines of a full
+shard are compressed. The bytes depend only on the documents, not on parts, workers or kills.
 """
 
 import io
@@ -23,21 +23,21 @@ LINE_BYTES_AT_ONCE = 1 << 20
 
 
 def document_line(source: str, record: Record) -> bytes:
-    """Makes a line of JSON from which `prepare_data.py` reads the same text."""
+    """Formats a record as a JSON line from which prepare_data.py reads the same text."""
     fields = {"text": record.text.decode(), "id": f"{source}:{record.place}", "source": source}
     fields["split"] = "validation" if record.is_validation else "train"
     if record.url is not None:
         fields["url"] = record.url
-    # Half of a surrogate pair, which a URL may hold, stays an escape.
+    # Half of a surrogate pair, possible in a URL, stays escaped.
     return json.dumps(fields, ensure_ascii=False).encode(errors="backslashreplace") + b"\n"
 
 
 def compress(plain: Path, path: Path) -> None:
-    """Compresses a file durably. The same content gives the same bytes, however many cores there are."""
+    """Compresses a file durably. The same content gives the same bytes on any number of cores."""
     import zstandard
 
     path.parent.mkdir(exist_ok=True)
-    # One thread or more, never none: with threads zstd makes other frames than without.
+    # At least one thread, because zstd makes different frames without threads.
     compressor = zstandard.ZstdCompressor(level=LEVEL, threads=max(1, os.cpu_count() or 1))
     with plain.open("rb") as source, path.open("wb") as target:
         compressor.copy_stream(source, target, size=plain.stat().st_size)
@@ -46,17 +46,20 @@ def compress(plain: Path, path: Path) -> None:
 
 
 def text_name(shard: str) -> str:
-    """Names the text of a shard in the prepared folder: train-00000.bin -> text/train-00000.jsonl.zst."""
+    """Returns the name of a shard's text in the prepared folder: train-00000.bin -> text/train-00000.jsonl.zst."""
     return f"{TEXT_FOLDER}/{Path(shard).stem}{TEXT_SUFFIX}"
 
 
 def has_text(manifest: Manifest) -> bool:
-    """Tells whether the text of a folder's documents is beside its shards."""
+    """Returns True if a folder has its documents' text."""
     return any(text_name(shard.file) in shard.beside for shard in manifest.shards)
 
 
 def stored_lines(manifest: Manifest) -> Iterator[bytes]:
-    """Yields the lines of all documents in order. Raises InputError at the end: the shards have as many documents."""
+    """Yields the lines of all documents in order.
+
+    Raises InputError at the end, so read only as many lines as the shards have documents.
+    """
     folder = manifest.folder
     try:
         for shard in manifest.shards:

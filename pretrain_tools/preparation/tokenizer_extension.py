@@ -1,4 +1,4 @@
-"""Extends a byte-level BPE tokenizer: its merges and ids stay, and merges of pairs that new text has often follow."""
+"""Extends a byte-level BPE tokenizer: keeps its merges and IDs, and appends merges of frequent pairs in new text."""
 
 import heapq
 import itertools
@@ -11,35 +11,35 @@ from pretrain.data.tokenizer import LoadedTokenizer, backend_of
 from pretrain.errors import InputError
 
 LONGEST_WORD = 256
-"""Characters of a word that is still looked at: a longer one is no word."""
+"""Maximum characters of a word. Longer ones are skipped."""
 STALE_FILES = ("vocab.json", "merges.txt", "added_tokens.json")
-"""Files beside tokenizer.json that hold the old vocabulary."""
+"""Files next to tokenizer.json with the old vocabulary."""
 
 Pair = tuple[str, str]
 
 
 def extended(base: LoadedTokenizer, texts: Iterable[str], size: int, special_tokens: Sequence[str]) -> LoadedTokenizer:
-    """Returns the tokenizer with ids up to `size`: all of its own, the special tokens, then merges by frequency.
+    """Returns the tokenizer extended to `size` tokens: its own, then the special tokens, then merges by frequency.
 
-    There may be fewer, if the text has no more pairs that occur twice. Raises InputError for a tokenizer of another
-    kind, and for one that is no smaller.
+    The result is smaller if the text has no more pairs that occur twice. Raises InputError if the tokenizer is of
+    another kind, or is not smaller than `size`.
     """
     tokenizer = json.loads(base.json)
     model = tokenizer["model"]
     steps = json.dumps(tokenizer.get("pre_tokenizer"))
     if model.get("type") != "BPE" or model.get("continuing_subword_prefix") or '"ByteLevel"' not in steps:
         raise InputError(
-            f"--tokenizer {base.name}: only byte-level BPE can be extended, and this is {model.get('type')}; train a "
-            "tokenizer, without --tokenizer"
+            f"--tokenizer {base.name}: only byte-level BPE can be extended, but this is {model.get('type')}; leave "
+            "out --tokenizer to train a new one"
         )
     special_tokens = [token for token in special_tokens if token not in base.special_tokens]
     number = size - base.vocabulary_size - len(special_tokens)
     if number < 0 or size == base.vocabulary_size:
         raise InputError(
-            f"--train_tokenizer {size:,}: --tokenizer {base.name} has {base.vocabulary_size:,} ids already, and "
-            f"{len(special_tokens)} special tokens are new; give more than both"
+            f"--train_tokenizer {size:,}: --tokenizer {base.name} already has {base.vocabulary_size:,} tokens, and "
+            f"{len(special_tokens)} special tokens are new; give a larger size"
         )
-    # Within the model's vocabulary an added token keeps its id, whatever follows it.
+    # An added token keeps its ID if it is in the model's vocabulary.
     vocabulary = model["vocab"] | {token["content"]: token["id"] for token in tokenizer["added_tokens"]}
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False) | {"special": True}
     next_id = base.vocabulary_size
@@ -67,7 +67,7 @@ def extended(base: LoadedTokenizer, texts: Iterable[str], size: int, special_tok
 
 
 def words_of(base: LoadedTokenizer, texts: Iterable[str]) -> tuple[list[list[str]], list[int]]:
-    """Returns the tokens of each different word of the texts, and how often it occurs."""
+    """Returns (tokens of each distinct word, its count in the texts)."""
     backend = backend_of(base.json, base.name)
     counts: Counter[str] = Counter()
     for text in texts:
@@ -79,14 +79,14 @@ def words_of(base: LoadedTokenizer, texts: Iterable[str]) -> tuple[list[list[str
 
 
 def frequent_pairs(words: list[list[str]], counts: list[int]) -> Iterator[Pair]:
-    """Yields the most frequent pair of neighbors, merged in `words` before the next is sought, until none is twice."""
+    """Yields the most frequent adjacent pair and merges it in `words`, until no pair occurs twice."""
     number_of: Counter[Pair] = Counter()
     places: defaultdict[Pair, set[int]] = defaultdict(set)
     for place, parts in enumerate(words):
         for pair in itertools.pairwise(parts):
             number_of[pair] += counts[place]
             places[pair].add(place)
-    # Counts in the heap may be old: what is taken out is compared with the true one. Ties by the pair itself.
+    # Counts in the heap may be stale, so each is compared with the current one. The pair itself breaks ties.
     heap = [(-number, pair) for pair, number in number_of.items()]
     heapq.heapify(heap)
     while heap:
@@ -114,7 +114,7 @@ def frequent_pairs(words: list[list[str]], counts: list[int]) -> Iterator[Pair]:
 
 
 def _merged(parts: list[str], pair: Pair) -> list[str]:
-    """Returns a word's tokens with that pair joined wherever it stands, from the left, as BPE does."""
+    """Joins each occurrence of the pair in a word's tokens, from the left, as BPE does."""
     merged = []
     place = 0
     while place < len(parts):

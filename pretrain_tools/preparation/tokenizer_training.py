@@ -1,4 +1,4 @@
-"""Trains and extends byte-level BPE tokenizers: any text decodes back exactly, and equal input gives equal bytes."""
+"""Trains and extends byte-level BPE tokenizers. Any text decodes back exactly, and equal input gives equal bytes."""
 
 import hashlib
 import json
@@ -24,23 +24,23 @@ from pretrain_tools.preparation.worker import read_part
 
 SMALLEST_VOCABULARY = 257
 HELD_OUT_BYTES = 2 << 20
-# The pre-tokenizer's memory is many times its text; where a long document is cut does not matter to the counts.
+# The pre-tokenizer needs many times the memory of its text. Cuts in long documents do not matter for the counts.
 LONGEST_PIECE_CHARACTERS = 1 << 20
 RECORD_FILE = "training.json"
-# The splitting of GPT-4 (cl100k_base, openai/tiktoken): contractions in any case, words with one leading character
-# that is no letter, at most three digits, runs of signs, line ends, and spaces but for the one before a word.
+# GPT-4's splitting (cl100k_base, openai/tiktoken): contractions in any case, words with one leading non-letter, up to
+# three digits, runs of punctuation, line ends, and spaces except the one before a word.
 SPLIT_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 PRE_TOKENIZERS = {"gpt4": SPLIT_PATTERN, "qwen2": SPLIT_PATTERN.replace(r"\p{N}{1,3}", r"\p{N}"), "gpt2": None}
-"""{name on the command line: how text is cut into words; None: by the tokenizers library's own pattern, GPT-2's}.
-llama.cpp knows all of them."""
+"""{name on the command line: pattern that splits text into words}. None: the tokenizers library's pattern, GPT-2's.
+llama.cpp supports all of them."""
 
 
 @dataclass
 class Sample:
-    """The text to train on as it is drawn, and what is held out to measure the result."""
+    """Counts the sampled training text, and stores the held-out text that measures the result."""
 
     fraction: float
     limit_bytes: int
@@ -58,10 +58,10 @@ class Sample:
 def train_tokenizer(request: PreparationRequest) -> None:
     """Trains on at most `sample_bytes` of the documents' text and writes a Hugging Face tokenizer folder.
 
-    With a tokenizer in the request, extends that one.
+    Extends the request's tokenizer, if any.
 
-    Larger inputs are sampled by the hash of each document's text. Documents of the validation split are never trained
-    on; the bytes per token are measured on them. Raises InputError, leaving nothing behind.
+    Samples larger inputs by the hash of each document's text. Never trains on validation documents, but measures bytes
+    per token on them. Raises InputError, and then leaves no files.
     """
     output = request.output
     base = request.tokenizer
@@ -74,7 +74,7 @@ def train_tokenizer(request: PreparationRequest) -> None:
         raise InputError(
             f"--train_tokenizer {size}: must be at least {smallest}: the 256 bytes and {USUAL_END_OF_DOCUMENT}{more}"
         )
-    # Only what was chosen, so that folders made before there was a choice are recognized.
+    # Only explicit choices, so that folders from before these options existed are recognized.
     chosen = {
         "pre_tokenizer": request.pre_tokenizer,
         "special_tokens": special_tokens,
@@ -94,7 +94,7 @@ def train_tokenizer(request: PreparationRequest) -> None:
         print(f"{output}: already complete")
         return
     started = time.monotonic()
-    # All documents are drawn where the amount of text cannot be known.
+    # If the amount of text is unknown, use all documents.
     expected = request.documents.expected_text_bytes
     sample = Sample(min(1.0, limit / expected) if expected else 1.0, limit)
     if base is None:
@@ -102,8 +102,8 @@ def train_tokenizer(request: PreparationRequest) -> None:
     else:
         trained = extended(base, _texts(request, sample), size, special_tokens)
     if not sample.documents:
-        held_out = "; all it holds is for validation, so use --validation_fraction 0" if sample.held_out else ""
-        raise InputError(f"the input holds no documents to train on{held_out}; give files that contain text")
+        held_out = "; all of them are for validation, so use --validation_fraction 0" if sample.held_out else ""
+        raise InputError(f"the input contains no documents to train on{held_out}; give files that contain text")
     temporary = output.with_name(output.name + ".tmp")
     try:
         trained.save(temporary)
@@ -112,7 +112,7 @@ def train_tokenizer(request: PreparationRequest) -> None:
             output.rmdir()
         os.replace(temporary, output)
     except OSError as error:
-        raise InputError(f"--output {output}: {error.strerror}; give a writable folder with room") from None
+        raise InputError(f"--output {output}: {error.strerror}; give a writable folder with free space") from None
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     _print_summary(output, trained.vocabulary_size, size, sample, time.monotonic() - started)
@@ -141,12 +141,12 @@ def _texts(request: PreparationRequest, sample: Sample) -> Iterator[str]:
 
 
 def _is_drawn(text: bytes, fraction: float) -> bool:
-    """Draws by other bytes of the hash than the validation split, so that the two choices are independent."""
+    """Samples by different bytes of the hash than the validation split, so that the two are independent."""
     return int.from_bytes(hashlib.sha256(text).digest()[8:16], "big") < fraction * 2.0**64
 
 
 def _records(request: PreparationRequest, skipped: Tally) -> Iterator[Record]:
-    """Yields the documents as a preparation would read them."""
+    """Yields the documents as a preparation reads them."""
     options = request.options
     left = options.max_documents
     for part in request.documents.parts(options.reading, BEGINNING):
@@ -205,11 +205,11 @@ def _bytes_per_token(tokenizer: LoadedTokenizer, texts: tuple[bytes, ...]) -> fl
 def _print_summary(output: Path, size: int, asked: int, sample: Sample, seconds: float) -> None:
     print(f"{output}: {size:,} tokens, trained on {sample.text_bytes:,} bytes of {sample.documents:,} documents")
     if size < asked:
-        print(f"  The text has no more pairs to merge: {size:,} tokens instead of {asked:,}. Use more text for more.")
+        print(f"  The text has no more pairs to merge: {size:,} tokens instead of {asked:,}. Use more text.")
     if sample.skipped.bad_records:
         print(f"  {sample.skipped.bad_records:,} bad records were skipped.")
     if sample.held_out:
         held_out_bytes = sum(len(text) for text in sample.held_out)
-        where = f"on {held_out_bytes:,} bytes of validation documents, held out"
+        where = f"on {held_out_bytes:,} bytes of held-out validation documents"
         print(f"  {_bytes_per_token(load_tokenizer(output), sample.held_out):.3f} bytes per token {where}")
     print(f"  {seconds:.1f} s")

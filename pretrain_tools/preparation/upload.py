@@ -1,4 +1,4 @@
-"""Outputs that are URLs: prepared in a local folder, which survives a kill, then copied file by file."""
+"""Uploads outputs to URLs. They are prepared in a local folder, which survives a kill, then copied file by file."""
 
 import shutil
 from collections.abc import Callable, Iterator
@@ -20,7 +20,7 @@ UNFINISHED_FILE = ".unfinished"
 
 @dataclass(frozen=True)
 class Destination:
-    """A folder at a URL and the local folder it is copied from; the file `last` means that it is complete."""
+    """A folder at a URL, and its local source folder. A folder is complete if it contains the file `last`."""
 
     url: str
     local: Path
@@ -38,9 +38,9 @@ class Destination:
         return shown(self.url)
 
     def open(self) -> None:
-        """Checks, before hours of work, that the URL is free, or holds what is made here. Raises InputError.
+        """Checks, before hours of work, that the URL is empty or has this output. Raises InputError.
 
-        Where it is complete and the local folder is not, the `last` file is copied here, to be recognized.
+        If only the folder at the URL is complete, downloads its `last` file, so that the output is recognized.
         """
         with self._errors_named(f"--output {self.shown}: cannot be written"):
             held = self._store.sizes("")
@@ -56,25 +56,24 @@ class Destination:
 
     @contextmanager
     def _errors_named(self, problem: str, remedy: str = "") -> Iterator[None]:
-        """Turns whatever a file system raises into an InputError."""
+        """Converts any file-system error to an InputError."""
         try:
             yield
         except InputError:
             raise
-        except Exception as error:  # each file system has errors of its own
+        except Exception as error:  # each file system has its own errors
             raise InputError(f"{problem}: {one_line(error)}{remedy}") from None
 
     def fill(self, say: Callable[[str], None]) -> int:
-        """Copies what is missing, `last` after all others; returns the number of files copied.
+        """Uploads missing files, `last` after all others, and returns their number.
 
-        Every file is read back and compared with its hash. Raises InputError where it fails; a second call continues
-        from there.
+        Reads every file back and compares its hash. Raises InputError if it fails. A second call continues.
         """
         names = [str(path.relative_to(self.local)) for path in self.local.rglob("*") if path.is_file()]
-        # A reader takes the folder for complete once `last` is there.
+        # A reader considers the folder complete once `last` exists.
         names.sort(key=lambda name: (name == self.last, name))
         number = 0
-        remedy = f"; all is prepared in {self.local}: run the same command again to copy the rest"
+        remedy = f"; everything is prepared in {self.local}: run the same command again to copy the rest"
         with self._errors_named(f"--output {self.shown}", remedy):
             held = self._store.sizes("")
             if self.last in held and len(names) == 1:
@@ -89,9 +88,9 @@ class Destination:
         return number
 
     def fetch(self, say: Callable[[str], None]) -> None:
-        """Copies the folder here from the URL if it is complete there; does nothing if it is not, or is here already.
+        """Downloads the folder if it is complete at the URL and not yet local.
 
-        A second call continues after a kill. Raises InputError if it cannot be read, or is not what was written.
+        A second call continues after a kill. Raises InputError if the folder cannot be read or is damaged.
         """
         if (self.local / self.last).is_file():
             return
@@ -100,7 +99,7 @@ class Destination:
             if self.last not in held:
                 return
             self.local.mkdir(parents=True, exist_ok=True)
-            # What this machine has begun of it; another has finished it.
+            # Remove unfinished work on this machine, because another machine has finished the folder.
             shutil.rmtree(self.local / UNFINISHED_FILE, ignore_errors=True)
             for name in sorted(held, key=lambda name: (name == self.last, name)):
                 path = self.local / name
@@ -112,13 +111,13 @@ class Destination:
         if problems := verify_shards(self.local):
             (self.local / self.last).unlink()
             raise InputError(
-                *problems, f"{self.local}: is not what was written to {self.shown}; remove it to copy it again"
+                *problems, f"{self.local}: differs from the data written to {self.shown}; remove it to copy it again"
             )
         say(f"copied {self.shown} to {self.local}")
 
 
 def destination_of(url: str, staging: Path, last: str) -> Destination:
-    """Places the local folder for a URL below `staging`, named by the parts of its address."""
+    """Returns the destination for a URL. Its local folder is in `staging`, named after the parts of the URL."""
     protocol, _, rest = shown(url).partition("://")
     parts = [part for part in rest.split("/") if part not in ("", ".", "..")]
     if not parts:

@@ -1,4 +1,4 @@
-"""The validation split: documents by the hash of their text; with too few documents, the tail of one."""
+"""Chooses validation documents by the hash of their text, or with too few documents, the tail of one."""
 
 import hashlib
 from collections.abc import Iterable
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pretrain_tools.preparation.documents.records import Record
 
 DIVIDERS = (b"\n\n", b"\r\n\r\n", b"\n", b" ")
-"""Places to cut a text, if one is near: between paragraphs, else lines, else words."""
+"""Preferred places to cut a text: between paragraphs, else between lines, else between words."""
 
 
 @dataclass(frozen=True)
@@ -16,7 +16,7 @@ class ValidationSplit:
 
     fraction: float
     divided_sha256: str | None = None
-    """Hash of the text whose tail is held out; None: no text is divided."""
+    """Hash of the text with a held-out tail. None: no text is split."""
     tail_from: int = 0
     """First byte of the tail."""
 
@@ -35,22 +35,22 @@ class ValidationSplit:
         ]
 
     def as_plan(self) -> dict:
-        """Returns what a manifest records beside the fraction; {} if no text is divided."""
+        """Returns the manifest's record, without the fraction. {} if no text is split."""
         tail = {"document_sha256": self.divided_sha256, "first_byte": self.tail_from}
         return {"held_out_tail": tail} if self.divided_sha256 else {}
 
 
 def is_validation_text(text: bytes, fraction: float) -> bool:
-    """Tells whether a document is for validation, by the first 8 bytes of its text's SHA-256."""
-    # Never change this: folders prepared earlier must agree on the side of a document.
+    """Returns True for a validation document, by the first 8 bytes of its text's SHA-256."""
+    # Never change this: all folders must agree on a document's split.
     return int.from_bytes(hashlib.sha256(text).digest()[:8], "big") < fraction * 2.0**64
 
 
 def split_with_tail(texts: Iterable[bytes], fraction: float) -> ValidationSplit:
-    """Splits by hash if that leaves documents to both splits; else the largest gives its tail to validation.
+    """Splits by hash if both splits then have documents. Otherwise, holds out the tail of the largest document.
 
-    The tail has that fraction of all bytes, at most about half of its document. Reads until both splits have a
-    document: 1 / fraction of them on average.
+    The tail has this fraction of all bytes, but at most about half of its document. Reads until both splits have a
+    document, on average 1 / fraction documents.
     """
     largest = b""
     total = 0
@@ -68,12 +68,12 @@ def split_with_tail(texts: Iterable[bytes], fraction: float) -> ValidationSplit:
 
 
 def cut_before(text: bytes, end: int) -> int:
-    """Finds where to divide a UTF-8 text: after the last divider before `end`, else at the character of `end`."""
+    """Finds a place to cut a UTF-8 text: after the last divider before `end`, else at the character at `end`."""
     first = end - (len(text) - end) // 2
     for divider in DIVIDERS:
         found = text.rfind(divider, first, end)
         if found >= 0:
             return found + len(divider)
-    while text[end] & 0xC0 == 0x80:  # within a character
+    while text[end] & 0xC0 == 0x80:  # inside a character
         end -= 1
     return end

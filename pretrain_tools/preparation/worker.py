@@ -1,4 +1,4 @@
-"""Workers, which turn the records of parts into ids, each document marked as training or validation."""
+"""Turns the records of parts into token IDs, and assigns each document to training or validation."""
 
 import os
 from dataclasses import dataclass, field
@@ -27,11 +27,11 @@ FIRST_DOCUMENTS = 4
 
 @dataclass
 class Documents:
-    """The documents of a part, and what was found besides."""
+    """A part's documents, counts and problems."""
 
     counts: Tally
     records: list[Record] = field(default_factory=list)
-    """With text, divided into the splits."""
+    """Records with text, assigned to splits."""
     sources: list[str] = field(default_factory=list)
     """The name of each document's source."""
     problems: list[Problem] = field(default_factory=list)
@@ -41,7 +41,7 @@ class Documents:
         return [getattr(record, name) for record in self.records]
 
     def clean(self, cleaning: Cleaning) -> None:
-        """Cleans the documents and keeps the account."""
+        """Cleans the documents and stores the account."""
         texts, urls, places = map(self.of_each, ("text", "url", "place"))
         kept, texts, self.counts.cleaning = cleaning.clean(texts, urls, self.sources, places)
         self.records = [self.records[number]._replace(text=text) for number, text in zip(kept, texts, strict=True)]
@@ -49,7 +49,7 @@ class Documents:
 
 
 def read_part(part: Part, options: PreparationOptions, split: ValidationSplit) -> Documents:
-    """Reads the documents of a part, up to a record that ends the preparation."""
+    """Reads the documents of a part, up to a record that stops the preparation."""
     found = Documents(Tally(input_bytes=part.input_bytes))
     for source, record in part.records(options.reading):
         if record.text:
@@ -60,7 +60,7 @@ def read_part(part: Part, options: PreparationOptions, split: ValidationSplit) -
             where = source.place(record.place), source.recorded_place(record.place)
             found.problems.append(Problem(*where, record.problem, record.problem_records))
             if options.on_error == "stop":
-                # What comes before it is valid, and is kept for the next process.
+                # Earlier documents are valid, and the next process continues after them.
                 break
         elif record.not_read is not None:
             add_numbers(found.counts.unread_members, record.not_read)
@@ -73,7 +73,7 @@ def read_part(part: Part, options: PreparationOptions, split: ValidationSplit) -
 
 @dataclass
 class PartEncoder:
-    """Encodes parts, one after another, in one process."""
+    """Encodes parts one after another in one process."""
 
     tokenizer: LoadedTokenizer
     encoder: Encoder | None
@@ -82,7 +82,7 @@ class PartEncoder:
     _has_compared: bool = field(default=False, init=False)
 
     def compile(self) -> None:
-        """Compiles what the work needs, so that forked workers share it."""
+        """Compiles the necessary kernels, so that forked workers share them."""
         near_duplicates = self.options.near_duplicates
         if near_duplicates is not None:
             near_duplicates.signatures(*near_duplicates.words([b"compiled once"]))
@@ -119,23 +119,23 @@ class PartEncoder:
         )
 
     def _joined(self, arrays: list[np.ndarray], tokens: int) -> np.ndarray:
-        """Puts documents end to end, each closed by the end-of-document id."""
+        """Concatenates documents, each followed by the end-of-document ID."""
         end = self.tokenizer.end_of_document_id
         ids = np.full(tokens, end, dtype=dtype_for(self.tokenizer.vocabulary_size))
         first = 0
         for array in arrays:
             if (array == end).any():
                 raise InputError(
-                    f"{self.tokenizer.name}: this tokenizer makes its end-of-document token "
-                    f"{self.tokenizer.end_of_document!r} out of ordinary text, so documents could not be told apart; "
-                    "name another with --end_of_document TOKEN"
+                    f"{self.tokenizer.name}: this tokenizer encodes ordinary text to its end-of-document token "
+                    f"{self.tokenizer.end_of_document!r}, so documents could not be separated; choose another with "
+                    "--end_of_document TOKEN"
                 )
             ids[first : first + len(array)] = array
             first += len(array) + 1
         return ids
 
     def _disagreement(self, texts: list[bytes]) -> str | None:
-        """Compares both paths on the beginnings of the first documents, later of one document per part."""
+        """Compares both paths on the beginnings of the first documents, then of one document per part."""
         if not isinstance(self.encoder, FastEncoder) or not texts:
             return None
         compared = [texts[len(texts) // 2]] if self._has_compared else texts[:FIRST_DOCUMENTS]

@@ -1,4 +1,4 @@
-"""Workers that perform jobs in order: this process, or processes of this machine that end with it."""
+"""Runs jobs in order, in this process or in local processes that end with it."""
 
 import collections
 import gc
@@ -16,25 +16,25 @@ from typing import Any
 from pretrain.errors import InputError
 
 JOBS_AHEAD_PER_WORKER = 2
-# Forked workers start in milliseconds; elsewhere than on Linux forking is not safe.
+# Forked workers start in milliseconds, but forking is only safe on Linux.
 POOL_CONTEXT = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
 PARENT_CHECK_SECONDS = 0.5
 
 Perform = Callable[[Any], Any]
-"""Performs a job and returns its result. Picklable."""
+"""Runs a job and returns its result. Picklable."""
 _perform: Perform | None = None
-"""The function of a process of a pool, set in that process only."""
+"""The function of a pool process, set only in that process."""
 
 
 def performed(perform: Perform, jobs: Iterable[Any], workers: int) -> Iterator[Any]:
-    """Yields the result of each job in order, by `workers` processes or, when 1, this one.
+    """Yields the result of each job in order, from `workers` processes, or from this process if `workers` is 1.
 
-    Raises InputError when a process dies.
+    Raises InputError if a process dies.
     """
     if workers == 1:
         yield from map(perform, jobs)
         return
-    # What exists now stays: a collection in a worker would copy its pages into the worker's memory.
+    # Freeze existing objects: garbage collection in a worker would copy their pages into the worker's memory.
     gc.freeze()
     pool = ProcessPoolExecutor(workers, POOL_CONTEXT, initializer=_start_worker, initargs=(os.getpid(), perform))
     try:
@@ -50,8 +50,8 @@ def performed(perform: Perform, jobs: Iterable[Any], workers: int) -> Iterator[A
 
 
 def ahead(jobs: Iterable[Any], count: int) -> Iterator[Any]:
-    """Yields jobs in order, each after `count` later ones have been taken, which starts them."""
-    # Bounded: jobs and results wait in memory, and one slow job holds back all after it.
+    """Yields jobs in order, each after fetching `count` later ones, which starts them."""
+    # Bounded, because jobs and results wait in memory, and one slow job delays all later ones.
     waiting: collections.deque[Any] = collections.deque()
     for job in jobs:
         waiting.append(job)
@@ -70,7 +70,7 @@ def _start_worker(parent: int, perform: Perform) -> None:
 
 
 def _end_with_parent(parent: int) -> None:
-    """Ends a worker whose parent was killed: it waits on a pipe that its siblings hold open, too."""
+    """Ends a worker after its parent was killed. It would wait forever on a pipe that its siblings keep open."""
     while os.getppid() == parent:
         time.sleep(PARENT_CHECK_SECONDS)
     os._exit(1)

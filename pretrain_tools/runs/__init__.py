@@ -6,9 +6,9 @@ pretrain.runs.control.
     history: metrics.jsonl, without lines superseded by repeated steps
     addresses: resolves RUN@STEP, a folder or a Hub ID to a model folder
     status: state, progress, time left
-    comparison: runs as text, side by side, as a table
-    curves, plots: the curves of runs, as a PNG
+    comparison: runs side by side, as a table
+    curves, plots: curves as a PNG
     commands: send a command to a live run and wait for its answer
-    step_documents: the documents that a step was trained on
+    step_documents: the training documents of a step
     merge: the mean of several models
 """

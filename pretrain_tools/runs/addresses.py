@@ -3,9 +3,9 @@
 runs/x            the run's final/, or else its newest valid checkpoint
 runs/x@500        the run's checkpoint of step 500
 runs/x@best       the run's checkpoint with the lowest validation loss
-runs/x@all        every valid checkpoint of the run, oldest first, and final/ where it adds a step
+runs/x@all        every valid checkpoint of the run, oldest first, plus final/ if no checkpoint has its step
 some/folder       a folder that from_pretrained loads
-owner/name@rev    a model of the Hub, at a branch, tag or commit
+owner/name@rev    a Hub model, at a branch, tag or commit
 """
 
 import re
@@ -20,20 +20,20 @@ from pretrain.runs.run_folder import best_step, checkpoint_damage, checkpoint_fo
 from pretrain_tools.runs.history import last_good_end, refuse_url
 
 HUB_ID = re.compile(r"[\w.-]+(?:/[\w.-]+)?(?:@[\w./-]+)?")
-# Only what evaluation reads: pickled weights stay on the Hub.
+# Evaluation needs no other files. Pickled weights stay on the Hub.
 HUB_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.py"]
 
 
 @dataclass(frozen=True)
 class ModelAddress:
-    """The location of a model and its origin, as far as its folder records it."""
+    """The location of a model, and its origin if the folder records it."""
 
     name: str
     """Name shown in tables: the address as given, plus the checkpoint if the address does not name it."""
     folder: Path
     """A Hugging Face model folder on this machine."""
     run: Path | None = None
-    """Folder of the run that it belongs to."""
+    """The model's run."""
     step: int | None = None
     tokens: int | None = None
     """Training tokens seen."""
@@ -46,7 +46,7 @@ class ModelAddress:
 def find_models(text: str, flag: str = "--model") -> list[ModelAddress]:
     """Returns the model at an address, or several for RUN@all.
 
-    Raises InputError if it does not exist; the message, which begins with `flag`, lists what exists instead.
+    Raises InputError if the model does not exist. The message begins with `flag` and lists alternatives.
     """
     try:
         found = _models_here(text)
@@ -54,13 +54,13 @@ def find_models(text: str, flag: str = "--model") -> list[ModelAddress]:
         raise InputError(*(f"{flag} {problem}" for problem in error.problems)) from None
     if found:
         return found
-    # The snapshot's folder is named by its commit.
+    # The snapshot's folder is named after its commit.
     snapshot = download(flag, text, HUB_FILES)
     return [ModelAddress(text, snapshot, revision=snapshot.name)]
 
 
 def _models_here(text: str) -> list[ModelAddress]:
-    """Returns the models at an address on this machine; [] for a Hub id."""
+    """Returns the models at an address on this machine, or [] for a Hub id."""
     folder = Path(text).expanduser()
     # An existing folder takes precedence, so that folders with @ in their name work.
     if folder.is_dir():
@@ -95,7 +95,7 @@ def _in_folder(text: str, folder: Path) -> ModelAddress:
         raise InputError(
             f"{text}: neither a model folder (no config.json) nor a run with final/ or checkpoints/ in it"
         )
-    # Newest first. _intact is lazy, so checkpoints older than the one returned are not verified.
+    # Newest first. _intact is lazy, so older checkpoints are not verified.
     for step, checkpoint in _intact(dict(reversed(checkpoints.items()))):
         return _describe(f"{text.rstrip('/')}@{step}", checkpoint)
     raise InputError(f"{text}: {folder} has no intact checkpoint; train it further, or restore one")
@@ -118,14 +118,14 @@ def _in_run(text: str, run: Path, selector: str) -> list[ModelAddress]:
     if selector == "best":
         step = best_step(checkpoints)
         if step is None:
-            raise InputError(f"{text}: no checkpoint there has a validation loss; steps there: {available}")
+            raise InputError(f"{text}: no checkpoint has a validation loss; available steps: {available}")
         text = f"{run}@{step}"
         selector = str(step)
     if not selector.isdecimal():
-        raise InputError(f"{text}: after @ comes a step, best or all (got {selector!r}); steps there: {available}")
+        raise InputError(f"{text}: after @, give a step, best or all (got {selector!r}); available steps: {available}")
     step = int(selector)
     if step not in checkpoints:
-        raise InputError(f"{text}: {run} has no checkpoint of step {step}; steps there: {available}")
+        raise InputError(f"{text}: {run} has no checkpoint of step {step}; available steps: {available}")
     return [_undamaged(text, checkpoints[step])]
 
 
@@ -141,7 +141,7 @@ def _all_of(text: str, run: Path, checkpoints: dict[int, Path]) -> list[ModelAdd
 
 
 def _undamaged(name: str, folder: Path) -> ModelAddress:
-    """Builds the address of a model folder. Raises InputError if it has a manifest and is not as that says."""
+    """Builds the address of a model folder. Raises InputError if its files do not match its manifest."""
     if (folder / SEAL_FILE).is_file() and (problems := checkpoint_damage(folder)):
         raise InputError(f"{name}: {folder} is damaged: {'; '.join(problems)}; give another checkpoint")
     return _describe(name, folder)
@@ -149,7 +149,7 @@ def _undamaged(name: str, folder: Path) -> ModelAddress:
 
 def _describe(name: str, folder: Path) -> ModelAddress:
     """Builds the address of a model folder, with run, step and tokens if the folder belongs to a run."""
-    # Locates the run by the real path, because the folder may be a link to a checkpoint.
+    # Resolve the path first, because the folder may be a link to a checkpoint.
     real = folder.resolve()
     if real.parent.name in ("checkpoints", "evaluations") and (real.parent.parent / "config.yaml").is_file():
         state = read_state(folder).get("state", {})
@@ -163,16 +163,16 @@ def _describe(name: str, folder: Path) -> ModelAddress:
 
 
 def download(flag: str, text: str, files: list[str] | None = None) -> Path:
-    """Downloads OWNER/NAME or OWNER/NAME@REVISION from the Hub; returns the folder. Raises InputError, naming `flag`.
+    """Downloads OWNER/NAME or OWNER/NAME@REVISION from the Hub and returns the folder.
 
-    files: patterns of the names to download; None: all.
+    files: patterns of the file names to download; None: all. Raises InputError with `flag` in its message.
     """
     from huggingface_hub import snapshot_download
 
     repository, _, revision = text.partition("@")
     try:
         return Path(snapshot_download(repository, revision=revision or None, allow_patterns=files))
-    except (OSError, ValueError) as error:  # what huggingface_hub raises is one of them
+    except (OSError, ValueError) as error:  # huggingface_hub's errors are subclasses of these
         reason = str(error).strip().split("\n")[0]
         raise InputError(
             f"{flag} {text}: not a folder here, and it cannot be read from the Hub ({type(error).__name__}: "

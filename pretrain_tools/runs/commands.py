@@ -1,4 +1,4 @@
-"""Sends a command to a live run and waits for its answer; the run's side is pretrain/runs/control.py."""
+"""Sends a command to a live run and waits for its answer. The run's side is pretrain/runs/control.py."""
 
 import json
 import os
@@ -25,12 +25,12 @@ POLL_SECONDS = 0.1
 
 
 def steer(run: Path, command: str, *, timeout: float) -> int:
-    """Sends a command to a live run, waits until it is done and prints the answer.
+    """Sends a command to a live run, waits for the answer and prints it.
 
-    timeout: in seconds. Returns the exit status: EXIT_INTERRUPTED after Ctrl-C. Raises InputError in the same cases as
-    `new_request`, `send` and `wait_for_answer`.
+    timeout: in seconds. Returns the exit status, which is EXIT_INTERRUPTED after Ctrl-C. Raises InputError in the same
+    cases as `new_request`, `send` and `wait_for_answer`.
     """
-    request = new_request(run, command)  # before it is sent, so that Ctrl-C during the write can withdraw it
+    request = new_request(run, command)  # outside `try`: an unsent request cannot be withdrawn
     try:
         send(run, request)
         print(f"{command}: waiting for the run ...", file=sys.stderr, flush=True)
@@ -38,12 +38,12 @@ def steer(run: Path, command: str, *, timeout: float) -> int:
         return 0
     except KeyboardInterrupt:
         withdraw(run, request)
-        print(f"\n{command}: gave up waiting; cancelled, unless the run has already picked it up", file=sys.stderr)
+        print(f"\n{command}: gave up waiting; canceled, unless the run has already picked it up", file=sys.stderr)
         return EXIT_INTERRUPTED
 
 
 def new_request(run: Path, command: str) -> dict:
-    """Makes a request. Raises InputError if the folder is not a run, or the run is not active."""
+    """Creates a request. Raises InputError if the folder is not a run, or the run is not active."""
     require_run(run)
     if not is_training(run):
         raise InputError(_not_alive(run, command))
@@ -75,23 +75,24 @@ def send(run: Path, request: dict) -> None:
 def _not_alive(run: Path, command: str) -> str:
     status = read_status(run)
     at = f" at step {status.step:,}" if status.step is not None else ""
-    # Without lock and heartbeat, "running" rests on recent log lines alone, which does not prove that a process lives.
-    state = "it has neither lock nor heartbeat" if status.state == "running" else f"{state_text(status)}{at}"
-    remedy = "its model is in final" if status.state == "finished" else "the command that started it continues it"
+    # Without a lock or heartbeat, "running" is only a guess from recent log lines.
+    state = "it has no lock or heartbeat" if status.state == "running" else f"{state_text(status)}{at}"
+    finished = status.state == "finished"
+    remedy = "its model is in final" if finished else "run its training command again to continue it"
     return f"{run}: the run is not active ({state}), so there is nothing to {command}; {remedy}"
 
 
 def wait_for_answer(run: Path, request: dict, *, timeout_seconds: float) -> str:
     """Waits for the trainer's answer and returns it as text.
 
-    Raises InputError if the run ends without an answer, if another request replaces this one, or on timeout
-    (the request is then canceled). Reopens the files at every poll, because NFS updates its cache only on open.
+    Raises InputError if the run ends without an answer, if another request replaces this one, or on timeout. A timeout
+    cancels the request. Reopens the files at every poll, because NFS updates its cache only on open.
     """
     start = time.monotonic()
     command = request["command"]
     while time.monotonic() - start < timeout_seconds:
-        # Check this before reading the answer: a trainer that stops answers first and then exits, so the other order
-        # could miss an answer written between the two checks.
+        # Check this before reading the answer. A stopping trainer answers and then exits, so the reverse order could
+        # miss an answer written between the two checks.
         alive = is_training(run)
         answer = read_json(run / ANSWER_FILE)
         if answer.get("id") == request["id"] and isinstance(answer.get("step"), int):
@@ -100,19 +101,19 @@ def wait_for_answer(run: Path, request: dict, *, timeout_seconds: float) -> str:
         if pending.get("id") != request["id"]:
             raise InputError(
                 f"{run}: {pending.get('command', 'another command')}, sent by process {pending.get('pid', '?')} on "
-                f"{pending.get('host', '?')}, took the place of this {command} before it was answered; send it again"
+                f"{pending.get('host', '?')}, replaced this {command} before the run answered; send it again"
             )
         if not alive:
-            raise InputError(f"{run}: ended before it answered {command}; see its train.log")
+            raise InputError(f"{run}: the run ended before it answered {command}; see its train.log")
         time.sleep(POLL_SECONDS)
     withdraw(run, request)
     raise InputError(
-        f"{run}: no answer within {timeout_seconds:g} s, so {command} is cancelled; the run answers after the step "
-        "it is in: give a longer --timeout if its steps or its checkpoints are slow"
+        f"{run}: no answer within {timeout_seconds:g} s, so {command} is canceled; the run answers after its current "
+        "step: give a longer --timeout if its steps or checkpoints are slow"
     )
 
 
 def withdraw(run: Path, request: dict) -> None:
-    """Deletes a request that was not picked up yet; a newer request stays."""
+    """Deletes a request unless the run has picked it up. A newer request stays."""
     if read_json(run / REQUEST_FILE).get("id") == request["id"]:
         (run / REQUEST_FILE).unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""Shows runs as text: a one-page summary, a side-by-side comparison."""
+"""Formats runs as text: a one-page summary, or a side-by-side comparison."""
 
 import itertools
 import json
@@ -21,7 +21,7 @@ SUMMARIZED = (
     "optim.schedule", "optim.warmup_steps", "precision", "seed", "strategy.strategy", "strategy.ranks",
     "strategy.precision", "environment.device", "environment.commit",
 )  # fmt: skip
-"""Settings that a summary shows, beside the data."""
+"""Settings shown in a summary, in addition to the shards."""
 
 
 def require_writable(path: Path) -> None:
@@ -38,7 +38,7 @@ def require_writable(path: Path) -> None:
 def flatten_settings(values: Any, prefix: str = "") -> dict[str, Any]:
     """Flattens nested settings to dotted names: {'a': {'b': 1}} becomes {'a.b': 1}.
 
-    Lists of plain values stay whole; lists of dicts or lists are flattened by index.
+    Lists of plain values stay lists. Lists of dicts or lists are flattened by index.
     """
     if isinstance(values, dict) and values:
         return {
@@ -52,32 +52,32 @@ def flatten_settings(values: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def recorded_settings(run: Path) -> dict[str, Any]:
-    """Reads every setting that the run's folder records, by dotted name; missing files are skipped."""
+    """Reads all recorded settings of a run, by dotted name. Skips missing files."""
     records = {name: read_json(run / f"{name}.json") for name in ("model", "strategy", "environment")}
-    # `model` may be a plain path in config.yaml, while the keys of model.json start with "model.": both stay.
+    # `model` may be a plain path in config.yaml. The keys of model.json start with "model.", so both stay.
     found = {**flatten_settings(read_config(run)), **flatten_settings({k: v for k, v in records.items() if v})}
     return {name: value for name, value in found.items() if name}
 
 
 def setting_differences(settings: list[dict[str, Any]]) -> dict[str, list[Any]]:
-    """Returns {name: value in each run} for the settings that differ; None if a run has no such setting."""
+    """Returns {name: value in each run} for settings that differ. The value is None if a run lacks the setting."""
     names = dict.fromkeys(itertools.chain.from_iterable(settings))
     rows = {name: [of_run.get(name) for of_run in settings] for name in names}
     return {name: row for name, row in rows.items() if any(value != row[0] for value in row)}
 
 
 def smoothed_loss(history: History) -> float | None:
-    """Computes the mean training loss of the last SMOOTHED_LINES logged lines; one step's loss is too noisy."""
+    """Computes the mean training loss of the last SMOOTHED_LINES logged lines. One step's loss is too noisy."""
     losses = [e["loss"] for e in history.of("train")[-SMOOTHED_LINES:] if is_number(e.get("loss"))]
     return statistics.fmean(losses) if losses else None
 
 
 def results_of(history: History, status: RunStatus) -> dict[str, str]:
-    """Formats the results of a run: {name: text}, without those that were not measured."""
+    """Formats a run's results as {name: text}. Omits results that were not measured."""
     results = {
         "state": state_text(status),
         "step": text_of(status.step, "{:,}".format),
-        "of steps": text_of(status.total_steps or None, "{:,}".format),
+        "total steps": text_of(status.total_steps or None, "{:,}".format),
         "tokens": text_of(history.last("train").get("tokens"), "{:,}".format),
         f"training loss, last {SMOOTHED_LINES} lines": text_of(smoothed_loss(history), "{:.4f}".format),
     }
@@ -116,7 +116,7 @@ def results_of(history: History, status: RunStatus) -> dict[str, str]:
 def comparison_text(folders: list[Path]) -> str:
     """Formats the differing settings and the results, one column per run.
 
-    Raises InputError for fewer than two runs, or a folder that is no run.
+    Raises InputError if there are fewer than two runs, or if a folder is not a run.
     """
     if len(folders) < 2:
         raise InputError(f"compare {folders[0]}: only one run given; give two or more, or use summary")
@@ -133,7 +133,7 @@ def comparison_text(folders: list[Path]) -> str:
 
 
 def names_of(runs: list[Path]) -> list[str]:
-    """Returns a name for each run: the folder's name, or its path if two runs share that name."""
+    """Returns a name for each run: the folder's name, or its path if two runs share the name."""
     names = [run.name for run in runs]
     return [str(run) if names.count(run.name) > 1 else run.name for run in runs]
 
@@ -144,21 +144,21 @@ def _cell(value: Any) -> str:
 
 
 def summary_text(run: Path) -> str:
-    """Formats a one-page summary of a run: settings and results. Raises InputError if it is no run."""
+    """Formats a one-page summary with a run's settings and results. Raises InputError if the folder is not a run."""
     history = read_history(run)
     start = history.last("start")
     records = read_json(run / "data.json").values()
     kept_out = [contamination_text(row) for record in records for row in record.get("contamination") or []]
     about = {
         "parameters": text_of(start.get("parameters"), "{:,}".format),
-        # Fewer than the parameters in a mixture of experts.
+        # Differs from "parameters" only in MoE models.
         "active parameters": text_of(start.get("active_parameters"), "{:,}".format),
         **{
             name: _cell(value)
             for name, value in recorded_settings(run).items()
             if name in SUMMARIZED or name.endswith(".shards")
         },
-        "kept out of the data": "; ".join(dict.fromkeys(kept_out)) or "-",
+        "decontaminated": "; ".join(dict.fromkeys(kept_out)) or "-",
         **results_of(history, read_status(run)),
     }
     return "\n".join([str(run), "", table([[name, text] for name, text in about.items() if text != "-"])])

@@ -1,4 +1,4 @@
-"""Turns a run's history into curves: columns of numbers, every point with its step, tokens, hours and FLOPs."""
+"""Turns a run's history into curves: columns of numbers with step, tokens, hours and FLOPs for each point."""
 
 import itertools
 import math
@@ -15,7 +15,7 @@ from pretrain_tools.runs.status import FIGURES
 
 LOGGED = ("step", "tokens", "hours", "learning_rate", "loss", "grad_norm", "tokens_per_second")
 VALIDATION_LOSSES = {"": "loss", ", average": "average_loss", ", stage's length": "stage_loss"}
-"""{what follows the source in a curve's name: key of the validation event}"""
+"""{suffix after the source in a curve's name: key of the validation event}"""
 
 Columns = dict[str, NDArray]
 """Arrays of equal length; NaN marks a missing value."""
@@ -23,28 +23,27 @@ Columns = dict[str, NDArray]
 
 @dataclass(frozen=True)
 class RunCurves:
-    """The curves of a run, ready to draw. All groups of columns except by_position have step, tokens, hours and flops.
+    """The curves of a run, ready to draw. All columns except by_position include step, tokens, hours and flops.
 
     hours: running time, without gaps between processes. flops: forward and backward, counted as for MFU.
     """
 
     train: Columns
     validation: dict[str, Columns]
-    """Columns with `loss`, by source. 'SOURCE, average' has the loss of the averaged weights; "SOURCE, stage's length"
-    the loss at the stage's sequence length, if that differs from the final one."""
+    """Columns with `loss`, by source. 'SOURCE, average' has the loss of the averaged weights. "SOURCE, stage's length"
+    has the loss at the stage's sequence length, if it differs from the final one."""
     scores: dict[str, Columns]
-    """Columns with `value` and `standard_error`, by name of the score."""
+    """Columns with `value` and `standard_error`, by score name."""
     by_position: dict[str, Columns]
-    """Columns `position` (end of each range, in tokens) and `loss`, by 'SOURCE, step N'; N is a stage's last
-    validation."""
+    """Columns `position` (end of each range, in tokens) and `loss`, by 'SOURCE, step N'. N is the step of a stage's
+    last validation."""
     diagnostics: dict[str, Columns]
-    """Columns of MEASURES, by layer, in the order of the model."""
+    """Columns of MEASURES by layer, in model order."""
     happened: dict[str, Columns]
-    """Places of the events other than measurements, by name of the event."""
+    """Positions of all events except measurements, by event name."""
 
 
 def curves_of(history: History) -> RunCurves:
-    """Returns the curves of a run."""
     places = Places(history)
     train = [event for event in history.of("train") if is_number(event.get("step"))]
     logged = {name: numbers(event.get(name) for event in train) for name in LOGGED}
@@ -68,7 +67,7 @@ def curves_of(history: History) -> RunCurves:
     }
     names = dict.fromkeys(event["event"] for event in history.events if event["event"] not in FIGURES)
     return RunCurves(
-        # What was logged comes last: it replaces interpolated tokens and hours.
+        # Logged values come last, because they replace interpolated tokens and hours.
         train={**places.at(logged["step"]), **logged},
         validation=validation,
         scores=scores,
@@ -79,12 +78,12 @@ def curves_of(history: History) -> RunCurves:
 
 
 def of_layer(event: Event, measure: str, layer: str) -> float | None:
-    """Returns the value of a diagnostics event for a layer."""
+    """Returns a layer's value in a diagnostics event."""
     return dict(zip(event["layers"], event[measure], strict=True)).get(layer)
 
 
 def numbers(values: Iterable[Any]) -> NDArray:
-    """Returns the values as floats; NaN for what is not a number."""
+    """Converts values to floats. Anything that is not a number becomes NaN."""
     return np.array([value if is_number(value) else math.nan for value in values], dtype=float)
 
 
@@ -95,8 +94,8 @@ class Places:
         start = history.last("start")
         per_token = start.get("flops_per_token")
         self.flops_are_exact = is_number(per_token)
-        """False if the run did not record its FLOPs per token, so that they are estimated as 6 per active parameter
-        (Kaplan et al., arXiv 2001.08361)."""
+        """False if the run did not record its FLOPs per token. The estimate is then 6 per active parameter (Kaplan et
+        al., arXiv 2001.08361)."""
         if not self.flops_are_exact:
             parameters = start.get("active_parameters", start.get("parameters"))
             per_token = 6.0 * parameters if is_number(parameters) else None
@@ -105,7 +104,7 @@ class Places:
         # Curriculum stages may change the FLOPs per token, because attention's share grows with the sequence length.
         rates = {0: per_token or math.nan}
         for stage in history.of("stage") if per_token else ():
-            # After a rollback, a run can enter the same stage again: drop what it had from there on.
+            # After a rollback, a run can enter a stage twice: drop the rates from that step on.
             rates = {step: rate for step, rate in rates.items() if step < stage["step"]}
             rates[stage["step"]] = stage["flops_per_token"]
         self._steps = np.unique([*steps, *rates])
@@ -117,18 +116,18 @@ class Places:
         self._columns = {"tokens": tokens, "hours": hours, "flops": np.append(0.0 if per_token else math.nan, flops)}
 
     def at(self, steps: Sequence[float | None]) -> Columns:
-        """Returns the columns step, tokens, hours and flops; NaN for a step that is None, and for unknown FLOPs."""
-        known = np.array(steps, dtype=float)  # None becomes NaN, which stays NaN
+        """Returns the columns step, tokens, hours and flops. Unknown steps (None) and unknown FLOPs are NaN."""
+        known = np.array(steps, dtype=float)  # None becomes NaN and stays NaN
         columns = {name: np.interp(known, self._steps, values) for name, values in self._columns.items()}
         return {"step": known, **columns}
 
     def of(self, events: Sequence[Event]) -> Columns:
-        """Returns the columns of events."""
+        """Returns the columns at the steps of these events."""
         return self.at([event.get("step") for event in events])
 
 
 def losses_by_position(validation: dict[str, list[Event]]) -> dict[str, Columns]:
-    """Collects `RunCurves.by_position`; empty if all positions are in a single range."""
+    """Collects `RunCurves.by_position`. Empty if all positions are in a single range."""
     found = {}
     for source, events in validation.items():
         measured = [event for event in events if len(event.get("loss_by_position") or {}) > 1]

@@ -1,8 +1,8 @@
-"""Reads metrics.jsonl, whole or only its end, and drops lines that were superseded when steps were repeated.
+"""Reads metrics.jsonl, or only its end, and drops lines superseded by repeated steps.
 
 A run that resumes from a checkpoint or rolls back repeats steps, and the earlier lines stay in the file. Only the last
-attempt describes the model, so only its lines belong to a curve. `start` records the step from which a process
-resumed, `rollback` the step to which it went back.
+attempt describes the model, so curves use only its lines. `start` records the step from which a process resumed, and
+`rollback` the step to which it went back.
 """
 
 import json
@@ -16,15 +16,15 @@ from pretrain.errors import InputError, Problems, did_you_mean
 from pretrain.runs.event_log import CURVES, Event, parse_lines, read_metrics
 from pretrain.runs.run_folder import METRICS_FILE
 
-BESIDE = frozenset({"evaluation", "publish"})
-"""Events written by other processes, possibly long after the run has ended; they do not count as running time."""
+BY_OTHER_PROCESSES = frozenset({"evaluation", "publish"})
+"""Events written by other processes, possibly long after the end of the run. They do not count as running time."""
 MEASURED = frozenset({"validation", "evaluation"})
-"""Events that may repeat a measurement at the same step; the last one counts."""
+"""Events that may repeat a measurement at the same step. The last one counts."""
 NO_MEASURES = {
     "event", "step", "tokens", "model", "task", "source", "split", "few_shots", "time", "hours", "samples", "limit",
     "evaluated_tokens",
 }  # fmt: skip
-"""Keys of an `evaluation` event that are not scores: they describe what was measured, and how."""
+"""Keys of an `evaluation` event that are not scores but describe the measurement."""
 FREQUENT = tuple(f'{{"event": "{name}"'.encode() for name in ("train", "sample", "evaluation"))
 """Prefixes of the most frequent lines: `event` is always written first."""
 
@@ -35,9 +35,9 @@ MEASURES = {
     "gradient_rms": "RMS of gradients, before clipping",
     "update_rms": "RMS of updates",
     "largest_logit": "Largest attention logit",
-    "units_off": "Share of units that are off",
+    "units_off": "Share of inactive units",
 }
-"""{key of a diagnostics event, which has a value for every layer: its name in words}"""
+"""{key of a diagnostics event: its title}. The event has one value per layer."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Score:
     task: str
     """Name of the task, or of the data source for a loss."""
     metric: str
-    """The harness's name, such as acc or exact_match,strict-match; loss, perplexity or bits_per_byte of a source."""
+    """The harness's name, such as acc or exact_match,strict-match. For a source: loss, perplexity or bits_per_byte."""
     value: float
     standard_error: float | None = None
     few_shots: int | None = None
@@ -55,7 +55,7 @@ class Score:
     step: int | None = None
     tokens: int | None = None
     is_whole: bool = True
-    """True if all documents of the task were scored; a score on a subset (--limit) is not a result."""
+    """True if all documents of the task were scored. A score on a subset (--limit) is not a result."""
 
     @property
     def name(self) -> str:
@@ -71,37 +71,36 @@ class History:
     folder: Path
     events: list[Event] = field(repr=False)
     joules: float | None = None
-    """Energy of all logged steps, including repeated ones; None if none was logged."""
+    """Energy of all logged steps, including repeated ones. None if no energy was logged."""
 
     @classmethod
     def of_events(cls, folder: Path, logged: list[Event]) -> "History":
-        """Adds `hours` to the events as they were logged, in place, and drops superseded measurements."""
+        """Adds `hours` to the logged events in place, and drops superseded measurements."""
         count_hours(logged)
         joules = [event["joules"] for event in logged if is_number(event.get("joules"))]
         return cls(folder, current_events(logged), sum(joules) if joules else None)
 
     def of(self, name: str) -> list[Event]:
-        """Returns the events of one name, in order."""
+        """Returns the events with this name, in order."""
         return [event for event in self.events if event["event"] == name]
 
     def last(self, name: str) -> Event:
-        """Returns the last event of that name; empty if there is none."""
+        """Returns the last event with this name, or {}."""
         return next((event for event in reversed(self.events) if event["event"] == name), {})
 
     def median(self, measure: str) -> float | None:
-        """Returns the median of a measure over the logged steps, so that restarts and pauses do not count."""
+        """Returns the median of a measure over the logged steps, which ignores restarts and pauses."""
         values = [event[measure] for event in self.of("train") if is_number(event.get(measure))]
         return statistics.median(values) if values else None
 
     def validation(self) -> dict[str, list[Event]]:
-        """Returns the validation events by source."""
         sources: dict[str, list[Event]] = {}
         for event in self.of("validation"):
             sources.setdefault(str(event.get("source")), []).append(event)
         return sources
 
     def scores(self) -> dict[str, list[Score]]:
-        """Returns the scores by name, each list sorted by step, of all evaluations during and after the run."""
+        """Returns the scores of all evaluations during and after the run, by name and sorted by step."""
         scores: dict[str, list[Score]] = {}
         for event in self.of("evaluation"):
             for score in scores_of(event):
@@ -112,7 +111,7 @@ class History:
 def scores_of(event: Event) -> list[Score]:
     """Returns the scores of an `evaluation` event: a task's metrics with standard errors, or losses on a source.
 
-    Skips the subtasks of a group that has its own score (MMLU has 57), which would crowd out the group's curve.
+    Skips subtasks if their group has its own score: MMLU's 57 subtasks would crowd out its curve.
     """
     if event.get("is_part"):
         return []
@@ -138,7 +137,7 @@ def is_number(value: object) -> bool:
 
 
 def require_run(folder: Path) -> Path:
-    """Returns the folder if it contains a run's metrics. Raises InputError that says what it is instead."""
+    """Returns the folder if it is a run. Otherwise raises an InputError that explains what the folder is."""
     if (folder / METRICS_FILE).is_file():
         return folder
     refuse_url(str(folder))
@@ -146,37 +145,37 @@ def require_run(folder: Path) -> Path:
         raise InputError(f"{folder}: is a file; give the folder of a run, such as runs/demo")
     if not folder.is_dir():
         parent = folder.parent
-        # Only its siblings: the parent may be / or a home directory, which would take too long to search.
+        # Search only siblings: the parent may be / or a home directory, where a deep search takes too long.
         names = [str(path) for path in find_runs(parent, depth=1)] if parent.is_dir() else []
-        hint = did_you_mean(str(folder), names) if names else f"; {parent} holds no runs"
+        hint = did_you_mean(str(folder), names) if names else f"; {parent} contains no runs"
         raise InputError(f"{folder}: no such run{hint}")
     inside = find_runs(folder)
     if inside:
         raise InputError(
-            f"{folder}: is not a run but holds {len(inside)}: "
+            f"{folder}: is not a run but contains {len(inside)}: "
             f"{', '.join(str(path) for path in inside[:8])}{' ...' if len(inside) > 8 else ''}; give one of them"
         )
     owner = next((parent for parent in folder.parents if (parent / METRICS_FILE).is_file()), None)
     if owner is not None:
-        raise InputError(f"{folder}: is a folder within the run {owner}; give {owner}")
+        raise InputError(f"{folder}: is a folder inside the run {owner}; give {owner}")
     if (folder / "config.yaml").is_file():
-        raise InputError(f"{folder}: the run has not begun: there is no {METRICS_FILE} yet; see its console")
+        raise InputError(f"{folder}: the run has not started: it has no {METRICS_FILE} yet; see its console")
     raise InputError(f"{folder}: is not a run: it has no {METRICS_FILE}; give a folder that train.py made")
 
 
 def refuse_url(text: str) -> None:
-    """Raises InputError for the URL of a run, also after a Path has made one slash of its two."""
+    """Raises InputError for the URL of a run, even if Path has collapsed its two slashes into one."""
     scheme, colon, rest = text.partition(":/")
     if colon and scheme.isidentifier() and not Path(text).exists():
         url = f"{scheme}://{rest.lstrip('/')}"
         raise InputError(
-            f"{url}: is read from a copy on this machine: python -m pretrain.checkpoint.mirror_fetch "
-            f"{url.partition('@')[0]} makes it; then give runs/NAME"
+            f"{url}: only a local copy can be read; make one with python -m pretrain.checkpoint.mirror_fetch "
+            f"{url.partition('@')[0]}, then give runs/NAME"
         )
 
 
 def require_runs(folders: Iterable[Path]) -> list[Path]:
-    """Returns the folders as runs. Raises InputError with every folder that is not a run."""
+    """Returns the folders. Raises one InputError that lists all folders that are not runs."""
     problems = Problems()
     runs = [problems.attempt(require_run, folder) for folder in folders]
     problems.stop_if_any()
@@ -194,7 +193,7 @@ def find_runs(folder: Path, *, depth: int = 3) -> list[Path]:
         if entry.name.startswith(".") or not entry.is_dir():
             continue
         path = Path(entry.path)
-        if os.path.isfile(path / METRICS_FILE):  # unlike Path.is_file, False without permission
+        if os.path.isfile(path / METRICS_FILE):  # False without permission, unlike Path.is_file
             found.append(path)
         elif depth > 1:
             found += find_runs(path, depth=depth - 1)
@@ -205,7 +204,7 @@ def read_history(run: Path) -> History:
     """Reads a whole run, in about a second per 100,000 lines. Raises InputError if the folder is not a run."""
     events = read_metrics(require_run(run))
     if not events:
-        raise InputError(f"{run / METRICS_FILE}: holds no events yet; wait until the run has begun")
+        raise InputError(f"{run / METRICS_FILE}: contains no events yet; wait until the run has started")
     return History.of_events(run, events)
 
 
@@ -216,7 +215,7 @@ def append_events(run: Path, events: Iterable[Event]) -> None:
         size = file.tell()
         if size and os.pread(file.fileno(), 1, size - 1) != b"\n":
             text = "\n" + text  # a crash cut the last line short
-        # A single unbuffered write in append mode: lines of another process cannot interleave.
+        # A single unbuffered write in append mode cannot interleave with lines of another process.
         file.write(text.encode())
 
 
@@ -226,8 +225,8 @@ def count_hours(events: list[Event]) -> None:
     previous = None
     for event in events:
         now = event.get("time")
-        if is_number(now) and event["event"] not in BESIDE:
-            # The time before a `start` is the gap between two processes. max: the clock may have been set back.
+        if is_number(now) and event["event"] not in BY_OTHER_PROCESSES:
+            # The time before a `start` is a gap between two processes. max: the clock may have been set back.
             if previous is not None and event["event"] != "start":
                 elapsed += max(0.0, now - previous)
             previous = now
@@ -235,11 +234,11 @@ def count_hours(events: list[Event]) -> None:
 
 
 def current_events(events: Iterable[Event]) -> list[Event]:
-    """Returns the events without measurements that were superseded by repeated steps or repeated evaluations."""
+    """Drops measurements superseded by repeated steps or repeated evaluations."""
     current: list[Event] = []
     for event in events:
         if (back_to := repeats_after(event)) is not None:
-            # Events such as checkpoint or warning stay, because they did happen; only curves must be single-valued.
+            # Events such as checkpoint or warning stay, because they did happen. Only curves must be single-valued.
             current = [e for e in current if e["event"] not in CURVES or (e.get("step") or 0) <= back_to]
         current.append(event)
     last = {_subject(event): event for event in current if event["event"] in MEASURED}
@@ -259,28 +258,28 @@ def _subject(event: Event) -> tuple:
 
 
 def read_end(run: Path, *, lines: int = 2000, look_back_bytes: int = 1 << 22) -> list[Event]:
-    """Reads the last events of a run, without superseded ones, in a time that does not grow with the file.
+    """Reads the last events of a run, without superseded ones. The time does not grow with the file.
 
-    lines: number of last lines to read. Before them, only rare events within the last `look_back_bytes` are read.
+    lines: number of last lines to read. In the `look_back_bytes` before the end, rare events are read, too.
     """
     with open(run / METRICS_FILE, "rb") as file:
         begin = max(0, file.seek(0, os.SEEK_END) - look_back_bytes)
         file.seek(begin)
-        # A read that does not begin at byte 0 usually begins in the middle of a line: drop that line.
+        # A read that does not start at byte 0 usually starts in the middle of a line: drop that line.
         all_lines = file.read().split(b"\n")[1 if begin else 0 :]
-    # Compare the prefix instead of parsing: parsing 4 MB of JSON is slow.
+    # Compare prefixes, because parsing 4 MB of JSON is slow.
     rare = [line for line in all_lines[:-lines] if not line.startswith(FREQUENT)]
     return current_events(parse_lines([*rare, *all_lines[-lines:]]))
 
 
 def last_start(run: Path) -> Event:
-    """Returns the newest `start` event anywhere in the file; empty if there is none."""
+    """Returns the newest `start` event anywhere in the file, or {}."""
     with open(run / METRICS_FILE, "rb") as file:
         events = parse_lines(line for line in file if line.startswith(b'{"event": "start"'))
     return events[-1] if events else {}
 
 
 def last_good_end(run: Path) -> Event:
-    """Returns the last `end` event with exit code 0, written after the export; empty if there is none."""
+    """Returns the last `end` event with exit code 0, or {}. A run writes it after the export."""
     ends = [event for event in read_metrics(run) if event["event"] == "end" and event.get("code") == 0]
     return ends[-1] if ends else {}

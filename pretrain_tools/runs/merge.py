@@ -33,10 +33,10 @@ LEFT_BEHIND = {SEAL_FILE, PROVENANCE_FILE, SIGNATURE_FILE, CARD_FILE, PICTURE_FI
 def merge_models(
     texts: list[str], *, last: int | None, weights: str, output: Path | None, trust_remote_code: bool = False
 ) -> tuple[Path, list[str]]:
-    """Writes the mean of the models at these addresses; returns its folder and the names of the averaged models.
+    """Writes the mean of the models at these addresses. Returns its folder and the names of the averaged models.
 
-    Reads one tensor at a time and holds at most one output file in memory. Raises InputError with all problems before
-    writing anything.
+    Reads one tensor at a time and holds at most one output file in memory. Raises one InputError with all problems
+    before it writes anything.
 
     Args:
         last: number of newest intact checkpoints to take from each run.
@@ -51,10 +51,10 @@ def merge_models(
     folders = [address.folder for address in addresses]
     if len(folders) < 2 and weights == "raw":
         problems.append(
-            f"merge {names[0]}: one model is no mean; give several, as RUN --last 5, RUN@400 RUN@500 or two folders"
+            f"merge {names[0]}: needs at least two models; give RUN --last 5, RUN@400 RUN@500 or two folders"
         )
     if repeated := sorted({name for name in names if names.count(name) > 1}):
-        problems.append(f"merge: {', '.join(repeated)} would count twice; name each model once")
+        problems.append(f"merge: {', '.join(repeated)} would count twice; give each model once")
     if weights == "average":
         for name, folder in zip(names, folders, strict=True):
             problems.attempt(require_average, f"merge {name}: --weights average", folder)
@@ -76,21 +76,21 @@ def merge_models(
 
 
 def addressed(text: str, last: int | None) -> list[ModelAddress]:
-    """Returns the models at an address; for a run and `last`, its newest intact checkpoints. Raises InputError."""
+    """Returns the models at an address. With `last`, returns a run's newest intact checkpoints. Raises InputError."""
     if last is None or not (steps := checkpoint_folders(Path(text).expanduser())):
         return find_models(text, "merge")
     found: list[ModelAddress] = []
-    # Go from the newest and skip damaged checkpoints until there are enough.
+    # Start with the newest and skip damaged checkpoints.
     for step in reversed(steps):
         try:
             found = [*find_models(f"{text.rstrip('/')}@{step}", "merge"), *found]
         except InputError as error:
-            print(f"warning: left out: {error}", file=sys.stderr)
+            print(f"warning: skipped: {error}", file=sys.stderr)
         if len(found) == last:
             return found
     raise InputError(
-        f"merge {text} --last {last}: it has {len(found)} intact checkpoints; keep more with checkpoint.keep_last, or "
-        "merge fewer"
+        f"merge {text} --last {last}: the run has {len(found)} intact checkpoints; keep more with "
+        "checkpoint.keep_last, or merge fewer"
     )
 
 
@@ -99,11 +99,11 @@ def output_folder(addresses: Sequence[ModelAddress], asked: Path | None) -> Path
     if asked is None:
         runs = {address.run for address in addresses}
         if len(runs) > 1 or None in runs:
-            raise InputError("merge: the models are not of one run; say where their mean goes with --output FOLDER")
+            raise InputError("merge: the models are not from one run; choose an output folder with --output FOLDER")
         steps = sorted({address.step for address in addresses})
         asked = runs.pop() / ("merged-" + "-".join(f"{step}" for step in dict.fromkeys((steps[0], steps[-1]))))
     if asked.exists():
-        raise InputError(f"--output {asked}: is there already; remove it, or choose another folder")
+        raise InputError(f"--output {asked}: already exists; remove it, or choose another folder")
     if problem := output_problem(asked):
         raise InputError(f"--{problem}")
     return asked
@@ -114,7 +114,7 @@ def mean_of(
 ) -> tuple[TensorGroup, PublishedNames]:
     """Returns (mean of the tensors in these folders, their names in published models).
 
-    Each mean is computed in fp64 when it is fetched, and returned in fp32. Raises InputError if the architectures
+    Computes each mean in fp64 when it is fetched, and returns it in fp32. Raises InputError if the architectures
     differ.
     """
     problems = Problems()
@@ -133,14 +133,14 @@ def mean_of(
         if type(config) is not type(configs[0]) or different:
             what = f"{len(different)} tensors differ, first {different[0]}; " if different else ""
             problems.append(
-                f"merge {names[0]} {name}: not of one architecture ({what}{config_differences(configs[0], config)}); "
-                "merge models of one"
+                f"merge {names[0]} {name}: have different architectures ({what}"
+                f"{config_differences(configs[0], config)}); merge models of one architecture"
             )
         # RoPE has no weights, so a different base or scaling does not show in the shapes.
         elif getattr(config, "rope_parameters", None) != getattr(configs[0], "rope_parameters", None):
             problems.append(
-                f"merge {names[0]} {name}: have other rotary positions ({config_differences(configs[0], config)}), "
-                "under which the same weights are another model; merge checkpoints of one stage"
+                f"merge {names[0]} {name}: have different rotary positions ("
+                f"{config_differences(configs[0], config)}); merge checkpoints of one stage"
             )
     problems.stop_if_any()
 
@@ -173,7 +173,7 @@ def describe_mean(folder: Path, newest: Path, contents: dict) -> None:
 
 
 def note_dtype(folder: Path, dtype: torch.dtype) -> None:
-    """Sets the dtype in config.json to that of the weights; from_pretrained loads in it unless it is told another."""
+    """Sets the dtype in config.json, in which from_pretrained loads the weights by default."""
     path = folder / "config.json"
     config = json.loads(path.read_text(encoding="utf-8"))
     config["dtype"] = str(dtype).removeprefix("torch.")

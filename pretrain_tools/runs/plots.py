@@ -1,4 +1,4 @@
-"""Draws runs as PNG panels, and holds the plotting helpers that the project's other figures share."""
+"""Draws runs as PNG panels. The project's other figures share its plotting helpers."""
 
 import io
 import itertools
@@ -20,7 +20,7 @@ from pretrain_tools.runs.history import MEASURES, read_history, require_runs
 from pretrain_tools.runs.status import read_status
 
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
-"""Colors of runs: the Okabe-Ito palette, which is safe for color-blind readers."""
+"""Colors of runs, from the colorblind-safe Okabe-Ito palette."""
 DASHES = ("-", "--", ":", "-.")
 MARKS = {
     "resume": (">", "#009e73", "resumed"),
@@ -35,26 +35,26 @@ MARKS = {
     "end": ("s", "#555555", "ended"),
 }
 """Events marked in the loss panel: (matplotlib marker, color, name in the legend)."""
-POSITION_LABELS = {"step": "step", "tokens": "tokens", "hours": "hours of running", "flops": "FLOPs",
-                   "position": "position in the document, up to"}  # fmt: skip
+POSITION_LABELS = {"step": "step", "tokens": "tokens", "hours": "running hours", "flops": "FLOPs",
+                   "position": "position in the document (end of range)"}  # fmt: skip
 MOST_SCORE_PANELS = 15
 MARK_HEIGHT = 0.035
 """Height of a run's line of event marks, as a share of the panel."""
 SMOOTHED_SHARE = 0.04
 FEWEST_SMOOTHED = 20
 MOST_DOTS = 50
-"""Points up to which a curve shows each as a dot."""
+"""A curve with more points has no dots."""
 FEW = 12
-"""Points up to which a curve's first ones count for the range of the loss axis."""
+"""If no curve has more points, all of them set the range of the loss axis."""
 SCORES = {"marker": "o", "markersize": 4, "capsize": 3}
-"""Look of scores with their standard errors, for matplotlib's `errorbar`."""
+"""Style of scores and their standard errors, for matplotlib's `errorbar`."""
 SHARE_LEFT_OUT_OF_RANGE = 0.02
-"""Share of a run, from its start, that is ignored when choosing the range of the loss axis."""
+"""Share of a run, from its start, that does not set the range of the loss axis."""
 
 
 @dataclass(frozen=True)
 class PlottedRun:
-    """A run with everything that a picture shows of it."""
+    """A run and its data for plotting."""
 
     name: str
     state: str
@@ -63,7 +63,7 @@ class PlottedRun:
 
     @classmethod
     def read(cls, folder: Path, name: str, number: int = 0) -> "PlottedRun":
-        """Reads a run's folder; `number` sets the color. Raises InputError if it is no run or has no events yet."""
+        """Reads a run. `number` sets the color. Raises InputError if the folder is not a run or has no events yet."""
         return cls(name, read_status(folder).state, curves_of(read_history(folder)), color_of(number))
 
 
@@ -74,15 +74,15 @@ class Line:
     color: str | tuple[float, ...]
     columns: Columns
     measure: str
-    """The column that is drawn, with its `standard_error` if there is one."""
+    """The column to draw. A `standard_error` column adds error bars."""
     dash: str = "-"
     label: str | None = None
-    """Text in the panel's own legend; None: not in it."""
+    """Text in the panel's own legend. None: no entry."""
 
 
 @dataclass(frozen=True)
 class Panel:
-    """One quantity of all runs."""
+    """One quantity, drawn for all runs."""
 
     title: str
     lines: list[Line]
@@ -96,7 +96,7 @@ class Panel:
 
 
 def plot_runs(folders: Sequence[Path], output: Path | None) -> Path:
-    """Writes the PNG, by default into the nearest common folder of the runs; returns its path.
+    """Writes the PNG, by default into the nearest common folder of the runs, and returns its path.
 
     Raises InputError if a folder is not a run, no run has logged a step, or the path is not writable.
     """
@@ -114,8 +114,8 @@ def plot_runs(folders: Sequence[Path], output: Path | None) -> Path:
 
 
 def write_png(runs: Sequence[PlottedRun], path: Path) -> None:
-    """Writes a PNG with one panel per quantity, all runs in each, and a legend of runs and event marks on top."""
-    # Figure instead of pyplot, which keeps global state and may need a display.
+    """Writes a PNG with one panel per quantity. A legend on top explains the runs and event marks."""
+    # Not pyplot, which keeps global state and may need a display.
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
 
@@ -148,7 +148,7 @@ def picture_panels(runs: Sequence[PlottedRun]) -> list[Panel]:
 
     look = {"is_smoothed": True, "is_training_loss": True}
     loss = training("Training loss (bold: smoothed)", "loss", has_marks=True, **look)
-    # For a single run, a plot by tokens or FLOPs has the same shape as the plot by step.
+    # For a single run, the curve over tokens or FLOPs has the same shape as the curve over steps.
     positions = ("tokens", "hours", "flops") if len(runs) > 1 else ("hours",)
     losses = [
         training(f"Training loss by {POSITION_LABELS[at]}", "loss", position=at, **look)
@@ -163,7 +163,7 @@ def picture_panels(runs: Sequence[PlottedRun]) -> list[Panel]:
         training("Tokens per second", "tokens_per_second", is_smoothed=True, begins_at_zero=True),
     ]
     panels = [panel for panel in panels if panel.lines]
-    # For several runs, put the panels that compare losses first.
+    # For several runs, loss comparisons come first.
     panels = [loss, *losses, *panels] if len(runs) > 1 else [loss, *panels, *losses]
     return [*panels, *score_panels(runs)[:MOST_SCORE_PANELS], *diagnostics_panels(runs)]
 
@@ -174,14 +174,14 @@ def validation_lines(runs: Sequence[PlottedRun]) -> list[Line]:
     lines = []
     for run in runs:
         for source, columns in run.curves.validation.items():
-            # The color names the run, so each source is in the legend once.
+            # The color identifies the run, so each source needs one legend entry.
             label = None if source in [line.label for line in lines] else source
             lines.append(Line(run.color, columns, "loss", DASHES[sources.index(source) % len(DASHES)], label))
     return lines
 
 
 def lines_by_position(runs: Sequence[PlottedRun]) -> list[Line]:
-    """Returns a line per run, source and stage: a point at the end of each range of positions."""
+    """Returns a line per run, source and stage, with a point at the end of each position range."""
     lines = []
     for run in runs:
         for place, (name, columns) in enumerate(run.curves.by_position.items()):
@@ -194,7 +194,7 @@ def score_panels(runs: Sequence[PlottedRun]) -> list[Panel]:
     """Returns a panel for each score with more than one point."""
     names = dict.fromkeys(name for run in runs for name in run.curves.scores if not name.endswith("perplexity"))
     panels = []
-    # Averages of task sets first, then bits per byte, which improve early; a small model's accuracies stay at chance.
+    # First averages of task sets, then bits per byte: it improves early, when accuracies are still at chance.
     for name in sorted(
         names, key=lambda name: (not name.startswith(("core ·", "small ·")), not name.endswith("_byte"))
     ):
@@ -205,7 +205,7 @@ def score_panels(runs: Sequence[PlottedRun]) -> list[Panel]:
 
 
 def diagnostics_panels(runs: Sequence[PlottedRun]) -> list[Panel]:
-    """Returns a panel for each figure of the diagnostics: by layer for one run, the median layer's for several."""
+    """Returns a panel per diagnostic: all layers of a single run, or the median layer of several runs."""
     panels = []
     for measure, title in MEASURES.items():
         lines = []
@@ -233,20 +233,19 @@ def diagnostics_panels(runs: Sequence[PlottedRun]) -> list[Panel]:
 
 
 def color_of_depth(place: int, layers: int) -> tuple[float, ...]:
-    """Returns a color from dark, the first layer, to light, the last."""
+    """Returns a layer's color, from dark (first layer) to light (last layer)."""
     from matplotlib import colormaps
 
     return colormaps["viridis"](0.9 * place / max(1, layers - 1))
 
 
 def points_of(columns: Columns, position: str, *measures: str) -> NDArray:
-    """Returns an array [x, y, ...] of the points at which all of these columns are known."""
+    """Returns an array [x, y, ...] of the points with known values in all columns."""
     points = np.array([columns[name] for name in (position, *measures)])
     return points[:, np.isfinite(points).all(axis=0)]
 
 
 def draw_panel(axis: Any, panel: Panel) -> None:
-    """Draws all lines of a panel into a matplotlib axis."""
     from matplotlib.ticker import LogLocator
 
     style_panel(axis, panel.title)
@@ -262,7 +261,7 @@ def draw_panel(axis: Any, panel: Panel) -> None:
         axis.minorticks_off()
     if panel.is_log:
         axis.set_yscale("log")
-        axis.yaxis.set_minor_locator(LogLocator(subs=(2, 5)))  # more labels would cover each other
+        axis.yaxis.set_minor_locator(LogLocator(subs=(2, 5)))  # more labels would overlap
         axis.yaxis.set_minor_formatter(axis_text)
     if panel.begins_at_zero:
         axis.set_ylim(bottom=0)
@@ -274,7 +273,7 @@ def draw_panel(axis: Any, panel: Panel) -> None:
 
 
 def draw_line(axis: Any, panel: Panel, line: Line) -> None:
-    """Draws a curve: if smoothed, its moving average in bold and all points as a faint line."""
+    """Draws a curve. A smoothed curve is a bold moving average over a faint line through all points."""
     x, y = points_of(line.columns, panel.position, line.measure)
     look = {"color": line.color, "linestyle": line.dash, "label": line.label, "linewidth": 1.6}
     if "standard_error" in line.columns:
@@ -312,7 +311,7 @@ def draw_marks(axis: Any, runs: Sequence[PlottedRun], position: str) -> None:
 
 
 def fit_to_later_loss(axis: Any, panel: Panel) -> None:
-    """Fits the axis to the loss after the first 2% of the run; the initial drop would flatten everything else."""
+    """Fits the axis to the loss after the first 2% of the run. The initial drop would flatten the rest."""
     curves = [points_of(line.columns, panel.position, "loss") for line in panel.lines]
     if all(points.shape[1] <= FEW for points in curves):
         return
@@ -324,7 +323,7 @@ def fit_to_later_loss(axis: Any, panel: Panel) -> None:
 
 
 def axis_text(value: float, _position: int | None = None) -> str:
-    """Formats a tick label: 1500000 becomes '1.5M', 3.2e18 stays as it is. Matplotlib passes the second argument."""
+    """Formats a tick label: 1500000 becomes '1.5M', 3.2e18 stays unchanged. Matplotlib passes the second argument."""
     if not value:
         return "0"
     if abs(value) >= 1e15 or abs(value) < 1e-5:
@@ -336,19 +335,17 @@ def axis_text(value: float, _position: int | None = None) -> str:
 
 
 def color_of(number: int) -> str:
-    """Returns the color of the run or line with this number."""
     return COLORS[number % len(COLORS)]
 
 
 def style_panel(axis: Any, title: str) -> None:
-    """Applies the project's style to a panel."""
     axis.set_title(title, fontsize=11, loc="left", fontweight="bold")
     axis.grid(alpha=0.25)
     axis.spines[["top", "right"]].set_visible(False)
 
 
 def save_figure(figure: Any, path: Path) -> None:
-    """Writes a PNG, so that readers never see half a file."""
+    """Writes a PNG in one step: readers never see half a file."""
     picture = io.BytesIO()
     figure.savefig(picture, dpi=110, format="png")
     write_durably(path, picture.getvalue())

@@ -23,7 +23,7 @@ LONG_STEP_SECONDS = 60.0
 """Time without progress after which `status` mentions it."""
 SHOWN_EVENTS = 8
 FIGURES = frozenset({"train", "validation", "sample", "evaluation", "diagnostics"})
-"""Events that are measurements; the others, such as checkpoint or rollback, are incidents worth listing."""
+"""Measurement events. All others, such as checkpoint or rollback, are incidents worth listing."""
 
 
 @dataclass(frozen=True)
@@ -34,38 +34,38 @@ class RunStatus:
     state: str
     """running, finished, stopped or crashed."""
     reason: str | None
-    """Reason why it ended, if recorded."""
+    """Reason for its end, if recorded."""
     where: str | None
-    """Process that runs it, as 'process 123 on HOST'."""
+    """Its process, as 'process 123 on HOST'."""
     step: int | None
     total_steps: int | None
     tokens: int | None
     loss: float | None
     validation_loss: float | None
-    """Mean over the sources, at the last validation."""
+    """Mean over the sources at the last validation."""
     tokens_per_second: float | None
     mfu: float | None
     seconds_left: float | None
-    """Estimated time to the last step; None unless it is running."""
+    """Estimated time to the last step. None unless it is running."""
     logged: float
     """Time of the last write to its log, in seconds since 1970."""
     silent_seconds: float | None
-    """Time since its last progress, as its heartbeat reports it; None unless it is running."""
+    """Time since its last progress, from its heartbeat. None unless it is running."""
     events: list[Event] = field(repr=False)
     """The last events, without superseded ones."""
     mirror: str | None = None
-    """State of its mirror as text; None without a mirror."""
+    """State of its mirror as text. None without a mirror."""
 
     @property
     def progress(self) -> float | None:
-        """Completed share of the steps, 0 to 1."""
+        """Completed share of the steps, from 0 to 1."""
         return self.step / self.total_steps if self.step is not None and self.total_steps else None
 
 
 def is_training(run: Path) -> bool | None:
-    """Tells if a process is training this run now; None if nothing in the folder can tell.
+    """Returns True if a process is training this run now, and None if its folder has no evidence.
 
-    Uses the lock on the machine that runs the process, and the heartbeat on other machines.
+    Uses the lock on the training machine, and the heartbeat on other machines.
     """
     holder = read_json(run / LOCK_FILE)
     if holder.get("host") == socket.gethostname():
@@ -82,12 +82,12 @@ def is_training(run: Path) -> bool | None:
 def _holds_lock(path: Path, holder: dict) -> bool:
     if not isinstance(holder.get("pid"), int) or not is_alive(holder["pid"]):
         return False
-    # Only test the lock while such a process lives: holding it even briefly could block a run that is starting.
+    # Only test the lock while this process is alive: holding it even briefly could block a starting run.
     try:
         with open(path, "rb") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):
-        return True  # PermissionError: the file belongs to another user, whose process is alive
+        return True  # PermissionError: the file belongs to another user with a live process
     except OSError:
         return False
     return False
@@ -96,7 +96,7 @@ def _holds_lock(path: Path, holder: dict) -> bool:
 def read_status(run: Path, *, brief: bool = False) -> RunStatus:
     """Reads the current state of a run from the end of its metrics, its lock and its heartbeat.
 
-    brief: reads less of the metrics, for long lists.
+    brief: read less of the metrics, for long lists.
     """
     events = read_end(run, lines=100, look_back_bytes=1 << 20) if brief else read_end(run)
     heartbeat = read_json(heartbeat_path(run))
@@ -114,7 +114,7 @@ def read_status(run: Path, *, brief: bool = False) -> RunStatus:
     reached = (train.get("step"), start.get("step"), last.get("rollback", {}).get("to_step"))
     step = next((step for step in reached if is_number(step)), None)
     total_steps = _total_steps(run, events, step)
-    # The lock may be missing here if another machine runs the process; its heartbeat names it too.
+    # If another machine runs the process, its lock may be missing here. The heartbeat also names the process.
     holder = read_json(run / LOCK_FILE) or heartbeat
     return RunStatus(
         folder=run,
@@ -143,7 +143,7 @@ def _total_steps(run: Path, events: list[Event], step: int | None) -> int | None
         total = source.get("total_steps")
         if is_number(total) and total >= (step or 0):
             return total
-    # The budget was raised by a later start, which is in a part of the file that was not read.
+    # A later start raised the budget. It is in an unread part of the file.
     return last_start(run).get("total_steps")
 
 
@@ -156,8 +156,8 @@ def _validation_loss(events: list[Event]) -> float | None:
 def _seconds_left(events: list[Event], step: int | None, total_steps: int | None) -> float | None:
     """Estimates the time left from the pace of the process's last lines, including validations and checkpoints.
 
-    Counts only lines since the last start, rollback or stage: the first line comes after the step that compiles, so
-    the compilation is excluded. A stage with fewer than two lines uses those of the stages before it.
+    Uses only lines since the last start, rollback or stage. This excludes compilation, which precedes the first line.
+    If a stage has fewer than two lines, uses those of earlier stages, too.
     """
     for kinds in (("start", "rollback", "stage"), ("start", "rollback")):
         since = max((n for n, e in enumerate(events) if e["event"] in kinds), default=0)
@@ -173,7 +173,7 @@ def _seconds_left(events: list[Event], step: int | None, total_steps: int | None
 
 
 def mirror_text(run: Path) -> str | None:
-    """Formats the state of the mirror: the last copied step, its lag and any problem; None without a mirror.
+    """Formats the state of the mirror: the last copied step, its lag and any problem. None without a mirror.
 
     Example: 'step 400, 100 steps behind the newest checkpoint, copied 2 min ago · s3://...'
     """
@@ -191,11 +191,11 @@ def mirror_text(run: Path) -> str | None:
         if is_number(status.get("copied_time")):
             said += f", copied {ago(status['copied_time'])}"
     if status.get("problem"):
-        said += f"; fails since {ago(status['problem_since'])}: {_value_text(status['problem'])}"
+        said += f"; first failed {ago(status['problem_since'])}: {_value_text(status['problem'])}"
     if status.get("dropped"):
-        said += f"; {counted(status['dropped'], 'checkpoint')} left out"
+        said += f"; {counted(status['dropped'], 'checkpoint')} skipped"
     if status.get("damaged"):
-        said += f"; damaged there: {', '.join(status['damaged'])}"
+        said += f"; damaged in the mirror: {', '.join(status['damaged'])}"
     return f"{said} · {status.get('mirror')}"
 
 
@@ -206,7 +206,7 @@ def state_text(status: RunStatus) -> str:
 
 
 def print_list(folder: Path) -> None:
-    """Prints one line per run under a folder. Raises InputError if there are none."""
+    """Prints one line per run under a folder. Raises InputError if it contains no runs."""
     if not folder.is_dir():
         raise InputError(f"{folder}: no such folder; give a folder that contains runs")
     is_run = (folder / METRICS_FILE).is_file()
@@ -255,7 +255,7 @@ def ago(moment: float) -> str:
 
 
 def text_of(value: object, form: Callable[[Any], str]) -> str:
-    """Formats a table cell; '-' if the value is not a number."""
+    """Formats a table cell, or '-' if the value is not a number."""
     return form(value) if is_number(value) else "-"
 
 
@@ -280,7 +280,7 @@ def status_text(status: RunStatus) -> str:
     for event in status.events:
         if event["event"] == "validation" and is_number(event.get("loss")):
             average = event.get("average_loss")
-            of_average = f", of the average {average:.4f}" if is_number(average) else ""
+            of_average = f", averaged weights {average:.4f}" if is_number(average) else ""
             text = f"loss {event['loss']:.4f}{of_average} at step {event['step']:,}"
             rows[f"validation {event.get('source')}"] = text
     if status.tokens_per_second is not None:
@@ -296,7 +296,7 @@ def status_text(status: RunStatus) -> str:
 
 
 def event_text(event: Event) -> str:
-    """Formats an event in one line: '2026-01-31 12:00:00  checkpoint  step 500 · path step-00000500 ...'."""
+    """Formats an event as one line: '2026-01-31 12:00:00  checkpoint  step 500 · path step-00000500 ...'."""
     moment = event.get("time")
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(moment)) if is_number(moment) else ""
     return f"{when}  {event['event']:<10}  {facts_text(event)}".rstrip()

@@ -20,14 +20,14 @@ from pretrain_tools.runs.history import read_history
 
 @dataclass(frozen=True)
 class Document:
-    """A document, or the part of it that a sequence holds."""
+    """A document, or the part of it in a sequence."""
 
     number: int
-    """Number in the shard file of the sequence's first token, from 1."""
+    """Its number, from 1, in the shard file where the sequence begins."""
     ids: np.ndarray
     """Token IDs without the end-of-document ID."""
     origin: str | None
-    """Source file and line; None if the shards do not record it."""
+    """Source file and line. None if the shards do not record them."""
 
 
 @dataclass(frozen=True)
@@ -37,9 +37,9 @@ class Sequence:
     source: str
     file: str
     offset: int
-    """Offset of its first token in the file, in tokens."""
+    """Offset of its first token in the file."""
     ids: np.ndarray
-    """Token IDs, shape (sequence_length + 1,); the last one is only a target. With best fit those of a piece."""
+    """Token IDs, shape (sequence_length + 1,). The last one is only a target. Best-fit packing: IDs of a piece."""
     inside: np.ndarray
     """Token IDs without the last one if it is only a target."""
     documents: list[Document]
@@ -50,8 +50,8 @@ class Sequence:
 def documents_text(run: Path, step: int, *, limit: int, characters: int) -> str:
     """Formats the first `limit` sequences of a step, with up to `characters` of each document.
 
-    step: as logged; the first step is 1. Raises InputError for a step that the run has not reached, and if shards are
-    missing or differ from those that the run was trained on.
+    step: as logged; the first step is 1. Raises InputError if the run has not reached the step, or if shards are
+    missing or have changed since training.
     """
     batches, first_sample, samples = open_step(run, step)
     span = batches.span_at(first_sample)
@@ -62,7 +62,7 @@ def documents_text(run: Path, step: int, *, limit: int, characters: int) -> str:
     ]
     decoders = {source: load_decoder(reader.manifest.tokenizer_folder) for source, reader in batches.readers.items()}
     lacks_origins = False
-    # Consecutive numbers go to different ranks.
+    # Consecutive sequences go to different ranks.
     for number in range(1, min(limit, count) + 1):
         for sequence in read_sequences(batches, first_sample + (number - 1) * span):
             lines += ["", *_sequence_lines(number, sequence, decoders[sequence.source], characters)]
@@ -103,7 +103,7 @@ def open_step(run: Path, step: int) -> tuple[Batches, int, int]:
         origin = DataPosition.of_json(start["origin"]) if "origin" in start else None
     except (KeyError, ValueError) as error:
         raise InputError(
-            f"{run}: config.yaml and the start event do not say what its data was ({error}); restore them"
+            f"{run}: config.yaml and the start event do not describe the run's data ({error}); restore them"
         ) from None
     left_out = [tuple(entry["samples"]) for entry in state.get("rollbacks") or [] if entry.get("samples")]
     passed = start.get("stage_starts", [])[1:]
@@ -120,15 +120,15 @@ def changed_sources(batches: Batches, identity: dict) -> list[str]:
     stages = identity.get("data.train") or identity.get("data.stages") or []
     trained_on = {source[0]: source[1] for stage in stages for source in stage.get("train", [])}
     return [
-        f"{folder}: the run was trained on shards with the hash {trained_on[folder]}, these have "
-        f"{reader.manifest.sha256[:16]}; restore those to see what it was trained on"
+        f"{folder}: the run was trained on shards with the hash {trained_on[folder]}, but these have "
+        f"{reader.manifest.sha256[:16]}; restore the original shards"
         for folder, reader in batches.readers.items()
         if folder in trained_on and not reader.manifest.sha256.startswith(trained_on[folder])
     ]
 
 
 def read_sequences(batches: Batches, sample: int) -> list[Sequence]:
-    """Reads the sequence that begins at a sample of the run: one, or with best fit each piece of it as one."""
+    """Reads the sequence at a sample of the run. With best-fit packing, each of its pieces is a sequence."""
     (source, start), *_ = batches.locate(sample, 1)
     length = batches.span_at(sample) * batches.window.sequence_length
     return [_read(batches, batches.folders[source], *piece) for piece in batches.pieces(source, start, length)]
@@ -138,7 +138,7 @@ def _read(batches: Batches, source: str, start: int, count: int) -> Sequence:
     reader = batches.readers[source]
     manifest = reader.manifest
     end = manifest.end_of_document_id
-    # One ID more in front tells if the sequence begins inside a document.
+    # The preceding ID shows if the sequence begins inside a document.
     before = min(start, 1)
     read = np.empty(before + count, batches.dtype)
     reader.read(start - before, read)
@@ -147,12 +147,12 @@ def _read(batches: Batches, source: str, start: int, count: int) -> Sequence:
     offset = start
     while offset >= shards[0].tokens:
         offset -= shards.pop(0).tokens
-    # The last ID of a window is only a target and opens the next sequence; a piece of best fit is text to its end.
+    # The last ID of a window is only a target, and the first ID of the next sequence. A best-fit piece has none.
     inside = ids if batches.packings else ids[:-1]
     parts = np.split(inside, np.flatnonzero(inside == end))
     documents = []
     for number, part in enumerate(parts, start=1 + ends_before(manifest, shards[0], offset)):
-        # np.split leaves the end-of-document ID at the start of the next part; it is not text.
+        # np.split leaves the end-of-document ID at the start of the next part, where it is not text.
         if len(text := part[part != end]):
             documents.append(Document(number, text, origin_of(manifest, shards, number)))
     return Sequence(source, shards[0].file, offset, ids, inside, documents, end not in (read[0], ids[0]) and start > 0)
@@ -168,7 +168,7 @@ def ends_before(manifest: Manifest, shard: Shard, offset: int) -> int:
 
 
 def _local(manifest: Manifest, shard: Shard) -> Path:
-    """Returns the path of a shard beside which its index is; of shards at a URL only the index is copied."""
+    """Returns the path of a shard, with its index next to it. For shards at a URL, copies only the index."""
     path = manifest.folder / shard.file
     if manifest.url is not None:
         from pretrain.data.object_store import copied_file
@@ -178,7 +178,7 @@ def _local(manifest: Manifest, shard: Shard) -> Path:
 
 
 def origin_of(manifest: Manifest, shards: list[Shard], number: int) -> str | None:
-    """Returns source file and line of document `number` (from 1) of the shards; None if they do not record it."""
+    """Returns source file and line of document `number` (from 1), or None if the shards do not record them."""
     for shard in shards:
         if number <= shard.documents:
             index = read_index(_local(manifest, shard), shard.documents)

@@ -104,7 +104,7 @@ def test_a_mirror_that_takes_nothing_is_tried_again(tmp_path, faults, said):
     assert said in copier.status["problem"] and copier.status["failures"] == 3
     assert pauses == [1.0, 2.0, 4.0] and steps_there(mirror) == []
     copier.beat(now=True)
-    assert said in mirror_text(run) and "fails since" in mirror_text(run)
+    assert said in mirror_text(run) and "first failed" in mirror_text(run)
     (tmp_path / "mirror.faults").unlink()
     write_checkpoint(run, 8)
     copy_all(copier)

@@ -1,4 +1,4 @@
-"""CORE and bits per byte against calculations by hand, and what is refused rather than called by their names."""
+"""CORE and bits per byte match calculations by hand, and incomplete inputs are rejected."""
 
 import csv
 import json
@@ -42,7 +42,7 @@ def items_of(kind, number):
 
 @pytest.fixture(scope="module")
 def bundle(tmp_path_factory):
-    """DCLM's bundle in small: the 22 tasks, a dozen items each."""
+    """A small version of DCLM's bundle: the 22 tasks with a dozen items each."""
     folder, tasks, rows = tmp_path_factory.mktemp("bundle"), [], []
     (folder / "eval_data/some").mkdir(parents=True)
     for place, (label, shots) in enumerate(CORE_SHOTS.items()):
@@ -61,7 +61,7 @@ def bundle(tmp_path_factory):
 
 
 def right_by_hand(model, tokenizer, task, data, number):
-    """As nanochat's core_eval.py says: one forward pass per prompt, losses of the tokens that differ."""
+    """As in nanochat's core_eval.py: one forward pass per prompt, losses of the differing tokens."""
     between, kind = task.get("continuation_delimiter", " "), task["icl_task_type"]
     others = [item for place, item in enumerate(data) if place != number]
     shots = random.Random(1234 + number).sample(others, task["num_fewshot"][0])
@@ -96,7 +96,7 @@ def right_by_hand(model, tokenizer, task, data, number):
 
 @torch.no_grad()
 def test_core_equals_a_calculation_by_hand(model_folder, bundle):
-    """The prompts of ten examples are longer than the model's 128 positions."""
+    """Prompts with ten examples are longer than the model's 128 positions."""
     scores = score_tasks(model_folder, select_tasks(["core"], None, bundle), evaluation_strategy(), precision="fp32")
     measured = {score.task: score for score in scores}
     model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32).eval()
@@ -125,7 +125,7 @@ def refused(names, folder):
     return "\n".join(caught.value.problems)
 
 
-def test_a_mean_of_fewer_tasks_is_not_core(bundle, tmp_path):
+def test_core_needs_all_its_tasks(bundle, tmp_path):
     assert "give --eval_bundle the folder" in refused(["core"], None)
     assert f"{tmp_path}: has no core.yaml, eval_meta_data.csv, eval_data; give" in refused(["core"], tmp_path)
     described = yaml.safe_load((bundle / "core.yaml").read_text())
@@ -137,32 +137,32 @@ def test_a_mean_of_fewer_tasks_is_not_core(bundle, tmp_path):
     kept[0]["num_fewshot"] = [5]
     (small / "core.yaml").write_text(yaml.safe_dump({"icl_tasks": kept}))
     text = refused(["core"], small)
-    assert "lacks 2 of its 22 tasks: coqa, boolq; a mean of the others is not CORE" in text
-    assert "other numbers of examples than CORE's (hellaswag_zeroshot)" in text
+    assert "lacks 2 of its 22 tasks: coqa, boolq; the mean over the others is not CORE" in text
+    assert "other few-shot numbers than CORE (hellaswag_zeroshot)" in text
     assert [task.label for task in bundle_tasks(["core/copa", "core/squad"], small)] == ["copa", "squad"]
     assert "core/coqa: no such task" in refused(["core/coqa"], small)
     kept[1]["icl_task_type"], kept[2]["label"] = "schemata", "unknown"
     (small / "core.yaml").write_text(yaml.safe_dump({"icl_tasks": kept}))
     text = refused(["core/copa"], small)
-    assert "jeopardy is of type schemata; did you mean schema?" in text and "gives unknown no Random baseline" in text
+    assert "jeopardy is of type schemata; did you mean schema?" in text and "unknown needs a Random baseline" in text
     (problem,) = task_problems(["core"], None)  # as a recipe is checked
     assert problem.startswith("benchmarks.tasks: core: ") and "benchmarks.eval_bundle:" in problem
 
 
-def test_an_item_that_is_none_is_named(bundle, model_folder, tmp_path):
+def test_an_invalid_item_is_named(bundle, model_folder, tmp_path):
     broken = tmp_path / "broken"
     (broken / "eval_data/some").mkdir(parents=True)
     for name in ("core.yaml", "eval_meta_data.csv"):
         (broken / name).symlink_to(bundle / name)
     copa = broken / "eval_data/some/copa.jsonl"
     copa.write_text('{"query": "a", "choices": ["b", "c"], "gold": 2}\n')
-    with pytest.raises(InputError, match=r"copa.jsonl:1: no item of type multiple_choice \(gold is 2 of 2\)"):
+    with pytest.raises(InputError, match=r"copa.jsonl:1: is not an item of type multiple_choice \(gold is 2 of 2\)"):
         score_tasks(model_folder, select_tasks(["core/copa"], None, broken), evaluation_strategy())
 
 
 @pytest.fixture(scope="module")
 def small_tasks(tmp_path_factory):
-    """The tasks of `small` under their names: of answers, of contexts (winogrande) and of last words (lambada)."""
+    """Stand-ins for the tasks of `small`: with answers, with contexts (winogrande) and with last words (lambada)."""
     folder = tmp_path_factory.mktemp("small")
     items = [items_of("multiple_choice", number) | {"number": number} for number in range(6)]
     (folder / "items.jsonl").write_text("".join(json.dumps(item) + "\n" for item in items))
@@ -215,7 +215,7 @@ def test_bits_per_byte_equal_a_calculation_by_hand(model_folder, small_tasks):
     assert measured["small"].samples == 48
 
 
-def test_several_right_answers_have_no_bits_per_byte(model_folder, small_tasks, tmp_path):
+def test_tasks_with_several_correct_answers_have_no_bits_per_byte(model_folder, small_tasks, tmp_path):
     folder, _ = small_tasks
     task = yaml.safe_load((folder / "piqa.yaml").read_text()) | {"task": "several", "doc_to_target": "{{[0, 1]}}"}
     (tmp_path / "several.yaml").write_text(yaml.safe_dump(task))

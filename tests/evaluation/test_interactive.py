@@ -1,4 +1,4 @@
-"""A session with a model, as it is typed and read."""
+"""An interactive session with a model, from typed lines to output."""
 
 import json
 import os
@@ -17,7 +17,7 @@ from support.tiny_models import TINY_LLAMA
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory, tokenizer):
-    """A model with random weights and a tokenizer, as a folder."""
+    """A model folder with random weights and a tokenizer."""
     folder = tmp_path_factory.mktemp("model") / "tiny"
     config = folder.with_suffix(".json")
     config.write_text(json.dumps(TINY_LLAMA | {"max_position_embeddings": 512}))
@@ -35,7 +35,7 @@ def session(model, *lines, arguments=()):
     return output, errors
 
 
-def test_greedy_text_is_that_of_a_prompt_and_more_of_it_is_a_longer_text(model):
+def test_greedy_text_equals_a_prompt_sample_and_more_continues_it(model):
     greedy = ("--temperature", "0", "--max_new_tokens", "8")
     said, errors = session(model, "def f", ":more", ":again", ":quit", "never read", arguments=greedy)
     assert "Traceback" not in errors and "never read" not in said
@@ -49,9 +49,9 @@ def test_greedy_text_is_that_of_a_prompt_and_more_of_it_is_a_longer_text(model):
     assert texts[16].rstrip() in said
 
 
-def test_wrong_lines_are_answered_and_the_session_goes_on(model):
+def test_the_session_continues_after_wrong_lines(model):
     output, errors = session(model, ":more", ":agan", "def", ":help", arguments=("--max_new_tokens", "4"))
-    assert ":more: there is no text yet" in errors and ":agan: unknown; did you mean again?" in errors
+    assert ":more: no text yet" in errors and ":agan: unknown; did you mean again?" in errors
     assert "the newest checkpoint" in output
 
 
@@ -73,7 +73,7 @@ def test_ctrl_c_stops_a_text_and_ctrl_d_the_session(model):
     try:
         read_until(b"> ")
         os.write(terminal, b"def f(\n")
-        read_until(b"def f(")  # what is typed comes back, then what is generated
+        read_until(b"def f(")  # the typed text, then the generated text
         read_until(b"def f(")
         process.send_signal(signal.SIGINT)
         read_until(b"> ")

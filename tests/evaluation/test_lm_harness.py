@@ -1,4 +1,4 @@
-"""What the harness needs around it: the library that evaluate.py shadows, and tasks that exist."""
+"""The harness finds the library that evaluate.py shadows, and its tasks exist."""
 
 import sys
 from pathlib import Path
@@ -45,7 +45,7 @@ def test_the_base_set_names_tasks_that_exist():
     assert set(BASE_TASKS) <= set(known)
 
 
-def test_names_that_a_recipe_may_give(tmp_path):
+def test_task_names_in_a_recipe(tmp_path):
     (tmp_path / "mine.yaml").write_text("task: mine\ntag: [ours, theirs]\ndataset_path: json\n")
     assert task_problems(["base", "mine", "ours", "blimp_*", "mmlu", "mmlu_anatomy"], tmp_path) == []
     (problem,) = task_problems(["helaswag"], tmp_path)
@@ -53,4 +53,4 @@ def test_names_that_a_recipe_may_give(tmp_path):
     assert "no such task" in task_problems([f"{tmp_path}/gone.yaml"], None)[0]
     assert task_problems(["base"], tmp_path / "nowhere")[0].startswith("benchmarks.include_path: ")
     (tmp_path / "empty").mkdir()
-    assert "holds no .yaml file with a task" in task_problems(["base"], tmp_path / "empty")[0]
+    assert "contains no .yaml file with a task" in task_problems(["base"], tmp_path / "empty")[0]

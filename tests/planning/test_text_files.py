@@ -100,7 +100,7 @@ def test_what_holds_no_text_is_refused(mine):
     (mine / "empty").mkdir()
     assert refusal("mine/empty", "mine/*.pdf", "none") == [
         "--text mine/empty: is a folder without files",
-        "--text none: no such file; quote patterns, ** looks into folders",
+        "--text none: no such file; quote patterns, and use ** to search subfolders",
         "--text mine/*.pdf: has no text that can be read: 1 of 1 files left out: 1 of unknown format .pdf: mine/f.pdf",
     ]
     (problem,) = refusal(".")

@@ -1,4 +1,4 @@
-"""A Python that has imported what prepare_data.py needs, and forks for each run: most of a run would be imports."""
+"""A Python that has imported prepare_data.py's modules and forks for each run, to save the imports."""
 
 import json
 import subprocess
@@ -40,7 +40,7 @@ for line in sys.stdin:
 
 @pytest.fixture(scope="session")
 def run_killed():
-    """Runs prepare_data.py and kills it at a moment (support.prepared.KILLED; 0: never); returns how it ended."""
+    """Runs prepare_data.py, kills it at a moment (support.prepared.KILLED; 0: never) and returns the result."""
     command = [sys.executable, "-c", SERVER, KILLED]
     with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
 

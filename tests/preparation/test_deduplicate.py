@@ -1,4 +1,4 @@
-"""Exact copies left out: the first in the order of the input stays, whatever the workers and the interruptions."""
+"""Exact copies are removed, and the first in input order is kept, for any workers and interruptions."""
 
 import signal
 
@@ -39,7 +39,7 @@ def small_parts(monkeypatch):
         monkeypatch.setattr(f"pretrain_tools.{name}", 1000)
 
 
-def test_copies_are_left_out_across_files_and_workers(tmp_path, run, small_parts):
+def test_copies_are_removed_across_files_and_workers(tmp_path, run, small_parts):
     unique = texts(60)
     write_jsonl(tmp_path / "a.jsonl", [*unique[:40], *unique[:20]])
     write_jsonl(tmp_path / "b.jsonl", [*unique[10:], unique[0]])
@@ -54,7 +54,7 @@ def test_copies_are_left_out_across_files_and_workers(tmp_path, run, small_parts
     assert index["place"].tolist() == [*range(1, 41), *range(31, 49)], "the first of each stays"
 
 
-def test_copies_of_what_came_before_a_kill_are_known(tmp_path, tokenizer, run_killed):
+def test_copies_of_documents_before_a_kill_are_found(tmp_path, tokenizer, run_killed):
     unique = texts(60)
     write_jsonl(tmp_path / "a.jsonl", [*unique, *unique])
     arguments = ("--input", tmp_path / "a.jsonl", "--tokenizer", tokenizer, "--deduplicate", "--shard_tokens", 1500)

@@ -27,7 +27,7 @@ def loaded(tokenizer) -> LoadedTokenizer:
 
 
 def changed(tokenizer, tmp_path, **changes):
-    """A copy of a tokenizer folder with other fields in its tokenizer.json."""
+    """Copies a tokenizer folder with changed fields in its tokenizer.json."""
     folder = tmp_path / "changed"
     shutil.copytree(tokenizer, folder)
     fields = json.loads((folder / "tokenizer.json").read_text())
@@ -48,7 +48,7 @@ def write_wordpiece(folder):
 
 
 @pytest.mark.parametrize("make", [ReferenceEncoder, FastEncoder])
-def test_byte_level_text_comes_back_exactly(loaded, tokenizer, make):
+def test_byte_level_text_decodes_exactly(loaded, tokenizer, make):
     from transformers import AutoTokenizer
 
     decode = AutoTokenizer.from_pretrained(tokenizer).decode
@@ -85,7 +85,7 @@ def test_an_end_token_that_is_not_marked_special_is_plain_text_too(tokenizer, tm
         assert loaded.end_of_document_id not in ids
 
 
-def test_templates_truncation_and_padding_of_a_tokenizer_are_left_out(tokenizer, tmp_path, loaded):
+def test_templates_truncation_and_padding_of_a_tokenizer_are_ignored(tokenizer, tmp_path, loaded):
     folder = changed(
         tokenizer,
         tmp_path,
@@ -111,13 +111,13 @@ def test_templates_truncation_and_padding_of_a_tokenizer_are_left_out(tokenizer,
         assert each.encode([TEXTS[0]])[0].tolist() == expected.tolist()
 
 
-def test_auto_takes_the_fast_path_where_it_agrees(loaded):
+def test_auto_uses_the_fast_path_if_it_agrees(loaded):
     encoder, reason = make_encoder(loaded, "auto")
     assert (type(encoder), reason) == (FastEncoder, None)
     assert type(make_encoder(loaded, "reference")[0]) is ReferenceEncoder
 
 
-def test_auto_falls_back_and_fast_refuses_what_gigatoken_cannot_do(tmp_path):
+def test_auto_falls_back_and_fast_rejects_unsupported_tokenizers(tmp_path):
     loaded = load_tokenizer(write_wordpiece(tmp_path / "t"), "[SEP]")
     encoder, reason = make_encoder(loaded, "auto")
     assert type(encoder) is ReferenceEncoder
@@ -128,7 +128,7 @@ def test_auto_falls_back_and_fast_refuses_what_gigatoken_cannot_do(tmp_path):
 
 
 @pytest.mark.parametrize("overlap", [150, 600])
-def test_long_texts_in_pieces_have_the_ids_of_the_whole(loaded, monkeypatch, overlap):
+def test_long_texts_in_pieces_have_the_same_ids(loaded, monkeypatch, overlap):
     rng = np.random.default_rng(0)
     text = "".join(rng.choice(AGREEMENT_TEXTS) for _ in range(60)) + "x" * 3000 + AGREEMENT_TEXTS[3] + END
     reference = ReferenceEncoder(loaded)
@@ -150,7 +150,7 @@ def test_a_disagreement_is_found(loaded, monkeypatch):
     assert "one two" in encoder.disagreement([b"three", b"one two", b"four"])
 
 
-def test_encoders_survive_the_way_to_another_process(loaded):
+def test_encoders_can_be_pickled(loaded):
     import pickle
 
     for make in (ReferenceEncoder, FastEncoder):
@@ -159,7 +159,7 @@ def test_encoders_survive_the_way_to_another_process(loaded):
         assert np.array_equal(again.encode(TEXTS[:1])[0], encoder.encode(TEXTS[:1])[0])
 
 
-def test_folder_file_and_saved_copy_are_one_tokenizer(tokenizer, loaded, tmp_path):
+def test_folder_file_and_saved_copy_are_the_same_tokenizer(tokenizer, loaded, tmp_path):
     from_file = load_tokenizer(tokenizer / "tokenizer.json")
     assert from_file.sha256 == loaded.sha256
     assert from_file.name == loaded.name == tokenizer.name
@@ -185,7 +185,7 @@ def test_vocabulary_and_merges_without_tokenizer_json(tokenizer, loaded, tmp_pat
     assert len(ids) > 1
 
 
-def test_the_end_of_document_is_named_or_found_or_asked_for(tokenizer, tmp_path):
+def test_the_end_of_document_is_given_or_found_or_required(tokenizer, tmp_path):
     assert load_tokenizer(tokenizer, "a").end_of_document == "a"
     with pytest.raises(InputError, match=r"'</s>' is not in its vocabulary; name .* --end_of_document TOKEN"):
         load_tokenizer(tokenizer, "</s>")
@@ -218,7 +218,7 @@ def write_paragraphs(path, count=300):
     path.write_text("\n\n".join(" ".join(rng.choice(words, 40)) for _ in range(count)))
 
 
-def test_training_gives_equal_bytes_and_tells_compression_on_unseen_text(tmp_path, capsys):
+def test_training_is_deterministic_and_reports_compression_on_unseen_text(tmp_path, capsys):
     write_paragraphs(tmp_path / "a.txt")
     train(tmp_path, tmp_path / "one", validation_fraction=0.1)
     printed = capsys.readouterr().out
@@ -229,14 +229,14 @@ def test_training_gives_equal_bytes_and_tells_compression_on_unseen_text(tmp_pat
         assert path.read_bytes() == (tmp_path / "two" / path.name).read_bytes()
 
 
-def test_training_again_is_recognised_and_other_options_are_refused(tmp_path, capsys):
+def test_repeated_training_is_recognized_and_other_options_are_rejected(tmp_path, capsys):
     write_paragraphs(tmp_path / "a.txt")
     train(tmp_path, tmp_path / "one")
     before = (tmp_path / "one" / "tokenizer.json").stat().st_mtime_ns
     train(tmp_path, tmp_path / "one")
     assert "already complete" in capsys.readouterr().out
     assert (tmp_path / "one" / "tokenizer.json").stat().st_mtime_ns == before
-    with pytest.raises(InputError, match="was trained from something else: vocabulary_size was 400, is now 300"):
+    with pytest.raises(InputError, match="was trained from a different request: vocabulary_size was 400, is now 300"):
         train(tmp_path, tmp_path / "one", size=300)
     write_paragraphs(tmp_path / "b.txt", 2)
     with pytest.raises(InputError, match=r"source b.txt is new"):
@@ -250,7 +250,7 @@ def test_the_sample_is_bounded(tmp_path, capsys):
     assert 10_000 < taken < 25_000
 
 
-def test_words_and_digits_are_split_as_current_models_do(tmp_path):
+def test_words_and_digits_are_split_as_in_current_models(tmp_path):
     write_paragraphs(tmp_path / "a.txt")
     train(tmp_path, tmp_path / "one")
     loaded = load_tokenizer(tmp_path / "one")
@@ -267,12 +267,12 @@ def test_bad_training_input_leaves_nothing_behind(tmp_path):
     with pytest.raises(InputError, match=r"a.txt, line 3: not UTF-8"):
         train(tmp_path, tmp_path / "one")
     (tmp_path / "a.txt").write_bytes(b"\n\n")
-    with pytest.raises(InputError, match="the input holds no documents to train on"):
+    with pytest.raises(InputError, match="the input contains no documents to train on"):
         train(tmp_path, tmp_path / "one")
     assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]
 
 
-def test_too_little_text_for_the_vocabulary_is_said(tmp_path, capsys):
+def test_too_little_text_for_the_vocabulary_is_reported(tmp_path, capsys):
     (tmp_path / "a.txt").write_text("the the the")
     train(tmp_path, tmp_path / "one", size=1000)
     assert "no more pairs to merge: 260 tokens instead of 1,000" in capsys.readouterr().out

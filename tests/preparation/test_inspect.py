@@ -1,4 +1,4 @@
-"""prepare_data.py --inspect, against counts made by hand."""
+"""prepare_data.py --inspect matches counts made by hand."""
 
 import json
 
@@ -18,7 +18,7 @@ FUNCTION = 'def keep(text):\n    return "<script>" not in text\n'
 
 @pytest.fixture
 def documents(tmp_path):
-    """40 documents in each of 40 files; every fourth has what the filter removes, every eighth is a copy."""
+    """40 files of 40 documents. The filter removes every fourth document, and every eighth is a copy."""
     (tmp_path / "mine.py").write_text(FUNCTION)
     folder = tmp_path / "docs"
     folder.mkdir()
@@ -38,7 +38,7 @@ def arguments(documents, tokenizer, *more):
     return [str(word) for word in given]
 
 
-def test_the_page_tells_counts_tokens_and_text(tmp_path, run):
+def test_the_page_shows_counts_tokens_and_text(tmp_path, run):
     write_jsonl(tmp_path / "a.jsonl", ["def f(x): return x"] * 30 + ["zebra"])
     run("--input", tmp_path / "a.jsonl", "--output", tmp_path / "out", "--validation_fraction", 0)
     page = run("--inspect", tmp_path / "out", with_tokenizer=False)
@@ -53,7 +53,7 @@ def test_the_page_tells_counts_tokens_and_text(tmp_path, run):
     assert "validation       nothing" in page
 
 
-def test_compression_and_fertility_are_told_of_each_source(tmp_path, run, tokenizer):
+def test_the_page_shows_compression_and_fertility_of_each_source(tmp_path, run, tokenizer):
     texts = {"code": ["def f(x): return x"] * 9 + ["import os"] * 4, "other": ["zebra naïve 日本語", "  "]}
     for name, of_source in texts.items():
         write_jsonl(tmp_path / f"{name}.jsonl", of_source)
@@ -67,7 +67,7 @@ def test_compression_and_fertility_are_told_of_each_source(tmp_path, run, tokeni
         assert f"  {name}.jsonl: {len(of_source)}, {in_bytes / tokens:.3f}, {tokens / words:.3f}\n" in page
 
 
-def test_lengths_of_both_splits_are_those_of_the_index(tmp_path, run):
+def test_lengths_of_both_splits_match_the_index(tmp_path, run):
     write_jsonl(tmp_path / "a.jsonl", ["a b c" * n for n in range(1, 20)])
     run("--input", tmp_path / "a.jsonl", "--output", tmp_path / "out", "--validation_fraction", 0.3)
     indices = [read_index(tmp_path / f"out/{split}-00000.bin", n) for split, n in documents_in(tmp_path / "out")]
@@ -82,24 +82,24 @@ def documents_in(folder):
     return [(shard.split, shard.documents) for shard in read_manifest(folder).shards]
 
 
-def test_lengths_are_told_in_one_line():
+def test_lengths_fit_on_one_line():
     text = lengths_text(np.array([1, 2, 3, 4, 4, 100]))
-    assert text.startswith("shortest 1, median 4, 90 % up to 52") and "longest 100, mean 19.0" in text
+    assert text.startswith("shortest 1, median 4, 90% up to 52") and "longest 100, mean 19.0" in text
     assert lengths_text(np.array([], np.int64)) == "no documents"
 
 
-def test_what_was_removed_adds_up_and_is_shown(documents, tokenizer):
+def test_removed_documents_add_up_and_are_shown(documents, tokenizer):
     run_script("prepare_data.py", *arguments(documents, tokenizer))
     page = run_script("prepare_data.py", "--inspect", str(documents / "out")).stdout
     copies = 200 - 1
     assert f"documents        {1600 - 400 - copies:,}; skipped 0 empty, 0 bad, {copies} copies" in page
     assert "removed          400 documents, " in page and " bytes: mine.keep\n" in page
     assert page.count("  mine.keep: ") == page.count("  kept: ") == 3 and "<script>alert(1)</script>" in page
-    (domains,) = [line for line in page.splitlines() if line.startswith("domain, of a sample: ")]
+    (domains,) = [line for line in page.splitlines() if line.startswith("domain (sampled): ")]
     assert all(f"site{number}.org" in domains for number in range(3))
 
 
-def test_the_sample_of_domains_is_the_same_in_any_division():
+def test_the_domain_sample_does_not_depend_on_the_division():
     texts = [f"text {n}".encode() for n in range(3 * DOMAIN_SAMPLE)]
     urls = [f"http://{n % 7}.org/x" for n in range(len(texts))]
     whole = CleaningAccount()

@@ -1,4 +1,4 @@
-"""The preparation under kills, signals, locks and changes: what must not change a byte or be lost."""
+"""A preparation under kills, signals, locks and changes neither changes a byte nor loses work."""
 
 import gzip
 import json
@@ -33,7 +33,7 @@ def request_for(tmp_path, tokenizer, **options):
     return PreparationRequest(documents, PreparationOptions(**options), load_tokenizer(tokenizer), tmp_path / "out")
 
 
-def test_a_second_process_is_refused_and_told_by_whom(tmp_path, tokenizer):
+def test_a_second_process_is_rejected_with_the_name_of_the_first(tmp_path, tokenizer):
     write_jsonl(tmp_path / "a.jsonl", texts(9))
     state = tmp_path / "out" / ".unfinished"
     state.mkdir(parents=True)
@@ -50,7 +50,7 @@ def test_a_second_process_is_refused_and_told_by_whom(tmp_path, tokenizer):
     assert not state.exists()
 
 
-def test_what_a_kill_left_in_a_finished_folder_is_removed(tmp_path, tokenizer):
+def test_leftovers_of_a_kill_in_a_finished_folder_are_removed(tmp_path, tokenizer):
     write_jsonl(tmp_path / "a.jsonl", texts(9))
     prepare_files(tmp_path, tokenizer)
     before = content_of(tmp_path / "out")
@@ -72,9 +72,9 @@ def test_input_that_changes_while_it_is_read_is_noticed(tmp_path, tokenizer):
     assert not (tmp_path / "out" / "manifest.json").exists()
 
 
-def test_after_a_bad_record_what_came_before_is_kept_and_skip_goes_on(tmp_path, tokenizer, monkeypatch, capsys):
+def test_records_before_a_bad_one_are_kept_and_skip_continues(tmp_path, tokenizer, monkeypatch, capsys):
     make_parts_small(monkeypatch, 500)
-    # A copy in the part with the bad record, too: it must not be counted twice.
+    # The part with the bad record also has a copy, which must not count twice.
     write_jsonl(tmp_path / "a.jsonl", [*texts(50), "copy", "copy"], [b"bad"])
     with pytest.raises(InputError, match=r"a\.jsonl, line 53: broken JSON"):
         prepare_files(tmp_path, tokenizer, deduplicate=True)
@@ -91,7 +91,7 @@ def test_after_a_bad_record_what_came_before_is_kept_and_skip_goes_on(tmp_path, 
 
 def wait_until_gone(pids, seconds=120):
     deadline = time.monotonic() + seconds
-    # One that nobody fetches, as in a container without an init, is gone as well.
+    # A zombie process, as in a container without an init, also counts as gone.
     while alive := [pid for pid in pids if process_state(pid) not in (None, "Z", "X")]:
         assert time.monotonic() < deadline, f"workers outlived their parent: {alive}"
         time.sleep(0.05)
@@ -136,7 +136,7 @@ def test_killed_at_random_writes_it_continues_to_the_same_bytes(tmp_path, tokeni
     assert kills > 2 and content_of(tmp_path / "broken") == content_of(tmp_path / "whole")
 
 
-# Runs prepare_data.py where no file may grow beyond so many bytes, as on a disk that is full.
+# Runs prepare_data.py with a limit on file sizes, as on a full disk.
 FULL = (
     """
 import resource, sys
@@ -146,7 +146,7 @@ resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv.pop(1)),) * 2)
 )
 
 
-def test_a_full_disk_is_said_and_what_is_done_is_kept(tmp_path, tokenizer, run_killed):
+def test_a_full_disk_is_reported_and_finished_work_is_kept(tmp_path, tokenizer, run_killed):
     write_jsonl(tmp_path / "a.jsonl", texts(200))
     arguments = ("--input", tmp_path / "a.jsonl", "--tokenizer", tokenizer)
     limit = (tokenizer / "tokenizer.json").stat().st_size + 1000
@@ -161,7 +161,7 @@ def test_a_full_disk_is_said_and_what_is_done_is_kept(tmp_path, tokenizer, run_k
     assert content_of(tmp_path / "out") == content_of(tmp_path / "whole")
 
 
-def test_a_signal_stops_between_parts_and_tells_to_run_again(tmp_path, tokenizer, run_killed):
+def test_a_signal_stops_between_parts_with_a_hint_to_run_again(tmp_path, tokenizer, run_killed):
     write_jsonl(tmp_path / "a.jsonl", texts(400))
     arguments = ("--input", tmp_path / "a.jsonl", "--tokenizer", tokenizer, "--output", tmp_path / "out")
     code = KILLED.replace("os.kill(os.getpid(), signal.SIGKILL)", "os.kill(os.getpid(), signal.SIGTERM)")
@@ -172,11 +172,11 @@ def test_a_signal_stops_between_parts_and_tells_to_run_again(tmp_path, tokenizer
     assert verify_shards(tmp_path / "out") == []
 
 
-def test_changed_sources_and_options_of_an_unfinished_folder_are_refused(tmp_path, tokenizer, run_killed):
+def test_changed_sources_and_options_of_an_unfinished_folder_are_rejected(tmp_path, tokenizer, run_killed):
     write_jsonl(tmp_path / "a.jsonl", texts(100))
     arguments = ("--input", tmp_path / "a.jsonl", "--output", tmp_path / "out")
     assert run_killed(8, *arguments, "--tokenizer", tokenizer).returncode == -signal.SIGKILL
-    with pytest.raises(InputError, match=r"was begun .*: options\.validation_fraction was 0\.01, is now 0\.5"):
+    with pytest.raises(InputError, match=r"was started .*: options\.validation_fraction was 0\.01, is now 0\.5"):
         prepare_files(tmp_path, tokenizer, validation_fraction=0.5)
     write_jsonl(tmp_path / "a.jsonl", texts(101))
     with pytest.raises(InputError, match=r"source a.jsonl has changed"):

@@ -1,4 +1,4 @@
-"""Slices on machines of their own, merged: the bytes that one machine makes."""
+"""Slices prepared on separate machines and merged have the same bytes as from one machine."""
 
 import json
 import os
@@ -46,7 +46,7 @@ def read_in(parts):
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 7])
-def test_merged_slices_are_the_bytes_of_one_machine(tmp_path, run, small_parts, count):
+def test_merged_slices_equal_the_bytes_of_one_machine(tmp_path, run, small_parts, count):
     arguments = (*write_inputs(tmp_path), "--deduplicate", "--min_characters", 10)
     arguments = (*arguments, "--write_text")
     run(*arguments, "--output", tmp_path / "whole")
@@ -72,11 +72,11 @@ def test_missing_and_different_slices_are_all_named(tmp_path, run):
     assert len(told) == 3 and not (tmp_path / "out").exists()
 
 
-def test_what_cannot_be_divided_is_refused(tmp_path, run):
+def test_options_that_exclude_slices_are_rejected(tmp_path, run):
     with pytest.raises(InputError, match=r"--slice 3/3: must be i/n with i from 0 to n - 1"):
         parse_slice("3/3")
     arguments = (*write_inputs(tmp_path), "--output", tmp_path / "out")
-    with pytest.raises(InputError, match=r"slices do not know of each other, so --max_tokens 9 must be left out"):
+    with pytest.raises(InputError, match=r"slices are independent of each other; leave out --max_tokens 9"):
         run(*arguments, "--slice", "0/2", "--max_tokens", 9)
     with pytest.raises(InputError, match=r"give either --slice I/N, or --merge_slices N"):
         run(*arguments, "--slice", "0/2", "--merge_slices", 2)
@@ -92,20 +92,20 @@ def test_slices_are_runs_of_parts_of_about_the_same_size(tmp_path, small_parts):
     assert [part.after for parts in slices for part in parts] == whole
     sizes = [sum(part.input_bytes for part in parts) for parts in slices]
     assert sum(sizes) == documents.total_bytes and max(sizes) - min(sizes) < 4000
-    # Each goes on from any of its parts.
+    # Each slice continues from any of its parts.
     middle = slices[3][1].after
     assert read_in(documents.sliced(3, 8).parts(Reading(), middle)) == read_in(slices[3][2:])
 
 
 @pytest.mark.parametrize("name", ["one.jsonl.zst", "one.parquet", "one.csv"])
-def test_one_large_file_is_divided_too(tmp_path, run, small_parts, name):
+def test_one_large_file_is_sliced_too(tmp_path, run, small_parts, name):
     (tmp_path / name).write_bytes(WRITERS[name.partition(".")[2]](texts(120)))
     arguments = ("--input", tmp_path / name, "--validation_fraction", 0.2)
     run(*arguments, "--output", tmp_path / "whole")
     for number in range(3):
         run(*arguments, "--output", tmp_path / "merged", "--slice", f"{number}/3")
         made = read_manifest(tmp_path / f"merged.slices/{number}-of-3")
-        # Of a compressed file each slice has a run of blocks of 1,000 bytes.
+        # Each slice of a compressed file is a run of 1,000-byte blocks.
         assert 10 < sum(shard.documents for shard in made.shards) < 80
     run(*arguments, "--output", tmp_path / "merged", "--merge_slices", 3)
     assert content_of(tmp_path / "merged") == content_of(tmp_path / "whole")
@@ -115,7 +115,7 @@ def test_a_dataset_is_read_by_one_machine(tmp_path, run, monkeypatch):
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     (tmp_path / "set").mkdir()
     write_jsonl(tmp_path / "set/train.jsonl", texts(3))
-    with pytest.raises(InputError, match=r"--dataset set is read by one machine; give its files instead: --input"):
+    with pytest.raises(InputError, match=r"only one machine can read --dataset set; give its files instead: --input"):
         run("--dataset", tmp_path / "set", "--output", tmp_path / "out", "--slice", "0/3")
 
 
@@ -136,16 +136,16 @@ def test_the_batch_script_prepares_a_slice_or_merges(tmp_path):
     assert "submit with --array" in told()
 
 
-def test_ray_is_asked_for_by_name_when_it_is_not_there(tmp_path, run, monkeypatch):
+def test_missing_ray_is_reported(tmp_path, run, monkeypatch):
     write_jsonl(tmp_path / "a.jsonl", texts(3))
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(InputError, match=r"Ray is not installed; pip install"):
         run("--input", tmp_path / "a.jsonl", "--output", tmp_path / "out", "--engine", "ray")
-    with pytest.raises(InputError, match=r"--engine quick: must be auto, fast or reference; and ray"):
+    with pytest.raises(InputError, match=r"--engine quick: must be auto, fast or reference, or ray"):
         run("--input", tmp_path / "a.jsonl", "--output", tmp_path / "out", "--engine", "ray,quick")
 
 
-def test_ray_gives_the_bytes_of_one_machine(tmp_path, run, small_parts):
+def test_ray_gives_the_same_bytes_as_one_machine(tmp_path, run, small_parts):
     (tmp_path / "items.txt").write_text("\n".join(text for text in texts(30) if len(text) > 100))
     # Of several parts in the cluster's processes, too, which do not know of small ones; the long lines are left out.
     lines = [document for text in texts(90) for document in (text, "long " * 24_000)]

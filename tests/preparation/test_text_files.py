@@ -1,4 +1,4 @@
-"""The documents that stay, as JSON lines: the same bytes however they are made, and the same documents read back."""
+"""--write_text always gives the same bytes, and its documents can be read back."""
 
 import json
 import signal
@@ -21,7 +21,7 @@ def lines_in(folder, split):
 
 
 def documents_of(folder, split):
-    """What the ids of a split decode to."""
+    """Decodes the token IDs of a split."""
     if not open_shards(folder, split).tokens:
         return []
     text = load_decoder(folder / "tokenizer").decode(stream_of(folder, split).tolist(), skip_special_tokens=False)
@@ -34,7 +34,7 @@ def small_parts(monkeypatch):
 
 
 def inputs(tmp_path):
-    """Documents in two files, with copies, a near copy, addresses, an empty one and a bad line."""
+    """Writes documents to two files, with copies, a near copy, addresses, an empty document and a bad line."""
     documents = [text.replace(END, "end").replace("\n", " \u2028\r\n") for text in texts(120)]
     near = " ".join(f"word{n}" for n in range(200))
     documents[10:10] = [near, f"{PROSE} Write to somebody@mail.org.", documents[3]]
@@ -45,7 +45,7 @@ def inputs(tmp_path):
 
 
 @pytest.mark.parametrize("copies", [("--near_duplicates", "0.8"), ("--deduplicate",), ("--max_documents", 50)])
-def test_the_text_is_that_of_the_ids_and_is_read_back_for_another_tokenizer(tmp_path, run, small_parts, copies):
+def test_the_text_matches_the_ids_and_serves_another_tokenizer(tmp_path, run, small_parts, copies):
     arguments = (*inputs(tmp_path), *copies)
     run(*arguments, "--output", tmp_path / "out", "--workers", 1)
     for split in SPLITS:
@@ -72,7 +72,7 @@ def test_the_text_is_that_of_the_ids_and_is_read_back_for_another_tokenizer(tmp_
         assert documents_of(tmp_path / "back", split) == documents_of(tmp_path / "out", split)
 
 
-def test_damaged_text_shows_and_lost_text_of_a_slice_is_named(tmp_path, run, small_parts):
+def test_damaged_text_is_detected_and_lost_text_of_a_slice_is_named(tmp_path, run, small_parts):
     arguments = (*inputs(tmp_path), "--output", tmp_path / "out")
     for number in range(2):
         run(*arguments, "--slice", f"{number}/2")
@@ -97,7 +97,7 @@ def test_killed_at_any_write_the_text_is_the_same(tmp_path, tokenizer, workers, 
     assert content_of(tmp_path / "broken") == content_of(tmp_path / "whole")
 
 
-def test_a_split_that_is_none_is_a_bad_record(tmp_path, run):
+def test_an_invalid_split_is_a_bad_record(tmp_path, run):
     (tmp_path / "a.jsonl").write_text('{"text": "one", "split": "train"}\n{"text": "two", "split": "test"}\n')
     arguments = ("--input", tmp_path / "a.jsonl", "--output", tmp_path / "out", "--split_field", "split")
     with pytest.raises(InputError, match=r"a\.jsonl, line 2: field 'split' must be train or validation"):
@@ -107,5 +107,5 @@ def test_a_split_that_is_none_is_a_bad_record(tmp_path, run):
 def test_text_is_not_written_without_shards(tmp_path, run):
     write_jsonl(tmp_path / "a.jsonl", ["one"])
     arguments = ("--input", tmp_path / "a.jsonl", "--output", tmp_path / "out", "--write_text")
-    with pytest.raises(InputError, match="--write_text writes documents beside shards"):
+    with pytest.raises(InputError, match="--write_text: writes documents next to shards"):
         run(*arguments, "--train_tokenizer", 300, with_tokenizer=False)

@@ -1,4 +1,4 @@
-"""A tokenizer that is extended keeps its ids and says the new text in fewer tokens; what a trained one is made of."""
+"""An extended tokenizer keeps its IDs and needs fewer tokens for the new text. Contents of a trained tokenizer."""
 
 import dataclasses
 import itertools
@@ -19,7 +19,7 @@ from support.project import run_script
 NEW_TEXT = "gradient_checkpointing = True  # gradient_checkpointing, ungradient\n" * 40
 
 
-def test_the_merges_are_those_of_counting_anew_each_time():
+def test_the_merges_equal_a_full_recount_after_each():
     words = [list("abab"), list("abc"), list("aaaa"), list("bca"), list("x")]
     counts = [5, 7, 3, 6, 9]
     found = []
@@ -42,7 +42,7 @@ def test_the_merges_are_those_of_counting_anew_each_time():
     assert all(len(word) == 1 for word in slow)
 
 
-def test_old_ids_stay_and_new_ones_are_reached(tokenizer):
+def test_old_ids_stay_and_new_ones_are_used(tokenizer):
     base = load_tokenizer(tokenizer)
     size = base.vocabulary_size + 12
     new = extended(base, [NEW_TEXT], size, ["<|user|>", base.end_of_document])
@@ -59,9 +59,9 @@ def test_old_ids_stay_and_new_ones_are_reached(tokenizer):
         assert text_decoder(new)(ids) == text.encode() and base.vocabulary_size not in ids
 
 
-def test_what_cannot_be_extended_is_refused(tokenizer):
+def test_unsupported_tokenizers_are_not_extended(tokenizer):
     base = load_tokenizer(tokenizer)
-    with pytest.raises(InputError, match="has 512 ids already, and 1 special tokens are new"):
+    with pytest.raises(InputError, match="already has 512 tokens, and 1 special tokens are new"):
         extended(base, [], 512, ["<|user|>"])
     content = json.loads(base.json)
     content["pre_tokenizer"] = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "first", "split": True}
@@ -83,7 +83,7 @@ def test_the_command_extends_with_special_tokens(tokenizer, tmp_path):
     assert record["extends"]["sha256"] == load_tokenizer(tokenizer).sha256
 
 
-def test_words_are_cut_as_chosen(tmp_path):
+def test_the_chosen_pre_tokenizer_splits_words(tmp_path):
     (tmp_path / "a.txt").write_text("1234 12345678 can't CAN'T\n\n" * 30)
     found = {}
     for name in ("gpt4", "qwen2", "gpt2"):
@@ -98,12 +98,10 @@ def test_words_are_cut_as_chosen(tmp_path):
     }
 
 
-def test_options_of_a_tokenizer_in_training_are_refused_elsewhere(tokenizer, tmp_path):
+def test_training_options_are_rejected_without_training(tokenizer, tmp_path):
     (tmp_path / "a.txt").write_text("text")
     options = ["--input", tmp_path / "a.txt", "--output", tmp_path / "out", "--tokenizer", tokenizer]
     given = ["--special_tokens", "", "--pre_tokenizer", "gpt5"]
     said = run_script("prepare_data.py", *options, *given, check=False).stderr
-    assert (
-        "give --train_tokenizer SIZE as well" in said and "--pre_tokenizer gpt5: must be gpt4, qwen2 or gpt2" in said
-    )
+    assert "also give --train_tokenizer SIZE" in said and "--pre_tokenizer gpt5: must be gpt4, qwen2 or gpt2" in said
     assert "keeps its own" in said and "without text" in said

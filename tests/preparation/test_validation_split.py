@@ -1,4 +1,4 @@
-"""Too few plain-text files for the hash to divide: the tail of the largest is for validation, the same everywhere."""
+"""With too few plain-text files to split by hash, the tail of the largest is for validation, everywhere."""
 
 import json
 
@@ -24,7 +24,7 @@ def both_splits(folder, tokenizer):
     return [backend.decode(stream_of(folder, split)[:-1].tolist()) for split in ("train", "validation")]
 
 
-def test_a_single_text_gives_its_tail(tmp_path, run, tokenizer):
+def test_the_tail_of_a_single_text_is_held_out(tmp_path, run, tokenizer):
     (tmp_path / "novel.txt").write_text(novel())
     told = run("--input", tmp_path / "novel.txt", "--validation_fraction", 0.05, "--output", tmp_path / "out")
     assert "warning" not in told
@@ -43,7 +43,7 @@ def test_a_single_text_gives_its_tail(tmp_path, run, tokenizer):
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_workers_and_slices_make_the_same_bytes(tmp_path, run, workers):
+def test_workers_and_slices_give_the_same_bytes(tmp_path, run, workers):
     """Two large files and a copy of the largest, whose tail must not come back as training text."""
     for name, text in {"a": novel(300), "b": "b " + novel(380), "c": "b " + novel(380)}.items():
         (tmp_path / f"{name}.txt").write_text(text)
@@ -58,7 +58,7 @@ def test_workers_and_slices_make_the_same_bytes(tmp_path, run, workers):
 
 
 def test_a_tokenizer_is_not_trained_on_the_tail(tmp_path, run):
-    """The tail alone has a word that would be merged."""
+    """Only the tail has a word that could be merged."""
     (tmp_path / "text.txt").write_text(novel(200) + "\n\n" + "zyxwvu " * 100)
     run(
         "--input", tmp_path / "text.txt", "--train_tokenizer", 600, "--validation_fraction", 0.05, "--output",
@@ -68,7 +68,7 @@ def test_a_tokenizer_is_not_trained_on_the_tail(tmp_path, run):
     assert "held_out_tail" in json.loads((tmp_path / "made/training.json").read_bytes())
 
 
-def test_many_documents_are_divided_by_their_hash_alone():
+def test_many_documents_are_split_by_hash_alone():
     texts = [f"text {number}".encode() for number in range(400)]
     assert split_with_tail(iter(texts), 0.05) == ValidationSplit(0.05)
     pieces = [piece for text in texts for piece in ValidationSplit(0.05).pieces(Record(1, text))]
@@ -76,13 +76,13 @@ def test_many_documents_are_divided_by_their_hash_alone():
     assert [piece.is_validation for piece in pieces] == [is_validation_text(text, 0.05) for text in texts]
 
 
-def test_reading_ends_where_both_splits_have_a_document():
+def test_reading_ends_once_both_splits_have_a_document():
     texts = (f"text {number}".encode() for number in range(10_000))
     split_with_tail(texts, 0.05)
     assert len(list(texts)) > 9_000
 
 
-def test_a_single_text_that_its_hash_puts_into_validation_is_divided_too():
+def test_a_single_text_with_a_validation_hash_is_cut_too():
     text = next(text for n in range(1000) if is_validation_text(text := f"{n} {novel(30)}".encode(), 0.05))
     head, tail = split_with_tail([text], 0.05).pieces(Record(1, text))
     assert (head.is_validation, tail.is_validation) == (False, True)
@@ -99,22 +99,22 @@ def test_a_single_text_that_its_hash_puts_into_validation_is_divided_too():
         ("漢" * 40, "漢"),
     ],
 )
-def test_the_cut_is_at_the_best_place_near(text, end):
+def test_the_cut_is_at_the_best_nearby_place(text, end):
     content = text.encode()
     head, tail = split_with_tail([content], 10 / len(content)).pieces(Record(1, content))
     assert head.text.decode().endswith(end) and tail.text.decode()
     assert 8 <= len(tail.text) <= 17
 
 
-def test_nothing_is_held_out_where_nothing_was_asked_for_or_there_is_nothing():
+def test_nothing_is_held_out_without_a_fraction_or_text():
     assert split_with_tail([], 0.05).divided_sha256 is None
     assert split_with_tail([b"abc"], 0.05).divided_sha256 is None
 
 
-def test_an_empty_split_is_a_warning_with_what_to_do(tmp_path, run):
+def test_an_empty_split_gives_a_warning_with_a_remedy(tmp_path, run):
     (tmp_path / "a.jsonl").write_text('{"text": "one"}\n{"text": "two"}\n')
     told = run("--input", tmp_path / "a.jsonl", "--validation_fraction", 0.01, "--output", tmp_path / "out")
-    assert "warning: no document of 2 fell into the validation split, which should have 1.00% of them" in told
+    assert "warning: none of 2 documents fell into the validation split, which should have 1.00% of them" in told
     assert "with another --output" in told
     told = run("--input", tmp_path / "a.jsonl", "--validation_fraction", 0, "--output", tmp_path / "none")
     assert "warning" not in told

@@ -1,4 +1,4 @@
-"""From what a user writes to a model folder, and the messages where it leads nowhere."""
+"""Resolves a user's address to a model folder, with messages for wrong addresses."""
 
 import json
 
@@ -16,7 +16,7 @@ def problems_of(call, *words) -> str:
 
 
 def make_run(run, steps, final_step=None, losses=None):
-    """The folders of a run as far as addresses look at them."""
+    """The parts of a run's folder that addresses read."""
     run.mkdir(parents=True)
     (run / "config.yaml").write_text("model: x\n")
     for step in steps:
@@ -54,8 +54,9 @@ def test_a_step_and_all_steps(tmp_path):
     run = make_run(tmp_path / "run", [4, 8], final_step=10)
     assert found(f"{run}@4") == [(f"{run}/checkpoints/step-00000004", 4, 40)]
     assert [step for _, step, _ in found(f"{run}@all")] == [4, 8, 10]
-    assert f"--model {run}@5: {run} has no checkpoint of step 5; steps there: 4, 8" in problems_of(found, f"{run}@5")
-    assert "after @ comes a step, best or all (got 'last')" in problems_of(found, f"{run}@last")
+    message = f"--model {run}@5: {run} has no checkpoint of step 5; available steps: 4, 8"
+    assert message in problems_of(found, f"{run}@5")
+    assert "after @, give a step, best or all (got 'last')" in problems_of(found, f"{run}@last")
     (run / "checkpoints/step-00000004/MANIFEST.json").unlink()
     (run / "checkpoints/step-00000008/config.json").unlink()
     assert "is damaged: config.json is missing" in problems_of(found, f"{run}@8")
@@ -66,10 +67,10 @@ def test_the_best_step_is_the_one_with_the_lowest_validation_loss(tmp_path):
     assert found(f"{run}@best") == [(f"{run}/checkpoints/step-00000008", 8, 80)]
     assert find_models(f"{run}@best")[0].name == f"{run}@8"
     unmeasured = make_run(tmp_path / "unmeasured", [4])
-    assert "no checkpoint there has a validation loss; steps there: 4" in problems_of(found, f"{unmeasured}@best")
+    assert "no checkpoint has a validation loss; available steps: 4" in problems_of(found, f"{unmeasured}@best")
 
 
-def test_an_address_that_leads_nowhere(tmp_path, monkeypatch):
+def test_an_address_without_a_model(tmp_path, monkeypatch):
     make_run(tmp_path / "runs/demo", [4])
     (tmp_path / "empty").mkdir()
     monkeypatch.chdir(tmp_path)
@@ -78,7 +79,7 @@ def test_an_address_that_leads_nowhere(tmp_path, monkeypatch):
     assert "--model not a/model id: neither a folder here nor a Hub id" in problems_of(found, "not a/model id")
 
 
-def test_a_hub_model_that_cannot_be_reached(monkeypatch):
+def test_an_unreachable_hub_model(monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(InputError, match="it cannot be read from the Hub"):
         find_models("nobody/no-such-model@v1")

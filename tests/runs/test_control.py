@@ -1,4 +1,4 @@
-"""Steering a live run by files: requests, answers, and everything that must not steer it."""
+"""Steering a live run with files: requests, answers, and everything that must not affect it."""
 
 import json
 import os
@@ -25,12 +25,12 @@ from support.run_logs import end_line, finished_run, start_line, train_line, wri
 
 START = "start-1"
 SOON = 120.0
-"""Seconds that no machine, however busy, needs for what takes one or two."""
+"""A timeout in seconds for work of one or two, safe on any busy machine."""
 
 
 @pytest.fixture
 def run(tmp_path):
-    """A run that this process trains, as far as its folder tells."""
+    """A run whose folder says that this process trains it."""
     folder = write_run(tmp_path / "run", [start_line(start_id=START), train_line(1)])
     with folder_lock(folder / ".lock"):
         yield folder
@@ -47,7 +47,7 @@ def ask(run, timeout_seconds=SOON, command="save"):
 
 
 def answer_one(run, step):
-    """A trainer that takes one command, as the loop does, in a thread of its own."""
+    """A trainer in its own thread that processes one command, like the training loop."""
     control = Control(run, START)
 
     def loop():
@@ -64,7 +64,7 @@ def answer_one(run, step):
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_a_request_is_taken_once_and_its_answer_told(run, command):
+def test_a_request_is_processed_once_and_answered(run, command):
     control = Control(run, START)
     assert control.poll() is None
     send(run, command)
@@ -75,13 +75,13 @@ def test_a_request_is_taken_once_and_its_answer_told(run, command):
     assert control.poll() is None
 
 
-def test_the_sender_hears_at_which_step_it_was_done(run):
+def test_the_sender_learns_the_step_of_the_answer(run):
     trainer = answer_one(run, step=1234)
     assert ask(run) == "saved at step 1,234"
     trainer.join()
 
 
-def test_a_second_request_is_taken_after_the_first(run):
+def test_a_second_request_is_processed_after_the_first(run):
     control = Control(run, START)
     for command in ("save", "save", "stop"):
         request = send(run, command)
@@ -96,7 +96,7 @@ def test_a_request_for_an_earlier_start_is_ignored(run):
     assert restarted.poll() is None
 
 
-def test_a_request_that_was_answered_is_not_taken_again_by_a_new_reader(run):
+def test_a_new_reader_does_not_repeat_an_answered_request(run):
     send(run, "save")
     first = Control(run, START)
     assert first.poll() == "save"
@@ -104,7 +104,7 @@ def test_a_request_that_was_answered_is_not_taken_again_by_a_new_reader(run):
     assert Control(run, START).poll() is None
 
 
-def test_the_newest_start_is_the_one_that_is_meant(run):
+def test_a_request_refers_to_the_newest_start(run):
     with open(run / "metrics.jsonl", "a") as file:
         file.write(json.dumps(start_line(1, start_id="start-2")) + "\n")
     assert send(run, "save")["start_id"] == "start-2"
@@ -113,7 +113,7 @@ def test_the_newest_start_is_the_one_that_is_meant(run):
 @pytest.mark.parametrize(
     "content", ["", "{", "[]", '{"id": 3, "command": "save"}', '{"id": "x", "command": "format"}']
 )
-def test_what_is_no_request_is_left_alone_with_a_warning(run, content):
+def test_an_invalid_request_is_ignored_with_a_warning(run, content):
     said = []
     (run / "control").mkdir()
     (run / REQUEST_FILE).write_text(content)
@@ -136,7 +136,7 @@ def test_polling_costs_next_to_nothing(run):
         return time.perf_counter() - start
 
     polling = min(seconds_of_a_hundred() for _ in range(50))
-    # 2 microseconds each, where reading the file each time takes 20; the best of many, for a busy machine.
+    # Each takes 2 microseconds, or 20 if it read the file. Use the best of many on a busy machine.
     assert polling < min(seconds_of_a_hundred(lambda: read_json(run / REQUEST_FILE)) for _ in range(50)) / 2
 
 
@@ -167,13 +167,13 @@ def test_no_reader_sees_half_a_file(tmp_path):
     assert [file.name for file in path.parent.iterdir()] == ["file.json"]
 
 
-def test_without_an_answer_the_request_is_cancelled(run):
-    with pytest.raises(InputError, match=r"no answer within 0.3 s, so save is cancelled.*--timeout"):
+def test_without_an_answer_the_request_is_canceled(run):
+    with pytest.raises(InputError, match=r"no answer within 0.3 s, so save is canceled.*--timeout"):
         ask(run, timeout_seconds=0.3)
     assert not (run / REQUEST_FILE).exists()
 
 
-def test_only_its_own_request_is_cancelled(run):
+def test_only_its_own_request_is_canceled(run):
     first, second = send(run, "save"), send(run, "stop")
     withdraw(run, first)
     assert json.loads((run / REQUEST_FILE).read_text()) == second
@@ -187,18 +187,18 @@ def test_ctrl_c_stops_waiting_and_withdraws(run):
     wait_until((run / REQUEST_FILE).exists, sender)
     sender.send_signal(signal.SIGINT)
     _, said = sender.communicate(timeout=SOON)
-    assert sender.returncode == 130 and "gave up waiting; cancelled" in said and "Traceback" not in said
+    assert sender.returncode == 130 and "gave up waiting; canceled" in said and "Traceback" not in said
     assert not (run / REQUEST_FILE).exists()
 
 
-def test_a_request_that_another_one_replaced_says_so(run):
+def test_a_replaced_request_raises_an_error(run):
     request = send(run, "save")
     send(run, "stop")
-    with pytest.raises(InputError, match=f"stop, sent by process {os.getpid()} on .* took the place of this save"):
+    with pytest.raises(InputError, match=f"stop, sent by process {os.getpid()} on .* replaced this save"):
         wait_for_answer(run, request, timeout_seconds=SOON)
 
 
-def test_a_run_that_dies_before_it_answers_is_noticed(tmp_path):
+def test_the_death_of_a_run_before_its_answer_is_noticed(tmp_path):
     folder = write_run(tmp_path / "run", [start_line(start_id=START), train_line(1)])
     with folder_lock(folder / ".lock"):
         request = send(folder, "save")
@@ -207,21 +207,21 @@ def test_a_run_that_dies_before_it_answers_is_noticed(tmp_path):
         wait_for_answer(folder, request, timeout_seconds=SOON)
 
 
-def test_a_run_that_nobody_trains_is_not_steered(tmp_path):
+def test_an_inactive_run_cannot_be_steered(tmp_path):
     finished = finished_run(tmp_path / "finished")
     unlocked = write_run(tmp_path / "unlocked", [start_line(), train_line(1)])
     crashed = write_run(tmp_path / "crashed", [start_line(), train_line(1)])
     preempted = write_run(tmp_path / "preempted", [start_line(), train_line(4), end_line(4, 75, "preempted")])
     for folder in (crashed, preempted):
-        # What a process that was killed leaves behind: a lock that no living process holds.
+        # A killed process leaves a lock that no process holds.
         (folder / ".lock").write_text(json.dumps({"pid": 2**22 + 1, "host": socket.gethostname()}))
     cases = {
         finished: "the run is not active (finished at step 100), so there is nothing to save; its model is in final",
-        unlocked: "the run is not active (it has neither lock nor heartbeat)",
-        crashed: "the run is not active (crashed at step 1), so there is nothing to save; the command that started it",
+        unlocked: "the run is not active (it has no lock or heartbeat)",
+        crashed: "the run is not active (crashed at step 1), so there is nothing to save; run its training command",
         preempted: "the run is not active (stopped: preempted at step 4)",
         tmp_path / "nowhere": "no such run",
-        tmp_path: "is not a run but holds 4",
+        tmp_path: "is not a run but contains 4",
     }
     for folder, message in cases.items():
         with pytest.raises(InputError) as error:
@@ -230,7 +230,7 @@ def test_a_run_that_nobody_trains_is_not_steered(tmp_path):
         assert not (folder / "control").exists()
 
 
-def test_a_run_that_ends_in_good_order_before_it_answers_is_noticed(tmp_path):
+def test_the_regular_end_of_a_run_before_its_answer_is_noticed(tmp_path):
     folder = write_run(tmp_path / "run", [start_line(start_id=START), train_line(1)])
     with folder_lock(folder / ".lock"):
         request = send(folder, "stop")
@@ -254,7 +254,7 @@ def test_a_run_on_another_machine_is_judged_by_its_heartbeat(tmp_path):
         send(run, "save")
 
 
-def test_a_folder_that_cannot_be_written_is_named(run):
+def test_an_unwritable_folder_is_named(run):
     (run / "control").write_text("a file where the folder should be")
     with pytest.raises(InputError, match=r"control/request.json: is not writable"):
         send(run, "save")
@@ -269,7 +269,7 @@ def test_the_default_warning_is_pythons_own(run):
     assert len(caught) == 1
 
 
-def test_the_command_line_steers_and_refuses(run, tmp_path):
+def test_the_command_line_steers_and_reports_errors(run, tmp_path):
     trainer = answer_one(run, step=42)
     assert run_script("runs.py", "stop", run).stdout == "saved and stopped at step 42\n"
     trainer.join()
@@ -319,7 +319,7 @@ def anneal_a_live_run(strategy, recipe, run):
     assert step < events(run, "train")[-1]["step"] <= 1.2 * step + 1
     last = events(run, "train")[-1]
     assert last["learning_rate"] < 0.5 * 0.003
-    # As after a crash within the decay, with the checkpoint alone that the command has made.
+    # As after a crash in the decay, with only the command's checkpoint.
     for newer in (run / "final", run / "checkpoints" / f"step-{last['step']:08d}"):
         shutil.rmtree(newer)
     with live_run(strategy, recipe, run) as trainer:
@@ -330,7 +330,7 @@ def anneal_a_live_run(strategy, recipe, run):
 
 
 def steer(run, command):
-    """Sends the command; the step at which the run says that it was done, in its answer and in its log alike."""
+    """Sends the command. Returns the step in the run's answer, which must match its log."""
     said = run_script("runs.py", command, run).stdout
     step = int(said.split("step ")[1].split()[0].replace(",", ""))
     assert [line["step"] for line in events(run, "control") if line["command"] == command][-1] == step
@@ -339,7 +339,7 @@ def steer(run, command):
 
 @contextmanager
 def live_run(strategy, recipe, run):
-    """A training that would take forever, of two processes or one, once it has logged a step of its own."""
+    """An endless training run of one or two processes, after its first logged step."""
     before = len(events(run, "train")) if run.exists() else 0
     processes = 1 if strategy == "single" else 2
     trainer = start_script(
@@ -358,13 +358,13 @@ def live_run(strategy, recipe, run):
 
 
 def wait_until(happened, process, seconds=300):
-    """Until the process has come so far."""
+    """Waits until the process has reached this point."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline and process.poll() is None:
         try:
             if happened():
                 return
-        except (FileNotFoundError, ValueError):  # not begun, or in the middle of a line
+        except (FileNotFoundError, ValueError):  # not started, or in the middle of a line
             pass
         time.sleep(0.02)
     pytest.fail(f"it did not come so far; exit status {process.poll()}")

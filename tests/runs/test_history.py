@@ -1,4 +1,4 @@
-"""Reading a run's metrics: single-valued curves, running time, the end of long files, folders that are no runs."""
+"""Reading a run's metrics: single-valued curves, running time, the end of long files, folders that are not runs."""
 
 import json
 import os
@@ -28,7 +28,7 @@ def steps_of(events, name="train"):
     return [event["step"] for event in events if event["event"] == name]
 
 
-def test_a_resumed_run_shows_repeated_steps_once_and_as_they_were_the_last_time(tmp_path):
+def test_a_resumed_run_shows_only_the_last_version_of_repeated_steps(tmp_path):
     first = [start_line(), *(train_line(step, loss=9.0) for step in range(1, 9)), validation_line(6, 8.0)]
     second = [start_line(4), {"event": "resume", "step": 4}, *(train_line(s, loss=3.0) for s in range(5, 11))]
     history = read_history(write_run(tmp_path / "run", [*first, *second, validation_line(6, 2.0)]))
@@ -38,7 +38,7 @@ def test_a_resumed_run_shows_repeated_steps_once_and_as_they_were_the_last_time(
     assert len(history.of("start")) == 2 and len(history.of("resume")) == 1
 
 
-def test_a_rollback_takes_the_steps_back_but_not_what_happened():
+def test_a_rollback_drops_steps_but_not_incidents():
     events = [start_line(), *(train_line(step) for step in range(1, 10)), validation_line(9, 9.0)]
     events += [{"event": "spike", "step": 9, "loss": 9.0}, {"event": "rollback", "step": 9, "to_step": 5}]
     events += [train_line(6), train_line(7)]
@@ -75,14 +75,14 @@ def test_the_last_of_several_evaluations_of_the_same_thing_counts():
 def test_hours_leave_out_the_time_between_a_crash_and_the_restart(tmp_path):
     lines = [start_line(time=0.0), train_line(1, time=3600.0), start_line(0, time=90_000.0)]
     lines += [train_line(1, time=93_600.0), end_line(1) | {"time": 93_600.0}]
-    # An evaluation on the next day is no running time either.
+    # An evaluation on the next day does not count as running time either.
     lines += [{"event": "evaluation", "step": 1, "source": "demo", "loss": 2.0, "time": 180_000.0}]
     history = read_history(write_run(tmp_path / "run", lines))
     assert history.of("train")[0]["hours"] == pytest.approx(2.0)
     assert history.events[-1]["hours"] == pytest.approx(2.0)
 
 
-def test_lines_that_a_crash_cut_short_or_that_are_no_events_are_left_out():
+def test_truncated_and_invalid_lines_are_skipped():
     lines = [b'{"event": "train", "step": 1}\n', b'{"event": "tra', b"[1]\n", b'{"step": 2}\n', b'{"event": 3}\n']
     lines += [b'{"event": "train", "step": "two"}\n', b"\xff\xfe\n"]
     assert parse_lines(lines) == [{"event": "train", "step": 1}]
@@ -111,7 +111,7 @@ def test_only_measures_of_an_evaluation_are_scores():
     assert len(current_events([line | about, zero_shot])) == 2, "neither replaces the other"
 
 
-def test_lines_of_another_process_end_no_line_of_the_runs_and_count_no_hours(tmp_path):
+def test_lines_of_another_process_neither_break_lines_nor_count_hours(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"event": "train", "step": 1, "time": 0}\n{"event": "tra')
     append_events(tmp_path, [{"event": "publish", "step": 1, "time": 7200}, {"event": "end", "time": 36}])
     lines = parse_lines((tmp_path / "metrics.jsonl").read_bytes().splitlines())
@@ -126,7 +126,7 @@ def test_the_end_of_a_long_file_holds_the_last_step_and_the_last_validation(tmp_
     run = write_run(tmp_path / "run", lines)
     assert (run / "metrics.jsonl").stat().st_size > 5 * (1 << 16)
     events = read_end(run, lines=50)
-    assert steps_of(events)[-1] == 2999 and len(steps_of(events)) == 49  # the 50th is what follows the last newline
+    assert steps_of(events)[-1] == 2999 and len(steps_of(events)) == 49  # the 50th is the rest after the last newline
     assert [e["source"] for e in events if e["event"] == "validation"] == ["web", "code"]
     assert steps_of(read_end(run, lines=50, look_back_bytes=1 << 16), "validation") == []
 
@@ -136,7 +136,7 @@ def test_the_end_of_a_short_file_is_the_whole_file(tmp_path):
     assert [event["event"] for event in read_end(run)] == ["start", "train"]
 
 
-def test_the_end_of_a_file_that_rolled_back_does_not_show_what_was_taken_back(tmp_path):
+def test_the_end_of_a_rolled_back_file_omits_superseded_lines(tmp_path):
     lines = [
         start_line(),
         *(train_line(step) for step in range(1, 11)),
@@ -146,13 +146,13 @@ def test_the_end_of_a_file_that_rolled_back_does_not_show_what_was_taken_back(tm
 
 
 @pytest.mark.parametrize("place", [0, 1, 5000, 9999])
-def test_the_newest_start_is_found_wherever_it_stands(tmp_path, place):
+def test_the_newest_start_is_found_anywhere_in_the_file(tmp_path, place):
     lines = [train_line(step) for step in range(1, 10_000)]
     lines.insert(place, start_line(place, start_id="newest"))
     if place:
         lines.insert(0, start_line(0, start_id="first"))
     run = write_run(tmp_path / "run", lines)
-    assert (run / "metrics.jsonl").stat().st_size > 1 << 21  # several of the blocks that are read
+    assert (run / "metrics.jsonl").stat().st_size > 1 << 21  # several read blocks
     assert last_start(run)["start_id"] == "newest"
 
 
@@ -167,7 +167,7 @@ def test_runs_are_found_in_subfolders_but_not_within_runs(tmp_path):
     assert [str(run.relative_to(tmp_path)) for run in find_runs(tmp_path)] == ["b", "sweep/a"]
 
 
-def test_what_is_no_run_is_told_apart(tmp_path):
+def test_folders_that_are_not_runs_get_specific_messages(tmp_path):
     run = finished_run(tmp_path / "runs" / "llama")
     (tmp_path / "empty").mkdir()
     (tmp_path / "begun").mkdir()
@@ -176,11 +176,11 @@ def test_what_is_no_run_is_told_apart(tmp_path):
     cases = {
         tmp_path / "runs" / "lama": f"no such run; did you mean {run}?",
         tmp_path / "nowhere" / "x": "no such run",
-        tmp_path / "runs": f"is not a run but holds 1: {run}; give one of them",
+        tmp_path / "runs": f"is not a run but contains 1: {run}; give one of them",
         run / "config.yaml": "is a file; give the folder of a run",
-        run / "checkpoints": f"is a folder within the run {run}; give {run}",
+        run / "checkpoints": f"is a folder inside the run {run}; give {run}",
         tmp_path / "empty": "is not a run: it has no metrics.jsonl",
-        tmp_path / "begun": "the run has not begun",
+        tmp_path / "begun": "the run has not started",
     }
     for folder, message in cases.items():
         with pytest.raises(InputError) as error:
@@ -193,18 +193,18 @@ def test_what_is_no_run_is_told_apart(tmp_path):
 
 def test_a_run_without_events_says_to_wait(tmp_path):
     run = write_run(tmp_path / "run", [])
-    with pytest.raises(InputError, match="holds no events yet; wait until the run has begun"):
+    with pytest.raises(InputError, match="contains no events yet; wait until the run has started"):
         read_history(run)
 
 
-def test_a_line_that_is_being_written_does_not_disturb(tmp_path):
+def test_an_unfinished_line_is_ignored(tmp_path):
     run = write_run(tmp_path / "run", [start_line(), train_line(1)])
     with open(run / "metrics.jsonl", "a") as file:
         file.write(json.dumps(train_line(2))[:30])
     assert steps_of(read_end(run)) == [1] and steps_of(read_history(run).events) == [1]
 
 
-def test_a_typo_looks_for_similar_names_beside_it_and_no_deeper(tmp_path, monkeypatch):
+def test_a_typo_suggests_similar_names_in_the_same_folder_only(tmp_path, monkeypatch):
     for name in ("demo", "deep/er/demo"):
         (tmp_path / name).mkdir(parents=True)
         (tmp_path / name / METRICS_FILE).touch()

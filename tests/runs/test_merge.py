@@ -1,4 +1,4 @@
-"""The mean of several models: what it is of, exactly, and what it refuses."""
+"""The mean of several models is exact, and invalid requests are rejected."""
 
 import json
 import shutil
@@ -46,7 +46,7 @@ def test_the_last_checkpoints_of_a_run(run):
     assert json.loads((folder / "config.json").read_text())["dtype"] == "float32"
 
 
-def test_folders_of_several_dtypes_are_a_mixture_too(run, tmp_path):
+def test_folders_of_several_dtypes_can_be_averaged(run, tmp_path):
     final, checkpoint = run / "final", run / "checkpoints/step-00000004"
     folder, _ = merge_models([str(final), str(checkpoint)], last=None, weights="raw", output=tmp_path / "a/b")
     ours, theirs, mean = saved(final), saved(checkpoint), saved(folder)
@@ -55,8 +55,8 @@ def test_folders_of_several_dtypes_are_a_mixture_too(run, tmp_path):
         assert tensor.equal(((ours[name].double() + theirs[name].double()) / 2).float())
 
 
-def test_experts_by_either_name_are_one_model(tmp_path):
-    """A checkpoint has them by the names of the model that trains, final/ and the Hub one by one; so has the mean."""
+def test_experts_under_either_name_are_the_same_model(tmp_path):
+    """A checkpoint names experts like the training model; final/, the Hub and the mean list them one by one."""
     ours = write_model(tmp_path / "ours", write_tokenizer(tmp_path / "tokenizer"), TINY_MOE, seed=1)
     shutil.copytree(ours, theirs := tmp_path / "theirs")
     expected = as_the_library_saves(ours, theirs, torch.float32)
@@ -68,21 +68,21 @@ def test_experts_by_either_name_are_one_model(tmp_path):
         assert saved(folder).keys() == expected.keys()
         assert all(torch.equal(tensor, expected[name]) for name, tensor in saved(folder).items())
     wider = write_model(tmp_path / "wider", tmp_path / "tokenizer", {**TINY_MOE, "moe_intermediate_size": 48}, seed=1)
-    with pytest.raises(InputError, match="not of one architecture"):
+    with pytest.raises(InputError, match="have different architectures"):
         merge_models([str(sealed), str(wider)], last=None, weights="raw", output=tmp_path / "none")
 
 
-def test_a_damaged_checkpoint_is_left_out_with_a_warning(tmp_path, capsys):
+def test_a_damaged_checkpoint_is_skipped_with_a_warning(tmp_path, capsys):
     run = write_run(tmp_path / "run", steps=(4, 8, 12))
     file = run / "checkpoints/step-00000008/model.safetensors"
     file.write_bytes(file.read_bytes()[:-1])
     folder, names = merge_models([str(run)], last=2, weights="raw", output=None)
     assert names == [f"{run}@4", f"{run}@12"] and folder == run / "merged-4-12"
-    assert "warning: left out: " in capsys.readouterr().err
+    assert "warning: skipped: " in capsys.readouterr().err
 
 
 def with_average(run, step):
-    """Gives a checkpoint an average."""
+    """Adds averaged weights to a checkpoint."""
     folder = run / f"checkpoints/step-{step:08d}"
     average = {name: tensor + 1 for name, tensor in saved(folder).items()}
     save_file(average, folder / "average.safetensors", metadata={"format": "pt"})
@@ -106,22 +106,25 @@ def test_the_average_in_a_checkpoint_is_exported_and_read_as_a_model(tmp_path):
 @pytest.mark.parametrize(
     ("given", "problem"),
     [
-        ({"texts": ["{run}@4"]}, "merge {run}@4: one model is no mean; give several, as RUN --last 5"),
-        ({"texts": ["{run}"], "last": 5}, "merge {run} --last 5: it has 3 intact checkpoints"),
-        ({"texts": ["{run}@4", "{run}@5"]}, "merge {run}@5: {run} has no checkpoint of step 5; steps there: 4, 8, 12"),
+        ({"texts": ["{run}@4"]}, "merge {run}@4: needs at least two models; give RUN --last 5"),
+        ({"texts": ["{run}"], "last": 5}, "merge {run} --last 5: the run has 3 intact checkpoints"),
+        (
+            {"texts": ["{run}@4", "{run}@5"]},
+            "merge {run}@5: {run} has no checkpoint of step 5; available steps: 4, 8, 12",
+        ),
         ({"texts": ["{run}@4", "{run}@8", "{run}@4"]}, "merge: {run}@4 would count twice"),
-        ({"texts": ["{run}@4", "{run}@8"], "output": "final"}, "--output {run}/final: is there already"),
+        ({"texts": ["{run}@4", "{run}@8"], "output": "final"}, "--output {run}/final: already exists"),
         ({"texts": ["{run}@4", "{run}@8"], "output": "config.yaml/x"}, "--output: {run}/config.yaml/x: "),
         ({"texts": ["{run}@4"], "weights": "average"}, "merge {run}@4: --weights average: there is no average in"),
-        ({"texts": ["{run}@4", "{other}"]}, "merge: the models are not of one run; say where their mean goes with"),
+        ({"texts": ["{run}@4", "{other}"]}, "merge: the models are not from one run; choose an output folder with"),
         (
             {"texts": ["{run}@4", "{other}"], "output": "x"},
-            "merge {run}@4 {other}: not of one architecture (1 tensors differ, first model.embed_tokens.weight; "
+            "merge {run}@4 {other}: have different architectures (1 tensors differ, first model.embed_tokens.weight; "
             "vocab_size 512, now 640)",
         ),
     ],
 )
-def test_what_has_no_mean_is_refused(run, tmp_path, given, problem):
+def test_models_without_a_mean_are_rejected(run, tmp_path, given, problem):
     names = {"run": run, "other": tmp_path / "other"}
     write_model(names["other"], write_tokenizer(tmp_path / "tokenizer"), {**TINY_LLAMA, "vocab_size": 640}, seed=1)
     given = {"last": None, "weights": "raw", "output": None, **given}

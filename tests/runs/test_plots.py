@@ -1,4 +1,4 @@
-"""Curves and pictures: every axis, repeated steps once, gaps kept, a spike of a long run seen."""
+"""Curves and pictures: all axes, repeated steps once, gaps, and a visible spike in a long run."""
 
 import math
 from pathlib import Path
@@ -35,7 +35,7 @@ def test_every_group_of_columns_has_every_position(tmp_path):
     assert set(POSITIONS) == set(run.happened["end"]) and run.happened["end"]["step"] == [100]
 
 
-def test_flops_are_the_runs_own_figure_and_else_6_per_parameter(tmp_path):
+def test_flops_come_from_the_run_or_else_6_per_parameter(tmp_path):
     stated = curves(write_run(tmp_path / "a", [start_line(flops_per_token=7000.0), train_line(1)]))
     assert stated.train["flops"] == [2048 * 7000.0]
     guessed = curves(write_run(tmp_path / "b", [start_line(), train_line(1)]))
@@ -76,7 +76,7 @@ def test_the_loss_by_position_is_drawn_at_the_end_of_each_stage(tmp_path):
     write_png([whole], tmp_path / "plot.png")
 
 
-def test_places_between_logged_steps_lie_on_straight_lines():
+def test_positions_between_logged_steps_are_linear():
     places = Places(History(Path(), [train_line(10, hours=1.0), train_line(20, hours=2.0)]))
     columns = places.at([15, 0, 25, None])
     assert columns["hours"] == pytest.approx([1.5, 0, 2.0, np.nan], nan_ok=True) and np.isnan(columns["flops"]).all()
@@ -95,22 +95,22 @@ def test_a_spike_of_a_long_run_is_drawn(tmp_path):
     assert max(max(line.get_ydata()) for line in axis.lines) == 9.0 < axis.get_ylim()[1]
 
 
-def test_what_is_no_number_is_a_gap_and_no_steps_are_no_points():
+def test_missing_numbers_are_gaps_and_no_steps_give_no_points():
     losses = drawn([train_line(1), train_line(2, loss=float("nan")), {"event": "train"}])["loss"]
     assert losses == pytest.approx([4.99, np.nan], nan_ok=True)
     assert set(map(len, drawn([]).values())) == {0}
 
 
-def test_repeated_steps_take_the_place_of_the_first():
+def test_repeated_steps_replace_the_first_ones():
     rolled_back = [*map(train_line, range(1, 21)), {"event": "rollback", "step": 20, "to_step": 10}]
     train = drawn([start_line(), *rolled_back, train_line(11, 1.0)])
     assert train["step"].tolist() == list(range(1, 12)) and train["loss"][-1] == 1.0
 
 
-def test_the_smooth_line_neither_lags_nor_invents():
+def test_the_smoothed_line_neither_lags_nor_overshoots():
     falling = [10.0 - n / 100 for n in range(1000)]
     middle = slice(50, 950)
-    assert smoothed(falling)[middle] == pytest.approx(falling[middle], abs=1e-9)  # a lagging mean lies above
+    assert smoothed(falling)[middle] == pytest.approx(falling[middle], abs=1e-9)  # a lagging mean is above
     assert smoothed([2.0] * 30) == pytest.approx([2.0] * 30)
     noisy = smoothed([math.sin(n * 2.4) for n in range(1000)])
     assert max(map(abs, noisy[100:])) < 0.1
@@ -156,12 +156,12 @@ def test_the_picture_has_a_panel_for_everything(tmp_path):
     assert width == 1760 and height == round((3 * 4.1 + 0.9) * 110)
     titles = [panel.title for panel in picture_panels([busy, *plain])]
     assert len(titles) == 9 and titles[-1] == "Evaluation: arc_easy · acc"
-    assert len(picture_panels([busy, plain[0]])) == 8  # a single number is no picture
+    assert len(picture_panels([busy, plain[0]])) == 8  # a single number needs no picture
     alone = [panel.title for panel in picture_panels([busy])]
-    assert len(alone) == 6 and alone[-1] == "Training loss by hours of running"  # two rows, no curve drawn twice
+    assert len(alone) == 6 and alone[-1] == "Training loss by running hours"  # two rows, no curve drawn twice
 
 
-def test_a_single_logged_step_is_seen_and_every_loss_of_a_short_run(tmp_path):
+def test_a_single_step_and_every_loss_of_a_short_run_are_visible(tmp_path):
     """Steps 10 and 20 of 20: each alone would be a line without length, and the first be left out of the range."""
     lines = [start_line(), validation_line(0, 6.2), train_line(10, loss=9.0), end_line(10)]
     one = plotted(write_run(tmp_path / "one", lines))

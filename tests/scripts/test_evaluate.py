@@ -1,4 +1,4 @@
-"""Evaluation against what it must agree with: the training run, the harness, transformers, itself on two ranks."""
+"""Evaluation agrees with the training run, the harness, transformers and itself on two ranks."""
 
 import importlib.util
 import json
@@ -37,7 +37,7 @@ SENTENCES = (
 
 
 def script():
-    """evaluate.py as a module, under a name that shadows nothing."""
+    """Imports evaluate.py as a module under a name that shadows nothing."""
     spec = importlib.util.spec_from_file_location("evaluate_script", ROOT / "evaluate.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -49,7 +49,7 @@ def read(*words):
 
 
 def evaluate(*words):
-    """Evaluation in this process, as the script's command line asks for it."""
+    """Runs evaluate.py's command line in this process."""
     return evaluate_models(read(*words))[0]
 
 
@@ -113,7 +113,7 @@ ALL_TASKS = "tiny_choice,tiny_plain,tiny_rolling,tiny_text"
 
 
 def harness_alone(folder, include_path, names, **settings):
-    """The scores of the lm_eval command: the same call, with a manager that knows the local tasks alone."""
+    """The scores of the lm_eval command: the same call, with a manager for only the local tasks."""
     with evaluate_package_importable():
         from lm_eval import simple_evaluate
         from lm_eval.tasks import TaskManager
@@ -156,7 +156,7 @@ def test_help_is_instant_and_importing_does_nothing():
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
 
-def test_without_anything_to_do_the_choices_are_named():
+def test_without_a_task_the_choices_are_listed():
     # By its path: the library named `evaluate` must stay importable beside this script.
     spec = importlib.util.spec_from_file_location("evaluation_script", ROOT / "evaluate.py")
     script = importlib.util.module_from_spec(spec)
@@ -172,7 +172,7 @@ def test_without_anything_to_do_the_choices_are_named():
     "words, message",
     [
         (["--modle", "a"], "--modle: unknown; did you mean --model?"),
-        (["--prompt", "Once", "upon"], "upon: belongs to no setting; quote a prompt"),
+        (["--prompt", "Once", "upon"], "upon: belongs to no flag; quote a prompt"),
         (["--limit", "many"], "--limit many: must be a number above 0"),
         (["--limit", "0"], "--limit 0: must be a number above 0"),
         (["--limit", "2.5"], "--limit 2.5: must be a whole number of documents, or a fraction below 1"),
@@ -181,7 +181,7 @@ def test_without_anything_to_do_the_choices_are_named():
         (["--num_fewshot", "3", "--tasks", "core/copa"], "--num_fewshot: the tasks of core have their own numbers"),
         (["--precision", "fp23"], "--precision fp23; did you mean fp32?"),
         (["--split", "test"], "--split test; "),
-        (["--document_mask", "yes"], "--document_mask yes; allowed: off, on"),
+        (["--document_mask", "yes"], "--document_mask yes: must be on or off"),
         (
             ["--top_k", "5", "--temperature", "0"],
             "--top_k: only applies to sampling, but --temperature 0 is greedy decoding",
@@ -197,7 +197,7 @@ def test_messages_of_the_command_line(words, message):
     assert "--model is missing" in text  # all problems at once
 
 
-def test_all_problems_of_the_inputs_at_once(model_folder, tmp_path):
+def test_all_problems_of_the_inputs_are_reported_together(model_folder, tmp_path):
     text = problems_of(
         evaluate, "--model", model_folder, tmp_path / "none", "--data", tmp_path / "no_data", "--output", tmp_path
     )  # fmt: skip
@@ -231,7 +231,7 @@ def test_loss_equals_the_models_own(model_folder, shards, manifest):
     assert measured["bits_per_byte"] == pytest.approx(loss / math.log(2) * tokens / text_bytes, rel=1e-5)
 
 
-def test_another_tokenizer_is_refused(model_folder, shards, tokenizer, manifest, tmp_path):
+def test_another_tokenizer_is_rejected(model_folder, shards, tokenizer, manifest, tmp_path):
     small = save_tiny(tmp_path / "small", tokenizer, manifest, vocab_size=256)
     text = problems_of(evaluate, "--model", small, "--data", shards)
     assert "(512 ids)" in text and "has a vocabulary of 256" in text
@@ -253,22 +253,22 @@ def test_an_id_outside_the_vocabulary_names_its_shard(model_folder, shards, tmp_
     ids[40] = 600
     ids.flush()
     text = problems_of(evaluate, "--model", model_folder, "--data", broken, "--sequence_length", 32)
-    assert f"{broken}: split validation holds id 600 between tokens 32 and 65" in text
+    assert f"{broken}: split validation has token ID 600 between tokens 32 and 65" in text
 
 
 def test_sequences_that_are_too_long(model_folder, shards):
     text = problems_of(evaluate, "--model", model_folder, "--data", shards, "--sequence_length", 129)
-    assert "--sequence_length 129: " in text and "has 128 positions; at most --sequence_length 128" in text
+    assert "--sequence_length 129: " in text and "has 128 positions; give at most --sequence_length 128" in text
 
 
 def test_the_runs_own_validation_is_repeated(recipe, shards, tasks, tmp_path):
-    """Trains, and finds the numbers that the run itself wrote, on one rank and two; the lines go to the run."""
+    """Trains, then reproduces the run's own numbers on one and two ranks. The lines are added to the run."""
     run_script("train.py", "--config", recipe)
     run = tmp_path / "run"
     last = events(run, "validation")[-1]
     words = ["--data", shards, "--sequences", 8]
     (result,) = evaluate("--model", f"{run}@12", *words)
-    # The run's windows, masks and micro-batches, and fp32 weights: nothing is left that could differ.
+    # The run's windows, masks and micro-batches, and fp32 weights, so nothing can differ.
     assert {"loss", "perplexity", "bits_per_byte", "tokens", "loss_by_position"} <= set(result.sources["source"])
     assert result.sources["source"] == {name: last[name] for name in result.sources["source"]}
     two = run_script(
@@ -281,7 +281,7 @@ def test_the_runs_own_validation_is_repeated(recipe, shards, tasks, tmp_path):
     assert checkpoint["sources"]["source"]["loss"] == pytest.approx(last["loss"], rel=1e-6)  # two partial sums
     assert checkpoint["step"] == final["step"] == 12 and checkpoint["tokens"] == 12 * 256
     expected = harness_alone(run / "checkpoints/step-00000012", tasks, ALL_TASKS, num_fewshot=2)
-    assert flat(checkpoint) == expected  # few-shot examples included, which the harness alone draws per rank
+    assert flat(checkpoint) == expected  # including few-shot examples, which the harness alone draws per rank
     lines = events(run, "evaluation")
     assert [line["model"] for line in lines] == [f"{run}@12"] * 6 + [f"{run}/final"] * 5
     assert {"step", "tokens", "time", "loss", "perplexity", "bits_per_byte"} <= set(lines[0])
@@ -289,13 +289,13 @@ def test_the_runs_own_validation_is_repeated(recipe, shards, tasks, tmp_path):
     assert by_task["tiny_choice"]["acc"] == final["tasks"]["tiny_choice"]["acc"]
 
 
-def test_scores_are_the_harness_own_to_the_last_digit(model_folder, tasks):
+def test_scores_equal_the_harness_to_the_last_digit(model_folder, tasks):
     (result,) = evaluate("--model", model_folder, "--tasks", f"{ALL_TASKS},tiny_group", "--include_path", tasks)
     expected = harness_alone(model_folder, tasks, "tiny_group,tiny_rolling,tiny_text")
     assert flat(result) == expected
     assert result.as_dict()["tasks"]["tiny_choice"]["samples"] == len(SENTENCES)
     assert 0 < result.tasks[0].measures["acc_stderr"] < 1
-    assert not any(score.is_part for score in result.tasks)  # all were asked for by name
+    assert not any(score.is_part for score in result.tasks)  # all were requested by name
 
 
 def test_models_side_by_side_do_not_influence_each_other(model_folder, tasks, tmp_path, tokenizer, manifest, capsys):
@@ -354,7 +354,7 @@ def test_a_model_without_a_tokenizer(model_folder, tmp_path):
     bare = tmp_path / "bare"
     shutil.copytree(model_folder, bare, ignore=shutil.ignore_patterns("tokenizer*", "vocab*", "merges*", "special*"))
     text = problems_of(evaluate, "--model", bare, "--prompt", "x")
-    assert "its tokenizer cannot be loaded, which --tasks and --prompt need" in text
+    assert "cannot load its tokenizer, which --tasks and --prompt need" in text
 
 
 def test_json_and_lines_of_a_run(model_folder, shards, tmp_path):
@@ -383,7 +383,7 @@ def test_json_and_lines_of_a_run(model_folder, shards, tmp_path):
     assert results["settings"]["sequences"] == 4
     assert {"torch", "transformers", "lm_eval"} <= set(results["versions"])
     lines = (run / "metrics.jsonl").read_text().splitlines()
-    assert lines[1] == '{"event": "tra'  # what a crash left is not touched, and spoils no other line
+    assert lines[1] == '{"event": "tra'  # leftovers of a crash stay, and damage no other line
     assert [json.loads(line)["step"] for line in lines[2:]] == [4, 8]
 
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -394,8 +394,8 @@ def test_json_and_lines_of_a_run(model_folder, shards, tmp_path):
     assert logged == pytest.approx([model["sources"]["source"]["loss"] for model in results["models"]], rel=1e-6)
 
 
-def test_an_emulated_precision_is_said(model_folder, shards):
-    """Where the variables make an old CPU of this one, whose own choice is fp32."""
+def test_an_emulated_precision_gives_a_warning(model_folder, shards):
+    """On an old CPU, simulated by variables, whose own choice is fp32."""
     asked = ("evaluate.py", "--model", model_folder, "--data", shards, "--sequences", "1")
     old_cpu = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", "CUDA_VISIBLE_DEVICES": ""}
     (_, in_bf16), (_, by_itself) = run_in_turn((*asked, "--precision", "bf16"), asked, **old_cpu)

@@ -24,7 +24,7 @@ from support.project import ROOT, cpu_seconds, run_script
 EVERYTHING = os.environ.get("FAULTS") == "all"
 
 
-def test_shards_hold_every_document_in_order_closed_by_the_end_id(tmp_path, run, tokenizer):
+def test_shards_have_every_document_in_order_with_its_end_id(tmp_path, run, tokenizer):
     documents = texts()
     write_jsonl(tmp_path / "a.jsonl", documents)
     run("--input", tmp_path / "a.jsonl", "--output", tmp_path / "out", "--validation_fraction", "0.1")
@@ -64,7 +64,7 @@ def test_workers_engines_and_order_of_options_change_no_byte(tmp_path, run, monk
     assert content_of(folders[0]) == content_of(folders[1]) == content_of(folders[2])
 
 
-def test_the_manifest_tells_nothing_of_the_machine(tmp_path, run):
+def test_the_manifest_has_no_information_about_the_machine(tmp_path, run):
     write_jsonl(tmp_path / "a.jsonl", texts(5))
     run("--input", tmp_path / "a.jsonl", "--output", tmp_path / "out", "--workers", 1)
     text = (tmp_path / "out" / "manifest.json").read_text()
@@ -82,12 +82,12 @@ def test_running_again_redoes_nothing(tmp_path, run):
     assert {p: p.stat().st_mtime_ns for p in (tmp_path / "out").rglob("*")} == before
 
 
-def test_a_folder_made_from_something_else_is_refused_with_the_difference(tmp_path, run):
+def test_a_folder_from_a_different_request_is_rejected_with_the_differences(tmp_path, run):
     write_jsonl(tmp_path / "a.jsonl", texts(20))
     arguments = ("--input", f"{tmp_path}/*.jsonl", "--output", tmp_path / "out")
     run(*arguments)
     before = content_of(tmp_path / "out")
-    with pytest.raises(InputError, match=r"finished from something else: options\.shard_tokens was 100000000, is now"):
+    with pytest.raises(InputError, match=r"from a different request: options\.shard_tokens was 100000000, is now"):
         run(*arguments, "--shard_tokens", "1M")
     write_jsonl(tmp_path / "b.jsonl", ["new"])
     write_jsonl(tmp_path / "a.jsonl", texts(21))
@@ -105,7 +105,7 @@ def test_a_folder_with_other_files_is_left_alone(tmp_path, run):
     assert content_of(tmp_path / "out") == {"precious.txt": b"x"}
 
 
-def test_limits_are_kept_to_the_document(tmp_path, run):
+def test_limits_are_exact_to_the_document(tmp_path, run):
     write_jsonl(tmp_path / "a.jsonl", texts())
     run("--input", tmp_path / "a.jsonl", "--output", tmp_path / "n", "--max_documents", 7, "--validation_fraction", 0)
     assert read_manifest(tmp_path / "n").totals("train")[1] == 7
@@ -166,7 +166,7 @@ def test_a_truncated_gzip_is_named_and_can_be_skipped(tmp_path, run):
 @pytest.mark.parametrize("content", [b"", b'{"text": ""}\n', b"\n\n"])
 def test_input_without_documents_is_an_error_that_leaves_nothing(tmp_path, run, content):
     (tmp_path / "a.jsonl").write_bytes(content)
-    with pytest.raises(InputError, match=r"the input holds no documents .* nothing was written"):
+    with pytest.raises(InputError, match=r"the input contains no documents .* nothing was written"):
         run("--input", tmp_path / "a.jsonl", "--output", tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
@@ -206,7 +206,7 @@ def test_all_that_is_wrong_with_the_command_is_told_at_once(tmp_path, run):
         assert expected in told
 
 
-def test_what_to_read_and_what_to_make_must_be_said_once(tmp_path, run):
+def test_input_and_output_must_each_be_given_once(tmp_path, run):
     with pytest.raises(InputError) as caught:
         run(with_tokenizer=False)
     assert [problem.split(",")[0] for problem in caught.value.problems] == [
@@ -217,9 +217,7 @@ def test_what_to_read_and_what_to_make_must_be_said_once(tmp_path, run):
 
 
 @pytest.mark.parametrize("wrong", ["one of the first documents", "some later ones"])
-def test_a_wrong_fast_path_is_noticed_and_everything_is_made_anew(
-    tmp_path, run, monkeypatch, tokenizer, capsys, wrong
-):
+def test_a_wrong_fast_path_is_noticed_and_everything_starts_over(tmp_path, run, monkeypatch, tokenizer, capsys, wrong):
     make_parts_small(monkeypatch, 2000)
     documents = [text.replace(END, "") for text in texts()]
     write_jsonl(tmp_path / "a.jsonl", documents)
@@ -240,7 +238,7 @@ def test_a_wrong_fast_path_is_noticed_and_everything_is_made_anew(
     monkeypatch.setattr(sys, "argv", ["prepare_data.py", *map(str, arguments), "--output", str(tmp_path / "out")])
     sys.argv += ["--tokenizer", str(tokenizer)]
     assert prepare_data.main() == 0
-    assert "starting over with tokenizers: gigatoken gives other ids" in capsys.readouterr().err
+    assert "starting over with tokenizers: gigatoken gives different IDs" in capsys.readouterr().err
     assert content_of(tmp_path / "out") == content_of(tmp_path / "right")
 
 
@@ -263,7 +261,7 @@ def test_datasets_by_folder_with_a_number_of_examples(tmp_path, run, monkeypatch
     assert not (tmp_path / "x").exists()
 
 
-def test_a_stream_goes_on_from_any_part_without_the_files_before(tmp_path, monkeypatch):
+def test_a_stream_continues_from_any_part_without_earlier_files(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr("pretrain_tools.preparation.documents.hub_dataset.ROWS_PER_PART", 8)
     (tmp_path / "set").mkdir()
@@ -282,7 +280,7 @@ def test_a_stream_goes_on_from_any_part_without_the_files_before(tmp_path, monke
         done = 0
         for part in parts:
             done += len(list(part.records(Reading())))
-            # As it comes back from progress.json.
+            # As read from progress.json.
             start = Position(*json.loads(json.dumps(part.after)))
             assert parts_from(dataset, start)[1] == expected[done:], (limit, start)
     source, record = list(parts[-1].records(Reading()))[-1]
@@ -294,11 +292,11 @@ def test_a_stream_goes_on_from_any_part_without_the_files_before(tmp_path, monke
     assert parts_from(dataset, third)[1] == whole[48:]
 
 
-def test_a_dataset_that_is_nowhere_is_named(run, tmp_path, monkeypatch):
-    # Read from the environment when the libraries are imported: without these they would ask the network for long.
+def test_a_missing_dataset_is_named(run, tmp_path, monkeypatch):
+    # The libraries read these on import. Without them, they would wait long for the network.
     for name in ("huggingface_hub.constants.HF_HUB_OFFLINE", "datasets.config.HF_HUB_OFFLINE"):
         monkeypatch.setattr(name, True)
-    with pytest.raises(InputError, match=r"--dataset nobody/nothing \(no such folder here, so it was looked for on"):
+    with pytest.raises(InputError, match=r"--dataset nobody/nothing \(no such local folder, so it was searched on"):
         run("--dataset", "nobody/nothing", "--output", tmp_path / "x")
 
 
@@ -314,8 +312,8 @@ def test_verify_tells_good_from_bad(tmp_path, run):
 
 
 @pytest.mark.parametrize("flag", ["--verify", "--inspect"])
-def test_looking_at_a_prepared_folder_takes_no_input(tmp_path, run, flag):
-    with pytest.raises(InputError, match=f"{flag} x: looks at a prepared folder, and reads no --input; prepare first"):
+def test_inspect_and_verify_reject_input(tmp_path, run, flag):
+    with pytest.raises(InputError, match=f"{flag} x: reads a prepared folder, not --input; prepare it first"):
         run(flag, "x", "--input", tmp_path / "a.jsonl", with_tokenizer=False)
 
 
@@ -327,7 +325,7 @@ def test_bad_input_exits_with_2_and_no_traceback_and_help_is_fast(tmp_path):
     assert failed.stderr.startswith("give either --tokenizer")
     assert "Traceback" not in failed.stderr
     assert "--max_tokens" in run_script("prepare_data.py", "--help").stdout
-    # 0.05 s, where an import of numpy takes 0.1 and one of torch 1.5.
+    # 0.05 s. An import of numpy would take 0.1 s, and one of torch 1.5 s.
     assert cpu_seconds("prepare_data.py", "--help") < cpu_seconds("-c", "import numpy")
 
 
@@ -350,7 +348,7 @@ def test_a_name_that_is_not_utf8_is_recorded_by_its_bytes(tmp_path, run):
     assert "already complete" in run(*arguments)
 
 
-def test_members_of_archives_that_are_not_read_are_told_and_recorded(tmp_path, run):
+def test_unread_archive_members_are_reported_and_recorded(tmp_path, run):
     for number, name in enumerate(("a.tar", "b.tar")):
         with tarfile.open(tmp_path / name, "w") as archive:
             for member in ("one.txt", "two.html", "three.html", "four.zip"):
@@ -359,7 +357,7 @@ def test_members_of_archives_that_are_not_read_are_told_and_recorded(tmp_path, r
                 archive.addfile(entry, io.BytesIO(content))
     arguments = ("--input", f"{tmp_path}/*.tar", "--validation_fraction", 0)
     told = run(*arguments, "--output", tmp_path / "out")
-    line = "not read         members of tar archives that are no documents: 4 .html, 2 .zip"
+    line = "not read         members of tar archives that are not documents: 4 .html, 2 .zip"
     assert line in told and "documents        2;" in told
     assert line in run(*arguments, "--output", tmp_path / "out"), "of a finished folder as well"
     for number in range(2):

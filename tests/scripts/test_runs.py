@@ -1,4 +1,4 @@
-"""runs.py: what it says of runs in every state, side by side, as a table, and of what a step was trained on."""
+"""runs.py describes runs in every state, side by side, as a table, and shows the data of a step."""
 
 import json
 import os
@@ -43,7 +43,7 @@ DEAD = {"pid": 2**22 + 1, "host": socket.gethostname()}
 
 
 def refused(*arguments) -> str:
-    """What runs.py says on stderr when it refuses, with status 2 and without a traceback."""
+    """Returns runs.py's error message on stderr, with status 2 and without a traceback."""
     result = run_script("runs.py", *arguments, check=False)
     assert result.returncode == 2 and "Traceback" not in result.stderr, result.stderr
     return result.stderr
@@ -76,7 +76,7 @@ def test_a_run_without_a_process_is_finished_stopped_or_crashed(tmp_path, lines,
     assert (status.state, status.reason) == (state, reason) and status.seconds_left is None
 
 
-def test_a_lock_that_a_dead_process_left_is_no_life_even_if_its_number_is_taken_again(tmp_path):
+def test_a_stale_lock_does_not_mean_running_even_if_its_pid_is_reused(tmp_path):
     run = write_run(tmp_path / "run", [start_line(), train_line(1)])
     (run / ".lock").write_text(json.dumps({"pid": os.getpid(), "host": socket.gethostname()}))
     assert is_training(run) is False
@@ -84,7 +84,7 @@ def test_a_lock_that_a_dead_process_left_is_no_life_even_if_its_number_is_taken_
     assert is_training(run) is None
 
 
-def test_a_reason_is_told_in_its_first_words(tmp_path):
+def test_a_reason_is_shortened_to_its_first_words(tmp_path):
     for reason, text in (
         ("stopped, saved at step 4; the same", "stopped"),
         ("preempted, saved", "stopped: preempted"),
@@ -93,21 +93,21 @@ def test_a_reason_is_told_in_its_first_words(tmp_path):
         assert state_text(read_status(run)) == text
 
 
-def test_an_end_that_was_asked_for_is_the_new_total(tmp_path):
+def test_a_requested_end_is_the_new_total(tmp_path):
     anneal = {"event": "control", "step": 4, "command": "anneal", "total_steps": 6}
     assert read_status(write_run(tmp_path / "run", [start_line(), train_line(4), anneal])).total_steps == 6
 
 
-def test_looking_at_a_lock_never_takes_it(tmp_path):
+def test_reading_a_lock_never_acquires_it(tmp_path):
     run = write_run(tmp_path / "run", [start_line(), train_line(1)])
     with folder_lock(run / ".lock"):
         for _ in range(50):
             assert is_training(run)
-    with folder_lock(run / ".lock"):  # nothing is left in the way of the next process
+    with folder_lock(run / ".lock"):  # nothing blocks the next process
         assert is_training(run)
 
 
-def test_a_run_on_another_machine_lives_while_its_heart_beats(tmp_path):
+def test_a_run_on_another_machine_is_alive_while_its_heartbeat_is_fresh(tmp_path):
     run = write_run(tmp_path / "run", [start_line(), train_line(1)])
     (run / ".lock").write_text(json.dumps({"pid": 7, "host": "elsewhere"}))
     beat = run / "heartbeats" / "rank-00000.json"
@@ -121,20 +121,20 @@ def test_a_run_on_another_machine_lives_while_its_heart_beats(tmp_path):
     assert read_status(run).state == "crashed"
 
 
-def test_the_total_is_that_of_the_newest_start(tmp_path):
+def test_the_total_comes_from_the_newest_start(tmp_path):
     raised = [start_line(0, 100), train_line(100), start_line(100, 20_000)]
     run = write_run(tmp_path / "run", [*raised, *(train_line(step) for step in range(101, 3000))])
     assert read_status(run).total_steps == 20_000 and read_status(run, brief=True).total_steps == 20_000
 
 
-def test_a_run_that_has_just_begun_has_no_numbers_yet(tmp_path):
+def test_a_run_that_just_started_has_no_numbers_yet(tmp_path):
     status = read_status(write_run(tmp_path / "run", [start_line()]))
     assert (status.step, status.loss, status.validation_loss, status.tokens) == (0, None, None, None)
     assert "0.0% · step 0 of 100" in status_text(status)
     assert " - " in list_text([status], within=tmp_path)
 
 
-def test_the_time_left_leaves_out_what_compiles():
+def test_the_time_left_excludes_compilation():
     def line(step, time):
         return train_line(step, time=time)
 
@@ -145,7 +145,7 @@ def test_the_time_left_leaves_out_what_compiles():
     assert _seconds_left([*begun, stage, line(30, 1210), line(40, 1230)], 40, 100) == 60 * 2
 
 
-def test_the_status_page_says_what_one_wants_to_know(tmp_path):
+def test_the_status_page_shows_the_essentials(tmp_path):
     lines = [start_line(), *(train_line(step) for step in range(1, 51)), validation_line(50, 4.0, "web")]
     run = write_run(tmp_path / "run", [*lines, {"event": "warning", "step": 50, "message": "a\nslow disk"}])
     with folder_lock(run / ".lock"):
@@ -171,7 +171,7 @@ def test_the_list_has_a_line_for_every_run(tmp_path):
     assert run_script("runs.py", "status", tmp_path).stdout.splitlines()[1].startswith("done")
 
 
-def test_long_runs_are_listed_at_once(tmp_path):
+def test_long_runs_are_listed_quickly(tmp_path):
     lines = [start_line(), *(train_line(step) for step in range(1, 20_000)), validation_line(19_999, 3.0)]
     run = write_run(tmp_path / "run", lines)
     size = (run / "metrics.jsonl").stat().st_size
@@ -182,11 +182,11 @@ def test_long_runs_are_listed_at_once(tmp_path):
         return time.perf_counter() - start
 
     brief = min(seconds(lambda: read_status(run, brief=True)) for _ in range(20))
-    # The end takes 2 ms where all of it takes 0.2 s.
+    # Reading the end takes 2 ms, and the whole file 0.2 s.
     assert size > 4_000_000 and brief < min(seconds(lambda: read_history(run)) for _ in range(3)) / 10
 
 
-def test_a_comparison_shows_what_differs_and_what_came_of_it(tmp_path):
+def test_a_comparison_shows_differing_settings_and_results(tmp_path):
     runs = [finished_run(tmp_path / "low"), finished_run(tmp_path / "high", learning_rate=2e-3)]
     text = comparison_text(runs)
     settings, results = text.split("results")
@@ -202,7 +202,7 @@ def test_differences_between_settings():
     assert setting_differences([{"a": 1, "b": 2}, {"a": 1, "c": 3}]) == {"b": [2, None], "c": [None, 3]}
 
 
-def test_damaged_records_of_a_run_are_left_out(tmp_path):
+def test_damaged_records_of_a_run_are_skipped(tmp_path):
     run = finished_run(tmp_path / "run")
     (run / "config.yaml").write_text("a: [")
     (run / "model.json").write_text("{")
@@ -251,7 +251,7 @@ def trained(tmp_path, shards, **more):
     return run
 
 
-def test_the_documents_of_a_step_are_those_the_loop_reads(tmp_path, shards):
+def test_the_documents_of_a_step_match_the_training_loop(tmp_path, shards):
     run = trained(tmp_path, shards)
     batches, first_sample, count = open_step(run, 7)
     assert (first_sample, count) == (24, 4)
@@ -271,18 +271,18 @@ def test_the_documents_of_a_step_are_those_the_loop_reads(tmp_path, shards):
     assert re.search(r"^    from \w+\.py, line 1$", text, re.MULTILINE)
 
 
-def test_the_origin_of_a_document_holds_its_text(tmp_path, shards, text_files):
+def test_the_origin_of_a_document_contains_its_text(tmp_path, shards, text_files):
     batches, *_ = open_step(trained(tmp_path, shards), 1)
     decoder = load_decoder(shards / "tokenizer")
     for sample in range(0, 80, 7):
         (sequence,) = read_sequences(batches, sample)
         for document in sequence.documents:
             source = (text_files / document.origin.split(",")[0]).read_text(encoding="utf-8")
-            # A window may cut a character in two.
+            # A window may split a character.
             assert decoder.decode(document.ids.tolist(), skip_special_tokens=False).strip("\ufffd") in source
 
 
-def test_shards_of_earlier_versions_have_no_origins(tmp_path, shards):
+def test_shards_from_earlier_versions_have_no_origins(tmp_path, shards):
     folder = tmp_path / "old"
     shutil.copytree(shards, folder)
     manifest = json.loads((folder / "manifest.json").read_text())
@@ -295,7 +295,7 @@ def test_shards_of_earlier_versions_have_no_origins(tmp_path, shards):
     assert "do not record the source file and line" in text and "    from " not in text
 
 
-def test_documents_are_counted_within_the_shard(tmp_path, shards):
+def test_documents_are_counted_per_shard(tmp_path, shards):
     batches, *_ = open_step(trained(tmp_path, shards), 1)
     reader = open_shards(shards, "train")
     end = reader.manifest.end_of_document_id
@@ -311,10 +311,10 @@ def test_documents_are_counted_within_the_shard(tmp_path, shards):
             inside = stream[max(begin, sequence.offset) : min(stop, sequence.offset + 64)]
             assert (inside == document.ids).all()
         several += len(sequence.documents) > 1
-    assert several  # or the test says nothing of boundaries
+    assert several  # or the test does not cover boundaries
 
 
-def test_skipped_samples_move_what_a_step_held(tmp_path, shards):
+def test_skipped_samples_shift_the_data_of_later_steps(tmp_path, shards):
     run = trained(tmp_path, shards)
     plain = [read_sequences(open_step(run, 5)[0], 16 + n)[0].offset for n in range(4)]
     saved = run / "checkpoints" / "step-00000020" / "trainer_state.json"
@@ -336,7 +336,7 @@ def test_a_budget_that_was_raised_later_does_not_move_earlier_steps(tmp_path, sh
     assert [s.first_sample for s in open_step(run, 21)[0].segments] == [0, 80]
 
 
-def test_documents_of_changed_or_missing_shards_and_of_steps_outside_the_run_are_refused(tmp_path, shards):
+def test_changed_or_missing_shards_and_steps_outside_the_run_are_rejected(tmp_path, shards):
     run = trained(tmp_path, shards)
     with pytest.raises(InputError, match=r"--step 21: .* has reached step 20; give 1 to 20"):
         documents_text(run, 21, limit=1, characters=9)
@@ -344,10 +344,10 @@ def test_documents_of_changed_or_missing_shards_and_of_steps_outside_the_run_are
     saved.parent.mkdir(parents=True)
     identity = {"data.train": [{"until": None, "train": [[str(shards), "0123456789abcdef", 1.0, None]]}]}
     saved.write_text(json.dumps({"state": {}, "identity": identity}))
-    with pytest.raises(InputError, match="trained on shards with the hash 0123456789abcdef, these have"):
+    with pytest.raises(InputError, match="trained on shards with the hash 0123456789abcdef, but these have"):
         documents_text(run, 3, limit=1, characters=9)
     (run / "config.yaml").write_text("seed: 3\n")
-    with pytest.raises(InputError, match="do not say what its data was"):
+    with pytest.raises(InputError, match="do not describe the run's data"):
         documents_text(run, 3, limit=1, characters=9)
     gone = trained(tmp_path, tmp_path / "gone")
     saved.unlink()
@@ -369,7 +369,7 @@ def test_bad_input_gets_a_clear_answer(tmp_path, monkeypatch, capsys):
         ("list", tmp_path / "nowhere"): "no such folder; give a folder that contains runs",
         ("list", run / "x"): "no such folder",
         ("status", tmp_path / "runs" / "lama"): f"did you mean {run}?",
-        ("summary", tmp_path): "is not a run but holds 2",
+        ("summary", tmp_path): "is not a run but contains 2",
         ("plot", run, tmp_path / "nowhere", tmp_path / "neither"): "neither: no such run",
         ("plot", nothing): "no steps logged yet, nothing to plot",
         ("plot", run, "--output", tmp_path / "no" / "where"): "is not a folder; create it, or choose another path",
@@ -378,7 +378,7 @@ def test_bad_input_gets_a_clear_answer(tmp_path, monkeypatch, capsys):
         ("plot", run, "--output", tmp_path / "no" / "x.png"): "is not a folder; create it",
         ("documents", run, "--step", "0"): "0 is not above 0",
         ("documents", run, "--step", "x"): "invalid natural value",
-        ("abort", tmp_path / "runs"): f"is not a run but holds 1: {run}; give one of them",
+        ("abort", tmp_path / "runs"): f"is not a run but contains 1: {run}; give one of them",
     }
     for arguments, text in cases.items():
         assert text in message(*arguments), arguments
@@ -388,7 +388,7 @@ def test_bad_input_gets_a_clear_answer(tmp_path, monkeypatch, capsys):
 
 
 def test_help_of_every_command_is_quick():
-    """0.07 s: nothing but the standard library is imported, where numpy would take 0.1 and torch 1.5."""
+    """Takes 0.07 s with only the standard library. numpy would take 0.1 s, and torch 1.5 s."""
     code = """import runs, sys
 for command in sys.argv[1:]:
     try:

@@ -1,16 +1,16 @@
-"""Cleaning, which removes or changes documents before they are encoded, and the account of it; near duplicates.
+"""Cleans documents before encoding: removes or changes them, and reports what it did. Finds near duplicates.
 
-Stages depend on a document alone, so workers, slices and interruptions change nothing.
+Each decision depends on one document, so workers, slices and interruptions change nothing.
 
-    stages: the interface of a stage, and the run of all stages over the texts of a part
-    filters: filters by name, and functions of the user's
+    stages: the interface of a stage; runs all stages over a part's texts
+    filters: filters by name, and user functions
     published: the rules of Gopher, C4 and FineWeb
-    compiled: kernels: words, lines and repetitions
-    forms: the lines of documents; prose, text set in lines, code or a table
-    language, personal_data: by language; personal data replaced
-    quality_classifier: a linear model of quality, trained here
-    decontamination, item_index: benchmarks kept out; the index of their items
-    lm_eval_items: the items of lm-eval's tasks
-    account: what was removed by which rule, in counts and in samples
+    compiled: kernels for words, lines and repetitions
+    forms: lines of documents; detects prose, line-broken text, code and tables
+    language, personal_data: filters by language; replaces personal data
+    quality_classifier: a linear quality model, trained here
+    decontamination, item_index: removes benchmark items; their index
+    lm_eval_items: the items of lm-eval tasks
+    account: counts and samples of removed documents by rule
     near_duplicates, folded_words: signatures of documents, and their similarity; their words
 """

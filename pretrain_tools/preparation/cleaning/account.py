@@ -1,7 +1,7 @@
-"""The account of a cleaning: documents and bytes by rule and by source, histograms, and samples of each rule.
+"""Records what cleaning did: documents and bytes by rule and by source, histograms, and samples for each rule.
 
-The accounts of parts add up to that of the whole however it is divided, so workers, slices and interruptions make no
-difference.
+The accounts of parts add up to the same total for any division of the input, so workers, slices and interruptions make
+no difference.
 """
 
 import json
@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 from pretrain.data.data_record import numbers_in
 
 KEPT = "kept"
-"""Stands for a rule for documents that were not removed."""
+"""The rule name for documents that were not removed."""
 SAMPLES_PER_RULE = 10
 EXCERPT_BYTES = 1200
 DOMAIN_SAMPLE = 2000
@@ -23,48 +23,48 @@ DOMAIN_SAMPLE = 2000
 MOST_SOURCES_COUNTED = 1000
 OTHER_SOURCES = "other sources"
 SAMPLES_FILE = "cleaning_samples.json"
-"""Stands beside the manifest of a folder that was cleaned."""
+"""File next to the manifest of a cleaned folder."""
 EXAMPLES_PER_LIST = 20
 MOST_NAMED = 5
-"""Sources that are named in a message."""
+"""Maximum number of sources in a message."""
 
 
 class Found(NamedTuple):
-    """One entry of a list that a stage looks for in documents, such as an item of a benchmark."""
+    """An entry found in a document, from a list that a stage looks for, such as a benchmark's items."""
 
     list_name: str
     number: int
-    """Its number in the list, from 0."""
+    """Its index in the list."""
     excerpt: str
-    """The beginning of the entry that the document holds."""
+    """The beginning of the entry."""
 
 
 @dataclass
 class CleaningAccount:
-    """Counts what has been cleaned. JSON types only; documents and bytes are counted before any change of the text.
+    """Counts the results of cleaning, in JSON types. Documents and bytes are counted before any change of the text.
 
-    Fields are named as in the manifest, which has them all but `samples`.
+    The manifest has the same fields, except `samples`.
     """
 
     by_source: dict[str, dict[str, dict[str, int]]] = field(default_factory=dict)
-    """{source: {rule, or KEPT: documents, bytes}}; sources after the first MOST_SOURCES_COUNTED count together."""
+    """{source: {rule or KEPT: documents, bytes}}. Sources after the first MOST_SOURCES_COUNTED share one entry."""
     changed: dict[str, dict[str, int]] = field(default_factory=dict)
-    """{stage: documents that it changed, fewer_bytes}."""
+    """{stage: changed documents, fewer_bytes}."""
     counts: dict[str, int] = field(default_factory=dict)
-    """{what a stage counts: how often}."""
+    """{name of a stage's counter: count}."""
     histograms: dict[str, dict[str, int]] = field(default_factory=dict)
     """{measure: {value: documents}}."""
     domains: dict[str, str] = field(default_factory=dict)
-    """{hash of the text: host of its URL}: the DOMAIN_SAMPLE documents that stay with the smallest hashes."""
+    """{hash of the text: host of its URL}, for the DOMAIN_SAMPLE kept documents with the smallest hashes."""
     samples: dict[str, dict[str, dict[str, Any]]] = field(default_factory=dict)
-    """{rule: {hash: source, place, text, value, limit}}: the SAMPLES_PER_RULE documents with the smallest hashes."""
+    """{rule: {hash: source, place, text, value, limit}} of the SAMPLES_PER_RULE documents with the smallest hashes."""
     found: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """{list: documents that hold any of its entries; entries found at least once, as in "0,4-6"; examples, the first
-    EXAMPLES_PER_LIST in input order}."""
+    """{list: documents, entries, examples}. documents: number of documents with an entry. entries: indices of the
+    entries found, as in "0,4-6". examples: the first EXAMPLES_PER_LIST in input order."""
 
     @property
     def rules(self) -> dict[str, dict[str, int]]:
-        """{rule, or KEPT: documents, bytes}; their sum is what went in."""
+        """{rule or KEPT: documents, bytes}. Their sum is the input."""
         total: dict[str, dict[str, int]] = {}
         for rules in self.by_source.values():
             add_numbers(total, rules)
@@ -72,15 +72,15 @@ class CleaningAccount:
 
     @property
     def removed(self) -> dict[str, dict[str, int]]:
-        """{rule: documents, bytes that it removed}, by name."""
+        """{rule: removed documents and bytes}, by name."""
         return {rule: amounts for rule, amounts in sorted(self.rules.items()) if rule != KEPT}
 
     def add_document(
         self, rule: str, source: str, place: int, text: bytes, measured: tuple[float, float] | None = None
     ) -> None:
-        """Counts one document that the rule removed, or KEPT, with its text before the cleaning.
+        """Counts a document removed by this rule, or kept (KEPT), with its text before cleaning.
 
-        measured: the value of the rule and its limit.
+        measured: the rule's value and limit.
         """
         self._add_rules(source, {rule: {"documents": 1, "bytes": len(text)}})
         drawn = self.samples.setdefault(rule, {})
@@ -98,13 +98,13 @@ class CleaningAccount:
         add_numbers(self.by_source.setdefault(source, {}), rules)
 
     def add_domains(self, texts: Iterable[bytes], urls: Iterable[str | None]) -> None:
-        """Draws documents that stay, by their hash, to record their domains."""
+        """Samples kept documents by hash to record their domains."""
         found = zip(texts, urls, strict=True)
         self.domains |= {_digest_of(text): domain_of(url) for text, url in found if url is not None}
         self.domains = _smallest(self.domains, DOMAIN_SAMPLE)
 
     def add_found(self, found: Iterable[Found], source: str, place: int) -> None:
-        """Counts the entries of lists that one document holds."""
+        """Counts the entries found in one document."""
         by_list: dict[str, list[Found]] = {}
         for entry in found:
             by_list.setdefault(entry.list_name, []).append(entry)
@@ -125,7 +125,7 @@ class CleaningAccount:
         }
 
     def add(self, other: "CleaningAccount") -> None:
-        """Adds the account of the documents that follow."""
+        """Adds the account of the next documents."""
         for source, rules in other.by_source.items():
             self._add_rules(source, rules)
         for name in ("changed", "counts", "histograms"):
@@ -138,7 +138,7 @@ class CleaningAccount:
             self._add_list(name, more)
 
     def removed_whole_lines(self) -> list[str]:
-        """Names sources that keep less than a tenth of their bytes, with the rules that removed the rest."""
+        """Lists sources that keep less than 10% of their bytes, with the rules that removed the rest."""
         whole = []
         for source, rules in self.by_source.items():
             stays = rules.get(KEPT, {"bytes": 0})["bytes"]
@@ -146,7 +146,7 @@ class CleaningAccount:
                 continue
             removed = sorted((-amounts["documents"], rule) for rule, amounts in rules.items() if rule != KEPT)
             examples = ", ".join(self._example(rule, source, -documents) for documents, rule in removed)
-            whole.append(f"{source}: removed whole by {examples}")
+            whole.append(f"{source}: mostly removed by {examples}")
         more = [f"and {len(whole) - MOST_NAMED:,} more sources"] if len(whole) > MOST_NAMED else []
         return whole[:MOST_NAMED] + more
 
@@ -156,7 +156,7 @@ class CleaningAccount:
         return f"{rule}{measured and f' ({measured})'}" + (f" and {documents - 1:,} more" if documents > 1 else "")
 
     def as_manifest(self) -> dict[str, Any]:
-        """Returns what the manifest records, in an order that workers cannot change: everything but the samples."""
+        """Returns the manifest's record: everything except the samples, in a fixed order for any number of workers."""
         rules = self.rules.values()
         return {
             "documents_in": sum(amounts["documents"] for amounts in rules),
@@ -172,7 +172,7 @@ class CleaningAccount:
 
 
 def measured_text(sample: Mapping[str, Any]) -> str:
-    """Describes the value that a rule measured and the limit: '0.42, at least 0.8'; '' where there is none."""
+    """Formats a rule's measured value and limit: '0.42, at least 0.8'. Empty if the rule has none."""
     if "value" not in sample:
         return ""
     value = sample["value"]
@@ -181,7 +181,7 @@ def measured_text(sample: Mapping[str, Any]) -> str:
 
 
 def _number(value: float, other: float) -> str:
-    """Prints as many digits as tell the value from the other."""
+    """Formats a value with enough digits to differ from the other one."""
     if value == int(value):
         return f"{int(value):,}"
     return next((text for digits in range(3, 16) if float(text := f"{value:.{digits}g}") != other), repr(value))
@@ -196,7 +196,7 @@ def domain_of(url: str) -> str:
 
 
 def recorded_account(folder: Path, manifest: dict[str, Any]) -> CleaningAccount:
-    """Reads the account of a prepared folder; empty where nothing was cleaned. manifest: its fields."""
+    """Reads the account of a prepared folder. Empty if it was not cleaned. manifest: its fields."""
     recorded = manifest.get("cleaning", {})
     path = folder / SAMPLES_FILE
     samples = json.loads(path.read_bytes()) if recorded and path.is_file() else {}
@@ -205,7 +205,7 @@ def recorded_account(folder: Path, manifest: dict[str, Any]) -> CleaningAccount:
 
 
 def ranges_text(numbers: Iterable[int]) -> str:
-    """Prints numbers as ranges: {0, 4, 5, 6} -> '0,4-6'."""
+    """Formats numbers as ranges: {0, 4, 5, 6} becomes '0,4-6'."""
     ordered = sorted(numbers)
     begins = [n for k, n in enumerate(ordered) if k == 0 or ordered[k - 1] != n - 1]
     ends = [n for k, n in enumerate(ordered) if k + 1 == len(ordered) or ordered[k + 1] != n + 1]
@@ -213,7 +213,7 @@ def ranges_text(numbers: Iterable[int]) -> str:
 
 
 def add_numbers(numbers: dict[str, Any], more: Mapping[str, Any]) -> None:
-    """Adds numbers by their names, also those within a name."""
+    """Adds numbers by name, including nested ones, in place."""
     for name, value in more.items():
         if isinstance(value, Mapping):
             add_numbers(numbers.setdefault(name, {}), value)
@@ -222,12 +222,11 @@ def add_numbers(numbers: dict[str, Any], more: Mapping[str, Any]) -> None:
 
 
 def _digest_of(text: bytes) -> str:
-    """Hashes a text, to draw the same documents in any division of the work."""
+    """Hashes a text, so that any division of the work samples the same documents."""
     from xxhash import xxh3_64_hexdigest
 
     return xxh3_64_hexdigest(text[:EXCERPT_BYTES])
 
 
 def _smallest(drawn: dict[str, Any], count: int) -> dict[str, Any]:
-    """Returns the entries with the smallest hashes."""
     return {digest: drawn[digest] for digest in sorted(drawn)[:count]}

@@ -1,6 +1,6 @@
-"""Kernels of the cleaning, compiled by numba: words and lines of texts, repeated runs of words.
+"""Numba kernels for cleaning: words and lines of texts, repeated n-grams.
 
-Kernels that call each other are in this one module: numba keeps machine code by the source of a function's own module,
+Kernels that call each other must share a module: numba caches machine code by the source of a function's own module,
 and would not notice a change in another one.
 """
 
@@ -15,17 +15,17 @@ import numba
 import numpy as np
 
 compiled = functools.partial(numba.njit, cache=True, nogil=True, error_model="numpy")
-"""Machine code is kept beside the module or in the user's cache, as numba chooses."""
+"""Numba caches machine code next to the module or in the user's cache folder."""
 FACTOR = np.uint64(0x9E3779B97F4A7C15)
 START = np.uint64(0xCBF29CE484222325)
 ONE = np.uint64(1)
 SPACE, LINE_END, ALPHABETIC, LOWER, DIGIT, VISIBLE, SENTENCE_END, CLOSING = (1 << bit for bit in range(8))
-"""Classes of characters. LINE_END: as in str.splitlines. VISIBLE: neither space nor punctuation. CLOSING: quotes and
+"""Character classes. LINE_END: as in str.splitlines. VISIBLE: neither space nor punctuation. CLOSING: quotes and
 brackets that may follow the end of a sentence."""
 SENTENCE_ENDS = ".!?…。．！？｡؟۔।॥։።၊။។៕᠃᠉‼‽⁇⁈⁉"
 LINE_ENDS = "\n\v\f\r\x1c\x1d\x1e\x85\u2028\u2029"
 FIRST_WIDE = 0x3000
-"""Signs from here on end sentences without a space."""
+"""Punctuation from this code point on ends a sentence without a following space."""
 LINE = np.dtype(
     [
         (name, "<i4")
@@ -35,18 +35,18 @@ LINE = np.dtype(
         )
     ] + [("digest", "<u8")]
 )  # fmt: skip
-"""A line that is not blank. block: a number for each run of lines without a blank one between. start, stop: bytes of
-the joined texts, without the spaces around the line. digest: a hash of its words. gaps: two spaces or more. numbers:
-words with digits. The kinds are classes; closing quotes and brackets do not count for the last one."""
+"""A nonblank line. block: number of its block, a run of lines without blank ones. start, stop: bytes in the joined
+texts, without spaces around the line. digest: hash of its words. gaps: runs of two or more spaces. numbers: words with
+digits. Kinds are character classes. The last one ignores closing quotes and brackets."""
 PADDING = 16
-"""Bytes behind joined texts that may be read; no result depends on them."""
+"""Bytes after the joined texts. Kernels may read them, but no result depends on them."""
 GRAM_RULES = ("top_2_gram", "top_3_gram", "top_4_gram", *(f"duplicate_{n}_gram" for n in range(5, 11)))
 
 
 @functools.cache
 def character_classes() -> np.ndarray:
-    """Returns (0x110000,) uint16, the classes of every code point."""
-    # No letters, spaces and punctuation beyond these planes.
+    """Returns (0x110000,) uint16, the classes of each code point."""
+    # Later planes have no letters, spaces or punctuation.
     known = [chr(code) for code in range(0x32000)]
     categories = list(map(unicodedata.category, known))
     spaces = np.fromiter(map(str.isspace, known), bool)
@@ -68,7 +68,7 @@ def character_classes() -> np.ndarray:
 
 @compiled
 def code_at(text, position):
-    """Decodes (code point, bytes of it) at a position of UTF-8."""
+    """Decodes UTF-8 at a position to (code point, number of bytes)."""
     first = np.int64(text[position])
     if first < 0x80:
         return first, 1
@@ -91,7 +91,7 @@ def mixed(value):
 
 @compiled
 def _divide(text, bounds, classes, lengths, hashes, word_bounds, totals, lines):
-    """Fills the arrays of DividedTexts and returns the numbers of words and of lines.
+    """Fills the arrays of DividedTexts and returns the numbers of words and lines.
 
     lines: zeros.
     """
@@ -141,7 +141,7 @@ def _divide(text, bounds, classes, lengths, hashes, word_bounds, totals, lines):
                     position += size
                     if position >= end:
                         break
-                    # Most characters are of one byte: the call is left out.
+                    # Most characters have one byte: skip the call.
                     code = np.int64(text[np.uintp(position)])
                     size = np.int64(1)
                     if code >= 0x80:
@@ -192,20 +192,20 @@ class DividedTexts(NamedTuple):
     word_bounds: np.ndarray
     """(documents, 2) int64: first word and end of each document."""
     totals: np.ndarray
-    """(documents, 3) int64: words that are not punctuation alone, their characters, and those with a letter."""
+    """(documents, 3) int64: words that are not only punctuation, their characters, and words with a letter."""
     lines: np.ndarray
-    """(lines,) LINE, those that are not blank."""
+    """(lines,) LINE, without blank lines."""
 
 
 def divided_texts(texts: Sequence[bytes]) -> DividedTexts:
-    """Divides documents in UTF-8, of less than 2 GiB together, into words and lines."""
+    """Splits UTF-8 documents, less than 2 GiB in total, into words and lines."""
     sizes = np.array([len(text) for text in texts], np.int64)
     ends = np.cumsum(sizes)
     bounds = np.stack([ends - sizes, ends], axis=1)
-    # From a bytearray, so that all arrays of bytes are writable and nothing is compiled twice.
+    # A bytearray makes all byte arrays writable, so that numba compiles only one version.
     text = np.frombuffer(bytearray().join([*texts, bytes(PADDING)]), np.uint8)
     most_words = len(text) // 2 + len(bounds)
-    # No fewer than there are: line ends of several bytes end in 0x85, 0xA8 or 0xA9.
+    # An upper bound: multibyte line ends end in 0x85, 0xA8 or 0xA9.
     most_lines = np.count_nonzero((text - np.uint8(10) < 21) | (text == 0x85) | (text & 0xFE == 0xA8))
     lengths = np.empty(most_words, np.int32)
     hashes = np.empty(most_words, np.uint64)
@@ -218,7 +218,7 @@ def divided_texts(texts: Sequence[bytes]) -> DividedTexts:
 
 @compiled
 def _find(keys, stamps, stamp, value):
-    """Returns (slot, whether the value is in it) of a hash table in which entries with another stamp are empty."""
+    """Returns (slot, True if the value is in it) in a hash table. Entries with another stamp count as empty."""
     mask = np.uint64(len(keys) - 1)
     slot = value & mask
     while stamps[slot] == stamp:
@@ -246,7 +246,7 @@ def _gram(hashes, start, n):
 
 @compiled
 def _top_gram(lengths, hashes, start, end, n, table, stamp):
-    """Returns the characters of the most frequent n-gram, of equals the first, times its count."""
+    """Returns the characters of the most frequent n-gram times its count. Among equals, the first counts."""
     keys, stamps, counts, firsts = table
     best_count = np.int64(0)
     best_first = start
@@ -267,7 +267,7 @@ def _top_gram(lengths, hashes, start, end, n, table, stamp):
 
 @compiled
 def _duplicate_characters(lengths, hashes, start, end, n, table, stamp):
-    """Counts the characters in n-grams that have occurred before, none of which overlap."""
+    """Counts the characters in repeated n-grams without overlap."""
     keys = table[0]
     stamps = table[1]
     position = start
@@ -287,9 +287,9 @@ def _duplicate_characters(lengths, hashes, start, end, n, table, stamp):
 
 @compiled
 def repetitions(lengths, hashes, word_bounds, characters, limits, skipped, broken, values):
-    """Writes the first of GRAM_RULES whose limit each document exceeds to `broken`, and the share to `values`.
+    """Writes the first of GRAM_RULES that each document exceeds to `broken`, and its share to `values`.
 
-    limits: (9,) shares of `characters`, (documents,); inf where a rule is off. skipped: (documents,) bool.
+    limits: (9,) shares of `characters`; inf turns a rule off. characters: (documents,). skipped: (documents,) bool.
     """
     size = _table_size((word_bounds[:, 1] - word_bounds[:, 0]).max())
     stamps = np.zeros(size, np.int64)
@@ -317,6 +317,6 @@ def repetitions(lengths, hashes, word_bounds, characters, limits, skipped, broke
 
 
 def is_compiled() -> bool:
-    """Tells whether machine code of this module is kept on this machine."""
+    """Returns True if this machine has cached machine code of this module."""
     folder = Path(_divide.stats.cache_path)
     return any(folder.glob(f"{Path(__file__).stem}.*.nbi"))

@@ -1,8 +1,8 @@
-"""Benchmark items are kept out of training data: documents that hold one are removed.
+"""Removes documents that contain benchmark items.
 
-As in GPT-3 (arXiv 2005.14165, appendix C), a document holds an item if 13 consecutive words of it stand there, in any
-case, with any accents and punctuation; a shorter item counts as a whole, from LEAST_LETTERS letters on (item_index).
-Answers count together with the end of their question; a passage that is only read for the question does not count
+As in GPT-3 (arXiv 2005.14165, appendix C), a document contains an item if they share 13 consecutive words, ignoring
+case, accents and punctuation. A shorter item must occur as a whole and have at least LEAST_LETTERS letters
+(item_index). Answers count only together with the end of their question. Reading passages do not count
 (lm_eval_items).
 """
 
@@ -33,16 +33,16 @@ EXCERPT_CHARACTERS = 200
 
 
 class BenchmarkItem(NamedTuple):
-    """The texts of one item: a run of words of any of them is contamination."""
+    """The texts of one item. A long enough run of words from any of them is contamination."""
 
     whole: tuple[str, ...]
-    """Texts that also count when they are shorter than such a run, as a whole."""
+    """Shorter texts here count, too, if they occur as a whole."""
     parts: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class Benchmark:
-    """The items of one task or file, in its order."""
+    """The items of one task or file, in order."""
 
     name: str
     items: tuple[BenchmarkItem, ...]
@@ -54,7 +54,7 @@ class Benchmark:
 
 @dataclass(frozen=True)
 class Decontamination:
-    """The stage, which removes documents that hold an item. words: the length of a run that counts."""
+    """The stage that removes documents with an item. words: length of a run that counts as contamination."""
 
     is_compiled: ClassVar[bool] = True
     benchmarks: tuple[Benchmark, ...]
@@ -65,7 +65,7 @@ class Decontamination:
         return DECONTAMINATION
 
     def as_plan(self) -> dict[str, Any]:
-        """Returns the benchmarks by hash; `sought` counts the items with a text that is long enough to be found."""
+        """Returns the benchmarks by hash. `sought` counts the items that are long enough to search for."""
         texts = zip(self._texts, self._index.searchable, strict=True)
         found = {(benchmark, item) for (benchmark, item, *_), can in texts if can}
         sought = Counter(benchmark for benchmark, _ in found)
@@ -81,7 +81,7 @@ class Decontamination:
 
     @cached_property
     def _texts(self) -> list[tuple[int, int, bytes, bool]]:
-        """(benchmark, item, text, whether it counts as a whole): each text of an item once."""
+        """(benchmark, item, text, True if it counts as a whole), each text of an item once."""
         return [
             (number, item_number, text.encode(errors="replace"), text in item.whole)
             for number, benchmark in enumerate(self.benchmarks)
@@ -106,7 +106,7 @@ class Decontamination:
         for document, text in self._index.find(batch.texts):
             benchmark, item, content, _ = self._texts[text]
             found = verdicts.found.setdefault(document, [])
-            # The texts are in the order of the items.
+            # Texts are sorted by item.
             if not found or (found[-1].list_name, found[-1].number) != (self.benchmarks[benchmark].name, item):
                 excerpt = content.decode()[:EXCERPT_CHARACTERS].strip()
                 found.append(Found(self.benchmarks[benchmark].name, item, excerpt))
@@ -115,15 +115,15 @@ class Decontamination:
 
 
 def read_decontamination(given: Sequence[str], words: int) -> Decontamination | None:
-    """Makes the stage that the command line asks for; names may be joined by commas. None without any."""
+    """Creates the stage for --decontaminate, or None without benchmarks. Commas may join names."""
     names = [name for text in given for name in text.split(",") if name]
     return Decontamination(read_benchmarks(names), words) if names else None
 
 
 def contamination_text(row: dict[str, Any]) -> str:
-    """Describes the findings of one benchmark."""
+    """Describes the findings for one benchmark."""
     short = row["items"] - row["sought"]
-    left_out = f" ({short:,} too short to be sought)" if short else ""
+    left_out = f" ({short:,} too short to search for)" if short else ""
     return (
         f"{row['benchmark']}: {row['found']:,} of {row['items']:,} items{left_out} in {row['documents']:,} "
         f"documents, {row['remove']}s removed"
@@ -131,10 +131,10 @@ def contamination_text(row: dict[str, Any]) -> str:
 
 
 def read_benchmarks(names: Sequence[str]) -> tuple[Benchmark, ...]:
-    """Reads what `--decontaminate` names: tasks, groups and patterns of lm-eval, .yaml files of tasks, .jsonl and .txt
-    files of items, folders of either. Each benchmark comes once.
+    """Reads the benchmarks of `--decontaminate`, each once.
 
-    Raises InputError with every name that nothing is found for, and every benchmark without items.
+    names: lm-eval tasks, groups and patterns, .yaml task files, .jsonl and .txt files of items, or folders of files.
+    Raises one InputError with all unknown names and all benchmarks without items.
     """
     problems = Problems()
     found = []
@@ -147,7 +147,7 @@ def read_benchmarks(names: Sequence[str]) -> tuple[Benchmark, ...]:
         found += problems.attempt(_task_benchmarks, tasks) or []
     benchmarks = {benchmark.name: benchmark for benchmark in found if benchmark is not None}
     problems += [
-        f"--decontaminate {name}: holds no items; give one that does"
+        f"--decontaminate {name}: contains no items; give a benchmark with items"
         for name, benchmark in benchmarks.items()
         if not benchmark.items
     ]
@@ -156,7 +156,7 @@ def read_benchmarks(names: Sequence[str]) -> tuple[Benchmark, ...]:
 
 
 def _files_of(name: str) -> list[Path]:
-    """Lists the files of items that a name stands for; none where it stands for tasks."""
+    """Lists the item files for a name, or [] if the name stands for tasks."""
     path = Path(name)
     if path.is_dir():
         files = sorted(file for file in path.rglob("*") if file.suffix in (*FILE_SUFFIXES, *TASK_SUFFIXES))
@@ -188,7 +188,7 @@ def _file_benchmark(path: Path) -> Benchmark:
 
 
 def _task_benchmarks(names: Sequence[str]) -> list[Benchmark]:
-    """Loads tasks of lm-eval in another process. Raises InputError with every task that cannot be loaded."""
+    """Loads lm-eval tasks in another process. Raises one InputError with all tasks that cannot be loaded."""
     command = [sys.executable, "-P", lm_eval_items.__file__, json.dumps(names)]
     run = subprocess.run(command, capture_output=True, text=True, errors="replace")
     lines = [json.loads(line) for line in run.stdout.splitlines()] if run.returncode == 0 else []

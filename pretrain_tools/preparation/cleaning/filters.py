@@ -1,4 +1,4 @@
-"""Filters by name, with their numbers, and functions of the user's: what --filter may be given."""
+"""The filters for --filter: filters by name, with parameters, and user functions."""
 
 import dataclasses
 import importlib.util
@@ -22,27 +22,26 @@ CLASSES = (
     GopherQuality, GopherRepetition, C4Quality, FineWebQuality, LanguageFilter, PersonalData, ClassifierFilter
 )  # fmt: skip
 FILTERS: dict[str, type] = {filter_class.name: filter_class for filter_class in CLASSES}
-"""Stages whose fields are the parameters, required or with a default."""
+"""Stages by name. Their fields are the parameters, required or with a default."""
 OFF = "off"
-"""The value of a parameter that switches its rule off."""
+"""The parameter value that turns a rule off."""
 
 
 def read_cleaning(
     given: Sequence[str], languages: str | None = None, clean: bool = False, has_urls: bool = True
 ) -> Cleaning | None:
-    """Reads the stages of `--filter`, in order, after those of `--language` and `--clean`; None without any.
+    """Reads the stages of `--language` and `--clean`, then those of `--filter` in order. None if there are no stages.
 
-    A filter that is given replaces the one of its name in the set of --clean. Raises InputError with everything that
-    is wrong.
+    A filter in `--filter` replaces the filter of the same name in --clean. Raises one InputError with all problems.
     """
     problems = Problems()
     stages = [stage for text in given if (stage := problems.attempt(parse_filter, text)) is not None]
     labels = [stage.label for stage in stages]
     twice = sorted({label for label in labels if labels.count(label) > 1})
-    problems += [f"--filter {label}: is given twice" for label in twice]
+    problems += [f"--filter {label}: given twice; give it once" for label in twice]
     for stage in stages if not has_urls else ():
         if isinstance(stage, UserFunction) and stage.takes_url:
-            problems.append(f"--filter {stage.label}(text, url): needs --url_field FIELD, which holds the URL")
+            problems.append(f"--filter {stage.label}(text, url): needs --url_field FIELD, the field with the URL")
     if languages is not None or clean:
         names = tuple((languages or "en").split(","))
         judged = problems.attempt(LanguageFilter, names, code=clean)
@@ -53,9 +52,9 @@ def read_cleaning(
 
 
 def sensible_set(is_english: bool) -> list[CleaningStage]:
-    """Returns the filters of --clean, FineWeb's with its numbers; stop words are counted in English only.
+    """Returns the filters of --clean: FineWeb's filters and parameters. Counts stop words only in English.
 
-    FineWeb has repetition before quality. The same documents stay in either order, and repetition takes longer.
+    FineWeb checks repetition before quality. Both orders keep the same documents, and repetition is slower.
     """
     quality = GopherQuality(max_words=None)
     return [
@@ -68,10 +67,10 @@ def sensible_set(is_english: bool) -> list[CleaningStage]:
 
 
 def parse_filter(text: str) -> CleaningStage:
-    """Reads 'gopher_quality', 'gopher_quality(min_words=30, stop_words=off)' or 'mine.py:keep'.
+    """Parses 'gopher_quality', 'gopher_quality(min_words=30, stop_words=off)' or 'mine.py:keep'.
 
-    A value is a number, off, a word, or several joined by +. One value without a name is the first parameter's.
-    Raises InputError naming what is allowed.
+    A value is a number, off, a word, or several words joined by +. An unnamed value sets the first parameter.
+    Raises InputError with the allowed values.
     """
     if re.fullmatch(r".*\.py:\w+", text):
         return UserFunction.load(text)
@@ -91,7 +90,7 @@ def parse_filter(text: str) -> CleaningStage:
         if parameter not in fields:
             problems.append(f"--filter {text}: {name} has no parameter {parameter!r}{did_you_mean(parameter, fields)}")
         elif parameter in values:
-            problems.append(f"--filter {text}: {parameter} is given twice")
+            problems.append(f"--filter {text}: {parameter} given twice; give it once")
         else:
             values[parameter] = problems.attempt(
                 _value, f"--filter {text}: {parameter}", value, fields[parameter].type
@@ -103,14 +102,14 @@ def parse_filter(text: str) -> CleaningStage:
 
 
 def _value(what: str, given: str, allowed: Any) -> Any:
-    """Reads a value by its field's type: int, float, bool, str, tuple of str; `| None` where it may be off."""
+    """Parses a value by its field's type: int, float, bool, str or tuple of str. `| None` allows off."""
     if allowed is bool:
         if given not in ("on", OFF):
             raise InputError(f"{what}={given}: must be on or {OFF}")
         return given != OFF
     if given == OFF:
         if type(None) not in getattr(allowed, "__args__", ()):
-            raise InputError(f"{what}={given}: cannot be switched off")
+            raise InputError(f"{what}={given}: cannot be turned off")
         return None
     if allowed in (tuple[str, ...], tuple[str, ...] | None):
         return tuple(given.split("+"))
@@ -126,9 +125,9 @@ def _value(what: str, given: str, allowed: Any) -> Any:
 
 @dataclass(frozen=True)
 class UserFunction:
-    """`--filter mine.py:keep`: keep(text) gives True to keep the document, False to remove it, or its new text.
+    """`--filter mine.py:keep`: keep(text) returns True to keep the document, False to remove it, or its new text.
 
-    A function with a parameter called url gets that of --url_field as well. It must depend on these alone, or
+    A function with a parameter `url` also gets the URL from --url_field. It must depend only on its arguments, or
     interruptions and workers would change the result.
     """
 
@@ -136,11 +135,11 @@ class UserFunction:
     path: str
     function: str
     sha256: str
-    """The hash of the file: another content is another filter."""
+    """Hash of the file. A changed file is a different filter."""
 
     @classmethod
     def load(cls, given: str) -> Self:
-        """Loads 'FILE.py:FUNCTION'. Raises InputError where there is no such function."""
+        """Loads 'FILE.py:FUNCTION'. Raises InputError if the function does not exist."""
         path, _, function = given.rpartition(":")
         try:
             sha256 = sha256_of(Path(path))
@@ -155,7 +154,7 @@ class UserFunction:
 
     @cached_property
     def takes_url(self) -> bool:
-        """True if the function has a parameter for the document's URL."""
+        """True if the function has a parameter `url`."""
         return "url" in inspect.signature(_load_function(self.path, self.function, self.sha256)).parameters
 
     def as_plan(self) -> dict[str, Any]:
@@ -183,27 +182,27 @@ class UserFunction:
             answer = keep(text, **more)
             if isinstance(answer, str):
                 return answer.encode()
-        except Exception as error:  # whatever the user's code raises
+        except Exception as error:  # user code may raise anything
             raise InputError(
                 f"--filter {self.path}:{self.function}: {type(error).__name__}: {one_line(error)}, for the text "
-                f"{text[:80]!r}; fix it, then run the same command in a new folder"
+                f"{text[:80]!r}; fix it, then run the same command with a new output folder"
             ) from None
         if type(answer).__name__ != "bool":  # Python's or numpy's
             raise InputError(
-                f"--filter {self.path}:{self.function}: gave {answer!r} for the text {text[:80]!r}; "
-                "must give True, False or a text"
+                f"--filter {self.path}:{self.function}: returned {answer!r} for the text {text[:80]!r}; "
+                "must return True, False or a str"
             )
         return answer
 
 
 @cache
 def _load_function(path: str, function: str, sha256: str) -> Callable[..., Any]:
-    """Runs a file and returns one of its functions. sha256: of the file, which another content loads again."""
+    """Runs a file and returns one of its functions. sha256: hash of the file, so that a changed file loads again."""
     spec = importlib.util.spec_from_file_location(Path(path).stem, path)
     module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
-    except Exception as error:  # whatever the user's code raises
+    except Exception as error:  # user code may raise anything
         raise InputError(f"--filter {path}: {type(error).__name__}: {one_line(error)}") from None
     found = getattr(module, function, None)
     if not callable(found):

@@ -1,7 +1,7 @@
-"""Folded words, by which near duplicates and benchmark items are compared.
+"""Folds words for the comparison of near duplicates and benchmark items.
 
-Words are runs of letters and digits without case, accents, ligatures and width, or single characters of scripts
-without spaces.
+Folded words are runs of letters and digits without case, accents, ligatures and width. In scripts without spaces, each
+character is a word.
 """
 
 import re
@@ -27,14 +27,14 @@ HYPHENS = "-\u2010\u2011\ufe63\uff0d"
 LINE_ENDS = "\r\n"
 TATWEEL = "\u0640"
 COMMON_SIGNS = {"\u2018\u2019": "'", "\u201c\u201d\u2013\u2014\u2026": " "}
-"""Signs of English texts, and ASCII that folds alike."""
+"""{common signs of English texts: ASCII that folds to the same}"""
 NOT_ASCII = re.compile(r"[^\x00-\x7f]+")
 HYPHEN_WITHIN_A_WORD = re.compile(r"-(?<=[^\s-]-)(?:\n[\n ]*)?(?=[^\s-])")
-"""A hyphen between letters, or one that divides a word at the end of a line."""
+"""A hyphen between letters, or one that breaks a word at the end of a line."""
 
 
 class _FoldedCharacters(dict):
-    """{code point: its folded letters, a space, "-" or a line end; None: nothing}, filled as characters come."""
+    """{code point: its folded letters, a space, "-" or a line end; None: nothing}, filled on first use."""
 
     def __missing__(self, code: int) -> str | None:
         character = chr(code)
@@ -47,7 +47,7 @@ class _FoldedCharacters(dict):
         elif category == "Cf" or character in APOSTROPHES + TATWEEL:
             folded = None
         elif category[0] in "LNM":
-            # Of marks, one folds to a letter: the iota below Greek letters.
+            # One mark folds to a letter: the iota below Greek letters.
             letters = unicodedata.normalize("NFKD", unicodedata.normalize("NFKD", character).casefold())
             folded = "".join(filter(str.isalnum, letters)) or None
             if folded and any(code in script for script in SCRIPTS_WITHOUT_SPACES):
@@ -60,17 +60,17 @@ _FOLDED = _FoldedCharacters()
 
 
 def folded_words(texts: Sequence[bytes], least_words: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns (words, ends): uint32 hashes of the documents' folded words, end to end, and where those of each end."""
+    """Returns (words, ends): uint32 hashes of all documents' folded words, and the end of each document's words."""
     divided = folded_texts(texts, least_words)
     return (divided.hashes >> np.uint64(32)).astype(np.uint32), divided.word_bounds[:, 1]
 
 
 def folded_texts(texts: Sequence[bytes], least_words: int = 0) -> DividedTexts:
-    """Divides documents into folded words.
+    """Splits documents into folded words.
 
-    Apostrophes, accents, soft hyphens and characters without width count as nothing, as do hyphens within words and
-    where they divide a word at the end of a line. A document of fewer than `least_words` words is one word of all of
-    them, so many times; one without words, of all its bytes but spaces.
+    Drops apostrophes, accents, soft hyphens, zero-width characters, and hyphens inside words, also at line breaks. A
+    document with fewer than `least_words` words becomes `least_words` copies of a single word, which joins all its
+    words. If it has no words, the single word is the whole text without spaces.
     """
     return divided_texts([_folded(text, least_words).encode() for text in texts])
 
@@ -80,7 +80,7 @@ def _folded(text: bytes, least_words: int) -> str:
     for signs, alike in COMMON_SIGNS.items():
         for sign in signs:
             characters = characters.replace(sign, alike)
-    if not characters.isascii():  # `str.translate` is ten times as fast on ASCII alone
+    if not characters.isascii():  # `str.translate` is ten times as fast on pure ASCII
         characters = NOT_ASCII.sub(lambda match: match[0].translate(_FOLDED), characters)
     words = HYPHEN_WITHIN_A_WORD.sub("", characters.translate(_FOLDED)).replace("-", " ")
     if least_words and len(first := words.split(None, least_words - 1)) < least_words:

@@ -1,7 +1,7 @@
-"""Lines of documents, and the form of a text, which decides the rules that fit it.
+"""Splits documents into lines, and detects the form of a text, which decides the rules to apply.
 
-The published rules were made for web pages, in which each line is a paragraph. Books, verse and plays are set in lines
-that end anywhere in a sentence; code and tables have no sentences.
+The published rules were made for web pages, where each line is a paragraph. Books, verse and plays break lines
+anywhere in a sentence. Code and tables have no sentences.
 """
 
 from functools import cached_property
@@ -12,16 +12,16 @@ import numpy as np
 from pretrain_tools.preparation.cleaning.compiled import LOWER, SENTENCE_END, DividedTexts
 
 PARAGRAPHS, LINES, CODE, TABLE = range(4)
-"""Forms of a text: each line is a paragraph; set in lines, with blank lines between paragraphs, stanzas or speeches;
-program code; rows of cells."""
+"""Forms of a text. PARAGRAPHS: each line is a paragraph. LINES: sentences span lines, and blank lines separate
+paragraphs, stanzas or speeches. CODE: program code. TABLE: rows of cells."""
 LONG_LINE = 120
-"""Characters. A longer line is a paragraph."""
+"""Maximum characters of a line in line-broken text. A longer line is a paragraph."""
 CONTINUES = (ord(","), ord(";"), ord("-"), 0x2013, 0x2014)
-"""Signs at the end of a line whose sentence continues in the next line."""
+"""Characters at the end of a line that show that its sentence continues."""
 SIGNS = (b"\t", b"|", b",", b";", b"([", b")]", b"{", b"}", b"<>=_")
-"""Signs that divide cells (the first four) or belong to code."""
+"""Characters that separate cells (the first four) or are typical of code."""
 SIGN_KINDS = np.zeros(256, np.uint8)
-"""(256,): 1 + the place in SIGNS of each byte; 0 for the others."""
+"""(256,): 1 + index in SIGNS for each byte, or 0."""
 for number, signs in enumerate(SIGNS, start=1):
     SIGN_KINDS[list(signs)] = number
 DOTS = (b"...", "…".encode())
@@ -30,12 +30,12 @@ FEWEST_LINES = 10
 
 
 class Lines:
-    """The lines of some documents that are not blank.
+    """The nonblank lines of documents.
 
     Args:
-        text: (bytes,) uint8, in which the lines stand.
-        table: (lines,) LINE, by ascending document.
-        documents: how many documents there are.
+        text: (bytes,) uint8, which contains the lines.
+        table: (lines,) LINE, sorted by document.
+        documents: number of documents.
     """
 
     def __init__(self, text: np.ndarray, table: np.ndarray, documents: int):
@@ -44,16 +44,16 @@ class Lines:
         self.bounds = np.searchsorted(table["document"], np.arange(documents + 1))
         """(documents + 1,) first line of each document."""
         self.counts = np.diff(self.bounds)
-        """(documents,) lines of each."""
+        """(documents,) lines of each document."""
 
     def totals(self, values: np.ndarray | str) -> np.ndarray:
-        """Sums a value per line, (lines,) or a field of LINE, over each document: (documents,)."""
+        """Sums (lines,) values, or a field of LINE, over each document: (documents,)."""
         by_line = self.table[values] if isinstance(values, str) else values
         return np.diff(np.append(0, np.cumsum(by_line, dtype=np.int64))[self.bounds])
 
     @cached_property
     def characters(self) -> np.ndarray:
-        """(documents,) characters of the lines of each."""
+        """(documents,) characters in the lines of each document."""
         return self.totals("characters")
 
     @cached_property
@@ -63,11 +63,11 @@ class Lines:
 
     @cached_property
     def signs(self) -> np.ndarray:
-        """(lines, kinds) how often each line has each of SIGNS."""
+        """(lines, kinds) counts of SIGNS in each line."""
         kinds = SIGN_KINDS[self.text]
         places = np.flatnonzero(kinds)
         line = np.searchsorted(self.table["start"], places, "right") - 1
-        # Tabs stand before and behind lines, too.
+        # Skip tabs before and after lines.
         is_within = (line >= 0) & (places < self.table["stop"].take(line, mode="clip"))
         found = line[is_within] * len(SIGNS) + kinds[places[is_within]] - 1
         return np.bincount(found, minlength=len(self.table) * len(SIGNS)).reshape(-1, len(SIGNS))
@@ -79,17 +79,17 @@ class Lines:
 
     @cached_property
     def ends_in_dots(self) -> np.ndarray:
-        """(lines,) bool: three full stops, or the character for them."""
-        # Bytes before the line are no full stops: what ends in three of them is within it.
+        """(lines,) bool: three periods, or the ellipsis character."""
+        # The byte before a line is never a period, so three of them are inside the line.
         ends = np.stack([self.text[self.table["stop"] - place] for place in (3, 2, 1)])
         return np.any([(ends == np.frombuffer(dots, np.uint8)[:, None]).all(axis=0) for dots in DOTS], axis=0)
 
     @cached_property
     def repeated(self) -> tuple[np.ndarray, np.ndarray]:
-        """(documents,) each: lines that their document has before, and the characters of these."""
+        """(documents,) each: number of repeated lines, and their characters."""
         digest = self.table["digest"]
         document = self.table["document"]
-        # A stable order: among equal lines of a document the first stays the first.
+        # A stable sort keeps the first of a document's equal lines first.
         order = np.lexsort((digest, document))
         repeated = np.zeros(len(order), bool)
         is_same = (np.diff(digest[order]) == 0) & (np.diff(document[order]) == 0)
@@ -98,14 +98,14 @@ class Lines:
 
     @cached_property
     def blocks(self) -> "Lines":
-        """The paragraphs, stanzas or speeches that blank lines divide, each as one line.
+        """The paragraphs, stanzas or speeches between blank lines, each as one line.
 
-        Of their fields only `characters`, `digest` and `last_kind` are those of the whole block; a block ends a
-        sentence if any of its lines does.
+        Only the fields `characters`, `digest` and `last_kind` cover the whole block. A block ends a sentence if any of
+        its lines does.
         """
         first = np.flatnonzero(np.diff(self.table["block"], prepend=-1))
         blocks = self.table.take(first)
-        if len(first):  # reduceat fails without any
+        if len(first):  # reduceat fails on empty arrays
             place = np.arange(len(self.table)) - np.repeat(first, np.diff(first, append=len(self.table)))
             digests = self.table["digest"] * (2 * place.astype(np.uint64) + np.uint64(1))
             blocks["characters"] = np.add.reduceat(self.table["characters"], first)
@@ -114,7 +114,7 @@ class Lines:
         return Lines(self.text, blocks, len(self.counts))
 
     def joined(self, stays: np.ndarray) -> list[bytes]:
-        """Joins the lines that stay, (lines,) bool, of each document."""
+        """Joins the kept lines of each document. stays: (lines,) bool."""
         kept = np.flatnonzero(stays)
         text = self.text.tobytes()
         places = zip(self.table["start"][kept].tolist(), self.table["stop"][kept].tolist(), strict=True)
@@ -123,7 +123,7 @@ class Lines:
 
 
 def forms_of(divided: DividedTexts, lines: Lines) -> np.ndarray:
-    """Finds the form of each text: (documents,) PARAGRAPHS, LINES, CODE or TABLE."""
+    """Detects the form of each text: (documents,) PARAGRAPHS, LINES, CODE or TABLE."""
     table = lines.table
     counts = np.maximum(lines.counts, 1)
     sizes = table["characters"]
@@ -133,7 +133,7 @@ def forms_of(divided: DividedTexts, lines: Lines) -> np.ndarray:
         return lines.totals(values) / counts
 
     long = lines.totals(sizes * (sizes > LONG_LINE)) / characters
-    # The line after the last one is another document's: one line of many.
+    # After a document's last line comes another document's line, a negligible error.
     next_is_lower = np.append(table["first_kind"][1:] & LOWER != 0, False)
     runs_on = share(~lines.ends_sentence & (np.isin(table["last_code"], CONTINUES) | next_is_lower[: len(table)]))
     ends = share(lines.ends_sentence)

@@ -1,7 +1,7 @@
-"""An index of texts that finds their runs of words in documents, whatever the case, accents and punctuation.
+"""An index of texts that finds their runs of words in documents, ignoring case, accents and punctuation.
 
-Words are folded (folded_words). The hash of a run is the sum of its words, each times a random factor by its place, in
-64 bits. Among a trillion words and a million runs, the chance of one wrong match is 5 %.
+Words are folded (folded_words). The 64-bit hash of a run is the sum of its words' hashes, each times a random factor
+for its position. With a trillion words and a million runs, the probability of one wrong match is 5%.
 """
 
 from collections.abc import Sequence
@@ -12,44 +12,44 @@ import numpy as np
 from pretrain_tools.preparation.cleaning.folded_words import folded_texts
 
 LEAST_LETTERS = 20
-"""A run of fewer letters is no evidence, however many words it has: it is continued, or not sought."""
+"""A run with fewer letters is no evidence, for any number of words. It is extended, or not searched for."""
 ENTRIES_PER_SEED = 16
 FEWEST_BITS = 16
 
 
 def _hashes(words: np.ndarray, places: np.ndarray | slice, factors: np.ndarray) -> np.ndarray:
-    """Hashes the runs of len(factors) words that begin at each place: (places,) uint64."""
+    """Hashes the run of len(factors) words at each place: (places,) uint64."""
     return np.lib.stride_tricks.sliding_window_view(words, len(factors))[places] @ factors
 
 
 @dataclass(frozen=True)
 class ItemIndex:
-    """Texts to look for in documents. Build it with `build_index`."""
+    """Texts to search for in documents. Built by `build_index`."""
 
     searchable: np.ndarray
-    """(texts,) bool: whether a text is long enough to be found."""
+    """(texts,) bool: True if the text is long enough to search for."""
     runs: dict[int, tuple[np.ndarray, np.ndarray]]
-    """{words: ascending hashes of runs of so many, and the text of each}"""
+    """{number of words: sorted hashes of runs with that many words, and the text of each}"""
     factors: np.ndarray
-    """(words of the longest run,) uint64 of `_hashes`."""
+    """(words of the longest run,) uint64, for `_hashes`."""
     seed_words: int
-    """Words that every run has."""
+    """Number of words in the shortest run."""
     seeds: np.ndarray
-    """Ascending hashes of the first words of all runs."""
+    """Sorted hashes of the first `seed_words` words of all runs."""
     entries: np.ndarray
-    """(2^n,) bool by the highest bits of a seed; most words of documents need no more."""
+    """(2^n,) bool by the highest bits of a seed. This lookup rules out most words of documents."""
     shift: np.uint64
 
     def find(self, documents: Sequence[bytes]) -> list[tuple[int, int]]:
-        """Finds (document, text) of every text with a run in a document, in order."""
+        """Returns sorted (document, text) pairs for each text with a run in a document."""
         divided = folded_texts(documents)
-        # With room for a run at the last word.
+        # Pad for a run at the last word.
         words = np.append(divided.hashes, np.zeros_like(self.factors))
         ends = divided.word_bounds[:, 1]
         ours = _hashes(words, slice(len(divided.hashes)), self.factors[: self.seed_words])
         candidates = np.flatnonzero(self.entries[ours >> self.shift])
         candidates = candidates[_is_among(ours[candidates], self.seeds)]
-        # All documents are one row of words: a run may not begin in one and end in the next.
+        # The documents' words are concatenated: a run must end in the document where it begins.
         document_of = np.searchsorted(ends, candidates, "right")
         left = ends[document_of] - candidates
         found = set()
@@ -65,15 +65,15 @@ class ItemIndex:
 
 
 def _is_among(hashes: np.ndarray, ascending: np.ndarray) -> np.ndarray:
-    """Tells which hashes are among some, (hashes,) bool."""
+    """Returns (hashes,) bool: True for hashes found in the sorted array."""
     places = np.searchsorted(ascending, hashes)
     return ascending.take(places, mode="clip") == hashes
 
 
 def build_index(texts: Sequence[bytes], whole: Sequence[bool], words: int) -> ItemIndex:
-    """Builds an index of UTF-8 texts that finds runs of `words` of their words.
+    """Builds an index of UTF-8 texts that finds runs of `words` words.
 
-    whole: whether a text of fewer words is found, as a whole.
+    whole: True for texts that also match as a whole if they have fewer words.
     """
     divided = folded_texts(texts)
     own = divided.hashes
@@ -82,7 +82,7 @@ def build_index(texts: Sequence[bytes], whole: Sequence[bool], words: int) -> It
     sizes = np.diff(ends, prepend=0)
     text_of = np.repeat(np.arange(len(texts)), sizes)
     least = np.where(whole, np.minimum(sizes, words), words)
-    # So many words, and more where these have too few letters, as numbers and ideograms do.
+    # Extend runs with too few letters, such as numbers and ideograms.
     starts = np.arange(len(own))
     stops = np.maximum(starts + least[text_of], np.searchsorted(letters, letters[:-1] + LEAST_LETTERS))
     starts = np.flatnonzero(stops <= ends[text_of])

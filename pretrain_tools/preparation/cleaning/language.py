@@ -1,4 +1,4 @@
-"""Documents by their language: by function words where these leave no doubt, else by lingua."""
+"""Filters documents by language, detected by function words if these are clear, else by lingua."""
 
 import functools
 import itertools
@@ -20,35 +20,36 @@ FUNCTION_WORDS = {
     "pt": "os não uma com para do da em dos que mais como foi ao pelo são também se na no das ou pela",
     "nl": "het een van en dat niet voor met zijn op te aan die ook naar maar door bij wordt deze uit er",
 }
-"""Frequent words by language. A word of several languages counts for each."""
+"""Frequent words by language. A word in several languages counts for each."""
 WORDS_OF = {language: set(words.encode().split()) for language, words in FUNCTION_WORDS.items()}
 LANGUAGES_OF = {
     word: [language for language, words in WORDS_OF.items() if word in words]
     for word in set().union(*WORDS_OF.values())
 }
-"""{word: the languages that it is one of}"""
+"""{word: its languages}"""
 PLACES = 5
-"""Parts of a sample, at equal distances: an excerpt or a table in the middle is not the whole document."""
+"""Number of equally spaced parts of a sample. An excerpt or a table in the middle does not represent a document."""
 ALIKE = {"id": "id/ms", "ms": "id/ms"}
-"""Languages that lingua confuses: it calls half of Indonesian sentences Malay. Asking for one keeps both."""
+"""Languages that lingua confuses: it labels half of Indonesian sentences as Malay. Either code keeps both."""
 LEAST_WORDS = 20
-"""Words of a sample, without which it decides nothing."""
+"""A sample with fewer words decides nothing."""
 LOOKS = {600: [(0.12, 2, 4)], 4000: [(0.12, 2, 4), (0.06, 8, 8)], 20_000: [(0.06, 8, 10)]}
-"""{bytes of the sample: (share, lead, different)}: a language is certain if its function words are that share of the
-words, `lead` times those of the next language, that many of them different, and half of that share in most places.
-Otherwise the next look decides. Tables and code leave fewer function words, but none of another language."""
+"""{bytes of the sample: (share, lead, different)}. A language is certain if its function words make up `share` of the
+words, are `lead` times as frequent as the next language's, include `different` distinct words, and reach half of
+`share` in most places. Otherwise the next, larger sample decides. Tables and code have fewer function words, but none
+of another language."""
 IDEOGRAM = re.compile(rb"[\xe0\xe1\xe3-\xed]")
-"""First bytes of letters in scripts whose words need not be divided by spaces; 0xE2 begins punctuation."""
+"""First bytes of letters in scripts that may omit spaces between words. 0xE2 begins punctuation."""
 WITHOUT_SPACES = re.compile("[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff]")
-"""Letters of scripts that do not divide words: next to other letters, lingua ignores them."""
+"""Letters of scripts without spaces between words. lingua ignores them next to other letters."""
 CODE_OR_TABLE = "code or table"
 
 
 @dataclass(frozen=True)
 class LanguageFilter(NamedFilter):
-    """Keeps documents in these languages (ISO 639-1, joined by +), judged by a sample of places all over them.
+    """Keeps documents in these languages (ISO 639-1, joined by +), based on samples from the whole document.
 
-    `minimum`: confidence. `characters`: the sample that lingua sees. `code` on: code and tables stay unjudged.
+    `minimum`: confidence. `characters`: size of lingua's sample. `code`: keep code and tables in any language.
     """
 
     name: ClassVar[str] = "language"
@@ -60,7 +61,7 @@ class LanguageFilter(NamedFilter):
     def __post_init__(self) -> None:
         known = lingua_languages()
         problems = [
-            f"--filter language: {language}: is not known{did_you_mean(language, known)}"
+            f"--filter language: {language}: unknown language{did_you_mean(language, known)}"
             for language in self.languages
             if language not in known
         ]
@@ -95,7 +96,7 @@ class LanguageFilter(NamedFilter):
 
 
 def certain_language(text: bytes) -> str | None:
-    """Returns the language whose function words leave no doubt; None where there is none."""
+    """Returns the language if the function words are clear, else None."""
     places = PLACES if len(text) > min(LOOKS) else 1
     for size, looks in LOOKS.items():
         each = min(size, len(text)) // places
@@ -127,8 +128,8 @@ def certain_language(text: bytes) -> str | None:
 
 
 def sample_of(text: bytes, characters: int) -> str:
-    """Takes so many characters, in equal parts from places all over a text, or all of a shorter one."""
-    # A place among the bytes is near enough to one among the characters; in a short text the parts could overlap.
+    """Samples this many characters in equal parts from the whole text. Returns a shorter text whole."""
+    # In a long text, byte positions are close enough to character positions. In a short one, parts could overlap.
     units = text if len(text) > 16 * characters else text.decode()
     if len(units) <= characters:
         return " ".join(units.split())
@@ -144,7 +145,7 @@ def sample_of(text: bytes, characters: int) -> str:
 
 
 def detect_by_lingua(sample: str) -> tuple[str, float]:
-    """Returns (language, confidence) of a sample."""
+    """Detects a sample's language. Returns (language, confidence)."""
     values = _lingua_detector().compute_language_confidence_values(sample)
     codes = [value.language.iso_code_639_1.name.lower() for value in values]
     language = codes[0]
@@ -158,13 +159,13 @@ def detect_by_lingua(sample: str) -> tuple[str, float]:
 def _lingua_detector() -> Any:
     from lingua import LanguageDetectorBuilder
 
-    # Trigrams only: with the other models lingua takes 1.5 GB and the same time, and these texts are not short.
+    # Trigrams only: the other models need 1.5 GB and the same time, and these texts are not short.
     builder = LanguageDetectorBuilder.from_all_languages().with_low_accuracy_mode()
     return builder.with_preloaded_language_models().build()
 
 
 def lingua_languages() -> set[str]:
-    """Lists the codes of the languages that lingua knows."""
+    """Returns the codes of lingua's languages."""
     try:
         from lingua import Language
     except ImportError:

@@ -1,7 +1,7 @@
-"""Prints the items of lm-evaluation-harness tasks as JSON lines. Run as a script of its own by `benchmarks`.
+"""Prints the items of lm-evaluation-harness tasks as JSON lines. `decontamination` runs it as a separate process.
 
-In a process of its own, because the harness starts threads, after which workers cannot be forked safely. It imports
-nothing of this project, whose folder is not on its path: some tasks import a library called evaluate.
+The harness starts threads, after which workers cannot be forked safely. The script imports nothing from this project,
+and the project's folder is not on its path, because some tasks import a library called evaluate.
 """
 
 import json
@@ -12,20 +12,20 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 SOURCE_TEXTS = ("passage", "context", "article", "support", "paragraph", "story", "background")
-"""Fields of reading comprehension that were text of the web before they were part of an item."""
+"""Reading-comprehension fields whose text was on the web before it became part of an item."""
 CHOICE = re.compile(
     r"(?:(?:in)?correct_?)?(?:option|choice|answer|ending|target|distractor|sol)_?s?_?\d*$|[A-E]$", re.I
 )
-"""Names of fields that hold answers to choose from."""
+"""Names of fields with answer choices."""
 ANSWER_BLANK = re.compile(r"(?<!\w)_+(?!\w)")
-"""The place to fill an answer in."""
+"""The blank for an answer."""
 CONNECTORS = {"cause": ("because",), "effect": ("so", "therefore")}
 WORD = re.compile(r"\w+")
 UNKNOWN = "no such task, and no such file or folder"
 
 
 def main() -> None:
-    """Takes JSON of [name of a task, group, tag or pattern, a .yaml file, or a folder of them]."""
+    """Expects a JSON list of names: tasks, groups, tags, patterns, .yaml files, or folders of them."""
     output = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # the harness prints
     for name in json.loads(sys.argv[1]):
@@ -34,7 +34,7 @@ def main() -> None:
             for task in tasks:
                 lines = [json.dumps([task.task_name, *item_texts(task, document)]) for document in task.eval_docs]
                 output.write("\n".join([*lines, ""]))
-        except Exception as error:  # whatever a task's file, its code, the datasets library or the network raises
+        except Exception as error:  # task files, their code, the datasets library and the network may raise anything
             reason = str(error).strip().partition("\n")[0][:300] or "no reason given"
             kind = "" if isinstance(error, LookupError) and reason == UNKNOWN else f"{type(error).__name__}: "
             output.write(json.dumps({"name": name, "problem": f"{kind}{reason}"}) + "\n")
@@ -42,7 +42,7 @@ def main() -> None:
 
 
 def load_tasks(name: str) -> list[Any]:
-    """Loads every task of one name."""
+    """Loads all tasks for one name."""
     from lm_eval.tasks import TaskManager
 
     if os.path.isdir(name):
@@ -60,15 +60,15 @@ def load_tasks(name: str) -> list[Any]:
 
 
 def item_texts(task: Any, document: dict[str, Any]) -> tuple[list[str], list[str]]:
-    """Returns (texts that are an item even when short, texts of which only a long run is one).
+    """Returns (texts that count even if they are short, texts that count only by a long run of words).
 
-    The question is what the task's prompt shows of the item's fields, edited or not, without the prompt's own words;
-    an answer counts together with the end of the question, or it would be found wherever its words stand.
+    The question consists of the item's fields in the task's prompt, edited or not, without the prompt's own words. An
+    answer counts together with the end of the question, because its words alone occur in many texts.
     """
     prompt = task.doc_to_text(document)
     choices = answers_of(task, document)
     if isinstance(prompt, int):
-        # The choices are beginnings of one sentence, and the target is its end.
+        # The choices are beginnings of a sentence, and the target is its end.
         target = task.doc_to_target(document)
         ends = [target] if isinstance(target, str) else [""]
         return [f"{choice} {end}".strip() for choice in task.doc_to_choice(document) for end in ends], []
@@ -85,7 +85,7 @@ def item_texts(task: Any, document: dict[str, Any]) -> tuple[list[str], list[str
 
 
 def question_texts(question: str, choices: Sequence[str], connectors: Sequence[str]) -> list[str]:
-    """Returns the question alone, with each answer behind it, after a connector, or in its blank."""
+    """Returns the question alone, and with each answer after it, after a connector, or in its blank."""
     end = " ".join(question.split()[-12:])
     texts = [question, *(f"{end} {choice}" for choice in choices)]
     texts += [f"{end} {connector} {choice}" for connector in connectors for choice in choices]
@@ -95,14 +95,14 @@ def question_texts(question: str, choices: Sequence[str], connectors: Sequence[s
 
 
 def connectors_in(strings: Iterable[tuple[str, str]]) -> list[str]:
-    """Lists the words that join a premise to its cause or effect, where a field asks for one of them."""
+    """Lists the words that join a premise to its cause or effect, if a field asks for either."""
     return [word for _, text in strings for word in CONNECTORS.get(text.lower(), ())]
 
 
 def shown_in(prompt: str, strings: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
-    """Selects the fields that a prompt shows, in any case and punctuation, without those that are part of another.
+    """Selects the fields in a prompt, ignoring case and punctuation. Drops fields that are part of another one.
 
-    A prompt that shows none of them as it is has edited them: then it may show any.
+    A prompt that contains no field unchanged has edited them, so it may show all of them.
     """
     if not prompt.strip():
         return []
@@ -117,20 +117,20 @@ def shown_in(prompt: str, strings: Sequence[tuple[str, str]]) -> list[tuple[str,
 
 
 def words_of(text: str) -> list[str]:
-    """Divides a text into words to compare."""
+    """Splits a text into words for comparison."""
     return WORD.findall(text.casefold())
 
 
 def stands_in(text: str, other: str, other_words: Sequence[str]) -> bool:
-    """Tells whether the words of a text stand in another; "cause" does not stand in "because"."""
+    """Returns True if another text contains the words of this one. "because" does not contain "cause"."""
     words = words_of(text)
     if words and f" {' '.join(words)} " in f" {' '.join(other_words)} ":
         return True
-    return not text.isascii() and text in other  # a script may not divide words
+    return not text.isascii() and text in other  # some scripts have no spaces
 
 
 def record_texts(value: Any) -> tuple[list[str], list[str]]:
-    """Returns the texts of an item in a file, as item_texts does: a text, or an object with the usual field names."""
+    """Returns the texts of an item from a file, like item_texts. value: a text, or an object with the usual fields."""
     strings = list(strings_of(value))
     choices = [text for name, text in strings_of(value, least=1) if isinstance(value, dict) and CHOICE.match(name)]
     texts = sorted((text for _, text in strings if text not in choices), key=len, reverse=True)
@@ -145,7 +145,7 @@ def record_texts(value: Any) -> tuple[list[str], list[str]]:
 
 
 def answers_of(task: Any, document: dict[str, Any]) -> list[str]:
-    """Lists the answers to choose from, or the one to generate."""
+    """Lists the answer choices, or the answer to generate."""
     try:
         choices = task.doc_to_choice(document) if getattr(task.config, "doc_to_choice", None) is not None else []
     except Exception:  # a task without choices; the harness asserts
@@ -157,7 +157,7 @@ def answers_of(task: Any, document: dict[str, Any]) -> list[str]:
 
 
 def strings_of(value: Any, name: str = "", least: int = 3) -> Iterator[tuple[str, str]]:
-    """Yields (name of the outermost field, text) of every text in an item with at least `least` characters."""
+    """Yields (name of the outermost field, text) for every text in an item with at least `least` characters."""
     if isinstance(value, str):
         if len(value.strip()) >= least:
             yield name, value.strip()

@@ -1,13 +1,13 @@
-"""Near duplicates: folded words of documents, MinHash signatures, and the exact similarity of two documents.
+"""Computes MinHash signatures of documents, and the exact similarity of two documents.
 
-A document is the set of its shingles, all runs of `shingle_words` folded words in it; a shorter one is a single
-shingle. Two documents are near duplicates if the Jaccard similarity of their sets, the shingles they share among all
-that either has, is at least the threshold.
+A document is the set of its shingles: all runs of `shingle_words` folded words. A shorter document is one shingle. Two
+documents are near duplicates if the Jaccard similarity of their sets (shared shingles / all shingles) is at least
+the threshold.
 
-A signature has a byte per bin: every shingle's hash falls into one bin, the smallest in each counts (one-permutation
-hashing, Li et al. 2012), and an empty bin takes the value of another one, drawn by its number (optimal densification,
-Shrivastava 2017). So two signatures agree in about the share of bins that is their documents' similarity, and each
-shingle is hashed once, not once per bin.
+A signature has one byte per bin. Each shingle's hash falls into one bin, and each bin keeps its smallest hash
+(one-permutation hashing, Li et al. 2012). An empty bin copies another bin, drawn by its number (optimal densification,
+Shrivastava 2017). Two signatures then agree in a share of bins that estimates the similarity, and each shingle is
+hashed once, not once per bin.
 """
 
 from collections.abc import Sequence
@@ -20,17 +20,17 @@ from pretrain.errors import InputError
 
 DEFAULT_BINS = 128
 COMPARED_AT_THRESHOLD = 0.999
-"""Least share of pairs at the threshold that the bands chosen for it compare."""
+"""Minimum share of pairs at the threshold that the chosen bands must compare."""
 EMPTY = np.uint32(0xFFFFFFFF)
 DONORS = 8
-"""Bins drawn for an empty one, before it takes the next that is not empty."""
+"""Number of bins to draw for an empty bin before it copies the next nonempty one."""
 
 
 @dataclass(frozen=True)
 class NearDuplicates:
     """Settings of the search for near duplicates.
 
-    Pairs of similarity s are compared with probability 1 - (1 - s^rows)^bands: those that agree in a whole band.
+    Only pairs that agree in a whole band are compared. With similarity s, this has probability 1 - (1 - s^rows)^bands.
     """
 
     threshold: float = 0.8
@@ -40,9 +40,10 @@ class NearDuplicates:
 
     @classmethod
     def parse(cls, threshold: str) -> Self:
-        """Reads the command line's '0.8'. Raises InputError for what is no similarity.
+        """Parses a threshold such as '0.8'. Raises InputError if it is not a similarity.
 
-        The rows are the most, which compare the fewest other pairs, that still find those at the threshold.
+        Chooses the largest number of rows that still finds pairs at the threshold, because more rows compare fewer
+        other pairs.
         """
         try:
             similarity = float(threshold)
@@ -54,7 +55,7 @@ class NearDuplicates:
         return next(choice for choice in choices if choice.compared(similarity) >= COMPARED_AT_THRESHOLD)
 
     def as_plan(self) -> dict[str, Any]:
-        """Returns what the manifest records."""
+        """Returns the manifest's record."""
         return asdict(self) | {"compared_at_threshold": round(self.compared(self.threshold), 4)}
 
     @property
@@ -63,21 +64,21 @@ class NearDuplicates:
         return self.bands * self.rows
 
     def compared(self, similarity: float) -> float:
-        """Returns the share of pairs of this similarity that are compared."""
+        """Returns the share of pairs with this similarity that are compared."""
         return 1 - (1 - similarity**self.rows) ** self.bands
 
     def words(self, texts: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
-        """Returns (words, ends) of documents, as folded_words does."""
+        """Returns (words, ends) of documents, like folded_words."""
         from pretrain_tools.preparation.cleaning.folded_words import folded_words
 
         return folded_words(texts, self.shingle_words)
 
     def signatures(self, words: np.ndarray, ends: np.ndarray) -> np.ndarray:
-        """Computes the (documents, signature_bytes) uint8 of documents as `words` gives them."""
+        """Computes (documents, signature_bytes) uint8 from the result of `words`."""
         bits = (self.signature_bytes - 1).bit_length()
         document = np.repeat(np.arange(len(ends)), np.diff(ends, prepend=0))
         hashes = shingle_hashes(words, self.shingle_words)
-        # Documents are end to end: no shingle begins in one and ends in the next.
+        # Documents are concatenated: drop shingles that cross into the next one.
         is_within = document[: len(hashes)] == document[len(document) - len(hashes) :]
         hashes = hashes[is_within]
         bins = (document[: len(is_within)][is_within] << bits) + (hashes & np.uint32((1 << bits) - 1))
@@ -87,13 +88,13 @@ class NearDuplicates:
         return smallest[:, : self.signature_bytes].astype(np.uint8)
 
     def similarity(self, one: np.ndarray, other: np.ndarray) -> float:
-        """Computes the Jaccard similarity of two documents, given by their words."""
+        """Computes the Jaccard similarity of two documents from their words."""
         sets = [_sorted_set(shingle_hashes(words, self.shingle_words)) for words in (one, other)]
         either = _sorted_set(np.concatenate(sets))
         return (len(sets[0]) + len(sets[1]) - len(either)) / len(either)
 
     def band_keys(self, signatures: np.ndarray, band: int) -> np.ndarray:
-        """Computes (documents,) uint64 below 2^40, which are equal where two signatures agree in a band."""
+        """Computes (documents,) uint64 keys below 2^40. Two keys are equal if their signatures agree in the band."""
         keys = np.zeros(len(signatures), np.uint64)
         for row in range(band * self.rows, (band + 1) * self.rows):
             keys ^= signatures[:, row]
@@ -104,14 +105,14 @@ class NearDuplicates:
 
 
 def shingle_hashes(words: np.ndarray, shingle_words: int) -> np.ndarray:
-    """Hashes the runs of words that begin at each place: (words - shingle_words + 1,) uint32."""
+    """Hashes the run of words at each place: (words - shingle_words + 1,) uint32."""
     mixed = _mixed(words.copy())
     count = max(0, len(words) - shingle_words + 1)
     return _combined([mixed[place : place + count] for place in range(shingle_words)])
 
 
 def _sorted_set(hashes: np.ndarray) -> np.ndarray:
-    """Sorts hashes in place and returns each once, in a tenth of the time that np.unique takes."""
+    """Sorts hashes in place and returns each once, ten times as fast as np.unique."""
     hashes.sort()
     return hashes[np.append(True, hashes[1:] != hashes[:-1])]
 
@@ -124,7 +125,7 @@ def _mixed(words: np.ndarray) -> np.ndarray:
 
 
 def _combined(columns: list[np.ndarray] | np.ndarray) -> np.ndarray:
-    """Hashes sequences, whose places are the columns; the last steps are those of lowbias32 (Wellons)."""
+    """Hashes sequences, given as one column per position. The last steps are lowbias32 (Wellons)."""
     hashes = columns[0].copy()
     for column in columns[1:]:
         hashes *= np.uint32(0x9E3779B1)
@@ -138,7 +139,7 @@ def _combined(columns: list[np.ndarray] | np.ndarray) -> np.ndarray:
 
 
 def _fill_empty_bins(values: np.ndarray) -> None:
-    """Gives the empty bins of (documents, bins) values of other bins, in place; equal patterns draw the same ones."""
+    """Fills empty bins of (documents, bins) with other bins' values, in place. Equal patterns draw the same bins."""
     bins = values.shape[1]
     empty = values == EMPTY
     rows, columns = np.nonzero(empty)

@@ -1,10 +1,10 @@
-"""The filters of Gopher, C4 and FineWeb, by their published rules and numbers.
+"""The filters of Gopher, C4 and FineWeb, with their published rules and parameters.
 
-Gopher: Rae et al. 2021, https://arxiv.org/abs/2112.11446, A.1.1; C4: Raffel et al. 2020,
-https://arxiv.org/abs/1910.10683, 2.2; FineWeb: Penedo et al. 2024, https://arxiv.org/abs/2406.17557, 3.6. Where the
-papers leave a choice, the filters do what datatrove does, which made FineWeb, except that words stand between spaces.
+Gopher: Rae et al. 2021, https://arxiv.org/abs/2112.11446, A.1.1. C4: Raffel et al. 2020,
+https://arxiv.org/abs/1910.10683, 2.2. FineWeb: Penedo et al. 2024, https://arxiv.org/abs/2406.17557, 3.6. If the
+papers leave a choice, the filters follow datatrove, which made FineWeb, except that they split words at spaces.
 
-The rules were made for web pages. With `by_form`, the default, each rule judges only texts of the forms that it fits.
+The rules were made for web pages. With `by_form`, the default, each rule applies only to suitable forms of text.
 """
 
 import re
@@ -23,25 +23,25 @@ if TYPE_CHECKING:
 BULLETS = (ord("-"), ord("•"))
 CITATION = re.compile(rb"\[(?:\d*|edit|citation needed)\]")
 ENDINGS = b".?!\"'"
-"""Last bytes of a line that stays under C4's rule of endings."""
+"""Last bytes of a line that C4's rule on endings keeps."""
 DOTS = (b"...", "…".encode())
 STOP_WORDS = ("the", "be", "to", "of", "and", "that", "have", "with")
 POLICIES = (
     b"cookie policy", b"privacy policy", b"terms of use", b"use cookies", b"use of cookies", b"uses cookies",
 )  # fmt: skip
 PHRASES = (*POLICIES, b"javascript", b"lorem ipsum", b"{")
-"""The phrases that C4's rules look for in a line."""
+"""Phrases that C4's rules look for in lines."""
 
 
 class NamedFilter:
-    """A filter of the registry: its label is its name, and its fields are what the manifest records.
+    """A registered filter. Its label is its name, and the manifest records its fields.
 
-    It has a method `judge`, or opens something first.
+    Subclasses define `judge`, or override `open`.
     """
 
     name: ClassVar[str]
     is_compiled: ClassVar[bool] = True
-    """True: it calls kernels, which are compiled at their first use on a machine."""
+    """True if it calls kernels, which numba compiles on first use on a machine."""
 
     @property
     def label(self) -> str:
@@ -56,17 +56,17 @@ class NamedFilter:
 
 
 class Rule(NamedTuple):
-    """A measure of each document and its limit."""
+    """A measure of documents, and its limit."""
 
     name: str
     values: np.ndarray
     """(documents,)"""
     limit: float | None
-    """None: the rule is off."""
+    """None turns the rule off."""
     is_least: bool = False
-    """True: smaller values are removed. False: larger ones."""
+    """True removes smaller values, False larger ones."""
     fits: np.ndarray | None = None
-    """(documents,) bool: the documents that it judges; None: all."""
+    """(documents,) bool: documents to judge; None: all."""
 
     @property
     def broken(self) -> np.ndarray:
@@ -78,7 +78,7 @@ class Rule(NamedTuple):
 
 
 def verdicts_of(rules: Sequence[Rule]) -> Verdicts:
-    """Removes each document by the first rule that it breaks."""
+    """Removes each document that breaks a rule, by the first such rule."""
     verdicts = Verdicts()
     for rule in reversed(rules):
         for number in np.flatnonzero(rule.broken).tolist():
@@ -88,12 +88,12 @@ def verdicts_of(rules: Sequence[Rule]) -> Verdicts:
 
 
 def _share(part: np.ndarray, whole: np.ndarray) -> np.ndarray:
-    """Divides; 0 where both are 0."""
+    """Divides; 0 / 0 is 0."""
     return part / np.maximum(whole, 1)
 
 
 class Forms(NamedTuple):
-    """Tells of each document whether it has a form (`forms`); all are (documents,) bool."""
+    """The form of each document (`forms`), as (documents,) bool arrays."""
 
     page: np.ndarray
     set_in_lines: np.ndarray
@@ -107,7 +107,7 @@ class Forms(NamedTuple):
 
 
 def _forms(batch: TextBatch, by_form: bool) -> Forms:
-    """Returns the forms of documents; without `by_form` all are web pages."""
+    """Returns the forms of documents. Without `by_form`, all are web pages."""
     from pretrain_tools.preparation.cleaning.forms import CODE, LINES, PARAGRAPHS, TABLE
 
     found = batch.forms if by_form else np.full(len(batch), PARAGRAPHS)
@@ -116,7 +116,7 @@ def _forms(batch: TextBatch, by_form: bool) -> Forms:
 
 @dataclass(frozen=True)
 class GopherQuality(NamedFilter):
-    """Gopher's rules of quality. Shares are of words or lines; None switches a rule off."""
+    """Gopher's quality rules. Limits are shares of words or lines; None turns a rule off."""
 
     name: ClassVar[str] = "gopher_quality"
     min_words: int | None = 50
@@ -163,7 +163,7 @@ class GopherQuality(NamedFilter):
 
 @dataclass(frozen=True)
 class GopherRepetition(NamedFilter):
-    """Gopher's rules of repetition: the largest share of lines, or of characters, that may be repeated."""
+    """Gopher's repetition rules: the maximum share of repeated lines or characters."""
 
     name: ClassVar[str] = "gopher_repetition"
     duplicate_paragraphs: float | None = 0.3
@@ -217,7 +217,7 @@ class GopherRepetition(NamedFilter):
 
 @dataclass(frozen=True)
 class FineWebQuality(NamedFilter):
-    """FineWeb's rules of quality. Shares are of lines that are not blank, or of characters."""
+    """FineWeb's quality rules. Limits are shares of nonblank lines or of characters."""
 
     name: ClassVar[str] = "fineweb"
     min_ending_lines: float | None = 0.12
@@ -250,9 +250,10 @@ class FineWebQuality(NamedFilter):
 
 @dataclass(frozen=True)
 class C4Quality(NamedFilter):
-    """C4's rules: lines without an end of a sentence, with few words, about policies; documents with few sentences.
+    """C4's rules. They drop lines without sentence end, with few words or about policies, and documents with few
+    sentences.
 
-    `citations`, `endings`, `placeholders` (lorem ipsum), `javascript` and `policies` are on or off;
+    `citations`, `endings`, `placeholders` (lorem ipsum), `javascript` and `policies` are on or off.
     `max_curly_brackets` is a share of the words.
     """
 
@@ -296,7 +297,7 @@ class C4Quality(NamedFilter):
             goes = goes & stays & forms.page[document]
             stays &= ~goes
             counts[f"lines.{rule}"] = int(np.count_nonzero(goes))
-        # C4 looks for these two in a line before it drops the line for what it is about.
+        # C4 looks for these two in a line before it may drop the line for its topic.
         lorem = lines.totals(found[b"lorem ipsum"] * before["javascript"])
         curly = _share(lines.totals(found[b"{"] * before["policy"]), lines.totals("words"))
         sentences = lines.totals(table["sentences"] * stays)
@@ -317,13 +318,13 @@ class C4Quality(NamedFilter):
 
 
 def phrases_in(lines: "Lines", looked_at: np.ndarray) -> dict[bytes, np.ndarray]:
-    """Counts each of PHRASES in each line, (lines,), in any case. looked_at: (lines,) bool, the lines to look into."""
+    """Counts each of PHRASES per line, ignoring case: (lines,). looked_at: (lines,) bool, the lines to search."""
     lower = lines.text.tobytes().lower()
     found = {}
     for phrase in PHRASES:
         places = np.array([match.start() for match in re.finditer(re.escape(phrase), lower)], np.int64)
         line = np.searchsorted(lines.table["start"], places, "right") - 1
-        # One text follows the other: what begins in one may end in the next.
+        # Texts are concatenated: drop matches that cross into the next one.
         line = line[places + len(phrase) <= lines.table["stop"].take(line, mode="clip")]
         found[phrase] = np.bincount(line, minlength=len(lines.table)) * looked_at
     return found

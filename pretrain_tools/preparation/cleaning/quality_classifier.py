@@ -1,7 +1,7 @@
-"""A linear model of quality: logistic regression on hashed words and pairs of words, trained on good and other texts.
+"""A linear quality model: logistic regression on hashed words and word pairs, trained on good and other texts.
 
-The kind of classifier that chose the data of GPT-3 (Brown et al. 2020, appendix A) and DCLM (Li et al. 2024): without
-the order of words beyond pairs. scikit-learn trains it, the same each time.
+GPT-3 (Brown et al. 2020, appendix A) and DCLM (Li et al. 2024) chose their data with classifiers of this kind, which
+ignore word order beyond pairs. Training with scikit-learn is deterministic.
 """
 
 import hashlib
@@ -24,7 +24,7 @@ from pretrain_tools.preparation.documents.sources import find_sources, records_o
 
 BUCKETS = 1 << 18
 MOST_BYTES = 20_000
-"""Bytes at the beginning of a text that count."""
+"""The classifier reads only this many bytes from the beginning of a text."""
 HELD_OUT = 0.1
 INVERSE_REGULARIZATION = 10.0
 MOST_STEPS = 1000
@@ -32,12 +32,12 @@ FEWEST_TEXTS = 50
 WEIGHTS_FILE = "weights.npy"
 CLASSIFIER_FILE = "classifier.json"
 CLASSIFIER_FORMAT = {"format": "groundwork-classifier", "version": 2}
-"""Version 1 had features of its own, which the weights of version 2 do not fit."""
+"""Version 1 had different features, which do not fit the weights of version 2."""
 
 
 @dataclass(frozen=True)
 class ClassifierFilter(NamedFilter):
-    """Keeps documents that a trained classifier calls good with a probability of at least `minimum`."""
+    """Keeps documents that a trained classifier rates as good with a probability of at least `minimum`."""
 
     name: ClassVar[str] = "classifier"
     is_compiled: ClassVar[bool] = False
@@ -64,7 +64,7 @@ class ClassifierFilter(NamedFilter):
 
 
 def read_classifier(folder: str) -> np.ndarray:
-    """Reads the (BUCKETS + 1,) float32 weights of a trained classifier, the last the bias."""
+    """Reads the (BUCKETS + 1,) float32 weights of a trained classifier. The last one is the bias."""
     try:
         record = json.loads(Path(folder, CLASSIFIER_FILE).read_bytes())
         weights = np.load(Path(folder, WEIGHTS_FILE), allow_pickle=False)
@@ -73,20 +73,20 @@ def read_classifier(folder: str) -> np.ndarray:
         weights = np.empty(0)
     if {name: record.get(name) for name in CLASSIFIER_FORMAT} != CLASSIFIER_FORMAT or weights.shape != (BUCKETS + 1,):
         raise InputError(
-            f"--filter classifier: model={folder}: is no classifier of this version; train one: "
+            f"--filter classifier: model={folder}: is not a classifier of this version; train one: "
             "prepare_data.py --train_classifier good.jsonl other.jsonl --output FOLDER"
         )
     return weights.astype(np.float32)
 
 
 def quality_scores(texts: Sequence[bytes], weights: np.ndarray) -> np.ndarray:
-    """Computes the (texts,) probabilities of being good."""
+    """Computes the (texts,) probabilities that a text is good."""
     margins = features_of(texts) @ weights[:-1] + weights[-1]
     return 1.0 / (1.0 + np.exp(-margins.astype(np.float64)))
 
 
 def features_of(texts: Sequence[bytes]) -> Any:
-    """Counts words, in lower case without signs, and pairs of them: (texts, BUCKETS) sparse, each row of norm 1."""
+    """Counts lowercase words, without punctuation, and word pairs: (texts, BUCKETS) sparse, with rows of norm 1."""
     from sklearn.feature_extraction.text import HashingVectorizer
 
     hashing = HashingVectorizer(n_features=BUCKETS, ngram_range=(1, 2), alternate_sign=False, token_pattern=r"[^\W_]+")
@@ -94,9 +94,9 @@ def features_of(texts: Sequence[bytes]) -> Any:
 
 
 def train_classifier(good: str, other: str, reading: Reading, output: Path) -> dict[str, Any]:
-    """Trains on two globs of texts and writes the classifier's folder; returns its record with the held-out measures.
+    """Trains on two globs of texts, writes the classifier's folder, and returns its record with held-out measures.
 
-    Texts are held out by their hash, so a text that is given twice is never on both sides. Raises InputError.
+    Texts are held out by hash, so both copies of a text are on the same side. Raises InputError.
     """
     if output.exists() and not (output / CLASSIFIER_FILE).is_file() and any(output.iterdir()):
         raise InputError(f"--output {output}: already contains other files; give a new or empty folder")
@@ -133,7 +133,7 @@ def train_classifier(good: str, other: str, reading: Reading, output: Path) -> d
         shutil.rmtree(output, ignore_errors=True)
         os.replace(temporary, output)
     except OSError as error:
-        raise InputError(f"--output {output}: {error.strerror}; give a writable folder with room") from None
+        raise InputError(f"--output {output}: {error.strerror}; give a writable folder with free space") from None
     return record
 
 
@@ -147,7 +147,7 @@ def _texts_of(pattern: str, reading: Reading) -> Iterator[bytes]:
 
 
 def _measures(scores: np.ndarray, labels: np.ndarray) -> dict[str, Any]:
-    """Measures accuracy and area under the curve on held-out texts; None where one kind has none."""
+    """Measures accuracy and area under the curve on held-out texts. None if one kind has no held-out texts."""
     from sklearn.metrics import balanced_accuracy_score, roc_auc_score
 
     if len(np.unique(labels)) < 2:

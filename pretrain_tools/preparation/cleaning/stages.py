@@ -1,7 +1,7 @@
-"""The stages of a cleaning, one after another, over the texts of a part.
+"""Runs cleaning stages one after another over the texts of a part.
 
-A stage is a frozen, picklable dataclass whose fields are its numbers. `open` does what is costly once, in the main
-process, before workers are forked, which share it; on Ray each worker opens its own.
+A stage is a frozen, picklable dataclass whose fields are its parameters. `open` does the costly work once in the main
+process, and forked workers share the result. On Ray, each worker calls `open` itself.
 """
 
 from collections import Counter
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
     from pretrain_tools.preparation.cleaning.forms import Lines
 
 BATCH_BYTES = 1 << 20
-"""Bytes that stages see at once: intermediate arrays stay in the processor's cache."""
+"""Bytes per batch, so that intermediate arrays stay in the CPU cache."""
 
 
 @dataclass
 class TextBatch:
-    """Documents that no stage has removed yet; what stages share is computed once."""
+    """Documents that no stage has removed yet. Results shared between stages are computed once."""
 
     texts: list[bytes]
     urls: list[str | None]
@@ -35,27 +35,27 @@ class TextBatch:
 
     @cached_property
     def divided(self) -> "DividedTexts":
-        """The words and lines of the documents."""
+        """The documents' words and lines."""
         from pretrain_tools.preparation.cleaning.compiled import divided_texts
 
         return divided_texts(self.texts)
 
     @cached_property
     def lines(self) -> "Lines":
-        """The lines that are not blank."""
+        """The nonblank lines."""
         from pretrain_tools.preparation.cleaning.forms import Lines
 
         return Lines(self.divided.text, self.divided.lines, len(self))
 
     @cached_property
     def forms(self) -> "np.ndarray":
-        """(documents,) the form of each text, before any stage changed it."""
+        """(documents,) form of each text, before any stage changed it."""
         from pretrain_tools.preparation.cleaning.forms import forms_of
 
         return forms_of(self.divided, self.lines)
 
     def after(self, stay: list[int], verdicts: "Verdicts") -> "TextBatch":
-        """Returns the documents that stay, with their new texts."""
+        """Returns the kept documents with their new texts."""
         texts = [verdicts.changed.get(number, self.texts[number]) for number in stay]
         after = TextBatch(texts, [self.urls[number] for number in stay])
         if "forms" in self.__dict__:
@@ -65,44 +65,44 @@ class TextBatch:
 
 @dataclass
 class Verdicts:
-    """The decisions of a stage on a batch, by the number of a document in it. Documents not named stay unchanged."""
+    """A stage's decisions on a batch, by document number in the batch. All other documents stay unchanged."""
 
     removed: dict[int, str] = field(default_factory=dict)
-    """{document: the rule that removes it, without the stage's name; '' where the stage has one rule only}."""
+    """{document: rule that removes it, without the stage's name; '' if the stage has only one rule}."""
     measured: dict[int, tuple[float, float]] = field(default_factory=dict)
-    """{document: the value that its rule measured, and the limit}, where the rule has one."""
+    """{document: measured value and limit}, for rules with a limit."""
     changed: dict[int, bytes] = field(default_factory=dict)
-    """{document: its new text}; an empty one is removed by the rule `nothing_left`."""
+    """{document: new text}. The rule `nothing_left` removes empty ones."""
     counts: Counter[str] = field(default_factory=Counter)
-    """Anything else to add up, under the stage's name, such as e-mail addresses replaced."""
+    """Other counters of the stage, such as replaced e-mail addresses."""
     values: dict[str, Sequence[str]] = field(default_factory=dict)
-    """{measure: its value for each document}, such as its language, for a histogram: few different ones."""
+    """{measure: value for each document}, such as the language, for a histogram. Use few distinct values."""
     found: dict[int, list[Found]] = field(default_factory=dict)
-    """{document: the entries of lists that it holds, each once}."""
+    """{document: list entries found in it, each once}."""
 
 
 Judge = Callable[[TextBatch], Verdicts]
 
 
 class CleaningStage(Protocol):
-    """One step of a cleaning."""
+    """One step of cleaning."""
 
     is_compiled: bool
-    """True: it calls kernels, to be compiled before workers are forked."""
+    """True if it calls kernels, which must be compiled before workers are forked."""
 
     @property
     def label(self) -> str:
-        """Names the stage in rules, changes and counts; unique in a cleaning."""
+        """The stage's unique name in rules, changes and counts."""
 
     def as_plan(self) -> dict[str, Any]:
-        """Returns its name and all that decides its verdicts, for the manifest; files by hash, no absolute paths."""
+        """Returns the manifest's record: the name and everything that affects verdicts. Files by hash, no paths."""
 
     def open(self) -> Judge:
-        """Returns what judges batches. A verdict depends on the document alone."""
+        """Returns a function that judges batches. A verdict must depend only on the document."""
 
 
 class Cleaned(NamedTuple):
-    """The texts that stay, by number in what was given, and the account of all."""
+    """The kept texts, their numbers in the input, and the account of all texts."""
 
     kept: list[int]
     texts: list[bytes]
@@ -111,17 +111,17 @@ class Cleaned(NamedTuple):
 
 @dataclass(frozen=True)
 class Cleaning:
-    """Stages in order; each sees what those before it left."""
+    """Stages in order. Each one gets the documents left by the previous stages."""
 
     stages: tuple[CleaningStage, ...]
 
     def as_plan(self) -> list[dict[str, Any]]:
-        """Returns what the manifest records, with all numbers written out."""
+        """Returns the manifest's record, with all parameters."""
         return [stage.as_plan() for stage in self.stages]
 
     @cached_property
     def opened(self) -> list[tuple[str, Judge]]:
-        """(label, judge) of each stage, compiled."""
+        """(label, judge) for each stage, compiled."""
         opened = [(stage.label, stage.open()) for stage in self.stages]
         for stage, (_, judge) in zip(self.stages, opened, strict=True):
             if stage.is_compiled:
@@ -134,7 +134,7 @@ class Cleaning:
     def clean(
         self, texts: Sequence[bytes], urls: Sequence[str | None], sources: Sequence[str], places: Sequence[int]
     ) -> Cleaned:
-        """Runs all stages over documents. sources, places: where each comes from, for the account."""
+        """Runs all stages over documents. sources, places: origin of each document, for the account."""
         account = CleaningAccount()
         kept = []
         left = []
@@ -148,7 +148,7 @@ class Cleaning:
     def _clean(
         self, batch: TextBatch, sources: Sequence[str], places: Sequence[int], account: CleaningAccount
     ) -> tuple[list[int], TextBatch]:
-        """Returns (numbers of the documents that stay, what is left of these)."""
+        """Returns (numbers of the kept documents, batch of their new texts)."""
         texts = batch.texts
         kept = list(range(len(batch)))
         for label, judge in self.opened:
@@ -180,7 +180,7 @@ class Cleaning:
 
 
 def batches(texts: Sequence[bytes]) -> Iterator[tuple[int, int]]:
-    """Divides documents into (first, stop) of BATCH_BYTES together, or one that is larger."""
+    """Yields (first, stop) of batches with up to BATCH_BYTES, or with one larger document."""
     first = size = 0
     for number, text in enumerate(texts):
         if number > first and size + len(text) > BATCH_BYTES:

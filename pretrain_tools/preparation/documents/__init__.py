@@ -1,11 +1,11 @@
-"""Raw documents: where they are, in which format, one by one.
+"""Finds raw documents, detects their format and reads them one by one.
 
-A new format is one generator in formats, or in containers when it needs a library (docs/input_formats.md).
+A new format is one generator in formats, or in containers if it needs a library (docs/input_formats.md).
 
-    sources: files here and behind URLs, divided into parts for workers
-    formats, containers, byte_stream: formats; those that need a library; bytes of a file
+    sources: local files and URLs, split into parts for workers
+    formats, containers, byte_stream: formats; formats that need a library; bytes of a file
     archives: tar
-    records: texts made of fields
-    document_index: which documents are in a shard, and where each came from
-    hub_dataset: datasets of the Hub, and presets
+    records: texts from fields
+    document_index: the documents of a shard, and the origin of each
+    hub_dataset: Hub datasets and presets
 """

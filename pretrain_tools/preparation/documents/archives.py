@@ -1,7 +1,7 @@
-"""Tar archives, of webdataset or any other: their members are documents, or files with documents.
+"""Reads tar archives, including webdataset. Their members are documents, or files with documents.
 
-Python's tarfile takes a damaged header for the end of the archive, and says nothing. Here an archive ends where its
-two blocks of zeros are, or it is damaged.
+Python's tarfile silently treats a damaged header as the end of the archive. Here, an archive without its two closing
+blocks of zeros is damaged.
 """
 
 import io
@@ -32,7 +32,7 @@ SHOWN_SUFFIX_CHARACTERS = 12
 
 
 class _StrictMember(tarfile.TarInfo):
-    """A member, or an error: damage is never taken for the end of the archive."""
+    """A member of an archive. A damaged header raises an error instead of ending the archive."""
 
     @classmethod
     def fromtarfile(cls, archive: tarfile.TarFile) -> Self:
@@ -47,8 +47,8 @@ class _StrictMember(tarfile.TarInfo):
                 if zero_blocks:
                     raise tarfile.EOFHeaderError("end of file header") from None
                 reason = (
-                    "ends without the blocks of zeros that close an archive, so it may be cut off; if it is whole, "
-                    "append them: truncate -s +1024 FILE"
+                    "ends without the two blocks of zeros that close an archive, so it may be truncated; if it is "
+                    "complete, append them: truncate -s +1024 FILE"
                 )
                 raise tarfile.ReadError(reason if archive.offset else "empty file") from None
             except tarfile.HeaderError as error:
@@ -56,13 +56,13 @@ class _StrictMember(tarfile.TarInfo):
                 raise tarfile.ReadError(f"no valid header {where}: {error}") from None
         if zero_blocks == 1:
             raise tarfile.ReadError(f"a header is zeroed before {_shown(member.name)}")
-        # After two blocks of zeros or more, another archive follows in the same file.
+        # After two or more blocks of zeros, another archive may follow in the same file.
         return member
 
 
 @dataclass
 class _Sample:
-    """Small members that share a name up to its first dot, as webdataset has it."""
+    """Small members that share their name up to the first dot, as in webdataset."""
 
     name: tuple[str, str]
     texts: list[tuple[str, bytes]] = field(default_factory=list)
@@ -70,14 +70,14 @@ class _Sample:
     """The .json members."""
 
     def records(self, reading: Reading, others: Counter[str]) -> Iterator[Record]:
-        """Yields its texts with the fields of its .json member, or the documents of its .json members."""
+        """Yields its texts, with the fields of its .json member, or else the documents of its .json members."""
         objects = {name.lower().rpartition("/")[2].partition(".")[2]: content for name, content in self.objects}
         for name, content in self.texts:
             record = _text_record(content.removeprefix(BYTE_ORDER_MARK), objects.get("json"), reading)
             yield record._replace(problem=record.problem and f"member {_shown(name)}: {record.problem}")
         if self.texts:
-            if beside := len(objects) - ("json" in objects):
-                others[".json beside a text"] += beside
+            if extra := len(objects) - ("json" in objects):
+                others[".json next to a text"] += extra
             return
         for name, content in self.objects:
             yield from _member_records(name, io.BytesIO(content), reading)
@@ -86,10 +86,10 @@ class _Sample:
 @FORMATS.register("tar")
 @file_format(".tar", ".tgz", place="document")
 def read_tar(stream: ByteStream, reading: Reading) -> Iterator[Record]:
-    """Reads a document per text member, those of .json members without a text beside them, and those of other files.
+    """Reads a document per text member, and the documents in other files and in .json members without a text.
 
-    A text's other fields are those of the .json member that shares its name up to the first dot. Members that are no
-    documents are counted in a record at the end. A record's place counts documents and problems.
+    A text's other fields come from the .json member with the same name up to the first dot. A final record counts the
+    members that are not documents. A record's place counts documents and problems.
     """
     place = 0
     others = Counter()
@@ -132,13 +132,13 @@ def _records(stream: ByteStream, reading: Reading, others: Counter[str]) -> Iter
                     (sample.texts if is_text else sample.objects).append((member.name, content))
             yield from sample.records(reading, others)
     except tarfile.TarError as error:
-        # What was read before the damage is whole.
+        # The sample read before the damage is complete.
         yield from sample.records(reading, others)
         raise DamagedFileError(f"damaged tar archive ({error})") from None
 
 
 def _is_hidden(name: str) -> bool:
-    """Tells files that patterns of paths skip, like those that macOS adds to archives."""
+    """Returns True for hidden files, which globs also skip. macOS adds such files to archives."""
     return any(part.startswith(".") and part not in (".", "..") for part in name.split("/"))
 
 
@@ -155,7 +155,7 @@ def _kind_of(member: tarfile.TarInfo) -> str:
 
 
 def _shown(name: str) -> str:
-    """Makes a member's name printable."""
+    """Returns a member's name in printable form."""
     return name.encode(errors="backslashreplace").decode() if name.isprintable() else ascii(name)[1:-1]
 
 
@@ -164,22 +164,23 @@ def _problem(name: str, problem: str) -> Record:
 
 
 def _member_records(name: str, file: io.IOBase, reading: Reading) -> Iterator[Record]:
-    """Reads a member that is a file of documents. If it is damaged, the rest of the archive is still read."""
+    """Reads a member that is a file of documents. If it is damaged, reading continues with the next member."""
     with ByteStream(name, inner_suffix(name)[1], file) as stream:
         try:
             for record in FORMATS[format_by_name(name)](stream, reading):
                 problem = record.problem and f"member {_shown(name)}, {record.place:,}: {record.problem}"
                 yield record._replace(problem=problem)
         except DamagedFileError as error:
-            yield _problem(name, f"{error}; nothing after it was read of it")._replace(problem_records=error.records)
+            problem = f"{error}; the rest of the member was not read"
+            yield _problem(name, problem)._replace(problem_records=error.records)
 
 
-def _text_record(text: bytes, beside: bytes | None, reading: Reading) -> Record:
+def _text_record(text: bytes, other_fields: bytes | None, reading: Reading) -> Record:
     if reading.is_plain:
         return checked(1, text)
     try:
-        fields = json.loads(beside or b"{}")
+        fields = json.loads(other_fields or b"{}")
     except (ValueError, RecursionError) as error:
-        return Record(1, None, f"broken JSON in the .json beside it ({error})")
+        return Record(1, None, f"broken JSON in its .json member ({error})")
     values = (fields if isinstance(fields, dict) else {}) | {reading.text_field: text}
     return object_record(1, values, reading)

@@ -1,4 +1,4 @@
-"""The bytes of a file or URL, decompressed while reading; truncation is detected."""
+"""Reads the bytes of a file or URL, decompresses them on the fly, and detects truncation."""
 
 import io
 import zlib
@@ -11,7 +11,7 @@ READ_BYTES = 1 << 18
 
 
 class DamagedFileError(Exception):
-    """The rest of a file cannot be read. records: how many it holds, where that is known."""
+    """Raised if the rest of a file cannot be read. records: number of records in it, if known."""
 
     def __init__(self, reason: str, records: int = 1):
         super().__init__(reason)
@@ -19,16 +19,16 @@ class DamagedFileError(Exception):
 
 
 class ByteStream(io.RawIOBase):
-    """A file's bytes, decompressed (gzip and zstd, any number of frames). `consumed` counts bytes of the file itself.
+    """A file's decompressed bytes (gzip and zstd, any number of frames). `consumed` counts bytes of the file itself.
 
-    A file that ends within a compressed frame raises DamagedFileError: zstandard's own reader does so silently.
-    file: where the bytes are, if not in the file at `path`: a member of an archive, for instance.
+    A file that ends inside a compressed frame raises DamagedFileError. zstandard's own reader ends silently.
+    file: source of the bytes if it is not the file at `path`, such as a member of an archive.
     """
 
     def __init__(self, path: str, compression: str | None, file: BinaryIO | None = None):
         self.path = path
         self.is_as_stored = compression is None and file is None
-        """True if the file at `path` has the same bytes."""
+        """True if the file at `path` has the same bytes, without compression."""
         self._file = open_file(path) if file is None else file
         self._blocks = self._read_blocks() if compression is None else self._decompress(compression)
         self._left = memoryview(b"")
@@ -53,7 +53,7 @@ class ByteStream(io.RawIOBase):
         return count
 
     def blocks(self) -> Iterator[bytes]:
-        """Yields consecutive pieces of the content, without copying them into a buffer."""
+        """Yields the content in consecutive pieces, without a copy into a buffer."""
         return self._blocks
 
     def _read_blocks(self) -> Iterator[bytes]:
@@ -73,7 +73,7 @@ class ByteStream(io.RawIOBase):
                 try:
                     block = decompressor.decompress(raw)
                 except error_class as error:
-                    # Zero bytes after the last gzip member are padding, to gzip itself as well.
+                    # Zero bytes after the last gzip member are padding, as for gzip itself.
                     if compression == "gz" and not fed and not raw.strip(b"\0"):
                         return
                     raise DamagedFileError(f"damaged {compression} data: {error}") from None
@@ -90,7 +90,7 @@ class ByteStream(io.RawIOBase):
 
 
 def decompression_of(compression: str) -> tuple[Callable[[], Any], type[Exception]]:
-    """Returns (a factory of decompressors of gz or zst, the error that they raise for damaged data)."""
+    """Returns (factory of decompressors for gz or zst, their error for damaged data)."""
     if compression == "gz":
         return lambda: zlib.decompressobj(wbits=31), zlib.error
     import zstandard

@@ -1,4 +1,4 @@
-"""Container formats that need a library and a seekable file: parquet, arrow and HDF5."""
+"""Reads container formats that need a library and a seekable file: parquet, arrow and HDF5."""
 
 import tempfile
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ ROWS_AT_ONCE = 256
 
 
 def seekable(stream: ByteStream, at_once: bool = False) -> BinaryIO:
-    """Opens the file, or a temporary copy if it is compressed, in an archive, or its server cannot seek.
+    """Opens the file. Makes a temporary copy if it is compressed, in an archive, or on a server without seeking.
 
     at_once: download a remote file first, for libraries that read many small pieces.
     """
@@ -25,8 +25,8 @@ def seekable(stream: ByteStream, at_once: bool = False) -> BinaryIO:
         if file.seekable():
             return file
         file.close()
-    # On disk and without a name: it is gone with the process, even after a kill.
-    spooled = tempfile.TemporaryFile()  # noqa: SIM115 the reader that asked for it closes it
+    # An unnamed file on disk disappears with the process, even after a kill.
+    spooled = tempfile.TemporaryFile()  # noqa: SIM115 the caller closes it
     for block in stream.blocks():
         spooled.write(block)
     spooled.seek(0)
@@ -35,10 +35,10 @@ def seekable(stream: ByteStream, at_once: bool = False) -> BinaryIO:
 
 @contextmanager
 def _readable_as(kind: str, *errors: type[Exception]) -> Iterator[None]:
-    """Turns what a library raises about a file's content into DamagedFileError."""
+    """Converts a library's errors about a file's content to DamagedFileError."""
     try:
         yield
-    except UnreachableError:  # a server that does not answer has damaged nothing
+    except UnreachableError:  # no answer from a server is not damage
         raise
     except (OSError, *errors) as error:
         reason = str(error).strip().split("\n")[0][:200] or type(error).__name__
@@ -54,9 +54,9 @@ def _readable_by_arrow(kind: str) -> AbstractContextManager[None]:
 @FORMATS.register("parquet")
 @file_format(".parquet", ".pq", place="row")
 def read_parquet(stream: ByteStream, reading: Reading, row_group: int | None = None) -> Iterator[Record]:
-    """Reads parquet, or one row group of it: a document per row, which is its record's place.
+    """Reads parquet, or one row group, with a document per row. The row is the record's place.
 
-    What cannot be read counts as all the rows that are left.
+    If reading fails, all remaining rows count as unread.
     """
     from pyarrow import parquet
 
@@ -70,7 +70,7 @@ def read_parquet(stream: ByteStream, reading: Reading, row_group: int | None = N
         try:
             with _readable_by_arrow("parquet"):
                 columns = _columns_of(table.schema_arrow, reading)
-                # One group after another, so that damage to one costs nothing of those before.
+                # One group after another, so that damage to one does not affect earlier ones.
                 batches = (
                     batch
                     for group in groups
@@ -84,7 +84,7 @@ def read_parquet(stream: ByteStream, reading: Reading, row_group: int | None = N
 
 
 def parquet_row_group_bytes(path: str) -> list[int]:
-    """Lists the uncompressed bytes of each row group; [] if they cannot be read one by one."""
+    """Lists the uncompressed bytes of each row group, or [] if they cannot be read one by one."""
     from pyarrow import parquet
 
     try:
@@ -102,7 +102,7 @@ def _columns_of(schema: Any, reading: Reading) -> list[str]:
 
 
 def _column_of(schema: Any, field: str) -> str:
-    """Finds the column to read: the field itself, or the column that holds the nested field."""
+    """Finds the column to read: the field itself, or the column with the nested field."""
     for name in (field, field.split(".")[0]):
         if name in schema.names:
             return name
@@ -116,7 +116,7 @@ def _batch_records(batches: Iterator[Any], reading: Reading, rows_before: int = 
 
 
 def table_records(table: Any, reading: Reading, rows_before: int) -> Iterator[Record]:
-    """Reads an arrow batch or table, numbered from rows_before + 1. Raises DamagedFileError without the column."""
+    """Reads an arrow batch or table, numbered from rows_before + 1. Raises DamagedFileError if a column is missing."""
     return row_records({name: _values(table, name) for name in reading.fields}, reading, rows_before)
 
 
@@ -135,7 +135,7 @@ def _values(table: Any, field: str) -> list[Any]:
     if types.is_dictionary(column.type):
         column = column.cast(column.type.value_type)
     if any(is_text(column.type) for is_text in (types.is_string, types.is_large_string, types.is_string_view)):
-        # As bytes: arrow does not promise that its strings are UTF-8, and our own check names the row.
+        # As bytes: arrow does not guarantee UTF-8 strings, and our own check reports the row.
         column = column.cast(pa.large_binary())
     return column.to_pylist()
 
@@ -143,7 +143,7 @@ def _values(table: Any, field: str) -> list[Any]:
 @FORMATS.register("arrow")
 @file_format(".arrow", ".feather", ".ipc", place="row")
 def read_arrow(stream: ByteStream, reading: Reading) -> Iterator[Record]:
-    """Reads Arrow IPC, file or stream: a document per row."""
+    """Reads an Arrow IPC file or stream, with a document per row."""
     import pyarrow as pa
 
     with seekable(stream) as file, _readable_by_arrow("arrow IPC"):
@@ -164,7 +164,7 @@ def read_arrow(stream: ByteStream, reading: Reading) -> Iterator[Record]:
 @FORMATS.register("hdf5")
 @file_format(".h5", ".hdf5", place="row")
 def read_hdf5(stream: ByteStream, reading: Reading) -> Iterator[Record]:
-    """Reads HDF5: a dataset of strings named like the text field (dots or slashes lead into groups)."""
+    """Reads HDF5: a dataset of strings with the text field's name. Dots or slashes lead into groups."""
     import h5py
 
     with (
@@ -191,7 +191,7 @@ def _string_dataset(content: Any, text_field: str) -> Any:
         raise DamagedFileError(f"no dataset {text_field!r} {others}", max(lengths, default=1))
     if found.ndim != 1 or (h5py.check_string_dtype(found.dtype) is None):
         raise DamagedFileError(
-            f"dataset {text_field!r} holds {found.dtype} of shape {found.shape}, must be a row of strings; "
-            "token ids need no preparation: train on the file itself, {shards: FILE, tokenizer: NAME} in the recipe"
+            f"dataset {text_field!r} contains {found.dtype} of shape {found.shape}, must be one-dimensional strings; "
+            "token IDs need no preparation: train on the file itself, {shards: FILE, tokenizer: NAME} in the recipe"
         )
     return found

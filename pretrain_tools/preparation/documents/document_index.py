@@ -1,7 +1,7 @@
-"""The index of a shard: where each document ends, and the file and line that it came from; documents in input order.
+"""The index of a shard: the end of each document, and its source file and line. Also reads documents in input order.
 
-train-00000.documents holds one record of 24 bytes per document, in the order of the shard, without a header, so that
-`np.memmap(file, DOCUMENT)` opens it.
+train-00000.documents has one 24-byte record per document, in shard order and without a header. Open it with
+`np.memmap(file, DOCUMENT)`.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,24 +15,23 @@ from pretrain.errors import InputError
 
 MOST_OPEN_FILES = 4096
 UNDIVIDED = "documents"
-"""In place of a split: all documents in the order of the input, in a slice and before near duplicates are left out."""
+"""Replaces the split names if all documents are in input order: in a slice, and before near duplicates are removed."""
 HELD_OUT = np.uint64(1 << 63)
-"""Added to the place of a validation document that is undivided."""
+"""Added to the place of validation documents in undivided shards."""
 DOCUMENTS_SUFFIX = ".documents"
 DOCUMENT = np.dtype([("end", "<u8"), ("place", "<u8"), ("text_bytes", "<u4"), ("source", "<u4")])
-"""end: tokens of the shard through the document's end id. place: line, row or number in its source, from 1.
-text_bytes: UTF-8 bytes of its text. source: number in the manifest's list of sources, from 0."""
+"""end: tokens in the shard up to and including the end-of-document ID. place: line, row or number in the source, from
+1. text_bytes: UTF-8 bytes of the text. source: index in the manifest's list of sources."""
 
 
 def index_path(shard: Path) -> Path:
-    """Returns the index file that belongs to a shard file."""
     return shard.with_suffix(DOCUMENTS_SUFFIX)
 
 
 def document_table(
     document_tokens: np.ndarray, text_bytes: np.ndarray, sources: np.ndarray, places: np.ndarray
 ) -> np.ndarray:
-    """Makes records of documents end to end; one element per document in each array, ends counted from 0."""
+    """Builds the records of concatenated documents. Each array has one element per document. Ends count from 0."""
     table = np.empty(len(document_tokens), DOCUMENT)
     table["end"] = np.cumsum(document_tokens)
     table["text_bytes"] = text_bytes
@@ -42,12 +41,12 @@ def document_table(
 
 
 def tokens_of(documents: np.ndarray) -> np.ndarray:
-    """Returns (documents,) tokens of each document with its end id, from the ends of documents that begin at 0."""
+    """Returns (documents,) tokens of each document including its end ID. The ends must count from 0."""
     return np.diff(documents["end"].astype(np.int64), prepend=0)
 
 
 def read_index(shard: Path, documents: int) -> np.ndarray | None:
-    """Maps the records of a shard; None without an index. Raises InputError unless they are `documents` many."""
+    """Maps the records of a shard. None without an index. Raises InputError if there are not `documents` records."""
     path = index_path(shard)
     if not path.is_file():
         return None
@@ -60,9 +59,9 @@ def read_index(shard: Path, documents: int) -> np.ndarray | None:
 
 
 class InputOrder:
-    """Numbers the documents of undivided folders from 0: those of the first in the order of its input, then the next.
+    """Numbers the documents of undivided folders from 0, folder by folder, each in input order.
 
-    Files are memory-mapped.
+    Memory-maps the files.
     """
 
     def __init__(self, manifests: Sequence[Manifest]):
@@ -74,7 +73,7 @@ class InputOrder:
         self.documents = int(self._ends[-1]) if shards else 0
 
     def __getstate__(self) -> dict[str, Any]:
-        # A process maps the files itself.
+        # Each process maps the files itself.
         return self.__dict__ | {"_maps": {}}
 
     def _index(self, path: Path) -> np.ndarray:
@@ -91,14 +90,14 @@ class InputOrder:
         return self._maps[path]
 
     def _by_shard(self, numbers: np.ndarray) -> Iterator[tuple[Path, np.ndarray]]:
-        """Yields (shard, rows within it) for ascending numbers of documents."""
+        """Yields (shard, rows in it) for ascending document numbers."""
         shards = np.searchsorted(self._ends, numbers, side="right")
         for shard in np.unique(shards).tolist():
             begin = int(self._ends[shard - 1]) if shard else 0
             yield self._shards[shard], numbers[shards == shard] - begin
 
     def table(self, first: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
-        """Returns (records of DOCUMENT with tokens instead of ends, is_validation) of documents first to stop - 1."""
+        """Returns (DOCUMENT records with tokens instead of ends, is_validation) of documents first to stop - 1."""
         pieces = []
         for path, rows in self._by_shard(np.arange(first, stop)):
             index = self._index(path)
@@ -111,7 +110,7 @@ class InputOrder:
         return together, is_validation
 
     def beside(self, numbers: np.ndarray, suffix: str, record_bytes: int) -> np.ndarray:
-        """Returns (documents, record_bytes) uint8: records in a file beside each shard. numbers: ascending."""
+        """Reads records (documents, record_bytes) uint8 from a file next to each shard. numbers: ascending."""
         pieces = [np.empty((0, record_bytes), np.uint8)]
         for path, rows in self._by_shard(numbers):
             records = self._mapped(path.with_suffix(suffix), np.dtype(np.uint8)).reshape(-1, record_bytes)
@@ -119,7 +118,7 @@ class InputOrder:
         return np.concatenate(pieces)
 
     def ids(self, number: int) -> np.ndarray:
-        """Returns the ids of one document, without its end id, as they lie in the file."""
+        """Returns the stored token IDs of a document, without its end ID."""
         ((path, (row,)),) = self._by_shard(np.array([number]))
         ends = self._index(path)["end"]
         start = int(ends[row - 1]) if row else 0

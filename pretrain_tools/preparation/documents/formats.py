@@ -1,7 +1,7 @@
-"""Document formats: one generator per format, from a file's bytes to records with their place in it.
+"""Document formats: one generator per format turns a file's bytes into records with their place in the file.
 
-A record that cannot be used carries its problem instead of its text; where the rest of a file cannot be read,
-DamagedFileError is raised. Texts are UTF-8 bytes, unchanged except for a leading byte-order mark.
+An unusable record has a problem instead of a text. A generator raises DamagedFileError if it cannot read the rest of a
+file. Texts are UTF-8 bytes, unchanged except for a leading byte-order mark.
 """
 
 import csv
@@ -37,13 +37,13 @@ BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 SPACE = re.compile(r"\s*")
 
 Reader = Callable[[ByteStream, Reading], Iterator[Record]]
-"""Reads the records of one file, each with its place from 1 on; what cannot be read is a record with a problem."""
+"""Reads the records of one file, with places from 1. An unreadable record has a problem."""
 
 
 def file_format(*suffixes: str, place: str) -> Callable[[Reader], Reader]:
-    """Returns a decorator of the reader of a format of files, which `registry.FORMATS` then registers.
+    """Returns a decorator for the reader of a file format, to use with `registry.FORMATS.register`.
 
-    Raises InputError for a suffix of another format.
+    Raises InputError if another format has one of the suffixes.
 
     Args:
         place: unit of a record's place, for messages.
@@ -52,7 +52,7 @@ def file_format(*suffixes: str, place: str) -> Callable[[Reader], Reader]:
 
     def decorated(read: Reader) -> Reader:
         if both := [suffix for suffix in suffixes if suffix in taken]:
-            raise InputError(f"{both[0]} is a suffix of the format {taken[both[0]]} already; choose another")
+            raise InputError(f"{both[0]} is already a suffix of the format {taken[both[0]]}; choose another")
         read.suffixes = suffixes
         read.place = place
         return read
@@ -61,29 +61,29 @@ def file_format(*suffixes: str, place: str) -> Callable[[Reader], Reader]:
 
 
 def inner_suffix(path: str) -> tuple[str, str | None]:
-    """Returns (suffix without that of the compression, compression) of a file's name."""
+    """Returns (suffix before the compression suffix, compression) of a file name."""
     stem, suffix = os.path.splitext(shown(path).lower())
     compression = COMPRESSIONS.get(suffix)
     return (suffix if compression is None or suffix == ".tgz" else os.path.splitext(stem)[1]), compression
 
 
 def format_by_name(path: str) -> str | None:
-    """Finds a file's format by its suffix in any case; None if unknown."""
+    """Finds a file's format by its suffix, ignoring case. None if unknown."""
     suffix, _ = inner_suffix(path)
     return next((name for name, found in FORMATS.items() if suffix in found.suffixes), None)
 
 
 def whole_lines(stream: ByteStream) -> Iterator[tuple[int, bytes]]:
-    """Yields (number of the first line, content) of consecutive pieces of about PART_BYTES that end with a line.
+    """Yields (number of the first line, content) of consecutive pieces of whole lines, about PART_BYTES each.
 
-    Raises DamagedFileError after the last whole line, or at a line longer than a document may be.
+    Raises DamagedFileError after the last whole line, or if a line exceeds the maximum size of a document.
     """
     pending: list[bytes] = []
     size = 0
     line = 1
     try:
         for block in stream.blocks():
-            # Not joined until there is enough: a line of 200 MB would be copied once per block.
+            # Join only once there is enough: a 200 MB line would be copied once per block.
             pending.append(block)
             size += len(block)
             if size >= PART_BYTES and b"\n" in block:
@@ -105,7 +105,7 @@ def whole_lines(stream: ByteStream) -> Iterator[tuple[int, bytes]]:
 
 
 def records_of_lines(first_line: int, content: bytes, format_name: str, reading: Reading) -> Iterator[Record]:
-    """Reads whole lines of a line format: a JSON object, or a document of plain text, on each."""
+    """Reads whole lines of a line format. Each line is a JSON object or a plain-text document."""
     if first_line == 1:
         content = content.removeprefix(BYTE_ORDER_MARK)
     lines = content.split(b"\n")
@@ -121,7 +121,7 @@ def records_of_lines(first_line: int, content: bytes, format_name: str, reading:
 @FORMATS.register("jsonl")
 @file_format(".jsonl", ".ndjson", place="line")
 def read_jsonl(stream: ByteStream, reading: Reading) -> Iterator[Record]:
-    """Reads JSON Lines: an object per line."""
+    """Reads JSON Lines, with an object per line."""
     for first_line, content in whole_lines(stream):
         yield from records_of_lines(first_line, content, "jsonl", reading)
 
@@ -129,10 +129,11 @@ def read_jsonl(stream: ByteStream, reading: Reading) -> Iterator[Record]:
 @FORMATS.register("txt")
 @file_format(".txt", ".text", ".md", ".py", ".rst", place="line")
 def read_text(stream: ByteStream, reading: Reading) -> Iterator[Record]:
-    """Reads plain text: a document per file, per line, or per block of lines between blank lines."""
+    """Reads plain text, with a document per file, per line, or per block between blank lines."""
     if not reading.is_plain:
         raise DamagedFileError(
-            "plain text has no fields for --template, --only, --url_field or --split_field; leave these out, or it"
+            "plain text has no fields for --template, --only, --url_field or --split_field; leave out the options or "
+            "the file"
         )
     if reading.documents == "line":
         for first_line, content in whole_lines(stream):
@@ -144,7 +145,7 @@ def read_text(stream: ByteStream, reading: Reading) -> Iterator[Record]:
 
 
 def read_whole(stream: ByteStream, remedy: str) -> bytes:
-    """Reads a whole file. Raises DamagedFileError, with the remedy, if it is larger than a document may be."""
+    """Reads a whole file. Raises DamagedFileError, with the remedy, if it exceeds the maximum size of a document."""
     blocks = []
     size = 0
     for block in stream.blocks():
@@ -175,7 +176,7 @@ def _paragraphs(stream: ByteStream) -> Iterator[Record]:
 @FORMATS.register("json")
 @file_format(".json", place="document")
 def read_json_documents(stream: ByteStream, reading: Reading) -> Iterator[Record]:
-    """Reads JSON: a list of objects, an object that holds one such list, or objects one after another."""
+    """Reads JSON: a list of objects, an object that contains one such list, or a sequence of objects."""
     try:
         text = read_whole(stream, "convert it to JSON lines").removeprefix(BYTE_ORDER_MARK).decode()
     except UnicodeDecodeError as error:
@@ -208,9 +209,9 @@ def _elements(value: Any, text_field: str) -> list[Any]:
 @FORMATS.register("csv")
 @file_format(".csv", ".tsv", place="line")
 def read_csv(stream: ByteStream, reading: Reading) -> Iterator[Record]:
-    """Reads comma- or tab-separated values with a header row. A record's place is the line on which its row ends."""
+    """Reads comma- or tab-separated values with a header row. A record's place is the last line of its row."""
     csv.field_size_limit(MAXIMUM_DOCUMENT_BYTES)
-    # Bytes that are not UTF-8 come through as lone surrogates, so that one bad row is one bad record.
+    # Invalid UTF-8 bytes become lone surrogates, so that one bad row is one bad record.
     lines = io.TextIOWrapper(io.BufferedReader(stream), "utf-8", errors="surrogateescape", newline="")
     is_tab_separated = ".tsv" in PurePath(shown(stream.path).lower()).suffixes
     rows = csv.reader(lines, delimiter="\t" if is_tab_separated else ",", strict=True)
@@ -242,11 +243,11 @@ def read_csv(stream: ByteStream, reading: Reading) -> Iterator[Record]:
             values = {name: row[column].encode(errors="surrogateescape") for name, column in columns.items()}
             yield fields_record(rows.line_num, values, reading)
         elif row:
-            yield Record(rows.line_num, None, f"row has {len(row)} columns, the header has {len(header)}")
+            yield Record(rows.line_num, None, f"row has {len(row)} columns, but the header has {len(header)}")
 
 
 def _count_of(rows: Iterator[list[str]]) -> int:
-    """Counts the rows of CSV that are left, up to a broken one."""
+    """Counts the remaining CSV rows, up to a broken one."""
     count = 0
     with suppress(csv.Error):
         for _ in rows:

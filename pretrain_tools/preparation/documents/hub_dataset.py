@@ -1,4 +1,4 @@
-"""Documents from datasets: the Hub's by name, local folders by path, downloaded whole or streamed."""
+"""Reads documents from Hub datasets by name, or from local folders by path, downloaded or streamed."""
 
 import difflib
 import hashlib
@@ -19,14 +19,14 @@ from pretrain_tools.preparation.documents.sources import InputFile, Part, Positi
 ROWS_PER_PART = 1000
 ROWS_IN_FINGERPRINT = 64
 ARTICLE_HEADING = re.compile(rb"\s= [^=].* =\s*")
-"""WikiText comes line by line: a line such as ' = Title = ' begins an article, ' = = Section = = ' does not."""
+"""WikiText has one row per line. A line such as ' = Title = ' begins an article; ' = = Section = = ' does not."""
 
 
 @dataclass(frozen=True)
 class Preset:
-    """A dataset of the Hub. `streams`: too large to download first; it streams unless the command line says otherwise.
+    """A Hub dataset. `streams`: too large to download first, so it streams by default.
 
-    `document_start`: rows are lines, and those that match it begin a document; None: each row is a document.
+    `document_start`: rows are lines, and a matching line begins a document. None: each row is a document.
     """
 
     path: str
@@ -57,10 +57,10 @@ PRESETS = {
 
 @dataclass(frozen=True)
 class HubDataset:
-    """One split of a dataset. `rows` is None where it streams and the number cannot be known.
+    """One split of a dataset. `rows` is None for a stream, whose number of rows is unknown.
 
-    `document_start`: rows are lines, and those that match it begin a document, which is then an example.
-    `revision`: the commit of the Hub's repository, where it is known.
+    `document_start`: rows are lines, and a matching line begins a document. Examples are then documents.
+    `revision`: the commit of the Hub repository, if known.
     """
 
     rows_of: Any
@@ -75,12 +75,12 @@ class HubDataset:
 
     @property
     def maximum_documents(self) -> int | None:
-        """The limit in documents, where documents are joined from rows."""
+        """The limit in documents, if documents are joined from rows."""
         return None if self.document_start is None else self.maximum_examples
 
     @property
     def total_bytes(self) -> int | None:
-        """Bytes of the rows to read in memory; None where it streams."""
+        """Bytes in memory of the rows to read. None for a stream."""
         return None if self.streaming else self.rows_of.data.nbytes * self._rows_to_read // max(1, self.rows)
 
     expected_text_bytes = total_bytes
@@ -95,13 +95,13 @@ class HubDataset:
 
     @cached_property
     def source_names(self) -> list[str]:
-        """Sources in which places count: the dataset, or each file of a stream."""
-        # Documents that are joined from lines may continue in the next file.
+        """Sources with their own places: the dataset, or each file of a stream."""
+        # Documents joined from lines may continue in the next file.
         files = self.rows_of.num_shards if self.streaming and self.document_start is None else 1
         return [self.name] if files == 1 else [f"{self.name}/{self.split}/{number:05d}" for number in range(files)]
 
     def description(self) -> list[dict[str, Any]]:
-        """Identifies the dataset by its settings, and its commit or a hash of some of its rows."""
+        """Identifies the dataset by its settings, and by its commit or a hash of some rows."""
         asked = {"subset": self.subset, "split": self.split, "examples": self.maximum_examples}
         if self.document_start is not None:
             asked["document_start"] = self.document_start.pattern.decode()
@@ -115,16 +115,16 @@ class HubDataset:
         return digest.hexdigest()
 
     def sliced(self, number: int, count: int) -> "HubDataset":
-        """Raises InputError: only files can be divided."""
+        """Raises InputError, because only files can be sliced."""
         raise InputError(
-            f"--slice: --dataset {self.name} is read by one machine; give its files instead: "
+            f"--slice: only one machine can read --dataset {self.name}; give its files instead: "
             f"--input 'hf://datasets/{self.name}/**/*.parquet'"
         )
 
     def parts(self, reading: Reading, start: Position) -> Iterator[Part]:
         """Yields the documents in order, ROWS_PER_PART rows at a time.
 
-        A stream comes file by file: resuming opens no file that was read.
+        Reads a stream file by file, so that resuming skips finished files.
         """
         rows_before = start.rows
         for number in range(start.source, len(self.source_names)):
@@ -140,7 +140,7 @@ class HubDataset:
                 yield Part(Position(number, part, rows_before), input_bytes, [(source, found)])
 
     def _tables(self, file: int, first: int, rows_before: int) -> Iterator[Any]:
-        """Yields ROWS_PER_PART rows at a time, from part `first` of a file on; rows_before: those of all before it."""
+        """Yields ROWS_PER_PART rows at a time, from part `first` of a file on. rows_before: rows of earlier parts."""
         first_row = first * ROWS_PER_PART
         if not self.streaming:
             stop = self._rows_to_read
@@ -154,27 +154,27 @@ class HubDataset:
             left = self._maximum_rows - rows_before
             if left == 0:
                 return iter(())
-            # `take` before `skip` counts the rows of this file that were read earlier.
+            # `take` comes before `skip`, so it also counts the rows of this file that were read earlier.
             rows = rows.take(left + first_row)
         return rows.skip(first_row).iter(batch_size=ROWS_PER_PART)
 
     def _records(
         self, tables: Iterator[Any], reading: Reading, rows_before: int
     ) -> Iterator[tuple[list[Record], int]]:
-        """Yields (records, bytes) of each table of rows. Raises InputError if the rows lack a field."""
+        """Yields (records, bytes) for each table of rows. Raises InputError if the rows lack a field."""
         total = self.total_bytes
         for table in tables:
             try:
                 records = list(table_records(table, reading, rows_before))
             except DamagedFileError as error:
-                raise InputError(f"--dataset {self.name}: {error}; name the field with --text_field") from None
+                raise InputError(f"--dataset {self.name}: {error}; set the field with --text_field") from None
             rows_before += table.num_rows
             yield records, table.nbytes if total is None else total * table.num_rows // self._rows_to_read
 
     def _joined(
         self, tables: Iterator[tuple[list[Record], int]], starts_inside: bool
     ) -> Iterator[tuple[int, list[Record], int]]:
-        """Yields (part, documents, bytes) of documents that are joined from rows; a document is where it begins."""
+        """Yields (part, documents, bytes) of documents joined from rows. The first row sets a document's part."""
         documents = joined_documents(tables, self.document_start, starts_inside)
         for part, group in itertools.groupby(documents, key=lambda found: (found[0].place - 1) // ROWS_PER_PART):
             found, sizes = zip(*group, strict=True)
@@ -184,10 +184,10 @@ class HubDataset:
 def joined_documents(
     tables: Iterator[tuple[list[Record], int]], start: re.Pattern[bytes], starts_inside: bool
 ) -> Iterator[tuple[Record, int]]:
-    """Yields (document, bytes read since the last one) from rows that are lines; those that match `start` begin one.
+    """Joins rows, which are lines, to documents. Yields (document, bytes read since the last one).
 
-    A document's place is its first row. starts_inside: skip rows before the first match, which belong to an earlier
-    document. Rows with problems come as records of their own.
+    A row that matches `start` begins a document. A document's place is its first row. starts_inside: skip rows before
+    the first match, which belong to an earlier document. A row with a problem is a separate record.
     """
     lines: list[bytes] = []
     place = input_bytes = 0
@@ -214,14 +214,14 @@ def joined_documents(
 def open_dataset(name_and_limit: str, subset: str | None, split: str, streaming: bool | None) -> HubDataset:
     """Opens NAME or NAME:N (at most N examples): a preset, a Hub dataset, a folder of data files, or a saved dataset.
 
-    subset, streaming: None takes the preset's, else the dataset's default and no streaming. Raises InputError where
-    loading fails, with the message of datasets, which names the subsets and splits that exist.
+    subset, streaming: None uses the preset's value, else the dataset's default subset and no streaming. Raises
+    InputError if loading fails, with the message of datasets, which lists the existing subsets and splits.
     """
     match = re.fullmatch(r"(.+?)(?::([0-9]+))?", name_and_limit)
     name = match[1]
     limit = int(match[2]) if match[2] else None
     if limit == 0:
-        raise InputError(f"--dataset {name_and_limit}: asks for 0 examples; give at least 1, or no limit")
+        raise InputError(f"--dataset {name_and_limit}: the limit is 0 examples; give at least 1, or no limit")
     preset = find_preset(name) or Preset(name)
     subset = preset.subset if subset is None else subset
     streaming = preset.streams if streaming is None else streaming
@@ -229,7 +229,7 @@ def open_dataset(name_and_limit: str, subset: str | None, split: str, streaming:
     try:
         revision = None if is_local or not streaming else _revision(preset.path)
         rows = _load(preset.path, subset, split, streaming, revision)
-    except Exception as error:  # whatever the dataset's builder raises
+    except Exception as error:  # a dataset's builder may raise anything
         lines = str(error).strip().splitlines() or [type(error).__name__]
         where = "" if is_local else _where(name, preset)
         raise InputError(
@@ -248,11 +248,11 @@ def _where(name: str, preset: Preset) -> str:
         return f" ({preset.path} on the Hub)"
     near = difflib.get_close_matches(name.lower(), PRESETS, n=1)
     hint = f"; did you mean {near[0]}?" if near else ""
-    return f" (no such folder here, so it was looked for on the Hub{hint})"
+    return f" (no such local folder, so it was searched on the Hub{hint})"
 
 
 def _revision(name: str) -> str | None:
-    """Looks up the commit of a dataset's repository, so that a resumed preparation reads the same; None if unknown."""
+    """Looks up a dataset's commit, so that a resumed preparation reads the same data. None if unknown."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
@@ -269,16 +269,16 @@ def _load(name: str, subset: str | None, split: str, streaming: bool, revision: 
         saved = datasets.load_from_disk(name)
         if isinstance(saved, datasets.DatasetDict):
             if split not in saved:
-                raise ValueError(f"no such split; splits that exist: {', '.join(saved)}")
+                raise ValueError(f"no such split; available splits: {', '.join(saved)}")
             saved = saved[split]
         return saved.to_iterable_dataset() if streaming else saved
     return datasets.load_dataset(name, subset, split=split, streaming=streaming, revision=revision)
 
 
 def find_preset(name: str) -> Preset | None:
-    """Finds a preset by its name, in any case, with _ or -; None if there is none, or a folder has that name.
+    """Finds a preset by name, ignoring case, with _ or -. None if no preset has the name, or if a folder has it.
 
-    Names of subsets are names of presets, too: wikitext-2-raw-v1, fineweb-edu-sample-10BT.
+    Also accepts subset names: wikitext-2-raw-v1, fineweb-edu-sample-10BT.
     """
     key = name.lower().replace("_", "-").removeprefix("the-").removesuffix("-v1").removesuffix("-raw")
     return None if Path(name).exists() else PRESETS.get(key.replace("-sample-", "-"))

@@ -1,4 +1,4 @@
-"""Records: one document each, its text from one field or several, with filters."""
+"""Makes records, each of one document, from one field or several, and filters them."""
 
 import codecs
 import json
@@ -13,31 +13,31 @@ from pretrain.data.manifest import SPLITS
 
 MAXIMUM_DOCUMENT_BYTES = 256 << 20
 MISSING = object()
-"""The value of a field that does not exist; None is a null."""
+"""The value of a missing field. None is a null."""
 
 
 class Record(NamedTuple):
-    """One document: its place in the file, from 1 in the format's unit, and its text or problem; filtered: neither."""
+    """One document: its place in the file (from 1, in the format's unit), and its text or problem, unless filtered."""
 
     place: int
     text: bytes | None
     problem: str | None = None
     url: str | None = None
-    """The field that --url_field names."""
+    """Value of the field in --url_field."""
     is_validation: bool | None = None
-    """By the field that --split_field names; None: the hash of the text decides."""
+    """Split from the field in --split_field. None: the hash of the text decides."""
     problem_records: int = 1
-    """Number of records that the problem makes useless: a file without the column holds many."""
+    """Number of records that the problem affects. A missing column affects all of a file's records."""
     not_read: dict[str, int] | None = None
-    """{suffix: members of an archive that are no documents}. Then text and problem are None."""
+    """{suffix: archive members that are not documents}. Text and problem are then None."""
 
 
 @dataclass(frozen=True)
 class Reading:
-    """Settings of reading: the field of the text (dotted when nested) or a template, and the documents to keep.
+    """Settings for reading: the text field (dotted if nested) or a template, and the documents to keep.
 
     `only`: (field, values) pairs; each field must have one of its values. The limits count Unicode characters.
-    `documents`: what a document of plain text is.
+    `documents`: the unit of plain-text documents.
     """
 
     text_field: str = "text"
@@ -51,25 +51,25 @@ class Reading:
 
     @cached_property
     def is_plain(self) -> bool:
-        """True if only the text field is needed."""
+        """True if no other field than the text field is needed."""
         return self.template is None and not self.only and self.url_field is None and self.split_field is None
 
     @cached_property
     def pieces(self) -> list[tuple[str, str | None]]:
-        """The template as (literal text, field that follows it) pairs."""
+        """The template as (literal text, next field) pairs."""
         if self.template is None:
             return [("", self.text_field)]
         return [(literal, name) for literal, name, _, _ in string.Formatter().parse(self.template)]
 
     @cached_property
     def fields(self) -> tuple[str, ...]:
-        """Every field that is needed, once each."""
+        """All needed fields, each once."""
         names = [name for _, name in self.pieces if name is not None]
         names += [name for name, _ in self.only]
         return tuple(dict.fromkeys(names + [name for name in (self.url_field, self.split_field) if name]))
 
     def leaves_out(self, text: bytes) -> bool:
-        """Tells whether a text is shorter or longer than the limits."""
+        """Returns True if a text is shorter or longer than the limits."""
         if self.min_characters is None and self.max_characters is None:
             return False
         characters = len(text.decode())
@@ -77,20 +77,20 @@ class Reading:
 
 
 def template_problem(template: str) -> str | None:
-    """Describes what is wrong with a template; None: nothing."""
+    """Describes a template's problem. None if it is valid."""
     try:
         pieces = list(string.Formatter().parse(template))
     except ValueError as error:
-        return f"{error}; write {{{{ and }}}} for braces that are text"
+        return f"{error}; write {{{{ and }}}} for literal braces"
     if any(spec or conversion for _, _, spec, conversion in pieces):
-        return "fields take no ! and no :"
+        return "fields must not contain ! or :"
     if any(name is not None and not re.fullmatch(r"[^{}\[\]\s]+", name) for _, name, _, _ in pieces):
         return "a field is a name between braces, such as {title} or {meta.title}"
-    return None if any(name for _, name, _, _ in pieces) else "names no field"
+    return None if any(name for _, name, _, _ in pieces) else "has no field"
 
 
 def find_field(value: Any, name: str) -> Any:
-    """Finds a field of a JSON object, by its own name or by dotted steps; MISSING if there is none."""
+    """Finds a field of a JSON object by its own name or by dotted steps. MISSING if it does not exist."""
     found = value.get(name, MISSING)
     if found is MISSING and "." in name:
         found = value
@@ -100,7 +100,7 @@ def find_field(value: Any, name: str) -> Any:
 
 
 def object_record(place: int, value: Any, reading: Reading) -> Record:
-    """Makes the record of one JSON object."""
+    """Makes the record of a JSON object."""
     if not isinstance(value, dict):
         return Record(place, None, f"is {kind_of(value)}, must be an object with the field {reading.fields[0]!r}")
     values = {name: find_field(value, name) for name in reading.fields}
@@ -114,7 +114,7 @@ def row_records(columns: dict[str, Sequence[Any]], reading: Reading, rows_before
 
 
 def fields_record(place: int, values: dict[str, Any], reading: Reading, available: Sequence[str] = ()) -> Record:
-    """Makes the record of a document. values: each of reading.fields, or MISSING. available: names for messages."""
+    """Makes a document's record. values: each of reading.fields, or MISSING. available: names for messages."""
     if MISSING in values.values():
         missing = next(name for name, value in values.items() if value is MISSING)
         return Record(place, None, f"no field {missing!r} (fields: {', '.join(available[:12]) or 'none'})")
@@ -152,7 +152,7 @@ def _filled(place: int, values: dict[str, Any], reading: Reading) -> Record:
 
 
 def as_text(value: Any) -> str | None:
-    """Prints a field's value for a template or filter: nulls are empty; None for lists and objects."""
+    """Formats a field's value for a template or filter. Nulls are empty. Returns None for lists and objects."""
     if value is None:
         return ""
     if isinstance(value, bytes):
@@ -163,7 +163,7 @@ def as_text(value: Any) -> str | None:
 
 
 def text_record(place: int, value: Any, text_field: str) -> Record:
-    """Makes the record of a field's value, which must be text: a str, or bytes of UTF-8."""
+    """Makes a record from a field's value, which must be a str or UTF-8 bytes."""
     if isinstance(value, bytes):
         return checked(place, value)
     if not isinstance(value, str):
@@ -175,9 +175,9 @@ def text_record(place: int, value: Any, text_field: str) -> Record:
 
 
 def checked(place: int, text: bytes) -> Record:
-    """Makes the record of a text, which must be UTF-8 and not too long."""
+    """Makes a record from a text, which must be UTF-8 and not too long."""
     if len(text) > MAXIMUM_DOCUMENT_BYTES:
-        return Record(place, None, f"document of {len(text):,} bytes, at most {MAXIMUM_DOCUMENT_BYTES:,} are taken")
+        return Record(place, None, f"document of {len(text):,} bytes; the maximum is {MAXIMUM_DOCUMENT_BYTES:,}")
     try:
         text.decode()
     except UnicodeDecodeError as error:
@@ -187,7 +187,7 @@ def checked(place: int, text: bytes) -> Record:
 
 def not_utf8(error: UnicodeDecodeError) -> str:
     """Describes a decoding error."""
-    reason = f"not UTF-8 (byte 0x{error.object[error.start]:02x} at byte {error.start + 1:,} of it)"
+    reason = f"not UTF-8 (0x{error.object[error.start]:02x} at byte {error.start + 1:,})"
     if error.object.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         return f"{reason} but UTF-16; convert it: iconv -f UTF-16 -t UTF-8"
     return reason
@@ -196,9 +196,9 @@ def not_utf8(error: UnicodeDecodeError) -> str:
 def json_record(place: int, line: bytes, reading: Reading) -> Record:
     """Reads the JSON object on a line."""
     if len(line) > MAXIMUM_DOCUMENT_BYTES:
-        return Record(place, None, f"line of {len(line):,} bytes, at most {MAXIMUM_DOCUMENT_BYTES:,} are taken")
+        return Record(place, None, f"line of {len(line):,} bytes; the maximum is {MAXIMUM_DOCUMENT_BYTES:,}")
     try:
-        # Decoded here and strictly: json.loads lets encoded surrogates through when it is given bytes.
+        # Decode strictly here, because json.loads accepts encoded surrogates in bytes.
         value = JSON.decode(line.decode())
     except UnicodeDecodeError as error:
         return Record(place, None, not_utf8(error))
@@ -209,7 +209,7 @@ def json_record(place: int, line: bytes, reading: Reading) -> Record:
     return object_record(place, value, reading)
 
 
-# Control characters inside strings, NUL among them, are text.
+# Control characters in strings, including NUL, are text.
 JSON = json.JSONDecoder(strict=False)
 
 

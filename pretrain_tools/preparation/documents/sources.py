@@ -1,7 +1,7 @@
-"""Raw documents: files, their formats, and the parts into which they are divided for workers.
+"""Finds input files and their formats, and splits them into parts for workers.
 
-Documents come in the order of the files' paths and, within a file, as they stand there. A part is what one worker
-takes at a time; a part's position, (source, part of it), is where an interrupted preparation goes on.
+Documents are ordered by file path and by their place in the file. A worker processes one part at a time. After an
+interruption, a preparation continues at a part's position: (source, part of the source).
 """
 
 import collections
@@ -36,7 +36,7 @@ MOST_FILES_PER_PART = 1024
 
 
 class Position(NamedTuple):
-    """A place to continue: the number of a source, of its next part, and of the rows of a stream before that."""
+    """A place to continue: numbers of the source and of its next part, and for a stream the rows before it."""
 
     source: int
     part: int
@@ -48,7 +48,7 @@ BEGINNING = Position(0, 0)
 
 @dataclass(frozen=True)
 class InputFile:
-    """One input file. `name` is its path below the folder that all inputs share; `bytes` its size as stored."""
+    """One input file. `name`: its path below the common folder of all inputs. `bytes`: its size on disk."""
 
     path: str
     name: str
@@ -61,16 +61,16 @@ class InputFile:
         return ByteStream(self.path, self.compression)
 
     def place(self, number: int) -> str:
-        """Describes a place in this file, for messages."""
+        """Describes a place in this file for messages."""
         return place_text(shown(self.path), self.format, number)
 
     def recorded_place(self, number: int) -> str:
-        """Describes a place without the machine's folders, for the manifest."""
+        """Describes a place for the manifest, without local folders."""
         return place_text(self.name, self.format, number)
 
 
 def place_text(path: str, format_name: str | None, number: int) -> str:
-    """Describes a place in a file. format_name: None takes it from the suffix; datasets have none."""
+    """Describes a place in a file. format_name: None uses the suffix, which datasets lack."""
     format_name = format_name or format_by_name(path) or "dataset"
     return f"{path}, {'row' if format_name == 'dataset' else FORMATS[format_name].place} {number:,}"
 
@@ -80,9 +80,9 @@ def find_sources(
 ) -> list[InputFile]:
     """Finds the files that match the patterns (paths or URLs; `**` recurses) and not `exclude`, sorted by path.
 
-    option: of the command line that gave the patterns, for messages.
+    option: the command-line option with the patterns, for messages.
 
-    Raises InputError with every pattern without a match and every file that is unreadable or of unknown format.
+    Raises one InputError with all patterns without a match and all files that are unreadable or of unknown format.
     """
     problems = Problems()
     if format_name is not None and format_name not in FORMATS:
@@ -91,18 +91,18 @@ def find_sources(
     for pattern in patterns:
         found = files_matching(pattern)
         if not found:
-            remedy = "no such file; quote patterns, ** looks into folders"
+            remedy = "no such file; quote patterns, and use ** to search subfolders"
             if os.path.isdir(pattern):
-                remedy = f"is a folder; name its files, such as '{pattern}/**/*.jsonl'"
+                remedy = f"is a folder; give its files, such as '{pattern}/**/*.jsonl'"
             elif os.path.exists(pattern):
-                remedy = "is a pipe or a device; write its content into a file"
+                remedy = "is a pipe or a device; write its content to a file"
             problems.append(f"{option} {shown(pattern)}: {remedy}")
         paths.update(found)
     kept = _each_once([path for path in paths if not any(fnmatch.fnmatch(path, pattern) for pattern in exclude)])
     if paths and not kept:
         problems.append(f"--exclude {' '.join(exclude)}: leaves none of the {len(paths):,} input files")
     if len({is_url(path) for path in kept}) > 1:
-        problems.append("--input: gives both URLs and paths of this machine; give file:// URLs for those, too")
+        problems.append("--input: mixes URLs and local paths; write local paths as file:// URLs")
     named = zip(kept, _names_below(kept), strict=True)
     sources = [problems.attempt(_source, path, name, format_name) for path, name in named]
     counts = collections.Counter(source.name for source in sources if source)
@@ -112,7 +112,7 @@ def find_sources(
 
 
 def files_matching(pattern: str) -> list[str]:
-    """Lists the files of a path, a pattern or a URL. Raises InputError for a URL that cannot be listed."""
+    """Lists the files for a path, pattern or URL. Raises InputError for a URL that cannot be listed."""
     if is_url(pattern):
         return find_urls(pattern)
     drive, steps = os.path.splitdrive(os.path.expanduser(pattern))
@@ -121,9 +121,9 @@ def files_matching(pattern: str) -> list[str]:
 
 
 def _matching(folder: str, steps: list[str]) -> Iterator[str]:
-    """Finds the paths below a folder that match the steps of a pattern, like glob, but in no folder twice.
+    """Finds the paths below a folder that match the steps of a pattern, like glob, but visits each folder once.
 
-    glob follows symbolic links to folders as often as they lead back to where they are.
+    glob follows a circular symbolic link many times.
     """
     if "**" not in steps:
         yield from glob.glob(os.path.join(glob.escape(folder), *steps))
@@ -135,7 +135,7 @@ def _matching(folder: str, steps: list[str]) -> Iterator[str]:
 
 
 def _folders_below(starts: Sequence[str]) -> Iterator[str]:
-    """Yields folders and all folders in them, each real folder once: by its own path rather than by a link."""
+    """Yields folders and all their subfolders, each real folder once. Prefers a folder's own path over links to it."""
     waiting = collections.deque(sorted(starts))
     seen = set()
     linked: collections.deque[str] = collections.deque()
@@ -146,13 +146,13 @@ def _folders_below(starts: Sequence[str]) -> Iterator[str]:
             continue
         seen.add(real)
         yield folder
-        # As glob lists them: without hidden ones, and nothing where it may not look.
+        # Like glob, skip hidden folders and folders without read permission.
         for below in sorted(glob.glob(os.path.join(glob.escape(folder), "*", ""))):
             (linked if os.path.islink(below.rstrip(os.sep)) else waiting).append(below)
 
 
 def _each_once(paths: Collection[str]) -> list[str]:
-    """Sorts paths; of those that lead to the same file, it keeps the file's own path, or else the first."""
+    """Sorts paths. Of several paths to one file, keeps the file's own path, or else the first."""
     by_file: dict[str, str] = {}
     for path in sorted(paths):
         real = path if is_url(path) else os.path.realpath(path)
@@ -162,9 +162,9 @@ def _each_once(paths: Collection[str]) -> list[str]:
 
 
 def _names_below(paths: Sequence[str]) -> list[str]:
-    """Shortens paths to those below the folder that all share: the same on every machine, and without secrets.
+    """Makes paths relative to their common folder, so that they are the same on every machine and have no secrets.
 
-    Bytes that are not UTF-8 are written out, as in caf\\xe9.txt.
+    Escapes bytes that are not UTF-8, as in caf\\xe9.txt.
     """
     absolute = [shown(path).replace("://", "/") if is_url(path) else shown(os.path.abspath(path)) for path in paths]
     if not absolute or len({os.path.isabs(path) for path in absolute}) > 1:
@@ -197,7 +197,7 @@ def _source(path: str, name: str, format_name: str | None) -> InputFile:
 
 
 def _holds_lines(source: InputFile) -> bool:
-    """Tells whether a .json file holds JSON lines, like those of C4 and Dolma."""
+    """Returns True if a .json file contains JSON lines, as in C4 and Dolma."""
     try:
         with source.open() as stream:
             block = next(stream.blocks(), b"").removeprefix(formats.BYTE_ORDER_MARK)
@@ -208,7 +208,7 @@ def _holds_lines(source: InputFile) -> bool:
 
 
 def records_of(source: InputFile, reading: Reading, stream: ByteStream | None = None, **some: int) -> Iterator[Record]:
-    """Reads one file, or `some` of it. If the rest of it is unreadable, the last record has that problem."""
+    """Reads one file, or a part of it (`some`). If the rest is unreadable, the last record reports the problem."""
     stream = stream or source.open()
     return _guarded(FORMATS[source.format](stream, reading, **some), stream)
 
@@ -228,16 +228,16 @@ def _guarded(records: Iterator[Record], stream: ByteStream) -> Iterator[Record]:
 
 @dataclass(frozen=True)
 class Part:
-    """Work for one worker at a time. What it holds depends on the input alone."""
+    """Work for one worker at a time. Its content depends only on the input."""
 
     after: Position
     input_bytes: int
-    """Bytes of the files as they are stored."""
+    """Bytes of the files on disk."""
     sources: Sequence[tuple[InputFile, Callable[[Reading], Iterable[Record]] | Sequence[Record]]]
-    """Each source with the records that one process had to read, or with what reads them. Picklable."""
+    """Each source with its records, or with a function that reads them. Picklable."""
 
     def records(self, reading: Reading) -> Iterator[tuple[InputFile, Record]]:
-        """Yields every record with its source; texts shorter or longer than `reading` allows are left out."""
+        """Yields every record with its source. Drops texts that are shorter or longer than `reading` allows."""
         for source, given in self.sources:
             for record in given(reading) if callable(given) else given:
                 is_left_out = record.text and reading.leaves_out(record.text)
@@ -246,16 +246,16 @@ class Part:
 
 @dataclass(frozen=True)
 class LargeFile:
-    """A file that is divided into parts by the process that reads it."""
+    """A large file. The process that reads it splits it into parts."""
 
     source: InputFile
     number: int
     first: int
-    """Number of the first part to make."""
+    """Number of the first part to yield."""
     offset: int
-    """Expected bytes of all sources before the file."""
+    """Expected bytes of all earlier sources."""
     taken: range
-    """Expected bytes, over all sources, within which a part must begin."""
+    """Range of expected bytes, over all sources, in which a part must begin."""
     reading: Reading
 
     def parts(self) -> Iterator[Part]:
@@ -281,7 +281,7 @@ class LargeFile:
 
 @dataclass(frozen=True)
 class Files:
-    """Documents from files, of this machine or by URL. slice: (number, count) of the slice that is read."""
+    """Documents from local files or URLs. slice: (number, count) of the slice to read."""
 
     sources: Sequence[InputFile]
     slice: tuple[int, int] = (0, 1)
@@ -289,12 +289,12 @@ class Files:
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of what is read, as it lies there."""
+        """Bytes to read, as stored."""
         return sum(source.bytes for source in self.sources) // self.slice[1]
 
     @property
     def expected_text_bytes(self) -> int:
-        """About how much there is when decompressed."""
+        """Estimated bytes to read, after decompression."""
         return sum(map(expected_bytes, self.sources)) // self.slice[1]
 
     def description(self) -> list[dict[str, Any]]:
@@ -309,7 +309,7 @@ class Files:
         ]
 
     def sliced(self, number: int, count: int) -> "Files":
-        """Returns slice `number` of `count`: the parts that begin in that share of the bytes."""
+        """Returns slice `number` of `count`: the parts that begin in this share of the bytes."""
         return replace(self, slice=(number, count))
 
     def parts(self, reading: Reading, start: Position = BEGINNING) -> Iterator[Part]:
@@ -321,7 +321,7 @@ class Files:
                 yield piece
 
     def pieces(self, reading: Reading, start: Position = BEGINNING) -> Iterator[Part | LargeFile]:
-        """Yields parts of small files, and large files to be divided by the process that reads them. Reads nothing."""
+        """Yields parts of small files, and large files, which the process that reads them splits. Reads nothing."""
         slice, count = self.slice
         total = sum(map(expected_bytes, self.sources))
         # The last slice is open-ended.
@@ -332,7 +332,7 @@ class Files:
             following = self.sources[number : number + MOST_FILES_PER_PART]
             group = list(itertools.takewhile(lambda source: _is_small(source, reading), following))
             if group:
-                # By bytes, never by the number of workers: a position must mean the same to a later process.
+                # Group by bytes, never by the number of workers: a position must mean the same in a later process.
                 sizes = itertools.accumulate(expected_bytes(source) for source in group)
                 group = group[: max(1, sum(1 for size in sizes if size <= PART_BYTES))]
                 number += len(group)
@@ -342,7 +342,7 @@ class Files:
                 offset += sum(map(expected_bytes, group))
             else:
                 source = self.sources[number]
-                # Files that end before the slice are not even opened.
+                # Files that end before the slice stay closed.
                 if offset + expected_bytes(source) > taken.start:
                     first = start.part if number == start.source else 0
                     yield LargeFile(source, number, first, offset, taken, reading)
@@ -350,27 +350,27 @@ class Files:
                 offset += expected_bytes(source)
 
     def are_whole_documents(self, reading: Reading) -> bool:
-        """Tells whether each file is one document of plain text."""
+        """Returns True if each file is one plain-text document."""
         return reading.documents == "file" and all(source.format == "txt" for source in self.sources)
 
     def texts(self, reading: Reading) -> Iterator[bytes]:
-        """Yields the texts of all files, whatever the slice, without records that cannot be used."""
+        """Yields the texts of all files in all slices, without unusable records."""
         parts = Files(self.sources).parts(reading)
         return (record.text for part in parts for _, record in part.records(reading) if record.text)
 
 
 def compression_ratio(source: InputFile) -> int:
-    """Estimates how many times as large a file is when decompressed."""
+    """Estimates the ratio of a file's decompressed size to its size on disk."""
     return EXPECTED_COMPRESSION_RATIO if source.compression else 1
 
 
 def expected_bytes(source: InputFile) -> int:
-    """Estimates how large a file is when decompressed."""
+    """Estimates a file's decompressed size."""
     return source.bytes * compression_ratio(source)
 
 
 def _is_small(source: InputFile, reading: Reading) -> bool:
-    """Tells whether a worker reads the file whole: a small one, or one that is a single document anyway."""
+    """Returns True if a worker reads the whole file: a small one, or one that is a single document."""
     return expected_bytes(source) <= PART_BYTES or (source.format == "txt" and reading.documents == "file")
 
 

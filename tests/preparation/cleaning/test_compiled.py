@@ -1,4 +1,4 @@
-"""Words stand between spaces; lines with the counts that rules ask for."""
+"""Words are split at spaces, and lines have the counts for the rules."""
 
 import numpy as np
 import pytest
@@ -28,7 +28,7 @@ def columns_of(text, *columns):
 
 
 @pytest.mark.parametrize("text", TEXTS, ids=range(len(TEXTS)))
-def test_words_and_lines_are_those_of_python(text):
+def test_words_and_lines_match_python(text):
     divided = divided_texts([b"before", text.encode(), b"after"])
     first, last = divided.word_bounds[1]
     assert divided.lengths[first:last].tolist() == [len(word) for word in text.split()]
@@ -40,7 +40,7 @@ def test_words_and_lines_are_those_of_python(text):
     assert lines["words"].tolist() == [len(line.split()) for line in found]
 
 
-def test_blank_lines_and_documents_divide_blocks():
+def test_blank_lines_and_documents_separate_blocks():
     divided = divided_texts([b"\na\nb\n\n \nc\n", b"d\r\ne\r\n\r\nf"])
     blocks = divided.lines["block"].tolist()
     documents = divided.lines["document"].tolist()
@@ -54,7 +54,7 @@ def test_lines_are_joined_by_one_line_end():
     assert lines.joined(stays) == ["é a\nc".encode(), b"", b"d", b""]
 
 
-def test_words_of_random_texts_are_those_of_python():
+def test_words_of_random_texts_match_python():
     rng = np.random.default_rng(3)
     texts = ["".join(rng.choice([*"ab.Zé漢 \n\t\r\u2003,-"], 40)) for _ in range(300)]
     divided = divided_texts([text.encode() for text in texts])
@@ -68,7 +68,7 @@ def test_equal_words_have_equal_hashes_and_documents_do_not_mix():
     assert divided.hashes[0] == divided.hashes[2] == divided.hashes[3] != divided.hashes[1]
 
 
-def test_words_of_punctuation_alone_do_not_count():
+def test_words_of_only_punctuation_do_not_count():
     divided = divided_texts(["-- well , 1.5 “…” + § then".encode()])
     assert divided.totals[0].tolist() == [4, 4 + 3 + 1 + 4, 2]
 
@@ -84,7 +84,7 @@ def test_words_of_punctuation_alone_do_not_count():
         ("これは本。」面白い。", 2),
     ],
 )
-def test_sentences_end_before_spaces_and_with_wide_signs_anywhere(text, sentences):
+def test_sentences_end_before_spaces_and_wide_punctuation_ends_them_anywhere(text, sentences):
     assert columns_of(text, "sentences") == [[sentences]]
 
 
@@ -103,12 +103,12 @@ def test_signs_are_counted_by_line():
     assert columns_of("a1 b 2 c", "numbers") == [[2]]
 
 
-def test_a_text_of_single_letters_and_one_of_line_ends_have_room():
+def test_texts_of_single_letters_or_line_ends_fit_the_arrays():
     assert len(divided_texts([b"a " * 50_000, b"b"]).lengths) == 50_001
     assert divided_texts([b"a\n" * 50_000]).lines.shape == (50_000,)
 
 
-def test_phrases_are_counted_within_their_line_in_any_case():
+def test_phrases_are_counted_per_line_ignoring_case():
     rng = np.random.default_rng(5)
     phrases = [phrase.decode() for phrase in PHRASES]
     pieces = [*phrases, *(phrase[:-1] for phrase in phrases), *map(str.upper, phrases), "s", "é", " uses ", "[", "u"]
@@ -121,7 +121,7 @@ def test_phrases_are_counted_within_their_line_in_any_case():
     assert found.sum(axis=0).min() > 100
 
 
-def test_a_line_is_repeated_when_its_document_has_it_before():
+def test_a_line_counts_as_repeated_within_its_document():
     rng = np.random.default_rng(7)
     texts = ["\n".join(f"line {number}" for number in rng.integers(0, 40, rng.integers(0, 60))) for _ in range(30)]
     counts, _ = lines_of(texts).repeated

@@ -1,4 +1,4 @@
-"""Benchmarks are kept out of shards: planted items, real tasks of lm-eval, and what is told of them."""
+"""Decontamination removes planted items and real lm-eval tasks, and reports them."""
 
 import json
 import re
@@ -27,7 +27,7 @@ LETTERS = list(string.ascii_lowercase)
 
 
 def sentence(count):
-    """Words that stand nowhere else."""
+    """Words that occur nowhere else."""
     return " ".join("".join(RNG.choice(LETTERS, 7)) for _ in range(count)).capitalize() + "."
 
 
@@ -83,7 +83,7 @@ def test_every_planted_item_is_found_and_nothing_else(planted, tmp_path, run):
     assert example["excerpt"] == LONG[1]
     assert manifest["cleaning"]["removed"]["decontamination.short.txt"]["documents"] == 12
     assert "long.jsonl: 9 of 12 items in 12 documents, documents removed" in told
-    assert "short.txt: 12 of 13 items (1 too short to be sought) in 12 documents" in told
+    assert "short.txt: 12 of 13 items (1 too short to search for) in 12 documents" in told
     assert "short.txt: 12 of 13 items" in run("--inspect", tmp_path / "out", with_tokenizer=False)
     assert str(tmp_path) not in (tmp_path / "out/manifest.json").read_text()
 
@@ -98,14 +98,14 @@ def test_workers_and_slices_change_no_byte(planted, tmp_path, run):
     assert content_of(tmp_path / "two") == content_of(tmp_path / "three") == content_of(tmp_path / "one")
 
 
-def test_changed_benchmarks_are_refused(planted, tmp_path, run):
+def test_changed_benchmarks_are_rejected(planted, tmp_path, run):
     run(*planted[0], "--output", tmp_path / "out", "--workers", 1)
     write_jsonl(tmp_path / "long.jsonl", [*LONG[:-1], sentence(20)])
-    with pytest.raises(InputError, match=r"finished from something else: options\.cleaning.*") as caught:
+    with pytest.raises(InputError, match=r"finished from a different request: options\.cleaning.*") as caught:
         run(*planted[0], "--output", tmp_path / "out", "--workers", 1)
     name = r"options\.cleaning\.decontamination\.benchmarks\.long\.jsonl\.sha256"
     # The difference alone, not both lists.
-    assert re.search(rf"something else: {name} was '\w+', is now '\w+'; use another", str(caught.value))
+    assert re.search(rf"a different request: {name} was '\w+', is now '\w+'; use another", str(caught.value))
 
 
 TASKS = {
@@ -165,7 +165,7 @@ UNNATURAL = [
 
 @pytest.fixture
 def tasks(tmp_path, monkeypatch):
-    """Folders of tasks, and of the same items as files."""
+    """Folders with tasks, and with the same items as files."""
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     for folder in ("tasks", "files"):
         (tmp_path / folder).mkdir()
@@ -180,7 +180,7 @@ def tasks(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("folder", ["tasks", "files"])
-def test_items_are_found_in_natural_form_however_prompt_and_fields_have_them(tasks, folder):
+def test_items_are_found_in_natural_form_for_any_prompt_and_fields(tasks, folder):
     benchmarks = read_benchmarks([str(tasks / folder)])
     for benchmark in benchmarks:
         name = benchmark.name.removesuffix(".jsonl")
@@ -192,21 +192,21 @@ def test_items_are_found_in_natural_form_however_prompt_and_fields_have_them(tas
         assert sorted(verdicts.removed) == list(range(len(texts) - len(UNNATURAL))), name
 
 
-def test_the_items_of_lm_eval_tasks_are_their_questions_with_their_answers(tasks):
+def test_lm_eval_items_are_questions_with_answers(tasks):
     found = {benchmark.name: benchmark for benchmark in read_benchmarks([str(tasks / "tasks")])}
     assert sorted(found) == sorted(TASKS)
     pairs = found["pairs"]
     quiz = found["quiz"]
     sums = found["sums"]
     question = "Which of these is it then?"
-    # The task's own words, the passage and the identifier are no part of an item.
+    # The task's own words, the passage and the identifier do not belong to an item.
     assert quiz.items == (BenchmarkItem((question, f"{question} the first one", f"{question} the other")),)
     assert pairs.items == (BenchmarkItem(("Some turtles alarm Kimberley.", "Some turtles come here Kimberley.")),)
     problem = "Ann has two pears and eats one."
     assert sums.items == (BenchmarkItem((problem, f"{problem} She has one pear.")),)
 
 
-def test_what_cannot_be_read_is_named(tmp_path, monkeypatch):
+def test_unreadable_benchmarks_are_named(tmp_path, monkeypatch):
     (tmp_path / "bad.jsonl").write_text('{"a": 1\n')
     (tmp_path / "empty.txt").write_text("\n")
     (tmp_path / "items.csv").write_text("a,b\n")
@@ -218,7 +218,7 @@ def test_what_cannot_be_read_is_named(tmp_path, monkeypatch):
         read_benchmarks([str(tmp_path / name) for name in ("bad.jsonl", "empty.txt", "items.csv")] + ["helaswag"])
     bad, items, task, empty = caught.value.problems
     assert "bad.jsonl, line 1: broken JSON" in bad and "items.csv: must be .jsonl, .ndjson, .txt" in items
-    assert "--decontaminate helaswag: no such task" in task and "empty.txt: holds no items" in empty
+    assert "--decontaminate helaswag: no such task" in task and "empty.txt: contains no items" in empty
     failed = SimpleNamespace(returncode=1, stdout="", stderr="Traceback\nImportError: no lm_eval\n")
     monkeypatch.setattr("subprocess.run", lambda *_, **__: failed)
     with pytest.raises(InputError, match=r"lm-eval cannot be run \(ImportError: no lm_eval\)"):
@@ -244,5 +244,5 @@ def test_findings_of_parts_add_up_in_any_division():
     assert ranges_text([7, 1, 2, 3, 9]) == "1-3,7,9" and numbers_in("") == set()
 
 
-def test_folders_that_looked_for_nothing_say_nothing():
+def test_folders_without_decontamination_report_nothing():
     assert contamination_of({}) == contamination_of({"options": {"cleaning": None}}) == []

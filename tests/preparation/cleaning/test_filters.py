@@ -1,4 +1,4 @@
-"""Filters by name: what --filter, --language and --clean may be given, and what they are refused with."""
+"""Valid values of --filter, --language and --clean, and messages for invalid ones."""
 
 import pytest
 
@@ -17,7 +17,7 @@ from pretrain_tools.preparation.cleaning.stages import TextBatch
         ("gopher_quality(min_word_length=2.5)", GopherQuality(min_word_length=2.5)),
     ],
 )
-def test_parameters_are_read_by_name_or_as_the_first(given, expected):
+def test_parameters_are_named_or_set_the_first_one(given, expected):
     assert parse_filter(given) == expected
 
 
@@ -27,37 +27,37 @@ def test_parameters_are_read_by_name_or_as_the_first(given, expected):
         ("gopher_qualty", "no such filter; did you mean gopher_quality"),
         ("gopher_quality(min_word=3)", "no parameter 'min_word'; did you mean min_words"),
         ("gopher_quality(min_words=many)", "min_words=many: must be a whole number or off"),
-        ("gopher_quality(min_words=1, min_words=2)", "min_words is given twice"),
-        ("fineweb(short_line_characters=off)", "cannot be switched off"),
+        ("gopher_quality(min_words=1, min_words=2)", "min_words given twice"),
+        ("fineweb(short_line_characters=off)", "cannot be turned off"),
         ("c4(endings=maybe)", "must be on or off"),
         ("language", "needs languages=..."),
-        ("language(en+xx)", "xx: is not known"),
-        ("classifier(no/such)", "is no classifier of this version; train one"),
+        ("language(en+xx)", "xx: unknown language"),
+        ("classifier(no/such)", "is not a classifier of this version; train one"),
         ("gopher quality", "must be NAME, NAME"),
         ("no_such.py:keep", "No such file"),
     ],
 )
-def test_what_cannot_be_is_refused_with_what_is_allowed(given, said):
+def test_invalid_filters_are_rejected_with_the_allowed_values(given, said):
     with pytest.raises(InputError, match=said):
         parse_filter(given)
 
 
-def test_everything_wrong_is_reported_at_once(tmp_path):
+def test_all_problems_are_reported_together(tmp_path):
     (tmp_path / "urls.py").write_text("def keep(text, url):\n    return True\n")
     with pytest.raises(InputError) as refused:
         read_cleaning(["c5", "c4", "c4", f"{tmp_path}/urls.py:keep"], languages="xx", has_urls=False)
     assert len(refused.value.problems) == 4
-    assert any("--filter c4: is given twice" in problem for problem in refused.value.problems)
+    assert any("--filter c4: given twice" in problem for problem in refused.value.problems)
     assert any("needs --url_field" in problem for problem in refused.value.problems)
 
 
-def test_a_function_gets_the_url_where_it_asks_for_it(tmp_path):
+def test_a_function_with_a_url_parameter_gets_the_url(tmp_path):
     (tmp_path / "mine.py").write_text("def keep(text, url):\n    return url is None or 'bad.example' not in url\n")
     batch = TextBatch([b"one", b"two", b"three"], ["http://www.bad.example/x", "http://good.example", None])
     assert parse_filter(f"{tmp_path}/mine.py:keep").open()(batch).removed == {0: ""}
 
 
-def test_clean_is_finewebs_set_in_which_a_filter_that_is_given_replaces_its_own():
+def test_clean_is_finewebs_set_and_given_filters_replace_its_own():
     names = ["language", "gopher_quality", "gopher_repetition", "c4", "fineweb", "personal_data"]
     clean = read_cleaning([], clean=True).as_plan()
     assert [stage["name"] for stage in clean] == names
@@ -69,7 +69,7 @@ def test_clean_is_finewebs_set_in_which_a_filter_that_is_given_replaces_its_own(
     assert read_cleaning([]) is None
 
 
-def test_every_filter_says_what_it_is_and_records_numbers_that_json_keeps():
+def test_every_filter_records_its_name_and_parameters_in_json():
     import json
 
     for name, filter_class in FILTERS.items():

@@ -1,4 +1,4 @@
-"""What near duplicates compare: words, whatever case, accents, width, line ends and invisible characters they have."""
+"""Near duplicates compare words without case, accents, width, line ends and invisible characters."""
 
 import unicodedata
 
@@ -52,7 +52,7 @@ def test_a_disguise_changes_no_word(disguise):
         ("𠀋 𰀀 🙂", 2), ("ａｂ ㎏ ½", 2),
     ],
 )  # fmt: skip
-def test_words_are_counted_as_readers_would(text, count):
+def test_words_are_counted_as_a_reader_counts(text, count):
     assert len(words(text)) == count
 
 
@@ -78,7 +78,7 @@ def test_composed_or_not_and_in_either_case_a_letter_is_the_same():
         assert np.array_equal(one[1], other[1])
 
 
-def test_a_document_is_its_own_whatever_comes_before_and_after():
+def test_neighboring_documents_make_no_difference():
     given = (TEXT, "", "!!!", "???", "two words", "  ", "é" * 50, "漢字", "ends in é-")
     texts = [text.encode() for text in given]
     together, ends = folded_words(texts, 5)

@@ -1,4 +1,4 @@
-"""The form of a text decides which rules judge it: good text of each form stays, and bad text goes."""
+"""The form of a text decides which rules apply: good text of each form is kept, and bad text is removed."""
 
 import json
 import random
@@ -117,7 +117,7 @@ def kept(texts):
 
 
 @pytest.mark.parametrize(("form", "text"), GOOD.values(), ids=GOOD)
-def test_good_text_of_each_form_is_known_and_stays(form, text):
+def test_good_text_of_each_form_is_recognized_and_kept(form, text):
     assert TextBatch([text.encode()], [None]).forms.tolist() == [form]
     stays, rules = kept([text])
     assert list(stays) == [0], rules
@@ -126,11 +126,11 @@ def test_good_text_of_each_form_is_known_and_stays(form, text):
 
 
 @pytest.mark.parametrize("text", BAD.values(), ids=BAD)
-def test_bad_text_goes(text):
+def test_bad_text_is_removed(text):
     assert list(kept([text])[0]) == []
 
 
-def test_a_document_gets_the_verdict_and_the_text_that_it_has_alone():
+def test_a_document_gets_the_same_verdict_and_text_alone_and_in_a_batch():
     texts = [text for _, text in GOOD.values()] + list(BAD.values())
     texts += [f"{text}\n[12] See also [edit] here.\nOne" for text in texts[:8]]
     together, _ = kept(texts)

@@ -1,4 +1,4 @@
-"""Runs of words of benchmark items in documents, against a search of strings in plain Python."""
+"""The index finds runs of words from benchmark items, like a string search in plain Python."""
 
 import unicodedata
 
@@ -11,13 +11,13 @@ WORDS = 4
 
 
 def words_of(text):
-    """Words of text without hyphens, apostrophes and ideograms, folded without the module's table."""
+    """Folds words of text without hyphens, apostrophes and ideograms, without the module's table."""
     kept = (c for c in unicodedata.normalize("NFKD", text.casefold()) if unicodedata.category(c) != "Mn")
     return "".join(c if c.isalnum() else " " for c in kept).split()
 
 
 def holds(document, item, words):
-    """Whether a run of the item's words, or all of a shorter item, stands in the document."""
+    """Returns True if the document contains a run of the item's words, or all of a shorter item."""
     found = f" {' '.join(words_of(document))} "
     of_item = words_of(item)
     for first in range(len(of_item)):
@@ -25,7 +25,7 @@ def holds(document, item, words):
             if len("".join(of_item[first:stop])) >= LEAST_LETTERS:
                 if f" {' '.join(of_item[first:stop])} " in found:
                     return True
-                break  # a longer run holds this one
+                break  # a longer run contains this one
     return False
 
 
@@ -35,8 +35,8 @@ def found_in(documents, items, words=WORDS):
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_the_runs_found_are_those_of_a_search_by_strings(seed):
-    """Over an alphabet of few words, so that runs begin, break and repeat everywhere."""
+def test_the_index_finds_the_same_runs_as_a_string_search(seed):
+    """Uses few distinct words, so that runs begin, break and repeat everywhere."""
     rng = np.random.default_rng(seed)
     vocabulary = ["a", "Élan", "ΜΕΘΟΔΟΣ", "Gänse", "reason", "mentions"]
 
@@ -83,7 +83,7 @@ def test_a_run_is_thirteen_words_and_no_less():
             assert bool(found_in([document], [ITEM], words=13)) == is_run
 
 
-def test_short_items_count_whole_and_few_letters_not_at_all():
+def test_short_items_count_as_a_whole_and_items_of_few_letters_never():
     items = ["Who wrote the Iliad, and when?", "The end.", "Some turtles alarm Kim."]
     documents = [
         "who wrote the iliad and when",
@@ -98,14 +98,14 @@ def test_short_items_count_whole_and_few_letters_not_at_all():
     assert index.searchable.tolist() == [True, False]
 
 
-def test_runs_of_few_letters_are_continued():
+def test_runs_of_few_letters_are_extended():
     item = "春眠不觉晓处处闻啼鸟夜来风雨声花落知多少床前明月光疑是地上霜"
     assert found_in([f"诗曰：{item[1:21]}。", item[1:20]], [item], words=13) == {(0, 0)}
     numbers = "1 2 3 4 5 6 7 8 9 10 11 12 13 14 15"
     assert found_in([f"x {numbers} y", numbers[:-3]], [numbers], words=13) == {(0, 0)}
 
 
-def test_many_copies_no_text_and_the_border_of_documents():
+def test_many_copies_empty_texts_and_document_boundaries():
     index = build_index([ITEM.encode(), b"", ITEM.encode()], [True, True, True], 13)
     assert index.find([]) == [] and index.find([b"", b"..."]) == []
     assert index.find([b"x", (ITEM * 2000).encode()]) == [(1, 0), (1, 2)]

@@ -1,4 +1,4 @@
-"""Near copies are left out: those that are, by their exact similarity, and no others; the same whatever happens."""
+"""Exactly the near copies are removed, by their exact similarity, under all interruptions."""
 
 import collections
 import json
@@ -27,7 +27,7 @@ def words(rng, count):
 
 
 def edited(rng, document, share):
-    """The same with that share of its words replaced, or a part of it moved or left out."""
+    """Returns a copy with this share of its words replaced, or with a part moved or removed."""
     changed = [words(rng, 1)[0] if rng.random() < share else word for word in document]
     if rng.random() < 0.2:
         cut = rng.randrange(len(changed))
@@ -47,7 +47,7 @@ def documents_with_copies(count, seed=0):
 
 
 def documents_in(folder):
-    """{place: (split, ids)} of a prepared folder of one file."""
+    """{place: (split, ids)} of a folder prepared from one file."""
     found = {}
     for shard in read_manifest(folder).shards:
         index = read_index(folder / shard.file, shard.documents)
@@ -58,13 +58,13 @@ def documents_in(folder):
 
 
 def exact(one, other, shingle=5):
-    """The Jaccard similarity of two lists of words by its definition."""
+    """The Jaccard similarity of two lists of words, by definition."""
     sets = [{tuple(words[n : n + shingle]) for n in range(max(1, len(words) - shingle + 1))} for words in (one, other)]
     return len(sets[0] & sets[1]) / len(sets[0] | sets[1])
 
 
-def test_near_copies_go_and_others_stay(tmp_path, run):
-    """Recall 0.95 of pairs of 0.8 and more; at most 0.02 of those below 0.5 go; copies in the other split go, too."""
+def test_near_copies_are_removed_and_others_kept(tmp_path, run):
+    """Recall is 0.95 at 0.8 and more; at most 0.02 of pairs below 0.5 are removed; also across splits."""
     documents, pairs = documents_with_copies(900)
     write_jsonl(tmp_path / "a.jsonl", documents)
     arguments = ("--input", tmp_path / "a.jsonl", "--validation_fraction", 0.3)
@@ -108,11 +108,11 @@ DISGUISES = [
     lambda text: re.sub(r"(\w{4})(\w{4})", "\\1\u00ad\\2", text).replace(" ", " \u200b"),
     lambda text: re.sub(r"\b(\w{4})(\w{4})", "\\1-\n\\2", text).replace(" ", ", "),
 ]
-"""Of copies: in another case, with other spaces, line ends and signs."""
+"""Disguises of copies: different case, spaces, line ends and punctuation."""
 
 
 def excerpts():
-    """(documents of real prose as words, their copies as texts): copies of all similarities, each in a disguise."""
+    """(documents of real prose as words, their copies as texts). Copies have all similarities and a disguise."""
     rng = random.Random(3)
     prose = [word for topic in sorted(topics) for word in re.findall("[A-Za-z0-9]+", topics[topic])]
     originals = []
@@ -124,7 +124,7 @@ def excerpts():
         first += size
     for number, words_of in enumerate(originals[:600]):
         copy = list(words_of)
-        # A word that changes is in five shingles; at the end, in one.
+        # A changed word is in five shingles, or at the end in one.
         spread, at_end = divmod(number, 2)
         changed = len(copy) // ((9 if at_end else 45) if number < 400 else (3 if at_end else 12))
         for place in range(changed):
@@ -135,7 +135,7 @@ def excerpts():
 
 
 def similar_pairs(documents):
-    """{(one, other): Jaccard similarity} of all pairs that share a shingle, by the definition."""
+    """{(one, other): Jaccard similarity} of all pairs with a common shingle, by definition."""
     sets = []
     holders = {}
     shared = collections.Counter()
@@ -150,8 +150,8 @@ def similar_pairs(documents):
     }
 
 
-def test_real_prose_in_disguise_goes_by_its_similarity(tmp_path, run):
-    """Recall 0.95 of the pairs at 0.8 to 0.83; nothing goes but what connects at 0.8."""
+def test_disguised_copies_of_real_prose_are_removed_by_similarity(tmp_path, run):
+    """Recall is 0.95 from 0.8 to 0.83, and only documents connected at 0.8 are removed."""
     documents, contents = excerpts()
     write_jsonl(tmp_path / "a.jsonl", contents)
     run("--input", tmp_path / "a.jsonl", "--output", tmp_path / "out", "--near_duplicates", "0.8")
@@ -168,8 +168,8 @@ def test_real_prose_in_disguise_goes_by_its_similarity(tmp_path, run):
     assert not wrong and sum(0 < value < 0.5 for value in similarity.values()) > 200
 
 
-def test_of_a_chain_the_first_stays(tmp_path, run):
-    """a ~ b ~ c is one component, though a and c may be less alike; short and equal documents are copies, too."""
+def test_a_chain_keeps_its_first_document(tmp_path, run):
+    """a ~ b ~ c is one component, even if a and c are less similar. Short and equal documents are copies, too."""
     rng = random.Random(1)
     chain = [words(rng, 300)]
     for _ in range(6):
@@ -232,7 +232,7 @@ MOMENTS = (
     "broken/.unfinished/.progress.json",
     "broken/.manifest.json",
 )
-"""In the first pass, at its end, in the search, before and in the second pass, and before the manifest."""
+"""Kills in the first pass, at its end, in the search, before and in the second pass, and before the manifest."""
 
 
 @pytest.mark.parametrize("workers", [1, 2])
@@ -253,7 +253,7 @@ def test_a_kill_at_any_moment_changes_nothing(tmp_path, tokenizer, workers, run_
     assert content_of(tmp_path / "broken") == content_of(tmp_path / "whole")
 
 
-def test_a_search_that_stops_goes_on_where_it_was(tmp_path, run, small_parts, monkeypatch):
+def test_a_stopped_search_continues(tmp_path, run, small_parts, monkeypatch):
     documents, _ = documents_with_copies(120)
     write_jsonl(tmp_path / "a.jsonl", documents)
     arguments = ("--input", tmp_path / "a.jsonl", "--near_duplicates", "0.8")
@@ -277,25 +277,25 @@ def test_a_search_that_stops_goes_on_where_it_was(tmp_path, run, small_parts, mo
     assert content_of(tmp_path / "broken") == content_of(tmp_path / "whole")
 
 
-def test_a_disk_too_small_is_said_before_it_is_full(tmp_path, run, monkeypatch):
+def test_too_little_disk_space_is_reported_before_the_search(tmp_path, run, monkeypatch):
     write_jsonl(tmp_path / "a.jsonl", documents_with_copies(30)[0])
     arguments = ("--input", tmp_path / "a.jsonl", "--near_duplicates", "0.8", "--output", tmp_path / "out")
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr("shutil.disk_usage", lambda path: usage._replace(free=1000))
-    with pytest.raises(InputError, match=r"1,000 bytes are free, and leaving out near duplicates needs [\d,]+"):
+    with pytest.raises(InputError, match=r"1,000 bytes are free, but removing near duplicates needs [\d,]+"):
         run(*arguments)
     monkeypatch.undo()
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     assert (tmp_path / "out/.unfinished/documents/manifest.json").is_file()
 
 
-def test_what_cannot_be_is_refused(tmp_path, run):
+def test_invalid_options_are_rejected(tmp_path, run):
     write_jsonl(tmp_path / "a.jsonl", ["a", "b"])
     arguments = ("--input", tmp_path / "a.jsonl", "--output", tmp_path / "out")
     with pytest.raises(InputError) as caught:
         run(*arguments, "--near_duplicates", "80", "--deduplicate")
     told = "\n".join(caught.value.problems)
-    for said in ("from 0.3 to 1, such as 0.8", "copies as well"):
+    for said in ("from 0.3 to 1, such as 0.8", "also removes exact copies"):
         assert said in told
 
 
@@ -309,7 +309,7 @@ def test_bands_are_chosen_for_the_threshold(threshold):
     )
 
 
-def test_signatures_agree_in_the_share_that_is_the_similarity():
+def test_the_agreement_of_signatures_estimates_the_similarity():
     near = NearDuplicates()
     rng = np.random.default_rng(0)
     for length, tolerance in ((30, 0.08), (3000, 0.02)):
@@ -327,7 +327,7 @@ def test_signatures_agree_in_the_share_that_is_the_similarity():
         assert abs(np.mean(differences)) < tolerance / 2 and np.std(differences) < tolerance * 2
 
 
-def test_every_bin_has_the_least_hash_of_its_shingles():
+def test_every_bin_has_the_smallest_hash_of_its_shingles():
     near = NearDuplicates(bands=32, rows=4)
     rng = np.random.default_rng(1)
     sizes = [5, 6, 2053, 7000, 60]
@@ -342,7 +342,7 @@ def test_every_bin_has_the_least_hash_of_its_shingles():
 
 
 @pytest.mark.parametrize("size", [5, 6, 60, 2052, 5000])
-def test_the_similarity_is_the_exact_one(size):
+def test_the_similarity_is_exact(size):
     near = NearDuplicates()
     rng = np.random.default_rng(size)
     one = rng.integers(0, 20, size).astype(np.uint32)  # few words: shingles repeat within a document

@@ -1,4 +1,4 @@
-"""What is personal is replaced."""
+"""Personal data is replaced."""
 
 import pytest
 
@@ -12,7 +12,7 @@ def verdicts_of(given, texts, urls=None):
     return parse_filter(given).open()(batch)
 
 
-def test_addresses_are_replaced_in_turn_within_a_document():
+def test_replacements_alternate_within_a_document():
     text = "Write to a.b@mail.org, <c@d.io> or e@f.net; from 8.8.8.8 and 10.0.0.1, version 1.2.3, 1.2.3.4.5"
     verdicts = verdicts_of("personal_data", [text, "nothing @ all, at 10.0.0.1", text])
     changed = (
@@ -38,7 +38,7 @@ def test_addresses_are_replaced_in_turn_within_a_document():
         "1.2.3.4 Installing\n\n## 4.3.2.1. Usage\n  1.1.1.1 \u00c9t\u00e9",
     ],
 )
-def test_versions_sections_packages_and_repositories_are_no_addresses(text):
+def test_versions_sections_packages_and_repositories_are_not_addresses(text):
     assert verdicts_of("personal_data", [text]).changed == {}
 
 
@@ -51,11 +51,11 @@ def test_versions_sections_packages_and_repositories_are_no_addresses(text):
         "93.184.216.34 Example", "ipinfo.io/8.8.8.8", "a\\n8.8.8.8",
     ],
 )  # fmt: skip
-def test_addresses_are_replaced_wherever_they_stand(text):
+def test_addresses_are_replaced_in_any_context(text):
     assert verdicts_of("personal_data", [text]).changed != {}
 
 
-def test_long_runs_without_spaces_take_no_long_time():
+def test_long_runs_without_spaces_are_fast():
     text = ("a-" * 50_000 + "@") * 3 + " " + "1." * 50_000
     assert verdicts_of("personal_data", [text]).changed == {}
 
@@ -63,7 +63,7 @@ def test_long_runs_without_spaces_take_no_long_time():
 @pytest.mark.parametrize(
     "text", ["mail me: john.doe+x@sub.mail.example.org.", "at 93.184.216.34:80 and 127.0.0.1", "@@ a@b"]
 )
-def test_what_is_replaced_is_what_datatrove_replaces(text):
+def test_replacements_match_datatrove(text):
     formatter = pytest.importorskip("datatrove.pipeline.formatters", reason="requirements-dev.txt").PIIFormatter()
     expected = formatter.format(text)
     changed = PersonalData().open()(TextBatch([text.encode()], [None])).changed

@@ -35,7 +35,7 @@ SENTENCES = [
 
 @cache
 def web_texts() -> list[str]:
-    """Texts of all kinds: prose, lists, repetitions, scraps, in several spellings of line ends."""
+    """Texts of all kinds: prose, lists, repetitions and fragments, with several kinds of line ends."""
     rng = np.random.default_rng(5)
     texts = [PROSE]
     for number in range(240):
@@ -57,7 +57,7 @@ def judged(stage, texts):
 
 @cache
 def datatrove_filters() -> dict[str, object]:
-    """datatrove's filter for the name of each of ours."""
+    """{name of our filter: datatrove's filter}"""
     pytest.importorskip("datatrove", reason="requirements-dev.txt")
     from datatrove.pipeline.filters import (
         C4QualityFilter,
@@ -106,7 +106,7 @@ RULES = {
     ("name", "stage", "known"),
     [
         ("gopher_quality", GopherQuality(by_form=False), []),
-        # Lines are compared without the spaces at their ends, and count for both rules of lines.
+        # Lines are compared without spaces at their ends, and count for both line rules.
         ("gopher_repetition", GopherRepetition(by_form=False),
          [("duplicate_line_characters", "duplicate_lines"), ("top_4_gram", "top_3_gram")]),
         ("c4", C4Quality(by_form=False), []),
@@ -116,7 +116,7 @@ RULES = {
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )  # fmt: skip
-def test_verdicts_are_those_of_datatrove_if_it_divides_words_at_spaces(name, stage, known, monkeypatch):
+def test_verdicts_match_datatrove_with_words_split_at_spaces(name, stage, known, monkeypatch):
     theirs = datatrove_filters()[name]
     from datatrove.data import Document
     from datatrove.pipeline import filters
@@ -173,7 +173,7 @@ STOPS = "the of and to "
         ("few_stop_words", text_of(60, "words")),
     ],
 )
-def test_each_rule_of_gopher_quality_can_be_broken_and_switched_off(rule, text):
+def test_each_rule_of_gopher_quality_can_be_broken_and_turned_off(rule, text):
     assert judged(GopherQuality(), [text, PROSE])[0] == {0: rule}
     parameter = {
         "few_words": "min_words", "short_words": "min_word_length", "long_words": "max_word_length",
@@ -184,7 +184,7 @@ def test_each_rule_of_gopher_quality_can_be_broken_and_switched_off(rule, text):
     assert judged(GopherQuality(**{parameter: None}), [text])[0].get(0) != rule
 
 
-def test_numbers_of_repetition_can_be_changed_and_switched_off():
+def test_repetition_limits_can_be_changed_and_turned_off():
     twice = PROSE + "\n" + PROSE
     assert judged(GopherRepetition(), [twice, PROSE])[0] == {0: "duplicate_lines"}
     off = {"duplicate_lines": None, "duplicate_line_characters": None}
@@ -210,7 +210,7 @@ def test_c4_drops_lines_by_rule_and_counts_them():
     }  # fmt: skip
 
 
-def test_a_batch_gives_each_document_the_verdict_that_it_has_alone():
+def test_a_batch_gives_the_same_verdicts_as_single_documents():
     texts = web_texts()[:60]
     for stage in (GopherQuality(), GopherRepetition(), C4Quality(), FineWebQuality()):
         removed, changed = judged(stage, texts)

@@ -1,4 +1,4 @@
-"""The classifier of quality: trained on good and other texts, the same each time, and used as a filter."""
+"""The quality classifier: deterministic training on good and other texts, and its use as a filter."""
 
 import json
 
@@ -44,7 +44,7 @@ def examples(tmp_path_factory):
     return folder
 
 
-def test_good_texts_are_told_from_others_and_training_again_gives_the_same_bytes(examples, tmp_path):
+def test_a_classifier_separates_good_texts_and_training_is_deterministic(examples, tmp_path):
     command = ["prepare_data.py", "--train_classifier", examples / "good.jsonl", examples / "other.jsonl", "--output"]
     told = run_script(*map(str, [*command, tmp_path / "one"])).stdout
     record = json.loads((tmp_path / "one/classifier.json").read_bytes())
@@ -61,7 +61,7 @@ def test_good_texts_are_told_from_others_and_training_again_gives_the_same_bytes
     assert sum(number < 20 for number in verdicts.removed) <= 2
 
 
-def test_too_few_texts_and_folders_of_others_are_refused(examples, tmp_path):
+def test_too_few_texts_and_foreign_folders_are_rejected(examples, tmp_path):
     write_jsonl(tmp_path / "few.jsonl", ["text"] * 3)
     with pytest.raises(InputError, match=r"few\.jsonl: has 3 texts; give at least 50"):
         train_classifier(str(examples / "good.jsonl"), f"{tmp_path}/few.jsonl", Reading(), tmp_path / "out")
@@ -71,16 +71,16 @@ def test_too_few_texts_and_folders_of_others_are_refused(examples, tmp_path):
         train_classifier(str(examples / "good.jsonl"), str(examples / "other.jsonl"), Reading(), tmp_path)
 
 
-def test_words_count_in_any_case_and_without_signs():
+def test_words_count_without_case_and_punctuation():
     one = features_of([b"The model, measured!"])
     two = features_of([b"the MODEL measured", b"measured model"])
     assert (one != two[0]).nnz == 0 and one.nnz == 5
     assert two[1].nnz == 3
 
 
-def test_a_classifier_of_another_version_is_refused(examples, tmp_path):
+def test_a_classifier_of_another_version_is_rejected(examples, tmp_path):
     train_classifier(str(examples / "good.jsonl"), str(examples / "other.jsonl"), Reading(), tmp_path / "old")
     record = json.loads((tmp_path / "old/classifier.json").read_bytes())
     (tmp_path / "old/classifier.json").write_text(json.dumps(record | {"version": 1}))
-    with pytest.raises(InputError, match="is no classifier of this version; train one"):
+    with pytest.raises(InputError, match="is not a classifier of this version; train one"):
         parse_filter(f"classifier({tmp_path}/old)")

@@ -1,4 +1,4 @@
-"""Cleaning as a part of a preparation: what is removed and how it is counted, whatever the workers and kills."""
+"""Cleaning during a preparation removes and counts the same documents for any workers and kills."""
 
 import json
 import os
@@ -31,7 +31,7 @@ def keep(text):
 
 @pytest.fixture
 def request_of(tmp_path, tokenizer, monkeypatch):
-    """A preparation of three files in many parts with a filter that removes and changes documents."""
+    """Arguments to prepare three files in many parts, with a filter that removes and changes documents."""
     for name in ("documents.formats.PART_BYTES", "documents.sources.PART_BYTES", "documents.byte_stream.READ_BYTES"):
         monkeypatch.setattr(f"pretrain_tools.preparation.{name}", 2000)
     (tmp_path / "mine.py").write_text(FUNCTIONS)
@@ -47,7 +47,7 @@ def request_of(tmp_path, tokenizer, monkeypatch):
     return request
 
 
-def test_what_a_stage_removes_is_left_out_and_counted_by_rule_and_source(request_of, tmp_path, tokenizer):
+def test_removed_documents_are_counted_by_rule_and_source(request_of, tmp_path, tokenizer):
     outcome = prepare(request_of("out"))
     removed = [text for text in texts() if text.startswith("2")]
     assert outcome.tally.documents == 400 - len(removed)
@@ -115,7 +115,7 @@ def test_sources_beyond_the_limit_count_together():
     }
 
 
-def test_a_file_that_is_removed_whole_names_the_rule_the_value_and_the_limit(tmp_path, run):
+def test_a_completely_removed_file_shows_the_rule_the_value_and_the_limit(tmp_path, run):
     (tmp_path / "short.txt").write_text("Too short to be of use.")
     (tmp_path / "numbers.txt").write_text("the of " + " ".join(map(str, range(1000, 1100))))
     arguments = ("--input", tmp_path / "*.txt", "--filter", "gopher_quality", "--validation_fraction", 0)
@@ -124,8 +124,8 @@ def test_a_file_that_is_removed_whole_names_the_rule_the_value_and_the_limit(tmp
         run(*arguments, tmp_path / "out")
     message = str(refused.value)
     assert "no document is left" in message and "2 removed by cleaning" in message
-    assert "short.txt: removed whole by gopher_quality.few_words (6, at least 50)" in message
-    assert "numbers.txt: removed whole by gopher_quality.few_alphabetic_words (0.0196, at least 0.8)" in message
+    assert "short.txt: mostly removed by gopher_quality.few_words (6, at least 50)" in message
+    assert "numbers.txt: mostly removed by gopher_quality.few_alphabetic_words (0.0196, at least 0.8)" in message
     (tmp_path / "good.txt").write_text(PROSE)
     run(*arguments, tmp_path / "out2")
     samples = json.loads((tmp_path / "out2/cleaning_samples.json").read_bytes())
@@ -133,7 +133,7 @@ def test_a_file_that_is_removed_whole_names_the_rule_the_value_and_the_limit(tmp
     assert (sample["value"], sample["limit"]) == (6, 50)
 
 
-def test_values_are_shown_with_digits_that_tell_them_from_the_limit():
+def test_values_have_enough_digits_to_differ_from_the_limit():
     assert measured_text({"value": 0.79999, "limit": 0.8}) == "0.79999, at least 0.8"
     assert measured_text({"value": 202651, "limit": 100000}) == "202,651, at most 100,000"
     assert measured_text({}) == ""
@@ -145,10 +145,10 @@ WRITES = (
     "broken/.near_duplicates.json", "broken/train-00000.bin", "broken/.unfinished/.progress.json",
     "broken/.cleaning_samples.json", "broken/.manifest.json",
 )  # fmt: skip
-"""What a whole cleaning writes, in this order: all documents, near duplicates, those that stay."""
+"""The order of a full cleaning's output: all documents, near duplicates, kept documents."""
 
 
-def test_a_full_disk_in_any_stage_is_said_and_the_same_command_goes_on(tmp_path, run, monkeypatch):
+def test_a_full_disk_in_any_stage_is_reported_and_the_same_command_continues(tmp_path, run, monkeypatch):
     for name in ("documents.formats.PART_BYTES", "documents.sources.PART_BYTES", "documents.byte_stream.READ_BYTES"):
         monkeypatch.setattr(f"pretrain_tools.preparation.{name}", 2000)
     monkeypatch.setattr("pretrain_tools.preparation.prepare.COMMIT_SECONDS", 0.0)

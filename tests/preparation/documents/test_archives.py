@@ -1,4 +1,4 @@
-"""Tar archives: nothing of a damaged one is lost silently, and every member is a document or counted."""
+"""Tar archives never lose data silently, and every member is a document or counted."""
 
 import gzip
 import io
@@ -37,7 +37,7 @@ def records_of(path, reading=None):
 
 
 def read(path, reading=None):
-    """(texts, problems, suffixes of what is not read)."""
+    """(texts, problems, suffixes of unread members)."""
     found = records_of(path, reading)
     texts = [record.text.decode() for record in found if record.text is not None]
     others = sum((Counter(record.not_read) for record in found), Counter())
@@ -50,10 +50,10 @@ def flipped(content, place):
 
 ARCHIVE, STARTS = tar_of({f"{n}.txt": text.encode() for n, text in enumerate(TEXTS)})
 DAMAGED = {
-    "cut at a member's end": (ARCHIVE[: STARTS[5]], 5, "ends without the blocks of zeros"),
+    "cut at a member's end": (ARCHIVE[: STARTS[5]], 5, "ends without the two blocks of zeros"),
     "cut within a header": (ARCHIVE[: STARTS[5] + 100], 5, "no valid header at byte"),
     "cut within a member": (ARCHIVE[: STARTS[5] - 800], 4, "unexpected end of data"),
-    "cut after the last member": (ARCHIVE[: STARTS[9] + 2 * BLOCK + BLOCK], 10, "ends without the blocks of zeros"),
+    "cut after the last member": (ARCHIVE[: STARTS[9] + 2 * BLOCK + BLOCK], 10, "ends without the two blocks"),
     "a bit of a header": (flipped(ARCHIVE, STARTS[5] + 3), 5, "no valid header at byte .*: bad checksum"),
     "a bit of a size": (flipped(ARCHIVE, STARTS[5] + 130), 5, "no valid header at byte .*: bad checksum"),
     "a zeroed header": (
@@ -65,7 +65,7 @@ DAMAGED = {
 
 @pytest.mark.parametrize("compress", [bytes, gzip.compress, zstandard.compress], ids=["plain", "gz", "zst"])
 @pytest.mark.parametrize("damage", DAMAGED)
-def test_a_damaged_archive_keeps_what_comes_before_and_is_named(tmp_path, damage, compress):
+def test_a_damaged_archive_keeps_earlier_members_and_is_named(tmp_path, damage, compress):
     content, whole, problem = DAMAGED[damage]
     path = tmp_path / {bytes: "a.tar", gzip.compress: "a.tar.gz", zstandard.compress: "a.tar.zst"}[compress]
     path.write_bytes(compress(content))
@@ -75,7 +75,7 @@ def test_a_damaged_archive_keeps_what_comes_before_and_is_named(tmp_path, damage
     assert re.search(problem, told) and "nothing after it was read" in told
 
 
-def test_no_bit_of_a_header_flips_unseen(tmp_path):
+def test_every_flipped_bit_of_a_header_is_detected(tmp_path):
     for place in range(STARTS[3], STARTS[3] + BLOCK, 7):
         (tmp_path / "a.tar").write_bytes(flipped(ARCHIVE, place))
         texts, problems, _ = read(tmp_path / "a.tar")
@@ -83,7 +83,7 @@ def test_no_bit_of_a_header_flips_unseen(tmp_path):
 
 
 @pytest.mark.parametrize("padding", [BLOCK, 2 * BLOCK, 100 * BLOCK])
-def test_archives_one_after_another_and_any_zeros_at_the_end_are_right(tmp_path, padding):
+def test_concatenated_archives_and_trailing_zeros_are_valid(tmp_path, padding):
     members = ARCHIVE.rstrip(b"\0")
     members += bytes(-len(members) % BLOCK)
     (tmp_path / "a.tar").write_bytes(ARCHIVE + ARCHIVE + members + bytes(padding))
@@ -123,11 +123,11 @@ def test_members_are_read_by_their_suffix_or_counted(tmp_path):
     assert others == [".html", ".zip", "hidden files", "links", "special files", "without a suffix"]
 
 
-def test_no_text_of_a_sample_is_left_out_and_its_json_has_the_fields_of_all(tmp_path):
+def test_all_texts_of_a_sample_are_read_with_the_fields_of_its_json(tmp_path):
     about = json.dumps({"title": "T", "text": "not this"}).encode()
     members = {"1.json": about, "1.txt": b"one", "1.md": b"two", "1.more.json": b"{}", "1.jpg": b"\xff", "2.txt": b"3"}
     (tmp_path / "a.tar").write_bytes(tar_of(members)[0])
-    assert read(tmp_path / "a.tar") == (["one", "two", "3"], [], [".jpg", ".json beside a text"])
+    assert read(tmp_path / "a.tar") == (["one", "two", "3"], [], [".jpg", ".json next to a text"])
     texts, problems, _ = read(tmp_path / "a.tar", Reading(template="{title}: {text}"))
     assert texts == ["T: one", "T: two"] and "no field 'title' (fields: text)" in problems[0]
 

@@ -1,4 +1,4 @@
-"""What comes from the Hub: datasets, tokenizers, models to continue and to evaluate, through the real scripts."""
+"""The real scripts use datasets, tokenizers and models from the Hub."""
 
 import json
 
@@ -17,7 +17,7 @@ DOCUMENTS = [f"{TEXT}# document {number}\n" for number in range(40)]
 
 @pytest.fixture(scope="module")
 def hub(tmp_path_factory):
-    """A Hub with a tokenizer, a dataset and a model, and the environment of someone who works with it."""
+    """A Hub with a tokenizer, a dataset and a model, and the environment to use it."""
     folder = tmp_path_factory.mktemp("hub")
     with running_hub() as hub:
         tokenizer = write_tokenizer(folder / "tokenizer")
@@ -35,7 +35,7 @@ def hub(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def shards(hub, tmp_path_factory):
-    """Prepared with dataset and tokenizer from the Hub."""
+    """A folder prepared with a dataset and a tokenizer from the Hub."""
     output = tmp_path_factory.mktemp("shards") / "web"
     run_script(
         "prepare_data.py", "--dataset", "owner/web", "--tokenizer", "owner/tokenizer", "--validation_fraction", "0.2",
@@ -63,7 +63,7 @@ def test_a_dataset_that_streams_gives_the_same_tokens(hub, shards, tmp_path):
 
 
 @pytest.mark.parametrize(("examples", "files"), [(30, 1), (120, 2)])
-def test_a_stream_with_a_cap_fetches_the_files_it_needs_and_nothing_else(hub, tmp_path, examples, files):
+def test_a_limited_stream_fetches_only_the_files_it_needs(hub, tmp_path, examples, files):
     served, home = hub
     if ("datasets", "owner/large") not in served.repositories:
         for number in range(5):
@@ -85,7 +85,7 @@ def test_a_stream_with_a_cap_fetches_the_files_it_needs_and_nothing_else(hub, tm
     assert all(name.startswith("owner/tokenizer/") or name == "owner/large/README.md" for name in others), others
 
 
-def test_what_the_hub_does_not_have_is_said(hub, tmp_path):
+def test_missing_hub_content_is_reported(hub, tmp_path):
     out = run_script(
         "prepare_data.py", "--dataset", "owner/nothing", "--tokenizer", "owner/tokenizer", "--output", tmp_path / "x",
         check=False, **hub[1],
@@ -97,7 +97,7 @@ def test_what_the_hub_does_not_have_is_said(hub, tmp_path):
 
 @pytest.fixture(scope="module")
 def evaluated(hub, shards, tmp_path_factory):
-    """(what evaluate.py wrote and said of the Hub's model at its tag)"""
+    """(evaluate.py's file and output for the Hub model at its tag)"""
     results = tmp_path_factory.mktemp("evaluated") / "results.json"
     out = run_script(
         "evaluate.py", "--model", "owner/base@v1", "--data", shards, "--sequence_length", "64", "--sequences", "8",

@@ -1,4 +1,4 @@
-"""Datasets by name, each against a stand-in that has its repository's name, subsets, files and columns."""
+"""Datasets by name, with stand-ins that have each repository's name, subsets, files and columns."""
 
 import json
 
@@ -21,7 +21,7 @@ WIKITEXT = [
     " In 2000 he began . \n", "", " = Homarus = \n", "", " A lobster . \n",
 ]  # fmt: skip
 WEB_COLUMNS = {"id": "a", "dump": "CC", "url": "http", "language": "en", "score": 3.1, "token_count": 9}
-# Per repository: {subset: (file, columns beside text)}, as its card and its files have them.
+# Per repository: {subset: (file, columns other than text)}, from its card and its files.
 REPOSITORIES = {
     "Salesforce/wikitext": {
         name: (f"{name}/train-00000-of-00001.parquet", {}) for name in ("wikitext-2-raw-v1", "wikitext-103-raw-v1")
@@ -86,7 +86,7 @@ def hub(tmp_path_factory):
         yield home, folder / "tokenizer"
 
 
-# Opens and reads every preset in one process; importing datasets anew for each would take minutes.
+# Opens and reads every preset in one process, because importing datasets for each would take minutes.
 READ = """
 import json, sys
 from pretrain_tools.preparation.documents.hub_dataset import open_dataset
@@ -157,7 +157,7 @@ def test_a_misspelt_preset_gets_a_hint(hub, tmp_path):
     assert out.returncode == 2 and "did you mean tinystories?" in out.stderr and "Traceback" not in out.stderr
 
 
-def test_articles_go_on_from_any_part_without_loss_or_copies():
+def test_articles_continue_from_any_part_without_loss_or_copies():
     rows = [f" = Title {n} = \n" if n % 3 == 0 else f" line {n} \n" for n in range(20)]
     records = [Record(n + 1, row.encode()) for n, row in enumerate(rows)]
     whole = [document for document, _ in joined_documents([(records, 1)], ARTICLE_HEADING, starts_inside=False)]

@@ -1,4 +1,4 @@
-"""Texts made of several fields, and documents chosen by their fields and their length."""
+"""Texts from several fields, and documents selected by field and length."""
 
 import csv
 import io
@@ -79,7 +79,7 @@ def test_templates_of_hdf5_datasets_of_strings(tmp_path):
     assert texts(tmp_path / "a.h5", template="{title}: {text}")[:2] == ["One: first é".encode(), b"Zwei: zweiter"]
 
 
-def test_fields_of_tar_samples_are_in_their_json_beside_the_text(tmp_path):
+def test_fields_of_tar_samples_come_from_their_json(tmp_path):
     write_tar(tmp_path / "a.tar")
     assert texts(tmp_path / "a.tar", only=(("language", ("de",)),)) == [None, b"zweiter", None]
     assert texts(tmp_path / "a.tar", template="{title}: {text}")[0] == "One: first é".encode()
@@ -114,19 +114,19 @@ def test_plain_text_has_no_fields(tmp_path):
     assert record.problem.startswith("plain text has no fields for --template, --only, --url_field")
 
 
-def test_templates_that_say_nothing_or_too_much_are_refused():
+def test_invalid_templates_are_rejected():
     assert template_problem("{title}\n{meta.text} {{as it is}}") is None
     for template, problem in {
-        "no field": "names no field",
+        "no field": "has no field",
         "{}": "a field is a name between braces",
-        "{a!r}": "no ! and no :",
-        "{a:>3}": "no ! and no :",
+        "{a!r}": "must not contain ! or :",
+        "{a:>3}": "must not contain ! or :",
         "{a": "write {{ and }}",
     }.items():
         assert problem in template_problem(template)
 
 
-def test_limits_of_length_count_characters(tmp_path, run):
+def test_length_limits_count_characters(tmp_path, run):
     write_jsonl(tmp_path / "a.jsonl", ["é" * 4, "é" * 5, "é" * 9, "é" * 10, ""])
     printed = run(
         "--input", tmp_path / "a.jsonl", "--output", tmp_path / "out", "--validation_fraction", 0,
@@ -136,7 +136,7 @@ def test_limits_of_length_count_characters(tmp_path, run):
     assert read_manifest(tmp_path / "out").totals("train")[1:] == (2, 28)
 
 
-def test_what_is_wrong_with_selections_is_told_at_once(tmp_path, run):
+def test_all_problems_with_selections_are_reported_together(tmp_path, run):
     write_jsonl(tmp_path / "a.jsonl", ["x"])
     with pytest.raises(InputError) as caught:
         run(
@@ -149,7 +149,7 @@ def test_what_is_wrong_with_selections_is_told_at_once(tmp_path, run):
     assert "--min_characters 9 is more than --max_characters 3" in told
 
 
-def test_a_template_from_the_shell_has_line_ends(tmp_path, run, tokenizer):
+def test_line_ends_in_a_template_from_the_shell(tmp_path, run, tokenizer):
     (tmp_path / "a.jsonl").write_text(json.dumps({"title": "T", "text": "body"}))
     arguments = ("--validation_fraction", 0, "--output")
     run("--input", tmp_path / "a.jsonl", "--template", r"{title}\n\n{text}", *arguments, tmp_path / "made")

@@ -83,7 +83,7 @@ def write_arrow_stream(path):
 def write_hdf5(path):
     import h5py
 
-    # HDF5's strings of any length end at a NUL byte.
+    # HDF5's variable-length strings end at a NUL byte.
     with h5py.File(path, "w") as file:
         file["text"] = [text.replace("\0", "0") for text in TEXTS]
 
@@ -133,7 +133,7 @@ def test_every_format_gives_the_same_documents_plain_gz_and_zst(tmp_path, monkey
 
 
 @pytest.mark.parametrize("name", ["docs.jsonl", "docs.jsonl.gz", "docs.csv", "docs.parquet", "docs.tar"])
-def test_reading_goes_on_from_any_part(tmp_path, monkeypatch, name):
+def test_reading_continues_from_any_part(tmp_path, monkeypatch, name):
     make_parts_small(monkeypatch, 8)
     for folder in ("a", "b"):
         (tmp_path / folder).mkdir()
@@ -211,7 +211,7 @@ BAD_LINES = [
     (b'{"text": null}', "field 'text' is null, must be text"),
     (b'{"text": ["a"]}', "field 'text' is a list, must be text"),
     (b'["a"]', "is a list, must be an object with the field 'text'"),
-    (b'{"text": "\xff"}', r"not UTF-8 \(byte 0xff at byte 11 of it\)"),
+    (b'{"text": "\xff"}', r"not UTF-8 \(0xff at byte 11\)"),
     (b'{"text": "\xed\xa0\x80"}', "not UTF-8"),
     (b'{"text": "\\ud800"}', "half of a surrogate pair"),
     (b"[" * 100_000, "broken JSON"),
@@ -255,12 +255,12 @@ def test_a_truncated_file_keeps_its_whole_lines_and_is_named(tmp_path, name):
         ("a.json", b'{"text": "a\xff"}', "not UTF-8"),
         ("a.csv", b"id,body\n1,x\n", r"no column 'text' \(columns: id, body\)"),
         ("a.csv", b'text\n"never closed\n', "broken row"),
-        ("a.txt", b"caf\xe9", r"not UTF-8 \(byte 0xe9 at byte 4 of it\)$"),
+        ("a.txt", b"caf\xe9", r"not UTF-8 \(0xe9 at byte 4\)$"),
         ("a.txt", "text".encode("utf-16"), "not UTF-8 .* but UTF-16; convert it: iconv"),
         ("a.csv", "text\nrow\n".encode("utf-16"), "the header is not UTF-8 .* but UTF-16"),
     ],
 )
-def test_files_that_are_not_what_their_name_says(tmp_path, name, content, problem):
+def test_files_whose_content_does_not_match_their_name(tmp_path, name, content, problem):
     (tmp_path / name).write_bytes(content)
     last = records_of_parts([tmp_path / name])[-1]
     assert last.text is None
@@ -278,19 +278,19 @@ def test_a_parquet_file_without_the_column_and_with_nulls(tmp_path):
 
 
 def lost_records(path, **reading):
-    """How many records what cannot be read of a file counts as."""
+    """The number of records lost in the unreadable rest of a file."""
     return sum(r.problem_records for r in records_of_parts([path], Reading(**reading)) if r.problem is not None)
 
 
 @pytest.mark.parametrize("name", ["docs.csv", "docs.parquet", "docs.arrow", "stream.arrow", "docs.h5"])
-def test_a_file_without_the_column_counts_as_all_that_it_holds(tmp_path, monkeypatch, name):
+def test_a_file_without_the_column_counts_as_all_its_records(tmp_path, monkeypatch, name):
     WRITERS[name](tmp_path / name)
     assert lost_records(tmp_path / name, text_field="body") == len(TEXTS)
     make_parts_small(monkeypatch, 8)
     assert lost_records(tmp_path / name, text_field="body") == len(TEXTS)
 
 
-def test_damage_within_a_parquet_file_counts_as_the_rows_that_are_left(tmp_path):
+def test_damage_in_a_parquet_file_counts_as_the_remaining_rows(tmp_path):
     import pyarrow as pa
     from pyarrow import parquet
 
@@ -304,13 +304,13 @@ def test_damage_within_a_parquet_file_counts_as_the_rows_that_are_left(tmp_path)
     assert lost_records(tmp_path / "a.parquet") == 40
 
 
-def test_token_ids_in_hdf5_are_not_taken_for_text(tmp_path):
+def test_token_ids_in_hdf5_are_not_text(tmp_path):
     import h5py
 
     with h5py.File(tmp_path / "pile.h5", "w") as file:
         file["tokens"] = [[1, 2], [3, 4]]
     (record,) = records_of_parts([tmp_path / "pile.h5"], Reading(text_field="tokens"))
-    assert "holds int64 of shape (2, 2), must be a row of strings; token ids" in record.problem
+    assert "contains int64 of shape (2, 2), must be one-dimensional strings; token IDs" in record.problem
     (record,) = records_of_parts([tmp_path / "pile.h5"])
     assert "no dataset 'text' (at the top: tokens)" in record.problem
 
@@ -320,7 +320,7 @@ def test_bad_rows_of_csv(tmp_path):
     records = records_of_parts([tmp_path / "a.csv"])
     assert [record.text for record in records] == [b"a\nb", None, None, None, b"d"]
     assert [record.place for record in records] == [3, 4, 5, 6, 7]
-    assert "row has 1 columns, the header has 2" in records[1].problem
+    assert "row has 1 columns, but the header has 2" in records[1].problem
     assert "not UTF-8" in records[2].problem
     assert "broken row" in records[3].problem
 
@@ -332,7 +332,7 @@ def test_documents_beyond_the_limit_are_named(tmp_path, monkeypatch):
     (tmp_path / "a.jsonl").write_bytes(jsonl(["a", "b" * 1100, "c"]))
     first, bad, last = records_of_parts([tmp_path / "a.jsonl"])
     assert (first.text, bad.place, last.text) == (b"a", 2, b"c")
-    assert "line of 1,121 bytes, at most 1,000 are taken" in bad.problem
+    assert "line of 1,121 bytes; the maximum is 1,000" in bad.problem
     (tmp_path / "b.txt").write_bytes(b"x" * 5000)
     (record,) = records_of_parts([tmp_path / "b.txt"])
     assert "more than 1,000 bytes in one piece; use --documents line or paragraph" in record.problem
@@ -348,7 +348,7 @@ def test_files_are_found_once_in_order_with_names_below_their_common_folder(tmp_
     assert [source.compression for source in sources] == ["zst", None, None]
 
 
-def test_links_that_lead_back_give_each_file_once_and_in_no_long_time(tmp_path):
+def test_circular_links_give_each_file_once_and_quickly(tmp_path):
     for name in ("data/deep/b.txt", "data/a.txt", "elsewhere/c.txt", "elsewhere/.hidden/d.txt"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_bytes(b"x")
@@ -389,7 +389,7 @@ def test_a_name_that_is_not_utf8_is_read_and_recorded_by_its_bytes(tmp_path, nam
     assert len([r for r in records_of_parts([path]) if r.text]) == len(TEXTS)
 
 
-def test_all_that_is_wrong_with_the_input_is_told_at_once(tmp_path):
+def test_all_problems_with_the_input_are_reported_together(tmp_path):
     (tmp_path / "a.doc").write_bytes(b"x")
     (tmp_path / "noname").write_bytes(b"x")
     os.mkfifo(tmp_path / "pipe.txt")
@@ -403,9 +403,9 @@ def test_all_that_is_wrong_with_the_input_is_told_at_once(tmp_path):
     with pytest.raises(InputError) as caught:
         find_sources(patterns)
     missing, folder, pipe, unknown, nameless = caught.value.problems
-    assert "pipe.txt: is a pipe or a device; write its content into a file" in pipe
+    assert "pipe.txt: is a pipe or a device; write its content to a file" in pipe
     assert "no such file; quote patterns" in missing
-    assert "is a folder; name its files, such as" in folder
+    assert "is a folder; give its files, such as" in folder
     assert "unknown format .doc; known: .jsonl" in unknown
     assert "unknown format without a suffix" in nameless
     with pytest.raises(InputError, match="--input_format jsnol: no such format; did you mean jsonl"):
