@@ -1,6 +1,4 @@
-"""Run folders: what the trainer writes there, and what it reads again.
-
-Handles what a crash left behind, and imports nothing heavy.
+"""Reads and writes files in run folders, even after a crash. Imports nothing heavy.
 
     run_folder: paths in a run folder; its small files
     event_log: its metrics.jsonl
