@@ -35,8 +35,7 @@ FEW_LOGITS = 2**20
 NO_Z_LOSS = "loss.backend: torch has no z-loss; use chunked or logits, or z_loss 0"
 NO_CAP = "loss.backend: torch does not support this model's logit cap; use chunked or logits"
 NO_OPTIONS = (
-    f"loss.backend: torch {torch.__version__} has no torch.nn.LinearCrossEntropyOptions; use "
-    "chunked, or torch 2.13"
+    f"loss.backend: torch {torch.__version__} has no torch.nn.LinearCrossEntropyOptions; use chunked, or torch 2.13"
 )
 MIN_CHUNK_TOKENS = 256
 """Minimum rows per chunk. Every chunk reads and writes the head's whole gradient, which dominates with fewer rows."""

@@ -75,8 +75,8 @@ def register_classes(
     """Registers the classes with transformers, and adds aliases of sizes to `attribute_map`.
 
     Registered classes are saved with their code, so `from_pretrained(folder, trust_remote_code=True)` works on
-    machines without this project. Raises InputError for a model_type of transformers, classes of another configuration, or
-    missing sizes.
+    machines without this project. Raises InputError for a model_type of transformers, classes of another
+    configuration, or missing sizes.
     """
     model_type = config_class.model_type
     # Not get(), which finds only entries already loaded in this lazy mapping.

@@ -180,9 +180,7 @@ def output_problem(run: Path) -> str | None:
     longest = max((len(os.fsencode(part)) for part in run.parts), default=0)
     if longest > LONGEST_NAME or len(os.fsencode(run.absolute())) > LONGEST_PATH:
         shown = shortened(run, 60)
-        return (
-            f"output: {shown}: a name may have {LONGEST_NAME} bytes and a path {LONGEST_PATH}; choose a shorter one"
-        )
+        return f"output: {shown}: a name may have {LONGEST_NAME} bytes and a path {LONGEST_PATH}; choose a shorter one"
     if "\0" in str(run):
         return f"output: {str(run)!r}: a name cannot contain a NUL character"
     for place in (run, *run.parents):

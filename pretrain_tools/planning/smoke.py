@@ -184,6 +184,5 @@ def memory_problem(measured: float, planned: float) -> str | None:
     if measured - planned <= max(MEMORY_TOLERANCE * planned, SMALL_BYTES):
         return None
     return (
-        f"{measured / 1e9:.3g} GB measured, {planned / 1e9:.3g} GB planned; for this recipe, trust the measured "
-        "figure"
+        f"{measured / 1e9:.3g} GB measured, {planned / 1e9:.3g} GB planned; for this recipe, trust the measured figure"
     )

@@ -227,7 +227,5 @@ def verify(place: str, public_key: Path | None) -> int:
         raise InputError(
             f"--public_key is missing: {place} is signed, but the signature was not checked; give the signer's key"
         )
-    print(
-        f"signed by the owner of {public_key}" if is_signed else "not signed: anyone could have made it"
-    )
+    print(f"signed by the owner of {public_key}" if is_signed else "not signed: anyone could have made it")
     return 0
