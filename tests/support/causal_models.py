@@ -92,7 +92,7 @@ def reason_of(refusal: str) -> str:
         "gives no initial values": "it leaves parameters without initial values",
         "is multimodal": "it is more than a language model",
         "no default configuration": "its configuration has no defaults that work",
-        "does not run on token ids alone": "its default configuration does not run on token ids alone",
+        "does not run on token IDs alone": "its default configuration does not run on token IDs alone",
     }.items():
         if pattern in refusal:
             return words
