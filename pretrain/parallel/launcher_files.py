@@ -63,7 +63,7 @@ def command_problems(strategy: str, processes: int) -> list[str]:
     if asked.num_processes not in (None, processes):
         problems.append(
             f"launcher: --num_processes {asked.num_processes} was requested, but {processes} runs; even without a "
-            "GPU, the files in accelerate_configs start all requested processes; remove --cpu, or use_cpu from the file"
+            "GPU, files in accelerate_configs start all requested processes; remove --cpu, or use_cpu from the file"
         )
     default = None if asked.cpu else config_args.default_config_file  # accelerate's own choice
     if (name := asked.config_file or default) is not None:

@@ -205,15 +205,15 @@ class MeshStrategy(Strategy):
         sizes = self.sizes
         for dimension in self.dimensions:
             dimension.before_sharding(model)
-        # With one rank there is nothing to free, because the gathered weights are the shards. A pipeline's schedule keeps
-        # them gathered from the first backward pass to the last. Otherwise each microbatch would gather them again. A
-        # split backward pass needs them too, because torch computes gradients only for the modules' current parameters,
-        # and silently skips weights that fully_shard has swapped out.
+        # With one rank there is nothing to free, because the gathered weights are the shards. A pipeline's schedule
+        # keeps them gathered from the first backward pass to the last. Otherwise each microbatch would gather them
+        # again. A split backward pass needs them too, because torch computes gradients only for the modules' current
+        # parameters, and silently skips weights that fully_shard has swapped out.
         self.reshards = (
             sizes.fsdp > 1 and sizes.pp == 1 and os.environ.get("FSDP_RESHARD_AFTER_FORWARD", "true") == "true"
         )
         self.offloads = environment_flag("FSDP_OFFLOAD_PARAMS")
-        # With a pipeline this costs no memory, because a schedule holds whole gradients from its first backward pass on.
+        # With a pipeline this costs no memory, because a schedule holds whole gradients from its first backward on.
         self.reduces_once = not self.reshards or bool(self.config and self.config.batch.no_sync)
         self.roots = self.stages_of(model)
         self.shard(list(self.roots.values()), weights)

@@ -335,6 +335,7 @@ def full_memory(evidence: Evidence) -> Cause | None:
     pages, rank = most("swapped_per_step")
     if pages >= MOST_SWAPPED:
         text = f"the machine of {named([rank])} swaps: {pages:,.0f} pages per step are read back from disk"
+        return Cause("memory", 0.0, text, "use fewer processes on it, or smaller micro-batches")
     return None
 
 
