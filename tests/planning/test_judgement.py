@@ -76,7 +76,7 @@ def test_a_vocabulary_that_outweighs_the_layers(read):
     )
     message = heavy_vocabulary(run)
     share = 512 * 32 / run.parameters
-    assert share > 0.5 and f"512 ids take 16.4k of {run.parameters / 1000:.1f}k parameters ({share:.0%})" in message
+    assert share > 0.5 and f"512 IDs take 16.4k of {run.parameters / 1000:.1f}k parameters ({share:.0%})" in message
 
 
 @pytest.mark.parametrize("budget", [{"budget__tokens": "12_800"}, {"budget__steps": 50}])

@@ -359,7 +359,7 @@ def test_a_recipe_s_coefficient_goes_before_the_models():
 @pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "llama"])
 def test_a_model_without_a_bias_is_refused_its_rate(name):
     config = tiny_config(name) if name in MODELS else AutoConfig.for_model(name, **COMMON)
-    with pytest.raises(InputError, match=rf"loss.router_bias_rate: .*{name} .*has no bias"):
+    with pytest.raises(InputError, match=rf"loss.router_bias_rate: .*{name} .*has no router bias"):
         losses_of(Loss(router_bias_rate=0.001), config)
 
 
