@@ -1,4 +1,4 @@
-"""Plans a run before launch: memory, time, cost and strategy. Or turns a budget into a recipe. Needs no GPU.
+"""Plans a run's memory, time, cost and strategy before launch, or turns a budget into a recipe. Needs no GPU.
 
 python plan.py --config recipes/llama_1b.yaml --gpus 8 --gpu h100
 python plan.py --config recipes/llama_1b.yaml --gpus 64 --gpu h100 --machines 8 --mfu 0.45
@@ -40,7 +40,7 @@ def main() -> None:
     options, rest = parse_arguments(named_recipe(sys.argv[1:]))
     problems = option_problems(options)
     gpu = problems.attempt(gpu_of, options)
-    # The modules imported below need torch: --help and a mistyped option answer before.
+    # The modules imported below load torch, which is slow, so the options are checked first.
     if asks_for_recipe(options):
         request = read_budget_request(options, rest, problems, gpu)
         announce_loading()

@@ -6,7 +6,7 @@
     python publish.py --run runs/x --repo me/llama-125m-base --dry_run --output DIR        # writes the files only
     python publish.py --run runs/x --gguf x.gguf                                           # a file for llama.cpp
     python publish.py --verify me/llama-125m-base                                          # or a folder
-    python publish.py --run runs/x --repo me/llama-125m-base --sign key.pem                # and signed
+    python publish.py --run runs/x --repo me/llama-125m-base --sign key.pem                # signs it too
 
 Log in once with `hf auth login`, or set HF_TOKEN. Run the same command again to resume an interrupted upload.
 Repository, license and language can be set in the recipe (hub.repository, publish.license, publish.language).
@@ -28,15 +28,15 @@ def build_parser() -> argparse.ArgumentParser:
     add("--run", type=Path, metavar="RUN", help="folder of the run")
     add("--repo", metavar="OWNER/NAME", help="repository on the Hub; created if it does not exist [the recipe's]")
     add("--checkpoint", nargs="+", default=[], metavar="STEP", help="checkpoints, each a revision step-STEP; or best")
-    add("--milestones", action="store_true", help="all checkpoints that checkpoint.keep_every keeps")
+    add("--milestones", action="store_true", help="all checkpoints kept by checkpoint.keep_every")
     add("--final", action="store_true", help="publish final/ as main; the default")
     add("--private", action="store_true", help="make the repository private [the recipe's; else public]")
     add("--license", metavar="ID", help="license ID of the Hub, such as apache-2.0 [the recipe's]")
     add("--language", nargs="+", default=[], metavar="CODE", help="languages of the text, such as en [the recipe's]")
     add("--message", metavar="TEXT", help="commit message [step and tokens]")
-    add("--dry_run", action="store_true", help="write what would be uploaded to --output, and upload nothing")
+    add("--dry_run", action="store_true", help="write the files to --output instead of uploading them")
     add("--output", type=Path, metavar="DIR", help="with --dry_run: a folder, one subfolder per revision")
-    text = "write the model as FILE, which llama.cpp loads, and upload nothing; without FILE: publish it as well"
+    text = "write the model as FILE for llama.cpp without uploading anything; without FILE, publish it too"
     add("--gguf", type=Path, nargs="?", const=True, metavar="FILE", help=text)
     add("--attempts", default="1", metavar="N", help="number of attempts; the wait between them doubles [1]")
     add("--first_wait", default="30", metavar="SECONDS", help="before the second attempt; doubles, up to an hour [30]")
@@ -57,7 +57,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def read_arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Parses the command line; returns it with the problems that show without the run."""
+    """Parses the command line. Returns it with the problems that can be found without the run."""
     parser = build_parser()
     arguments, unknown = parser.parse_known_args(argv)
     # argparse has no public list of its options.
@@ -65,7 +65,7 @@ def read_arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     problems = [f"{word}: unknown{did_you_mean(word, flags)}" for word in unknown]
     steps = [text.replace(",", "").removeprefix("step-") for text in arguments.checkpoint]
     known = [text for text in steps if text.isdecimal() or text == "best"]
-    problems += [f"--checkpoint {text}: must be a step, as 5000, or best" for text in steps if text not in known]
+    problems += [f"--checkpoint {text}: must be a step, such as 5000, or best" for text in steps if text not in known]
     arguments.checkpoint = [text if text == "best" else int(text) for text in known]
     for name, least in (("attempts", 1), ("first_wait", 0)):
         text = getattr(arguments, name)
@@ -91,7 +91,7 @@ def read_arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def main(argv: list[str]) -> int:
-    arguments, problems = read_arguments(argv)  # before torch is imported: --help and a mistyped flag answer at once
+    arguments, problems = read_arguments(argv)  # before importing torch, which is slow
     if arguments.verify is None:
         from pretrain_tools.publishing.publish import publish
 

@@ -1,8 +1,8 @@
-"""Pretrains a language model: the whole run, from top to bottom.
+"""Pretrains a language model. This file shows the whole run, from top to bottom.
 
     python train.py --config recipes/demo.yaml                               # one process
     python train.py --config recipes/demo.yaml --optim.learning_rate 1e-3    # any setting by its path
-    python train.py --config recipes/demo.yaml --check [--verbose]           # every mistake; starts nothing
+    python train.py --config recipes/demo.yaml --check [--verbose]           # lists all mistakes, doesn't train
     python train.py --config recipes/demo.yaml --smoke                       # 100 steps, pass or fail per stage
     python train.py --config recipes/demo.yaml --profile 20                  # why is it slow? then trains on
     accelerate launch --config_file accelerate_configs/ddp.yaml --num_processes 2 train.py --config recipes/demo.yaml
@@ -16,7 +16,7 @@ from pretrain.errors import EXIT_DONE, Problems, or_exit, run_script
 from pretrain.recipe import CommandLine, explain, read_command_line
 from pretrain.terminal import announce_loading
 
-if __name__ == "__main__":  # before torch is imported: --help and a mistyped setting answer at once
+if __name__ == "__main__":  # before importing torch, which is slow
     words = sys.argv[1:]
     if any(word.split("=")[0] == "--text" for word in words):
         from pretrain_tools.planning.own_text import with_own_text
@@ -110,14 +110,14 @@ def main(asked: CommandLine, config: RunConfig, strategy: Strategy, last_step: i
             seed_dropout(key_of(config.seed, step, micro_step, strategy.dropout_rank) % 2**63, strategy.device)
             with strategy.accumulate(is_last=micro_step == micro_steps - 1):
                 loss, cross_entropy = model(**batch)
-                strategy.backward(loss / micro_steps)  # every micro-batch has as many targets: a mean of means
+                strategy.backward(loss / micro_steps)  # all micro-batches have the same number of targets
             step_loss += cross_entropy / micro_steps
             run.watch.beat()
         grad_norm, skipped = strategy.update(config.optim.max_grad_norm)
         throughput.step_done()
         count_step(run)  # also updates the average of the weights, if the run has one
 
-        # Between steps all ranks agree on what happened and on requests, and so on what to do next.
+        # Between steps all ranks agree on events and requests, so all take the same action.
         due = due_after(run.state.step, config, plan)
         reports, bad = after_step(run, step_loss, grad_norm, skipped, settle=due.settles)
         if due.logs:
@@ -131,7 +131,7 @@ def main(asked: CommandLine, config: RunConfig, strategy: Strategy, last_step: i
             validate(run)
         if run.wants_decay:
             decay(run)  # before the save, so that the checkpoint records it
-        if due.saves or run.wants_save:  # waits if an evaluation reads it next, or if somebody waits for the answer
+        if due.saves or run.wants_save:  # waits if an evaluation or a user's request needs the checkpoint
             save(run, wait=due.evaluates or run.request != Request.NONE, required=due.is_last)
         if due.evaluates:
             evaluate(run)

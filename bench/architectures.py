@@ -74,9 +74,9 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shards", type=Path, default=Path("data/demo"), help="prepared text (default: data/demo)")
     parser.add_argument("--output", type=Path, default=Path("runs/architectures"))
-    parser.add_argument("--flops", type=float, default=8e12, help="of each run (default: 8e12)")
+    parser.add_argument("--flops", type=float, default=8e12, help="FLOPs per run (default: 8e12)")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
-    parser.add_argument("--minutes", type=float, default=float("inf"), help="start no run after so many")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="start no run after this many minutes")
     given = parser.parse_args(arguments)
     problems = [f"--{name}: must be above 0" for name in ("flops", "minutes") if not getattr(given, name) > 0]
     if problems:
@@ -135,7 +135,7 @@ def main() -> int:
     results = json.loads(path.read_text()) if path.exists() else {}
 
     def bits_of(trial: Trial) -> float | None:
-        """Returns a trial's bits per byte; trains it if it has no result and time is left, else returns None."""
+        """Returns a trial's bits per byte, training it if necessary; None if no time is left."""
         if trial.name not in results and time.monotonic() < ends:
             results[trial.name] = train(trial, given)
             write_durably(path, as_json(results))

@@ -37,7 +37,7 @@ FACTORS = (1.0, 1.7, 0.6)
 The sweep then extends in steps of 1.7 until the best learning rate has a worse neighbor on both sides.
 """
 SHARES = (0.6, 0.4)
-"""Shares of the steps for Muon at its best learning rate; the second if the first still ends below AdamW's best."""
+"""Shares of the steps for Muon at its best learning rate. The second is used if the first still beats AdamW."""
 
 
 @dataclass(frozen=True)
@@ -174,7 +174,7 @@ def next_share(name: str, points: list[Point]) -> tuple[float, float] | None:
         done = sweep_of(name, "muon", points, share)
         if not done:
             return best.learning_rate, share
-        # Muon is worse than AdamW's best already, and fewer steps would only be worse.
+        # Muon is already worse than AdamW's best, and fewer steps would only be worse.
         if done[0].loss >= worst:
             break
     return None
@@ -272,23 +272,23 @@ def table_of_steps(points: list[Point]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shards", help="folder of shards with a validation split and 4,096 ids")
-    parser.add_argument("--minutes", type=float, default=60, help="no run begins later")
+    parser.add_argument("--shards", help="folder of shards with a validation split and 4,096 IDs")
+    parser.add_argument("--minutes", type=float, default=60, help="start no run after this many minutes")
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
     parser.add_argument("--optimizers", nargs="+", choices=("adamw", "muon"), default=["adamw", "muon"])
-    parser.add_argument("--table", action="store_true", help="print what is there, and train nothing")
+    parser.add_argument("--table", action="store_true", help="print existing results without training")
     given = parser.parse_args()
     if given.table:
         print(table(read_points()), table_of_steps(read_points()), sep="\n\n")
         return
     if not given.shards:
-        parser.error("--shards: the folder of shards to train on")
+        parser.error("--shards: is missing; give the folder of shards to train on")
     end = time.monotonic() + 60 * given.minutes
     for name in given.sizes:
         while time.monotonic() < end:
             points = read_points()
             wanted = {o: rate for o in given.optimizers if (rate := next_rate(name, o, points)) is not None}
-            if wanted:  # the optimizer with fewer points, so that both have equally many
+            if wanted:  # the optimizer with fewer points, to balance both
                 optimizer = min(wanted, key=lambda o: len(sweep_of(name, o, points)))
                 rate = wanted[optimizer]
                 share = 1.0

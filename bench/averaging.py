@@ -3,8 +3,8 @@
     OMP_NUM_THREADS=1 python bench/averaging.py --config recipes/demo.yaml --every_steps 10
 
 Measurements with and without an average alternate. Each is --every_steps steps of the recipe in one process, followed
-by one update of the average or none. CPU seconds count only this process, whatever else runs; on a GPU, wall time is
-used.
+by one update of the average or none. CPU seconds count only this process, regardless of other load. On a GPU, wall
+time is used.
 """
 
 import argparse
@@ -38,7 +38,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", type=Path, default=Path("recipes/demo.yaml"))
     parser.add_argument("--every_steps", type=int, default=10, help="steps between two updates (default 10)")
-    parser.add_argument("--turns", type=int, default=8, help="of each (default 8)")
+    parser.add_argument("--turns", type=int, default=8, help="measurements of each kind (default 8)")
     given, changes = parser.parse_known_args()
     config = read_run_config(given.config, pair_up(changes))
     strategy = make_strategy(config)

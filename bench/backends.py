@@ -4,8 +4,8 @@
     python bench/backends.py --only loss --repeat 9
 
 Times are the minimum of the repetitions, because load on the machine can only add to them. Memory is the peak of live
-tensors, including hidden states and weights. Runs in bf16 autocast if the device has instructions for it, else in
-fp32; gradients are in fp32.
+tensors, including hidden states and weights. Runs in bf16 autocast if the device has bf16 instructions, otherwise in
+fp32. Gradients are in fp32.
 """
 
 import argparse
@@ -47,7 +47,7 @@ DOCUMENT_TOKENS = (None, 800, 100)
 
 
 def best_milliseconds(work: Callable[[], object], repeat: int) -> float:
-    """Returns the shortest time of `work`; with one CPU thread in CPU time, which other load hardly changes."""
+    """Returns the shortest time of `work`. With one CPU thread, measures CPU time, which ignores other load."""
     clock = time.process_time if torch.get_num_threads() == 1 and DEVICE == "cpu" else time.perf_counter
     # The first call may compile, so it counts only if it is too slow to repeat.
     began = clock()

@@ -26,14 +26,14 @@ GEOMETRY = {
     "tie_word_embeddings": True,
 }
 TOKENS = 128
-"""Tokens of a step; few, so that steps are short compared with a save."""
+"""Tokens per step, few so that steps are short compared with a save."""
 STEPS_ALONE = 3
 SAVES = 4
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=Path, default=None, help="on the disk to measure; default: the temporary one")
+    parser.add_argument("--folder", type=Path, default=None, help="on the disk to measure [temporary]")
     arguments = parser.parse_args()
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -95,7 +95,7 @@ def main() -> None:
     finally:
         shutil.rmtree(folder)
     foreground = statistics.median(waits[False])
-    # The first save in the background allocates host memory, which the later ones reuse.
+    # The first background save allocates CPU memory, which later ones reuse.
     later = statistics.median(waits[True][1:])
     print(f"first save in the background: {waits[True][0] / foreground:.0%} of the foreground's wait (new memory)")
     print(f"the saves after it:           {later / foreground:.0%}")

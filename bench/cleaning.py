@@ -164,7 +164,7 @@ def reason_for(name: str, text: str) -> str:
 
 
 def difference(our_verdict: str, ours: str, their_verdict: str, theirs: str) -> str:
-    """Returns the beginning of the text if the verdicts differ, else both texts around their first difference."""
+    """Returns the beginning of the text if the verdicts differ, otherwise both texts at their first difference."""
     if our_verdict != their_verdict:
         return ours[:100]
     at = next((n for n, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), min(len(ours), len(theirs)))
@@ -244,7 +244,7 @@ def edited(text: str, share: float, rng: random.Random) -> str:
 
 
 def bench_near_duplicates(texts: list[bytes], count: int, tokenizer: str, folder: Path) -> list[str]:
-    """Prints the share of planted copies that was found, by similarity; returns the requirements that were missed."""
+    """Prints the share of planted copies found, by similarity. Returns the missed requirements."""
     rng = random.Random(0)
     chosen = rng.sample(texts, min(count, len(texts)))
     documents = list(dict.fromkeys(content.decode()[:DOCUMENT_CHARACTERS] for content in chosen))
@@ -260,11 +260,11 @@ def bench_near_duplicates(texts: list[bytes], count: int, tokenizer: str, folder
         (near if similarity >= THRESHOLD else far if similarity < FAR else []).append(place not in left)
     recall = np.mean(near)
     wrong = np.mean(far)
-    print(f"near duplicates: {len(documents):,} documents and as many copies, {len(every) - len(left):,} went")
-    print(f"  of {len(near):,} copies of Jaccard {THRESHOLD} or more      {recall:.4f} went")
-    print(f"  of {len(far):,} copies below {FAR}                {wrong:.4f} went")
+    print(f"near duplicates: {len(documents):,} documents, each with a copy, {len(every) - len(left):,} removed")
+    print(f"  of {len(near):,} copies with Jaccard {THRESHOLD} or more    {recall:.4f} removed")
+    print(f"  of {len(far):,} copies below {FAR}                {wrong:.4f} removed")
     missed = [f"near duplicates: recall {recall:.4f}"] if recall < LEAST_RECALL else []
-    return missed + ([f"near duplicates: {wrong:.4f} of those below {FAR} went"] if wrong > MOST_FAR else [])
+    return missed + ([f"near duplicates: {wrong:.4f} of the copies below {FAR} removed"] if wrong > MOST_FAR else [])
 
 
 SPELLINGS = {
@@ -291,7 +291,7 @@ def stands_in(item: str, documents: list[str]) -> bool:
 
 
 def bench_decontamination(texts: list[bytes], count: int, items: list[str], tokenizer: str, folder: Path) -> list[str]:
-    """Prints which planted items were found, and what else; returns the requirements that were missed."""
+    """Prints found planted items and wrong removals. Returns the missed requirements."""
     from pretrain.data.data_record import numbers_in
     from pretrain_tools.preparation.cleaning.decontamination import read_benchmarks
 
@@ -307,7 +307,7 @@ def bench_decontamination(texts: list[bytes], count: int, items: list[str], toke
     chosen = rng.sample(known, min(PLANTED, len(known), len(documents)))
     options = ("--validation_fraction", "0", "--decontaminate", *items)
     before = prepare_in(folder, "before", documents, tokenizer, *options)
-    # Items that the documents contain by themselves are expected in both manifests.
+    # Items already contained in the documents are expected in both manifests.
     stood = {name: numbers_in(found["entries"]) for name, found in before["cleaning"].get("found", {}).items()}
     removed_before = set(range(1, len(documents) + 1)) - ids_by_place(folder / "before").keys()
     holding = rng.sample(range(len(documents)), len(chosen))
@@ -335,24 +335,24 @@ def bench_decontamination(texts: list[bytes], count: int, items: list[str], toke
         for number in numbers - expected.get(name, set())
     )
     print(f"decontamination: {sum(len(b.items) for b in benchmarks):,} items of {len(benchmarks)} lists")
-    print(f"  {len(documents):,} documents as they are: {len(removed_before)} held an item")
+    print(f"  {len(documents):,} unchanged documents: {len(removed_before)} contained an item")
     for found_list in before["cleaning"].get("found", {}).values():
         print("".join(f"    {example['excerpt'][:100]!r}\n" for example in found_list["examples"][:SHOWN]), end="")
     for name, missed in missed_by.items():
         print(f"  planted, {name:<20} {missed} not found")
-    print(f"  of {len(chosen)} planted items {lacking} lack in the lists, which have {more} that stand nowhere")
-    print(f"  {len(others)} documents without an item went")
+    print(f"  of {len(chosen)} planted items {lacking} are missing in the lists, which have {more} false ones")
+    print(f"  {len(others)} documents without an item removed")
     wrong = sum(missed_by.values())
     missed = [f"decontamination: {wrong} planted items not found"] if wrong else []
-    missed += [f"decontamination: {lacking} items lack in the lists, {more} too many"] if lacking or more else []
-    return missed + ([f"decontamination: {len(others)} other documents went"] if others else [])
+    missed += [f"decontamination: {lacking} items missing in the lists, {more} too many"] if lacking or more else []
+    return missed + ([f"decontamination: {len(others)} other documents removed"] if others else [])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--input", nargs="+", required=True, metavar="FILE", help="English documents, in any format")
     parser.add_argument("--items", nargs="+", required=True, metavar="FILE", help=".jsonl files of benchmark items")
-    parser.add_argument("--tokenizer", required=True, help="folder or Hub id")
+    parser.add_argument("--tokenizer", required=True, help="folder or Hub ID")
     parser.add_argument("--documents", type=int, default=3000, help="for copies and items (default: 3000)")
     parser.add_argument("--workers", type=int, default=multiprocessing.cpu_count(), help="processes for the verdicts")
     parser.add_argument("--only", nargs="+", choices=("verdicts", "near_duplicates", "decontamination"))

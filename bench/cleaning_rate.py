@@ -39,10 +39,10 @@ PLANTED = 200
 ITEM_WORDS = (15, 60)
 ROWS_PER_ROW_GROUP = 1000
 DATATROVE_MEGABYTES = 20
-"""Text that datatrove cleans; it takes about a hundred times as long, so all of the text would take hours."""
+"""Megabytes of text for datatrove, which takes about a hundred times as long and would need hours for all of it."""
 
-# datatrove's default parameters, except for the hash, because its xxhash fails with versions that reject str. Without
-# its language filter, which loads a model from the network. Building the index of items is not timed.
+# datatrove's default parameters, except for the hash, because its xxhash fails with versions that reject str. Its
+# language filter is omitted, because it loads a model from the network. Building the index of items is not timed.
 DATATROVE_CLEANING = """
 import json, os, sys, time
 import numpy as np
@@ -136,14 +136,14 @@ def write_documents(file: str, megabytes: float, folder: Path) -> dict[str, Any]
             [with_changed_words(text, CHANGED_OF_ANOTHER_TIME, rng) for text in originals] if time else originals[:]
         )
         contents = [text.encode() for text in texts]
-        # Plant items only in documents that the filters keep: the others never reach decontamination.
+        # Plant items only in documents that the filters keep, because the others never reach decontamination.
         stay = cleaning.clean(contents, [None] * len(texts), [""] * len(texts), range(len(texts))).kept
         places = iter(rng.sample(stay, len(stay)))
         for number in range(time, PLANTED, times):
             for place in places:
                 head, _, tail = texts[place].partition(" ")
                 planted = f"{head} {items[number]} {tail}"
-                # The filters must keep the document with the item, too.
+                # The filters must also keep the document with the item.
                 if cleaning.clean([planted.encode()], [None], [""], range(1)).kept:
                     texts[place] = planted
                     break
@@ -165,7 +165,7 @@ def write_documents(file: str, megabytes: float, folder: Path) -> dict[str, Any]
 
 
 def prepared(files: list[str], tokenizer: str, *options: str, folder: Path) -> tuple[Measured, dict[str, Any]]:
-    """Runs the whole command once; returns its measurements and what its manifest says was removed."""
+    """Runs the whole command once. Returns its measurements and the removals in its manifest."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     measured = prepare(files, tokenizer, *options, folder=str(folder))
@@ -190,7 +190,7 @@ def datatrove_cleaning(documents: Path, tokenizer: str, items: Path, folder: Pat
 
 
 def times_alone(rounds: dict[str, Any], repeat: int) -> float:
-    """Returns the time with cleaning relative to that of the preparation just before it: the median over rounds."""
+    """Returns the time with cleaning relative to the preparation just before it, the median over rounds."""
     seconds = {name: measured["seconds"] for name, (measured, _) in rounds.items()}
     return statistics.median(
         seconds[f"with the cleaning, {number}"] / seconds[f"preparation alone, {number}"] for number in range(repeat)
@@ -198,7 +198,7 @@ def times_alone(rounds: dict[str, Any], repeat: int) -> float:
 
 
 def bench_cleaning(file: str, tokenizer: str, megabytes: float, repeat: int, folder: Path) -> list[str]:
-    """Measures and prints the cost of the full cleaning; returns the requirements that were missed."""
+    """Measures and prints the cost of full cleaning. Returns the missed requirements."""
     from pretrain.data.data_record import numbers_in
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -250,7 +250,7 @@ def bench_cleaning(file: str, tokenizer: str, megabytes: float, repeat: int, fol
     print(f"  --clean --decontaminate       {ours.seconds:8.2f} s, {rate:.1f} MB/s; by rounds {times:.2f} times that")
     per_core = written["bytes"] / ours.cpu_seconds / 1e6
     print(f"    of the cores                {ours.cpu_seconds:8.2f} s, {per_core:.1f} MB per second of a core")
-    print(f"    near copies that went       {removed['near_copies']:8,} documents")
+    print(f"    near copies removed         {removed['near_copies']:8,} documents")
     print(f"    items found                 {found:8,} of {PLANTED} planted")
     print(f"    by rule                     {removed['removed']}")
     is_slow = per_core < SLOWEST_CLEANING_MB_PER_CORE_SECOND

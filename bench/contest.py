@@ -7,8 +7,8 @@ program that writes the time after every step, or every few steps, to a file of 
 A machine's speed can change by 20% for several seconds, so ratios are computed within each round, and the result is
 their median. Short turns and many rounds give the best results.
 
-On a busy machine, CPU seconds per step say more than wall time. With one thread (OMP_NUM_THREADS=1), which waits for
-no other, they hardly depend on the load.
+On a busy machine, CPU seconds per step are more reliable than wall time. With one thread (OMP_NUM_THREADS=1), they
+hardly depend on the load.
 """
 
 import contextlib
@@ -70,7 +70,7 @@ class Contestant:
             env={**os.environ, "WANDB_MODE": "offline"},
             stdout=log,
             stderr=log,
-            start_new_session=True,  # a process group of its own: signals reach its children, too
+            start_new_session=True,  # a separate process group, so that signals reach its children too
         )
         log.close()
         self.start_seconds = self._wait_for(1, START_SECONDS)[0]["time"] - began
@@ -117,7 +117,7 @@ class Contestant:
         return lines
 
     def _lines(self) -> list[dict]:
-        """Returns its reports; reads only new lines, because the program computes on the same cores."""
+        """Returns its reports. Reads only new lines, because the program computes on the same cores."""
         if self.steps_file.exists():
             with self.steps_file.open("rb") as file:
                 file.seek(self.bytes_read)
@@ -128,9 +128,9 @@ class Contestant:
 
     def _refuse(self) -> None:
         status = self.process.poll()
-        what = "stood still" if status is None else f"ended with status {status}"
+        what = "hung" if status is None else f"ended with status {status}"
         said = self.steps_file.with_suffix(".log").read_text().strip().splitlines()[-8:]
-        raise InputError(f"{self.name} {what} before it was measured; its last words:", *said)
+        raise InputError(f"{self.name} {what} before it was measured; its last output:", *said)
 
 
 def speeds(lines: list[dict], tokens_per_step: int) -> list[float]:
@@ -161,7 +161,7 @@ def cpu_seconds_of(pid: int) -> float:
 
 def hold(contestants: list[Contestant], root: Path, *, rounds: int, reports: int, warm_up: int = 3) -> None:
     """Measures all programs; stores the results in them and leaves no process behind."""
-    # Stopped processes would survive a SIGTERM to this one: exit through `finally`, which kills them.
+    # Stopped processes would survive a SIGTERM to this one, so exit through `finally`, which kills them.
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         for contestant in contestants:
@@ -179,7 +179,7 @@ def hold(contestants: list[Contestant], root: Path, *, rounds: int, reports: int
 
 
 def faster_by(one: Contestant, other: Contestant) -> float:
-    """Returns the ratio of their speeds: the median over rounds of the ratio of both turns' medians."""
+    """Returns the ratio of their speeds, the median over rounds of the ratio of both turns' medians."""
     rounds = zip(one.turns, other.turns, strict=True)
     return statistics.median(statistics.median(mine) / statistics.median(theirs) for mine, theirs in rounds)
 

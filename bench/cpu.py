@@ -5,13 +5,13 @@
 
 Contestants:
     groundwork                     train.py with its defaults, speed from metrics.jsonl
-    groundwork_documents           the same with a document mask
-    groundwork_all_on              the same with two micro-steps per step, tensorboard and wandb (offline)
-    bare_compiled, bare_eager      the same model of transformers in a minimal training loop
+    groundwork_documents           train.py with a document mask
+    groundwork_all_on              train.py with two micro-steps per step, tensorboard and wandb (offline)
+    bare_compiled, bare_eager      the same transformers model in a minimal training loop
     trainer, trainer_compiled      transformers' Trainer
     plain_compiled, plain_eager    a hand-written GPT
-All run in bf16 if the CPU has instructions for it, else in fp32. MFU is (6 N + 12 L d T) x tokens/s / peak; the peak
-is that of a matmul in this precision, measured before and after.
+All run in bf16 if the CPU has bf16 instructions, otherwise in fp32. MFU is (6 N + 12 L d T) x tokens/s / peak. The
+peak is measured before and after, with a matmul in this precision.
 """
 
 import argparse
@@ -44,9 +44,9 @@ OWN = {
 }
 """Settings in addition to those of `recipe`, by name."""
 MICRO_STEPS = {"groundwork_all_on": 2}
-"""Micro-steps per step, for those that have more than one."""
+"""Micro-steps per step, if more than one."""
 REPORT_EVERY = {"tiny": 10}
-"""Steps between reports, for shapes whose steps are so short that a report per step would slow them down."""
+"""Steps between reports, for shapes with very short steps, which reports would slow down."""
 SHARD_TOKENS = 2_000_000
 
 
@@ -54,7 +54,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     """Parses the command line. Raises InputError for unknown shapes and contestants."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", default="llama,gpt2", help=f"of {', '.join(CPU_SHAPES)}")
-    parser.add_argument("--contestants", default=",".join([*OWN, *PEERS]), help="the first is what others are held to")
+    parser.add_argument("--contestants", default=",".join([*OWN, *PEERS]), help="the first is the reference")
     parser.add_argument("--rounds", type=int, default=3, help="turns of each contestant")
     parser.add_argument("--steps", type=int, default=8, help="steps per turn")
     parser.add_argument("--precision", default="auto", choices=["auto", "bf16", "fp32"], help="of all contestants")
@@ -164,7 +164,7 @@ def main() -> int:
             hold(contestants, ROOT, rounds=given.rounds, reports=max(1, given.steps // every))
             peaks.append(measured_matrix_flops(dtype))
         peak = statistics.mean(peaks)
-        print(f"\n{name}: {shape.in_words()}; {precision} matrix product {peak / 1e12:.2f} TFLOP/s on ", end="")
+        print(f"\n{name}: {shape.in_words()}; {precision} matmul {peak / 1e12:.2f} TFLOP/s on ", end="")
         print(f"{torch.get_num_threads()} threads\n")
         print("\n".join(table(contestants, flops_per_token(shape), peak)), flush=True)
     return 0

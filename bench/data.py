@@ -144,7 +144,7 @@ def copies_of(file: str, copies: int, folder: str) -> list[str]:
 
 
 def bench_file(file: str, tokenizer: str, copies: int, repeat: int) -> list[str]:
-    """Prints the rows of one file; returns the requirements that were missed."""
+    """Prints the rows of one file. Returns the missed requirements."""
     with tempfile.TemporaryDirectory() as folder:
         many = copies_of(file, copies, folder)
         contestants = {
@@ -216,7 +216,7 @@ def write_with_near_copies(file: str, folder: Path) -> int:
 
 
 def bench_near_duplicates(file: str, tokenizer: str, repeat: int) -> list[str]:
-    """Prints the cost of removing near duplicates; returns the requirements that were missed."""
+    """Prints the cost of removing near duplicates. Returns the missed requirements."""
     with tempfile.TemporaryDirectory() as folder:
         documents = Path(folder, "documents")
         size = write_with_near_copies(file, documents)
@@ -238,7 +238,7 @@ def bench_near_duplicates(file: str, tokenizer: str, repeat: int) -> list[str]:
     print(f"{size / 1e6:,.0f} MB of text with near duplicates, {everything.tokens:,} tokens")
     print(f"  prepare_data, all documents     {everything.seconds:8.2f} s")
     print(
-        f"  --near_duplicates 0.8           {ours.seconds:8.2f} s, {cost:.2f} times that; {removed:.1%} of tokens go"
+        f"  --near_duplicates 0.8           {ours.seconds:8.2f} s, {cost:.2f} times that; {removed:.1%} fewer tokens"
     )
     print(f"    text                          {rate:8.0f} MB/s")
     missed = [f"near duplicates: {cost:.2f} times the time without"] if cost > TIMES_A_PREPARATION else []
@@ -247,7 +247,7 @@ def bench_near_duplicates(file: str, tokenizer: str, repeat: int) -> list[str]:
         theirs = best["datatrove"]
         times = theirs.seconds / ours.seconds
         removed = 1 - theirs.tokens / everything.tokens
-        print(f"  datatrove's MinHash             {theirs.seconds:8.2f} s; {removed:.1%} of the tokens go")
+        print(f"  datatrove's MinHash             {theirs.seconds:8.2f} s; {removed:.1%} of the tokens removed")
         print(f"    we are                        {times:8.1f} times as fast")
         missed += [f"near duplicates: {times:.1f} times datatrove"] if times < TIMES_AS_FAST_AS_DATATROVE else []
     return missed
@@ -275,7 +275,7 @@ def with_parquet(files: list[str], folder: str) -> Iterator[str]:
 
 
 def bench_long_line(tokenizer: str) -> list[str]:
-    """Prints the memory that one document of 200 MB takes; returns the requirement if it was missed."""
+    """Prints the memory for one document of 200 MB. Returns the requirement if missed."""
     with tempfile.TemporaryDirectory() as folder:
         words = ["the", "loss", "falls", "while", "the", "model", "learns", "to", "read.", "And", "it", "waits", "\\n"]
         drawn = np.random.default_rng(0).choice(words, LONG_LINE_BYTES // 6)
@@ -314,7 +314,7 @@ def bench_loader(file: str, tokenizer: str) -> None:
 
 
 def bench_filters(file: str, documents: int) -> list[str]:
-    """Prints the speed of the filters of --clean in one process, and of datatrove's; returns missed requirements."""
+    """Prints the speed of --clean's filters in one process, and of datatrove's. Returns the missed requirements."""
     from pretrain_tools.preparation.cleaning.filters import sensible_set
     from pretrain_tools.preparation.cleaning.stages import Cleaning
     from pretrain_tools.preparation.documents.records import Reading
@@ -385,18 +385,18 @@ def tokenizer_folder(given: str, folder: str) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--input", nargs="+", metavar="FILE", help="jsonl(.zst) or parquet; default: Python's source")
-    parser.add_argument("--tokenizer", help="folder or Hub id; default: one trained on the input")
+    parser.add_argument("--tokenizer", help="folder or Hub ID (default: one trained on the input)")
     parser.add_argument("--copies", type=int, default=8, help="files of each content, for the bars (default: 8)")
     parser.add_argument("--repeat", type=int, default=3, help="rounds of each file (default: 3)")
     parser.add_argument("--filters", type=int, default=2000, metavar="N", help="documents to filter (default: 2000)")
     parser.add_argument("--rows", nargs="+", choices=ROWS, default=ROWS, help="what to measure (default: all)")
-    parser.add_argument("--megabytes", type=float, default=900, help="of text for the row of the cleaning (900)")
-    parser.add_argument("--work", type=Path, help="folder of that row's documents and figures; default: a passing one")
+    parser.add_argument("--megabytes", type=float, default=900, help="megabytes of text for the cleaning row (900)")
+    parser.add_argument("--work", type=Path, help="folder of this row's documents and results [temporary]")
     parser.add_argument("--long_line", action="store_true", help="also prepare one document of 200 MB")
     arguments = parser.parse_args()
     cores = psutil.cpu_count()
     load = psutil.getloadavg()[0]
-    print(f"{cores} cores, load {load:.1f}" + (": busy, wait for a calm machine" if load > 0.5 else ""))
+    print(f"{cores} cores, load {load:.1f}" + (", busy; wait for an idle machine" if load > 0.5 else ""))
     missed = []
     with tempfile.TemporaryDirectory() as folder:
         inputs = arguments.input or [source_of_python(Path(folder, "python.jsonl"))]

@@ -28,11 +28,11 @@ from pretrain.errors import InputError, did_you_mean, run_script  # noqa: E402
 ATTENTIONS = ["auto", "flex_attention", "flash_attention_2", "flash_attention_3"]
 LOSSES = ["chunked_compiled", "chunked", "torch", "logits"]
 SETTINGS = {"7b": ["optim.name=adafactor", "optim.stochastic_rounding=true"]}
-"""Settings that a shape needs to fit. With AdamW's fp32 state, 7B leaves no memory for activations."""
+"""Settings required for a shape to fit. With AdamW's fp32 state, 7B leaves no memory for activations."""
 STRATEGIES = ("ddp", "fsdp2", "hsdp")
-"""Strategies that are measured on several GPUs."""
+"""Strategies measured on several GPUs."""
 FEWEST_FOR_ADAMW = 4
-"""GPUs that together hold the state of AdamW for each of SETTINGS, where a strategy shards it."""
+"""Number of GPUs that together hold AdamW's sharded state, for each of SETTINGS."""
 REPORT_EVERY = 10
 WARM_UP_REPORTS = 2
 
@@ -114,7 +114,7 @@ def measure_several(
 
 
 def settings_of(name: str, strategy: str = "single", gpus: int = 1) -> list[str]:
-    """Returns the settings that a shape needs to fit."""
+    """Returns the settings required for a shape to fit."""
     shards = strategy != "ddp" and gpus >= FEWEST_FOR_ADAMW
     return [] if shards else SETTINGS.get(name, [])
 
@@ -184,7 +184,7 @@ def main() -> int:
     from pretrain.hardware import peak_flops
 
     if not torch.cuda.is_available():
-        print("bench/gpu.py measures on one GPU, and torch sees none here. On a CPU: python bench/cpu.py")
+        print("bench/gpu.py needs a GPU, but torch finds none here. On a CPU, run python bench/cpu.py")
         return 0
     peak, source = peak_flops(torch.device("cuda"), "bf16")
     print(f"peak: {peak / 1e12:.0f} TFLOP/s, {source}\n" if peak else f"{source}\n")

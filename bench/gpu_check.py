@@ -4,13 +4,13 @@
     python bench/gpu_check.py --list    # the checks in order, with their results so far
     python bench/gpu_check.py --only "speed 124m" export   # the checks whose names contain one of these
 
-Needs torch, transformers, accelerate and pydantic, and no network; checks that need more are skipped with the reason.
-Every result is written to results.jsonl at once. If interrupted (Ctrl-C, SIGTERM), it prints the tables and the
-verdict so far. The next call continues with the missing checks, then retries those that failed. Results from other
+Needs torch, transformers, accelerate and pydantic, but no network. Checks that need more are skipped with the reason.
+Every result is written to results.jsonl immediately. If interrupted (Ctrl-C, SIGTERM), it prints the tables and the
+verdict so far. The next call continues with the missing checks, then retries failed ones. Results from other
 GPUs, other versions or other code stay in the file but do not count.
 
 Exit status: 0 all passed, 1 a check failed, 2 no GPU or wrong arguments, 75 after SIGTERM, 130 after Ctrl-C. A speed
-below the best published one is printed as a finding and fails nothing.
+below the best published one is a finding, not a failure.
 """
 
 import argparse
@@ -38,15 +38,15 @@ sys.path.insert(0, str(ROOT))
 from pretrain.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED, InputError, one_line, or_exit, run_script, shortened  # noqa: E402
 
 NEEDED = ("torch", "transformers", "accelerate", "pydantic")
-"""Required packages; everything else that training imports is a dependency of these."""
+"""Required packages. Training's other imports are their dependencies."""
 
 
 def require_packages() -> None:
     """Raises InputError with the missing packages, before anything imports them."""
     if missing := [name for name in NEEDED if importlib.util.find_spec(name) is None]:
         raise InputError(
-            f"{sys.executable} has no {', '.join(missing)}: install them there (pip install {' '.join(missing)}), "
-            "or name a Python that has them: make gpu PYTHON=python"
+            f"{sys.executable} has no {', '.join(missing)}; install them there (pip install {' '.join(missing)}), "
+            "or give a Python that has them: make gpu PYTHON=python"
         )
 
 
@@ -85,8 +85,8 @@ BARS = {
     ("a100", "124m"): (0.432, "llm-foundry"),
     ("a100", "1.3b"): (0.599, "llm-foundry"),
 }
-"""{(GPU of pretrain/gpus.py, shape): (the best published MFU, by which code)}, without a document mask, in the formula
-of train.py. Less is a finding, not a failure: clocks, power limits and drivers differ."""
+"""{(GPU of pretrain/gpus.py, shape): (best published MFU, codebase)}, without a document mask, in train.py's formula.
+A lower MFU is a finding, not a failure, because clocks, power limits and drivers differ."""
 MAIN_PEERS = ("plain_compiled", "bare_compiled", "trainer")
 STRATEGIES = (
     "ddp",
@@ -104,7 +104,7 @@ STRATEGIES = (
 )
 DEFAULT_KERNELS = " with default kernels"
 MOST_PROCESSES = 8
-"""Maximum number of processes, which is the number of layers and heads of the model in `Runs`."""
+"""Maximum number of processes: the number of layers and heads of the model in `Runs`."""
 WINDOWS = {"off": "whole windows", "on": "documents"}
 WORKER_SECONDS = 600
 REPORTS = 3
@@ -119,14 +119,14 @@ class Scale:
     report_every: int
     settings: tuple[str, ...] = ()
     several: tuple[str, ...] = ("1.3b", "7b")
-    """Shapes that are also measured on all GPUs."""
+    """Shapes also measured on all GPUs."""
 
 
 SCALES = {
     "cuda": Scale(GPU_SHAPES, (4096, 256, 50_304), gpu.REPORT_EVERY),
     "cpu": Scale({"small": CPU_SHAPES["small"]}, (256, 64, 1000), 1, ("compile=none",), ("small",)),
 }
-"""Sizes by device; those for the CPU are for tests of this script."""
+"""Sizes by device. The CPU's are for tests of this script."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,17 +134,17 @@ class Check:
     """A check to run."""
 
     name: str
-    """Name, which is the key of its result in results.jsonl."""
+    """Name, the key of its result in results.jsonl."""
     measure: Callable[[], Outcome]
     why_not: str | None = None
-    """Reason why it cannot run here; None if it can."""
+    """Reason why it can't run here, or None."""
 
 
 class Results:
     """The file of results. Only results of this GPU, these versions and this code count.
 
     Args:
-        state: everything that a result depends on, see `state_of`.
+        state: everything that affects a result, see `state_of`.
         again: ignore results of earlier calls.
     """
 
@@ -166,11 +166,11 @@ class Results:
         self._write({**self._by_name[name], "of": self.key, "time": time.time()})
 
     def of(self, name: str) -> dict[str, Any] | None:
-        """Returns the newest result of a check; None if there is none."""
+        """Returns the newest result of a check, or None."""
         return self._by_name.get(name)
 
     def word(self, name: str) -> str | None:
-        """Returns the outcome of a check as a word; None if it has no result."""
+        """Returns the outcome of a check as a word, or None."""
         return self._by_name[name]["outcome"] if name in self._by_name else None
 
     def _write(self, line: Mapping[str, Any]) -> None:
@@ -189,15 +189,15 @@ def _parsed(line: str) -> dict[str, Any] | None:
 
 
 class Worker:
-    """A process that runs the checks of kernels one after the other; it is replaced after a failure."""
+    """A process that runs the checks of kernels one by one. It is replaced after a failure."""
 
     def __init__(self):
         self._pool: concurrent.futures.ProcessPoolExecutor | None = None
 
     def run(self, check: Callable[..., Outcome], *arguments: Any) -> Outcome:
-        """Runs a check and returns its outcome; FAILED if it raises, dies or hangs."""
+        """Runs a check and returns its outcome, FAILED if it raises, dies or hangs."""
         if self._pool is None:
-            spawn = multiprocessing.get_context("spawn")  # CUDA cannot be used in a forked process
+            spawn = multiprocessing.get_context("spawn")  # CUDA can't be used in a forked process
             ignore = (signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the worker, too; the parent ends it
             self._pool = concurrent.futures.ProcessPoolExecutor(1, spawn, signal.signal, ignore)
         try:
@@ -221,7 +221,7 @@ class Worker:
 
 
 def checks_of(device: str, gpus: int, folder: Path, worker: Worker) -> list[Check]:
-    """Returns all checks in the order in which they run, the most important first."""
+    """Returns all checks, most important first."""
     from pretrain.model.attention import ATTENTION_NAMES
     from pretrain.model.loss import LOSS_BACKENDS
 
@@ -253,18 +253,18 @@ def checks_of(device: str, gpus: int, folder: Path, worker: Worker) -> list[Chec
 
 
 def processes_on(gpus: int) -> int:
-    """Returns the largest power of two of processes, because layers and heads must be divisible by it."""
+    """Returns the largest power of two of processes, because it must divide layers and heads."""
     return min(MOST_PROCESSES, 1 << (gpus.bit_length() - 1)) if gpus else 0
 
 
 def strategy_checks(runs: Runs, gpus: int, uncompiled: str | None) -> list[Check]:
-    """Returns checks that each strategy, on all GPUs, trains to the same losses as one process.
+    """Returns checks that each strategy, on all GPUs, has the same losses as one process.
 
-    First in fp32 with eager attention, then with the kernels that `auto` chooses: half precision and compiled layers.
+    They run first in fp32 with eager attention, then with auto's kernels: half precision and compiled layers.
     A single GPU is shared by two processes.
     """
     processes = max(2, processes_on(gpus))
-    no_gpu = None if gpus else "needs a GPU, and there is none"
+    no_gpu = None if gpus else "needs a GPU, but there is none"
     experts = dataclasses.replace(runs, folder=runs.folder / "experts", model=EXPERTS)
     no_deepspeed = None if importlib.util.find_spec("deepspeed") else "deepspeed is not installed"
     checks = []
@@ -316,7 +316,7 @@ def speed_checks(scale: Scale, device: str, uncompiled: str | None, gpus: int = 
 
     def on_all(shape: str, strategy: str) -> Check:
         processes = processes_on(gpus)
-        few = f"needs two GPUs, and there is {gpus or 'none'}" if processes < 2 else None
+        few = f"needs two GPUs, but there is {gpus or 'none'}" if processes < 2 else None
         settings = [*gpu.settings_of(shape, strategy, processes), *scale.settings]
         given = (strategy, processes, scale.shapes[shape], settings, REPORTS, scale.report_every)
         name = f"speed {shape} {strategy} on all GPUs"
@@ -338,7 +338,7 @@ def speed(shape: str, measure: Callable[..., gpu.Row], *given: Any) -> Outcome:
     row = measure(*given)
     figures = {"shape": shape, "row": dataclasses.asdict(row)}
     if row.tokens_per_second is None:
-        # Not this project's fault: a baseline fails, or the GPU is too small.
+        # A failing baseline or a small GPU isn't this project's fault.
         lenient = row.name in gpu.PEERS or "out of memory" in row.problem.lower()
         return Outcome(NOT_RUN if lenient else FAILED, row.problem, figures)
     memory = f"{row.peak_memory_bytes / 2**30:.1f} GiB"
@@ -346,7 +346,7 @@ def speed(shape: str, measure: Callable[..., gpu.Row], *given: Any) -> Outcome:
 
 
 def refused_attention(name: str, documents: bool, device: str) -> str | None:
-    """Returns the reason why an attention does not run in half precision, with or without a document mask, or None."""
+    """Returns why an attention does not run in half precision, with or without a document mask, or None."""
     from pretrain.config import WindowSpec
     from pretrain.hardware import DTYPES
     from pretrain.model.attention import why_not
@@ -369,12 +369,12 @@ def missing_compiler() -> str | None:
     if importlib.util.find_spec("triton") is None:
         return "compiled kernels need triton, which is not installed"
     if not (os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")):
-        return "compiled kernels need a C compiler (gcc), and there is none"
+        return "compiled kernels need a C compiler (gcc), but there is none"
     return None
 
 
 def run_checks(checks: list[Check], results: Results) -> None:
-    """Runs the checks without a result, in order, then those that failed in an earlier call."""
+    """Runs the checks without a result, in order, then those that failed earlier."""
     able = [check for check in checks if not check.why_not]
     todo = [check for word in (None, FAILED) for check in able if results.word(check.name) == word]
     if known := len(able) - len(todo):
@@ -392,7 +392,7 @@ def run_checks(checks: list[Check], results: Results) -> None:
 
 
 def tables(checks: list[Check], results: Results, shapes: Mapping[str, Shape], peak: float | None) -> list[str]:
-    """Formats Markdown tables for docs/performance.md: the checks of correctness, then speeds, one table per shape."""
+    """Formats Markdown tables for docs/performance.md: correctness, then speeds, with one table per shape."""
     lines = ["| check | | |", "|---|---|---|"]
     measured: dict[str, list[gpu.Row]] = {}
     for check in checks:
@@ -418,14 +418,14 @@ def outcome_in_words(check: Check, results: Results) -> tuple[str, str]:
 def verdict(
     checks: list[Check], results: Results, shapes: Mapping[str, Shape], peak: float | None, gpu_name: str | None
 ) -> tuple[list[str], bool]:
-    """Formats the verdict: MFU beside what others published, then what failed and was not run; returns it and True if
-    all passed.
+    """Formats the verdict: MFU and published MFU, then failed checks and checks not run. Returns it, and True if all
+    passed.
 
-    A speed decides nothing: one below its bar is a finding.
+    A speed below its published value is a finding, not a failure.
 
     Args:
-        peak: FLOP/s of this GPU in bf16; None: unknown.
-        gpu_name: its name in pretrain/gpus.py; None: not listed.
+        peak: FLOP/s of this GPU in bf16, if known.
+        gpu_name: its name in pretrain/gpus.py, if listed.
     """
     by_word: dict[str, list[tuple[str, str]]] = {word: [] for word in (PASSED, FAILED, NOT_RUN, "missing")}
     for check in checks:
@@ -454,12 +454,12 @@ def verdict(
 
 
 def main_speed(shape: str) -> str:
-    """Returns the name of the check whose MFU BARS is about."""
+    """Returns the name of the check for the MFU in BARS."""
     return speed_name(shape, ("off", gpu.ATTENTIONS[0], gpu.LOSSES[0]))
 
 
 def mfu_beside_published(shape: str, sizes: Shape, results: Results, peak: float | None, gpu_name: str | None) -> str:
-    """Formats the MFU of a shape and the published one of this GPU; arguments as in `verdict`."""
+    """Formats a shape's MFU and the published one for this GPU. Arguments as in `verdict`."""
     published, code = BARS.get((gpu_name, shape), (None, ""))
     reference = f"{code} published {published:.1%} for this GPU" if published else "none is published for this GPU"
     label = f"MFU of {shape} at T={sizes.sequence_length:,}"
@@ -473,7 +473,7 @@ def mfu_beside_published(shape: str, sizes: Shape, results: Results, peak: float
 
 
 def state_of(device: str, gpus: int) -> dict[str, Any]:
-    """Returns everything that a result depends on: the machine, the versions and the code."""
+    """Returns everything that affects a result: the machine, the versions and the code."""
     import torch
 
     from pretrain.hardware import describe_machine, driver_version
@@ -489,29 +489,29 @@ def state_of(device: str, gpus: int) -> dict[str, Any]:
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--only", nargs="+", default=[""], metavar="TEXT", help="rows whose name has one of these in it"
+        "--only", nargs="+", default=[""], metavar="TEXT", help="run only rows with one of these in their name"
     )
-    parser.add_argument("--list", action="store_true", help="print the rows in order, run none")
-    parser.add_argument("--again", action="store_true", help="repeat rows that have a result")
+    parser.add_argument("--list", action="store_true", help="print the rows in order without running them")
+    parser.add_argument("--again", action="store_true", help="repeat rows with a result")
     parser.add_argument("--output", type=Path, default=Path("runs/gpu"), help="folder of the results (runs/gpu)")
     parser.add_argument("--device", choices=SCALES, default="cuda", help=argparse.SUPPRESS)
     return parser.parse_args(arguments)
 
 
 def require_gpu() -> None:
-    """Raises InputError if torch sees no GPU."""
+    """Raises InputError if torch finds no GPU."""
     import torch
 
     if not torch.cuda.is_available():
         from pretrain.hardware import unusable_gpu
 
         raise InputError(
-            unusable_gpu() or "make gpu needs an NVIDIA GPU, and torch sees none here; on a CPU: make test"
+            unusable_gpu() or "make gpu needs an NVIDIA GPU, but torch finds none here; on a CPU, run make test"
         )
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs the missing checks, then prints tables and verdict; returns the exit status."""
+    """Runs the missing checks, then prints tables and verdict. Returns the exit status."""
     given = parse_arguments(arguments)
     if given.device == "cuda":
         require_gpu()
@@ -528,7 +528,7 @@ def main(arguments: list[str] | None = None) -> int:
     checks = checks_of(given.device, gpus, given.output.resolve() / results.key, worker)
     checks = [check for check in checks if any(text in check.name for text in given.only)]
     if not checks:
-        raise InputError(f"--only {' '.join(given.only)}: in no row's name; --list shows them")
+        raise InputError(f"--only {' '.join(given.only)}: matches no row; use a name listed by --list")
     if given.list:
         print("\n".join(f"{check.name:<50} {': '.join(outcome_in_words(check, results))}" for check in checks))
         return 0
@@ -537,7 +537,7 @@ def main(arguments: list[str] | None = None) -> int:
     header = [device_in_words(device), f"peak {peak / 1e12:.3g} TFLOP/s, {source}" if peak else source]
     print("\n".join(header), flush=True)
     if results.of_others:
-        print(f"{results.path}: {results.of_others} results of other code, versions or GPUs are left out")
+        print(f"{results.path}: {results.of_others} results of other code, versions or GPUs are ignored")
     status = finish_or_cut(lambda: run_checks(checks, results), worker)
     known = gpu_called(torch.cuda.get_device_name(device)) if given.device == "cuda" else None
     lines, good = verdict(checks, results, shapes, peak, known and known.name)
@@ -545,12 +545,12 @@ def main(arguments: list[str] | None = None) -> int:
     (given.output / TABLE).write_text(text + "\n")
     print(f"\n{text}\n\n" + "\n".join(lines), flush=True)
     if status:
-        print("cut: run the same command again to go on", flush=True)
+        print("interrupted; run the same command again to continue", flush=True)
     return status or (0 if good else 1)
 
 
 def finish_or_cut(work: Callable[[], None], worker: Worker) -> int:
-    """Runs `work` and leaves no process behind; returns 0, or the exit status after a signal."""
+    """Runs `work` and leaves no process behind. Returns 0, or the exit status after a signal."""
 
     def cut(number: int, _: Any) -> None:
         kill_children()  # before the exit unwinds, because orphans are no longer children of this process

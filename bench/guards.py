@@ -5,7 +5,7 @@
 
 The guards are the agreement of the ranks, the checks of loss and gradient norm, commands, heartbeats, and the
 comparison of replicas every 1,000 steps. Trains with train.py and times the calls of the loop. Waiting for a step that
-is logged or saved does not count, because logging and saving need it.
+is logged or saved does not count, because logging and saving require it.
 """
 
 import argparse
@@ -53,7 +53,7 @@ class GuardCost:
 
     @property
     def share(self) -> float:
-        """Share of the step's time that all guards take."""
+        """All guards' share of a step's time."""
         return (self.after_step + self.watch + self.compare / COMPARE_EVERY_STEPS) / self.step
 
 
@@ -62,7 +62,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="llama", help=f"of {', '.join(CPU_SHAPES)}")
     parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=20, help=f"measured, after {WARM_UP_STEPS} more")
+    parser.add_argument("--steps", type=int, default=20, help=f"measured steps, after {WARM_UP_STEPS} for warm-up")
     given = parser.parse_args(arguments)
     problems = (
         [] if given.shape in CPU_SHAPES else [f"--shape: {given.shape!r}{did_you_mean(given.shape, CPU_SHAPES)}"]
@@ -151,8 +151,8 @@ def table(name: str, processes: int, cost: GuardCost) -> str:
     rows = {
         "a step": f"{cost.step * 1e3:,.1f} ms",
         "agreement, judgement, commands": f"{cost.after_step * 1e6:,.0f} µs",
-        "watching thread": f"{cost.watch * 1e6:,.0f} µs",
-        f"copies compared, once in {COMPARE_EVERY_STEPS:,} steps": f"{cost.compare * 1e3:,.1f} ms",
+        "watchdog thread": f"{cost.watch * 1e6:,.0f} µs",
+        f"replicas compared, once in {COMPARE_EVERY_STEPS:,} steps": f"{cost.compare * 1e3:,.1f} ms",
         "of a step's time": f"{cost.share:.3%}",
     }
     lines = [f"| guards, {name}, {processes} process{'es' if processes > 1 else ''} | |", "|---|---|"]
@@ -160,7 +160,7 @@ def table(name: str, processes: int, cost: GuardCost) -> str:
 
 
 def main() -> int:
-    """Prints the table; returns exit status 1 if the guards take more than MOST of a step."""
+    """Prints the table. Returns exit status 1 if the guards take more than MOST of a step."""
     given = parse_arguments()
     cost = measure(CPU_SHAPES[given.shape], given.processes, given.steps)
     print(table(given.shape, given.processes, cost))

@@ -3,10 +3,10 @@
     pip install -r requirements-dev.txt
     python bench/object_store.py [--steps 60] [--rounds 3] [--megabytes 400]
 
-The store is moto's server behind a proxy with 20 ms of latency. Each hundredth answer is a 503, and each 150th is cut
-in half. Both run in a process of their own. Disk and store take turns. Each round trains, ends at a checkpoint, and
-resumes. The store's runs begin with empty cache folders, and so do their resumes. A step reads about 17 blocks of
-64 KiB, so from step 30 on it needs blocks that were asked for during training.
+The store is moto's server behind a proxy with 20 ms of latency. Every 100th answer is a 503, and every 150th is cut
+in half. Both run in a separate process. Disk and store alternate. Each round trains, ends at a checkpoint, and
+resumes. The store's runs and resumes begin with empty cache folders. A step reads about 17 blocks of 64 KiB, so from
+step 30 on it needs blocks that were requested during training.
 
 Ends with exit status 1 if a bound is missed: other losses than from the disk, a wait of 1% of the step time (without
 the first step), 256 MB of disk, or a resume whose first step comes 3 s later than the disk's (medians).
@@ -67,7 +67,7 @@ def serve(corpus: Path, pipe: Connection) -> None:
 
 
 def write_corpus(folder: Path, megabytes: int) -> Path:
-    """Prepares this project's own source, and repeats it up to that size."""
+    """Prepares this project's own source, repeated up to this size."""
     source = ("--input", str(ROOT / "pretrain/**/*.py"), "--validation_fraction", "0.1")
     prepare = [sys.executable, ROOT / "prepare_data.py", *source]
     subprocess.run([*prepare, "--train_tokenizer", "512", "--output", folder / "tokenizer"], check=True)
@@ -110,22 +110,22 @@ def write_recipe(folder: Path, steps: int) -> Path:
 
 
 def train(*arguments: object, **environment: str) -> float:
-    """Trains; returns when the process began."""
+    """Trains. Returns the process's start time."""
     began = time.time()
     command = [sys.executable, ROOT / "train.py", *map(str, arguments)]
     ended = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True)
-    if ended.returncode not in (0, EXIT_INTERRUPTED):  # the second is that of checkpoint.stop_at_step
+    if ended.returncode not in (0, EXIT_INTERRUPTED):  # the second one is for checkpoint.stop_at_step
         sys.exit(f"{ended.stdout}{ended.stderr}\nexit status {ended.returncode}")
     return began
 
 
 def disk_bytes(folder: Path) -> int:
-    """Returns the bytes that a folder takes on the disk."""
+    """Returns a folder's bytes on the disk."""
     return sum(512 * path.stat().st_blocks for path in folder.rglob("*") if path.is_file())
 
 
 def measure(folder: Path, recipe: Path, steps: int, *data: object, **environment: str) -> dict[str, float]:
-    """Trains and resumes in `folder`, whose `disk` is emptied in between; returns the figures of one round."""
+    """Trains and resumes in `folder`, emptying its `disk` in between. Returns the measurements of one round."""
     run, disk = folder / "run", folder / "disk"
     given = ("--config", recipe, "--output", run, *data)
     train(*given, "--checkpoint.stop_at_step", steps, **environment)

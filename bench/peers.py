@@ -2,9 +2,9 @@
 
     python -m bench.peers plain --shape JSON --shards DIR --steps_file FILE [--compile]
 
-plain: a hand-written GPT. bare: the model of transformers in a minimal training loop. trainer: transformers' Trainer
-with its defaults. All use bf16 autocast or fp32, AdamW, gradient clipping at norm 1, and random sequences of the same
-shards.
+plain: a hand-written GPT. bare: the transformers model in a minimal training loop. trainer: transformers' Trainer
+with its defaults. All use bf16 autocast or fp32, AdamW, gradient clipping at norm 1, and random sequences from the
+same shards.
 """
 
 import argparse
@@ -47,7 +47,7 @@ class StepsFile:
         if self._step % self._every:
             return
         line = {"event": "train", "step": self._step}
-        # Without synchronization, the time would be that of launching the kernels.
+        # Without synchronization, only the kernel launches would be timed.
         if self._device == "cuda":
             torch.cuda.synchronize()
             line["peak_memory_bytes"] = torch.cuda.max_memory_allocated()
@@ -141,7 +141,7 @@ def train_loop(arguments: argparse.Namespace) -> None:
 
 
 def train_with_trainer(arguments: argparse.Namespace) -> None:
-    """Trains with transformers' Trainer and its defaults, except for the precision and that it saves nothing."""
+    """Trains with transformers' Trainer and its defaults, except for the precision and without saving."""
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
     from pretrain.parallel.strategy import device_type

@@ -1,4 +1,4 @@
-"""A GPT in plain PyTorch, as written without a toolkit: a baseline for the benchmarks.
+"""A GPT in plain PyTorch without a toolkit, a baseline for the benchmarks.
 
 Shapes: B sequences, T positions, D hidden width, H heads.
 """

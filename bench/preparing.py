@@ -27,9 +27,9 @@ LARGEST_MEMORY = 2_000_000_000
 
 @dataclass(frozen=True)
 class Measured:
-    """The result of one round of a program: seconds of the timed part, peak bytes over all its processes.
+    """One round of a program: seconds of the timed part, peak bytes over all its processes.
 
-    cpu_seconds: CPU time of all its processes, including startup, which other load on the machine affects least.
+    cpu_seconds: CPU time of all its processes, including startup. Other load affects it least.
     """
 
     tokens: int
@@ -44,7 +44,7 @@ class Measured:
 
 
 def run_measured(command: list[str]) -> tuple[float, int, str]:
-    """Runs a command; returns (seconds, peak bytes over all its processes, output). Exits with its output if it fails.
+    """Runs a command. Returns (seconds, peak bytes over all its processes, output), or exits with the output.
 
     Memory is the sum of the processes' proportional set sizes (PSS), so that shared pages count once.
     """
@@ -55,7 +55,7 @@ def run_measured(command: list[str]) -> tuple[float, int, str]:
         while process.poll() is None:
             looked = time.perf_counter()
             peak = max(peak, memory_of(process.pid))
-            # Reading the PSS of a gigabyte takes tens of milliseconds, during which the process is blocked as well.
+            # Reading the PSS of a gigabyte blocks the process for tens of milliseconds.
             _wait_for(process, max(POLL_SECONDS, (time.perf_counter() - looked) / SHARE_OF_LOOKS))
         seconds = time.perf_counter() - began
         output.seek(0)
@@ -66,13 +66,13 @@ def run_measured(command: list[str]) -> tuple[float, int, str]:
 
 
 def _wait_for(process: subprocess.Popen, seconds: float) -> None:
-    """Waits until the process has ended, at most `seconds`."""
+    """Waits up to `seconds` for the process to end."""
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(seconds)
 
 
 def memory_of(pid: int) -> int:
-    """Returns the bytes (PSS) that a process and its descendants hold."""
+    """Returns the bytes (PSS) of a process and its descendants."""
     total = 0
     try:
         for process in [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]:

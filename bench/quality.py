@@ -4,7 +4,7 @@
 
 Trains the recipe fast (bf16, compiled layers, chunked loss, the fastest attention here) and plain (fp32, not compiled,
 full logits, eager attention), each with every seed. The seed determines initial weights and data order. `make demo`
-prepares the demo's data. Exits with status 1 if settings differ more than seeds do.
+prepares the demo's data. Exits with status 1 if settings differ more than seeds.
 """
 
 import argparse
@@ -76,7 +76,7 @@ def main() -> int:
     print(f"\nLargest difference of training curves, in nats (means over {WINDOW} steps):")
     print(f"- the same seed, other settings: {min(settings):.4f} to {max(settings):.4f}")
     print(f"- the same settings, other seeds: {min(seeds):.4f} to {max(seeds):.4f}")
-    # Differences between seeds are the noise level: settings must not exceed it.
+    # Differences between seeds are the noise level, which settings must not exceed.
     return int(max(settings) > max(seeds))
 
 

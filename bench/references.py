@@ -87,7 +87,7 @@ def check_loss(backend: str, device: str, sizes: tuple[int, int, int] = (4096, 2
 
 
 def judged(errors: dict[str, tuple[float, float]], refusals: list[str]) -> Outcome:
-    """Returns PASSED if every error is within its bound, given as {case: (error, bound)}; NOT_RUN if there is none."""
+    """Returns PASSED if every error is within its bound, given as {case: (error, bound)}; NOT_RUN without errors."""
     if not errors:
         return Outcome(NOT_RUN, "; ".join(refusals))
     said = "; ".join(f"{case} {error:.1e}" for case, (error, _) in errors.items())
@@ -154,7 +154,7 @@ def attention_error(implementation: str, device: str, precision: str, head_width
 
 
 def small_llama(head_width: int, attention: str) -> Any:
-    """Builds a Llama with activations near 1 and attention far from uniform, so that a wrong mask shows."""
+    """Builds a Llama with activations near 1 and attention far from uniform, to reveal a wrong mask."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -245,10 +245,10 @@ print("largest difference", (logits[0] - logits[1]).abs().max().item())
 
 @dataclass(frozen=True)
 class Runs:
-    """Runs of a small recipe in fp32 with eager attention, whose kernels are deterministic.
+    """Runs of a small recipe in fp32 with eager attention, which has deterministic kernels.
 
     Args:
-        folder: folder of the shards, the recipe and the runs, which later checks use again.
+        folder: folder of the shards, the recipe and the runs, reused by later checks.
         device: cuda or cpu.
         model: MODEL, or EXPERTS for expert parallelism.
     """
@@ -258,7 +258,7 @@ class Runs:
     model: Shape = MODEL
 
     def recipe(self) -> Path:
-        """Writes the recipe and prepares its data from the project's documentation; returns the path."""
+        """Writes the recipe and prepares its data from the project's documentation. Returns the path."""
         path, shards, tokenizer = (self.folder / name for name in ("recipe.yaml", "shards", "tokenizer"))
         self.folder.mkdir(parents=True, exist_ok=True)
         model = write_model(self.model, self.folder)
@@ -284,7 +284,7 @@ export: {{dtype: fp32}}
         return path
 
     def train(self, strategy: str, processes: int, name: str, *settings: str) -> Curve | Outcome:
-        """Trains a new run; returns its losses and gradient norms, or the Outcome if it failed or was refused."""
+        """Trains a new run. Returns its losses and gradient norms, or the Outcome if it failed or was rejected."""
         shutil.rmtree(self.folder / name, ignore_errors=True)
         outcome = train_under(strategy, processes, self.recipe(), self.folder / name, list(settings))
         if outcome.curve is not None:
@@ -294,7 +294,7 @@ export: {{dtype: fp32}}
         return Outcome(FAILED, last_words(self.folder / f"{name}.log"))
 
     def reference(self) -> Curve:
-        """Returns the curve of the run on one GPU; trains it first if necessary. Raises InputError if that fails."""
+        """Returns the curve of the run on one GPU, training it if necessary. Raises InputError if this fails."""
         if (self.folder / REFERENCE / "final").is_dir():
             return read_curve(self.folder / REFERENCE)
         outcome = self.train(REFERENCE, 1, REFERENCE)
@@ -324,14 +324,14 @@ export: {{dtype: fp32}}
         return Outcome(PASSED if same else FAILED, said, {"loss": loss, "grad_norm": norm})
 
     def check_defaults(self, strategy: str = REFERENCE, processes: int = 1, name: str = "defaults") -> Outcome:
-        """Checks the kernels that `auto` chooses here: half precision, fast attention, compiled layers and loss."""
+        """Checks auto's kernels: half precision, fast attention, compiled layers and loss."""
         paths = ("precision", "attention", "compile", "loss.backend")
         settings = [part for path in paths for part in (f"--{path}", "regional" if path == "compile" else "auto")]
         precision = half_precision(self.device)
         return self.check_like_single(strategy, processes, *settings, name=name, precision=precision)
 
     def check_kill(self) -> Outcome:
-        """Checks that a run that is killed and resumed equals the uninterrupted one bit for bit."""
+        """Checks that a killed and resumed run equals the uninterrupted one bit for bit."""
         reference = self.reference()
         run = self.folder / "killed"
         shutil.rmtree(run, ignore_errors=True)
@@ -341,22 +341,22 @@ export: {{dtype: fp32}}
         before = read_curve(run).loss
         self._python(*command)
         if not any(event["event"] == "resume" for event in read_metrics(run)):
-            return Outcome(FAILED, "the run did not resume: it began again")
+            return Outcome(FAILED, "the run did not resume but started over")
         curve = read_curve(run)
         weights = [(folder / "final/model.safetensors").read_bytes() for folder in (run, self.folder / REFERENCE)]
         if curve == reference and weights[0] == weights[1]:
             return Outcome(
-                PASSED, f"killed after step {max(before)} of {STEPS}: losses, norms and weights equal to the bit"
+                PASSED, f"killed after step {max(before)} of {STEPS}: losses, norms and weights bit-identical"
             )
         differ = [step for step, loss in reference.loss.items() if curve.loss.get(step) != loss]
         said = f"step {differ[0]} is the first that differs" if differ else "the weights differ"
-        # A difference before the kill means that the kernels are not deterministic; then resuming is not at fault.
+        # A difference before the kill means that the kernels are not deterministic, so resuming is not at fault.
         if any(reference.loss[step] != loss for step, loss in before.items()):
-            said += ", before the kill already: the kernels do not repeat their bits"
+            said += ", even before the kill, so the kernels are not deterministic"
         return Outcome(FAILED, said)
 
     def check_export(self) -> Outcome:
-        """Checks that final/ of `single`, loaded with transformers alone, has the logits of the last checkpoint."""
+        """Checks that final/ of `single`, loaded with only transformers, has the last checkpoint's logits."""
         self.reference()
         run = self.folder / REFERENCE
         folders = [str((run / name).resolve()) for name in ("final", f"checkpoints/step-{STEPS:08d}")]
@@ -365,14 +365,14 @@ export: {{dtype: fp32}}
         if done.returncode:
             return Outcome(FAILED, (done.stderr.strip().splitlines() or ["no output"])[-1])
         difference = float(done.stdout.split()[-1])
-        said = f"logits {difference:.1e} from the last checkpoint's, in transformers alone"
+        said = f"logits {difference:.1e} from the last checkpoint's, with only transformers"
         verified = [line for line in (run / "train.log").read_text().splitlines() if " verified: " in line]
         if not verified:
-            return Outcome(FAILED, "train.log does not say that the export is verified")
+            return Outcome(FAILED, "train.log has no message that the export is verified")
         return Outcome(PASSED if difference == 0 else FAILED, said)
 
     def _kill_after(self, run: Path, step: int, command: list[str]) -> str | None:
-        """Starts a run and kills it with its children once it has logged a step; returns the problem if that fails."""
+        """Starts a run and kills it with its children after it has logged a step. Returns the problem if it fails."""
         log = self.folder / "killed.log"
         with log.open("w") as file:
             process = subprocess.Popen(
@@ -384,7 +384,7 @@ export: {{dtype: fp32}}
                 if process.poll() is not None:
                     return f"the run ended before it could be killed: {last_words(log)}"
                 if time.monotonic() > end:
-                    return f"step {step} did not come within {KILL_SECONDS} s"
+                    return f"step {step} was not logged within {KILL_SECONDS} s"
                 time.sleep(0.02)
         finally:
             with contextlib.suppress(ProcessLookupError):

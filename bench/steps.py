@@ -1,4 +1,4 @@
-"""Runs a few steps of a recipe as train.py does, without the rest of a run, and measures their memory at the peak."""
+"""Runs a few steps of a recipe like train.py, without the rest of a run, and measures their peak memory."""
 
 import gc
 import os
@@ -29,9 +29,9 @@ FIRST_STEPS = 2
 
 
 class Steps:
-    """A model, its optimizer and its batches under the launched strategy: train.py's steps without the rest.
+    """train.py's steps without the rest: a model, its optimizer and its batches under the launched strategy.
 
-    Raises InputError as the start of a run does.
+    Raises InputError like the start of a run.
     """
 
     def __init__(self, config: RunConfig, strategy: Strategy):
@@ -44,7 +44,7 @@ class Steps:
         self.model.train()
 
     def _plan(self) -> ModelPlan:
-        """Plans the run, or without its data the model alone."""
+        """Plans the run, or only the model if the data is missing."""
         config = self.config
         strategy = self.strategy
         try:
@@ -61,14 +61,14 @@ class Steps:
             return plan_model(config, model_config, losses_of_routers)
 
     def _read(self, step: int, micro_step: int) -> dict[str, Any]:
-        """Reads or makes the model's arguments."""
+        """Reads or generates the model's arguments."""
         config = self.config
         if isinstance(self.plan, RunPlan):
             return self.read_ahead.micro_batch(self.plan, step, micro_step % self.plan.micro_steps(step))
         generator = np.random.default_rng((step, micro_step))
         rows = config.batch.sequences_per_micro_batch * self.strategy.micro_batches_per_call
         shape = (rows, config.data.sequence_length + 1)
-        # 0 ends a document; no other position may hold it.
+        # 0 ends a document, so no other position may have it.
         ids = generator.integers(1, self.plan.model_config.vocab_size, shape).astype(np.uint32)
         ids[generator.random(shape) < 1 / TOKENS_PER_DOCUMENT] = 0
         return model_inputs(
@@ -95,10 +95,10 @@ class Steps:
 
 
 class PeakBytes:
-    """The peak of the tensors alive in a process, counted from before the first one is made.
+    """Peak of a process's live tensors, counted from the first one.
 
-    On a GPU torch's allocator counts. On a CPU the profiler reports every allocation, and those of the marked time
-    are added to all before it: resident memory would count the interpreter and what malloc keeps.
+    On a GPU, torch's allocator counts. On a CPU, the profiler reports every allocation, because resident memory would
+    include the interpreter and malloc's free memory.
     """
 
     def __init__(self, device_type: str):
@@ -107,11 +107,11 @@ class PeakBytes:
 
     @contextmanager
     def counting(self) -> Iterator[None]:
-        """Stands around everything that makes tensors."""
+        """Wraps all code that creates tensors."""
         if self.is_cuda:
             yield
             return
-        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else the profiler talks on stderr
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # otherwise the profiler logs to stderr
         from torch.profiler import ProfilerActivity, profile
 
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
@@ -119,7 +119,7 @@ class PeakBytes:
         # The profiler's public tables sum allocations per operator; only its raw events have the time of each.
         events = profiler.profiler.kineto_results.events()
         begin, end = next((e.start_ns(), e.end_ns()) for e in events if e.name() == "peak_bytes")
-        # Allocations before the mark count too: weights and optimizer states live through the step.
+        # Allocations before the mark count too, because weights and optimizer states live through the step.
         live = 0.0
         for when, size in sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]"):
             live += size
@@ -128,7 +128,7 @@ class PeakBytes:
 
     @contextmanager
     def marked(self) -> Iterator[None]:
-        """Stands around the step whose peak counts. Garbage in cycles is collected first, as train.py does."""
+        """Wraps the measured step. Collects cyclic garbage first, like train.py."""
         gc.collect()
         if self.is_cuda:
             torch.cuda.reset_peak_memory_stats()
@@ -147,7 +147,7 @@ def measure_peak(config: RunConfig, strategy: Strategy, micro_steps: int) -> flo
         for number in range(FIRST_STEPS + 1):
             with peak.marked() if number == FIRST_STEPS else nullcontext():
                 run.step(number, micro_steps)
-            # The average's buffers are made at the first update of a run, and are there at the peak.
+            # The average's buffers exist from a run's first update on, also at the peak.
             if number == 0 and config.averaging.kind != "none":
                 strategy.update_average(1.0)
     return peak.bytes

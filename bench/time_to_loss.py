@@ -7,10 +7,10 @@ validations on the same held-out tokens. Prints Markdown and draws OUTPUT/curves
 reached the final loss of each baseline. Finished programs are not trained again.
 
 Contestants:
-    groundwork     the recipe that `train.py --text` writes for these minutes: model, batch, learning rate, everything
+    groundwork     the complete recipe written by `train.py --text` for these minutes
     nanogpt        nanoGPT's README for CPUs: 4 layers of 128, 12 sequences of 64, AdamW at 1e-3 to 1e-4
-    nanogpt_large  the same settings with the layers, width, sequence length and batch that Groundwork chose
-    run_clm        transformers' Trainer and GPT-2 with defaults (5e-5, linear, 8 sequences, dropout), of that shape
+    nanogpt_large  nanogpt's settings with Groundwork's layers, width, sequence length and batch
+    run_clm        transformers' Trainer and GPT-2 with defaults (5e-5, linear, 8 sequences, dropout), in this shape
 """
 
 import argparse
@@ -33,7 +33,7 @@ MEASUREMENTS = 20
 VALIDATION_TOKENS = 32_768
 PEERS = ("nanogpt", "nanogpt_large", "run_clm")
 TIMED_STEPS = 20
-"""Steps that a baseline times to compute how many steps fit into its minutes."""
+"""Number of timed steps, from which a baseline computes how many steps fit into its minutes."""
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -91,7 +91,7 @@ class Curve:
 
 
 def _seconds_of_process() -> float:
-    """Returns the seconds since the process was created, including imports, for which a user waits as well."""
+    """Returns the seconds since the process was created, including imports, because a user waits for them too."""
     import psutil
 
     return time.time() - psutil.Process().create_time()
@@ -191,7 +191,7 @@ def train_run_clm(given: argparse.Namespace) -> None:
 
 
 def train_groundwork(given: argparse.Namespace) -> tuple[list[tuple[float, float]], Shape]:
-    """Runs train.py with the recipe that it would write for this text; returns the curve and the shape it chose."""
+    """Runs train.py with its recipe for this text. Returns the curve and the chosen shape."""
     from pretrain_tools.planning.sized_recipe import Machine, Prepared, SizedRecipe
     from pretrain_tools.planning.sizing import choose_sizing, padded
 
@@ -226,7 +226,7 @@ def train_groundwork(given: argparse.Namespace) -> tuple[list[tuple[float, float
 
 
 def curve_of_peer(peer: str, given: argparse.Namespace, shape: Shape, window: int) -> list[tuple[float, float]]:
-    """Trains a baseline in a separate process unless its result exists; returns its curve."""
+    """Returns a baseline's curve. Trains it in a separate process unless its result exists."""
     path = given.output / f"{peer}.json"
     if not path.exists():
         command = ["-m", "bench.time_to_loss", "--peer", peer, "--shape", json.dumps(vars(shape)), "--window", window]
@@ -238,7 +238,7 @@ def curve_of_peer(peer: str, given: argparse.Namespace, shape: Shape, window: in
 
 
 def time_to(points: list[tuple[float, float]], bits: float) -> float | None:
-    """Returns the seconds until a curve reaches `bits`, interpolated linearly; None if it never does."""
+    """Returns the seconds until a curve reaches `bits`, interpolated linearly, or None."""
     for (t0, b0), (t1, b1) in zip([(0.0, math.inf), *points], points, strict=False):
         if b1 <= bits:
             return t1 if math.isinf(b0) else t0 + (t1 - t0) * (b0 - bits) / (b0 - b1)
@@ -273,7 +273,7 @@ def main() -> int:
     }
     draw(curves, given.output / "curves.png")
     print(
-        "| | bits per byte at the end | Groundwork was there after | share of the peer's time |\n|---|---:|---:|---:|"
+        "| | final bits per byte | Groundwork reached it after | share of the baseline's time |\n|---|---:|---:|---:|"
     )
     for name, points in curves.items():
         seconds, bits = points[-1]

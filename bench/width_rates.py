@@ -86,7 +86,7 @@ def train(optimizer: str, transfer: str, width: int, rate: float, reader: ShardR
 
 
 def next_rate(found: dict[float, float], first: float) -> float | None:
-    """Returns the next learning rate: outward from the first, until the best has a worse neighbor on both sides.
+    """Returns the next learning rate, outward from the first, until the best has worse neighbors on both sides.
 
     None: done.
     """
@@ -116,15 +116,15 @@ def table(results: dict[str, dict[str, float]]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shards", help="folder of shards")
-    parser.add_argument("--minutes", type=float, default=60, help="no run begins later")
+    parser.add_argument("--minutes", type=float, default=60, help="start no run after this many minutes")
     parser.add_argument("--widths", type=int, nargs="+", default=list(WIDTHS))
-    parser.add_argument("--table", action="store_true", help="print the best rates and their losses, train nothing")
+    parser.add_argument("--table", action="store_true", help="print results without training")
     given = parser.parse_args()
     if given.table:
         print(table(read_results()))
         return
     if not given.shards:
-        parser.error("--shards: the folder of shards to train on")
+        parser.error("--shards: is missing; give the folder of shards to train on")
     reader = open_shards(given.shards, "train")
     end = time.monotonic() + 60 * given.minutes
     for width in given.widths:

@@ -1,23 +1,22 @@
 """Groundwork: pretraining of base language models on the Hugging Face stack.
 
-The trainer: the code that is loaded while a model trains. The scripts at the root and pretrain_tools use it; it
-imports neither. A package imports only from those named before it (tests/test_structure.py checks the order): these
-files, model, optim, data, parallel, runs, checkpoint, training. The files next to this one import from no package, so
-all packages may use them:
+This package is the trainer. The scripts at the root and pretrain_tools import it, but it imports neither. Its order of
+imports is: these files, model, optim, data, parallel, runs, checkpoint, training. Each package imports only from
+earlier ones (tests/test_structure.py checks this). These files import from no package:
 
     config, recipe: every setting of a run; reading settings from YAML and the command line
-    old_names: names that settings had before
-    registry: files of your own, and what they register
-    hardware, gpus: capabilities of this machine; the GPUs that plan.py knows
+    old_names: old names of settings
+    registry: tables of optimizers, schedules and so on, which your own files can extend
+    hardware, gpus: capabilities of this machine; plan.py's table of GPUs
     energy: joules and CO2, measured or estimated
     errors: input errors and exit statuses
-    mesh_sizes: sizes of the parallel dimensions, as the launcher gives them
-    launch: accelerate launch, for people at a terminal and for schedulers
+    mesh_sizes: sizes of the parallel dimensions, from the launcher
+    launch: a wrapper of accelerate launch, for terminals and schedulers
     terminal: stages, the live line, colors and widths
-    files, urls, remote: files and folders that are complete or absent; files by path or URL; objects below a URL
-    commands: what `pip install .` adds to the shell
-    processes: locks, and which processes are alive
-    deepspeed_build: where DeepSpeed compiles its operators
+    files, urls, remote: atomic files and folders; files by path or URL; objects below a URL
+    commands: commands installed by `pip install .`
+    processes: locks; checks for live processes
+    deepspeed_build: DeepSpeed's build folder
     units: counts, bytes, durations and energies in words
 """
 

@@ -1,6 +1,6 @@
-"""Commands that `pip install .` adds, each a script of the project in this interpreter.
+"""Commands installed by `pip install .`. Each runs one of the project's scripts in this interpreter.
 
-`groundwork-files` prints the folder with the scripts, recipes and launcher files, for accelerate and for copies:
+`groundwork-files` prints the folder with the scripts, recipes and accelerate configs:
 
     files=$(groundwork-files)
     accelerate launch --config_file $files/accelerate_configs/ddp.yaml $files/train.py --config mine.yaml

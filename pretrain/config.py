@@ -1,6 +1,6 @@
-"""Run config: every setting of a run, typed, documented and frozen. recipe.py reads it from YAML and argv.
+"""Defines all settings of a run, typed, documented and frozen. recipe.py reads them from YAML and argv.
 
-A recipe is self-contained: no inheritance, no interpolation, so `diff` of two recipes shows the experiment.
+A recipe is self-contained, without inheritance or interpolation, so a `diff` of two recipes shows the experiment.
 """
 
 import json
@@ -52,9 +52,9 @@ def parse_names(value: Any) -> Any:
 
 
 def refuse_boolean(value: Any) -> Any:
-    """Raises ValueError for booleans: Python counts them as numbers, so `every_steps: true` would be every step."""
+    """Raises ValueError for booleans. Python treats them as numbers, so `every_steps: true` would mean every step."""
     if isinstance(value, bool):
-        raise ValueError(f"a number is needed here, not true or false (got {str(value).lower()})")
+        raise ValueError(f"must be a number, not true or false (got {str(value).lower()})")
     return value
 
 
@@ -63,7 +63,7 @@ MOST = 10**18
 
 NotBoolean = BeforeValidator(refuse_boolean)
 Count = Annotated[int, BeforeValidator(parse_count), NotBoolean, Field(ge=1, le=MOST)]
-# By convention, 2k of context are 2,048 tokens and a batch of 512k is 2^19 tokens, but 2k steps are 2,000.
+# By convention, a context of 2k is 2,048 tokens and a batch of 512k is 2^19 tokens, but 2k steps are 2,000.
 BinaryCount = Annotated[Count, BeforeValidator(lambda value: parse_count(value, thousand=1024))]
 CountFromZero = Annotated[int, BeforeValidator(parse_count), NotBoolean, Field(ge=0, le=MOST)]
 Fraction = Annotated[float, BeforeValidator(parse_fraction), NotBoolean, Field(ge=0, le=1)]
@@ -74,7 +74,7 @@ NonNegativeFloat = Annotated[float, NotBoolean, Field(ge=0)]
 FactorAboveOne = Annotated[float, NotBoolean, Field(gt=1)]
 
 Number = TypeVar("Number")
-# By a discriminator: a plain union would report every mistake twice, once as no number and once as not auto.
+# A plain union would report every mistake twice, as not a number and as not auto. A discriminator avoids this.
 OrAuto = Annotated[
     Annotated[Number, Tag("number")] | Annotated[Literal["auto"], Tag("auto")],
     Discriminator(lambda value: "auto" if value == "auto" else "number"),
@@ -84,7 +84,7 @@ Share = Annotated[float, BeforeValidator(parse_fraction), NotBoolean, Field(gt=0
 
 
 class Section(BaseModel):
-    # extra=forbid: a misspelled key is an error, not ignored. frozen: the saved record is what ran.
+    # extra=forbid makes a misspelled key an error. frozen guarantees that the saved record is the config that ran.
     model_config = ConfigDict(
         extra="forbid", frozen=True, validate_default=True, use_attribute_docstrings=True, allow_inf_nan=False
     )
@@ -118,19 +118,19 @@ Checkpointing = Annotated[
 
 @dataclass(frozen=True)
 class WindowSpec:
-    """Shape of a window of tokens, for all code that reads, masks, computes or measures one."""
+    """Shape of a window of tokens."""
 
     sequence_length: int
-    """Predicted tokens; as read from shards a window has one more, the last one's target."""
+    """Predicted tokens. A window in a shard has one more, the last target."""
     document_mask: bool
     """True if attention and positions restart at every end-of-document ID."""
 
     def count_in(self, tokens: int) -> int:
-        """Counts whole windows in a stream of tokens: the last token of each is the first of the next."""
+        """Counts whole windows in a stream of tokens. Each window's last token is the next one's first."""
         return max(0, tokens - 1) // self.sequence_length
 
 
-# Not a Path: that would drop one of a URL's slashes.
+# A str, because a Path would drop one of a URL's slashes.
 Place = Annotated[
     Annotated[str, Tag("URL")] | Annotated[Path, Tag("path")],
     Discriminator(lambda value: "URL" if isinstance(value, str) and is_url(value) else "path"),
@@ -143,21 +143,21 @@ class Shards(Section):
     tokenizer: str | None = None
     """Tokenizer (folder or Hub ID) for shards made by other tools; prepare_data.py's folders contain their own."""
     _found: Any = PrivateAttr(None)
-    """Contents of the folder as the first rank found them (data/shards.py), if it reads for all; None: look there."""
+    """The first rank's listing of the folder (data/shards.py), if it reads for all ranks. None: list the folder."""
 
 
 class Source(Shards):
     weight: PositiveFloat = 1.0
     """Sampling weight of this source, relative to the other sources."""
     max_epochs: PositiveFloat | None = None
-    """Stop sampling this source after this many epochs; the other sources make up the difference. null: no limit."""
+    """Stop sampling this source after this many epochs, and sample the other sources instead. null: no limit."""
 
 
 class CurriculumStage(Section):
     train: Annotated[list[Source], Field(min_length=1)]
-    """The mixture of this stage."""
+    """The data mixture of this stage."""
     until: PositiveFraction | None = None
-    """Fraction of the run at which the stage ends, such as 20% or 0.2; null only in the last stage."""
+    """Fraction of the run at which the stage ends, such as 20% or 0.2. Only the last stage may have null."""
     sequence_length: BinaryCount | None = None
     """Tokens per training sequence from this stage on, a multiple of data.sequence_length; null: as before. The tokens
     per step do not change; the micro-batch shrinks with the length."""
@@ -173,9 +173,9 @@ class ValidationSource(Shards):
 
 class DataCache(Section):
     folder: Path
-    """Folder on a disk of the machine, shared by its processes."""
+    """Folder on a local disk, shared by the machine's processes."""
     size: Annotated[Count, Field(ge=10**6)]
-    """Its size in bytes, such as 256M."""
+    """Size of the cache in bytes, such as 256M."""
 
 
 class Data(Section):
@@ -188,26 +188,26 @@ class Data(Section):
     sequence_length: BinaryCount = 2048
     """Tokens per training sequence; 2k is 2,048."""
     document_mask: bool = True
-    """Tokens attend within their own document only, however documents are packed into sequences."""
+    """Tokens attend only within their own document, even if several documents are packed into a sequence."""
     sampling: Annotated[str, AfterValidator(SAMPLERS.checked)] = "epochs"
-    """epochs: each window once per epoch, in a seeded order. best_fit: the same with windows of whole documents.
-    random_windows: windows at random offsets. Or one of an extension."""
+    """epochs: each window once per epoch, in a seeded order. best_fit: like epochs, with windows of whole documents.
+    random_windows: windows at random offsets. Extensions can add others."""
     transformations: dict[str, dict[str, Any] | None] = {}
-    """Transformations of extensions that change the tokens of training windows, in this order: {NAME: {OPTION:
-    VALUE}}; see docs/own_data.md."""
+    """Extensions' transformations of training windows, applied in this order: {NAME: {OPTION: VALUE}}; see
+    docs/own_data.md."""
     dispatch_batches: bool = False
     """The first process of the run reads the shards for all; the others need no access to them."""
     cache: DataCache | None = None
-    """Keeps what is read from shards at a URL on a disk, for later epochs and starts; null: in memory only."""
+    """Caches data from shards at a URL on a disk, for later epochs and starts. null: in memory only."""
 
     @property
     def mixtures(self) -> list[CurriculumStage]:
-        """Stages of the run; a plain mixture is a run of one stage."""
+        """Stages of the run. A plain mixture is a single stage."""
         return self.stages or [CurriculumStage(train=self.train)]
 
     @property
     def window(self) -> WindowSpec:
-        """Windows for validation, and for training in stages that set no others."""
+        """Windows for validation, and for stages without their own sequence_length."""
         return WindowSpec(self.sequence_length, self.document_mask)
 
     @property
@@ -235,12 +235,12 @@ class Data(Section):
         ends = [stage.until for stage in self.mixtures]
         inner = ends[:-1]
         if None in inner or inner != sorted(set(inner)) or ends[-1] not in (None, 1.0) or 1.0 in inner:
-            raise ValueError(f"stages[].until must rise, below 100%, with null or 100% in the last stage (got {ends})")
+            raise ValueError(f"stages[].until must increase to null or 100% in the last stage (got {ends})")
         lengths = [stage.sequence_length or self.sequence_length for stage in self.mixtures]
         if any(length % self.sequence_length for length in lengths):
             raise ValueError(
                 f"stages[].sequence_length must be multiples of sequence_length, {self.sequence_length:,} (got "
-                f"{lengths}); give data.sequence_length the shortest of them, or one that divides them all"
+                f"{lengths}); set data.sequence_length to the shortest of them, or to a divisor of all"
             )
         return self
 
@@ -254,8 +254,8 @@ class Budget(Section):
     steps: Count | None = None
     """Total optimizer steps."""
     minutes: PositiveFloat | None = None
-    """Wall-clock minutes, over all starts of the run: its final decay begins early enough to end within them. The run
-    is over sooner if its tokens or steps are; null: no limit."""
+    """Wall-clock minutes over all starts of the run. The final decay begins early enough to end within them. The run
+    ends sooner if it reaches its tokens or steps. null: no limit."""
 
     @model_validator(mode="after")
     def one_budget(self):
@@ -268,7 +268,7 @@ class Budget(Section):
 
 class Ramp(Section):
     start: Annotated[PositiveFraction, Field(alias="from")] = 0.25
-    """Initial batch as a fraction of the full batch: 1/2, 1/3, 1/4, ...; the batch grows in steps of this size."""
+    """Initial batch as a fraction of the full batch: 1/2, 1/3, 1/4, ... The batch grows in steps of this size."""
     over: PositiveFraction = 0.05
     """Fraction of the run's tokens over which the batch grows."""
 
@@ -283,15 +283,15 @@ class Ramp(Section):
 
 class Batch(Section):
     tokens_per_step: OrAuto[BinaryCount]
-    """Global batch in tokens, for any number of processes; 512k is 2^19. auto: chosen from the run's tokens."""
+    """Global batch in tokens, for any number of processes. 512k is 2^19. auto: chosen from the run's tokens."""
     sequences_per_micro_batch: Count = 8
-    """Sequences per forward pass and process; affects speed and memory, not results. At most this, if
-    tokens_per_step is auto."""
+    """Sequences per forward pass and process. Affects speed and memory, not results. With tokens_per_step: auto, this
+    is an upper limit."""
     ramp: Ramp | None = None
-    """Start with a smaller batch; null: full batch from the first step."""
+    """Start with a smaller batch. null: full batch from the first step."""
     no_sync: bool = False
-    """fsdp2, hsdp, cp and, in fp32, ZeRO-2 and 3: keep gradients unsharded and reduce them once per step, not in every
-    micro-step, for 4 bytes per parameter. The other strategies reduce once anyway."""
+    """For fsdp2, hsdp, cp and, in fp32, ZeRO-2 and 3: keep gradients unsharded and reduce them once per step instead
+    of every micro-step. Costs 4 bytes per parameter. Other strategies reduce once anyway."""
 
 
 class MuonSettings(Section):
@@ -300,46 +300,46 @@ class MuonSettings(Section):
     ns_coefficients: Literal["jordan", "polar_express"] = "jordan"
     """Polynomials of the Newton-Schulz iterations; see docs/optimizers.md."""
     ns_steps: Count = 5
-    """Newton-Schulz iterations of each update."""
+    """Newton-Schulz iterations per update."""
     split_matrices: dict[str, Count | list[Count]] = {}
-    """Weights that hold several matrices to orthogonalize separately: {pattern of the weight's name: how many, or the
-    size of each} along the outputs, as {"*.c_attn.weight": 3} for q, k and v, or a number of heads."""
+    """Fused weights to orthogonalize block by block: {pattern of the weight's name: number of blocks, or their sizes}
+    along the outputs, such as {"*.c_attn.weight": 3} for q, k and v, or the number of heads."""
     qk_clip: PositiveFloat | None = None
-    """Largest attention logit of a head; one that exceeds it in a step has its query and key weights scaled down after
-    the update. null: no limit. Kimi K2 used 100."""
+    """Limit of attention logits. If a head exceeds it in a step, its query and key weights are scaled down after the
+    update. null: no limit. Kimi K2 used 100."""
 
 
 class Optim(Section):
     name: Annotated[str, AfterValidator(OPTIMIZERS.checked)] = "adamw"
-    """adamw, adafactor, muon, adamw_8bit, or one of an extension; see docs/optimizers.md."""
+    """adamw, adafactor, muon, adamw_8bit, or an extension's; see docs/optimizers.md."""
     options: dict[str, Any] = {}
-    """Options of an extension's optimizer, by the names that it gives them."""
+    """Options of an extension's optimizer."""
     learning_rate: OrAuto[PositiveFloat] | None = None
     """Peak learning rate, or auto: chosen from the number of parameters, the batch and the optimizer."""
     learning_rate_per_sequence: PositiveFloat | None = None
     """Peak learning rate for a global batch of one sequence; scaled by the square root of the global batch."""
     group_learning_rates: dict[Literal["embedding", "head", "matrices", "scalars"], PositiveFloat] = {}
-    """Peak learning rates per group of parameters, with every optimizer: embeddings and
-    heads tied to them, other heads, hidden matrices, and everything else, such as norms, biases and convolutions."""
+    """Peak learning rates per group of parameters, for every optimizer: embeddings with tied heads, other heads,
+    hidden matrices, and everything else, such as norms, biases and convolutions."""
     betas: tuple[Fraction, Fraction] = (0.9, 0.95)
     """AdamW: decay rates of the running means of the gradient and of its square."""
     eps: PositiveFloat = 1e-8
-    """AdamW: added to the denominator of an update."""
+    """AdamW: constant added to the denominator of the update."""
     weight_decay: OrAuto[NonNegativeFloat] = 0.1
-    """Applied to matrices only: never to embeddings, norms or biases. auto: by model, tokens, batch, learning rate."""
+    """Applied only to matrices, never to embeddings, norms or biases. auto: by model, tokens, batch, learning rate."""
     max_grad_norm: PositiveFloat | None = 1.0
     """Clip gradients to this global norm; null: no clipping."""
     stochastic_rounding: bool = False
     """adafactor only: keep parameters in bf16 and apply updates with unbiased stochastic rounding."""
     muon: MuonSettings = MuonSettings()
     parametrization: Literal["standard", "mup"] = "standard"
-    """mup: a learning rate tuned at mup_base_width holds at the model's own width; see docs/learning_rate.md."""
+    """mup: transfer a learning rate tuned at mup_base_width to the model's width; see docs/learning_rate.md."""
     mup_base_width: Count | None = None
-    """mup: the hidden size at which learning_rate was tuned, where initial weights are the architecture's own."""
+    """mup: hidden size at which learning_rate was tuned. At this width, initial weights don't change."""
     schedule: Annotated[str, AfterValidator(SCHEDULES.checked)] = "cosine"
-    """cosine, linear, constant, wsd, infinite, or one of an extension; see docs/learning_rate.md."""
+    """cosine, linear, constant, wsd, infinite, or an extension's; see docs/learning_rate.md."""
     warmup_steps: OrAuto[CountFromZero] = 500
-    """Steps of linear warmup to the peak. auto: a token per parameter, at most 5% of the run."""
+    """Steps of linear warmup to the peak. auto: one token per parameter, at most 5% of the run."""
     min_lr_ratio: Fraction = 0.1
     """Learning rate at the end of the decay, relative to the peak."""
     decay_fraction: PositiveFraction = 0.2
@@ -349,7 +349,7 @@ class Optim(Section):
     cooldown_fraction: PositiveFraction = 0.7
     """infinite: fraction of the run over which the learning rate falls from the peak to the constant one."""
     min_cooldown_tokens: CountFromZero = 0
-    """infinite: minimum length of the cooldown in tokens, however short the run."""
+    """infinite: minimum length of the cooldown in tokens, even in short runs."""
     constant_ratio: PositiveFraction = 0.536
     """infinite: the constant learning rate, relative to the peak."""
     anneal_fraction: Fraction = 0.0
@@ -367,12 +367,12 @@ class Optim(Section):
             raise ValueError("give either learning_rate (a number or auto) or learning_rate_per_sequence")
         if (self.parametrization == "mup") != (self.mup_base_width is not None):
             raise ValueError(
-                "parametrization: mup and mup_base_width, the hidden size at which the learning rate was found, "
-                "go together"
+                "give parametrization: mup and mup_base_width, the hidden size at which the learning rate was tuned, "
+                "together, or neither"
             )
         if self.parametrization == "mup" and self.learning_rate == "auto":
             raise ValueError(
-                "learning_rate: auto is for this model's size; parametrization: mup needs the one for mup_base_width"
+                "learning_rate: auto is for this model's size; parametrization: mup needs one for mup_base_width"
             )
         if self.stochastic_rounding and self.name != "adafactor":
             raise ValueError(f"stochastic_rounding works with name: adafactor (got {self.name})")
@@ -385,11 +385,11 @@ class Averaging(Section):
     kind: Literal["none", "ema", "tail"] = "none"
     """ema: exponential moving average. tail: uniform mean over the end of the run."""
     half_life_fraction: PositiveFraction = 0.05
-    """ema: steps in which the share of older weights halves, as a fraction of the run."""
+    """ema: half-life of older weights, as a fraction of the run."""
     tail_fraction: PositiveFraction = 0.2
     """tail: final fraction of the run over which weights are averaged."""
     every_steps: Count = 10
-    """Add the weights to the average every N steps; ema's decay is adjusted for N."""
+    """Add the weights to the average every N steps. ema's decay is adjusted for N."""
 
 
 class Pipeline(Section):
@@ -400,28 +400,27 @@ class Pipeline(Section):
     )
     """Pipeline schedule; see docs/pipelines.md. GPipe and 1F1B have one stage per process, the others two."""
     microbatches_per_stage: Count = 1
-    """Pipeline microbatches per stage: higher values shrink the pipeline bubble and the matmuls."""
+    """Pipeline microbatches per stage. Higher values shrink the pipeline bubble, but also the matmuls."""
 
 
 class Loss(Section):
     backend: Literal["auto", "chunked", "chunked_compiled", "torch", "logits"] = "auto"
-    """How the loss is computed from the last hidden states; see pretrain/model/loss.py."""
+    """Implementation of the loss; see pretrain/model/loss.py."""
     z_loss: NonNegativeFloat = 0.0
-    """Coefficient of mean(logsumexp(logits)^2), which keeps logits from drifting (arXiv 2204.02311); 0: off."""
+    """Coefficient of mean(logsumexp(logits)^2), which keeps logits from drifting (arXiv 2204.02311). 0: off."""
     router_balance: NonNegativeFloat | None = None
-    """MoE models: coefficient of the loss that balances the experts over the global batch (arXiv 2501.11873);
-    null: the model's own, such as router_aux_loss_coef."""
+    """MoE models: coefficient of the load-balancing loss over the global batch (arXiv 2501.11873). null: the model's
+    own, such as router_aux_loss_coef."""
     router_z_loss: NonNegativeFloat | None = None
-    """MoE models: coefficient of mean(logsumexp(router logits)^2) (ST-MoE, arXiv 2202.08906); null: the
-    model's own router_z_loss_coef, else 0."""
+    """MoE models: coefficient of mean(logsumexp(router logits)^2) (ST-MoE, arXiv 2202.08906). null: the model's own
+    router_z_loss_coef, or 0."""
     router_bias_rate: NonNegativeFloat = 0.0
-    """MoE models whose routers choose with a bias (deepseek_v3, glm4_moe, ...): how far each step moves an
-    expert's bias, up if it got less than its share of the global batch, else down (arXiv 2408.15664); DeepSeek-V3
-    uses 0.001; 0: the bias does not change."""
+    """MoE models with a router bias (deepseek_v3, glm4_moe, ...): change of an expert's bias per step, up if it got
+    less than its share of the global batch, otherwise down (arXiv 2408.15664). DeepSeek-V3 uses 0.001. 0: the bias
+    is not updated."""
 
     terms: dict[str, dict[str, Any] | None] = {}
-    """Terms of extensions that are added to the loss: {NAME: {coefficient: 0.1, OPTION: VALUE}}; see
-    docs/own_loss.md."""
+    """Extensions' loss terms: {NAME: {coefficient: 0.1, OPTION: VALUE}}; see docs/own_loss.md."""
 
     @model_validator(mode="after")
     def known_terms(self):
@@ -431,10 +430,10 @@ class Loss(Section):
 
 class Cadence(Section):
     every_steps: Count | None = None
-    """At multiples of this many steps. If neither this nor every_tokens is set: validation and checkpoints only at the
-    end of the run, no samples, no benchmarks."""
+    """Interval in steps. If neither this nor every_tokens is set, validation and checkpoints happen only at the end of
+    the run, and samples and benchmarks never."""
     every_tokens: Count | None = None
-    """The same in training tokens, instead of every_steps."""
+    """Interval in training tokens, instead of every_steps."""
 
     @model_validator(mode="after")
     def at_most_one_cadence(self):
@@ -447,41 +446,41 @@ class Validation(Cadence):
     """Without every_steps or every_tokens: only at the end of the run."""
 
     sequences: Count = 512
-    """Sequences per source: a fixed set, spread evenly over the split."""
+    """Number of sequences per source, a fixed set spread evenly over the split."""
 
 
 class Samples(Cadence):
     """Without every_steps or every_tokens: no samples."""
 
     prompts: Annotated[list[str], Field(min_length=1)] = [""]
-    """Prompts for the model to continue; an empty prompt starts a new document."""
+    """Prompts for the model to continue. An empty prompt starts a new document."""
     max_new_tokens: Count = 64
-    """Maximum tokens of each sample."""
+    """Maximum tokens per sample."""
     temperature: NonNegativeFloat = 0.8
-    """Sampling temperature; 0: greedy decoding."""
+    """Sampling temperature. 0: greedy decoding."""
     top_k: Count | None = None
-    """Sample from the k most likely tokens; null: all."""
+    """Sample from the k most likely tokens. null: all."""
     top_p: PositiveFraction | None = None
-    """Sample from the fewest tokens whose probabilities reach this sum; null: all."""
+    """Sample from the fewest tokens whose probabilities reach this sum. null: all."""
 
 
 class Diagnostics(Cadence):
-    """RMS of activations, weights, gradients and updates, largest attention logits and units that are off, by layer;
-    without every_steps or every_tokens: none."""
+    """RMS of activations, weights, gradients and updates, largest attention logits and dead units, per layer. Without
+    every_steps or every_tokens: none."""
 
 
 class Benchmarks(Cadence):
-    """Benchmarks during training; without every_steps or every_tokens: none."""
+    """Benchmarks during training. Without every_steps or every_tokens: none."""
 
     tasks: Annotated[Names, Field(min_length=1)] = ["base"]
-    """Tasks of lm-evaluation-harness, as evaluate.py takes them; sets: base, for models below 1B small, and core."""
+    """Tasks of lm-evaluation-harness, as for evaluate.py. Task sets: base, small (for models below 1B) and core."""
     where: Literal["background", "blocking", "in_loop"] = "background"
     """background: in a separate process while training continues. blocking: training waits for it. in_loop: on all
-    training processes, by the model as it is; tasks that score answers by their likelihood."""
+    training processes, with the current model; only for tasks scored by likelihood."""
     device: Annotated[str, Field(pattern=r"^(cpu|cuda:[0-9]+)$")] = "cpu"
-    """cpu, or cuda:7, a GPU that the training leaves free (or shares, with where: blocking); not used in_loop."""
+    """cpu, or a GPU such as cuda:7 that training leaves free (or shares, with where: blocking). Unused in_loop."""
     limit: PositiveFloat | None = None
-    """Documents per task; null: all."""
+    """Documents per task. null: all."""
     include_path: Path | None = None
     """Folder with your own task .yaml files."""
     eval_bundle: Path | None = None
@@ -498,64 +497,64 @@ class Checkpoint(Cadence):
     keep_every: Count | None = None
     """Checkpoints at multiples of this many steps are never deleted."""
     stop_at_step: Count | None = None
-    """Save and stop after this step, on the schedule of the whole run; a later step, or null, continues."""
+    """Save and stop after this step, without changing the schedule. Set a later step, or null, to continue."""
     save_final: bool = True
-    """false: the run ends without a last checkpoint and without final/, for benchmarks."""
+    """false: the run ends without a last checkpoint and final/, for benchmarks."""
     async_save: bool = True
-    """Keep training while a checkpoint is written; needs CPU memory for a copy of weights and optimizer."""
+    """Keep training while a checkpoint is written. Needs CPU memory for a copy of weights and optimizer."""
     mirror: str | None = None
-    """Folder or URL (s3://..., hf://buckets/...) where a copy of the run is kept, under the name of `output`; a start
-    without checkpoints resumes from it. See docs/spot.md."""
+    """Folder or URL (s3://..., hf://buckets/...) for a copy of the run, under the name of `output`. A start without
+    local checkpoints resumes from it. See docs/spot.md."""
     mirror_wait_seconds: Annotated[NonNegativeFloat, Field(le=1500)] = 300.0
-    """Maximum time that the end of the run waits for the mirror, and a start that needs it."""
+    """Maximum time to wait for the mirror at the end of the run, or at a start that needs it."""
 
 
 class Guard(Section):
     """Detection of bad steps and hangs, and the response; see docs/failures.md."""
 
     loss_window: Count = 128
-    """Number of recent losses that a new loss is compared with."""
+    """Number of recent losses in the reference mean."""
     spike_warn_factor: FactorAboveOne = 2.0
-    """A loss above this multiple of their mean is reported as a spike."""
+    """Report a loss above this multiple of the mean as a spike."""
     spike_factor: FactorAboveOne = 3.0
-    """A loss above this multiple of their mean triggers a rollback (see patience)."""
+    """Roll back after losses above this multiple of the mean (see patience)."""
     spike_sigma: PositiveFloat = 6.0
-    """So does a loss this many standard deviations above their mean, if it is also 10% above it."""
+    """Also roll back after losses this many standard deviations, and 10%, above the mean."""
     patience: Count = 3
-    """Roll back after this many such steps, or steps with non-finite gradients, in a row."""
+    """Roll back after this many bad steps in a row. Steps with non-finite gradients are bad too."""
     on_spike: Literal["skip_data", "halve_learning_rate", "off"] = "skip_data"
-    """What changes after a rollback: the data of those steps is skipped, or the learning rate is halved. off: stop
-    instead of rolling back."""
+    """Change after a rollback: skip the data of the bad steps, or halve the learning rate. off: stop instead of
+    rolling back."""
     rollback_steps: CountFromZero = 100
-    """Roll back to a checkpoint at least this many steps before the first bad step, if there is one."""
+    """Roll back to a checkpoint at least this many steps before the first bad step, if possible."""
     max_rollbacks: CountFromZero = 3
-    """Maximum number of rollbacks; the next one stops the run with exit status 16."""
+    """Maximum number of rollbacks. The next one stops the run with exit status 16."""
     alert_grad_norm: PositiveFloat = 100.0
-    """Gradient norms above this are reported."""
+    """Report gradient norms above this."""
     divergence_threshold: PositiveFloat = 1.0
-    """Report divergence when the mean loss of the last 16 steps exceeds that of the last 256 by this many nats."""
+    """Report divergence if the mean loss of the last 16 steps exceeds the mean of the last 256 by this many nats."""
     on_divergence: Literal["warn", "stop"] = "warn"
-    """stop: exit status 16."""
+    """stop: exit with status 16."""
     throughput_drop: PositiveFraction = 0.3
-    """Report throughput that is this fraction below the run's median."""
+    """Report throughput this fraction below the run's median."""
     step_timeout_seconds: PositiveFloat = 300.0
-    """A micro-step, or an update, that takes longer counts as a hang: the stacks of all processes are written and the
-    run exits for a restart."""
+    """A longer micro-step or update counts as a hang. The run writes the stacks of all processes and exits for a
+    restart."""
     first_step_timeout_seconds: PositiveFloat = 1800.0
-    """The timeout within the first step, which compiles kernels."""
+    """Timeout within the first step, which compiles kernels."""
     replica_check_every_steps: Count = 1000
-    """How often to compare the replicas of the weights bit by bit."""
+    """Interval of the bit-by-bit comparison of the replicas' weights."""
 
 
 class Logging(Section):
     every_steps: Count = 10
-    """Log every N steps; only these steps wait for the device."""
+    """Log every N steps. Only these steps wait for the device."""
 
 
 class Energy(Section):
     carbon_grams_per_kwh: NonNegativeFloat | None = 473.0
-    """CO2 equivalent of a kilowatt-hour, in grams; null: unknown, and only energy is reported. 473: the world in 2024
-    (Ember, Global Electricity Review 2025)."""
+    """CO2 equivalent of a kilowatt-hour, in grams. null: report only energy. 473: the world's average in 2024 (Ember,
+    Global Electricity Review 2025)."""
 
 
 class Export(Section):
@@ -567,42 +566,42 @@ class Export(Section):
 
 class Publish(Section):
     license: str | None = None
-    """The model's license as a Hub ID, such as apache-2.0; required for publishing."""
+    """The model's license as a Hub ID, such as apache-2.0. Required for publishing."""
     language: Names = []
-    """Languages of the text, ISO 639 codes."""
+    """ISO 639 codes of the text's languages."""
 
 
 class Hub(Section):
     """Uploads to the Hub during training, in a separate process; see docs/publish.md."""
 
     repository: str | None = None
-    """owner/name; null: no uploads."""
+    """owner/name. null: no uploads."""
     every: Literal["milestones", "end"] = "end"
-    """milestones: each checkpoint that checkpoint.keep_every keeps, and final/ at the end. end: only final/."""
+    """milestones: each checkpoint kept by checkpoint.keep_every, and final/ at the end. end: only final/."""
     private: bool = True
     """Create the repository as private."""
 
 
 class Tracking(Section):
-    """Where trackers file the run, and under which name; see docs/trackers.md for what each of them accepts."""
+    """Project and names of the run in trackers; docs/trackers.md lists each tracker's options."""
 
     project: str | None = None
-    """Project, or experiment; null: the environment's WANDB_PROJECT (for other trackers their own variable first),
-    else groundwork."""
+    """Project or experiment. null: the environment's WANDB_PROJECT (for other trackers their own variable first), or
+    groundwork."""
     entity: str | None = None
-    """Team, user or workspace that the project belongs to; null: your account's."""
+    """Team, user or workspace of the project. null: your account's."""
     name: str | None = None
-    """Name of the run; null: that of its folder."""
+    """Name of the run. null: the name of its folder."""
     tags: Names = []
     """Tags of the run."""
     group: str | None = None
-    """Name under which runs are grouped."""
+    """Name of a group of runs."""
 
 
 class ModelSource(BaseModel):
     """A model's configuration, and the recipe's changes to it.
 
-    Keys other than `config` belong to the architecture, so they are checked with the JSON (model/model_config.py).
+    Keys other than `config` belong to the architecture and are checked with the JSON (model/model_config.py).
     """
 
     model_config = ConfigDict(extra="allow", frozen=True)
@@ -624,19 +623,19 @@ class ModelSource(BaseModel):
             return {"config": value}
         if not isinstance(value, dict):
             raise ValueError(
-                "a model's .json file, folder or Hub id is needed, or a mapping {config: FILE, num_hidden_layers: 8} "
+                "must be a model's .json file, folder or Hub ID, or a mapping {config: FILE, num_hidden_layers: 8} "
                 f"(got {shortened(repr(value), 60)})"
             )
         if not isinstance(value.get("config"), str):
             raise ValueError(
-                "config is needed next to the keys that change it: a model's .json file, folder or Hub id (got "
+                "keys that change a model need config: a model's .json file, folder or Hub ID (got "
                 f"{shortened(repr(value.get('config')), 60)})"
             )
         return value
 
     @property
     def changes(self) -> dict[str, Any]:
-        """{key of the model's configuration: its value in this run}."""
+        """{changed key of the model's configuration: value}."""
         return dict(self.model_extra)
 
     @model_serializer
@@ -652,27 +651,27 @@ class ModelSource(BaseModel):
 class RunConfig(Section):
     model: ModelSource
     """Architecture: a JSON file in model_configs/, a folder with a config.json, or a Hub ID. `model.KEY` changes one
-    of its keys: --model.num_hidden_layers 8, --model.vocab_size auto (the tokenizer's size); in a recipe {config:
-    FILE, num_hidden_layers: 8}."""
+    of its keys: --model.num_hidden_layers 8, --model.vocab_size auto (the tokenizer's size). In a recipe, write
+    {config: FILE, num_hidden_layers: 8}."""
     extensions: Names = []
-    """Python files of your own that register optimizers, schedules, loss terms, trackers; see docs/own_ideas.md."""
+    """Your own Python files that register optimizers, schedules, loss terms or trackers; see docs/own_ideas.md."""
     trust_remote_code: bool = False
-    """Run the code in the model's folder that auto_map in its config.json names; see docs/own_code.md."""
+    """Run the code in the model's folder listed under auto_map in its config.json; see docs/own_code.md."""
     init: Literal["scratch", "pretrained"] = "scratch"
     """pretrained: continue from the weights of `model`."""
     output: Path
-    """Folder of the run. Running the same command again resumes it. A URL, such as s3://BUCKET/runs/NAME: the run
-    lives there, and runs/NAME is its folder on this machine (`checkpoint.mirror` becomes s3://BUCKET/runs)."""
+    """Folder of the run. Run the same command again to resume. With a URL, such as s3://BUCKET/runs/NAME, the run is
+    stored there, and its local folder is runs/NAME (`checkpoint.mirror` becomes s3://BUCKET/runs)."""
     branch_from: str | None = None
-    """RUN@STEP: start from that checkpoint of another run and decay the learning rate from there to the end."""
+    """RUN@STEP: start from this checkpoint of another run and decay the learning rate from there to the end."""
     seed: CountFromZero = 42
     """Seed for initial weights, data order and dropout."""
     deterministic: bool = False
-    """Use only deterministic kernels: on a GPU too, the same run gives the same bits, at some cost in speed. If torch
-    lacks one, the first step fails and names the operator. CPU kernels are deterministic anyway."""
+    """Use only deterministic kernels, so that the same run gives the same bits on a GPU too, at some cost in speed. If
+    torch lacks one, the first step fails and names the operator. CPU kernels are always deterministic."""
     precision: Literal["auto", "fp32", "bf16", "fp16", "fp8"] = "bf16"
-    """Precision of forward and backward; weights and optimizer stay in fp32. auto: bf16 if the device has it;
-    else fp32, or fp16 on GPUs with fp16 tensor cores, under single and ddp."""
+    """Precision of forward and backward. Weights and optimizer stay in fp32. auto: bf16 if the device supports it,
+    otherwise fp32, or fp16 on GPUs with fp16 tensor cores, under single and ddp."""
     data: Data
     budget: Budget = Budget(tokens_per_parameter=20)
     batch: Batch
@@ -683,15 +682,15 @@ class RunConfig(Section):
     attention: Literal[
         "auto", "eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3", "varlen"
     ] = "auto"
-    """Attention implementation; auto: the fastest that is correct for the model, device and document_mask."""
+    """Attention implementation. auto: the fastest that is correct for the model, device and document_mask."""
     compile: Literal["auto", "none", "regional", "full"] = "auto"
-    """torch.compile: regional compiles one layer and reuses it; full compiles the whole model (single and ddp); auto
-    is full for at most four layers in one process on a CPU, else regional."""
+    """torch.compile. regional: compile one layer and reuse it. full: compile the whole model (single and ddp). auto:
+    full for at most four layers in one process on a CPU, otherwise regional."""
     activation_checkpointing: Checkpointing = "none"
-    """full: keep only each layer's input and recompute the rest in the backward pass. A share, such as 50% or 0.5: do
-    so in that share of the layers, spread evenly; each costs a third of its time and frees its activations.
-    {memory_budget: 0.5}: keep half of the activations in every compiled layer; the compiler recomputes the cheapest
-    operations."""
+    """full: keep only each layer's input and recompute the rest in the backward pass. A share, such as 50% or 0.5:
+    recompute this share of the layers, spread evenly. Each recomputed layer takes a third more time.
+    {memory_budget: 0.5}: keep about half of the activations in every compiled layer. The compiler recomputes the
+    cheapest operations."""
     validation: Validation = Validation()
     checkpoint: Checkpoint = Checkpoint()
     samples: Samples = Samples()
@@ -706,14 +705,14 @@ class RunConfig(Section):
     publish: Publish = Publish()
     hub: Hub = Hub()
     trackers: Names = []
-    """Where to send metrics in addition to metrics.jsonl and the console, by accelerate's names: wandb, tensorboard,
-    trackio, mlflow, comet_ml, swanlab, clearml, aim, dvclive."""
+    """Additional destinations of metrics, by accelerate's names: wandb, tensorboard, trackio, mlflow, comet_ml,
+    swanlab, clearml, aim, dvclive. metrics.jsonl and the console are always written."""
     tracking: Tracking = Tracking()
 
     @model_validator(mode="before")
     @classmethod
     def extensions_first(cls, values: Any) -> Any:
-        """Loads the extensions, before what they register is looked up."""
+        """Loads the extensions before their entries are looked up."""
         files = parse_names(values.get("extensions") or []) if isinstance(values, dict) else []
         if isinstance(files, list):
             load_extensions(map(str, files))
@@ -722,7 +721,7 @@ class RunConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def group_was_beside_trackers(cls, values: Any) -> Any:
-        """Reads recipes and runs from before `tracking`."""
+        """Reads recipes and runs older than `tracking`."""
         if not isinstance(values, dict) or "group" not in values:
             return values
         group = values["group"]
@@ -731,24 +730,24 @@ class RunConfig(Section):
         if group is None or not isinstance(tracking, dict):
             return rest
         if tracking.get("group", group) != group:
-            raise ValueError("group is tracking.group now, and both are given: leave out group")
+            raise ValueError("group is tracking.group now, but both are given; omit group")
         return {**rest, "tracking": {**tracking, "group": group}}
 
     @model_validator(mode="before")
     @classmethod
     def lives_at_url(cls, values: Any) -> Any:
-        """Reads an `output` that is a URL as the run's mirror, and a folder of that name here."""
+        """Converts a URL as `output` to the run's mirror and a local folder of that name."""
         output = values.get("output") if isinstance(values, dict) else None
         if not isinstance(output, str) or not is_url(output):
             return values
         home, _, name = output.rstrip("/").rpartition("/")
         if not name or home.endswith(":/"):
-            raise ValueError(f"output: {output}: give a place and the run's name, as in s3://BUCKET/runs/NAME")
+            raise ValueError(f"output: {output}: give a location and the run's name, as in s3://BUCKET/runs/NAME")
         checkpoint = values.get("checkpoint") or {}
         if not isinstance(checkpoint, dict):
             return values
         if checkpoint.get("mirror") not in (None, home):
-            raise ValueError(f"output: {output}: is where the run lives, so leave out checkpoint.mirror")
+            raise ValueError(f"output: {output}: the run is stored at this URL, so omit checkpoint.mirror")
         return {**values, "output": f"runs/{name}", "checkpoint": {**checkpoint, "mirror": home}}
 
     @model_validator(mode="after")
@@ -757,11 +756,11 @@ class RunConfig(Section):
         return self
 
     def with_batch(self, **settings: Any) -> "RunConfig":
-        """Returns the same run with these settings of its batch."""
+        """Returns the run with other batch settings."""
         return self.model_copy(update={"batch": self.batch.model_copy(update=settings)})
 
     def as_stage(self, number: int) -> "RunConfig":
-        """Returns the run as if that stage, with its sequences and micro-batch, were the whole run."""
+        """Returns the run as if this stage, with its sequences and micro-batch, were the whole run."""
         length = self.data.windows[number].sequence_length
         stage = CurriculumStage(train=self.data.mixtures[number].train)
         data = self.data.model_copy(update={"train": None, "stages": [stage], "sequence_length": length})

@@ -1,7 +1,7 @@
-"""Folder in which DeepSpeed compiles its operators; removes the locks of interrupted compilations.
+"""Prepares DeepSpeed's build folder and removes the locks of interrupted builds.
 
-torch locks a build folder by the mere presence of a file. A build that is killed leaves the file behind, and every
-later build waits silently and forever (torch.utils.file_baton).
+torch locks a build folder by the presence of a file. A killed build leaves the file behind, and all later builds wait
+silently forever (torch.utils.file_baton).
 """
 
 import os
@@ -14,9 +14,9 @@ CACHE = (ROOT if IS_CHECKOUT else Path.home()) / ".cache" / "torch_extensions"
 
 
 def prepare_extensions_folder() -> Path:
-    """Makes torch build in a folder of this machine, unless TORCH_EXTENSIONS_DIR is set, and removes stale locks.
+    """Makes torch build in a machine-local folder, unless TORCH_EXTENSIONS_DIR is set, and removes stale locks.
 
-    Must be called before DeepSpeed is imported. Returns the folder.
+    Call it before importing DeepSpeed. Returns the folder.
     """
     folder = Path(os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(CACHE / socket.gethostname())))
     folder.mkdir(parents=True, exist_ok=True)
@@ -29,7 +29,7 @@ def prepare_extensions_folder() -> Path:
 
 
 def files_open_here() -> set[Path]:
-    """Lists the files that processes of this machine have open, as far as this user may see."""
+    """Lists the files opened by this machine's processes, as far as this user can see."""
     import psutil
 
     found = set()

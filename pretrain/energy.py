@@ -1,7 +1,7 @@
-"""Measures the joules that a run uses: by hardware counters if they can be read, else an estimate, labeled as one.
+"""Measures a run's energy in joules with hardware counters, or estimates it if there are none.
 
-Covers processors and GPUs only: neither cooling nor power supplies, disks or network. Reading takes microseconds
-(RAPL, a file for each processor) to a millisecond (NVML), and happens only at log steps.
+Covers only CPUs and GPUs, not cooling, power supplies, disks or network. A reading takes from microseconds (RAPL, one
+file per CPU) to a millisecond (NVML), and happens only at log steps.
 """
 
 import ctypes
@@ -17,16 +17,16 @@ from pretrain.gpus import gpu_called
 
 POWERCAP = Path("/sys/class/powercap")
 WATTS_PER_THREAD = 4.0
-"""Watts of an unknown processor: codecarbon's DEFAULT_POWER_PER_CORE (codecarbon/core/cpu.py)."""
+"""Assumed watts of a CPU thread: codecarbon's DEFAULT_POWER_PER_CORE (codecarbon/core/cpu.py)."""
 
 Reader = Callable[[], float]
-"""Function that returns joules since some time in the past; raises OSError if it can no longer read them."""
+"""Function that returns joules since a fixed time; raises OSError if reading fails."""
 
 
 class EnergyMeter:
-    """Meter of the joules that a run's machines use between two readings of its main process.
+    """Measures the joules of a run's machines between two readings.
 
-    On several machines only the main one is read, and the others count the same. Other programs on it count too.
+    Reads only the main process's machine and assumes the same for the others. Other programs on it count too.
 
     Args:
         ranks: number of processes of the run.
@@ -37,13 +37,13 @@ class EnergyMeter:
         local = min(ranks, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
         self._machines = -(-ranks // local)
         self._readers, self.how = _readers(device, local, powercap)
-        """Source of the figures: 'measured by NVML', 'estimated: ...'; None if nothing is known."""
+        """Source of the values: 'measured by NVML', 'estimated: ...', or None."""
         if self.how and self._machines > 1:
             self.how += f", on one of {self._machines} machines"
         self._last = self._read()
 
     def joules(self) -> float | None:
-        """Returns joules since the last call, or since the start; None if nothing can be read."""
+        """Returns joules since the last call, or since the start; None if unreadable."""
         before = self._last
         now = self._read()
         self._last = now
@@ -67,7 +67,7 @@ def _readers(device: torch.device, local: int, powercap: Path) -> tuple[list[Rea
         how = f"estimated: {watts:.3g} W of processors ({WATTS_PER_THREAD:g} W per thread) over time"
         return [_over_time(watts)], how
     if gpus := nvml_readers(local):
-        return [*gpus, *processors], "measured by NVML" + (" and RAPL" if processors else ", GPUs alone")
+        return [*gpus, *processors], "measured by NVML" + (" and RAPL" if processors else ", GPUs only")
     gpu = gpu_called(torch.cuda.get_device_name(device))
     if gpu is None:
         return [], None
@@ -79,9 +79,9 @@ def _over_time(watts: float) -> Reader:
 
 
 def rapl_readers(powercap: Path = POWERCAP) -> list[Reader]:
-    """Returns one reader per processor, and per memory bank that is counted separately; [] if any cannot be read.
+    """Returns one reader per CPU, and per separately counted memory bank; [] if any is unreadable.
 
-    Linux restricts the counters to root (CVE-2020-8694), unless an administrator decides otherwise.
+    By default, Linux restricts the counters to root (CVE-2020-8694).
     """
     zones = []
     for folder in sorted(powercap.glob("intel-rapl:*")):
@@ -96,7 +96,7 @@ def rapl_readers(powercap: Path = POWERCAP) -> list[Reader]:
 
 
 def _zone_reader(folder: Path) -> Reader:
-    """Returns a reader of a counter of microjoules, which wraps around within minutes at hundreds of watts."""
+    """Returns a reader of a microjoule counter, which wraps around within minutes at hundreds of watts."""
     counter = folder / "energy_uj"
     full = int((folder / "max_energy_range_uj").read_text())
     last = int(counter.read_text())
@@ -113,7 +113,7 @@ def _zone_reader(folder: Path) -> Reader:
 
 
 def nvml_readers(count: int) -> list[Reader]:
-    """Returns one reader per GPU, of NVIDIA's counters since the driver was loaded; [] without them.
+    """Returns one reader per GPU, for NVIDIA's counters since the driver was loaded; [] without them.
 
     Volta and newer GPUs have them (nvmlDeviceGetTotalEnergyConsumption).
     """
@@ -125,7 +125,7 @@ def nvml_readers(count: int) -> list[Reader]:
         return []
     readers = []
     for number in range(count):
-        # By UUID: NVML ignores CUDA_VISIBLE_DEVICES, which renumbers the GPUs.
+        # By UUID, because NVML ignores CUDA_VISIBLE_DEVICES, which renumbers the GPUs.
         name = f"GPU-{torch.cuda.get_device_properties(number).uuid}"
         handle = ctypes.c_void_p()
         if nvml.nvmlDeviceGetHandleByUUID(name.encode(), ctypes.byref(handle)):
@@ -150,5 +150,5 @@ def _gpu_reader(nvml: ctypes.CDLL, handle: ctypes.c_void_p) -> Reader:
 
 
 def processor_watts(local: int) -> float:
-    """Returns the watts of the threads that this many local processes use."""
+    """Returns the watts of the threads of this many local processes."""
     return WATTS_PER_THREAD * min(os.cpu_count() or 1, local * torch.get_num_threads())

@@ -1,6 +1,6 @@
-"""Input errors, reported all at once with the remedy, and the exit statuses of scripts.
+"""Input errors, reported together with remedies, and the exit statuses of scripts.
 
-docs/failures.md explains what each exit status means for the caller of a script.
+docs/failures.md explains the exit statuses.
 """
 
 import difflib
@@ -23,31 +23,31 @@ EXIT_NUMERIC = 16
 EXIT_NO_VALID_CHECKPOINT = 17
 EXIT_CRASH_LOOP = 18
 EXIT_PREEMPTED = 75
-"""Exit status of a run that was told to end, or lost a server; the same command resumes it."""
+"""Exit status of a run stopped by a signal or a lost server. The same command resumes it."""
 EXIT_INTERRUPTED = 130
 EXIT_CLOSED_PIPE = 141
-"""Exit status 128 + SIGPIPE, as shells report a program that wrote to a closed pipe."""
+"""Exit status 128 + SIGPIPE, like a program that wrote to a closed pipe."""
 
 SECONDS_TO_REPORT = 10.0
-"""Time in which the first process of a machine reports an error, before the others report it too."""
+"""Time for the first process of a machine to report an error, before the others report it too."""
 
 _Value = TypeVar("Value")
 
 UNUSABLE_PATHS = {
-    **dict.fromkeys((errno.EACCES, errno.EPERM), "give this user access, or name another"),
+    **dict.fromkeys((errno.EACCES, errno.EPERM), "give this user access, or use another path"),
     errno.ENAMETOOLONG: "give a shorter name",
     errno.ELOOP: "symbolic links form a loop",
     errno.ENOTDIR: "part of the path is a file",
     errno.EISDIR: "name a file",
     errno.EROFS: "choose a writable location",
 }
-"""{errno: remedy} for paths that the system rejects: an input error, wherever it is raised."""
+"""{errno: remedy} for paths rejected by the system. They count as input errors wherever they are raised."""
 
 
 class InputError(Exception):
-    """Input that cannot be used, with every problem found, one line each: what was given, what is allowed, what to do.
+    """Invalid input, with all problems found, one line each: what was given, what is allowed, what to do.
 
-    `run_script` prints them and exits with status 2; no traceback reaches the user.
+    `run_script` prints them without a traceback and exits with status 2.
     """
 
     def __init__(self, *problems: str):
@@ -56,9 +56,9 @@ class InputError(Exception):
 
 
 class UnreachableError(OSError):
-    """Raised if a remote file cannot be read now, which says nothing about its content.
+    """Raised if a remote file can't be read now. Its content may be fine.
 
-    `run_script` prints it and exits with status 75; no traceback reaches the user.
+    `run_script` prints it without a traceback and exits with status 75.
     """
 
     def __str__(self) -> str:
@@ -66,10 +66,10 @@ class UnreachableError(OSError):
 
 
 class Problems(list[str]):
-    """List that collects the problems of independent checks, so that all are reported at once."""
+    """Collects the problems of independent checks, so that all are reported together."""
 
     def attempt(self, check: Callable[..., _Value], *given: Any, **named: Any) -> _Value | None:
-        """Returns the check's result; None if it raises an InputError, whose problems are added, each once."""
+        """Returns the check's result, or None if it raises an InputError, and adds its problems without duplicates."""
         try:
             return check(*given, **named)
         except InputError as error:
@@ -83,7 +83,7 @@ class Problems(list[str]):
 
 
 def did_you_mean(given: str, allowed: Iterable[str]) -> str:
-    """Returns '; did you mean X?' for the nearest allowed name, or the list of all if nothing is near."""
+    """Returns '; did you mean X?' for the nearest allowed name, or a list of all if none is near."""
     names = sorted({str(name) for name in allowed})
     near = difflib.get_close_matches(given, names, n=1)
     if near:
@@ -92,25 +92,25 @@ def did_you_mean(given: str, allowed: Iterable[str]) -> str:
 
 
 def is_first_on_machine() -> bool:
-    """Tells if this process reports errors for its machine: every rank reads the same input, one rank reports."""
+    """Tells if this process reports errors for its machine. All ranks read the same input, but only one reports."""
     return os.environ.get("LOCAL_RANK", "0") == "0"
 
 
 def or_exit(function: Callable[[], _Value]) -> _Value:
-    """Returns what the function returns; an InputError ends the process with status 2, its problems on stderr.
+    """Returns the function's result. On an InputError, prints its problems to stderr and exits with status 2.
 
-    A path that the system rejects, such as a file that this user may not open, has the same effect. An
-    UnreachableError ends it with status 75.
+    A path rejected by the system, such as a file without read permission, also exits with status 2. An
+    UnreachableError exits with status 75.
     """
     try:
         return function()
     except (InputError, UnreachableError) as error:
         if not is_first_on_machine():
-            # The launcher ends all processes when one ends: the first would be ended before it has said why.
+            # The launcher ends all processes when one ends, so the others let the first report the reason.
             time.sleep(SECONDS_TO_REPORT)
         if isinstance(error, UnreachableError):
             print_problems([str(error)])
-            end_now(EXIT_PREEMPTED)  # threads that still wait for the server would delay a normal exit
+            end_now(EXIT_PREEMPTED)  # threads waiting for the server would delay a normal exit
         print_problems(shortened(problem, 5000) for problem in error.problems)
     except OSError as error:
         if error.filename is None or error.errno not in UNUSABLE_PATHS:
@@ -120,15 +120,15 @@ def or_exit(function: Callable[[], _Value]) -> _Value:
 
 
 def print_problems(problems: Iterable[str]) -> None:
-    """Prints the problems to stderr, one line each, red on a terminal."""
+    """Prints the problems to stderr, one line each, in red on a terminal."""
     for problem in problems:
         print(colored(problem, "red", sys.stderr), file=sys.stderr)
 
 
 def run_script(main: Callable[[], int | None]) -> None:
-    """Runs a script's main function and turns its outcome into an exit status; an InputError becomes status 2.
+    """Runs a script's main function and turns its outcome into an exit status. An InputError becomes status 2.
 
-    A reader that closes the pipe early, such as `| head`, ends the script with the status of SIGPIPE and no traceback.
+    If a reader such as `| head` closes the pipe early, the script ends with SIGPIPE's status and no traceback.
     """
     try:
         code = or_exit(main) or EXIT_DONE
@@ -143,24 +143,24 @@ def run_script(main: Callable[[], int | None]) -> None:
 
 
 def stdout_is_broken() -> bool:
-    """Tells if nobody reads the pipe on stdout any more."""
+    """Tells if the reader of stdout's pipe is gone."""
     watched = select.poll()
     watched.register(sys.stdout.fileno(), select.POLLERR)
     return bool(watched.poll(0))
 
 
 def leave(code: int) -> NoReturn:
-    """Ends the script; a process of a group ends immediately."""
+    """Ends the script. With a process group, ends immediately."""
     LIVE_LINE.clear()
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
-        # gloo's threads, destroyed with the interpreter, may abort a process whose work is finished.
+        # gloo's threads may crash during interpreter shutdown, after the work is finished.
         end_now(code)
     sys.exit(code)
 
 
 def end_now(code: int) -> NoReturn:
-    """Ends this process immediately; others that wait for it find it dead."""
+    """Ends this process immediately, without cleanup."""
     LIVE_LINE.clear()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -180,7 +180,7 @@ def one_line(error: BaseException) -> str:
 
 
 def read_small_file(path: str | os.PathLike, most_bytes: int = 1 << 20) -> str:
-    """Reads a file written by people. Raises InputError, without the file's name, for anything else."""
+    """Reads a small text file. Raises InputError, without the file's name, for anything else."""
     try:
         status = os.stat(path)
         if stat.S_ISDIR(status.st_mode):
@@ -188,7 +188,7 @@ def read_small_file(path: str | os.PathLike, most_bytes: int = 1 << 20) -> str:
         if not stat.S_ISREG(status.st_mode):
             raise InputError("is not a regular file; give a text file")
         if status.st_size > most_bytes:
-            raise InputError(f"has {status.st_size:,} bytes, more than the {most_bytes:,} that such a file can have")
+            raise InputError(f"has {status.st_size:,} bytes, more than the allowed {most_bytes:,}")
         with open(path, encoding="utf-8") as file:
             return file.read(most_bytes)
     except (OSError, UnicodeDecodeError) as error:

@@ -1,8 +1,7 @@
-"""Files and folders that are complete or absent, even after a crash.
+"""Writes files and folders atomically: after a crash they are complete or absent.
 
-A file is written under another name, synced, then renamed. A folder is sealed: every file synced, then a manifest of
-sizes and sha256, then one rename. A crash leaves either no folder of that name or all of it; later damage on the disk
-shows in the hashes.
+A file is written under a temporary name, synced and renamed. In a folder, every file is synced, a manifest of sizes
+and sha256 is written, and the folder is renamed. The hashes reveal later damage on the disk.
 """
 
 import hashlib
@@ -24,13 +23,13 @@ ROOT = PACKAGES if IS_CHECKOUT else PACKAGES / "groundwork_files"
 
 
 def or_shipped(path: str | Path) -> Path:
-    """Returns a file's path; one that is not in the working folder, but comes with the project, is found there."""
+    """Returns a file's path, or the project's own copy if it isn't in the working folder."""
     shipped = ROOT / path
     return shipped if not Path(path).exists() and shipped.is_file() else Path(path)
 
 
 def write_durably(path: Path, content: bytes | str) -> None:
-    """Replaces a file by rename, so that at every moment, even after a crash, the old or the new content exists."""
+    """Replaces a file by rename, so that even after a crash either the old or the new content exists."""
     fresh = path.with_name(f".{path.name}.new")
     with fresh.open("wb") as file:
         file.write(content.encode() if isinstance(content, str) else content)
@@ -41,7 +40,7 @@ def write_durably(path: Path, content: bytes | str) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Makes creations, renames and removals in a folder durable; or the content of a file."""
+    """Makes creations, renames and removals in a folder (or the content of a file) durable."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -50,7 +49,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def sync_files(folder: Path) -> None:
-    """Makes the files of a folder durable, and the folder itself."""
+    """Makes a folder and its files durable."""
     for path in folder.iterdir():
         sync_folder(path)
     sync_folder(folder)
@@ -62,7 +61,7 @@ FINGERPRINT_BYTES = 1 << 16
 def fingerprint_of(file: BinaryIO, size: int) -> str:
     """Hashes a file's size and its first, middle and last 64 KiB, which detects a change without reading it all.
 
-    A file that cannot seek only contributes its first 64 KiB.
+    Of a file that can't seek, hashes only the first 64 KiB.
     """
     digest = hashlib.sha256(str(size).encode())
     for start in sorted({0, size // 2, max(0, size - FINGERPRINT_BYTES)}) if file.seekable() else [0]:
@@ -73,21 +72,21 @@ def fingerprint_of(file: BinaryIO, size: int) -> str:
 
 
 def sha256_of(path: Path) -> str:
-    """Returns the hash of a file's content."""
+    """Returns the sha256 of a file's content."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def as_json(fields: Any) -> bytes:
-    """Formats a record of prepared data: the same fields give the same bytes."""
-    # A name on the command line may not be UTF-8; backslash escapes keep its bytes readable in JSON.
+    """Formats a record of prepared data. Equal fields give equal bytes."""
+    # Names on the command line may not be UTF-8. Backslash escapes keep their bytes readable in JSON.
     return (json.dumps(fields, ensure_ascii=False, indent=1) + "\n").encode(errors="backslashreplace")
 
 
 SEAL_FILE = "MANIFEST.json"
 PROVENANCE_FILE = "provenance.json"
 SIGNATURE_FILE = "model.sig"
-"""File that publish.py adds to a folder, like provenance.json: both cover the manifest, so it cannot list them."""
+"""File that publish.py adds, like provenance.json. Both cover the manifest, so it can't list them."""
 CARD_FILE = "README.md"
 PICTURE_FILE = "loss.png"
 FORMAT = {"format": "groundwork-checkpoint", "version": 1}
@@ -95,11 +94,11 @@ REMOVED = ".removing-"
 
 
 def commit(unfinished: Path, final: Path, files: Mapping[str, dict]) -> None:
-    """Seals what is not sealed yet, writes MANIFEST.json, and moves the folder to its final name in one step.
+    """Seals the remaining files, writes MANIFEST.json, and renames the folder to its final name.
 
     Args:
-        unfinished: the folder as it was written, next to `final`.
-        files: {name: {bytes, sha256}} of files already sealed.
+        unfinished: the written folder, next to `final`.
+        files: {name: {bytes, sha256}} of already sealed files.
     """
     for path in sorted(unfinished.rglob("*")):
         name = str(path.relative_to(unfinished))
@@ -107,7 +106,7 @@ def commit(unfinished: Path, final: Path, files: Mapping[str, dict]) -> None:
             files = {**files, name: seal(path)}
     contents = {**FORMAT, "files": dict(sorted(files.items()))}
     write_durably(unfinished / SEAL_FILE, json.dumps(contents, indent=1))
-    # Before the rename: else a crash may leave the final name with entries that never reached the disk.
+    # Synced before the rename. Otherwise a crash may leave the final name with missing entries.
     for folder in [*(path for path in unfinished.rglob("*") if path.is_dir()), unfinished]:
         sync_folder(folder)
     leftover = final.with_name(f"{REMOVED}{final.name}")
@@ -119,14 +118,14 @@ def commit(unfinished: Path, final: Path, files: Mapping[str, dict]) -> None:
 
 
 def remove(folder: Path) -> None:
-    """Removes a folder; renamed first, because a half-removed folder must never look complete."""
+    """Removes a folder, renaming it first so that a half-removed folder never looks complete."""
     leftover = folder.with_name(f"{REMOVED}{folder.name}")
     folder.rename(leftover)
     delete(leftover)
 
 
 def delete(path: Path) -> None:
-    """Deletes a folder with its content, a file, or a link without its target; does nothing if there is none."""
+    """Deletes a folder with its content, a file, or a link without its target, if it exists."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -134,16 +133,16 @@ def delete(path: Path) -> None:
 
 
 def seal(path: Path) -> dict:
-    """Forces a file to disk; returns its size and sha256."""
-    # Synced before it is hashed: the hash must be of what the disk has taken.
+    """Syncs a file to disk. Returns its size and sha256."""
+    # Synced before hashing, so that the hash covers the data on disk.
     sync_folder(path)
     return {"bytes": path.stat().st_size, "sha256": sha256_of(path)}
 
 
 def damage(folder: Path, rank: int = 0, ranks: int = 1, beat: Callable[[], None] = lambda: None) -> list[str]:
-    """Lists the problems of this rank's share of a sealed folder's files; empty if there are none.
+    """Lists the problems of this rank's share of a sealed folder's files.
 
-    beat: called before each file, since reading one takes a while.
+    beat: called before each file, because reading takes a while.
     """
     try:
         expected = sealed_files((folder / SEAL_FILE).read_bytes())
@@ -155,7 +154,7 @@ def damage(folder: Path, rank: int = 0, ranks: int = 1, beat: Callable[[], None]
         return [str(error)]
     present = {p.relative_to(folder) for p in folder.rglob("*") if p.is_file()}
     present -= {Path(SEAL_FILE), Path(PROVENANCE_FILE), Path(SIGNATURE_FILE)}
-    # Downloads leave hidden files next to what they fetch; nothing reads them.
+    # Downloads leave hidden files behind, which nothing reads.
     present = {str(name) for name in present if not any(part.startswith(".") for part in name.parts)}
     problems = [f"{name} is not in the manifest" for name in sorted(present - set(expected))] if rank == 0 else []
     for name, entry in sorted(expected.items())[rank::ranks]:
@@ -174,29 +173,29 @@ def sealed_files(manifest: bytes) -> dict[str, dict]:
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{SEAL_FILE} cannot be read ({type(error).__name__}: {error})") from error
     if {key: contents.get(key) for key in FORMAT} != FORMAT:
-        raise ValueError(f"{SEAL_FILE} is not of {FORMAT['format']} version {FORMAT['version']}")
+        raise ValueError(f"{SEAL_FILE} is not in format {FORMAT['format']} version {FORMAT['version']}")
     return files
 
 
 def mismatch(name: str, size: int, digest: Callable[[], str], entry: Mapping[str, object]) -> list[str]:
-    """Lists how a file's size and hash differ from its entry in the manifest; hashes it only if the size is right."""
+    """Lists differences between a file and its manifest entry. Hashes the file only if its size is right."""
     if size != entry.get("bytes"):
         return [f"{name} has {size:,} bytes instead of {entry.get('bytes')}"]
-    return [] if digest() == entry.get("sha256") else [f"{name} does not have the sha256 that was written"]
+    return [] if digest() == entry.get("sha256") else [f"{name} does not match its sha256"]
 
 
 def damage_of_content(name: str, content: bytes, entry: Mapping[str, object]) -> list[str]:
-    """Lists the problem of a file's content, given its entry in the manifest."""
+    """Lists differences between a file's content and its manifest entry."""
     return mismatch(name, len(content), lambda: hashlib.sha256(content).hexdigest(), entry)
 
 
 def damage_of_file(path: Path, name: str, entry: Mapping[str, object]) -> list[str]:
-    """Lists the problem of one file, given its entry in the manifest."""
+    """Lists differences between a file and its manifest entry."""
     try:
         return mismatch(name, path.stat().st_size, lambda: sha256_of(path), entry)
     except FileNotFoundError:
         return [f"{name} is missing"]
-    except (OSError, ValueError) as error:  # ValueError: a name that no file can have
+    except (OSError, ValueError) as error:  # ValueError: an impossible file name
         return [f"{name} cannot be read ({error})"]
 
 
@@ -206,14 +205,14 @@ def is_url(path: str | Path) -> bool:
 
 
 def place_of(address: str) -> Path | str:
-    """Returns a path, but a URL as it is: a Path would drop one of its slashes."""
+    """Returns a Path for a path, and a URL unchanged, because a Path would drop one of its slashes."""
     return address if is_url(address) else Path(address)
 
 
 def shown(path: str) -> str:
-    """Returns an address to show and record: a URL without user, password and query, which may contain secrets.
+    """Returns an address for messages and records, without a URL's user, password and query, which may be secret.
 
-    Bytes of a path that are not UTF-8 are escaped, since neither terminals nor JSON accept them.
+    Escapes bytes that aren't UTF-8, because neither terminals nor JSON accept them.
     """
     if not is_url(path):
         return os.fsencode(path).decode(errors="backslashreplace")

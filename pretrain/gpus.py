@@ -1,7 +1,7 @@
 """Table of GPUs: memory, peak rates, links, power and a default price, for plan.py and for MFU.
 
-Memory, dense peaks without sparsity, bandwidths and power are from NVIDIA's and AMD's data sheets; memory is what
-torch reports, slightly less than the name says. Prices are typical on-demand prices per GPU and hour at cloud
+Dense peaks without sparsity, bandwidths and power are from NVIDIA's and AMD's data sheets. Memory is the value
+reported by torch, slightly less than the nominal one. Prices are typical on-demand prices per GPU-hour at cloud
 providers in 2025; --price_per_gpu_hour overrides them.
 """
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 GIB = 2**30
 CPU = "cpu"
-"""Name of this machine's processors in a plan."""
+"""Name of this machine's CPU in a plan."""
 
 
 @dataclass(frozen=True)
@@ -25,9 +25,9 @@ class Gpu:
     """Dense fp8 peak; None if there is no fp8."""
     memory_bytes_per_second: float
     link_bytes_per_second: float
-    """Bandwidth to the other GPUs of the machine, one direction: NVLink, or PCIe if there is none."""
+    """Bandwidth to the machine's other GPUs in one direction, through NVLink or PCIe."""
     network_bytes_per_second: float
-    """Bandwidth to other machines, per GPU, one direction."""
+    """Bandwidth to other machines per GPU, in one direction."""
     watts: float
     price_per_hour: float
     """Price in US dollars."""
@@ -35,7 +35,7 @@ class Gpu:
 
 
 def _gpu(name: str, *figures: float | None, has_bf16: bool = True) -> Gpu:
-    """Builds a Gpu from the data sheets' units: GiB, TFLOP/s (bf16, fp8), GB/s (memory, link, network), W, USD."""
+    """Builds a Gpu from data-sheet units: GiB, TFLOP/s (bf16, fp8), GB/s (memory, link, network), W, USD."""
     units = (GIB, 1e12, 1e12, 1e9, 1e9, 1e9, 1, 1)
     scaled = (figure and figure * unit for figure, unit in zip(figures, units, strict=True))
     return Gpu(name, *scaled, has_bf16=has_bf16)
@@ -71,13 +71,13 @@ GPUS = {
 
 
 VARIANTS = {"d", "laptop", "max", "mig", "nvl", "super", "ti"}
-"""Words in a name that denote another GPU, or a part of one."""
+"""Words in a name that denote another GPU, or part of one."""
 
 
 def gpu_called(name: str) -> Gpu | None:
-    """Finds the GPU with this torch.cuda.get_device_name, or as people write it; None if unknown.
+    """Finds a GPU by torch.cuda.get_device_name or an informal name; None if unknown.
 
-    Such as 'NVIDIA A100-SXM4-80GB', 'GeForce RTX 4090', 'rtx4090', '4090' or 'h100 pcie'.
+    Examples: 'NVIDIA A100-SXM4-80GB', 'GeForce RTX 4090', 'rtx4090', '4090', 'h100 pcie'.
     """
     words = _words(name)
     own = {known: _words(known) for known in GPUS}
@@ -87,5 +87,5 @@ def gpu_called(name: str) -> Gpu | None:
 
 
 def _words(name: str) -> set[str]:
-    """Returns the words of a name; 'rtx' is none, since it may be missing or a part of the next one."""
+    """Returns the words of a name, without 'rtx', which may be missing or joined to the next word."""
     return set(re.split(r"[ _-]", name.lower().replace("rtx", ""))) - {""}

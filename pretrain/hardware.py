@@ -1,4 +1,4 @@
-"""Reports what the machine can do: peak arithmetic rates, for MFU; its memory and its cores."""
+"""Reports the machine's peak arithmetic rates (for MFU), memory and cores."""
 
 import ctypes
 import os
@@ -14,9 +14,9 @@ from pretrain.gpus import gpu_called
 from pretrain.units import bytes_text, counted
 
 M_TRIM_THRESHOLD = -1
-"""Number of this setting of malloc, from glibc's malloc.h; see mallopt(3)."""
+"""Number of this malloc parameter in glibc's malloc.h; see mallopt(3)."""
 M_MMAP_MAX = -4
-"""Number of this setting of malloc."""
+"""Number of this malloc parameter."""
 
 DRIVER_FILE = Path("/proc/driver/nvidia/version")
 DEVICE_FILE = Path("/dev/nvidia0")
@@ -26,22 +26,22 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, 
 """{precision: dtype of the activations}."""
 
 ONEDNN_ISAS_WITHOUT_BF16 = ("sse41", "avx", "avx2", "avx2_vnni", "avx2_vnni_2", "avx512_core", "avx512_core_vnni")
-"""Values of ONEDNN_MAX_CPU_ISA under which oneDNN multiplies bf16 by converting it to fp32."""
+"""Values of ONEDNN_MAX_CPU_ISA for which oneDNN multiplies bf16 by converting it to fp32."""
 
 
 @cache
 def missing_bf16(device_type: str) -> str | None:
-    """Returns why 'cpu' or 'cuda' emulates bf16 matmuls; None if the device has instructions for them.
+    """Returns why 'cpu' or 'cuda' emulates bf16 matmuls; None if the device has native instructions.
 
-    ATEN_CPU_CAPABILITY and ONEDNN_MAX_CPU_ISA restrict torch's kernels and matmuls to the instructions of an
-    older CPU; torch.cpu's own checks ignore them.
+    ATEN_CPU_CAPABILITY and ONEDNN_MAX_CPU_ISA restrict torch's kernels and matmuls to an older CPU's instructions, but
+    torch.cpu's own checks ignore them.
     """
     if device_type == "cuda":
         native = torch.cuda.is_bf16_supported(including_emulation=False)
         return None if native else "this GPU has no bf16 instructions"
     if not torch.backends.mkldnn.is_available():
-        return "this torch has no oneDNN, which multiplies in bf16"
-    # Private: torch has no public way to ask for a CPU's instructions.
+        return "this torch has no oneDNN for bf16 matmuls"
+    # Private, because torch has no public function for a CPU's instructions.
     if platform.machine().lower() not in ("x86_64", "amd64"):
         return None if torch.ops.mkldnn._is_mkldnn_bf16_supported() else "this CPU has no bf16 instructions"
     if not (torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()):
@@ -49,17 +49,17 @@ def missing_bf16(device_type: str) -> str | None:
     for variable in ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA"):  # oneDNN reads the second if the first is not set
         if limit := os.environ.get(variable):
             if limit.lower() in ONEDNN_ISAS_WITHOUT_BF16:
-                return f"{variable}={limit} keeps this CPU's bf16 instructions from use"
+                return f"{variable}={limit} disables this CPU's bf16 instructions"
             break
     if not torch.backends.cpu.get_cpu_capability().startswith("AVX512"):
-        return f"ATEN_CPU_CAPABILITY={os.environ.get('ATEN_CPU_CAPABILITY')} keeps this CPU's AVX-512 from use"
+        return f"ATEN_CPU_CAPABILITY={os.environ.get('ATEN_CPU_CAPABILITY')} disables this CPU's AVX-512"
     return None
 
 
 def emulation_of_bf16(device: torch.device) -> str | None:
-    """Measures (0.2 s) if bf16 is slower than fp32 here, and describes it; None if it is not, or is native.
+    """Measures for 0.2 s if emulated bf16 is slower than fp32, and describes it; None if it isn't or is native.
 
-    Uses small matrices on a CPU: an emulated matmul of (1024, 1024) takes seconds.
+    Uses small matrices on a CPU, because an emulated matmul of (1024, 1024) takes seconds.
     """
     reason = missing_bf16(device.type)
     if reason is None:
@@ -78,13 +78,13 @@ def emulation_of_bf16(device: torch.device) -> str | None:
 
 
 MIN_CORES = 2
-"""Cores that a process on a GPU needs: one for its loop, one for what reads ahead, compiles and communicates."""
+"""Cores needed per process on a GPU: one for the loop, one for reading ahead, compiling and communicating."""
 INFINIBAND = Path("/sys/class/infiniband")
-"""Folder of Linux with an entry for each InfiniBand or RoCE adapter."""
+"""Linux's folder with one entry per InfiniBand or RoCE adapter."""
 
 
 def environment_warnings(device: torch.device) -> list[str]:
-    """Lists what about this machine or container makes training on GPUs slow, with the remedy."""
+    """Lists problems of this machine or container that slow down training on GPUs, with remedies."""
     if device.type != "cuda":
         return []
     found = [few_cores()]
@@ -96,7 +96,7 @@ def environment_warnings(device: torch.device) -> list[str]:
 
 
 def few_cores() -> str | None:
-    """Warns if this process has too few cores: its own where it is bound to some, else its share of the machine's."""
+    """Warns if this process has too few cores. Counts its bound cores, or its share of the machine's."""
     cores = available_cores()
     is_bound = cores < (os.cpu_count() or cores)
     share = cores if is_bound else cores / int(os.environ.get("LOCAL_WORLD_SIZE", 1))
@@ -109,7 +109,7 @@ def few_cores() -> str | None:
 
 
 def unused_infiniband() -> str | None:
-    """Warns if NCCL cannot use this machine's InfiniBand adapters, and so sends over TCP, many times slower."""
+    """Warns if NCCL can't use this machine's InfiniBand adapters, because TCP is many times slower."""
     import resource
 
     try:
@@ -129,34 +129,34 @@ def unused_infiniband() -> str | None:
 
 
 def unusable_gpu() -> str | None:
-    """Returns the problem if torch cannot use an NVIDIA GPU that CUDA_VISIBLE_DEVICES does not hide.
+    """Returns the problem if torch can't use an NVIDIA GPU, unless CUDA_VISIBLE_DEVICES hides it.
 
-    Otherwise training would silently run on the CPU, a hundred times slower.
+    Training would otherwise silently run on the CPU, a hundred times slower.
     """
     if os.environ.get("CUDA_VISIBLE_DEVICES", "all").strip() in ("", "-1", "NoDevFiles"):
         return None
     if not DRIVER_FILE.exists() and not DEVICE_FILE.exists():
         return None
-    driver = f"driver {version}" if (version := driver_version()) else "a driver whose version cannot be read"
+    driver = f"driver {version}" if (version := driver_version()) else "a driver of unknown version"
     if torch.version.cuda is None:
-        built = f"torch {torch.__version__} is a build for the CPU; install one for CUDA"
+        built = f"torch {torch.__version__} is a CPU build; install one for CUDA"
     else:
         built = (
             f"torch {torch.__version__} is built for CUDA {torch.version.cuda}: compare with nvidia-smi's CUDA "
-            "Version, and install a newer driver or a build of torch for the older CUDA; in a container, hand the "
-            "GPUs on (--gpus all)"
+            "Version, and install a newer driver or a build of torch for the older CUDA; in a container, pass "
+            "--gpus all"
         )
         if "CUDA_VISIBLE_DEVICES" in os.environ:
             built += f"; CUDA_VISIBLE_DEVICES is {os.environ['CUDA_VISIBLE_DEVICES']}: does it name a GPU here?"
     return (
-        f"device: this machine has an NVIDIA GPU ({driver}), which torch cannot use. {built}. To run on the CPU on "
-        "purpose, set CUDA_VISIBLE_DEVICES to nothing (CUDA_VISIBLE_DEVICES= python ...) or ACCELERATE_USE_CPU=true; "
+        f"device: this machine has an NVIDIA GPU ({driver}), but torch can't use it. {built}. To run on the CPU "
+        "anyway, set CUDA_VISIBLE_DEVICES to nothing (CUDA_VISIBLE_DEVICES= python ...) or ACCELERATE_USE_CPU=true; "
         "accelerate launch --cpu does the latter for one process"
     )
 
 
 def driver_version() -> str | None:
-    """Returns the version of NVIDIA's driver; None if there is none, or it is unreadable."""
+    """Returns the version of NVIDIA's driver; None if missing or unreadable."""
     try:
         version = re.search(r"\b\d+\.\d+(?:\.\d+)*", DRIVER_FILE.read_text(encoding="utf-8", errors="replace"))
     except OSError:
@@ -165,11 +165,11 @@ def driver_version() -> str | None:
 
 
 def peak_flops(device: torch.device, precision: str) -> tuple[float | None, str]:
-    """Returns (peak FLOP/s of the device in matmuls, source of the number); None for a GPU that is not listed."""
+    """Returns (peak FLOP/s in matmuls, source of the number). The peak of an unlisted GPU is None."""
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
         if (gpu := gpu_called(name)) is None:
-            return None, f"no peak is known for {name}"
+            return None, f"unknown peak of {name}"
         return gpu.bf16_flops, f"data sheet of {name}, dense bf16"
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     size = 256 if precision == "bf16" and missing_bf16("cpu") else 1024  # emulated, the larger size takes seconds
@@ -187,7 +187,7 @@ def measured_matrix_flops(
 ) -> float:
     """Measures the FLOP/s of the best (size, size) matmul within `least_seconds`, after a warm-up.
 
-    The best counts because the threads may start on one core, where the system leaves them for a tenth of a second.
+    Takes the best one because the system may keep all threads on one core for the first tenth of a second.
     """
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     wait = torch.cuda.synchronize if a.is_cuda else lambda: None
@@ -214,7 +214,7 @@ def describe_machine(device: torch.device) -> dict[str, str | int]:
 
 
 def device_in_words(device: torch.device) -> str:
-    """Describes what a run uses: the device, its memory, and for a GPU the driver and torch's CUDA."""
+    """Describes the device, its memory, and for a GPU the driver and torch's CUDA."""
     memory = bytes_text(memory_bytes(device))
     if device.type != "cuda":
         return f"CPU ({platform.machine()}), {counted(torch.get_num_threads(), 'thread')}, {memory} of memory"
@@ -235,14 +235,14 @@ def memory_bytes(device: torch.device) -> int:
 
 
 def available_cores() -> int:
-    """Returns the number of processor cores that this process may use."""
+    """Returns the number of CPU cores available to this process."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def use_all_cores() -> None:
-    """Shares the machine's cores among its processes, instead of the single thread that launchers set.
+    """Shares the machine's cores among its processes. Launchers set a single thread per process.
 
-    A number that the user set is kept: any other than 1, or 1 without a launcher.
+    Keeps a number set by the user: any number except 1, or 1 without a launcher.
     """
     threads = os.environ.get("OMP_NUM_THREADS")
     launched = "LOCAL_RANK" in os.environ or "ACCELERATE_MIXED_PRECISION" in os.environ
@@ -256,24 +256,24 @@ def threads_beside(device: torch.device) -> str:
 
 
 def seed_dropout(seed: int, device: torch.device) -> None:
-    """Seeds like torch.manual_seed, which without a GPU spends another 0.6 ms on stack traces for other devices."""
+    """Seeds like torch.manual_seed, but saves 0.6 ms that it spends on stack traces without a GPU."""
     (torch.default_generator if device.type == "cpu" else torch).manual_seed(seed)
 
 
 def compute_deterministically() -> None:
-    """Makes torch use only kernels that add in one order; an operator without one raises RuntimeError when called."""
-    # cuBLAS reads it when its first handle is made; with other workspaces its sums depend on concurrent work.
+    """Makes torch use only deterministic kernels. An operator without one raises RuntimeError when called."""
+    # cuBLAS reads it for its first handle. With other workspaces, its sums depend on concurrent work.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # costs time, and nothing here reads such memory
-    torch._inductor.config.deterministic = True  # compiled kernels are not chosen by timing
+    torch.utils.deterministic.fill_uninitialized_memory = False  # saves time; nothing here reads uninitialized memory
+    torch._inductor.config.deterministic = True  # compiled kernels aren't chosen by timing
 
 
 def keep_freed_memory() -> None:
-    """Makes glibc keep the memory that tensors have freed (Linux; elsewhere nothing happens).
+    """Makes glibc keep freed memory (on Linux only).
 
-    A step on a CPU frees and allocates the same gigabyte again, and the system would clear every page each time: 4 %
-    of a step (docs/measurements_cpu.md).
+    A step on a CPU frees and allocates the same gigabyte again. Clearing its pages each time would take 4% of a step
+    (docs/measurements_cpu.md).
     """
     allocator = ctypes.CDLL(None)
     if hasattr(allocator, "mallopt"):

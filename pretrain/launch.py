@@ -1,13 +1,13 @@
-"""Wraps `accelerate launch` for people and schedulers: Ctrl-C waits for the run, and the exit status is the run's.
+"""Wraps `accelerate launch`: Ctrl-C waits for the run to save, and the exit status is the run's.
 
     python -m pretrain.launch --config_file accelerate_configs/ddp.yaml --num_processes 2 train.py --config RECIPE
-    python -m pretrain.launch --supervise --config_file ...     # and start it again after every crash
+    python -m pretrain.launch --supervise --config_file ...     # restarts it after crashes
 
---supervise comes first; all other options are those of `accelerate launch`, and two that it lacks,
---parallelism_config_pp_size and --parallelism_config_ep_size.
+Give --supervise first. The other options are `accelerate launch`'s, plus --parallelism_config_pp_size and
+--parallelism_config_ep_size.
 
-`accelerate launch` alone ends on Ctrl-C with a traceback (with one process even before the run has saved), returns 1
-whatever the processes return, and restarts them as often as --max_restarts allows, even if they ended on purpose.
+Plain `accelerate launch` exits with a traceback on Ctrl-C (with one process even before the run has saved), always
+returns 1 on failure, and restarts processes up to --max_restarts times, even if they ended on purpose.
 """
 
 import logging
@@ -39,29 +39,29 @@ ENDED_ON_PURPOSE = {
     EXIT_PREEMPTED,
     EXIT_INTERRUPTED,
 }
-"""Exit statuses with which a restarted process would end again immediately."""
+"""Exit statuses after which a restart would fail again immediately."""
 
 SHUTDOWN_SECONDS = 300
-"""Time that torchrun waits for its processes after a signal, unless TORCH_ELASTIC_SHUTDOWN_TIMEOUT is set; its own
-30 s are too short for the checkpoint of a large model."""
+"""Time for which torchrun waits for its processes after a signal, unless TORCH_ELASTIC_SHUTDOWN_TIMEOUT is set. The
+default of 30 s is too short for the checkpoint of a large model."""
 SHORTEST_PAUSE_SECONDS = 5.0
 LONGEST_PAUSE_SECONDS = 300.0
-"""Maximum pause before another start; pauses double after every start that ended soon."""
+"""Maximum pause before a restart. Pauses double after every short-lived start."""
 LONG_LIFE_SECONDS = 600.0
-"""Lifetime of a start that resets the pause."""
+"""Lifetime after which the pause is reset."""
 
 
 def launch(arguments: list[str]) -> int:
-    """Runs `accelerate launch` with these arguments; returns the exit status of the script it started."""
+    """Runs `accelerate launch` with these arguments. Returns the exit status of the script."""
     import torch.distributed.launcher.api
-    import torch.distributed.run  # loads all of torchrun, with its loggers
+    import torch.distributed.run  # loads all of torchrun, including its loggers
     from accelerate.commands.launch import launch_command, launch_command_parser
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     wait_for_checkpoints()
     for name in logging.root.manager.loggerDict:
-        if name.startswith("torch.distributed.elastic"):  # each has its own level; the ranks report errors themselves
+        if name.startswith("torch.distributed.elastic"):  # each has its own level; the ranks report their own errors
             logging.getLogger(name).setLevel(logging.CRITICAL)
     torch.distributed.launcher.api.LocalElasticAgent = patient_agent()
     sizes, arguments = take_own_options(arguments)
@@ -94,16 +94,16 @@ def wait_for_checkpoints() -> None:
 
 
 def patient_agent() -> type:
-    """Returns the class that starts torchrun's processes, without restarts after an intended end."""
+    """Returns torchrun's agent class, changed to not restart processes that ended on purpose."""
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
     class Agent(LocalElasticAgent):
-        # Private: torchrun restarts whatever the exit status was, and has no public hook between end and restart; its
+        # Private, because torchrun restarts after any exit status and has no public hook before a restart. Its
         # max_restarts is fixed when the agent starts.
         def _monitor_workers(self, worker_group):
             result = super()._monitor_workers(worker_group)
             if result.is_failed():
-                # Those that torchrun terminated because another process had ended first count as failures too.
+                # Processes terminated by torchrun after another one ended count as failures too.
                 codes = {end.exitcode for end in result.failures.values()} - {-signal.SIGTERM}
                 if codes and codes <= ENDED_ON_PURPOSE:
                     self._remaining_restarts = 0
@@ -113,12 +113,12 @@ def patient_agent() -> type:
 
 
 def status_after(number: int) -> int:
-    """Returns the exit status of a run that was ended by a signal."""
+    """Returns the exit status of a run ended by a signal."""
     return EXIT_INTERRUPTED if number == signal.SIGINT else EXIT_PREEMPTED
 
 
 def status_of(code: int) -> int:
-    """Returns a process's exit status; a process that was killed by a signal counts as crashed."""
+    """Returns a process's exit status. A process killed by a signal counts as crashed."""
     if code < 0:
         print(f"the run was killed by {signal.Signals(-code).name}", file=sys.stderr)
         return CRASHED
@@ -126,7 +126,7 @@ def status_of(code: int) -> int:
 
 
 def wait_for_the_rest(number: int) -> None:
-    """Forwards a second signal, which has ended torchrun's wait, and returns once all processes have ended."""
+    """Forwards a second signal, which ended torchrun's wait, and returns after all processes have ended."""
     left = psutil.Process().children()
     pass_on(number)
     psutil.wait_procs(left)
@@ -139,9 +139,9 @@ def pass_on(number: int) -> None:
 
 
 def supervise(command: list[str]) -> int:
-    """Runs a command while it crashes or has to be continued; returns its exit status otherwise, and after a signal.
+    """Runs a command, restarting it while it crashes or has to be continued. Returns its exit status.
 
-    Bad input, divergence, a crash loop and the like would end the same way again.
+    Doesn't restart after a signal, or after failures that would repeat, such as bad input, divergence or a crash loop.
     """
     pause = SHORTEST_PAUSE_SECONDS
     while True:
@@ -151,14 +151,14 @@ def supervise(command: list[str]) -> int:
         while (code := ended(process)) is None:
             with suppress(psutil.NoSuchProcess):
                 left = psutil.Process(process.pid).children(recursive=True) or left
-        if code < 0:  # the run's processes save and end by themselves; until then they hold its lock
+        if code < 0:  # the run's processes save and end, and hold its lock until then
             psutil.wait_procs(left, timeout=SHUTDOWN_SECONDS)
         if (code not in (CRASHED, EXIT_PREEMPTED) and code >= 0) or HEARD:
             return status_of(code)
         if time.monotonic() - started > LONG_LIFE_SECONDS:
             pause = SHORTEST_PAUSE_SECONDS
         what = "has to be continued" if code == EXIT_PREEMPTED else "crashed"
-        print(f"the run {what} (exit status {code}); started again in {pause:g} s", file=sys.stderr, flush=True)
+        print(f"the run {what} (exit status {code}); restarting in {pause:g} s", file=sys.stderr, flush=True)
         deadline = time.monotonic() + pause
         while time.monotonic() < deadline and not HEARD:
             time.sleep(0.1)
@@ -168,7 +168,7 @@ def supervise(command: list[str]) -> int:
 
 
 def ended(process: subprocess.Popen) -> int | None:
-    """Returns the exit status; None if the process has not ended within a second."""
+    """Returns the exit status, or None if the process is still running after a second."""
     try:
         return process.wait(timeout=1.0)
     except subprocess.TimeoutExpired:
@@ -182,8 +182,8 @@ HEARD: list[int] = []
 def hear_signals(*, alone_ends: bool) -> None:
     """Records each signal and forwards it. A process without child processes ends immediately if `alone_ends`.
 
-    For a single process, which accelerate only waits for; with several, torchrun takes over once it has started them.
-    Ctrl-C reaches the others from the terminal itself. SIG_IGN would not work: child processes inherit it.
+    Used for a single process, for which accelerate only waits. With several, torchrun's handlers take over. The
+    terminal sends Ctrl-C to all processes. SIG_IGN would not work, because child processes inherit it.
     """
 
     def hear(number, _):

@@ -1,10 +1,10 @@
-"""Sizes of the parallel dimensions, as the launcher gives them.
+"""Reads the sizes of the parallel dimensions from the launcher.
 
-    pp x dp_replicate x dp_shard x cp x tp = processes; ep divides dp_shard x cp x tp again, for experts alone
+    pp x dp_replicate x dp_shard x cp x tp = processes; ep divides dp_shard x cp x tp again, only for experts
 
-They are in the launcher's file as parallelism_config_X_size, or are options of the same name, or environment variables
-PARALLELISM_CONFIG_X_SIZE. accelerate's launcher sets those variables from its options and its file, but for pp and ep,
-which it drops: these two are read from its file here, unless there is a variable. `pretrain.launch` has all options.
+They are set as parallelism_config_X_size in the accelerate config, as options of the same name, or as environment
+variables PARALLELISM_CONFIG_X_SIZE. accelerate's launcher sets these variables from its options and its config, except
+for pp and ep, which are read from the config here if they have no variable. `pretrain.launch` has all options.
 """
 
 import math
@@ -21,11 +21,11 @@ class Row(NamedTuple):
     """A row of DIMENSIONS."""
 
     kind: str
-    """Module and class of what the dimension does to a model: see pretrain/parallel/dimension.py."""
+    """Module and class that apply the dimension to a model; see pretrain/parallel/dimension.py."""
     reads: bool = False
     """True if its ranks read different sequences."""
     is_inner: bool = False
-    """True if it divides ranks that other dimensions already count, as ep does those of dp_shard, cp and tp."""
+    """True if it divides ranks of other dimensions, as ep divides those of dp_shard, cp and tp."""
 
 
 DIMENSIONS: dict[str, Row] = {
@@ -36,17 +36,17 @@ DIMENSIONS: dict[str, Row] = {
     "tp": Row("pretrain.parallel.tensor_parallel:TensorParallel"),
     "ep": Row("pretrain.parallel.expert_parallel:ExpertParallel", is_inner=True),
 }
-"""Outermost first: neighboring ranks, which have the fastest links, share a model's layers (tp)."""
+"""Outermost first. tp is innermost, because neighboring ranks have the fastest links."""
 LAUNCHERS = ("accelerate.commands.launch", "pretrain.launch")
-"""Modules that launch processes when run."""
+"""Modules that launch processes."""
 DROPPED = ("pp", "ep")
-"""Sizes that accelerate's launcher does not know."""
+"""Sizes not supported by accelerate's launcher."""
 THE_REST = ("0", "all", "none", "null", "")
-"""Values that mean all processes that the other dimensions leave."""
+"""Values that mean all remaining processes."""
 
 
 class Sizes:
-    """Number of ranks along each dimension, by position or name; 1 by default."""
+    """Number of ranks along each dimension, by position or name. The default is 1."""
 
     pp: int
     dp_replicate: int
@@ -76,7 +76,7 @@ class Sizes:
 
     @property
     def fsdp(self) -> int:
-        """Ranks that shard the dense parameters. cp ranks are among them: for parameters they are data parallel."""
+        """Ranks that shard the dense parameters, including cp ranks, which are data parallel for parameters."""
         return self.dp_shard * self.cp
 
     @property
@@ -86,21 +86,21 @@ class Sizes:
 
     @property
     def efsdp(self) -> int:
-        """Ranks that hold the same experts and shard them."""
+        """Ranks that shard the same experts."""
         return self.fsdp * self.tp // self.ep
 
     def named(self) -> dict[str, int]:
-        """Returns {dimension: size} of those larger than 1, for the run's record."""
+        """Returns {dimension: size} for sizes above 1, for the run's record."""
         return {name: size for name in DIMENSIONS if (size := getattr(self, name)) > 1}
 
 
 def setting(dimension: str) -> str:
-    """Names a size as the launcher's file does."""
+    """Returns a size's name in the accelerate config."""
     return f"parallelism_config_{dimension}_size"
 
 
 def variable(dimension: str) -> str:
-    """Names the environment variable of a size."""
+    """Returns a size's environment variable."""
     return f"PARALLELISM_CONFIG_{dimension.upper()}_SIZE"
 
 
@@ -109,14 +109,14 @@ def environment_flag(name: str) -> bool:
 
 
 def processes_launched() -> int:
-    """Returns how many processes the launcher started, over all machines."""
+    """Returns the number of launched processes on all machines."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def take_own_options(words: list[str]) -> tuple[dict[str, str], list[str]]:
-    """Splits a launcher's arguments into {dimension: size} that accelerate does not know, and the other arguments.
+    """Splits a launcher's arguments into {dimension: size} not supported by accelerate, and the others.
 
-    Only options before the first file ending in .py or --module: what follows is the script's.
+    Stops at the first file ending in .py or --module, because the rest belongs to the script.
     """
     found: dict[str, str] = {}
     rest: list[str] = []
@@ -139,9 +139,9 @@ def take_own_options(words: list[str]) -> tuple[dict[str, str], list[str]]:
 
 
 def launcher_command() -> tuple[list[str], Path] | None:
-    """Returns the arguments and folder of the `accelerate launch` that started this process; None without one.
+    """Returns the arguments and folder of the `accelerate launch` that started this process, or None.
 
-    The launcher passes on neither its config's name nor its command line, so both are read from the parent process.
+    The launcher doesn't pass on its config's name or its command line, so they are read from the parent process.
     """
     import psutil
 
@@ -160,7 +160,7 @@ def launcher_command() -> tuple[list[str], Path] | None:
 
 
 def sizes_in_file() -> dict[str, str]:
-    """Returns {dimension: size} of the launcher's file, as text; {} if it cannot be read."""
+    """Returns {dimension: size} from the accelerate config, as text; {} if unreadable."""
     command = launcher_command()
     if command is None:
         return {}
@@ -177,7 +177,7 @@ def sizes_in_file() -> dict[str, str]:
 
 
 def requested_sizes() -> dict[str, str]:
-    """Returns {dimension: size} of all sizes that the launcher gives, as text; those of size 1 are left out."""
+    """Returns {dimension: size} from the launcher, as text, without sizes of 1."""
     if not environment_flag("ACCELERATE_USE_PARALLELISM_CONFIG"):
         return {}
     in_environment = {name: os.environ.get(variable(name)) for name in DIMENSIONS}
@@ -189,9 +189,9 @@ def requested_sizes() -> dict[str, str]:
 
 
 def launched_sizes() -> Sizes:
-    """Returns the size of every dimension. Raises InputError with every invalid size and what works instead.
+    """Returns the size of every dimension. Raises InputError listing invalid sizes and alternatives.
 
-    Processes that no size claims are sharded under `distributed_type: FSDP`, and replicated under `MULTI_GPU`.
+    Remaining processes are sharded under `distributed_type: FSDP`, and replicated under `MULTI_GPU`.
     """
     processes = processes_launched()
     numbers, rest, problems = {}, [], []
@@ -205,11 +205,11 @@ def launched_sizes() -> Sizes:
     experts = numbers.pop("ep", None)
     all_for_experts = "ep" in rest
     rest = [name for name in rest if name != "ep"]
-    # dp_shard is null in a file that leaves it open, as accelerate's own files do.
+    # accelerate's own configs have null for an open dp_shard.
     if len(rest) > 1 and "dp_shard" in rest:
         rest.remove("dp_shard")
     if len(rest) > 1:
-        problems.append(f"launcher: {' and '.join(map(setting, rest))} are both 0; only one can take what is left")
+        problems.append(f"launcher: {' and '.join(map(setting, rest))} are both 0; only one of them can be")
     given = math.prod(numbers.values())
     if not problems and processes % given:
         sizes = " x ".join(f"{setting(name)} {number}" for name, number in numbers.items())
@@ -225,12 +225,12 @@ def launched_sizes() -> Sizes:
     if sizes.world != processes:
         product = " x ".join(f"{name} {size}" for name, size in sizes.named().items())
         problems.append(
-            f"launcher: {product} is {sizes.world} processes, but {processes} run; leave one size out, or use "
+            f"launcher: {product} is {sizes.world} processes, but {processes} run; omit one size, or use "
             f"--num_processes {sizes.world}"
         )
     elif rest and rest[0] not in ("dp_shard", "dp_replicate") and numbers[rest[0]] == 1:
         problems.append(
-            f"launcher: {setting(rest[0])}: no process is left for it of {processes}; use another strategy, or "
+            f"launcher: {setting(rest[0])}: none of {processes} processes is left for it; use another strategy, or "
             "--num_processes 2"
         )
     exchange = sizes.fsdp * sizes.tp
@@ -250,4 +250,4 @@ def launched_sizes() -> Sizes:
 def allowed(processes: int) -> str:
     """Lists the sizes of a dimension that divide this number of processes."""
     works = [str(size) for size in range(2, processes + 1) if processes % size == 0]
-    return f"0 (all that are left) or {', '.join(works)}" if works else "another strategy, or --num_processes 2"
+    return f"0 (all that remain) or {', '.join(works)}" if works else "another strategy, or --num_processes 2"

@@ -1,4 +1,4 @@
-"""Names that settings had before: recipes, command lines and checkpoints that use them are still read."""
+"""Maps old names of settings to new ones, for old recipes, command lines and checkpoints."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -31,17 +31,17 @@ RENAMED = {
     "optim.width_transfer": "optim.parametrization",
     "pipeline.microbatch_scale": "pipeline.microbatches_per_stage",
 }
-"""{path of a setting or section: its path now}; both are in the same section."""
+"""{old path of a setting or section: new path}; both are in the same section."""
 RENAMED_VALUES = {
     "benchmarks.where": {"same": "blocking"},
     "optim.parametrization": {"none": "standard"},
     "samples.temperature": {None: 0},
 }
-"""{path of a setting now: {value: its name now}}."""
+"""{new path of a setting: {old value: new value}}."""
 
 
 def current_path(path: str) -> str:
-    """Returns the path that a setting, or one inside a section, has now."""
+    """Returns the new path of a setting or section."""
     for old, new in RENAMED.items():
         if path == old or path.startswith(f"{old}."):
             return new + path.removeprefix(old)
@@ -49,9 +49,9 @@ def current_path(path: str) -> str:
 
 
 def with_current_names(values: Mapping[str, Any], section: str = "") -> tuple[dict[str, Any], list[str]]:
-    """Returns a recipe's values under the names of today, and a notice for each that has changed.
+    """Returns a recipe's values under the new names, and a notice for each renamed one.
 
-    A recipe that has both names of a setting keeps both, so that it is refused.
+    If a recipe has both names of a setting, both are kept, so that validation rejects it.
     """
     found: dict[str, Any] = {}
     notices: list[str] = []

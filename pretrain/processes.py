@@ -1,4 +1,4 @@
-"""Locks an output folder for one process, and tells which processes are alive."""
+"""Locks an output folder for one process, and checks which processes are alive."""
 
 import fcntl
 import json
@@ -20,28 +20,28 @@ LOOK_SECONDS = 0.2
 def folder_lock(path: Path, silence_seconds: float | None = None) -> Iterator[None]:
     """Holds the lock file `path` for the duration of a with block and removes it at the end.
 
-    silence_seconds: holders touch the file; one on another host that has not for this long is dead.
+    silence_seconds: holders touch the file. A holder on another host is considered dead after this long without it.
 
-    The kernel releases the lock however its holder dies, so an abandoned file is taken over. Raises InputError naming
-    process and host if another process holds it, or if it was left by another host, whose processes are not visible.
+    The kernel releases the lock when its holder dies, so an abandoned file is taken over. Raises InputError naming
+    process and host if another process holds it, or if another host left it, whose processes aren't visible.
     """
     descriptor = _acquire(path, silence_seconds)
     try:
         yield
     finally:
-        # Removed while still held: a process that opened the file in the meantime finds another inode at the path.
+        # Removed while still held, so a process that has opened it notices the changed inode.
         path.unlink(missing_ok=True)
         os.close(descriptor)
 
 
 def hold_while_open(file: IO) -> None:
-    """Marks an open file as in use until the last process that inherits it closes it or dies."""
-    with suppress(OSError):  # on a file system without locks nobody waits for it either
+    """Locks an open file until the last process that inherits it closes it or dies."""
+    with suppress(OSError):  # without locks on this file system, nobody waits for it either
         fcntl.flock(file, fcntl.LOCK_SH)
 
 
 def is_held(path: Path) -> bool:
-    """Tells if a process still has the file open that was marked by `hold_while_open`."""
+    """Tells if a process still holds the file locked by `hold_while_open`."""
     try:
         with open(path, "r+b") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -51,7 +51,7 @@ def is_held(path: Path) -> bool:
 
 
 def wait_until_free(path: Path) -> None:
-    """Returns once no process has the file open that was marked by `hold_while_open`."""
+    """Waits until no process holds the file locked by `hold_while_open`."""
     with suppress(OSError), open(path, "r+b") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
 
@@ -83,9 +83,9 @@ def _acquire(path: Path, silence_seconds: float | None) -> int:
 
 
 def _is_silent(path: Path, silence_seconds: float | None) -> bool:
-    """Tells if nobody touches the file for this long. Compares the file with itself: clocks may differ.
+    """Tells if nobody touches the file for this long. Compares the file's own times, because clocks may differ.
 
-    Counts looks instead of seconds, because nobody looks while this machine is suspended.
+    Counts polls instead of seconds, because this machine may be suspended.
     """
     if silence_seconds is None:
         return False
@@ -111,14 +111,14 @@ def _is_at(path: Path, descriptor: int) -> bool:
 
 
 def process_state(pid: int) -> str | None:
-    """Returns a process's state letter as in ps, Z for dead and T for stopped; None without the process or /proc."""
+    """Returns a process's state letter as in ps (Z: dead, T: stopped); None without the process or /proc."""
     with suppress(OSError, IndexError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     return None
 
 
 def is_alive(pid: int) -> bool:
-    """Tells if a process of this machine is running; a zombie is not."""
+    """Tells if a process of this machine is running. A zombie isn't."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

@@ -1,7 +1,7 @@
-"""Reads recipes and command lines into a RunConfig; the only module of the trainer that parses both.
+"""Reads recipes and command lines into a RunConfig.
 
-A misspelled key, a wrong type or a rule that two settings violate together is reported with the file, the dotted path,
-the given value and the allowed ones, all problems at once.
+Reports all problems together: misspelled keys, wrong types and conflicting settings, each with the file, the dotted
+path, the given value and the allowed ones.
 """
 
 import json
@@ -30,7 +30,7 @@ brief = reprlib.Repr()
 brief.maxlevel = 3
 brief.maxstring = 200
 brief.maxother = 200
-"""Repr of limited depth: a plain repr of aliases within aliases would fill the memory."""
+"""Repr of limited depth, because a plain repr of nested YAML aliases could fill the memory."""
 
 
 def parse_yaml(text: str) -> Any:
@@ -40,7 +40,7 @@ def parse_yaml(text: str) -> Any:
     except yaml.YAMLError as error:
         raise ValueError(shortened(" ".join(str(error).split()), 500)) from None
     except RecursionError:
-        raise ValueError("is nested too deeply for a recipe: is a bracket repeated?") from None
+        raise ValueError("is nested too deeply; check for a repeated bracket") from None
 
 
 class Loader(yaml.SafeLoader):
@@ -55,7 +55,7 @@ class Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-# Only the unsurprising implicit types of YAML 1.1 remain: `off` and `0123` are text, `3e-4` is a number.
+# Only unsurprising implicit types of YAML 1.1 remain: `off` and `0123` are text, `3e-4` is a number.
 Loader.yaml_implicit_resolvers = {}
 for tag, pattern, first in (
     ("bool", r"^(?:true|True|false|False)$", "tTfF"),
@@ -66,7 +66,7 @@ for tag, pattern, first in (
     Loader.add_implicit_resolver(f"tag:yaml.org,2002:{tag}", re.compile(pattern), list(first))
 
 
-# Alternative settings for the same thing: one on the command line replaces the recipe's.
+# Alternative settings. One on the command line replaces the recipe's.
 ALTERNATIVES = (
     ("budget.tokens_per_parameter", "budget.tokens", "budget.steps"),
     ("optim.learning_rate", "optim.learning_rate_per_sequence"),
@@ -80,15 +80,15 @@ ALTERNATIVES = (
 class CommandLine:
     config: RunConfig
     overridden: frozenset[str]
-    """Dotted paths named on the command line."""
+    """Dotted paths given on the command line."""
     check: bool
-    """Check everything that can be known before a process starts, and stop."""
+    """Check everything before the start, then exit."""
     verbose: bool
-    """With check: print every setting with its value and origin."""
+    """With check, print every setting with its value and origin."""
     smoke: bool
-    """Train 100 steps in a separate folder, resume them from the middle, and report pass or fail per stage."""
+    """Train 100 steps in a separate folder, resume from the middle, and report pass or fail per stage."""
     profile: int | None
-    """Number of steps to profile, to find out why the run is slow; None: none."""
+    """Number of steps to profile, or None."""
     recipe: str
     """Path or URL."""
 
@@ -124,9 +124,9 @@ NAMES_ELSEWHERE = {
     "trackers": "report_to logger_name",
     "validation.every_steps": "eval_interval eval_every eval_steps eval.interval validation.freq validator.freq",
 }
-"""{setting: flags of nanoGPT, nanochat, run_clm, litgpt and torchtitan whose values mean the same}.
+"""{setting: flags of nanoGPT, nanochat, run_clm, litgpt and torchtitan with equivalent values}.
 
-docs/coming_from.md lists these and the flags whose values need a change.
+docs/coming_from.md lists these, and flags with different values.
 """
 SETTINGS_ELSEWHERE = {theirs: ours for ours, names in NAMES_ELSEWHERE.items() for theirs in names.split()}
 
@@ -135,14 +135,14 @@ TABLES = {"optim.name": OPTIMIZERS, "optim.schedule": SCHEDULES}
 HANGING = {"initial_indent": " " * 6, "subsequent_indent": " " * 6}
 FLAGS = ("check", "verbose", "smoke")
 SWITCHES = ("trust_remote_code",)
-"""Settings that are true if no value follows."""
+"""Settings that default to true without a value."""
 TAKEN = {
-    "--config RECIPE": "the recipe, a file or a URL (s3://...); --config may be left out",
+    "--config RECIPE": "the recipe, a file or a URL (s3://...); --config may be omitted",
     "--text FOLDER": "train on your own text (folder, pattern, files), without a recipe",
-    "--exclude PATTERN": "with --text: files to leave out",
-    "--minutes N": "with --text: how long to train",
-    "--check": "find every mistake, and start nothing",
-    "--check --verbose": "also list every setting, its value and where it comes from",
+    "--exclude PATTERN": "with --text: files to skip",
+    "--minutes N": "with --text: training time",
+    "--check": "find all mistakes without training",
+    "--check --verbose": "also list every setting with its value and origin",
     "--profile N": "train, then profile N steps and report bottlenecks",
     "--smoke": "train 100 steps in a separate folder: pass or fail per stage",
     "--help [SECTION]": "all settings, or those of one section, such as --help optim",
@@ -150,7 +150,7 @@ TAKEN = {
 }
 """{flag of train.py: help}."""
 FIRST_COMMANDS = """\
-Trains a language model as a recipe says; the same command resumes a run.
+Trains a language model from a recipe. The same command resumes a run.
 
   python train.py --text mine                           your own text files
   python train.py --config recipes/demo.yaml            a recipe; see recipes/
@@ -160,7 +160,7 @@ Change any setting, as in --optim.learning_rate 1e-3; --help lists them all."""
 
 
 def read_command_line(argv: list[str], usage: str) -> CommandLine:
-    """Reads `[--config] RECIPE [--check] [--profile N] [--section.key VALUE ...]`; prints help if asked to."""
+    """Reads `[--config] RECIPE [--check] [--profile N] [--section.key VALUE ...]`, or prints help."""
     if not argv:
         print(FIRST_COMMANDS)
         sys.exit(EXIT_BAD_INPUT)
@@ -188,27 +188,27 @@ def named_recipe(arguments: list[str]) -> list[str]:
 
 
 def steps_to_profile(given: list[str], flags: dict[str, bool]) -> int | None:
-    """Returns the number after --profile; None without it."""
+    """Returns the number after --profile, or None."""
     if not given:
         return None
     if len(given) > 1 or not given[0].isdecimal():
         raise InputError(f"--profile {' '.join(given)}: give a number of steps once, as in --profile 20")
     if flags["check"] or flags["smoke"]:
-        raise InputError("--profile: profiles a run while it trains; leave out --check and --smoke")
+        raise InputError("--profile: profiles a run during training; omit --check and --smoke")
     return int(given[0])
 
 
 def help_text(usage: str, asked: list[str]) -> str:
     """Returns the usage and all settings by section, or the settings of the requested sections.
 
-    Raises InputError for a section that does not exist.
+    Raises InputError for an unknown section.
     """
     by_section: dict[str, list[str]] = {}
     for path, field in fields_of_config():
         section = path.partition(".")[0] if "." in path else "run"
         default = "required" if field.is_required() else json.dumps(as_plain(field.default), ensure_ascii=False)
         if (parent := path.rpartition(".")[0]) in SECTIONS_LEFT_OUT:
-            default = f"null; {default} once {parent} is given"
+            default = f"null; {default} if {parent} is given"
         found = TABLES.get(path) or choices_in(field.annotation)
         choices = f" {{{','.join(found)}}}" if found else ""
         text = f"  --{path}{choices}  [{default}]"
@@ -226,12 +226,12 @@ def help_text(usage: str, asked: list[str]) -> str:
 
 
 def as_plain(default: Any) -> Any:
-    """Converts a default to what JSON can represent."""
+    """Converts a default to a JSON value."""
     return default.model_dump() if isinstance(default, Section) else default
 
 
 def choices_in(annotation: Any) -> list[str]:
-    """Returns the allowed words of a setting, or of each of its entries; [] if other values are allowed."""
+    """Returns the allowed words of a setting or of its entries; [] if other values are allowed."""
     if get_origin(annotation) is Literal:
         return [str(choice) for choice in get_args(annotation)]
     found = [choices_in(inner) for inner in get_args(annotation) if inner is not type(None)]
@@ -239,7 +239,7 @@ def choices_in(annotation: Any) -> list[str]:
 
 
 def explain(command_line: CommandLine) -> str:
-    """Lists every setting, one per line: dotted path, value, and origin: command line, recipe or default."""
+    """Lists every setting, one per line, with its value and origin (command line, recipe or default)."""
     in_recipe = set(leaves(parse_yaml(recipe_text(command_line.recipe))))
     in_recipe |= {"model.config"} & {f"{path}.config" for path in in_recipe}
     rows = []
@@ -252,7 +252,7 @@ def explain(command_line: CommandLine) -> str:
 
 
 def leaves(values: Any, prefix: str = "") -> dict[str, Any]:
-    """Flattens {'a': {'b': [1]}} to {'a.b.0': 1}; empty lists and mappings are leaves."""
+    """Flattens {'a': {'b': [1]}} to {'a.b.0': 1}. Empty lists and mappings are leaves."""
     if isinstance(values, dict | list) and values:
         items = values.items() if isinstance(values, dict) else enumerate(values)
         return {path: leaf for key, value in items for path, leaf in leaves(value, f"{prefix}{key}.").items()}
@@ -260,7 +260,7 @@ def leaves(values: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def pair_up(arguments: list[str]) -> list[tuple[str, str]]:
-    """Turns ['--a.b=1', '--c', '2'] into [('a.b', '1'), ('c', '2')]; translates flags of other projects."""
+    """Turns ['--a.b=1', '--c', '2'] into [('a.b', '1'), ('c', '2')]. Translates flags of other projects."""
     pairs = []
     problems = Problems()
     rest = list(arguments)
@@ -281,9 +281,9 @@ def pair_up(arguments: list[str]) -> list[tuple[str, str]]:
 
 
 def own_name(key: str) -> str:
-    """Returns the setting that a flag names, with a notice if the name is another project's.
+    """Returns a flag's setting. Prints a notice if the flag is another project's.
 
-    Raises InputError for a setting without its section, and for one whose section does not exist.
+    Raises InputError if the section is missing or unknown.
     """
     settings = [path for path, _ in fields_of_config()]
     sections = {path.partition(".")[0].removesuffix("[]") for path in settings}
@@ -305,7 +305,7 @@ def own_name(key: str) -> str:
 
 
 def drop_alternatives(values: dict, overridden: set[str]) -> None:
-    """Removes settings from the recipe that the command line replaces by an alternative."""
+    """Removes recipe settings for which the command line gives an alternative."""
     for names in ALTERNATIVES:
         if any(name in overridden for name in names):
             for section, key in (name.split(".") for name in names if name not in overridden):
@@ -316,21 +316,21 @@ def drop_alternatives(values: dict, overridden: set[str]) -> None:
 def read_run_config(
     path: str | Path, overrides: list[tuple[str, str]] = (), *, loads_extensions: bool = True
 ) -> RunConfig:
-    """Reads a recipe and applies the overrides. Raises InputError with every problem found.
+    """Reads a recipe and applies the overrides. Raises InputError listing all problems.
 
-    loads_extensions: False for a recorded run whose model is evaluated: its extensions' code does not run, and the
-    settings that may be theirs (optim, loss.terms, the order of the data) are not read.
+    loads_extensions: False for evaluating a recorded run. The code of its extensions doesn't run, and settings that
+    may refer to them (optim, loss.terms, the order of the data) aren't read.
     """
     path = path if is_url(str(path)) or not path else or_shipped(path)
     if not is_url(str(path)) and not Path(path).exists():
-        raise InputError(f"--config {path}: no such recipe; see recipes/ for those that exist")
+        raise InputError(f"--config {path}: no such recipe; see recipes/ for available ones")
     try:
         values = parse_yaml(recipe_text(path))
     except (InputError, ValueError) as error:
         where = "" if is_url(str(path)) and str(error).startswith(str(path)) else f"{path or '--config'}: "
         raise InputError(f"{where}{error}") from None
     if not isinstance(values, dict):
-        raise InputError(f"{path}: a recipe is a mapping of settings (got {type(values).__name__})")
+        raise InputError(f"{path}: must be a mapping of settings (got {type(values).__name__})")
     values, notices = with_current_names(values)
     if notices and os.environ.get("RANK", "0") == "0":
         say(f"{path}: {', '.join(notices)}; read as such", sys.stderr)
@@ -339,7 +339,7 @@ def read_run_config(
         values["data"] = {**values.get("data", {}), "sampling": "epochs", "transformations": {}}
     overridden = {key for key, _ in overrides}
     drop_alternatives(values, overridden)
-    # Shortest paths first: --model FILE must come before --model.KEY VALUE, whatever their order on the command line.
+    # Shortest paths first, because --model FILE must be applied before --model.KEY VALUE.
     overrides = sorted(overrides, key=lambda override: override[0].count("."))
     problems = Problems(problem for key, text in overrides if (problem := set_dotted(values, key, text)))
     values, _ = with_current_names(values)  # values on the command line
@@ -352,7 +352,7 @@ def read_run_config(
 
 
 def recipe_text(path: str | Path) -> str:
-    """Returns the content of a recipe on this machine or at a URL of fsspec. Raises InputError, UnreachableError."""
+    """Returns the content of a local recipe or one at a URL of fsspec. Raises InputError, UnreachableError."""
     if is_url(str(path)):
         from pretrain.remote import read_text
 
@@ -361,7 +361,7 @@ def recipe_text(path: str | Path) -> str:
 
 
 def set_dotted(values: dict, key: str, text: str) -> str | None:
-    """Sets values['a']['b'] = text parsed as YAML, for key 'a.b'; returns the problem if there is no such path."""
+    """Sets values['a']['b'] to the text parsed as YAML, for key 'a.b'. Returns the problem of an unknown path."""
     *parents, last = key.split(".")
     try:
         value = parse_yaml(text)
@@ -381,12 +381,12 @@ def set_dotted(values: dict, key: str, text: str) -> str | None:
 
 
 def describe(problem: dict, path: str | Path, overridden: set[str]) -> str:
-    """Formats one of pydantic's errors: file or flag, dotted path, what is wrong, what was given."""
+    """Formats a pydantic error: file or flag, dotted path, the problem, the given value."""
     loc = tuple(part for part in problem["loc"] if not str(part).startswith("function-"))
     where = ".".join(map(str, loc))
     known = allowed_keys(loc)
     message = problem["msg"].removeprefix("Value error, ")
-    if known is None:  # pydantic appends the branch of a union to the path, which is not a key of the recipe
+    if known is None:  # pydantic appends a union's branch to the path, which is no recipe key
         where = ".".join(str(part) for part in loc[:-1])
         message += ", or auto" if loc[-1:] == ("number",) else ""
     source = f"--{where}" if where in overridden else f"{path}: {where or 'recipe'}"
@@ -407,7 +407,7 @@ def describe(problem: dict, path: str | Path, overridden: set[str]) -> str:
 
 
 def allowed_keys(loc: tuple) -> list[str] | None:
-    """Returns the keys that are allowed in place of the last one of this path; None if the path leaves the schema."""
+    """Returns the allowed alternatives to a path's last key; None if the path isn't in the schema."""
     schema: Any = RunConfig
     siblings: list[str] | None = None
     for part in (part for part in loc if not isinstance(part, int)):
@@ -420,14 +420,14 @@ def allowed_keys(loc: tuple) -> list[str] | None:
 
 
 def sections_in(annotation: Any) -> list[type[Section]]:
-    """Returns the config sections that a field's type mentions."""
+    """Returns the config sections in a field's type."""
     if isinstance(annotation, type) and issubclass(annotation, Section):
         return [annotation]
     return [section for inner in getattr(annotation, "__args__", ()) for section in sections_in(inner)]
 
 
 def fields_of_config(schema: type[Section] = RunConfig, prefix: str = "") -> list[tuple[str, FieldInfo]]:
-    """Lists (dotted path, field) of every setting, lists as `[]`."""
+    """Lists (dotted path, field) for every setting, with `[]` for lists."""
     rows: list[tuple[str, FieldInfo]] = []
     for name, field in schema.model_fields.items():
         path = f"{prefix}{field.alias or name}"
@@ -440,13 +440,13 @@ def fields_of_config(schema: type[Section] = RunConfig, prefix: str = "") -> lis
 
 MOVED = {
     "optim.muon.adamw_learning_rate": "optim.group_learning_rates: {embedding: RATE, head: RATE, scalars: RATE}, "
-    "without head where it is tied"
+    "without head if it is tied"
 }
-"""{setting of older recipes: what took its place}"""
+"""{removed setting: replacement}"""
 SECTIONS_LEFT_OUT = {"batch.ramp", "data.cache"}
-"""Sections that are null by default; their settings' defaults apply once one of them is given."""
+"""Sections that are null by default. Their settings have defaults if one of them is given."""
 
 
 def as_yaml(config: RunConfig) -> str:
-    """Returns the resolved config as a recipe that can be run again."""
+    """Returns the resolved config as a recipe."""
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)

@@ -1,8 +1,8 @@
-"""Tables of what a recipe can name, by kind, and the files of your own that add to them: `extensions` and a model
-folder's code.
+"""Tables of optimizers, schedules and other things that a recipe can name. `extensions` and a model folder's code can
+add entries.
 
-The project's own entries are written as 'module:name', so that a recipe is checked without importing them. A file of
-your own registers in the same table with a decorator:
+The project's own entries are given as 'module:name', so that a recipe is checked without importing them. Your own file
+registers in the same table with a decorator:
 
     from pretrain.registry import OPTIMIZERS
 
@@ -27,7 +27,7 @@ _Entry = TypeVar("_Entry")
 
 
 class Table(UserDict[str, Any]):
-    """{name in a recipe: what it stands for} of one kind; the project's own are imported when they are asked for."""
+    """{name in a recipe: class or function}. The project's own entries are imported on first use."""
 
     def __init__(self, kind: str, own: dict[str, str]):
         super().__init__(own)
@@ -35,9 +35,9 @@ class Table(UserDict[str, Any]):
         self._files: dict[str, str] = {}
 
     def register(self, name: str) -> Callable[[_Entry], _Entry]:
-        """Returns a decorator that makes a class or function the value `name` of a recipe.
+        """Returns a decorator that registers a class or function as `name`.
 
-        Raises InputError for a name that something else has, and TypeError for a class without a method that it needs.
+        Raises InputError if the name is taken, and TypeError for a class without a required method.
         """
 
         def add(entry: _Entry) -> _Entry:
@@ -45,7 +45,7 @@ class Table(UserDict[str, Any]):
                 raise TypeError(f"{entry.__name__}, {self.kind}, needs {' and '.join(sorted(missing))}")
             file = sys.modules[entry.__module__].__file__ or entry.__module__
             if name in self.data and self._files.get(name) != file:
-                raise InputError(f"{file}: there is {self.kind} {name} already; choose another name")
+                raise InputError(f"{file}: {self.kind} {name} already exists; choose another name")
             self.data[name] = entry
             self._files[name] = file
             return entry
@@ -53,7 +53,7 @@ class Table(UserDict[str, Any]):
         return add
 
     def checked(self, name: str) -> str:
-        """Returns a name that is in the table. Raises ValueError for any other."""
+        """Returns the name if it is in the table. Raises ValueError otherwise."""
         if name not in self.data:
             raise ValueError(f"{name!r} is not {self.kind}{did_you_mean(name, self)}; a file in extensions can add it")
         return name
@@ -98,26 +98,26 @@ SAMPLERS = Table(
 TRANSFORMATIONS = Table("a transformation of data", {})
 """Subclasses of `data.transformations.Transformation`."""
 ARCHITECTURES = Table("an architecture", {})
-"""Causal language models by model_type; pretrain.model.architectures makes them known to transformers."""
+"""Causal language models by model_type. pretrain.model.architectures registers them with transformers."""
 FORMATS = Table("a format of documents", {})
-"""Functions (stream, reading) -> records; see pretrain_tools.preparation.documents.formats, which fills it."""
+"""Functions (stream, reading) -> records, filled in by pretrain_tools.preparation.documents.formats."""
 TASKS = Table("a task", {})
-"""Functions (model, tokenizer) -> {measure: number}, tasks of evaluate.py beside the harness's."""
+"""Functions (model, tokenizer) -> {measure: number}: evaluate.py's tasks in addition to the harness's."""
 TRACKERS = Table("a tracker", {})
-"""Subclasses of accelerate's GeneralTracker, beside those that accelerate has itself."""
+"""Subclasses of accelerate's GeneralTracker, in addition to accelerate's own."""
 
 OWN_FOLDERS: set[Path] = set()
-"""Folders whose files are the user's: an error in one of them is reported with its place."""
+"""Folders of the user's code. Errors in their files are reported with file and line."""
 EXTENSIONS: list[str] = []
-"""Paths of the extensions that were loaded."""
+"""Paths of the loaded extensions."""
 LOADED_CODE: dict[str, str] = {}
-"""{what was loaded: first 16 digits of the sha256 of its files}. Checkpoints record it."""
+"""{loaded file or folder: first 16 digits of its sha256}. Checkpoints record it."""
 
 
 def import_file(path: Path, package: str) -> ModuleType:
-    """Imports a file as a module of `package`, which stands for its folder: `from .other import X` works there.
+    """Imports a file as a module of `package`, which represents its folder, so that `from .other import X` works.
 
-    Raises InputError with file, line and message for whatever goes wrong in it.
+    Raises InputError with file, line and message for any error in it.
     """
     path = path.absolute()
     if not path.is_file():
@@ -136,13 +136,13 @@ def import_file(path: Path, package: str) -> ModuleType:
 
 
 def load_extensions(files: Iterable[str]) -> None:
-    """Imports files of the user's, each once, for what they register. Raises InputError as `import_file` does."""
+    """Imports the user's extensions, each once. Raises InputError as `import_file` does."""
     for file in files:
         path = Path(file)
         if path.suffix != ".py" or not path.is_file():
             raise InputError(f"extensions: {file}: no such Python file")
         digest = digest_of([path])
-        # Named by its content: the same file is imported once, an edited one again.
+        # Named by its content, so that a file is imported again only after a change.
         import_file(path, f"groundwork_extension_{digest}")
         if (loaded := str(path.absolute())) not in EXTENSIONS:
             EXTENSIONS.append(loaded)
@@ -150,7 +150,7 @@ def load_extensions(files: Iterable[str]) -> None:
 
 
 def check_options(kind: str, options_class: Any, given: dict[str, Any]) -> Any:
-    """Returns the options of an entry, of its pydantic class `Options`. Raises ValueError with every problem."""
+    """Validates an entry's options with its pydantic class `Options`. Raises ValueError listing all problems."""
     from pydantic import ValidationError
 
     if options_class is None:
@@ -171,20 +171,20 @@ def check_options(kind: str, options_class: Any, given: dict[str, Any]) -> Any:
 
 
 def check_entries(setting: str, table: Table, given: dict[str, dict[str, Any] | None]) -> None:
-    """Checks {name: its options or None} of a setting. Raises ValueError for an unknown name or option."""
+    """Checks a setting's {name: options or None}. Raises ValueError for an unknown name or option."""
     for name, options in given.items():
         check_options(f"{setting}.{name}", table[table.checked(name)].Options, options or {})
 
 
 def error_in_file(error: BaseException, path: Path) -> str:
-    """Returns 'mine.py, line 12: NameError: ...' for an error that was raised while `path` was loaded."""
+    """Returns 'mine.py, line 12: NameError: ...' for an error raised while loading `path`."""
     place = place_of(error) or str(path)
     message = error.msg if isinstance(error, SyntaxError) else str(error)
     return f"{place}: {type(error).__name__}: {shortened(' '.join(message.split()), 300)}"
 
 
 def place_of(error: BaseException) -> str:
-    """Returns 'mine.py, line 12', the last place in a file of the user's that led to the error; "" if none did."""
+    """Returns 'mine.py, line 12' for the error's last frame in the user's files, or ""."""
     if isinstance(error, SyntaxError) and error.filename and is_own(error.filename):
         return f"{error.filename}, line {error.lineno}"
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if is_own(frame.filename)]
@@ -198,7 +198,7 @@ def is_own(file: str) -> bool:
 
 
 def digest_of(files: Iterable[Path]) -> str:
-    """Hashes the names and contents of files, in any order."""
+    """Hashes the names and contents of files, regardless of order."""
     whole = hashlib.sha256()
     for path in sorted(files, key=lambda path: path.name):
         whole.update(f"{path.name}\n{hashlib.sha256(path.read_bytes()).hexdigest()}\n".encode())

@@ -1,4 +1,4 @@
-"""Reads objects below a URL of fsspec, patiently, with errors that name the object."""
+"""Reads objects below a URL of fsspec, with retries. Errors name the object."""
 
 import functools
 import time
@@ -12,11 +12,11 @@ from pretrain.urls import file_system, patiently
 _Value = TypeVar("_Value")
 TRIES = 10
 FIRST_WAIT_SECONDS = 0.1
-"""Pause before the second try; it doubles with each, to 51 s in all."""
+"""Pause before the second try. Pauses double, up to 51 s in total."""
 PATIENCE_SECONDS = 120.0
-"""Longest time without any answer from a server; well below guard.step_timeout_seconds."""
+"""Maximum time without any answer from a server, well below guard.step_timeout_seconds."""
 LAST_TRY_SECONDS = 5.0
-"""Longest wait of a read that begins after that time."""
+"""Maximum wait of a read that begins after that time."""
 
 
 class RemoteFolder:
@@ -29,7 +29,7 @@ class RemoteFolder:
         system, path = file_system(url)
         self._system = DirFileSystem(path.rstrip("/"), system)
         self._failing_since: float | None = None
-        """Time of the first failure since the last answer, by the monotonic clock."""
+        """Time of the first failure since the last answer (monotonic clock)."""
 
     def sizes(self) -> dict[str, int | None]:
         """Returns {name: bytes, None if unknown} of all files. Raises as `read`."""
@@ -43,10 +43,10 @@ class RemoteFolder:
             return {}
 
     def read(self, name: str, start: int | None = None, end: int | None = None) -> bytes:
-        """Reads an object, or its bytes from `start` to `end`; repeats what fails.
+        """Reads an object, or its bytes from `start` to `end`, with retries.
 
-        Raises InputError for an object that is missing, forbidden or shorter than `end`; UnreachableError after TRIES,
-        or once the server has not answered for PATIENCE_SECONDS.
+        Raises InputError if the object is missing, forbidden or shorter than `end`, and UnreachableError after TRIES
+        or PATIENCE_SECONDS without an answer.
         """
         where = f"{self.shown}/{name}"
 
@@ -55,14 +55,14 @@ class RemoteFolder:
                 content = self._system.cat_file(name, start=start, end=end)
                 if start is None or len(content) == end - start:
                     return content
-                problem: Exception = OSError(f"{len(content):,} bytes came instead of {end - start:,}")
+                problem: Exception = OSError(f"{len(content):,} bytes received instead of {end - start:,}")
             except (FileNotFoundError, PermissionError):
                 raise
             except Exception as error:  # each file system raises its own errors
                 problem = error
             if end is not None and (size := self._size(name)) is not None and size < end:
                 raise InputError(
-                    f"{where}: is cut off: it has {size:,} bytes, at least {end:,} are needed; upload it again"
+                    f"{where}: is truncated: it has {size:,} bytes, but needs at least {end:,}; upload it again"
                 )
             raise problem
 
@@ -85,7 +85,7 @@ class RemoteFolder:
                 raise InputError(f"{where}: {one_line(error)}; give this machine access to it") from None
             except Exception as error:  # each file system raises its own errors
                 if "Credential" in type(error).__name__:
-                    raise InputError(f"{where}: {one_line(error)}; give this machine keys to it") from None
+                    raise InputError(f"{where}: {one_line(error)}; give this machine credentials for it") from None
                 reason = one_line(error)
             self._failing_since = self._failing_since or began
             silent = time.monotonic() - self._failing_since
@@ -101,22 +101,22 @@ class RemoteFolder:
         try:
             self._system.invalidate_cache()
             return self._system.info(name).get("size")
-        except Exception:  # the failed read says what is wrong
+        except Exception:  # the failed read reports the problem
             return None
 
 
 @functools.cache
 def remote_folder(url: str) -> RemoteFolder:
-    """Returns the folder at a URL, which keeps its connections."""
+    """Returns the folder at a URL. It keeps its connections."""
     return RemoteFolder(url)
 
 
 def read_text(url: str, most_bytes: int = 1 << 20) -> str:
-    """Reads a file written by people. Raises InputError without the URL for anything else, else as `RemoteFolder`."""
+    """Reads a small text file. Raises InputError without the URL for anything else, and as `RemoteFolder` does."""
     place, _, name = url.rpartition("/")
     content = remote_folder(place).read(name)
     if len(content) > most_bytes:
-        raise InputError(f"has {len(content):,} bytes, more than the {most_bytes:,} that such a file can have")
+        raise InputError(f"has {len(content):,} bytes, more than the allowed {most_bytes:,}")
     try:
         return content.decode()
     except UnicodeDecodeError as error:

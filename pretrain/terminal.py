@@ -1,7 +1,7 @@
-"""Prints what people see while a script runs: its stages, one live line at the bottom of a terminal, colors, widths.
+"""Prints a script's stages and a live line at the bottom of the terminal, with colors and line wrapping.
 
-A file or a pipe gets plain lines and no live line. Imports nothing heavy, so that a script can report that it is
-loading before it loads.
+A file or a pipe gets plain lines and no live line. Imports nothing heavy, so that a script can report its loading
+before it loads.
 """
 
 import io
@@ -25,7 +25,7 @@ FIRST_COLUMN = re.compile(r"\S.*?\s{2,}(?=\S)")
 
 
 def is_terminal(stream: TextIO) -> bool:
-    """Tells if somebody watches this stream in a terminal that can rewrite a line."""
+    """Tells if this stream is a terminal that can rewrite a line."""
     try:
         return stream.isatty() and os.environ.get("TERM", "dumb") != "dumb"
     except ValueError:  # closed
@@ -33,7 +33,7 @@ def is_terminal(stream: TextIO) -> bool:
 
 
 def width_of(stream: TextIO) -> int | None:
-    """Returns the columns of the terminal; None for a file, whose lines have any length."""
+    """Returns the columns of the terminal; None for a file, which has no limit."""
     if not is_terminal(stream):
         return None
     if (columns := os.environ.get("COLUMNS", "")).isdecimal() and int(columns):
@@ -45,14 +45,14 @@ def width_of(stream: TextIO) -> int | None:
 
 
 def colored(text: str, color: str, stream: TextIO) -> str:
-    """Returns the text in a color if the stream is a terminal and NO_COLOR (no-color.org) is not set."""
+    """Colors the text if the stream is a terminal and NO_COLOR (no-color.org) is not set."""
     if not is_terminal(stream) or os.environ.get("NO_COLOR"):
         return text
     return f"\x1b[{COLORS[color]}m{text}\x1b[0m"
 
 
 def wrapped(text: str, width: int | None) -> str:
-    """Breaks lines at words; continuations align with the second column of a table, else two columns in."""
+    """Breaks lines at words. Continuations align with a table's second column, or are indented by two columns."""
     if width is None:
         return text
     lines = []
@@ -72,7 +72,7 @@ def printable(text: str) -> str:
 
 
 def sparkline(values: list[float], *, width: int = 40) -> str:
-    """Draws a curve of block characters: the means of `width` equal stretches of the values."""
+    """Draws a curve of block characters from the means of `width` equal parts of the values."""
     width = min(width, len(values))
     bounds = [round(n * len(values) / width) for n in range(width + 1)]
     means = [statistics.fmean(values[a:b]) for a, b in itertools.pairwise(bounds)]
@@ -85,18 +85,18 @@ def sparkline(values: list[float], *, width: int = 40) -> str:
 class LiveLine:
     """The line at the bottom of the terminal, on stderr, rewritten in place.
 
-    Python's output streams are not replaced, so only `say` knows about the line: it removes the line, prints, and
-    draws the line again. The cursor stays at the line's start, so that output of other libraries begins there as well;
-    output shorter than the line leaves the rest of the line visible on its right until the terminal scrolls.
+    Python's output streams are not replaced. Only `say` removes the line, prints, and draws the line again. The cursor
+    stays at the line's start, so other libraries' output begins there too. If it is shorter than the line, the rest of
+    the line remains visible on its right until the terminal scrolls.
     """
 
     def __init__(self):
         self._lock = threading.RLock()  # reentrant: `print_above` calls `clear` and `show`
         self.text = ""
-        """Text of the line; empty if there is none."""
+        """Text of the line, or ''."""
 
     def show(self, text: str) -> None:
-        """Draws the text, cut to the width; does nothing if stderr is no terminal."""
+        """Draws the text, truncated to the width. Does nothing if stderr isn't a terminal."""
         with self._lock:
             width = width_of(sys.stderr)
             if width is None or not text:
@@ -115,7 +115,7 @@ class LiveLine:
                 print(CLEAR_LINE, end="", file=sys.stderr, flush=True)
 
     def print_above(self, text: str, stream: TextIO) -> None:
-        """Prints the text in place of the line, and draws the line again below it."""
+        """Prints the text instead of the line, and draws the line again below it."""
         with self._lock:
             shown = self.text
             self.clear()
@@ -124,7 +124,7 @@ class LiveLine:
 
 
 LIVE_LINE = LiveLine()
-"""Live line of this process; there is only one terminal."""
+"""This process's live line."""
 
 
 def say(text: str, stream: TextIO | None = None, color: str | None = None) -> None:
@@ -138,18 +138,18 @@ def say(text: str, stream: TextIO | None = None, color: str | None = None) -> No
 
 
 def fitting(parts: Iterable[tuple[int, str]], width: int | None) -> str:
-    """Joins the parts (minimum width, text) that fit a terminal of this width; a file (None) gets all of them."""
+    """Joins the parts (minimum width, text) that fit a terminal of this width. A file (None) gets all parts."""
     return " · ".join(text for least, text in parts if text and (width is None or width >= least))
 
 
 def say_stage(text: str) -> None:
-    """Prints what a script is busy with from now on, to stderr. Rank 0 only."""
+    """Prints a script's current stage to stderr, on rank 0 only."""
     if os.environ.get("RANK", "0") == "0":
         say(f"{text} ...", sys.stderr, "dim")
 
 
 def announce_loading() -> None:
-    """Reports that the script is loading, before slow imports, and makes Ctrl-C end it without a traceback."""
+    """Reports that the script is loading, before slow imports. Makes Ctrl-C end it without a traceback."""
     sys.excepthook = _without_traceback_for_interrupts
     say_stage("Loading")
 

@@ -9,7 +9,7 @@ COUNT = re.compile(r"^([0-9][0-9_]*(?:\.[0-9]+)?(?:[eE]\+?[0-9]+)?)\s*([kKMBT]?)
 
 
 def parse_count(value: Any, thousand: int = 1000) -> Any:
-    """Converts '10B' to 10_000_000_000, '2k' to 2 * thousand, 1e9 to an int; leaves anything else to pydantic."""
+    """Converts '10B' to 10_000_000_000, '2k' to 2 * thousand, and 1e9 to an int. Leaves other values to pydantic."""
     if isinstance(value, float) and value.is_integer():
         return int(value)
     if isinstance(value, str) and (match := COUNT.match(value.strip())):
@@ -58,7 +58,7 @@ def energy_text(joules: float, how: str | None, grams_per_kwh: float | None) -> 
 
 
 def co2_text(kilowatt_hours: float, grams_per_kwh: float | None) -> str:
-    """Returns ' (582 g of CO2 at 473 g/kWh)'; empty if the grid is unknown."""
+    """Returns ' (582 g of CO2 at 473 g/kWh)', or '' if the grid is unknown."""
     if grams_per_kwh is None:
         return ""
     grams = kilowatt_hours * grams_per_kwh
@@ -68,7 +68,7 @@ def co2_text(kilowatt_hours: float, grams_per_kwh: float | None) -> str:
 
 
 def table(rows: list[list[str]], *, right: set[int] = frozenset()) -> str:
-    """Formats rows of cells as aligned text, two spaces between columns; columns in `right` are right-aligned."""
+    """Formats rows as aligned text, with two spaces between columns. Columns in `right` are right-aligned."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return "\n".join(
         "  ".join(

@@ -69,7 +69,7 @@ def test_gpus_are_read_and_else_rated(tmp_path, monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     meter = EnergyMeter(torch.device("cuda"), 2, tmp_path)
     counts.update({b"GPU-a": 6500, b"GPU-b": 250})
-    assert (meter.how, meter.joules()) == ("measured by NVML, GPUs alone", 1.75)
+    assert (meter.how, meter.joules()) == ("measured by NVML, GPUs only", 1.75)
 
     def none(name):
         raise OSError(name)

@@ -102,7 +102,7 @@ def test_a_supervised_run_is_started_again_as_long_as_it_crashes(tmp_path, monke
         lives.unlink(missing_ok=True)
         assert supervise([sys.executable, "-S", "-c", run, str(code)]) == code
         assert len(lives.read_text()) == 4
-    assert capsys.readouterr().err.count("started again in") == 4 * 3
+    assert capsys.readouterr().err.count("restarting in") == 4 * 3
     monkeypatch.setattr(launch, "HEARD", [signal.SIGTERM])
     lives.unlink()
     assert supervise([sys.executable, "-S", "-c", run, "0"]) == 1 and len(lives.read_text()) == 1, "told to end"

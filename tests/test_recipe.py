@@ -149,9 +149,9 @@ def test_a_model_without_changes_is_recorded_as_its_file(recipe):
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        (("model", "5"), "--model: a model's .json file, folder or Hub id is needed, or a mapping"),
-        (("model", "{hidden_size: 8}"), "--model: config is needed next to the keys that change it: a model's .json"),
-        (("model.config", "[a]"), "model: config is needed next to the keys that change it"),
+        (("model", "5"), "--model: must be a model's .json file, folder or Hub ID, or a mapping"),
+        (("model", "{hidden_size: 8}"), "--model: keys that change a model need config: a model's .json"),
+        (("model.config", "[a]"), "model: keys that change a model need config"),
     ],
 )
 def test_a_model_without_a_file_is_refused(recipe, override, message):
@@ -171,7 +171,7 @@ def test_the_origin_of_a_changed_model_is_told(recipe):
 def test_a_group_in_two_places_is_refused(recipe):
     """A problem of the recipe as a whole, with no path."""
     (problem,) = problems_of(recipe, ("group", "x"), ("tracking.group", "y"))
-    assert problem == f"{recipe}: recipe: group is tracking.group now, and both are given: leave out group"
+    assert problem == f"{recipe}: recipe: group is tracking.group now, but both are given; omit group"
 
 
 @pytest.mark.parametrize("key", ["optim.learning_rate", "optim.warmup_steps", "batch.tokens_per_step"])
@@ -190,7 +190,7 @@ def test_stages_must_rise_to_the_end(recipe, ends):
     stages = [{"train": [{"shards": "a"}], "until": end} for end in ends]
     recipe.write_text(RECIPE.replace("train: [{shards: data/a}]", f"stages: {stages}".replace("None", "null")))
     (problem,) = problems_of(recipe)
-    assert "stages[].until must rise" in problem
+    assert "stages[].until must increase" in problem
 
 
 def test_a_recipe_without_data_is_refused(recipe):

@@ -10,7 +10,7 @@ from pretrain.files import SEAL_FILE
 
 
 def require_average(name: str, checkpoint: Path) -> None:
-    """Raises InputError for a checkpoint without an average; `name` is what the user gave."""
+    """Raises InputError for a checkpoint without an average. name: the user's name for it."""
     if not any(checkpoint.glob("average*.safetensors")):
         raise InputError(
             f"{name}: there is no average in {checkpoint}; checkpoints of runs with averaging.kind: ema or tail have "
@@ -20,7 +20,7 @@ def require_average(name: str, checkpoint: Path) -> None:
 
 @contextmanager
 def average_folder(checkpoint: Path) -> Iterator[Path]:
-    """Creates a temporary folder of links to the checkpoint's files in which the average is the model."""
+    """Creates a temporary folder of links to the checkpoint's files, with the average as the model."""
     with tempfile.TemporaryDirectory() as parent:
         folder = Path(parent) / f"{checkpoint.name}-average"
         folder.mkdir()

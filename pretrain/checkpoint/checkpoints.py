@@ -9,9 +9,8 @@
       MANIFEST.json                                       size and sha256 of every file, written last
 
 Training waits only for the copy to CPU memory. A thread writes to a hidden folder, syncs and hashes every file,
-writes the manifest, renames, syncs the parent, and then prunes: at every instant the newest folder with a valid
-manifest is a complete checkpoint. Resuming verifies hashes first; a damaged checkpoint is renamed to
-damaged-step-00000500.
+writes the manifest, renames, syncs the parent, and then prunes. So the newest folder with a valid manifest is always a
+complete checkpoint. Resuming verifies hashes first and renames a damaged checkpoint to damaged-step-00000500.
 """
 
 import json
@@ -49,26 +48,26 @@ from pretrain.runs.run_folder import (
 from pretrain.terminal import say
 
 SAVED = ("model", "optimizer", "average", "loss_terms")
-"""Beginnings of the names of files with tensors."""
+"""Name prefixes of files with tensors."""
 UNFINISHED = ".saving-"
 DAMAGED = "damaged-"
 SLOWEST_SAVE_SECONDS = 3600.0
-"""Maximum time for a slow disk; after that the watchdog treats waiting for a save as a hang."""
+"""Maximum time for a slow disk. Then the watchdog treats waiting for a save as a hang."""
 
 
 class NoValidCheckpointError(RunStoppedError):
-    """Raised if there are checkpoints but none is intact: starting from scratch would hide the loss."""
+    """Raised if no checkpoint is intact, because starting from scratch would hide the loss."""
 
     exit_code = EXIT_NO_VALID_CHECKPOINT
 
 
 class SaveError(RunStoppedError):
-    """Raised if a save was abandoned, on every rank; earlier checkpoints are untouched."""
+    """Raised on every rank if a save was abandoned. Earlier checkpoints are unchanged."""
 
 
 @dataclass
 class Save:
-    """One save: what to write, and the outcome."""
+    """One save: its data and its outcome."""
 
     step: int
     folder: Path
@@ -100,9 +99,9 @@ class Checkpoints:
         self.settings = settings
         self.in_background = settings.async_save
         self.last_step: int | None = None
-        """Step of the newest checkpoint that was found valid or written."""
+        """Step of the newest checkpoint found valid or written."""
         self.begun_step: int | None = None
-        """Step of the save in progress, else `last_step`; all ranks know it at the same time."""
+        """Step of the save in progress, or `last_step`. Equal on all ranks."""
         self._in_flight: Save | None = None
         self._done: list[Save] = []
         self._memory: dict[str, HostMemory] = {}
@@ -124,12 +123,12 @@ class Checkpoints:
     ) -> None:
         """Starts saving the checkpoint of `step`: copies the tensors to CPU memory and writes them in a thread.
 
-        Waits for an earlier save that is still being written. `finished` and `wait` report the outcome of this one.
+        Waits for an earlier unfinished save. `finished` and `wait` report the outcome of this one.
 
         Args:
             contents: contents of trainer_state.json.
-            groups: {"model": ..., "optimizer": ..., "average": ...}; each rank writes its share of the files.
-            describe: writes the rest of a HF model folder (config, tokenizer) into the given folder; main rank only.
+            groups: {"model": ..., "optimizer": ..., "average": ...}. Each rank writes its share of the files.
+            describe: writes the rest of a HF model folder (config, tokenizer) into the given folder, on the main rank.
             beat: called regularly while training waits.
         """
         contents = contents | {"tensors": {prefix: len(group.shapes) for prefix, group in groups.items()}}
@@ -158,13 +157,13 @@ class Checkpoints:
         save.stall_seconds = time.perf_counter() - save.started
 
     def finished(self) -> Save | None:
-        """Returns a save that was written or failed since the last call; not collective."""
+        """Returns a save written or failed since the last call. Not collective."""
         if self._in_flight is not None and not self._in_flight.thread.is_alive():
             self.wait()
         return self._done.pop(0) if self._done else None
 
     def wait(self, beat: Callable[[], None] = lambda: None) -> None:
-        """Returns when nothing is being written; calls `beat` regularly."""
+        """Waits until nothing is being written. Calls `beat` regularly."""
         if (save := self._in_flight) is None:
             return
         wait_for(save, beat)
@@ -174,9 +173,9 @@ class Checkpoints:
             self.last_step = save.step
 
     def _staged(self, prefix: str, group: TensorGroup, beat: Callable[[], None]) -> dict[str, dict[str, torch.Tensor]]:
-        """Copies this rank's share to memory that nothing else writes to; reuses that memory in every save.
+        """Copies this rank's share to separate memory, which is reused in every save.
 
-        Allocating costs more than the copy: the kernel clears every new page.
+        Allocating costs more than the copy, because the kernel clears every new page.
         """
         staged: dict[str, dict[str, torch.Tensor]] = {}
         plan = plan_files(group, prefix)
@@ -192,15 +191,15 @@ class Checkpoints:
                 if file not in self._memory or self._memory[file].layout != layout:
                     self._memory.pop(file, None)  # freed before the next allocation
                     self._memory[file] = HostMemory(layout)
-            # On a GPU the copies run in the stream of the steps, after the last and before the next one, so that
-            # gathered tensors are not reused too early. Waiting happens once at the end, not per tensor.
+            # On a GPU, the copies run in the steps' stream, between two steps, so that gathered tensors are not reused
+            # too early. Waiting happens once at the end, not per tensor.
             staged.setdefault(file, {})[name] = self._memory[file].hold(name, tensor)
         if on_gpu:
             torch.cuda.current_stream().synchronize()
         return staged
 
     def _write(self, save: Save, unfinished: Path) -> None:
-        """Writes this rank's files, waits for those of other ranks, commits. Runs in the thread."""
+        """Writes this rank's files, waits for the other ranks, commits. Runs in the thread."""
         save.problem = "not finished"
         try:
             save.problem = self._written(save, unfinished)
@@ -210,23 +209,23 @@ class Checkpoints:
         save.seconds = time.perf_counter() - save.started
 
     def _written(self, save: Save, unfinished: Path) -> str | None:
-        """Returns the problem, the same on all ranks; raises if the other ranks can no longer be asked."""
+        """Returns the problem, the same on all ranks. Raises if the other ranks are unreachable."""
         problem = None
         written = {}
         try:
             for file, tensors in save.files.items():
                 save_file(tensors, unfinished / file, metadata={"format": "pt"})
                 written[file] = seal(unfinished / file)
-        except Exception as error:  # any error: the other ranks wait for the answer
+        except Exception as error:  # any error, because the other ranks wait for the answer
             problem = f"{type(error).__name__}: {error}"
         answers = self.ranks.gather((problem, written), in_background=True)
         problems = [problem for problem, _ in answers if problem]
         if not problems and self.ranks.is_main:
             try:
                 self._commit(save, unfinished, {n: entry for _, share in answers for n, entry in share.items()})
-            except Exception as error:  # any error: `describe` may fail in any way
+            except Exception as error:  # any error, because `describe` may fail in any way
                 problems = [f"{type(error).__name__}: {error}"]
-        # No rank continues before the commit: the next save must find it finished, and all must know the outcome.
+        # No rank continues before the commit, because the next save must find it finished, and all need the outcome.
         problems = self.ranks.gather(problems, in_background=True)[0]
         if problems and self.ranks.is_main:
             shutil.rmtree(unfinished, ignore_errors=True)
@@ -239,11 +238,11 @@ class Checkpoints:
         save.describe(unfinished)
         (unfinished / "trainer_state.json").write_text(json.dumps(save.contents, indent=1))
         commit(unfinished, save.folder, files)
-        # After the rename: LATEST must never name a folder that a crash may leave unfinished.
+        # After the rename, because LATEST must never name a folder that a crash may leave unfinished.
         write_durably(self.folder / "LATEST", save.folder.name)
         try:
             self._prune()
-        except Exception as error:  # this checkpoint is complete; the next prune tries again
+        except Exception as error:  # this checkpoint is complete; the next prune retries
             say(f"checkpoints: an old one could not be removed ({error})", sys.stderr)
 
     def valid(self, folder: Path) -> Path:
@@ -257,11 +256,11 @@ class Checkpoints:
     ) -> Path | None:
         """Returns the newest intact checkpoint of step `at_most` or earlier, or None.
 
-        Logs damaged checkpoints, and those of another step than their name says, and renames them to make way for the
-        mirror's copy, if there is one. Raises NoValidCheckpointError if all are damaged or missing.
+        Logs and renames damaged checkpoints, and checkpoints with a wrong step, to make way for the mirror's copy, if
+        any. Raises NoValidCheckpointError if all are damaged or missing.
         """
         self.wait(beat)
-        # The main rank's list: on a network disk other ranks may still see an older one.
+        # The main rank's list, because on a network disk other ranks may still see an older one.
         present = self.ranks.gather(list(checkpoint_folders(self.run)))[0]
         if present and at_most is None:
             self._repair_latest(present[-1])
@@ -290,7 +289,7 @@ class Checkpoints:
         return None
 
     def _damage(self, folder: Path, beat: Callable[[], None] = lambda: None) -> list[str]:
-        """Lists the damage of a checkpoint; each rank verifies its share of the files."""
+        """Lists the damage of a checkpoint. Each rank verifies its share of the files."""
         share = checkpoint_damage(folder, self.ranks.rank, self.ranks.count, beat, resumes=True)
         return [problem for found in self.ranks.gather(share) for problem in found]
 
@@ -302,7 +301,7 @@ class Checkpoints:
         return fetch_again(self.run, self.settings, self.ranks, step, beat)
 
     def _repair_latest(self, newest: int) -> None:
-        """Makes LATEST name the newest checkpoint that was written, intact or not, if it names none.
+        """Makes LATEST name the newest checkpoint, intact or not, if it names none.
 
         Naming an older one would make the mirror delete its copies of later ones.
         """
@@ -311,7 +310,7 @@ class Checkpoints:
                 write_durably(self.folder / "LATEST", checkpoint_name(newest))
 
     def _lost(self) -> str:
-        """Returns the evidence that checkpoints existed here and are missing; '' if there never was one."""
+        """Returns evidence of missing checkpoints, or ''."""
         if damaged := len(list(self.folder.glob(f"{DAMAGED}*"))):
             return f"{damaged} damaged"
         if (self.folder / "LATEST").exists():
@@ -322,11 +321,11 @@ class Checkpoints:
         return f"{METRICS_FILE} lists step {saved[-1]:,} as saved, but it is gone" if saved else ""
 
     def discard_after(self, step: int) -> None:
-        """Removes the checkpoints of later steps: training rolls back to `step` and continues differently."""
+        """Removes the checkpoints of later steps, because training rolls back to `step` and continues differently."""
         self.wait()
         with self.ranks.together(SaveError):
             if self.ranks.is_main:
-                # Before the removals: the mirror's copier takes steps after LATEST for abandoned, and copies none.
+                # Before the removals, so that the mirror's copier treats later steps as abandoned.
                 write_durably(self.folder / "LATEST", checkpoint_name(step))
                 for later, folder in checkpoint_folders(self.run).items():
                     if later > step:
@@ -340,7 +339,7 @@ class Checkpoints:
 
 
 def wait_for(save: Save, beat: Callable[[], None]) -> None:
-    """Waits until a save is written; beats, so that a slow disk is no hang, but not after SLOWEST_SAVE_SECONDS."""
+    """Waits for a save. Beats up to SLOWEST_SAVE_SECONDS, so that a slow disk isn't reported as a hang."""
     while save.thread.is_alive():
         save.thread.join(timeout=1.0)
         if time.perf_counter() - save.started < SLOWEST_SAVE_SECONDS:
@@ -361,7 +360,7 @@ class SavedRun:
     model: SavedTensors
     optimizer: SavedTensors
     average: SavedTensors
-    """Average of the weights and of terms of the loss; empty if the state says that there is none."""
+    """Average of the weights and loss terms, if any."""
     loss_terms: SavedTensors
     """Parameters of terms of the loss."""
     contents: dict[str, Any]

@@ -1,4 +1,4 @@
-"""Writes final/: the trained model as save_pretrained would, in the export dtype, with tokenizer and model card."""
+"""Writes final/, the trained model in save_pretrained's format and the export dtype, with tokenizer and model card."""
 
 import json
 import shutil
@@ -20,7 +20,7 @@ from pretrain.parallel.launcher import environment_alone, python_path
 from pretrain.parallel.strategy import Strategy
 
 CARD_SECONDS = 300.0
-"""Maximum time to write a model card; after that the model is exported without one."""
+"""Maximum time to write a model card. Then the model is exported without one."""
 
 
 def describe_model(model: PreTrainedModel, tokenizer: Path, folder: Path, dtype: torch.dtype = torch.float32) -> None:
@@ -36,7 +36,7 @@ def describe_model(model: PreTrainedModel, tokenizer: Path, folder: Path, dtype:
 
 
 def add_converters_keys(path: Path) -> None:
-    """Adds to config.json what llama.cpp's converter reads and transformers no longer writes: GPT-2's n_ctx."""
+    """Adds GPT-2's n_ctx to config.json. llama.cpp's converter needs it, but transformers no longer writes it."""
     config = json.loads(path.read_text(encoding="utf-8"))
     if config["model_type"] == "gpt2":
         config["n_ctx"] = config["n_positions"]
@@ -46,7 +46,7 @@ def add_converters_keys(path: Path) -> None:
 def export_final(
     run: Path, strategy: Strategy, dtype: str, describe: Callable[..., None], beat: Callable[[], None]
 ) -> Path:
-    """Writes run/final, complete or not at all; a collective call. Raises SaveError if a rank cannot write."""
+    """Writes run/final atomically. A collective call. Raises SaveError if a rank can't write."""
     ranks = strategy.ranks
     final = run / "final"
     unfinished = run / ".saving-final"
@@ -57,7 +57,7 @@ def export_final(
     with ranks.together(SaveError):
         group = strategy.model_tensors()
         buffers = {name for name, _ in strategy.causal_lm.named_buffers()}
-        # Buffers keep their dtype: transformers reads a router's bias in fp32; rounded, it would choose other experts.
+        # Buffers keep their dtype, because a rounded router bias would choose other experts.
         dtypes = dict.fromkeys(group.shapes.keys() - buffers, DTYPES[dtype])
         published = PublishedNames.of(strategy.causal_lm.config)
         written = write_group(unfinished, "model", group, ranks.rank, ranks.count, dtypes, beat, published)
@@ -72,7 +72,7 @@ def export_final(
 
 
 def export_card(run: Path, folder: Path) -> str | None:
-    """Writes the model card into the folder; returns the problem, if any: a missing card must not lose the model."""
+    """Writes the model card into the folder. Returns the problem, if any, because the model matters more."""
     command = [sys.executable, "-m", "pretrain_tools.publishing.card", str(run.absolute()), str(folder.absolute())]
     # The recipe's paths are relative to the current folder, so the child process must keep it.
     environment = environment_alone() | {"PYTHONPATH": python_path()}

@@ -1,4 +1,4 @@
-"""Checks that the exported model is the trained one: reloads it and compares logits and losses."""
+"""Compares the exported model with the trained one, by reloading it and comparing logits and losses."""
 
 import itertools
 from collections.abc import Iterator
@@ -19,8 +19,8 @@ from pretrain.files import damage
 from pretrain.hardware import DTYPES
 
 LOSS_TOLERANCE = {"fp32": 2e-3, "bf16": 5e-2, "fp16": 2e-2, "fp8": 2e-1}
-"""Nats per token allowed between the training model and its export, by the coarser of their precisions: many times the
-effect of rounding (some 1e-3 in bf16), a small part of the effect of one misplaced tensor."""
+"""{coarser precision: allowed difference in nats per token}, much larger than the effect of rounding (about 1e-3 in
+bf16), but much smaller than the effect of one misplaced tensor."""
 PROBE_SEQUENCES = 2
 PROBE_TOKENS = 32
 
@@ -33,7 +33,7 @@ class ExportCheck:
     problems: list[str] = field(default_factory=list)
     """Differences; empty for a faithful export."""
     left_out: list[str] = field(default_factory=list)
-    """Comparisons that could not be made, and why."""
+    """Reasons for skipped comparisons."""
     logit_difference: float | None = None
     """Largest difference of a logit due to rounding the weights, relative to the largest logit."""
     loss_difference: float | None = None
@@ -60,7 +60,7 @@ class ExportCheck:
 
 @dataclass(frozen=True)
 class TrainingLosses:
-    """Losses by the training model itself, measured by all ranks together."""
+    """The training model's losses, measured on all ranks."""
 
     losses: dict[str, float]
     """{source: mean nats per token over its first window}"""
@@ -104,7 +104,7 @@ def verify_export(
         else:
             check.left_out.append("the loss (no validation data)")
         logits_BTV = exported_logits(exported, ids_BT)
-        del exported  # only one model in memory at a time: each may take half of it
+        del exported  # only one model in memory at a time, because each may take half of it
         compare_logits(check, logits_BTV, checkpoint, ids_BT, DTYPES[dtype])
     return check
 
@@ -122,7 +122,7 @@ def no_loading_bars() -> Iterator[None]:
 
 
 def load_whole(folder: Path, check: ExportCheck) -> PreTrainedModel | None:
-    """Loads the model in fp32 by from_pretrained; returns None, and notes the problem, if a weight is misplaced."""
+    """Loads the model in fp32 with from_pretrained. If a weight is misplaced, records the problem and returns None."""
     try:
         model, info = AutoModelForCausalLM.from_pretrained(
             folder, dtype=torch.float32, attn_implementation="eager", output_loading_info=True, use_safetensors=True
@@ -140,7 +140,7 @@ def load_whole(folder: Path, check: ExportCheck) -> PreTrainedModel | None:
 
 
 def exported_tokenizer_problems(folder: Path, model: PreTrainedModel) -> list[str]:
-    """Lists where the folder's tokenizer and model disagree about token IDs."""
+    """Lists contradictions between the folder's tokenizer and model about token IDs."""
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder)
     except (OSError, ValueError) as error:
@@ -189,8 +189,8 @@ def compare_logits(
 def losses_of(model: PreTrainedModel, readers: dict[str, ShardReader], window: WindowSpec) -> dict[str, float]:
     """Returns {source: mean loss per token in nats over its first window}, in fp32 on the CPU.
 
-    Uses transformers' eager forward pass and whole logits, each document of the window alone: an independent path, so
-    that mistakes of the training path show.
+    Uses transformers' eager forward pass and whole logits, with each document of the window alone. This independent
+    path reveals mistakes of the training path.
     """
     losses = {}
     for name, reader in readers.items():
@@ -209,7 +209,7 @@ def losses_of(model: PreTrainedModel, readers: dict[str, ShardReader], window: W
 
 
 def compare_losses(check: ExportCheck, model: PreTrainedModel, trained: TrainingLosses, tolerance: float) -> None:
-    """Compares losses; a difference above `tolerance` nats, or NaN, is a problem."""
+    """Compares losses. A difference above `tolerance` nats, or NaN, is a problem."""
     exported = losses_of(model, trained.readers, trained.window)
     for name, loss in trained.losses.items():
         difference = abs(exported[name] - loss)

@@ -2,9 +2,9 @@
 
     python -m pretrain.checkpoint.mirror_copy RUN --mirror URL     # copies what the mirror lacks, and ends
 
-The thread looks into the run's folder twice a second. It copies the newest checkpoint that the mirror lacks first,
-holding it by links against pruning; older ones only if they are to be kept for good. It retries failures with
-exponentially growing pauses.
+The thread checks the run's folder twice a second. It first copies the newest missing checkpoint, protected from
+pruning by hard links, and older ones only if they are kept permanently. It retries failures with exponentially growing
+pauses.
 
     RUN/mirror/status.json      what was copied, what fails since when; for `runs.py status`
     RUN/mirror/copying/         links to what is being copied
@@ -60,11 +60,11 @@ NICENESS = 10
 
 
 class TakenOverError(Exception):
-    """Raised if another start of the run writes to the mirror now: this one stops copying for good."""
+    """Raised if another start of the run has taken over the mirror, so this one stops copying."""
 
 
 class MirrorCopier:
-    """Copier of one start of a run, by `keep_copying` in a thread or by single calls of `attempt`.
+    """Copies for one start of a run, with `keep_copying` in a thread or single calls of `attempt`.
 
     Args:
         run: the run's folder.
@@ -78,17 +78,17 @@ class MirrorCopier:
         claim = read_json(run / MIRROR_FOLDER / CLAIM_FILE)
         self.start = claim.get("start")
         self.damaged: dict[str, str] = claim.get("damaged") or {}
-        """{name: what is wrong} of damaged files and folders on the mirror."""
+        """{damaged file or folder on the mirror: problem}."""
         self.there: dict[int, float | None] | None = None
-        """{step: validation loss} of the complete checkpoints on the mirror; None before the first look."""
+        """{step: validation loss} of the complete checkpoints on the mirror; None before the first pass."""
         self.manifests: dict[str, bytes] = {}
         """{folder: its manifest} of the complete checkpoints, and final/, on the mirror."""
         self.files: dict[str, bytes] = {}
-        """Small files as they were last copied."""
+        """Small files at their last copy."""
         self.seen: set[int] = set()
-        """Steps of the run's checkpoints at the last look."""
+        """Steps of the run's checkpoints at the last pass."""
         self.beaten = time.monotonic()
-        """Time of the last sign of life, by the monotonic clock."""
+        """Time of the last sign of life (monotonic clock)."""
         self.status: dict[str, Any] = {
             "mirror": store.address,
             "copied_step": None,
@@ -104,7 +104,7 @@ class MirrorCopier:
             "damaged": self.damaged,
         }
         self.is_settled = False
-        """True if everything that was there at `settle` is copied."""
+        """True if everything that existed at `settle` is copied."""
         self._settles = False
         self._ends = False
         self._wake = threading.Event()
@@ -117,7 +117,7 @@ class MirrorCopier:
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
         with copying_alone(self.run):
             while True:
-                # Cleared before the flags are read: a request that comes later ends the wait below at once.
+                # Cleared before the flags are read, so that a later request ends the wait below immediately.
                 self._wake.clear()
                 settles = self._settles
                 ends = self._ends
@@ -132,17 +132,17 @@ class MirrorCopier:
                     self._wake.wait(min(pause, LONGEST_PAUSE_AT_THE_END) if settles else pause)
 
     def settle(self) -> None:
-        """Asks for everything to be copied now."""
+        """Requests a copy of everything now."""
         self._settles = True
         self._wake.set()
 
     def end(self) -> None:
-        """Asks for everything written since `settle` to be copied, after which `keep_copying` returns."""
+        """Requests a copy of everything written since `settle`. Then `keep_copying` returns."""
         self._ends = True
         self._wake.set()
 
     def attempt(self, *, everything: bool) -> bool:
-        """Makes one pass, recording a failure in the status; returns whether nothing is left to do."""
+        """Makes one pass, recording a failure in the status. Returns True if nothing is left to do."""
         try:
             more = self.pass_once(everything=everything)
         except Exception as error:  # each file system raises its own errors
@@ -158,11 +158,11 @@ class MirrorCopier:
         return not more
 
     def pass_once(self, *, everything: bool = False) -> bool:
-        """Copies the most urgent thing that the mirror lacks; returns whether there may be more.
+        """Copies the most urgent missing thing. Returns True if there may be more.
 
-        everything: also copies small files that have changed. Raises what the file system raises.
+        everything: also copy changed small files. Raises the file system's errors.
         """
-        if self.there is None:  # also after run.json was found missing or damaged
+        if self.there is None:  # also after finding run.json missing or damaged
             self._first_look()
         self._drop_abandoned()
         step = self._next()
@@ -180,7 +180,7 @@ class MirrorCopier:
         return False
 
     def _first_look(self) -> None:
-        """Reads what the mirror has, and claims it for this start."""
+        """Reads the mirror's content, and claims it for this start."""
         self.manifests = {}
         self.files = {}
         identity = self.store.identity()
@@ -210,9 +210,9 @@ class MirrorCopier:
         self._remove(parts)  # left by interrupted copies
 
     def _whole(self, sealed: list[int]) -> dict[int, float | None]:
-        """Returns {step: validation loss} of the checkpoints without visible damage; records damage of the others.
+        """Returns {step: validation loss} of the checkpoints without visible damage. Records damage of the others.
 
-        Also checks final/, and collects the manifests of what is complete.
+        Also checks final/, and collects the manifests of complete folders.
         """
         losses = {}
         names = {name_of(step): step for step in sealed}
@@ -232,7 +232,7 @@ class MirrorCopier:
         return losses
 
     def _copied(self, name: str, manifest: bytes | None = None) -> None:
-        """Records that a file or folder there is complete or gone, so that a copy by hand forgets earlier damage."""
+        """Records that a file or folder on the mirror is complete or gone, and clears its earlier damage."""
         if manifest is not None:
             self.manifests[name] = manifest
         if self.damaged.pop(name, None) is not None:
@@ -241,7 +241,7 @@ class MirrorCopier:
                 write_durably(path, json.dumps(read_json(path) | {"damaged": self.damaged}))
 
     def _require_claim(self) -> None:
-        """Raises TakenOverError if another start of the run writes here, OSError if run.json is missing or damaged."""
+        """Raises TakenOverError if another start writes here, and OSError if run.json is missing or damaged."""
         identity = self.store.identity()
         if identity is None or identity.damage is not None:
             self.there = None
@@ -253,7 +253,7 @@ class MirrorCopier:
             )
 
     def _drop_abandoned(self) -> bool:
-        """Removes steps after the target of a rollback; returns False if these are all that the mirror has."""
+        """Removes steps after the target of a rollback. Returns False if the mirror has no other steps."""
         latest = latest_step(self.run)
         abandoned = [step for step in self.there if latest is not None and step > latest]
         if abandoned and len(abandoned) == len(self.there):
@@ -265,14 +265,14 @@ class MirrorCopier:
         if steps:
             self._require_claim()
         for step in steps:
-            # Forgotten before it is removed: a removal that fails halfway must not count as a copy.
+            # Forgotten before the removal, because a half-removed folder must not count as a copy.
             self.there.pop(step, None)
             self.manifests.pop(name_of(step), None)
             self.store.remove(name_of(step))
             self._copied(name_of(step))
 
     def _next(self) -> int | None:
-        """Returns the step to copy next: the newest, else a missing one that is to be kept for good."""
+        """Returns the step to copy next: the newest, or a missing one that is kept permanently."""
         latest = latest_step(self.run)
         if latest is None:
             return None
@@ -281,7 +281,7 @@ class MirrorCopier:
             manifest = content_of(path / SEAL_FILE)
             if manifest is not None and step <= latest:
                 here[step] = manifest
-        # Checkpoints that were pruned while the mirror was busy with others, or unreachable.
+        # Checkpoints pruned while the mirror was busy or unreachable.
         known = {step for step in self.seen if name_of(step) in self.manifests}
         dropped = {step for step in self.seen - here.keys() - known if step <= latest}
         self.seen = set(here)
@@ -307,7 +307,7 @@ class MirrorCopier:
             if is_abandoned():
                 raise FileNotFoundError
             self._require_claim()
-            # Before the manifest: a start that finds this checkpoint must find the log up to its step.
+            # Before the manifest, because a start that finds this checkpoint must find the log up to its step.
             self._put_files()
 
         self.beat()
@@ -319,7 +319,7 @@ class MirrorCopier:
         except FileNotFoundError:
             if (self.run / name_of(step)).is_dir() and not is_abandoned():
                 raise
-            return  # the run has rolled back, or has pruned it in the meantime: there is a newer one
+            return  # the run has rolled back or pruned it meanwhile, so there is a newer one
         finally:
             shutil.rmtree(held.parent, ignore_errors=True)
         self._copied(name_of(step), manifest)
@@ -334,9 +334,9 @@ class MirrorCopier:
         self._remove([step for step in {*self.there, *damaged} if step not in kept])
 
     def _put_files(self) -> None:
-        # Order matters: rollbacks.json is written after LATEST, so whoever reads of a rollback also sees its target.
+        # The order matters. rollbacks.json is written after LATEST, so a reader of a rollback also sees its target.
         files = run_files(self.run)
-        if not self._drop_abandoned():  # the mirror must not record the rollback before its target is there
+        if not self._drop_abandoned():  # the mirror must not record the rollback before its target exists
             return
         for name, content in files.items():
             if self.files.get(name) != content:
@@ -362,9 +362,9 @@ class MirrorCopier:
 
 
 def hold(folder: Path, held: Path) -> Path:
-    """Links a checkpoint's files into `held`, which pruning ignores; returns the original on a disk without links.
+    """Links a checkpoint's files into `held`, which pruning ignores. Returns the original on a disk without links.
 
-    Raises FileNotFoundError if the checkpoint is pruned in the meantime.
+    Raises FileNotFoundError if the checkpoint is pruned meanwhile.
     """
     try:
         for path in sorted(path for path in folder.rglob("*") if path.is_file()):
@@ -379,7 +379,7 @@ def hold(folder: Path, held: Path) -> Path:
 
 
 def content_of(path: Path) -> bytes | None:
-    """Returns a file's content; None if there is no such file."""
+    """Returns a file's content, or None if it doesn't exist."""
     try:
         return path.read_bytes()
     except (FileNotFoundError, NotADirectoryError):
@@ -387,19 +387,19 @@ def content_of(path: Path) -> bytes | None:
 
 
 def copying_alone(run: Path) -> TextIO:
-    """Locks the mirror folder while copying, since somebody may copy the run by hand at the same time."""
+    """Locks the mirror folder while copying, because a user may copy the run by hand at the same time."""
     lock = open(run / MIRROR_FOLDER / ".lock", "w")  # noqa: SIM115
     fcntl.flock(lock, fcntl.LOCK_EX)
     return lock
 
 
 def copy_script() -> int:
-    """Copies a run by hand; returns the exit status."""
+    """Copies a run by hand. Returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path, metavar="RUN")
     parser.add_argument("--mirror", required=True, help="checkpoint.mirror")
     arguments = parser.parse_args()
-    settings = config.Checkpoint(mirror=arguments.mirror, keep_last=config.MOST)  # copying by hand prunes nothing
+    settings = config.Checkpoint(mirror=arguments.mirror, keep_last=config.MOST)  # a manual copy prunes nothing
     store = connect(settings, arguments.run)
     (arguments.run / MIRROR_FOLDER).mkdir(exist_ok=True)
     with copying_alone(arguments.run):

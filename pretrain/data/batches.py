@@ -1,12 +1,11 @@
-"""Maps (step, micro-step, rank) to tokens by arithmetic alone: resuming needs no state and no replay.
+"""Maps (step, micro-step, rank) to tokens by arithmetic, so resuming needs no state and no replay.
 
-Sample n of a run, counted over all ranks, is a window of sequence_length + 1 tokens of one source. Which one depends
-on (seed, n) alone, so the order of the data is the same on any number of ranks. A mixture interleaves its sources by a
-fixed pattern of their weights; within a source, each window is visited once per epoch, in the order of a keyed
-permutation.
+Sample n of a run, counted over all ranks, is a window of sequence_length + 1 tokens of one source. It depends only on
+(seed, n), so the order of the data is the same on any number of ranks. A mixture interleaves its sources in a fixed
+pattern by weight. Within a source, each window is visited once per epoch, in the order of a keyed permutation.
 
-In a stage with windows `span` times as long, a window counts as `span` samples, so that the number of samples in a
-step does not change, and the stage begins at the start of a step. Each length has its own epochs of a source.
+In a stage with windows `span` times as long, a window counts as `span` samples, so the number of samples per step
+doesn't change. A stage begins at the start of a step. Each length has separate epochs of a source.
 """
 
 import bisect
@@ -30,36 +29,36 @@ if TYPE_CHECKING:
     from pretrain.data.packing import Packing
 
 PATTERN_LENGTH = 10_000
-"""Samples after which a mixture's interleaving pattern repeats: weights are exact to four digits."""
+"""Length of a mixture's interleaving pattern in samples, so weights are exact to four digits."""
 
 LOCATED_SAMPLES = 256
-"""Samples whose windows are located in one call."""
+"""Number of samples located in one call."""
 
 SkippedRange = tuple[int, int]
-"""(first sample, number of samples) that training skips, in the run's own count of samples."""
+"""(first sample, number of samples) skipped by training, in the run's own count of samples."""
 
 
 Drawn = dict[int, np.ndarray]
-"""{tokens in a window: (sources,) number of windows of that length that were drawn from each source}."""
+"""{tokens in a window: (sources,) number of windows of this length drawn from each source}."""
 
 
 @dataclass(frozen=True)
 class SourceRead:
-    """Record of how much a run has read of one source."""
+    """How much a run has read of one source."""
 
     shards: str
     """Folder of the prepared source."""
     sha256: str
     """First 16 digits of its manifest's hash."""
     number: int
-    """Number that sets the order of its windows; unique within the run."""
+    """Unique number within the run, which determines the order of its windows."""
     windows: dict[int, int]
-    """{tokens in a window: windows of that length that were drawn}."""
+    """{tokens in a window: windows of this length drawn}."""
 
 
 @dataclass(frozen=True)
 class DataPosition:
-    """A run's position in its data. Stored in checkpoints: a run whose data change continues from it."""
+    """A run's position in its data, stored in checkpoints. A run with changed data continues from it."""
 
     step: int
     sample: int
@@ -78,13 +77,13 @@ class DataPosition:
 
 @dataclass(frozen=True)
 class Segment:
-    """A stretch of samples drawn by one pattern: a stage, or the rest of it after a source is used up."""
+    """Samples drawn with one pattern: a stage, or the rest of it after a source is used up."""
 
     first_sample: int
     length: int
     """Tokens in one of its windows."""
     span: int
-    """Samples that one of its windows counts as: its length over data.sequence_length."""
+    """Number of samples per window: its length over data.sequence_length."""
     pattern: np.ndarray
     """Source of each window, (PATTERN_LENGTH,), repeating."""
     drawn: np.ndarray
@@ -121,14 +120,14 @@ class Batches:
         data: the recipe's data section.
         seed: seed of the order of samples.
         ramp: sequences per step over the run.
-        skipped: samples that training skips, in ranges that may overlap and come in any order; later samples move up.
-        passed: first samples of the stages that a run has begun, except the first stage, as far as they are known: a
-            run that is extended keeps them.
-        origin: position of the run when it was given this data; None for the data that it began with. Only steps from
-            there on can be read.
+        skipped: samples skipped by training, in ranges that may overlap, in any order. Later samples move up.
+        passed: known first samples of the stages that a run has begun, except the first stage. An extended run keeps
+            them.
+        origin: position of the run when it switched to this data; None for its original data. Only later steps can be
+            read.
 
-    Raises InputError as `open_training` does, if the max_epochs of all sources are used up before the run ends, and
-    for a stage with other windows or positions that contains no step.
+    Raises InputError as `open_training` does, if the max_epochs of all sources are used up before the run ends, or for
+    a stage with other windows or positions that contains no step.
     """
 
     def __init__(
@@ -150,7 +149,7 @@ class Batches:
         self.skipped = tuple(_merged(skipped))
         self.passed = tuple(passed)
         self.readers = open_training(data)
-        # Sources are numbered in the order in which the stages first name them.
+        # Sources are numbered in the order of their first appearance in the stages.
         self.folders = list(self.readers)
         self._numbers, self._read_before = self._continued(origin.sources if origin else ())
         self._lengths = [window.sequence_length for window in data.windows]
@@ -160,7 +159,7 @@ class Batches:
             length: self._whole_windows(length)
             for length in dict.fromkeys([self.window.sequence_length, *self._lengths, *read_at])
         }
-        """{tokens in a window, also of windows that only an earlier part of the run had: (sources,) windows}."""
+        """{tokens in a window, including lengths used only earlier in the run: (sources,) windows}."""
         self.stage_starts = self._stage_starts(data)
         """First sample of each stage."""
         self.first_steps = [self._first_step_from(sample) for sample in self.stage_starts]
@@ -204,7 +203,7 @@ class Batches:
         left = list(read)
         found = []
         for folder, reader in self.readers.items():
-            # Match the folder first: a source may have been moved, but two folders may hold the same text.
+            # Match the folder first. A source may have been moved, but two folders may also have the same text.
             same = [entry for entry in left if reader.manifest.sha256.startswith(entry.sha256)]
             same.sort(key=lambda entry, folder=folder: entry.shards != folder)
             found.append(same[0] if same else None)
@@ -215,14 +214,14 @@ class Batches:
         return numbers, [{} if entry is None else entry.windows for entry in found]
 
     def position(self, step: int) -> DataPosition:
-        """Returns the position of a run that has taken the steps before `step`."""
+        """Returns the position of a run before `step`."""
         sample = self.first_sample(step)
         drawn = self._drawn_before(sample)
         sources = []
         for place, (folder, reader) in enumerate(self.readers.items()):
             windows = {length: int(counts[place]) for length, counts in drawn.items() if counts[place]}
             sources.append(SourceRead(folder, reader.manifest.sha256[:16], self._numbers[place], windows))
-        # Sources that the run no longer uses may come back.
+        # Unused sources may come back.
         numbers = {source.number for source in sources}
         gone = [entry for entry in (self.origin.sources if self.origin else ()) if entry.number not in numbers]
         return DataPosition(step, sample, (*sources, *gone))
@@ -242,15 +241,15 @@ class Batches:
                 self.readers[self.folders[source]].read(start, out[row])
             if self._transform is not None:
                 out[row] = self._transform(out[row], self._unskipped(first + row * self._span(length)))
-        # Checked on the CPU, before the copy: a device would fail far from the cause.
+        # Checked on the CPU, before the copy, because a device would fail far from the cause.
         if out.max() >= self.vocabulary_size:
             self._refuse(first, out)
         return out
 
     def _expect(self, first: int, length: int, step: int, micro_step: int, who: tuple[int, int, int]) -> None:
-        """Has the windows fetched that `who` (rank, ranks, sequences) reads next, from the micro-batch at `first` on.
+        """Fetches the next windows of `who` (rank, ranks, sequences), from the micro-batch at `first` on.
 
-        It reads its micro-batches in the order of training. A stage with other windows begins anew.
+        Micro-batches are read in the order of training. A stage with other windows starts over.
         """
         from pretrain.data.object_store import BLOCK_BYTES, BLOCKS_AHEAD, block_reader
 
@@ -290,12 +289,12 @@ class Batches:
         pieces = self.pieces(source, start, ids.shape[1] - 1)
         places = ", ".join(f"{first:,} to {first + count:,}" for first, count in pieces)
         raise InputError(
-            f"{self.folders[source]}: id {int(ids[row].max()):,} in the training tokens {places} is outside the "
-            f"vocabulary of {self.vocabulary_size:,}; the shards are damaged: restore them or prepare them again"
+            f"{self.folders[source]}: ID {int(ids[row].max()):,} in the training tokens {places} is outside the "
+            f"vocabulary of {self.vocabulary_size:,}; the shards are damaged; restore them or prepare them again"
         )
 
     def _located(self, first_sample: int, count: int) -> list[tuple[int, int]]:
-        """Calls `locate` for many windows at once: more cost hardly more, and the next step needs them."""
+        """Calls `locate` for many windows together, because the next step needs them and the cost is similar."""
         span = self.span_at(first_sample)
         offset, rest = divmod(first_sample - self._first_located, span)
         if span != self._span_located or rest or offset < 0 or offset + count > len(self._windows_located):
@@ -308,7 +307,7 @@ class Batches:
     def locate(self, first_sample: int, count: int) -> list[tuple[int, int]]:
         """Returns (source number, first token) of `count` consecutive windows of the run, all as long as the first.
 
-        With best fit, which `pieces` resolves, the first token is where the window would begin in a run of windows.
+        With best fit, the first token is only the window's number times its length. `pieces` resolves it.
         """
         span = self.span_at(first_sample)
         samples = self._leave_out(first_sample + span * np.arange(count, dtype=np.int64))
@@ -323,13 +322,13 @@ class Batches:
         return list(zip(source.tolist(), start.tolist(), strict=True))
 
     def pieces(self, source: int, start: int, length: int) -> list[tuple[int, int]]:
-        """Returns (first token, tokens) of the parts of the source that a located window consists of."""
+        """Returns (first token, tokens) of a located window's parts of the source."""
         if not self.packings:
             return [(start, length + 1)]
         return self.packings[source, length].pieces(start // length)
 
     def span_at(self, sample: int) -> int:
-        """Returns how many samples the window at `sample` counts as: its length over data.sequence_length."""
+        """Returns the number of samples in the window at `sample`: its length over data.sequence_length."""
         return self.segments[self._segment_of(self._unskipped(sample))].span
 
     def _span(self, length: int) -> int:
@@ -349,7 +348,7 @@ class Batches:
         return dict(zip(self.folders, self._epochs(drawn).tolist(), strict=True))
 
     def epochs_in_stage(self, number: int) -> dict[str, float]:
-        """Returns the epochs that the stage reads, or what is left of it, of each source that it draws from."""
+        """Returns the stage's remaining epochs of each of its sources."""
         first = max(self.stage_starts[number], self.segments[0].first_sample)
         end = [*self.stage_starts, self._total][number + 1]
         if end <= first:
@@ -364,8 +363,8 @@ class Batches:
 
     def _epochs(self, drawn: Drawn, without: int | None = None) -> np.ndarray:
         """Returns (sources,) epochs, over all lengths together or all but one."""
-        # Lengths that the run no longer has are summed apart: in another order the last bit would differ from what was
-        # logged, and from where max_epochs ended a source.
+        # Unused lengths are summed separately, because in another order the last bit would differ from the logs, and
+        # from the point at which max_epochs ended a source.
         current = {self.window.sequence_length, *self._lengths}
         here = np.zeros(len(self.folders))
         elsewhere = np.zeros(len(self.folders))
@@ -383,9 +382,9 @@ class Batches:
         return first, last + 1 - first
 
     def passing(self, stage_starts: Sequence[int], sample: int) -> "Batches":
-        """Returns the same run from `sample` on, keeping the starts of stages that it has passed as planned so far."""
+        """Returns the same run from `sample` on, keeping the starts of passed stages."""
         passed = [start for start in stage_starts[1:] if start < sample]
-        # A boundary that the changed recipe puts before `sample` moves to `sample`.
+        # A changed recipe's boundary before `sample` moves to `sample`.
         passed += [sample for start in self.stage_starts[1 + len(passed) :] if start < sample]
         return self.changed(passed=passed)
 
@@ -405,7 +404,7 @@ class Batches:
         return bisect.bisect_right(self._starts, sample) - 1
 
     def _leave_out(self, samples: np.ndarray) -> np.ndarray:
-        # In ascending order: each range must see samples already moved by earlier ranges.
+        # In ascending order, because each range must see samples already moved by earlier ranges.
         for first, count in self.skipped:
             samples = np.where(samples >= first, samples + count, samples)
         return samples
@@ -424,17 +423,17 @@ class Batches:
     def _stage_starts(self, data: Data) -> list[int]:
         starts = [0]
         for number, (stage, following) in enumerate(itertools.pairwise(data.mixtures), start=1):
-            # Without skipped samples: skipping late in a run must not move the end of an earlier stage.
+            # Without skipped samples, because skipping late in a run must not move the end of an earlier stage.
             start = round(stage.until * self.ramp.total_sequences)
             if number <= len(self.passed):
                 start = self.passed[number - 1]
-            # The model cannot change its windows or positions in the middle of a step.
+            # The model can't change its windows or positions in the middle of a step.
             if self._lengths[number] != self._lengths[number - 1] or following.rope_parameters:
                 step = self._first_step_from(start)
                 if step == self.ramp.total_steps:
                     raise InputError(
                         f"data.stages[{number}]: begins after {start:,} of {self.ramp.total_sequences:,} samples, "
-                        f"where none of the run's {step:,} steps is left for it; give stages[{number - 1}].until an "
+                        f"when none of the run's {step:,} steps is left; give stages[{number - 1}].until an "
                         "earlier end, or raise the budget"
                     )
                 start = self.first_sample(step)
@@ -465,14 +464,14 @@ class Batches:
         return starts
 
     def _key(self, segment: Segment, source: int, purpose: str, *epoch: int) -> int:
-        # Never change what is in a key: the order of the data depends on it. Windows of data.sequence_length have no
-        # span in theirs, as in runs without stages.
+        # Never change a key, because the order of the data depends on it. Keys for windows of data.sequence_length
+        # have no span, as in runs without stages.
         span = (segment.span,) if segment.span > 1 else ()
         return key_of(self.seed, self._numbers[source], *epoch, *span, purpose)
 
     def _permutation(self, source: int, segment: Segment, epoch: int) -> Permutation:
         if (source, epoch, segment.length) not in self._permutations:
-            # The previous epoch stays: one batch may have windows of both.
+            # The previous epoch stays, because one batch may have windows of both.
             self._permutations = {key: value for key, value in self._permutations.items() if key[1] >= epoch - 1}
             windows = int(self._windows_per_epoch[segment.length][source])
             key = self._key(segment, source, "epoch", epoch)
@@ -489,7 +488,7 @@ class Batches:
         }
         ends = [*self.stage_starts[1:], self._total]
         for number, (stage, end) in enumerate(zip(data.mixtures, ends, strict=True), start=1):
-            # A run that ends at the step at which it was given this data has one segment too.
+            # A run that ends at the step of this change of data has one segment too.
             while sample < end or (number == len(ends) and not segments):
                 found = self._segment(stage.train, self._lengths[number - 1], sample, drawn)
                 if found is None:
@@ -584,7 +583,7 @@ def open_training(data: Data) -> dict[str, ShardReader]:
         if reader is None:
             continue
         readers[folder] = reader
-        # A source may be in several stages: it must be long enough for the longest of their windows.
+        # A source may be in several stages, so it must be long enough for their longest windows.
         longest = max(
             window.sequence_length
             for stage, window in zip(data.mixtures, data.windows, strict=True)
@@ -614,15 +613,15 @@ def windows_of(reader: ShardReader, window: WindowSpec, sequences: int) -> np.nd
 
 
 def expect_windows(reader: ShardReader, starts: np.ndarray, window: WindowSpec) -> None:
-    """Begins to fetch windows that will be read soon, if they are in an object store."""
+    """Begins to fetch windows for a later read, if they are in an object store."""
     for start in starts.tolist():
         reader.expect(start, window.sequence_length + 1)
 
 
 def read_windows(reader: ShardReader, starts: np.ndarray, window: WindowSpec, rows: int) -> np.ndarray:
-    """Reads token IDs (rows, sequence_length + 1) of the windows; missing rows repeat the split's first window.
+    """Reads token IDs (rows, sequence_length + 1) of the windows. Missing rows repeat the split's first window.
 
-    They are not zeros because 0 may be the end-of-document ID, and windows full of it would trigger a recompilation.
+    They are not zeros, because 0 may be the end-of-document ID, and windows full of it would cause a recompilation.
     """
     ids = np.empty((rows, window.sequence_length + 1), dtype=np.int64)
     expect_windows(reader, starts, window)

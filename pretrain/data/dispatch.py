@@ -1,4 +1,4 @@
-"""Dispatch of batches from shards that only the first rank can read: it reads for all and sends each its windows."""
+"""Dispatches batches from shards that only the first rank can read. It reads for all and sends each its windows."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -21,7 +21,7 @@ NOT_READ = "the first process, which reads the shards for all, failed: see its m
 
 
 def describe_shards(data: Data) -> str:
-    """Describes, as JSON, what every rank must know about a recipe's shards before it trains."""
+    """Describes a recipe's shards for all ranks, as JSON."""
     pairs = dict.fromkeys((str(source.shards), source.tokenizer) for source in _sources(data))
     return json.dumps([(*pair, _found(*pair)) for pair in pairs], default=str)
 
@@ -35,7 +35,7 @@ def _found(folder: str, tokenizer: str | None) -> dict:
         manifest = read_manifest(folder, tokenizer)
     except InputError as error:
         return {"problems": error.problems}
-    # One shard per split with the totals: ranks that read no shards need no more.
+    # One shard per split with the totals suffices for ranks that read no shards.
     shards = [Shard("", split, *totals, "") for split in SPLITS if (totals := manifest.totals(split))[0]]
     brief = replace(manifest, shards=tuple(shards), source_names=())
     damage = {split: shard_size_problems(manifest, manifest.of_split(split)) for split in SPLITS}
@@ -43,7 +43,7 @@ def _found(folder: str, tokenizer: str | None) -> dict:
 
 
 def rely_on_description(data: Data, description: str) -> None:
-    """Gives the recipe's sources what `describe_shards` has found, so that this rank opens none of their folders."""
+    """Adds the result of `describe_shards` to the recipe's sources, so that this rank doesn't open their folders."""
     shards = {}
     for folder, tokenizer, found in json.loads(description):
         if fields := found.pop("manifest", None):
@@ -57,13 +57,13 @@ def rely_on_description(data: Data, description: str) -> None:
 
 
 class Dispatcher:
-    """Sender of what the first rank reads. One thread takes part in every exchange, in the order of the calls of
-    `take`, which must be the same on all ranks.
+    """Sends the first rank's data. One thread takes part in every exchange, in the order of the calls of `take`, which
+    must be the same on all ranks.
 
     Args:
-        data_ranks: the part of a batch that each process takes, by rank.
+        data_ranks: each process's part of a batch, by rank.
         rank: this process's rank.
-        group: all processes, over the network from CPU memory; it must have no other users.
+        group: all processes, over the network from CPU memory, without other users.
     """
 
     def __init__(self, data_ranks: Sequence[int], rank: int, group: dist.ProcessGroup):
@@ -78,14 +78,14 @@ class Dispatcher:
         read: Callable[[int], np.ndarray],
         then: Callable[[np.ndarray], _Result] = lambda ids: ids,
     ) -> Future[_Result]:
-        """Returns a future of `then` applied to the token IDs that this rank takes.
+        """Returns a future of `then` applied to this rank's token IDs.
 
         Args:
-            number: number of this batch; all ranks must ask for the same one.
-            read: reads the token IDs of a data rank; called only on the first rank, for all ranks.
+            number: number of this batch. All ranks must request the same one.
+            read: reads the token IDs of a data rank. Called only on the first rank, for all ranks.
 
-        An error of `read` is raised on the first rank; the others raise an InputError or UnreachableError if it was
-        one, else a RuntimeError.
+        An error of `read` is raised on the first rank. The others raise an InputError or UnreachableError if it was
+        one, otherwise a RuntimeError.
         """
         return self._thread.submit(lambda: then(self._exchange(number, read)))
 
@@ -94,10 +94,10 @@ class Dispatcher:
         problem = None
         if self.rank == 0:
             try:
-                # Ranks that share one model take the same part, which is read once.
+                # Ranks that share one model get the same part, which is read once.
                 ids = {part: read(part) for part in sorted(set(self.data_ranks))}
                 sent = [(number, ids[part]) for part in self.data_ranks]
-            except Exception as error:  # sent before it is raised: the other ranks wait in the same collective
+            except Exception as error:  # sent before it is raised, because the other ranks wait in the same collective
                 problem = error
                 told = RuntimeError(NOT_READ)
                 if isinstance(error, InputError):

@@ -33,12 +33,12 @@ class Shard:
     """UTF-8 bytes of the documents."""
     sha256: str
     beside: dict[str, str] = field(default_factory=dict)
-    """{file: sha256} of the indices that belong to it: its documents, and Megatron's .idx."""
+    """{file: sha256} of its indices: its documents, and Megatron's .idx."""
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """Contents of a prepared folder. `sha256` is the hash of the manifest file: the identity of the data."""
+    """Contents of a prepared folder. `sha256` is the manifest file's hash, the identity of the data."""
 
     folder: Path
     tokenizer_name: str
@@ -55,11 +55,11 @@ class Manifest:
     tokenizer_path: Path | None = None
     """Tokenizer of shards whose folder contains none."""
     url: str | None = None
-    """Address of shards in an object store; `folder` then holds copies of the small files."""
+    """Address of shards in an object store. `folder` then has copies of the small files."""
 
     @property
     def tokenizer_folder(self) -> Path:
-        """Hugging Face tokenizer folder; shards of prepare_data.py contain their own."""
+        """Hugging Face tokenizer folder. Shards of prepare_data.py contain their own."""
         return self.tokenizer_path or self.folder / TOKENIZER_FOLDER
 
     @property
@@ -105,7 +105,7 @@ def _manifest_from(folder: Path, path: str, fields: object, sha256: str) -> Mani
 
     def take(mapping: object, key: str, kind: type, where: str = "") -> object:
         value = mapping.get(key) if isinstance(mapping, dict) else None
-        # In Python true is an int, but it is not a count.
+        # In Python, true is an int, but it is not a count.
         if not isinstance(value, kind) or isinstance(value, bool):
             shown = "is missing" if value is None else f"is {value!r}"
             problems.append(f"{path}: {where}{key} {shown}, must be {kind.__name__}; restore it or prepare it again")
@@ -117,7 +117,7 @@ def _manifest_from(folder: Path, path: str, fields: object, sha256: str) -> Mani
     for number, entry in enumerate(take(fields, "shards", list)):
         where = f"shards[{number}]."
         values = [take(entry, name, kind, where) for name, kind in SHARD_FIELDS.items()]
-        # Folders of earlier versions have no files beside their shards.
+        # Folders of earlier versions have no files next to their shards.
         shards.append(Shard(*values, take({"beside": {}} | dict(entry or {}), "beside", dict, where)))
     manifest = Manifest(
         folder=folder,
@@ -139,7 +139,7 @@ def _manifest_from(folder: Path, path: str, fields: object, sha256: str) -> Mani
 
 
 def counts_in(shards: Iterable[Shard], split: str) -> dict[str, int]:
-    """Counts {tokens, documents, text_bytes} of one split; zeros for a split that has no shards."""
+    """Counts {tokens, documents, text_bytes} of one split, with zeros for a split without shards."""
     chosen = [shard for shard in shards if shard.split == split]
     return {name: sum(getattr(shard, name) for shard in chosen) for name in ("tokens", "documents", "text_bytes")}
 
@@ -150,5 +150,5 @@ def dtype_for(vocabulary_size: int) -> str:
 
 
 def id_dtype(name: str) -> np.dtype:
-    """Returns the little-endian numpy dtype of a manifest's `dtype`, whatever the machine's own byte order."""
+    """Returns the little-endian numpy dtype of a manifest's `dtype`, on any machine."""
     return np.dtype({"uint16": "<u2", "uint32": "<u4"}[name])

@@ -1,4 +1,4 @@
-"""Tokens that the data's tokenizer has beyond a pretrained model's own."""
+"""Finds tokens in the data's tokenizer that a pretrained model lacks."""
 
 from transformers import PreTrainedConfig
 

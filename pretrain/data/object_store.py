@@ -1,8 +1,8 @@
 """Shards in an object store (s3://, gs://, hf://, any URL of fsspec), read by ranges ahead of their use.
 
-A shard is read in blocks of 64 KiB. train-00000.blocks beside train-00000.bin has the hash of each block, 8 bytes of
-BLAKE2b; the manifest has the hash of that file. Blocks wait in memory for the step that needs them, and may be kept on
-a disk of bounded size.
+A shard is read in blocks of 64 KiB. train-00000.blocks next to train-00000.bin has each block's hash, 8 bytes of
+BLAKE2b, and the manifest has this file's hash. Blocks wait in memory for their step, and may be kept on disk, up to a
+maximum size.
 """
 
 import functools
@@ -28,16 +28,16 @@ BLOCK_BYTES = 1 << 16
 DIGEST_BYTES = 8
 BLOCKS_SUFFIX = ".blocks"
 TRIES_IF_DAMAGED = 2
-"""Reads of content whose hash is wrong: it may have been damaged on its way."""
+"""Number of reads if a hash is wrong, because data may be damaged in transit."""
 THREADS = 16
-"""Requests under way at a time, in each process."""
+"""Concurrent requests per process."""
 BLOCKS_AHEAD = 512
-"""Blocks that training asks for ahead of their use, 32 MiB in each process."""
+"""Blocks requested ahead of their use, 32 MiB per process."""
 BLOCKS_KEPT = 2 * BLOCKS_AHEAD
 
 
 def block_digests(file: BinaryIO) -> bytes:
-    """Returns the content of a .blocks file: the hashes of a file's blocks, end to end."""
+    """Returns the content of a .blocks file: the concatenated hashes of a file's blocks."""
     digests = bytearray()
     while block := file.read(BLOCK_BYTES):
         digests += _digest(block)
@@ -50,15 +50,15 @@ def _digest(block: bytes) -> bytes:
 
 @functools.cache
 def remote_sizes(url: str) -> dict[str, int | None]:
-    """Returns the sizes of a folder's files as this process has found them."""
+    """Returns the sizes of a folder's files, cached per process."""
     return remote_folder(url).sizes()
 
 
 @functools.cache
 def remote_manifest(url: str) -> Manifest:
-    """Reads the manifest at a URL; keeps it and the tokenizer in ~/.cache/groundwork. Raises InputError.
+    """Reads the manifest at a URL. Caches it and the tokenizer in ~/.cache/groundwork. Raises InputError.
 
-    A process reads it once, so that all of a run's readers agree.
+    A process reads it only once, so that all of a run's readers agree.
     """
     folder = remote_folder(url)
     where = f"{folder.shown}/{MANIFEST_FILE}"
@@ -83,7 +83,7 @@ def remote_manifest(url: str) -> Manifest:
 
 
 def _copy_small_files(url: str, local: Path, manifest: bytes) -> None:
-    """Copies manifest and tokenizer, complete or not at all: the ranks of a machine do so at the same time."""
+    """Copies manifest and tokenizer atomically, because a machine's ranks do this at the same time."""
     local.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=local.parent, prefix=".copying-") as place:
         copy = Path(place) / "copy"
@@ -102,7 +102,7 @@ def _copy_small_files(url: str, local: Path, manifest: bytes) -> None:
 
 
 class RemoteIds:
-    """Token IDs of one shard in an object store; sliced like an array. Slices are read-only."""
+    """Token IDs of one shard in an object store, sliced like an array. Slices are read-only."""
 
     def __init__(self, manifest: Manifest, shard: Shard, blocks: "BlockReader"):
         self.folder = remote_folder(manifest.url)
@@ -146,7 +146,7 @@ class RemoteIds:
         return start, min(start + BLOCK_BYTES, self._tokens * self._dtype.itemsize)
 
     def begin_hashes(self, pool: ThreadPoolExecutor) -> None:
-        """Begins to fetch the hashes, before the first block, which waits for them."""
+        """Begins to fetch the hashes, before the first block, which needs them."""
         if self._hashes is None and self._hashes_sha256 is not None:
             self._hashes = pool.submit(self._read_hashes)
 
@@ -162,7 +162,7 @@ class RemoteIds:
         )
 
     def fetch(self, number: int) -> bytes:
-        """Reads a block and checks its hash. Raises InputError as `RemoteFolder.read`, and for another hash."""
+        """Reads a block and checks its hash. Raises InputError as `RemoteFolder.read`, or for a wrong hash."""
         start, end = self.span(number)
         for _ in range(TRIES_IF_DAMAGED):
             content = self.folder.read(self.file, start, end)
@@ -177,9 +177,9 @@ class RemoteIds:
 
 
 class BlockReader:
-    """Blocks of this process: fetched in threads, the last BLOCKS_KEPT of them in memory.
+    """Fetches this process's blocks in threads, and keeps the last BLOCKS_KEPT in memory.
 
-    disk: keeps blocks between starts and for the other processes of the machine.
+    disk: keeps blocks for later starts and the machine's other processes.
     """
 
     def __init__(self, disk: "DiskCache | None" = None):
@@ -191,11 +191,11 @@ class BlockReader:
         self.fetched_bytes = 0
 
     def keep(self, blocks: int) -> None:
-        """Makes room for at least that many blocks, so that none is dropped before it is read."""
+        """Allows at least this many blocks, so that none is dropped before it is read."""
         self._kept = max(self._kept, blocks)
 
     def expect(self, ids: RemoteIds, number: int) -> Future[bytes]:
-        """Begins to fetch a block, unless it is here."""
+        """Begins to fetch a block, unless it is already here."""
         key = (ids.key, number)
         with self._lock:
             found = self._blocks.get(key)
@@ -209,7 +209,7 @@ class BlockReader:
         return found
 
     def block(self, ids: RemoteIds, number: int) -> bytes:
-        """Returns the content of a block, once it is here. Raises as `RemoteIds.fetch`."""
+        """Waits for a block and returns its content. Raises as `RemoteIds.fetch`."""
         try:
             return self.expect(ids, number).result()
         except Exception:
@@ -232,16 +232,16 @@ class BlockReader:
 
 @functools.cache
 def block_reader(cache: DataCache | None) -> BlockReader:
-    """Returns the reader that all sources of a process share."""
+    """Returns the reader shared by all sources of a process."""
     return BlockReader(DiskCache(cache.folder, cache.size) if cache else None)
 
 
 class DiskCache:
     """Blocks in one file of fixed size, which all processes of a machine read and write without a lock.
 
-    The file is a table of places for BLOCK_BYTES. A block has WAYS places, found by its key, and takes an empty one or
-    else replaces one of the others. Before each block is a hash of its key and one of key and content: a place that is
-    half written, by a kill or by two processes at once, holds no block.
+    The file is a table of places for BLOCK_BYTES. A block has WAYS places, found by its key, and uses an empty one or
+    replaces another block. Before each block are a hash of its key and a hash of key and content. They invalidate a
+    place half written after a kill, or by two processes.
     """
 
     WAYS = 8
@@ -253,7 +253,7 @@ class DiskCache:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             self._file = os.open(folder / "blocks", os.O_RDWR | os.O_CREAT, 0o600)
-            # Taken now: a disk that fills up later would end the run.
+            # Allocated now, because a disk that fills up later would end the run.
             os.posix_fallocate(self._file, 0, self._sets * self.WAYS * self.PLACE_BYTES)
         except OSError as error:
             raise InputError(
@@ -262,7 +262,7 @@ class DiskCache:
             ) from None
 
     def get(self, key: bytes, size: int) -> bytes | None:
-        """Returns a block of `size` bytes; None if it is not here."""
+        """Returns a block of `size` bytes, or None."""
         name, places = self._places(key)
         for place in places:
             if os.pread(self._file, self.HASH_BYTES, place) == name:
@@ -291,7 +291,7 @@ class DiskCache:
 
 
 def copied_file(manifest: Manifest, name: str) -> Path:
-    """Returns a local copy of one of the files beside the shards; copies it at first use. Raises InputError."""
+    """Returns a local copy of one of the files next to the shards, created at first use. Raises InputError."""
     path = manifest.folder / name
     if not path.is_file():
         fresh = path.with_name(f".{name}.{os.getpid()}")

@@ -1,15 +1,15 @@
 """Windows without cut documents: `data.sampling: best_fit`.
 
-A source is divided into blocks of about BLOCK_WINDOWS windows. The documents of a block are packed into exactly as
-many windows as the block has, by best fit, longest first (Johnson 1973, "Near-optimal bin packing algorithms"; for
-training Ding et al. 2024, arXiv 2404.10830). So the number of windows is known without a plan, and a block is planned
-from its own tokens when a window of it is due. What a window has left is filled with the beginning of a document: of
-one that fits nowhere, and is cropped, or of another, which is repeated.
+A source is divided into blocks of about BLOCK_WINDOWS windows. A block's documents are packed into exactly its number
+of windows, by best fit, longest first (Johnson 1973, "Near-optimal bin packing algorithms"; for training Ding et al.
+2024, arXiv 2404.10830). So the number of windows is known without a plan, and a block is planned from its own tokens
+when one of its windows is due. A window's remaining gap is filled with the beginning of a document, either one that
+fits nowhere and is cropped, or another one, which is repeated.
 
 A document longer than a window is cut into whole windows, and the rest is packed like a document.
 
-An epoch takes the blocks in a keyed order, POOL_BLOCKS at a time, and the windows of such a pool in a keyed order: so
-a plan serves the windows of its block while it is in memory, and blocks of an object store are fetched once.
+An epoch visits the blocks in a keyed order, POOL_BLOCKS at a time, and the windows of such a pool in a keyed order. So
+a plan is used for its block's windows while it is in memory, and blocks of an object store are fetched once.
 """
 
 import bisect
@@ -23,17 +23,17 @@ import numpy as np
 from pretrain.data.sampling import Permutation, Stream
 from pretrain.data.shards import ShardReader
 
-# Never change these: the order of the data depends on them.
+# Never change these, because the order of the data depends on them.
 BLOCK_WINDOWS = 256
 POOL_BLOCKS = 64
 
 PLANS_KEPT = 2 * POOL_BLOCKS
 MEASURED_BLOCKS = 8
-"""Blocks from which the shares of a source are estimated."""
+"""Number of blocks for estimating a source's shares."""
 
 
 def block_count(windows: int) -> int:
-    """Returns the number of blocks in an epoch of that many windows."""
+    """Returns the number of blocks in an epoch of this many windows."""
     return max(1, round(windows / BLOCK_WINDOWS))
 
 
@@ -48,7 +48,7 @@ def best_fit(draws: np.ndarray, stream: Stream) -> np.ndarray:
 
 
 def _in_order(place: np.ndarray, stream: Stream, epoch: int) -> np.ndarray:
-    """Returns the windows at those places in an epoch."""
+    """Returns the windows at these positions in an epoch."""
     order, ends = _order_of_blocks(stream.windows, stream.key("blocks", epoch))
     pools = max(1, round(len(order) / POOL_BLOCKS))
     pool_ends = ends[np.arange(1, pools + 1) * len(order) // pools - 1]
@@ -75,7 +75,7 @@ def _order_of_blocks(windows: int, key: int) -> tuple[np.ndarray, np.ndarray]:
 
 @dataclass(frozen=True)
 class BlockPlan:
-    """Windows of a block: pieces of the source, window after window."""
+    """A block's windows, as consecutive pieces of the source."""
 
     starts: np.ndarray
     """(pieces,) int64 first token of each."""
@@ -84,17 +84,17 @@ class BlockPlan:
     first_piece: np.ndarray
     """(windows + 1,) int32 number of the first piece of each window."""
     documents: int
-    """Documents that are shorter than a window."""
+    """Number of documents shorter than a window."""
     cropped: int
-    """How many of them are read in part, or not at all."""
+    """Number of these that are cropped or dropped."""
     dropped: int
-    """Tokens that are not read."""
+    """Tokens not read."""
     repeated: int
-    """Tokens that are read twice."""
+    """Tokens read twice."""
 
 
 class Packing:
-    """Windows of one length of a source, packed by best fit.
+    """A source's windows of one length, packed by best fit.
 
     windows: their number, `WindowSpec.count_in` the reader's tokens.
     """
@@ -130,7 +130,7 @@ class Packing:
         return list(zip(plan.starts[pieces].tolist(), plan.lengths[pieces].tolist(), strict=True))
 
     def expect(self, window: int) -> None:
-        """Begins to fetch the window's block from an object store: it is planned from all of its tokens."""
+        """Begins to fetch the window's whole block from an object store, because its plan needs all tokens."""
         first, end = self._span(self._block_of(window))
         self.reader.expect(first, end - first)
 
@@ -192,7 +192,7 @@ class Packing:
         return pack(bounds, self.length, windows, is_continued=is_continued, is_open=is_open)
 
     def _edge(self, ends: np.ndarray, nominal: int) -> int:
-        """Returns where a block begins: after a document, unless none ends in the window before `nominal`."""
+        """Returns the start of a block: after a document, unless none ends in the window before `nominal`."""
         last = np.searchsorted(ends, nominal, side="right") - 1
         return int(ends[last]) if last >= 0 and ends[last] > nominal - self.length else nominal
 
@@ -206,13 +206,13 @@ def pack(
         bounds: (documents + 1,) tokens in which its documents begin, and the last one's end.
         length: tokens in a window.
         windows: number of windows, all of which are full.
-        is_continued: the first document began in the block before.
-        is_open: the last document goes on in the next block. What is left of it only fills a gap: nothing may follow
-            it in a window, because no end-of-document ID would come between.
+        is_continued: True if the first document began in the previous block.
+        is_open: True if the last document continues in the next block. Its rest only fills a gap, because nothing may
+            follow it in a window without an end-of-document ID.
     """
     sizes = np.diff(bounds)
     whole = sizes // length
-    # The windows that long documents fill alone.
+    # Windows filled by long documents.
     number = np.repeat(np.arange(len(sizes)), whole)
     turn = np.arange(len(number)) - np.repeat(np.cumsum(whole) - whole, whole)
     full = (bounds[number] + turn * length)[:windows].tolist()
@@ -227,7 +227,7 @@ def pack(
     pieces = [[(start, length)] for start in full]
     pieces += [sorted((int(rest_starts[packed[n]]), int(rest[packed[n]])) for n in members) for members in bins]
     gaps = [length - sum(count for _, count in window) for window in pieces]
-    # What fits nowhere is begun first, then the longest, which are read whole as well.
+    # Starts with pieces that fit nowhere, then the longest, which are also read whole.
     unplaced = packed[left].tolist()
     if is_open and rest[-1] >= max(gaps):
         unplaced.insert(0, len(rest) - 1)
@@ -250,9 +250,9 @@ def pack(
 
 
 def _best_fit(sizes: list[int], length: int, windows: int) -> tuple[list[list[int]], list[int]]:
-    """Puts pieces, longest first, into the fullest window that has room.
+    """Puts pieces, longest first, into the fullest window with enough room.
 
-    Returns (numbers of the pieces in each window, numbers of those that fit nowhere).
+    Returns (numbers of the pieces in each window, numbers of pieces that fit nowhere).
     """
     bins: list[list[int]] = [[] for _ in range(windows)]
     # Sorted by room: room * windows + number of the window.
@@ -271,9 +271,9 @@ def _best_fit(sizes: list[int], length: int, windows: int) -> tuple[list[list[in
 
 
 def _fill(pieces: list[list[tuple[int, int]]], gaps: list[int], fillers: list[tuple[int, int, bool]]) -> int:
-    """Fills the gaps of the windows, the largest first; returns the number of tokens that are thereby repeated.
+    """Fills the gaps of the windows, largest first. Returns the number of repeated tokens.
 
-    fillers: (first token, tokens, the first use of it repeats nothing).
+    fillers: (first token, tokens, True if its first use repeats nothing).
     """
     turns = itertools.chain(fillers, itertools.cycle([(start, size, False) for start, size, _ in fillers]))
     repeated = 0

@@ -1,9 +1,9 @@
-"""Where windows of tokens begin: functions of a source's draws, by arithmetic alone.
+"""Samplers compute the positions of windows from a source's draws, by arithmetic.
 
-A sampler is a function (draws, stream) that returns the first token of each window: `draws`, int64 of any length, are
-numbers of windows drawn from the source so far, from 0; the result has their shape and lies in
-range(stream.tokens - stream.length). It depends on its arguments alone: so a resume needs no state. Registered in
-`registry.SAMPLERS`.
+A sampler is a function (draws, stream) that returns the first token of each window. `draws`, int64 of any length, are
+numbers of windows drawn from the source so far, from 0. The result has the same shape and values in
+range(stream.tokens - stream.length). It depends only on its arguments, so a resume needs no state. Samplers are
+registered in `registry.SAMPLERS`.
 """
 
 import hashlib
@@ -26,7 +26,7 @@ class Permutation:
         self.size = size
         self._half = np.uint64(max(1, (max(size - 1, 1).bit_length() + 1) // 2))
         self._mask = np.uint64((1 << int(self._half)) - 1)
-        # Never change the digest or the mix: that would reorder the data of every run that resumes.
+        # Never change the digest or the mix, because this would reorder the data of every resumed run.
         digest = hashlib.blake2b(key.to_bytes(16, "little"), digest_size=8 * self.ROUNDS).digest()
         self._keys = np.frombuffer(digest, dtype="<u8")
 
@@ -34,7 +34,7 @@ class Permutation:
         """Maps positions, an int64 array of values in range(size), to their images, same shape."""
         image = self._encrypt(positions.astype(np.uint64))
         while (outside := image >= self.size).any():
-            # Cycle walking: values outside of the range are encrypted again, which keeps the map a bijection.
+            # Cycle walking encrypts values outside the range again, which keeps the map a bijection.
             image[outside] = self._encrypt(image[outside])
         return image.astype(np.int64)
 
@@ -60,15 +60,15 @@ def key_of(*parts: object) -> int:
 
 @dataclass(frozen=True)
 class Stream:
-    """A source as a sampler sees it."""
+    """A sampler's view of a source."""
 
     tokens: int
     length: int
-    """Tokens of a window, without the last one's target."""
+    """Tokens in a window, without the last target."""
     windows: int
-    """Windows of an epoch: whole ones, one after the other."""
+    """Number of whole windows in an epoch."""
     key: Callable[..., int]
-    """Key of any printable parts, 128 bits, of this run's seed and source."""
+    """Returns a 128-bit key for any printable parts, this run's seed and the source."""
     permutation: Callable[[int], Permutation]
     """Order of the windows of an epoch."""
 

@@ -1,4 +1,4 @@
-"""On-disk token format: a manifest, a tokenizer, and raw little-endian IDs in shard files; its readers and checks.
+"""Reads and checks the on-disk token format: a manifest, a tokenizer, and raw little-endian IDs in shard files.
 
     folder/manifest.json  tokenizer/  train-00000.bin ...  validation-00000.bin ...
 
@@ -32,17 +32,17 @@ VERIFY_BLOCK_BYTES = 1 << 24
 
 @dataclass(frozen=True)
 class FoundShards:
-    """Findings of a run's first rank in a folder that this rank need not be able to read (data/dispatch.py)."""
+    """The first rank's findings about a folder that this rank may not be able to read (data/dispatch.py)."""
 
     problems: list[str]
     manifest: Manifest | None = None
-    """Manifest; None: it cannot be read, and `problems` say why."""
+    """Manifest, or None if unreadable (see `problems`)."""
     damage: dict[str, list[str]] = field(default_factory=dict)
     """{split: problems of its files}."""
 
 
 def manifest_of(source: Shards) -> Manifest:
-    """Returns the manifest of a recipe's source: the first rank's findings if it reads for all, else as read."""
+    """Returns the manifest of a recipe's source, from the first rank's findings if it reads for all."""
     found: FoundShards | None = source._found
     if found is None:
         return read_manifest(source.shards, source.tokenizer)
@@ -54,9 +54,9 @@ def manifest_of(source: Shards) -> Manifest:
 def read_manifest(folder: str | Path, tokenizer: str | None = None) -> Manifest:
     """Reads and checks folder/manifest.json; builds one for files from other tools (data/foreign_shards.py).
 
-    folder: or a URL (data/object_store.py). tokenizer: tokenizer of such files; a folder of prepare_data.py has its
-    own. Raises InputError with all problems: a missing, unfinished or foreign folder, broken JSON, another format
-    version, missing or mistyped keys.
+    folder: a path or a URL (data/object_store.py). tokenizer: tokenizer of other tools' files; a folder of
+    prepare_data.py has its own. Raises InputError listing all problems: a missing, unfinished or foreign folder,
+    broken JSON, another format version, missing or mistyped keys.
     """
     # Most runs have a folder with a manifest and never import the code for object stores and other formats.
     if is_url(folder):
@@ -86,7 +86,7 @@ def read_manifest(folder: str | Path, tokenizer: str | None = None) -> Manifest:
 class ShardReader:
     """Token IDs of one split as a single stream over its shard files, memory-mapped when first read.
 
-    IDs are not checked against the vocabulary: `verify_shards` does that, and so must any code that feeds a device.
+    IDs are not checked against the vocabulary. `verify_shards` does this, and so must any code that feeds a device.
     """
 
     def __init__(self, manifest: Manifest, split: str, cache: DataCache | None = None):
@@ -99,7 +99,7 @@ class ShardReader:
         self.tokens = self._ends[-1] if self._shards else 0
 
     def _ids(self, number: int) -> "np.ndarray | h5py.Dataset | RemoteIds":
-        # Opened on first use: one of thousands of shards may serve many steps.
+        # Opened on first use, because one of thousands of shards may suffice for many steps.
         ids = self._maps[number]
         if ids is None:
             path = self.manifest.folder / self._shards[number].file
@@ -112,7 +112,7 @@ class ShardReader:
 
                 ids = hdf5_ids(path)
             else:
-                # Viewed as a plain array: slicing an np.memmap costs several times more per read.
+                # Viewed as a plain array, because slicing an np.memmap costs several times more per read.
                 ids = np.memmap(path, id_dtype(self.manifest.dtype), mode="r").view(np.ndarray)
             if len(ids) != self._shards[number].tokens:
                 raise InputError(*shard_size_problems(self.manifest, [self._shards[number]]))
@@ -130,7 +130,7 @@ class ShardReader:
             filled += stop - first
 
     def expect(self, start: int, count: int) -> None:
-        """Begins to fetch `count` IDs from position `start` that will be read soon; does nothing for local files."""
+        """Begins to fetch `count` IDs from position `start` for a later read. Does nothing for local files."""
         if self.manifest.url is not None:
             for ids, first, stop in self._pieces(start, count):
                 ids.expect(first, stop)
@@ -140,7 +140,7 @@ class ShardReader:
         end = start + count
         if start < 0 or end > self.tokens:
             raise IndexError(f"tokens {start} to {end} asked, {self.split} has 0 to {self.tokens}")
-        # bisect on a list: np.searchsorted takes ten times as long for a single number.
+        # bisect on a list, because np.searchsorted takes ten times as long for a single number.
         number = bisect.bisect_right(self._ends, start)
         while start < end:
             ids = self._ids(number)
@@ -152,7 +152,7 @@ class ShardReader:
 
 
 def shard_size_problems(manifest: Manifest, shards: Iterable[Shard]) -> list[str]:
-    """Lists files that are missing or have another size than the manifest says."""
+    """Lists missing files, and files with another size than in the manifest."""
     if manifest.url is not None:
         return _remote_size_problems(manifest, shards)
     problems = []
@@ -181,24 +181,24 @@ def _remote_size_problems(manifest: Manifest, shards: Iterable[Shard]) -> list[s
     for shard in shards:
         expected = shard.tokens * manifest.bytes_per_id
         size = sizes.get(shard.file, -1)
-        if size not in (expected, None):  # None: the server does not say
+        if size not in (expected, None):  # None: the server does not report it
             given = "is missing" if size < 0 else f"has {size:,} bytes"
             problems.append(f"{manifest.place}/{shard.file}: {given}, must have {expected:,} bytes; upload it again")
     return problems
 
 
 def open_shards(folder: str | Path, split: str, tokenizer: str | None = None) -> ShardReader:
-    """Opens a reader of one split whose files all exist in full size.
+    """Opens a reader of one split after checking that all its files exist in full size.
 
-    Raises InputError naming each bad shard, or the splits that exist if this one is empty.
+    Raises InputError naming each bad shard, or the existing splits if this one is empty.
     """
     return open_source(Shards(shards=folder, tokenizer=tokenizer), split)
 
 
 def open_source(source: Shards, split: str, cache: DataCache | None = None) -> ShardReader:
-    """Opens a split of a recipe's source, as `open_shards` does; the first rank's findings replace the checks.
+    """Opens a split of a recipe's source, as `open_shards` does. The first rank's findings replace the checks.
 
-    cache: where blocks of an object store are kept on the disk.
+    cache: disk cache for blocks of an object store.
     """
     folder = source.shards
     manifest = manifest_of(source)
@@ -215,9 +215,9 @@ def open_source(source: Shards, split: str, cache: DataCache | None = None) -> S
 
 
 def verify_shards(folder: str | Path) -> list[str]:
-    """Lists everything wrong with a prepared folder, or one at a URL; empty if nothing is.
+    """Lists all problems of a prepared folder, possibly at a URL.
 
-    Rereads and rehashes every file; checks IDs against the vocabulary, and end-of-document IDs against documents.
+    Rereads and rehashes every file. Checks IDs against the vocabulary, and end-of-document IDs against documents.
     """
     try:
         manifest = read_manifest(folder)
@@ -236,7 +236,7 @@ def verify_shards(folder: str | Path) -> list[str]:
 
 
 def _hash_problems(path: str, sha256: str) -> list[str]:
-    """Lists the problem of a file that is missing or has another hash."""
+    """Lists the problem of a missing file or another hash."""
     from pretrain.urls import open_file
 
     try:

@@ -1,13 +1,13 @@
-"""Attention within documents: sequences are packed windows of a token stream; no token attends to another document.
+"""Attention within documents, for packed windows of a token stream. No token attends to another document.
 
 Every document in the stream is followed by the end-of-document ID, which serves as the first token of the next
-document's segment, as a BOS would. A segment begins at position 0 of a window and at every end-of-document token of
-the input. So every position keeps a target (the opening token's target is the document's first token), none is masked,
+document's segment, like a BOS token. A segment begins at position 0 of a window and at every end-of-document token of
+the input. So every position has a target (the opening token's target is the document's first token), none is masked,
 and every step has the same number of targets.
 
-Transformers models call the function registered under config._attn_implementation and pass it the keyword arguments
-they were called with. Names registered here have no mask function, so that transformers builds no (B, 1, T, T) mask
-from position_ids that restart. Segments arrive as cumulative lengths instead, padded to a fixed size, which avoids
+transformers' models call the function registered under config._attn_implementation and pass on their keyword
+arguments. Names registered here have no mask function, so transformers doesn't build a (B, 1, T, T) mask from the
+restarting position_ids. Segments arrive as cumulative lengths instead, padded to a fixed size, which avoids
 both recompilation and waiting for the device.
 
 Shapes: B windows, T positions, H query heads, G key heads, E width of a head, S segments.
@@ -36,15 +36,15 @@ IGNORED = -100
 UNSUPPORTED_ARGUMENTS = ("softcap", "s_aux", "position_bias")
 UNKNOWN_TO_FLASH = ("s_aux", "position_bias", "attention_mask")
 SEGMENTS_PER_WINDOW = 8
-"""Segments per window that cu_seq_lens has space for; a batch with more doubles it, which recompiles compiled code
-once. A GPU kernel launches as many blocks for each segment as for a whole window, and those of unused segments idle:
-sizing for the worst case, or in proportion to the window's length, would launch mostly idle blocks."""
+"""Capacity of cu_seq_lens in segments per window. A batch with more doubles it, which recompiles compiled code once. A
+GPU kernel launches as many blocks for each segment, used or not, as for a whole window. A capacity for the worst case,
+or proportional to the window's length, would launch mostly idle blocks."""
 VARLEN_TAKES_GROUPS = "enable_gqa" in inspect.signature(varlen.varlen_attn).parameters
 """True if varlen attention accepts fewer key heads than query heads; torch 2.11's doesn't."""
 INDUCTOR_KEEPS_OFFSETS = torch.__version__ >= (2, 13)
-"""True if a compiled as_strided of a slice starts where the slice does; on torch 2.11 it reads the wrong numbers."""
+"""True if a compiled as_strided of a slice starts at the slice. On torch 2.11 it reads wrong numbers."""
 FLEX_BLOCK = 128
-"""Side of the blocks of queries and keys that flex attention computes or skips."""
+"""Size of flex attention's blocks of queries and keys."""
 
 
 def document_layout(input_ids_BT: np.ndarray, end_of_document_id: int) -> dict[str, Tensor]:
@@ -73,9 +73,9 @@ def document_layout(input_ids_BT: np.ndarray, end_of_document_id: int) -> dict[s
 
 
 def attention_arguments(layout: Mapping[str, Tensor], attention: str, device: torch.device | str) -> dict[str, Any]:
-    """Returns keyword arguments for a model on `device` whose attn_implementation is `attention` (`choose_attention`).
+    """Returns keyword arguments for a model on `device` with attn_implementation `attention` (`choose_attention`).
 
-    layout: see `document_layout`; a GPU copies it from pinned memory without waiting. For flex_attention the block
+    layout: see `document_layout`. A GPU copies it from pinned memory without waiting. For flex_attention, the block
     mask is built here, once for all layers.
     """
     if classes_in_rows(attention):
@@ -92,23 +92,23 @@ def attention_arguments(layout: Mapping[str, Tensor], attention: str, device: to
         return {"position_ids": position_ids}
     if "+mask" in attention:
         return {"position_ids": position_ids, "attention_mask": _library_masks(cu_seq_lens, batch, length, attention)}
-    # The window's length instead of the longest segment's: that one changes from step to step and would recompile.
+    # The window's length, because the longest segment's length changes from step to step and would recompile.
     segments = {"cu_seq_lens_q": cu_seq_lens, "cu_seq_lens_k": cu_seq_lens}
     return {"position_ids": position_ids, **segments, "max_length_q": length, "max_length_k": length}
 
 
 @dataclass(frozen=True)
 class HostBatch:
-    """Micro-batch in CPU memory; pinned if it goes to a GPU, so that the copy is asynchronous."""
+    """Micro-batch in CPU memory, pinned for a GPU so that the copy is asynchronous."""
 
     ids: Tensor
-    """Token IDs (B, T + 1) in the integer type of the shards: a quarter of the bytes of int64."""
+    """Token IDs (B, T + 1) in the shards' integer type, 25% to 50% of the bytes of int64."""
     layout: Mapping[str, Tensor] | None
-    """Segments, see `document_layout`; None: attend over the whole window."""
+    """Segments, see `document_layout`. None: attend over the whole window."""
 
     def on_device(self, device: torch.device, attention: str, rows: int | None = None) -> dict[str, Any]:
         """Returns the model's arguments; see `model_inputs`."""
-        # Cast on the device: the copy then moves only 2 or 4 bytes per token ID.
+        # Cast on the device, so that the copy moves only 2 or 4 bytes per token ID.
         ids = self.ids.to(device, non_blocking=True).to(torch.int64)
         targets = ids[:, 1:].clone(memory_format=torch.contiguous_format)  # contiguous() would not copy a single row
         if rows is not None:
@@ -140,20 +140,20 @@ def model_inputs(
     """Returns the model's arguments, on its device, from token IDs (B, T + 1), each row one `window`.
 
     Args:
-        attention: the model's attn_implementation, which decides in what form it gets the document boundaries.
-        rows: only the first `rows` rows count; the targets of the rest are ignored. None: all count.
+        attention: the model's attn_implementation, which determines the form of the document boundaries.
+        rows: number of leading rows that count. The other rows' targets are ignored. None: all rows count.
     """
     batch = host_batch(ids, window, end_of_document_id=end_of_document_id, device=device)
     return batch.on_device(device, attention, rows)
 
 
 def candidates_of(requested: str, config: PreTrainedConfig) -> list[str]:
-    """Returns the ways to compute a recipe's `attention`, the fastest first; each is an `attention` of this module.
+    """Returns the candidate implementations of a recipe's `attention`, fastest first.
 
-    training/probe.py finds out which of them an architecture computes correctly: those of this module support no soft
-    caps, sinks or position biases, and some models do not pass on the document boundaries. Then those of transformers
-    are used: `sdpa` and `eager` build a dense mask from position_ids that restart; `+mask` passes that mask, for
-    models that ignore the positions, and `+masks(...)` passes one for each kind of layer, with its window.
+    training/probe.py tests which of them an architecture computes correctly. This module's own support no soft caps,
+    sinks or position biases, and some models do not pass on the document boundaries. The fallbacks are transformers'
+    own: `sdpa` and `eager` build a dense mask from restarting position_ids. `+mask` passes this mask, for models that
+    ignore the positions, and `+masks(...)` passes one per kind of layer, with its window.
     """
     own = {"auto": ["groundwork_sdpa"], "sdpa": ["groundwork_sdpa"], "eager": ["groundwork_eager"]}
     library = {"auto": ["sdpa", "eager"], "sdpa": ["sdpa"], "eager": ["eager"]}
@@ -173,9 +173,9 @@ def implementation_of(attention: str) -> str:
 
 
 def with_rows(attention: str, classes: Collection[str]) -> str:
-    """Returns the name of an attention together with the classes of mixers that compute each document alone.
+    """Returns an attention's name with the mixer classes that compute each document separately.
 
-    See model/document_rows.py. Without classes it is the attention's own name.
+    See model/document_rows.py. Without classes, this is the attention's own name.
     """
     if not classes:
         return attention
@@ -183,22 +183,22 @@ def with_rows(attention: str, classes: Collection[str]) -> str:
 
 
 def classes_in_rows(attention: str) -> list[str]:
-    """Returns the classes of `with_rows`; none for other attentions."""
+    """Returns the classes given to `with_rows`; none for other attentions."""
     classes = attention.partition("+rows(")[2]
     return classes.removesuffix(")").split(",") if classes else []
 
 
 def without_rows(attention: str) -> str:
-    """Returns the attention that was given to `with_rows`."""
+    """Returns the attention given to `with_rows`."""
     return attention.partition("+rows(")[0]
 
 
 def choose_attention(requested: str, *, device_type: str, dtype: torch.dtype, window: WindowSpec | None = None) -> str:
-    """Returns the attn_implementation that a transformers model needs for the attention that a run asks for.
+    """Returns the attn_implementation for a requested attention.
 
     auto is sdpa: on a CPU the operator of model/cpu_attention.py, on a GPU in half precision torch's varlen flash
-    attention, on a GPU in fp32 or older than Ampere a dense mask. Raises InputError, naming what works, if the device,
-    the dtype, a missing package or the windows (None: not checked) rule out what was asked.
+    attention, on a GPU in fp32 or older than Ampere a dense mask. Raises InputError, listing alternatives, if the
+    device, the dtype, a missing package or the windows (None: not checked) don't support the request.
     """
     if requested not in ATTENTION_NAMES:
         raise InputError(f"attention {requested!r} is unknown{did_you_mean(requested, ATTENTION_NAMES)}")
@@ -212,7 +212,7 @@ def choose_attention(requested: str, *, device_type: str, dtype: torch.dtype, wi
 FLASH_CAPABILITY = (8, 0)
 """Minimum CUDA compute capability of flash attention's kernels: A100, RTX 3090 and newer."""
 NEWEST_OF_FLASH_3 = (9, 0)
-"""FlashAttention 3 is made for Hopper; its kernels do not run on newer GPUs."""
+"""FlashAttention 3 supports only Hopper; its kernels do not run on newer GPUs."""
 FLASH_PACKAGES = {
     "flash_attention_2": ("flash_attn", "see requirements-flash-attn.txt"),
     "flash_attention_3": ("flash_attn_interface", "pip install flash-attn-3, see requirements-flash-attn.txt"),
@@ -231,7 +231,7 @@ ATTENTION_NAMES = {
 
 
 def why_not(requested: str, *, device_type: str, dtype: torch.dtype, window: WindowSpec | None = None) -> str | None:
-    """Returns why an attention of ATTENTION_NAMES does not work here, a phrase to follow its name; None if it does."""
+    """Returns why an attention of ATTENTION_NAMES does not work here, as a phrase after its name, or None."""
     if requested in ("auto", "sdpa", "eager"):
         return None
     if requested == "flex_attention":
@@ -244,7 +244,7 @@ def why_not(requested: str, *, device_type: str, dtype: torch.dtype, window: Win
     if capability < FLASH_CAPABILITY or (requested == "flash_attention_3" and capability > NEWEST_OF_FLASH_3):
         return f"has no kernels for a GPU of compute capability {'.'.join(map(str, capability))}"
     if requested == "varlen":
-        return None if window is None or window.document_mask else "has nothing to keep apart without document_mask"
+        return None if window is None or window.document_mask else "has no documents to separate without document_mask"
     package, source = FLASH_PACKAGES[requested]
     if importlib.util.find_spec(package):
         return None
@@ -254,12 +254,12 @@ def why_not(requested: str, *, device_type: str, dtype: torch.dtype, window: Win
 WIDEST_OF_FLASH = 256
 """Maximum width of a head in flash attention's kernels."""
 WITHOUT_BACKWARD = (((8, 6), (8, 9)), ((12, 0), (12, 1)))
-"""First and last of the GPUs whose shared memory is too small for the backward pass of heads of 193 to 224."""
+"""First and last GPU with too little shared memory for the backward pass of heads of width 193 to 224."""
 
 
 @torch.compiler.assume_constant_result
 def has_flash_kernels(device_index: int | None, width: int) -> bool:
-    """Tells if this GPU runs torch's flash attention for heads of that width; a T4 and a V100 do for none."""
+    """Tells if this GPU runs torch's flash attention for heads of this width. T4 and V100 never do."""
     capability = torch.cuda.get_device_capability(device_index)
     is_small = any(first <= capability <= last for first, last in WITHOUT_BACKWARD)
     lacks_backward = is_small and 192 < width <= 224
@@ -267,10 +267,10 @@ def has_flash_kernels(device_index: int | None, width: int) -> bool:
 
 
 def why_not_flash(config: PreTrainedConfig) -> str | None:
-    """Returns why `sdpa` computes this model with a dense mask on a GPU with flash attention; None if it does not."""
+    """Returns why `sdpa` needs a dense mask for this model on a GPU with flash attention, or None."""
     names = ("attention_dropout", "attn_pdrop", "attn_dropout", "attention_probs_dropout_prob")
     if any(isinstance(share := getattr(config, name, None), float) and share > 0 for name in names):
-        return "has no dropout, which this model's attention uses in training"
+        return "supports no dropout, which this model's attention uses in training"
     widths = head_widths(config)
     if widths is not None and widths[0] != widths[1]:
         return f"has no kernels for values of width {widths[1]} with keys of width {widths[0]}"
@@ -280,7 +280,7 @@ def why_not_flash(config: PreTrainedConfig) -> str | None:
 
 
 def head_widths(config: PreTrainedConfig) -> tuple[int, int] | None:
-    """Returns the widths of a head's query and value, by the names that configurations give them; None without any."""
+    """Returns the widths of a head's query and value, from the configuration's usual keys, or None."""
     width, hidden, heads = (getattr(config, name, None) for name in ("head_dim", "hidden_size", "num_attention_heads"))
     if not width and isinstance(hidden, int) and isinstance(heads, int):
         width = hidden // heads
@@ -303,15 +303,15 @@ def sdpa(
 ) -> tuple[Tensor, None]:
     """Computes causal attention within segments, or over the whole window if there is no cu_seq_lens_q.
 
-    It serves training, and generation without padding: attention_mask is passed only if it is already (B, 1, T, T).
-    Signature and result (B, T, H, E) are those of transformers' attention interface.
+    Supports training, and generation without padding: attention_mask is passed only if it is already (B, 1, T, T).
+    Signature and result (B, T, H, E) follow transformers' attention interface.
     """
     # Ignoring one of these would silently train a different model.
     _refuse("sdpa", UNSUPPORTED_ARGUMENTS, kwargs)
     query_BHTE, key_BGTE, value_BGTE = in_one_dtype(query_BHTE, key_BGTE, value_BGTE)
     length = query_BHTE.shape[2]
     keys = key_BGTE.shape[2]
-    # A window as long as the sequence masks nothing, and would rule out kernels that support no windows.
+    # A window as long as the sequence masks nothing, but would rule out kernels without window support.
     window = None if sliding_window is None or sliding_window >= keys else sliding_window
     device_type = query_BHTE.device.type
     in_half_on_gpu = device_type == "cuda" and query_BHTE.dtype in HALF_DTYPES
@@ -324,13 +324,13 @@ def sdpa(
         if has_flash and cu_seq_lens_q is not None:
             return _varlen(query_BHTE, key_BGTE, value_BGTE, cu_seq_lens_q, scaling, window), None
     mask = attention_mask
-    # A single query is the newest generated token and sees every key; is_causal is only right for square scores.
+    # A single query is the newest generated token and sees every key. is_causal only fits square scores.
     if mask is None and (cu_seq_lens_q is not None or window is not None or 1 < length < keys):
         mask = _dense_mask(query_BHTE, key_BGTE, cu_seq_lens_q, window)
     is_causal = mask is None and length > 1
     is_grouped = query_BHTE.shape[1] != key_BGTE.shape[1]
     if is_grouped and device_type == "cuda" and (mask is not None or not has_flash):
-        # Of torch's kernels only flash supports grouped heads; the others fall back to (T, T) weights in memory.
+        # Only torch's flash kernel supports grouped heads. The others fall back to (T, T) weights in memory.
         group = query_BHTE.shape[1] // key_BGTE.shape[1]
         is_grouped = False
         key_BGTE, value_BGTE = (x.repeat_interleave(group, dim=1) for x in (key_BGTE, value_BGTE))
@@ -352,7 +352,7 @@ def eager(
     sliding_window: int | None = None,
     **kwargs,
 ) -> tuple[Tensor, Tensor]:
-    """Computes `sdpa` step by step, with the (T, T) weights in memory: for debugging, and as a reference."""
+    """Computes `sdpa` step by step, with the (T, T) weights in memory, for debugging and as a reference."""
     _refuse("eager", UNSUPPORTED_ARGUMENTS, kwargs)
     query_BHTE, key_BGTE, value_BGTE = in_one_dtype(query_BHTE, key_BGTE, value_BGTE)
     group = query_BHTE.shape[1] // key_BGTE.shape[1]
@@ -389,7 +389,7 @@ def flash_attention_3(
 
 AttentionInterface.register("groundwork_sdpa", sdpa)
 AttentionInterface.register("groundwork_eager", eager)
-# The names must not contain "flash": transformers would build position masks for them, and wait for the device.
+# The names must not contain "flash", because transformers would build position masks for them and wait for the device.
 AttentionInterface.register("groundwork_fa2", flash_attention_2)
 AttentionInterface.register("groundwork_fa3", flash_attention_3)
 
@@ -398,13 +398,13 @@ def _refuse(implementation: str, arguments: Sequence[str], kwargs: dict[str, Any
     given = [name for name in arguments if kwargs.get(name) is not None]
     if given:
         raise InputError(
-            f"this model's attention uses {', '.join(given)}, which {implementation} does not compute: use another "
+            f"this model's attention uses {', '.join(given)}, which {implementation} does not support; use another "
             "attention (on a GPU flex_attention and flash_attention_2 support soft caps), or another architecture"
         )
 
 
 def in_one_dtype(*tensors: Tensor) -> list[Tensor]:
-    """Casts to one dtype: autocast ignores custom operators, and a norm can leave query and key in fp32."""
+    """Casts to one dtype, because autocast ignores custom operators, and a norm can leave query and key in fp32."""
     device_type = tensors[0].device.type
     in_autocast = torch.is_autocast_enabled(device_type)
     dtype = torch.get_autocast_dtype(device_type) if in_autocast else tensors[-1].dtype
@@ -427,15 +427,15 @@ def _dense_mask(query_BHTE: Tensor, key_BGTE: Tensor, cu_seq_lens: Tensor | None
 
 
 def segment_ids(cu_seq_lens: Tensor, batch: int, length: int) -> Tensor:
-    """Returns the number of each position's segment, (B, T)."""
+    """Returns each position's segment number, (B, T)."""
     tokens = torch.arange(batch * length, dtype=cu_seq_lens.dtype, device=cu_seq_lens.device)
     return torch.searchsorted(cu_seq_lens, tokens, right=True).view(batch, length)
 
 
 def _library_masks(cu_seq_lens: Tensor, batch: int, length: int, attention: str) -> Tensor | dict[str, Tensor]:
-    """Returns (B, 1, T, T) masks as transformers takes them: booleans for sdpa, numbers to add for eager.
+    """Returns (B, 1, T, T) masks in transformers' format: booleans for sdpa, numbers to add for eager.
 
-    It is one mask for all layers, or {kind of layer: mask} as the name of the attention lists them (`candidates_of`).
+    Returns one mask for all layers, or {kind of layer: mask} for the kinds in the attention's name (`candidates_of`).
     """
     implementation, _, form = attention.partition("+")
     segment_BT = segment_ids(cu_seq_lens, batch, length)
@@ -459,8 +459,8 @@ def _library_masks(cu_seq_lens: Tensor, batch: int, length: int, attention: str)
 class _TokensFirst(torch.autograd.Function):
     """Views (B, H, T, E) as (B x T, H, E), where the memory has heads within tokens.
 
-    Inductor gives a rotated query the strides that an as_strided of it has in Python. Before a view it would lay heads
-    before tokens, and then copy them.
+    Inductor gives a rotated query the strides that an as_strided of it has in Python. Before a view, it would put
+    heads before tokens, and then copy them.
     """
 
     @staticmethod
@@ -476,9 +476,9 @@ class _TokensFirst(torch.autograd.Function):
 
 
 def _tokens_first(x_BHTE: Tensor) -> Tensor:
-    """Returns (B x T, H, E), without a copy where the memory allows it."""
-    # Not for a slice, such as the keys in GPT-2's (B, T, 3 x H x E): Inductor may lay out the whole differently than
-    # Python, and as_strided would then read other numbers.
+    """Returns (B x T, H, E), without a copy if possible."""
+    # Not for a slice, such as the keys in GPT-2's (B, T, 3 x H x E), because Inductor may lay out the whole tensor
+    # differently than Python, and as_strided would read other numbers.
     if torch.compiler.is_compiling() and INDUCTOR_KEEPS_OFFSETS and x_BHTE.transpose(1, 2).is_contiguous():
         return _TokensFirst.apply(x_BHTE)
     return x_BHTE.transpose(1, 2).flatten(0, 1)
@@ -487,7 +487,7 @@ def _tokens_first(x_BHTE: Tensor) -> Tensor:
 def _varlen(query_BHTE, key_BGTE, value_BGTE, cu_seq_lens, scaling, window) -> Tensor:
     batch, heads, length, width = query_BHTE.shape
     if width % 8:
-        # torch pads for its own sdpa, but varlen_attn refuses other widths.
+        # torch pads for its own sdpa, but varlen_attn rejects other widths.
         scaling = width**-0.5 if scaling is None else scaling
         query_BHTE, key_BGTE, value_BGTE = (F.pad(x, (0, -width % 8)) for x in (query_BHTE, key_BGTE, value_BGTE))
     tokens = [_tokens_first(x) for x in (query_BHTE, key_BGTE, value_BGTE)]
@@ -522,7 +522,7 @@ def _flash(
     tensors = in_one_dtype(query_BHTE, key_BGTE, value_BGTF)
     batch, _, length, width = query_BHTE.shape
     value_width = value_BGTF.shape[-1]
-    # The kernels need values as wide as keys; the padding is cut off below.
+    # The kernels need values as wide as keys. The padding is removed below.
     tensors[2] = F.pad(tensors[2], (0, width - value_width))
     settings = {"softmax_scale": scaling, "causal": True, "softcap": softcap or 0.0}
     # Without this the backward pass uses atomic adds, whose order varies.
@@ -540,9 +540,9 @@ def _flash(
 
 
 def _flex_block_mask(cu_seq_lens: Tensor, batch: int, length: int):
-    """Builds create_block_mask's result for the same rule without evaluating all (T, T) pairs in each micro-step.
+    """Builds create_block_mask's result without evaluating all (T, T) pairs in each micro-step.
 
-    Segments are contiguous, so the first and last segment of a block of queries and of an earlier block of keys tell
+    Segments are contiguous, so the first and last segments of a block of queries and of an earlier block of keys show
     if the blocks share a segment (then some pairs count), or lie in the same one (then all do).
     """
     from torch.nn.attention.flex_attention import BlockMask

@@ -1,7 +1,7 @@
 """Builds models from configurations, counts parameters and FLOPs, and initializes the weights.
 
-Initial weights depend on (configuration, seed) alone: every module draws from its own seed, so any part of a model can
-be made without the rest and is the same under every strategy (see `initialize_module`).
+Initial weights depend only on (configuration, seed). Every module has its own seed, so any part of a model can be
+initialized without the rest and is the same under every strategy (see `initialize_module`).
 """
 
 import copy
@@ -35,17 +35,17 @@ from pretrain.model.routers import as_buffers, inactive_parameters
 _Value = TypeVar("_Value")
 
 FORMULA = "6N + 12 x layers x heads x head width x sequence length"
-"""FLOPs per token; the layers are those with attention."""
+"""FLOPs per token. Only layers with attention count."""
 NO_SUCH_ATTENTION = "the architecture's own code does not know this attention"
 
 
 def build_meta_model(config: PreTrainedConfig, *, attention: str | None = None) -> PreTrainedModel:
-    """Builds the model without storage: parameters and buffers on the meta device, in fp32, tied parameters shared.
+    """Builds the model without storage: parameters and buffers on the meta device, in fp32, with tied parameters.
 
-    padding_idx is cleared in every embedding: packed training data has no padding, and torch.nn.Embedding starts that
-    row at zero and gives it no gradient, which would hit the end-of-document ID if it is the padding ID too.
-    Attention None is the library's default: sdpa if the architecture supports it, else eager. Raises InputError if the
-    model or the machine does not support the requested attention.
+    padding_idx is cleared in every embedding. Packed training data has no padding, and torch.nn.Embedding initializes
+    that row to zero without a gradient, which would affect the end-of-document ID if it is also the padding ID.
+    attention None is the library's default: sdpa if the architecture supports it, otherwise eager. Raises InputError
+    if the model or the machine does not support the requested attention.
     """
     if attention is None:
         attention = library_attention(config)
@@ -64,9 +64,9 @@ def build_meta_model(config: PreTrainedConfig, *, attention: str | None = None) 
 
 
 def library_attention(config: PreTrainedConfig) -> str:
-    """Returns sdpa if the architecture's own code supports it, else eager."""
+    """Returns sdpa if the architecture's own code supports it, otherwise eager."""
     model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-    # Private: transformers has no public flag for the attention that a class supports.
+    # Private, because transformers has no public flag for a class's supported attention.
     return "sdpa" if getattr(model_class, "_supports_sdpa", False) else "eager"
 
 
@@ -109,7 +109,7 @@ def once_per_config(function: Callable[[PreTrainedConfig], _Value]) -> Callable[
 
 @dataclass(frozen=True)
 class _Counts:
-    """Parameters of a model: all, those in matmuls, and those that a token does not use."""
+    """Counts of a model's parameters: all, in matmuls, and inactive."""
 
     all: int
     in_matmuls: int
@@ -131,38 +131,38 @@ def count_parameters(config: PreTrainedConfig) -> int:
 
 
 def count_non_embedding_parameters(config: PreTrainedConfig) -> int:
-    """Counts N of the 6N floating-point operations per token: the parameters that take part in a matmul.
+    """Counts N of the 6N FLOPs per token: the parameters used in matmuls.
 
-    An embedding is a lookup, not a matmul, so it does not count unless the output head shares it (as in PaLM, arXiv
-    2204.02311, appendix B). Learned positions, as in GPT-2, are a lookup too.
+    An embedding is a lookup, not a matmul, so it counts only if it is tied to the head (as in PaLM, arXiv 2204.02311,
+    appendix B). Learned positions, as in GPT-2, are a lookup too.
     """
     return _counts(config).in_matmuls
 
 
 def active_parameters(config: PreTrainedConfig) -> int:
-    """Counts the parameters that a token uses, so without the experts that it is not routed to."""
+    """Counts the active parameters, without the experts that a token doesn't use."""
     counts = _counts(config)
     return counts.all - counts.inactive
 
 
 def matrix_parameters(config: PreTrainedConfig) -> int:
-    """Counts N of 6N: the active parameters that take part in a matmul (see `count_non_embedding_parameters`)."""
+    """Counts N of 6N: the active parameters used in matmuls (see `count_non_embedding_parameters`)."""
     counts = _counts(config)
     return counts.in_matmuls - counts.inactive
 
 
 def flops_per_token(config: PreTrainedConfig, sequence_length: int) -> float:
-    """Counts the operations of forward and backward pass: FORMULA (PaLM, arXiv 2204.02311, appendix B), N active.
+    """Counts the FLOPs of forward and backward pass: FORMULA (PaLM, arXiv 2204.02311, appendix B), with active N.
 
-    If keys and values differ in width, as in multi-head latent attention, the mean of both widths counts. In a
-    hybrid model only layers with attention count; what its other mixers compute besides matmuls is left out.
+    If keys and values differ in width, as in multi-head latent attention, the mean of both widths counts. In a hybrid
+    model, only layers with attention count. The other mixers' operations besides matmuls are ignored.
     """
     attention = 12 * attention_layers(config) * attention_width(config) * sequence_length
     return 6 * matrix_parameters(config) + attention
 
 
 WITHOUT_ATTENTION = {"linear_attention", "conv", "mlp", "moe"}
-"""transformers' names for kinds of layers that have no attention."""
+"""transformers' names for layers without attention."""
 
 
 def attention_layers(config: PreTrainedConfig) -> int:
@@ -183,23 +183,23 @@ def attention_width(config: PreTrainedConfig) -> float:
 
 
 def embedding_parameter_names(model: nn.Module) -> set[str]:
-    """Names all parameters that an nn.Embedding owns, with every name of a tied one (the head's included).
+    """Names all parameters of nn.Embedding modules, with every name of tied ones (including the head's).
 
-    Works for meta, whole and sharded models, since it looks at the owner and not at the shape.
+    Works for meta, whole and sharded models, because it checks the owner instead of the shape.
     """
     owned = {id(embedding.weight) for embedding in _embeddings(model)}
     return {name for name, parameter in model.named_parameters(remove_duplicate=False) if id(parameter) in owned}
 
 
 def transposed_names(model: nn.Module) -> set[str]:
-    """Names the weights whose columns are the outputs, such as GPT-2's."""
+    """Names the weights with outputs as columns, such as GPT-2's."""
     from transformers.pytorch_utils import Conv1D
 
     return {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, Conv1D)}
 
 
 def build_model(config: PreTrainedConfig, *, seed: int, attention: str | None = None) -> PreTrainedModel:
-    """Builds a model with new fp32 weights on the CPU, which depend on (config, seed) and on nothing else.
+    """Builds a model with new fp32 weights on the CPU, which depend only on (config, seed).
 
     The global random state is neither read nor changed. Raises InputError as `build_meta_model` does.
     """
@@ -210,33 +210,33 @@ def build_model(config: PreTrainedConfig, *, seed: int, attention: str | None = 
 
 
 def initialize_module(model: PreTrainedModel, name: str, *, seed: int, is_loaded: bool = False) -> None:
-    """Initializes the weights of the module called `name` inside `model` ("" is the whole), and touches nothing else.
+    """Initializes the weights of the module called `name` inside `model` ("" is the whole model), and no others.
 
-    Meta tensors are created on the CPU; existing ones are written in place. Modules are initialized children first by
-    the model's own `_init_weights`, each from the seed (seed, module's name), so a block gets the same weights
-    alone as within the whole model. A module can be made alone if no ancestor's `_init_weights` writes into it: a
-    decoder layer, the embedding, the final norm, the head. (GPT-2's attention sets the weights of its own c_proj: make
-    the attention or its block, not the c_proj.) A parameter that is tied to another is left to
-    `model.tie_weights()`.
+    Meta tensors are created on the CPU, and existing ones are written in place. The model's own `_init_weights`
+    initializes modules, children first, each with the seed (seed, module's name), so a block gets the same weights
+    alone as within the whole model. A module can be initialized alone if no ancestor's `_init_weights` writes into it:
+    a decoder layer, the embedding, the final norm, the head. (GPT-2's attention sets the weights of its c_proj, so
+    initialize the attention or its block, not the c_proj.) `model.tie_weights()` handles tied
+    parameters.
 
-    Random numbers are always drawn on the CPU: other devices draw different ones from the same seed. Raises InputError
-    if the architecture leaves a parameter or buffer without a value.
+    Random numbers are always drawn on the CPU, because other devices draw different ones from the same seed. Raises
+    InputError if the architecture leaves a parameter or buffer without a value.
 
-    is_loaded: parameters will be loaded, so they are not drawn, and stay NaN until then; buffers get their values.
+    is_loaded: parameters will be loaded later and stay NaN until then. Buffers get their values.
     """
     tied_names = set(model.all_tied_weights_keys)
     root = model.get_submodule(name)
-    # Reversed pre-order puts children before parents; a parent may overwrite a child (GPT-2's scaled c_proj).
+    # Reversed pre-order puts children before parents, because a parent may overwrite a child (GPT-2's scaled c_proj).
     modules = list(reversed(list(root.named_modules(prefix=name))))
     random_state = torch.get_rng_state()
     try:
         with torch.no_grad(), init.guard_torch_init_functions():
             for module_name, module in modules:
                 _materialize(module, module_name, tied_names)
-                if is_loaded and not module._buffers:  # else what it draws for a buffer would be other numbers
+                if is_loaded and not module._buffers:  # otherwise a buffer's random numbers would differ
                     for parameter in module.parameters(recurse=False):
                         parameter._is_hf_initialized = True  # private, as in `_run_initializer`
-                # One seed per module: what it draws must not depend on which other modules are made here.
+                # One seed per module, so that its weights don't depend on which other modules are initialized here.
                 torch.default_generator.manual_seed(module_seed(seed, module_name))
                 _run_initializer(_initializing_model(model, module_name), module, module_name, tied_names)
     finally:
@@ -245,7 +245,7 @@ def initialize_module(model: PreTrainedModel, name: str, *, seed: int, is_loaded
 
 
 class SavedWeights(Protocol):
-    """Weights that already exist; see model/pretrained.py."""
+    """Existing weights; see model/pretrained.py."""
 
     def fill(self, causal_lm: PreTrainedModel, unit: str) -> None:
         """Gives the module called `unit` its weights on the CPU."""
@@ -253,23 +253,23 @@ class SavedWeights(Protocol):
 
 @dataclass(frozen=True)
 class InitialWeights:
-    """Weights that a run starts from, given to a model unit by unit so that no strategy holds more than it must."""
+    """A run's initial weights, filled in unit by unit so that no strategy needs the whole model in memory."""
 
     seed: int
     pretrained: SavedWeights | None = None
-    """Weights to load; None: draw them from the seed."""
+    """Weights to load. None: draw them from the seed."""
     dtype: torch.dtype = torch.float32
-    """Dtype of the parameters. Buffers keep theirs: rotary tables must not be rounded."""
+    """Dtype of the parameters. Buffers keep theirs, because rotary tables must not be rounded."""
     scales: Mapping[str, float] = field(default_factory=dict)
-    """{name of a parameter: factor} for the weights that the seed draws; see `width_roles`."""
+    """{name of a parameter: factor} for weights drawn from the seed; see `width_roles`."""
     are_loaded: bool = False
-    """True if a checkpoint is loaded next: weights stay NaN until then, which takes a third of the time."""
+    """True if a checkpoint is loaded next. Weights stay NaN until then, which takes a third of the time."""
 
     def fill(self, causal_lm: PreTrainedModel, unit: str) -> None:
         """Gives the module called `unit` inside `causal_lm`, which is on the meta device, its weights on the CPU.
 
-        The values do not depend on how many units are filled or in which order. `unit` is one of
-        `units_of(causal_lm)`, or "" for the whole model; call `causal_lm.tie_weights()` after the last.
+        The values do not depend on the number or order of filled units. `unit` is one of `units_of(causal_lm)`, or ""
+        for the whole model. Call `causal_lm.tie_weights()` after the last unit.
         """
         if self.pretrained is not None:
             self.pretrained.fill(causal_lm, unit)
@@ -282,10 +282,10 @@ class InitialWeights:
 
 
 def units_of(causal_lm: PreTrainedModel) -> list[str]:
-    """Names the parts that can be made alone: each layer, then every module without layers, in the model's order.
+    """Names the separately buildable parts: each layer, then every module without layers, in the model's order.
 
-    Together they are the whole model. Raises InputError for a model that has parameters directly in the modules that
-    contain its layers.
+    Together they are the whole model. Raises InputError for parameters directly in the modules that contain the
+    layers.
     """
     layers = set(layers_of(causal_lm))
     layer_names = [name for name, module in causal_lm.named_modules() if module in layers]
@@ -299,7 +299,7 @@ def units_of(causal_lm: PreTrainedModel) -> list[str]:
                 f"model: {type(causal_lm).__name__} has {own[0][0]} outside its layers{name and f', in {name}'}, so "
                 "strategies that build it layer by layer cannot run it; use ddp"
             )
-        # A module that contains layers cannot be made alone; its other children can.
+        # A module that contains layers can't be built alone, but its other children can.
         paths = [f"{name}.{child}" if name else child for child, _ in container.named_children()]
         others += [path for path in paths if path not in ancestors and path not in layer_names]
     return [*layer_names, *others]
@@ -308,36 +308,36 @@ def units_of(causal_lm: PreTrainedModel) -> list[str]:
 def set_end_of_document(config: PreTrainedConfig, end_of_document_id: int) -> None:
     """Writes the data's end-of-document ID into a base model's configuration.
 
-    Every document follows the ID that ended the previous one, so the ID both opens and closes a text: bos and eos
-    are the same, as in GPT-2. There is no padding ID: as one, the ID would never be learned (see `build_meta_model`).
-    Batched generation finds its padding ID in generation_config.json (see `save_model_metadata`).
+    Every document follows the ID that ended the previous one, so the ID opens and closes each text, and bos and eos
+    are the same, as in GPT-2. It is not set as the padding ID, because then it would never be learned (see
+    `build_meta_model`). Batched generation finds its padding ID in generation_config.json (see `save_model_metadata`).
     """
     config.bos_token_id = config.eos_token_id = end_of_document_id
     config.pad_token_id = None
 
 
 def check_vocabulary(config: PreTrainedConfig, vocabulary_size: int, *, has_weights: bool = False) -> list[str]:
-    """Lists the problems of training this model on token IDs 0 to vocabulary_size - 1; empty if there are none.
+    """Lists the problems of training this model on token IDs 0 to vocabulary_size - 1.
 
-    has_weights: it is a pretrained model, whose vocabulary can only be extended.
+    has_weights: True for a pretrained model. Its vocabulary can only be extended.
     """
     if vocabulary_size <= config.vocab_size:
         return []
-    what = f"the data's tokenizer has {vocabulary_size:,} ids, but the model's vocab_size is {config.vocab_size:,}"
+    what = f"the data's tokenizer has {vocabulary_size:,} IDs, but the model's vocab_size is {config.vocab_size:,}"
     if has_weights:
         return [
             f"{what}: prepare the data with the model's own tokenizer, or, if this one extends it, give "
             f"--model.vocab_size auto, which makes it {padded_vocabulary(vocabulary_size):,}"
         ]
     return [
-        f"{what}: give --model.vocab_size auto (or leave vocab_size out of the model's JSON), which makes it "
+        f"{what}: give --model.vocab_size auto (or omit vocab_size in the model's JSON), which makes it "
         f"{padded_vocabulary(vocabulary_size):,} here, or prepare the data with a tokenizer of at most "
-        f"{config.vocab_size:,} ids"
+        f"{config.vocab_size:,} IDs"
     ]
 
 
 def shape_changes(config: PreTrainedConfig, changed: PreTrainedConfig) -> str | None:
-    """Says how many weights of two models differ in shape or exist in only one; None if all match."""
+    """Describes the weights of two models that differ in shape or exist in only one; None if all match."""
     ours, theirs = (
         {name: tuple(parameter.shape) for name, parameter in build_meta_model(of).named_parameters()}
         for of in (config, changed)
@@ -352,12 +352,12 @@ def shape_changes(config: PreTrainedConfig, changed: PreTrainedConfig) -> str | 
 def save_model_metadata(model: PreTrainedModel, folder: str | os.PathLike) -> None:
     """Writes a model folder except weights and tokenizer: config.json, generation_config.json, own code.
 
-    A local architecture's file is copied next to config.json, whose auto_map then names its classes. The padding ID of
-    generation is the end-of-document ID unless one was set.
+    A local architecture's file is copied next to config.json, with an auto_map for its classes. The default padding ID
+    of generation is the end-of-document ID.
     """
     config = copy.deepcopy(model.config)
     Path(folder).mkdir(parents=True, exist_ok=True)
-    # A bare configuration saves no class name, which AutoModel and vLLM need.
+    # A bare configuration saves no class name, but AutoModel and vLLM need it.
     config.architectures = [type(model).__name__]
     if type(model)._auto_class is not None:
         custom_object_save(model, folder, config=config)
@@ -382,10 +382,10 @@ def _embeddings(model: nn.Module) -> list[nn.Embedding]:
 
 
 def _embed_in_bf16(model: PreTrainedModel) -> None:
-    """Makes embeddings return bf16 under bf16 autocast, and so all that layers add to what they return.
+    """Makes embeddings, and thus the residual stream, use bf16 under bf16 autocast.
 
-    Autocast leaves a lookup in the weights' fp32: the residual stream between the layers would then be read and
-    written in fp32, a quarter more memory traffic (docs/measurements_cpu.md). fp16 stays out: its largest number is
+    Autocast leaves a lookup in the weights' fp32. The residual stream would then be read and written in fp32, 25% more
+    memory traffic (docs/measurements_cpu.md). fp16 is excluded, because its largest number is
     65,504.
     """
     for embedding in _embeddings(model):
@@ -399,9 +399,9 @@ def _in_bf16_of_autocast(module: nn.Module, args: tuple, looked_up: Tensor) -> T
 
 
 def _count_positions_in_the_window(model: PreTrainedModel, attention: str) -> None:
-    """Makes BLOOM's ALiBi ignore the document mask: it counts positions in a padding mask, and there is no padding.
+    """Makes BLOOM's ALiBi ignore the document mask, because it would count positions in it as in a padding mask.
 
-    The biases are linear in the key's position and softmax ignores a constant offset, so all documents may share them.
+    The biases are linear in the key's position and softmax ignores a constant offset, so all documents can share them.
     """
     if "+mask" not in attention or not hasattr(model.base_model, "build_alibi_tensor"):
         return
@@ -428,13 +428,13 @@ def _building_problem(config: PreTrainedConfig, attention: str, error: Exception
 
 
 def module_seed(seed: int, module_name: str) -> int:
-    """Returns a 63-bit seed for one module; hashed, because streams of adjacent seeds may be correlated."""
+    """Returns a 63-bit seed for one module, hashed because streams of adjacent seeds may be correlated."""
     digest = hashlib.sha256(f"{seed}:{module_name}".encode()).digest()
     return int.from_bytes(digest[:8], "little") >> 1
 
 
 def _initializing_model(model: PreTrainedModel, module_name: str) -> PreTrainedModel:
-    """Returns the innermost PreTrainedModel that contains the module: its `_init_weights` handles the module."""
+    """Returns the innermost PreTrainedModel containing the module. Its `_init_weights` handles the module."""
     innermost = current = model
     for part in module_name.split(".") if module_name else ():
         current = getattr(current, part)
@@ -459,12 +459,12 @@ def _materialize(module: nn.Module, module_name: str, tied_names: set[str]) -> N
 def _run_initializer(
     initializing_model: PreTrainedModel, module: nn.Module, module_name: str, tied_names: set[str]
 ) -> None:
-    """Runs `_init_weights` on one module, protecting tied parameters, which the pair's other module initializes."""
+    """Runs `_init_weights` on one module, skipping tied parameters, which another module initializes."""
     prefix = f"{module_name}." if module_name else ""
     own = module.named_parameters(recurse=False)
     tied = [parameter for name, parameter in own if prefix + name in tied_names]
     for parameter in tied:
-        parameter._is_hf_initialized = True  # private, but the only mark by which transformers leaves it alone
+        parameter._is_hf_initialized = True  # private, but the only way to make transformers skip it
     initializing_model._init_weights(module)
     for parameter in tied:
         del parameter._is_hf_initialized

@@ -1,4 +1,4 @@
-"""Compiles a model's layers, or recomputes them in the backward pass, in place: parameter names do not change."""
+"""Compiles a model's layers, or sets up their recomputation, in place. Parameter names do not change."""
 
 import importlib.util
 import math
@@ -19,15 +19,15 @@ from pretrain.config import MemoryBudget, RunConfig
 
 
 def layers_of(causal_lm: PreTrainedModel) -> list[torch.nn.Module]:
-    """Lists the model's blocks in order: the modules that transformers says must not be split."""
-    # Private, but the only list of block classes in transformers; Accelerate wraps by it too.
+    """Lists the model's blocks in order, by transformers' list of modules that must not be split."""
+    # Private, but transformers' only list of block classes; Accelerate uses it too.
     names = set(causal_lm._no_split_modules or ())
-    # Base classes count too: FSDP replaces the class of a module that it shards by a subclass with another name.
+    # Base classes count too, because FSDP replaces a sharded module's class by a subclass with another name.
     return [module for module in causal_lm.modules() if names & {kind.__name__ for kind in type(module).__mro__}]
 
 
 LAYERS_COMPILED_WHOLE = 4
-"""Models of up to this many layers compile whole within a few seconds of what one layer takes."""
+"""Up to this many layers, compiling the whole model takes only a few seconds more than one layer."""
 
 
 def choose_compile(
@@ -35,11 +35,11 @@ def choose_compile(
 ) -> str:
     """Returns the mode of `compile_model` for the recipe's compile.
 
-    auto is full for a few layers on a CPU, where the overhead of calling each compiled layer is 5 % of a step of a 1M
-    model (docs/measurements_cpu.md).
+    auto is full for a few layers on a CPU, because calling each compiled layer separately costs 5% of a 1M model's
+    step (docs/measurements_cpu.md).
 
     Args:
-        is_alone: True if one process trains the model.
+        is_alone: True if a single process trains the model.
         is_plain: True if nothing within its layers is counted or recomputed.
     """
     if requested != "auto":
@@ -51,41 +51,43 @@ def choose_compile(
 def compile_model(
     model: torch.nn.Module, causal_lm: PreTrainedModel, mode: str, lengths: int = 1, memory_budget: float = 1.0
 ) -> None:
-    """Compiles in place. none: nothing. regional: each block, by one compilation that all share. full: all of `model`.
+    """Compiles in place. none: nothing. regional: each block, with one shared compilation. full: all of `model`.
 
-    Shapes are static: a batch of another shape is recompiled instead of running slower dynamic code.
+    Shapes are static. A batch of another shape is recompiled instead of running slower dynamic code.
 
     Args:
-        lengths: number of sequence lengths in the run; each is compiled for training and for validation.
+        lengths: number of sequence lengths in the run. Each is compiled for training and for validation.
         memory_budget: share of the activations that each compiled graph keeps.
     """
     # Documented, though its module has a private name. Layers are compiled later, in the first step.
     functorch_config.activation_memory_budget = memory_budget
+    # Under tp, process groups are inputs of the graph. They hold no activations.
+    functorch_config.unsafe_treat_script_objects_as_zero_size = True
     if mode != "none":
-        # Beyond torch's limit of eight, layers would silently run uncompiled. Most share one compilation, but not
-        # where a strategy gives each its own functions, as tensor parallel does to experts.
+        # Beyond torch's limit of eight, layers would silently run uncompiled. Most share one compilation, unless a
+        # strategy gives each its own functions, as tensor parallel does for experts.
         most = 4 * lengths * (len(layers_of(causal_lm)) if mode == "regional" else 1)
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, most)
     if mode != "none" and next(causal_lm.parameters()).device.type == "cpu":
         for module in causal_lm.modules():
-            # These two classes use the tanh approximation; the exact GELU is left alone.
+            # These two classes use the tanh approximation. The exact GELU is unchanged.
             if isinstance(module, (GELUTanh, NewGELUActivation)):
                 module.forward = gelu_by_sigmoid
     if mode == "regional":
-        # Dynamo would cut each layer at every 25 MB of DDP's buckets, so that they overlap with its backward pass.
-        # Layers overlap with each other anyway, and whole ones move a quarter less memory (docs/measurements_cpu.md).
+        # Dynamo would split each layer at every 25 MB of DDP's buckets, to overlap them with its backward pass. Layers
+        # overlap with each other anyway, and unsplit ones move 25% less memory (docs/measurements_cpu.md).
         torch._dynamo.config.optimize_ddp = False
         for layer in layers_of(causal_lm):
-            # Not layer.compile(): it would trace what FSDP and DeepSpeed hook onto a layer, and break the graph.
+            # Not layer.compile(), which would trace the hooks of FSDP and DeepSpeed, and break the graph.
             layer.forward = torch.compile(layer.forward, dynamic=False)
     elif mode == "full":
         model.compile(dynamic=False)
 
 
 def compiler_problems(requested: str, device_type: str) -> list[str]:
-    """Lists what torch.compile lacks on this machine for the recipe's compile, with the remedy; empty if nothing.
+    """Lists torch.compile's missing requirements on this machine for the recipe's compile, with remedies.
 
-    Without it the first compiled step would fail, after the model has been built.
+    Otherwise the first compiled step would fail, after the model has been built.
     """
     if requested == "none":
         return []
@@ -108,7 +110,7 @@ def compiler_problems(requested: str, device_type: str) -> list[str]:
 
 
 def gelu_by_sigmoid(x: Tensor) -> Tensor:
-    """Computes the tanh form of GELU with a sigmoid, since 1 + tanh(y) = 2 sigmoid(2 y).
+    """Computes the tanh form of GELU with a sigmoid, because 1 + tanh(y) = 2 sigmoid(2 y).
 
     Compiled for a CPU, tanh takes three times as long as an exponential (docs/measurements_cpu.md).
     """
@@ -117,7 +119,7 @@ def gelu_by_sigmoid(x: Tensor) -> Tensor:
 
 
 def checkpointing_problems(config: RunConfig, causal_lm: PreTrainedModel) -> list[str]:
-    """Lists why this model's activations cannot be recomputed as the recipe asks; empty if they can."""
+    """Lists why this model's activations can't be recomputed as requested."""
     mode = config.activation_checkpointing
     if mode == "none":
         return []
@@ -158,9 +160,9 @@ def dropouts_of(causal_lm: PreTrainedModel) -> list[str]:
 def checkpoint_activations(causal_lm: PreTrainedModel, mode: str | float | MemoryBudget) -> None:
     """Sets up recomputation outside the compiler.
 
-    none: keep all activations. full: keep each block's input and recompute the rest. A share: do so in that share of
-    the blocks, rounded up and spread evenly, so that each stage of a pipeline has its part. A memory budget is
-    `compile_model`'s.
+    none: keep all activations. full: keep each block's input and recompute the rest. A share: recompute this share of
+    the blocks, rounded up and spread evenly, so that each pipeline stage has its part. `compile_model` sets a memory
+    budget.
     """
     if mode == "none" or isinstance(mode, MemoryBudget):
         return

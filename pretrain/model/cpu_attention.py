@@ -1,11 +1,11 @@
-"""Causal attention within segments on a CPU: a custom operator that torch.compile does not trace, and for short
-windows plain matmuls that it does.
+"""Causal attention within segments on a CPU: a custom operator that torch.compile does not trace, and plain matmuls,
+traced by torch.compile, for short windows.
 
-Segments of medium length are computed in blocks of queries by plain matmuls: scores in fp32, the rest in the inputs'
-dtype, the probabilities kept for the backward pass. On two cores without AMX that takes about half the time of torch's
-flash kernel, whose backward pass is slow on a CPU in half precision. The kept probabilities grow with the square of
-the length, so long segments use the flash kernel; so do short ones, where call overhead dominates. The limit for short
-ones depends on the dtype; with AVX2 and with AVX-512 it is the same.
+Segments of medium length are computed in blocks of queries with plain matmuls. Scores are in fp32, the rest is in the
+inputs' dtype, and the probabilities are kept for the backward pass. On two cores without AMX this takes about half the
+time of torch's flash kernel, which has a slow backward pass on a CPU in half precision. The kept probabilities grow
+with the square of the length, so long segments use the flash kernel. Short ones do too, because call overhead
+dominates. The limit for short segments depends on the dtype, and is the same with AVX2 and AVX-512.
 
 Shapes: B windows, T positions, H query heads, G key heads, E head width, N = rows x heads of one block.
 """
@@ -20,22 +20,22 @@ HALF_DTYPES = (torch.bfloat16, torch.float16)
 HALF_SHORTEST_IN_BLOCKS = 48
 FP32_SHORTEST_IN_BLOCKS = 256
 LONGEST_IN_BLOCKS = 1024
-"""Segments in this range of lengths are computed in blocks of queries; measured in docs/measurements_cpu.md."""
+"""Range of segment lengths computed in blocks of queries (measured in docs/measurements_cpu.md)."""
 HALF_LONGEST_AS_PRODUCTS = 64
 FP32_LONGEST_AS_PRODUCTS = 128
-"""Windows of up to this many tokens are left to the compiler if there is one; measured there too."""
+"""Maximum tokens of windows left to the compiler, if available (measured there too)."""
 BLOCK_QUERIES = 128
 SCORES_BYTES = 7 * 2**20
-"""Bytes of fp32 scores in one block of queries, over the windows computed together: more overflows the caches, less
-makes more calls."""
+"""Bytes of fp32 scores in one block of queries, over the windows computed together. More overflows the caches, and
+less needs more calls."""
 
 
 def attend(
     query_BHTE: Tensor, key_BGTE: Tensor, value_BGTE: Tensor, cu_seq_lens: Tensor | None, scaling: float | None
 ) -> Tensor:
-    """Returns attention (B, H, T, E), causal within the segments that cu_seq_lens (S + 1,) marks in the B x T tokens.
+    """Returns causal attention (B, H, T, E) within the segments of the B x T tokens, given by cu_seq_lens (S + 1,).
 
-    None: each window is one segment.
+    cu_seq_lens None: each window is one segment.
     """
     if as_products(query_BHTE.dtype, query_BHTE.shape[2]):
         return attend_by_products(query_BHTE, key_BGTE, value_BGTE, cu_seq_lens, scaling)
@@ -58,9 +58,9 @@ def as_products(dtype: torch.dtype, tokens: int) -> bool:
 def attend_by_products(
     query_BHTE: Tensor, key_BGTE: Tensor, value_BGTE: Tensor, cu_seq_lens: Tensor | None, scaling: float | None
 ) -> Tensor:
-    """Computes `attend` in a form for the compiler, which fuses all but the matmuls.
+    """Computes `attend` with operations that the compiler fuses, except the matmuls.
 
-    Scores in fp32, the rest in the inputs' dtype.
+    Scores are in fp32, the rest in the inputs' dtype.
     """
     batch, heads, length, width = query_BHTE.shape
     scale = width**-0.5 if scaling is None else scaling
@@ -95,7 +95,7 @@ def serves_windows(dtype: torch.dtype, windows: int, tokens: int) -> bool:
 
 
 def segments_of(cu_seq_lens: Tensor, batch: int, length: int) -> list[tuple[slice, slice]]:
-    """Lists (rows, positions) of the segments; adjacent rows that are one segment each are grouped."""
+    """Lists (rows, positions) of the segments. Adjacent rows with one segment each are grouped."""
     ends = cu_seq_lens.tolist()
     segments: list[tuple[slice, slice]] = []
     for start, end in itertools.pairwise(ends):
@@ -126,7 +126,7 @@ def query_blocks(cu_seq_lens: Tensor, query_BHTE: Tensor) -> list[tuple[slice, s
 
 
 def _flash_dtype(dtype: torch.dtype, positions: slice) -> torch.dtype:
-    """Returns fp32 for half precision unless the segment is long: the kernel is faster so, conversions included."""
+    """Returns fp32 for half precision unless the segment is long. It's faster, including conversions."""
     is_long = positions.stop - positions.start > LONGEST_IN_BLOCKS
     return dtype if is_long or dtype not in HALF_DTYPES else torch.float32
 
@@ -136,7 +136,7 @@ def _score_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 class _Probabilities:
-    """Probabilities of all blocks, end to end in one tensor, in the order of computation."""
+    """Probabilities of all blocks, concatenated in one tensor, in the order of computation."""
 
     def __init__(self, kept: Tensor):
         self._kept = kept
@@ -149,8 +149,8 @@ class _Probabilities:
 
 
 def _empty_probabilities(query_BHTE: Tensor, keeps: bool) -> Tensor:
-    """Allocates for the worst case, a segment as long as the window or the longest in blocks. Memory that is never
-    written is never backed by pages."""
+    """Allocates for the worst case, a segment as long as the window or the longest in blocks. Unwritten memory takes
+    no pages."""
     batch, heads, length, _ = query_BHTE.shape
     longest = min(length, LONGEST_IN_BLOCKS)
     keys = (longest + BLOCK_QUERIES) // 2 + 1
@@ -167,7 +167,7 @@ def _heads_together(x_RHTE: Tensor, heads: int) -> Tensor:
 
 @functools.lru_cache(maxsize=8)
 def _future_mask(queries: int, dtype: torch.dtype) -> Tensor:
-    """Returns (Q, Q) to add to the scores of a block's last keys; masked_fill takes seven times as long."""
+    """Returns (Q, Q) to add to the scores of a block's last keys. masked_fill takes seven times as long."""
     return torch.full((queries, queries), -torch.inf, dtype=dtype, device="cpu").triu(1)
 
 
@@ -204,13 +204,13 @@ def _backward_in_blocks(
     value_NET = _heads_together(value_RGTE, heads).transpose(1, 2)
     blocks = [(begin, min(begin + BLOCK_QUERIES, length)) for begin in range(0, length, BLOCK_QUERIES)]
     softmaxes_NQK = [probabilities.next(rows * heads, end - begin, end) for begin, end in blocks]
-    for begin, end in reversed(blocks):  # the last block spans all keys, so it makes the sums that the others add to
-        # Contiguous: bmm copies a strided slice each time, and each is used twice.
+    for begin, end in reversed(blocks):  # the last block spans all keys, so it comes first and creates the sums
+        # Contiguous, because bmm copies a strided slice each time, and each is used twice.
         query_NQE = _heads_together(query_RHTE[:, :, begin:end], heads).mul_(scale)
         grad_out_NQE = _heads_together(grad_out_RHTE[:, :, begin:end], heads)
         softmax_NQK = softmaxes_NQK.pop()
         grad_NQK = torch.bmm(grad_out_NQE, value_NET[:, :, :end])
-        # Private, but the only way to write a softmax's gradient over the gradient of its output.
+        # Private, but the only way to write a softmax's gradient in place.
         torch._softmax_backward_data(grad_NQK, softmax_NQK, -1, dtype, grad_input=grad_NQK)
         grad_query_NQE = torch.bmm(grad_NQK, key_NTE[:, :end]).mul_(scale)
         gradients[0][:, :, begin:end] = grad_query_NQE.unflatten(0, (rows, heads))
@@ -244,7 +244,7 @@ def _packed_attention(
             _forward_in_blocks(out_BHTE[rows, :, positions], *inputs, scale, probabilities)
             continue
         dtype = _flash_dtype(query_BHTE.dtype, positions)
-        # Private, since the public function returns no logsumexp, which a backward pass of our own needs.
+        # Private, because the public function doesn't return the logsumexp, which our backward pass needs.
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             *(x.to(dtype) for x in inputs), 0.0, True, scale=scale
         )

@@ -1,10 +1,9 @@
-"""Keeps documents apart in mixers: layers that pass state from token to token without attention.
+"""Separates documents in mixers, layers that pass state from token to token without attention.
 
 Gated delta rules, state-space scans, short convolutions and recurrences start each row at zero and never look ahead.
-So a packed window is correct if each of its documents is a row of its own, padded at its end: tokens are gathered into
-such rows before the mixer, and its outputs are gathered back. This holds for any causal mixer and for any kernel that
-computes it. Documents that differ in length by less than a factor of two share a call, and so do all that are left
-once padding them costs little.
+So tokens are gathered before the mixer into rows of one document each, padded at the end, and the outputs are gathered
+back. This is correct for any causal mixer with any kernel. Documents that differ in length by less than a factor of
+two share a call. The remaining ones share a call if their padding costs little.
 
 Shapes: B windows, T positions, N = B x T tokens, R rows of a call, L their length, C cells (R x L of all calls).
 """
@@ -24,19 +23,19 @@ from pretrain.model.compile import layers_of
 LITTLE = 1 / 16
 """Padding, as a share of all tokens, that costs less than another call of a mixer."""
 MAX_CELLS_PER_TOKEN = 2 + LITTLE
-"""Most cells for each token."""
+"""Maximum cells per token."""
 OF_SEGMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
-"""Arguments that describe packed documents; rows of one document each do not need them."""
+"""Arguments that describe packed documents. Rows of one document don't need them."""
 
 
 @dataclass(frozen=True)
 class DocumentRows:
-    """Where each document's tokens go."""
+    """Positions of each document's tokens in rows."""
 
     shapes: tuple[tuple[int, int], ...]
     """(rows, length) of each call of a mixer."""
     tokens: Tensor
-    """Token (C,) in each cell, int64; padding repeats a document's last token, whose outputs nothing reads."""
+    """Token (C,) in each cell, int64. Padding repeats a document's last token. Its outputs are ignored."""
     cells: Tensor
     """Cell (N,) of each token, int64."""
     shape: tuple[int, int]
@@ -48,7 +47,7 @@ class DocumentRows:
 
         Args:
             cu_seq_lens: cumulative lengths in CPU memory, see `attention.document_layout`.
-            device: where to put the indices; a GPU copies them from pinned memory without waiting.
+            device: device of the indices. A GPU copies them from pinned memory without waiting.
         """
         bounds = np.unique(cu_seq_lens.numpy())
         lengths = np.diff(bounds)
@@ -81,7 +80,7 @@ class DocumentRows:
         return cls(tuple(shapes), *(index.to(device, non_blocking=True) for index in indices), shape)
 
     def calls(self, arguments: Any) -> Iterator[Any]:
-        """Yields the arguments of each call: in place of tensors (B, T, ...) or (1, T, ...) their rows (R, L, ...)."""
+        """Yields each call's arguments, with rows (R, L, ...) instead of tensors (B, T, ...) or (1, T, ...)."""
         first = 0
         for rows, length in self.shapes:
             index = self.tokens[first : first + rows * length]
@@ -103,7 +102,7 @@ class DocumentRows:
         return {self.shape, (1, self.shape[1])}
 
     def together(self, outputs: list[Any]) -> Any:
-        """Returns the outputs of all calls as that of one: (B, T, ...) from rows (R, L, ...); states become None."""
+        """Combines the outputs of all calls: (B, T, ...) from rows (R, L, ...). States become None."""
         if isinstance(outputs[0], tuple | list):
             return type(outputs[0])(self.together(list(parts)) for parts in zip(*outputs, strict=True))
         if not all(
@@ -123,10 +122,10 @@ class Current:
 
 
 def keep_documents_apart(model: PreTrainedModel, classes: Iterable[str]) -> None:
-    """Makes the mixers of these classes compute each document alone whenever the model gets `document_rows`.
+    """Makes the mixers of these classes compute each document separately if the model gets `document_rows`.
 
-    Model and base model then take this argument, a `DocumentRows`. A layer that is recomputed in the backward pass
-    uses the rows of the last forward pass, so only one micro-batch may be under way.
+    Model and base model then accept this argument, a `DocumentRows`. A layer recomputed in the backward pass uses the
+    rows of the last forward pass, so only one micro-batch may be in flight.
     """
     classes = set(classes)
     mixers = [child for layer in layers_of(model) for child in layer.children() if type(child).__name__ in classes]
@@ -135,7 +134,7 @@ def keep_documents_apart(model: PreTrainedModel, classes: Iterable[str]) -> None
 
 def _replace_forwards(model: PreTrainedModel, modules: Iterable[nn.Module], forward: Callable[..., Any]) -> Current:
     current = Current()
-    # Methods and attributes, not closures, which a copy of the model would share with it.
+    # Methods and attributes, because a copy of the model would share closures with the original.
     for module in modules:
         module.current_documents = current
         module.forward = MethodType(forward, module)
@@ -159,14 +158,14 @@ def _take(base_model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[t
 
 @torch.compiler.disable  # its shapes change with every batch
 def in_rows(mixer: nn.Module, *args, **kwargs) -> Any:
-    """Computes the mixer's own forward pass on each document alone."""
+    """Computes the mixer's own forward pass on each document separately."""
     forward = type(mixer).forward
     rows = mixer.current_documents.rows
     if rows is None:
         return forward(mixer, *args, **kwargs)
     kwargs = {name: value for name, value in kwargs.items() if name not in OF_SEGMENTS}
     if "attention_mask" in kwargs:
-        kwargs["attention_mask"] = None  # of the window's positions, which these are not
+        kwargs["attention_mask"] = None  # it has the window's positions, not the rows'
     if not any(_has_tokens(value, rows) for value in (*args, *kwargs.values())):
         raise ValueError(f"{type(mixer).__name__} got no hidden states of {rows.shape}, the windows of its documents")
     return rows.together([forward(mixer, *a, **k) for a, k in rows.calls((args, kwargs))])
@@ -177,10 +176,10 @@ LEAK = 1e-4
 
 
 def leaking_classes(model: PreTrainedModel, ids_BT: Tensor, first: int, arguments: dict[str, Any]) -> set[str]:
-    """Names the classes of the layers' direct parts that mix documents, although `arguments` tells them apart.
+    """Names the classes of the layers' direct parts that mix documents despite `arguments`.
 
-    Each part is called again with another first document. Those that mix go on with documents apart, so that later
-    parts are found too. The model is changed for good.
+    Each part is called again with another first document. Mixing parts then continue with separated documents, so that
+    later parts are found too. The model is changed permanently.
 
     Args:
         first: length of the first document.
@@ -192,7 +191,7 @@ def leaking_classes(model: PreTrainedModel, ids_BT: Tensor, first: int, argument
         try:
             output = type(module).forward(module, *args, **kwargs)
             leaks = _leaks(module, output, first, args, kwargs)
-        except Exception:  # such as a library's own refusal of packed documents
+        except Exception:  # a library may reject packed documents
             leaks = True
         if not leaks:
             return output

@@ -1,7 +1,7 @@
 """fp8 matmuls: torchao's dynamic tensorwise scaling for the linear layers inside the blocks.
 
-Weights, optimizer and everything between the matmuls stay as under bf16. Embedding and output head are left out: fp8
-hurts their matmuls most (Peng et al., arXiv 2310.18313).
+Weights, optimizer and everything between the matmuls are the same as under bf16. Embedding and output head don't use
+fp8, because it hurts their matmuls most (Peng et al., arXiv 2310.18313).
 """
 
 import importlib.util
@@ -15,11 +15,11 @@ from pretrain.model.compile import layers_of
 SMALLEST_CAPABILITY = (8, 9)
 """Minimum CUDA compute capability with fp8 matrix units: L4, L40, RTX 4090, H100 and newer."""
 SIZE_MULTIPLE = 16
-"""The fp8 kernels need matrices whose sides are multiples of this; other layers stay in bf16."""
+"""The fp8 kernels need matrix dimensions divisible by this. Other layers stay in bf16."""
 
 
 def fp8_problem(device_type: str) -> str | None:
-    """Returns why 'cpu' or 'cuda' on this machine cannot train in fp8; None if it can."""
+    """Returns why 'cpu' or 'cuda' on this machine can't train in fp8, or None."""
     if device_type != "cuda" or torch.cuda.get_device_capability() < SMALLEST_CAPABILITY:
         return (
             "precision: fp8 needs a GPU with fp8 matrix units (compute capability 8.9 or newer: L4, L40, RTX 4090, "
@@ -31,9 +31,9 @@ def fp8_problem(device_type: str) -> str | None:
 
 
 def use_fp8(causal_lm: PreTrainedModel, *, emulate: bool = False) -> int:
-    """Turns the blocks' linear layers into fp8 ones, in place, under the same names; returns how many.
+    """Converts the blocks' linear layers to fp8, in place, under the same names. Returns their number.
 
-    The model may be on the meta device. emulate: simulate the rounding without fp8 hardware, slowly; for tests.
+    The model may be on the meta device. emulate: simulate the rounding slowly without fp8 hardware, for tests.
     """
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
     from torchao.float8.float8_linear import Float8Linear
@@ -46,7 +46,7 @@ def use_fp8(causal_lm: PreTrainedModel, *, emulate: bool = False) -> int:
 
 
 def fp8_layers(causal_lm: PreTrainedModel) -> list[torch.nn.Linear]:
-    """Lists the linear layers inside the blocks that the fp8 kernels can multiply."""
+    """Lists the linear layers inside the blocks that are supported by the fp8 kernels."""
     inside = [module for layer in layers_of(causal_lm) for module in layer.modules()]
     return [
         module

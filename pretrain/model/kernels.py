@@ -1,4 +1,4 @@
-"""Chooses FlashAttention 3 if it works, names the kernels of a GPU run, and says why faster ones are not used."""
+"""Chooses FlashAttention 3 if it works, and lists a GPU run's kernels and unused faster ones."""
 
 import functools
 import importlib.metadata
@@ -21,9 +21,9 @@ from pretrain.model.cpu_attention import HALF_DTYPES
 from pretrain.model.model_config import first_line
 
 HOPPER = (9, 0)
-"""Compute capability of the GPUs on which torch runs FlashAttention 3 in place of its own flash attention."""
+"""Compute capability of GPUs on which torch can run FlashAttention 3 instead of its own flash attention."""
 FLASH_3_TOLERANCE = 2e-2
-"""Maximum difference of two flash attentions, relative to the largest number: both round to bf16, or fp16."""
+"""Maximum difference of two flash attentions due to bf16 or fp16 rounding, relative to the largest number."""
 
 
 def prefer_flash_3(
@@ -31,7 +31,7 @@ def prefer_flash_3(
 ) -> str | None:
     """Makes varlen run FlashAttention 3 in this process if `attention: auto` chose varlen and it works here.
 
-    Returns why it does not; None if it does. Arguments as in `kernels_not_used`.
+    Returns None, or why it doesn't. Arguments as in `kernels_not_used`.
     """
     varlen = why_not("varlen", device_type="cuda", dtype=dtype, window=window) or why_not_flash(model_config)
     if requested != "auto" or attention != "groundwork_sdpa" or varlen:
@@ -48,9 +48,9 @@ def prefer_flash_3(
 
 @functools.cache
 def _activate_flash_3(dtype: torch.dtype, width: int, device: str) -> str | None:
-    """Makes torch run FlashAttention 3 and compares both on a small batch; returns what is wrong, and then undoes it.
+    """Makes torch run FlashAttention 3 and compares both on a small batch. Undoes it and returns the problem, if any.
 
-    The package has its own versions and arguments, and may be built without heads of this width: then the first step
+    The package has its own versions and arguments, and may be built without heads of this width. Then the first step
     would fail.
     """
     from torch.nn.attention import activate_flash_attention_impl, restore_flash_attention_impl
@@ -62,7 +62,7 @@ def _activate_flash_3(dtype: torch.dtype, width: int, device: str) -> str | None
         differences = [(a - b).abs().max() / b.abs().max() for a, b in zip(found, wanted, strict=True)]
         if all(difference <= FLASH_3_TOLERANCE for difference in differences):
             return None
-        problem = f"its results differ from those of torch's kernel by {max(differences):.2g}"
+        problem = f"its results differ from torch's kernel by {max(differences):.2g}"
     except Exception as error:  # a package built for another torch may fail in any way
         problem = f"fails here ({first_line(error)})"
     restore_flash_attention_impl(_raise_warn=False)
@@ -70,7 +70,7 @@ def _activate_flash_3(dtype: torch.dtype, width: int, device: str) -> str | None
 
 
 def _small_varlen(dtype: torch.dtype, width: int, device: str) -> list[torch.Tensor]:
-    """Returns output and gradients of two segments, two empty ones after them, and grouped heads, in fp32."""
+    """Returns output and gradients in fp32 for two segments, two empty ones, and grouped heads."""
     from torch.nn.attention import varlen
 
     generator = torch.Generator().manual_seed(0)
@@ -120,7 +120,7 @@ def kernels_not_used(
     window: WindowSpec,
     model_config: PreTrainedConfig,
 ) -> list[str]:
-    """Lists faster, or possibly faster, options on a GPU and why this run does not use them.
+    """Lists faster or possibly faster kernels on a GPU, and why this run does not use them.
 
     Args:
         requested: the recipe's `attention`.

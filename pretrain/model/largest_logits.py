@@ -1,7 +1,7 @@
-"""Largest attention logit of every head, in blocks of queries: no (T, T) matrix is materialized.
+"""Computes every head's largest attention logit in blocks of queries, without a (T, T) matrix.
 
 Shapes: B windows, R some of them, T positions, Q queries of a block, K keys, H query heads, G key heads, N query heads
-for each key head, E width of a head.
+per key head, E width of a head.
 """
 
 from typing import Any
@@ -14,12 +14,12 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from pretrain.model.attention import segment_ids
 
 MAX_LOGITS = {"cpu": 2**21, "cuda": 2**26}
-"""Logits that are computed at once, by device: what a CPU's caches hold, and 256 MB on a GPU."""
+"""Number of logits computed together, by device: a CPU's cache size, and 256 MB on a GPU."""
 MAX_QUERIES = 256
 RECORDING = "groundwork_recording"
-"""Name of the attention function that `record_largest_logits` registers."""
+"""Name of the attention function registered by `record_largest_logits`."""
 RECORD = "largest_logits_H"
-"""Attribute of an attention module, (H,) fp32: the largest logits since it was last filled."""
+"""Attribute of an attention module, (H,) fp32: the largest logits since its last reset."""
 
 
 def largest_logits(
@@ -31,10 +31,10 @@ def largest_logits(
     sliding_window: int | None = None,
     **_: Any,
 ) -> Tensor:
-    """Returns each query head's largest scaled product with a key that it may attend to, (H,) in fp32.
+    """Returns each query head's largest unmasked attention logit, (H,) in fp32.
 
-    mask: a dense mask, or flex attention's; None: causal attention within segments and window. The queries are the
-    last keys. Nothing waits for the device.
+    mask: a dense mask, or flex attention's. None: causal attention within segments and window. The queries are the
+    last keys. Doesn't wait for the device.
     """
     batch, heads, length, width = query_BHTE.shape
     groups, keys = key_BGTE.shape[1:3]
@@ -75,7 +75,7 @@ def largest_logits(
     return largest_GN.flatten() * (width**-0.5 if scaling is None else scaling)
 
 
-# A custom operator, since the compiler would unroll the blocks of every layer.
+# A custom operator, because the compiler would unroll the blocks of every layer.
 @torch.library.custom_op("groundwork::largest_logits", mutates_args=())
 def _largest_logits(
     query_BHTE: Tensor, key_BGTE: Tensor, cu_seq_lens: Tensor | None, scaling: float | None, window: int | None
@@ -89,7 +89,7 @@ def _(query_BHTE, key_BGTE, cu_seq_lens, scaling, window):
 
 
 def record_largest_logits(causal_lm: PreTrainedModel) -> None:
-    """Makes the model's attention keep the largest logits of training, in modules that have RECORD."""
+    """Makes the model's attention record the largest logits of training, in modules with RECORD."""
     name = causal_lm.config._attn_implementation  # private, but transformers has no public name for it
     attend = ALL_ATTENTION_FUNCTIONS[name]
 

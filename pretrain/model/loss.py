@@ -27,23 +27,22 @@ GPU_CHUNK_SHARE = 1 / 40
 GPU_CHUNK_BYTES = (256 * 2**20, 2 * 2**30)
 """Minimum and maximum bytes of a chunk's fp32 logits on a GPU; in between they are GPU_CHUNK_SHARE of its memory."""
 CPU_PIECE_BYTES = 2 * 2**20
-"""Bytes of fp32 logits that a CPU turns into probabilities at a time, so that they stay in its cache."""
+"""Bytes of fp32 logits per softmax piece on a CPU, so that they stay in its cache."""
 CPU_PRODUCT_BYTES = 16 * 2**20
-"""Bytes of fp32 rows of the head's gradient that a CPU adds to at a time."""
+"""Bytes of fp32 rows of the head's gradient per addition on a CPU."""
 FEW_LOGITS = 2**20
-"""Logits of 4 MB in fp32, which fit a CPU's caches."""
-NO_Z_LOSS = "loss.backend: torch has no z-loss: use chunked or logits, or z_loss 0"
-NO_CAP = "loss.backend: torch cannot cap logits, and this model does: use chunked or logits"
+"""Number of logits that take 4 MB in fp32 and fit a CPU's caches."""
+NO_Z_LOSS = "loss.backend: torch has no z-loss; use chunked or logits, or z_loss 0"
+NO_CAP = "loss.backend: torch does not support this model's logit cap; use chunked or logits"
 NO_OPTIONS = (
-    f"loss.backend: torch {torch.__version__} has no torch.nn.LinearCrossEntropyOptions, which torch 2.13 has: use "
-    "chunked, or that torch"
+    f"loss.backend: torch {torch.__version__} has no torch.nn.LinearCrossEntropyOptions; use chunked, or torch 2.13"
 )
 MIN_CHUNK_TOKENS = 256
-"""Every chunk reads and writes the whole gradient of the head; with fewer rows that traffic outweighs the matmuls."""
+"""Minimum rows per chunk. Every chunk reads and writes the head's whole gradient, which dominates with fewer rows."""
 
 
 class LossRecorder:
-    """Holder of the list that collects the loss of every token, if there is one; see `recording_losses`."""
+    """Holds the optional list that collects the loss of every token; see `recording_losses`."""
 
     losses: list[Tensor] | None = None
 
@@ -52,7 +51,7 @@ class LossRecorder:
 def recording_losses(model: nn.Module) -> Iterator[list[Tensor]]:
     """Collects the losses of every token, (N,) in fp32, in nats, from calls of `model` without gradients inside.
 
-    A pipeline adds its microbatches one after the other on its last stage; its other ranks add nothing.
+    A pipeline's last stage adds its microbatches one by one. Its other ranks add nothing.
     """
     losses: list[Tensor] = []
     recorders = [module.recorder for module in model.modules() if hasattr(module, "recorder")]
@@ -77,16 +76,16 @@ def next_token_loss(
     backend: str = "chunked",
     record: list[Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Returns the mean cross-entropy in nats over the targets that are not IGNORED; 0 if there are none.
+    """Returns the mean cross-entropy in nats over the targets that are not IGNORED, or 0 if there are none.
 
-    Matmuls run in autocast's dtype if autocast is on; softmax and sums always in fp32. Returns (loss, cross_entropy):
-    the loss, to be differentiated, includes z_loss x mean(logsumexp^2) (PaLM, arXiv 2204.02311); the cross-entropy is
-    detached and does not. Both are fp32 scalars.
+    Matmuls run in autocast's dtype if autocast is on, softmax and sums always in fp32. Returns (loss, cross_entropy),
+    both fp32 scalars. The loss is for the backward pass and includes z_loss x mean(logsumexp^2) (PaLM, arXiv
+    2204.02311). The cross-entropy is detached and excludes it.
 
     Args:
-        cap: logits are cap x tanh(logits / cap), in fp32; None: not capped.
+        cap: logits are cap x tanh(logits / cap), in fp32. None: not capped.
         backend: a key of LOSS_BACKENDS.
-        record: collects the loss of every token, (N,) in fp32; only without gradients.
+        record: collects the loss of every token, (N,) in fp32, only without gradients.
     """
     hidden_ND = hidden_BTD.flatten(0, -2)
     targets_N = targets_BT.flatten()
@@ -101,9 +100,9 @@ def loss_problems(settings: Loss, model_config: PreTrainedConfig) -> list[str]:
 
 
 def tokens_of_chunk(vocabulary: int, device_type: str, device_bytes: float) -> int:
-    """Returns the tokens whose logits are in memory at a time.
+    """Returns the number of tokens per chunk.
 
-    Every chunk reads and writes the head's fp32 gradient once, so that a GPU with much memory is faster with few.
+    Every chunk reads and writes the head's fp32 gradient once, so a GPU with much memory is faster with few chunks.
 
     Args:
         device_bytes: memory of the GPU; ignored for a CPU.
@@ -136,7 +135,7 @@ def _chunked(hidden_ND, weight_VD, bias_V, targets_N, z_loss, cap, chunk_tokens,
 
 
 def torch_loss_problems(z_loss: float, cap: float | None) -> list[str]:
-    """Lists why the backend `torch` cannot compute this loss."""
+    """Lists why the backend `torch` can't compute this loss."""
     has_options = hasattr(nn, "LinearCrossEntropyOptions")
     return [NO_OPTIONS] * (not has_options) + [NO_Z_LOSS] * bool(z_loss) + [NO_CAP] * bool(cap)
 
@@ -151,7 +150,7 @@ def _torch(hidden_ND, weight_VD, bias_V, targets_N, z_loss, cap, chunk_tokens, r
     loss = F.linear_cross_entropy(
         hidden_ND, weight_VD, targets_N, linear_bias=bias_V, ignore_index=IGNORED, options=options
     ).float()
-    if record is not None:  # F.linear_cross_entropy would need all logits for the loss of each token
+    if record is not None:  # F.linear_cross_entropy needs all logits for per-token losses
         _chunked(hidden_ND, weight_VD, bias_V, targets_N, z_loss, cap, chunk_tokens, record)
     return loss, loss.detach()
 
@@ -169,20 +168,20 @@ LOSS_BACKENDS: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
     "torch": _torch,
     "logits": _logits,
 }
-"""Implementations of the same loss: this module's, eager or with a chunk's softmax compiled, torch's own chunked
+"""Implementations of the same loss: this module's, eager or with a compiled softmax per chunk, torch's own chunked
 function, and plain logits (large, for comparison)."""
 
 
 def choose_loss(requested: str, *, device_type: str, compile_mode: str, logits: int | None = None) -> str:
     """Returns the key of LOSS_BACKENDS for the recipe's loss.backend.
 
-    auto is chunked; on a GPU chunked_compiled, unless compilation is off. On a GPU every kernel reads and writes a
-    chunk's logits: 26 bytes per logit in bf16 eager, since torch's softmax first copies bf16 to fp32, and 6 compiled.
-    On a CPU a piece stays in the caches, so compiling gains nothing (docs/measurements_cpu.md), unless the model is
-    compiled whole and its logits are few: then they are left to the compiler.
+    auto is chunked, or chunked_compiled on a GPU with compilation. On a GPU, every kernel reads and writes a chunk's
+    logits: 26 bytes per logit in eager bf16, because torch's softmax first copies bf16 to fp32, and 6 compiled. On a
+    CPU, a piece stays in the caches, so compiling gains nothing (docs/measurements_cpu.md), unless the whole model is
+    compiled and there are few logits. Then they are left to the compiler.
 
     Args:
-        logits: number in a micro-batch, in fp32; None: unknown, or not fp32, whose gradient would be summed in bf16.
+        logits: number of fp32 logits per micro-batch. None: unknown, or not fp32 (gradients would be summed in bf16).
     """
     if requested != "auto":
         return requested
@@ -198,7 +197,7 @@ def loss_of_logits(
     logits_NV = logits_BTV.flatten(0, -2).float()
     targets_N = targets_BT.flatten()
     is_target_N = targets_N != IGNORED
-    count = is_target_N.sum().clamp(min=1)  # padding rows alone: a loss of 0, not NaN
+    count = is_target_N.sum().clamp(min=1)  # with only padding rows, the loss is 0, not NaN
     if record is not None:
         record.append(F.cross_entropy(logits_NV, targets_N, ignore_index=IGNORED, reduction="none"))
     cross_entropy = F.cross_entropy(logits_NV, targets_N, ignore_index=IGNORED, reduction="sum") / count
@@ -228,12 +227,12 @@ def _chunked_loss(
     compiled: bool,
     needs: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Returns the sums of cross-entropy and logsumexp^2, the number of targets, the summed loss's gradient with
-    respect to the three inputs, and, if no gradient is needed, the cross-entropy of each token (else it is empty).
+    """Returns the sums of cross-entropy and logsumexp^2, the number of targets, the summed loss's gradients with
+    respect to the three inputs, and, if no gradient is needed, the cross-entropy of each token (otherwise empty).
 
-    The gradients are computed here, so that no chunk's logits are computed twice. They are those of cross-entropy +
-    z_loss x logsumexp^2, summed and not averaged: the mean's could underflow in half-precision matmuls. Gradients not
-    in `needs` are empty.
+    The gradients are computed here, so that no chunk's logits are computed twice. They are gradients of the sum, not
+    the mean, of cross-entropy + z_loss x logsumexp^2, because the mean's could underflow in half-precision matmuls.
+    Gradients not in `needs` are empty.
     """
     grad_hidden_ND, grad_weight_VD, grad_bias_V = _empty_gradients(hidden_ND, weight_VD, bias_V, needs)
     losses_N = _empty_losses(hidden_ND, needs)
@@ -241,7 +240,7 @@ def _chunked_loss(
     sums = torch.zeros(2, dtype=torch.float32, device=hidden_ND.device)
     eager = functools.partial(_softmax_less_target_, cap=cap, needs_gradient=any(needs))
     softmax_less_target_ = _compiled_softmax_less_target_(cap) if compiled else eager
-    # Autocast off: the casts below fix the dtype of each matmul.
+    # Autocast is off, because the casts below set the dtype of each matmul.
     with torch.no_grad(), torch.autocast(hidden_ND.device.type, enabled=False):
         head_VD = weight_VD.to(dtype)
         bias = None if bias_V is None else bias_V.to(dtype)
@@ -250,7 +249,7 @@ def _chunked_loss(
             hidden_CD = hidden_ND[rows].to(dtype)
             weights_C1 = is_target_N[rows, None].float()
             block_CV = F.linear(hidden_CD, head_VD, bias)
-            # IGNORED is not a valid index; such rows get weight 0.
+            # IGNORED is not a valid index. Such rows get weight 0.
             target_C1 = targets_N[rows].where(is_target_N[rows], 0)[:, None]
             cross_entropy_C1, lse_C1 = softmax_less_target_(block_CV, target_C1, z_loss)
             sums += torch.cat([cross_entropy_C1 * weights_C1, lse_C1.square() * weights_C1], dim=1).sum(dim=0)
@@ -263,7 +262,7 @@ def _chunked_loss(
                 _add_product(grad_weight_VD, block_CV.T, hidden_CD * weights_C1.to(dtype))
             if needs[2]:
                 grad_bias_V += (block_CV.T @ weights_C1.to(dtype))[:, 0]
-            del block_CV, hidden_CD  # else the next chunk's logits would be allocated while these still exist
+            del block_CV, hidden_CD  # otherwise the next chunk's logits would be allocated before these are freed
     count = is_target_N.sum().clamp(min=1)
     return sums, count, grad_hidden_ND, grad_weight_VD.to(weight_VD.dtype), grad_bias_V, losses_N
 
@@ -279,15 +278,15 @@ def _(hidden_ND, weight_VD, bias_V, targets_N, z_loss, cap, chunk_tokens, dtype,
 
 def _save_for_backward(ctx, inputs, output):
     *_, ctx.needs = inputs
-    # The forward pass has computed the gradients; the backward pass only scales them.
+    # The forward pass has computed the gradients. The backward pass only scales them.
     ctx.save_for_backward(*output[2:5])
-    # Only the sums have a gradient; zeros for the other outputs would take as much memory as the head.
+    # Only the sums have a gradient. Zeros for the other outputs would take as much memory as the head.
     ctx.set_materialize_grads(False)
 
 
 def _backward(ctx, grad_sums, *_):
-    # In place outside of compiled code: the head's gradient is too large to hold twice. Not in place if the graph is
-    # kept for a second backward, as in zero-bubble pipelines: it would scale the gradients twice.
+    # In place outside compiled code, because the head's gradient is too large to hold twice. Not in place if the graph
+    # is kept for a second backward, as in zero-bubble pipelines, because that would scale the gradients twice.
     in_place = not torch.compiler.is_compiling() and not torch._C._autograd._get_current_graph_task_keep_graph()
     scaled = [
         (gradient.mul_(grad_sums[0]) if in_place else (gradient * grad_sums[0]).to(gradient.dtype)) if needed else None
@@ -302,11 +301,11 @@ _chunked_loss.register_autograd(_backward, setup_context=_save_for_backward)
 def _softmax_less_target_(
     block_CV: Tensor, target_C1: Tensor, z_loss: float, cap: float | None, needs_gradient: bool
 ) -> tuple[Tensor, Tensor]:
-    """Returns (cross-entropy, logsumexp) of each row; overwrites the logits by softmax - onehot / (1 + 2 z_loss lse).
+    """Returns each row's (cross-entropy, logsumexp). Overwrites the logits by softmax - onehot / (1 + 2 z_loss lse).
 
-    Times (1 + 2 z_loss lse) that is d loss / d logits. The factor is applied on the (C, D) side of the matmuls, which
-    saves a pass over the block. Softmax and logsumexp are of the capped logits, cap x tanh(logits / cap), whose
-    derivative 1 - tanh^2 is in what overwrites the block. A CPU processes the block in pieces that fit its cache.
+    Multiplied by (1 + 2 z_loss lse), this is d loss / d logits. The factor is applied on the (C, D) side of the
+    matmuls, which saves a pass over the block. With a cap, softmax and logsumexp use cap x tanh(logits / cap), and the
+    result includes its derivative 1 - tanh^2. A CPU processes the block in pieces that fit its cache.
     """
     piece_rows = block_CV.shape[0]
     if block_CV.device.type == "cpu":
@@ -330,7 +329,7 @@ def _softmax_less_target_(
 
 @functools.cache
 def _compiled_softmax_less_target_(cap: float | None) -> Callable[[Tensor, Tensor, float], tuple[Tensor, Tensor]]:
-    """Compiles `_softmax_less_target_` into one kernel, which reads the block twice and writes it once.
+    """Compiles `_softmax_less_target_` into one kernel that reads the block twice and writes it once.
 
     The kernel overwrites the block even if no gradient is needed, so that validation does not recompile.
     """
@@ -340,7 +339,7 @@ def _compiled_softmax_less_target_(cap: float | None) -> Callable[[Tensor, Tenso
         if cap is not None:
             tanh_CV = (fp32_CV / cap).tanh()
             fp32_CV = cap * tanh_CV
-        # Inductor fuses maximum and sum into one pass only in this form; logsumexp takes two passes.
+        # Inductor fuses maximum and sum into one pass only in this form. logsumexp takes two passes.
         largest_C1 = fp32_CV.amax(-1, keepdim=True)
         lse_C1 = (fp32_CV - largest_C1).exp().sum(-1, keepdim=True).log() + largest_C1
         cross_entropy_C1 = lse_C1 - fp32_CV.gather(1, target_C1)
@@ -354,9 +353,9 @@ def _compiled_softmax_less_target_(cap: float | None) -> Callable[[Tensor, Tenso
 
 
 def _softmax(logits_RV: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns (softmax, logsumexp) of each row, in fp32. The top probability is exp(0) / sum, which yields the sum.
+    """Returns each row's (softmax, logsumexp) in fp32. The top probability is exp(0) / sum, which gives the sum.
 
-    The cast comes first because a CPU takes twice as long for softmax or maximum of half-precision rows.
+    The cast comes first, because a CPU takes twice as long for softmax or maximum of half-precision rows.
     """
     if logits_RV.device.type == "cpu":
         logits_RV = logits_RV.float()
@@ -376,28 +375,28 @@ def _empty_losses(hidden_ND: Tensor, needs: list[bool]) -> Tensor:
 
 
 def _add_product(total_VD: Tensor, left_VC: Tensor, right_CD: Tensor) -> None:
-    """Adds left @ right to total, summing over chunks in the total's fp32 even if the matmul is in bf16."""
+    """Adds left @ right to total, in fp32 even if the matmul is in bf16."""
     if left_VC.dtype == total_VD.dtype:
         total_VD.addmm_(left_VC, right_CD)
         return
-    if total_VD.is_cuda and torch.version.hip is None:  # one kernel, which only CUDA has
+    if total_VD.is_cuda and torch.version.hip is None:  # a single kernel, available only on CUDA
         torch.addmm(total_VD, left_VC, right_CD, out_dtype=total_VD.dtype, out=total_VD)
         return
     rows = total_VD.shape[0]
-    if total_VD.device.type == "cpu":  # a CPU adds two dtypes by first copying one of them
+    if total_VD.device.type == "cpu":  # to add two dtypes, a CPU first copies one of them
         rows = max(1, CPU_PRODUCT_BYTES // (4 * total_VD.shape[1]))
     for start in range(0, total_VD.shape[0], rows):
         total_VD[start : start + rows] += left_VC[start : start + rows] @ right_CD
 
 
 class LanguageModelLoss(nn.Module):
-    """Causal language model of transformers with its loss: strategies wrap it and the loop calls it.
+    """transformers' causal language model with its loss. Strategies wrap it and the loop calls it.
 
-    Parameter names are those of the model behind "causal_lm.", and of terms of the loss behind "loss_terms.".
+    Parameter names start with "causal_lm." for the model, and "loss_terms." for loss terms.
 
-    from_hidden_states: the logits are exactly head(last hidden state), capped or not, so they need not be
-    materialized; None: detected by `projects_hidden_states`. Models that scale their logits (cohere, granite) compute
-    them in their own forward pass, which costs the memory.
+    from_hidden_states: the logits are exactly head(last hidden state), capped or not, so they don't have to be
+    materialized. None: detected by `projects_hidden_states`. Models that scale their logits (cohere, granite) compute
+    them in their own forward pass, which needs the memory.
     """
 
     def __init__(
@@ -423,16 +422,16 @@ class LanguageModelLoss(nn.Module):
 
     @property
     def config(self):
-        """The model's config; DeepSpeed reads hidden_size from it."""
+        """The model's config. DeepSpeed reads hidden_size from it."""
         return self.causal_lm.config
 
     @property
     def _no_split_modules(self):
-        """Names of the block classes; Accelerate wraps by them."""
+        """Names of the block classes, used by Accelerate for wrapping."""
         return self.causal_lm._no_split_modules
 
     def forward(self, input_ids_BT: Tensor, targets_BT: Tensor, **attention_kwargs) -> tuple[Tensor, Tensor]:
-        """Returns (loss, cross_entropy) as in `next_token_loss`; passes attention_kwargs (position_ids ...) on."""
+        """Returns (loss, cross_entropy) as in `next_token_loss`. Passes attention_kwargs (position_ids ...) on."""
         if not self.from_hidden_states:
             outputs = self.causal_lm(input_ids=input_ids_BT, use_cache=False, **attention_kwargs)
             return loss_of_logits(outputs.logits, targets_BT, self.z_loss, self._record())

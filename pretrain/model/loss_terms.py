@@ -1,4 +1,4 @@
-"""Terms that a recipe adds to the loss, each a class of an extension; see docs/own_loss.md.
+"""Additional loss terms, each a class in an extension; see docs/own_loss.md.
 
 Shapes: B sequences, T positions, D hidden width, V vocabulary.
 """
@@ -30,30 +30,30 @@ class TermOptions(Section):
 
 @dataclass(frozen=True)
 class Seen:
-    """A micro-batch as a term sees it."""
+    """A term's view of a micro-batch."""
 
     input_ids_BT: Tensor
     targets_BT: Tensor
     hidden_BTD: Tensor
-    """Last hidden states, from which the head makes the logits."""
+    """Last hidden states, the head's input."""
     documents_BT: Tensor
     """Number of each token's document within its sequence, from 0; all 0 without document_mask."""
     step: int
     """Number of the step, from 0."""
     head: "nn.Module | Shared"
-    """Output head: its weight is (V, D)."""
+    """Output head with a weight of shape (V, D)."""
     given_embedding: "nn.Module | Shared | None"
-    """What `embedding` returns."""
+    """Result of `embedding`."""
     attention: Mapping[str, Any]
-    """Arguments of the model beside its input: with them another model of transformers sees the same documents."""
+    """The model's other arguments. Another transformers model separates the same documents with them."""
     cap: float | None = None
-    """Cap of the model's logits, cap x tanh(logits / cap); None without one."""
+    """Cap of the model's logits, cap x tanh(logits / cap), or None."""
     sequences: "Sequences" = field(default_factory=lambda: Sequences())
     """Converts between this rank's tokens and whole sequences."""
 
     @property
     def embedding(self) -> "nn.Module | Shared":
-        """Embedding of the token IDs, for terms that say `embeds = True`."""
+        """Embedding of the token IDs, for terms with `embeds = True`."""
         if self.given_embedding is None:
             raise InputError("loss.terms: seen.embedding needs embeds = True in the term's class; add that line")
         return self.given_embedding
@@ -67,13 +67,13 @@ class Seen:
         return self.sequences.own(values_BT)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Returns (..., V) logits of hidden states (..., D). Pass a few rows at a time: all of them may not fit."""
+        """Returns (..., V) logits of hidden states (..., D). Pass a few rows at a time, because all may not fit."""
         logits = F.linear(hidden, self.head.weight, getattr(self.head, "bias", None))
         return logits if self.cap is None else self.cap * (logits.float() / self.cap).tanh()
 
 
 class Sequences:
-    """Sequences of which a rank has all positions; cp has a class of its own."""
+    """Sequences with all positions on one rank. cp has a separate class."""
 
     def whole(self, values_BT: Tensor) -> Tensor:
         return values_BT
@@ -83,9 +83,9 @@ class Sequences:
 
 
 class Shared:
-    """The model's head or embedding as a term sees it where several ranks compute the term of the same tokens.
+    """The model's head or embedding, for a term that several ranks compute for the same tokens.
 
-    The gradients of its parameters are summed over these ranks, so each rank gives its share.
+    The gradients of its parameters are summed over these ranks, so each rank contributes its share.
     """
 
     def __init__(self, module: nn.Module, ranks: int):
@@ -108,27 +108,27 @@ class Shared:
 
 
 class LossTerm(ABC):
-    """Term of the loss: a sum over tokens.
+    """Loss term: a sum over tokens.
 
-    Register a subclass in `registry.LOSS_TERMS`. Its nested class `Options` declares what a recipe may set. What it
-    trains itself is in `module`; it has no other state.
+    Register a subclass in `registry.LOSS_TERMS`. Its nested class `Options` declares its settings. Its trained
+    parameters are in `module`; it has no other state.
     """
 
     Options: type[TermOptions] = TermOptions
     by_token = False
-    """True if a token's part depends on other tokens only through `seen.whole` and the model's own attention: then the
-    term also runs under cp, where a rank has only a part of each sequence."""
+    """True if a token's part depends on other tokens only through `seen.whole` and the model's own attention. Then the
+    term also supports cp, which gives a rank only a part of each sequence."""
     embeds = False
-    """True if the term uses `seen.embedding`: then a pipeline's last stage has it too."""
+    """True if the term uses `seen.embedding`. Then a pipeline's last stage has it too."""
 
     def __init__(self, options: TermOptions, model_config: PreTrainedConfig):
         self.options = options
         self.model_config = model_config
         self.trained: nn.Module | None = None
-        """Module that `module` built."""
+        """Module built by `module`."""
 
     def module(self) -> nn.Module | None:
-        """Builds, on the CPU in fp32, what this term trains; random numbers come from the run's seed.
+        """Builds the term's trained module, on the CPU in fp32, with random numbers from the run's seed.
 
         Each of its parameters must have a gradient in every step.
         """
@@ -136,7 +136,7 @@ class LossTerm(ABC):
 
     @classmethod
     def has_parameters(cls) -> bool:
-        """Tells if terms of this class train something of their own."""
+        """Tells if terms of this class have trained parameters."""
         return cls.module is not LossTerm.module
 
     @abstractmethod
@@ -145,27 +145,27 @@ class LossTerm(ABC):
 
 
 class LossTerms:
-    """Terms of a run, and their means since they were last logged."""
+    """A run's terms, and their means since the last log."""
 
     def __init__(self, settings: Loss, model_config: PreTrainedConfig, *, seed: int, dtype: torch.dtype):
         self.terms: dict[str, LossTerm] = {}
         self.trained = nn.ModuleDict()
-        """{name of a term: what it trains}, its parameters in `dtype`."""
+        """{name of a term: trained module}, with parameters in `dtype`."""
         for name, given in settings.terms.items():
             made = LOSS_TERMS[name]
             term = made(made.Options.model_validate(given or {}), model_config)
             self.terms[name] = term
             if made.has_parameters():
                 with torch.random.fork_rng(devices=[]):
-                    # One seed per term: what it draws must not depend on which other terms there are.
+                    # One seed per term, so that its weights don't depend on other terms.
                     torch.default_generator.manual_seed(module_seed(seed, f"loss_terms.{name}"))
                     term.trained = self.trained[name] = term.module()
-                for parameter in term.trained.parameters():  # buffers keep theirs: rotary tables must not be rounded
+                for parameter in term.trained.parameters():  # buffers, such as rotary tables, must not be rounded
                     parameter.data = parameter.data.to(dtype)
                 if lost := set(term.trained.state_dict()) - {key for key, _ in term.trained.named_parameters()}:
                     raise InputError(
-                        f"loss.terms.{name}: {min(lost)} of its module would not be in checkpoints, which only "
-                        "have its parameters, each once: make it a buffer with persistent=False"
+                        f"loss.terms.{name}: {min(lost)} of its module would be missing in checkpoints, which only "
+                        "contain its parameters, each once; make it a buffer with persistent=False"
                     )
         self.embeds = any(term.embeds for term in self.terms.values())
         self.cap = logit_cap(model_config)
@@ -187,13 +187,13 @@ class LossTerms:
         """Returns the sum of all terms x their coefficients, per token of this rank."""
         is_tied = embedding is not None and embedding.weight is head.weight
         shown = [Shared(each, self.ranks) if self.ranks > 1 else each for each in (head, embedding)]
-        if not (self.embeds and is_tied):  # the gradient of an embedding of its own is whole on every rank
+        if not (self.embeds and is_tied):  # an untied embedding's gradient is already whole on every rank
             shown[1] = embedding if self.embeds else None
         documents_BT = self.documents(arguments.get("position_ids"), targets_BT)
         seen = Seen(
             input_ids_BT, targets_BT, hidden_BTD, documents_BT, self.step, *shown, arguments, self.cap, self.sequences
         )
-        # Every micro-batch of a step has as many tokens, so that the means of all of them are the mean of the step.
+        # All micro-batches of a step have the same number of tokens, so their mean is the step's mean.
         means = [
             _of_tokens(name, term(seen), seen).float().sum() / targets_BT.numel() for name, term in self.terms.items()
         ]
@@ -209,7 +209,7 @@ class LossTerms:
         return self.sequences.own((starts_BT.cumsum(dim=1) - 1).clamp(min=0)).expand_as(like_BT)
 
     def figures(self, strategy: Any) -> dict[str, float]:
-        """Returns {'loss_NAME': mean over all ranks since the last call}, before coefficients. A collective call."""
+        """Returns {'loss_NAME': mean over all ranks since the last call}, before coefficients. Collective."""
         known = torch.zeros(len(self.terms) + 1, device=strategy.device) if self._sums is None else self._sums.float()
         *sums, count = strategy.sum(known).tolist()
         self._sums = None
@@ -217,7 +217,7 @@ class LossTerms:
 
 
 def _of_tokens(name: str, value: Any, seen: Seen) -> Tensor:
-    """Returns what a term returned. Raises InputError unless it is a tensor with a number for each token, or one."""
+    """Validates a term's result. Raises InputError unless it is a tensor with one number per token, or a scalar."""
     if isinstance(value, Tensor) and (value.shape == seen.targets_BT.shape or value.numel() == 1):
         return value
     kind = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
@@ -228,9 +228,9 @@ def _of_tokens(name: str, value: Any, seen: Seen) -> Tensor:
 
 
 def term_problems(settings: Loss, compile_mode: str, *, scales_width: bool = False) -> list[str]:
-    """Lists why the terms do not run under the launched strategy, or with these settings.
+    """Lists why the terms don't run under the launched strategy or with these settings.
 
-    scales_width: optim.parametrization gives each of the model's parameters its learning rate.
+    scales_width: True if optim.parametrization sets the learning rate of each model parameter.
     """
     if not settings.terms:
         return []
@@ -238,8 +238,8 @@ def term_problems(settings: Loss, compile_mode: str, *, scales_width: bool = Fal
     needy = [name for name in settings.terms if not LOSS_TERMS[name].by_token]
     if launched_sizes().cp > 1 and needy:
         problems.append(
-            f"loss.terms: {', '.join(needy)}: does not run under cp, where a rank has a part of each "
-            "sequence, unless its class sets by_token = True; use fsdp2"
+            f"loss.terms: {', '.join(needy)}: does not support cp, which splits each "
+            "sequence over ranks, unless its class sets by_token = True; use fsdp2"
         )
     if compile_mode == "full":
         problems.append("loss.terms: do not run with compile: full; use regional or auto")

@@ -1,7 +1,7 @@
-"""Reads and verifies a model's configuration, since transformers ignores every key that it does not know.
+"""Reads and verifies a model's configuration, because transformers ignores unknown keys.
 
-`{"model_type": "llama", "hiden_size": 512}` silently gives a model 4,096 wide. Here such a key is an error, reported
-with all other problems of the file.
+In transformers, `{"model_type": "llama", "hiden_size": 512}` silently gives a model 4,096 wide. Here such a key is an
+error, reported with all other problems of the file.
 """
 
 import dataclasses
@@ -27,12 +27,12 @@ from pretrain.files import ROOT, or_shipped
 from pretrain.model.architectures import MODEL_TYPES
 from pretrain.registry import ARCHITECTURES, place_of
 
-# Keys outside the dataclass fields that transformers reads while it builds a configuration from a file.
+# Keys outside the dataclass fields that transformers reads from a file.
 READ_BY_EVERY_CLASS = {"model_type", "auto_map", "torch_dtype", "num_labels", "name_or_path", "_name_or_path"}
-# Flat spellings that a class with rope_parameters moves into them.
+# Flat spellings that transformers moves into rope_parameters.
 READ_INTO_ROPE_PARAMETERS = {"rope_theta", "rope_scaling", "partial_rotary_factor"}
 FLAT_IN_ROPE = ("rope_theta", "partial_rotary_factor")
-# Examples for messages; the many other known types are one typo away from these or listed on the Hub.
+# Examples for messages.
 COMMON_MODEL_TYPES = ("llama", "qwen3", "gpt2", *MODEL_TYPES)
 SHIPPED_CONFIGS = ROOT / "model_configs"
 VOCABULARY_KEY = "vocab_size"
@@ -55,7 +55,7 @@ NUMBER_RULES = (
     (r"eps(?:ilon)?(?:_|$)", lambda value: 0 < value < 1, "a small number above 0 and below 1, such as 1e-6"),
     (r"initializer_range|init_std|_std$", lambda value: value >= 0, "a number from 0, such as 0.02"),
 )
-"""(pattern of a key's name, whether a number is allowed there, what is allowed)."""
+"""(pattern of a key's name, check of a number, description of allowed numbers)."""
 MAY_BE_NEGATIVE = re.compile(r"(?:_id|_index|_bound|_min|clamp_len|_ids)$")
 CONFIG_DTYPES = ("bfloat16", "float16", "float32", "float64")
 ROPE_TYPES = ("default", *ROPE_INIT_FUNCTIONS)
@@ -74,14 +74,14 @@ def load_model_config(
 ) -> PreTrainedConfig:
     """Returns the configuration of a model given as a .json file, as a folder with config.json, or as a Hub ID.
 
-    A .json file is verified key by key. Special-token IDs that it does not state are None instead of the class's
-    defaults, which belong to another tokenizer. A folder or Hub ID was written by a library, often an older one with
-    keys of its own, and is read as it is. No weights are read. Raises InputError with every problem found.
+    A .json file is verified key by key. Missing special-token IDs are None instead of the class's defaults, which
+    belong to another tokenizer. A folder or Hub ID was written by a library, often an older one with other keys, and
+    isn't verified. No weights are read. Raises InputError listing all problems.
 
     Args:
-        changes: {key: value that replaces the file's}, verified like the keys of a .json file; objects are merged.
-        vocabulary_size: token IDs in the data, for a vocabulary that follows the data (`follows_the_data`): the
-        model's is `padded_vocabulary` of it. None, while there is no data: the file's, else the class's default.
+        changes: {key: new value}, verified like the keys of a .json file. Objects are merged.
+        vocabulary_size: token IDs in the data. If the model's vocabulary follows the data (`follows_the_data`), it is
+        `padded_vocabulary` of this. None, without data: the file's value or the class's default.
     """
     if ARCHITECTURES:
         from pretrain.model.own_code import register_extensions
@@ -121,7 +121,7 @@ def load_recipe_model_config(source: ModelSource, vocabulary_size: int | None) -
 
 
 def register_code_of(name_or_path: str) -> None:
-    """Registers a model's own code, so that everything else finds it as it finds the library's models."""
+    """Registers a model's own code, so that it is found like the library's models."""
     from pretrain.model.own_code import own_keys_of, register_folder
 
     path = Path(name_or_path)
@@ -132,7 +132,7 @@ def register_code_of(name_or_path: str) -> None:
 
 
 def changed_config(where: str, config: PreTrainedConfig, changes: Mapping[str, Any]) -> PreTrainedConfig:
-    """Returns a configuration with some keys replaced, objects as a whole, verified as by `load_model_config`."""
+    """Returns a configuration with replaced keys (objects as a whole), verified as in `load_model_config`."""
     keys = {key: value for key, value in config.to_dict().items() if key != "rope_parameters" or key not in changes}
     return _checked_config(where, type(config), _changed(type(config), keys, changes), dict(changes))
 
@@ -146,9 +146,9 @@ def rope_in_words(rope_parameters: Mapping[str, Any] | None) -> str:
 
 
 def follows_the_data(config_class: type[PreTrainedConfig], keys: Mapping[str, Any]) -> bool:
-    """Tells if a model's keys leave its vocabulary to the data: vocab_size is missing, or auto.
+    """Tells if the data determines a model's vocabulary: vocab_size is missing or auto.
 
-    Files that transformers writes always state it, so one without it was written by hand.
+    transformers always writes vocab_size, so a file without it was written by hand.
     """
     own_name = config_class.attribute_map.get(VOCABULARY_KEY, VOCABULARY_KEY)
     has_one = own_name in fields_of(config_class)
@@ -157,7 +157,7 @@ def follows_the_data(config_class: type[PreTrainedConfig], keys: Mapping[str, An
 
 
 def padded_vocabulary(vocabulary_size: int) -> int:
-    """Returns rows for that many token IDs: a multiple of 64, or of 128 from 16,384 on, for fast matmuls."""
+    """Rounds up token IDs to a multiple of 64, or of 128 from 16,384 on, for fast matmuls."""
     multiple = 64 if vocabulary_size < LARGE_VOCABULARY else 128
     return -(-vocabulary_size // multiple) * multiple
 
@@ -170,7 +170,7 @@ def _config_of_library(name_or_path: str, trust_remote_code: bool) -> PreTrained
         if not (path / "config.json").is_file():
             raise InputError(f"{name_or_path}: this folder has no config.json, so it is not a model folder")
     elif name_or_path.startswith((".", "/", "~")) or name_or_path.count("/") > 1:
-        raise InputError(f"{name_or_path}: no such folder; give a model's .json file, a model folder or a Hub id")
+        raise InputError(f"{name_or_path}: no such folder; give a model's .json file, a model folder or a Hub ID")
     elif (SHIPPED_CONFIGS / f"{name_or_path}.json").is_file():
         raise InputError(f"{name_or_path}: no such folder; did you mean {SHIPPED_CONFIGS.name}/{name_or_path}.json?")
     register_all()
@@ -181,7 +181,7 @@ def _config_of_library(name_or_path: str, trust_remote_code: bool) -> PreTrained
 
 
 def _changed(config_class: type[PreTrainedConfig], keys: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the keys with the changes applied, treating all names of a key as one."""
+    """Returns the keys with the changes applied. Aliases of a key count as the same."""
     names = config_class.attribute_map
     changed = dict(keys)
     for key, value in changes.items():
@@ -205,7 +205,7 @@ def refuse_composites(name: str, config: PreTrainedConfig) -> None:
     """Raises InputError for a multimodal model, naming its text part."""
     try:
         text = config.get_text_config()
-    except ValueError:  # it has several text parts
+    except ValueError:  # several text parts
         text = None
     if text is not config:
         advice = f"use a language model, for example {', '.join(COMMON_MODEL_TYPES)}"
@@ -224,20 +224,20 @@ def _unreadable(name_or_path: str, is_folder: bool, error: Exception) -> str:
         return f"{name_or_path}/config.json cannot be used: {first_line(error)}"
     return (
         f"{name_or_path}: no file or folder here, and it cannot be read from the Hugging Face Hub "
-        f"({first_line(error)}); give a model's .json file, a model folder or a Hub id"
+        f"({first_line(error)}); give a model's .json file, a model folder or a Hub ID"
     )
 
 
 def _checked_config(
     where: str, config_class: type[PreTrainedConfig], keys: dict[str, Any], stated: dict[str, Any]
 ) -> PreTrainedConfig:
-    """Builds the configuration from these keys; those that people `stated` are verified one by one."""
+    """Builds the configuration from these keys, and verifies the `stated` ones, which were written by hand."""
     if _depth(stated) > MAX_DEPTH:  # the checks below recurse
         raise InputError(f"{where}: lists or objects are nested more than {MAX_DEPTH} deep, which no model needs")
     fields = fields_of(config_class)
     defaults = {key: getattr(config_class, config_class.attribute_map.get(key, key), None) for key in stated}
     problems = _value_problems(stated, defaults)
-    # transformers accepts standard names for a class's own (hidden_size for GPT-2's n_embd): check the class's own.
+    # transformers accepts standard names for a class's own (hidden_size for GPT-2's n_embd), so check the class's own.
     names = {key: config_class.attribute_map.get(key, key) for key in keys}
     problems += _unknown_keys(config_class, fields, stated)
     wrong_types = {key: problem for key in stated if (problem := _type_problem(names[key], stated[key], fields))}
@@ -255,7 +255,7 @@ def _checked_config(
         config = config_class.from_dict(keys)
     except Exception as error:  # a class's own code may raise anything for unexpected values
         reason = error.__cause__ or error
-        raise InputError(f"{where}: {config_class.__name__} refuses it: {described(reason)}") from error
+        raise InputError(f"{where}: {config_class.__name__} rejects it: {described(reason)}") from error
     # Some models read head_dim without falling back to the usual default.
     if "head_dim" in fields and config.head_dim is None and reads_plainly(config_class, "head_dim"):
         config.head_dim = config.hidden_size // config.num_attention_heads
@@ -271,16 +271,16 @@ def _read_json(path: Path) -> dict[str, Any]:
     except InputError as error:
         raise InputError(f"{path}: {error}") from error
     except RecursionError:
-        raise InputError(f"{path}: is nested too deeply for a model's JSON: is a bracket repeated?") from None
+        raise InputError(f"{path}: is nested too deeply for a model's JSON; check for a repeated bracket") from None
     except (ValueError, _RepeatedKeyError) as error:
         raise InputError(f"{path}: not a valid JSON file: {error}") from error
     if not isinstance(keys, dict):
-        raise InputError(f"{path}: a model's JSON is an object of keys and values, this is a {type(keys).__name__}")
+        raise InputError(f"{path}: must be a JSON object of keys and values (got {type(keys).__name__})")
     return keys
 
 
 class _RepeatedKeyError(Exception):
-    """Raised for a key that occurs twice in one JSON object; the last would win silently."""
+    """Raised for a key that occurs twice in a JSON object, because the last one would silently win."""
 
 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -304,13 +304,13 @@ def _config_class(where: str, keys: Mapping[str, Any]) -> type[PreTrainedConfig]
             hint = f"; for example {', '.join(COMMON_MODEL_TYPES)}"
         problem = f"{where}: unknown model_type {shortened(repr(model_type))}{hint}"
         if "auto_map" in keys:
-            problem += "; its auto_map names code of its own: allow it with --trust_remote_code"
+            problem += "; its auto_map names its own code; allow it with --trust_remote_code"
         raise InputError(problem)
     config_class = CONFIG_MAPPING[model_type]
     if config_class not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise InputError(
-            f"{where}: model_type {model_type!r} has no causal language model; use one that "
-            f"has, such as {', '.join(COMMON_MODEL_TYPES)}"
+            f"{where}: model_type {model_type!r} has no causal language model; use one with "
+            f"a causal language model, such as {', '.join(COMMON_MODEL_TYPES)}"
         )
     return config_class
 
@@ -331,7 +331,7 @@ def _unknown_keys(config_class: type[PreTrainedConfig], fields: dict, keys: dict
 
 @functools.cache
 def model_source(config_class: type[PreTrainedConfig]) -> str:
-    """Returns the source of the module with the class's causal language model; empty if it cannot be read."""
+    """Returns the source of the module with the class's causal language model; empty if unreadable."""
     try:
         return inspect.getsource(inspect.getmodule(MODEL_FOR_CAUSAL_LM_MAPPING[config_class]))
     except (ImportError, OSError, TypeError, ValueError, KeyError):
@@ -339,14 +339,14 @@ def model_source(config_class: type[PreTrainedConfig]) -> str:
 
 
 def keys_read_by_model(config_class: type[PreTrainedConfig]) -> set[str]:
-    """Finds keys that the model reads although the class does not declare them, such as Qwen3-MoE's head_dim."""
+    """Finds keys read by the model but not declared by the class, such as Qwen3-MoE's head_dim."""
     source = model_source(config_class)
     by_name = re.findall(r"""getattr\(\s*(?:self\.)?config\s*,\s*["'](\w+)["']""", source)
     return {*by_name, *re.findall(r"\bconfig\.([a-z]\w*)\b(?!\()", source)}
 
 
 def reads_plainly(config_class: type[PreTrainedConfig], key: str) -> bool:
-    """Tells if the model reads the key as it is, without a default for an explicit null."""
+    """Tells if the model reads the key directly, without a default for an explicit null."""
     plain = rf"""= (?:config\.{key}|getattr\(config, "{key}", (?!None)[^\n]*\))$"""
     return re.search(plain, model_source(config_class), re.MULTILINE) is not None
 
@@ -356,14 +356,14 @@ def first_line(error: BaseException) -> str:
 
 
 def described(error: BaseException) -> str:
-    """Returns an error of a library, or of a model's own code with its place, in one line."""
+    """Formats an error of a library or of a model's own code (with its location) in one line."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     said = shortened(f"{type(error).__name__}: {' '.join(lines)}", 300)
     return f"{place}: {said}" if (place := place_of(error)) else said
 
 
 def config_differences(earlier: PreTrainedConfig, now: PreTrainedConfig) -> str:
-    """Returns 'num_hidden_layers 2, now 4' for every key that describes the model and differs."""
+    """Returns 'num_hidden_layers 2, now 4' for all differing keys that describe the model."""
     if type(earlier) is not type(now):
         return f"model_type {earlier.model_type}, now {now.model_type}"
     names = sorted(_own_fields(type(now)) - {"bos_token_id", "eos_token_id", "pad_token_id"})
@@ -374,14 +374,14 @@ def config_differences(earlier: PreTrainedConfig, now: PreTrainedConfig) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class ConfigField:
-    """A key of a configuration: a field of transformers 5's classes, or an argument of `__init__` of older ones."""
+    """A configuration's key: a field of transformers 5's classes, or an argument of an older class's `__init__`."""
 
     type: Any
     default: Any
 
 
 def fields_of(config_class: type[PreTrainedConfig]) -> dict[str, ConfigField]:
-    """Returns {key: its type and default} of all that a configuration class takes."""
+    """Returns {key: type and default} for all keys of a configuration class."""
     fields = {field.name: ConfigField(field.type, field.default) for field in dataclasses.fields(config_class)}
     for kind in reversed(config_class.__mro__):
         own = kind.__dict__.get("__init__")
@@ -396,12 +396,12 @@ def fields_of(config_class: type[PreTrainedConfig]) -> dict[str, ConfigField]:
 
 
 def _own_fields(config_class: type[PreTrainedConfig]) -> set[str]:
-    """Returns the keys that a class adds to those of every configuration: the ones that describe the model."""
+    """Returns the keys that describe the model: those that a class adds to the general ones."""
     return fields_of(config_class).keys() - fields_of(PreTrainedConfig).keys()
 
 
 def _type_problem(name: str, value: Any, fields: dict) -> str | None:
-    """Returns the problem of a value's type by the class's annotations, or None."""
+    """Checks a value's type against the class's annotations. Returns the problem or None."""
     if name not in fields:
         is_count = isinstance(value, int) and not isinstance(value, bool)
         return None if name not in COUNT_FIELDS or is_count else f"{shortened(repr(value))} is not an integer"
@@ -448,10 +448,10 @@ def _shape_problems(config_class: type[PreTrainedConfig], values: dict[str, Any]
 
 
 def _value_problems(keys: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[str]:
-    """Lists the problems of the values in a model's JSON, whatever its class; those of rotary positions apart.
+    """Lists the problems of the values in a model's JSON, except rotary positions.
 
     Args:
-        defaults: defaults of the class's keys; if one is an activation or negative, the key accepts such values.
+        defaults: defaults of the class's keys. If one is an activation or negative, the key accepts such values.
     """
     problems = []
     for path, value in _numbers(keys):
@@ -487,9 +487,9 @@ def _number_problems(path: str, value: float, default: Any) -> list[str]:
 
 
 def _rope_problems(keys: Mapping[str, Any], *, has_keys: bool) -> list[str]:
-    """Lists the problems of rotary positions, also if there is one object per kind of layer.
+    """Lists the problems of rotary positions, given as one object or one per kind of layer.
 
-    has_keys: the class declares rope_parameters, so that their keys are known; transformers checks nested ones.
+    has_keys: True if the class declares rope_parameters, so their keys are known. transformers checks nested ones.
     """
     known = {*RopeParameters.__annotations__, "type"}
     problems = _rope_kind_problems("", {"rope_theta": keys.get("rope_theta")})
@@ -498,7 +498,7 @@ def _rope_problems(keys: Mapping[str, Any], *, has_keys: bool) -> list[str]:
             continue
         if not isinstance(given, dict):
             problems.append(
-                f"{outer}: {_shown(given)} is not an object; such as {{'rope_type': 'linear', 'factor': 8.0}}"
+                f"{outer}: {_shown(given)} is not an object; give one such as {{'rope_type': 'linear', 'factor': 8.0}}"
             )
             continue
         nested = {f"{outer}.{kind}.": value for kind, value in given.items() if isinstance(value, dict)}
@@ -527,7 +527,7 @@ def _rope_kind_problems(prefix: str, values: Mapping[str, Any]) -> list[str]:
 
 
 def _numbers(values: Any, path: str = "") -> Iterator[tuple[str, float]]:
-    """Yields (dotted path, number) of every number in nested objects and lists; numbers in a list have its path."""
+    """Yields (dotted path, number) for every number in nested objects and lists. A list's numbers have its path."""
     if isinstance(values, Mapping):
         for key, value in values.items():
             yield from _numbers(value, f"{path}.{key}" if path else str(key))
@@ -539,7 +539,7 @@ def _numbers(values: Any, path: str = "") -> Iterator[tuple[str, float]]:
 
 
 def _depth(values: Any) -> int:
-    """Returns how deep lists and objects are nested, up to MAX_DEPTH + 1; without recursion."""
+    """Returns the nesting depth of lists and objects, up to MAX_DEPTH + 1, without recursion."""
     depth = 0
     level = [values]
     while level and depth <= MAX_DEPTH:

@@ -1,4 +1,4 @@
-"""Registers models that transformers does not have: files of `architectures`, and folders with code of their own."""
+"""Registers models that transformers lacks: files of `architectures`, and folders with their own code."""
 
 import json
 import sys
@@ -22,15 +22,15 @@ USUAL_NAMES = {
     "intermediate_size": ("n_inner", "d_ff", "ffn_dim", "hidden_dim"),
     "max_position_embeddings": ("n_positions", "n_ctx", "max_seq_len", "max_length", "block_size"),
 }
-"""{name of transformers: names under which models of one's own often keep it}."""
+"""{transformers' name: common names in other code}."""
 NEEDED = ("num_hidden_layers", "hidden_size", "vocab_size")
-"""Sizes without which neither FLOPs nor memory can be computed."""
+"""Sizes required for computing FLOPs and memory."""
 
 
 def register(module: ModuleType) -> str:
-    """Registers the one causal language model that a module defines and returns its model_type.
+    """Registers a module's causal language model and returns its model_type.
 
-    Raises InputError if it does not define one by the convention above.
+    Raises InputError unless it defines exactly one by the convention above.
     """
     defined_here = {
         name: item for name, item in vars(module).items() if getattr(item, "__module__", "") == module.__name__
@@ -41,13 +41,13 @@ def register(module: ModuleType) -> str:
         raise InputError(f"{module.__file__}: must define exactly one class named XForCausalLM ({found})")
     base_name = causal_names[0].removesuffix("ForCausalLM") + "Model"
     if base_name not in defined_here:
-        raise InputError(f"{module.__file__}: must define {base_name} next to {causal_names[0]}: its base model")
+        raise InputError(f"{module.__file__}: must define {base_name} next to {causal_names[0]} as its base model")
     causal_class: type[PreTrainedModel] = defined_here[causal_names[0]]
     config_class = causal_class.config_class
     if getattr(config_class, "__module__", "") != module.__name__:
         raise InputError(
-            f"{module.__file__}: {causal_names[0]}.config_class must be a configuration that the file defines, with a "
-            "model_type of its own"
+            f"{module.__file__}: {causal_names[0]}.config_class must be a configuration defined in the file, with its "
+            "own model_type"
         )
     register_classes(module.__file__, config_class, causal_class, defined_here[base_name])
     ARCHITECTURES.register(config_class.model_type)(causal_class)
@@ -55,13 +55,13 @@ def register(module: ModuleType) -> str:
 
 
 def register_extensions() -> None:
-    """Registers what extensions have put into `registry.ARCHITECTURES`. Raises InputError as `register` does."""
+    """Registers the extensions' entries in `registry.ARCHITECTURES`. Raises InputError as `register` does."""
     for name, causal_class in ARCHITECTURES.items():
         if name in CONFIG_MAPPING and CONFIG_MAPPING[name] is causal_class.config_class:
             continue
         module = sys.modules[causal_class.__module__]
         if (model_type := causal_class.config_class.model_type) != name:
-            raise InputError(f"{module.__file__}: is registered as {name}, and its model_type is {model_type}")
+            raise InputError(f"{module.__file__}: is registered as {name}, but its model_type is {model_type}")
         register(module)
         LOADED_CODE["code of the model"] = digest_of([Path(module.__file__)])
 
@@ -72,20 +72,20 @@ def register_classes(
     causal_class: type[PreTrainedModel],
     model_class: type[PreTrainedModel] | None,
 ) -> None:
-    """Makes the classes known to transformers, and adds names of sizes that it does not know to `attribute_map`.
+    """Registers the classes with transformers, and adds aliases of sizes to `attribute_map`.
 
-    Registering also marks the classes so that they are saved with their code: `from_pretrained(folder,
-    trust_remote_code=True)` then works on machines without this project. Raises InputError for a model_type that
-    transformers has, classes of another configuration, and sizes that cannot be found.
+    Registered classes are saved with their code, so `from_pretrained(folder, trust_remote_code=True)` works on
+    machines without this project. Raises InputError for a model_type of transformers, classes of another
+    configuration, or missing sizes.
     """
     model_type = config_class.model_type
-    # Not get(), which in this lazy mapping finds nothing that has not been asked for.
+    # Not get(), which finds only entries already loaded in this lazy mapping.
     known = CONFIG_MAPPING[model_type] if model_type in CONFIG_MAPPING else None  # noqa: SIM401
     if not model_type or (known is not None and known.__module__ != config_class.__module__):
         said = f"model_type {model_type!r} is another model's" if model_type else "it has no model_type"
         raise InputError(
-            f"{file}: {config_class.__name__}: {said}; give it one of its own, here and in config.json (if it is "
-            "transformers' own model that you want, leave out trust_remote_code)"
+            f"{file}: {config_class.__name__}: {said}; give it another one, here and in config.json (for "
+            "transformers' own model, omit trust_remote_code)"
         )
     name_sizes(file, config_class)
     if known is not None:
@@ -103,12 +103,12 @@ def register_classes(
 
 
 def name_sizes(file: str | Path, config_class: type[PreTrainedConfig]) -> None:
-    """Adds usual names of sizes, such as n_layer, to the class's attribute_map; InputError if one is not found."""
+    """Adds aliases of sizes, such as n_layer, to the class's attribute_map. Raises InputError if one is missing."""
     try:
         example = config_class()
     except Exception as error:  # a class's own code may raise anything
         raise InputError(
-            f"{error_in_file(error, Path(file))}; {config_class.__name__}() must work: give its arguments defaults"
+            f"{error_in_file(error, Path(file))}; {config_class.__name__}() must work; give its arguments defaults"
         ) from error
     missing = {}
     for name, usual in USUAL_NAMES.items():
@@ -122,13 +122,13 @@ def name_sizes(file: str | Path, config_class: type[PreTrainedConfig]) -> None:
     if missing:
         entries = json.dumps({name: found[0] if found else "YOUR_NAME" for name, found in missing.items()})
         raise InputError(
-            f"{file}: {config_class.__name__} has no {', '.join(missing)}, from which FLOPs and memory are computed; "
-            f"add a line to the class that says what it calls them: attribute_map = {entries}"
+            f"{file}: {config_class.__name__} has no {', '.join(missing)}, which FLOPs and memory depend on; "
+            f"map them to your names in the class: attribute_map = {entries}"
         )
 
 
 def register_folder(name_or_path: str, keys: dict[str, Any]) -> None:
-    """Registers the classes that auto_map in a config.json names, with the code that lies beside it.
+    """Registers the classes named by auto_map in a config.json, with the code next to it.
 
     Args:
         name_or_path: a folder or Hub ID.
@@ -136,7 +136,7 @@ def register_folder(name_or_path: str, keys: dict[str, Any]) -> None:
 
     Raises InputError with file, line and message for a mistake in the code.
     """
-    register_all()  # so that no type of theirs is taken
+    register_all()  # so that its types can't be reused
     auto_map = keys["auto_map"]
     names = {kind: auto_map.get(kind) for kind in ("AutoConfig", "AutoModelForCausalLM", "AutoModel")}
     for kind in ("AutoConfig", "AutoModelForCausalLM"):
@@ -154,7 +154,7 @@ def register_folder(name_or_path: str, keys: dict[str, Any]) -> None:
     digest = digest_of(files)
     classes = {}
     for kind, path in paths.items():
-        # By its content: a copy of the code in a checkpoint is the same module.
+        # Named by its content, so that a checkpoint's copy of the code is the same module.
         module = import_file(path, f"groundwork_own_{digest}")
         class_name = names[kind].partition(".")[2]
         if not hasattr(module, class_name):
@@ -166,9 +166,9 @@ def register_folder(name_or_path: str, keys: dict[str, Any]) -> None:
 
 
 def fetched(name_or_path: str, file: str) -> Path:
-    """Returns the path of a Python file of a folder or Hub ID, and fetches what it imports from beside it.
+    """Returns the path of a Python file of a folder or Hub ID, after fetching its relative imports.
 
-    Raises InputError for a file that is not there.
+    Raises InputError for a missing file.
     """
     try:
         path = Path(cached_file(name_or_path, file)).absolute()
@@ -185,11 +185,11 @@ def fetched(name_or_path: str, file: str) -> Path:
 
 
 def own_keys_of(name_or_path: str) -> dict[str, Any] | None:
-    """Returns the config.json of a folder or Hub ID if it names code of its own in auto_map; else None."""
+    """Returns the config.json of a folder or Hub ID if its auto_map names its own code, otherwise None."""
     try:
         keys = json.loads(Path(cached_file(name_or_path, "config.json")).read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        return None  # AutoConfig says what is wrong
+        return None  # AutoConfig reports the problem
     return keys if isinstance(keys, dict) and isinstance(keys.get("auto_map"), dict) else None
 
 
@@ -205,6 +205,6 @@ def register_own(model_type: str) -> None:
 
 
 def register_all() -> None:
-    """Registers every file of `architectures`, for folders of unknown models; those with a mistake are left out."""
+    """Registers every file of `architectures` without errors, for folders of unknown models."""
     for model_type in architectures.MODEL_TYPES:
         Problems().attempt(register_own, model_type)

@@ -1,7 +1,7 @@
-"""Positions that change while a run trains: more of them, or other rotary frequencies (docs/long_context.md).
+"""Changes positions during a run: more of them, or other rotary frequencies (docs/long_context.md).
 
-The frequencies are tables next to the weights, so a model can continue with all its weights under new ones; learned
-position embeddings, as in GPT-2, cannot grow.
+The frequencies are not part of the weights, so a model can continue with all its weights under new ones. Learned
+position embeddings, as in GPT-2, can't grow.
 """
 
 import copy
@@ -21,7 +21,7 @@ from pretrain.model.small_copy import ReferenceWindow, logits_of, one_thread, re
 KEPT_BY_TYPE = ("rope_theta", "partial_rotary_factor")
 """Keys that a stage with another rope_type keeps from the previous stage."""
 OF_EACH_INPUT = ("dynamic", "longrope")
-"""Types whose frequencies depend on the length of the input: shorter sequences would be trained at others."""
+"""Types with frequencies that depend on the length of the input, which would differ for shorter sequences."""
 KEYS = ("rope_parameters", "rope_theta", "max_position_embeddings")
 """Configuration keys that a stage changes."""
 
@@ -29,8 +29,8 @@ KEYS = ("rope_parameters", "rope_theta", "max_position_embeddings")
 def configs_of_stages(config: PreTrainedConfig, data: Data) -> list[PreTrainedConfig]:
     """Returns the model's configuration in each stage: enough positions for its sequences, and its rotary parameters.
 
-    A stage that changes neither shares the previous stage's configuration object. Raises InputError for a model whose
-    positions cannot be changed this way.
+    A stage that changes neither shares the previous stage's configuration object. Raises InputError if the model's
+    positions can't be changed this way.
     """
     problems = Problems()
     configs = [config]
@@ -61,8 +61,8 @@ def _changed(
     if learned := _tables_that_differ(config, changed):
         raise InputError(
             f"{place}.sequence_length: {length:,} is more than the {config.max_position_embeddings:,} positions of "
-            f"{config.model_type}, which {learned}; give the model that many from the start "
-            f"(--model.max_position_embeddings {length}), or take one with rotary positions, such as llama"
+            f"{config.model_type}, which {learned}; give the model enough from the start "
+            f"(--model.max_position_embeddings {length}), or use one with rotary positions, such as llama"
         )
     if rope_parameters and (problem := _rope_problem(KeyedConfig.of(config), KeyedConfig.of(changed))):
         raise InputError(f"{place}.rope_parameters: {config.model_type} {problem}")
@@ -75,10 +75,10 @@ def _rope_changes(config: PreTrainedConfig, place: str, given: dict[str, Any]) -
     if not isinstance(before, dict) or any(isinstance(value, dict) for value in before.values()):
         if set(given) == {"rope_theta"} and isinstance(getattr(config, "rope_theta", None), int | float):
             return dict(given)
-        how = "has one set for each kind of its layers" if before else "has no rotary positions"
+        how = "has one set for each kind of layer" if before else "has no rotary positions"
         raise InputError(
-            f"{place}.rope_parameters: {config.model_type} {how}, so they cannot be changed by a stage; leave "
-            "rope_parameters out, or take a model with one set, such as llama or qwen3"
+            f"{place}.rope_parameters: {config.model_type} {how}, so a stage can't change them; omit "
+            "rope_parameters, or use a model with one set, such as llama or qwen3"
         )
     rope_type = given.get("rope_type", before["rope_type"])
     if rope_type in OF_EACH_INPUT:
@@ -93,13 +93,13 @@ def _rope_changes(config: PreTrainedConfig, place: str, given: dict[str, Any]) -
     if missing := [key for key in needed.get(rope_type, ()) if rope.get(key) is None]:
         raise InputError(
             f"{place}.rope_parameters: rope_type {rope_type} needs {' and '.join(missing)} "
-            "(original_max_position_embeddings: the length trained so far; factor: how many times longer to make it)"
+            "(original_max_position_embeddings: the length trained so far; factor: the new length divided by it)"
         )
     return {"rope_parameters": rope}
 
 
 def _tables_that_differ(config: PreTrainedConfig, changed: PreTrainedConfig) -> str | None:
-    """Says which tables have the length of the model's positions, which rules out growth; None if there are none."""
+    """Names tables with the length of the model's positions, which prevent growth; None if there are none."""
     shapes = [
         {
             "learns a vector for each": {name: p.shape for name, p in model.named_parameters()},
@@ -113,7 +113,7 @@ def _tables_that_differ(config: PreTrainedConfig, changed: PreTrainedConfig) -> 
 @functools.lru_cache(maxsize=64)
 @one_thread()
 def _rope_problem(keyed: KeyedConfig, keyed_changed: KeyedConfig) -> str | None:
-    """Compares a small copy whose frequencies were changed in place with one built with the new frequencies."""
+    """Compares a small copy with frequencies changed in place to one built with the new frequencies."""
     model = copy.deepcopy(reference_of(keyed))
     small = copy.deepcopy(model.config)
     _take_positions(small, keyed_changed.config)
@@ -126,20 +126,20 @@ def _rope_problem(keyed: KeyedConfig, keyed_changed: KeyedConfig) -> str | None:
         wanted = logits_of(built, ids_BT)
         found = logits_of(model, ids_BT)
     except Exception as error:  # the library's own classes may raise anything
-        return f"cannot have its positions changed ({described(error)}); leave rope_parameters out"
+        return f"does not support changed positions ({described(error)}); omit rope_parameters"
     if torch.equal(wanted, before):
-        return "computes the same with and without them; leave them out"
+        return "computes the same with and without them; omit them"
     if not torch.equal(found, wanted):
-        return "keeps its frequencies where a stage cannot change them; leave rope_parameters out"
+        return "has frequencies that a stage can't change; omit rope_parameters"
     return None
 
 
 def use_positions(model: nn.Module, config: PreTrainedConfig, *others: PreTrainedModel) -> None:
-    """Gives a built model the positions of `config`, in place: its configuration and its rotary tables.
+    """Gives a built model the positions of `config` in place, by updating its configuration and rotary tables.
 
     Args:
         model: a model, a part of one, or a module that contains one.
-        others: further modules that hold their own configuration.
+        others: further modules with their own configuration.
     """
     for root in (model, *others):
         for module in root.modules():
@@ -160,7 +160,7 @@ def _take_positions(own: PreTrainedConfig, config: PreTrainedConfig) -> None:
 
 @torch.no_grad()
 def _rebuild_tables(module: nn.Module) -> None:
-    """Recomputes a rotary module's tables by its own constructor, on the CPU as when the model was built."""
+    """Recomputes a rotary module's tables with its own constructor, on the CPU as when the model was built."""
     with torch.device("cpu"):
         fresh = type(module)(config=module.config)
     for name, table in fresh.named_buffers(recurse=False):

@@ -1,4 +1,4 @@
-"""Weights of a pretrained model, read from safetensors one tensor at a time, so that no rank holds them all."""
+"""Reads a pretrained model's weights from safetensors one tensor at a time, so that no rank holds them all."""
 
 import json
 from dataclasses import dataclass
@@ -19,19 +19,19 @@ from pretrain.model.routers import as_buffers
 
 @dataclass(frozen=True)
 class NewTokens:
-    """Tokens of an extended tokenizer, which start as the mean of the tokens that said the same before."""
+    """Tokens of an extended tokenizer. Each is initialized with the mean of the old tokens of the same text."""
 
     first: int
-    """ID of the first; smaller ones are the model's own."""
+    """First new ID. Smaller ones are the model's own."""
     parts: list[list[int]]
-    """IDs under the model's own tokenizer, of each new token."""
+    """IDs of each new token's text in the model's own tokenizer."""
     rows: int
-    """Rows of the extended embedding, padding included."""
+    """Rows of the extended embedding, including padding."""
 
     def extend(self, old: torch.Tensor) -> torch.Tensor:
         """Returns an embedding, head or its bias, (tokens, ...), with rows for the new tokens.
 
-        Padding beyond the old rows starts as the mean of all tokens.
+        Padding beyond the old rows is initialized with the mean of all tokens.
         """
         mean = old[: self.first].mean(dim=0)
         extended = torch.cat([old, mean.expand(max(0, self.rows - len(old)), *old.shape[1:])])
@@ -45,7 +45,7 @@ TensorPlaces = dict[str, tuple[Path, str]]
 
 
 class PretrainedTensors:
-    """Weights of a folder or Hub ID, by the names of the training model, in fp32 whatever they were saved in."""
+    """Weights of a folder or Hub ID, under the training model's names, always in fp32."""
 
     def __init__(
         self,
@@ -59,11 +59,11 @@ class PretrainedTensors:
         self._of_vocabulary = vocabulary_tensors(names.meta_model) if new_tokens else {}
 
     def read(self, name: str) -> torch.Tensor:
-        """Reads a tensor into memory of its own, on the CPU; integers keep their type."""
+        """Reads a tensor into its own CPU memory. Integers keep their type."""
         tensor = self._found(name)
         if name in self._of_vocabulary:
             return self._new_tokens.extend(tensor.to(torch.float32))
-        # Always copied: safetensors returns a view of the memory-mapped file.
+        # Always copied, because safetensors returns a view of the memory-mapped file.
         return tensor.to(torch.float32 if tensor.is_floating_point() else tensor.dtype, copy=True)
 
     def _found(self, name: str) -> torch.Tensor:
@@ -76,9 +76,9 @@ class PretrainedTensors:
         return tensors[name] if name in tensors else self._names.join(name, tensors.pop)
 
     def fill(self, causal_lm: PreTrainedModel, unit: str) -> None:
-        """Gives the module called `unit` inside `causal_lm`, which is on the meta device, its weights and no others.
+        """Loads the weights of the module called `unit` inside `causal_lm`, which is on the meta device.
 
-        Buffers that are not saved (rotary tables) are computed. A tied parameter is left for `tie_weights`.
+        Unsaved buffers (rotary tables) are computed. `tie_weights` handles tied parameters.
         """
         root = causal_lm.get_submodule(unit)
         values: list[tuple[nn.Module, str, torch.Tensor]] = []
@@ -91,9 +91,9 @@ class PretrainedTensors:
                     parameter = nn.Parameter(tensor, requires_grad=parameter.requires_grad)
                     parameter._is_hf_initialized = True  # transformers' initializers skip it
                     setattr(module, key, parameter)
-        initialize_module(causal_lm, unit, seed=0)  # for buffers, which no file has
+        initialize_module(causal_lm, unit, seed=0)  # for buffers missing in files
         for module, key, tensor in values:
-            # Set again: an initializer outside of transformers may have overwritten it despite the mark.
+            # Set again, because an initializer outside transformers may have overwritten it despite the mark.
             setattr(module, key, nn.Parameter(tensor, requires_grad=module._parameters[key].requires_grad))
         for name, buffer in root.named_buffers(prefix=unit):
             if name in self._places:
@@ -101,14 +101,14 @@ class PretrainedTensors:
 
 
 class TensorsInMemory(PretrainedTensors):
-    """Weights in a dict of CPU tensors; reading removes each, so that a second copy never exists in full."""
+    """Weights in a dict of CPU tensors. Reading removes each, so a full second copy never exists."""
 
     def _found(self, name: str) -> torch.Tensor:
         return self._places.pop(name)
 
 
 class LoadedModel:
-    """A whole model of the same architecture on the CPU, whose tensors are moved to the training model."""
+    """A whole model of the same architecture on the CPU. Its tensors are moved to the training model."""
 
     def __init__(self, model: PreTrainedModel):
         self._model = model
@@ -125,7 +125,7 @@ class LoadedModel:
 
 
 def vocabulary_tensors(model: PreTrainedModel) -> dict[str, nn.Parameter]:
-    """Returns {name: parameter} of a model's embedding and head, with a row for each token."""
+    """Returns {name: parameter} of a model's embedding and head, with a row per token."""
     modules = [
         module for module in (model.get_input_embeddings(), model.get_output_embeddings()) if module is not None
     ]
@@ -134,15 +134,15 @@ def vocabulary_tensors(model: PreTrainedModel) -> dict[str, nn.Parameter]:
 
 
 def load_pretrained(name_or_path: str, *, trust_remote_code: bool = False) -> PreTrainedModel:
-    """Loads a pretrained model from a folder or the Hub, with fp32 master weights whatever it was saved in.
+    """Loads a pretrained model from a folder or the Hub, always with fp32 master weights.
 
-    Only safetensors are read: the older format is a pickle, which can execute code on load. Raises InputError if there
-    is no such model, if weights that its configuration needs are missing, or if the attention is not supported.
+    Only safetensors are read, because the older pickle format can execute code on load. Raises InputError for a
+    missing model, missing weights, or an unsupported attention.
     """
     if name_or_path.endswith(".json"):
         raise InputError(
-            f"{name_or_path}: a JSON describes a model but holds no weights; to continue a pretrained model give its "
-            "folder or Hub id, or train from scratch with init: scratch"
+            f"{name_or_path}: a JSON describes a model but has no weights; to continue a pretrained model give its "
+            "folder or Hub ID, or train from scratch with init: scratch"
         )
     load_model_config(name_or_path, trust_remote_code=trust_remote_code)
     try:
@@ -159,8 +159,8 @@ def load_pretrained(name_or_path: str, *, trust_remote_code: bool = False) -> Pr
         raise InputError(f"{name_or_path}: its weights are damaged ({first_line(error)}); restore them") from error
     except OSError as error:
         raise InputError(
-            f"{name_or_path}: no safetensors weights could be read ({first_line(error)}); give a folder or a Hub id "
-            "that has model.safetensors"
+            f"{name_or_path}: no safetensors weights could be read ({first_line(error)}); give a folder or a Hub ID "
+            "with model.safetensors"
         ) from error
     missing = sorted(loading_info["missing_keys"]) + sorted(str(key) for key in loading_info["mismatched_keys"])
     if missing:
@@ -174,11 +174,11 @@ def load_pretrained(name_or_path: str, *, trust_remote_code: bool = False) -> Pr
 
 
 def open_pretrained(name_or_path: str, new_tokens: NewTokens | None = None) -> PretrainedTensors | LoadedModel:
-    """Opens the weights of a folder or a Hub ID; loads the whole model if its files need conversion.
+    """Opens the weights of a folder or a Hub ID. Loads the whole model if its files need conversion.
 
-    They need it if transformers merges several kinds of tensors into one as it loads (separately saved experts are
-    joined here instead): then every rank holds the whole model until its own part is made. new_tokens: tokens that the
-    vocabulary gets. Raises InputError as `load_pretrained` does.
+    This is the case if transformers merges several kinds of tensors on loading (except separately saved experts, which
+    are joined here). Then every rank holds the whole model until its own part is built. new_tokens: tokens added to
+    the vocabulary. Raises InputError as `load_pretrained` does.
     """
     files = {} if name_or_path.endswith(".json") else find_tensors(name_or_path)
     names = PublishedNames.of(load_model_config(name_or_path)) if files else None
@@ -192,22 +192,22 @@ def open_pretrained(name_or_path: str, new_tokens: NewTokens | None = None) -> P
 
 
 def find_weights(name_or_path: str) -> None:
-    """Raises InputError if a local folder has no weights to start from, or damaged ones."""
+    """Raises InputError if a local folder has no weights, or damaged ones."""
     if name_or_path.endswith(".json"):
         raise InputError(
-            f"init: pretrained, but model: {name_or_path} is a JSON, which holds no weights; give a model's folder or "
-            "Hub id, or train from scratch with init: scratch"
+            f"init: pretrained, but model: {name_or_path} is a JSON without weights; give a model's folder or "
+            "Hub ID, or train from scratch with init: scratch"
         )
     if Path(name_or_path).is_dir() and not find_tensors(name_or_path):
-        raise InputError(f"model: {name_or_path} has no model.safetensors, which init: pretrained starts from")
+        raise InputError(f"model: {name_or_path} has no model.safetensors, which init: pretrained needs")
 
 
 def find_tensors(name_or_path: str) -> dict[str, Path]:
-    """Returns {name in the file: file} of all tensors of a folder or Hub ID; {} if it has no safetensors.
+    """Returns {name in the file: file} for all tensors of a folder or Hub ID; {} without safetensors.
 
-    Raises InputError for a file that is damaged.
+    Raises InputError for a damaged file.
     """
-    # Private: cached_file has no public way to return None for a file that does not exist.
+    # Private, because cached_file has no public way to return None for a missing file.
     missing_is_none = {"_raise_exceptions_for_missing_entries": False}
     try:
         single = cached_file(name_or_path, SAFE_WEIGHTS_NAME, **missing_is_none)
@@ -218,10 +218,10 @@ def find_tensors(name_or_path: str) -> dict[str, Path]:
         else:
             paths = [Path(single)] if single else []
     except OSError:
-        return {}  # load_pretrained says what is wrong
+        return {}  # load_pretrained reports the problem
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise InputError(
-            f"{index}: lists no weights as it should ({type(error).__name__}: {error}); restore the file"
+            f"{index}: is not a valid index of weights ({type(error).__name__}: {error}); restore the file"
         ) from None
     places = {}
     for path in paths:
@@ -229,7 +229,7 @@ def find_tensors(name_or_path: str) -> dict[str, Path]:
             with safe_open(path, framework="pt") as file:
                 places |= dict.fromkeys(file.keys(), path)
         except (SafetensorError, OSError) as error:
-            raise InputError(f"{path}: is damaged or no safetensors file ({error}); restore or download it") from None
+            raise InputError(f"{path}: is damaged or not safetensors ({error}); restore or download it") from None
     return places
 
 

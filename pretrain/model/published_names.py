@@ -1,8 +1,8 @@
-"""Published names of a model's tensors: one per expert, although a layer trains its experts as one stacked tensor.
+"""Converts between a model's stacked experts and published tensor names with one tensor per expert.
 
-transformers 5 stacks experts as it loads them (`experts.gate_up_proj`) and splits them as `save_pretrained` writes
-(`experts.0.gate_proj.weight`): the Hub stores them this way, and vLLM, llama.cpp and transformers 4 expect it.
-Both directions work tensor by tensor here, by transformers' own conversions, so a second copy of a model never exists.
+transformers 5 stacks experts on loading (`experts.gate_up_proj`), and `save_pretrained` splits them
+(`experts.0.gate_proj.weight`). The Hub, vLLM, llama.cpp and transformers 4 use split experts.
+Both directions use transformers' own conversions, tensor by tensor, so a second copy of a model never exists.
 """
 
 import copy
@@ -28,23 +28,23 @@ Shapes = dict[str, tuple[int, ...]]
 
 
 class PublishedNames:
-    """Names and shapes that `save_pretrained` would give to each tensor of an architecture."""
+    """Names and shapes of an architecture's tensors, as written by `save_pretrained`."""
 
     def __init__(self, meta_model: PreTrainedModel):
         tensors = meta_model.state_dict()
         conversions = get_model_conversion_mapping(meta_model, add_legacy=False)
-        # Cached on the model, since `revert_weight_conversion` would otherwise collect them again for each tensor.
+        # Cached on the model, because `revert_weight_conversion` would otherwise collect them for each tensor.
         meta_model._weight_conversions = [each for each in conversions if not isinstance(each, PrefixChange)]
         self.meta_model = meta_model
         self.pieces: dict[str, Shapes] = {name: {name: tuple(tensor.shape)} for name, tensor in tensors.items()}
-        """{name in the model that trains: {published name: shape}}."""
+        """{name in the training model: {published name: shape}}."""
         self.shapes: Shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
         if not meta_model._weight_conversions:
             return
         try:
             pieces = {name: shapes_of(self._split_all({name: tensor})) for name, tensor in tensors.items()}
             together = shapes_of(self._split_all(tensors))
-        except Exception:  # a conversion that needs several tensors may fail in any way on one
+        except Exception:  # conversions of several tensors may fail in any way on one
             return
         each = [piece for named in pieces.values() for piece in named.items()]
         if len(each) == len(together) and dict(each) == together:
@@ -58,13 +58,13 @@ class PublishedNames:
         return revert_weight_conversion(self.meta_model, tensors)
 
     def split(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
-        """Returns {published name: tensor} of a training model's tensor; some are views of it."""
+        """Returns {published name: tensor} for a training model's tensor. Some are views of it."""
         if self.pieces.get(name, {name: None}).keys() == {name}:
             return {name: tensor}
         return self._split_all({name: tensor})
 
     def join(self, name: str, read: Callable[[str], Tensor]) -> Tensor:
-        """Builds a training model's tensor from what `read` returns for each of its published names."""
+        """Builds a training model's tensor from the tensors that `read` returns for its published names."""
         conversions = self.meta_model._weight_conversions
         converter = None
         renamings = [each for each in conversions if isinstance(each, WeightRenaming)]
@@ -75,7 +75,7 @@ class PublishedNames:
                 return read(piece)
             if converter is None:
                 converter = copy.deepcopy(next(each for each in converters if pattern in each.source_patterns))
-            # add_tensor only collects; `convert` joins the pieces once all are there.
+            # add_tensor only collects. `convert` joins the pieces when all are present.
             converter.add_tensor(name, piece, pattern, read(piece))
         return converter.convert(name, model=self.meta_model, config=self.meta_model.config)[name]
 
@@ -94,7 +94,7 @@ def shapes_in_files(paths: Iterable[Path]) -> Shapes:
 
 
 class JoinedTensors(Mapping[str, Tensor]):
-    """Saved tensors by the names of the training model, whether saved under these or under published names."""
+    """Saved tensors under the training model's names, whether saved under these or published names."""
 
     def __init__(self, saved: Mapping[str, Tensor], names: PublishedNames):
         self._saved = saved
@@ -111,7 +111,7 @@ class JoinedTensors(Mapping[str, Tensor]):
         return self._saved[name] if name in self._saved else self._names.join(name, self._saved.__getitem__)
 
     def shapes(self, saved: Shapes) -> Shapes:
-        """Returns {name: shape} of tensors saved in these shapes; if pieces do not fit, the first wrong shape."""
+        """Returns {name: shape} for tensors saved in these shapes. If pieces don't fit, returns the wrong shape."""
         found = {}
         for name in self:
             pieces = {} if name in saved else self._names.pieces[name]

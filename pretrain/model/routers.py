@@ -1,4 +1,4 @@
-"""MoE models: routers in any model of transformers, coefficients of their losses, the experts' matmuls.
+"""MoE support: routers in transformers' models, coefficients of their losses, the experts' matmuls.
 
 Shapes: E experts, K experts per token.
 """
@@ -17,12 +17,12 @@ from pretrain.config import Loss
 from pretrain.errors import InputError, Problems
 
 RECORDED = "router_logits"
-"""Key under which transformers' classes declare the module that returns the router logits."""
+"""Key of the module that returns router logits, in the declarations of transformers' classes."""
 TOP_K = ("top_k", "num_experts_per_tok", "moe_top_k", "moe_topk")
 """Names of K, in modules and configurations."""
 BIASES = ("e_score_correction_bias", "expert_bias")
-"""Names of the bias that is added to an expert's score for choosing experts, but not to the weight of its output:
-DeepSeek-V3 balances by it (Wang et al., arXiv 2408.15664)."""
+"""Names of the bias added to scores for choosing experts, but not to the weights of their outputs. DeepSeek-V3 uses it
+for balancing (Wang et al., arXiv 2408.15664)."""
 
 BALANCE_COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef")
 """Keys of the balancing loss's coefficient in configurations, on transformers' scale (see training/experts.py)."""
@@ -39,13 +39,13 @@ class Router:
     name: str
     module: nn.Module
     block: nn.Module
-    """Module that holds the router and its experts."""
+    """Module with the router and its experts."""
     logits_at: int
     """Index of the logits in the router's output."""
 
 
 def routers_of(model: nn.Module) -> list[Router]:
-    """Lists the routers that the model's classes declare, in the model's order; empty for a model without any."""
+    """Lists the routers declared by the model's classes, in the model's order."""
     specs = list(_declared(model))
     places = {
         name: index
@@ -53,7 +53,7 @@ def routers_of(model: nn.Module) -> list[Router]:
         for kind, index, layer_name in specs
         if isinstance(module, kind) and (layer_name is None or f".{layer_name.strip('.')}." in f".{name}.")
     }
-    # A block that returns its router's logits may be declared too: the router itself is the innermost match.
+    # A block that returns its router's logits may be declared too, so take the innermost match.
     innermost = [name for name in places if not any(other.startswith(f"{name}.") for other in places)]
     return [
         Router(name, model.get_submodule(name), model.get_submodule(name.rpartition(".")[0]), places[name])
@@ -62,9 +62,9 @@ def routers_of(model: nn.Module) -> list[Router]:
 
 
 def _declared(model: nn.Module) -> Iterator[tuple[type, int, str | None]]:
-    """Yields (class, index of the logits in its output, part of the module's name) of every declaration."""
+    """Yields (class, index of the logits in its output, part of the module's name) for every declaration."""
     for module in model.modules():
-        # Private: no public attribute says which output of a router has its logits.
+        # Private, because no public attribute gives the index of a router's logits in its outputs.
         declared = getattr(module, "_can_record_outputs", None) if isinstance(module, PreTrainedModel) else None
         specs = (declared or {}).get(RECORDED) or []
         for spec in specs if isinstance(specs, list) else [specs]:
@@ -74,7 +74,7 @@ def _declared(model: nn.Module) -> Iterator[tuple[type, int, str | None]]:
 
 
 def experts_per_token(router: Router, config: object) -> int | None:
-    """Returns K, as the router, its block or the configuration states it."""
+    """Returns K from the router, its block or the configuration."""
     for owner in (router.module, router.block, config, getattr(config, "ffn_config", None)):
         for name in TOP_K:
             if isinstance(value := getattr(owner, name, None), int):
@@ -85,15 +85,15 @@ def experts_per_token(router: Router, config: object) -> int | None:
 def expert_parameters(router: Router) -> tuple[dict[str, nn.Parameter], int]:
     """Returns (parameters of the routed experts by their names in the block, E).
 
-    Transformers 5 keeps a layer's experts in one tensor (E, out, in) or, for dbrx, (E x out, in); older code has a
-    list of modules. Shared experts, which every token visits, are not included.
+    transformers 5 keeps a layer's experts in one tensor (E, out, in) or, for dbrx, (E x out, in). Older code has a
+    list of modules. Shared experts, used by every token, are not included.
     """
     inside = {id(parameter) for parameter in router.module.parameters()}
     others = {n: p for n, p in router.block.named_parameters() if id(p) not in inside}
     numbers = {int(found[1]) for name in others if (found := re.match(r"experts\.(\d+)\.", name))}
     if numbers:
         return {n: p for n, p in others.items() if re.match(r"experts\.\d+\.", n)}, len(numbers)
-    # Under ZeRO-3 parameters are empty, and DeepSpeed keeps their shapes in ds_shape.
+    # Under ZeRO-3, parameters are empty, and DeepSpeed keeps their shapes in ds_shape.
     shapes = {name: tuple(getattr(parameter, "ds_shape", parameter.shape)) for name, parameter in others.items()}
     experts = getattr(router.module, "num_experts", None) or getattr(router.block, "num_experts", None)
     experts = experts or next((shape[0] for shape in shapes.values() if len(shape) == 3), None)
@@ -112,7 +112,7 @@ def expert_parameters(router: Router) -> tuple[dict[str, nn.Parameter], int]:
 def expert_matrices(model: nn.Module) -> dict[str, tuple[int | None, bool]]:
     """Describes how each experts' tensor (E, rows, columns) stores the gate and up projections.
 
-    Returns {name: (matrix dimension along which the two are concatenated, or None if it is one matrix; whether they
+    Returns {name: (matrix dimension along which the two are concatenated, or None for a single matrix; whether they
     are interleaved along it)}.
     """
     found: dict[str, tuple[int | None, bool]] = {}
@@ -133,7 +133,7 @@ def expert_matrices(model: nn.Module) -> dict[str, tuple[int | None, bool]]:
 
 
 def biases_in(module: nn.Module) -> list[tuple[nn.Module, str]]:
-    """Lists (owner, name) of every such bias in a module, parameter or buffer."""
+    """Lists (owner, name) for every router bias in a module, parameter or buffer."""
     return [
         (owner, name)
         for owner in module.modules()
@@ -143,16 +143,15 @@ def biases_in(module: nn.Module) -> list[tuple[nn.Module, str]]:
 
 
 def balancing_bias(router: Router) -> Tensor | None:
-    """Returns a router's bias, flat (E,), in the model's own storage; None if it chooses by its scores alone."""
+    """Returns a router's bias, flat (E,), sharing the model's storage; None without a bias."""
     found = biases_in(router.block)
     return getattr(*found[0]).detach().view(-1) if len(found) == 1 else None
 
 
 def as_buffers(model: nn.Module) -> None:
-    """Turns biases that an architecture declares as parameters without a gradient into buffers of the same names.
+    """Turns an architecture's bias parameters without gradients into buffers of the same names.
 
-    Every rank has a full copy of a buffer, whatever the strategy does with parameters, and no optimizer decays or
-    shards it.
+    Every rank has a full copy of a buffer under all strategies, and optimizers neither decay nor shard it.
     """
     for owner, name in biases_in(model):
         if (parameter := owner._parameters.get(name)) is not None and not parameter.requires_grad:
@@ -161,7 +160,7 @@ def as_buffers(model: nn.Module) -> None:
 
 
 def inactive_parameters(model: PreTrainedModel) -> int:
-    """Counts the parameters that a token does not use: those of the E - K experts that it is not routed to."""
+    """Counts the inactive parameters per token, those of the E - K unused experts."""
     inactive = 0
     for router in [*routers_of(model), *_undeclared(model)]:
         parameters, experts = expert_parameters(router)
@@ -173,7 +172,7 @@ def inactive_parameters(model: PreTrainedModel) -> int:
 
 
 def _undeclared(model: nn.Module) -> list[Router]:
-    """Lists gates that choose without learning, such as deepseek_v4's hash of the token: they have experts too."""
+    """Lists gates that choose without learning, such as deepseek_v4's hash of the token. They have experts too."""
     known = {router.block for router in routers_of(model)}
     return [
         Router(name, module, model.get_submodule(name.rpartition(".")[0]), 0)
@@ -185,28 +184,28 @@ def _undeclared(model: nn.Module) -> list[Router]:
 
 @dataclass(frozen=True)
 class RouterLosses:
-    """Coefficients of the losses that train the routers, and the step of their bias; 0 for a model without routers."""
+    """Coefficients of the routers' losses, and the update rate of their bias; 0 for a model without routers."""
 
     routers: int = 0
     balance: float = 0.0
-    """Coefficient of the balancing loss, which is averaged over the layers."""
+    """Coefficient of the balancing loss, averaged over the layers."""
     z_loss: float = 0.0
     """Coefficient of mean(logsumexp(router logits)^2), averaged over the layers."""
     bias_rate: float = 0.0
-    """Amount by which each step moves the bias of an expert."""
+    """Change of an expert's bias per step."""
 
     def in_words(self) -> dict[str, str]:
         """Returns a row of the banner; empty for a model without routers."""
         if not self.routers:
             return {}
-        bias = f", bias +- {self.bias_rate:g} a step" if self.bias_rate else ""
+        bias = f", bias +- {self.bias_rate:g} per step" if self.bias_rate else ""
         return {"routers": f"{self.routers}, balancing loss x {self.balance:g}, z-loss x {self.z_loss:g}{bias}"}
 
 
 def router_losses(loss: Loss, model: PreTrainedModel) -> RouterLosses:
-    """Returns the coefficients of a run: the recipe's, else the model's own.
+    """Returns a run's coefficients: the recipe's, or the model's own.
 
-    Raises InputError if neither says how to balance, or if there is no bias to move.
+    Raises InputError if neither has one for balancing, or if there is no bias to update.
     """
     routers = routers_of(model)
     config = model.config
@@ -228,27 +227,27 @@ def router_losses(loss: Loss, model: PreTrainedModel) -> RouterLosses:
 
 
 def bias_problem(model_config: PreTrainedConfig, routers: Sequence[Router]) -> str | None:
-    """Says why loss.router_bias_rate has nothing to move; None if every router has its bias."""
+    """Returns why loss.router_bias_rate has no effect, or None if every router has a bias."""
     without = [router.name for router in routers if balancing_bias(router) is None]
     if routers and not without:
         return None
     reason = (
         f"{without[0]} of {model_config.model_type} has" if without else f"{model_config.model_type} is dense and has"
     )
-    instead = "balance its experts by loss.router_balance" if without else "leave it out"
+    instead = "balance its experts with loss.router_balance" if without else "omit it"
     return (
-        f"loss.router_bias_rate: {reason} no bias by which experts are chosen, as the routers of deepseek_v3, "
-        f"glm4_moe, dots1 and ernie4_5_moe do; {instead}"
+        f"loss.router_bias_rate: {reason} no router bias, unlike deepseek_v3, "
+        f"glm4_moe, dots1 and ernie4_5_moe; {instead}"
     )
 
 
 def is_known(router: Router, config: PreTrainedConfig) -> bool:
-    """Tells if the router's experts and its K are found, so that its choices can be tracked."""
+    """Tells if the router's experts and K are known, so that its choices can be tracked."""
     return bool(expert_parameters(router)[1]) and experts_per_token(router, config) is not None
 
 
 def balance_coefficient(loss: Loss, model_config: PreTrainedConfig, routers: Sequence[Router]) -> float:
-    """Returns the coefficient of the balancing loss. Raises InputError if recipe and model both state none."""
+    """Returns the coefficient of the balancing loss. Raises InputError if neither recipe nor model has one."""
     if loss.router_balance is not None:
         return loss.router_balance
     for name in BALANCE_COEFFICIENTS:
@@ -256,7 +255,7 @@ def balance_coefficient(loss: Loss, model_config: PreTrainedConfig, routers: Seq
             return float(own)
     if loss.router_bias_rate:
         return 0.0
-    by_bias = "loss.router_bias_rate: 0.001, which balances by the model's bias, or "
+    by_bias = "loss.router_bias_rate: 0.001, which balances with the model's bias, or "
     raise InputError(
         f"loss.router_balance: {model_config.model_type} is an MoE model whose configuration has no coefficient for "
         f"the balancing loss{_other_scale(model_config, routers)}; give "
@@ -265,7 +264,7 @@ def balance_coefficient(loss: Loss, model_config: PreTrainedConfig, routers: Seq
 
 
 def _other_scale(model_config: PreTrainedConfig, routers: Sequence[Router]) -> str:
-    """Converts DeepSeek's aux_loss_alpha, which scales a sum over layers of a loss that is 1 at perfect balance."""
+    """Converts DeepSeek's aux_loss_alpha, which scales a sum over layers of a loss of 1 at perfect balance."""
     alpha = getattr(model_config, "aux_loss_alpha", None)
     chosen = experts_per_token(routers[0], model_config)
     if not alpha or not chosen:
@@ -286,10 +285,10 @@ class CastExperts:
 def grouped_mm_in_autocast(
     experts: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
-    """Runs transformers' grouped_mm; under autocast its matmuls use autocast's dtype, as those of linear layers do.
+    """Runs transformers' grouped_mm, with matmuls in autocast's dtype as in linear layers.
 
-    torch.nn.functional.grouped_mm ignores autocast: with fp32 weights, transformers would multiply the experts, most
-    of the model's work, in fp32 whatever the precision, and when compiled in a loop that waits for the device.
+    torch.nn.functional.grouped_mm ignores autocast. With fp32 weights, transformers would multiply the experts, most
+    of the model's work, always in fp32, and compiled in a loop that waits for the device.
     """
     device_type = hidden_states.device.type
     if not torch.is_autocast_enabled(device_type):
@@ -301,5 +300,5 @@ def grouped_mm_in_autocast(
 
 # Replaces transformers' entry, so that every MoE model uses it.
 ALL_EXPERTS_FUNCTIONS.register("grouped_mm", grouped_mm_in_autocast)
-# Caused by transformers' own checks of torch's version, which compiled code runs once.
+# Caused by transformers' own version checks of torch, which compiled code runs once.
 warnings.filterwarnings("ignore", message="Dynamo detected a call to a `functools.lru_cache`", category=UserWarning)

@@ -1,7 +1,7 @@
-"""A small copy of any architecture: the same classes, every kind of layer, narrow enough to run in a moment.
+"""Builds a small, fast copy of any architecture with the same classes and every kind of layer.
 
-How an architecture treats documents, future tokens and its loss does not depend on its size, so the copy answers for
-the model (see training/probe.py). Sizes are found by their standard names. If the library's checks reject the narrow
+The handling of documents, future tokens and the loss does not depend on the size, so results for the copy apply to the
+model (see training/probe.py). Sizes are found by their standard names. If the library's checks reject the narrow
 copy, the layers keep their width and only their number is reduced. The library's eager forward pass of the copy is the
 reference for everything else.
 
@@ -30,7 +30,7 @@ SMALL_PARAMETERS = 8_000_000
 """Maximum parameters of a copy that keeps its widths."""
 NARROW_PARAMETERS = 64_000_000
 LARGEST_PARAMETERS = 700_000_000
-"""Maximum parameters of any copy, for when no narrow one works: two layers of a 13B model, 3 GB in fp32, 30 s."""
+"""Maximum parameters of any copy, if no narrow one works: two layers of a 13B model, 3 GB in fp32, 30 s."""
 HEADS = 4
 HEAD_WIDTH = 16
 WIDTHS = {
@@ -74,34 +74,34 @@ GROWING = (
     *("mamba_n_heads", "n_mamba_heads", "mamba_num_heads", "mamba_d_ssm", "lru_width"),
     *("linear_num_heads", "linear_num_value_heads", "linear_num_key_heads"),
 )
-"""Names of the sizes that grow with a model's width: the number of heads grows, not their width."""
+"""Names of sizes proportional to the model's width. The number of heads grows, not their width."""
 WINDOWS = ("sliding_window", "window_size", "attention_window_size", "attention_chunk_size", "local_attention")
 LOGIT_CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 """Names of the soft cap of the logits."""
 SHORT_WINDOW = 6
-"""Length of the copy's sliding windows and chunks, short enough to matter within a short sequence."""
+"""Length of the copy's sliding windows and chunks, shorter than its sequences."""
 
 DOCUMENT_LENGTHS = ((9, 1, 14), (16, 8))
 """Document lengths in each of two windows."""
 SHORT_DOCUMENT_LENGTHS = ((3, 1, 4), (5, 3))
-"""Document lengths for models with fewer positions than the above have tokens."""
+"""Document lengths for models with too few positions for the above."""
 END_OF_DOCUMENT = 1
 TOLERANCE = 5e-4
-"""Maximum difference, relative to the largest logit, that fp32 rounding explains; leaks are far larger."""
+"""Maximum difference due to fp32 rounding, relative to the largest logit. Leaks are far larger."""
 VISIBLE = 100 * TOLERANCE
 """Minimum change by an earlier token, relative to the largest logit, that makes leaks visible in the copy."""
 WEIGHT_FACTORS = (3.0, 10.0, 30.0)
-"""Factors for initial weights, under which tokens hardly affect each other; the first that changes this is used."""
+"""Factors for initial weights, because tokens hardly affect each other at first. The first sufficient one is used."""
 
 
 def small_copies(config: PreTrainedConfig, failures: list[str]) -> Iterator[PreTrainedConfig]:
-    """Yields configurations of small copies that the library can build, the most informative first; perhaps none.
+    """Yields configurations of small copies that the library can build, most informative first.
 
-    failures: collects the library's messages for those that it cannot build, the model's own configuration last.
+    failures: collects the library's messages for unsupported ones, with the model's own configuration last.
     """
     layers = kinds_of_layers(config)
     seen = set()
-    # The most informative first: few layers and short windows, at the model's own widths if those are small.
+    # Few layers and short windows are most informative, at the model's own widths if they are small.
     for narrow, shorter, windows, limit in (
         (False, True, True, SMALL_PARAMETERS),
         (False, True, False, SMALL_PARAMETERS),
@@ -128,25 +128,25 @@ def small_copies(config: PreTrainedConfig, failures: list[str]) -> Iterator[PreT
             small = type(config).from_dict(values)
             if sum(parameter.numel() for parameter in _meta_model(small).parameters()) <= limit:
                 yield small
-        except Exception as error:  # the library's own checks of sizes that it does not support
+        except Exception as error:  # the library's checks of unsupported sizes
             failures.append(described(error))
 
 
 def with_layers(config: PreTrainedConfig, layers: int) -> PreTrainedConfig:
-    """Returns the configuration of a model of the first `layers` of this one's layers."""
+    """Returns the configuration of a model with only the first `layers` layers."""
     values = config.to_dict()
     _cut_layers(values, config, config.num_hidden_layers, layers)
     return type(config).from_dict(values)
 
 
 def kinds_of_layers(config: PreTrainedConfig) -> tuple[int, int] | None:
-    """Returns (layers of the model, how many of its first layers contain every kind); None if it has no layer list.
+    """Returns (layers of the model, number of first layers that contain every kind); None without a layer list.
 
-    Every kind occurs twice, if that takes at most twice the layers.
+    Every kind occurs twice, if this needs at most twice the layers.
     """
     try:
         model = _meta_model(config)
-    except Exception:  # the library's own classes may raise anything; building the model itself will report it
+    except Exception:  # the library's classes may raise anything; building the model itself will report it
         return None
     total = getattr(config.get_text_config(), "num_hidden_layers", None)
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) == total]
@@ -159,7 +159,7 @@ def kinds_of_layers(config: PreTrainedConfig) -> tuple[int, int] | None:
 
 
 def _position(kinds: list[Any], kind: Any, times: int) -> int:
-    """Returns the index at which `kind` occurs for the `times`-th time, or the last time if it is rarer."""
+    """Returns the index of the `times`-th occurrence of `kind`, or of the last one."""
     found = [index for index, other in enumerate(kinds) if other == kind]
     return found[min(times, len(found)) - 1]
 
@@ -178,7 +178,7 @@ def _shrink_vocabulary(values: dict[str, Any]) -> None:
     sizes = {name for name in values if name.startswith("vocab_size")}
     values |= {name: VOCABULARY for name in sizes if _is_above(values[name], VOCABULARY)}
     for name, value in values.items():
-        # A token ID beyond the small vocabulary would index outside of the embedding.
+        # A token ID beyond the small vocabulary would index outside the embedding.
         if name.endswith("_token_id") and (isinstance(value, list) or _is_above(value, VOCABULARY - 1)):
             values[name] = 0
 
@@ -210,7 +210,7 @@ def _cut_layers(values: dict[str, Any], config: PreTrainedConfig, total: int, la
     if values.get("decoder_layers") == total:  # in the Bart family num_hidden_layers is the encoder's count
         values["decoder_layers"] = layers
     for name, value in values.items():
-        # Only strings that have a letter for each layer: "silu" would lose some of its own in a model of four layers.
+        # Only strings with a letter for each layer, because "silu" would be cut in a model of four layers.
         is_per_layer = isinstance(value, list) or (isinstance(value, str) and name.endswith("pattern"))
         if is_per_layer and len(value) == total:
             values[name] = value[:layers]
@@ -231,7 +231,7 @@ def _is_above(value: Any, limit: int) -> bool:
 
 @contextlib.contextmanager
 def one_thread() -> Iterator[None]:
-    """Limits torch to one thread: operations of a small copy are too short to gain from more."""
+    """Limits torch to one thread, because operations of a small copy are too short for more."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -243,9 +243,9 @@ def one_thread() -> Iterator[None]:
 @once_per_config
 @one_thread()
 def projects_hidden_states(config: PreTrainedConfig) -> bool:
-    """Tells if the logits are exactly head(last hidden state), soft-capped or not: no scale, no second head.
+    """Tells if the logits are exactly head(last hidden state), soft-capped or not, without a scale or second head.
 
-    Determined by running a small copy, once per configuration and process. Raises InputError as `reference_of` does.
+    Runs a small copy, once per configuration and process. Raises InputError as `reference_of` does.
     """
     return is_projection(reference_of(KeyedConfig.of(config)))
 
@@ -253,9 +253,9 @@ def projects_hidden_states(config: PreTrainedConfig) -> bool:
 @functools.lru_cache(maxsize=4)
 @one_thread()
 def reference_of(keyed: KeyedConfig) -> PreTrainedModel:
-    """Builds the small copy with the library's eager forward, and weights under which tokens affect each other.
+    """Builds the small copy with the library's eager forward, and with weights that make tokens affect each other.
 
-    Raises InputError for an architecture that does not run on token IDs alone, or has weights without initial values.
+    Raises InputError for an architecture that needs more than token IDs, or has weights without initial values.
     """
     failures: list[str] = []
     for small in small_copies(keyed.config, failures):
@@ -274,14 +274,14 @@ def reference_of(keyed: KeyedConfig) -> PreTrainedModel:
 def _unbuildable(config: PreTrainedConfig, failures: Sequence[str]) -> str:
     reason = failures[-1] if failures else "the library cannot build it from this configuration"
     return (
-        f"model: {config.model_type} does not run on token ids alone ({reason}); complete its configuration, or use "
+        f"model: {config.model_type} does not run on token IDs alone ({reason}); complete its configuration, or use "
         "another architecture (docs/architectures.md lists what works)"
     )
 
 
 def _make_context_visible(model: PreTrainedModel) -> None:
     """Scales the matrices so that a document's first token changes the model's outputs for later ones."""
-    # A_log of state-space layers is an exponent: scaling it would overflow.
+    # A_log of state-space layers is an exponent, so scaling it would overflow.
     matrices = [p for name, p in model.named_parameters() if p.dim() >= 2 and "A_log" not in name]
     window = ReferenceWindow.of(model.config)
     first = window.documents[0][1]
@@ -311,17 +311,17 @@ def _multiply(matrices: Sequence[Tensor], factor: float) -> None:
 
 @dataclass(frozen=True)
 class ReferenceWindow:
-    """Two fixed windows of several documents each; each document opens with END_OF_DOCUMENT, as in training."""
+    """Two fixed windows of several documents each. As in training, each document starts with END_OF_DOCUMENT."""
 
     ids_BT: Tensor
-    """Token IDs (2, T + 1); the last column is only a target."""
+    """Token IDs (2, T + 1). The last column is only a target."""
     documents: list[tuple[int, slice]]
     """(window, positions) of each document."""
     vocabulary_size: int
 
     @classmethod
     def of(cls, config: PreTrainedConfig) -> "ReferenceWindow":
-        """Builds the windows for this configuration: in its vocabulary, within its positions."""
+        """Builds the windows for this configuration's vocabulary and positions."""
         lengths = DOCUMENT_LENGTHS
         if (getattr(config, "max_position_embeddings", None) or sum(lengths[0])) < sum(lengths[0]):
             lengths = SHORT_DOCUMENT_LENGTHS
@@ -351,7 +351,7 @@ class ReferenceWindow:
 
 @torch.no_grad()
 def logits_of(model: PreTrainedModel, ids_BT: Tensor, **arguments) -> Tensor:
-    """Returns logits (B, T, V) in fp32 on the CPU, whatever the model's device and dtype."""
+    """Returns logits (B, T, V) in fp32 on the CPU, for a model on any device."""
     return model(input_ids=ids_BT.to(model.device), use_cache=False, **arguments).logits.float().cpu()
 
 
@@ -362,7 +362,7 @@ def relative_difference(found: Tensor, wanted: Tensor) -> float:
 
 
 def is_projection(model: PreTrainedModel) -> bool:
-    """Tells if a model's logits are its output head on its base model's last hidden states, capped by `logit_cap`."""
+    """Tells if the logits are head(last hidden states of the base model), capped by `logit_cap`."""
     head = model.get_output_embeddings()
     if not isinstance(head, torch.nn.Linear) or model.base_model is model:
         return False
@@ -371,12 +371,12 @@ def is_projection(model: PreTrainedModel) -> bool:
         with torch.no_grad():
             hidden_BTD = model.base_model(input_ids=ids_BT, use_cache=False).last_hidden_state
             logits_BTV = F.linear(hidden_BTD, head.weight, head.bias)
-    except Exception:  # a base model with another interface: its own forward computes the logits
+    except Exception:  # a base model with another interface; its own forward must compute the logits
         return False
     if cap := logit_cap(model.config):
         uncapped_BTV = logits_BTV
         logits_BTV = cap * (logits_BTV / cap).tanh()
-        # Logits too small for the cap to show: whether the model caps them cannot be told.
+        # The logits are too small to show whether the model caps them.
         if relative_difference(uncapped_BTV, logits_BTV) <= TOLERANCE / 5:
             return False
     wanted_BTV = logits_of(model, ids_BT)
@@ -384,6 +384,6 @@ def is_projection(model: PreTrainedModel) -> bool:
 
 
 def logit_cap(config: PreTrainedConfig) -> float | None:
-    """Returns c of a model whose logits are c x tanh(logits / c) (Gemma 2, arXiv 2408.00118); None without a cap."""
+    """Returns c if the logits are c x tanh(logits / c) (Gemma 2, arXiv 2408.00118), or None."""
     text = config.get_text_config()
     return next((float(cap) for name in LOGIT_CAPS if (cap := getattr(text, name, None))), None)

@@ -1,8 +1,8 @@
 """Finds which dimensions of each parameter grow with a model's width, by building it at twice its width.
 
-Maximal update parametrization (Yang et al., arXiv 2203.03466, table 3): the learning rate found at one width holds at
-another if a parameter's initial scale and learning rate are set by which of its dimensions grow. There is no
-multiplier in the forward pass, so an exported model is an ordinary one.
+In maximal update parametrization (Yang et al., arXiv 2203.03466, table 3), a learning rate transfers between widths if
+a parameter's initial scale and learning rate depend on which of its dimensions grow. The forward pass has no
+multipliers, so an exported model is an ordinary one.
 """
 
 import copy
@@ -26,12 +26,12 @@ class WidthRole:
     """Dimensions of a parameter that grow with the width."""
 
     inputs: bool
-    """True if its fan-in grows: a hidden matrix, a head, a router."""
+    """True if its fan-in grows, as in a hidden matrix, a head or a router."""
     outputs: bool
     """True if its number of outputs grows."""
 
     def initial_scale(self, ratio: float) -> float:
-        """Returns the factor of the initial values at `ratio` times the width that the architecture's own are for."""
+        """Returns the factor of the initial values at `ratio` times the base width."""
         if not self.inputs:
             return 1.0
         return ratio**-0.5 if self.outputs else 1 / ratio
@@ -39,7 +39,7 @@ class WidthRole:
     def rate_scale(self, ratio: float, *, orthogonalized: bool = False) -> float:
         """Returns the factor of the learning rate, for updates with a given root mean square of their elements.
 
-        An orthogonalized update needs sqrt(ratio) less of a reduction, since its singular values are all equal.
+        An orthogonalized update needs sqrt(ratio) less reduction, because its singular values are all equal.
         """
         if not self.inputs:
             return 1.0
@@ -52,9 +52,9 @@ def hidden_width(config: PreTrainedConfig) -> int:
 
 
 def width_roles(config: PreTrainedConfig) -> dict[str, WidthRole]:
-    """Returns {name of a parameter: its role}. Raises InputError if the model's width does not reveal the roles.
+    """Returns {name of a parameter: role}. Raises InputError if the roles can't be determined.
 
-    A tied head is an embedding, whose learning rate and scale do not change; those of the norm before it change
+    A tied head counts as an embedding, which keeps its learning rate and scale. The norm before it is scaled
     instead.
     """
     try:
@@ -63,7 +63,7 @@ def width_roles(config: PreTrainedConfig) -> dict[str, WidthRole]:
     except Exception as error:  # the library's own checks may raise anything at other sizes
         raise InputError(
             f"optim.parametrization: mup: this model cannot be built at twice its width ({described(error)}), "
-            "which shows the roles of its parameters; use parametrization: standard"
+            "so the roles of its parameters are unknown; use parametrization: standard"
         ) from None
     shapes = {name: tuple(parameter.shape) for name, parameter in wide.named_parameters()}
     embeddings = embedding_parameter_names(here)
@@ -89,9 +89,9 @@ def width_roles(config: PreTrainedConfig) -> dict[str, WidthRole]:
 
 
 def norm_before_head(model: PreTrainedModel) -> str:
-    """Names the norm after the last layer, whose gain scales the logits. Raises InputError if it is not unique.
+    """Names the norm after the last layer, which scales the logits. Raises InputError if it is not unique.
 
-    It lies outside of the layers, and its initial gain is 1: a gain of the form 1 + weight cannot be scaled.
+    It must be outside the layers, with an initial gain of 1. A gain of the form 1 + weight can't be scaled.
     """
     layers = layers_of(model)
     names = [name for name, module in model.named_modules() if any(module is layer for layer in layers)]
@@ -113,13 +113,13 @@ def norm_before_head(model: PreTrainedModel) -> str:
         if norm.weight.eq(1).all():
             return name
     raise InputError(
-        "optim.parametrization: mup: the head is the embedding (tie_word_embeddings), and there is no norm before it "
-        "whose gain could take its scale; set --model.tie_word_embeddings false, or parametrization: standard"
+        "optim.parametrization: mup: the head is tied to the embedding (tie_word_embeddings), but no norm before it "
+        "could be scaled instead; set --model.tie_word_embeddings false, or parametrization: standard"
     )
 
 
 def at_width(config: PreTrainedConfig, ratio: float) -> PreTrainedConfig:
-    """Returns the same architecture at `ratio` times the width: more heads of the same width."""
+    """Returns the same architecture at `ratio` times the width, with more heads of the same width."""
     values = config.to_dict()
 
     def grown(value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Adafactor, which factors a matrix's second moment into a row and a column, with stochastic rounding of bf16."""
+"""Implements Adafactor, with a factored second moment, and stochastic rounding of bf16."""
 
 import hashlib
 import math
@@ -15,17 +15,17 @@ from pretrain.optim.optimizers import OptimizerSpec, local_tensor
 from pretrain.optim.tiles import Tile, narrowed, put, shape_of, take, whole_tile
 
 CLIP = 1.0
-"""Maximum root mean square of an update; in a stack of matrices, such as experts, of each matrix's."""
+"""Maximum root mean square of an update, per matrix in a stack such as experts."""
 DECAY_EXPONENT = 0.8
 """The second moment's decay at step t is 1 - t^-DECAY_EXPONENT."""
 MIN_SQUARE = 1e-30
-"""Added to squared gradients."""
+"""Constant added to squared gradients."""
 GOLDEN = 0x9E3779B97F4A7C15
 """SplitMix64's increment."""
 DRAWN_TOGETHER = 2**24
-"""Most elements that are rounded at once; each needs 24 bytes."""
+"""Maximum number of elements rounded together. Each needs 24 bytes."""
 
-# Dimensions, from the end, that a number per row, per column or per matrix of a parameter does not have.
+# Reduced dimensions, from the end, of values per row, per column or per matrix of a parameter.
 ROW = (-1,)
 COLUMN = (-2,)
 MATRIX = (-2, -1)
@@ -33,45 +33,45 @@ MATRIX = (-2, -1)
 
 @dataclass(frozen=True)
 class ParameterPart:
-    """Part of a parameter that this rank holds: a tile, or flat elements somewhere in a tensor of many parameters."""
+    """This rank's part of a parameter: a tile, or flat elements in a tensor of many parameters."""
 
     parameter: torch.Tensor
     """Parameter under which the optimizer keeps the state."""
     shape: tuple[int, ...]
     """Shape of the whole parameter."""
     holders: Holders | None = None
-    """Ranks that hold the other parts; None: this is the whole."""
+    """Ranks with the other parts. None: this rank has all."""
     tile: Tile | None = None
-    """The part or, of flat elements, the rows that contain it; None: all of the parameter."""
+    """The part's tile or, for flat elements, the tile of the rows containing them. None: the whole parameter."""
     start: int = 0
-    """Index, in the flattened parameter, of the first flat element."""
+    """Index of the first flat element in the flattened parameter."""
     offset: int | None = None
-    """Index of the first flat element in its tensor; None: the tensor is the part."""
+    """Index of the first flat element in its tensor. None: the tensor is the part."""
     elements: int = 0
     """Number of flat elements."""
     adds: bool = True
-    """False where another of the holders has the same part, and adds it to the sums for both."""
+    """False if another holder has the same part and adds it to the sums."""
 
     @classmethod
     def flat(
         cls, parameter: torch.Tensor, shape: tuple[int, ...], holders: Holders, start: int, offset: int, elements: int
     ) -> Self:
-        """Returns the part that is these flat elements."""
+        """Returns the part with these flat elements."""
         inner = math.prod(shape[1:])
         rows = ((start // inner, -(-(start + elements) // inner)),) if elements else ()
         return cls(parameter, shape, holders, (rows, *whole_tile(shape[1:])), start, offset, elements)
 
     @property
     def rows(self) -> Tile:
-        """Tile of `block`; a single number has one dimension here."""
+        """Tile of `block`. A scalar has one dimension here."""
         return whole_tile(self.shape or (1,)) if self.tile is None else self.tile
 
     def view(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns the part, in the tensor that the optimizer updates or in one of the same layout."""
+        """Returns a view of the part in the updated tensor, or in one of the same layout."""
         return tensor if self.offset is None else tensor.narrow(0, self.offset, self.elements)
 
     def block(self, part: torch.Tensor) -> torch.Tensor:
-        """Returns the part as a tile; flat elements are padded with zeros to whole rows."""
+        """Returns the part as a tile. Flat elements are padded with zeros to whole rows."""
         if self.offset is None:
             return part
         block = torch.zeros(shape_of(self.rows), dtype=part.dtype, device=part.device)
@@ -79,20 +79,20 @@ class ParameterPart:
         return block
 
     def inside(self, block: torch.Tensor) -> torch.Tensor:
-        """Returns the part in its block."""
+        """Returns the part of its block."""
         if self.offset is None:
             return block
         first = self.rows[0][0][0] if self.elements else 0
         return block.view(-1).narrow(0, self.start - first * math.prod(self.shape[1:]), self.elements)
 
     def share_of(self, sums: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-        """Returns what this rank adds to the sums of all holders."""
+        """Returns this rank's contribution to the sums of all holders."""
         return list(sums) if self.adds else [torch.zeros_like(own) for own in sums]
 
     def tile_of(self, without: tuple[int, ...]) -> Tile:
-        """Returns the block's tile of numbers over the whole parameter.
+        """Returns the block's tile in a reduced version of the whole parameter.
 
-        without: dimensions of the parameter that the numbers do not have, from the end: (-1,) for one per row.
+        without: reduced dimensions, from the end: (-1,) for one value per row.
         """
         missing = [len(self.shape) + dim for dim in without]
         return tuple(ranges for dim, ranges in enumerate(self.rows) if dim not in missing)
@@ -102,13 +102,13 @@ class Adafactor(torch.optim.Optimizer):
     """Adafactor (Shazeer and Stern, arXiv 1804.04235) with a given learning rate and no momentum.
 
     The second moment of a matrix is stored as its row and column means. Parameters in bf16 are updated with stochastic
-    rounding: up or down at random so that the expectation is exact, which keeps small updates from being lost without
-    an fp32 copy. The random bits are a function of the seed, the step, the parameter's name and the element's place in
-    it, so a resumed run repeats them, and it does not matter how the parameter is divided.
+    rounding, up or down at random with an exact expectation, so small updates aren't lost even without an fp32 copy.
+    The random bits are a function of the seed, the step, the parameter's name and the element's position in it, so
+    they are the same in a resumed run and under any sharding.
 
-    State is replicated on every rank. For divided parameters, two all-reduces in each step keep it so: of all rows and
-    columns, and of the updates' squares. A step turns fp32 gradients into updates in place. `grad_scale` and
-    `found_inf` are as in torch's fused optimizers.
+    State is replicated on every rank. For sharded parameters, each step has two all-reduces: of all rows and columns,
+    and of the updates' squares. A step turns fp32 gradients into updates in place. `grad_scale` and `found_inf` are as
+    in torch's fused optimizers.
 
     Args:
         lr: step size, relative to the clipped update, whose root mean square is at most CLIP.
@@ -131,7 +131,7 @@ class Adafactor(torch.optim.Optimizer):
         self.seed = seed
         self.names = names or {}
         self.placed: dict[torch.Tensor, list[ParameterPart]] = {}
-        """{tensor: the parts in it}, from a strategy that divides parameters, or updates many as one tensor."""
+        """{tensor: its parts}, set by a strategy that shards parameters or updates many as one tensor."""
         self._step_supports_amp_scaling = True
 
     @torch.no_grad()
@@ -156,7 +156,7 @@ class Adafactor(torch.optim.Optimizer):
     def _update(
         self, part: ParameterPart, weight: torch.Tensor, gradient: torch.Tensor, group: dict, name: str
     ) -> Generator[list[torch.Tensor], list[torch.Tensor], None]:
-        """Updates the weight; yields tensors to sum over the ranks that have parts, and receives the sums."""
+        """Updates the weight. Yields tensors to sum over the holders, and receives the sums."""
         state = self.state[part.parameter]
         skips = None
         for key, shape in factored_shapes(part.shape).items():
@@ -181,7 +181,7 @@ class Adafactor(torch.optim.Optimizer):
         else:
             put(places["variance"].view(-1), part.rows, squared.view(-1))
         del squared
-        # Every update waits here, so that one collective sums for all; see `run_together`.
+        # All updates wait here for one common collective; see `run_together`.
         sums = dict(zip(places, (yield part.share_of(places.values())), strict=True))
         if "row" in state:
             state["row"].lerp_(sums["row"] / part.shape[-1] + MIN_SQUARE, new)
@@ -199,7 +199,7 @@ class Adafactor(torch.optim.Optimizer):
         else:
             squares = update.square().sum()
         if part.offset is not None:
-            # Flat parts are in larger blocks: storing the update in the gradient's memory frees the block.
+            # Flat parts are in larger blocks. Storing the update in the gradient's memory frees the block.
             gradient.copy_(update)
             update = gradient
             del block
@@ -223,7 +223,7 @@ class Adafactor(torch.optim.Optimizer):
 
 
 def run_together(updates: Sequence[Generator], holders: Holders | None) -> None:
-    """Runs updates in lockstep; what they yield is summed over the ranks in one collective."""
+    """Runs updates in lockstep. Sums their yielded tensors over the ranks in one collective."""
     asked = [next(update) for update in updates]
     while asked:
         if holders is not None:
@@ -240,31 +240,31 @@ def run_together(updates: Sequence[Generator], holders: Holders | None) -> None:
 
 
 def factored_shapes(shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-    """Returns {name: shape} of Adafactor's state: {step, row, column} of a matrix, else {step, variance}."""
+    """Returns {name: shape} of Adafactor's state: {step, row, column} of a matrix, otherwise {step, variance}."""
     if len(shape) < 2:
         return {"step": (), "variance": shape}
     return {"step": (), "row": shape[:-1], "column": shape[:-2] + shape[-1:]}
 
 
 def are_matrices(shape: tuple[int, ...]) -> bool:
-    """Tells if a parameter is a stack of matrices, such as a layer's experts; one filter per channel is not."""
+    """Tells if a parameter is a stack of matrices, such as a layer's experts. Filters per channel aren't."""
     return len(shape) > 2 and min(shape[-2:]) > 1
 
 
 def draws_of(seed: int, name: str) -> int:
-    """Returns the seed of a parameter's draws, below 2^63."""
+    """Returns the seed for a parameter's random numbers, below 2^63."""
     return int.from_bytes(hashlib.blake2b(repr((seed, name)).encode(), digest_size=8).digest(), "little") >> 1
 
 
 def round_stochastically(
     values: torch.Tensor, seed: int, step: torch.Tensor, tile: Tile | None = None, shape: tuple[int, ...] = ()
 ) -> torch.Tensor:
-    """Rounds fp32 to bf16, up or down so that the expectation is exact; nothing waits for the device.
+    """Rounds fp32 to bf16 at random with an exact expectation, without waiting for the device.
 
-    bf16 is the upper half of fp32's bits: adding a uniform 16-bit number before truncating the lower half carries
-    into the upper half with exactly the right probability, for either sign.
+    bf16 is the upper half of fp32's bits. Adding a uniform 16-bit number before truncation carries into the upper half
+    with exactly the right probability, for either sign.
 
-    tile, shape: the values' tile of a parameter of that shape; None: they are all of it.
+    tile, shape: the values' tile in a parameter of this shape. None: the whole parameter.
     """
     if values.dim() == 0:
         return round_stochastically(values.view(1), seed, step).view(())
@@ -282,10 +282,10 @@ def round_stochastically(
 
 
 def draws(seed: int, step: torch.Tensor, tile: Tile, shape: tuple[int, ...]) -> torch.Tensor:
-    """Draws a 16-bit number, as int32, for each element of a tile of a parameter.
+    """Draws a random 16-bit number, as int32, for each element of a parameter's tile.
 
-    They are SplitMix64's (Steele et al. 2014): the generator's state follows from seed and step, its counter is the
-    element's place in the whole parameter. So a number does not depend on how the parameter is divided.
+    Uses SplitMix64 (Steele et al. 2014). The generator's state follows from seed and step, and its counter is the
+    element's position in the whole parameter, so the numbers don't depend on the sharding.
     """
     numbers = mixed(step.long() + seed)  # the step's number is on the device
     stride = 1
@@ -297,7 +297,7 @@ def draws(seed: int, step: torch.Tensor, tile: Tile, shape: tuple[int, ...]) -> 
 
 
 def mixed(numbers: torch.Tensor) -> torch.Tensor:
-    """Mixes the bits of 64-bit numbers, in place."""
+    """Mixes the bits of 64-bit numbers in place."""
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         numbers.bitwise_xor_(numbers >> shift).mul_(signed(factor))
     return numbers.bitwise_xor_(numbers >> 31)
@@ -309,7 +309,7 @@ def signed(number: int) -> int:
 
 
 class AdafactorSpec(OptimizerSpec):
-    """Adafactor, whose row and column statistics are replicated on every rank."""
+    """Adafactor with row and column statistics replicated on every rank."""
 
     takes = ("whole", "sharded", "pieces")
     state_is_whole = True

@@ -1,7 +1,7 @@
-"""AdamW with 8-bit moments (Dettmers et al., arXiv 2110.02861), by bitsandbytes' kernels, on whole or sharded tensors.
+"""AdamW with 8-bit moments (Dettmers et al., arXiv 2110.02861), with bitsandbytes' kernels.
 
-Each block of 256 neighboring elements of the flattened tensor has a scale of its own for each moment. A part of a
-tensor gets bit for bit the update of the whole if its blocks are blocks of the whole: see `unit_rows`.
+Each block of 256 neighboring elements of the flattened tensor has its own scale for each moment. A shard gets bit for
+bit the whole tensor's update if its blocks are blocks of the whole (see `unit_rows`).
 """
 
 import math
@@ -17,47 +17,47 @@ from pretrain.optim.tiles import Tile, local_part, tile_of, whole_tile
 BLOCK = 256
 """Elements that share a scale."""
 MIN_ELEMENTS = 4096
-"""Smaller tensors keep moments in fp32; of a sharded one the whole counts, so that checkpoints fit every layout."""
+"""Smaller tensors keep fp32 moments. The unsharded size counts, so that checkpoints fit every layout."""
 SCALES = ("absmax1", "absmax2")
-"""Names of the state that holds the scales of the first and of the second moment."""
+"""State names of the scales of the first and the second moment."""
 
 
 def block_count(shape: Sequence[int]) -> int:
-    """Returns the number of blocks of a tensor; the last one may be shorter."""
+    """Returns the number of blocks of a tensor. The last one may be shorter."""
     return -(-math.prod(shape) // BLOCK)
 
 
 def has_blocks(shape: Sequence[int]) -> bool:
-    """Tells if a tensor of this whole shape keeps 8-bit moments."""
+    """Tells if a tensor of this unsharded shape has 8-bit moments."""
     return math.prod(shape) >= MIN_ELEMENTS
 
 
 def unit_rows(shape: Sequence[int]) -> int:
-    """Returns the smallest number of rows that are whole blocks."""
+    """Returns the smallest number of rows that fill whole blocks."""
     return BLOCK // math.gcd(BLOCK, math.prod(shape[1:]))
 
 
 def table_shape(shape: Sequence[int]) -> tuple[int, int]:
-    """Returns the shape of the scales as a table, (units of rows, blocks per unit), divided as the rows are."""
+    """Returns the shape of the table of scales, (units of rows, blocks per unit), sharded like the rows."""
     unit = unit_rows(shape)
     return -(-shape[0] // unit), unit * math.prod(shape[1:]) // BLOCK
 
 
 def keeps_blocks(shape: Sequence[int], tile: Tile) -> bool:
-    """Tells if the blocks of a part of a tensor are blocks of the whole one: rows from a multiple of a unit on."""
+    """Tells if a shard's blocks are blocks of the whole tensor, so its rows must start at a multiple of a unit."""
     starts = [first for first, _ in tile[0]]
     return tile[1:] == whole_tile(shape[1:]) and len(starts) < 2 and all(row % unit_rows(shape) == 0 for row in starts)
 
 
 class AdamW8bit(torch.optim.Optimizer):
-    """AdamW whose moments of large tensors have 8 bits.
+    """AdamW with 8-bit moments for large tensors.
 
-    A parameter's state is `step`, the moments `state1` and `state2`, and of a large one the value of each 8-bit code
-    (`qmap1`, `qmap2`) and the scales, (blocks,), or this rank's rows of their `table_shape` as a DTensor. The kernels
-    cannot skip a step by a flag on the device, so the caller of `step` must decide.
+    A parameter's state is `step` and the moments `state1` and `state2`. A large one also has the value of each 8-bit
+    code (`qmap1`, `qmap2`) and the scales, (blocks,), or this rank's rows of their `table_shape` as a DTensor. The
+    kernels can't skip a step by a flag on the device, so the caller of `step` must decide.
 
     Args:
-        params: parameters or groups of them. Raises RuntimeError for a DTensor whose part does not keep the blocks.
+        params: parameters or groups of them. Raises RuntimeError for a DTensor with split blocks.
         lr: step size.
     """
 
@@ -72,7 +72,7 @@ class AdamW8bit(torch.optim.Optimizer):
             if isinstance(parameter, DTensor) and has_blocks(shape) and not keeps_blocks(shape, tile_of(parameter)):
                 raise RuntimeError(
                     f"{parameter.placements} of {shape} over {parameter.device_mesh} cuts blocks of {BLOCK} elements, "
-                    "which the check before the start should have found"
+                    "which should have been rejected before the start"
                 )
         self._kernels = functional
         self._codes: dict[torch.device, dict[str, torch.Tensor]] = {}
@@ -130,7 +130,7 @@ class AdamW8bit(torch.optim.Optimizer):
 
 
 def zeros_for(parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Returns contiguous zeros of the parameter's shape, sharded as it is."""
+    """Returns contiguous zeros, with the parameter's shape and sharding."""
     local = torch.zeros(local_tensor(parameter).shape, dtype=dtype, device=parameter.device)
     return sharded_like(parameter, local, tuple(parameter.shape))
 
@@ -146,7 +146,7 @@ def scales_for(parameter: torch.Tensor) -> torch.Tensor:
 
 
 class AdamW8bitSpec(OptimizerSpec):
-    """AdamW with 8-bit moments, by the kernels of bitsandbytes, on a GPU or a CPU."""
+    """AdamW with 8-bit moments, with bitsandbytes' kernels, on a GPU or a CPU."""
 
     takes = ("whole", "sharded")
 
@@ -159,7 +159,7 @@ class AdamW8bitSpec(OptimizerSpec):
                 "adamw, muon and adafactor run without it"
             ]
         kernel = "optimizer_update_8bit_blockwise"
-        # Private: torch has no public way to ask for an operator's kernel on a device.
+        # Private, because torch has no public function that tells if an operator has a kernel for a device.
         has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
         exists = hasattr(torch.ops.bitsandbytes, kernel)  # older versions lack it
         if exists and has_kernel(f"bitsandbytes::{kernel}", device_type.upper()):

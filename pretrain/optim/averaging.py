@@ -1,4 +1,4 @@
-"""A running mean of the weights, kept next to those that train, which a constant learning rate leaves noisy.
+"""Keeps a running mean of the weights, which are noisy at a constant learning rate.
 
 The mean m of the weights s_1, s_2, ... after every k-th step (k: averaging.every_steps) is
 
@@ -7,8 +7,8 @@ The mean m of the weights s_1, s_2, ... after every k-th step (k: averaging.ever
     ema:   w_n = max(1 / n, 1 - 2^(-k / h)),    h = half_life_fraction x steps of the run
 
 tail is the uniform mean over the end of a run (LAWA: Kaddour, arXiv 2209.14981; Sanyal et al., arXiv 2306.03241). ema
-is the exponential mean whose decay per step is 2^(-1 / h), applied k steps at a time; it starts as a uniform mean
-instead of a bias correction. Its half-life is relative to the run's length as in Karras et al., arXiv 2312.02696.
+is the exponential mean with a decay per step of 2^(-1 / h), applied k steps at a time. It starts as a uniform mean
+instead of a bias correction. As in Karras et al., arXiv 2312.02696, the half-life is relative to the run's length.
 """
 
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ from pretrain.config import Averaging
 from pretrain.optim.optimizers import local_tensor
 
 AverageState = dict[str, Any]
-"""Contents of an average: its `kind`, the `first_step` whose weights are in it, and their `count`."""
+"""Contents of an average: its `kind`, the `first_step` included, and the `count` of steps."""
 
 
 def averages_after(settings: Averaging, total_steps: int) -> int:
@@ -29,7 +29,7 @@ def averages_after(settings: Averaging, total_steps: int) -> int:
 
 
 def can_continue(settings: Averaging, before: AverageState | None, total_steps: int) -> bool:
-    """Tells if an average continues: not after another kind, nor with weights from before a longer run's tail."""
+    """Tells if an average can continue: it must have the same kind and no weights from before a longer run's tail."""
     if before is None or before["kind"] != settings.kind:
         return False
     return before["first_step"] > averages_after(settings, total_steps)
@@ -38,7 +38,7 @@ def can_continue(settings: Averaging, before: AverageState | None, total_steps: 
 def average_after_step(
     settings: Averaging, before: AverageState | None, step: int, total_steps: int
 ) -> tuple[AverageState | None, float]:
-    """Returns the average's contents after a `step` that enters it, and the weight w_n of that step's weights.
+    """Returns the average's contents after including `step`, and the weight w_n of its weights.
 
     None: there is no average yet. A weight of 1 begins one.
     """
@@ -56,7 +56,7 @@ def average_after_step(
 def averaging_problems(
     settings: Averaging, *, total_steps: int, exports_average: bool, rounds_stochastically: bool
 ) -> list[str]:
-    """Lists why the averaging cannot work in a run of `total_steps`; empty if it can."""
+    """Lists problems of the averaging settings in a run of `total_steps`."""
     if settings.kind == "none":
         if exports_average:
             return ["export.weights: average, but averaging.kind is none: set it to ema or tail, or export raw"]
@@ -64,21 +64,21 @@ def averaging_problems(
     problems = []
     if rounds_stochastically:
         problems.append(
-            f"averaging.kind: {settings.kind} averages weights in fp32, and optim.stochastic_rounding keeps them in "
-            "bf16; leave out one of them"
+            f"averaging.kind: {settings.kind} averages weights in fp32, but optim.stochastic_rounding keeps them in "
+            "bf16; omit one of them"
         )
     first = averages_after(settings, total_steps)
     if (count := total_steps // settings.every_steps - first // settings.every_steps) < 2:
         problems.append(
-            f"averaging.every_steps: {settings.every_steps:,} takes the weights of {count} of the "
-            f"{total_steps - first:,} steps that are averaged, and a mean needs two; use at most "
+            f"averaging.every_steps: {settings.every_steps:,} averages only {count} of the "
+            f"{total_steps - first:,} steps, but a mean needs two; use at most "
             f"{max(1, (total_steps - first) // 2):,}, or average more of the run"
         )
     return problems
 
 
 class WeightAverage:
-    """Mean of this rank's parts of the weights, in fp32, each with the layout of its weight."""
+    """Mean of this rank's shards of the weights, in fp32, with the same layout."""
 
     @torch.no_grad()
     def __init__(self, weights: Mapping[str, torch.Tensor]):
@@ -86,16 +86,16 @@ class WeightAverage:
 
     @torch.no_grad()
     def update(self, weights: Mapping[str, torch.Tensor], share: float) -> None:
-        """Moves the mean by `share` of the way to the weights. Neither communicates nor waits for the device."""
+        """Moves the mean towards the weights by `share`. Neither communicates nor waits for the device."""
         means = list(map(local_tensor, self.means.values()))
         torch._foreach_lerp_(means, list(map(local_tensor, weights.values())), share)
 
     @torch.no_grad()
     def exchange(self, weights: Mapping[str, torch.Tensor]) -> None:
-        """Swaps the mean with the weights, bit for bit: a second call restores both."""
+        """Swaps the mean with the weights, bit for bit. A second call restores both."""
         pairs = zip(self.means.values(), weights.values(), strict=True)
         for mean, weight in (map(local_tensor, pair) for pair in pairs):
-            # One tensor at a time, so that a third copy of the model never exists.
+            # One tensor at a time, to avoid a third copy of the model.
             kept = weight.clone()
             weight.copy_(mean)
             mean.copy_(kept)

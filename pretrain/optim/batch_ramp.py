@@ -1,4 +1,4 @@
-"""Batch size as a pure function of the step: no state, so resuming needs none."""
+"""Batch size as a pure function of the step, so resuming needs no state."""
 
 import bisect
 import itertools
@@ -11,19 +11,19 @@ from pretrain.errors import InputError
 
 @dataclass(frozen=True)
 class BatchRamp:
-    """Sequences per optimizer step over a run, constant within each level. Built by `batch_ramp`.
+    """Sequences per optimizer step, constant within each level. Built by `batch_ramp`.
 
-    A run whose batch was changed midway keeps the levels that it has already trained with (see `after`).
+    If a run's batch is changed, past levels stay (see `after`).
     """
 
     sequences_per_level: tuple[int, ...]
     """Global batch of each level, in sequences."""
     first_steps: tuple[int, ...]
-    """Step at which each level begins, ascending; the first is 0."""
+    """Step at which each level begins, ascending from 0."""
     total_steps: int
     """Optimizer steps of the run."""
     first_sequences: tuple[int, ...] = ()
-    """Sequences trained before each level; () computes them from the levels."""
+    """Sequences trained before each level. (): computed from the levels."""
 
     def __post_init__(self):
         if not self.first_sequences:
@@ -45,17 +45,17 @@ class BatchRamp:
         """Counts the sequences of all steps before `step`."""
         level = self._level(step)
         sequences = self.first_sequences[level] + (step - self.first_steps[level]) * self.sequences_per_level[level]
-        # Of levels that an old checkpoint did not record, only the sum is known.
+        # For levels not recorded in an old checkpoint, only the sum is known.
         return min([sequences, *self.first_sequences[level + 1 : level + 2]])
 
     def steps_to_reach(self, sequences: int) -> int:
-        """Returns the minimum number of steps after which at least that many sequences were seen."""
+        """Returns the minimum number of steps to see this many sequences."""
         level = max(0, bisect.bisect_left(self.first_sequences, sequences) - 1)
         missing = sequences - self.first_sequences[level]
         return self.first_steps[level] + max(0, -(-missing // self.sequences_per_level[level]))
 
     def after(self, past: "BatchRamp", step: int, sequences: int) -> "BatchRamp":
-        """Returns these batches from `step` on, and before it those of `past`, which sum to `sequences`."""
+        """Returns these batches from `step` on, after the batches of `past`, which sum to `sequences`."""
         earlier = [level for level, first in enumerate(past.first_steps) if first < step]
         later = [level for level, first in enumerate(self.first_steps) if first > step]
         levels = [
@@ -87,12 +87,12 @@ def batch_ramp(
     ramp_from: float = 1.0,
     ramp_over: float = 0.0,
 ) -> BatchRamp:
-    """Builds the batch sizes of a run; its budget is total_sequences, or exactly total_steps: one of the two.
+    """Builds the batch sizes of a run. Give either total_sequences or total_steps.
 
-    With ramp_from = 1/n the batch climbs 1/n, 2/n ... n/n of sequences_per_step, which must be a multiple of n; the
-    levels below the full batch share the first `ramp_over` of the run's sequences equally, each rounded up to whole
-    steps. The defaults give a constant batch. Raises InputError for a batch that is not a multiple of n and for a ramp
-    that never ends.
+    With ramp_from = 1/n, the batch grows through 1/n, 2/n ... n/n of sequences_per_step, a multiple of n.
+    The levels below the full batch share the first `ramp_over` of the run's sequences equally, rounded up to whole
+    steps. The defaults give a constant batch. Raises InputError for a batch that isn't a multiple of n, or a ramp that
+    never ends.
     """
     if not ramp_over < 1.0:
         raise InputError(f"batch.ramp.over: {ramp_over} leaves no part of the run for the full batch; use less than 1")
@@ -104,10 +104,10 @@ def batch_ramp(
             f"{sequences_per_step:,} sequences per step is not a multiple of {parts} ramp levels; nearest: {nearest}"
         )
     levels = [sequences_per_step * part // parts for part in range(1, parts + 1)]
-    # Exact fractions: a rounding error could move the end of a level by a step.
+    # Exact fractions, because a rounding error could move the end of a level by a step.
     over = Fraction(ramp_over).limit_denominator(10**6)
     if total_sequences is None:
-        # Sequences x steps per sequence = total_steps: levels below the full batch take more steps per sequence.
+        # Sequences x steps per sequence = total_steps. Smaller batches take more steps per sequence.
         steps_below = Fraction(sum(Fraction(sequences_per_step, level) for level in levels[:-1]))
         steps_per_full = 1 - over + (over * steps_below / (parts - 1) if parts > 1 else over)
         target = Fraction(total_steps * sequences_per_step) / steps_per_full

@@ -1,9 +1,9 @@
-"""Learning rate as a pure function of progress: no state, so resuming needs none.
+"""Learning rate as a pure function of progress, so resuming needs no state.
 
-Steps count from 0. Warmup gives step s the factor (s + 1) / warmup_steps: the first step already moves the weights,
-and the last warmup step is at the peak. A decay reaches its floor at step == total_steps, one past the last step
+Steps count from 0. Warmup gives step s the factor (s + 1) / warmup_steps, so the first step changes the weights, and
+the last warmup step is at the peak. A decay reaches its floor at step == total_steps, one past the last step
 (nanoGPT's get_lr with lr_decay_iters == max_iters), so the last step of a run is just above the floor. Beyond
-total_steps the factor stays at the end of the decay.
+total_steps, the factor stays at the floor.
 
 A schedule is a function (schedule, step) -> factor of the peak, registered in `registry.SCHEDULES`;
 docs/learning_rate.md shows them.
@@ -21,15 +21,15 @@ DECAY_SHAPES: dict[str, Callable[[float], float]] = {
     "cosine": lambda progress: 0.5 * (1.0 + math.cos(math.pi * progress)),
     "sqrt": lambda progress: 1.0 - math.sqrt(progress),
 }
-"""Maps progress 0..1 of a decay to the remaining share 1..0; sqrt is Hägele et al. 2024, arXiv 2405.18392."""
+"""{shape: function from a decay's progress 0..1 to the share left, 1..0}. sqrt: Hägele et al., arXiv 2405.18392."""
 
 DECAYING = ("cosine", "linear", "wsd", "infinite")
-"""Schedules that decay to a floor at the end of the run, which a longer budget may move."""
+"""Schedules with a decay to a floor at the end of the run. A longer budget may move the end."""
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """Learning rate of one run; raises InputError for phases that are longer than the run."""
+    """Learning rate of one run. Raises InputError for phases longer than the run."""
 
     name: str
     """Key of SCHEDULES."""
@@ -40,20 +40,20 @@ class Schedule:
     final_ratio: float = 0.1
     """Floor of the decay, as a share of the peak."""
     decay_steps: int | None = None
-    """wsd: length of the final decay; None is a fifth of the run."""
+    """wsd: length of the final decay. None: 20% of the run."""
     decay_shape: str = "linear"
     """wsd: key of DECAY_SHAPES."""
     cooldown_steps: int | None = None
-    """infinite: length of the cosine cooldown after the warmup; None is 0.7 of the run. State it for a run that may be
-    extended: a default that grows with total_steps would change learning rates already used."""
+    """infinite: length of the cosine cooldown after the warmup. None: 70% of the run. Set it for a run that may be
+    extended, because a default that grows with total_steps would change learning rates already used."""
     constant_ratio: float = 7.5e-6 / 1.4e-5
     """infinite: plateau after the cooldown, as a share of the peak."""
     anneal_steps: int = 0
-    """infinite: length of the final annealing; 0 leaves the run on the plateau, ready to be continued."""
+    """infinite: length of the final annealing. 0: the run ends on the plateau and can be continued."""
     first_step: int = 0
-    """Step at which the warmup begins: 0, or the step at which a started run was given this schedule."""
+    """Step at which the warmup begins: 0, or the step at which a running run switched to this schedule."""
     decayed: tuple[int, int, float] | None = None
-    """(first step of the final decay, step at which the run's end was moved, progress of the decay at that step). The
+    """(first step of the final decay, step at which the run's end was moved, the decay's progress at that step). The
     rest of the decay is stretched to total_steps, so that the learning rate does not jump. None: as planned."""
 
     def __post_init__(self):
@@ -62,13 +62,13 @@ class Schedule:
             raise InputError(*problems)
 
     def factor(self, step: int) -> float:
-        """Returns the share of the peak learning rate at `step` (0 is the first)."""
+        """Returns the share of the peak learning rate at `step`, counted from 0."""
         if step < self.warmup_end:
             return (step - self.first_step + 1) / self.warmup_steps
         return SCHEDULES[self.name](self, step)
 
     def learning_rate(self, step: int, peak: float) -> float:
-        """Returns the learning rate at `step` (0 is the first) for the given peak."""
+        """Returns the learning rate at `step`, counted from 0, for the given peak."""
         return peak * self.factor(step)
 
     @property
@@ -78,7 +78,7 @@ class Schedule:
 
     @property
     def steps(self) -> int:
-        """Steps from the schedule's first to the end of the run."""
+        """Number of steps from the schedule's first step to the end of the run."""
         return self.total_steps - self.first_step
 
     @property
@@ -88,7 +88,7 @@ class Schedule:
 
     @property
     def _decay_begin(self) -> int:
-        """The first step of the decay to the floor."""
+        """First step of the decay to the floor."""
         if self.decayed is not None:
             return self.decayed[0]
         if self.name == "wsd":
@@ -99,20 +99,20 @@ class Schedule:
         return self.warmup_end
 
     def progress(self, step: int) -> float:
-        """Returns the share of the decay to the floor that lies before `step`, 0 to 1."""
+        """Returns the decay's progress before `step`, 0 to 1."""
         if self.decayed is None:
             return _progress(step, self._decay_begin, self.total_steps)
         _, begin, progress = self.decayed
         return progress + (1.0 - progress) * _progress(step, begin, self.total_steps)
 
     def moved_to(self, total_steps: int, step: int, planned: "Schedule") -> "Schedule":
-        """Returns the schedule of a run whose end is moved to `total_steps` after `step` steps.
+        """Returns the schedule after the run's end is moved to `total_steps` at `step`.
 
-        Past learning rates stay, and so does that of `step`: a decay that has begun stretches over the remaining
+        Learning rates up to `step` don't change. A decay already begun stretches over the remaining
         steps.
 
         Args:
-            planned: the recipe's schedule for a run of that length.
+            planned: the recipe's schedule for a run of the new length.
         """
         kept = {"total_steps": total_steps, "first_step": self.first_step, "warmup_steps": self.warmup_steps}
         if self.name == "infinite":
@@ -128,7 +128,7 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Annealing:
-    """A schedule that was told to end: from `from_step` on the learning rate decays from its value to the floor."""
+    """A schedule with an early end: from `from_step` on, the learning rate decays to the floor."""
 
     schedule: Schedule
     from_step: int
@@ -145,7 +145,7 @@ class Annealing:
         return self.schedule.warmup_steps
 
     def learning_rate(self, step: int, peak: float) -> float:
-        """Returns the learning rate of `step`; see `Schedule.learning_rate`."""
+        """Returns the learning rate at `step`; see `Schedule.learning_rate`."""
         if step < self.from_step:
             return self.schedule.learning_rate(step, peak)
         begin = self.schedule.factor(max(self.from_step - 1, 0))
@@ -177,8 +177,8 @@ def warmup_stable_decay(schedule: Schedule, step: int) -> float:
 def infinite(schedule: Schedule, step: int) -> float:
     """Cools down by a cosine to a plateau, stays, and anneals exponentially over the last anneal_steps to the floor.
 
-    Ibrahim et al. 2024, arXiv 2403.08763. Annealing starts from the current learning rate: a run shorter than its
-    cooldown anneals from there.
+    Ibrahim et al. 2024, arXiv 2403.08763. Annealing starts from the current learning rate, even during the
+    cooldown.
     """
     cooldown_steps = round(0.7 * schedule.steps) if schedule.cooldown_steps is None else schedule.cooldown_steps
     cooling = _progress(min(step, schedule.decays_from), schedule.warmup_end, schedule.warmup_end + cooldown_steps)
@@ -194,13 +194,13 @@ def cooldown_steps_of_infinite(
 ) -> int:
     """Returns the infinite schedule's cooldown in steps: max(min_cooldown_tokens, cooldown_fraction of the run).
 
-    A run shorter than min_cooldown_tokens stays near the peak, since half a cosine starts flat.
+    A run shorter than min_cooldown_tokens stays near the peak, because half a cosine starts flat.
     """
     return max(math.ceil(min_cooldown_tokens / tokens_per_step), round(cooldown_fraction * total_steps))
 
 
 def learning_rate_for_batch(learning_rate_per_sequence: float, sequences_per_step: int) -> float:
-    """Returns learning_rate_per_sequence, which is for one sequence per step, times sqrt(global batch in sequences).
+    """Returns learning_rate_per_sequence times sqrt(global batch in sequences).
 
     Square-root scaling suits optimizers that divide by the gradient's magnitude (Malladi et al. 2022, arXiv
     2205.10287).
@@ -218,7 +218,7 @@ def _progress(step: int, start: int, end: int) -> float:
 
 
 def _problems_of_schedule(schedule: Schedule) -> list[str]:
-    """Lists the problems of combined settings; the recipe's types check each one alone."""
+    """Lists problems of combined settings. The recipe's types check single settings."""
     if schedule.steps < 1:
         return [f"total_steps {schedule.total_steps:,} is below {schedule.first_step + 1:,}: raise the budget"]
     problems = []
@@ -228,10 +228,10 @@ def _problems_of_schedule(schedule: Schedule) -> list[str]:
     if schedule.name == "infinite":
         phases["anneal_steps"] = schedule.anneal_steps
         if schedule.anneal_steps and not schedule.final_ratio:
-            problems.append("final_ratio 0 cannot be annealed to, which is exponential: use more than 0, such as 0.01")
+            problems.append("final_ratio: exponential annealing can't reach 0; use more than 0, such as 0.01")
     if schedule.steps < sum(phases.values()):
         given = " + ".join(f"{name} {steps:,}" for name, steps in phases.items() if steps)
-        begins = f" that are left from step {schedule.first_step:,} on" if schedule.first_step else ""
+        begins = f" left from step {schedule.first_step:,} on" if schedule.first_step else ""
         problems.append(
             f"{given} is longer than the run of {schedule.steps:,} steps{begins}: shorten it or raise the budget"
         )

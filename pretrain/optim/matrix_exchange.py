@@ -1,7 +1,7 @@
-"""Exchanges matrices that are sharded over ranks: an owner gathers each one, works on it, and sends it back.
+"""Exchanges sharded matrices: an owner gathers each one, works on it, and sends it back.
 
-The matrices of a bucket travel together: one collective to the owners and one back, or only one if every rank has
-every matrix already. So the number of collectives depends on an update's bytes, not on its number of matrices.
+The matrices of a bucket travel together, in one collective to the owners and one back, or in only one if every rank
+already has every matrix. So the number of collectives depends on an update's bytes, not on its number of matrices.
 """
 
 import math
@@ -16,16 +16,16 @@ import torch.distributed as dist
 from pretrain.optim.tiles import Tile, rectangles, shape_of
 
 BUCKET_ELEMENTS = 2**24
-"""Elements in a bucket for each rank that shares it; a larger matrix has a bucket of its own."""
+"""Elements in a bucket per sharing rank. A larger matrix has its own bucket."""
 
 
 @dataclass(frozen=True)
 class Holders:
-    """Ranks that hold the same matrices, or parts of them; without a group only this rank."""
+    """Ranks with the same matrices, or parts of them. Without a group, only this rank."""
 
     group: dist.ProcessGroup | None
     device: torch.device
-    """Device on which they compute and communicate, wherever the optimizer's tensors are."""
+    """Device for computation and communication. The optimizer's tensors may be elsewhere."""
 
     @property
     def size(self) -> int:
@@ -38,21 +38,21 @@ class Holders:
 
 @dataclass(frozen=True)
 class HiddenMatrix:
-    """A matrix as its update sees it."""
+    """A matrix, as seen by its update."""
 
     shape: tuple[int, int]
     blocks: tuple[int, ...] = ()
-    """Sizes of the blocks that are updated as separate matrices, such as q, k and v; (): it is one matrix."""
+    """Sizes of the blocks updated as separate matrices, such as q, k and v. (): a single matrix."""
     block_dim: int = 0
     """Dimension along which the blocks are concatenated."""
     alternates: bool = False
     """True if the blocks, all of one size, are interleaved row by row along `block_dim`."""
     stacked: int = 1
-    """Number of such matrices stacked in the parameter: a layer's experts."""
+    """Number of matrices stacked in the parameter, such as a layer's experts."""
 
     @property
     def elements(self) -> int:
-        """Number of elements of one such matrix."""
+        """Number of elements per matrix."""
         return self.shape[0] * self.shape[1]
 
     def split(self, whole: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -67,14 +67,14 @@ class HiddenMatrix:
 
 @dataclass(frozen=True)
 class MatrixPiece:
-    """Piece of a matrix that this rank holds, in one of the tensors that its optimizer updates."""
+    """This rank's piece of a matrix, in one of its optimizer's tensors."""
 
     matrix: HiddenMatrix
     holders: Holders
     tensor: int = 0
     """Index of that tensor."""
     tiles: tuple[Tile, ...] = ()
-    """Each rank's part, of the flat matrix if its tile has one dimension; (): every rank has all of it."""
+    """Each rank's part. A tile of one dimension refers to the flat matrix. (): every rank has the whole matrix."""
     offset: int = 0
     """Index of the piece's first element in the flat tensor."""
 
@@ -89,7 +89,7 @@ class MatrixPiece:
 
     @property
     def owner(self) -> int | None:
-        """Rank that has all of it, if only one has any."""
+        """Rank with the whole matrix, if only one rank has any part."""
         return next((rank for rank, count in enumerate(self.counts) if count == self.elements), None)
 
     @property
@@ -99,7 +99,7 @@ class MatrixPiece:
 
     @property
     def is_here(self) -> bool:
-        """True if this rank has any of it."""
+        """True if this rank has any part."""
         return not self.tiles or self.counts[self.holders.rank] > 0
 
     def part(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -108,11 +108,11 @@ class MatrixPiece:
         return tensors[self.tensor].view(-1).narrow(0, self.offset, math.prod(shape)).view(shape)
 
     def whole(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Returns the matrix, if all of it is on this rank."""
+        """Returns the whole matrix, if it is on this rank."""
         return self.part(tensors).view(self.matrix.shape)
 
     def places(self, rank: int, whole: torch.Tensor, part: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Returns (view of the whole matrix, view of a rank's flat part) of each rectangle that the rank holds."""
+        """Returns (view of the whole matrix, view of a rank's flat part) for each of the rank's rectangles."""
         tile = self.tiles[rank]
         whole = whole.view(-1) if len(tile) == 1 else whole
         part = part.view(shape_of(tile))
@@ -122,12 +122,12 @@ class MatrixPiece:
 def pieces_of(
     matrix: HiddenMatrix, holders: Holders, tiles: tuple[Tile, ...] = (), held: int | None = None
 ) -> list[MatrixPiece]:
-    """Returns the piece of a parameter that is a matrix, or of each matrix of a stack.
+    """Returns the piece of a matrix, or of each matrix of a stack.
 
     Args:
-        holders: the ranks that have parts, or replicas, of the same matrices; they share the work.
-        tiles: each of these ranks' tile of a matrix; (): every rank has all of it.
-        held: number of matrices of the stack of which this rank has a part; None: all.
+        holders: the ranks with parts, or replicas, of the same matrices. They share the work.
+        tiles: each holder's tile of a matrix. (): every rank has the whole matrix.
+        held: number of the stack's matrices with a part on this rank. None: all.
     """
     one = replace(matrix, stacked=1)
     elements = math.prod(shape_of(tiles[holders.rank])) if tiles else matrix.elements
@@ -141,14 +141,14 @@ def replace_whole_matrices(
     dtype: Callable[[torch.device], torch.dtype],
     replace_all: Callable[[list[tuple[torch.Tensor, HiddenMatrix]]], None],
 ) -> None:
-    """Replaces matrices by a function of them, in the tensors that hold their pieces.
+    """Replaces matrices with a function of them, in the tensors with their pieces.
 
-    A collective call: all ranks of a group must make it, with the same pieces in the same order.
+    All ranks of a group must call it, with the same pieces in the same order.
 
     Args:
-        tensors: this rank's tensors, which hold the pieces.
-        dtype: dtype in which matrices are sent and worked on, by device.
-        replace_all: overwrites each of some whole matrices with its result.
+        tensors: this rank's tensors with the pieces.
+        dtype: dtype for sending and computing, by device.
+        replace_all: overwrites whole matrices with their results.
     """
     shared: dict[Holders, list[MatrixPiece]] = {}
     here = []
@@ -173,19 +173,19 @@ def replace_whole_matrices(
 
 
 Bucket = list[tuple[MatrixPiece, int]]
-"""Pieces, each with the rank of its owner."""
+"""Pieces, each with its owner's rank."""
 
 
 def buckets_of(pieces: Sequence[MatrixPiece], processes: int) -> list[Bucket]:
-    """Groups the pieces into buckets and balances the owners' work, in each bucket as well as in total."""
+    """Groups the pieces into buckets and balances the owners' work, per bucket and in total."""
     work = [0] * processes
     buckets: list[Bucket] = []
     room = 0
-    # Sharded and replicated matrices apart, since they use different collectives. Largest first, equal shapes
+    # Sharded and replicated matrices are separate, because they use different collectives. Largest first, equal shapes
     # together.
     for piece in sorted(pieces, key=lambda piece: (bool(piece.tiles), -piece.elements, piece.matrix.shape)):
         owner = work.index(min(work))
-        # Proportional to the operations of the matmul X X^T.
+        # Proportional to the FLOPs of the matmul X X^T.
         work[owner] += piece.elements * min(piece.matrix.shape)
         if not buckets or piece.elements > room or bool(buckets[-1][0][0].tiles) != bool(piece.tiles):
             buckets.append([])
@@ -196,13 +196,13 @@ def buckets_of(pieces: Sequence[MatrixPiece], processes: int) -> list[Bucket]:
 
 
 def gather_flat(whole: torch.Tensor, part: torch.Tensor, group: dist.ProcessGroup | None = None) -> None:
-    """Fills a flat tensor with the equal parts of all ranks, in their order; a collective call."""
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.13
+    """Fills a flat tensor with the equal parts of all ranks, in their order. All ranks must call it."""
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # name before torch 2.13
     gather(whole, part, group=group)
 
 
 def exchange_results(bucket: Bucket, holders: Holders, tensors, dtype: torch.dtype, replace_all) -> None:
-    """Updates replicated matrices: all ranks get their owners' results in one collective."""
+    """Updates replicated matrices. All ranks receive the owners' results in one collective."""
     owned = [[piece for piece, owner in bucket if owner == rank] for rank in range(holders.size)]
     longest = max(sum(piece.elements for piece in theirs) for theirs in owned)
     gathered = torch.empty(holders.size, longest, dtype=dtype, device=holders.device)
@@ -215,7 +215,7 @@ def exchange_results(bucket: Bucket, holders: Holders, tensors, dtype: torch.dty
     matrices = [view.view(piece.matrix.shape) for piece, view in zip(mine, own_views, strict=True)]
     copy_all(matrices, [piece.whole(tensors) for piece in mine])
     replace_all([(matrix, piece.matrix) for matrix, piece in zip(matrices, mine, strict=True)])
-    # Cloned: a collective must not read the memory that it writes.
+    # Cloned, because a collective must not read the memory that it writes.
     gather_flat(gathered.view(-1), gathered[holders.rank].clone(), holders.group)
     for theirs, of_rank in zip(owned, views, strict=True):
         results = [view.view(piece.matrix.shape) for piece, view in zip(theirs, of_rank, strict=True)]
@@ -223,7 +223,7 @@ def exchange_results(bucket: Bucket, holders: Holders, tensors, dtype: torch.dty
 
 
 def exchange_parts(bucket: Bucket, holders: Holders, tensors, dtype: torch.dtype, replace_all) -> None:
-    """Updates sharded matrices: all parts go to the owners, and the results back, in one collective each."""
+    """Updates sharded matrices, with one collective to the owners and one back."""
     processes = range(holders.size)
     owned = [[piece for piece, owner in bucket if owner == rank] for rank in processes]
     mine = owned[holders.rank]
@@ -241,7 +241,7 @@ def exchange_parts(bucket: Bucket, holders: Holders, tensors, dtype: torch.dtype
 
     flat = consecutive_views(torch.empty_like(received), [piece.elements for piece in mine])
     wholes = [view.view(piece.matrix.shape) for view, piece in zip(flat, mine, strict=True)]
-    # By rank, then by piece: the order in which the collective delivers them.
+    # By rank, then by piece, as delivered by the collective.
     arrived = iter(consecutive_views(received, [piece.counts[rank] for rank in processes for piece in mine]))
     places = [
         pair
@@ -253,7 +253,7 @@ def exchange_parts(bucket: Bucket, holders: Holders, tensors, dtype: torch.dtype
     received_parts = [part for _, part in places]
     copy_all(in_wholes, received_parts)
     replace_all([(whole, piece.matrix) for whole, piece in zip(wholes, mine, strict=True)])
-    # The results go back in the memory in which the parts came: the same layout, sent the other way.
+    # The results are sent back from the same memory, in the same layout.
     copy_all(received_parts, in_wholes)
 
     dist.all_to_all_single(sent, received, outgoing, incoming, group=holders.group)
@@ -261,12 +261,12 @@ def exchange_parts(bucket: Bucket, holders: Holders, tensors, dtype: torch.dtype
 
 
 def consecutive_views(flat: torch.Tensor, sizes) -> list[torch.Tensor]:
-    """Returns consecutive views of the beginning of a flat tensor, in these sizes."""
+    """Returns consecutive views of these sizes at the beginning of a flat tensor."""
     return [flat[first:end] for first, end in pairwise(accumulate(sizes, initial=0))]
 
 
 def split_like(values: Sequence, groups: Sequence[Sequence]) -> list[Sequence]:
-    """Groups the values into the same lengths as the groups."""
+    """Groups the values by the groups' lengths."""
     return [values[first:end] for first, end in pairwise(accumulate(map(len, groups), initial=0))]
 
 

@@ -1,7 +1,7 @@
-"""Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/) in the dtype with fast matmuls on the device.
+"""Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/) in the device's fast matmul dtype.
 
-The math and the state's names are torch.optim.Muon's, which always uses bf16 matmuls. A CPU without bf16 instructions
-emulates them, 50 times slower than fp32.
+Math and state names match torch.optim.Muon, which always uses bf16 matmuls. A CPU without bf16 instructions emulates
+them, 50 times slower than fp32.
 """
 
 import math
@@ -17,15 +17,15 @@ from pretrain.optim.matrix_exchange import HiddenMatrix, Holders, MatrixPiece, p
 from pretrain.optim.optimizers import AdamWSpec, local_tensor
 
 EPS = 1e-7
-"""Minimum Frobenius norm that an update is divided by."""
+"""Minimum Frobenius norm in the division."""
 BATCH_ELEMENTS = 2**22
-"""Maximum elements of matrices of one shape that are multiplied together: small matmuls leave cores idle, large ones
-do not, and the memory of an update is bounded by this or by the largest matrix."""
+"""Maximum elements in a batch of matrices of one shape. Batches keep all cores busy. This or the largest matrix bounds
+the memory of an update."""
 
 Quintic = tuple[float, float, float]
 """Coefficients a, b and c of a x + b x^3 + c x^5."""
 SAFETY = 1.01
-"""Polar Express's margin for singular values that bf16 rounding has pushed above the bound."""
+"""Polar Express's margin for singular values pushed above the bound by bf16 rounding."""
 POLAR_EXPRESS: tuple[Quintic, ...] = (
     (8.28721201814563, -23.595886519098837, 17.300387312530933),
     (4.107059111542203, -2.9478499167379106, 0.5448431082926601),
@@ -45,35 +45,35 @@ def divided(quintic: Quintic, by: float) -> Quintic:
 
 
 COEFFICIENTS: dict[str, tuple[Quintic, ...]] = {
-    # The steepest slope at zero that keeps singular values within about 0.7 to 1.2.
+    # Steepest slope at zero that keeps singular values within about 0.7 to 1.2.
     "jordan": ((3.4445, -4.7750, 2.0315),),
-    # Every polynomial but the last includes the margin; the first includes it twice, once for the norm's division.
+    # All polynomials except the last include the margin. The first includes it twice, once for the norm's division.
     "polar_express": (
         divided(POLAR_EXPRESS[0], SAFETY * SAFETY),
         *(divided(quintic, SAFETY) for quintic in POLAR_EXPRESS[1:]),
         (1.875, -1.25, 0.375),
     ),
 }
-"""{name: quintics of the iterations}; further iterations repeat the last."""
+"""{name: quintics of the iterations}. Further iterations repeat the last."""
 
 
 class Muon(torch.optim.Optimizer):
-    """Orthogonalized momentum: a matrix's update is the matrix with equal singular values closest to its momentum.
+    """Muon: updates each matrix with its orthogonalized momentum.
 
     B <- m B + (1 - m) G;  U = NS((1 - m) G + m B);  W <- (1 - lr weight_decay) W - lr 0.2 sqrt(max(rows, columns)) U.
     The factor gives the update AdamW's root mean square of about 0.2 (Liu et al., arXiv 2502.16982).
 
     A step turns gradients into updates in place. `grad_scale` and `found_inf` are as in torch's fused optimizers: a
-    divisor of the gradients, and 1 to skip the update, both read on the device. `copies` are the ranks that hold
-    replicas of the same whole matrices and share the work.
+    divisor of the gradients, and 1 to skip the update, both read on the device. `copies` are the ranks with replicas
+    of the same whole matrices. They share the work.
 
     Args:
-        params: matrices only. Raises ValueError for anything else.
+        params: matrices only; otherwise raises ValueError.
         lr: step size, on AdamW's scale.
-        momentum: m; the update applies it twice (Nesterov).
+        momentum: m, applied twice by the update (Nesterov).
         ns_steps: iterations of `orthogonalized`.
         coefficients: key of COEFFICIENTS.
-        matrices: how to split parameters into blocks, each a separate matrix; others are one matrix.
+        matrices: splits of parameters into blocks updated as separate matrices. Other parameters are one matrix.
     """
 
     grad_scale: torch.Tensor | None = None
@@ -98,7 +98,7 @@ class Muon(torch.optim.Optimizer):
         if shapes := [matrix.shape for matrix in self.matrices.values() if len(matrix.shape) != 2]:
             raise ValueError(f"Muon updates matrices, not parameters of shape {', '.join(map(str, shapes))}")
         self.placed: dict[torch.Tensor, list[MatrixPiece]] = {}
-        """{tensor: the pieces in it}, from a strategy that divides parameters, or updates many as one tensor."""
+        """{tensor: its pieces}, set by a strategy that shards parameters or updates many as one tensor."""
         self._pieces: dict[tuple[torch.Tensor, ...], list[MatrixPiece]] = {}
 
     @torch.no_grad()
@@ -124,11 +124,11 @@ class Muon(torch.optim.Optimizer):
         if self.found_inf is not None:
             skips = self.found_inf.to(updates[0].device).bool()
             for update, momentum in zip(updates, momenta, strict=True):
-                torch.where(skips, momentum, update, out=update)  # the lerp below then leaves the momentum unchanged
+                torch.where(skips, momentum, update, out=update)  # makes the lerp below keep the momentum
             decay = torch.where(skips, 1.0, decay)
         torch._foreach_lerp_(momenta, updates, 1 - group["momentum"])
         torch._foreach_lerp_(updates, momenta, group["momentum"])
-        # In every group's own order: the ranks must exchange the same pieces in the same order.
+        # Grouped by holders, because the ranks of a group must exchange the same pieces in the same order.
         pieces = self._pieces_in(parameters)
         coefficients = iterations(group["coefficients"], group["ns_steps"])
         replace_whole_matrices(pieces, updates, product_dtype, lambda wholes: orthogonalize_all(wholes, coefficients))
@@ -158,8 +158,8 @@ class Muon(torch.optim.Optimizer):
 class MuonWithAdamW(torch.optim.Optimizer):
     """Muon for hidden matrices and AdamW for the rest, as one optimizer.
 
-    Muon's update is scaled to AdamW's root mean square (Liu et al., arXiv 2502.16982), so one learning rate serves
-    both. param_groups and state are the two optimizers' concatenated; a step uses the groups that exist at that time.
+    Muon's update is scaled to AdamW's root mean square (Liu et al., arXiv 2502.16982), so both can use the same
+    learning rate. param_groups and state are the two optimizers' concatenated. A step uses the current groups.
     """
 
     grad_scale: torch.Tensor | None = None
@@ -185,7 +185,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
 
 
 def update_scale(matrix: HiddenMatrix) -> float:
-    """Returns the factor of an orthogonalized matrix; for blocks, the largest of their factors."""
+    """Returns the factor of an orthogonalized matrix, or the largest factor of its blocks."""
     rows, columns = matrix.shape
     if matrix.blocks:
         rows, columns = (max(matrix.blocks), columns) if matrix.block_dim == 0 else (rows, max(matrix.blocks))
@@ -193,7 +193,7 @@ def update_scale(matrix: HiddenMatrix) -> float:
 
 
 def orthogonalize_all(matrices: list[tuple[torch.Tensor, HiddenMatrix]], coefficients: Sequence[Quintic]) -> None:
-    """Orthogonalizes matrices, or each of their blocks, in place; smaller blocks get their smaller factor."""
+    """Orthogonalizes matrices, or each of their blocks, in place. Smaller blocks get a smaller factor."""
     blocks = []
     relative = []
     for whole, matrix in matrices:
@@ -216,7 +216,7 @@ def orthogonalize_all(matrices: list[tuple[torch.Tensor, HiddenMatrix]], coeffic
 
 
 def batches_of_one_shape(matrices: Sequence[torch.Tensor]) -> Iterator[list[int]]:
-    """Yields indices of the matrices in batches of one shape (or its transpose) and of at most BATCH_ELEMENTS."""
+    """Yields the matrices' indices in batches of one shape (or its transpose), up to BATCH_ELEMENTS."""
     alike: dict[tuple, list[int]] = {}
     for index, matrix in enumerate(matrices):
         alike.setdefault((matrix.device, *sorted(matrix.shape)), []).append(index)
@@ -226,12 +226,12 @@ def batches_of_one_shape(matrices: Sequence[torch.Tensor]) -> Iterator[list[int]
 
 
 def product_dtype(device: torch.device) -> torch.dtype:
-    """Returns bf16 if the device has instructions for bf16 matmuls, else fp32."""
+    """Returns bf16 if the device has bf16 matmul instructions, otherwise fp32."""
     return torch.float32 if missing_bf16(device.type) else torch.bfloat16
 
 
 def iterations(name: str, steps: int) -> list[Quintic]:
-    """Returns the polynomials of that many iterations."""
+    """Returns the polynomials of this many iterations."""
     quintics = COEFFICIENTS[name]
     return [quintics[min(step, len(quintics) - 1)] for step in range(steps)]
 
@@ -243,7 +243,7 @@ def orthogonalized(matrices: torch.Tensor, coefficients: Sequence[Quintic]) -> t
     the Frobenius norm, which bounds the largest singular value by one.
     """
     multiply_add = torch.addmm if matrices.dim() == 2 else torch.baddbmm
-    # Frobenius: a spectral norm would cost an SVD.
+    # The Frobenius norm, because a spectral norm would need an SVD.
     x = matrices / matrices.norm(dim=(-2, -1), keepdim=True).clamp(min=EPS)
     for a, b, c in coefficients:
         gram = x @ x.mT
@@ -252,7 +252,7 @@ def orthogonalized(matrices: torch.Tensor, coefficients: Sequence[Quintic]) -> t
 
 
 class MuonSpec(AdamWSpec):
-    """Muon for the hidden matrices; AdamW for embeddings, the output head, norms and biases."""
+    """Muon for hidden matrices, and AdamW for embeddings, the output head, norms and biases."""
 
     takes = ("whole", "sharded", "pieces")
     runs_from_disk = False
@@ -291,7 +291,7 @@ class MuonSpec(AdamWSpec):
         return columns if name in self.model.transposed or halves_dim == 1 else rows
 
     def matrix(self, name: str, blocks_of: Mapping[str, int | list[int]]) -> HiddenMatrix:
-        """Returns the matrix of this name, in the blocks of the first matching pattern; gate and up are two blocks."""
+        """Returns the matrix of this name, split by the first matching pattern. Fused gate and up are two blocks."""
         *stack, rows, columns = self.model.shapes[name]
         halves_dim, alternates = self.model.stacks.get(name, (None, False))
         dim = 1 if name in self.model.transposed or halves_dim == 1 else 0
@@ -330,7 +330,7 @@ class MuonSpec(AdamWSpec):
 
 
 def block_sizes(blocks: int | list[int], total: int) -> list[int]:
-    """Returns the given sizes, or those of that many equal blocks."""
+    """Returns the given sizes, or the sizes of this many equal blocks."""
     return [total // blocks] * blocks if isinstance(blocks, int) else blocks
 
 

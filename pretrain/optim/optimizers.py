@@ -1,4 +1,4 @@
-"""Optimizers: which parameters decay, what each optimizer supports and stores, state by name, gradient norm."""
+"""Defines optimizers, their state by name, weight decay, parameter groups, and the gradient norm."""
 
 import math
 from abc import ABC, abstractmethod
@@ -23,27 +23,27 @@ if TYPE_CHECKING:
 
 NamedParameters = list[tuple[str, torch.nn.Parameter]]
 MAX_SERIAL_SUM = 2**16
-"""Squares that a CPU may sum sequentially in fp32: with this many the error is 2e-7, with a million 1e-5."""
+"""Maximum squares summed sequentially in fp32 on a CPU. The error is 2e-7 with this many, and 1e-5 with a million."""
 
 
 @dataclass(frozen=True)
 class ModelShapes:
-    """Whole shapes and kinds of a model's parameters by name; under ZeRO-3 the training parameters are empty."""
+    """Unsharded shapes and kinds of a model's parameters by name. Under ZeRO-3 the trained parameters are empty."""
 
     shapes: Mapping[str, tuple[int, ...]]
     embeddings: frozenset[str]
     transposed: frozenset[str] = frozenset()
-    """Weights whose columns are the outputs, such as GPT-2's."""
+    """Weights with outputs as columns, such as GPT-2's."""
     roles: "Mapping[str, WidthRole]" = field(default_factory=dict)
-    """Roles that set each parameter's learning rate; empty: all have the same."""
+    """Roles that determine each parameter's learning rate. Empty: the same for all."""
     width_ratio: float = 1.0
     """Ratio of the model's width to the width at which the learning rate was tuned."""
     group_rates: Mapping[str, float] = field(default_factory=dict)
-    """{group of `group_of`: its learning rate relative to the run's}, of groups that have one of their own."""
+    """{group of `group_of`: learning rate relative to the run's}, for groups with their own."""
     experts: Mapping[str, int] = field(default_factory=dict)
-    """{name: number of experts} of parameters that stack a layer's experts."""
+    """{name of a parameter with a layer's stacked experts: number of experts}."""
     stacks: Mapping[str, tuple[int | None, bool]] = field(default_factory=dict)
-    """Experts' parameters that are matrices: see `routers.expert_matrices`."""
+    """Experts' matrices; see `routers.expert_matrices`."""
 
     @classmethod
     def of(
@@ -53,11 +53,11 @@ class ModelShapes:
         learning_rate: float | None = None,
         loss_terms: nn.Module | None = None,
     ) -> "ModelShapes":
-        """Reads the shapes of a whole model, also on the meta device. Raises InputError if it finds no width roles.
+        """Reads the shapes of a whole model, possibly on the meta device. Raises InputError as `width_roles` does.
 
         Args:
-            learning_rate: the run's peak, to which those of groups are relative; None: they are left out.
-            loss_terms: modules that loss terms train, as `LossTerms.trained`.
+            learning_rate: the run's peak, the reference for the groups' rates. None: ignore the groups' rates.
+            loss_terms: loss terms' trained modules, as in `LossTerms.trained`.
         """
         whole = nn.Module()
         whole.causal_lm = causal_lm
@@ -100,7 +100,7 @@ class ModelShapes:
         return "matrices" if self.is_hidden_matrix(name) else "scalars"
 
     def decays(self, name: str) -> bool:
-        """Tells if weight decay applies: to matrices, but never to embeddings, norms and biases."""
+        """Tells if weight decay applies: only to matrices, never to embeddings, norms and biases."""
         is_vectors = name.endswith("_bias")  # of experts, stacked
         return len(self.shapes[name]) >= 2 and name not in self.embeddings and not is_vectors
 
@@ -116,35 +116,35 @@ def is_output_head(name: str) -> bool:
 
 @dataclass(frozen=True)
 class OptimizerSpec(ABC):
-    """Describes an optimizer without building it: what it rejects, which state it keeps, what it can update.
+    """Describes an optimizer without building it: unsupported settings, its state, and supported parameters.
 
-    Each optimizer is a subclass, registered in `registry.OPTIMIZERS`. A class `Options` inside, a config.Section,
-    declares what `optim.options` may have.
+    Each optimizer is a subclass registered in `registry.OPTIMIZERS`. Its inner class `Options`, a config.Section,
+    declares the allowed `optim.options`.
     """
 
     model: ModelShapes
 
     takes = ("whole",)
-    """Forms of parameters that it updates; a strategy names its own as `parameter_form`. whole: single and ddp;
-    sharded: DTensors, divided along any dimensions of a mesh; pieces: any part of a flat tensor of many parameters,
-    under ZeRO."""
+    """Supported forms of parameters; a strategy names its own as `parameter_form`. whole: single and ddp. sharded:
+    DTensors, sharded along any mesh dimensions. pieces: any part of a flat tensor of many parameters, under
+    ZeRO."""
     state_is_whole = False
-    """True if each rank keeps all of the state, and not only that of its parameter shards."""
+    """True if each rank keeps the whole state instead of only its shards'."""
     shares_work = False
-    """True if ranks that hold replicas of the parameters share the work of an update (`Muon.copies`)."""
+    """True if ranks with replicas of the parameters share the work of an update (`Muon.copies`)."""
     runs_from_disk = False
-    """True if it is tested with its state on disk, as with DeepSpeed's NVMe offload."""
+    """True if it is tested with its state on disk, as in DeepSpeed's NVMe offload."""
     relative_learning_rate = 1.0
     """Its usual peak learning rate relative to AdamW's."""
     min_batch_factor = MIN_BATCH_FACTOR
     """Minimum factor of that peak by the batch size; see `scaling_law_learning_rate`."""
     updates_in_bf16 = False
-    """True if the update uses bf16 under any precision, provided that the device multiplies in bf16."""
+    """True if the update uses bf16 under any precision, if the device has bf16 matmuls."""
     clips_heads = False
     """True if `optim.muon.qk_clip` may bound the attention logits after its update."""
 
     Options = None
-    """Class of `optim.options`, a config.Section; None: it takes none."""
+    """Class of `optim.options`, a config.Section. None: no options."""
 
     def options(self, settings: Optim) -> Any:
         """Returns `optim.options` with their defaults."""
@@ -156,18 +156,18 @@ class OptimizerSpec(ABC):
         return scaling_law_learning_rate(parameters, tokens_per_step, cls.relative_learning_rate, cls.min_batch_factor)
 
     def problems(self, settings: Optim, device_type: str) -> list[str]:
-        """Lists why it cannot train this model with these settings, or run on this device; empty if it can."""
+        """Lists why it can't train this model with these settings, or run on this device."""
         return []
 
     @abstractmethod
     def make(
         self, parameters: NamedParameters, settings: Optim, learning_rate: float, seed: int, device_type: str
     ) -> torch.optim.Optimizer:
-        """Builds the optimizer of these parameters in `groups`, which set the decay; `seed` is for its draws."""
+        """Builds the optimizer for these parameters, in `groups` with their decay. seed: for its random numbers."""
 
     @abstractmethod
     def state_shapes(self, name: str) -> dict[str, tuple[int, ...]]:
-        """Returns {name: shape} of what it keeps for a parameter after its first step; () for a single number."""
+        """Returns {name: shape} of a parameter's state after its first step; () for a scalar."""
 
     def placed(self, key: str, value: torch.Tensor, parameter: torch.Tensor, group: dict) -> torch.Tensor | int:
         """Moves saved state to its place: moments to their parameter's device, `step` to the CPU unless fused."""
@@ -176,7 +176,7 @@ class OptimizerSpec(ABC):
         return value.to(parameter.device, copy=True)
 
     def groups(self, parameters: NamedParameters, weight_decay: float) -> list[dict]:
-        """Builds parameter groups: decaying ones, then the rest, each by learning rate; empty groups are left out."""
+        """Builds parameter groups: decaying ones, then the rest, each by learning rate, without empty groups."""
         decayed = [(name, parameter) for name, parameter in parameters if self.model.decays(name)]
         others = [(name, parameter) for name, parameter in parameters if not self.model.decays(name)]
         return [*self.groups_by_rate(decayed, weight_decay), *self.groups_by_rate(others, 0.0)]
@@ -184,9 +184,9 @@ class OptimizerSpec(ABC):
     def groups_by_rate(
         self, parameters: NamedParameters, weight_decay: float, *, orthogonalized: bool = False
     ) -> list[dict]:
-        """Builds a group for every scale of the learning rate.
+        """Builds one group per scale of the learning rate.
 
-        Scales by width leave the decay of a step as it is; a group's own rate changes it, as the run's rate would.
+        Scales by width don't change the decay per step. A group's own learning rate does, like the run's.
         """
         groups: dict[tuple[float, float], dict] = {}
         for name, parameter in parameters:
@@ -221,7 +221,7 @@ class AdamWSpec(OptimizerSpec):
 
 @dataclass(frozen=True)
 class OptimizerBuilder:
-    """Builder of the recipe's optimizer for the (name, parameter) pairs that a strategy updates."""
+    """Builds the recipe's optimizer for a strategy's (name, parameter) pairs."""
 
     spec: OptimizerSpec
     settings: Optim
@@ -246,8 +246,8 @@ def optimizer_builder(
 
     Args:
         causal_lm: the whole model, on the meta device.
-        device_type: where the optimizer will run; selects fused kernels.
-        loss_terms: modules that loss terms train; their parameter names start with "loss_terms.".
+        device_type: device of the optimizer; selects fused kernels.
+        loss_terms: loss terms' trained modules. Their parameter names start with "loss_terms.".
     """
     spec = OPTIMIZERS[settings.name](ModelShapes.of(causal_lm, settings, learning_rate, loss_terms))
     if problems := spec.problems(settings, device_type):
@@ -256,7 +256,7 @@ def optimizer_builder(
 
 
 def optimizer_problems(settings: Optim, model_config: PreTrainedConfig, device_type: str) -> list[str]:
-    """Lists why the recipe's optimizer cannot train this model or run on this device; empty if it can."""
+    """Lists why the recipe's optimizer can't train this model or run on this device."""
     try:
         shapes = ModelShapes.of(build_meta_model(model_config), settings)
     except InputError as error:
@@ -264,11 +264,11 @@ def optimizer_problems(settings: Optim, model_config: PreTrainedConfig, device_t
     spec = OPTIMIZERS[settings.name](shapes)
     problems = spec.problems(settings, device_type)
     if settings.muon.qk_clip and not spec.clips_heads:
-        problems.append(f"optim.muon.qk_clip: works with name: muon (got {settings.name}); use muon, or null")
+        problems.append(f"optim.muon.qk_clip: works only with name: muon (got {settings.name}); use muon, or null")
     groups = set(map(shapes.group_of, shapes.shapes))
     problems += [
-        f"optim.group_learning_rates.{group}: no parameter of this model is in it; leave it out (a tied head is in "
-        f"embedding); there are {', '.join(sorted(groups))}"
+        f"optim.group_learning_rates.{group}: no parameter of this model is in this group; omit it (a tied head is in "
+        f"embedding); available: {', '.join(sorted(groups))}"
         for group in settings.group_learning_rates
         if group not in groups
     ]
@@ -281,7 +281,7 @@ def parameter_dtype(settings: Optim) -> torch.dtype:
 
 
 def describe_optimizer(optimizer: torch.optim.Optimizer) -> str:
-    """Describes what was built: 'AdamW (fused), weight decay on 5,933,000 of 5,934,300 parameters'."""
+    """Describes an optimizer: 'AdamW (fused), weight decay on 5,933,000 of 5,934,300 parameters'."""
     inner = getattr(optimizer, "optimizer", optimizer)
     decayed = others = 0
     for group in inner.param_groups:
@@ -297,7 +297,7 @@ def describe_optimizer(optimizer: torch.optim.Optimizer) -> str:
 def optimizer_state_by_name(
     optimizer: torch.optim.Optimizer, name_of: Mapping[torch.Tensor, str]
 ) -> dict[str, torch.Tensor]:
-    """Returns {'<parameter>.<state>': tensor} of all optimizer state; numbers become 0-dimensional tensors."""
+    """Returns {'<parameter>.<state>': tensor} of all optimizer state. Numbers become 0-dimensional tensors."""
     return {
         f"{name_of[parameter]}.{key}": value if torch.is_tensor(value) else torch.tensor(value)
         for parameter, state in optimizer.state.items()
@@ -313,13 +313,13 @@ def load_optimizer_state(
     tensors: Mapping[str, torch.Tensor],
     groups: Sequence[Mapping] | None = None,
 ) -> None:
-    """Puts saved state into an optimizer that has not stepped yet, bit for bit.
+    """Loads saved state, bit for bit, into an optimizer before its first step.
 
-    Moments go to their parameter's device; `step` stays on the CPU unless a kernel needs it on the device. If no
-    parameter was ever updated there is no state, and nothing is loaded. Raises InputError with everything that is
-    missing, unexpected or of another shape, before anything is changed.
+    Moments go to their parameter's device. `step` stays on the CPU unless a kernel needs it on the device. Before the
+    first update there is no state, and nothing is loaded. Raises InputError listing missing, unexpected or differently
+    shaped state, before changing anything.
 
-    groups: groups of the parameters whose state it is, if the strategy has replaced the optimizer's own.
+    groups: groups of the parameters with this state, if the strategy has replaced the optimizer's own.
     """
     if not tensors:
         return
@@ -332,7 +332,7 @@ def load_optimizer_state(
                     name = f"{name_of[parameter]}.{key}"
                     shapes[name] = shape
                     places[name] = (parameter, group, key)
-    # Checked first: an optimizer with half of its state would keep training without an error.
+    # Checked first, because an optimizer with half of its state would silently keep training.
     check_state(type(optimizer).__name__, shapes, tensors)
     for name, (parameter, group, key) in places.items():
         value = tensors[name] if spec.state_is_whole else divided_like(parameter, tensors[name])
@@ -342,7 +342,7 @@ def load_optimizer_state(
 def check_state(
     optimizer_name: str, wanted: Mapping[str, tuple[int, ...]], tensors: Mapping[str, torch.Tensor]
 ) -> None:
-    """Raises InputError with everything that is missing, unexpected or of another shape."""
+    """Raises InputError listing missing, unexpected or differently shaped state."""
     missing = sorted(wanted.keys() - tensors.keys())
     unexpected = sorted(tensors.keys() - wanted.keys())
     reshaped = [n for n in wanted.keys() & tensors.keys() if tuple(tensors[n].shape) != wanted[n]]
@@ -358,9 +358,9 @@ def check_state(
 def total_norm(gradients: Iterable[torch.Tensor]) -> torch.Tensor:
     """Returns the L2 norm of all gradients together, as an fp32 scalar (a DTensor if the gradients are).
 
-    A CPU sums the squares of a large tensor sequentially in fp32: with 25 million elements the error is 1e-3, and
-    depends on the sharding. So rows are reduced first on a CPU; a GPU reduces in a tree, all tensors in a few kernels.
-    The dtype is explicit because norms of bf16 gradients would be bf16 too, with an error of 1 %.
+    A CPU sums the squares of a large tensor sequentially in fp32. With 25 million elements, the error is 1e-3 and
+    depends on the sharding, so rows are reduced first. A GPU reduces in a tree, with few kernels for all tensors. The
+    dtype is explicit because norms of bf16 gradients would be bf16 too, with an error of 1%.
     """
     gradients = list(gradients)
     if gradients and gradients[0].device.type != "cpu":
@@ -375,12 +375,12 @@ def total_norm(gradients: Iterable[torch.Tensor]) -> torch.Tensor:
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns this rank's part of a tensor, as a plain tensor with the same storage."""
+    """Returns this rank's shard of a tensor, as a plain tensor with the same storage."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def divided_like(parameter: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
-    """Returns this rank's part of whole state of the parameter's shape; state of another shape is returned whole."""
+    """Returns this rank's shard of unsharded state. State with another shape than the parameter's isn't sharded."""
     if not isinstance(parameter, DTensor) or whole.shape != parameter.shape:
         return whole
     from pretrain.optim.tiles import local_part
@@ -390,7 +390,7 @@ def divided_like(parameter: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
 
 
 def sharded_like(parameter: torch.Tensor, local: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    """Returns this rank's part of a tensor of this shape, with the placements of the parameter; whole as it is."""
+    """Wraps this rank's shard of a tensor of this shape with the parameter's placements, if it has any."""
     if not isinstance(parameter, DTensor):
         return local
     stride = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))

@@ -1,6 +1,6 @@
-"""Values of `auto`: learning rate, batch, weight decay and warmup by parameters and tokens.
+"""Computes the values of `auto`: learning rate, batch, weight decay and warmup from parameters and tokens.
 
-They are pure functions of the recipe, never of the number of ranks, and follow published scaling laws; docs/quality.md
+They depend only on the recipe, never on the number of ranks, and follow published scaling laws. docs/quality.md
 compares them with sweeps.
 """
 
@@ -12,28 +12,28 @@ REFERENCE_BATCH = 160 * 2048
 REFERENCE_BATCH_EXPONENT = 2 / 3
 """Tokens per step in that ladder at the reference parameters, and their exponent in the parameters."""
 MIN_PARAMETERS = 3e6
-"""Smaller models get this size's learning rate: in sweeps at 0.8M the law's was twice the best (docs/quality.md)."""
+"""Smaller models use this size's learning rate. At 0.8M, the law's was twice the best in sweeps (docs/quality.md)."""
 BATCH_EXPONENT = 0.5
 """Exponent of the learning rate in the batch (Malladi et al., arXiv 2205.10287)."""
 MIN_BATCH_FACTOR = 0.35
 MAX_BATCH_FACTOR = 2.0
-"""Bounds of AdamW's factor by the batch; in sweeps with batches of 1/30 to 1/280 of the reference, 0.30 to 0.38 were
+"""Bounds of AdamW's factor by the batch. In sweeps with batches of 1/30 to 1/280 of the reference, 0.30 to 0.38 were
 best (docs/quality.md)."""
 TIMESCALE = 1.084
 TIMESCALE_EXPONENT = -0.527
-"""Time constant of AdamW's weights, as a share of the run, by tokens per parameter
+"""Timescale of AdamW's weights, as a share of the run, by tokens per parameter
 (Bergsma et al., arXiv 2505.13738)."""
 MIN_DECAY = 0.01
 MAX_DECAY = 0.2
 WARMUP_SHARE = 0.05
-"""Maximum share of the run that is warmup."""
+"""Maximum share of the run for warmup."""
 
 
 def scaling_law_batch(tokens: float) -> float:
-    """Returns tokens per step for a run of that many tokens D: 0.58 D^0.571 (Li et al., arXiv 2503.04715).
+    """Returns tokens per step for a run of D tokens: 0.58 D^0.571 (Li et al., arXiv 2503.04715).
 
-    It does not depend on the model. Nor does the critical batch, above which tokens are wasted; that is two to four
-    times as large: 22.9 D^0.47 (Zhang et al., arXiv 2410.21676).
+    It does not depend on the model. Neither does the critical batch, above which tokens are wasted. It is two to four
+    times larger: 22.9 D^0.47 (Zhang et al., arXiv 2410.21676).
     """
     return 0.58 * tokens**0.571
 
@@ -46,7 +46,7 @@ def tokens_of_steps(steps: int) -> float:
 def scaling_law_learning_rate(
     parameters: float, tokens_per_step: float, relative: float = 1.0, min_batch_factor: float = MIN_BATCH_FACTOR
 ) -> float:
-    """Returns the peak learning rate; `relative` is the optimizer's relative to AdamW's.
+    """Returns the peak learning rate. relative: the optimizer's usual rate relative to AdamW's.
 
     It does not depend on the length of the run, so that a longer budget does not change learning rates already used.
     """
@@ -57,10 +57,10 @@ def scaling_law_learning_rate(
 
 
 def scaling_law_weight_decay(parameters: float, tokens: float, tokens_per_step: float, learning_rate: float) -> float:
-    """Returns the decay at which the weights' timescale follows the law: lr x decay x tokens x timescale = batch.
+    """Returns the decay for which the weights' timescale follows the law: lr x decay x tokens x timescale = batch.
 
-    The weights average the updates over 1 / (learning rate x decay) steps; the best share of the run for this average
-    falls with tokens per parameter. The result is between MIN_DECAY and MAX_DECAY.
+    The weights average the updates over 1 / (learning rate x decay) steps. The optimal average, as a share of the run,
+    decreases with tokens per parameter. The result is between MIN_DECAY and MAX_DECAY.
     """
     timescale = TIMESCALE * (tokens / parameters) ** TIMESCALE_EXPONENT
     decay = tokens_per_step / (learning_rate * tokens * timescale)
@@ -68,5 +68,5 @@ def scaling_law_weight_decay(parameters: float, tokens: float, tokens_per_step: 
 
 
 def scaling_law_warmup(parameters: float, tokens: float, tokens_per_step: float) -> int:
-    """Returns warmup steps: a token per parameter (Porian et al., arXiv 2406.19146), at most WARMUP_SHARE of all."""
+    """Returns warmup steps: one token per parameter (Porian et al., arXiv 2406.19146), at most WARMUP_SHARE."""
     return max(1, round(min(parameters, WARMUP_SHARE * tokens) / tokens_per_step))

@@ -12,7 +12,7 @@ from pretrain.optim.adamw_8bit import has_blocks, unit_rows
 from pretrain.parallel.expert_parallel import dimension_to_shard, expert_modules
 
 SHOWN = 3
-"""Parameters that a message names."""
+"""Number of parameters named in a message."""
 
 
 @dataclass(frozen=True)
@@ -60,8 +60,8 @@ def blocks_problems(model_config: PreTrainedConfig, sizes: Sizes) -> list[str]:
     remedy = f"dp_shard x cp of {' or '.join(works)}, with dp_replicate for the other processes"
     return [
         *problems,
-        f"optim.name: adamw_8bit does not run with parameters in {sizes.fsdp} shards (dp_shard x cp): each of its "
-        f"scales covers 256 neighboring elements, and shards of {named}{more} begin inside one; use adamw, "
+        f"optim.name: adamw_8bit does not run with parameters in {sizes.fsdp} shards (dp_shard x cp), because each "
+        f"of its scales covers 256 neighboring elements, but shards of {named}{more} begin inside one; use adamw, "
         f"or {remedy if works else 'a model whose rows divide'}",
     ]
 

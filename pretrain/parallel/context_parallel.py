@@ -1,9 +1,9 @@
-"""Context parallelism: each rank holds a part of every sequence; in attention, some heads of the whole sequence.
+"""Context parallelism: each rank holds a part of every sequence, but in attention some heads of the whole sequence.
 
 Everything except attention treats each position separately, so a rank only needs its own positions. Before attention,
 the ranks that share a sequence exchange heads for positions: each rank sends the others its positions of their heads,
 and receives the other positions of its own heads. The outputs are sent back in the same way (Ulysses, Jacobs et al.,
-arXiv 2309.14509). In between, any attention computes what it would on one rank, including sliding windows and
+arXiv 2309.14509). In between, any attention works as on one rank, including sliding windows and
 documents that cross rank boundaries, and all ranks have the same amount of work, causal or not. docs/long_context.md
 compares this with gathering keys and values.
 

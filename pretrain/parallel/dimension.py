@@ -1,7 +1,7 @@
-"""Base class of a mesh's dimensions: what it cannot run, how it changes a model, how it completes gradients.
+"""Base class of a mesh's dimensions: its checks, its changes to a model, its completion of gradients.
 
-A row of `pretrain.mesh_sizes.DIMENSIONS` names the class of each. For a dimension of several ranks, `MeshStrategy`
-calls all of these methods, innermost dimension first; a dimension overrides those that it needs.
+`pretrain.mesh_sizes.DIMENSIONS` lists the classes. For each dimension of several ranks, `MeshStrategy` calls all
+methods, innermost dimension first. A dimension overrides the methods that it needs.
 """
 
 from collections.abc import Mapping
@@ -23,7 +23,7 @@ class Dimension:
     """A dimension that only divides the ranks, such as dp_shard: fully_shard does the rest."""
 
     repeats_loss = False
-    """True if its ranks compute the loss of the same tokens, so that only that of the first counts."""
+    """True if its ranks compute the loss of the same tokens, so that only the first rank's loss counts."""
 
     @classmethod
     def recipe_problems(cls, config: RunConfig, sizes: Sizes) -> list[str]:
@@ -37,12 +37,12 @@ class Dimension:
 
     def __init__(self, strategy: Any, name: str):
         self.strategy = strategy
-        """The `MeshStrategy`; not typed as one, since its module imports this one."""
+        """The `MeshStrategy`, untyped because its module imports this one."""
         self.name = name
 
     @property
     def group(self) -> dist.ProcessGroup:
-        """The ranks that differ from this one along this dimension alone."""
+        """The ranks that differ from this one only along this dimension."""
         mesh = self.strategy.mesh
         views = (mesh.dense, mesh.expert, mesh.data)  # the first that has it, so that views share a communicator
         return next(view for view in views if self.name in view.mesh_dim_names).get_group(self.name)
@@ -63,7 +63,7 @@ class Dimension:
         """
 
     def replicas(self, parts: dict[str, Tensor]) -> list[ReplicaGroup]:
-        """Lists which of this rank's parts of the weights are bitwise equal on all ranks of the dimension."""
+        """Lists this rank's weights that must be bitwise equal on all ranks of the dimension."""
         return []
 
 

@@ -1,8 +1,8 @@
 """Gathers the weights of fp8 layers in fp8: half the bytes of bf16, and rounded only once, as on one process.
 
 fully_shard calls a local tensor's `fsdp_pre_all_gather` and `fsdp_post_all_gather` in place of its own cast. torchao
-has both on a tensor subclass. Here the parameters stay plain, so optimizers and checkpoints know nothing of fp8, and
-their local tensors borrow the two methods from such a subclass, which shares their memory.
+has both on a tensor subclass. Here the parameters stay plain, so optimizers and checkpoints don't handle fp8. Their
+local tensors borrow the two methods from a subclass instance that shares their memory.
 """
 
 import math
@@ -13,7 +13,7 @@ from torch import nn
 
 
 class Fp8Gathers:
-    """The fp8 weights of a module to which fully_shard was applied, and their scales.
+    """The fp8 weights of a module under fully_shard, and their scales.
 
     A weight has one scale for the whole matrix, so all ranks need the largest value of all shards: one all-reduce for
     all weights, before the first call of a step and before every call without gradients.
@@ -31,7 +31,7 @@ class Fp8Gathers:
         for module in root.modules():
             if isinstance(module, Float8Linear):
                 part = module.weight.to_local().detach()
-                # All ranks send equally many rows: fully_shard has padded shorter shards with zeros.
+                # All ranks send the same number of rows, because fully_shard pads shorter shards with zeros.
                 rows, columns = module.weight.shape
                 padded = part.as_strided((math.ceil(rows / group.size()), columns), (columns, 1))
                 dtype = module.config.cast_config_weight.target_dtype
@@ -40,7 +40,7 @@ class Fp8Gathers:
                     setattr(module.weight._local_tensor, name, getattr(weight, name))
                 self.weights.append(weight)
         if self.weights:
-            # It must run first: fully_shard's own hook makes its streams wait for what was computed before.
+            # It must run first, because fully_shard's own hook makes its streams wait for earlier work.
             root.register_forward_pre_hook(self.measure, prepend=True)
 
     def measure(self, *_) -> None:

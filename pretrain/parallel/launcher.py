@@ -1,4 +1,4 @@
-"""Reads the launcher's environment: the strategy that it asks for, and settings that contradict the recipe.
+"""Reads the launcher's environment: the requested strategy, and settings that contradict the recipe.
 
 `accelerate launch --config_file F` passes F on as environment variables, typos included, so they are checked here
 before anything starts.
@@ -26,7 +26,7 @@ PRECISIONS = {"fp32": "no", "bf16": "bf16", "fp16": "fp16", "fp8": "bf16"}
 """{the recipe's precision: accelerate's}."""
 
 FLAGS = {"DEEPSPEED": "ACCELERATE_USE_DEEPSPEED", "FSDP": "ACCELERATE_USE_FSDP"}
-"""{distributed_type in an accelerate config: the variable that the launcher sets for it}; MULTI_GPU has none."""
+"""{distributed_type in an accelerate config: the launcher's variable for it}; MULTI_GPU has none."""
 LAUNCHES: dict[tuple[str, tuple[str, ...]], str] = {
     ("MULTI_GPU", ()): "ddp",
     ("MULTI_GPU", ("tp",)): "tp",
@@ -37,20 +37,20 @@ LAUNCHES: dict[tuple[str, tuple[str, ...]], str] = {
     ("FSDP", ("cp",)): "cp",
     ("FSDP", ("ep",)): "ep",
 }
-"""{(distributed_type, sizes that the launcher gives): strategy}. Any other sizes are the strategy `mesh`, and ddp with
-one process is `single`. For DeepSpeed, the stage in its own JSON makes the name."""
+"""{(distributed_type, the launcher's sizes): strategy}. Other sizes are the strategy `mesh`, and ddp with one process
+is `single`. For DeepSpeed, the name depends on the stage in its JSON."""
 
 OF_SEVERAL_PROCESSES = (
     *("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_"),
     *("ACCELERATE_", "FSDP_"),
 )
-"""Prefixes of the variables by which a process knows that it is one of several."""
+"""Prefixes of environment variables for distributed processes."""
 
 
 def launched_strategy() -> str:
-    """Names the strategy that the launcher asks for; a name that is not in STRATEGIES if that is not supported."""
+    """Names the launcher's strategy. The name of an unsupported one is not in STRATEGIES."""
     kinds = [kind for kind, variable in FLAGS.items() if environment_flag(variable)] or ["MULTI_GPU"]
-    # Processes that no other size claims are dp_shard or, without FSDP, dp_replicate.
+    # Remaining processes are dp_shard or, without FSDP, dp_replicate.
     sizes = tuple(name for name in requested_sizes() if name != "dp_shard")
     if kinds == ["DEEPSPEED"] and not sizes:
         return f"zero{deepspeed_file().get('zero_optimization', {}).get('stage', 0)}"
@@ -74,9 +74,9 @@ def python_path() -> str:
 
 
 def deepspeed_file() -> dict:
-    """Reads the DeepSpeed JSON that the accelerate config names; {} if it cannot be read.
+    """Reads the accelerate config's DeepSpeed JSON; {} if unreadable.
 
-    `accelerate config` can write stage and offload into its own file instead: then they are all that is set.
+    `accelerate config` can write stage and offload into its own file instead. Then only these are set.
     """
     if path := os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE"):
         try:
@@ -110,7 +110,7 @@ def launcher_problems(config: RunConfig, precision: str, strategy: str) -> list[
         "fsdp_activation_checkpointing": ("FSDP_ACTIVATION_CHECKPOINTING", "activation_checkpointing"),
     }
     same_as_recipe = {
-        "gradient_accumulation_steps": ("1",),  # what `accelerate config` writes unless told otherwise
+        "gradient_accumulation_steps": ("1",),  # the default of `accelerate config`
         "gradient_clipping": (str(config.optim.max_grad_norm),),
         "fsdp_activation_checkpointing": ("true",) if config.activation_checkpointing == "full" else (),
     }
@@ -136,21 +136,21 @@ def launcher_problems(config: RunConfig, precision: str, strategy: str) -> list[
 
 
 def parallelism_problems() -> list[str]:
-    """Lists what is wrong with a parallelism_config as a whole; `launched_sizes` checks the sizes."""
+    """Lists problems of a parallelism_config as a whole. `launched_sizes` checks the sizes."""
     problems = []
-    # Only accelerate's launcher sets this. It drops two sizes, which are lost if its file cannot be found.
+    # Only accelerate's launcher sets this. It drops two sizes, which are lost if its file can't be found.
     came_through_launcher = "PARALLELISM_CONFIG_CP_BACKEND" in os.environ
     missing = [variable(name) for name in DROPPED if variable(name) not in os.environ]
     if came_through_launcher and missing and launcher_command() is None:
         problems.append(
-            f"launcher: {' and '.join(map(setting, DROPPED))} cannot be read, as the process that launched this one "
+            f"launcher: {' and '.join(map(setting, DROPPED))} cannot be read, because the launching process "
             f"does not show its command line; set {' and '.join(missing)}, 1 for none"
         )
     sequence = os.environ.get("PARALLELISM_CONFIG_SP_SIZE", "1")
     if sequence not in ("1", "None"):
         problems.append(f"launcher: parallelism_config_sp_size: {sequence} is not supported; use {setting('cp')}")
     if not environment_flag("ACCELERATE_USE_FSDP") and not requested_sizes():
-        # If a size of pp or ep was lost on the way, plain replicas would start instead.
+        # If a size of pp or ep was lost, plain replicas would start instead.
         names = ", ".join(map(setting, DIMENSIONS))
         problems.append(
             f"launcher: parallelism_config has no size above 1; give one of {names} in the launcher's file, or as "

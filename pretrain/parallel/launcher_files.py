@@ -1,7 +1,7 @@
-"""Checks the two kinds of launcher files, since accelerate and DeepSpeed silently ignore misspelled keys.
+"""Checks the two kinds of launcher files, because accelerate and DeepSpeed silently ignore misspelled keys.
 
-accelerate drops unknown keys inside sections such as fsdp_config, DeepSpeed unknown keys at the top of its JSON. These
-files must not contain settings of the recipe, so that every setting has one place.
+accelerate drops unknown keys inside sections such as fsdp_config, and DeepSpeed at the top of its JSON. These files
+must not contain settings of the recipe, so that every setting has one place.
 """
 
 import json
@@ -50,7 +50,7 @@ def conflict(file: str, key: str, value: Any, config: RunConfig, setting: str) -
 
 
 def command_problems(strategy: str, processes: int) -> list[str]:
-    """Lists cases in which the launcher did not start what it was told to, or ignored something in its config."""
+    """Lists differences between the launcher's options or config and the launched processes."""
     command = launcher_command()
     if command is None:
         return []
@@ -62,10 +62,10 @@ def command_problems(strategy: str, processes: int) -> list[str]:
     problems = []
     if asked.num_processes not in (None, processes):
         problems.append(
-            f"launcher: --num_processes {asked.num_processes} was asked for, but {processes} runs; even without a GPU "
-            "the files in accelerate_configs start as many as asked: remove --cpu, or use_cpu from the launcher's file"
+            f"launcher: --num_processes {asked.num_processes} was requested, but {processes} runs; even without a "
+            "GPU, files in accelerate_configs start all requested processes; remove --cpu, or use_cpu from the file"
         )
-    default = None if asked.cpu else config_args.default_config_file  # as accelerate chooses
+    default = None if asked.cpu else config_args.default_config_file  # accelerate's own choice
     if (name := asked.config_file or default) is not None:
         path = folder / name
         if asked.num_processes is None:
@@ -75,12 +75,12 @@ def command_problems(strategy: str, processes: int) -> list[str]:
 
 
 def process_problems(path: Path, processes: int) -> list[str]:
-    """Lists a number of processes in the launcher's file that accelerate did not start."""
+    """Lists the problem if accelerate did not start the file's number of processes."""
     settings = read_launcher_file(path)
     asked = settings.get("num_processes")
     if asked in (None, processes):
         return []
-    problem = f"{path.name}: num_processes: {asked} was asked for, but {processes} runs"
+    problem = f"{path.name}: num_processes: {asked} was requested, but {processes} runs"
     if settings.get("use_cpu"):
         # accelerate starts several processes on CPUs with mpirun only.
         problem += "; set distributed_type: MULTI_GPU and use_cpu: false, which works without a GPU too, or use "
@@ -89,7 +89,7 @@ def process_problems(path: Path, processes: int) -> list[str]:
 
 
 def read_launcher_file(path: Path) -> dict[str, Any]:
-    """Reads an accelerate config; {} if it cannot be read, which accelerate has already reported."""
+    """Reads an accelerate config; {} if unreadable, which accelerate has already reported."""
     try:
         settings = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, yaml.YAMLError):
@@ -98,22 +98,22 @@ def read_launcher_file(path: Path) -> dict[str, Any]:
 
 
 def launcher_file_problems(path: Path, strategy: str) -> list[str]:
-    """Lists what accelerate ignored in this file: unknown keys in its sections, a strategy that does not run."""
+    """Lists parts of this file that accelerate ignored: unknown keys in sections, an unsupported strategy."""
     from accelerate.commands.launch import launch_command_parser
 
     settings = read_launcher_file(path)
-    # Private, but argparse has no public list. Two sizes are read from the file by this project alone.
+    # Private, but argparse has no public list. Two sizes are read from the file only by this project.
     known = {action.dest for action in launch_command_parser()._actions} | set(map(setting, DIMENSIONS))
     problems = []
     asked = settings.get("distributed_type", "NO")
     if asked not in RUN_HERE:
-        # accelerate would start plain replicas or a single process, because nobody asks its Accelerator for them.
+        # accelerate would start plain replicas or a single process.
         problems.append(
-            f"{path.name}: distributed_type: {asked} is not run here; use {', '.join(RUN_HERE[:-1])} or {RUN_HERE[-1]}"
+            f"{path.name}: distributed_type: {asked} is unsupported; use {', '.join(RUN_HERE[:-1])} or {RUN_HERE[-1]}"
         )
     if asked in ("FSDP", "DEEPSPEED") and strategy in ("single", "ddp"):
         problems.append(
-            f"{path.name}: distributed_type: {asked} was asked for, but {strategy} runs; remove --cpu or --multi_gpu "
+            f"{path.name}: distributed_type: {asked} was requested, but {strategy} runs; remove --cpu or --multi_gpu "
             "from the command line and use_cpu from the file"
         )
     for section, prefix in (("fsdp_config", "fsdp_"), ("deepspeed_config", ""), ("parallelism_config", "")):
@@ -130,14 +130,14 @@ def deepspeed_problems(path: str | None, in_launcher: dict[str, Any], config: Ru
     """Lists the problems of the launcher's DeepSpeed settings, including those that belong in the recipe.
 
     Args:
-        path: the JSON that the launcher's file names; None if it names none.
+        path: the JSON named in the launcher's file, if any.
         in_launcher: stage and offload from the launcher's file itself, in a JSON's form. Used without a JSON.
         config: the recipe.
     """
     if path is None and not in_launcher:
         return [
             "launcher: deepspeed_config has neither a deepspeed_config_file nor a zero_stage; name a JSON such as "
-            "those in ds_configs, or take accelerate_configs/zero1.yaml, zero2.yaml or zero3.yaml"
+            "those in ds_configs, or use accelerate_configs/zero1.yaml, zero2.yaml or zero3.yaml"
         ]
     if path is None:
         zero = in_launcher["zero_optimization"]
@@ -152,7 +152,7 @@ def deepspeed_problems(path: str | None, in_launcher: dict[str, Any], config: Ru
     except (OSError, ValueError) as error:
         return [
             f"deepspeed_config_file: {path} cannot be read from {Path.cwd()} ({error}); paths in the launcher's file "
-            "are relative to the folder that you launch from"
+            "are relative to the folder of the launch"
         ]
     name = Path(path).name
     problems = []
@@ -196,7 +196,7 @@ def zero_problems(name: str, settings: Any) -> list[str]:
         ]
     if (settings.get("offload_param") or {}).get("device") == "nvme":
         problems.append(
-            f"{name}: zero_optimization.offload_param.device: nvme is not supported; use cpu: the optimizer's state, "
-            "which may go to nvme, is six times as large as the weights"
+            f"{name}: zero_optimization.offload_param.device: nvme is not supported; use cpu (the optimizer's "
+            "state, which may go to nvme, is six times as large as the weights)"
         )
     return problems

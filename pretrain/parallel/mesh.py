@@ -1,13 +1,13 @@
-"""Any product of parallel dimensions: one mesh of ranks, and one strategy for every product.
+"""The mesh of ranks for any combination of parallel dimensions, and the strategy for it.
 
     dense   (pp, dp_replicate, fsdp = dp_shard x cp, tp)   parameters
-    data    (pp, batch = dp_replicate x dp_shard, cp, tp)  which sequences a rank reads; whom it exchanges heads with
+    data    (pp, batch = dp_replicate x dp_shard, cp, tp)  a rank's sequences; the ranks that exchange heads
     expert  (pp, dp_replicate, efsdp, ep)                  experts; efsdp x ep = fsdp x tp
 
 The dimensions are applied to a model in this order: attention over whole sequences (cp), pipeline stages (pp), slices
 of matrices (tp), experts on their ranks (ep), and then torch's fully_shard of experts, layers and the rest.
-fully_shard is applied even over a single rank, so that every parameter is a DTensor and all products share this code.
-Checkpoints hold whole tensors, so a run can resume under any other product.
+fully_shard is applied even over a single rank, so that every parameter is a DTensor and all meshes share this code.
+Checkpoints have whole tensors, so a run can resume under any other mesh.
 """
 
 import copy
@@ -108,7 +108,7 @@ def dimensions_of(sizes: Sizes) -> dict[str, type[Dimension]]:
 
 
 class MeshStrategy(Strategy):
-    """Strategy for any product of dimensions. See `Strategy` for the order of calls."""
+    """Strategy for any mesh. See `Strategy` for the order of calls."""
 
     parameter_form = "sharded"
     precisions = ("fp32", "bf16", "fp8")
@@ -123,10 +123,10 @@ class MeshStrategy(Strategy):
 
     @classmethod
     def problems(cls, config: RunConfig, name: str) -> list[str]:
-        """Lists the base class's problems, then those of the sizes, the recipe and the model."""
+        """Lists the problems of the base class, the sizes, the recipe and the model."""
         problems = Problems(super().problems(config, name))
         sizes = problems.attempt(launched_sizes)
-        # If a size is invalid, the recipe is still checked against the dimensions that were requested.
+        # If a size is invalid, the recipe is still checked against the requested dimensions.
         asked = {dimension: 2 for dimension in requested_sizes() if dimension != "cp"}
         judged = sizes or Sizes(**asked)
         for kind in dimensions_of(judged).values():
@@ -136,7 +136,7 @@ class MeshStrategy(Strategy):
         with suppress(InputError):  # `derive` reports this problem of the model
             model_config = planned_model_config(config.model, config.data)
             of_model = model_problems(model_config, sizes, config.pipeline.schedule)
-            if config.optim.name == "adamw_8bit" and not of_model:  # else there are no shards to check
+            if config.optim.name == "adamw_8bit" and not of_model:  # otherwise there are no shards to check
                 from pretrain.parallel.block_tiles import blocks_problems
 
                 of_model = blocks_problems(model_config, sizes)
@@ -158,30 +158,30 @@ class MeshStrategy(Strategy):
         self.head_part = self.mesh.rank("tp") * sizes.cp + self.part
         self.micro_batches_per_call = sizes.pp
         self.stage_owners = [0]
-        """For each stage, the index within the pipeline of the rank that holds it."""
+        """Each stage's rank within the pipeline."""
         if sizes.pp > 1:
             self.stage_owners = STAGE_LAYOUTS[config.pipeline.schedule].owners(sizes.pp)
             self.microbatches = len(self.stage_owners) * config.pipeline.microbatches_per_stage
 
     def make_accelerator(self) -> Accelerator:
-        # accelerate must see plain processes: it supports neither pipelines nor expert parallelism, and its context
-        # parallelism would ignore document boundaries.
+        # accelerate must see plain processes, because it supports neither pipelines nor expert parallelism, and its
+        # context parallelism ignores document boundaries.
         with patch_environment(ACCELERATE_USE_FSDP="false", ACCELERATE_USE_PARALLELISM_CONFIG="false"):
             return super().make_accelerator()
 
     @property
     def dropout_rank(self) -> int:
-        """Offset that ranks of tp and pp share: they compute the same hidden states. cp ranks have other positions."""
+        """Offset shared by ranks of tp and pp, which compute the same hidden states. cp ranks have other positions."""
         return self.data_rank * self.sizes.cp + self.part
 
     @property
     def is_first(self) -> bool:
-        """True on exactly one of the ranks that compute the same layers for the same tokens, such as those of tp."""
+        """True on exactly one of the ranks that compute the same layers for the same tokens, such as tp ranks."""
         return not any(self.mesh.rank(each.name) for each in self.dimensions if each.repeats_loss)
 
     @property
     def reports_loss(self) -> bool:
-        """True on ranks whose metrics count, so that no token counts twice; in a pipeline the last stage has them."""
+        """True on ranks with counted metrics, so that no token counts twice. In a pipeline, this is the last stage."""
         return self.is_first and self.mesh.rank("pp") == self.stage_owners[-1]
 
     def running_modules(self) -> list[nn.Module]:
@@ -194,7 +194,7 @@ class MeshStrategy(Strategy):
     def prepare(
         self, model: LanguageModelLoss, weights: InitialWeights, build_optimizer: OptimizerBuilder
     ) -> torch.nn.Module:
-        """Prepares as in `Strategy`. A rank never holds more than a layer, or all parameters outside of layers."""
+        """Prepares as in `Strategy`. A rank never holds more than a layer, or all parameters outside layers."""
         self.causal_lm = causal_lm = model.causal_lm
         self.loss_terms = model.loss_terms
         self.embeds = model.terms is not None and model.terms.embeds
@@ -205,15 +205,15 @@ class MeshStrategy(Strategy):
         sizes = self.sizes
         for dimension in self.dimensions:
             dimension.before_sharding(model)
-        # With one rank there is nothing to free: the gathered weights are the shards. A pipeline's schedule keeps them
-        # gathered from the first backward pass to the last; if they were freed after every forward pass, each
-        # microbatch would gather them again. A split backward pass also needs them: torch computes gradients only for
-        # parameters that the modules hold when it runs, and silently skips weights that fully_shard has swapped out.
+        # With one rank there is nothing to free, because the gathered weights are the shards. A pipeline's schedule
+        # keeps them gathered from the first backward pass to the last. Otherwise each microbatch would gather them
+        # again. A split backward pass needs them too, because torch computes gradients only for the modules' current
+        # parameters, and silently skips weights that fully_shard has swapped out.
         self.reshards = (
             sizes.fsdp > 1 and sizes.pp == 1 and os.environ.get("FSDP_RESHARD_AFTER_FORWARD", "true") == "true"
         )
         self.offloads = environment_flag("FSDP_OFFLOAD_PARAMS")
-        # With a pipeline this costs no memory: a schedule holds whole gradients from its first backward pass on.
+        # With a pipeline this costs no memory, because a schedule holds whole gradients from its first backward on.
         self.reduces_once = not self.reshards or bool(self.config and self.config.batch.no_sync)
         self.roots = self.stages_of(model)
         self.shard(list(self.roots.values()), weights)
@@ -259,7 +259,7 @@ class MeshStrategy(Strategy):
             if module not in here:
                 continue
             weights.fill(causal_lm, unit)
-            # The backward pass begins with the last layer. If its weights were freed, they would be gathered again.
+            # The backward pass begins with the last layer, so its weights stay gathered.
             frees = self.reshards and module is not layers[-1]
             for dimension in self.dimensions:
                 dimension.divide(unit, module)
@@ -273,7 +273,7 @@ class MeshStrategy(Strategy):
                 apply(module, mesh=mesh, reshard_after_forward=frees, shard_placement_fn=placement)
         causal_lm.tie_weights()
         self.copying: nn.Module | None = None
-        """Module with the last stage's own copy of the embedding, if this rank has the first stage too."""
+        """Module with the last stage's own copy of the embedding, if this rank also has the first stage."""
         owners = {self.stage_owners[0], self.stage_owners[-1]}
         if self.embeds_twice and len(roots) > 1 and owners == {self.mesh.rank("pp")}:
             # The first and the last stage are both on this rank, but fully_shard can give a parameter to only one.
@@ -283,17 +283,17 @@ class MeshStrategy(Strategy):
             if is_tied:
                 head.weight = second.weight
             self.copying = head if is_tied else second
-        # Parameters outside of the layers are used last in forward and first in backward, so they stay gathered.
+        # Parameters outside the layers are used last in forward and first in backward, so they stay gathered.
         for root in roots:
             apply(root, mesh=self.mesh.shards(), reshard_after_forward=False)
             root.register_forward_hook(reshard_without_backward)
-        # Not with offload: fully_shard would gather copies on the GPU, which lack the methods that make it use fp8.
+        # Not with offload, because fully_shard would gather copies on the GPU, which lack the methods for fp8.
         if self.precision == "fp8" and self.sizes.fsdp > 1 and not self.offloads:
             from pretrain.parallel.fp8_gathers import Fp8Gathers
 
             self.fp8_gathers = [Fp8Gathers(root, self.mesh.dense.get_group("fsdp")) for root in roots]
         if is_tied and self.copying is None:
-            # fully_shard has replaced the parameter only in the module that is in a stage here.
+            # fully_shard has replaced the parameter only in the module in this rank's stage.
             if head in here and 0 not in self.roots:
                 embedding.weight = head.weight
             else:
@@ -320,11 +320,11 @@ class MeshStrategy(Strategy):
         schedule = self.config.pipeline.schedule
         if STAGE_LAYOUTS[schedule].splits_backward and self.config.compile != "none":
             self.ranks.print(
-                f"compile: {self.config.compile} has no effect with {schedule}: a compiled layer cannot compute the "
-                "gradients of its inputs and of its weights apart"
+                f"compile: {self.config.compile} has no effect with {schedule}, because a compiled layer cannot "
+                "compute the gradients of its inputs and of its weights separately"
             )
-        # NCCL creates a group's communicator in its first operation, in which all of its ranks have to take part. The
-        # first sends between stages involve only some of them.
+        # NCCL creates a group's communicator in its first operation, which needs all of its ranks. The first sends
+        # between stages involve only some of them.
         dist.all_reduce(torch.zeros(1, device=self.device), group=self.pp_group)
         return PipelineModel(
             self.roots,
@@ -338,18 +338,18 @@ class MeshStrategy(Strategy):
         )
 
     def find_copies(self) -> None:
-        """Counts the ranks that hold the same part of each parameter, and finds an embedding in two stages."""
+        """Counts the ranks with the same part of each parameter, and finds an embedding in two stages."""
         stage_ranks = self.sizes.world // self.sizes.pp
         self.copies_of = {
             parameter: stage_ranks // math.prod(map(parameter.device_mesh.size, divided_axes(parameter)))
             for parameter in self.name_of
         }
-        """Number of the stage's ranks that hold the same part of a parameter."""
+        """Number of the stage's ranks with the same part of a parameter."""
         first, last = self.stage_owners[0], self.stage_owners[-1]
         self.tied_group: dist.ProcessGroup | None = None
         self.tied: nn.Parameter | None = None
         if self.embeds_twice and first != last:
-            # Creating a group is collective: every rank has to take part for every group.
+            # Creating a group is collective, so every rank has to take part for every group.
             pairs = self.mesh.ranks_along("pp")[:, [first, last]].tolist()
             group, _ = dist.new_subgroups_by_enumeration(pairs)
             if self.mesh.rank("pp") in (first, last):
@@ -391,14 +391,14 @@ class MeshStrategy(Strategy):
             self.sum_gradients([gradients[self.tied]], self.tied_group)
 
     def sum_gradients(self, gradients: list[Tensor], group: dist.ProcessGroup) -> None:
-        """Sums gradients over the ranks of a group, in place; offloaded ones are summed on the GPU."""
+        """Sums gradients over the ranks of a group, in place. Offloaded ones are summed on the GPU."""
         here = [gradient.to(self.device) for gradient in gradients] if self.offloads else gradients
         sum_in_place(here, group)
         if self.offloads and gradients:
             torch._foreach_copy_(gradients, here)
 
     def gradient_norm(self) -> Tensor:
-        """Returns the norm, from one sum over all ranks of local squares, each divided by the ranks that hold it."""
+        """Returns the norm, from one sum over all ranks of local squares, divided by their number of replicas."""
         self.combine_gradients()
         by_share: dict[float, list[Tensor]] = {}
         for parameter in self.name_of:
@@ -417,7 +417,7 @@ class MeshStrategy(Strategy):
     def of_all_stages(self, mine: TensorGroup) -> TensorGroup:
         """Returns the tensors of all stages, of which this rank has `mine`, in the whole model's order.
 
-        The rank that has a tensor broadcasts it over the pipeline when it is fetched.
+        When a tensor is fetched, its rank broadcasts it over the pipeline.
         """
         if self.sizes.pp == 1:
             return mine
@@ -450,7 +450,7 @@ class MeshStrategy(Strategy):
         super().load(model, {name: optimizer[name] for name in optimizer if name.rpartition(".")[0] in mine})
 
     def replicas(self) -> list[ReplicaGroup]:
-        """Lists what several ranks hold: everything over dp_replicate, what tp does not split, a tied embedding."""
+        """Lists replicated weights: everything over dp_replicate, weights not split by tp, a tied embedding."""
         parts = {name: local_tensor(parameter.detach()) for parameter, name in self.name_of.items()}
         groups = [group for dimension in self.dimensions for group in dimension.replicas(parts)]
         if self.tied is not None:
@@ -470,13 +470,13 @@ class MeshStrategy(Strategy):
 
 
 def model_problems(model_config: PreTrainedConfig, sizes: Sizes, schedule: str) -> list[str]:
-    """Lists why these sizes cannot split this model, with what works. Raises InputError as `reference_of` does."""
+    """Lists why these sizes can't split this model, with alternatives. Raises InputError as `reference_of` does."""
     kinds = dimensions_of(sizes).values()
     return [problem for kind in kinds if (problem := kind.model_problem(model_config, sizes, schedule))]
 
 
 def separate_kinds(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Splits each group by the mesh of its parameters: fused and foreach kernels accept only one mesh per call."""
+    """Splits each group by its parameters' mesh, because fused and foreach kernels accept only one mesh per call."""
     groups = list(optimizer.param_groups)
     optimizer.param_groups.clear()
     for group in groups:
@@ -488,9 +488,9 @@ def separate_kinds(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 
 
 def reshard_without_backward(model: nn.Module, *_) -> None:
-    """Forward hook that frees gathered weights if no backward pass follows, for which they were kept.
+    """Forward hook that frees gathered weights if no backward pass follows.
 
-    They would be out of date after the next update, or once the weights are swapped with their average.
+    They would be out of date after the next update, or after swapping the weights with their average.
     """
     if not torch.is_grad_enabled():
         for module in model.modules():

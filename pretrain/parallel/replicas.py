@@ -2,7 +2,7 @@
 
 Replicas get the same updates and are never compared otherwise, so a flipped bit, a broken link or a kernel that sums
 in another order on one GPU goes unnoticed until the loss shows it. An exact integer digest of each tensor finds any
-changed bit. torch.hash_tensor would not do: it XORs the elements, so swapped ones, or the same flip in two, cancel.
+changed bit. torch.hash_tensor XORs the elements, so it would miss swapped elements, or the same flip in two.
 """
 
 from collections.abc import Sequence
@@ -48,7 +48,7 @@ def replica_differences(groups: Sequence[ReplicaGroup], device: torch.device) ->
 
 def digest_tensors(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
     """Returns a 64-bit digest of each tensor's bits, int64 of shape (tensors,), on `device`."""
-    # Random, so that changes of several elements do not cancel; odd, so that none alone can vanish modulo 2^64.
+    # Random, so that changes of several elements do not cancel. Odd, so that a single one can't vanish modulo 2^64.
     longest = min(CHUNK, max(tensor.numel() for tensor in tensors))
     generator = torch.Generator().manual_seed(0)
     weights = torch.randint(-(2**63), 2**63 - 1, (longest,), generator=generator) | 1
@@ -58,7 +58,7 @@ def digest_tensors(tensors: Sequence[torch.Tensor], device: torch.device) -> tor
 
 @torch.no_grad()
 def digest(tensor: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Sums the elements' bit patterns, weighted by position, modulo 2^64: exact in any order of addition."""
+    """Sums the elements' bit patterns, weighted by position, modulo 2^64, which is exact in any order."""
     bits = tensor.detach().contiguous().view(-1).view(INTEGERS[tensor.element_size()])
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     for chunk in bits.split(CHUNK):
@@ -67,7 +67,7 @@ def digest(tensor: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
 
 
 def compare(names: Sequence[str], digests: torch.Tensor, ranks: Sequence[int]) -> list[str]:
-    """Lists the differences, a line for each tensor, naming ranks outside of the majority, or all if there is none.
+    """Lists the differences, one line per tensor, naming ranks outside the majority, or all without a majority.
 
     Args:
         digests: int64 of shape (ranks, tensors).
@@ -79,7 +79,7 @@ def compare(names: Sequence[str], digests: torch.Tensor, ranks: Sequence[int]) -
         majority = values[counts.argmax()] if counts.max() > len(ranks) / 2 else None
         odd = [str(rank) for rank, value in zip(ranks, digests[:, column], strict=True) if value != majority]
         if majority is None:
-            lines.append(f"{names[column]}: ranks {', '.join(map(str, ranks))} do not hold the same")
+            lines.append(f"{names[column]}: ranks {', '.join(map(str, ranks))} have different values")
         else:
             lines.append(
                 f"{names[column]}: rank{'s' if len(odd) > 1 else ''} {', '.join(odd)} differ"

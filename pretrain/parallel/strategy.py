@@ -1,8 +1,8 @@
-"""The strategies that the loop trains with, without knowing which one runs: one process or DDP, others in subclasses.
+"""The common interface of all strategies, implemented for one process and DDP. Subclasses implement the others.
 
-`accelerate launch --config_file accelerate_configs/X.yaml` chooses it. `Strategy` builds the Accelerator, checks that
-accelerate runs what was asked for, and defines the methods that the loop calls (prepare, accumulate, backward, update,
-sum) and those that checkpoints call (tensors by name, load). Memory and traffic are in pretrain_tools/planning.
+`accelerate launch --config_file accelerate_configs/X.yaml` chooses the strategy. `Strategy` builds the Accelerator,
+checks that accelerate runs the requested strategy, and defines the methods for the loop (prepare, accumulate,
+backward, update, sum) and for checkpoints (tensors by name, load). Memory and traffic are in pretrain_tools/planning.
 
 The same accelerate configs work with and without GPUs: without one, processes communicate over gloo.
 """
@@ -57,13 +57,13 @@ WHY_NOT = {
     "fp16": "weights would be in it and, with them, the head's gradient, a sum over tokens that can exceed 65,504, "
     "its largest number, at any loss scale",
 }
-"""{value of optim.name, precision or compile: why a strategy does not run it}, if that is not obvious."""
+"""{value of optim.name, precision or compile: why a strategy does not support it}, if not obvious."""
 
 
 def device_type() -> str:
-    """Returns 'cuda' if a GPU is visible, else 'cpu'; also 'cpu' on request (accelerate's ACCELERATE_USE_CPU).
+    """Returns 'cuda' if a GPU is visible, otherwise 'cpu'. accelerate's ACCELERATE_USE_CPU forces 'cpu'.
 
-    Raises InputError for a GPU that torch cannot use.
+    Raises InputError for a GPU that torch can't use.
     """
     if environment_flag("ACCELERATE_USE_CPU"):
         return "cpu"
@@ -75,7 +75,7 @@ def device_type() -> str:
 
 
 def resolve_precision(requested: str) -> str:
-    """Turns auto into bf16 if the device has bf16 matmuls, else into fp16 or fp32.
+    """Turns auto into bf16 if the device has bf16 matmuls, otherwise into fp16 or fp32.
 
     fp16 is for GPUs with tensor cores (V100, T4: eight times fp32) under the strategies that scale the loss. Raises
     InputError for unsupported precisions.
@@ -87,7 +87,7 @@ def resolve_precision(requested: str) -> str:
         if problem := fp8_problem(device):
             raise InputError(problem)
     if requested == "fp16" and device == "cpu":
-        raise InputError("precision: fp16 needs a GPU; use bf16, fp32, or auto, which takes what the device has")
+        raise InputError("precision: fp16 needs a GPU; use bf16, fp32, or auto, which chooses a supported one")
     if requested != "auto":
         return requested
     if not missing_bf16(device):

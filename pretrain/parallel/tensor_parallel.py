@@ -1,8 +1,8 @@
 """Tensor parallelism: each rank holds a slice of every large matrix of the layers, and ranks sum partial results.
 
-It follows the model's own plan (transformers' base_model_tp_plan): a matrix split by columns needs nothing from other
-ranks; the next one, split by rows, needs one all-reduce of its outputs (Shoeybi et al., arXiv 1909.08053). Embedding,
-head and norms are replicated, and each rank computes the loss of its part of the tokens.
+It follows the model's own plan (transformers' base_model_tp_plan): a matrix split by columns needs no
+communication, and the next one, split by rows, needs one all-reduce of its outputs (Shoeybi et al., arXiv 1909.08053).
+Embedding, head and norms are replicated, and each rank computes the loss of its part of the tokens.
 """
 
 import copy
@@ -60,13 +60,13 @@ class TensorParallel(Dimension):
         problems = []
         if config.precision == "fp8":
             problems.append(
-                "precision: fp8 does not run with tp, where every slice of a matrix would have its own scale; use "
+                "precision: fp8 does not run with tp, because every slice of a matrix would have its own scale; use "
                 "bf16, or fp8 with dp_shard, dp_replicate, cp, pp or ep"
             )
         if config.optim.name == "adamw_8bit":
             problems.append(
-                "optim.name: adamw_8bit does not run with tp, which divides matrices by columns: each scale covers "
-                "256 neighboring elements of a row, and slices would cut through them; use adamw, or adamw_8bit with "
+                "optim.name: adamw_8bit does not run with tp, which divides matrices by columns, but each scale "
+                "covers 256 neighboring elements of a row; use adamw, or adamw_8bit with "
                 "dp_shard, dp_replicate, cp, pp or ep"
             )
         return problems

@@ -63,18 +63,18 @@ class Zero(Strategy):
         # DeepSpeed accumulates gradients that it does not reduce in the dtype of the weights.
         can_choose = not offloads and name in ("zero2", "zero3") and resolve_precision(config.precision) == "fp32"
         if config.batch.no_sync and name != "zero1" and not can_choose:
-            reason = "with offload" if offloads else "but in fp32: DeepSpeed would add gradients up in bf16"
+            reason = "with offload" if offloads else "except in fp32: DeepSpeed would accumulate in bf16"
             other = "zero1, which reduces once and keeps gradients in fp32" if name == "zero2" else "fsdp2"
             problems.append(f"batch.no_sync: does not run under {name} {reason}; use {other}, or false")
         if config.optim.muon.qk_clip:
             problems.append(
-                f"optim.muon.qk_clip: does not run under {name}, whose update is over before weights can be scaled; "
+                f"optim.muon.qk_clip: does not run under {name}, which updates before weights can be scaled; "
                 "use ddp, fsdp2 or a mesh, or null"
             )
         if uses_nvme() and (missing := missing_for_nvme()):
             problems.append(
                 f"launcher: offload_optimizer.device: nvme needs {missing}; accelerate_configs/zero3_offload.yaml "
-                "uses host memory and does not"
+                "uses CPU memory and does not"
             )
         return problems
 
@@ -92,7 +92,7 @@ class Zero(Strategy):
         )
         self.settings = {**deepspeed_file(), **derived_settings(self.config, self.precision)}
         self.stage: int = self.settings["zero_optimization"]["stage"]
-        # accelerate refuses a JSON beside these settings of its own file; the checks have compared them already.
+        # accelerate rejects a JSON together with these settings of its own file. The checks have compared them.
         os.environ.pop("ACCELERATE_CONFIG_DS_FIELDS", None)
         self._unreduced = ExitStack()
         """DeepSpeed's context that keeps gradients whole instead of reducing them, for `batch.no_sync`."""
@@ -126,7 +126,7 @@ class Zero(Strategy):
         buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
         optimizer = self.optimizer_of_parameters(build_optimizer)
         self.parameter_of = {name: parameter for parameter, name in self.name_of.items()}
-        # Gradients can't be looked up later: DeepSpeed removes each at once, and uses zeros for missing ones.
+        # Gradients can't be looked up later, because DeepSpeed removes each immediately, and uses zeros for others.
         self.reached: set[torch.Tensor] = set()
         trained = [parameter for parameter in self.name_of if parameter.requires_grad]
         self.notes = [parameter.register_post_accumulate_grad_hook(self.reached.add) for parameter in trained]

@@ -3,8 +3,8 @@
     RUN/control/request.json   {id, command, start_id, time, host, pid}   written by runs.py save, stop, abort ...
     RUN/control/answer.json    {id, command, step}                        written by the trainer when it is done
 
-There is no server and no port: anyone who can write to the folder can control the run, from any machine that shares
-the disk. A request names the process start that it is for, so that one from before a crash or restart is ignored.
+There is no server and no port. Anyone who can write to the folder can control the run, from any machine that shares
+the disk. A request names the process start it is meant for, so requests from before a crash or restart are ignored.
 """
 
 import json
@@ -22,17 +22,17 @@ COMMANDS = {
     "abort": "stop a live run without saving",
     "anneal": "start the final learning-rate decay of a live run",
 }
-"""{command: what it does}"""
+"""{command: description}"""
 REQUEST_FILE = "control/request.json"
 ANSWER_FILE = "control/answer.json"
 
 
 class Control:
-    """Trainer's side of the control files; on the main rank only, which informs the others.
+    """Trainer's side of the control files, on the main rank, which informs the others.
 
     Args:
-        start_id: ID of this process's start, as in its `start` event; requests for other starts are ignored.
-        warn: called with a sentence about a request that cannot be followed.
+        start_id: ID of this process's start, as in its `start` event. Requests for other starts are ignored.
+        warn: called with a sentence about an invalid request.
     """
 
     def __init__(self, run_folder: Path, start_id: str, warn: Callable[[str], None] = warnings.warn):
@@ -42,10 +42,10 @@ class Control:
         self._warn = warn
         self._seen: tuple[int, int] | None = None
         self.asked: dict = {}
-        """Last request that `poll` returned, until it is answered."""
+        """Last request returned by `poll`, until it is answered."""
 
     def poll(self) -> str | None:
-        """Returns the command of a new request, once; None if there is none. Costs one os.stat (2 microseconds)."""
+        """Returns a new request's command once, otherwise None. Costs one os.stat (2 microseconds)."""
         try:
             stat = os.stat(self._request)
         except OSError:
@@ -58,7 +58,7 @@ class Control:
     def _read(self) -> str | None:
         request = read_json(self._request)
         if not isinstance(request.get("id"), str) or request.get("command") not in COMMANDS:
-            self._warn(f"{self._request}: unknown request, ignored; send {', '.join(COMMANDS)} by runs.py")
+            self._warn(f"{self._request}: unknown request ignored; send {', '.join(COMMANDS)} with runs.py")
             return None
         if str(request.get("start_id")) != self._start_id or request["id"] == read_json(self._answer).get("id"):
             return None
@@ -66,7 +66,7 @@ class Control:
         return request["command"]
 
     def acknowledge(self, step: int) -> None:
-        """Answers the last command that `poll` returned, if any: carried out as of `step`."""
+        """Answers the last command returned by `poll`, if any, as carried out at `step`."""
         if self.asked:
             answer = {"id": self.asked["id"], "command": self.asked["command"], "step": step}
             write_durably(self._answer, json.dumps(answer))

@@ -1,4 +1,4 @@
-"""Reads metrics.jsonl for the trainer: the events as they were logged."""
+"""Reads the events in metrics.jsonl for the trainer."""
 
 import json
 import os
@@ -9,14 +9,14 @@ from typing import Any
 from pretrain.runs.run_folder import METRICS_FILE
 
 CURVES = frozenset({"train", "validation", "evaluation", "sample", "skip"})
-"""Events that describe the model at a step; the others record what happened, also before a rollback."""
+"""Events that describe the model at a step. Other events stay valid after a rollback."""
 END_BYTES = 1 << 20
 
 Event = dict[str, Any]
 
 
 def read_metrics(run: Path) -> list[Event]:
-    """Returns the events of a run in the order of the log, including repeated steps; empty without a log."""
+    """Returns a run's events in the order of the log, including repeated steps; empty without a log."""
     try:
         with open(run / METRICS_FILE, "rb") as file:
             return parse_lines(file)
@@ -40,18 +40,18 @@ def parse_lines(lines: Iterable[bytes]) -> list[Event]:
 
 
 def first_start(lines: Iterable[bytes]) -> Event:
-    """Returns the first `start` event in the lines of a log, which may follow warnings; empty if there is none."""
+    """Returns the first `start` event in the lines of a log, which may follow warnings, or an empty event."""
     return next((event for line in lines for event in parse_lines([line]) if event["event"] == "start"), {})
 
 
 def first_start_of(run: Path) -> Event:
-    """Returns the run's first `start` event; empty if there is none."""
+    """Returns the run's first `start` event, or an empty event."""
     with open(run / METRICS_FILE, "rb") as file:
         return first_start(file)
 
 
 def last_position(run: Path) -> dict[str, int]:
-    """Returns {step, tokens} of the newest event that has both, near the end of the log; zeros if there is none."""
+    """Returns {step, tokens} of the newest event with both, near the end of the log, or zeros."""
     with open(run / METRICS_FILE, "rb") as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - END_BYTES))
         known = [event for event in parse_lines(file) if {"step", "tokens"} <= event.keys()]

@@ -13,12 +13,12 @@ from pretrain.processes import hold_while_open, is_held
 from pretrain.runs.run_folder import EVALUATIONS, checkpoint_name
 
 STAGING = "publish"
-"""Folder of a run where models are staged for upload, with the log of publishing during training."""
+"""Subfolder of a run with models staged for upload, and the log of publishing during training."""
 LICENSES = (
     "apache-2.0", "mit", "bsd-3-clause", "cc0-1.0", "cc-by-4.0", "cc-by-sa-4.0", "cc-by-nc-4.0", "cc-by-nc-sa-4.0",
     "gpl-3.0", "agpl-3.0", "lgpl-3.0", "mpl-2.0", "openrail", "bigscience-openrail-m", "odc-by", "unlicense", "other",
 )  # fmt: skip
-"""Common license IDs of the Hub, for suggestions; the Hub itself decides."""
+"""Common license IDs of the Hub, for suggestions. The Hub accepts more."""
 LANGUAGE = re.compile(r"[a-z]{2,3}(-[A-Za-z]{2,8})?|multilingual|code")
 BACKGROUND_ATTEMPTS = 10
 WAITING = ".waiting"
@@ -30,9 +30,9 @@ def offer_problems(
     languages: list[str],
     named: tuple[str, str, str] = ("hub.repository", "publish.license", "publish.language"),
 ) -> list[str]:
-    """Lists the problems of a repository, a license and languages, as far as they show without the Hub.
+    """Lists problems of a repository, a license and languages that can be found without the Hub.
 
-    named: names of the three settings, for messages.
+    named: names of the three settings for messages.
     """
     problems = repository_problems(repository, named[0])
     if not license:
@@ -44,7 +44,7 @@ def offer_problems(
         near = did_you_mean(license.lower().replace(" ", "-"), LICENSES)
         problems.append(f"{named[1]} {license}: not a license ID of the Hub{near}")
     problems += [
-        f"{named[2]} {code}: must be an ISO 639 code, as en or de, or multilingual, or code"
+        f"{named[2]} {code}: must be an ISO 639 code such as en or de, or multilingual, or code"
         for code in languages
         if not LANGUAGE.fullmatch(code)
     ]
@@ -52,7 +52,7 @@ def offer_problems(
 
 
 def repository_problems(repository: str | None, named: str) -> list[str]:
-    """Lists why this is not a valid OWNER/NAME; empty if it is."""
+    """Lists reasons why this is not a valid OWNER/NAME."""
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id
 
@@ -66,7 +66,7 @@ def repository_problems(repository: str | None, named: str) -> list[str]:
 
 
 def login_problems() -> list[str]:
-    """Returns the problem if neither the environment nor the login store has a token; the Hub may still reject one."""
+    """Returns a problem if neither the environment nor the login store has a token. Doesn't validate the token."""
     from huggingface_hub import get_token
 
     if get_token():
@@ -87,8 +87,7 @@ def publish_in_background(
     """Starts publish.py for a checkpoint, or for final/ if step is None, and returns immediately.
 
     publish.py outlives this process, retries, writes to RUN/publish/publish.log and records the outcome in
-    metrics.jsonl. Returns why it could not be started; None if it was. The step's checkpoint must be committed, and
-    kept.
+    metrics.jsonl. Returns None, or why the start failed. The step's checkpoint must be committed and kept.
     """
     command = [sys.executable, str(ROOT / "publish.py"), "--run", str(run), "--repo", repository]
     command += ["--final"] if step is None else ["--checkpoint", str(step)]
@@ -121,7 +120,7 @@ def publish_in_background(
 
 
 def evaluation_log(run: Path, checkpoint: str) -> Path:
-    """Returns the log of a checkpoint's evaluation, which keeps the file open while it runs (processes.py)."""
+    """Returns the log of a checkpoint's evaluation. The evaluation keeps it open while running (processes.py)."""
     return run / EVALUATIONS / f"{checkpoint}.log"
 
 
@@ -131,12 +130,12 @@ def revision_of(step: int) -> str:
 
 
 def waiting_mark(run: Path, revision: str) -> Path:
-    """Returns the path of a file that exists from the start of publishing a model until it is on the Hub."""
+    """Returns the path of a file that exists while a model is being published."""
     return run / STAGING / f".{revision}{WAITING}"
 
 
 def cut_short(run: Path) -> list[int | None]:
-    """Lists the steps (None: final/) whose uploads a crash interrupted and whose models still exist."""
+    """Lists the steps (None: final/) of existing models whose uploads were interrupted by a crash."""
     steps = []
     for mark in sorted((run / STAGING).glob(f".*{WAITING}")):
         revision = mark.name.removeprefix(".").removesuffix(WAITING)

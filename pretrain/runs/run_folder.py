@@ -1,4 +1,4 @@
-"""Defines the paths in a run's folder, and reads its small files as a crash may have left them."""
+"""Defines the paths in a run's folder, and reads its small files, even after a crash."""
 
 import json
 import math
@@ -17,26 +17,26 @@ if TYPE_CHECKING:
 
 METRICS_FILE = "metrics.jsonl"
 LOCK_FILE = ".lock"
-"""Lock file held by the process that trains the run."""
+"""Lock file held by the training process."""
 MIRROR_FOLDER = "mirror"
 MIRROR_STATUS = "mirror/status.json"
-"""Status file of the thread that copies the run to its mirror."""
+"""Status file of the mirror's copying thread."""
 EVALUATIONS = "evaluations"
 """Folder with the logs and results of evaluations during training."""
 PROFILE_FOLDER = "profile"
-"""Report in a profile's folder; written last."""
+"""Report in a profile's folder, written last."""
 LONGEST_NAME = 255
 LONGEST_PATH = 3500
-"""Maximum bytes of a run's path: Linux allows 4,096, minus our longest path below a run's folder."""
+"""Maximum bytes of a run's path: Linux's limit of 4,096, minus the longest path below a run's folder."""
 
 
 def heartbeat_path(run: Path, rank: int = 0) -> Path:
-    """Returns the path of the file that a rank writes every few seconds while it trains."""
+    """Returns the path of the file that a rank writes every few seconds during training."""
     return run / "heartbeats" / f"rank-{rank:05d}.json"
 
 
 def read_json(path: Path) -> dict:
-    """Returns the object in a small JSON file; empty if the file is missing or damaged."""
+    """Returns the object in a small JSON file, or {} if the file is missing or damaged."""
     try:
         values = json.loads(path.read_bytes())
     except (OSError, ValueError):
@@ -45,7 +45,7 @@ def read_json(path: Path) -> dict:
 
 
 def read_config(run: Path) -> dict[str, Any]:
-    """Reads config.yaml as plain values under the names of today; {} if unreadable."""
+    """Reads config.yaml as plain values under the new setting names; {} if unreadable."""
     import yaml
 
     from pretrain.recipe import Loader
@@ -58,7 +58,7 @@ def read_config(run: Path) -> dict[str, Any]:
 
 
 def setting(config: Mapping[str, Any], name: str) -> Any:
-    """Returns a value of config.yaml by its dotted name; None if there is none."""
+    """Returns a value of config.yaml by its dotted name, or None."""
     value: Any = config
     for part in name.split("."):
         value = value.get(part) if isinstance(value, Mapping) else None
@@ -66,18 +66,18 @@ def setting(config: Mapping[str, Any], name: str) -> Any:
 
 
 def checkpoint_folders(run: Path) -> dict[int, Path]:
-    """Returns {step: folder} of a run's checkpoints, oldest first, in whatever state."""
+    """Returns {step: folder} of a run's checkpoints, oldest first, without checking them."""
     found = {step_named(path.name): path for path in (run / "checkpoints").glob("step-*")}
     return {step: found[step] for step in sorted(found.keys() - {None})}
 
 
 def trunk_checkpoint(text: str) -> Path:
-    """Returns the folder of a run's checkpoint, RUN@STEP, unopened; raises InputError if there is none."""
+    """Returns the folder of a run's checkpoint RUN@STEP without reading it. Raises InputError if it doesn't exist."""
     run, at, step = text.rpartition("@")
     folders = checkpoint_folders(Path(run)) if at else {}
     if not step.isdecimal() or int(step) not in folders:
         available = ", ".join(map(str, folders)) or "none"
-        raise InputError(f"branch_from: {text}: give RUN@STEP, a checkpoint of another run; steps there: {available}")
+        raise InputError(f"branch_from: {text}: give RUN@STEP, another run's checkpoint; its steps: {available}")
     return folders[int(step)]
 
 
@@ -95,7 +95,7 @@ def checkpoint_name(step: int) -> str:
 
 
 def step_named(name: str) -> int | None:
-    """Parses step-00000500 as 500; None for names that `checkpoint_name` does not give, such as step-00000500.bak."""
+    """Parses step-00000500 as 500; None for other names, such as step-00000500.bak."""
     digits = re.fullmatch(r"step-([0-9]{8,})", name)
     step = int(digits[1]) if digits else None
     return step if step is not None and checkpoint_name(step) == name else None
@@ -107,12 +107,12 @@ def step_of(checkpoint: Path) -> int:
 
 
 def read_state(checkpoint: Path) -> dict:
-    """Reads a checkpoint's trainer_state.json; empty if it cannot be read."""
+    """Reads a checkpoint's trainer_state.json; empty if unreadable."""
     return read_json(checkpoint / "trainer_state.json")
 
 
 def validation_loss_of(state: Mapping[str, Any]) -> float | None:
-    """Returns the validation loss in a trainer_state.json, the mean over the sources; None if none was measured."""
+    """Returns the validation loss in a trainer_state.json, averaged over the sources, or None."""
     loss = state.get("validation_loss")
     return loss if isinstance(loss, int | float) and math.isfinite(loss) else None
 
@@ -120,9 +120,9 @@ def validation_loss_of(state: Mapping[str, Any]) -> float | None:
 def checkpoint_damage(
     folder: Path, rank: int = 0, ranks: int = 1, beat: Callable[[], None] = lambda: None, *, resumes: bool = False
 ) -> list[str]:
-    """Lists what `damage` finds; a checkpoint in a run's folder must also be of the step in its name.
+    """Lists damage, including a wrong step for the checkpoint's name.
 
-    resumes: training continues from it; else only its model is read.
+    resumes: True if training continues from it, False if only its model is read.
     """
     problems = damage(folder, rank, ranks, beat)
     step = step_named(folder.name) if folder.parent.name == "checkpoints" else None
@@ -132,22 +132,22 @@ def checkpoint_damage(
 
 
 def wrong_step(folder: Path, step: int) -> list[str]:
-    """Lists why an undamaged folder is not of this step."""
+    """Lists the problem of an undamaged folder with another step."""
     state = read_state(folder).get("state")
     if not isinstance(state, dict) or not isinstance(state.get("step"), int):
-        return ["trainer_state.json does not say of which step it is"]
+        return ["trainer_state.json has no step"]
     found = state["step"]
     named = f"trainer_state.json is of step {found:,}; to use it, name it {checkpoint_name(found)}"
     return [] if found == step else [named]
 
 
 def contradictions(folder: Path, step: int) -> list[str]:
-    """Lists why training cannot continue at this step from an undamaged folder: another step, or missing tensors."""
+    """Lists why training can't continue at this step from an undamaged folder: another step, or missing tensors."""
     if problems := wrong_step(folder, step):
         return problems
     contents = read_state(folder)
     state = contents["state"]
-    # For checkpoints from before `tensors` was recorded: an optimizer has no state until its first update.
+    # Old checkpoints don't record `tensors`. An optimizer has no state until its first update.
     updated = step > (state.get("skipped_steps") or 0)
     tensors = contents.get("tensors", {"model": 1, "optimizer": updated, "average": bool(state.get("average"))})
     missing = [name for name, count in tensors.items() if count and not any(folder.glob(f"{name}*.safetensors"))]
@@ -155,9 +155,9 @@ def contradictions(folder: Path, step: int) -> list[str]:
 
 
 def steps_to_keep(settings: "Checkpoint", losses: Mapping[int, float | None]) -> set[int]:
-    """Returns the steps whose checkpoints are kept: the newest, the best, the milestones.
+    """Returns the steps of checkpoints to keep: the newest, the best, the milestones.
 
-    The same rules hold in a run's folder and on its mirror.
+    The same rules apply in a run's folder and on its mirror.
 
     Args:
         losses: {step: validation loss or None} of the existing checkpoints.
@@ -170,19 +170,17 @@ def steps_to_keep(settings: "Checkpoint", losses: Mapping[int, float | None]) ->
 
 
 def best_step(checkpoints: Mapping[int, Path]) -> int | None:
-    """Returns the step with the lowest validation loss, the mean over the sources; None if none was measured."""
+    """Returns the step with the lowest validation loss, averaged over the sources; None without validation."""
     losses = {step: validation_loss_of(read_state(folder)) for step, folder in checkpoints.items()}
     return min((step for step, loss in losses.items() if loss is not None), key=losses.get, default=None)
 
 
 def output_problem(run: Path) -> str | None:
-    """Returns why no run can be written there, without trying; None if there is no sign of a problem."""
+    """Returns why a run can't be written there, without trying, or None."""
     longest = max((len(os.fsencode(part)) for part in run.parts), default=0)
     if longest > LONGEST_NAME or len(os.fsencode(run.absolute())) > LONGEST_PATH:
         shown = shortened(run, 60)
-        return (
-            f"output: {shown}: a name has at most {LONGEST_NAME} bytes and a path {LONGEST_PATH}; choose a shorter one"
-        )
+        return f"output: {shown}: a name may have {LONGEST_NAME} bytes and a path {LONGEST_PATH}; choose a shorter one"
     if "\0" in str(run):
         return f"output: {str(run)!r}: a name cannot contain a NUL character"
     for place in (run, *run.parents):

@@ -19,10 +19,10 @@ from pretrain.optim.scaling_laws import (
 
 
 def resolve_auto(config: RunConfig, processes: int | None = None) -> RunConfig:
-    """Replaces `auto` with numbers, which depend on the recipe and its data alone.
+    """Replaces `auto` with numbers that depend only on the recipe and its data.
 
-    processes: number of processes that share an `auto` batch; only the micro-batch, which affects no result, depends
-    on it. None: as many as were launched.
+    processes: number of processes that share an `auto` batch. Only the micro-batch depends on it, which doesn't affect
+    results. None: the launched processes.
     """
     if not has_auto(config):
         return config
@@ -54,7 +54,7 @@ def resolve_auto(config: RunConfig, processes: int | None = None) -> RunConfig:
 
 
 def has_auto(config: RunConfig) -> bool:
-    """Tells if the recipe leaves a number open that `resolve_auto` finds."""
+    """Tells if the recipe has numbers for `resolve_auto`."""
     optim = config.optim
     return "auto" in (config.batch.tokens_per_step, optim.learning_rate, optim.weight_decay, optim.warmup_steps)
 
@@ -62,7 +62,7 @@ def has_auto(config: RunConfig) -> bool:
 def auto_batch(config: RunConfig, tokens: float, processes: int) -> Batch:
     """Returns the batch closest to the scaling law's: a power of two sequences, times the levels of a ramp.
 
-    `derive` rejects a number of processes that does not divide it: adjusting the batch would change the run.
+    `derive` rejects a number of processes that does not divide it, because adjusting the batch would change the run.
     """
     batch = config.batch
     length = config.data.sequence_length

@@ -1,4 +1,4 @@
-"""Evaluates, publishes and mirrors checkpoints in the background; a failure never ends the run."""
+"""Evaluates, publishes and mirrors checkpoints in the background. A failure never ends the run."""
 
 import os
 import shutil
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from pretrain.checkpoint.mirror_copy import MirrorCopier
 
 THEN_REMOVE = 'renice -n 10 -p $$ >/dev/null 2>&1; "$@"; status=$?; rm -rf -- "$0"; exit $status'
-"""Shell script that runs a command at low priority, removes the folder given before it, and keeps its status."""
+"""Shell script that runs a command at low priority, then removes the folder $0, and keeps the exit status."""
 
 TASK_CHECK_SECONDS = 300.0
 STALLED_SECONDS = 1800.0
@@ -37,9 +37,9 @@ LAST_COPY_SECONDS = 30.0
 def evaluation_problems(settings: Benchmarks) -> list[str]:
     """Lists the problems of the tasks and their folders, found by evaluate.py's code in a separate process."""
     if settings.where == "in_loop" and settings.eval_bundle is not None:
-        return ["benchmarks.where: in_loop cannot run a bundle's tasks; use blocking, or leave out eval_bundle"]
+        return ["benchmarks.where: in_loop cannot run a bundle's tasks; use blocking, or omit eval_bundle"]
     if settings.where == "in_loop" and (own := [name for name in settings.tasks if name in TASKS]):
-        return [f"benchmarks.where: in_loop does not run {', '.join(own)}, which an extension measures; use blocking"]
+        return [f"benchmarks.where: in_loop does not run an extension's tasks ({', '.join(own)}); use blocking"]
     command = [sys.executable, "-m", "pretrain_tools.evaluation.task_names", *task_arguments(settings)]
     environment = environment_alone() | {"PYTHONPATH": python_path()}
     try:
@@ -64,8 +64,8 @@ def task_arguments(settings: Benchmarks) -> list[str]:
 class Evaluations:
     """Evaluations of checkpoints in separate processes. Only the main rank starts and collects them.
 
-    evaluations/step-00000500 holds links to the model's files, since the checkpoint may be pruned in the meantime. It
-    is removed when its process ends, even if the run has ended before; log and results are kept next to it.
+    evaluations/step-00000500 has hard links to the model's files, because the checkpoint may be pruned meanwhile. It
+    is removed when its process ends, even if the run has ended before. Log and results are kept next to it.
 
     Args:
         threads: OMP_NUM_THREADS of each process; more than 1 if training leaves cores free.
@@ -77,12 +77,12 @@ class Evaluations:
         self.threads = threads
         self._running: dict[Path, subprocess.Popen] = {}
         if metrics.is_main:
-            for leftover in (run / EVALUATIONS).glob("step-*/"):  # of evaluations that a crash interrupted
+            for leftover in (run / EVALUATIONS).glob("step-*/"):  # of evaluations interrupted by a crash
                 if step_named(leftover.name) is not None and not is_held(evaluation_log(run, leftover.name)):
                     shutil.rmtree(leftover)
 
     def start(self, checkpoint: Path, settings: Benchmarks) -> subprocess.Popen | None:
-        """Starts evaluating a checkpoint, whose results go into metrics.jsonl; a failure to start is a warning."""
+        """Starts evaluating a checkpoint. The results go into metrics.jsonl. A failure to start is a warning."""
         folder = self.run / EVALUATIONS / checkpoint.name
         log = evaluation_log(self.run, checkpoint.name)
         self.stop(folder)  # an evaluation of this step from before a rollback
@@ -100,7 +100,7 @@ class Evaluations:
                     os.link(path, folder / path.name)  # a hard link outlives the pruned checkpoint
             with open(log, "a+b") as output:
                 hold_while_open(output)
-                # renice in the shell: Popen's preexec_fn could deadlock, because this process has threads.
+                # renice runs in the shell, because Popen's preexec_fn could deadlock in a process with threads.
                 self._running[folder] = subprocess.Popen(
                     ["/bin/sh", "-c", THEN_REMOVE, str(folder.absolute()), *evaluation_command(folder, settings)],
                     env=environment,
@@ -153,7 +153,7 @@ def evaluation_command(folder: Path, settings: Benchmarks) -> list[str]:
 
 
 def start_publishing(config: RunConfig, step: int | None, metrics: Metrics) -> None:
-    """Publishes a checkpoint, or final/ (step None), as configured in the recipe; the run neither waits nor fails."""
+    """Publishes a checkpoint, or final/ (step None), as configured in the recipe. The run neither waits nor fails."""
     hub = config.hub
     if not metrics.is_main:
         return
@@ -171,7 +171,7 @@ def start_publishing(config: RunConfig, step: int | None, metrics: Metrics) -> N
 
 
 def resume_publishing(config: RunConfig, metrics: Metrics) -> None:
-    """Restarts uploads that a crash of the machine interrupted."""
+    """Restarts uploads interrupted by a crash of the machine."""
     if metrics.is_main:
         for step in cut_short(config.output):
             start_publishing(config, step, metrics)
@@ -203,7 +203,7 @@ class MirrorCopies:
         self._reported: int | None = None
         """Last copied step in the log."""
         self._warned: set[str] = set()
-        """Conditions that were warned of and still hold: failing, dropping, silent."""
+        """Current conditions already reported: failing, dropping, silent."""
         self._damaged: dict[str, str] = {}
         if not metrics.is_main:
             return
@@ -216,9 +216,9 @@ class MirrorCopies:
             figures = {name: found[name] for name in ("bytes", "seconds", "mirror")}
             metrics.write("fetch", step=found["step"], path=checkpoint_name(found["step"]), **figures)
         if problem := claim.get("problem"):
-            self._warn(f"the mirror {problem}; the run continues from its own folder; its end says what is not copied")
+            self._warn(f"the mirror {problem}; the run continues from its own folder and finally lists missing copies")
         self._copier = mirror_copy.MirrorCopier(run, connect(settings, run), settings)
-        # A daemon: a mirror that hangs must not keep the finished process alive.
+        # A daemon, because a hanging mirror must not keep the finished process alive.
         self._thread = threading.Thread(target=self._copier.keep_copying, name="mirror", daemon=True)
         self._thread.start()
 
@@ -234,13 +234,13 @@ class MirrorCopies:
             self._warn(message)
 
     def _warn_of_damage(self, damaged: dict[str, str]) -> None:
-        """Warns of damage that was not known before; {name: what is wrong}."""
+        """Warns of new damage, {name: problem}."""
         if fresh := {name: what for name, what in damaged.items() if name not in self._damaged}:
-            self._warn(f"damaged on the mirror: {named(fresh)}; what this folder has of it is copied again")
+            self._warn(f"damaged on the mirror: {named(fresh)}; files that exist in this folder are copied again")
         self._damaged |= damaged
 
     def look(self) -> None:
-        """Logs what was copied since the last call, and warns once of each failure, without waiting."""
+        """Logs new copies, and warns once of each failure, without waiting."""
         if self._copier is None:
             return
         status = dict(self._copier.status)
@@ -256,17 +256,17 @@ class MirrorCopies:
             self.metrics.write("mirror", step=step, bytes=size, seconds=seconds, latest_step=latest)
         last = f"its last copy is of step {step:,}" if step is not None else "nothing was copied since the start"
         tries = counted(status["failures"], "attempt")
-        what_now = "copying ends" if status["is_over"] else "it is tried again, and training does not wait"
+        what_now = "copying ends" if status["is_over"] else "it will be retried, and training does not wait"
         self._warn_once(
             "failing",
-            f"the mirror {mirror} does not take step {latest:,} ({tries}): {problem}; {last}; {what_now}",
+            f"the mirror {mirror} failed to store step {latest:,} ({tries}): {problem}; {last}; {what_now}",
             holds=problem is not None,
         )
         if problem is None:
             self._warn_once(
                 "dropping",
                 f"the mirror {mirror} is slower than checkpoints are written: "
-                f"{counted(status['dropped'], 'checkpoint')} up to step {status['dropped_step'] or 0:,} left out in "
+                f"{counted(status['dropped'], 'checkpoint')} up to step {status['dropped_step'] or 0:,} skipped in "
                 f"favor of newer ones; {last}, {bytes_text(size or 0)} in {seconds or 0:.0f} s",
                 holds=bool(status["dropped"]),
             )
@@ -278,7 +278,7 @@ class MirrorCopies:
         )
 
     def settle(self, beat: Callable[[], None]) -> None:
-        """Waits until everything is on the mirror, for `mirror_wait_seconds` at most, and reports what is not."""
+        """Waits up to `mirror_wait_seconds` until everything is on the mirror, and reports missing copies."""
         if self._copier is None:
             return
         deadline = time.monotonic() + self.settings.mirror_wait_seconds
@@ -292,21 +292,21 @@ class MirrorCopies:
         if cured := [name for name in self._damaged if name not in left]:
             self.metrics.say(f"Damaged on the mirror at first, and replaced or removed there: {', '.join(cured)}")
         if left:
-            what_now = f"the next copy replaces what is in {self.run}; restore or remove the rest there"
+            what_now = f"the next copy replaces files that exist in {self.run}; restore or remove the rest there"
             self._warn(f"still damaged on the mirror: {named(left)}; {what_now}")
         if self._copier.is_settled:
             return
         latest = latest_step(self.run)
         waited = f"within {self.settings.mirror_wait_seconds:g} s"
         if not self._thread.is_alive():
-            waited = "as copying has ended"
+            waited = "because copying has ended"
         missing = f"step {latest:,}" if latest not in (None, self._copier.status["copied_step"]) else "the last files"
         missing += " and final/" if (self.run / "final").exists() else ""
         again = f"python -m pretrain.checkpoint.mirror_copy {self.run} --mirror {self.settings.mirror}"
         self._warn(f"{missing} not copied to the mirror {waited}; they are in {self.run}: {again} copies them")
 
     def close(self) -> None:
-        """Lets the log be copied to its last line, and ends the thread."""
+        """Copies the log to its last line, and ends the thread."""
         if self._copier is not None:
             seconds = LAST_COPY_SECONDS if self._copier.is_settled else 0.0
             self._copier.end()

@@ -1,9 +1,9 @@
-"""Benchmarks on the training processes: the likelihoods of tasks' answers by the model as it is, under every strategy.
+"""Benchmarks on the training processes: likelihoods of tasks' answers under the current model, for every strategy.
 
 Once per run, a separate process (`pretrain_tools.evaluation.answers`) tokenizes the questions and answers of tasks
-from lm-evaluation-harness. The loop then measures them like a validation split: packed into windows of the training
-length, so that nothing is recompiled, and divided over the ranks. The scores are the harness's acc and acc_norm, and
-the bits per byte of the right answer.
+from lm-evaluation-harness. The loop then measures them like a validation split, packed into windows of the training
+length, which avoids recompilation, and divided over the ranks. The scores are the harness's acc and acc_norm, and the
+bits per byte of the right answer.
 
 Shapes: R requests (a question with one of its answers), D questions, T tokens of a window.
 """
@@ -36,16 +36,16 @@ MEASURES = ("acc", "acc_norm", "bits_per_byte")
 
 @dataclass(frozen=True)
 class Task:
-    """A task, or a group of tasks, whose questions have equal weight."""
+    """A task, or a group of tasks with equally weighted questions."""
 
     name: str
     measures: tuple[str, ...]
-    """Subset of MEASURES that the harness reports for this task."""
+    """Subset of MEASURES reported by the harness for this task."""
     questions: tuple[tuple[int, int], ...]
     """Ranges [first, end) of questions."""
     few_shots: int | None
     is_part: bool
-    """True for a task of a group that has a score of its own."""
+    """True for a task of a group with its own score."""
 
     @property
     def count(self) -> int:
@@ -59,23 +59,23 @@ class Requests:
 
     tasks: list[Task]
     ids: np.ndarray
-    """Token IDs of all requests, one after the other."""
+    """Token IDs of all requests, concatenated."""
     ends: np.ndarray
-    """(R,): where each request's IDs end."""
+    """(R,): end of each request's IDs."""
     answer_tokens: np.ndarray
-    """(R,): how many of a request's last IDs are its answer."""
+    """(R,): number of last IDs that are the answer."""
     characters: np.ndarray
-    """(R,): characters of its answer, by which acc_norm divides."""
+    """(R,): characters of the answer, the divisor of acc_norm."""
     bytes: np.ndarray
-    """(R,): UTF-8 bytes of its answer."""
+    """(R,): UTF-8 bytes of the answer."""
     question_ends: np.ndarray
-    """(D,): where the requests of each question end."""
+    """(D,): end of each question's requests."""
     right: np.ndarray
-    """(D,): number of the right answer among a question's."""
+    """(D,): index of the right answer."""
 
     @classmethod
     def read(cls, path: Path) -> "Requests":
-        """Reads a file that `write` wrote."""
+        """Reads a file written by `write`."""
         with np.load(path, allow_pickle=False) as file:
             arrays = {name: file[name] for name in file.files}
         tasks = json.loads(bytes(arrays.pop("tasks")))
@@ -85,7 +85,7 @@ class Requests:
         return cls([Task(**task) for task in tasks], **arrays)
 
     def write(self, path: Path) -> None:
-        """Writes a file of arrays; after a crash it is complete or absent."""
+        """Writes a file of arrays atomically."""
         values = dict(vars(self))
         text = json.dumps([vars(task) for task in values.pop("tasks")]).encode()
         part = path.with_suffix(".part")
@@ -116,19 +116,19 @@ class Requests:
 
 @dataclass(frozen=True)
 class Windows:
-    """Requests packed into windows, several per window if it keeps documents apart."""
+    """Requests packed into windows, several per window if documents are separated."""
 
     ids: np.ndarray
     """(W, T + 1) token IDs."""
     begins: np.ndarray
-    """(W, T): 1 where a request begins, or what follows the last one of a window."""
+    """(W, T): 1 at the beginning of a request, or of the padding after a window's last one."""
     request: np.ndarray
-    """(W, T): number of the request whose answer the position predicts a token of; -1 for no answer."""
+    """(W, T): number of the request if the position predicts a token of its answer, otherwise -1."""
     shortened: int
-    """Requests that were longer than a window and lost the beginning of their question."""
+    """Number of requests longer than a window, which lost the beginning of their question."""
 
     def part(self, first: int, count: int) -> "Windows":
-        """Returns `count` windows; those after the last one hold no request."""
+        """Returns `count` windows. Windows after the last one are empty."""
         missing = max(0, first + count - max(first, len(self.ids)))
 
         def rows(values: np.ndarray, empty: int) -> np.ndarray:
@@ -178,7 +178,7 @@ def packed(requests: Requests, window: WindowSpec) -> Windows:
 
 
 class Benchmarks:
-    """The benchmarks of a run. All methods but `begin` are collective.
+    """A run's benchmarks. All methods except `begin` are collective.
 
     Args:
         run: the run's folder.
@@ -201,7 +201,7 @@ class Benchmarks:
         self._windows: Windows | None = None
 
     def begin(self) -> None:
-        """Starts the process that writes the requests, if they are not there. Main rank only."""
+        """Starts the process that writes the requests, if they don't exist. Main rank only."""
         if self.path.is_file():
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -212,7 +212,7 @@ class Benchmarks:
             )
 
     def requests(self, strategy: Strategy, beat: Callable[[], None]) -> Requests | str:
-        """Returns the requests, or what was wrong with them; waits for the process that writes them."""
+        """Waits for the process that writes the requests. Returns the requests, or a problem."""
         if self._requests is None:
             process = self._process
             while strategy.ranks.gather(process is not None and process.poll() is None)[0]:
@@ -243,11 +243,11 @@ class Benchmarks:
         attention: str,
         beat: Callable[[], None],
     ) -> tuple[dict[Task, dict[str, float | None]], int] | str:
-        """Returns ({task: scores}, requests that were shortened), or what is wrong.
+        """Returns ({task: scores}, number of shortened requests), or a problem.
 
         Args:
-            window: windows to pack the requests into, those that the model was compiled for.
-            sequences: windows in one call of the model.
+            window: windows for the requests, of the shape that the model was compiled for.
+            sequences: windows per call of the model.
         """
         requests = self.requests(strategy, beat)
         if isinstance(requests, str):

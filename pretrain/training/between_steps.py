@@ -1,6 +1,6 @@
 """Work of the loop between two steps: logs, validation, checkpoints, evaluations, samples, an early decay.
 
-All functions are collective. Long work does not count as training time, and stops early if the run is asked to end.
+All functions are collective. Long work does not count as training time, and stops early on a request to end the run.
 """
 
 import copy
@@ -56,14 +56,14 @@ def log_step(run: Run, report: StepReport, learning_rate: float) -> None:
 
 
 def show_progress(run: Run, reports: list[StepReport]) -> None:
-    """Updates the live line from what the CPU already knows: on a GPU the loss is the previous step's."""
+    """Updates the live line with values already on the CPU. On a GPU, the loss is the previous step's."""
     step = run.state.step
     run.log.set_position(step, run.state.tokens)
     if not run.log.is_live:
         return
     live = run.live
     live.losses.extend(report.loss for report in reports)
-    if seconds := run.throughput.recent_step_seconds:  # else the figures from before a pause stay
+    if seconds := run.throughput.recent_step_seconds:  # otherwise keep the numbers from before a pause
         live.step_seconds = seconds
         live.tokens_per_second = run.plan.tokens_in(step - 1) / seconds
         rate = live.tokens_per_second / run.strategy.ranks.count
@@ -75,7 +75,7 @@ def show_progress(run: Run, reports: list[StepReport]) -> None:
 
 
 def validate(run: Run) -> None:
-    """Measures and logs the validation loss of every source, of the weights and of their average. All ranks."""
+    """Measures and logs the validation loss of every source, for the weights and their average."""
     began = time.perf_counter()
     with interruptible(run, "validation") as beat:
         sequences = run.config.validation.sequences
@@ -131,11 +131,11 @@ def save(run: Run, *, wait: bool, required: bool = False) -> None:
     """Starts saving a checkpoint of this step, if there is none. A collective call.
 
     Args:
-        wait: return when it is written.
+        wait: return after it is written.
         required: wait, and raise SaveError on all ranks if it fails.
     """
     with run.pausing("saving"):
-        compare_replicas(run)  # before the save: a checkpoint must not preserve replicas that differ
+        compare_replicas(run)  # before the save, because a checkpoint must not preserve differing replicas
         if run.built.experts:
             run.state.expert_counts = run.built.experts.counts()
         if run.clock.is_limited:
@@ -146,7 +146,7 @@ def save(run: Run, *, wait: bool, required: bool = False) -> None:
             run.checkpoints.wait(run.watch.beat)
             report_saves(run)
             if required and not run.is_saved:
-                raise SaveError(f"the checkpoint of step {run.state.step:,} could not be written: see train.log")
+                raise SaveError(f"the checkpoint of step {run.state.step:,} could not be written; see train.log")
             poll_requests(run)  # a signal during the save ends the run now, not one step and one save later
 
 
@@ -173,7 +173,7 @@ def trainer_state(asked: RunConfig, whole: RunPlan, plan: RunPlan, state: RunSta
     """Returns the fields of trainer_state.json that `continue_from` needs.
 
     Args:
-        asked: the recipe with `auto` where the user wrote it.
+        asked: the recipe, with the user's `auto` settings.
         whole: plan of the whole run.
         plan: that plan without skipped data, and with the requested end.
     """
@@ -187,15 +187,15 @@ def trainer_state(asked: RunConfig, whole: RunPlan, plan: RunPlan, state: RunSta
 
 
 def model_describer(run: Run) -> Callable[..., None]:
-    """Returns a function that writes a model folder's files except the weights, for the model as it is now."""
-    # A background save may write them when the model has already entered its next stage.
+    """Returns a function that writes a model folder's files except the weights, for the current model."""
+    # A background save may write them after the model has entered its next stage.
     described = copy.copy(run.built.causal_lm)
     described.config = copy.deepcopy(described.config)
     return partial(describe_model, described, run.tokenizer)
 
 
 def report_saves(run: Run) -> None:
-    """Logs the saves that have finished since the last call; ranks need not call in the same step."""
+    """Logs newly finished saves. Ranks don't have to call it in the same step."""
     while (save := run.checkpoints.finished()) is not None:
         if save.problem is not None:
             message = (
@@ -217,7 +217,7 @@ def report_saves(run: Run) -> None:
 def evaluate(run: Run) -> None:
     """Evaluates this step's checkpoint in a separate process, if it was written. A collective call.
 
-    With `where: blocking` all ranks wait for its end; with `where: in_loop` they evaluate the model as it is.
+    With `where: blocking`, all ranks wait for its end. With `where: in_loop`, they evaluate the current model.
     """
     if run.benchmarks is not None:
         _measure_benchmarks(run)
@@ -228,7 +228,7 @@ def evaluate(run: Run) -> None:
     ranks = run.strategy.ranks
     with interruptible(run, "evaluation") as beat:
         process = run.evaluations.start(run.newest_checkpoint, settings) if ranks.is_main else None
-        # Only the main rank knows if it still runs; all must leave the loop in the same round.
+        # Only the main rank knows if it is still running, but all must leave the loop in the same round.
         while settings.where == "blocking" and ranks.gather(process is not None and process.poll() is None)[0]:
             time.sleep(0.5)
             beat()
@@ -286,9 +286,9 @@ def sample(run: Run) -> None:
 
 
 def diagnose(run: Run, batch: dict[str, Any]) -> None:
-    """Logs what this step did within the model, layer by layer. A collective call.
+    """Logs measurements of this step, layer by layer. A collective call.
 
-    batch: the step's last micro-batch, which goes through the model once more.
+    batch: the step's last micro-batch, for one more forward pass.
     """
     with run.pausing("diagnostics"):
         figures = run.diagnostics.measure(run.built.model, batch)

@@ -27,13 +27,13 @@ class Built:
     """Model in training, from `build_training`."""
 
     model: nn.Module
-    """Model to call with a micro-batch; returns (loss, cross entropy)."""
+    """Model to call with a micro-batch. Returns (loss, cross entropy)."""
     causal_lm: PreTrainedModel
-    """Model inside; checkpoints use its parameter names."""
+    """The inner model. Checkpoints use its parameter names."""
     experts: "Experts | None"
     """Counters of the experts; None for a dense model."""
     terms: "LossTerms | None" = None
-    """Terms that extensions add to the loss; None if there are none."""
+    """Extensions' loss terms, if any."""
 
 
 def build_training(
@@ -45,12 +45,12 @@ def build_training(
     from_pretrained: bool = False,
     from_checkpoint: bool = False,
 ) -> Built:
-    """Builds model and optimizer; a collective call. The strategy fills in the weights unit by unit.
+    """Builds model and optimizer. The strategy fills in the weights unit by unit. A collective call.
 
     Args:
-        learning_rate: peak learning rate, to which the optimizer's groups are set.
+        learning_rate: peak learning rate of the optimizer's groups.
         from_pretrained: load the weights of the recipe's model instead of drawing them from the seed.
-        from_checkpoint: the caller loads all weights next, so they get no values here.
+        from_checkpoint: True if the caller loads all weights next, so they need no values.
     """
     say_stage("Building the model")
     kind = strategy.device.type
@@ -91,7 +91,7 @@ def build_training(
 
         added = new_tokens(config, plan.model_config)
         if added:
-            say_stage(f"{len(added.parts):,} new tokens start as the mean of their parts")
+            say_stage(f"{len(added.parts):,} new tokens are initialized with the mean of their parts")
         weights = replace(weights, pretrained=open_pretrained(config.model.config, added))
     if config.optim.mup_base_width:
         from pretrain.model.width_roles import initial_scales
@@ -122,11 +122,11 @@ def build_training(
 
 
 def modes_of(config: RunConfig, plan: ModelPlan, strategy: Strategy, causal_lm: PreTrainedModel) -> tuple[str, str]:
-    """Returns (mode of `compile_model`, key of LOSS_BACKENDS): the recipe's, or what its `auto` resolves to."""
+    """Returns (mode of `compile_model`, key of LOSS_BACKENDS), with `auto` resolved."""
     kind = strategy.device.type
     is_plain = config.activation_checkpointing == "none" and plan.active_parameters == plan.parameters
     is_plain = is_plain and not classes_in_rows(plan.attention)
-    is_alone = strategy.name == "single" and not config.loss.terms  # which run outside compiled code
+    is_alone = strategy.name == "single" and not config.loss.terms  # terms run outside compiled code
     mode = choose_compile(config.compile, causal_lm, device_type=kind, is_alone=is_alone, is_plain=is_plain)
     logits = None
     if strategy.precision == "fp32":

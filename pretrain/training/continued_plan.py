@@ -1,8 +1,8 @@
-"""Plans how a run continues from a checkpoint, whatever has changed in its recipe since the checkpoint was written.
+"""Plans how a run continues from a checkpoint, perhaps with a changed recipe.
 
-The checkpoint records how far the run got: its step, the tokens it has seen, how much of each source it has read, the
-batch and the schedule so far. All of that is kept; the recipe says how to continue. So the batch, the budget, the data
-and the schedule can change at any checkpoint, any number of times.
+The checkpoint records the run's step, tokens, position in each source, and the past batch sizes and learning rates.
+These are kept, and the recipe determines the rest. So the batch, the budget, the data and the schedule can change at
+any checkpoint, any number of times.
 """
 
 import hashlib
@@ -30,9 +30,9 @@ from pretrain.units import counted, duration_text
 
 DATA = ("data.train", "data.stages", "data.sequence_length")
 MIXTURES = ("data.train", "data.stages")
-"""Alternative settings for the data; a recipe has one of them."""
+"""Alternative settings for the data. A recipe has one of them."""
 ORDER_OF_DATA = ("seed", "data.sampling", "data.sequence_length")
-"""Settings that a run cannot change midway: it would read some of its data twice and some never."""
+"""Settings that can't change midway, because some data would be read twice and some never."""
 
 
 def is_named(path: str, overridden: frozenset[str]) -> bool:
@@ -42,12 +42,12 @@ def is_named(path: str, overridden: frozenset[str]) -> bool:
 
 @dataclass(frozen=True)
 class Changes:
-    """Differences between the recipe and the checkpoint that a run continues from."""
+    """Differences between the recipe and a run's checkpoint."""
 
     changed: dict[str, tuple[Any, Any]]
-    """{setting that has changed: (the checkpoint's value, the recipe's)}."""
+    """{changed setting: (the checkpoint's value, the recipe's)}."""
     touched: frozenset[str]
-    """Settings that have changed or, for a branch, were given on the command line, perhaps with the same value."""
+    """Settings that changed or, for a branch, were given on the command line, perhaps with the same value."""
     begins_branch: bool
 
     @property
@@ -68,7 +68,7 @@ def changes_since(
 ) -> Changes:
     """Compares the recipe with a checkpoint's trainer_state.json.
 
-    asked: the recipe with `auto` where the user wrote it.
+    asked: the recipe, with the user's `auto` settings.
     """
     now = settings_of(asked)
     before = {current_path(path): value for path, value in contents.get("settings", now).items()}
@@ -78,7 +78,7 @@ def changes_since(
 
 
 def old_checkpoint_problems(contents: Mapping[str, Any], plan: RunPlan, *, begins_branch: bool) -> list[str]:
-    """Lists why a run cannot continue from a checkpoint of an earlier version, which recorded fewer settings.
+    """Lists why a run can't continue from an old checkpoint with fewer recorded settings.
 
     plan: plan of the recipe alone.
     """
@@ -92,16 +92,16 @@ def old_checkpoint_problems(contents: Mapping[str, Any], plan: RunPlan, *, begin
     ):
         return []
     return [
-        f"the checkpoint of step {contents['state']['step']:,} is of an earlier version, which recorded too little "
-        "to branch or to change budget, batch or schedule; continue the run unchanged to its next checkpoint, then "
-        "change it"
+        f"the checkpoint of step {contents['state']['step']:,} was written by an earlier version, without the data "
+        "for branching or for changing budget, batch or schedule; continue the run unchanged to its next checkpoint, "
+        "then change it"
     ]
 
 
 def rewind_step(plan: RunPlan, contents: Mapping[str, Any], changes: Changes) -> int | None:
     """Returns the step before the final decay to which an extended run must go back; None if it continues from here.
 
-    With another schedule a run continues from the decayed model.
+    With another schedule, a run continues from the decayed model.
 
     Args:
         plan: plan from the checkpoint on (see `continued`).
@@ -128,10 +128,10 @@ def continued(
     Args:
         plan: plan of the recipe alone, as for a new run.
         contents: contents of the checkpoint's trainer_state.json.
-        state: state of the run, with rollbacks that are newer than the checkpoint.
-        is_finished: the run has its final model, so a budget that is already reached is no mistake.
+        state: state of the run, including rollbacks newer than the checkpoint.
+        is_finished: True if the run has its final model, so a budget already reached is valid.
 
-    Raises InputError for a change after which it would be unknown what was read, and for a budget that has passed.
+    Raises InputError for a budget already exceeded, or a change that would lose track of the data read.
     """
     planned = contents["plan"]
     identity = contents["identity"]
@@ -159,15 +159,15 @@ def continued(
         total_steps = state.step
     ramp = replace(ramp, total_steps=total_steps)
 
-    # Checkpoints count samples with the skipped ones, `ramp` without.
+    # Checkpoints count skipped samples, `ramp` doesn't.
     sample = moved_past(state.left_out, ramp.sequences_before(state.step))
     origin = planned.get("origin")
     if data_changes(plan.identity, identity):
         origin = contents.get("data")
         if origin is None:
             raise InputError(
-                "data: the checkpoint does not say how much of each source the run has read, because an earlier "
-                "version wrote it; keep the same data until the next checkpoint, then change it"
+                "data: an earlier version wrote the checkpoint without recording how much of each source was read; "
+                "keep the same data until the next checkpoint, then change it"
             )
         if other_length:
             origin = {**origin, "sample": sample}
@@ -177,7 +177,7 @@ def continued(
     if len(plan.stages) > 1:
         stage_starts = [] if other_length else planned.get("stage_starts", plan.batches.stage_starts)
         batches = batches.passing(stage_starts, sample)
-    # Without skipped ranges: `Run.replan` skips them, also after a later rollback.
+    # Without skipped ranges, because `Run.replan` skips them, also after a later rollback.
     batches = batches.changed(skipped=())
     schedule = _continued_schedule(config, total_steps, contents, state, changes)
     return replace(plan, ramp=ramp, ramp_steps=ramp_steps, batches=batches, schedule=schedule)
@@ -186,9 +186,9 @@ def continued(
 def _past_ramp(plan: RunPlan, contents: Mapping[str, Any], state: RunState) -> BatchRamp:
     """Returns the batch of all past steps, in sequences of the recipe's length."""
     length = plan.batches.window.sequence_length
-    if contents["identity"]["data.sequence_length"] != length:  # a branch, for which only the sum counts
+    if contents["identity"]["data.sequence_length"] != length:  # for a branch, only the sum counts
         return BatchRamp((max(1, -(-state.tokens // (length * max(1, state.step)))),), (0,), state.step)
-    if "ramp" not in contents["plan"]:  # an earlier version's, whose batch has not changed: `old_checkpoint_problems`
+    if "ramp" not in contents["plan"]:  # old checkpoints; `old_checkpoint_problems` rejects a changed batch
         return plan.ramp
     recorded = contents["plan"]["ramp"]
     return BatchRamp(
@@ -200,12 +200,12 @@ def _past_ramp(plan: RunPlan, contents: Mapping[str, Any], state: RunState) -> B
 
 
 def data_changes(now: Mapping[str, Any], before: Mapping[str, Any]) -> bool:
-    """Tells if two identities (see `run_plan.identity_of`) differ in the data that is read."""
+    """Tells if two identities (see `run_plan.identity_of`) differ in their data."""
     return any(now.get(path) != before.get(path) for path in DATA)
 
 
 def data_digest(plan: RunPlan) -> str:
-    """Hashes the data and its order: plans with the same digest number their samples in the same way.
+    """Hashes the data and its order. Plans with the same digest number their samples in the same way.
 
     plan: plan of the whole run, without the skips of rollbacks.
     """
@@ -216,13 +216,13 @@ def data_digest(plan: RunPlan) -> str:
 def rollback_entry(
     whole: RunPlan, plan: RunPlan, state: RunState, steps: tuple[int, int], *, skips: bool
 ) -> dict[str, Any]:
-    """Returns the record of a rollback: what it changes from now on.
+    """Returns the record of a rollback with its changes.
 
     Args:
-        whole: plan of the whole run when it went wrong.
-        plan: that plan without what earlier rollbacks skip.
-        steps: first and last step that went wrong, counted from 1.
-        skips: skip their data; else halve the learning rate.
+        whole: plan of the whole run at the time of the problem.
+        plan: this plan without the data skipped by earlier rollbacks.
+        steps: first and last bad step, counted from 1.
+        skips: True to skip their data, False to halve the learning rate.
     """
     first, last = steps
     return {
@@ -237,7 +237,7 @@ def rollback_entry(
 
 
 def without_ranges_ahead(state: RunState, plan: RunPlan, identity: Mapping[str, Any]) -> RunState:
-    """Drops samples to skip that lie ahead if, after a change of data, they are different text.
+    """Drops future samples to skip if a change of data replaces them by different text.
 
     Args:
         plan: plan of the whole run from the checkpoint on.
@@ -276,12 +276,12 @@ def _continued_schedule(
 
 
 def continued_state(config: RunConfig, contents: Mapping[str, Any], changes: Changes, trunk: str | None) -> RunState:
-    """Returns the state with which a run continues from a checkpoint.
+    """Returns the state of a run continued from a checkpoint.
 
-    A branch that is given neither a budget nor a schedule decays from its first step to a finished model.
+    A branch with neither a budget nor a schedule decays from its first step to a finished model.
 
     Args:
-        trunk: run that a branch begins from.
+        trunk: the branch's original run.
     """
     state = RunState(**contents["state"])
     if trunk is not None:
@@ -297,31 +297,31 @@ def continued_state(config: RunConfig, contents: Mapping[str, Any], changes: Cha
 
 
 def decay_problems(plan: RunPlan, contents: Mapping[str, Any], changes: Changes, trunk: str | None) -> list[str]:
-    """Lists why a run cannot continue as asked from within its final decay.
+    """Lists why a run in its final decay can't continue as requested.
 
     Args:
         plan: plan from the checkpoint on (see `continued`).
-        trunk: branch_from as the user gave it.
+        trunk: the user's branch_from.
     """
     planned = contents["plan"]
     saved = contents["state"]
     if changes.begins_branch and not changes.clock and saved["step"] > planned["stable_until"]:
         return [
-            f"branch_from: {trunk} has begun to decay its learning rate; take a checkpoint of step "
-            f"{planned['stable_until']:,} or before, or name the schedule that the branch begins with, such as "
+            f"branch_from: {trunk} has begun to decay its learning rate; use a checkpoint of step "
+            f"{planned['stable_until']:,} or before, or give the branch a schedule, such as "
             "--optim.schedule constant"
         ]
     is_shorter = plan.total_steps <= planned["total_steps"]
     if not changes.begins_branch and saved.get("anneal_from") is not None and changes.budget and is_shorter:
         return [
             f"budget: the run has been in its final decay since step {saved['anneal_from']:,}, which ends at step "
-            f"{planned['total_steps']:,}; leave the budget as it was, or raise it beyond that step"
+            f"{planned['total_steps']:,}; keep the old budget, or raise it beyond that step"
         ]
     return []
 
 
 def time_problems(config: RunConfig, plan: RunPlan, state: RunState) -> list[str]:
-    """Lists the problem of a run that has steps left but no time for them."""
+    """Returns the problem if a run has steps left but no time."""
     minutes = config.budget.minutes
     if minutes is None or state.seconds < 60 * minutes or state.anneal_from is not None:
         return []
@@ -334,17 +334,17 @@ def time_problems(config: RunConfig, plan: RunPlan, state: RunState) -> list[str
 
 
 def no_stable_checkpoint(planned: Mapping[str, Any]) -> InputError:
-    """Returns the error for extending a run that only has checkpoints from within its final decay."""
+    """Returns the error for extending a run with checkpoints only from its final decay."""
     return InputError(
         f"budget: the run of {planned['total_steps']:,} steps has been decaying its learning rate since step "
-        f"{planned['stable_until']:,}, and no earlier checkpoint is left; keep one with "
+        f"{planned['stable_until']:,}, but no earlier checkpoint is left; keep one with "
         "checkpoint.keep_every, or continue from the decayed model with another schedule, such as "
         "--optim.schedule constant"
     )
 
 
 def describe_continuation(plan: RunPlan, state: RunState, changes: Changes, found: Path) -> str:
-    """Describes in one paragraph how the run continues: from which step, at which learning rate, to which end."""
+    """Describes how the run continues: its step, learning rate and end."""
     step = state.step
     total = plan.total_steps
     begins = "branches" if changes.begins_branch else "continues"
@@ -360,8 +360,8 @@ def describe_continuation(plan: RunPlan, state: RunState, changes: Changes, foun
         ]
         if first == last and isinstance(plan.schedule, Schedule) and plan.schedule.progress(step) >= 1.0:
             lines.append(
-                f"  warning: this is the floor, since the {plan.schedule.name} schedule has ended; another schedule "
-                "or warmup starts again at the peak, such as --optim.schedule constant"
+                f"  warning: this is the floor, because the {plan.schedule.name} schedule has ended; another schedule "
+                "or warmup restarts at the peak, such as --optim.schedule constant"
             )
     if state.seconds:
         lines.append(f"  {duration_text(state.seconds)} of budget.minutes are used")
@@ -374,7 +374,7 @@ def describe_continuation(plan: RunPlan, state: RunState, changes: Changes, foun
 
 @dataclass(frozen=True)
 class Continuation:
-    """Plan and state with which a run continues from a checkpoint."""
+    """Plan and state of a run continued from a checkpoint."""
 
     plan: RunPlan
     """Plan of the whole run, without rollbacks or annealing."""
@@ -401,11 +401,11 @@ def continue_from(
         plan: plan of the recipe alone, as for a new run.
         found: the checkpoint's folder.
         contents: contents of its trainer_state.json.
-        rollbacks: rollbacks recorded in the run's folder, which may be newer than the checkpoint.
-        begins_branch: the checkpoint is of the run that branch_from names.
-        is_finished: the run has its final model.
+        rollbacks: rollbacks recorded in the run's folder, perhaps newer than the checkpoint.
+        begins_branch: True if the checkpoint belongs to the run in branch_from.
+        is_finished: True if the run has its final model.
 
-    Raises InputError for differences from the checkpoint that are impossible, or not named on the command line.
+    Raises InputError for impossible changes, or changes not given on the command line.
     """
     identity = contents["identity"]
     if not begins_branch and config.branch_from is not None:
@@ -427,7 +427,7 @@ def continue_from(
 
 
 def describe_next_start(config: RunConfig, plan: RunPlan, asked: CommandLine) -> str:
-    """Describes how the next start would continue, like `describe_continuation`; "" for a run without a checkpoint.
+    """Describes how the next start would continue, like `describe_continuation`; "" without a checkpoint.
 
     Reads the newest checkpoint's trainer_state.json without verifying its files. Raises InputError as a start would.
     """
@@ -454,7 +454,7 @@ def describe_next_start(config: RunConfig, plan: RunPlan, asked: CommandLine) ->
 
 
 def refuse_other_branch(config: RunConfig, lineage: Sequence[Mapping[str, Any]]) -> None:
-    """Raises InputError if the run in `output` did not begin as the branch that the recipe describes."""
+    """Raises InputError if the run in `output` is not the branch described by the recipe."""
     run, _, step = config.branch_from.rpartition("@")
     run = Path(run)
     step = int(step) if step.isdecimal() else None
@@ -464,16 +464,16 @@ def refuse_other_branch(config: RunConfig, lineage: Sequence[Mapping[str, Any]])
     how = f"branched from {began['run']}@{began['step']}" if began else "not branched from any"
     raise InputError(
         f"branch_from: {config.branch_from}, but {config.output} has a run that was {how}; choose another --output "
-        "for the branch, or leave branch_from out to continue that run"
+        "for the branch, or omit branch_from to continue that run"
     )
 
 
 def continuation_problems(
     found: Path, saved: Mapping[str, Any], plan: RunPlan, overridden: frozenset[str], *, begins_branch: bool = False
 ) -> list[str]:
-    """Lists why a run cannot continue from a checkpoint of that identity; names the model's keys.
+    """Lists why a run can't continue from a checkpoint with this identity. Names the model's keys.
 
-    A model of another shape is rejected even if the command line asks for it: fewer layers would load silently.
+    A model of another shape is always rejected, because a model with fewer layers would load silently.
     """
     problems = identity_problems(saved, plan.identity, overridden, begins_branch=begins_branch)
     if saved.get("model") == plan.identity["model"]:
@@ -482,7 +482,7 @@ def continuation_problems(
     changes = config_differences(earlier, plan.model_config)
     others = [problem for problem in problems if not problem.startswith("model: ")]
     if shape_changes(earlier, plan.model_config):
-        what_now = "the weights of the checkpoint do not fit; restore it, or choose another --output"
+        what_now = "the checkpoint's weights do not fit; restore it, or choose another --output"
     elif len(others) < len(problems):
         what_now = "restore it, choose another --output, or accept it by naming it on the command line"
     else:
@@ -493,9 +493,9 @@ def continuation_problems(
 def identity_problems(
     saved: dict[str, Any], now: dict[str, Any], overridden: frozenset[str], *, begins_branch: bool = False
 ) -> list[str]:
-    """Lists differences from the checkpoint that are impossible, or not named on the command line.
+    """Lists impossible changes since the checkpoint, or changes not given on the command line.
 
-    begins_branch: a new run that starts from the checkpoint of another, whose recipe may differ without being named.
+    begins_branch: True for a new run from another run's checkpoint. Its recipe may differ.
     """
     problems = []
     for path in sorted(saved.keys() | now.keys()):

@@ -1,11 +1,11 @@
-"""Measures a model layer by layer at occasional steps; all other steps run as if this did not exist.
+"""Measures a model layer by layer at occasional steps. Other steps are unaffected.
 
-These are, for each layer: the root mean square (RMS) of the activations it returns, of its weights, of their gradients
-before clipping and of their change by the step; its largest attention logit, before the softmax; and the share of its
-feed-forward units that no token activates. The embedding and the head count as layers of their own.
+It measures for each layer the root mean square (RMS) of its outputs, weights, gradients before clipping, and changes
+by the step, its largest attention logit before the softmax, and its share of dead feed-forward units. The embedding
+and the head count as separate layers.
 
 Activations, logits and units come from one more forward pass of the step's last micro-batch after the update, without
-gradients and without compiled code: hooks within compiled layers would change what every other step runs.
+gradients and compiled code, because hooks within compiled layers would change every other step.
 """
 
 import functools
@@ -27,12 +27,12 @@ from pretrain.parallel.context_parallel import EXCHANGING
 from pretrain.parallel.strategy import Strategy
 
 OFF = 0.01
-"""A unit is off if its largest magnitude is below this share of the RMS of all units of its layer."""
+"""A unit is dead if its largest magnitude is below this share of the RMS of its layer's units."""
 MEASURES = ("activation_rms", "weight_rms", "gradient_rms", "update_rms", "largest_logit", "units_off")
 
 
 class Diagnostics:
-    """Measurements of a run's model. `attach` registers what a step calls; nothing happens unless `is_due`."""
+    """Measurements of a run's model. `attach` registers methods that do nothing unless `is_due`."""
 
     def __init__(self, strategy: Strategy):
         self.strategy = strategy
@@ -43,7 +43,7 @@ class Diagnostics:
         self.layers = layers_of(causal_lm)
         prefixes = [f"{name_of[layer]}." for layer in self.layers]
         self.row_of: dict[str, int] = {}
-        """Row of each matrix, by its name. Vectors, such as norms and biases, would hide what matrices do."""
+        """Row of each matrix, by its name. Vectors, such as norms and biases, are excluded."""
         shapes = {name: shape for name, shape in strategy.model_tensors().shapes.items() if len(shape) > 1}
         places = {name: next((p for p in prefixes if name.startswith(p)), name) for name in shapes}
         self.names = [place.removesuffix(".weight").removesuffix(".") for place in dict.fromkeys(places.values())]
@@ -57,16 +57,16 @@ class Diagnostics:
         self._squares: dict[str, Tensor] = {}
         """Sums of squares by measure, a vector over the rows, of this rank's share of the parameters."""
         self._before: dict[str, Tensor] = {}
-        """This rank's parts of the weights before the update, in host memory."""
+        """This rank's weights before the update, in CPU memory."""
 
     def attach(self) -> None:
-        """Registers the methods that an update calls."""
+        """Registers the methods for an update."""
         self.strategy.before_update += (self.before_update,)
         self.strategy.after_update += (self.after_update,)
 
     @torch.no_grad()
     def before_update(self) -> None:
-        """Measures weights and gradients, and keeps the weights; for strategies that have them as parameters."""
+        """Measures weights and gradients, and copies the weights, for strategies that have them as parameters."""
         if not self.is_due:
             return
         for measure in ("weight_rms", "gradient_rms", "update_rms"):
@@ -79,7 +79,7 @@ class Diagnostics:
 
     @torch.no_grad()
     def after_update(self, skipped: Tensor) -> None:
-        """Measures how the update changed the weights: not at all if it was skipped."""
+        """Measures the change of the weights by the update, 0 if it was skipped."""
         for parameter, name in self.strategy.name_of.items():
             if (before := self._before.pop(name, None)) is not None:
                 weight = local_tensor(parameter)
@@ -93,8 +93,8 @@ class Diagnostics:
     def measure(self, model: nn.Module, batch: dict[str, Any]) -> dict[str, list]:
         """Runs the extra forward pass. Returns the names of the rows as `layers`, and a list for each of MEASURES.
 
-        None stands for what a row does not have, or what this strategy or architecture does not show. A collective
-        call of all ranks.
+        None marks values that a row lacks, or that this strategy or architecture doesn't expose. A collective
+        call.
         """
         watched = Watched(self.layers, self.strategy)
         model.eval()
@@ -122,7 +122,7 @@ class Diagnostics:
 
 
 class Watched:
-    """Records of one forward pass, a number for each layer; a rank has zeros for layers that it does not run."""
+    """Records of one forward pass, one number per layer; zeros for layers of other ranks."""
 
     def __init__(self, layers: list[nn.Module], strategy: Strategy):
         self.layers = layers
@@ -135,11 +135,11 @@ class Watched:
         self.units_off = zeros()
         self.logits = torch.full_like(self.squares, -torch.inf)
         self.magnitudes: dict[int, list[Tensor]] = {}
-        """Largest magnitude of every unit, and then the mean square of all: (units + 1,) for each call, by layer."""
+        """Largest magnitude of every unit, then the mean square of all: (units + 1,) for each call, by layer."""
 
     @contextmanager
     def attached(self) -> Iterator[None]:
-        """Records the layers during the with block."""
+        """Records the layers while the context is open."""
         with ExitStack() as stack:  # a hook's handle removes it at the end
             for number, layer in enumerate(self.layers):
                 stack.enter_context(layer.register_forward_hook(self.output_hook(number)))
@@ -167,14 +167,14 @@ class Watched:
 
     @contextmanager
     def attention(self) -> Iterator[None]:
-        """Replaces the attention function by one that also finds the largest logit; models without one have none."""
+        """Replaces the attention function, if there is one, by one that also finds the largest logit."""
         config = self.strategy.causal_lm.config
         name = config._attn_implementation  # private, but transformers has no public name for it
         if name not in ALL_ATTENTION_FUNCTIONS.valid_keys():
             yield
             return
         before = ALL_ATTENTION_FUNCTIONS[name]
-        if name == EXCHANGING:  # attends over the whole sequence within
+        if name == EXCHANGING:  # it calls an attention over the whole sequence
             watching = functools.partial(before.func, self.watching(before.args[0]), *before.args[1:])
         else:
             watching = self.watching(before)
@@ -194,7 +194,7 @@ class Watched:
         return attention
 
     def figures(self) -> dict[str, list[float | None]]:
-        """Returns {measure: value of each layer} over all ranks; a collective call. Waits for the device."""
+        """Returns {measure: value of each layer} over all ranks. Waits for the device. A collective call."""
         for number, calls in self.magnitudes.items():
             of_calls = torch.stack(calls)
             largest = of_calls[:, :-1].amax(0)
@@ -214,7 +214,7 @@ class Watched:
 
 
 def last_matrices(layer: nn.Module) -> list[nn.Module]:
-    """Lists the matrices whose inputs are a layer's feed-forward units; empty for experts, which are no modules."""
+    """Lists a layer's matrices with feed-forward units as inputs; empty for experts, which aren't modules."""
     return [
         module
         for name, module in layer.named_modules()

@@ -1,4 +1,4 @@
-"""Ends a run: early and to be continued, or with the exported model."""
+"""Ends a run, either early or with the exported model."""
 
 from contextlib import nullcontext
 from pathlib import Path
@@ -22,7 +22,7 @@ REASONS = {
 
 
 def end_early(run: Run) -> int:
-    """Ends the run on request or for a pause, after a save unless it is aborted; returns the exit status."""
+    """Ends the run on request or for a pause, after a save unless it is aborted. Returns the exit status."""
     if not run.ends:
         run.request = Request.PAUSE
     if run.request != Request.ABORT:
@@ -31,7 +31,7 @@ def end_early(run: Run) -> int:
         run.evaluations.stop()
     if run.mirror:
         run.mirror.settle(run.watch.beat)
-    request = run.request  # a more urgent request may have come during the save
+    request = run.request  # a more urgent request may have arrived during the save
     saved = "nothing saved" if request == Request.ABORT else f"saved at step {run.state.step:,}"
     how = "give it a later step, or null, to" if request == Request.PAUSE else "run the same command to"
     answer(run)
@@ -44,7 +44,7 @@ def end_early(run: Run) -> int:
 
 
 def finish(run: Run) -> int:
-    """Exports the trained model to final/, checks it and publishes it; returns the exit status."""
+    """Exports the trained model to final/, checks it and publishes it. Returns the exit status."""
     final = _export_and_publish(run) if run.config.checkpoint.save_final else None
     state = run.state
     if run.evaluations:
@@ -53,7 +53,7 @@ def finish(run: Run) -> int:
             run.log.say(f"Evaluations still running, whose results will be in metrics.jsonl: {names}")
     if run.mirror:
         run.mirror.settle(run.watch.beat)
-    run.watch.close()  # first: the exit of a rank must not look like a death to the others
+    run.watch.close()  # first, so that a rank's exit doesn't look like a crash to the others
     run.log.end(EXIT_DONE, "done", step=state.step, tokens=state.tokens, skipped_steps=state.skipped_steps)
     if run.mirror:
         run.mirror.close()

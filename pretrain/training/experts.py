@@ -1,4 +1,4 @@
-"""MoE training: the loss and the bias that balance the experts over the global batch, and the experts' load.
+"""MoE training: balancing the experts over the global batch with a loss and a bias, and measuring their load.
 
 The balancing loss (Fedus et al., arXiv 2101.03961) is, for each layer of E experts of which a token visits K,
 E x sum over the experts of f x P, averaged over the layers: f is the number of a token's assignments to the expert, P
@@ -7,18 +7,18 @@ the expert's probability, both means over tokens. It is K if all experts get the
 Over a micro-batch it would force every document to use all experts; over the global batch experts may specialize (Qiu
 et al., arXiv 2501.11873). But f of the whole batch is known only after its last micro-step, too late for the gradients
 of the first. So f is the previous step's, as a constant, just as DeepSeek-V3's bias follows the previous step. The
-rest is a mean over tokens, which does not depend on their division into micro-batches and over ranks.
+rest is a mean over tokens, independent of their division into micro-batches and ranks.
 
 The bias (Wang et al., arXiv 2408.15664; DeepSeek-V3, arXiv 2412.19437, section 2.1.2) is added to the scores for
-choosing experts. After a step b <- b + rate x sign(mean load - load), with the loads of the whole global batch:
-integers, so the result is bitwise equal on all ranks. It is a buffer of the model, in checkpoints and exports.
+choosing experts. After a step b <- b + rate x sign(mean load - load), with the loads of the whole global batch. They
+are integers, so the result is bitwise equal on all ranks. The bias is a buffer in checkpoints and exports.
 
-A router's loss is not part of the model's output: it joins the backward pass where the scores leave the router, as in
-Megatron-LM's MoEAuxLossAutoScaler. So no tensor has to be passed out of a block that is compiled, sharded or
-recomputed in the backward pass; and a router overwrites its record, so that recomputation changes nothing.
+A router's loss is not part of the model's output. It joins the backward pass where the scores leave the router, as in
+Megatron-LM's MoEAuxLossAutoScaler. So no tensor has to be passed out of a compiled, sharded or recomputed block. A
+router overwrites its record, so recomputation changes nothing.
 
-Under a pipeline a rank follows the routers of its own stages, in every microbatch; what it counted of their layers is
-summed with the other ranks' counts after the step, so that f and the metrics are those of all layers everywhere.
+In a pipeline, a rank monitors the routers of its own stages in every microbatch. After the step, all ranks' counts are
+summed, so every rank has f and the metrics of all layers.
 
 Shapes: L routers, E experts (maximum over the routers), N tokens of a microbatch, K experts per token.
 """
@@ -56,15 +56,15 @@ class WithLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_scores: Tensor) -> tuple[Tensor, Tensor, None]:
         (scale,) = ctx.saved_tensors
-        # Cloned: autograd may accumulate into what it gets, and all routers share `scale`.
+        # Cloned, because autograd may accumulate into this gradient, and all routers share `scale`.
         return grad_scores, scale.clone(), None
 
 
 class FollowedRouter(nn.Module):
     """Base class of monitored routers; `Experts` creates the subclass and sets the attributes.
 
-    It is a subclass instead of a hook: only its tensors differ between layers, so one compilation serves all layers,
-    and no hook breaks a compiled block's graph.
+    A subclass is used instead of a hook, because a hook would break a compiled block's graph. Only the tensors differ
+    between layers, so one compilation serves all layers.
     """
 
     follow_share_E: Tensor
@@ -93,7 +93,7 @@ class FollowedRouter(nn.Module):
         probability_E = self.follow_probabilities(logits_NE).mean(0)
         z = logits_NE.logsumexp(-1).square().mean()
         with torch.no_grad():
-            # Overwritten instead of added to: activation checkpointing runs this twice.
+            # Overwritten instead of accumulated, because activation checkpointing runs this twice.
             self.follow_record_3E.copy_(torch.stack([counts_E, probability_E, z.expand(experts)]))
         if not (self.follow_balance or self.follow_z_loss):
             return output
@@ -129,7 +129,7 @@ def count_assignments(chosen_NK: Tensor, experts: int) -> Tensor:
 
 
 def scores_at(outputs: tuple, logits_at: int) -> int:
-    """Returns the index of the differentiable output that the block uses: the scores, else the logits."""
+    """Returns the index of the differentiable output used by the block: the scores, or the logits."""
     floating = [
         place for place, output in enumerate(outputs) if isinstance(output, Tensor) and output.is_floating_point()
     ]
@@ -137,7 +137,7 @@ def scores_at(outputs: tuple, logits_at: int) -> int:
 
 
 def score_of(module: nn.Module) -> str:
-    """Returns how a router turns logits into scores, by its code: softmax, sigmoid, or own (its `score_fn`)."""
+    """Finds in a router's code how it turns logits into scores: softmax, sigmoid, or own (its `score_fn`)."""
     if callable(getattr(module, "score_fn", None)):
         return "own"
     return "sigmoid" if "sigmoid" in inspect.unwrap(type(module).forward).__code__.co_names else "softmax"
@@ -149,15 +149,15 @@ def _followed(kind: type) -> type:
 
 
 class Experts:
-    """Monitor of an MoE model's routers in training. All methods are collective.
+    """Monitors an MoE model's routers in training. All methods are collective.
 
-    `attach` registers the methods that a step calls: `begin_step`, `count` and `end_step`.
+    `attach` registers the methods `begin_step`, `count` and `end_step`.
 
-    A microbatch is what a forward pass gets: a micro-batch, or its part that flows through a pipeline.
+    A microbatch is the input of a forward pass: a micro-batch, or a pipeline's part of it.
 
     Args:
         causal_lm: the model, prepared by the strategy and not yet compiled.
-        losses: coefficients of the losses; at 0 the routers are still monitored, and their biases stay.
+        losses: coefficients of the losses. At 0, the routers are still monitored, and their biases don't change.
     """
 
     def __init__(self, causal_lm: PreTrainedModel, strategy: Strategy, losses: RouterLosses):
@@ -187,30 +187,30 @@ class Experts:
         self._bias_rate = losses.bias_rate
         biases = {row: balancing_bias(router) for row, router in enumerate(self.routers)} if losses.bias_rate else {}
         self._bias_of = {row: bias for row, bias in biases.items() if not bias.is_meta}
-        """Biases of the layers that this rank has, by the router's number."""
+        """Biases of this rank's layers, by the router's number."""
         self._top_k_L = torch.tensor([float(router.module.follow_top_k) for router in self.routers], device=device)
         self._size_L = torch.tensor([float(size) for size in self.sizes], device=device)
         self._sums_L3E = torch.zeros(layers, 3, most, device=device)
         """Sums of the step so far, on this rank."""
         self._last_L3E = torch.zeros(layers, 3, most, device=device)
-        """Values of the last whole step: assignments summed over all ranks; means of the rest."""
+        """Values of the last whole step: assignments summed over all ranks, and means of the rest."""
         self._balance_L = torch.zeros(layers, device=device)
         self._idle_LE = torch.zeros(layers, most, dtype=torch.int32, device=device)
         """Consecutive steps, up to the last, in which an expert received nothing."""
         self._reported_LE = torch.zeros(layers, most, dtype=torch.bool)
         self._microbatches = strategy.microbatches
-        """Microbatches of a rank in a step."""
+        """Microbatches per rank and step."""
         self.load(None)
 
     def attach(self) -> None:
-        """Registers the methods of a step with the strategy and with the modules that run forward."""
+        """Registers the methods of a step with the strategy and with modules' forward hooks."""
         self.strategy.before_step = (self.begin_step,)
         self.strategy.after_update = (self.end_step,)
         for running in self.strategy.running_modules():
             inside = set(running.modules())
             rows = [row for row, router in enumerate(self.routers) if router.module in inside]
             if rows:  # consecutive, as a stage's layers are
-                # Outside of compiled blocks, so that no graph breaks, and of recomputed ones, which run twice.
+                # Outside compiled blocks, to avoid graph breaks, and outside recomputed ones, which run twice.
                 count = functools.partial(self._count_in_training, slice(rows[0], rows[-1] + 1))
                 running.register_forward_hook(count)
 
@@ -230,13 +230,13 @@ class Experts:
             self._sums_L3E[rows] += self._stacked([router.module.follow_record_3E for router in self.routers[rows]])
 
     def end_step(self, skipped: Tensor | None = None) -> None:
-        """Sums over the ranks after the update, in one small collective that nothing waits for; moves biases.
+        """Sums over the ranks after the update, in one small asynchronous collective. Updates biases.
 
-        skipped: 1 if the update changed nothing, a scalar on the device; then biases stay too.
+        skipped: scalar on the device, 1 if the update changed nothing. Then biases don't change either.
         """
         if not self.routers:
             return
-        # Cloned: with one rank `sum` returns its argument, which is cleared next.
+        # Cloned, because with one rank `sum` returns its argument, which is cleared next.
         self._last_L3E = self.strategy.sum(self._sums_L3E, by_layer=True).clone()
         self._sums_L3E.zero_()
         counts_LE = self._last_L3E[:, 0]
@@ -248,7 +248,7 @@ class Experts:
             self._move_biases(counts_LE, skipped)
 
     def _move_biases(self, counts_LE: Tensor, skipped: Tensor | None) -> None:
-        # In integers: rounding must not move an exactly even share to one side.
+        # In integers, because rounding must not make an exactly even share uneven.
         counts_LE = counts_LE.long()
         moves_LE = (
             self._bias_rate * (counts_LE.sum(-1, keepdim=True) - counts_LE * self._size_L.long()[:, None]).sign()
@@ -261,7 +261,7 @@ class Experts:
     def _largest_biases(self) -> Tensor:
         """Returns the largest absolute bias of every layer, (L,), on all ranks."""
         largest_L = torch.zeros_like(self._size_L)
-        if self.strategy.data_rank == self.strategy.part == 0:  # all ranks that have the layer would give the same
+        if self.strategy.data_rank == self.strategy.part == 0:  # other ranks with this layer have the same values
             for row, bias_E in self._bias_of.items():
                 largest_L[row] = bias_E.abs().max()
         return self.strategy.sum(largest_L, by_layer=True)
@@ -273,14 +273,14 @@ class Experts:
         torch._foreach_copy_([router.module.follow_share_E for router in self.routers], shares)
 
     def counts(self) -> list[list[int]] | None:
-        """Returns assignments in the last step, by layer and expert, for a checkpoint; None before the first step."""
+        """Returns the last step's assignments, by layer and expert, for a checkpoint; None before the first step."""
         if not self.routers or not self._last_L3E[:, 0].any():
             return None
         rows = self._last_L3E[:, 0].tolist()
         return [[int(n) for n in row[:size]] for row, size in zip(rows, self.sizes, strict=True)]
 
     def load(self, counts: list[list[int]] | None) -> None:
-        """Continues after the step of these `counts`; None: before the first step, with even shares."""
+        """Continues after the step with these `counts`. None: before the first step, with even shares."""
         if not self.routers:
             return
         for tensor in (self._sums_L3E, self._last_L3E, self._idle_LE):
@@ -293,21 +293,21 @@ class Experts:
             self._use(self._last_L3E[:, 0])
 
     def _stacked(self, rows: list[Tensor]) -> Tensor:
-        """Stacks rows of experts; those of routers with fewer experts are padded with zeros."""
+        """Stacks rows of experts, padded with zeros for routers with fewer experts."""
         most = self._sums_L3E.shape[-1]
         if any(row.shape[-1] < most for row in rows):
             rows = [nn.functional.pad(row, (0, most - row.shape[-1])) for row in rows]
         return torch.stack(rows)
 
     def _exists(self) -> Tensor:
-        """Returns a mask (L, E) of existing experts, since routers may have different numbers of them."""
+        """Returns a mask (L, E) of existing experts, because routers may have different numbers of them."""
         places_E = torch.arange(self._sums_L3E.shape[-1], device=self.strategy.device)
         return places_E < self._size_L[:, None]
 
     def figures(self) -> dict[str, float]:
-        """Returns metrics of the last step over the whole global batch, for the log; waits for the device.
+        """Returns metrics of the last step over the whole global batch, for the log. Waits for the device.
 
-        Loads are relative to an even share; the entropy of a layer's loads is relative to its maximum, log E.
+        Loads are relative to an even share. The entropy of a layer's loads is relative to its maximum, log E.
         """
         if not self.routers:
             return {}
@@ -328,7 +328,7 @@ class Experts:
         return dict(zip(figures, torch.stack(list(figures.values())).tolist(), strict=True))
 
     def newly_dead(self) -> str | None:
-        """Warns of experts without a token for IDLE_STEPS steps; once for each, until it gets one again."""
+        """Warns of experts without a token for IDLE_STEPS steps, once for each until it gets a token again."""
         if not self.routers:
             return None
         dead_LE = ((self._idle_LE >= IDLE_STEPS) & self._exists()).cpu()

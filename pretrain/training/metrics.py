@@ -1,6 +1,6 @@
 """Writes one dict per event to metrics.jsonl, train.log, the console and the trackers. Only the main rank writes.
 
-metrics.jsonl has one JSON object per line, `event` first; numbers that are not finite are written as null.
+metrics.jsonl has one JSON object per line, starting with `event`. Non-finite numbers are written as null.
 """
 
 import json
@@ -74,10 +74,10 @@ SHOWN: dict[str, Parts] = {
         (ALWAYS, "{reason}: {step:,} steps and {tokens:,} tokens; {duration} since start; exit status {code}"),
     ),
 }  # fmt: skip
-"""Events as printed on the console and in train.log; all others go to metrics.jsonl only."""
+"""Formats of events on the console and in train.log. All others go only to metrics.jsonl."""
 
 TRACKED = ("train", "validation")
-"""Events whose numbers go to the trackers: those that make curves."""
+"""Events with numbers for the trackers."""
 ALARMS = ("skip", "spike", "divergence", "explosion", "rollback", "warning")
 """Events in yellow on a terminal."""
 STEPS_OF_SPEED = 32
@@ -94,7 +94,7 @@ class Throughput:
     def __init__(self):
         self._ends: deque[float] = deque(maxlen=STEPS_OF_SPEED)
         self.pace: float | None = None
-        """Expected seconds per step, from steps that compiled nothing; None before there are any."""
+        """Expected seconds per step, from steps without compilation; None before the first."""
         self._begin()
         self._compiles = True
 
@@ -131,12 +131,12 @@ class Throughput:
 
     @property
     def recent_step_seconds(self) -> float | None:
-        """Mean of the last steps since a pause, without the first, which may compile; None before two steps."""
+        """Mean of the last steps since a pause, excluding the first, which may compile; None before two steps."""
         steps = len(self._ends) - 1
         return (self._ends[-1] - self._ends[0]) / steps if steps > 0 else None
 
     def read(self, tokens: int, flops: float, peak_flops: float | None, ranks: int) -> dict[str, float | None]:
-        """Returns metrics since the last reading, given tokens and FLOPs of all ranks; starts the next interval."""
+        """Returns metrics since the last reading, given tokens and FLOPs of all ranks. Starts the next interval."""
         seconds = max(time.perf_counter() - self._start - self._paused, 1e-9)
         steps = max(self._steps, 1)
         if not self._compiles:  # if every step is followed by a pause, this is the only pace
@@ -153,7 +153,7 @@ class Throughput:
 
 @dataclass
 class LiveFigures:
-    """Figures of the live line: all known to the CPU already, so that none waits for the device."""
+    """Values of the live line. All are already on the CPU, so none waits for the device."""
 
     losses: deque[float] = field(default_factory=lambda: deque(maxlen=STEPS_OF_TREND))
     step_seconds: float | None = None
@@ -161,7 +161,7 @@ class LiveFigures:
     mfu: float | None = None
 
     def in_words(self, step: int, total_steps: int, next_save: int, seconds_left: float, width: int) -> str:
-        """Returns what fits in `width` columns; arguments as of `Metrics.show`."""
+        """Returns the parts that fit in `width` columns. Arguments as in `Metrics.show`."""
         losses = [loss for loss in self.losses if math.isfinite(loss)]
         parts = [(ALWAYS, f"step {step:,}/{total_steps:,}")]
         if losses:
@@ -184,16 +184,16 @@ class LineFile:
 
     def __init__(self, path: Path):
         self.path = path
-        # Unbuffered: a crash must not take the last lines with it.
+        # Unbuffered, so that a crash doesn't lose the last lines.
         self._file = open(path, "a+b", buffering=0)  # noqa: SIM115
         self._failed = False
         if self._file.tell() and os.pread(self._file.fileno(), 1, self._file.tell() - 1) != b"\n":
-            self.write("")  # a crash truncated the last line: the next one must not continue it
+            self.write("")  # ends a last line truncated by a crash
 
     def write(self, line: str) -> None:
         try:
             self._file.write(line.encode() + b"\n")
-        except (OSError, ValueError) as error:  # ValueError: another thread, which ends the run, has closed it
+        except (OSError, ValueError) as error:  # ValueError: closed by another thread that ends the run
             if not self._failed:
                 say(f"{self.path} cannot be written ({error}); training continues", sys.stderr)
             self._failed = True
@@ -214,7 +214,7 @@ class Metrics:
         self.is_main = is_main
         self._run = run
         self.total_steps = 0
-        """Length of the run, as it is planned now."""
+        """Planned length of the run."""
         self.began = False
         """True if the run has started training; the same on all ranks."""
         self._ended = False
@@ -224,7 +224,7 @@ class Metrics:
         self._position_now: dict[str, int] | None = None
         self._drawn = 0.0
         self.pace: float | None = None
-        """Expected seconds per step; None: not known yet."""
+        """Expected seconds per step; None if unknown."""
         self.seconds_left = math.inf
         """Seconds left of budget.minutes."""
         if is_main:
@@ -243,22 +243,22 @@ class Metrics:
 
     @property
     def is_live(self) -> bool:
-        """True if somebody watches the live line: this process writes, and to a terminal."""
+        """True if this process writes to a terminal."""
         return self.is_main and self.began and not self._ended and is_terminal(sys.stderr)
 
     def expect(self, what: str) -> None:
-        """Shows what the run waits for, which may take long, until the live line moves."""
+        """Shows a long wait in the live line until the next update."""
         if self.is_live:
             LIVE_LINE.show(f"{what} ...")
         elif self.is_main:
             say_stage(what)
 
     def show(self, figures: LiveFigures, step: int, next_save: int, seconds_left: float) -> None:
-        """Moves the live line, at most a few times per second.
+        """Updates the live line, at most a few times per second.
 
         Args:
-            next_save: step after which the next checkpoint is due.
-            seconds_left: of budget.minutes.
+            next_save: step of the next checkpoint.
+            seconds_left: seconds left of budget.minutes.
         """
         now = time.perf_counter()
         if self.is_live and now - self._drawn >= SECONDS_BETWEEN_DRAWINGS:
@@ -295,12 +295,12 @@ class Metrics:
             self._trackers.log_event(event, values)
 
     def energy(self) -> dict[str, float]:
-        """Returns {'joules': since the last call}; empty on other ranks, and if nothing is known."""
+        """Returns {'joules': since the last call}; empty on other ranks, or if unknown."""
         joules = self._meter and self._meter.joules()
         return {} if joules is None else {"joules": joules}
 
     def track(self, numbers: dict[str, float]) -> None:
-        """Sends late metrics to the trackers, at the current step, since trackers accept no earlier one."""
+        """Sends late metrics to the trackers, at the current step, because trackers accept no earlier one."""
         if self._trackers is not None:
             self._trackers.log(numbers, step=self._where()["step"])
 
@@ -327,13 +327,13 @@ class Metrics:
         self._position_now = {"step": step, "tokens": tokens}
 
     def _where(self) -> dict[str, int]:
-        """Returns steps and tokens so far; before they are known, those of the previous attempt."""
+        """Returns steps and tokens so far, or the previous attempt's if not yet known."""
         if self._position_now is None:
             self._position_now = last_position(self._run)
         return self._position_now
 
     def end(self, code: int, reason: str, **values: Any) -> None:
-        """Writes the last event of this attempt and closes everything. Of two simultaneous ends the first counts."""
+        """Writes this attempt's last event and closes everything. If called twice, only the first call counts."""
         if not self.is_main or self._ended:
             return
         self._ended = True
@@ -346,7 +346,7 @@ class Metrics:
         self._log.close()
 
     def _in_words(self, event: str, values: dict[str, Any], width: int | None) -> str:
-        """Returns the event's line for a terminal of this width; None: for a file."""
+        """Returns the event's line for a terminal of this width (None: for a file)."""
         texts = {**values, "total_steps": self.total_steps}
         if event == "train":
             left = self.total_steps - values["step"]
@@ -372,7 +372,7 @@ class Metrics:
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Returns the peak memory of the process: on the GPU if there is one, else resident."""
+    """Returns the peak memory of the process, on the GPU or resident."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

@@ -1,6 +1,6 @@
-"""Reads this rank's micro-batches, those of the next step in a thread while the model computes.
+"""Reads this rank's micro-batches, one step ahead in a thread while the model computes.
 
-A slow disk then does not delay the step. With data.dispatch_batches the first rank reads for all, a step ahead.
+So a slow disk does not delay the step. With data.dispatch_batches, the first rank reads for all, a step ahead.
 """
 
 import time
@@ -15,13 +15,13 @@ from pretrain.parallel.strategy import Strategy
 from pretrain.training.run_plan import RunPlan
 
 QUICK_READ_SECONDS = 1e-3
-"""Reading ahead pauses while none of the last READS_JUDGED reads took longer: on a CPU whose cores are all busy,
-waking another thread costs a step ten times as much as such a read."""
+"""Reading ahead pauses if the last READS_JUDGED reads all took less, because on a busy CPU waking another thread costs
+ten times as much as such a read."""
 READS_JUDGED = 64
 
 
 class ReadAhead:
-    """Source of micro-batches, step by step; the next step in the order of training is read ahead."""
+    """Reads micro-batches, with the next step in the order of training read ahead."""
 
     def __init__(self, strategy: Strategy):
         self.strategy = strategy
@@ -32,11 +32,11 @@ class ReadAhead:
         """Durations of the last reads of a micro-batch, in either thread, in seconds."""
 
     def micro_batch(self, plan: RunPlan, step: int, micro_step: int) -> dict[str, Any]:
-        """Returns the model's arguments for one call on this rank, on its device; the step's first reads ahead.
+        """Returns the model's arguments for one call, on this rank's device. The step's first call reads ahead.
 
-        Raises InputError for shards that have been damaged since the start.
+        Raises InputError for shards damaged since the start.
         """
-        # `is`: a run that rolled back, or that ends earlier, has a different plan, whose steps have other samples.
+        # `is`, because a run that rolled back or ends earlier has a different plan with other samples.
         if self._step is None or self._step[0] is not plan or self._step[1] != step:
             self._step = (plan, step, self._batches_of(plan, step))
             self._begin_next(plan, step + 1)
@@ -46,7 +46,7 @@ class ReadAhead:
         begun = self._next_step
         self._next_step = None
         if begun is not None:
-            wait([begun[2]])  # another plan's too: it may share its `Batches`, which only one thread may read
+            wait([begun[2]])  # another plan may share its `Batches`, which only one thread may read
             if begun[0] is plan and begun[1] == step:
                 return begun[2].result()
         return self._read(plan, step) if self.strategy.dispatcher is None else self._request(plan, step).result()
@@ -55,13 +55,13 @@ class ReadAhead:
         if step >= plan.total_steps:
             return
         if self.strategy.dispatcher is not None:
-            # Always: the loop alone decides which steps are requested, so all ranks take part in the same exchanges.
+            # Always, so that only the loop decides about requests, and all ranks take part in the same exchanges.
             self._next_step = (plan, step, self._request(plan, step))
         elif max(self.last_seconds) > QUICK_READ_SECONDS:
             self._next_step = (plan, step, self._thread.submit(self._read, plan, step))
 
     def _request(self, plan: RunPlan, step: int) -> Future[list[HostBatch]]:
-        """Requests this rank's part of a step from the first rank; all ranks request the same steps."""
+        """Requests this rank's part of a step from the first rank. All ranks request the same steps."""
         micro_steps = range(plan.micro_steps(step))
         return self.strategy.dispatcher.take(
             step,
@@ -87,5 +87,5 @@ class ReadAhead:
         return host_batch(ids, plan.stage(step).window, end_of_document_id=end, device=self.strategy.device)
 
     def _rows(self, plan: RunPlan, step: int) -> int:
-        """Returns the number of sequences in one call of the model."""
+        """Returns the number of sequences per call of the model."""
         return plan.stage(step).sequences_per_micro_batch * self.strategy.micro_batches_per_call

@@ -43,11 +43,11 @@ ON_GPU_ALONE = {
     "groundwork_fa2": torch.bfloat16,
     "groundwork_fa3": torch.bfloat16,
 }
-"""Attentions that are tested on a GPU, and in which dtype; all others are tested in fp32 on the CPU."""
+"""{attention tested on a GPU: dtype}. All others are tested in fp32 on the CPU."""
 TESTED_LENGTH = sum(DOCUMENT_LENGTHS[0])
-"""Tokens of the copy's windows, whatever the run's sequence length: one test serves every length."""
+"""Tokens in the copy's windows. One test covers every sequence length."""
 LEAK = 1e-5
-"""Maximum change of a document's logits in fp32, relative to the largest, when an earlier document is another one."""
+"""Maximum change of a document's logits in fp32, relative to the largest, if an earlier document changes."""
 BF16_TOLERANCE = 3e-2
 """Replacement of TOLERANCE for arithmetic in bf16."""
 
@@ -57,11 +57,11 @@ class Probe:
     """Result of a probe: how to run the model, and the findings about faster attentions."""
 
     attention: str
-    """Attention that computes what the library's eager forward computes."""
+    """Attention with the same results as the library's eager forward."""
     from_hidden_states: bool
     """True if its logits are exactly head(last hidden state), so that the loss needs no materialized logits."""
     passed_over: tuple[str, ...] = ()
-    """Faster attentions that compute something else here, and what was found."""
+    """Faster attentions with different results here, and the findings."""
 
 
 @dataclass
@@ -70,19 +70,18 @@ class Judgement:
 
     problems: list[str] = field(default_factory=list)
     leaks_documents: bool = False
-    """True if everything else is correct: the model trains correctly with document_mask off."""
+    """True if the model trains correctly with document_mask off."""
 
 
 def probe(config: PreTrainedConfig, *, attention: str, window: WindowSpec, balances: bool = False) -> Probe:
     """Finds the first of the candidates of `attention` under which the architecture trains correctly.
 
-    Takes a second or two, once per configuration and process. Raises InputError with what was found, and possible
-    remedies.
+    Takes a second or two, once per configuration and process. Raises InputError with findings and remedies.
 
     Args:
         attention: the recipe's attention.
-        window: the recipe's window; the copy is tested on shorter ones with the same properties.
-        balances: routers are to be balanced, so the balancing loss must reach them.
+        window: the recipe's window. The copy is tested on shorter ones with the same properties.
+        balances: True if routers are balanced, so the balancing loss must reach them.
     """
     found = _probe(KeyedConfig.of(config), attention, replace(window, sequence_length=TESTED_LENGTH))
     if balances and (problem := _balance_problem(KeyedConfig.of(config))):
@@ -108,7 +107,7 @@ def _probe(keyed: KeyedConfig, attention: str, window: WindowSpec) -> Probe:
             apart = with_rows(name, classes)
             found[apart] = _judge(reference, with_rows(small_name, classes), window)
             if not found[apart].problems:
-                # Nothing faster was passed over: no attention keeps documents apart where others mix them.
+                # No faster attention was skipped, because mixing by other layers affects all attentions.
                 return Probe(apart, is_projection(reference))
     unmasked = replace(window, document_mask=False)
     works_without_documents = any(
@@ -118,7 +117,7 @@ def _probe(keyed: KeyedConfig, attention: str, window: WindowSpec) -> Probe:
 
 
 def _said(found: Mapping[str, Judgement]) -> tuple[str, ...]:
-    """Lists each finding once, with all the attentions that it applies to."""
+    """Lists each finding once, with all its attentions."""
     attentions_of: dict[str, list[str]] = {}
     for name, judgement in found.items():
         for problem in judgement.problems:
@@ -168,23 +167,23 @@ def _judge(reference: PreTrainedModel, attention: str, window: WindowSpec) -> Ju
             _check_gradients(judgement, model, attention, window)
     except InputError as error:
         judgement.problems += error.problems
-    except Exception as error:  # a model's own code may fail in any way on arguments it does not know
+    except Exception as error:  # a model's own code may fail in any way on unknown arguments
         judgement.problems.append(f"fails with {described(error)}")
     return judgement
 
 
 def _with_attention(reference: PreTrainedModel, attention: str) -> PreTrainedModel:
-    """Copies the reference with another attention, to the device and dtype in which that is tested."""
+    """Copies the reference with another attention, to the device and dtype of its test."""
     implementation = implementation_of(attention)
     model = build_model(reference.config, seed=0, attention=attention).eval()
-    # The reference's weights, under which tokens affect each other.
+    # The reference's weights make tokens affect each other.
     model.load_state_dict(reference.state_dict())
     device = "cuda" if implementation in ON_GPU_ALONE else "cpu"
     return model.to(device, ON_GPU_ALONE.get(implementation, torch.float32))
 
 
 def _mixers(reference: PreTrainedModel, attention: str, window: WindowSpec) -> set[str]:
-    """Names the classes of layer parts, other than this attention, that mix documents; none if it cannot run."""
+    """Names the classes of layer parts, except this attention, that mix documents; none if it can't run."""
     from pretrain.model.document_rows import leaking_classes
 
     try:
@@ -192,7 +191,7 @@ def _mixers(reference: PreTrainedModel, attention: str, window: WindowSpec) -> s
         inputs = _inputs(model, with_rows(attention, ["any"]), window)
         arguments = {name: value for name, value in inputs.items() if name not in ("input_ids_BT", "targets_BT")}
         return leaking_classes(model, inputs["input_ids_BT"], DOCUMENT_LENGTHS[0][0], arguments)
-    except Exception:  # a model's own code may fail in any way; the judgement without rows says how
+    except Exception:  # a model's own code may fail in any way; the judgement without rows reports it
         return set()
 
 
@@ -203,7 +202,7 @@ def _compare_documents(
     inputs: dict[str, Tensor],
     tolerance: float,
 ) -> None:
-    """Compares a packed window with each of its documents alone, logits and loss."""
+    """Compares logits and loss of a packed window with each of its documents alone."""
     arguments = {name: value for name, value in inputs.items() if name not in ("input_ids_BT", "targets_BT")}
     judgement.leaks_documents = True  # reset below if all comparisons pass
     packed_BTV = logits_of(model, inputs["input_ids_BT"], **arguments)
@@ -249,17 +248,17 @@ def _check_gradients(judgement: Judgement, model: PreTrainedModel, attention: st
 def no_gradient(names: Sequence[str]) -> str:
     """Describes parameters that get no gradient.
 
-    They would stay as they are on one process, end the first step on several, and be missing from a checkpoint's
-    optimizer state, which a resumed run refuses.
+    They would not train on one process, end the first step on several, and be missing from a checkpoint's optimizer
+    state, which a resumed run rejects.
     """
     return (
-        f"{len(names)} parameters get no gradient: {_listed(names)}; in a class of your own, use them in forward() or "
+        f"{len(names)} parameters get no gradient: {_listed(names)}; in your own class, use them in forward() or "
         "remove them; experts must run even if no token is routed to them"
     )
 
 
 def _listed(names: Sequence[str]) -> str:
-    """Names some parameters, of layers that differ in their number alone once."""
+    """Names some parameters. Names that differ only in the layer number are listed once."""
     shown = list(dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name) for name in names))
     return ", ".join([*shown[:4], *([f"{len(shown) - 4} more"] if len(shown) > 4 else [])])
 
@@ -267,7 +266,7 @@ def _listed(names: Sequence[str]) -> str:
 @functools.lru_cache(maxsize=64)
 @one_thread()
 def _balance_problem(keyed: KeyedConfig) -> str | None:
-    """Returns the problem of routers whose gradient ignores the balancing loss; None if there are none."""
+    """Returns the problem if routers' gradients ignore the balancing loss, or None."""
     from pretrain.training.experts import Experts
 
     gradients = []

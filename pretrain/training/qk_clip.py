@@ -1,12 +1,12 @@
 """QK-clip: bounds attention logits by scaling the query and key weights of single heads (MuonClip; Kimi K2, arXiv
 2507.20534, section 2.1).
 
-After an update, a head whose largest logit of the step, over all tokens, was m > tau, has its logits scaled by
-tau / m: its outputs of the query's and the key's weights and biases are multiplied by the square root of that. Where
-query heads share a key head, the key takes only the factor that all of them need, and each query the rest: no head is
-scaled that did not exceed tau.
+If a head's largest logit of the step, over all tokens, was m > tau, its logits are scaled by tau / m after the update.
+The head's outputs of the query's and the key's weights and biases are multiplied by the square root of this factor. If
+query heads share a key head, the key gets only the factor that all of them need, and each query gets the rest, so no
+head below tau is scaled.
 
-The largest logits come from the step's own forward passes (`model.largest_logits`). Nothing waits for the device.
+The largest logits come from the step's own forward passes (`model.largest_logits`), without waiting for the device.
 
 Shapes: L layers with attention, H query heads, G key heads, N query heads for each key head.
 """
@@ -35,16 +35,16 @@ from pretrain.optim.tiles import take, tile_of, whole_tile
 from pretrain.parallel.strategy import Strategy
 
 ATTENTIONS = ("groundwork_sdpa", "groundwork_eager", "groundwork_fa2", "groundwork_fa3")
-"""Attentions whose masks follow from documents and windows alone."""
+"""Attentions with masks determined only by documents and windows."""
 FUSED = ("c_attn", "qkv_proj")
-"""Names of matrices whose outputs are all queries, then all keys, then all values."""
+"""Names of fused matrices with all queries, then all keys, then all values as outputs."""
 OBSERVING = "groundwork_observing"
-"""Name of the attention with which a small copy is observed."""
+"""Name of the attention for observing a small copy."""
 
 
 @dataclass(frozen=True)
 class HeadRows:
-    """Where a parameter has the outputs of the query's or the key's heads, one head after the other."""
+    """Position of the query's or the key's heads in a parameter, concatenated head by head."""
 
     parameter: str
     of_query: bool
@@ -53,11 +53,11 @@ class HeadRows:
     first: int
     """Index of the first head's first output."""
     width: int
-    """Outputs of a head."""
+    """Outputs per head."""
 
 
 def head_rows(causal_lm: PreTrainedModel) -> dict[str, list[HeadRows]]:
-    """Returns {name of an attention module: where its query's and key's heads are}, for the layouts that are known."""
+    """Returns {name of an attention module: positions of its query's and key's heads}, for known layouts."""
     heads, key_heads = heads_of(causal_lm.config)
     transposed = transposed_names(causal_lm)
     found: dict[str, list[HeadRows]] = {}
@@ -72,7 +72,7 @@ def head_rows(causal_lm: PreTrainedModel) -> dict[str, list[HeadRows]]:
         widths = [size // (heads + 2 * key_heads) for size in outputs]
         if not fused:
             widths = [outputs[0] // heads, outputs[1] // key_heads]
-        if widths[0] != widths[1]:  # such as a query matrix that also holds a gate
+        if widths[0] != widths[1]:  # such as a query matrix fused with a gate
             continue
         found[name] = [
             HeadRows(
@@ -89,14 +89,14 @@ def head_rows(causal_lm: PreTrainedModel) -> dict[str, list[HeadRows]]:
 
 
 def heads_of(config: PreTrainedConfig) -> tuple[int, int]:
-    """Returns the numbers of query heads and key heads of every layer; 0 and 0 if layers differ or have none."""
+    """Returns every layer's numbers of query heads and key heads; 0 and 0 if layers differ or have none."""
     heads = getattr(config, "num_attention_heads", None)
     key_heads = getattr(config, "num_key_value_heads", None) or heads
     return (heads, key_heads) if isinstance(heads, int) and isinstance(key_heads, int) else (0, 0)
 
 
 def factors_of(largest_H: Tensor, tau: float, key_heads: int) -> tuple[Tensor, Tensor]:
-    """Returns the factors of (..., H) queries and (..., G) keys; 1 for heads that stay."""
+    """Returns the factors of (..., H) queries and (..., G) keys; 1 for unchanged heads."""
     factor_H = torch.where(largest_H > tau, tau / largest_H, 1.0)
     factor_GN = factor_H.unflatten(-1, (key_heads, -1))
     key_G = factor_GN.amax(-1).sqrt()
@@ -104,7 +104,7 @@ def factors_of(largest_H: Tensor, tau: float, key_heads: int) -> tuple[Tensor, T
 
 
 def scale_heads(parameter: nn.Parameter, rows: HeadRows, factors: Tensor) -> None:
-    """Multiplies this rank's part of the heads' outputs by a factor for each head."""
+    """Multiplies this rank's part of each head's outputs by its factor."""
     local = local_tensor(parameter)
     each = torch.ones(parameter.shape[rows.dim], device=factors.device)
     each[rows.first : rows.first + len(factors) * rows.width] = factors.repeat_interleave(rows.width)
@@ -114,11 +114,11 @@ def scale_heads(parameter: nn.Parameter, rows: HeadRows, factors: Tensor) -> Non
 
 
 class QkClip:
-    """QK-clip of a model in training; `attach` registers what a step calls. Its only state is that of one step.
+    """QK-clip of a model in training. `attach` registers its methods. It keeps state only within a step.
 
     Args:
-        causal_lm: prepared by the strategy, not yet compiled, its attention changed by `record_largest_logits`.
-        tau: largest logit that a head may have.
+        causal_lm: prepared by the strategy and changed by `record_largest_logits`, not yet compiled.
+        tau: upper limit of a head's logits.
     """
 
     def __init__(self, causal_lm: PreTrainedModel, strategy: Strategy, tau: float):
@@ -126,11 +126,11 @@ class QkClip:
         self.tau = tau
         self.heads, self.key_heads = heads_of(causal_lm.config)
         self.parameter_of = {name: parameter for parameter, name in strategy.name_of.items()}
-        """Parameters that this rank updates."""
+        """Parameters updated by this rank."""
         rows = head_rows(causal_lm)
         self.layers = len(rows)
         self.here: dict[int, tuple[nn.Module, list[HeadRows]]] = {}
-        """{number of a layer: its attention}, of those that this rank runs."""
+        """{number of a layer on this rank: attention}."""
         for number, (name, of_layer) in enumerate(rows.items()):
             if of_layer[0].parameter in self.parameter_of:
                 module = causal_lm.get_submodule(name)
@@ -143,13 +143,13 @@ class QkClip:
         self.strategy.after_update += (self.end_step,)
 
     def begin_step(self, micro_steps: int) -> None:
-        """Forgets the logits of the step before."""
+        """Clears the previous step's logits."""
         for module, _ in self.here.values():
             getattr(module, RECORD).fill_(-torch.inf)
 
     @torch.no_grad()
     def end_step(self, skipped: Tensor) -> None:
-        """Scales the heads whose logits exceeded tau on any rank; none after a skipped update."""
+        """Scales the heads with logits above tau on any rank; none after a skipped update."""
         largest_LH = torch.full((self.layers, self.heads), -torch.inf, device=self.strategy.device)
         for number, (module, _) in self.here.items():
             record = getattr(module, RECORD)
@@ -166,9 +166,9 @@ class QkClip:
 
 
 def qk_clip_problem(model_config: PreTrainedConfig, attention: str) -> str | None:
-    """Returns why this model's heads cannot be scaled, with what works; None if they can.
+    """Returns why this model's heads can't be scaled, with alternatives, or None.
 
-    Determined by scaling the heads of a small copy. Raises InputError as `reference_of`.
+    Scales the heads of a small copy to find out. Raises InputError as `reference_of` does.
     """
     if attention not in ATTENTIONS:
         return (
@@ -205,7 +205,7 @@ def _scaling_problem(model_config: PreTrainedConfig) -> str | None:
         return f"optim.muon.qk_clip: {model_type} has no attention to observe, or layers of unequal heads; {advice}"
     parameters = dict(model.named_parameters())
     for module in list(observed):
-        query, key = observed[module]  # as the last pass has left them
+        query, key = observed[module]  # from the last pass
         of_queries = torch.linspace(0.5, 0.9, heads)
         of_keys = torch.linspace(0.6, 0.8, key_heads)
         with torch.no_grad():

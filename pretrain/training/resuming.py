@@ -33,17 +33,17 @@ def open_run(
     log: Metrics,
     last_step: int | None = None,
 ) -> Run:
-    """Opens the run at its newest intact checkpoint, at the one that it branches from, or at its beginning.
+    """Opens the run at its newest intact checkpoint, at its branch's checkpoint, or at its beginning.
 
-    A collective call. `load_checkpoint` loads the tensors once there is a model.
+    A collective call. `load_checkpoint` loads the tensors later, into the model.
 
     Args:
         plan: plan of the recipe alone, as for a new run.
-        asked: the command line, with settings that may differ from the checkpoint's.
-        last_step: step at which to end; None trains to the end.
+        asked: the command line. Its settings may differ from the checkpoint's.
+        last_step: step at which to end. None: train to the end.
 
     Raises InputError if the checkpoint has other settings, NoValidCheckpointError if all are damaged, and
-    CrashLoopError if the run has failed here too often.
+    CrashLoopError if the run has repeatedly failed here.
     """
     checkpoints = Checkpoints(config.output, strategy.ranks, config.checkpoint)
     run = Run(config, asked, strategy, log, checkpoints, plan, last_step)
@@ -74,7 +74,7 @@ def open_run(
 
 
 def _resume(run: Run, has_final: bool) -> None:
-    """Continues from the checkpoint found, or from an earlier one if the budget was raised after the final decay."""
+    """Continues from the checkpoint, or from an earlier one if the budget was raised after the final decay."""
     from pretrain.training.continued_plan import describe_continuation, no_stable_checkpoint
 
     continuation = _restore_state(run, is_finished=has_final)
@@ -117,7 +117,7 @@ def _restore_state(run: Run, *, is_finished: bool = False) -> "Continuation":
 
 
 def _recorded_rollbacks(run: Run) -> list[dict[str, Any]]:
-    """Returns the rollbacks that the main rank reads. Raises InputError on all ranks if the file is damaged."""
+    """Returns the rollbacks, read by the main rank. Raises InputError on all ranks if the file is damaged."""
     ranks = run.strategy.ranks
     problems = Problems()
     recorded = problems.attempt(recorded_rollbacks, run.config.output) if ranks.is_main else None
@@ -127,7 +127,7 @@ def _recorded_rollbacks(run: Run) -> list[dict[str, Any]]:
 
 
 def _fetch_earlier(run: Run, at_most: int, beat: Callable[[], None] = lambda: None) -> None:
-    """Fetches an earlier checkpoint from the mirror, if a run fetched from there only has its newest one."""
+    """Fetches an earlier checkpoint from the mirror, for a run that fetched only the newest one."""
     if run.config.checkpoint.mirror is None:
         return
     from pretrain.checkpoint.mirror_fetch import fetch_earlier
@@ -137,7 +137,7 @@ def _fetch_earlier(run: Run, at_most: int, beat: Callable[[], None] = lambda: No
 
 
 def load_checkpoint(run: Run) -> None:
-    """Loads the checkpoint, if there is one, into the model, the optimizer, the average and the counts of experts."""
+    """Loads the checkpoint, if any, into the model, the optimizer, the average and the counts of experts."""
     strategy = run.strategy
     state = run.state
     if run.built.experts:
@@ -154,7 +154,7 @@ def load_checkpoint(run: Run) -> None:
     if settings.kind != "none" and can_continue(settings, state.average, total_steps):
         strategy.load_average(run.saved.average)
         return
-    # Neither the kind nor the weights of the saved average are this run's.
+    # The saved average has another kind or other weights.
     state.average = None
     strategy.average = None
     if settings.kind != "none" and state.step > averages_after(settings, total_steps):
@@ -165,21 +165,21 @@ def load_checkpoint(run: Run) -> None:
 
 
 def refuse_other_terms(shapes: dict[str, tuple[int, ...]], saved: dict[str, tuple[int, ...]]) -> None:
-    """Raises InputError if terms of the loss have parameters of other names or shapes than the checkpoint."""
+    """Raises InputError if loss terms have parameters with other names or shapes than in the checkpoint."""
     if differing := sorted(name for name in shapes | saved if shapes.get(name) != saved.get(name)):
         first = differing[0]
         raise InputError(
             f"loss.terms: {len(differing)} trained parameters differ from the checkpoint's, first {first}: "
             f"{shapes.get(first, 'none')} here, {saved.get(first, 'none')} there; a run must keep its terms with "
-            "trained parameters, and their shapes: restore them, or choose another --output"
+            "trained parameters, and their shapes; restore them, or choose another --output"
         )
 
 
 def roll_back(run: Run, finding: Finding) -> None:
     """Returns to a checkpoint from before the finding, and continues with other data or a lower learning rate.
 
-    Pending metrics of later steps are discarded; requests are kept. Raises NumericStopError if the recipe, the number
-    of rollbacks or the lack of a checkpoint rules out a rollback.
+    Pending metrics of later steps are discarded, and requests are kept. Raises NumericStopError if the recipe, the
+    number of rollbacks or a missing checkpoint prevents a rollback.
     """
     with run.pausing("rolling back"):
         _restore_earlier(run, finding)
@@ -198,7 +198,7 @@ def _restore_earlier(run: Run, finding: Finding) -> None:
         raise NumericStopError(f"{finding.message}; {len(earlier_rollbacks)} earlier rollbacks")
     first, last = finding.roll_back
     skips = guard.on_spike == "skip_data"
-    # Skipped ranges count samples of the current data, and a checkpoint from before its change has other samples.
+    # Skipped ranges count samples of the current data. Checkpoints before a change of data have other samples.
     origin = run.whole_plan.batches.origin if skips else None
     at_least = origin.step if origin is not None else 0
     distant = max(first - 1 - guard.rollback_steps, at_least)
@@ -217,12 +217,12 @@ def _restore_earlier(run: Run, finding: Finding) -> None:
         **rollback_entry(run.whole_plan, run.plan, run.state, (first, last), skips=skips),
         "reason": finding.message,
     }
-    # The order matters: if killed in between, the run gets here again by the same steps. In the other order it could
-    # resume from a checkpoint after the data that it claims to skip.
+    # The order matters. If killed in between, the run gets here again by the same steps. In the other order, it could
+    # resume from a checkpoint after the data that it should skip.
     run.checkpoints.discard_after(to_step)
     if ranks.is_main:
         record_rollbacks(run.config.output, [*earlier_rollbacks, rollback])
-    ranks.barrier()  # then every rank can read what the main rank recorded
+    ranks.barrier()  # every rank can read the main rank's record after it
     _restore_state(run)
     load_checkpoint(run)
     change = f"skipping the data of steps {first:,} to {last:,}" if skips else "halving the learning rate"

@@ -1,4 +1,4 @@
-"""State that the functions called by the loop share."""
+"""State shared by the loop's functions."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -36,7 +36,7 @@ class Run:
     """
 
     config: RunConfig
-    """Recipe, with every `auto` resolved."""
+    """Recipe with `auto` resolved."""
     command_line: CommandLine
     strategy: Strategy
     log: Metrics
@@ -44,15 +44,15 @@ class Run:
     recipe_plan: RunPlan
     """Plan of the recipe alone, as for a new run."""
     last_step: int | None = None
-    """Step at which a shortened run ends, as in the smoke test; None: train to the end."""
+    """Step at which a shortened run ends, as in the smoke test. None: train to the end."""
 
     state: RunState = field(default_factory=RunState)
     whole_plan: RunPlan = field(init=False)
     """Plan of all steps from the checkpoint on, without skipped data or a requested decay."""
     plan: RunPlan = field(init=False)
-    """Plan in effect: without skipped data, and with the requested end. `replan` updates it."""
+    """Current plan, without skipped data and with the requested end. `replan` updates it."""
     loaded_from: Path | None = None
-    """Checkpoint that the run resumed from, branched from or rolled back to."""
+    """Checkpoint from which the run resumed or branched, or to which it rolled back."""
     saved: SavedRun | None = None
     """Contents of that checkpoint."""
     is_new: bool = True
@@ -70,7 +70,7 @@ class Run:
     """Peak FLOP/s of one process; None if unknown."""
     tokenizer: Path = field(init=False)
     stage: StagePlan = field(init=False)
-    """Stage of the last step, whose windows and positions the model has."""
+    """Stage of the last step. The model has its windows and positions."""
     diagnostics: "Diagnostics | None" = None
     """Measurements within the model, if the recipe asks for them."""
     steps_begun: int = 0
@@ -78,7 +78,7 @@ class Run:
     speed_guard: SpeedGuard = field(init=False)
     live: LiveFigures = field(init=False)
     logged_step: int = field(init=False)
-    """Step up to which speed and load are logged; they count from there."""
+    """Last step with logged speed and load. They count from there."""
     mirror: "MirrorCopies | None" = None
     """Background copies to the mirror, if the recipe names one."""
     evaluations: "Evaluations | None" = None
@@ -100,19 +100,19 @@ class Run:
 
     def replan(self) -> None:
         """Derives the plan in effect from the whole plan and the state."""
-        # In this order: a decay that was requested ends the run without the skipped data, `last_step` ends any run.
+        # In this order, because a requested decay ends the run without the skipped data, and `last_step` ends any run.
         plan = self.whole_plan.leaving_out(self.state.left_out)
         self.plan = plan.annealing(self.state.anneal_from, self.state.anneal_steps).cut(self.last_step)
         self.log.total_steps = self.plan.total_steps
 
     @property
     def newest_checkpoint(self) -> Path:
-        """Checkpoint that was written last."""
+        """Newest checkpoint."""
         return self.checkpoints.folder / checkpoint_name(self.checkpoints.last_step)
 
     @property
     def is_saved(self) -> bool:
-        """True if this step's checkpoint is written; the same on all ranks after `save(run, wait=True)`."""
+        """True if this step's checkpoint is written. Equal on all ranks after `save(run, wait=True)`."""
         return self.checkpoints.last_step == self.state.step
 
     @property
@@ -136,6 +136,6 @@ class Run:
 
     @contextmanager
     def pausing(self, work: str) -> Iterator[None]:
-        """Names work between steps in the live line; its time does not count as training."""
+        """Names work between steps in the live line, and excludes its time from training."""
         with self.throughput.paused(), self.log.doing(work):
             yield

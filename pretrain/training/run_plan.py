@@ -1,7 +1,7 @@
-"""Numbers of a run that follow from its recipe, its model, its data and the number of processes.
+"""Derives a run's numbers from its recipe, its model, its data and the number of processes.
 
-They are computed here, printed at the start, and cannot be set. Problems of the recipe as a whole are found here too,
-before anything is built.
+They are printed at the start and can't be set. Also finds problems of the recipe as a whole, before anything is
+built.
 """
 
 import hashlib
@@ -62,7 +62,7 @@ from pretrain.training.probe import probe
 BUDGET = ("budget.tokens_per_parameter", "budget.tokens", "budget.steps", "budget.minutes")
 """Settings of the length of a run."""
 CLOCK = ("optim.schedule", "optim.warmup_steps")
-"""Settings whose change starts a new schedule at the checkpoint."""
+"""Settings that start a new schedule at the checkpoint if changed."""
 SHAPE = (
     "optim.min_lr_ratio",
     "optim.decay_fraction",
@@ -76,29 +76,29 @@ KEPT = (
     *(*BUDGET, *CLOCK, *SHAPE, "optim.learning_rate", "optim.learning_rate_per_sequence"),
     *("batch.tokens_per_step", "batch.ramp", "optim.options", "loss.terms", "data.transformations"),
 )
-"""Settings that checkpoints record, as the user gave them; they decide how a run continues."""
+"""Settings recorded in checkpoints as given by the user. They determine how a run continues."""
 
 
 @dataclass(frozen=True)
 class ModelPlan:
-    """The model that a recipe trains, and how."""
+    """A recipe's model and how it is trained."""
 
     model_config: Any
     parameters: int
     active_parameters: int
-    """Parameters that one token uses: for MoE models without the experts that it is not routed to."""
+    """Active parameters per token."""
     router_losses: RouterLosses
     flops_per_token: float
     attention: str
     from_hidden_states: bool
     """True if the logits are head(last hidden state); see `loss.LanguageModelLoss`."""
     attention_passed_over: tuple[str, ...]
-    """Faster attentions under which this architecture would not train correctly, and what was found."""
+    """Faster attentions with which this architecture would not train correctly, and the findings."""
 
 
 @dataclass(frozen=True)
 class StagePlan:
-    """Parts of a step, other than its data, that a stage of the curriculum may change."""
+    """Parts of a step, except its data, that a stage of the curriculum may change."""
 
     number: int
     """Number of the stage, from 1."""
@@ -109,20 +109,20 @@ class StagePlan:
     sequences_per_micro_batch: int
 
     def differs_from(self, other: "StagePlan") -> bool:
-        """Tells if the model takes other windows or has other positions than in the other stage."""
+        """Tells if windows or positions differ from the other stage's."""
         return self.window != other.window or self.model_config is not other.model_config
 
 
 @dataclass(frozen=True)
 class RunPlan(ModelPlan):
-    """Everything the loop needs to know before it starts."""
+    """The loop's plan, made before it starts."""
 
     precision: str
     ranks: int
     stages: tuple[StagePlan, ...]
     ramp: BatchRamp
     ramp_steps: tuple[int, ...]
-    """Steps at which the levels of batch.ramp begin; they stay when the budget or the batch changes."""
+    """Steps at which the levels of batch.ramp begin. They don't change with the budget or the batch."""
     schedule: Schedule | Annealing
     peak_learning_rate: float
     batches: Batches
@@ -151,7 +151,7 @@ class RunPlan(ModelPlan):
 
     @property
     def tokens_per_step(self) -> int:
-        """Tokens of a step once the batch has its full size."""
+        """Tokens per step at the full batch size."""
         return self.ramp.sequences_per_level[-1] * self.batches.window.sequence_length
 
     def flops_before(self, step: int) -> float:
@@ -176,11 +176,11 @@ class RunPlan(ModelPlan):
         return self.schedule.learning_rate(step, self.peak_learning_rate)
 
     def leaving_out(self, ranges: Sequence[SkippedRange]) -> "RunPlan":
-        """Returns the plan without these samples; later ones take their place."""
+        """Returns the plan without these samples, with later ones moved up."""
         return replace(self, batches=self.batches.changed(skipped=ranges)) if ranges else self
 
     def annealing(self, from_step: int | None, steps: int | None) -> "RunPlan":
-        """Returns the plan ended by a decay over `steps` steps from `from_step`; None leaves it unchanged."""
+        """Returns the plan with a final decay over `steps` steps from `from_step`. None: unchanged."""
         if from_step is None:
             return self
         schedule = Annealing(self.schedule, from_step, steps)
@@ -193,7 +193,7 @@ class RunPlan(ModelPlan):
         return replace(self, ramp=replace(self.ramp, total_steps=steps))
 
     def planned(self) -> dict[str, Any]:
-        """Returns the fields of the plan that a checkpoint records."""
+        """Returns the plan's fields for a checkpoint."""
         schedule = self.schedule
         is_annealing = isinstance(schedule, Annealing)
         return {
@@ -209,7 +209,7 @@ class RunPlan(ModelPlan):
 
 @dataclass(frozen=True)
 class Due:
-    """Work that is due between a step and the next."""
+    """Work due between a step and the next."""
 
     logs: bool
     validates: bool
@@ -228,13 +228,13 @@ class Due:
 
 
 def steps_between(cadence: Cadence, plan: RunPlan, factor: float) -> int | None:
-    """Returns the interval in steps that the recipe gives in steps or tokens, times `factor`; None: never."""
+    """Converts an interval in steps or tokens to steps, times `factor`; None: never."""
     steps = cadence.every_tokens / plan.tokens_per_step if cadence.every_tokens else cadence.every_steps
     return max(1, round(steps * factor)) if steps else None
 
 
 def due_after(step: int, config: RunConfig, plan: RunPlan) -> Due:
-    """Returns what is due after `step`, counted from 1. The last step also logs, validates and saves."""
+    """Returns the work due after `step`, counted from 1. The last step also logs, validates and saves."""
 
     def is_at(cadence: Cadence) -> bool:
         every = steps_between(cadence, plan, config.interval_scale)
@@ -247,7 +247,7 @@ def due_after(step: int, config: RunConfig, plan: RunPlan) -> Due:
     return Due(
         logs=step % max(1, round(config.logging.every_steps * config.interval_scale)) == 0 or is_last or pauses,
         validates=is_at(config.validation) or is_last or pauses,
-        # A process that evaluates reads a checkpoint.
+        # An evaluating process reads a checkpoint.
         saves=is_at(config.checkpoint)
         or (is_last and config.checkpoint.save_final)
         or (evaluates and config.benchmarks.where != "in_loop"),
@@ -261,7 +261,7 @@ def due_after(step: int, config: RunConfig, plan: RunPlan) -> Due:
 
 
 def derive(config: RunConfig, ranks: int) -> RunPlan:
-    """Checks a run as a whole. Raises InputError with everything that cannot work."""
+    """Checks a run as a whole. Raises InputError listing all problems."""
     config = resolve_auto(config)
     problems = reference_problems(config)
     data = config.data
@@ -323,7 +323,7 @@ def derive(config: RunConfig, ranks: int) -> RunPlan:
     if model is not None and config.loss.terms and not model.from_hidden_states:
         of_data.append(
             f"loss.terms: {model_config.model_type} computes its logits from more than its last hidden states, "
-            "which is all that a loss term gets; use a model that projects them, such as llama or qwen3"
+            "but a loss term gets only these; use a model that projects them, such as llama or qwen3"
         )
         model = None
     if model is not None:
@@ -378,7 +378,7 @@ def stages_of(config: RunConfig, configs: Sequence[Any], ranks: int, parts: int)
 
 
 def micro_batch_of(config: RunConfig, number: int, ranks: int, parts: int) -> int:
-    """Returns the most sequences per micro-batch that divide the batch of a stage, in an accepted recipe."""
+    """Returns the largest micro-batch that divides a stage's batch, in sequences."""
     length = config.data.windows[number].sequence_length
     most = config.as_stage(number).batch.sequences_per_micro_batch
     per_rank = config.batch.tokens_per_step // (length * ranks * ramp_levels(config.batch))
@@ -386,23 +386,23 @@ def micro_batch_of(config: RunConfig, number: int, ranks: int, parts: int) -> in
 
 
 def unfitting_weights(source: ModelSource, model_config: Any) -> list[str]:
-    """Lists changes of a pretrained model that its weights do not fit; positions and dropout may change,
+    """Lists changes of a pretrained model that don't fit its weights. Positions and dropout may change,
     and the vocabulary may grow."""
     own = load_model_config(source.config)
     rows = model_config.get_text_config().vocab_size
-    if rows > own.get_text_config().vocab_size:  # new tokens have values of their own
+    if rows > own.get_text_config().vocab_size:  # new tokens get initial values
         own = load_model_config(source.config, changes={VOCABULARY_KEY: rows})
     changes = shape_changes(own, model_config)
     if not changes:
         return []
     return [
-        f"model: {source}: init: pretrained takes the weights of {source.config}, which then do not fit ({changes}); "
-        "leave out what changes their shapes, or train from scratch with init: scratch"
+        f"model: {source}: init: pretrained uses the weights of {source.config}, which don't fit ({changes}); "
+        "omit changes of their shapes, or train from scratch with init: scratch"
     ]
 
 
 def plan_model(config: RunConfig, model_config: Any, losses_of_routers: RouterLosses) -> ModelPlan:
-    """Tests the model's loss and gradients. Raises InputError if it trains correctly under no requested attention.
+    """Tests the model's loss and gradients. Raises InputError if no requested attention trains correctly.
 
     Args:
         model_config: configuration of `config.model`.
@@ -431,14 +431,14 @@ def plan_model(config: RunConfig, model_config: Any, losses_of_routers: RouterLo
 
 
 def rows_problems(config: RunConfig, model: ModelPlan) -> list[str]:
-    """Lists what does not run with mixers that compute each document alone (model/document_rows.py)."""
+    """Lists settings that don't support mixers with separate documents (model/document_rows.py)."""
     if not classes_in_rows(model.attention):
         return []
     problems = []
     how = f"each document is a separate row in {' and '.join(classes_in_rows(model.attention))}"
     if config.compile == "full":
         problems.append(
-            f"compile: full does not run with data.document_mask and {model.model_config.model_type}: {how}, whose "
+            f"compile: full does not run with data.document_mask and {model.model_config.model_type}: {how}, so "
             "shapes change with every batch; use regional, or data.document_mask: false"
         )
     if (asked := requested_sizes()).keys() & {"pp", "cp"}:
@@ -451,7 +451,7 @@ def rows_problems(config: RunConfig, model: ModelPlan) -> list[str]:
 
 
 def reference_problems(config: RunConfig) -> Problems:
-    """Lists problems with the folder, trunk, mirror, benchmarks, trackers and repository that a recipe names."""
+    """Lists problems with the recipe's folder, trunk, mirror, benchmarks, trackers and repository."""
     problems = Problems()
     benchmarks = config.benchmarks
     hub = config.hub
@@ -478,7 +478,7 @@ def reference_problems(config: RunConfig) -> Problems:
         problems += login_problems()
         if hub.every == "milestones" and config.checkpoint.keep_every is None:
             problems.append(
-                "hub.every: milestones, but checkpoint.keep_every keeps none: give it a number of steps, or set "
+                "hub.every: milestones, but checkpoint.keep_every keeps none; give it a number of steps, or set "
                 "hub.every to end"
             )
     return problems
@@ -490,7 +490,7 @@ def sequences_of(config: RunConfig, ranks: int, parts: int = 1) -> int:
     Raises InputError unless the batch can be divided evenly in every stage, and a micro-batch into its parts.
 
     Args:
-        ranks: micro-batches that all ranks take together in a micro-step.
+        ranks: micro-batches of all ranks together in a micro-step.
         parts: number of parts of a micro-batch (see `Strategy.parts_of_micro_batch`).
     """
     problems = Problems()
@@ -543,9 +543,9 @@ def ramp_levels(batch: Batch) -> int:
 
 
 def target_sequences(budget: Budget, length: int, active: int) -> int | None:
-    """Counts the sequences of `length` tokens that the budget asks for; None if it is in steps.
+    """Counts the budget's sequences of `length` tokens; None if it is in steps.
 
-    active: parameters that a token uses, which tokens_per_parameter refers to.
+    active: active parameters per token, the reference of tokens_per_parameter.
     """
     if budget.steps:
         return None
@@ -594,20 +594,20 @@ def peak_learning_rate(optim: Optim, sequences_per_step: int) -> float:
 
 
 def sampling_problems(settings: Samples, model_config: Any) -> list[str]:
-    """Lists the problem of samples from a model that cannot continue a text."""
+    """Lists the problem of samples from a model that can't generate text."""
     if not any(settings.model_dump(include={"every_steps", "every_tokens"}).values()):
         return []
     model = build_meta_model(model_config)
     if model.can_generate():
         return []
     return [
-        f"samples: {type(model).__name__} has no generate(): inherit from transformers' GenerationMixin too, or leave "
-        "out samples"
+        f"samples: {type(model).__name__} has no generate(); inherit from transformers' GenerationMixin too, or "
+        "omit samples"
     ]
 
 
 def length_problems(model_config: Any, sequence_length: int) -> list[str]:
-    """Returns [problem] if the sequences are longer than the model's positions, else []."""
+    """Returns [problem] if the sequences are longer than the model's positions, otherwise []."""
     longest = getattr(model_config, "max_position_embeddings", None)
     if longest is None or sequence_length <= longest:
         return []
@@ -618,7 +618,7 @@ def length_problems(model_config: Any, sequence_length: int) -> list[str]:
 
 
 def identity_of(config: RunConfig, model_config: Any, batches: Batches) -> dict[str, Any]:
-    """Returns the settings under which a checkpoint continues exactly: JSON values by dotted path."""
+    """Returns the settings required for continuing exactly: JSON values by dotted path."""
     architecture = {k: v for k, v in model_config.to_diff_dict().items() if k not in ("transformers_version", "dtype")}
     data_of = {folder: reader.manifest.sha256[:16] for folder, reader in batches.readers.items()}
 
@@ -640,7 +640,7 @@ def identity_of(config: RunConfig, model_config: Any, batches: Batches) -> dict[
         "batch.ramp": config.batch.ramp.model_dump(by_alias=True) if config.batch.ramp else None,
         "optim.name": config.optim.name,
     }
-    return json.loads(json.dumps(identity))  # tuples as lists, so that it equals what a checkpoint has read back
+    return json.loads(json.dumps(identity))  # converts tuples to lists, as in a checkpoint's JSON
 
 
 def settings_of(config: RunConfig) -> dict[str, Any]:

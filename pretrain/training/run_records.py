@@ -46,20 +46,20 @@ SPLIT_TOTALS = ("tokens", "documents", "text_bytes")
 RECORDED_PACKAGES = ("torch", "transformers", "accelerate", "deepspeed", "safetensors", "tokenizers", "numpy")
 
 FAR = 5.0
-"""Factor between a stated learning rate and auto's above which a warning appears."""
+"""Ratio of a given learning rate to auto's that causes a warning."""
 FAR_FOR_ANOTHER_OPTIMIZER = 2.0
-"""Such a factor if the command line changes the optimizer but keeps the recipe's learning rate for another one."""
+"""This ratio if the command line changes the optimizer but keeps the recipe's learning rate."""
 WASTE = 0.01
-"""Share of a model's parameters in rows of unused token IDs above which a warning appears."""
+"""Share of a model's parameters in rows of unused token IDs that causes a warning."""
 
 
 def announce(run: Run, peak_source: str) -> str:
-    """Writes the record, the banner, warnings and the first events, once model and optimizer are built.
+    """Writes the record, the banner, warnings and the first events, after model and optimizer are built.
 
     Args:
         peak_source: source of `run.peak_flops`.
 
-    Returns an ID of this start, to which commands of runs.py are addressed.
+    Returns the ID of this start, the target of runs.py's commands.
     """
     config = run.config
     plan = run.plan
@@ -87,7 +87,7 @@ def announce(run: Run, peak_source: str) -> str:
         "optimizer": strategy.optimizer_built,
         "peak for MFU": peak,
         **({"energy": energy} if energy else {}),
-        # With dispatch_batches only the first process has the shards that this reads.
+        # With dispatch_batches, only the first process has the shards.
         **(packing_in_words(plan.batches) if is_main else {}),
     }
     log.say(banner(config, plan, built))
@@ -100,7 +100,7 @@ def announce(run: Run, peak_source: str) -> str:
     facts = {"start_id": start_id, **sizes, **dataclasses.asdict(plan.schedule), **dataclasses.asdict(plan.ramp)}
     if len(plan.stages) > 1:
         facts["stage_starts"] = plan.batches.stage_starts
-    if plan.batches.origin is not None:  # from here on the data differ from config.yaml's
+    if plan.batches.origin is not None:  # the data now differ from config.yaml's
         facts["origin"] = dataclasses.asdict(plan.batches.origin)
         facts["data"] = config.data.model_dump(mode="json")
     log.write("start", step=step, **facts, energy=energy)
@@ -113,7 +113,7 @@ def announce(run: Run, peak_source: str) -> str:
 
 
 def write_record(config: RunConfig, plan: RunPlan, strategy: Strategy, names: Iterable[str]) -> None:
-    """Writes these of RECORD_FILES; no environment variables are recorded. Main rank only."""
+    """Writes these files of RECORD_FILES, without environment variables. Main rank only."""
     data = {str(shards): data_record(reader) for shards, reader in plan.batches.readers.items()}
     packages = package_versions(RECORDED_PACKAGES)
     commit = commit_of(Path(__file__).parent)
@@ -131,7 +131,7 @@ def write_record(config: RunConfig, plan: RunPlan, strategy: Strategy, names: It
 
 
 def copy_extensions(config: RunConfig) -> None:
-    """Copies the extensions to RUN/extensions, each version once, under its hash."""
+    """Copies each version of the extensions once to RUN/extensions, under its hash."""
     for file in map(Path, config.extensions):
         copy = config.output / "extensions" / f"{file.stem}-{digest_of([file])}.py"
         copy.parent.mkdir(exist_ok=True)
@@ -139,7 +139,7 @@ def copy_extensions(config: RunConfig) -> None:
 
 
 def data_record(reader: ShardReader) -> dict:
-    """Returns what a run keeps of its shards' manifest, for its card and in case the shards are deleted."""
+    """Returns a run's record of its shards' manifest, for its card and in case the shards are deleted."""
     manifest = reader.manifest
     splits = {split: dict(zip(SPLIT_TOTALS, manifest.totals(split), strict=True)) for split in SPLITS}
     fields = read_json(manifest.folder / MANIFEST_FILE)
@@ -157,7 +157,7 @@ def data_record(reader: ShardReader) -> dict:
 
 
 def package_versions(packages: Iterable[str]) -> dict[str, str]:
-    """Returns {package: version} of the installed ones."""
+    """Returns {installed package: version}."""
     versions = {}
     for package in packages:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -166,7 +166,7 @@ def package_versions(packages: Iterable[str]) -> dict[str, str]:
 
 
 def commit_of(folder: Path) -> str | None:
-    """Returns the code's commit, with '+changes' if the working tree differs from it; None outside a repository."""
+    """Returns the code's commit, with '+changes' if the working tree differs; None outside a repository."""
     if not IS_CHECKOUT:  # an environment may lie within another project's repository
         return None
     git = ["git", "-C", str(folder)]
@@ -179,7 +179,7 @@ def commit_of(folder: Path) -> str | None:
 
 
 def averaging_in_words(settings: Averaging, total_steps: int) -> dict[str, str]:
-    """Describes the average of the weights; {} if there is none."""
+    """Describes the average of the weights, if any."""
     lengths = {
         "tail": f"uniform mean of the steps after {averages_after(settings, total_steps):,}",
         "ema": f"exponential, half life {settings.half_life_fraction * total_steps:,.0f} steps",
@@ -190,7 +190,7 @@ def averaging_in_words(settings: Averaging, total_steps: int) -> dict[str, str]:
 
 
 def stages_in_words(plan: RunPlan) -> dict[str, str]:
-    """Describes what changes from stage to stage, and what is read again at another length; {} if nothing does."""
+    """Describes changes between stages, and data read again at another length."""
     rows = {}
     batches = plan.batches
     for number, stage in enumerate(plan.stages):
@@ -213,7 +213,7 @@ def stages_in_words(plan: RunPlan) -> dict[str, str]:
 
 
 def packing_in_words(batches: Batches) -> dict[str, str]:
-    """Describes what best fit leaves out of each source; {} for other sampling."""
+    """Describes the data dropped by best fit from each source; {} for other sampling."""
     rows = {}
     for (number, length), packing in batches.packings.items():
         dropped, repeated, cropped = packing.shares()
@@ -225,7 +225,7 @@ def packing_in_words(batches: Batches) -> dict[str, str]:
 
 
 def banner(config: RunConfig, plan: RunPlan, built: dict[str, str]) -> str:
-    """Lists the numbers of the run in effect, one per line. `built` adds what only the built objects know."""
+    """Lists the run's numbers, one per line. built: rows about the built objects."""
     ramp = plan.ramp
     length = config.data.sequence_length
     micro = config.batch.sequences_per_micro_batch
@@ -266,7 +266,7 @@ def rows_of_model(config: RunConfig, model: ModelPlan, precision: str, vocabular
     active = f"{model.active_parameters:,} active of " if is_sparse else ""
     attention = without_rows(model.attention) + (", within documents" if config.data.document_mask else "")
     if mixers := classes_in_rows(model.attention):
-        attention += f"; {' and '.join(mixers)} with each document in a row of its own"
+        attention += f"; {' and '.join(mixers)} with each document in a separate row"
     kernels = {}
     if device.type == "cuda":
         from pretrain.model.kernels import kernels_not_used, kernels_used
@@ -292,7 +292,7 @@ def in_rows(rows: dict[str, str]) -> str:
 
 
 def start_warnings(config: RunConfig, plan: RunPlan, overridden: frozenset[str], device: torch.device) -> list[str]:
-    """Lists warnings, a sentence or two each; takes 0.2 s if bf16 is emulated, else no time.
+    """Lists warnings of one or two sentences. Takes 0.2 s if bf16 is emulated.
 
     Args:
         overridden: dotted paths of the settings given on the command line.
@@ -309,7 +309,7 @@ def start_warnings(config: RunConfig, plan: RunPlan, overridden: frozenset[str],
 
 
 def unusual_learning_rate(config: RunConfig, plan: RunPlan, overridden: frozenset[str]) -> str | None:
-    """Warns that the peak is far from auto's for this optimizer and size; None if it is near, or auto."""
+    """Warns if the peak is far from auto's for this optimizer and size."""
     optim = config.optim
     stated = plan.peak_learning_rate
     if optim.learning_rate == "auto":
@@ -326,14 +326,14 @@ def unusual_learning_rate(config: RunConfig, plan: RunPlan, overridden: frozense
     times = f"{factor:.3g} times" if factor > 1 else f"1/{1 / factor:.3g} of"
     origin = f"the recipe's, while --optim.name {optim.name} is the command line's, and " if another else ""
     return (
-        f"{setting}: the peak of {stated:.3g} is {origin}{times} what auto gives {optim.name} at "
+        f"{setting}: the peak of {stated:.3g} is {origin}{times} auto's value for {optim.name} at "
         f"{count_text(plan.parameters)} parameters, {usual:.3g}; use --optim.learning_rate auto unless this is "
         "intended"
     )
 
 
 def benchmarks_without_steps(config: RunConfig) -> str | None:
-    """Warns about benchmarks that never run because the recipe sets no interval; None if there are none."""
+    """Warns about benchmarks without an interval, which never run."""
     benchmarks = config.benchmarks
     if benchmarks.every_steps or benchmarks.every_tokens or benchmarks == type(benchmarks)():
         return None
@@ -341,7 +341,7 @@ def benchmarks_without_steps(config: RunConfig) -> str | None:
 
 
 def unhashed_blocks(readers: Mapping[str, ShardReader]) -> list[str]:
-    """Warns about sources in an object store whose blocks have no hashes: an earlier version prepared them."""
+    """Warns about sources in an object store without block hashes, prepared by an earlier version."""
     remote = [reader.manifest for reader in readers.values() if reader.manifest.url is not None]
     return [
         f"data: {manifest.place} has no hashes of its blocks (files named .blocks), so only the sizes of its objects "
@@ -352,7 +352,7 @@ def unhashed_blocks(readers: Mapping[str, ShardReader]) -> list[str]:
 
 
 def unused_vocabulary(config: RunConfig, plan: RunPlan) -> str | None:
-    """Warns that the model has many more rows than the data has token IDs; None within padding, or if pretrained."""
+    """Warns if the model has many more rows than the data has token IDs, except padding and pretrained models."""
     ids = plan.batches.vocabulary_size
     rows = plan.model_config.vocab_size
     padded = padded_vocabulary(ids)
@@ -360,12 +360,12 @@ def unused_vocabulary(config: RunConfig, plan: RunPlan) -> str | None:
         return None
     model = build_meta_model(plan.model_config)
     heads = (model.get_input_embeddings(), model.get_output_embeddings())
-    matrices = {head.weight for head in heads if head is not None}  # one if they are tied
+    matrices = {head.weight for head in heads if head is not None}  # only one if tied
     wasted = len(matrices) * plan.model_config.hidden_size * (rows - padded)
     if wasted <= WASTE * plan.parameters:
         return None
     return (
-        f"vocabulary: the model has {rows:,} rows and the data {ids:,} ids: {count_text(wasted)} of "
+        f"vocabulary: the model has {rows:,} rows but the data only {ids:,} IDs: {count_text(wasted)} of "
         f"{count_text(plan.parameters)} parameters ({wasted / plan.parameters:.0%}) belong to no token; "
         f"--model.vocab_size auto makes it {padded:,}"
     )

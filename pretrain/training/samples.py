@@ -1,4 +1,4 @@
-"""Generates text with a model: the one in training, under every strategy, or a loaded one."""
+"""Generates text with a loaded model, or with the model in training, under every strategy."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,13 +15,13 @@ from pretrain.parallel.strategy import Strategy
 
 @dataclass(frozen=True)
 class Sampling:
-    """Choice of the next token: greedy, or sampled at `temperature` from the most likely."""
+    """How the next token is chosen: greedily, or sampled at `temperature` from the most likely."""
 
     max_new_tokens: int
     temperature: float = 0.0
-    """Temperature of sampling; 0: greedy."""
+    """Temperature of sampling. 0: greedy."""
     top_k: int | None = None
-    """Number of most likely tokens to sample from; None: all."""
+    """Number of most likely tokens to sample from. None: all."""
     seed: int = 0
     top_p: float | None = None
     """Sample from the fewest tokens whose probabilities reach this sum (Holtzman et al., arXiv 1904.09751)."""
@@ -30,7 +30,7 @@ class Sampling:
 def encode_prompt(
     tokenizer: PreTrainedTokenizerBase, prompt: str, *, max_new_tokens: int, max_positions: int | None
 ) -> torch.Tensor:
-    """Returns token IDs (1, T) of the prompt as `pipeline("text-generation")` does; an empty one starts a document.
+    """Returns token IDs (1, T) of the prompt as `pipeline("text-generation")` does. An empty one starts a document.
 
     Raises InputError if prompt and continuation together are longer than the model's positions.
     """
@@ -89,10 +89,10 @@ def sample_texts(
     seed: int,
     beat: Callable[[], None],
 ) -> list[tuple[str, str]]:
-    """Returns (prompt, prompt and continuation) of every prompt of the recipe on the main rank; [] on the others.
+    """Returns (prompt, prompt and continuation) for every prompt of the recipe on the main rank; [] on the others.
 
-    A collective call. The main rank gathers a copy of the weights in CPU memory, tensor by tensor, since under
-    most strategies no rank could generate alone; it generates on the device if that holds the whole model anyway.
+    A collective call. The main rank gathers a copy of the weights in CPU memory, tensor by tensor, because under most
+    strategies no rank could generate alone. It generates on the device if this already holds the whole model.
     """
     group = strategy.model_tensors()
     tensors = {name: group.fetch(name, strategy.ranks.is_main) for name in group.shapes}
@@ -103,7 +103,7 @@ def sample_texts(
 
         model = build_meta_model(model_config)
         TensorsInMemory(tensors).fill(model, "")
-        model.tie_weights()  # `fill` leaves tied parameters out
+        model.tie_weights()  # `fill` skips tied parameters
         model.eval().to(device)
         tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
         texts = []

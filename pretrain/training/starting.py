@@ -37,9 +37,9 @@ from pretrain.training.watchdog import END_REASON_FILE, record_end_reason, recor
 
 RESTARTS_WITHOUT_PROGRESS = 3
 ABANDONED_LOCK_SECONDS = 30.0
-"""Age of a lock at which its holder on another machine counts as dead; a live one touches it every 2 s."""
+"""Age of a lock after which its holder on another machine counts as dead. Live holders touch it every 2 s."""
 ADVICE_SECONDS = 120.0
-"""Maximum time to compute the figures of the advice on memory; without them the advice only names pages."""
+"""Maximum time to compute numbers for the advice on memory. Without them, the advice only names pages."""
 
 
 class CrashLoopError(RunStoppedError):
@@ -49,16 +49,16 @@ class CrashLoopError(RunStoppedError):
 
 
 def with_recorded_end(config: RunConfig, strategy: Strategy, train: Callable[[Metrics], int]) -> int:
-    """Calls `train`, on all ranks; returns the exit status. The end is always recorded in metrics.jsonl.
+    """Calls `train` on all ranks and returns the exit status. Always records the end in metrics.jsonl.
 
     Raises InputError on all ranks if another process trains in this folder, or if ranks have different settings.
     """
     refuse_mixed_settings(config, strategy.ranks)
     with sole_use(config.output, strategy.ranks), ExitStack() as held:
-        # The main rank reads for all: on a network disk other ranks may still see an older file.
+        # The main rank reads for all, because on a network disk other ranks may still see an older file.
         if (code := strategy.ranks.gather(end_to_repeat(config.output))[0]) is not None:
             return code
-        try:  # before the log is opened, which the mirror may provide
+        try:  # before the log is opened, because the mirror may provide it
             if config.checkpoint.mirror is not None:
                 from pretrain.checkpoint.mirror_fetch import on_mirror
 
@@ -75,9 +75,9 @@ def with_recorded_end(config: RunConfig, strategy: Strategy, train: Callable[[Me
             metrics.end(stop.exit_code, str(stop))
             return stop.exit_code
         except (InputError, UnreachableError) as error:
-            if not metrics.began:  # all ranks have found it
+            if not metrics.began:  # the error is on all ranks
                 raise
-            # Only this rank has read the damaged shard, or lost the server, so only it can report the problem.
+            # Only this rank read the damaged shard, or lost the server, so only it can report the problem.
             code = EXIT_BAD_INPUT if isinstance(error, InputError) else EXIT_PREEMPTED
             print(f"rank {strategy.ranks.rank}: {error}", file=sys.stderr, flush=True)
             metrics.end(code, str(error))
@@ -87,7 +87,7 @@ def with_recorded_end(config: RunConfig, strategy: Strategy, train: Callable[[Me
             metrics.end(EXIT_INTERRUPTED, "interrupted; run the same command to resume from the newest checkpoint")
             end_now(EXIT_INTERRUPTED)
         except Exception as error:
-            if word := recorded_end_reason(config.output):  # the rank that this one waited for has said why it ends
+            if word := recorded_end_reason(config.output):  # another rank has recorded why it ended
                 metrics.end(word[1], word[0])
                 end_now(word[1])
             traceback.print_exc()
@@ -139,26 +139,26 @@ def sole_use(run: Path, ranks: Ranks) -> Iterator[None]:
 
 
 def remove_if_empty(run: Path) -> None:
-    """Removes the folder of a run that was rejected before it began: it only contains empty files."""
+    """Removes the folder of a run rejected before it began. The folder contains only empty files."""
     if run.is_dir() and not any(path.is_dir() or path.stat().st_size for path in run.iterdir()):
         shutil.rmtree(run)
 
 
 def end_to_repeat(run: Path) -> int | None:
-    """Returns the exit code with which a restart by the launcher should exit immediately; None to continue.
+    """Returns the exit code if a restart by the launcher should exit immediately; None to continue.
 
-    torchrun restarts a group whatever its exit codes were; a run that was preempted, stopped by its guard or by a
-    user, or caught in a crash loop must not continue.
+    torchrun restarts a group after any exit code, but a run that was preempted, stopped by its guard or by a user, or
+    caught in a crash loop must not continue.
     """
     if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) == 0:
         return None
-    last = (starts_and_ends(run) or [{}])[-1]  # a start without an end was killed, and may continue
+    last = (starts_and_ends(run) or [{}])[-1]  # a start without an end was killed and may continue
     return last["code"] if last.get("code") not in (None, 0, CRASHED) else None
 
 
 def refuse_crash_loop(run: Path, step: int, ranks: Ranks) -> None:
     """Raises CrashLoopError on all ranks if all earlier starts from this `step` crashed without progress."""
-    # The main rank reads for all: it will write the end of this start there, which a slower rank could read.
+    # The main rank reads for all, because it will write this start's end there, which a slower rank could read.
     crashes, furthest = ranks.gather(crashes_without_progress(run, step))[0]
     if crashes > RESTARTS_WITHOUT_PROGRESS:
         raise CrashLoopError(
@@ -168,7 +168,7 @@ def refuse_crash_loop(run: Path, step: int, ranks: Ranks) -> None:
 
 
 def crashes_without_progress(run: Path, step: int) -> tuple[int, int]:
-    """Counts consecutive starts from `step` that crashed without progress; returns (count, furthest step reached).
+    """Counts consecutive starts from `step` that crashed without progress. Returns (count, furthest step reached).
 
     Progress is a checkpoint later than `step`, or a later step than in any earlier attempt.
     """
@@ -199,14 +199,14 @@ def starts_and_ends(run: Path) -> list[dict]:
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Tells if the device is out of memory; for a CPU torch has no dedicated exception."""
+    """Tells if the device is out of memory. torch has no dedicated exception for CPUs."""
     return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator: can't allocate memory" in str(error)
 
 
 def advice_on_memory(config: RunConfig, strategy: Strategy) -> str:
-    """Returns what to change, cheapest first, each with the memory it would need; the last option fits.
+    """Returns suggested changes, cheapest first, with the memory that each needs. The last one fits.
 
-    The figures come from a child process with the planner, which the trainer does not import.
+    The numbers come from a child process with the planner, which the trainer does not import.
     """
     page = 'docs/failures.md, section "Out of memory"; python plan.py --config RECIPE shows what each strategy needs'
     facts = {
@@ -217,7 +217,7 @@ def advice_on_memory(config: RunConfig, strategy: Strategy) -> str:
         "device": strategy.device.type,
         "memory_bytes": memory_bytes(strategy.device),
     }
-    # It computes on the CPU, and must not take what is left of the device's memory.
+    # It computes on the CPU, because the device's memory is full.
     environment = environment_alone() | {"PYTHONPATH": python_path(), "CUDA_VISIBLE_DEVICES": ""}
     try:
         done = subprocess.run(

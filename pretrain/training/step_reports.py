@@ -1,7 +1,7 @@
-"""Exchanges what every rank knows about a step: its loss over all data, its gradient norm, and any rank's requests.
+"""Exchanges each step's loss, gradient norm and requests between ranks.
 
-Metrics travel from the device to the CPU, and then between the ranks, while later steps run, so no step waits for its
-own. All ranks get the same reports at the same step, and so reach the same decisions without further communication.
+Metrics move from the device to the CPU, and then between the ranks, while later steps run, so no step waits for its
+own. All ranks get the same reports at the same step, and make the same decisions without further communication.
 """
 
 import math
@@ -17,7 +17,7 @@ from pretrain.parallel.strategy import Strategy
 
 @dataclass(frozen=True)
 class StepReport:
-    """An optimizer step as all ranks know it."""
+    """An optimizer step's metrics over all ranks."""
 
     step: int
     """Steps taken, including this one."""
@@ -26,13 +26,13 @@ class StepReport:
     grad_norm: float
     """Gradient norm of the whole model, before clipping."""
     skipped: bool
-    """True if the gradient was not finite, and the weights did not change."""
+    """True if the gradient was not finite, so the weights did not change."""
     request: Request
 
 
 @dataclass(frozen=True)
 class _Arriving:
-    """Figures of this rank, perhaps in transfer from a GPU."""
+    """This rank's numbers, perhaps still in transfer from a GPU."""
 
     step: int
     figures: torch.Tensor
@@ -43,11 +43,11 @@ class _Arriving:
 
 @dataclass(frozen=True)
 class _Sent:
-    """Figures of all ranks, perhaps in transfer between them."""
+    """All ranks' numbers, perhaps still in transfer between them."""
 
     step: int
     answers: list[torch.Tensor]
-    """Figures and request of each rank: (5,) float64 on the CPU."""
+    """Numbers and request of each rank: (5,) float64 on the CPU."""
     work: dist.Work | None
 
 
@@ -63,10 +63,10 @@ class Consensus:
     def exchange(
         self, step: int, loss: torch.Tensor, grad_norm: torch.Tensor, skipped: torch.Tensor, request: Request
     ) -> list[StepReport]:
-        """Submits this rank's metrics of `step`, on the device; returns the reports that have arrived.
+        """Submits this rank's metrics of `step`, on the device. Returns the reports that have arrived.
 
-        All ranks get the same reports from the same call: how many are pending depends on the device type, not on
-        time.
+        All ranks get the same reports from the same call, because the number of pending reports depends only on the
+        device type, not on time.
         """
         figures = torch.stack([loss.float(), grad_norm.float(), skipped.float(), self.reports_loss])
         arrived = None
@@ -75,7 +75,7 @@ class Consensus:
             figures = torch.empty(4, pin_memory=True).copy_(figures, non_blocking=True)
             arrived = torch.cuda.Event()
             arrived.record()
-            pending = 1  # in each queue: the device still computes this step, and the network carries the one before
+            pending = 1  # per queue: the device still computes this step, and the network transfers the previous one
         self._arriving.append(_Arriving(step, figures, arrived, request))
         while len(self._arriving) > pending:
             self._send()
@@ -90,7 +90,7 @@ class Consensus:
         return Request(int(most_urgent))
 
     def settle(self) -> list[StepReport]:
-        """Waits for pending metrics; returns the reports up to the last submitted step."""
+        """Waits for pending metrics. Returns the reports up to the last submitted step."""
         while self._arriving:
             self._send()
         return [self._receive() for _ in range(len(self._sent))]
@@ -111,13 +111,13 @@ class Consensus:
         sent = self._sent.popleft()
         if sent.work is not None:
             sent.work.wait()
-        # Plain Python numbers: for so few, a single torch or numpy call takes longer than all of this.
+        # Plain Python numbers, because a single torch or numpy call would take longer than all of this.
         losses, norms, skipped, reports_loss, requests = zip(*(a.tolist() for a in sent.answers), strict=True)
         reported = [loss for loss, counts in zip(losses, reports_loss, strict=True) if counts]
         return StepReport(
             step=sent.step,
             loss=sum(reported) / len(reported),
-            # Of NaN and numbers max() returns whichever comes first.
+            # With NaN, max() would return whichever comes first.
             grad_norm=max(norms, key=lambda norm: (math.isnan(norm), norm)),
             skipped=any(skipped),
             request=Request(int(max(requests))),

@@ -1,4 +1,4 @@
-"""Starts the run and each of its steps; after a step all ranks agree on its metrics, findings and requests."""
+"""Starts the run and each of its steps. After a step, all ranks agree on its metrics, findings and requests."""
 
 import gc
 import os
@@ -28,17 +28,17 @@ from pretrain.training.time_budget import TimeBudget
 from pretrain.training.watchdog import Watch
 
 ANSWERED = (Request.SAVE, Request.SHORTEN, Request.ANNEAL, Request.STOP, Request.ABORT)
-"""Requests of runs.py or of the clock, whose sender gets an answer."""
+"""Requests from runs.py or the clock, which get an answer."""
 
 
 class ReplicasDifferError(RunStoppedError):
-    """Raised if ranks that should hold the same weights do not; restarting from the last checkpoint fixes that."""
+    """Raised if replicas of the weights differ. Restarting from the last checkpoint fixes this."""
 
     exit_code = CRASHED
 
 
 class UntrainedError(RunStoppedError):
-    """Raised if the first step left parameters without a gradient, which the probe's small copy may not show."""
+    """Raised if parameters have no gradient after the first step. The probe's small copy may miss this."""
 
     exit_code = EXIT_BAD_INPUT
 
@@ -48,7 +48,7 @@ class WorkInterruptedError(Exception):
 
 
 def begin(run: Run, validation_readers: dict[str, ShardReader]) -> None:
-    """Announces the run, and creates what the steps and the work between them need. A collective call."""
+    """Announces the run, and creates the objects for the steps and the work between them. A collective call."""
     config = run.config
     device = run.strategy.device
     run.validation_readers = validation_readers
@@ -89,10 +89,10 @@ def begin(run: Run, validation_readers: dict[str, ShardReader]) -> None:
 
 
 def watch_over(run: Run, start_id: str) -> None:
-    """Creates the guard, and what listens for signals and commands and detects hangs. A collective call.
+    """Creates the guard, the control of commands, and the watch for signals and hangs. A collective call.
 
     Args:
-        start_id: ID of this start of the run; commands of runs.py are addressed to it.
+        start_id: ID of this start of the run, the target of runs.py's commands.
     """
     ranks = run.strategy.ranks
     output = run.config.output
@@ -115,22 +115,22 @@ def watch_over(run: Run, start_id: str) -> None:
 
 
 def new_guard(run: Run) -> StepGuard:
-    """Creates a guard with the memory of the checkpoint that the run continues from."""
+    """Creates a guard with the checkpoint's guard state."""
     memory = run.saved.contents["guard"] if run.saved else None
     return StepGuard(run.config.guard, memory, scales_loss=run.whole_plan.precision == "fp16")
 
 
 def pid_namespace() -> str | None:
-    """Names the namespace of process IDs: containers with the same host name may number their own processes."""
+    """Names the namespace of process IDs, because containers with the same host name may have separate ones."""
     with suppress(OSError):
         return os.readlink("/proc/self/ns/pid")
     return None
 
 
 def begin_step(run: Run) -> int:
-    """Returns the number of the step, from 0; if a stage begins with it, the model follows."""
+    """Returns the number of the step, from 0. If a stage begins here, changes the model."""
     if run.steps_begun == 1:
-        # Objects alive after the first step live as long as the run: freezing lets later collections skip them.
+        # Objects alive after the first step usually live as long as the run, so later collections skip them.
         gc.collect()
         gc.freeze()
     run.steps_begun += 1
@@ -175,9 +175,9 @@ def _enter_stage(run: Run) -> None:
 
 
 def count_step(run: Run) -> None:
-    """Counts the step after its update, and adds its weights to their average if the step enters it.
+    """Counts the step after its update, and adds its weights to the average if due.
 
-    Raises UntrainedError on all ranks, after the first step alone.
+    Raises UntrainedError on all ranks, only after the first step.
     """
     if run.steps_begun == 1:
         of_ranks = run.strategy.ranks.gather(run.strategy.untrained)
@@ -200,12 +200,12 @@ def count_step(run: Run) -> None:
 def after_step(
     run: Run, loss: torch.Tensor, grad_norm: torch.Tensor, skipped: torch.Tensor, *, settle: bool
 ) -> tuple[list[StepReport], Finding | None]:
-    """Submits this rank's metrics of the step, on the device; returns what all ranks know and decide.
+    """Submits this rank's metrics of the step, on the device. Returns all ranks' reports and decision.
 
     settle: wait for this step's own metrics.
 
-    Returns (reports of the steps whose metrics have arrived, the finding that prevents continuing as planned), both
-    identical on all ranks.
+    Returns (reports that have arrived, the finding that prevents continuing as planned, if any), both identical on all
+    ranks.
     """
     step = run.state.step
     run.watch.beat(step)
@@ -220,7 +220,7 @@ def after_step(
 
 
 def _judge(run: Run, report: StepReport) -> Finding | None:
-    """Takes note of a step; returns the finding after which training must not continue as planned."""
+    """Records a step. Returns the finding that prevents continuing as planned, if any."""
     run.request = max(run.request, report.request)
     if report.skipped:
         run.state.skipped_steps += 1
@@ -238,7 +238,7 @@ def _judge(run: Run, report: StepReport) -> Finding | None:
 def rank_request(run: Run) -> Request:
     """Returns this rank's request: a command only once, a signal at every call."""
     asked = run.watch.request
-    if not run.strategy.ranks.is_main:  # control files and clock are the main rank's; the exchange tells the others
+    if not run.strategy.ranks.is_main:  # only the main rank has control files and a clock; it informs the others
         return asked
     if command := run.control.poll():
         asked = max(asked, Request[command.upper()])
@@ -253,7 +253,7 @@ def rank_request(run: Run) -> Request:
 
 
 def poll_requests(run: Run) -> None:
-    """Checks for requests during long work between steps; a collective call."""
+    """Checks for requests during long work between steps. A collective call."""
     run.watch.beat()
     run.request = max(run.request, run.consensus.agree(rank_request(run)))
 
@@ -267,21 +267,21 @@ def poll_or_interrupt(run: Run) -> None:
 
 @contextmanager
 def interruptible(run: Run, work: str) -> Iterator[Callable[[], None]]:
-    """Pauses training for work that is abandoned when the run is stopping; the run continues without its results.
+    """Pauses training for work that is abandoned, with its results, if the run is stopping.
 
-    Yields the function that all ranks must call at the same points of the work.
+    Yields a function that all ranks must call at the same points of the work.
     """
     with run.pausing(work):
         try:
             yield partial(poll_or_interrupt, run)
         except WorkInterruptedError:
-            run.warn(f"{work} skipped: the run is stopping")
+            run.warn(f"{work} skipped because the run is stopping")
 
 
 def answer(run: Run) -> None:
-    """Clears the request; if it was carried out, the sender of a command gets an answer."""
+    """Clears the request. If a command was carried out, answers it."""
     if run.request == Request.ANNEAL and run.state.anneal_from is None:
-        return  # the request came after the loop's check: the next step handles it
+        return  # the request arrived after the loop's check, so the next step handles it
     done = run.request != Request.SAVE or run.is_saved
     if done and run.request in ANSWERED:
         step = run.state.step
@@ -293,7 +293,7 @@ def answer(run: Run) -> None:
 
 
 def steps_of_decay(run: Run) -> float:
-    """Counts the steps that a final decay takes if it begins now."""
+    """Counts the steps of a final decay that begins now."""
     return min(run.plan.total_steps - run.state.step, run.config.optim.decay_fraction * run.state.step)
 
 

@@ -1,26 +1,26 @@
-"""Clock of `budget.minutes`: tells when the final decay must begin for a run to end in time."""
+"""Clock of `budget.minutes`, which starts the final decay early enough for a run to end in time."""
 
 import math
 import time
 from collections import deque
 
 SHARE_FOR_THE_END = 0.02
-"""Share of the time kept for the last checkpoint, the export and its check; validation comes on top, as measured."""
+"""Share of the time reserved for the last checkpoint, the export and its check, in addition to validation."""
 SECONDS_FOR_THE_END = 4.0
-"""Seconds kept in addition to that share."""
+"""Seconds reserved in addition to this share."""
 MAX_SHARE_FOR_THE_END = 0.2
 """Maximum of both, as a share of the time."""
 RECENT_STEPS = 2
-"""Steps that set the pace for shortening a decay."""
+"""Number of steps that determine the pace for shortening a decay."""
 LATE = 0.03
-"""Share of the time by which a decay must be expected to end late before it is shortened."""
+"""Expected delay, as a share of the time, above which a decay is shortened."""
 
 
 class TimeBudget:
-    """Clock of a run over all its starts. Only the main rank asks it; the others follow.
+    """Clock of a run over all its starts, used only on the main rank.
 
     Args:
-        minutes: maximum duration of the run; None: no limit.
+        minutes: maximum duration of the run. None: no limit.
         spent: seconds of earlier starts, from the checkpoint.
         began: time.perf_counter() at this start.
     """
@@ -34,7 +34,7 @@ class TimeBudget:
         self._steps = 0
         self._has_asked = False
         self.validation_seconds = 0.0
-        """Duration of the last validation, since another one follows the last step."""
+        """Duration of the last validation. Another one follows the last step."""
         self._recent: deque[float] = deque(maxlen=RECENT_STEPS + 1)
 
     @property
@@ -57,12 +57,12 @@ class TimeBudget:
 
     @property
     def _end(self) -> float:
-        """Seconds to keep for what follows the last step."""
+        """Seconds reserved for work after the last step."""
         rest = min(SECONDS_FOR_THE_END + SHARE_FOR_THE_END * self._given, MAX_SHARE_FOR_THE_END * self._given)
         return rest + self.validation_seconds
 
     def asks_to_shorten(self, steps_left: int) -> bool:
-        """Tells if the decay that this clock started would end too late, at the pace of the last steps."""
+        """Tells if the decay started by this clock would end too late, at the pace of the last steps."""
         if steps_left < 2 or len(self._recent) <= RECENT_STEPS:
             return False
         pace = (self._recent[-1] - self._recent[0]) / RECENT_STEPS
@@ -72,10 +72,10 @@ class TimeBudget:
         return is_late
 
     def asks_for_decay(self, decay_steps: float) -> bool:
-        """Tells, once, that a decay of this many steps must begin now to end in time, including what follows it."""
+        """Tells, once, that a decay of this many steps must begin now to end in time, including the work after it."""
         if not self.is_limited or self._has_asked or not self._steps:
             return False
-        # The pace includes validation and checkpoints between steps, since the decay will have its share of them.
+        # The pace includes validation and checkpoints between steps, because the decay includes them too.
         pace = (time.perf_counter() - self._first) / self._steps
         self._has_asked = self.seconds + decay_steps * pace + self._end >= self._given
         return self._has_asked

@@ -1,7 +1,7 @@
-"""Sends metrics to trackers such as wandb, through accelerate's classes, by its names; several at once.
+"""Sends metrics to one or more trackers such as wandb, through accelerate's classes.
 
-Loaded only if the recipe names a tracker. After a restart each tracker continues its curve. A tracker that loses its
-network or its server causes a warning but never ends the run.
+Loaded only if the recipe names a tracker. After a restart, each tracker continues its curve. A lost network or server
+causes a warning but never ends the run.
 """
 
 import importlib.util
@@ -24,7 +24,7 @@ PROJECT_VARIABLES = {
     "mlflow": "MLFLOW_EXPERIMENT_NAME",
     "wandb": "WANDB_PROJECT",
 }
-"""Environment variables that name the project if the recipe does not; WANDB_PROJECT is the fallback."""
+"""Environment variables for the project if the recipe has none. WANDB_PROJECT is the fallback."""
 SETTING_NAMES: dict[str, dict[str, str]] = {
     "aim": {"project": "experiment", "name": "run_name", "id": "run_hash"},
     "clearml": {"project": "project_name", "name": "task_name", "tags": "tags", "id": "reuse_last_task_id"},
@@ -37,9 +37,9 @@ SETTING_NAMES: dict[str, dict[str, str]] = {
     "trackio": {"project": "run_name", "name": "name", "group": "group"},
     "wandb": {"project": "run_name", "entity": "entity", "name": "name", "tags": "tags", "group": "group", "id": "id"},
 }  # fmt: skip
-"""{tracker: {setting of `tracking`: its name in accelerate's class}}, and the ID by which a run is continued.
+"""{tracker: {setting of `tracking`, or the run's ID: its name in accelerate's class}}.
 
-Most of them call the project `run_name`."""
+Most classes call the project `run_name`."""
 IDS: dict[str, Callable[[Any], str]] = {
     "aim": lambda tracker: tracker.writer.hash,
     "clearml": lambda tracker: tracker.task.id,
@@ -52,35 +52,35 @@ IDS: dict[str, Callable[[Any], str]] = {
 
 
 def tracker_problems(names: list[str]) -> list[str]:
-    """Lists a problem for each tracker that accelerate does not know, or whose package is missing."""
+    """Lists unknown trackers, and trackers without their package."""
     if not names:
         return []
     known = _classes()
     problems = [f"trackers: {name} is unknown{did_you_mean(name, known)}" for name in names if name not in known]
     # accelerate names the trackers after their packages.
     return problems + [
-        f"trackers: {name} is not installed: pip install {name}, or leave it out"
+        f"trackers: {name} is not installed; pip install {name}, or omit it"
         for name in names
         if name in SETTING_NAMES and importlib.util.find_spec(name) is None
     ]
 
 
 def _classes() -> dict[str, type]:
-    """Returns {name: class} of accelerate's trackers, including your own that are registered there."""
+    """Returns {name: class} of accelerate's trackers, including registered extensions."""
     from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
     return LOGGER_TYPE_TO_CLASS | dict(TRACKERS)
 
 
 class Trackers:
-    """Trackers of a run, some of which may have failed.
+    """A run's trackers. Some may have failed.
 
     Args:
-        run: the run's folder, whose name is the run's name unless `tracking` has another.
-        config: the whole config, sent to each of them; it contains no secrets.
-        warn: called with a message when a tracker fails, which switches that tracker off.
+        run: the run's folder. Its name is the default name of the run.
+        config: the whole config, sent to each tracker; it contains no secrets.
+        warn: called with a message when a tracker fails and is switched off.
         facts: sent with the config, as `run.NAME`.
-        is_late: the run has ended, and its config was sent before.
+        is_late: True if the run has ended, so its config was already sent.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class Trackers:
                 try:
                     self._running[name].store_init_configuration(settings)
                 except Exception as error:  # MLflow rejects changed settings after a restart
-                    warn(f"the tracker {name} did not take the settings: {type(error).__name__}: {error}")
+                    warn(f"the tracker {name} rejected the settings: {type(error).__name__}: {error}")
 
     def _start(self, name: str, run: Path, tracking: Tracking) -> None:
         """Starts or continues one tracker, and records its project and ID."""
@@ -143,22 +143,22 @@ class Trackers:
     def _call(self, name: str, function: Callable, *arguments: Any, **named: Any) -> None:
         try:
             function(*arguments, **named)
-        except Exception as error:  # each tracker raises its own errors, and none is worth a run
+        except Exception as error:  # each tracker raises its own errors; none may end a run
             self._running.pop(name, None)
             self._warn(f"the tracker {name} failed and is switched off: {type(error).__name__}: {error}")
 
 
 def project_of_environment(name: str) -> str:
-    """Returns the project that the environment names for this tracker, else the default."""
+    """Returns the environment's project for this tracker, or the default."""
     variables = (PROJECT_VARIABLES.get(name, ""), "WANDB_PROJECT")
     return next((value for variable in variables if (value := os.environ.get(variable))), DEFAULT_PROJECT)
 
 
 def make_tracker(name: str, run: Path, tracking: Tracking, project: str, known_id: str | None) -> Any:
-    """Returns accelerate's tracker of that name with the settings it takes; not started.
+    """Returns accelerate's tracker of this name with its supported settings, not yet started.
 
     Args:
-        known_id: ID of the run to continue; None: start a new one.
+        known_id: ID of the run to continue. None: start a new one.
     """
     made = _classes()[name]
     if name not in SETTING_NAMES:  # a user's own tracker, called as accelerate does
@@ -197,12 +197,12 @@ def make_tracker(name: str, run: Path, tracking: Tracking, project: str, known_i
         case "trackio":
             words["resume"] = "allow"
         case "wandb":
-            # Limits suppress the list of all curves on the console at the end; the log has their numbers.
+            # The limits suppress the final list of all curves on the console; the log has their numbers.
             brief = {"max_end_of_run_history_metrics": 0, "max_end_of_run_summary_metrics": 0}
             words |= {"dir": str(run), "resume": "allow", "settings": brief}
     return made(**words)
 
 
 def flatten_for_trackers(values: Any) -> dict[str, Any]:
-    """Flattens settings as `leaves` does; None becomes text and empty lists are dropped, for trackers without them."""
+    """Flattens settings as `leaves` does. Turns None into text and drops empty lists, for trackers without them."""
     return {path: "null" if leaf is None else leaf for path, leaf in leaves(values).items() if leaf not in ([], {})}

@@ -1,4 +1,4 @@
-"""Validation loss on all ranks: the same windows every time, every token counted once."""
+"""Measures validation loss on all ranks, on the same windows every time, counting every token once."""
 
 import itertools
 import math
@@ -19,11 +19,11 @@ from pretrain.model.loss import recording_losses
 from pretrain.parallel.strategy import Strategy
 
 SHORTEST_RANGE = 128
-"""Positions in the first range of the losses by position; each further range starts at twice the last start."""
+"""Positions in the first range of the losses by position. Each further range starts at twice the last start."""
 
 
 def open_validation(data: Data) -> dict[str, ShardReader]:
-    """Opens the validation sources, as {folder name: reader}. Raises InputError with every problem found."""
+    """Opens the validation sources, as {folder name: reader}. Raises InputError listing all problems."""
     if data.validation is not None:
         wanted = [(source, source.split) for source in data.validation]
     else:
@@ -52,7 +52,7 @@ def open_validation(data: Data) -> dict[str, ShardReader]:
 
 
 def data_problems(data: Data) -> Problems:
-    """Lists the problems of a run's shards only."""
+    """Lists the problems of a run's shards."""
     problems = Problems()
     problems.attempt(open_training, data)
     problems.attempt(open_validation, data)
@@ -80,11 +80,11 @@ def measure(
     """Returns {source: {loss, perplexity, bits_per_byte, tokens, ...}}: mean loss per token in nats over the windows.
 
     bits_per_byte = loss / ln 2 x tokens / UTF-8 bytes, with the split's own ratio of tokens to bytes.
-    loss_by_position and tokens_by_position are by range of positions, as {"0-127": ..., "128-255": ...}: the number
-    of tokens of its document (without document_mask: of the window) before the one that makes the prediction.
+    loss_by_position and tokens_by_position are by range of positions, as {"0-127": ..., "128-255": ...}. A position is
+    the number of earlier tokens in the document (without document_mask, in the window).
 
     Args:
-        after_batch: called by all ranks after the same batches; may raise to skip the rest.
+        after_batch: called by all ranks after the same batches. It may raise to skip the rest.
     """
     model.eval()
     results = {}
@@ -95,7 +95,7 @@ def measure(
             starts = windows_of(reader, window, sequences)
             total = torch.zeros(2 + 2 * len(ranges), dtype=torch.float64)
             for first in range(0, len(starts), rows * strategy.data_ranks):
-                # Includes the next batch, so that an object store fetches it while this one is computed.
+                # Includes the next batch, so that an object store fetches it during this one.
                 parts = [starts[first + rank * rows :][:rows] for rank in range(2 * strategy.data_ranks)]
                 mine = parts[strategy.data_rank]
 
@@ -116,7 +116,7 @@ def measure(
                 with recording_losses(model) as losses:
                     _, cross_entropy = model(**batch)
                 tokens = len(mine) * window.sequence_length // strategy.sequence_parts
-                # Back to sums: ranks and the last batch have different numbers of windows.
+                # Converted to sums, because ranks and the last batch have different numbers of windows.
                 total[:2] += torch.tensor([cross_entropy.item() * tokens, tokens], dtype=torch.float64)
                 if losses:
                     positions = positions_of(batch, strategy)[:tokens]
@@ -146,7 +146,7 @@ def positions_of(batch: dict[str, Any], strategy: Strategy) -> np.ndarray:
 
 
 def sums_by_range(losses_N: Tensor, positions_N: np.ndarray, ranges: list[range]) -> Tensor:
-    """Returns (2 R,) fp64 on the CPU: sums of the losses in each range, then numbers of tokens."""
+    """Returns (2 R,) fp64 on the CPU: sums of losses, then numbers of tokens, per range."""
     losses = losses_N.cpu().double().numpy()
     place = np.searchsorted([r.start for r in ranges], positions_N, side="right") - 1
     sums = [np.bincount(place, weights, minlength=len(ranges)) for weights in (losses, None)]
@@ -164,12 +164,12 @@ def by_position(ranges: list[range], sums: list[float]) -> dict[str, dict[str, f
 
 
 def perplexity_of(loss: float) -> float:
-    """Returns exp of a mean loss in nats per token, at most exp(700), which a float holds."""
+    """Returns exp of a mean loss in nats per token, limited to exp(700) to avoid overflow."""
     return math.exp(min(loss, 700))
 
 
 def summary(loss: float, tokens: int, reader: ShardReader) -> dict[str, float]:
-    """Returns the measures of one source from its mean loss per token in nats."""
+    """Returns a source's measures from its mean loss per token in nats."""
     split_tokens, _, split_bytes = reader.manifest.totals(reader.split)
     return {
         "loss": loss,

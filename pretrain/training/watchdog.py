@@ -1,7 +1,7 @@
 """Monitors a rank in a thread: signals, heartbeats, hangs and dead neighbors.
 
-The loop cannot monitor itself while it waits for another rank in a collective: Python runs signal handlers in the main
-thread, which may be stuck there. This thread wakes up for every signal and several times per second.
+The loop can't monitor itself while it waits in a collective, because Python runs signal handlers in the main thread,
+which may be stuck there. This thread wakes up for every signal and several times per second.
 """
 
 import faulthandler
@@ -32,22 +32,22 @@ SIGNALS = {
 }
 END_CODES = {Request.PREEMPT: EXIT_PREEMPTED, Request.INTERRUPT: EXIT_INTERRUPTED}
 SAME_SIGNAL_SECONDS = 1.0
-"""Maximum distance of signals that count as one: Ctrl-C reaches a process from the terminal and from its launcher."""
+"""Maximum distance of signals that count as one. Ctrl-C arrives both from the terminal and from the launcher."""
 HEARTBEAT_SECONDS = 2.0
 """Seconds between heartbeats of rank 0."""
 HEARTBEAT_SECONDS_OF_OTHERS = 10.0
 """Seconds between heartbeats of other ranks."""
 ORPHAN_SECONDS = 3.0
-"""Time for a launcher to stop the other processes itself after one died."""
+"""Time for a launcher to stop the other processes after one died."""
 REPORT_SECONDS = 3.0
-"""Time limit at the end, for trackers without a network and terminals that nobody reads."""
+"""Time limit at the end, for trackers without a network and unread terminals."""
 OWN_PAUSE_SECONDS = 5.0
-"""Delay of the watch itself that means that the process was suspended (or half a step's timeout, if shorter): Ctrl-Z,
-or a machine in standby."""
+"""Delay of the watch (or half a step's timeout, if shorter) that indicates a suspended process: Ctrl-Z, or a machine
+in standby."""
 END_REASON_FILE = "heartbeats/last-word.json"
-"""File in which a rank that ends alone leaves its reason."""
+"""File with the reason of a rank that ended alone."""
 LAUNCHER = os.getppid()
-"""Parent at import time, long before training, because a launcher may die while its processes load."""
+"""Parent process at import time, long before training, because a launcher may die while its processes load."""
 
 
 class Watch:
@@ -55,7 +55,7 @@ class Watch:
 
     Args:
         run: the run's folder, for heartbeats and stacks.
-        rank: this process's rank; rank 0 writes heartbeats more often.
+        rank: this process's rank. Rank 0 writes heartbeats more often.
         neighbors: process IDs of the other ranks on this machine.
         step_timeout_seconds, first_step_timeout_seconds: maximum time between two beats (every micro-step beats); the
             latter applies until the first step is done.
@@ -82,7 +82,7 @@ class Watch:
         self.held = held
         self.on_end = on_end
         self.request = Request.NONE
-        """Most urgent request by signals so far."""
+        """Most urgent request from signals so far."""
         self.step = 0
         self._timeout = self.first_step_timeout_seconds = first_step_timeout_seconds
         self._last_beat = time.monotonic()
@@ -97,11 +97,11 @@ class Watch:
         self._thread = threading.Thread(target=self._watch, name="watch", daemon=True)
 
     def start(self) -> None:
-        """Starts watching, from the main thread: from now on a signal is a request, and silence is a hang."""
+        """Starts watching, from the main thread. From now on a signal is a request, and silence is a hang."""
         self.heartbeat_path.parent.mkdir(parents=True, exist_ok=True)
         for number in SIGNALS:
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # respects nohup
-                signal.signal(number, lambda *_: None)  # Python writes to the socket only for signals it handles
+                signal.signal(number, lambda *_: None)  # Python writes to the socket only for handled signals
         signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
         self._last_beat = time.monotonic()
         self._thread.start()
@@ -114,12 +114,12 @@ class Watch:
         self._last_beat = time.monotonic()
 
     def allow_compiling(self) -> None:
-        """Lets the next step take as long as the first, since it compiles other shapes."""
+        """Allows the next step as much time as the first, because it compiles other shapes."""
         self._timeout = self.first_step_timeout_seconds
         self.beat()
 
     def close(self) -> None:
-        """Stops watching before the ranks exit, so that a clean end is not taken for a death; then ignores signals."""
+        """Stops watching before the ranks exit, so that a clean end isn't taken for a crash. Then ignores signals."""
         self._closed.set()
         self._writer.send(b"\0")
         self._thread.join()
@@ -153,7 +153,7 @@ class Watch:
                 self._end_hang()
 
     def _exclude_suspension(self, seconds: float) -> None:
-        """Excludes a suspension of this process: neither the loop nor the neighbors hang."""
+        """Excludes a suspension of this process, which isn't a hang."""
         self._last_beat += seconds
         self._stopped_since.clear()
         if self._neighbor_died is not None:
@@ -196,7 +196,7 @@ class Watch:
         now = time.monotonic()
         if dead := [pid for pid in self.neighbors if not is_alive(pid)]:
             self._neighbor_died = self._neighbor_died or now
-            # The launcher sends SIGTERM after a death: end now, since a save would wait for the dead process.
+            # The launcher sends SIGTERM after a death. End now, because a save would wait for the dead process.
             if self._first_signal is not None or now - self._neighbor_died > ORPHAN_SECONDS:
                 of_death = f"process {', '.join(map(str, dead))} of this run has died"
                 self._end(*(recorded_end_reason(self.run) or (of_death, CRASHED)))
@@ -230,7 +230,7 @@ class Watch:
         speaker = threading.Thread(target=self._report_end, args=(reason, code), name="report end", daemon=True)
         speaker.start()
         speaker.join(timeout=REPORT_SECONDS)
-        # Not sys.exit: the main thread may never return from a collective.
+        # Not sys.exit, because the main thread may never return from a collective.
         os._exit(code)
 
     def _report_end(self, reason: str, code: int) -> None:
@@ -243,20 +243,20 @@ class Watch:
             sys.stdout.flush()
 
     def _say(self, text: str) -> None:
-        with suppress(OSError, ValueError):  # perhaps nobody reads stderr any more; the watch continues
+        with suppress(OSError, ValueError):  # stderr may be closed; the watch continues
             # Another process may have drawn its live line there.
             start = CLEAR_LINE if is_terminal(sys.stderr) else ""
             print(f"{start}rank {self.rank}: {text}", file=sys.stderr, flush=True)
 
 
 def record_end_reason(run: Path, reason: str, code: int) -> None:
-    """Writes why this rank ends, for the others: the main rank writes the end of the run into its log."""
+    """Records why this rank ends, for the main rank's log."""
     with suppress(OSError):
         write_durably(run / END_REASON_FILE, json.dumps([reason, code]))
 
 
 def recorded_end_reason(run: Path) -> tuple[str, int] | None:
-    """Returns the reason and exit status that a rank has left since the start of the run; None if there are none."""
+    """Returns a rank's recorded reason and exit status since the start of the run, or None."""
     with suppress(OSError, ValueError):
         reason, code = json.loads((run / END_REASON_FILE).read_bytes())
         return reason, code

@@ -2,7 +2,7 @@
 
 Each run is a separate train.py process with its own run folder, so all tools for runs work on them.
 
-    parity: one recipe under every strategy, or every product of dimensions
+    parity: one recipe under every strategy, or every mesh
     small_runs: trains many runs, in parallel on several devices; recovers after a kill
     sweep, sweep_plan: grid or search over settings; all runs are checked before any starts
     sweep_report: table, JSON, figure and best recipe of a sweep

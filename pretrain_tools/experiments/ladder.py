@@ -26,7 +26,7 @@ LEAST_SIZES = 4
 SIZES_DIFFER = 1.1
 """Ratio of parameters below which two sizes count as one."""
 MOST_NOISE = 0.02
-"""Relative noise around the scaling law above which predictions are refused."""
+"""Relative noise around the scaling law above which no predictions are made."""
 FAR_COMPUTE = 8.0
 """Compute, as a multiple of the largest run's, above which a prediction gets a warning."""
 SAME_DIRECTION = 0.98
@@ -45,7 +45,7 @@ def compute_of(parameters: float, tokens: float) -> float:
 
 @dataclass(frozen=True)
 class LadderRun:
-    """A validation loss of a run, with the size and tokens it belongs to."""
+    """A run's validation loss, with its size and tokens."""
 
     folder: Path
     parameters: int
@@ -67,9 +67,9 @@ class Rung:
     """Standard deviation over the seeds; None for a single seed."""
     folders: tuple[Path, ...]
     left_out: int
-    """Number of runs of this size and budget that had other settings and ended worse."""
+    """Number of runs of this size and budget with other settings and a higher loss."""
     tokens_per_step: int | None = None
-    """Tokens of a step, over all ranks; None if the runs do not record it."""
+    """Tokens per step over all ranks; None if not recorded."""
 
     @property
     def compute(self) -> float:
@@ -113,7 +113,7 @@ class Ladder:
 
 
 def read_ladder_runs(folders: Iterable[Path], count: str) -> tuple[list[LadderRun], list[str]]:
-    """Reads the finished runs in the folders; returns their losses and the reasons for which others were left out.
+    """Reads the finished runs in the folders. Returns their losses, and the reasons for skipping other runs.
 
     Raises InputError if no run is usable, or if the runs are not comparable.
     """
@@ -123,7 +123,7 @@ def read_ladder_runs(folders: Iterable[Path], count: str) -> tuple[list[LadderRu
     for folder in folders:
         found = [folder] if (folder / METRICS_FILE).is_file() else find_runs(folder) if folder.is_dir() else []
         if not found:
-            problems.append(f"{folder}: holds no runs; give runs, or folders of sweeps")
+            problems.append(f"{folder}: contains no runs; give runs, or folders of sweeps")
         runs += found
     problems.stop_if_any()
     points = []
@@ -137,7 +137,7 @@ def read_ladder_runs(folders: Iterable[Path], count: str) -> tuple[list[LadderRu
             points += [point] if (point := problems.attempt(ladder_run, history, count)) else []
     problems.stop_if_any()
     if not points:
-        raise InputError(*said, "none of the runs can be used: a ladder takes runs that finished, with validation")
+        raise InputError(*said, "no usable runs; a ladder needs finished runs with validation")
     problems += comparability_problems(points)
     problems.stop_if_any()
     return points, said
@@ -176,7 +176,7 @@ def ladder_run(history: History, count: str) -> LadderRun | None:
 
 
 def comparability_problems(runs: Sequence[LadderRun]) -> list[str]:
-    """Returns a problem for each difference that makes the runs' losses incomparable."""
+    """Lists the differences that make the runs' losses incomparable."""
     problems = []
     for name in ("the tokenizer", "the validation sources", "data.sequence_length", "optim.schedule"):
         values: dict[str, list[str]] = {}
@@ -184,12 +184,12 @@ def comparability_problems(runs: Sequence[LadderRun]) -> list[str]:
             values.setdefault(json.dumps(run.settings.get(name)), []).append(str(run.folder))
         if len(values) > 1:
             shown = "; ".join(f"{value} in {names[0]}{' ...' * (len(names) > 1)}" for value, names in values.items())
-            problems.append(f"the runs differ in {name}, so their losses do not compare: {shown}; give runs with one")
+            problems.append(f"the runs differ in {name}, so losses aren't comparable: {shown}; use one value")
     return problems
 
 
 def rungs_of(runs: Sequence[LadderRun]) -> list[Rung]:
-    """Groups runs into rungs: the best settings of each size and budget, averaged over seeds; sorted by N, then D."""
+    """Groups runs into rungs, sorted by N, then D: the best settings per size and budget, averaged over seeds."""
     groups: dict[tuple[int, int], dict[str, list[LadderRun]]] = {}
     for run in runs:
         # Budgets are rounded to whole steps, so treat token counts within 2% as the same budget.
@@ -216,7 +216,7 @@ def rungs_of(runs: Sequence[LadderRun]) -> list[Rung]:
 
 
 def distinct_sizes(parameters: Iterable[int]) -> list[int]:
-    """Returns the distinct sizes, ascending; of sizes within a factor of SIZES_DIFFER only the smallest."""
+    """Returns the distinct sizes, ascending. Of sizes within a factor of SIZES_DIFFER, keeps only the smallest."""
     sizes: list[int] = []
     for size in sorted(parameters):
         if not sizes or size > SIZES_DIFFER * sizes[-1]:
@@ -225,7 +225,7 @@ def distinct_sizes(parameters: Iterable[int]) -> list[int]:
 
 
 def fit_rungs(rungs: Sequence[Rung]) -> ScalingLaw:
-    """Fits the scaling law to the rungs; its noise is at least that of the seeds."""
+    """Fits the scaling law to the rungs. Its noise is at least the seeds' noise."""
     relative = [(rung.spread / rung.loss) ** 2 / len(rung.folders) for rung in rungs if rung.spread is not None]
     return fit_scaling_law(
         [rung.parameters for rung in rungs],
@@ -245,24 +245,24 @@ def predict_loss(law: ScalingLaw, rungs: Sequence[Rung], name: str, parameters: 
 def make_ladder(rungs: list[Rung], asked: Sequence[tuple[str, int, int]], count: str) -> Ladder:
     """Fits the scaling law, back-tests it, and predicts the runs in `asked`: (name, parameters, tokens).
 
-    Raises InputError if all runs have one size, and if there are too few sizes or too much noise for a prediction.
+    Raises InputError if all runs have one size, or too few sizes or too much noise for a prediction.
     """
     sizes = distinct_sizes(rung.parameters for rung in rungs)
     shown = ", ".join(count_text(size) for size in sizes)
     if len(sizes) < 2:
         raise InputError(
-            f"all runs have one size, {shown} parameters: a ladder needs several, {LEAST_SIZES} to predict"
+            f"all runs have one size, {shown} parameters; a ladder needs several, and {LEAST_SIZES} to predict"
         )
     if asked and len(sizes) < LEAST_SIZES:
         raise InputError(
-            f"--predict: {len(sizes)} sizes ({shown}) are too few to predict others; add runs until there are "
-            f"{LEAST_SIZES}, each twice the last"
+            f"--predict: {len(sizes)} sizes ({shown}) are too few to predict others; add runs up to "
+            f"{LEAST_SIZES} sizes, each twice the last"
         )
     law = fit_rungs(rungs)
     if asked and law.noise > MOST_NOISE:
         raise InputError(
-            f"--predict: the losses scatter by {law.noise:.1%} around the law, more than {MOST_NOISE:.0%}; find the "
-            "runs that are off (runs.py ladder without --predict lists them), or train more seeds"
+            f"--predict: the losses scatter by {law.noise:.1%} around the scaling law, more than {MOST_NOISE:.0%}; "
+            "remove outliers (runs.py ladder without --predict lists them), or train more seeds"
         )
     backtest = None
     if len(sizes) >= LEAST_SIZES:
@@ -274,23 +274,23 @@ def make_ladder(rungs: list[Rung], asked: Sequence[tuple[str, int, int]], count:
 
 
 def cautions_of(ladder: Ladder) -> list[str]:
-    """Returns warnings about what the runs cannot determine."""
+    """Lists warnings about quantities that the runs can't determine."""
     said = []
     sizes = len(distinct_sizes(rung.parameters for rung in ladder.rungs))
     if sizes < LEAST_SIZES:
-        said.append(f"{sizes} sizes show no law: the fit below is mostly its priors")
+        said.append(f"{sizes} sizes don't determine a scaling law; the fit below is mostly its priors")
     logs = np.log([[rung.parameters, rung.tokens] for rung in ladder.rungs]).T
     flat = logs.std(axis=1) < 1e-3
     if flat.any() or abs(np.corrcoef(logs)[0, 1]) > SAME_DIRECTION:
         how = "tokens did not vary" if flat[1] else "tokens grew with size"
         said.append(
-            f"{how}, so the runs cannot tell alpha from beta: the priors do. Predictions on the same line of tokens "
-            "per parameter do not need to know; others do"
+            f"{how}, so the runs can't separate alpha from beta, and the priors decide. This doesn't affect "
+            "predictions at the same tokens per parameter, but it affects others"
         )
     if ladder.backtest is not None and not ladder.backtest.holds(ladder.measured):
         said.append(
-            f"the largest size is {ladder.measured / ladder.backtest.loss - 1:+.2%} off the law of the smaller ones, "
-            "outside their interval: the ladder bends, or its settings are not equally good at every size"
+            f"the largest size is {ladder.measured / ladder.backtest.loss - 1:+.2%} off the smaller ones' law, "
+            "outside their interval: the ladder bends, or its settings aren't equally good at every size"
         )
     by_compute = sorted((rung for rung in ladder.rungs if rung.tokens_per_step), key=lambda rung: rung.compute)
     for less, more in itertools.pairwise(by_compute):
@@ -298,12 +298,12 @@ def cautions_of(ladder: Ladder) -> list[str]:
         if fewer < steps:
             said.append(
                 f"{count_text(more.parameters)} parameters had {fewer:,} steps of {more.tokens_per_step:,} tokens, "
-                f"{count_text(less.parameters)} with less compute {steps:,} of {less.tokens_per_step:,}: such a "
-                "ladder bends; give all sizes one --batch.tokens_per_step"
+                f"{count_text(less.parameters)} with less compute {steps:,} of {less.tokens_per_step:,}: this "
+                "ladder bends; give all sizes the same --batch.tokens_per_step"
             )
     said += [
-        f"{one.name}: {one.times_compute:.3g} times the compute of the largest run; beyond {FAR_COMPUTE:g} times an "
-        "interval holds only if the law does"
+        f"{one.name}: {one.times_compute:.3g} times the compute of the largest run; beyond {FAR_COMPUTE:g} times, "
+        "intervals hold only if the scaling law does"
         for one in ladder.predictions
         if one.times_compute > FAR_COMPUTE
     ]
@@ -319,7 +319,7 @@ def read_predictions(texts: Iterable[str], count: str) -> list[tuple[str, int, i
 
 
 def read_prediction(text: str, count: str) -> tuple[str, int, int]:
-    """Parses one argument of --predict, see `read_predictions`; a recipe's shards need not exist."""
+    """Parses one argument of --predict (see `read_predictions`). A recipe's shards don't have to exist."""
     if text.endswith((".yaml", ".yml")):
         from pretrain.data.vocabulary import planned_model_config
         from pretrain_tools.planning.candidates import work_of_run

@@ -42,12 +42,12 @@ MOSTLY_PRIOR = 0.5
 """Ratio of a parameter's spread to its prior's spread above which the report calls it mostly the prior."""
 COUNTED = {
     "matrix": "N: parameters in matmuls, with the head and without embedding tables",
-    "total": "N: all parameters, of a mixture of experts the active ones",
+    "total": "N: all parameters, in an MoE model the active ones",
 }
 HOW = (
-    f"Intervals are 90 %, from {REFITS} refits to the losses with fresh noise, its size as uncertain as so few "
-    f"residuals leave it, and to priors drawn anew: alpha and beta {EXPONENT} +- {EXPONENT_SD}, E {SHARE_OF_E:.0%} of "
-    f"the lowest loss within a factor of {math.exp(LOG_E_SD):.1f}, equal terms within {math.exp(LOG_BALANCE_SD):.1f}."
+    f"90% intervals come from {REFITS} refits with resampled losses, noise levels and priors. The priors: alpha and "
+    f"beta {EXPONENT} +- {EXPONENT_SD}; E {SHARE_OF_E:.0%} of the lowest loss, within a factor of "
+    f"{math.exp(LOG_E_SD):.1f}; equal terms, within a factor of {math.exp(LOG_BALANCE_SD):.1f}."
 )
 
 
@@ -99,11 +99,11 @@ def ladder_text(ladder: Ladder, left_out: list[str]) -> str:
         note = "mostly the prior" if law.prior_shares.get(name, 0.0) > MOSTLY_PRIOR else ""
         fits.append([name, f"{value:.4g}", f"{low:.4g} to {high:.4g}", note])
     lines = ["L(N, D) = E + A / N^alpha + B / D^beta", COUNTED[ladder.count], "", table(rows, right=set(range(8))), ""]
-    lines += [table(fits), "", f"noise around the law: {law.noise:.2%}"]
+    lines += [table(fits), "", f"noise around the scaling law: {law.noise:.2%}"]
     if told := ladder.backtest:
         low, high = told.interval
         lines.append(
-            f"back-test: without the largest size the law says {told.loss:.4f} ({low:.4f} to {high:.4f}) at "
+            f"back-test: fitted without the largest size, predicted {told.loss:.4f} ({low:.4f} to {high:.4f}) at "
             f"{told.times_compute:.3g} times the compute; measured {ladder.measured:.4f}, "
             f"{ladder.measured / told.loss - 1:+.2%}, {'within' if told.holds(ladder.measured) else 'OUTSIDE'} the "
             "interval"
@@ -162,7 +162,7 @@ def read_ladder(path: Path) -> Callable[[int, int, int], tuple[float, float, flo
     except InputError as error:
         raise InputError(f"--ladder {path}: {error}") from None
     except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-        raise InputError(f"--ladder {path}: is not what runs.py ladder writes ({one_line(error)})") from None
+        raise InputError(f"--ladder {path}: wasn't written by runs.py ladder ({one_line(error)})") from None
     if len(sizes) < LEAST_SIZES:
         raise InputError(f"--ladder {path}: has {len(sizes)} sizes; {LEAST_SIZES} are needed to predict others")
     if law.noise > MOST_NOISE:
@@ -173,9 +173,9 @@ def read_ladder(path: Path) -> Callable[[int, int, int], tuple[float, float, flo
     def expect(matrix_parameters: int, parameters: int, tokens: int) -> tuple[float, float, float, str]:
         size = matrix_parameters if counts_matrices else parameters
         times = compute_of(size, tokens) / largest_compute
-        far = ": if the law holds so far" if times > FAR_COMPUTE else ""
+        far = ", if the scaling law holds that far" if times > FAR_COMPUTE else ""
         known = (
-            f"90 % by {path}, {times:.3g} times the compute of its largest run{far}; on its text, with its tokenizer "
+            f"90% by {path}, {times:.3g} times the compute of its largest run{far}; on its text, with its tokenizer "
             "and settings"
         )
         return float(law.loss(size, tokens)), *law.interval(size, tokens), known
@@ -198,8 +198,8 @@ def draw_ladder(ladder: Ladder, path: Path) -> None:
     tokens = np.exp(slope * np.log(sizes) + offset)
     low, high = np.array([law.interval(n, d) for n, d in zip(sizes, tokens, strict=True)]).T
     compute = compute_of(sizes, tokens)
-    panel.fill_between(compute, low, high, color=COLORS[0], alpha=0.15, linewidth=0, label="90 % interval of a run")
-    panel.plot(compute, law.loss(sizes, tokens), color=COLORS[0], linewidth=1.5, label="law, along the ladder")
+    panel.fill_between(compute, low, high, color=COLORS[0], alpha=0.15, linewidth=0, label="90% interval of a run")
+    panel.plot(compute, law.loss(sizes, tokens), color=COLORS[0], linewidth=1.5, label="scaling law, along the ladder")
     measured = [(rung.compute, rung.loss, rung.spread or 0.0) for rung in ladder.rungs]
     panel.errorbar(*zip(*measured, strict=True), fmt="o", color="#000000", markersize=5, label="measured")
     for number, one in enumerate(ladder.predictions):

@@ -79,10 +79,10 @@ def run_mixture(
 def sources_to_mix(config: RunConfig, count: int) -> list[Source]:
     """Returns the recipe's sources. Raises InputError if they cannot be mixed, or `count` is too small for them."""
     if config.data.stages:
-        raise InputError("data.stages: a curriculum has several mixtures; give data.train, one stage at a time")
+        raise InputError("data.stages: a curriculum has several mixtures; give data.train, for one stage at a time")
     sources = config.data.train
     if len(sources) < 2:
-        raise InputError(f"data.train: {len(sources)} source makes no mixture; name two or more")
+        raise InputError(f"data.train: {len(sources)} source isn't a mixture; name two or more")
     least = LEAST_RUNS_PER_SOURCE * len(sources)
     if count < least:
         raise InputError(f"--runs {count}: too few to fit {len(sources)} sources; give {least} or more")
@@ -91,7 +91,7 @@ def sources_to_mix(config: RunConfig, count: int) -> list[Source]:
 
 def candidate_weights(own: NDArray, count: int) -> NDArray[np.float64]:
     """Returns candidate weights, shape (count, k): the recipe's own first, then random ones with a fixed seed."""
-    # A fixed seed, because the same command must continue with the same mixtures.
+    # The seed is fixed because the same command must continue with the same mixtures.
     random = np.random.default_rng(0)
     own = own / own.sum()
     candidates = [own]
@@ -195,8 +195,8 @@ def report_mixture(request: SweepRequest, results: Sequence[PointResult]) -> int
     # The recipe's own mixture is the baseline of the gain, so it must have finished.
     if finished[:1] != list(results[:1]) or len(finished) < LEAST_RUNS_PER_SOURCE * len(sources):
         print(
-            f"{len(finished)} of {len(results)} mixtures finished; the recipe's own and "
-            f"{LEAST_RUNS_PER_SOURCE * len(sources)} in all are needed. The same command tries again what failed."
+            f"{len(finished)} of {len(results)} mixtures finished; the recipe's own mixture and "
+            f"{LEAST_RUNS_PER_SOURCE * len(sources)} in total are needed. The same command retries failed runs."
         )
         return 1
     weights = np.array([[s["weight"] for s in parse_yaml(r.settings["data.train"])] for r in finished])
@@ -219,7 +219,7 @@ def report_mixture(request: SweepRequest, results: Sequence[PointResult]) -> int
     report = request.output / "mixture.json"
     recipe = request.output / "mixture.yaml"
     write_durably(report, json.dumps(values, indent=1) + "\n")
-    header = f"# {request.recipe} with the weights that the mixtures in {request.output} propose\n"
+    header = f"# {request.recipe} with the weights proposed by the mixtures in {request.output}\n"
     write_durably(recipe, header + as_yaml(config.model_copy(update={"data": proposed, "output": folder})))
     print(report, recipe, sep="\n")
     return 0
@@ -238,18 +238,18 @@ def mixture_text(
     rows.append(row("proposed", found.weights, found.losses))
     low, high = found.gain_interval
     sure = (
-        "so it is better than the recipe's own as far as runs of this size tell"
+        "so at this size it is better than the recipe's own mixture"
         if low > 0
-        else "so that it is better at all is not shown: more runs or more seeds"
+        else "which doesn't show that it is better; train more runs or more seeds"
     )
     return "\n".join(
         [
             table(rows, right=set(range(1, len(rows[0])))),
             "",
-            f"The proposed weights are expected {found.gain:.4f} below the recipe's own in the mean loss, 90 % "
+            f"The predicted mean loss of the proposed weights is {found.gain:.4f} below the recipe's own, 90% "
             f"interval {low:.4f} to {high:.4f}, {sure}.",
-            f"Runs that the fit has not seen are predicted within {found.error:.2%}, rank correlation "
-            f"{found.agreement:.2f}. Small runs see few epochs of small sources: train both mixtures once at the size "
-            "you need before you believe it.",
+            f"Leave-one-out predictions have an error of {found.error:.2%} and a rank correlation of "
+            f"{found.agreement:.2f}. Small runs see few epochs of small sources, so train both mixtures once at the "
+            "size you need before you rely on this.",
         ]
     )

@@ -1,6 +1,6 @@
-"""Checks that a recipe trains to the same losses under every strategy: runs each and compares every step.
+"""Checks that a recipe has the same losses under every strategy, by running each and comparing every step.
 
-A strategy is a file in accelerate_configs/, or a product of dimensions, such as dp_shard2-tp2.
+A strategy is a file in accelerate_configs/, or a mesh such as dp_shard2-tp2.
 """
 
 import json
@@ -29,19 +29,19 @@ from pretrain.units import counted, table
 REFERENCE = "single"
 TOLERANCES = {"fp32": (1e-5, 1e-4), "bf16": (2e-2, None), "fp16": (2e-2, None), "fp8": (3e-2, None)}
 """Tolerances by precision: (absolute for the loss, relative for the gradient norm). In half precision, strategies
-round at different places, so gradient norms can differ by a few percent although the losses agree; fp8 has 3 bits
-of mantissa, bf16 7."""
+round in different places, so gradient norms can differ by a few percent although the losses agree. fp8 has 3 bits of
+mantissa, bf16 has 7."""
 
 RESOLVED = (
     "batch.tokens_per_step", "batch.sequences_per_micro_batch", "optim.weight_decay", "optim.warmup_steps",
     "optim.learning_rate",
 )  # fmt: skip
-"""Settings that `auto` may decide by the number of processes."""
+"""Settings that may depend on the number of processes if set to `auto`."""
 
 
 @dataclass(frozen=True)
 class Curve:
-    """The losses and gradient norms of a run, by step."""
+    """A run's losses and gradient norms by step."""
 
     loss: dict[int, float]
     grad_norm: dict[int, float]
@@ -49,12 +49,12 @@ class Curve:
 
 @dataclass(frozen=True)
 class StrategyOutcome:
-    """The outcome of one strategy."""
+    """One strategy's outcome."""
 
     curve: Curve | None
     """Losses and gradient norms; None if the run did not train to the end."""
     refusals: tuple[str, ...] = ()
-    """Messages with which it rejected the recipe or this machine before training."""
+    """Messages with which the strategy rejected the recipe or this machine before training."""
 
 
 def strategy_names() -> list[str]:
@@ -64,20 +64,20 @@ def strategy_names() -> list[str]:
 
 
 def named(sizes: Sizes) -> str:
-    """Names a product of dimensions, as its folder is called."""
+    """Names a mesh. Its folder has this name."""
     return "-".join(f"{dimension}{size}" for dimension, size in sizes.named().items())
 
 
 def sizes_called(name: str) -> Sizes | None:
-    """Returns the sizes of a product by its name; None if it is no such name."""
+    """Parses a mesh's name to its sizes; None for other names."""
     found = [re.fullmatch(rf"({'|'.join(DIMENSIONS)})([1-9]\d*)", word) for word in name.split("-")]
     return Sizes(**{match[1]: int(match[2]) for match in found}) if all(found) else None
 
 
 def products_asked_for(mesh: str, processes: int, has_experts: bool) -> list[str]:
-    """Returns the names of the products that `--mesh` asks for: all of so many processes, or one.
+    """Returns the names of the meshes requested by `--mesh`: all for this many processes, or one.
 
-    What no size claims is sharded, as in accelerate_configs/mesh.yaml. Raises InputError for sizes that cannot be.
+    As in accelerate_configs/mesh.yaml, dp_shard takes the remaining factor. Raises InputError for impossible sizes.
     """
     from pretrain_tools.planning.layouts import products
 
@@ -88,14 +88,14 @@ def products_asked_for(mesh: str, processes: int, has_experts: bool) -> list[str
         dimension, _, size = word.strip().partition("=")
         if dimension not in DIMENSIONS or not re.fullmatch(r"[1-9]\d*", size):
             raise InputError(
-                f"--mesh: {word} is no size of a dimension; give all, or sizes of {', '.join(DIMENSIONS)}, such as "
+                f"--mesh: {word} is not a dimension's size; give all, or sizes of {', '.join(DIMENSIONS)}, such as "
                 "dp_shard=2,tp=2"
             )
         sizes[dimension] = int(size)
     given = Sizes(**sizes)
     if "dp_shard" not in sizes and processes % given.world == 0:
         given = Sizes(**sizes, dp_shard=processes // given.world)
-    works = f"--processes {given.world}, sizes whose product is {processes}, or --mesh all"
+    works = f"--processes {given.world}, sizes with the product {processes}, or --mesh all"
     if given.world != processes:
         raise InputError(f"--mesh: {mesh} is {given.world} processes, but --processes is {processes}; use {works}")
     if (exchange := given.fsdp * given.tp) % given.ep:
@@ -103,7 +103,7 @@ def products_asked_for(mesh: str, processes: int, has_experts: bool) -> list[str
             f"--mesh: ep={given.ep} does not divide dp_shard x cp x tp = {exchange}; use a size that does"
         )
     if given.world == 1:
-        raise InputError("--mesh: one process has nothing to divide; use --processes 2 or more")
+        raise InputError("--mesh: needs more than one process; use --processes 2 or more")
     return [named(given)]
 
 
@@ -118,15 +118,15 @@ def compare_strategies(
     mesh: str | None = None,
     changes: Sequence[tuple[str, str]] = (),
 ) -> int:
-    """Trains under each strategy into output/NAME, compares the losses with those of `single`, and prints the result.
+    """Trains under each strategy into output/NAME, compares the losses with `single`, and prints the result.
 
     Args:
-        strategies: comma-separated names; None: all files in accelerate_configs/, or with `mesh` no other.
-        mesh: products of dimensions, as `products_asked_for` takes them.
+        strategies: comma-separated names. None: all files in accelerate_configs/, or none if `mesh` is given.
+        mesh: see `products_asked_for`.
         changes: pairs (dotted path, value) that override the recipe.
 
-    Returns 0 if all strategies that ran are within tolerance, and any did; else 1. Raises InputError for an unknown
-    strategy, an output folder that already contains runs, or a recipe that `single` rejects.
+    Returns 0 if at least one strategy ran and all that ran are within tolerance, otherwise 1. Raises InputError for an
+    unknown strategy, an output folder that already contains runs, or a recipe that `single` rejects.
     """
     names = strategies.split(",") if strategies else [] if mesh else strategy_names()
     if mesh:
@@ -140,7 +140,7 @@ def compare_strategies(
     ]
     if problems:
         raise InputError(*problems)
-    # Fixed before the launches: each would resolve `auto` for its own number of processes.
+    # Resolved before the launches, because each would resolve `auto` for its own number of processes.
     changes = [*changes, *numbers_for_auto(recipe, changes, processes)]
     overrides = run_overrides(recipe, changes, steps, precision)
     outcomes: dict[str, StrategyOutcome] = {}
@@ -149,14 +149,14 @@ def compare_strategies(
         on = counted(count, "process")
         print(f"[{number}/{len(names)}] {name}, {on}, {steps} steps ...", file=sys.stderr, flush=True)
         outcomes[name] = train_under(name, count, recipe, output / name, overrides)
-        # Without the reference there is nothing to compare with, so do not train the other strategies.
+        # Without the reference, the other strategies have nothing to compare with.
         if outcomes[REFERENCE].curve is None:
             raise InputError(
                 *(outcomes[REFERENCE].refusals or [f"{recipe} does not train; see {output / REFERENCE}.log"])
             )
     optimizer = read_run_config(recipe, changes).optim.name
     if precision == "fp32" and updates_in_bf16(optimizer):
-        print(f"{optimizer} computes its updates in bf16 here: losses are compared as those of bf16.\n")
+        print(f"{optimizer} computes its updates in bf16 here, so the bf16 tolerances apply.\n")
         precision = "bf16"
     results = report_parity(outcomes, TOLERANCES[precision], output)
     ran = [result for result in results.values() if "refused" not in result]
@@ -164,7 +164,7 @@ def compare_strategies(
 
 
 def trains_experts(recipe: Path, changes: Sequence[tuple[str, str]]) -> bool:
-    """Tells if the recipe's model has experts that could be divided."""
+    """Tells if the recipe's model has experts."""
     from pretrain.data.vocabulary import planned_model_config
     from pretrain_tools.planning.memory import sizes_of
 
@@ -173,7 +173,7 @@ def trains_experts(recipe: Path, changes: Sequence[tuple[str, str]]) -> bool:
 
 
 def updates_in_bf16(optimizer: str) -> bool:
-    """Tells if the optimizer computes its updates in bf16 on this machine under any precision; imports torch."""
+    """Tells if the optimizer always computes its updates in bf16 on this machine. Imports torch."""
     from pretrain.hardware import missing_bf16
     from pretrain.optim.optimizers import OPTIMIZERS
     from pretrain.parallel.strategy import device_type
@@ -182,7 +182,7 @@ def updates_in_bf16(optimizer: str) -> bool:
 
 
 def numbers_for_auto(recipe: Path, changes: Sequence[tuple[str, str]], processes: int) -> list[tuple[str, str]]:
-    """Resolves the recipe's `auto` settings to numbers that suit all launches; imports torch if there are any.
+    """Resolves the recipe's `auto` settings to numbers for all launches. Imports torch if there are any.
 
     Otherwise each launch would resolve `auto` for its own number of processes, and the runs would differ.
     """
@@ -198,7 +198,7 @@ def numbers_for_auto(recipe: Path, changes: Sequence[tuple[str, str]], processes
 
 
 def run_overrides(recipe: Path, changes: Sequence[tuple[str, str]], steps: int, precision: str) -> list[str]:
-    """Returns command-line overrides: `changes`, and the settings of a short run. Batch, data and model stay."""
+    """Returns command-line overrides: `changes` and a short run's settings. Batch, data and model don't change."""
     # Warmup takes at most 10% of the short run, so that most steps are at the full learning rate.
     warmup = read_run_config(recipe, changes).optim.warmup_steps
     warmup = steps // 10 if warmup == "auto" else min(warmup, steps // 10)
@@ -211,10 +211,9 @@ def run_overrides(recipe: Path, changes: Sequence[tuple[str, str]], steps: int, 
 
 
 def train_under(name: str, processes: int, recipe: Path, output: Path, overrides: list[str]) -> StrategyOutcome:
-    """Trains under one strategy and returns the outcome; the console goes to output.log.
+    """Trains under one strategy and returns the outcome. The console goes to output.log.
 
-    If there is only one GPU, several processes share it. They are slow, because NCCL sends through the loopback
-    interface.
+    If there is only one GPU, several processes share it. They are slow because NCCL uses the loopback interface.
     """
     command = launch_command(name, processes, recipe, output, overrides)
     output.parent.mkdir(parents=True, exist_ok=True)
@@ -249,16 +248,16 @@ def launch_command(name: str, processes: int, recipe: Path, output: Path, overri
 
 
 def gpu_count() -> int:
-    """Returns the number of GPUs that torch sees; imports torch."""
+    """Returns the number of GPUs visible to torch. Imports torch."""
     import torch
 
     return torch.cuda.device_count()
 
 
 def run_on_one_gpu(command: list[str], processes: int, log: TextIO) -> int:
-    """Runs a launch whose processes share one GPU; returns the first exit status that is not 0, else 0.
+    """Runs a launch with all processes on one GPU. Returns the first exit status other than 0, otherwise 0.
 
-    NCCL refuses two ranks on one GPU of a machine, so each process is launched as a machine of its own.
+    NCCL rejects two ranks on the same GPU of a machine, so each process is launched as a separate machine.
     """
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
@@ -269,7 +268,7 @@ def run_on_one_gpu(command: list[str], processes: int, log: TextIO) -> int:
         for rank in range(processes):
             machine = ["--num_machines", str(processes), "--machine_rank", str(rank)]
             address = ["--main_process_ip", "127.0.0.1", "--main_process_port", str(port)]
-            # NCCL takes ranks with different host IDs for different machines.
+            # NCCL treats ranks with different host IDs as different machines.
             environment = os.environ | {"NCCL_HOSTID": f"machine-{rank}", "NCCL_SOCKET_IFNAME": "lo"}
             launched.append(
                 subprocess.Popen(
@@ -300,14 +299,14 @@ def mistaken_launch(run: Path, name: str, processes: int) -> str | None:
     trained = (record.get("strategy"), record.get("ranks"))
     if sizes_called(name):
         trained = (named(Sizes(**record.get("mesh", {}))), trained[1])
-    # With one process, the run records `single` whatever the config says.
+    # With one process, the run always records `single`.
     if trained == (name, processes) or processes == 1:
         return None
     return f"{run}: trained under {trained[0]} on {trained[1]} processes, not under {name} on {processes}"
 
 
 def refusals(log: str, status: int) -> list[str]:
-    """Extracts the messages of an input error from a failed run's log; [] if it failed for another reason.
+    """Extracts the messages of an input error from a failed run's log; [] for other failures.
 
     Launchers replace a process's exit status with their own, and print the original one in their last lines.
     """
@@ -316,13 +315,13 @@ def refusals(log: str, status: int) -> list[str]:
         return []
     # The launcher's own traceback follows the messages of the run.
     before_launcher = re.split(r"^(?:E\d{4} |Traceback)", log, maxsplit=1, flags=re.MULTILINE)[0]
-    # Other output looks different: libraries prefix a location or time, or indent; progress lines end in dots.
+    # Skips other output: lines of libraries begin with a location, time or spaces, and progress lines end in dots.
     of_others = r"\s|\[|$|[WI]\d{4} |.*Warning: |.* \.\.\.$"
     return [line for line in before_launcher.splitlines() if not re.match(of_others, line)]
 
 
 def read_curve(run: Path) -> Curve:
-    """Reads the losses and gradient norms of a run; values that were not finite become NaN."""
+    """Reads a run's losses and gradient norms. Non-finite values become NaN."""
     train = [event for event in read_metrics(run) if event["event"] == "train"]
 
     def by_step(key: str) -> dict[int, float]:
@@ -349,10 +348,10 @@ def largest_distance(curve: Mapping[int, float], reference: Mapping[int, float],
 def report_parity(
     outcomes: Mapping[str, StrategyOutcome], tolerances: tuple[float, float | None], output: Path
 ) -> dict[str, dict]:
-    """Prints a table of the strategies, writes parity.json and returns its contents.
+    """Prints a table of the strategies, writes parity.json and returns its contents: {strategy: result}.
 
-    Returns {strategy: result}, of a strategy that ran the largest distances (loss, grad_norm) and whether they are
-    within the tolerances (same); else its messages (refused) or its log (failed).
+    A result has the largest distances (loss, grad_norm) and whether they are within the tolerances (same), or the
+    strategy's messages (refused), or its log (failed).
     """
     loss_tolerance, norm_tolerance = tolerances
     reference = outcomes[REFERENCE].curve
@@ -373,14 +372,14 @@ def report_parity(
         else:
             results[name] = {"failed": f"{output / name}.log"}
             rows.append([name, "-", "-", f"FAILED: see {output / name}.log"])
-    print(f"Largest difference from {REFERENCE} of the loss, and of the gradient norm relative to it")
+    print(f"Largest differences from {REFERENCE}: loss (absolute), gradient norm (relative)")
     print(table(rows, right={1, 2}))
     (output / "parity.json").write_text(json.dumps(results, indent=1), encoding="utf-8")
     same = sum(result.get("same", False) for result in results.values())
     refused = sum("refused" in result for result in results.values())
     ran = len(results) - refused
     bounds = f"loss within {loss_tolerance:g}" + (f", norm within {norm_tolerance:g}" if norm_tolerance else "")
-    end = f"; {refused} refused it, which proves nothing about them." if refused else "."
+    end = f"; {refused} rejected it, which proves nothing about them." if refused else "."
     print(f"\n{same} of the {ran} that can run this recipe here match {REFERENCE} ({bounds}){end}")
     if not ran:
         print("Nothing was compared.")

@@ -1,10 +1,9 @@
 """Fits L(N, D) = E + A / N^alpha + B / D^beta (Hoffmann et al., arXiv 2203.15556, approach 3).
 
 As in the paper, the fit minimizes a Huber loss on log L from many starting points. A few runs cannot determine five
-parameters, especially if tokens grow with size as along a compute-optimal ladder, because alpha and beta then have the
-same effect. So weak priors from published fits constrain what the runs leave open. The intervals reflect this: each
-refit redraws the centers of the priors, so a parameter that the runs do not determine gets an interval as wide as its
-prior.
+parameters, especially in a compute-optimal ladder: tokens grow with size, so alpha and beta have the same effect. Weak
+priors from published fits constrain the rest. Each refit redraws the centers of the priors, so a parameter that the
+runs don't determine gets an interval as wide as its prior.
 
 All refits are vectorized in numpy. Shapes: R refits, n points, 5 parameters.
 """
@@ -33,7 +32,7 @@ LOG_BALANCE_SD = 1.0
 The prior mean is 0, because both terms are equal at the compute-optimal point if alpha equals beta.
 """
 ASSUMED_NOISE = 0.003
-"""Relative noise of a loss that is assumed before any residual is seen."""
+"""Assumed relative noise of a loss before any residual is seen."""
 ASSUMED_COUNT = 2
 """Number of residuals that the assumed noise counts as."""
 HUBER_WIDTH = 1.345
@@ -56,14 +55,14 @@ class ScalingLaw:
     refit_noise: NDArray[np.float64]
     """Noise of each refit, shape (R,), sampled because a few residuals leave it uncertain."""
     reference: tuple[float, float]
-    """Geometric means of N and D, the point at which theta gives the size and token terms."""
+    """Reference point: geometric means of N and D."""
     noise: float
     """Relative standard deviation of a measured loss around the fit."""
     residuals: NDArray[np.float64]
     """log(measured loss / fitted loss), shape (n,)."""
 
     def loss(self, parameters: ArrayLike, tokens: ArrayLike) -> NDArray[np.float64]:
-        """Predicts the loss in nats per token; the arguments are broadcast."""
+        """Predicts the loss in nats per token. Broadcasts the arguments."""
         return np.exp(log_loss(self.theta, *self._scaled(parameters, tokens)))
 
     def interval(self, parameters: float, tokens: float) -> tuple[float, float]:
@@ -86,7 +85,7 @@ class ScalingLaw:
 
     @property
     def prior_shares(self) -> dict[str, float]:
-        """Ratio of the refits' spread to the prior's, for both exponents; near 1, the runs do not determine them."""
+        """Ratio of the refits' spread to the prior's, for both exponents. Near 1, the runs don't determine them."""
         spreads = self.refits.std(axis=0) / EXPONENT_SD
         return {"alpha": float(spreads[3]), "beta": float(spreads[4])}
 
@@ -137,7 +136,7 @@ def fit_scaling_law(
     centers = np.array([math.log(SHARE_OF_E) + y.min(), 0.0, EXPONENT, EXPONENT])
     starts = starting_points(float(np.exp(y.min())))
     noise = assumed
-    for _ in range(3):  # alternate: the noise sets the weight of the priors, and the fit's residuals set the noise
+    for _ in range(3):  # alternates, because the priors' weight depends on the noise, and the noise on the residuals
         rows = (len(starts), 1)
         same = Drawn(n, d, np.tile(y, rows), np.full(len(starts), noise), np.tile(centers, rows))
         fits, objectives = _fit(starts, same)
@@ -150,7 +149,7 @@ def fit_scaling_law(
         noise = math.sqrt((ASSUMED_COUNT * assumed**2 + np.sum(counted)) / (ASSUMED_COUNT + freedom))
     random = np.random.default_rng(1)
     count = ASSUMED_COUNT + freedom
-    # A few residuals determine the noise poorly: sample it from a scaled inverse chi-square distribution.
+    # A few residuals determine the noise poorly, so it's sampled from a scaled inverse chi-square distribution.
     refit_noise = noise * np.sqrt(count / random.chisquare(count, REFITS))
     # With few degrees of freedom this distribution has no mean, and its tail would dominate the intervals.
     refit_noise = np.minimum(refit_noise, 10 * noise)
@@ -161,7 +160,7 @@ def fit_scaling_law(
 
 
 def starting_points(lowest: float) -> NDArray:
-    """Returns starting points, shape (R, 5): a grid over the share of E, the share of the size term, and exponents."""
+    """Returns starting points, shape (R, 5): a grid over the shares of E and of the size term, and exponents."""
     shares = (0.2, 0.5, 0.8)
     exponents = (0.15, 0.35, 0.6)
     share, balance, alpha, beta = np.array(list(itertools.product(shares, shares, exponents, exponents))).T
@@ -177,7 +176,7 @@ SCALED_PRIORS = PRIORS / PRIOR_SDS[:, None]
 
 
 class Drawn(NamedTuple):
-    """The runs as each of R refits takes them."""
+    """The resampled runs of R refits."""
 
     n: NDArray
     d: NDArray
@@ -205,7 +204,7 @@ def _fit(theta: NDArray, drawn: Drawn) -> tuple[NDArray, NDArray]:
     for _ in range(MOST_ITERATIONS):
         model = log_loss(theta.T[:, :, None], n, d)
         deviation = (model - y) / noise[:, None]
-        # Iteratively reweighted least squares: its fixed point is the minimum of the Huber loss.
+        # Iteratively reweighted least squares converges to the minimum of the Huber loss.
         weights = np.minimum(1.0, HUBER_WIDTH / np.maximum(np.abs(deviation), 1e-12))
         slopes = _slopes(theta, n, d, model) / noise[:, None, None]
         gradient = np.einsum("rni,rn,rn->ri", slopes, weights, deviation) + drawn.from_priors(theta) @ SCALED_PRIORS
@@ -213,7 +212,7 @@ def _fit(theta: NDArray, drawn: Drawn) -> tuple[NDArray, NDArray]:
         diagonal = np.einsum("rii->ri", curvature)
         damped = curvature + damping[:, None, None] * np.eye(5) * (diagonal[:, None] + 1e-9)
         tried = theta - np.linalg.solve(damped, gradient[..., None])[..., 0]
-        # Without bounds, a step that overshoots could make an exponent negative, from where the fit does not recover.
+        # Without bounds, an overshooting step could make an exponent negative, and the fit wouldn't recover.
         tried[:, 3:] = np.clip(tried[:, 3:], 0.01, 2.0)
         then = _objective(tried, drawn)
         better = then < objective
@@ -243,7 +242,7 @@ def _slopes(theta: NDArray, n: NDArray, d: NDArray, model: NDArray) -> NDArray:
 
 
 def _parameters_used(theta: NDArray, n: NDArray, d: NDArray, noise: float) -> float:
-    """Returns the effective number of parameters that the runs, not the priors, determine: the hat matrix's trace."""
+    """Returns the effective number of parameters determined by the runs, the trace of the hat matrix."""
     slopes = _slopes(theta[None], n, d, log_loss(theta[:, None, None], n, d))[0] / noise
     information = slopes.T @ slopes
     return float(np.trace(np.linalg.solve(information + SCALED_PRIORS.T @ SCALED_PRIORS, information)))

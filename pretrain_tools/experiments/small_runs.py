@@ -2,11 +2,11 @@
 
     FOLDER/recipes/NAME.yaml   the complete recipe of each run, written when it starts
     FOLDER/runs/NAME           its run folder
-    FOLDER/logs/NAME.log       its console; the training process holds a lock on it, so that no run starts twice
-    FOLDER/slots/0.json        the run that was started last on a device or share of the CPU
+    FOLDER/logs/NAME.log       its console, locked by the training process so that no run starts twice
+    FOLDER/slots/0.json        the last run started on a device or share of the CPU
 
-If the caller is killed, its runs continue, and the next caller waits for them like for its own. A run that was killed
-resumes from its checkpoint.
+If the caller is killed, its runs continue, and the next caller waits for them. A killed run resumes from its
+checkpoint.
 """
 
 import json
@@ -61,24 +61,24 @@ class SmallRun:
 
 @dataclass(frozen=True)
 class RunOutcome:
-    """The progress of a run, determined from its folder alone."""
+    """A run's progress, read from its folder."""
 
     folder: Path
     state: str
-    """new, unfinished, finished, diverged (ended by its guard, as a retry would be), or failed."""
+    """new, unfinished, finished, diverged (stopped by the guard, so a retry would diverge too), or failed."""
     step: int
     """Step of the newest checkpoint, or the last step of a finished run."""
     losses: dict[int, dict[str, float]]
-    """Validation loss by step and source; infinite if it was not a finite number."""
+    """Validation loss by step and source; infinite if not finite."""
     tokens: int = 0
     seconds: float = 0.0
     reason: str = ""
-    """Reason of its end, if it did not finish."""
+    """Reason why it ended early."""
     was_stopped: bool = False
     """True if it was stopped with a save: by a signal or `runs.py stop`."""
 
     def loss_at(self, step: int | None) -> float:
-        """Returns the validation loss at a step, averaged over the sources; infinite if there is none."""
+        """Returns the validation loss at a step, averaged over the sources; infinite if missing."""
         return statistics.fmean(self.losses[step].values()) if step in self.losses else math.inf
 
     @property
@@ -93,7 +93,7 @@ class RunOutcome:
 
 
 def read_outcome(run: SmallRun) -> RunOutcome:
-    """Reads the outcome from a run's folder; copes with the remains of a crash."""
+    """Reads the outcome from a run's folder, even after a crash."""
     events = read_metrics(run.output)
     count_hours(events)
     events = current_events(events)
@@ -101,7 +101,7 @@ def read_outcome(run: SmallRun) -> RunOutcome:
     state = "unfinished" if events else "new"
     if end.get("code") == EXIT_NUMERIC:
         state = "diverged"
-    # The exit code alone is not enough: the export may have been deleted or damaged since.
+    # The exit code isn't enough, because the export may have been deleted or damaged since.
     if end.get("code") == 0 and (run.output / "final" / SEAL_FILE).is_file():
         state = "finished"
     checkpoint = max(checkpoint_folders(run.output), default=0)
@@ -119,13 +119,13 @@ def read_outcome(run: SmallRun) -> RunOutcome:
 
 def end_of(events: Sequence[Event]) -> Event:
     """Returns the `end` event of the newest process; empty if it still trains or has crashed."""
-    # An `end` that is followed by a start belongs to an earlier process.
+    # An `end` followed by a `start` belongs to an earlier process.
     last = next((event for event in reversed(events) if event["event"] in ("end", "start", "train")), {})
     return last if last.get("event") == "end" else {}
 
 
 def losses_by_step(events: Sequence[Event]) -> dict[int, dict[str, float]]:
-    """Returns the validation loss by step and source; infinite if it was not a finite number."""
+    """Returns the validation loss by step and source; infinite if not finite."""
     losses: dict[int, dict[str, float]] = {}
     for event in events:
         if event["event"] == "validation":
@@ -136,20 +136,20 @@ def losses_by_step(events: Sequence[Event]) -> dict[int, dict[str, float]]:
 
 
 def device_slots(parallel: int | None) -> list[dict[str, str]]:
-    """Returns the environment variables of parallel runs: `parallel` runs, by default one per GPU, or one on the CPU.
+    """Returns the environment variables of each parallel run, by default one run per GPU, or one on the CPU.
 
-    If there are more runs than GPUs, they share the GPUs; on the CPU they share the cores.
+    More runs than GPUs share the GPUs. Runs on the CPU share the cores.
     """
     import torch
 
     from pretrain.hardware import available_cores
 
-    # Keep the caller's names: CUDA_VISIBLE_DEVICES may already restrict or reorder the GPUs.
+    # Keep the caller's names, because CUDA_VISIBLE_DEVICES may already restrict or reorder the GPUs.
     if count := torch.cuda.device_count():
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         names = visible.split(",")[:count] if visible else [str(number) for number in range(count)]
         return [{"CUDA_VISIBLE_DEVICES": names[n % count]} for n in range(parallel or count)]
-    # Each run would start a thread per core and compete with the others; a number set by the user stays.
+    # Otherwise each run would start one thread per core. A number set by the user is kept.
     if not parallel or parallel == 1 or "OMP_NUM_THREADS" in os.environ:
         return [{} for _ in range(parallel or 1)]
     return [{"OMP_NUM_THREADS": str(max(1, available_cores() // parallel))} for _ in range(parallel)]
@@ -157,7 +157,7 @@ def device_slots(parallel: int | None) -> list[dict[str, str]]:
 
 @dataclass
 class Training:
-    """A train.py process: our child, or one that an earlier caller left behind."""
+    """A train.py process, started by this or an earlier caller."""
 
     run: SmallRun
     process: subprocess.Popen | None = None
@@ -181,11 +181,11 @@ def train_runs(
 ) -> int:
     """Trains until `next_run` has no more runs and all have ended. Returns 0, or the exit status of an interruption.
 
-    Passes Ctrl-C, SIGTERM and SIGHUP on to the runs, which save; the same command continues them.
+    Passes Ctrl-C, SIGTERM and SIGHUP on to the runs, which save. The same command continues them.
 
     Args:
-        runs: runs by name; a search adds to the mapping later.
-        next_run: called with the names in training; returns the next run, or None if nothing can start now.
+        runs: runs by name. A search adds more later.
+        next_run: called with the names of active runs. Returns the next run, or None if nothing can start now.
         ended: called with each run that has ended, and its exit status if known.
     """
     training = left_behind(runs)
@@ -197,7 +197,7 @@ def train_runs(
             for slot, environment in enumerate(slots):
                 if slot not in training and not received:
                     run = next_run({one.run.name for one in training.values()})
-                    # Slots are interchangeable: if nothing can start in this one, nothing can start in the others.
+                    # Slots are interchangeable, so no other slot can start a run either.
                     if run is None:
                         break
                     print(f"{run.name}: training", file=sys.stderr, flush=True)
@@ -210,29 +210,29 @@ def train_runs(
 
 
 def left_behind(runs: Mapping[str, SmallRun]) -> dict[int, Training]:
-    """Returns the runs, by slot, that an earlier caller started and that are still training."""
+    """Returns an earlier caller's runs that are still training, by slot."""
     found = {}
-    # A slot's file may name a run that has ended; only the lock on its log shows that it is still training.
+    # A slot's file may name a finished run. Only the lock on its log shows that it is still training.
     for folder in {run.folder for run in runs.values()}:
         for path in (folder / "slots").glob("*.json"):
             run = runs.get(str(read_json(path).get("run")))
             if run is not None and is_held(run.log):
-                print(f"{run.name}: still being trained since before; waiting for it", file=sys.stderr, flush=True)
+                print(f"{run.name}: still training since an earlier call; waiting for it", file=sys.stderr, flush=True)
                 found[int(path.stem)] = Training(run)
     return found
 
 
 def start_training(run: SmallRun, slot: int, environment: Mapping[str, str]) -> Training:
-    """Starts train.py as a user would, with the console going to the run's log."""
+    """Starts train.py like a user would, with the console redirected to the run's log."""
     record = run.folder / "slots" / f"{slot}.json"
     for folder in (record.parent, run.log.parent, run.recipe.parent):
         folder.mkdir(parents=True, exist_ok=True)
-    # Only now: a run that an earlier caller left behind may read its recipe again.
+    # Written only now, because an earlier caller's run may read its recipe again.
     write_durably(run.recipe, as_yaml(run.config))
-    # Written before the start, so that the next caller finds the run even if this one is killed in between.
+    # Written before the start, so that the next caller finds the run even if this one is killed.
     write_durably(record, json.dumps({"run": run.name}))
     with open(run.log, "ab") as log:
-        # The child inherits the lock, so it remains held even if the caller dies.
+        # The child inherits the lock, so the lock outlives the caller.
         hold_while_open(log)
         process = subprocess.Popen(
             [sys.executable, str(ROOT / "train.py"), "--config", str(run.recipe)],
@@ -265,7 +265,7 @@ def signals_passed_on(training: Mapping[int, Training]) -> Iterator[list[int]]:
 
 
 def failure_text(run: SmallRun, outcome: RunOutcome, status: int | None) -> str:
-    """Returns the reason why a run ended early: the input errors it reported, else the last line of its log."""
+    """Returns the reason why a run ended early: its input errors, or the last line of its log."""
     log = run.log.read_text(encoding="utf-8", errors="replace") if run.log.is_file() else ""
     if status == EXIT_BAD_INPUT and (found := refusals(log, status)):
         return "; ".join(found[-3:])

@@ -1,7 +1,7 @@
-"""Trains a recipe under every combination of settings, or those that a search picks, and compares (runs.py sweep).
+"""Trains a recipe with every combination of settings, or with a search's picks, and compares (runs.py sweep).
 
 FOLDER/plan.json      the request, written before anything starts; the same command continues the sweep
-FOLDER/trials.json    the settings that a search has picked so far
+FOLDER/trials.json    the settings picked by a search so far
 FOLDER also contains the runs, see small_runs.
 """
 
@@ -43,13 +43,13 @@ def run_sweep(
     parallel: int | None,
     report: Callable[[SweepRequest, Sequence[PointResult]], int] = report_sweep,
 ) -> int:
-    """Trains the unfinished runs of a sweep and reports on all; returns the exit status: 1 if no setting finished.
+    """Trains a sweep's unfinished runs and reports on all. Returns the exit status: 1 if no setting finished.
 
-    Raises InputError with all problems of all runs before any of them starts.
+    Raises InputError with all problems of all runs before any run starts.
     """
     problems = request_problems(request)
     problems.stop_if_any()
-    # For a search the grid is the corners of the ranges; settings between them are assumed to work if the corners do.
+    # For a search, the grid has the corners of the ranges. If they work, so should the settings between them.
     grid = request.grid
     points = problems.attempt(check_points, request, grid)
     problems += name_problems(request, grid)
@@ -64,13 +64,13 @@ def run_sweep(
         runs = counted((request.search or len(points)) * request.seeds, "run")
         print(f"{request.output}: {runs}, {counted(len(slots), 'run')} at a time", file=sys.stderr, flush=True)
         if status := train_runs(sweep.runs, slots, sweep.next_run, sweep.ended):
-            print(f"interrupted; give the same command to continue {request.output}", file=sys.stderr)
+            print(f"interrupted; run the same command to continue {request.output}", file=sys.stderr)
             return status
         return report(request, sweep.results())
 
 
 class Sweep:
-    """Decides the order of the runs from their folders alone, so that it is the same after a kill.
+    """Decides the order of the runs from their folders alone, so that it doesn't change after a kill.
 
     A search adds points over time.
     """
@@ -80,7 +80,7 @@ class Sweep:
         self.points: list[SweepPoint] = []
         self.runs: dict[str, SmallRun] = {}
         self.failures: dict[str, str] = {}
-        """Reason of each run that failed during this call, by name; the same command tries it again."""
+        """{run that failed during this call: reason}. The same command retries it."""
         trials = recorded_trials(request)
         for point in [*points, *(check_points(request, trials) if trials else ())]:
             self._add(point)
@@ -96,7 +96,7 @@ class Sweep:
                 is_open = run.name not in active and run.name not in self.failures
                 if is_open and not read_outcome(run).is_over:
                     return run
-            # A search picks the next settings while other runs are still training, so that no device is idle.
+            # A search picks the next settings while other runs train, so that no device is idle.
             if len(self.points) >= (self.request.search or 0):
                 return None
             self._pick(active)
@@ -113,7 +113,7 @@ class Sweep:
         self._add(point)
 
     def outcome(self, run: SmallRun) -> RunOutcome:
-        """Returns the outcome of a run, which `read_outcome` does not know to have failed during this call."""
+        """Returns a run's outcome, including a failure during this call."""
         outcome = read_outcome(run)
         failure = self.failures.get(run.name)
         return outcome if failure is None else replace(outcome, state="failed", reason=failure)
@@ -140,16 +140,16 @@ class Sweep:
 
 
 def recorded_trials(request: SweepRequest) -> list[dict[str, str]]:
-    """Reads the settings that a search has picked so far."""
+    """Reads the settings picked by a search so far."""
     path = request.output / TRIALS_FILE
     return json.loads(path.read_text()) if path.is_file() else []
 
 
 def pick_settings(request: SweepRequest, results: Sequence[PointResult], active: set[str]) -> dict[str, str]:
-    """Picks the settings of the next trial, formatted as on the command line and not tried before.
+    """Picks new settings for the next trial, formatted as on the command line.
 
-    Uses Optuna's TPE sampler over ranges and lists. The sampler is rebuilt for each trial from the results, with their
-    number as its seed, so a killed search continues as it would have.
+    Uses Optuna's TPE sampler over ranges and lists. The sampler is rebuilt from the results for each trial, with their
+    number as its seed, so a killed search continues unchanged.
     """
     import optuna
     from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
@@ -176,7 +176,7 @@ def pick_settings(request: SweepRequest, results: Sequence[PointResult], active:
         study.add_trial(create_trial(state=state, params=params, distributions=distributions, value=value))
     tried = [result.settings for result in results]
     settings = {}
-    # Different proposals may round to settings that were tried; give up after 100 and repeat one.
+    # Proposals may round to settings already tried. Repeats one after 100 attempts.
     for _ in range(100):
         params = study.ask(distributions).params
         settings = {path: f"{value:.3g}" if isinstance(value, float) else str(value) for path, value in params.items()}
@@ -186,7 +186,7 @@ def pick_settings(request: SweepRequest, results: Sequence[PointResult], active:
 
 
 def value_of(axis: Axis, text: str) -> float | str:
-    """Parses a value for Optuna; clamps it to the range, because rounding to three digits may have left it."""
+    """Parses a value for Optuna. Clamps it to the range, because it was rounded to three digits."""
     if not axis.is_range:
         return text
     low, high = axis.ends

@@ -1,4 +1,4 @@
-"""Plans a sweep: parses the settings to vary, derives the runs, and finds all their problems before any starts."""
+"""Plans a sweep: parses the varied settings, derives the runs, and finds all problems before any run starts."""
 
 import io
 import itertools
@@ -40,7 +40,7 @@ class Axis:
 
     path: str
     values: tuple[str, ...]
-    """Values as given on the command line; both ends of a range."""
+    """Values as given on the command line, or both ends of a range."""
     is_range: bool = False
 
     @property
@@ -64,21 +64,21 @@ class SweepRequest:
     """Pairs (dotted path, value) that override the recipe in every run."""
     seeds: int
     search: int | None
-    """Number of settings to try instead of a grid; None: grid."""
+    """Number of settings to try instead of a grid. None: a grid."""
     output: Path
     labels: Mapping[str, str] = field(default_factory=dict)
-    """Short names for folders, by value as given; for long values."""
+    """{long value as given: short name for folders}"""
 
     @property
     def grid(self) -> list[dict[str, str]]:
-        """Combinations of all values, each as {path: value as given}; for a range, of its ends."""
+        """All combinations of values (for a range, its ends), each as {path: value as given}."""
         paths = [axis.path for axis in self.axes]
         combinations = itertools.product(*(axis.values for axis in self.axes))
         return [dict(zip(paths, values, strict=True)) for values in combinations]
 
     @property
     def described(self) -> dict[str, Any]:
-        """Request as plan.json records it."""
+        """The request's record in plan.json."""
         return {
             "vary": {axis.path: "..".join(axis.values) if axis.is_range else list(axis.values) for axis in self.axes},
             "seeds": self.seeds,
@@ -95,7 +95,7 @@ class SweepPoint:
     runs: list[SmallRun]
     """Runs, one per seed."""
     plan: "RunPlan" = field(repr=False)
-    """Numbers of one run, the same for all seeds."""
+    """Derived numbers of a run, the same for all seeds."""
 
 
 def read_axes(texts: Iterable[str]) -> list[Axis]:
@@ -111,15 +111,15 @@ def read_axes(texts: Iterable[str]) -> list[Axis]:
                 f"--vary {text}: give a setting and its values, as in --vary optim.learning_rate=1e-3,2e-3"
             )
         elif path in [axis.path for axis in axes]:
-            problems.append(f"--vary {path}: given twice; give all its values at once")
+            problems.append(f"--vary {path}: given twice; give all its values in one --vary")
         elif len(ends) == 2 and all(is_number_text(end) for end in ends):
             axes.append(Axis(path, tuple(ends), is_range=True))
             low, high = axes[-1].ends
             if not low < high:
-                problems.append(f"--vary {text}: a range rises; give --vary {path}={ends[1]}..{ends[0]}")
+                problems.append(f"--vary {text}: a range must be ascending; give --vary {path}={ends[1]}..{ends[0]}")
         else:
             if len(set(values)) < len(values):
-                problems.append(f"--vary {text}: names a value twice; for several seeds give --seeds")
+                problems.append(f"--vary {text}: contains a value twice; for several seeds give --seeds")
             axes.append(Axis(path, values))
     problems.stop_if_any()
     return axes
@@ -148,21 +148,21 @@ def is_number_text(text: str) -> bool:
 
 
 def request_problems(request: SweepRequest) -> Problems:
-    """Returns the problems that can be found from the command line alone."""
+    """Lists the problems of the command line alone."""
     problems = Problems()
     changed = {path for path, _ in request.changes}
     for axis in request.axes:
         path = axis.path
         if path == "output":
-            problems.append("--vary output: every run has a folder of its own under --output")
+            problems.append("--vary output: every run has its own folder under --output; omit this setting")
         if path == "seed" and request.seeds > 1:
-            problems.append(f"--vary seed, and --seeds {request.seeds}: give one of the two")
+            problems.append(f"--vary seed, and --seeds {request.seeds}: give only one of them")
         if path in changed:
-            problems.append(f"--{path} beside --vary {path}: give one of the two")
+            problems.append(f"--{path} together with --vary {path}: give only one of them")
         if axis.is_range and request.search is None:
             problems.append(
-                f"--vary {path}={'..'.join(axis.values)}: a range is searched: give --search and a number of settings "
-                "to try, or list the values"
+                f"--vary {path}={'..'.join(axis.values)}: a range needs --search and a number of settings to try; "
+                "give it, or list the values"
             )
     if request.search is not None:
         if not any(axis.is_range for axis in request.axes):
@@ -191,11 +191,11 @@ def run_name(request: SweepRequest, settings: Mapping[str, str], seed: int) -> s
 
 
 def config_of_run(config: RunConfig, request: SweepRequest, seed: int, output: Path) -> RunConfig:
-    """Returns the recipe of one run: no uploads, and one checkpoint is kept unless the command line says otherwise."""
-    # name None: trackers then name each run after its folder.
+    """Returns the recipe of one run, without uploads, and with one checkpoint unless the command line sets more."""
+    # With name None, trackers name each run after its folder.
     tracking = {"group": config.tracking.group or request.output.name, "name": None}
     kept = {}
-    # The recipe's own checkpoint settings, multiplied by many runs, could fill the disk.
+    # With the recipe's own checkpoint settings, many runs could fill the disk.
     if not any(path.startswith("checkpoint") for path, _ in request.changes):
         kept = {"keep_last": 1, "keep_best": 0, "keep_every": None, "mirror": None}
     update = {
@@ -209,7 +209,7 @@ def config_of_run(config: RunConfig, request: SweepRequest, seed: int, output: P
 
 
 def check_points(request: SweepRequest, points: Sequence[dict[str, str]]) -> list[SweepPoint]:
-    """Returns the points with these settings. Raises InputError with the problems of all, each listed once."""
+    """Returns the points with these settings. Raises InputError listing each problem of any point once."""
     from pretrain.training.run_plan import derive
     from pretrain.training.validation import open_validation
 
@@ -226,16 +226,16 @@ def check_points(request: SweepRequest, points: Sequence[dict[str, str]]) -> lis
     for number, (settings, config) in enumerate(zip(points, configs, strict=True)):
         problems = Problems()
         output = request.output / "runs" / run_name(request, settings, config.seed)
-        with redirect_stderr(io.StringIO()):  # each point would print that its architecture is being tested
+        with redirect_stderr(io.StringIO()):  # otherwise each point prints that its architecture is being tested
             plans.append(problems.attempt(derive, config_of_run(config, request, config.seed, output), ranks=1))
             validation = problems.attempt(open_validation, config.data)
         tokenizers |= {reader.manifest.tokenizer_sha256 for reader in (validation or {}).values()}
         if validation == {}:
-            problems.append("data.validation: no source has a validation split; a sweep compares losses on one")
+            problems.append("data.validation: no source has a validation split; a sweep needs one to compare losses")
         for problem in problems:
             found.setdefault(problem, []).append(number)
     if len(tokenizers) > 1:
-        found["data: losses per token of different tokenizers are not comparable; sweep each by itself"] = []
+        found["data: losses per token of different tokenizers aren't comparable; sweep each tokenizer separately"] = []
     Problems(f"{where_found(at, points)}{problem}" for problem, at in found.items()).stop_if_any()
     return [
         SweepPoint(settings, runs_of(request, settings, config), plan)
@@ -244,7 +244,7 @@ def check_points(request: SweepRequest, points: Sequence[dict[str, str]]) -> lis
 
 
 def runs_of(request: SweepRequest, settings: dict[str, str], config: RunConfig) -> list[SmallRun]:
-    """Returns the runs of one combination of settings, one per seed from the recipe's own on."""
+    """Returns the runs of one combination, with consecutive seeds starting at the recipe's."""
     runs = []
     for seed in range(config.seed, config.seed + request.seeds):
         name = run_name(request, settings, seed)
@@ -254,7 +254,7 @@ def runs_of(request: SweepRequest, settings: dict[str, str], config: RunConfig) 
 
 
 def where_found(numbers: Sequence[int], points: Sequence[Mapping[str, str]]) -> str:
-    """Formats which points have a problem, such as 'with optim.learning_rate 1e-3: '; '' if all have it."""
+    """Formats the points with a problem, such as 'with optim.learning_rate 1e-3: '; '' if all have it."""
     if len(numbers) in (0, len(points)):
         return ""
     for path, value in points[numbers[0]].items():
@@ -265,27 +265,27 @@ def where_found(numbers: Sequence[int], points: Sequence[Mapping[str, str]]) -> 
 
 
 def name_problems(request: SweepRequest, points: Sequence[Mapping[str, str]]) -> list[str]:
-    """Returns a problem for each folder name that several settings would share."""
+    """Lists folder names shared by several settings."""
     names = [run_name(request, settings, 0) for settings in points]
     twice = sorted({name for name in names if names.count(name) > 1})
-    return [f"--vary: several settings would be named {name}; give the values shorter names" for name in twice]
+    return [f"--vary: several settings would have the folder {name}; give the values shorter names" for name in twice]
 
 
 def seal_plan(request: SweepRequest, points: Sequence[SweepPoint]) -> None:
-    """Writes plan.json, or compares the request with the existing one. Raises InputError with the differences."""
+    """Writes plan.json, or compares the request with the existing one. Raises InputError listing differences."""
     plan = json.loads(json.dumps({**PLAN_FORMAT, "plan": plan_values(request, points)}))  # tuples become lists
     path = request.output / PLAN_FILE
     if not path.is_file():
         if any(not there.name.startswith(".") for there in request.output.iterdir()):
-            raise InputError(f"--output {request.output}: holds something else; choose another folder")
+            raise InputError(f"--output {request.output}: contains other files; choose another folder")
         write_durably(path, json.dumps(plan, indent=1, ensure_ascii=False) + "\n")
         return
     there = read_json(path)
     if {key: there.get(key) for key in PLAN_FORMAT} != PLAN_FORMAT:
-        raise InputError(f"{path}: is not the plan of a sweep of this version; choose another --output")
+        raise InputError(f"{path}: isn't a sweep plan of this version; choose another --output")
     before = there["plan"]
     defaults = {name: as_plain(field.default) for name, field in fields_of_config()}
-    # A setting that was added in a newer version and has its default is not a difference.
+    # A newer setting with its default value is not a difference.
     now = {
         name: value for name, value in plan["plan"].items() if name in before or (name, value) not in defaults.items()
     }
@@ -297,12 +297,12 @@ def seal_plan(request: SweepRequest, points: Sequence[SweepPoint]) -> None:
     if lines:
         more = [f"... and {len(lines) - MOST_DIFFERENCES} more"] if len(lines) > MOST_DIFFERENCES else []
         raise InputError(
-            *lines[:MOST_DIFFERENCES], *more, "give the command that began the sweep, or another --output"
+            *lines[:MOST_DIFFERENCES], *more, "repeat the sweep's first command, or give another --output"
         )
 
 
 def plan_values(request: SweepRequest, points: Sequence[SweepPoint]) -> dict[str, Any]:
-    """Lists what identifies a sweep, by the names that a user knows from the command line and the recipe."""
+    """Lists a sweep's identifying values, with the names used on the command line and in the recipe."""
     varied = [axis.path for axis in request.axes]
     config = read_run_config(request.recipe, [*request.changes, *points[0].settings.items()])
     values = {"--seeds": request.seeds, "--search": request.search}
@@ -313,7 +313,7 @@ def plan_values(request: SweepRequest, points: Sequence[SweepPoint]) -> dict[str
         for path, value in flatten_settings(config.model_dump(mode="json")).items()
         if path not in ("output", "seed") and not any(path == name or path.startswith(f"{name}.") for name in varied)
     }
-    # Paths are not enough: shards and models may have been replaced under the same name.
+    # Paths aren't enough, because shards and models may have been replaced under the same name.
     return values | {
         f"{key} on disk, of setting {number}": value
         for number, point in enumerate(points, start=1)
@@ -323,19 +323,19 @@ def plan_values(request: SweepRequest, points: Sequence[SweepPoint]) -> dict[str
 
 
 def cautions_of_sweep(request: SweepRequest, points: Sequence[SweepPoint]) -> list[str]:
-    """Returns warnings about what may be unintended, with numbers. points: those of the request's grid."""
+    """Lists warnings about possible mistakes, with numbers. points: the request's grid."""
     said = []
     tokens = sorted({point.plan.total_tokens for point in points})
     varied = [axis.path for axis in request.axes]
     sized = any(path.startswith(("model", "budget")) for path in varied)
     if not request.search and not sized and tokens[-1] > 1.02 * tokens[0]:
         said.append(
-            f"the runs train on {count_text(tokens[0])} to {count_text(tokens[-1])} tokens, so losses differ for that "
-            "alone; a budget in tokens, --budget.tokens, is the same for all"
+            f"the runs train on {count_text(tokens[0])} to {count_text(tokens[-1])} tokens, which alone "
+            "changes the losses; --budget.tokens gives all runs the same number"
         )
     if any(path.startswith(("data.sequence_length", "data.document_mask", "data.validation")) for path in varied):
-        said.append("what is varied changes the validation windows too: their losses are of different context")
+        said.append("the varied settings also change the validation sequence length, so losses aren't comparable")
     needed = (request.search or len(points)) * request.seeds * points[-1].plan.parameters * BYTES_OF_A_KEPT_RUN
     if needed > (free := shutil.disk_usage(request.output).free):
-        said.append(f"checkpoints and models of all runs take {bytes_text(needed)}; free are {bytes_text(free)}")
+        said.append(f"checkpoints and models of all runs take {bytes_text(needed)}; only {bytes_text(free)} are free")
     return said

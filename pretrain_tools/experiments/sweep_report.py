@@ -19,7 +19,7 @@ BEST_RECIPE = "best.yaml"
 
 @dataclass(frozen=True)
 class PointResult:
-    """The result of one combination of settings."""
+    """One combination's result."""
 
     settings: dict[str, str]
     tokens: int
@@ -53,34 +53,34 @@ class PointResult:
 
     @property
     def last_loss(self) -> float:
-        """Mean loss over the seeds at the last step that all have reached, finished or not."""
+        """Mean loss over the seeds at the last step reached by all."""
         shared = set.intersection(*(set(outcome.losses) for outcome in self.outcomes))
         return statistics.fmean(outcome.loss_at(max(shared)) for outcome in self.outcomes) if shared else math.inf
 
 
 def report_sweep(request: SweepRequest, results: Sequence[PointResult]) -> int:
-    """Prints the table and writes the files; returns the exit status, 1 if no setting finished."""
+    """Prints the table and writes the files. Returns the exit status, 1 if no setting finished."""
     # Unfinished results have an infinite mean loss, so they come last, sorted by their last common loss.
     results = sorted(results, key=lambda result: (result.mean_loss, result.last_loss))
     print(sweep_table(request, results))
     write_durably(request.output / SWEEP_RESULTS, json.dumps(as_values(request, results), indent=1) + "\n")
     finished = [result for result in results if math.isfinite(result.mean_loss)]
     if not finished:
-        print(f"\nNo setting has finished; see {request.output / 'logs'}. The same command tries again what failed.")
+        print(f"\nNo setting has finished; see {request.output / 'logs'}. The same command retries failed runs.")
         return 1
     write_durably(request.output / BEST_RECIPE, best_recipe(request, finished[0]))
     print(f"\n{verdict_of_sweep(finished)}")
     for line in at_the_edge(request, results):
         print(line)
     if failed := [result for result in results if result.state == "failed"]:
-        print(f"{len(failed)} of {len(results)} settings failed; the same command tries them again.")
+        print(f"{len(failed)} of {len(results)} settings failed; the same command retries them.")
     for name in (SWEEP_RESULTS, BEST_RECIPE):
         print(request.output / name)
     return 0
 
 
 def sweep_table(request: SweepRequest, results: Sequence[PointResult]) -> str:
-    """Formats one row per combination, best first. A loss from before the end is in parentheses."""
+    """Formats one row per combination, best first. Losses before the end are in parentheses."""
     paths = [axis.path for axis in request.axes]
     rows = [[*paths, "loss", "spread", "seeds", "tokens", "time", ""]]
     for result in results:
@@ -111,13 +111,13 @@ def verdict_of_sweep(finished: Sequence[PointResult]) -> str:
     second = finished[1]
     gap = second.mean_loss - best.mean_loss
     if len(best.losses) == 1:
-        return f"{text}, {gap:.4f} below the next; one seed does not tell how much of that is chance (--seeds 3)."
-    # Use paired differences: runs with the same seed share initial weights and data order, so their differences vary
-    # less than the losses.
+        return f"{text}, {gap:.4f} below the next; with one seed this may be noise, try --seeds 3."
+    # Paired differences, because runs with the same seed share initial weights and data order, so their differences
+    # vary less than the losses.
     differences = [worse - better for worse, better in zip(second.losses, best.losses, strict=True)]
     half = t_of(len(differences)) * statistics.stdev(differences) / math.sqrt(len(differences))
-    sure = "" if gap > half else ", which shows no difference"
-    over = f"90 % interval {gap - half:.4f} to {gap + half:.4f} by {len(differences)} seeds"
+    sure = "" if gap > half else ", not significant"
+    over = f"90% interval {gap - half:.4f} to {gap + half:.4f} by {len(differences)} seeds"
     return f"{text}, {gap:.4f} below the next ({over}){sure}."
 
 
@@ -130,11 +130,11 @@ def at_the_edge(request: SweepRequest, results: Sequence[PointResult]) -> list[s
     for axis in request.axes:
         best = results[0].settings[axis.path]
         tried = {result.settings[axis.path] for result in results}
-        # Seeds, names and a single value do not form a range.
+        # Seeds, names and single values have no range.
         if axis.path == "seed" or len(tried) < 2 or not all(is_number_text(text) for text in tried):
             continue
         values = sorted(tried, key=lambda text: float(parse_yaml(text)))
-        if best in (values[0], values[-1]) and parse_yaml(best) != 0:  # most settings cannot go below 0
+        if best in (values[0], values[-1]) and parse_yaml(best) != 0:  # most settings can't be negative
             side, beyond = ("smallest", "lower") if best == values[0] else ("largest", "higher")
             lines.append(
                 f"{axis.path}: {best} is the {side} value tried, so the best may be {beyond}; try some {beyond} ones"
@@ -148,7 +148,7 @@ def t_of(count: int) -> float:
 
 
 def as_values(request: SweepRequest, results: Sequence[PointResult]) -> dict[str, Any]:
-    """Returns the contents of results.json; losses in nats per token, averaged over the validation sources."""
+    """Returns the contents of results.json. Losses are in nats per token, averaged over the validation sources."""
     points = [
         {
             "settings": result.settings,

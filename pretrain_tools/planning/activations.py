@@ -1,11 +1,11 @@
-"""Traces what a forward pass leaves in memory for its backward pass: with shapes, without numbers.
+"""Measures the memory of a forward pass's activations without computing them.
 
-The model's own code runs on fake tensors, which have sizes but no storage, with one layer and with two, and every
-tensor that is alive is counted. So no formula has to be kept for each architecture, and a model of 13B parameters is
-traced in a second on a laptop. A compiled layer keeps less than its Python code: there the graph that torch.compile's
-partitioner makes of it is counted (minimum cut between forward and backward, arXiv 2111.13257 and the same by torch).
+The model's own code runs on fake tensors, which have shapes but no storage, once with one layer and once with two. A
+dispatch mode counts all live tensors. No architecture needs its own formula, and tracing a 13B model takes a second on
+a laptop. A compiled layer keeps less than eager code. For it, the graph from torch.compile's partitioner is counted
+(minimum cut between forward and backward, arXiv 2111.13257).
 
-Sizes are in bytes. Each is a constant for the weights plus a term linear in the number of sequences: see `Line`.
+Sizes are in bytes. Each is a constant plus a term linear in the number of sequences (see `Line`).
 """
 
 import contextlib
@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch._functorch import config as functorch_config
 
-# torch's profilers of memory use these two and pytrees as well; there is no public name for any of them.
+# torch's memory profilers use these two and pytrees too. None of them has a public name.
 from torch._subclasses import FakeTensorMode
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -68,13 +68,13 @@ class Activations:
     """Bytes of a process beyond weights, gradients and optimizer, from the embedding to the last hidden state."""
 
     outside: Line
-    """Alive after the forward pass, layers apart: the embedding's output, the last norm, rotary tables."""
+    """Alive after the forward pass, outside the layers: embedding output, final norm, rotary tables."""
     before: Line
-    """The part of it that exists before the first layer, without the last norm."""
+    """Part of `outside` that exists before the first layer, without the final norm."""
     per_layer: Line
-    """Alive after the forward pass for each layer: its backward pass needs them."""
+    """Bytes that each layer keeps for its backward pass."""
     backward: Line
-    """More than that while the last layer's gradients are computed, the gradient of the hidden states included."""
+    """Additional bytes during the last layer's backward pass, including the gradient of the hidden states."""
     hidden: Line
     """The last hidden states."""
     recomputed: float = 0.0
@@ -85,9 +85,9 @@ class Activations:
         return self.outside(sequences) + layers * self.per_layer(sequences)
 
 
-# An attention that has shapes alone. It keeps what every flash kernel of a GPU keeps: query, key, value, output and
-# logsumexp. An operator and not an autograd.Function: torch.compile's partitioner would look into a function and
-# recompute its outputs, which cost nothing there, instead of keeping them as it keeps those of a flash kernel.
+# An attention operator for shapes only. Like every flash kernel, it keeps query, key, value, output and logsumexp. It
+# must not be an autograd.Function: torch.compile's partitioner would look inside, find that the outputs cost nothing,
+# and recompute them. It keeps a flash kernel's outputs.
 SHAPES = "groundwork::flash_shapes"
 SHAPES_BACKWARD = "groundwork::flash_shapes_backward"
 torch.library.define(SHAPES, "(Tensor query, Tensor key, Tensor value) -> (Tensor, Tensor)")
@@ -100,7 +100,7 @@ torch.library.define(
 @torch.library.register_fake(SHAPES)
 def _(query_BHTE, key_BGTE, value_BGTE):
     batch, heads, length, _ = query_BHTE.shape
-    # Latent attention has values of another width than queries and keys.
+    # Latent attention has a different width for values than for queries and keys.
     out_BHTE = query_BHTE.new_empty(batch, heads, length, value_BGTE.shape[-1])
     return _heads_last(out_BHTE), query_BHTE.new_empty(batch, heads, length, dtype=torch.float32)
 
@@ -139,7 +139,7 @@ def _flops_of_attention_backward(grad_BHTE, *shapes, out_shape=None, **kwargs) -
 
 
 def _planned_attention(module, query_BHTE, key_BGTE, value_BGTE, attention_mask, **kwargs) -> tuple[Tensor, None]:
-    """Stands for an attention function of transformers: computes in the products' dtype, keeps as a flash kernel."""
+    """Replaces transformers' attention function; uses the matmuls' dtype and keeps the tensors of a flash kernel."""
     half = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else value_BGTE.dtype
     out_BHTE, _ = torch.ops.groundwork.flash_shapes(*(x.to(half) for x in (query_BHTE, key_BGTE, value_BGTE)))
     return out_BHTE.transpose(1, 2), None
@@ -153,18 +153,18 @@ EXPERTS_IN_ALL_LAYERS = {
     "num_dense_layers": 0,
     "interleave_moe_layer_step": 1,
 }
-"""Settings that make some layers dense, with the values at which no layer is dense."""
+"""{setting that makes some layers dense: value at which no layer is dense}"""
 
 FLASH = "groundwork_planned"
 AttentionInterface.register(FLASH, _planned_attention)
 
 
 TRACED_LENGTH = 256
-"""Longest window for which mixers are traced: what they keep grows with the tokens, in chunks of 256 at most."""
+"""Longest traced sequence for mixers. Their memory is linear in tokens, in chunks of at most 256."""
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the storages that are alive, now and at most, of the calls that it sees and of `add`'s arguments."""
+    """Counts the bytes of live storages, now and at the peak, created by intercepted calls or passed to `add`."""
 
     def __init__(self):
         super().__init__()
@@ -196,7 +196,7 @@ class LiveBytes(TorchDispatchMode):
 
 
 class _GradientOfHidden(torch.autograd.Function):
-    """Stands for the loss: makes the gradient of the hidden states in the forward pass, as the loss does."""
+    """Replaces the loss; like it, allocates the hidden states' gradient in the forward pass."""
 
     @staticmethod
     def forward(ctx, hidden: Tensor) -> Tensor:
@@ -210,7 +210,7 @@ class _GradientOfHidden(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class ForwardPass:
-    """A process's call of the model."""
+    """How a process calls the model."""
 
     window: WindowSpec
     weights: torch.dtype
@@ -218,13 +218,13 @@ class ForwardPass:
     autocast: bool
     """True under autocast to `half` (weights in fp32)."""
     attention: str = FLASH
-    """FLASH for the kernels of a GPU that keep query, key, value, output and logsumexp (sdpa in half precision,
-    varlen, flash attention 2 and 3, flex attention); groundwork_sdpa as it is on a CPU; groundwork_eager."""
+    """FLASH for GPU kernels that keep query, key, value, output and logsumexp (sdpa in half precision, varlen, flash
+    attention 2 and 3, flex attention); groundwork_sdpa on a CPU; groundwork_eager."""
     activation_checkpointing: str | float | MemoryBudget = "none"
     compiled: bool = False
-    """Layer by layer."""
+    """True if each layer is compiled separately."""
     mixers: tuple[str, ...] = ()
-    """Classes of mixers that compute each document in a row of its own, with as much padding as there can be."""
+    """Mixer classes that put each document in a separate row, with worst-case padding."""
     half: torch.dtype = torch.bfloat16
     """Dtype of autocast; in fp16 the hidden states between layers stay in fp32."""
     sequences: int | None = None
@@ -253,8 +253,8 @@ def _trace(config_json: str, call: ForwardPass) -> Activations:
         mean = Line(fmean(line.fixed for line in lines), fmean(line.per_sequence for line in lines))
         return replace(max(of_kinds, key=lambda found: found.backward(1)), per_layer=mean)
     if call.mixers:
-        call = replace(call, compiled=False)  # mixers in rows run outside of compiled layers
-        # Python code that loops over tokens, as Mamba's does, takes minutes to trace for a long window.
+        call = replace(call, compiled=False)  # mixers with rows run outside compiled layers
+        # Python code that loops over tokens, such as Mamba's, takes minutes to trace at long lengths.
         length = call.window.sequence_length
         is_linear = call.attention in (FLASH, "groundwork_sdpa") or not attention_width(model_config)
         if is_linear and length > TRACED_LENGTH:
@@ -278,7 +278,7 @@ def _trace(config_json: str, call: ForwardPass) -> Activations:
     hidden = line("hidden", 1)
     if call.compiled:
         kept = line("graph keeps", 1)
-        # The gradient of the layer's output is alive beside the tensors that its backward pass needs.
+        # The gradient of the layer's output is alive in addition to the tensors kept for backward.
         backward = line("graph peak", 1) + hidden
         if call.activation_checkpointing == "full":
             backward = backward + kept
@@ -291,13 +291,13 @@ def _trace(config_json: str, call: ForwardPass) -> Activations:
 def _config_of(config_json: str) -> Any:
     values = json.loads(config_json, object_hook=_infinity)
     config_class = CONFIG_MAPPING[values["model_type"]]
-    # Older names of a setting, which are saved with it and cannot be set.
+    # The JSON contains old aliases of settings, which can't be set.
     read_only = {name for name in values if getattr(getattr(config_class, name, None), "fset", values) is None}
     return AutoConfig.for_model(**{name: value for name, value in values.items() if name not in read_only})
 
 
 def _infinity(value: dict[str, Any]) -> Any:
-    """Reads the form in which transformers writes infinite numbers to JSON."""
+    """Reads transformers' JSON form of infinite numbers."""
     return float(value["__float__"]) if value.keys() == {"__float__"} else value
 
 
@@ -308,7 +308,7 @@ def _of_one_kind(model_config: Any, kind: str) -> str:
 
 
 def _measure(model_config: Any, layers: int, sequences: int, call: ForwardPass) -> dict[str, int]:
-    """Counts bytes beyond weights and gradients: kept after the forward pass, and at the peak of the backward pass."""
+    """Counts bytes without weights and gradients, after the forward pass and at the peak of the backward pass."""
     model = _meta_model(model_config, layers, with_rows(call.attention, call.mixers))
     checkpoint_activations(model, call.activation_checkpointing)
     with _fake_tensors(model, call.weights):
@@ -325,10 +325,10 @@ def _measure(model_config: Any, layers: int, sequences: int, call: ForwardPass) 
             hidden = _last_hidden_state(model, inputs, call)
             size = hidden.untyped_storage().nbytes()
             loss = _GradientOfHidden.apply(hidden)
-            # A training step's caller holds neither: held here, they would count.
+            # A training step keeps neither, so they must not count here.
             del hidden
             inputs.clear()
-            kept = live.now - size  # without the gradient that the loss makes: `hidden` counts it
+            kept = live.now - size  # without the loss's gradient, which `hidden` counts
             live.peak = live.now
             loss.backward()
             return {"kept": kept - resident, "before": before[0], "peak": live.peak - resident, "hidden": size}
@@ -341,7 +341,7 @@ def _last_hidden_state(model: PreTrainedModel, inputs: dict[str, Any], call: For
 
 @contextlib.contextmanager
 def _fake_tensors(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[None]:
-    """Gives the model, and everything that is made inside, a size and no storage; buffers keep their dtype."""
+    """Turns the model, and all tensors created in this context, into fake tensors. Buffers keep their dtype."""
     with FakeTensorMode(allow_non_fake_inputs=True), _grouped_products_of_any_dtype():
         for module in model.modules():
             # Module.to cannot turn meta tensors into fake ones.
@@ -356,9 +356,10 @@ def _fake_tensors(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _grouped_products_of_any_dtype() -> Iterator[None]:
-    """Runs grouped products in fp32 by transformers' own operator: torch knows the shapes of grouped_mm in bf16 alone.
+    """Runs grouped matmuls in fp32 with transformers' own operator.
 
-    transformers chooses between the two in a private function, so this replaces it temporarily.
+    torch's grouped_mm has fake shapes only for bf16. transformers chooses between the two in a private function, which
+    is replaced while the context is open.
     """
     can_use = moe._can_use_grouped_mm
     moe._can_use_grouped_mm = lambda input, weight, offs: weight.dtype == torch.bfloat16
@@ -369,7 +370,7 @@ def _grouped_products_of_any_dtype() -> Iterator[None]:
 
 
 def _meta_model(model_config: Any, layers: int, attention: str) -> PreTrainedModel:
-    """Builds the model with so many layers on the meta device; in a mixture of experts every layer has experts."""
+    """Builds the model with this many layers on the meta device. In an MoE model, every layer has experts."""
     config = copy.deepcopy(model_config)
     config.num_hidden_layers = layers
     for name, value in EXPERTS_IN_ALL_LAYERS.items():
@@ -383,13 +384,13 @@ def _meta_model(model_config: Any, layers: int, attention: str) -> PreTrainedMod
 
 
 def _follow_layers(config: Any) -> bool:
-    """Tells if the list of the layers' kinds follows from other settings, as Mamba's and Jamba's do."""
+    """Tells if the layer types follow from other settings, as in Mamba and Jamba."""
     name = type(config).attribute_map.get("layer_types", "layer_types")
     return isinstance(getattr(type(config), name, None), property)
 
 
 def _inputs(model_config: Any, sequences: int, call: ForwardPass) -> dict[str, Any]:
-    """Makes the base model's arguments, with its first layer's input in the place of the token ids."""
+    """Creates the base model's arguments, with embeddings instead of token IDs."""
     length = call.window.sequence_length
     shape = (sequences, length, model_config.hidden_size)
     # Embeddings return bf16 under autocast to it; see `build_meta_model`.
@@ -409,10 +410,10 @@ def _inputs(model_config: Any, sequences: int, call: ForwardPass) -> dict[str, A
 
 
 def _compiled_layer(model_config: Any, sequences: int, call: ForwardPass) -> dict[str, float]:
-    """Counts bytes of a compiled layer.
+    """Counts the bytes of a compiled layer.
 
-    graph keeps: tensors that the forward graph hands to the backward graph, the layer's input included, weights not.
-    graph peak: more than that, at the peak of the backward graph. recomputed: see `Activations`.
+    graph keeps: tensors that the forward graph saves for backward, including the layer's input but not weights.
+    graph peak: additional bytes at the peak of the backward graph. recomputed: see `Activations`.
     """
     model = _meta_model(model_config, 1, call.attention)
     torch.compiler.reset()
@@ -432,11 +433,11 @@ def _compiled_layer(model_config: Any, sequences: int, call: ForwardPass) -> dic
 
 
 def _counting_backend(graphs: dict[str, float], hidden_shape: tuple[int, ...]) -> Callable:
-    """Makes a backend for torch.compile that generates no code: it counts into `graphs` and runs the graph as it is.
+    """Creates a torch.compile backend that generates no code. It counts bytes into `graphs` and runs the graph.
 
-    hidden_shape is that of the layer's input: of the graph's inputs, the one that only this layer keeps alive.
+    hidden_shape: shape of the layer's input, the only graph input that this layer alone keeps alive.
     """
-    # torch.compile's own partitioner and decompositions, by which inductor would cut this graph, have no public names.
+    # Inductor cuts the graph with this partitioner and these decompositions, which have no public names.
     from functorch.compile import make_boxed_func
     from torch._dynamo.backends.common import aot_autograd
     from torch._functorch.partitioners import min_cut_rematerialization_partition
@@ -446,7 +447,7 @@ def _counting_backend(graphs: dict[str, float], hidden_shape: tuple[int, ...]) -
 
     def forward(graph_module: fx.GraphModule, inputs: list) -> Callable:
         outputs = graph_module.graph.find_nodes(op="output")[0].args[0]
-        # The output itself is the next layer's input, and counted there.
+        # The output is the next layer's input and is counted there.
         for node in outputs[1:]:
             if not isinstance(node, fx.Node):
                 continue
@@ -481,12 +482,12 @@ def _flops_of(graph: fx.Graph) -> int:
 
 
 def _storage_of(node: fx.Node) -> dict[int, int]:
-    """Returns {identity: bytes} of the memory behind a node's tensor, which its views share; {} if it has none."""
+    """Returns {identity: bytes} of the storage of a node's tensor, shared by its views; {} for other nodes."""
     value = node.meta.get("val")
     if not isinstance(value, Tensor):
         return {}
     storage = value.untyped_storage()
-    # Private, but a storage without memory has no address, and Python makes a new object at each call.
+    # Private, but a fake storage has no address, and Python creates a new object at each call.
     return {storage._cdata: storage.nbytes()}
 
 
@@ -494,14 +495,13 @@ FUSED = (
     *("view", "permute", "expand", "slice", "getitem", "convert_element_type", "sum", "mean", "transpose", "clone"),
     *("cat", "unsqueeze", "squeeze", "slice_scatter", "full", "select", "alias", "t.default", "reshape", "iota"),
 )
-"""Parts of the names of operators that the compiler fuses beside the pointwise ones."""
+"""Name parts of the non-pointwise operators that the compiler fuses."""
 
 
 def _is_fused(node: fx.Node) -> bool:
-    """Tells if a node is a pointwise operation, a view or a reduction, which the compiler computes on the way.
+    """Tells if a node is a pointwise operation, a view or a reduction, which the compiler fuses.
 
-    Their results never reach memory, unless something that cannot be fused reads them: a matrix product, an attention
-    kernel, or the end of the graph.
+    Fused results are written to memory only if a matmul, an attention kernel or the graph's output reads them.
     """
     if node.op != "call_function":
         return False
@@ -510,7 +510,7 @@ def _is_fused(node: fx.Node) -> bool:
 
 
 def _peak_beyond_inputs(graph: fx.Graph) -> float:
-    """Returns the most bytes alive while the graph runs, beyond its inputs; inputs are freed after their last use."""
+    """Returns the graph's peak of live bytes, minus its inputs. Inputs are freed after their last use."""
     nodes = list(graph.nodes)
     last_use: dict[int, int] = {}
     written: set[int] = set()

@@ -1,7 +1,7 @@
-"""Chooses a run for hours, dollars or FLOPs: size, tokens, batch, and the fastest way to train it that fits.
+"""Chooses size, tokens, batch and the fastest fitting strategy for a budget in hours, dollars or FLOPs.
 
-Sizes of a family are planned as plan.py plans a recipe, from the one that the budget would buy at the assumed MFU
-downward; the best at its own speed is taken.
+It plans the family's sizes like plan.py plans a recipe, starting with the size that the budget buys at the assumed
+MFU, then smaller ones. It takes the best one at its planned speed.
 """
 
 import functools
@@ -24,19 +24,19 @@ from pretrain_tools.planning.sizing import MOST_EPOCHS, best_shape, nearest_shap
 from pretrain_tools.planning.step_time import Hardware, RunWork, Speed, mfu_of_size
 
 SHARE_FOR_STEPS = {"cuda": 0.95, "cpu": 0.85}
-"""Share of the time given for steps; validation and checkpoints take the rest."""
+"""Share of the time for steps. Validation and checkpoints take the rest."""
 SECONDS_TO_START = {"cuda": 60.0, "cpu": 5.0}
-"""Seconds of a start, with compiling."""
+"""Seconds of startup, including compilation."""
 LARGEST_BATCH_CHOSEN = 2**22
-"""Tokens per step: those of Llama's training."""
+"""Tokens per step, as in Llama's training."""
 ENOUGH_TOKENS = {"cuda": 16_384, "cpu": 1024}
-"""Tokens of a micro-batch, if they fit: larger matmuls are hardly faster."""
+"""Tokens per micro-batch, if they fit. Larger matmuls are hardly faster."""
 COMPARED = ("single", "ddp", "fsdp2", "zero1", "zero2", "zero3", "hsdp", "tp", "pp", "ep")
-"""Offloading is left out: it is for models that fit in no other way, and bound to a machine's own memory and disk."""
+"""Excludes offloading, which is a last resort and depends on the machine's memory and disk."""
 COMPUTE_OPTIMAL = 20.0
 """Tokens per parameter (Hoffmann et al., arXiv 2203.15556)."""
 MOST_TIMES_TOO_LONG = 1.5
-"""Ratio of the largest model's tokens per parameter to those asked for from which a budget is too large."""
+"""A budget is too large if the largest model's tokens per parameter exceed the requested ratio by this factor."""
 
 
 @dataclass(frozen=True)
@@ -49,11 +49,11 @@ class RunBudget:
     """Rows of the embedding."""
     hours: float | None = None
     flops: float | None = None
-    """Computation; exactly one of hours and flops is given."""
+    """FLOPs of training. Exactly one of hours and flops is given."""
     unique_tokens: float = math.inf
     """Tokens of the data."""
     tokens_per_parameter: float | None = None
-    """Ratio asked for; None: that of the scaling law."""
+    """Requested ratio. None: the scaling law's."""
     mfu: float | None = None
     optimizer: str = "muon"
 
@@ -83,12 +83,12 @@ class RunBudget:
         return min(affordable, MOST_EPOCHS * self.unique_tokens)
 
     def tokens_at_mfu(self, shape: Shape) -> float:
-        """Returns the tokens that a model could be trained on if GPUs did nothing but compute."""
+        """Returns the tokens that a model could be trained on without communication."""
         flops = self.hardware.gpus * self.hardware.gpu.bf16_flops * self.speed(shape).mfu
         return self.tokens(shape, flops / shape.flops_per_token)
 
     def best(self, tokens: dict[Shape, float]) -> Shape:
-        """Chooses by the ratio that was asked for, else by 20; if text would be repeated, by the law for that."""
+        """Chooses by the requested ratio, or 20. If text repeats, chooses by the scaling law for repeated data."""
         nearest = nearest_shape(tokens, self.tokens_per_parameter or COMPUTE_OPTIMAL)
         if self.tokens_per_parameter or tokens[nearest] <= self.unique_tokens:
             return nearest
@@ -137,7 +137,7 @@ class Sized:
 
     @property
     def affordable(self) -> float:
-        """Tokens at the speed that was found; 0 if nothing fits."""
+        """Tokens at the planned speed; 0 if nothing fits."""
         return self.budget.tokens(self.shape, self.tokens_per_second) if self.best else 0.0
 
     @property
@@ -150,7 +150,7 @@ class Sized:
 
     @property
     def billed_hours(self) -> float:
-        """Hours with start, validation and checkpoints."""
+        """Hours, including startup, validation and checkpoints."""
         kind = self.budget.hardware.device_type
         hours = self.steps * self.best.step_seconds / 3600
         return (hours + SECONDS_TO_START[kind] / 3600) / SHARE_FOR_STEPS[kind]
@@ -181,16 +181,16 @@ class Sized:
 
 
 def choose_run(budget: RunBudget) -> Sized:
-    """Chooses the size and the way to train it. Raises InputError for a budget that fits no model."""
+    """Chooses the size and the strategy. Raises InputError if no model fits the budget."""
     found: dict[Shape, Sized] = {}
     chosen = None
     for shape in reversed(shapes_within(budget)):
         found = {shape: size(budget, shape), **found}
-        # The smallest may run too few steps to be compared, and is refused then.
+        # The smallest size may have too few steps for a comparison. refuse_few_steps reports it.
         tokens = {shape: max(sized.affordable, 1.0) for shape, sized in found.items() if sized.best}
         if tokens:
             chosen = found[budget.best(tokens)]
-        # Communication and recomputing leave less than was guessed: a smaller one may be better.
+        # Communication and recomputation cost more than assumed, so a smaller size may be better.
         if chosen and chosen.shape != shape:
             break
     if chosen is None:
@@ -204,13 +204,13 @@ def choose_run(budget: RunBudget) -> Sized:
 
 
 def shapes_within(budget: RunBudget) -> list[Shape]:
-    """Lists shapes up to the best one if GPUs did nothing but compute, smallest first.
+    """Lists shapes up to the best one without communication, smallest first.
 
-    Raises InputError for a budget below the time of a start, and above that of the largest model.
+    Raises InputError if the budget is shorter than startup or too large for the largest model.
     """
     if budget.hours is not None and budget.seconds <= 0:
         start = SECONDS_TO_START[budget.hardware.device_type]
-        raise InputError(f"budget: {budget.in_words()}: the start alone takes some {start:.0f} s; give more time")
+        raise InputError(f"budget: {budget.in_words()}: startup alone takes about {start:.0f} s; give more time")
     shapes = budget.shapes
     tokens = {shape: budget.tokens_at_mfu(shape) for shape in shapes}
     largest = shapes[-1]
@@ -227,12 +227,12 @@ def shapes_within(budget: RunBudget) -> list[Shape]:
 
 
 def refuse_few_steps(sized: Sized) -> None:
-    """Raises InputError for a run in which nothing is learned."""
+    """Raises InputError if the run has too few steps to learn anything."""
     if sized.steps >= FEWEST_STEPS:
         return
     budget = sized.budget
     shape = sized.shape
-    remedy = "give more of it, fewer GPUs, or a smaller vocabulary"
+    remedy = "give a larger budget, fewer GPUs, or a smaller vocabulary"
     if budget.unique_tokens * MOST_EPOCHS <= sized.affordable:
         remedy = f"the data has {count_text(budget.unique_tokens)} tokens: give more text"
     raise InputError(
@@ -243,9 +243,9 @@ def refuse_few_steps(sized: Sized) -> None:
 
 
 def size(budget: RunBudget, shape: Shape) -> Sized:
-    """Finds the way to train a shape within a budget, as plan.py recommends one."""
+    """Finds plan.py's recommended strategy for a shape within a budget."""
     run = planned_run(budget, shape)
-    # FLOPs by the shape, as those that the budget was divided by.
+    # FLOPs from the shape, as in dividing the budget.
     work = replace(work_of_run(run.config, run.model_config), flops_per_token=shape.flops_per_token)
     case = Case(run, work, budget.hardware, budget.speed(shape))
     plans = []
@@ -253,7 +253,7 @@ def size(budget: RunBudget, shape: Shape) -> Sized:
         candidates = [consider(name, each) for name in COMPARED]
         best = recommend(candidates)
         plans.append((each, candidates, best))
-        # Recomputing activations takes a third more time, so only where memory is short.
+        # Recomputing activations takes a third more time, so it is used only if memory is short.
         if best and best.fits:
             break
     case, candidates, best = min(plans, key=lambda plan: plan[2].step_seconds if plan[2] else math.inf)
@@ -264,12 +264,12 @@ def size(budget: RunBudget, shape: Shape) -> Sized:
 
 @functools.cache
 def scratch() -> tempfile.TemporaryDirectory:
-    """Makes a folder for models' JSONs until this process ends: strategies read the model that a recipe names."""
+    """Creates a folder for model JSONs that is deleted at exit. Strategies read a recipe's model from a file."""
     return tempfile.TemporaryDirectory()
 
 
 def planned_run(budget: RunBudget, shape: Shape) -> PlannedRun:
-    """Makes a shape's run, with micro-batches of ENOUGH_TOKENS or the whole batch."""
+    """Creates a shape's run, with micro-batches of ENOUGH_TOKENS or the whole batch."""
     hardware = budget.hardware
     is_cpu = hardware.device_type == "cpu"
     model = Path(scratch().name, f"{shape.family.name}_{shape.layers}_{shape.width}_{shape.vocabulary}.json")
@@ -286,7 +286,7 @@ def planned_run(budget: RunBudget, shape: Shape) -> PlannedRun:
             "data": {"train": [{"shards": "shards"}], "sequence_length": shape.sequence_length},
             "budget": {"tokens": max(1, int(tokens))},
             "batch": {"tokens_per_step": batch, "sequences_per_micro_batch": micro_batch},
-            # The learning rate is the law's once the batch is chosen; the planner needs any valid one.
+            # A valid placeholder: the learning rate is chosen after the batch.
             "optim": {"name": budget.optimizer, "learning_rate": 1e-3},
             "compile": "none" if is_cpu else "regional",
         }
@@ -296,7 +296,10 @@ def planned_run(budget: RunBudget, shape: Shape) -> PlannedRun:
 
 
 def batch_of(budget: RunBudget, shape: Shape, tokens: float) -> int:
-    """Chooses tokens per step by the law: a power of two times a sequence per GPU, small enough for FEWEST_STEPS."""
+    """Chooses tokens per step by the scaling law.
+
+    The result is a power of two times one sequence per GPU, small enough for FEWEST_STEPS.
+    """
     one_each = budget.hardware.gpus * shape.sequence_length
     wanted = min(scaling_law_batch(tokens), LARGEST_BATCH_CHOSEN, tokens / FEWEST_STEPS)
     return one_each * 2 ** max(0, round(math.log2(max(wanted, 1) / one_each)))

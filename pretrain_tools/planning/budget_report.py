@@ -1,4 +1,4 @@
-"""Reports the run that a budget buys, and why: a table, JSON, and the recipe with its reasons."""
+"""Reports the run chosen for a budget as a table, JSON and a commented recipe."""
 
 import json
 import math
@@ -32,19 +32,19 @@ from pretrain_tools.planning.step_time import Hardware
 from pretrain_tools.planning.texts import MADE_BY, RecipePlace, lines_of, render
 
 SAVES = 10
-"""Checkpoints and validations of a run, unless they were further apart than SECONDS_BETWEEN_SAVES."""
+"""Checkpoints and validations per run, more if they would be over SECONDS_BETWEEN_SAVES apart."""
 SECONDS_BETWEEN_SAVES = 1800
 PUBLISHED_FROM = 6e7
-"""Parameters in layers from which shapes are published ones."""
+"""Parameters in layers from which shapes are published."""
 SHARE_FOR_VALIDATION = 0.02
-"""Share of the computation."""
+"""Share of the FLOPs."""
 
 Choice = tuple[str, str, str]
-"""(name, value, reason) of a line of the answer."""
+"""(name, value, reason)"""
 
 
 Expectation = Callable[[int, int, int], tuple[float, float, float, str]]
-"""Maps parameters in matmuls, all parameters, and tokens to (loss, low, high, what is known of it)."""
+"""Maps (parameters in matmuls, all parameters, tokens) to (loss, low, high, remark)."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Answer:
 
     chosen: Sized
     expected: tuple[float, float, float, str] | None
-    """(loss, low, high, what is known of it) by a ladder."""
+    """(loss, low, high, remark), predicted by a ladder."""
     place: RecipePlace
 
     @property
@@ -66,7 +66,7 @@ class Answer:
 
     @property
     def preparation(self) -> str:
-        """The command that prepares text enough for one epoch and for validation."""
+        """The command that prepares enough text for one epoch and validation."""
         return (
             f"python prepare_data.py --input 'mine/*.jsonl' --tokenizer {self.place.tokenizer or 'TOKENIZER'} "
             f"--max_tokens {count_upwards(1.02 * self.chosen.tokens)} --validation_fraction 0.01 "
@@ -77,13 +77,13 @@ class Answer:
 def recipe_of_budget(
     request: BudgetRequest, hardware: Hardware, command: str, expect: Expectation | None = None
 ) -> None:
-    """Chooses a run, writes its recipe if one was asked for, and prints.
+    """Chooses a run, writes its recipe if requested, and prints the answer.
 
     Args:
-        command: the user's, for the recipe's first line.
-        expect: a ladder's.
+        command: the user's command, for the recipe's first line.
+        expect: a ladder's prediction.
 
-    Raises InputError for a budget that fits no model.
+    Raises InputError if no model fits the budget.
     """
     options = request.options
     hours = options.hours
@@ -141,42 +141,42 @@ def size_reason(run: Sized) -> str:
     ratio = run.tokens / run.shape.active
     why = f"nearest to {budget.tokens_per_parameter or COMPUTE_OPTIMAL:g} tokens per parameter"
     if not budget.tokens_per_parameter:
-        why += ", where the loss is lowest for the computation (Hoffmann et al., arXiv 2203.15556)"
+        why += ", which gives the lowest loss per FLOP (Hoffmann et al., arXiv 2203.15556)"
         if run.tokens > budget.unique_tokens:
-            why = "the lowest expected loss within 1 %, repeated text counted (Muennighoff et al., arXiv 2305.16264)"
+            why = "within 1% of the lowest expected loss, counting repetition (Muennighoff et al., arXiv 2305.16264)"
     if run.shape == budget.shapes[0] and ratio < 10:
-        return "the smallest there is, and too large for such a budget"
+        return "the smallest size, still too large for this budget"
     if not budget.tokens_per_parameter and ratio > MOST_TIMES_TOO_LONG * COMPUTE_OPTIMAL:
-        return f"the largest that fits in memory: at {COMPUTE_OPTIMAL:g} tokens per parameter it would be larger"
+        return f"the largest that fits in memory; {COMPUTE_OPTIMAL:g} tokens per parameter would need a larger one"
     return why
 
 
 def shape_reason(shape: Shape) -> str:
     if shape.family is not NANOCHAT and shape.layer_parameters < PUBLISHED_FROM:
-        return "smaller than published ones: 32 to 64 wide per layer, as theirs"
+        return "smaller than published shapes; like theirs, 32 to 64 wide per layer"
     return shape.family.source
 
 
 def tokens_reason(run: Sized) -> str:
     budget = run.budget
     if math.isinf(budget.unique_tokens):
-        return "what the model can be trained on in the budget, all of it new text"
+        return "as many as the budget allows, without repetition"
     epochs = run.tokens / budget.unique_tokens
     text = f"{epochs:.3g} epochs of {count_text(budget.unique_tokens)}"
     if epochs > 0.95 * MOST_EPOCHS:
-        return f"{text}, the most: beyond {MOST_EPOCHS:.0f} a text is learned by heart (arXiv 2305.16264)"
+        return f"{text}, the maximum: beyond {MOST_EPOCHS:.0f} the model memorizes the text (arXiv 2305.16264)"
     return f"{text}; repeated tokens count less (arXiv 2305.16264)" if epochs > 1 else text
 
 
 def precision_reason(run: Sized) -> str:
     gpu = run.budget.hardware.gpu
     if run.case.run.precision == "bf16":
-        return f"{gpu.name} multiplies in it; fp8 is not chosen, measure it" if gpu.fp8_flops else f"{gpu.name} has it"
-    return f"{gpu.name} has no bf16 products"
+        return f"{gpu.name} supports it; measure fp8 yourself" if gpu.fp8_flops else f"{gpu.name} supports it"
+    return f"{gpu.name} has no bf16 matmuls"
 
 
 def strategy_reason(run: Sized) -> str:
-    """Gives the reason of a plan's recommendation, and what is next."""
+    """Explains a plan's recommendation and names the second-best strategy."""
     slower = next_best(run.best, run.candidates)
     return " ".join([reason_of(run.best, run.candidates), *([difference(slower, run.best)] if slower else [])])
 
@@ -234,14 +234,14 @@ def print_answer(found: Answer, is_written: bool) -> None:
             f"start it:\n  {found.launch}",
         ]
     for line in lines:
-        # Paths and commands stay on one line, to be pasted.
+        # Paths and commands stay on one line for pasting.
         console.print(line, soft_wrap=True)
 
 
 def text_of(found: Answer, command: str) -> str:
-    """Formats the recipe, with every reason."""
+    """Formats the recipe, with a comment for every choice."""
     run = found.chosen
-    # A long run saves more often than SAVES times, so that a crash costs half an hour at most.
+    # A long run saves more often than SAVES times, so that a crash costs at most half an hour.
     every = max(1, min(run.steps // SAVES, round(SECONDS_BETWEEN_SAVES / run.best.step_seconds)))
     sequences = SHARE_FOR_VALIDATION * every * run.batch * 3 / run.shape.sequence_length
     lines = [f"{name:<14} {value}: {reason}" for name, value, reason in choices(found)]

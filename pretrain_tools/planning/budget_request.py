@@ -1,4 +1,4 @@
-"""plan.py's options for a recipe from a budget, read and checked; answers a mistyped one before torch is imported."""
+"""Reads and checks plan.py's budget options before torch is imported."""
 
 import argparse
 import math
@@ -13,7 +13,7 @@ from pretrain_tools.planning.texts import RecipePlace
 
 DIALS = ("hours", "dollars", "flops")
 BUDGET_OPTIONS = (*DIALS, "family", "vocabulary", "data", "tokens_per_parameter", "optimizer", "ladder", "write")
-"""Options that ask for a recipe."""
+"""Options that request a recipe."""
 OPTIMIZERS_CHOSEN = ("muon", "adamw")
 LARGEST_VOCABULARY = 2**22
 MANIFEST_NAME = "manifest.json"
@@ -42,9 +42,9 @@ class BudgetRequest:
     """The command line of a budget, checked."""
 
     options: argparse.Namespace
-    """plan.py's, see `add_budget_options`."""
+    """plan.py's options (see `add_budget_options`)."""
     vocabulary: int
-    """Ids of the tokenizer."""
+    """Number of the tokenizer's IDs."""
     unique_tokens: float
     """Tokens of the data; infinite without --data."""
     place: RecipePlace
@@ -53,12 +53,12 @@ class BudgetRequest:
 def read_budget_request(
     options: argparse.Namespace, rest: list[str], problems: Problems, gpu: Gpu | None
 ) -> BudgetRequest:
-    """Reads the options and fills in the defaults. Raises InputError with everything wrong.
+    """Reads the options and fills in the defaults. Raises InputError listing all problems.
 
     Args:
-        rest: settings of a recipe on the command line.
-        problems: found so far.
-        gpu: None for this machine's own, or if it is unknown.
+        rest: recipe settings on the command line.
+        problems: problems found so far.
+        gpu: None for this machine's own GPU, or if it is unknown.
     """
     problems += option_contradictions(options, rest, gpu)
     vocabulary = None
@@ -70,7 +70,7 @@ def read_budget_request(
     place = place_of(options)
     if options.write is not None:
         problems += [
-            f"--write: {path} is there already; remove it, or give another name"
+            f"--write: {path} already exists; remove it, or give another name"
             for path in (place.recipe, place.model)
             if path.exists()
         ]
@@ -83,7 +83,7 @@ def place_of(options: argparse.Namespace) -> RecipePlace:
     output = Path("runs", recipe.stem)
     given = options.vocabulary
     shards = options.data
-    # --vocabulary may name prepared shards, which are then the data too.
+    # If --vocabulary names prepared shards, they are the data too.
     if shards is None and given is not None and (Path(given) / MANIFEST_NAME).is_file():
         shards = given
     if shards is not None:
@@ -93,7 +93,7 @@ def place_of(options: argparse.Namespace) -> RecipePlace:
 
 
 def option_contradictions(options: argparse.Namespace, rest: list[str], gpu: Gpu | None) -> Problems:
-    """Finds what is wrong with the options alone; arguments as for `read_budget_request`."""
+    """Lists problems of the options alone. Arguments as in `read_budget_request`."""
     problems = Problems()
     given = {name: getattr(options, name) for name in DIALS if getattr(options, name) is not None}
     if len(given) != 1:
@@ -103,7 +103,7 @@ def option_contradictions(options: argparse.Namespace, rest: list[str], gpu: Gpu
         value = getattr(options, name)
         if value is not None and not (0 < value < math.inf):
             problems.append(f"--{name} {value:g}: must be above 0, and finite")
-    # gpu is None also for an unknown --gpu, which has been reported already.
+    # gpu is also None for an unknown --gpu, which is already reported.
     price = options.price_per_gpu_hour if options.price_per_gpu_hour is not None else gpu and gpu.price_per_hour
     if options.dollars is not None and not price and (options.gpu == CPU or gpu is not None):
         problems.append(f"--dollars: {options.gpu or 'this machine'} has no price; give --price_per_gpu_hour")
@@ -113,27 +113,27 @@ def option_contradictions(options: argparse.Namespace, rest: list[str], gpu: Gpu
             problems.append(f"--{name} {value}: is not one of {', '.join(allowed)}{did_you_mean(value, allowed)}")
     if options.vocabulary is None and options.data is None:
         problems.append(
-            "--vocabulary: is missing: a tokenizer's folder, prepared shards, or a number of ids; --data gives it too"
+            "--vocabulary: is missing; give a tokenizer's folder, prepared shards, or a number of IDs, or give --data"
         )
     for name in ("config", "comment"):
         if getattr(options, name):
-            problems.append(f"--{name}: is for a recipe that is there, and a budget makes one; leave one of them out")
+            problems.append(f"--{name}: needs an existing recipe, but a budget makes a new one; omit one of them")
     if rest:
-        problems.append(f"{rest[0]}: a recipe's settings are chosen here; change them in the recipe that is written")
+        problems.append(f"{rest[0]}: a budget chooses the recipe's settings; change them in the written recipe")
     if options.write is not None and Path(options.write).suffix not in (".yaml", ".yml"):
-        problems.append(f"--write {options.write}: a recipe ends in .yaml")
+        problems.append(f"--write {options.write}: the name of a recipe must end in .yaml")
     return problems
 
 
 def vocabulary_asked_for(given: str) -> int:
-    """Reads the number of ids: given as such, or of a tokenizer or prepared shards. Raises InputError."""
+    """Returns the number of IDs, given as a number, a tokenizer or prepared shards. Raises InputError."""
     count = parse_count(given)
     if isinstance(count, int) or given.lstrip("-").isdecimal():
         count = int(count)
         if not 2 <= count <= LARGEST_VOCABULARY:
-            raise InputError(f"--vocabulary {given}: must be from 2 to {LARGEST_VOCABULARY:,} ids")
+            raise InputError(f"--vocabulary {given}: must be from 2 to {LARGEST_VOCABULARY:,} IDs")
         return count
-    # Imported here: --help answers without numpy.
+    # Imported here so that --help doesn't need numpy.
     from pretrain.data.shards import read_manifest
     from pretrain.data.tokenizer import load_tokenizer
 
@@ -143,12 +143,12 @@ def vocabulary_asked_for(given: str) -> int:
 
 
 def data_asked_for(given: str, vocabulary: int | None) -> tuple[int, int]:
-    """Reads (ids, tokens of the training split) of prepared shards. Raises InputError."""
+    """Returns (IDs, training tokens) of prepared shards. Raises InputError."""
     from pretrain.data.shards import read_manifest
 
     manifest = read_manifest(given)
     if vocabulary is not None and manifest.vocabulary_size > vocabulary:
         raise InputError(
-            f"--vocabulary: {vocabulary:,} ids, but --data {given} has {manifest.vocabulary_size:,}; leave it out"
+            f"--vocabulary: {vocabulary:,} IDs, but --data {given} has {manifest.vocabulary_size:,}; omit --vocabulary"
         )
     return vocabulary or manifest.vocabulary_size, manifest.totals("train")[0]

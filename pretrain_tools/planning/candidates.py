@@ -1,7 +1,4 @@
-"""Computes the work, memory, time, disk and data of a run under every strategy, and chooses the strategy.
-
-Nothing here touches a GPU. Memory is that of footprints.py, time that of step_time.py.
-"""
+"""Computes memory, time, disk space and data of a run under every strategy, and recommends one. Needs no GPU."""
 
 import bisect
 import collections
@@ -30,15 +27,15 @@ from pretrain_tools.planning.step_time import Hardware, RunWork, Speed, StepTime
 from pretrain_tools.planning.traffic import Step, flows, idle, offload_seconds, reduces_by_choice, uneven
 
 AS_FAST = 0.03
-"""Difference in time below which a plan takes two strategies for equally fast."""
+"""Difference in time below which a plan treats two strategies as equally fast."""
 BEST_PRODUCTS = 3
-"""Number of products of dimensions that a plan lists below the launcher files."""
+"""Number of meshes that a plan lists below the launcher files."""
 SIMPLEST_FIRST = {name: place for place, name in enumerate(STRATEGIES)}
 
 
 @dataclass(frozen=True)
 class Case:
-    """A run on machines, to be planned under any strategy."""
+    """A run on given machines, under any strategy."""
 
     run: PlannedRun
     work: RunWork
@@ -54,21 +51,21 @@ class Case:
         return self.changed(batch=self.run.config.with_batch(**settings).batch)
 
     def in_precision_of(self, layout: Layout) -> "Case":
-        """Returns the case in fp32 if auto means fp16 on this GPU, which the layout's strategy does not train in."""
+        """Returns the case in fp32 if auto means fp16 here and the layout's strategy doesn't support fp16."""
         is_fp16 = self.run.config.precision == "auto" and self.run.precision == "fp16"
         if is_fp16 and "fp16" not in strategy_named(layout.name).precisions:
             return replace(self, run=replace(self.run, precision="fp32"))
         return self
 
     def memory(self, layout: Layout, sequences: int) -> Memory:
-        """Returns the memory of the process that needs most, with so many sequences per micro-batch."""
+        """Returns the memory of the process that needs most. sequences: per micro-batch."""
         return largest_footprint(self.run, layout, sequences)
 
     def fits(self, memory: Memory) -> bool:
         return memory.total <= self.hardware.usable_bytes
 
     def step(self, layout: Layout, sequences: int) -> StepTime:
-        """Estimates the time of a step for a micro-batch of this many sequences."""
+        """Estimates the time of a step. sequences: per micro-batch."""
         work = self.work
         hardware = self.hardware
         config = self.run.config
@@ -95,23 +92,23 @@ class Candidate:
 
     layout: Layout
     problems: list[str]
-    """Reasons why it cannot run."""
+    """Reasons why the strategy can't run."""
     memory: Memory | None = None
     """Memory at the recipe's micro-batch."""
     fits: bool = False
     largest_micro_batch: int | None = None
-    """The largest that fits and divides the batch; None if none does."""
+    """The largest micro-batch that fits and divides the batch, or None."""
     micro_batch: int | None = None
-    """The plan's micro-batch: the recipe's if it fits, else the largest."""
+    """The plan's micro-batch: the recipe's if it fits, otherwise the largest."""
     time: StepTime | None = None
     """Time of a step with the plan's micro-batch; None if none fits."""
     reduces_once: bool = False
-    """Sets batch.no_sync: there is memory to reduce gradients once per step."""
+    """Sets batch.no_sync: the memory suffices to reduce gradients once per step."""
     notes: list[str] = field(default_factory=list)
 
     @property
     def name(self) -> str:
-        """File in accelerate_configs/."""
+        """Name of the file in accelerate_configs/."""
         return self.layout.name
 
     @property
@@ -120,7 +117,7 @@ class Candidate:
 
     @property
     def label(self) -> str:
-        """The launcher file if the plan uses its sizes, else the sizes."""
+        """The launcher file's name if the plan uses its sizes, otherwise the sizes."""
         return self.name if self.layout.is_planned else self.layout.product
 
     @property
@@ -134,10 +131,10 @@ def auto_precision(gpu: Gpu) -> str:
 
 
 def planned_precision(config: RunConfig, gpu: Gpu) -> str:
-    """Resolves the recipe's precision on this GPU. Raises InputError for one that the GPU does not compute in."""
+    """Resolves the recipe's precision on this GPU. Raises InputError if the GPU doesn't support it."""
     precision = auto_precision(gpu) if config.precision == "auto" else config.precision
     if precision == "fp8" and gpu.fp8_flops is None:
-        raise InputError(f"precision: fp8 does not run on {gpu.name}; use bf16, or a GPU that has it, such as h100")
+        raise InputError(f"precision: fp8 does not run on {gpu.name}; use bf16, or a GPU with fp8, such as h100")
     if precision == "bf16" and not gpu.has_bf16:
         other = auto_precision(gpu)
         raise InputError(f"precision: bf16 does not run on {gpu.name}; use --precision {other}, or another GPU")
@@ -145,7 +142,7 @@ def planned_precision(config: RunConfig, gpu: Gpu) -> str:
 
 
 def work_of_run(config: RunConfig, model_config: Any) -> RunWork:
-    """Computes parameters, tokens, steps and FLOPs. Raises InputError for an impossible budget or batch."""
+    """Computes parameters, tokens, steps and FLOPs. Raises InputError for an invalid budget or batch."""
     length = config.data.sequence_length
     if problems := length_problems(model_config, length):
         raise InputError(*problems)
@@ -170,19 +167,19 @@ def work_of_run(config: RunConfig, model_config: Any) -> RunWork:
 
 
 def mean_flops_per_token(config: RunConfig, model_config: Any) -> float:
-    """Averages over the run, whose stages may have windows of several lengths.
+    """Averages FLOPs per token over the run's stages, which may have different sequence lengths.
 
     Raises InputError as `configs_of_stages` does.
     """
     configs_of_stages(model_config, config.data)
     flops = [flops_per_token(model_config, window.sequence_length) for window in config.data.windows]
-    if len(set(flops)) == 1:  # the shares' rounding would show
+    if len(set(flops)) == 1:  # avoids rounding errors of the shares
         return flops[0]
     return sum(share * of_stage for share, of_stage in zip(stage_shares(config), flops, strict=True))
 
 
 def stage_shares(config: RunConfig) -> list[float]:
-    """Returns each stage's part of the run."""
+    """Returns each stage's share of the run."""
     ends = [0.0, *(stage.until or 1.0 for stage in config.data.mixtures)]
     return [end - begin for begin, end in itertools.pairwise(ends)]
 
@@ -195,7 +192,7 @@ def micro_batches(config: RunConfig, ranks: int, parts: int = 1) -> list[int]:
 
 
 def consider(name: str, case: Case) -> Candidate:
-    """Plans the run under one strategy, in the first of its layouts in which the recipe's micro-batch fits."""
+    """Plans the run under one strategy, in its first layout that fits the recipe's micro-batch."""
     found: list[Candidate] = []
     for layout in layouts(name, case.hardware.gpus, case.hardware.machines):
         found.append(consider_layout(layout, case))
@@ -207,7 +204,7 @@ def consider(name: str, case: Case) -> Candidate:
 def consider_layout(layout: Layout, case: Case, problems: list[str] | None = None) -> Candidate:
     """Plans the run in one layout: problems, memory, the largest micro-batch, seconds per step.
 
-    problems: of the strategy, if they are known.
+    problems: problems of the strategy, if known.
     """
     name = layout.name
     case = case.in_precision_of(layout)
@@ -239,16 +236,16 @@ def consider_layout(layout: Layout, case: Case, problems: list[str] | None = Non
             notes.append(f"{name}: activation_checkpointing: {config.activation_checkpointing} frees no memory")
         elif whole.fits(without):
             less = repeated / (1 + repeated)
-            notes.append(f"{name}: fits with --activation_checkpointing none too, which takes {less:.0%} less time")
+            notes.append(f"{name}: also fits with --activation_checkpointing none, which takes {less:.0%} less time")
     return timed(found, case)
 
 
 def search_products(case: Case) -> list[Candidate]:
-    """Finds the fastest products of dimensions that fit, fastest first, but for those that every plan lists.
+    """Finds the fastest meshes that fit, fastest first, without those that every plan lists.
 
-    The time at the largest micro-batch that divides the batch, whether it fits or not, is a lower bound, and costs
-    nothing. So products are planned in its order, until none that is left could be faster by more than the estimate
-    can tell. Of equals those with fewer dimensions come first.
+    The time at the largest micro-batch that divides the batch, fitting or not, is a cheap lower bound. Meshes are
+    planned in the order of this bound. The search stops when no remaining mesh could be faster by more than the
+    estimate's error. Equally fast meshes are sorted by number of dimensions.
     """
     hardware = case.hardware
     bounded = []
@@ -277,7 +274,7 @@ def search_products(case: Case) -> list[Candidate]:
 
 
 def could_run(run: PlannedRun, layout: Layout) -> bool:
-    """Checks what needs no look into the model's code: lengths, layers for stages, heads, experts."""
+    """Checks lengths, layers per stage, heads and experts without building the model."""
     config = run.model_config
     sizes = sizes_of(config)
     stages = len(STAGE_LAYOUTS[run.config.pipeline.schedule].owners(layout.pp))
@@ -292,7 +289,7 @@ def could_run(run: PlannedRun, layout: Layout) -> bool:
 
 
 def timed(found: Candidate, case: Case) -> Candidate:
-    """Adds the time of a step; reduces gradients once per step if the strategy can, it fits and takes less time."""
+    """Adds the time of a step. Reduces gradients once per step if the strategy can, and this fits and saves time."""
     layout = found.layout
     found = replace(found, time=case.step(layout, found.micro_batch), reduces_once=False)
     if case.run.config.batch.no_sync or not reduces_by_choice(layout, case.run.precision):
@@ -306,13 +303,13 @@ def timed(found: Candidate, case: Case) -> Candidate:
 
 
 def largest_that_fits(ascending: list[int], fits) -> int | None:
-    """Finds the last of these that fits; each needs more than the one before."""
+    """Finds the last value that fits. Each value needs more memory than the previous one."""
     count = bisect.bisect_left(ascending, True, key=lambda value: not fits(value))
     return ascending[count - 1] if count else None
 
 
 def batch_problems(config: RunConfig, ranks: int, parts: int) -> list[str]:
-    """Says why the batch cannot be divided among the processes, as the check at the start of a run does."""
+    """Explains why the batch can't be divided among the processes, with the trainer's own check."""
     try:
         sequences_of(config, ranks, parts)
     except InputError as error:
@@ -321,13 +318,13 @@ def batch_problems(config: RunConfig, ranks: int, parts: int) -> list[str]:
 
 
 def strategy_problems(run: PlannedRun, layout: Layout) -> list[str]:
-    """Says why a strategy cannot run the recipe on this many GPUs, with the strategy's own messages."""
+    """Explains why a strategy can't run the recipe on this many GPUs, with the strategy's own messages."""
     if layout.problem:
         return [layout.problem]
     strategy = strategy_named(layout.name)
-    # What this machine lacks says nothing of the one planned for: precision is asked about here.
+    # Strategies check the precision of this machine, not of the planned one, so it's checked here.
     portable = run.config.model_copy(update={"precision": "fp32"})
-    # Strategies read the number of processes from the environment, as a launcher sets it.
+    # Strategies read the number of processes from the launcher's environment variables.
     with layout.launched():
         problems = strategy.problems(portable, layout.name)
     if run.precision not in strategy.precisions:
@@ -337,7 +334,7 @@ def strategy_problems(run: PlannedRun, layout: Layout) -> list[str]:
 
 
 def recommend(candidates: list[Candidate]) -> Candidate | None:
-    """Chooses the simplest of the fastest, those with the recipe's micro-batch first; None if none fits."""
+    """Chooses the simplest of the fastest, preferring the recipe's micro-batch; None if none fits."""
     return min(
         fastest_of(candidates), key=lambda candidate: (not candidate.fits, *simplicity(candidate)), default=None
     )
@@ -348,7 +345,7 @@ def simplicity(candidate: Candidate) -> tuple[int, bool]:
 
 
 def fastest_of(candidates: list[Candidate]) -> list[Candidate]:
-    """Lists the fastest that fits, and those that the estimate cannot tell from it."""
+    """Lists the fastest fitting candidate and all that are equally fast within the estimate's error."""
     able = [candidate for candidate in candidates if candidate.runs]
     least = min((candidate.step_seconds for candidate in able), default=math.inf)
     return [candidate for candidate in able if candidate.step_seconds <= (1 + AS_FAST) * least]
@@ -359,22 +356,22 @@ def reason_of(chosen: Candidate, candidates: list[Candidate]) -> str:
     same = [candidate for candidate in fastest_of(candidates) if candidate is not chosen]
     if not same:
         others = sum(candidate.runs for candidate in candidates) - 1
-        return f"{chosen.label} is the fastest that fits." if others else f"Nothing but {chosen.label} fits."
+        return f"{chosen.label} is the fastest that fits." if others else f"Only {chosen.label} fits."
     is_simplest = all(simplicity(chosen) < simplicity(candidate) for candidate in same)
-    which = "is the simplest" if is_simplest else "is the simplest that takes the recipe's micro-batch"
+    which = "is the simplest" if is_simplest else "is the simplest with the recipe's micro-batch"
     names = ", ".join(candidate.label for candidate in same)
     return f"{chosen.label} {which} of the fastest: the estimate cannot tell {names} from it (within {AS_FAST:.0%})."
 
 
 def shares_of(candidate: Candidate) -> str:
-    """Says what a step is spent on, in percent, largest first; what takes less than half a percent is left out."""
+    """Lists the parts of a step in percent, largest first, without those below 0.5%."""
     parts = sorted(candidate.time.parts.items(), key=lambda part: -part[1])
     shares = [(name, seconds / candidate.step_seconds) for name, seconds in parts]
     return ", ".join(f"{share:.0%} {name}" for name, share in shares if share >= 0.005)
 
 
 def difference(slower: Candidate, chosen: Candidate) -> str:
-    """Says what separates a slower candidate from the chosen one: the part of a step that grows most."""
+    """Explains why a candidate is slower than the chosen one: the part of a step that grows most."""
     before = chosen.time.parts
     grown = {name: seconds - before.get(name, 0.0) for name, seconds in slower.time.parts.items()}
     name = max(grown, key=grown.__getitem__)
@@ -386,7 +383,7 @@ def difference(slower: Candidate, chosen: Candidate) -> str:
 
 
 def next_best(chosen: Candidate, candidates: list[Candidate]) -> Candidate | None:
-    """Returns the fastest of those that the estimate can tell from the chosen one."""
+    """Returns the fastest candidate that is slower than the chosen one by more than the estimate's error."""
     slower = [one for one in candidates if one.runs and one.step_seconds > (1 + AS_FAST) * chosen.step_seconds]
     return min(slower, key=lambda candidate: candidate.step_seconds, default=None)
 
@@ -394,8 +391,8 @@ def next_best(chosen: Candidate, candidates: list[Candidate]) -> Candidate | Non
 def command_of(
     candidate: Candidate, config_path: str, overrides: list[tuple[str, str]], hardware: Hardware, config: RunConfig
 ) -> str:
-    """Formats the command that starts the run, on each machine if there are several."""
-    # The plan's micro-batch replaces the one of the command line.
+    """Formats the start command, with the options for several machines if necessary."""
+    # The plan's micro-batch replaces the command line's.
     settings = [f"--{key} {value}" for key, value in overrides if key != "batch.sequences_per_micro_batch"]
     if candidate.micro_batch != config.batch.sequences_per_micro_batch or len(settings) != len(overrides):
         settings.append(f"--batch.sequences_per_micro_batch {candidate.micro_batch}")
@@ -414,11 +411,11 @@ class Storage:
     """Bytes on disk."""
 
     checkpoint: float
-    """Weights, optimizer state and the weights' average, if there is one, in fp32."""
+    """Size of one checkpoint: weights, optimizer state and averaged weights, in fp32."""
     kept: int
-    """Checkpoints that stay at the end, milestones included."""
+    """Number of checkpoints kept at the end, including milestones."""
     total: float
-    """The maximum, with a checkpoint being written and the final model."""
+    """Peak, including a checkpoint being written and the final model."""
 
 
 def storage_of(config: RunConfig, work: RunWork) -> Storage:
@@ -439,9 +436,9 @@ def storage_of(config: RunConfig, work: RunWork) -> Storage:
 
 
 def sources_of(config: RunConfig, work: RunWork) -> list[dict[str, Any]]:
-    """Lists for each source the tokens drawn from it, and epochs if its shards exist.
+    """Lists each source's tokens in the run, and its epochs if its shards exist.
 
-    Raises InputError if the shards cannot serve the run: max_epochs used up, damaged, of different tokenizers.
+    Raises InputError if the shards are too few for max_epochs, damaged, or from different tokenizers.
     """
     shares = collections.Counter()
     for stage, share in zip(config.data.mixtures, stage_shares(config), strict=True):

@@ -1,8 +1,7 @@
-"""Families of models: how layers, heads and feed-forward follow from a size, and the model's JSON.
+"""Model families: layers, heads and feed-forward width for each size, and the model's JSON.
 
-A ladder goes through the published shapes of its family; those between and below keep to their ratio of width to
-layers. The loss depends little on it: 6 x 4,288 ends within 3 % of 48 x 1,600 (Kaplan et al., arXiv 2001.08361,
-section 3.2).
+Each family lists its published shapes. Shapes between and below them keep the same ratio of width to layers. The loss
+depends little on this ratio: 6 x 4,288 ends within 3% of 48 x 1,600 (Kaplan et al., arXiv 2001.08361, section 3.2).
 """
 
 import itertools
@@ -18,26 +17,26 @@ LLAMA_RUNGS = (
 )  # fmt: skip
 """(layers, width) of the published Llamas and of SMALL_RUNGS."""
 STEPS_BY_WIDTH = ((1024, 64), (2048, 128), (math.inf, 256))
-"""(width below which it holds, step of the widths between published ones)."""
+"""(upper limit of width, step between filled-in widths)"""
 LEAST_RISE = 1.15
-"""Smallest ratio of a shape's size to that of the next smaller one."""
+"""Smallest ratio of sizes of two neighboring shapes."""
 NARROW_HEAD = 64
 WIDE_HEAD = 128
 CHOSEN = 8
 """Experts per token."""
 CONTEXTS = ((2e7, 256), (8e7, 512), (2e8, 1024), (4e9, 2048), (math.inf, 4096))
-"""(parameters in layers below which it holds, tokens of a window): the demo's, GPT-2's, Llama's and Llama 2's."""
+"""(upper limit of parameters in layers, sequence length), from the demo, GPT-2, Llama and Llama 2."""
 
 
 def filled(published: tuple[tuple[int, int], ...]) -> tuple[tuple[int, int], ...]:
-    """Adds shapes (layers, width) at widths between these, their layers on a straight line."""
+    """Adds shapes (layers, width) between these. Layers are interpolated linearly."""
     rungs = [*published[:1]]
     for (layers_0, width_0), (layers_1, width_1) in itertools.pairwise(published):
         step = next(step for limit, step in STEPS_BY_WIDTH if width_0 < limit)
         for width in range(width_0 + step, width_1, step):
             layers = round(layers_0 + (layers_1 - layers_0) * (width - width_0) / (width_1 - width_0))
             size = layers * width**2
-            # Neither too near to the shape before it nor to the published one after it.
+            # Not too close to the previous shape or to the next published one.
             if size >= LEAST_RISE * rungs[-1][0] * rungs[-1][1] ** 2 and LEAST_RISE * size <= layers_1 * width_1**2:
                 rungs.append((layers, width))
         rungs.append((layers_1, width_1))
@@ -46,7 +45,7 @@ def filled(published: tuple[tuple[int, int], ...]) -> tuple[tuple[int, int], ...
 
 @dataclass(frozen=True)
 class Family:
-    """An architecture at every size."""
+    """An architecture in all sizes."""
 
     name: str
     """model_type of transformers."""
@@ -55,19 +54,19 @@ class Family:
     source: str
     """The source of the shapes."""
     gated: bool = True
-    """Gives the feed-forward network three matrices instead of two."""
+    """True if the feed-forward network has three matrices instead of two."""
     feed_forward: float = 8 / 3
-    """Its width relative to the model's, to a multiple of 64."""
+    """Feed-forward width relative to the model's, rounded to a multiple of 64."""
     wide_heads_from: int = 2560
-    """Width from which heads are WIDE_HEAD wide: GPT-3's and Llama's are in large models alone."""
+    """Model width from which heads are WIDE_HEAD wide, as in the large models of GPT-3 and Llama."""
     groups_heads: bool = False
-    """Shares keys and values between query heads, as Qwen3 does."""
+    """True if query heads share keys and values, as in Qwen3."""
     untied_from: float = 4096
-    """Width from which the head is not the embedding: Llama and Qwen3 share them in models below 5B."""
+    """Width from which the head isn't tied to the embedding. Llama and Qwen3 tie them below 5B."""
     learns_positions: bool = False
-    """Has an embedding of positions, and GPT-2's names for its settings."""
+    """True for position embeddings and GPT-2's setting names."""
     experts: int = 0
-    """Experts of a layer, instead of its feed-forward network; CHOSEN of them are together as wide as that."""
+    """Experts per layer, which replace the feed-forward network. CHOSEN experts together have its width."""
     settings: dict[str, Any] = field(default_factory=dict, hash=False)
     """Other keys of config.json."""
 
@@ -121,8 +120,8 @@ DEEPONE = Family(
 QWEN3_MOE = Family(
     "qwen3_moe",
     filled((*SMALL_RUNGS, (16, 768), (40, 2048))),
-    "Qwen3's layers with Qwen3 30B-A3B's experts (arXiv 2505.09388): 8 for a token, each 3/8 as wide as the model; 64 "
-    "of them, as OLMoE has (arXiv 2409.02060)",
+    "Qwen3's layers with Qwen3 30B-A3B's experts (arXiv 2505.09388): 8 per token, each 3/8 as wide as the model, "
+    "of 64 experts, as in OLMoE (arXiv 2409.02060)",
     feed_forward=3.0,
     wide_heads_from=1024,
     groups_heads=True,
@@ -134,7 +133,7 @@ FAMILIES = {family.name: family for family in (LLAMA, QWEN3, GPT2, NANOCHAT, DEE
 
 @dataclass(frozen=True)
 class Shape:
-    """A model of a family: layers, width, and the ids of its head. Counts leave out norms and biases."""
+    """A model of a family: layers, width and vocabulary. Counts exclude norms and biases."""
 
     layers: int
     width: int
@@ -147,13 +146,13 @@ class Shape:
 
     @property
     def heads(self) -> int:
-        """Qwen3's smallest has 16 of 128, whose outputs together are wider than the model."""
+        """Number of heads. Qwen3's smallest has 16 of width 128, together wider than the model."""
         least = 16 if self.family.groups_heads and self.head_width == WIDE_HEAD else 1
         return max(least, self.width // self.head_width)
 
     @property
     def key_heads(self) -> int:
-        """Key-value heads: as many as heads; in Qwen3 half of them, and no more than 8."""
+        """Number of key-value heads: one per head; in Qwen3 half as many, at most 8."""
         if not self.family.groups_heads or self.heads % 2:
             return self.heads
         return math.gcd(self.heads, 8) if self.heads >= 16 else self.heads // 2
@@ -174,39 +173,39 @@ class Shape:
 
     @property
     def layer_parameters(self) -> int:
-        """Parameters in the matrices of all layers that a token meets."""
+        """Active parameters in the matrices of all layers."""
         attention = 2 * self.width * self.head_width * (self.heads + self.key_heads)
-        # A token meets CHOSEN experts of a layer.
+        # CHOSEN experts per layer are active.
         width = self.intermediate if not self.family.experts else CHOSEN * self.expert_width
         router = self.width * self.family.experts
         return self.layers * (attention + (3 if self.family.gated else 2) * self.width * width + router)
 
     @property
     def active(self) -> int:
-        """Parameters that a token meets, with embedding and head."""
+        """Active parameters, including embedding and head."""
         positions = self.sequence_length if self.family.learns_positions else 0
         return self.layer_parameters + ((1 if self.is_tied else 2) * self.vocabulary + positions) * self.width
 
     @property
     def parameters(self) -> int:
-        """All parameters, with the experts that a token is not routed to."""
+        """All parameters, including inactive experts."""
         others = max(0, self.family.experts - CHOSEN)
         return self.active + self.layers * others * 3 * self.width * self.expert_width
 
     @property
     def sequence_length(self) -> int:
-        """Tokens of a training sequence, which grows with the model."""
+        """Length of a training sequence, in tokens. Grows with the model."""
         return next(length for limit, length in CONTEXTS if self.layer_parameters < limit)
 
     @property
     def flops_per_token(self) -> float:
-        """FLOPs of training, as train.py counts them: 6N + 12 x layers x heads x head width x sequence length."""
+        """Training FLOPs, in train.py's formula: 6N + 12 x layers x heads x head width x sequence length."""
         products = self.layer_parameters + self.vocabulary * self.width
         return 6 * products + 12 * self.layers * self.heads * self.head_width * self.sequence_length
 
     @property
     def json_text(self) -> str:
-        """The model's JSON, for windows of up to twice the length (learned positions: of the length)."""
+        """The model's JSON, for up to twice the sequence length (with learned positions: once)."""
         return json.dumps(self.config_values, indent=2) + "\n"
 
     @property

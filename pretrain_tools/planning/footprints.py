@@ -1,8 +1,8 @@
 """Computes the memory of the process that needs most, from shapes alone.
 
-`PlannedRun.work` divides model, sequences and experts. This module adds weights, gradients and optimizer state as each
-strategy holds them (ZeRO: Rajbhandari et al., arXiv 1910.02054), and what each dimension of parallelism adds.
-docs/measurements_memory.md compares the sums with measurements (bench/memory.py).
+`PlannedRun.work` divides model, sequences and experts. This module adds each strategy's weights, gradients and
+optimizer state (ZeRO: Rajbhandari et al., arXiv 1910.02054), and the overhead of each dimension of parallelism.
+docs/measurements_memory.md compares the totals with measurements (bench/memory.py).
 """
 
 from collections.abc import Callable, Iterator
@@ -23,16 +23,16 @@ from pretrain_tools.planning.memory import FP32, Memory, PlannedRun, Sizes, Work
 
 
 def largest_footprint(run: PlannedRun, layout: Layout, sequences: int) -> Memory:
-    """Returns the footprint in the stage of the run that needs most.
+    """Returns the footprint in the run's stage that needs most.
 
-    sequences: of a micro-batch at data.sequence_length.
+    sequences: per micro-batch, at data.sequence_length.
     """
     stages = [footprint(stage, layout, rows) for stage, rows in run.stages(sequences)]
     return max(stages, key=lambda memory: memory.total)
 
 
 def planned_memory(strategy: Strategy, config: RunConfig) -> Memory:
-    """Returns what a plan says of this recipe as it runs here."""
+    """Returns the planned memory for this recipe in its current launch."""
     model_config = planned_model_config(config.model, config.data)
     device = strategy.device
     run = PlannedRun(config, model_config, strategy.precision, device.type, memory_bytes(device))
@@ -40,16 +40,16 @@ def planned_memory(strategy: Strategy, config: RunConfig) -> Memory:
 
 
 def footprint(run: PlannedRun, layout: Layout, sequences: int) -> Memory:
-    """Returns the memory of the process that needs most, with so many sequences per micro-batch."""
+    """Returns the memory of the process that needs most. sequences: per micro-batch."""
     work = run.work(layout, sequences)
     return in_mesh(work) if layout.is_mesh else STATES.get(layout.name, replicated)(work)
 
 
 def replicated(work: Work) -> Memory:
-    """Adds up the memory where every process holds everything.
+    """Adds up the memory of a process with a full replica.
 
-    DDP's buckets stay between steps. In the last micro-step gradients are written into them; those of the micro-steps
-    before it, which are not summed over the processes, have a place of their own.
+    DDP's buckets persist between steps. The last micro-step writes gradients into them. Earlier micro-steps, which
+    aren't reduced, accumulate in separate tensors.
     """
     sizes = work.sizes
     layout = work.layout
@@ -58,7 +58,7 @@ def replicated(work: Work) -> Memory:
     whole = weight * sizes.total
     resident = whole if is_ddp or work.accumulates else 0.0
     buckets = whole if is_ddp and work.accumulates else 0.0
-    # A tied head's gradient waits for the embedding's; one of its own is added to the gradients at once.
+    # A tied head's gradient waits for the embedding's. An untied head's is added to the gradients immediately.
     act = work.activation_bytes(work.activations, weight, waiting=work.head_gradient if sizes.is_tied else 0.0)
     head = 0.0 if sizes.is_tied else weight * sizes.head
     embedding = weight * sizes.embedding
@@ -73,9 +73,9 @@ def replicated(work: Work) -> Memory:
 
 
 def in_mesh(work: Work) -> Memory:
-    """Adds up any product of dimensions but plain copies: the stage that needs most, where there are stages.
+    """Adds up the memory under any mesh except DDP's. In a pipeline, returns the stage that needs most.
 
-    That is the first, with the embedding, or the last, with head and loss.
+    This is either the first, with the embedding, or the last, with head and loss.
     """
     sizes = work.sizes
     if work.layout.pp == 1:
@@ -97,7 +97,7 @@ def in_mesh(work: Work) -> Memory:
 
 
 def layers_of_stages(sizes: Sizes, stages: int) -> list[int]:
-    """Returns the layers of each stage, as the trainer cuts them."""
+    """Returns the number of layers in each stage, in the trainer's division."""
     last = sizes.root - sizes.embedding + (sizes.embedding if sizes.is_tied else 0)
     one = sizes.in_layers // sizes.layers
     return [len(part) for part in split_layers([one] * sizes.layers, stages, sizes.embedding, last)]
@@ -109,12 +109,12 @@ class Place:
 
     rank: int
     layers: tuple[int, ...]
-    """Layers of each of its stages."""
+    """Number of layers in each of its stages."""
     is_last: bool
     """True if it has the last stage."""
 
     def moments(self, schedule: str, ranks: int, microbatches: int) -> Iterator["Underway"]:
-        """Yields what its stages hold at the moments at which they may hold most."""
+        """Yields the microbatches held at the moments of possible peak memory."""
         stages = len(self.layers)
         none = (0,) * stages
         if schedule == "1F1B":
@@ -140,11 +140,11 @@ class Place:
 
 
 IN_ORDER = ("Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble")
-"""Schedules that take turns between stages of a process."""
+"""Schedules that interleave a process's stages."""
 
 
 def actions_of(schedule: str, ranks: int, rank: int, microbatches: int) -> list[Any]:
-    """Lists what a process computes, in torch's order; torch has no public way to ask without processes."""
+    """Lists a process's actions in torch's order. torch has no public function for this without processes."""
     kind = get_schedule_class(schedule)
     stages = len(STAGE_LAYOUTS[schedule].owners(ranks))
     rounds = max(1, microbatches // ranks)
@@ -157,26 +157,26 @@ def actions_of(schedule: str, ranks: int, rank: int, microbatches: int) -> list[
 
 @dataclass(frozen=True)
 class Underway:
-    """Microbatches that each of a process's stages holds at one moment."""
+    """Number of microbatches that each of a process's stages holds at one moment."""
 
     counts: tuple[int, ...]
-    """Those whose activations it holds."""
+    """Microbatches with activations in memory."""
     waiting: tuple[int, ...]
-    """Those of them whose gradients of weights are not computed yet, but whose gradients of inputs are."""
+    """Microbatches of `kept` with input gradients computed, but weight gradients not yet."""
     has_gradients: bool
-    """True if gradients of weights have been computed."""
+    """True if weight gradients exist."""
     ends_forward: bool
-    """True if the last of its stages may be in its forward pass, which in the last process ends in the loss."""
+    """True if its last stage may be in a forward pass, which in the last process ends with the loss."""
 
 
 def part_of_mesh(work: Work, root: int, place: Place | None = None) -> Memory:
-    """Adds up what fully_shard holds of all layers, or of those of a place in a pipeline, and of what is in no layer.
+    """Adds up fully_shard's memory for a pipeline place's layers (or all layers) and the root parameters.
 
-    Over one rank it copies weights to the products' dtype and frees nothing. A pipeline's stages keep their gathered
-    weights and whole gradients until the step's last microbatch, and reduce then.
+    On one rank, fully_shard copies weights to the matmuls' dtype and frees nothing. A pipeline's stages keep gathered
+    weights and unsharded gradients until the step's last microbatch, and reduce then.
 
     Args:
-        root: elements in no layer.
+        root: number of elements outside the layers.
         place: None without a pipeline.
     """
     sizes = work.sizes
@@ -189,7 +189,7 @@ def part_of_mesh(work: Work, root: int, place: Place | None = None) -> Memory:
     held = (elements + beside) / shards
     states = work.parameter_bytes * held
     resident = at_loss = states if work.accumulates else 0.0
-    # What was reduced last is held until the step's last backward pass.
+    # The last reduced gradients are held until the step's last backward pass.
     is_held = work.accumulates and shards > 1 and layout.pp == 1 and not work.run.config.batch.no_sync
     held_over = FP32 * root if is_held else 0.0
     outside = compute * root
@@ -205,9 +205,9 @@ def part_of_mesh(work: Work, root: int, place: Place | None = None) -> Memory:
         }
     else:
         act = activations_of_stages(work, place)
-    # A layer is gathered into one flat tensor and copied out of it; the next one is fetched meanwhile, and the last
-    # stays for the backward pass. Its gradients are copied into a flat fp32 tensor, and that of the layer before is
-    # still being summed.
+    # A layer is gathered into one flat tensor and copied out, while the next one is prefetched. The last layer stays
+    # gathered for the backward pass. Its gradients are copied into a flat fp32 tensor, while the previous layer's is
+    # still being reduced.
     gathered = 3 * gathered_layer
     reduced = layer + 2 * FP32 * sizes.layer
     whole = 0.0
@@ -221,7 +221,7 @@ def part_of_mesh(work: Work, root: int, place: Place | None = None) -> Memory:
         )
         gathered = 0.0
         reduced = layer
-    elif work.accumulates and work.run.config.batch.no_sync:  # until the last backward pass has come to them
+    elif work.accumulates and work.run.config.batch.no_sync:  # until the last backward pass reaches them
         resident = at_loss = FP32 * elements
         gradients += FP32 * (sizes.root + sizes.layer)
     moments = {
@@ -235,24 +235,24 @@ def part_of_mesh(work: Work, root: int, place: Place | None = None) -> Memory:
     elif not place.is_last:
         del moments["loss"]
     holders = shards * layout.tp
-    form = "sharded" if holders > 1 else "stage"  # the matrices that Muon multiplies are whole
+    form = "sharded" if holders > 1 else "stage"  # a stage's matrices are whole for Muon
     moments["update"] = (states, work.update_bytes(form, holders, work.whole if layout.tp > 1 else None), layer)
     return at_peak(moments, states, work.optimizer_bytes(held / work.held.total), act["traveling"])
 
 
 def activations_of_stages(work: Work, place: Place) -> dict[str, float]:
-    """Returns what activations and the loss take at each moment, of the microbatches of a pipeline that are underway.
+    """Returns the memory of activations and loss at each moment, over all microbatches in flight in a pipeline.
 
-    traveling: hidden states between stages: torch keeps a buffer for every microbatch that arrives and every gradient,
-    and a stage what it has sent. What arrives is the first layer's input.
-    gradients: true if a backward pass has ended before that moment.
+    traveling: hidden states between stages. torch keeps a receive buffer for each microbatch and each gradient, and a
+    stage keeps its sent tensors. A received tensor is the first layer's input.
+    gradients: true if a backward pass has finished before that moment.
     """
     settings = work.run.config.pipeline
     schedule = STAGE_LAYOUTS[settings.schedule]
     act = work.activations_in_bf16
     microbatches = len(schedule.owners(work.layout.pp)) * settings.microbatches_per_stage
     per_layer = act.per_layer(work.sequences) + (1 - work.recomputed) * work.kept_by_exchanges
-    # Until those of the weights follow, torch keeps the gradients of each product's results.
+    # Until the weight gradients are computed, torch keeps the gradient of each matmul's output.
     per_waiting_layer = work.compute * work.tokens * results_of_layer(work.sizes)
 
     def kept_at(moment: Underway) -> float:
@@ -278,7 +278,7 @@ def activations_of_stages(work: Work, place: Place) -> dict[str, float]:
 
 
 def results_of_layer(sizes: Sizes) -> int:
-    """Counts the elements that a layer's matrices and norms give for a token."""
+    """Counts the output elements of a layer's matrices and norms per token."""
     shapes = sizes.shapes
     given = 0
     for name, shape in shapes.shapes.items():
@@ -292,7 +292,7 @@ def results_of_layer(sizes: Sizes) -> int:
 
 
 def by_deepspeed(work: Work) -> Memory:
-    """Adds up what DeepSpeed holds, offloaded or not: zero1 to zero3."""
+    """Adds up DeepSpeed's memory for zero1 to zero3, with or without offloading."""
     settings = work.layout.zero
     processes = work.layout.shards
     stage = settings["stage"]
@@ -301,11 +301,11 @@ def by_deepspeed(work: Work) -> Memory:
     share = 1 / processes
     waiting = compute * sizes.vocabulary * sizes.width if sizes.is_tied else 0.0
     act = work.activation_bytes(work.activations_in_bf16, compute, waiting)
-    # The fp32 masters are a copy even where the weights are fp32.
+    # The fp32 master weights are a separate copy even if the weights are fp32.
     states = FP32 * sizes.total * share + work.optimizer_bytes(share)
     weights = compute * sizes.total * (share if stage == 3 else 1.0)
     gradients, buckets, in_flight, copies = zero_gradients(work, stage, share, settings)
-    # Stages 2 and 3 reduce full buckets while activations are alive, and the rest after the backward pass.
+    # Stages 2 and 3 reduce full buckets during the backward pass, and the rest after it.
     fills_bucket = stage > 1 and sizes.total > settings.get("reduce_bucket_size", LARGE_BUCKET)
     in_pass = buckets + (copies if fills_bucket else 0.0)
     unreduced = FP32 * sizes.total if work.run.config.batch.no_sync and work.accumulates and stage > 1 else 0.0
@@ -315,7 +315,7 @@ def by_deepspeed(work: Work) -> Memory:
     resident = gradients if work.accumulates or stage == 3 or (stage == 1 and compute != FP32) else 0.0
     resident += unreduced
     fetched = 0.0
-    if stage == 3:  # prefetched weights arrive in one flat tensor, and are copied out of it
+    if stage == 3:  # prefetched weights arrive in one flat tensor and are copied out
         fetched = compute * min(sizes.total, settings.get("stage3_prefetch_bucket_size", 5e7))
     moments = {
         "first gather": (resident, 0.0, gathered + buckets + fetched),
@@ -333,9 +333,9 @@ def by_deepspeed(work: Work) -> Memory:
     parameters = settings.get("offload_param") or {}
     if not (optimizer or parameters):
         updated = work.update_bytes("pieces", processes) + (2 * FP32 * sizes.total * share if stage < 3 else 0.0)
-        # The masters belong to the optimizer: they change when it steps.
+        # The master weights count as optimizer state.
         return at_peak({**moments, "update": (gradients, updated)}, weights, states)
-    # Gradients go to the host as well, where the optimizer needs them.
+    # Gradients move to the CPU too, because the optimizer runs there.
     moments = {name: (0.0, *parts[1:]) for name, parts in moments.items()}
     on_host = FP32 * sizes.total * share
     on_disk = optimizer.get("device") == "nvme"
@@ -345,27 +345,27 @@ def by_deepspeed(work: Work) -> Memory:
 
 
 LARGE_BUCKET = 5e8
-"""Elements of a bucket by DeepSpeed's default, and of those that its bf16 optimizer reduces."""
+"""Elements of DeepSpeed's default bucket, and of its bf16 optimizer's buckets."""
 
 
 def zero_gradients(
     work: Work, stage: int, share: float, settings: dict[str, Any]
 ) -> tuple[float, float, float, float]:
-    """Returns bytes of DeepSpeed's gradients, of the buckets in which they are summed, of a gradient on its way into a
-    bucket, and of the copies of a bucket while it is reduced.
+    """Returns DeepSpeed's bytes of gradients, of buckets, of a gradient not yet in its bucket, and of the copies of a
+    bucket during its reduction.
     """
     sizes = work.sizes
     largest = max(sizes.largest, sizes.layer)
     elements = max(settings.get("reduce_bucket_size", LARGE_BUCKET), 0)
     buckets = 2 if settings.get("overlap_comm") else 1
-    if stage == 1 and work.compute != FP32:  # one flat fp32 tensor for all gradients, beside those in bf16
+    if stage == 1 and work.compute != FP32:  # one flat fp32 tensor for all gradients, besides the bf16 gradients
         return FP32 * sizes.total, work.compute * sizes.total, 0.0, FP32 * min(LARGE_BUCKET, sizes.total)
     if stage == 1:
         return FP32 * sizes.total, buckets * FP32 * elements, 0.0, 0.0
     filled = min(elements, sizes.total)
-    if stage == 2:  # in bf16 what arrives of the other processes in fp32 is added to a second partition
+    if stage == 2:  # in bf16, reduced fp32 gradients accumulate in a second partition
         partitions = 2 if work.accumulates and work.compute != FP32 else 1
-        # A flat copy, and in bf16 another in fp32.
+        # One flat copy, and in bf16 a second one in fp32.
         copies = filled * (work.compute + FP32 * (work.compute != FP32))
         held = buckets * work.compute * elements
         return partitions * FP32 * sizes.total * share, held, work.compute * largest, copies
@@ -375,4 +375,4 @@ def zero_gradients(
 STATES: dict[str, Callable[[Work], Memory]] = dict.fromkeys(
     ("zero1", "zero2", "zero3", "zero3_offload", "zero3_offload_nvme"), by_deepspeed
 )
-"""{strategy that is no product of the mesh: how a process holds its states}; one that is not here is `replicated`."""
+"""{strategy without a mesh: function for its memory}; `replicated` for the others."""

@@ -1,4 +1,4 @@
-"""plan.py's options for the machines of a run. Answers a mistyped one before torch is imported."""
+"""Reads and checks plan.py's hardware options before torch is imported."""
 
 import argparse
 import math
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 def add_hardware_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--gpus", type=int, default=1, help="total number of GPUs [1]")
-    add("--gpu", help="GPU model: h100, a100, rtx4090 ...; cpu: this machine's processors; any other name with "
+    add("--gpu", help="GPU model: h100, a100, rtx4090 ...; cpu: this machine's CPU; other GPUs need "
         "--gpu_memory and --peak_tflops [h100]")  # fmt: skip
     add("--machines", type=int, help="number of machines [8 GPUs each]")
     add("--gpu_memory", metavar="80GB", help="memory of one GPU; GB is 2^30 bytes")
@@ -26,18 +26,18 @@ def add_hardware_options(parser: argparse.ArgumentParser) -> None:
 
 
 def option_problems(options: argparse.Namespace) -> Problems:
-    """Finds what is wrong with plan.py's own options."""
+    """Lists problems of plan.py's own options."""
     problems = Problems()
     gpus = options.gpus
     machines = options.machines
     if gpus < 1:
-        problems.append(f"--gpus {gpus}: at least 1")
+        problems.append(f"--gpus {gpus}: must be at least 1")
     if machines is not None and (machines < 1 or (gpus > 0 and gpus % machines)):
         problems.append(f"--machines {machines}: {gpus} GPUs cannot be divided equally; give a divisor of the GPUs")
     if machines is None and gpus > 8 and gpus % 8:
         problems.append(f"--gpus {gpus}: is not a multiple of 8 GPUs per machine; set --machines")
     if options.mfu is not None and not 0 < options.mfu <= 1:
-        problems.append(f"--mfu {options.mfu}: must be above 0 and at most 1; 40 % is 0.4")
+        problems.append(f"--mfu {options.mfu}: must be above 0 and at most 1; write 40% as 0.4")
     for name in ("peak_tflops", "network_gbits", "price_per_gpu_hour"):
         value = getattr(options, name)
         if value is not None and (value < 0 or (value == 0 and name != "price_per_gpu_hour")):
@@ -46,18 +46,18 @@ def option_problems(options: argparse.Namespace) -> Problems:
 
 
 def parse_size(text: str) -> float:
-    """Converts '80GB' to bytes, with GB as GPUs are sold: 2^30 bytes. Raises InputError."""
+    """Converts '80GB' to bytes. GB is 2^30 bytes, as in GPU specifications. Raises InputError."""
     try:
         size = float(text.strip().upper().removesuffix("GB"))
     except ValueError:
         size = 0.0
     if not 0 < size < math.inf:
-        raise InputError(f"--gpu_memory {text}: a size such as 80GB")
+        raise InputError(f"--gpu_memory {text}: must be a size, such as 80GB")
     return size * GIB
 
 
 def given_figures(options: argparse.Namespace) -> dict[str, float]:
-    """Reads the fields of Gpu that the command line states. Raises InputError for a --gpu_memory that is no size."""
+    """Reads the fields of Gpu from the command line. Raises InputError for an invalid --gpu_memory."""
     figures = {
         "memory_bytes": options.gpu_memory and parse_size(options.gpu_memory),
         "bf16_flops": options.peak_tflops and options.peak_tflops * 1e12,
@@ -68,7 +68,7 @@ def given_figures(options: argparse.Namespace) -> dict[str, float]:
 
 
 def gpu_of(options: argparse.Namespace) -> Gpu | None:
-    """Finds the GPU that is named; None for this machine's processors, which torch has to measure."""
+    """Finds the named GPU; None for this machine's CPU, which has to be measured with torch."""
     figures = given_figures(options)
     return None if options.gpu == CPU else find_gpu(options.gpu or "h100", **figures)
 
@@ -81,9 +81,9 @@ def hardware_of(options: argparse.Namespace, gpu: Gpu | None) -> "Hardware":
 
 
 def find_gpu(name: str, **given: float | None) -> Gpu:
-    """Returns the GPU of this name; given fields of Gpu replace the table's figures.
+    """Returns the GPU of this name. given: fields of Gpu that replace the table's values.
 
-    A name that is not in the table needs memory_bytes and bf16_flops. Raises InputError without them.
+    A name missing from the table needs memory_bytes and bf16_flops. Raises InputError without them.
     """
     key = name.lower().replace("-", "_").replace(" ", "_")
     given = {field: value for field, value in given.items() if value is not None}
@@ -91,7 +91,7 @@ def find_gpu(name: str, **given: float | None) -> Gpu:
         return replace(known, **given)
     if not {"memory_bytes", "bf16_flops"} <= given.keys():
         raise InputError(
-            f"--gpu: {name} is not in the table{did_you_mean(key, [*GPUS, CPU])}; any other can be described with "
+            f"--gpu: {name} is not in the table{did_you_mean(key, [*GPUS, CPU])}; describe another GPU with "
             "--gpu_memory 80GB and --peak_tflops 989"
         )
     # Defaults for a card in a common machine: PCIe 4, 25 Gbit/s, 350 W.
@@ -100,9 +100,9 @@ def find_gpu(name: str, **given: float | None) -> Gpu:
 
 
 def cpu_as_gpu(processes: int) -> Gpu:
-    """Describes this machine's processors, measured for 0.5 s, as a GPU that this many processes share.
+    """Describes this machine's CPU as a GPU shared by this many processes. Measures it for 0.5 s.
 
-    It has neither a price nor a rated power, which are unknown.
+    Price and rated power are unknown and stay unset.
     """
     import torch
 

@@ -1,4 +1,4 @@
-"""Judges a recipe that can run, for --check: warnings with figures, the time it takes here, the command."""
+"""Judges a valid recipe for --check: warnings with figures, the time on this machine, the start command."""
 
 import math
 import os
@@ -30,12 +30,12 @@ from pretrain_tools.planning.memory_advice import context_advice, ladder
 from pretrain_tools.planning.step_time import default_mfu
 
 USEFUL_EPOCHS = 4
-"""Epochs beyond which repeated tokens are worth less and less than new ones (arXiv 2305.16264)."""
+"""Epochs after which repeated tokens lose value (arXiv 2305.16264)."""
 FEWEST_STEPS = 100
 GOOD_STEPS = 500
-"""Steps that the advice for too few steps suggests."""
+"""Number of steps suggested if a run has too few."""
 MOST_OF_VOCABULARY = 0.5
-"""Share of the parameters in the embedding and the head above which a warning appears."""
+"""Share of parameters in embedding and head above which --check warns."""
 WARNING_PREFIX = "warning: "
 CHECK_FLAGS = ("--check", "--verbose")
 
@@ -47,11 +47,11 @@ def judgement(
     validation: dict[str, ShardReader],
     words: Sequence[str],
 ) -> list[str]:
-    """Lists the lines after the banner; measures this machine for a second.
+    """Lists the lines after the banner. Measures this machine for a second.
 
     Args:
-        validation: what `open_validation` returned.
-        words: of the command line after the script's name.
+        validation: result of `open_validation`.
+        words: command line after the script's name.
     """
     device = torch.device(device_type())
     found = (
@@ -68,18 +68,18 @@ def judgement(
 
 
 def judgement_without_data(config: RunConfig, words: Sequence[str]) -> list[str]:
-    """Lists the lines for a recipe that lacks only its data: everything else has been checked."""
+    """Lists the lines for a recipe without data. Everything else has been checked."""
     model_config = planned_model_config(config.model, config.data)
     model = plan_model(config, model_config, router_losses(config.loss, build_meta_model(model_config)))
     precision = resolve_precision(config.precision)
     assumed = assumed_vocabulary(config.model, config.data, model.model_config)
     vocabulary = "; ".join(assumed).removeprefix("vocabulary: ")
-    rows = rows_of_model(config, model, precision, vocabulary or f"{model.model_config.vocab_size:,} ids, as stated")
+    rows = rows_of_model(config, model, precision, vocabulary or f"{model.model_config.vocab_size:,} IDs, as stated")
     memory = memory_shortage(config, model, precision, torch.device(device_type()))
     return [
         in_rows(rows),
         *([f"{WARNING_PREFIX}{memory}"] if memory else []),
-        f"start it, once the data is there, with: {launch_command(config, words)}",
+        f"start it, once the data exists, with: {launch_command(config, words)}",
         "Everything but the data has been checked.",
     ]
 
@@ -101,7 +101,7 @@ def repeated_data(run: RunPlan) -> str | None:
     smaller = f"--budget.tokens {USEFUL_EPOCHS * new}" if len(readers) == 1 else "a smaller budget"
     return (
         f"data: {each}: the budget has {count_text(run.total_tokens)} tokens, the text {count_text(new)}; beyond "
-        f"{USEFUL_EPOCHS} epochs repetition teaches little (arXiv 2305.16264). Add text, or use {smaller}"
+        f"{USEFUL_EPOCHS} epochs, repetition helps little (arXiv 2305.16264); add text, or use {smaller}"
     )
 
 
@@ -109,14 +109,14 @@ def missing_validation(config: RunConfig, validation: dict[str, ShardReader]) ->
     if validation or config.data.validation is not None:
         return None
     return (
-        "validation: no source has a validation split of a whole sequence, so nothing shows when the model begins to "
-        "learn its text by heart; prepare the data with --validation_fraction 0.05, or name some in data.validation"
+        "validation: no source has a validation split of a whole sequence, so overfitting won't be visible; "
+        "prepare the data with --validation_fraction 0.05, or name validation data in data.validation"
     )
 
 
 def heavy_vocabulary(run: RunPlan) -> str | None:
     sizes = sizes_of(run.model_config)
-    # Rows above the tokenizer's ids are never used, and count as no embedding.
+    # Padding rows above the tokenizer's IDs are never used and don't count.
     used = min(padded_vocabulary(run.batches.vocabulary_size), sizes.vocabulary)
     per_id = sizes.of_vocabulary // sizes.vocabulary
     body = sizes.total - sizes.of_vocabulary
@@ -125,8 +125,8 @@ def heavy_vocabulary(run: RunPlan) -> str | None:
         return None
     balanced = max(512, 2 ** round(math.log2(max(1, body / (2 * per_id)))))
     return (
-        f"vocabulary: {used:,} ids take {count_text(used * per_id)} of {count_text(body + used * per_id)} parameters "
-        f"({share:.0%}), the layers only the rest; with a tokenizer of {balanced:,} ids (--train_tokenizer "
+        f"vocabulary: {used:,} IDs take {count_text(used * per_id)} of {count_text(body + used * per_id)} parameters "
+        f"({share:.0%}), the layers only the rest; with a tokenizer of {balanced:,} IDs (--train_tokenizer "
         f"{balanced}) it is {balanced * per_id / (body + balanced * per_id):.0%}"
     )
 
@@ -142,23 +142,23 @@ def few_steps(config: RunConfig, run: RunPlan) -> str | None:
         else "raise the budget"
     )
     return (
-        f"batch: {config.batch.tokens_per_step:,} tokens per step leave {run.total_steps:,} steps, of which "
-        f"{run.schedule.warmup_steps:,} are warmup; a run learns little in fewer than {FEWEST_STEPS}: {remedy}"
+        f"batch: {config.batch.tokens_per_step:,} tokens per step leave {run.total_steps:,} steps, including "
+        f"{run.schedule.warmup_steps:,} of warmup; a run learns little in fewer than {FEWEST_STEPS}: {remedy}"
     )
 
 
 def memory_shortage(config: RunConfig, run: ModelPlan, precision: str, device: torch.device) -> str | None:
-    """Warns that a step will not fit into the memory here, with what would; of several stages the largest counts."""
+    """Warns if a step of the largest stage won't fit into memory here, and lists remedies."""
     have = memory_bytes(device)
     planned = PlannedRun(config, run.model_config, precision, device.type, have)
     layout = launched_layout(launched_strategy())
-    # A trace takes seconds, and most checks are of runs that fit.
+    # Tracing takes seconds, and most checked runs fit.
     if fits_by_far(config, run, have):
         return None
     try:
         need = largest_footprint(planned, layout, config.batch.sequences_per_micro_batch).total
-    except Exception as error:  # whatever a library's own class raises where parts of it are built
-        return f"memory: what a step of {run.model_config.model_type} needs is not known here ({one_line(error)})"
+    except Exception as error:  # a library's model class may raise anything here
+        return f"memory: unknown for a step of {run.model_config.model_type} ({one_line(error)})"
     if need <= have:
         return None
     remedies = ladder(planned, layout, have)
@@ -172,10 +172,10 @@ def memory_shortage(config: RunConfig, run: ModelPlan, precision: str, device: t
 
 
 def fits_by_far(config: RunConfig, run: ModelPlan, have: int) -> bool:
-    """Tells if several times the usual memory, undivided, fits into `have` bytes; then no step needs to be traced.
+    """Tells if several times the usual memory of an unsharded run fits into `have` bytes, so tracing is unnecessary.
 
-    The usual values, in fp32, are 34 times the hidden width per token and layer (arXiv 2205.05198), and the scores of
-    all pairs of positions.
+    The usual number of fp32 values is 34 times the hidden width per token and layer (arXiv 2205.05198), plus the
+    attention scores.
     """
     known = run.model_config
     length = config.data.longest_window.sequence_length
@@ -188,10 +188,10 @@ def fits_by_far(config: RunConfig, run: ModelPlan, have: int) -> bool:
 
 
 def small_disk(config: RunConfig, run: RunPlan) -> str | None:
-    """Warns that checkpoints and the final model will not fit on the disk."""
+    """Warns if checkpoints and the final model won't fit on the disk."""
     storage = storage_of(config, work_of_run(config, run.model_config))
     place = next(folder for folder in (config.output.absolute(), *config.output.absolute().parents) if folder.is_dir())
-    # The folder of the run may not exist yet: its nearest parent tells the disk.
+    # The run's folder may not exist yet, so the disk is found from its nearest existing parent.
     free = shutil.disk_usage(place).free + _bytes_in(config.output)
     if storage.total <= free:
         return None
@@ -203,14 +203,14 @@ def small_disk(config: RunConfig, run: RunPlan) -> str | None:
 
 
 def _bytes_in(folder: Path) -> int:
-    """Adds up the bytes of a run's checkpoints and final model, which later ones replace."""
+    """Adds up the bytes of a run's existing checkpoints and final model, which will be replaced."""
     return sum(path.stat().st_size for path in folder.glob("*/**/*.safetensors") if path.is_file())
 
 
 def time_here(config: RunConfig, run: RunPlan, device: torch.device) -> str:
-    """Estimates the run's time, or says what limits it."""
+    """Estimates the run's time, or names its time limit."""
     if config.budget.minutes is not None:
-        return f"time on this machine: {config.budget.minutes:g} min at most, as budget.minutes says"
+        return f"time on this machine: {config.budget.minutes:g} min at most (budget.minutes)"
     peak, source = peak_flops(device, run.precision)
     if peak is None:
         return f"time on this machine: unknown ({source})"
@@ -224,15 +224,15 @@ def time_here(config: RunConfig, run: RunPlan, device: torch.device) -> str:
 
 
 def launch_command(config: RunConfig, words: Sequence[str]) -> str:
-    """Formats the command of the checked run, on all GPUs of this machine if the batch divides evenly."""
+    """Formats the checked run's start command, for all GPUs of this machine if the batch divides evenly."""
     asked = shlex.join(["train.py", *(word for word in words if word not in CHECK_FLAGS)])
     processes = int(os.environ.get("WORLD_SIZE", "1"))
-    # Under a launcher its own command is not known here.
+    # The launcher's own command is unknown here.
     if processes > 1:
-        return f"the launcher's command that was used here, and {asked}"
+        return f"the launcher's command used here, followed by {asked}"
     gpus = torch.cuda.device_count() if device_type() == "cuda" else 0
     try:
-        # A batch that the GPUs cannot divide would be refused at the start.
+        # train.py would reject a batch that the GPUs can't divide.
         sequences_of(config, max(1, gpus))
     except InputError:
         gpus = 1

@@ -1,4 +1,4 @@
-"""Divides runs over processes: every product of dimensions, the launcher files' own, and a run as it was launched."""
+"""Divides runs over processes: all possible meshes, the launcher files' meshes, and the current launch's."""
 
 import itertools
 import json
@@ -19,41 +19,41 @@ from pretrain.parallel.registry import STRATEGIES
 from pretrain.parallel.strategy import Strategy
 
 DIMENSION_OF = {"hsdp": "dp_replicate", "tp": "tp", "fsdp_tp": "tp", "cp": "cp", "pp": "pp", "ep": "ep"}
-"""{strategy: the dimension whose size its launcher file gives}"""
+"""{strategy: dimension with a size in its launcher file}"""
 MESHES = ("fsdp2", *DIMENSION_OF, "mesh")
-"""Strategies that are products of dimensions."""
+"""Strategies with a mesh."""
 GIVEN_BY_FILE = {"hsdp": 2, "fsdp_tp": 2}
-"""{strategy: size in its file}, where it is not all processes."""
+"""{strategy: size in its file}, unless it is all processes."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The processes of a run along each dimension of parallelism; their product without ep is `ranks`."""
+    """Number of processes along each dimension of parallelism. Their product without ep is `ranks`."""
 
     name: str
-    """File in accelerate_configs/."""
+    """Name of the file in accelerate_configs/."""
     ranks: int
     machines: int = 1
     replicas: int = 1
-    """Copies of everything that the other dimensions divide."""
+    """Replicas of the states divided by the other dimensions."""
     shards: int = 1
-    """Processes that divide states and take micro-batches of their own."""
+    """Processes that shard states and have separate micro-batches."""
     tp: int = 1
-    """Processes that divide heads and feed-forward width."""
+    """Processes that split heads and feed-forward width."""
     cp: int = 1
-    """Processes that divide each sequence, and the states."""
+    """Processes that split each sequence and shard states."""
     pp: int = 1
-    """Stages of layers."""
+    """Pipeline stages."""
     ep: int = 1
-    """Processes, of those that divide states, sequences or heads, that divide the experts."""
+    """Processes that split the experts; a subset of dp_shard, cp and tp."""
     problem: str | None = None
-    """The reason why so many processes cannot run it."""
+    """Reason why this number of processes is impossible."""
     zero: dict[str, Any] = field(default_factory=dict)
     """zero_optimization of the DeepSpeed JSON."""
 
     @classmethod
     def of(cls, sizes: Sizes, machines: int = 1, name: str | None = None) -> "Layout":
-        """Returns a product of dimensions under the name of the file that gives it, `mesh` if there is none."""
+        """Returns a mesh under its launcher file's name, or `mesh` if there is no such file."""
         kinds = [("FSDP", "dp_shard")]
         if sizes.dp_shard == sizes.ep == 1:
             kinds.insert(0, ("MULTI_GPU", "dp_replicate"))
@@ -77,22 +77,22 @@ class Layout:
 
     @property
     def sharing_states(self) -> int:
-        """Processes that divide weights, gradients and optimizer state between them."""
+        """Processes that shard weights, gradients and optimizer state."""
         return self.shards * self.cp
 
     @property
     def micro_batches(self) -> int:
-        """Micro-batches that all processes take together in a micro-step."""
+        """Micro-batches of all processes together in a micro-step."""
         return max(1, self.ranks // (self.tp * self.cp))
 
     @property
     def product(self) -> str:
-        """Names the sizes, as in `pp2 dp_shard4`."""
+        """The sizes, such as `pp2 dp_shard4`."""
         return " ".join(f"{name}{size}" for name, size in self.sizes.named().items())
 
     @property
     def is_planned(self) -> bool:
-        """True of a launcher file with a size that `layouts` gives it."""
+        """True for a launcher file with a size from `layouts`."""
         return self.name != "mesh" and any(
             self.sizes == known.sizes for known in layouts(self.name, self.ranks, self.machines)
         )
@@ -103,7 +103,7 @@ class Layout:
 
     @property
     def given(self) -> dict[str, int]:
-        """Sizes for which its file needs options: {dimension: size}."""
+        """Sizes that differ from the file's and need options: {dimension: size}."""
         if self.name == "mesh":
             return {name: size for name, size in self.sizes.named().items() if name != "dp_shard"}
         dimension = DIMENSION_OF.get(self.name)
@@ -112,16 +112,16 @@ class Layout:
 
     @property
     def options(self) -> str:
-        """Options for the launcher where the file itself says something else."""
+        """Launcher options that override the file."""
         return "".join(f" --{setting(name)} {size}" for name, size in self.given.items())
 
     @property
     def launcher(self) -> str:
-        """The launcher that takes these options: accelerate knows no size of pp and ep."""
+        """The launcher for these options. accelerate has no options for pp and ep."""
         return "python -m pretrain.launch" if self.given.keys() & set(DROPPED) else "accelerate launch"
 
     def launched(self) -> AbstractContextManager[None]:
-        """Sets the variables that the launcher would set and strategies read, while the context is open."""
+        """Sets the launcher's environment variables, which strategies read, while the context is open."""
         variables = {}
         if self.is_mesh:
             variables = {variable(dimension): str(getattr(self.sizes, dimension)) for dimension in DIMENSIONS}
@@ -150,12 +150,12 @@ class Layout:
 
 
 def planned_strategies() -> list[str]:
-    """Lists the strategies that a plan always lists: those whose sizes follow from the number of processes."""
+    """Lists the strategies of every plan. Their sizes follow from the number of processes."""
     return [name for name in STRATEGIES if name != "mesh"]
 
 
 def products(ranks: int, machines: int = 1) -> Iterator[Layout]:
-    """Yields every product of dimensions of so many processes, but for plain copies of the model, which are ddp."""
+    """Yields every possible mesh of this many processes, except ddp."""
     divisors = [n for n in range(1, ranks + 1) if ranks % n == 0]
     for pp, replicas, cp, tp in itertools.product(divisors, repeat=4):
         rest, unequal = divmod(ranks, pp * replicas * cp * tp)
@@ -167,10 +167,10 @@ def products(ranks: int, machines: int = 1) -> Iterator[Layout]:
 
 
 def layout(name: str, ranks: int, machines: int = 1, size: int | None = None) -> Layout:
-    """Returns how the launcher file of this name divides a run; where nothing is divided, every process has a copy.
+    """Returns a launcher file's layout. Without a mesh, every process has a replica.
 
     Args:
-        size: of the dimension that the file gives; None: as it is planned for these machines.
+        size: size of the file's dimension. None: planned for these machines.
     """
     zero = shipped_deepspeed(name)["zero_optimization"] if name.startswith("zero") else {}
     problem = None
@@ -197,17 +197,17 @@ def layout(name: str, ranks: int, machines: int = 1, size: int | None = None) ->
 def _planned_size(name: str, ranks: int, machines: int) -> int:
     """Chooses the size of a strategy's dimension for these machines."""
     match name:
-        case "hsdp":  # a copy for each machine, or two on one machine
+        case "hsdp":  # one replica per machine, or two on one machine
             return machines if machines > 1 else min(2, ranks)
         case "fsdp_tp":
             return 2
         case "pp":
             return ranks
-    return ranks // machines  # tp, cp and ep communicate in every layer: within a machine
+    return ranks // machines  # tp, cp and ep communicate in every layer, so they stay within a machine
 
 
 def _size_problem(name: str, ranks: int, size: int) -> str | None:
-    """Says why so many processes cannot be divided by this size; None if they can."""
+    """Explains why this many processes can't be divided by this size; None if they can."""
     if name == "hsdp" and 1 < ranks < 2 * size:
         return "needs at least two GPUs in each of its groups; use ddp"
     if name == "fsdp_tp" and (ranks < 4 or ranks % 2):
@@ -218,10 +218,9 @@ def _size_problem(name: str, ranks: int, size: int) -> str | None:
 
 
 def layouts(name: str, ranks: int, machines: int = 1) -> list[Layout]:
-    """Returns every way in which this file can divide a run by the launcher's options, the fastest first.
+    """Returns all layouts of this file with launcher options, fastest first.
 
-    Under cp these are the numbers of processes that share a sequence: the fewer, the less is exchanged, and the more
-    is held.
+    For cp they differ in the number of processes per sequence. Fewer processes exchange less and hold more.
     """
     whole = layout(name, ranks, machines)
     if name != "cp" or whole.problem:
@@ -231,7 +230,7 @@ def layouts(name: str, ranks: int, machines: int = 1) -> list[Layout]:
 
 
 def launched_layout(name: str) -> Layout:
-    """Returns how the processes that were launched divide a run, by the launcher's environment."""
+    """Returns the current launch's layout, from the launcher's environment."""
     ranks = processes_launched()
     launched = layout(name, ranks)
     if not launched.zero:
@@ -246,7 +245,7 @@ def launched_layout(name: str) -> Layout:
 
 
 def running_layout(strategy: Strategy) -> Layout:
-    """Returns how a strategy that runs divides the run; of DeepSpeed's settings as accelerate has filled them in."""
+    """Returns a running strategy's layout, with DeepSpeed's settings as filled in by accelerate."""
     launched = launched_layout(strategy.name)
     if not launched.zero:
         return launched
@@ -254,6 +253,6 @@ def running_layout(strategy: Strategy) -> Layout:
 
 
 def shipped_deepspeed(name: str) -> dict[str, Any]:
-    """Reads the DeepSpeed JSON that a file in accelerate_configs/ names."""
+    """Reads the DeepSpeed JSON named in a file of accelerate_configs/."""
     launcher = yaml.safe_load((ROOT / f"accelerate_configs/{name}.yaml").read_text(encoding="utf-8"))
     return json.loads((ROOT / launcher["deepspeed_config"]["deepspeed_config_file"]).read_text(encoding="utf-8"))

@@ -1,7 +1,7 @@
-"""Computes the parts of a process's memory: sizes of the model, activations, loss, optimizer.
+"""Computes the parts of a process's memory: model, activations, loss, optimizer.
 
-Activations come from a trace of the model's code (activations.py), the loss's buffers from pretrain/model/loss.py. All
-sizes are bytes of tensors in one process; nothing here touches a GPU.
+Activations come from a trace of the model's code (activations.py), and the loss's buffers from pretrain/model/loss.py.
+All sizes are bytes of tensors in one process. Needs no GPU.
 """
 
 import copy
@@ -33,20 +33,20 @@ from pretrain_tools.planning.layouts import Layout
 from pretrain_tools.planning.optimizer_bytes import state_elements, update_bytes, with_experts_in_parts
 
 FP32 = 4
-"""Bytes of an element."""
+"""Bytes per element."""
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Elements of a model's parameters; a tied pair counts once, as the embedding."""
+    """Number of a model's parameters. Tied parameters count once, as the embedding."""
 
     total: int
     embedding: int
-    """The token embedding, and learned positions."""
+    """Token embedding and learned positions."""
     head: int
-    """The output head; 0 where it is the embedding."""
+    """Output head; 0 if tied."""
     layer: int
-    """One layer, the largest: the first ones of a mixture of experts may be dense."""
+    """The largest layer. The first layers of an MoE model may be dense."""
     in_layers: int
     """All layers together."""
     layers: int
@@ -54,37 +54,37 @@ class Sizes:
     largest: int
     """The largest parameter."""
     shapes: ModelShapes
-    """Shapes by which optimizers tell their state."""
+    """Parameter shapes, for the optimizers' state."""
     vocabulary: int
     width: int
     exchanged_width: int
-    """Elements of query, key, value and output of a position in a layer, together."""
+    """Elements per token in a layer's query, key, value and attention output, together."""
     routers: int = 0
-    """Layers with a mixture of experts."""
+    """Number of MoE layers."""
     choices: int = 0
-    """Experts of a token in one of them."""
+    """Experts per token."""
     terms: int = 0
-    """Parameters of the loss's terms, which are in no layer and in a pipeline's last stage."""
+    """Parameters of loss terms, outside the layers and in a pipeline's last stage."""
     in_fp8: int = 0
-    """Elements of the layers' matrices that precision fp8 multiplies in 8 bits, and gathers in them."""
+    """Elements of the layers' matrices that are multiplied and gathered in 8 bits under fp8."""
 
     @property
     def experts(self) -> int:
-        """Experts of all layers."""
+        """Parameters of the experts in all layers."""
         return sum(math.prod(self.shapes.shapes[name]) for name in self.shapes.experts)
 
     @property
     def stacked_experts(self) -> int:
-        """Experts of a layer; 0 without any."""
+        """Number of experts per layer; 0 in a dense model."""
         return max((self.shapes.shapes[name][0] for name in self.shapes.experts), default=0)
 
     @property
     def expert_width(self) -> int:
-        """Width between an expert's two products, of which the first is twice as wide, gate and values."""
+        """Intermediate width of an expert. Its first matmul, gate and up, is twice as wide."""
         return self.experts // (3 * self.width * self.stacked_experts * self.routers) if self.experts else 0
 
     def in_parts(self, shares: int) -> "Sizes":
-        """Returns the sizes of a process that has one of so many equal shares of every layer's experts."""
+        """Returns the sizes for a process with 1/shares of every layer's experts."""
         elsewhere = self.experts - self.experts // shares
         shapes = with_experts_in_parts(self.shapes, shares)
         return replace(
@@ -98,35 +98,35 @@ class Sizes:
 
     @property
     def is_tied(self) -> bool:
-        """True if the head is the embedding."""
+        """True if head and embedding are tied."""
         return self.head == 0
 
     @property
     def of_vocabulary(self) -> int:
-        """The token embedding and the head; once where they are one."""
+        """Parameters of token embedding and head, counted once if tied."""
         return self.vocabulary * self.width * (1 if self.is_tied else 2)
 
     @property
     def root(self) -> int:
-        """Elements that belong to no layer."""
+        """Parameters outside the layers."""
         return self.total - self.in_layers
 
 
 @dataclass(frozen=True)
 class Work:
-    """The part of a run that one process computes in a micro-step, after every dimension has divided it."""
+    """One process's part of a micro-step, divided along every dimension."""
 
     run: "PlannedRun"
-    """The run, with this process's slice of the model and its part of the sequences."""
+    """The run, with this process's slice of the model and of the sequences."""
     layout: Layout
     sizes: Sizes
-    """Sizes of the slice, with this process's own experts alone."""
+    """Sizes of the slice, with only this process's experts."""
     held: Sizes
-    """Sizes of the slice with all experts, which all processes that divide states hold together."""
+    """Sizes of the slice with all experts, which the sharding processes hold together."""
     whole: Sizes
-    """Sizes of the undivided model."""
+    """Sizes of the whole model."""
     sequences: int
-    """Sequences of one forward pass."""
+    """Sequences per forward pass."""
     accumulates: bool
     """True if a step has more than one micro-step."""
 
@@ -142,13 +142,13 @@ class Work:
 
     @property
     def activations_in_bf16(self) -> Activations:
-        """Activations if weights are in the recipe's precision, as under FSDP2 and ZeRO."""
+        """Activations with weights in the recipe's precision, as under FSDP2 and ZeRO."""
         call = self.forward_pass
         return self.run.trace(replace(call, weights=torch.bfloat16, autocast=False) if self.run.is_half else call)
 
     @property
     def padding(self) -> float:
-        """Experts of a layer that fully_shard holds and sends for each one, if it cannot divide their width."""
+        """Factor by which fully_shard pads a layer's experts if it can't divide their width."""
         here = self.sizes.stacked_experts
         holders = self.layout.sharing_states * (self.layout.tp if self.layout.ep > 1 else 1) // self.layout.ep
         if not here or (pads_much(here, holders) and self.sizes.width % holders == 0):
@@ -157,7 +157,7 @@ class Work:
 
     @property
     def tokens(self) -> int:
-        """Tokens of one forward pass."""
+        """Tokens per forward pass."""
         return self.sequences * self.run.config.data.sequence_length
 
     @property
@@ -175,33 +175,33 @@ class Work:
 
     @property
     def parameter_bytes(self) -> int:
-        """Bytes of an element of the weights that are trained."""
+        """Bytes per element of the trained weights."""
         return 2 if self.run.config.optim.stochastic_rounding else FP32
 
     @property
     def head_gradient(self) -> float:
-        """Bytes in fp32, where the loss computes it in its forward pass; it waits there for a tied embedding's."""
+        """Bytes of the head's fp32 gradient if the loss computes it in forward; it waits for a tied embedding's."""
         return 0.0 if self.loss == "logits" else FP32 * self.sizes.vocabulary * self.sizes.width
 
     def update_bytes(self, form: str, processes: int = 1, sizes: Sizes | None = None) -> float:
-        """Returns the bytes that an update allocates and frees again; see `optimizer_bytes.update_bytes`."""
+        """Returns the temporary bytes of an update (see `optimizer_bytes.update_bytes`)."""
         optim = self.run.config.optim
         spec = OPTIMIZERS[optim.name]((sizes or self.sizes).shapes)
         return update_bytes(spec, self.run.device_type, optim.stochastic_rounding, form, processes)
 
     def optimizer_bytes(self, share: float = 1.0) -> float:
-        """Returns the optimizer's state, and the average of the weights, for this share of the parameters."""
+        """Returns the bytes of optimizer state and averaged weights, for this share of the parameters."""
         name = self.run.config.optim.name
         average = share * FP32 * self.held.total if self.run.config.averaging.kind != "none" else 0.0
         share = 1.0 if OPTIMIZERS[name].state_is_whole else share
         return average + share * FP32 * optimizer_elements(name, self.held)
 
     def activation_bytes(self, activations: Activations, weight_bytes: int, waiting: float) -> dict[str, float]:
-        """Returns what activations and the loss take at each moment until the backward pass has come to the embedding.
+        """Returns the bytes of activations and loss at each moment, up to the embedding's backward pass.
 
         Args:
-            weight_bytes: of an element of the head's weight.
-            waiting: bytes of the head's gradient on its way to the embedding's.
+            weight_bytes: bytes per element of the head's weight.
+            waiting: bytes of the head's gradient, waiting to be added to the embedding's.
         """
         hidden = activations.hidden(self.sequences)
         beside = self.kept_by_exchanges
@@ -210,7 +210,7 @@ class Work:
         in_layer = waiting + hidden + activations.backward(self.sequences) + self.traveling
         in_layer += beside if recomputed else 0.0
         return {
-            # Four copies of the rows in the last layer's forward pass: sent, computed, returned and weighted.
+            # The last layer's forward pass holds four copies of the rows: sent, computed, returned and weighted.
             "loss": kept + max(loss_bytes(self, weight_bytes, hidden), 4 * self.rows),
             "backward": kept + in_layer,
             "first layer": activations.kept(1, self.sequences) + (1 - recomputed) * beside + in_layer,
@@ -229,17 +229,17 @@ class Work:
 
     @property
     def rows(self) -> float:
-        """Bytes of a layer's rows for experts, one for each choice of a token, if they share evenly; 0 without ep."""
+        """Bytes of a layer's expert rows, one per token and chosen expert, with balanced load; 0 without ep."""
         if self.layout.ep == 1:
             return 0.0
         return self.compute * self.tokens * self.sizes.choices * self.sizes.width
 
     @property
     def kept_by_exchanges(self) -> float:
-        """Counts the bytes that a layer keeps for the exchanges of cp or ep, beside its own activations.
+        """Counts the bytes that a layer keeps for the exchanges of cp or ep, in addition to its activations.
 
-        cp: attention's output, on both sides of the exchange. ep: experts run outside of the compiled layer, which
-        computes the product of gate and values again in its backward pass.
+        cp: attention's output, before and after the exchange. ep: experts run outside the compiled layer, which
+        recomputes the product of gate and up projections in its backward pass.
         """
         channels = self.sizes.width if self.layout.cp > 1 else 0
         if self.layout.ep > 1 and self.run.config.compile != "none":
@@ -248,9 +248,9 @@ class Work:
 
     @property
     def traveling(self) -> float:
-        """Bytes on their way in a layer's backward pass.
+        """Bytes in flight in a layer's backward pass.
 
-        cp: query, key, value and output. ep: rows to experts or back; of a forward pass that is repeated, three times.
+        cp: query, key, value and output. ep: rows to or from experts; three times as many if the layer is recomputed.
         """
         channels = self.sizes.exchanged_width if self.layout.cp > 1 else 0
         return self.compute * self.tokens * channels + self.rows * (3 if self.recomputed else 1)
@@ -258,21 +258,21 @@ class Work:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of one process at the moment when it holds most."""
+    """Bytes of one process at its peak."""
 
     parameters: float
     gradients: float
     optimizer: float
-    """Optimizer state, and the average of the weights."""
+    """Optimizer state and averaged weights."""
     activations: float
     buffers: float
-    """Everything else that the strategy holds: gathered layers, buckets of gradients."""
+    """Other memory of the strategy: gathered layers, gradient buckets."""
     moment: str
-    """'loss', 'backward' of the last layer, 'first layer', 'embedding' or 'update'."""
+    """Moment of the peak: 'loss', 'backward' (of the last layer), 'first layer', 'embedding' or 'update'."""
     host: float = 0.0
-    """Bytes in the machine's memory, for one process, where something is offloaded."""
+    """Bytes offloaded to the machine's memory, per process."""
     disk: float = 0.0
-    """The same on its disk."""
+    """Bytes offloaded to disk, per process."""
 
     @property
     def total(self) -> float:
@@ -282,7 +282,7 @@ class Memory:
 
 @once_per_config
 def sizes_of(model_config: Any) -> Sizes:
-    """Counts the parameters of a model, which is built without storage, once per configuration."""
+    """Counts a model's parameters by building it on the meta device, once per configuration."""
     model = build_meta_model(model_config)
     parameters = ModelShapes.of(model)
     elements = {name: math.prod(shape) for name, shape in parameters.shapes.items()}
@@ -308,9 +308,9 @@ def sizes_of(model_config: Any) -> Sizes:
 
 
 def with_terms(sizes: Sizes, config: RunConfig, model_config: Any) -> Sizes:
-    """Returns the sizes with what terms of the loss train.
+    """Returns the sizes including the loss terms' parameters.
 
-    Raises InputError with the reason of a module that cannot be built without storage.
+    Raises InputError if a term's module can't be built on the meta device.
     """
     if not config.loss.terms:
         return sizes
@@ -336,13 +336,13 @@ def _shapes_of_terms(loss: str, keyed: KeyedConfig) -> dict[str, tuple[int, ...]
         try:
             with torch.device("meta"):
                 modules[name] = made(made.Options.model_validate(given or {}), keyed.config).module()
-        except Exception as error:  # an extension's code may raise anything
+        except Exception as error:  # extensions may raise anything
             raise InputError(f"loss.terms.{name}: its module cannot be built without storage: {error}") from error
     return {name: tuple(parameter.shape) for name, parameter in modules.named_parameters(prefix=LOSS_TERMS)}
 
 
 def exchanged_width(config: Any) -> int:
-    """Returns the elements of query, key, value and output of a position; of usual heads where none are said."""
+    """Returns the elements per token of query, key, value and output, assuming usual heads if unspecified."""
     heads = getattr(config, "num_attention_heads", None) or 1
     key_heads = getattr(config, "num_key_value_heads", None) or heads
     return 2 * (heads + key_heads) * (getattr(config, "head_dim", None) or config.hidden_size // heads)
@@ -352,7 +352,7 @@ _mixers: dict[Any, tuple[str, ...]] = {}
 
 
 def mixers_in_rows(model_config: Any) -> tuple[str, ...]:
-    """Names the classes of mixers that mix documents; the same for all sizes of an architecture."""
+    """Names the mixer classes that mix documents. They don't depend on the model's size."""
     key = (type(model_config), frozenset(getattr(model_config, "layer_types", None) or ()))
     if key not in _mixers:
         found = probe(model_config, attention="auto", window=WindowSpec(1, document_mask=True))
@@ -362,16 +362,16 @@ def mixers_in_rows(model_config: Any) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """A recipe and its model, for which memory is planned."""
+    """A recipe and its model, for planning memory."""
 
     config: RunConfig
     model_config: Any
     precision: str
-    """The recipe's precision, with auto resolved."""
+    """The recipe's precision, with `auto` resolved."""
     device_type: str = "cuda"
-    """cuda or cpu: the loss works in pieces of another size on a CPU."""
+    """cuda or cpu. The loss's chunk size depends on it."""
     device_bytes: float = 79 * 2**30
-    """Memory of the GPU, on which the size of the loss's chunks depends."""
+    """The GPU's memory. The loss's chunk size depends on it."""
 
     def changed(self, **settings: Any) -> "PlannedRun":
         """Returns the run with other settings of the recipe."""
@@ -392,7 +392,7 @@ class PlannedRun:
 
     @property
     def forward_pass(self) -> ForwardPass:
-        """The call of the model with weights as the optimizer holds them. Raises InputError as `probe` does."""
+        """The call of the model with the optimizer's weights. Raises InputError as `probe` does."""
         config = self.config
         attention = FLASH if self.device_type == "cuda" else "groundwork_sdpa"
         if config.attention == "eager":
@@ -411,13 +411,13 @@ class PlannedRun:
         )
 
     def trace(self, call: ForwardPass) -> Activations:
-        """Returns what one of its forward passes leaves in memory."""
+        """Returns the activations of one forward pass."""
         return trace_activations(self.model_config, call)
 
     def stages(self, sequences: int) -> list[tuple["PlannedRun", int]]:
-        """Returns the run at each length of its stages, with the micro-batch there.
+        """Returns (run, micro-batch) for each of its stages' sequence lengths.
 
-        sequences: at data.sequence_length.
+        sequences: per micro-batch, at data.sequence_length.
         """
         data = self.config.data
         batch = self.config.with_batch(sequences_per_micro_batch=sequences)
@@ -427,7 +427,7 @@ class PlannedRun:
         return [(replace(self, config=stage), stage.batch.sequences_per_micro_batch) for stage in found.values()]
 
     def work(self, layout: Layout, sequences: int) -> Work:
-        """Returns what one process computes in a micro-step.
+        """Returns one process's part of a micro-step.
 
         sequences: batch.sequences_per_micro_batch.
         """
@@ -444,9 +444,9 @@ class PlannedRun:
             part = part.changed(data=config.data.model_copy(update={"sequence_length": length}))
         held = with_terms(sizes_of(part.model_config), config, self.model_config) if layout.tp > 1 else whole
         sizes = held.in_parts(layout.ep) if layout.ep > 1 else held
-        if layout.ep > 1 and layout.tp > 1:  # processes that split matrices have different experts
+        if layout.ep > 1 and layout.tp > 1:  # tp ranks have different experts
             held = held.in_parts(layout.tp)
-        if layout.pp > 1:  # a forward pass has one pipeline microbatch
+        if layout.pp > 1:  # a forward pass handles one pipeline microbatch
             pipeline = config.pipeline
             parts = STAGE_LAYOUTS[pipeline.schedule].stages_per_rank * pipeline.microbatches_per_stage
             sequences = max(1, sequences // parts)
@@ -454,7 +454,7 @@ class PlannedRun:
 
 
 def sliced(model_config: Any, shares: int, *, splits_experts: bool) -> Any:
-    """Returns the model of one process of tensor parallel: heads and intermediate width divided."""
+    """Returns one tensor-parallel rank's model, with divided heads and intermediate width."""
     part = copy.deepcopy(model_config)
     part.head_dim = getattr(part, "head_dim", None) or part.hidden_size // part.num_attention_heads
     names = ["num_attention_heads", "num_key_value_heads"]
@@ -470,31 +470,31 @@ def sliced(model_config: Any, shares: int, *, splits_experts: bool) -> Any:
 
 
 def optimizer_elements(name: str, sizes: Sizes) -> float:
-    """Returns an optimizer's state, in fp32 elements."""
+    """Returns the size of an optimizer's state, in fp32 elements."""
     return state_elements(OPTIMIZERS[name](sizes.shapes))
 
 
 def loss_bytes(work: Work, weight_bytes: int, hidden: float) -> float:
-    """Returns the memory of pretrain/model/loss.py while it computes, with the gradients kept for its backward pass.
+    """Returns the peak memory of pretrain/model/loss.py, including gradients kept for its backward pass.
 
     Args:
-        weight_bytes: of an element of the head's weight.
+        weight_bytes: bytes per element of the head's weight.
         hidden: bytes of the last hidden states.
     """
     vocabulary = work.sizes.vocabulary
     compute = work.compute
     head = vocabulary * work.sizes.width
     loss = work.loss
-    tokens = work.tokens // work.layout.tp  # of these each process of tensor parallel computes the loss
+    tokens = work.tokens // work.layout.tp  # each tensor-parallel rank computes the loss of its share
     hidden /= work.layout.tp
     device_type = work.run.device_type
     if loss == "logits":
-        # Logits in the products' dtype and in fp32, then log-probabilities and their gradient in fp32.
+        # Logits in the matmuls' dtype and in fp32, then log-probabilities and their gradient in fp32.
         logits = work.tokens * vocabulary
         return logits * (2 * FP32 + compute)
     chunk = min(tokens, tokens_of_chunk(vocabulary, device_type, work.run.device_bytes))
     is_cpu = device_type == "cpu"
-    working = chunk * vocabulary * compute  # the chunk's logits, which become its gradient
+    working = chunk * vocabulary * compute  # the chunk's logits, overwritten by their gradient
     softmax = 0 if loss == "chunked_compiled" else chunk * vocabulary * FP32
     if is_cpu:
         softmax = min(CPU_PIECE_BYTES, softmax)
@@ -503,9 +503,9 @@ def loss_bytes(work: Work, weight_bytes: int, hidden: float) -> float:
     elif compute != FP32:
         softmax *= 2  # torch copies half precision to fp32 first
     if is_cpu and compute != FP32:
-        softmax += chunk * vocabulary * compute  # a CPU's half-precision product copies a transposed operand
-    # The gradient of the chunk's hidden states, which its weights turn to fp32, and the hidden states in the product's
-    # dtype.
+        softmax += chunk * vocabulary * compute  # a half-precision matmul on the CPU copies a transposed operand
+    # The gradient of the chunk's hidden states, in fp32 because of the token weights, and the hidden states in the
+    # matmuls' dtype.
     elements = chunk * work.sizes.width
     products = elements * (compute + FP32 + (compute if hidden != tokens * work.sizes.width * compute else 0))
     working += max(softmax, products)
@@ -523,7 +523,7 @@ def at_peak(
     buffers: float = 0.0,
     **elsewhere: float,
 ) -> Memory:
-    """Returns the moment at which gradients, activations and the moment's own buffers are largest together."""
+    """Returns the peak: the moment with the largest sum of gradients, activations and buffers."""
     name = max(moments, key=lambda moment: sum(moments[moment]))
     gradients, activations, *own = moments[name]
     return Memory(parameters, gradients, optimizer, activations, buffers + sum(own), name, **elsewhere)

@@ -1,8 +1,8 @@
-"""Advises what to change when memory runs out, with what each change would need.
+"""Suggests changes when memory runs out, with the memory that each would need.
 
     python -m pretrain_tools.planning.memory_advice < facts.json
 
-is started by a run that is out of memory, and prints the ladder, a rung a line.
+A run that is out of memory starts this command. It prints one suggestion per line.
 """
 
 import json
@@ -26,24 +26,24 @@ FURTHER = {
     "zero3": ("cp", "zero3_offload"),
     "cp": (),
 }
-"""Launcher files that divide or move away more than a strategy does, the fastest first."""
+"""{strategy: launcher files that shard or offload more, fastest first}"""
 FURTHER_ELSEWHERE = ("fsdp2", "cp", "zero3_offload")
-"""The same for all others."""
+"""Launcher files for all other strategies."""
 MOST_PARTS = 64
-"""Processes of a sequence that are advised."""
+"""Suggested numbers of processes per sequence."""
 USED = 0.9
-"""Part of a device's memory that a step may need: the rest is lost to pieces of the wrong size."""
+"""Usable share of a device's memory. The rest is lost to fragmentation."""
 
 
 def ladder(run: PlannedRun, divided: Layout, gpu_memory_bytes: float) -> list[str]:
-    """Returns what to try, in this order, each with its need of memory; every rung keeps the ones before it.
+    """Returns changes to try in this order, with the memory that each needs. Each keeps the previous ones.
 
-    First activation checkpointing, then half the micro-batch down to one sequence, then a strategy that divides more.
-    Nothing of it changes results beyond rounding. The list ends with the first rung that fits.
+    First activation checkpointing, then smaller micro-batches down to one sequence, then a strategy that shards more.
+    They change results only by rounding. The list ends with the first change that fits.
 
     Args:
-        divided: how the run is divided now.
-        gpu_memory_bytes: of the device.
+        divided: the current layout.
+        gpu_memory_bytes: the device's memory.
     """
     sequences = run.config.batch.sequences_per_micro_batch
     ranks = divided.ranks
@@ -72,7 +72,7 @@ def ladder(run: PlannedRun, divided: Layout, gpu_memory_bytes: float) -> list[st
     for name in further:
         if name == "cp" and not can_share(run, ranks):
             continue
-        if name == "zero3_offload" and run.device_type == "cpu":  # it would move things to where they are
+        if name == "zero3_offload" and run.device_type == "cpu":  # the states are already in CPU memory
             continue
         divided = layout(name, ranks)
         if (ranks > 1 or name == "zero3_offload") and climb(f"accelerate_configs/{name}.yaml"):
@@ -81,15 +81,15 @@ def ladder(run: PlannedRun, divided: Layout, gpu_memory_bytes: float) -> list[st
 
 
 def can_share(run: PlannedRun, parts: int) -> bool:
-    """Returns True if so many processes can each hold a part of every sequence."""
+    """Tells if sequences can be split over this many processes."""
     divides = parts > 1 and run.config.data.sequence_length % parts == 0
     return divides and not model_problems(run.model_config, Sizes(cp=parts), run.config.pipeline.schedule)
 
 
 def context_advice(run: PlannedRun, gpu_memory_bytes: float) -> str | None:
-    """Returns how many processes would have to share each sequence, alone in its micro-batch; None if none do.
+    """Suggests a number of processes per sequence, at one sequence per micro-batch; None if nothing fits.
 
-    gpu_memory_bytes: as of `ladder`.
+    gpu_memory_bytes: the device's memory.
     """
     recomputed = run.changed(activation_checkpointing="full")
     for parts in (2**n for n in range(1, MOST_PARTS.bit_length())):
@@ -105,7 +105,7 @@ def context_advice(run: PlannedRun, gpu_memory_bytes: float) -> str | None:
 
 
 def advise(facts: dict) -> list[str]:
-    """Returns the ladder of a run from its facts: config, precision, device, strategy, ranks, memory_bytes."""
+    """Returns the suggestions for a run. facts: config, precision, device, strategy, ranks, memory_bytes."""
     config = RunConfig.model_validate(facts["config"])
     model_config = planned_model_config(config.model, config.data)
     run = PlannedRun(config, model_config, facts["precision"], facts["device"], facts["memory_bytes"])

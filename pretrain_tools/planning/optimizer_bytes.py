@@ -1,6 +1,6 @@
-"""Predicts what an optimizer keeps, allocates for an update and sends for it, from the shapes of a model.
+"""Predicts an optimizer's state, temporary memory and communication from the shapes of a model.
 
-An optimizer without an entry here keeps its `state_shapes` and is taken to need nothing else.
+An optimizer without an entry here is assumed to need only its `state_shapes`.
 """
 
 import math
@@ -18,7 +18,7 @@ BF16 = 2
 
 
 def with_experts_in_parts(model: ModelShapes, shares: int) -> ModelShapes:
-    """Returns the shapes in a process that has one of `shares` equal shares of every layer's experts; 0: none."""
+    """Returns the shapes for a process with 1/shares of every layer's experts; 0: without experts."""
     shapes = {
         name: ((shape[0] // shares if shares else 0), *shape[1:]) if name in model.experts else shape
         for name, shape in model.shapes.items()
@@ -28,7 +28,7 @@ def with_experts_in_parts(model: ModelShapes, shares: int) -> ModelShapes:
 
 def state_elements(spec: OptimizerSpec) -> float:
     """Returns the size of the state, in fp32 elements."""
-    if isinstance(spec, AdamW8bitSpec):  # all parameters share the codes' values
+    if isinstance(spec, AdamW8bitSpec):  # one table of code values for all parameters
         return sum(
             math.prod(shape) * 2 / FP32 + 2 * block_count(shape) if has_blocks(shape) else 2 * math.prod(shape)
             for shape in spec.model.shapes.values()
@@ -38,37 +38,39 @@ def state_elements(spec: OptimizerSpec) -> float:
 
 
 def update_bytes(spec: OptimizerSpec, device_type: str, weights_in_bf16: bool, form: str, processes: int) -> float:
-    """Returns the bytes that an update allocates and frees, if `processes` hold the parameters together in a form.
+    """Returns the temporary bytes of an update.
 
-    form: see `OptimizerSpec.takes`.
+    Args:
+        form: how the parameters are held, see `OptimizerSpec.takes`.
+        processes: number of processes that hold them together.
     """
     if isinstance(spec, AdafactorSpec):
         elements = list(map(math.prod, spec.model.shapes.values()))
         share = processes if form == "sharded" else 1
-        # Squares, beside whole rows of flat parts.
+        # Squares, and whole rows of flat parts.
         squares = FP32 * max(elements) / share * (2 if form == "pieces" else 1)
         if not weights_in_bf16:
             return squares
-        # fp32 copies of the gradients, all at once where they wait for the sums of the processes, and of the weights.
+        # fp32 copies of weights and gradients; of all gradients if they wait for reduction.
         copies = (sum(elements) if share > 1 else max(elements)) / share + max(elements) / share
         drawn = 24 * min(DRAWN_TOGETHER, max(elements) / share)
         return FP32 * copies + max(squares, BF16 * max(elements) / share + drawn)
     if not isinstance(spec, MuonSpec):
         return 0.0
-    # A batch of matrices, and four products of it, in the dtype in which they are multiplied.
+    # A batch of matrices and four products of it, in the matmuls' dtype.
     hidden = _hidden_elements(spec)
     largest = max(hidden, default=0)
     multiplied = FP32 if device_type == "cpu" and missing_bf16("cpu") else BF16
     products = 5 * max(largest, min(BATCH_ELEMENTS, sum(hidden)))
     if processes == 1 or form == "stage":
         return multiplied * products
-    # Of a bucket every process has all the results, or its parts, those that have arrived, and whole matrices.
+    # For a bucket, every process has all results, or its parts, the received ones, and whole matrices.
     bucket = max(largest, min(BUCKET_ELEMENTS, sum(hidden) / processes))
     return multiplied * (products + bucket * (processes + 1 if form == "whole" else 3))
 
 
 def exchanged_bytes(spec: OptimizerSpec, form: str, processes: int) -> float:
-    """Returns the bytes that each of `processes` sends for an update, on GPUs."""
+    """Returns the bytes that each of `processes` sends per update, on GPUs."""
     if isinstance(spec, AdafactorSpec) and form not in ("whole", "stage"):
         return 2 * FP32 * state_elements(spec) * (processes - 1) / processes
     if isinstance(spec, MuonSpec) and form != "stage":

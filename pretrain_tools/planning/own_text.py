@@ -1,7 +1,7 @@
-"""Makes a recipe for train.py --text: from text files, for this machine and the minutes given, by everyday commands.
+"""Implements train.py --text: prepares text files and writes a recipe for this machine and the given minutes.
 
-Every part is left as it is once it is there, so the same command continues after an interruption at any point. The
-recipe comes last: from then on it is what trains, and its first line tells which command made it.
+Finished parts are kept, so the same command continues after an interruption at any point. The recipe is written last,
+and its first line records the command. Once it exists, the command only trains with it.
 """
 
 import argparse
@@ -34,15 +34,15 @@ from pretrain.units import bytes_text, counted
 from pretrain_tools.planning.sizing import OF_THE_DEMO, choose_sizing, padded, vocabulary_for
 from pretrain_tools.planning.texts import MADE_BY, RecipePlace
 
-# Modules that import torch or numpy are imported where they are used: a mistyped command is answered at once.
+# Modules that import torch or numpy are imported later, so that a typo is reported without delay.
 if TYPE_CHECKING:
     from pretrain_tools.planning.text_files import TextFiles
 
 SMALLEST_TEXT_BYTES = 20_000
 LARGEST_FILE_BYTES = 250_000_000
-"""A larger plain-text file is divided into paragraphs: a document may have 256 MiB."""
+"""Larger plain-text files are split into paragraphs, because a document may have at most 256 MiB."""
 VALIDATION_FRACTIONS = ((2e5, 0.1), (1e7, 0.05), (1e8, 0.02), (math.inf, 0.01))
-"""(bytes of text below which it holds, share held out)."""
+"""(upper limit of bytes of text, share held out for validation)"""
 STOPS = {signal.SIGINT: EXIT_INTERRUPTED, signal.SIGTERM: EXIT_PREEMPTED}
 CHILD_LOOK_SECONDS = 0.2
 ANOTHER_NAME = "give another name, with --output runs/NAME"
@@ -50,13 +50,13 @@ ANOTHER_NAME = "give another name, with --output runs/NAME"
 
 @dataclass(frozen=True)
 class OwnText:
-    """The command line of --text, and where the parts of the recipe go."""
+    """The command line of --text, with the paths of the recipe's parts."""
 
     patterns: tuple[str, ...]
     minutes: float
     output: Path
     rest: tuple[str, ...] = ()
-    """Arguments that train.py takes with any recipe."""
+    """Other arguments of train.py."""
     exclude: tuple[str, ...] = ()
 
     @cached_property
@@ -67,17 +67,17 @@ class OwnText:
 
     @property
     def command(self) -> str:
-        """The command that identifies the recipe; train.py's other settings may differ each time."""
+        """The command that identifies the recipe, without train.py's other settings."""
         words = ["--text", *self.patterns, *(["--exclude", *self.exclude] if self.exclude else [])]
         words += ["--minutes", f"{self.minutes:g}", "--output", str(self.output)]
         return f"python train.py {shlex.join(words)}"
 
 
 def with_own_text(arguments: list[str]) -> list[str]:
-    """Replaces --text by --config once tokenizer, shards and recipe are there; returns other command lines unchanged.
+    """Creates tokenizer, shards and recipe if necessary, and replaces --text by --config.
 
-    Raises InputError for text that cannot be trained on and for files in the way; ends the process with the status of
-    a preparation that fails or is interrupted.
+    Returns other command lines unchanged. Raises InputError for unusable text or existing files with the same names.
+    Exits with the preparation's status if it fails or is interrupted.
     """
     if {"--help", "-h"} & set(arguments) or not any(word.split("=")[0] == "--text" for word in arguments):
         return arguments
@@ -92,18 +92,18 @@ def with_own_text(arguments: list[str]) -> list[str]:
             refuse_other_text(asked, files)
             if files.left_out:
                 print(files.left_out)
-            print(f"{recipe}: was made by this command; continuing with it", flush=True)
+            print(f"{recipe}: made by this command earlier; continuing with it", flush=True)
         return started
     if is_one_of_several:
         raise InputError(
-            "--text: prepares text, tokenizer and recipe in one process, and this is one of several; first run "
-            f"{asked.command} --check, then the launcher with train.py --config {recipe}"
+            "--text: prepares text, tokenizer and recipe in a single process, but a launcher started several; first "
+            f"run {asked.command} --check, then the launcher with train.py --config {recipe}"
         )
     problems = Problems()
-    # Everything is checked before the first slow part, so that all problems are reported at once.
+    # Everything is checked before the first slow part, so that all problems are reported together.
     files = problems.attempt(find_text, asked)
     problems.attempt(refuse_files_in_the_way, asked)
-    # Settings are checked on another recipe: the one that they are for is minutes away.
+    # Settings are checked with another recipe, because the real one is finished only minutes later.
     problems.attempt(read_command_line, ["--config", str(ROOT / "recipes" / "demo.yaml"), *asked.rest], "")
     problems.stop_if_any()
     make_recipe(asked, files)
@@ -113,7 +113,7 @@ def with_own_text(arguments: list[str]) -> list[str]:
 def read_own_text(arguments: Sequence[str]) -> OwnText:
     """Reads `--text FILES... [--exclude FILES...] [--minutes M] [--output FOLDER]` among other arguments.
 
-    A shell may have expanded the files.
+    The shell may have expanded the patterns.
 
     Raises InputError.
     """
@@ -125,27 +125,27 @@ def read_own_text(arguments: Sequence[str]) -> OwnText:
     parser.add_argument("--config")
     given, rest = parser.parse_known_args(arguments)
     if given.config:
-        raise InputError(f"--text makes the recipe, and --config {given.config} names one; give one of them")
+        raise InputError(f"--text makes a recipe, but --config {given.config} names one; give only one of them")
     output = given.output or Path("runs", run_name_of(given.text[0]))
     # The name becomes part of five paths and of shell commands.
     if not re.fullmatch(r"\w[\w.-]*", output.name):
         raise InputError(
-            f"--output {output}: its last part names recipe, shards and model; give one such as runs/mine"
+            f"--output {output}: its last part must be a name for recipe, shards and model, such as runs/mine"
         )
     return OwnText(tuple(given.text), given.minutes, output, tuple(rest), tuple(given.exclude))
 
 
 class Options(argparse.ArgumentParser):
-    """A parser that leaves errors to `or_exit`."""
+    """A parser that raises InputError, for `or_exit`."""
 
     def error(self, message: str) -> NoReturn:
         raise InputError(
-            f"{message.removeprefix('argument ')}; such as --text 'mine/*.txt' --minutes 10 --output runs/mine"
+            f"{message.removeprefix('argument ')}; for example --text 'mine/*.txt' --minutes 10 --output runs/mine"
         )
 
 
 def minutes_from(text: str) -> float:
-    """Raises ArgumentTypeError where it is no number above 0."""
+    """Parses minutes. Raises ArgumentTypeError unless they are a number above 0."""
     try:
         minutes = float(text)
     except ValueError:
@@ -156,7 +156,7 @@ def minutes_from(text: str) -> float:
 
 
 def run_name_of(pattern: str) -> str:
-    """Takes 'mine' from 'mine/*.txt', 'alice' from 'books/alice.txt'; 'own_text' where nothing in it is a name."""
+    """Returns 'mine' for 'mine/*.txt', 'alice' for 'books/alice.txt', or 'own_text' if no part is usable."""
     parts = Path(pattern).parts
     fixed = [part for part in parts if not any(sign in part for sign in "*?[")]
     last = fixed[-1].split(".")[0] if len(fixed) == len(parts) and fixed else fixed[-1] if fixed else Path.cwd().name
@@ -164,7 +164,7 @@ def run_name_of(pattern: str) -> str:
 
 
 def find_text(asked: OwnText) -> "TextFiles":
-    """Finds the files. Raises InputError for none, for named ones that are not text, and for too little altogether."""
+    """Finds the files. Raises InputError for no files, too little text, or named files that aren't text."""
     from pretrain_tools.planning.text_files import find_text_files
     from pretrain_tools.preparation.documents.sources import expected_bytes
 
@@ -176,49 +176,49 @@ def find_text(asked: OwnText) -> "TextFiles":
     if total < SMALLEST_TEXT_BYTES:
         left_out = f" ({files.left_out})" if files.left_out else ""
         raise InputError(
-            f"--text {' '.join(asked.patterns)}: {total:,} bytes in {counted(len(files.sources), 'file')} are too few "
-            f"to learn from; give at least {SMALLEST_TEXT_BYTES:,}, better a million{left_out}"
+            f"--text {' '.join(asked.patterns)}: {total:,} bytes in {counted(len(files.sources), 'file')} are too "
+            f"few; give at least {SMALLEST_TEXT_BYTES:,}, better a million{left_out}"
         )
     return files
 
 
 def refuse_another_command(asked: OwnText) -> None:
-    """Raises InputError for a recipe that another command made."""
+    """Raises InputError if another command made the recipe."""
     recipe = asked.place.recipe
     first = recipe.read_text(encoding="utf-8", errors="replace").split("\n", 1)[0]
     if first == MADE_BY + asked.command:
         return
     if not first.startswith(MADE_BY):
-        raise InputError(f"{recipe}: exists and was not made by train.py --text; {ANOTHER_NAME}")
+        raise InputError(f"{recipe}: exists, but wasn't made by train.py --text; {ANOTHER_NAME}")
     raise InputError(
-        f"{recipe}: was made by another command: {first.removeprefix(MADE_BY)}\nto continue that run, give it "
-        f"again; for a new one, {ANOTHER_NAME}; to train the old one for longer, python train.py --config "
+        f"{recipe}: was made by another command: {first.removeprefix(MADE_BY)}\nto continue that run, repeat "
+        f"that command; for a new run, {ANOTHER_NAME}; to train the old one longer, python train.py --config "
         f"{recipe} --budget.steps N"
     )
 
 
 def refuse_files_in_the_way(asked: OwnText) -> None:
-    """Raises InputError for files of that name: without a recipe, this command has made neither a model nor a run.
+    """Raises InputError if a model or run of that name exists without a recipe.
 
-    A tokenizer and shards may be its own, interrupted; prepare_data.py refuses those that were made in another way.
+    A tokenizer and shards may come from this command, if it was interrupted. prepare_data.py rejects any others.
     """
     from pretrain.data.manifest import MANIFEST_FILE
     from pretrain_tools.preparation.collector import UNFINISHED_FOLDER
     from pretrain_tools.preparation.tokenizer_training import RECORD_FILE
 
     place = asked.place
-    # {path: names of files that tell that it is this command's own}
+    # {path: names of files that identify it as this command's own}
     own = dict.fromkeys((place.recipe, place.model), ())
     own |= {Path(place.tokenizer): (RECORD_FILE,), place.shards: (MANIFEST_FILE, UNFINISHED_FOLDER), place.output: ()}
     Problems(
-        f"{path}: exists and was not made by this command; {ANOTHER_NAME}"
+        f"{path}: exists, but wasn't made by this command; {ANOTHER_NAME}"
         for path, names in own.items()
         if path.exists() and not any((path / name).exists() for name in names)
     ).stop_if_any()
 
 
 def refuse_other_text(asked: OwnText, files: "TextFiles") -> None:
-    """Raises InputError if the files have changed since they were prepared."""
+    """Raises InputError if the files have changed since preparation."""
     from pretrain.data.manifest import MANIFEST_FILE
     from pretrain.runs.run_folder import read_json
     from pretrain_tools.preparation.documents.sources import Files
@@ -229,14 +229,14 @@ def refuse_other_text(asked: OwnText, files: "TextFiles") -> None:
     if changes:
         more = f"; and {len(changes) - 3} more" if len(changes) > 3 else ""
         raise InputError(
-            f"{asked.place.shards}: the text is no longer what it was made from: {'; '.join(changes[:3])}{more}; to "
-            f"train on what there is now, {ANOTHER_NAME}; to go on with the earlier text, python train.py "
+            f"{asked.place.shards}: the text has changed since preparation: {'; '.join(changes[:3])}{more}; to "
+            f"train on the new text, {ANOTHER_NAME}; to continue with the old text, python train.py "
             f"--config {asked.place.recipe}"
         )
 
 
 def make_recipe(asked: OwnText, files: "TextFiles") -> None:
-    """Chooses, prepares and writes; prints each choice and its reason."""
+    """Chooses the settings, prepares the data and writes the recipe. Prints each choice and its reason."""
     from pretrain.runs.run_folder import read_json
     from pretrain_tools.preparation.documents.sources import expected_bytes
     from pretrain_tools.preparation.tokenizer_training import RECORD_FILE
@@ -248,16 +248,16 @@ def make_recipe(asked: OwnText, files: "TextFiles") -> None:
     if files.left_out:
         row("", files.left_out)
     row("machine", "measuring ...")
-    # Imported here: these import torch.
+    # These import torch.
     from pretrain_tools.planning.sized_recipe import Machine, Prepared, SizedRecipe
 
     machine = Machine.measured(asked.minutes)
     row("", machine.in_words())
     place = asked.place
-    # A tokenizer from an interrupted start decides: measured again, the machine might give another vocabulary.
+    # An existing tokenizer decides, because a second measurement could give a different vocabulary.
     trained = read_json(Path(place.tokenizer, RECORD_FILE)) or {}
     vocabulary = trained.get("vocabulary_size") or vocabulary_for(text_bytes, machine.flops(OF_THE_DEMO))
-    row("vocabulary", f"{vocabulary:,} ids, by the size of the text and of the model that the time allows")
+    row("vocabulary", f"{vocabulary:,} IDs, for the size of the text and of the model that the time allows")
     commands = preparation_commands(asked, files, vocabulary, fraction)
     for command in commands:
         run_to_its_end(command)
@@ -271,7 +271,7 @@ def make_recipe(asked: OwnText, files: "TextFiles") -> None:
     for name, value in recipe.reasons().items():
         row(name, value)
     row("written", f"{place.tokenizer}, {place.shards}, {place.model}, {place.recipe}")
-    print("\nThe same by hand, then its curves, and the model at work:")
+    print("\nThe same steps by hand, then plots and samples:")
     commands += [
         ["train.py", "--config", str(place.recipe)],
         ["runs.py", "plot", str(place.output)],
@@ -287,7 +287,7 @@ def row(name: str, value: str) -> None:
 
 
 def preparation_commands(asked: OwnText, files: "TextFiles", vocabulary: int, fraction: float) -> list[list[str]]:
-    """Returns arguments of python that train the tokenizer and prepare the shards."""
+    """Returns the arguments of python that train the tokenizer and prepare the shards."""
     same = ["prepare_data.py", *files.arguments, "--validation_fraction", f"{fraction:g}"]
     # prepare_data.py reads a plain-text file as one document.
     if any(source.format == "txt" and source.bytes > LARGEST_FILE_BYTES for source in files.sources):
@@ -299,24 +299,24 @@ def preparation_commands(asked: OwnText, files: "TextFiles", vocabulary: int, fr
 
 
 def command_text(command: list[str]) -> str:
-    """Formats a command of python for a terminal, which does not take file names that are not UTF-8."""
+    """Formats a Python command for a terminal, which can't show file names that aren't UTF-8."""
     return os.fsencode(shlex.join(["python", *command])).decode(errors="backslashreplace")
 
 
 def run_to_its_end(command: list[str]) -> None:
-    """Runs a script of the project, its output shown; ends this process if it fails or is interrupted.
+    """Runs one of the project's scripts and shows its output. Exits if it fails or is interrupted.
 
-    A signal is the script's to answer: Ctrl-C reaches both, SIGTERM is passed on.
+    The script handles signals. Ctrl-C reaches both processes, and SIGTERM is passed on.
     """
     received: list[int] = []
-    # The handlers only remember the signal: the script must save before this process ends.
+    # The handlers only record the signal, because the script must save before this process ends.
     before = {number: signal.signal(number, lambda number, _: received.append(number)) for number in STOPS}
     print(f"\n$ {command_text(command)}", flush=True)
     with subprocess.Popen([sys.executable, str(ROOT / command[0]), *command[1:]]) as process:
         while process.poll() is None:
             if signal.SIGTERM in received:
                 process.terminate()
-            # A short wait, since a signal does not interrupt a longer one.
+            # A short wait, because a signal doesn't interrupt a longer one.
             with suppress(subprocess.TimeoutExpired):
                 process.wait(CHILD_LOOK_SECONDS)
     for number, handler in before.items():

@@ -53,7 +53,7 @@ from pretrain_tools.planning.texts import lines_of
 
 TABLE_WIDTH = 142
 PARTS = ("parameters", "gradients", "optimizer", "activations", "buffers", "total")
-"""Parts of a `Memory` that are columns of the table."""
+"""Fields of `Memory` shown as columns of the table."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class Plan:
 
     @property
     def hours(self) -> float | None:
-        """Hours under the recommended strategy, without validation, checkpoints and restarts."""
+        """Hours under the recommended strategy, excluding validation, checkpoints and restarts."""
         return None if self.recommended is None else self.work.steps * self.recommended.step_seconds / 3600
 
     @property
@@ -88,7 +88,7 @@ class Plan:
 
     @property
     def kilowatt_hours(self) -> float | None:
-        """Energy of the GPUs at their rated power; the rest of the machines adds about a third."""
+        """Energy of the GPUs at rated power. The rest of the machines adds about a third."""
         return self.gpu_hours and self.gpu_hours * self.hardware.gpu.watts / 1000
 
 
@@ -100,8 +100,8 @@ def build_plan(
     *,
     mfu: float | None = None,
 ) -> Plan:
-    """Plans a recipe under every strategy, and the best products. Raises InputError with what cannot be planned."""
-    # auto settings are resolved for one process, as for --check; strategies divide the batch later.
+    """Plans a recipe under every strategy and the best meshes. Raises InputError for an invalid recipe."""
+    # As in --check, auto settings are resolved for one process. Strategies divide the batch later.
     config = resolve_auto(config, processes=1)
     model_config = planned_model_config(config.model, config.data)
     precision = planned_precision(config, hardware.gpu)
@@ -116,7 +116,7 @@ def build_plan(
     candidates = [*(consider(name, case) for name in planned_strategies()), *search_products(case)]
     recommended = recommend(candidates)
     command = command_of(recommended, config_path, overrides, hardware, config) if recommended else None
-    # Missing data is no reason not to plan: it is a remark below the table.
+    # Missing data doesn't prevent a plan; a remark below the table reports it.
     problems = Problems(assumed_vocabulary(config.model, config.data, model_config))
     sources = problems.attempt(sources_of, config, work) or []
     return Plan(
@@ -176,7 +176,7 @@ def candidate_values(candidate: Candidate) -> dict[str, Any]:
 
 
 def print_plan(plan: Plan) -> None:
-    """Prints tables with rich, which omits colors outside a terminal; a narrow terminal has fewer columns."""
+    """Prints tables with rich, which omits colors outside a terminal. A narrow terminal gets fewer columns."""
     console = Console(soft_wrap=True, highlight=False)
     columns = width_of(sys.stdout)
     console.width = columns or TABLE_WIDTH
@@ -197,14 +197,14 @@ def print_plan(plan: Plan) -> None:
     table = Table(box=None, pad_edge=False, header_style="bold")
     parts = PARTS if console.width >= TABLE_WIDTH else ("total",)
     for column in ("strategy", *parts, "fits", "largest micro-batch", "tokens/s", "hours"):
-        is_name = column == "strategy"  # a product of many dimensions may need two lines
+        is_name = column == "strategy"  # a mesh of many dimensions may need two lines
         table.add_column(column, justify="left" if is_name or column == "fits" else "right", no_wrap=not is_name)
     for candidate in plan.candidates:
         if candidate.memory is not None:
             style = "green" if candidate is plan.recommended else None
             table.add_row(*memory_row(candidate, plan.work, parts), style=style)
     console.print("", wrapped(heading, columns), table, "", sep="\n", markup=False)
-    for line in remarks(plan):  # a command stays in one line, to be pasted
+    for line in remarks(plan):  # a command stays on one line for pasting
         console.print(line if line.startswith("  ") else wrapped(line, columns), markup=False)
 
 
@@ -222,12 +222,12 @@ def memory_row(candidate: Candidate, work: RunWork, parts: Sequence[str]) -> lis
 
 
 def facts(plan: Plan) -> dict[str, str]:
-    """Lists what does not depend on the strategy: {name: value}."""
+    """Lists facts independent of the strategy: {name: value}."""
     return dict(line.split(" | ", 1) for line in lines_of("plan.j2", "facts", plan, formula=FORMULA))
 
 
 def remarks(plan: Plan) -> list[str]:
-    """Lists what cannot run and why, the margin, the verdict and the command."""
+    """Lists impossible strategies with reasons, the margin, the verdict and the command."""
     names_of: dict[str, list[str]] = {}
     for candidate in plan.candidates:
         for problem in candidate.problems:
@@ -251,7 +251,7 @@ def remarks(plan: Plan) -> list[str]:
 
 
 def plan_verdict(plan: Plan) -> list[str]:
-    """Says the recommended strategy with time and cost, the reason, and the command."""
+    """Returns the recommended strategy with time and cost, the reason, and the command."""
     if plan.recommended is None:
         return lines_of("plan.j2", "verdict", plan, "", "")
     chosen = plan.recommended
@@ -263,6 +263,6 @@ def plan_verdict(plan: Plan) -> list[str]:
 
 
 def comment_of(plan: Plan, command: str) -> str:
-    """Formats the plan in a few lines, for the top of a recipe."""
+    """Formats the plan as a short header comment for a recipe."""
     lines = lines_of("plan.j2", "comment", plan, command)
     return "\n".join(textwrap.fill(line, 117, initial_indent="# ", subsequent_indent="#   ") for line in lines)

@@ -1,4 +1,4 @@
-"""Sizes the recipe of train.py --text for the machine as measured: shape, tokens, batch, learning rate."""
+"""Chooses shape, tokens, batch and learning rate of train.py --text for the measured machine."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,25 +18,25 @@ from pretrain_tools.planning.step_time import mfu_of_small
 from pretrain_tools.planning.texts import render
 
 SHARE_OF_TIME = 0.85
-"""Share of the minutes for steps; validation, samples, saving and export take the rest."""
+"""Share of the minutes for steps. Validation, samples, saving and export take the rest."""
 START_SECONDS = 5.0
 LEAST_SHARE_OF_TIME = 0.4
-"""Share of the minutes for steps in runs so short that the start would take most of them."""
+"""Share of the minutes for steps in very short runs, which startup would fill."""
 BYTES_PER_PARAMETER = 24
-"""Bytes of weights, gradients, optimizer state and a copy for checkpoints, per parameter."""
+"""Bytes per parameter for weights, gradients, optimizer state and a copy for checkpoints."""
 MEMORY_SHARE = 0.5
-"""Share of the memory for BYTES_PER_PARAMETER; activations take the rest."""
+"""Share of the memory for BYTES_PER_PARAMETER. Activations take the rest."""
 MICRO_BATCH_TOKENS = {"cpu": 1024, "cuda": 16_384}
 VALIDATION_SHARE = 0.05
-"""Share of the training's computation that five validations take."""
+"""FLOPs of five validations relative to training."""
 PROMPT_TOKENS = 12
 COMPILED_FROM_MINUTES = 5.0
-"""Length of a run on a GPU from which compiling is worth its time, most of a minute."""
+"""Length of a GPU run from which compilation, which takes most of a minute, pays off."""
 
 
 @dataclass(frozen=True)
 class Machine:
-    """The computation that this machine does in the minutes given."""
+    """This machine and the available minutes."""
 
     device_type: str
     """'cpu' or 'cuda'."""
@@ -48,7 +48,7 @@ class Machine:
 
     @classmethod
     def measured(cls, minutes: float) -> "Machine":
-        """Measures this machine: half a second on a CPU and on a GPU that is not listed.
+        """Measures this machine, for half a second on a CPU or an unlisted GPU.
 
         Raises InputError for an unusable GPU.
         """
@@ -62,7 +62,7 @@ class Machine:
             device_type=device.type,
             name=torch.cuda.get_device_name(device) if is_gpu else f"{torch.get_num_threads()} CPU threads",
             precision=precision,
-            # A GPU that is not in the table is measured.
+            # A GPU missing from the table is measured.
             peak_flops=peak or measured_matrix_flops(DTYPES[precision], device, size=4096),
             memory_bytes=memory_bytes(device),
             minutes=minutes,
@@ -72,7 +72,7 @@ class Machine:
     def seconds(self) -> float:
         """Time for steps."""
         whole = 60 * self.minutes
-        # In a run of seconds the start alone would leave no time for steps.
+        # In a run of a few seconds, startup alone would leave no time for steps.
         return max(SHARE_OF_TIME * whole - START_SECONDS, LEAST_SHARE_OF_TIME * whole)
 
     @property
@@ -80,11 +80,11 @@ class Machine:
         return MEMORY_SHARE * self.memory_bytes / BYTES_PER_PARAMETER
 
     def mfu(self, shape: Shape) -> float:
-        """Estimates the MFU that models of this size reach."""
+        """Estimates the MFU of models of this size."""
         return mfu_of_small(shape.parameters, self.device_type, self.precision)
 
     def flops(self, shape: Shape) -> float:
-        """Returns the FLOPs of all steps together, for a model of that shape."""
+        """Returns the FLOPs of all steps together, for a model of this shape."""
         return self.peak_flops * self.mfu(shape) * self.seconds
 
     def in_words(self) -> str:
@@ -102,7 +102,7 @@ class Prepared:
     training_tokens: int
     validation_tokens: int
     prompt: str
-    """The beginning of the validation split; of the training split if that is empty."""
+    """Start of the validation split, or of the training split if there is no validation split."""
 
     @classmethod
     def read(cls, shards: Path) -> "Prepared":
@@ -111,10 +111,10 @@ class Prepared:
         reader = open_shards(shards, "validation" if validation else "train")
         ids = np.zeros(min(PROMPT_TOKENS, reader.tokens), np.int64)
         reader.read(0, ids)
-        # argmax of the appended sentinel: the whole of `ids` if no document ends in it.
+        # argmax finds the appended sentinel, and thus all of `ids`, if no document ends in it.
         document = ids[: int(np.argmax(np.append(ids, manifest.end_of_document_id) == manifest.end_of_document_id))]
         text = load_decoder(manifest.tokenizer_folder).decode(document.tolist())
-        # The last token may be a part of a character, which decodes to U+FFFD.
+        # The last token may be part of a character, which decodes to U+FFFD.
         return cls(manifest.vocabulary_size, training, validation, text.replace("\ufffd", "").strip())
 
 
@@ -131,14 +131,14 @@ class SizedRecipe:
 
     @property
     def learning_rate(self) -> float:
-        """Muon's, to two digits."""
+        """Muon's learning rate, rounded to two digits."""
         return float(
             f"{OPTIMIZERS['muon'].auto_learning_rate(self.sizing.shape.parameters, self.sizing.tokens_per_step):.2g}"
         )
 
     @property
     def has_validation(self) -> bool:
-        """Tells if the held-out text fills a window."""
+        """Tells if the held-out text fills a sequence."""
         return self.prepared.validation_tokens > self.sizing.shape.sequence_length
 
     def in_words(self) -> str:
@@ -147,7 +147,7 @@ class SizedRecipe:
         return f"{shape.layers} layers x {shape.width}, {count_text(shape.parameters)} parameters"
 
     def reasons(self) -> dict[str, str]:
-        """Explains the choices: {what was chosen: what, and why}."""
+        """Explains the choices: {name: value and reason}."""
         sizing = self.sizing
         shape = sizing.shape
         mfu = self.machine.mfu(shape)
@@ -155,33 +155,33 @@ class SizedRecipe:
         flops = f"{count_text(rate)} a second, if the model reaches {mfu:.0%} of the peak"
         unique = count_text(sizing.unique_tokens)
         rows = {
-            "model": f"{self.in_words()}: the best use of the time for so much text",
+            "model": f"{self.in_words()}: the best use of the time for this amount of text",
             "tokens": f"about {count_text(sizing.tokens)}, {sizing.epochs:.3g} epochs of {unique}: {flops}",
-            "steps": f"about {sizing.steps:,} of {sizing.tokens_per_step:,} tokens in windows of "
+            "steps": f"about {sizing.steps:,} of {sizing.tokens_per_step:,} tokens in sequences of "
             f"{shape.sequence_length:,}; Muon at {self.learning_rate:g}",
         }
         seconds = sizing.tokens / rate
         if seconds < TIME_USED * self.machine.seconds:
             rows["time"] = (
-                f"about {duration_text(seconds)}, not all that was given: beyond {MOST_EPOCHS:.0f} epochs a text is "
-                "learned by heart; more text is worth more"
+                f"about {duration_text(seconds)}, less than you gave: beyond {MOST_EPOCHS:.0f} epochs the model "
+                "memorizes the text; more text helps more"
             )
         else:
-            rows["time"] = f"{self.machine.minutes:g} min: the learning rate decays when they are nearly over"
+            rows["time"] = f"{self.machine.minutes:g} min: the learning rate decays near their end"
         if not self.has_validation:
             rows["warning"] = (
-                f"no validation: {self.prepared.validation_tokens:,} tokens are held out, fewer than one window; "
+                f"no validation: {self.prepared.validation_tokens:,} tokens are held out, fewer than one sequence; "
                 "give more text"
             )
         return rows
 
     def text(self, header: str) -> str:
-        """Formats the recipe; its first line is `header`."""
+        """Formats the recipe. `header` is its first line."""
         machine = self.machine
         sizing = self.sizing
         length = sizing.shape.sequence_length
         is_compiled = machine.device_type == "cuda" and machine.minutes >= COMPILED_FROM_MINUTES
-        # Five validations, forward passes alone, take VALIDATION_SHARE of the training's computation.
+        # Five validations, which are forward passes only, take VALIDATION_SHARE of the training's FLOPs.
         validation_sequences = VALIDATION_SHARE * sizing.tokens * 3 / 5 / length
         return render(
             "own_text.yaml.j2",
@@ -194,6 +194,6 @@ class SizedRecipe:
             ),
             warmup_steps=max(1, min(100, sizing.steps // 50)),
             compile="regional" if is_compiled else "none",
-            quarter=sizing.steps // 4,  # the last validation, checkpoint and sample are at the end
+            quarter=sizing.steps // 4,  # the last validation, checkpoint and sample come at the end
             validation_sequences=int(min(max(validation_sequences, 4), 128)),
         )

@@ -1,4 +1,4 @@
-"""Runs a hundred steps of a recipe, and prints pass or fail for everything that a long run relies on."""
+"""Runs a hundred steps of a recipe and prints pass or fail for each part of training."""
 
 import json
 import math
@@ -25,23 +25,22 @@ SMOKE_STEPS = 100
 FAILED = 1
 MEMORY_TOLERANCE = 0.15
 SMALL_BYTES = 32e6
-"""Differences in memory below this never fail."""
+"""Bytes. Smaller differences in memory never fail."""
 FALLS = 0.99
-"""Largest ratio of the loss at the end to that at the beginning, from scratch."""
+"""Largest ratio of final to initial loss, from scratch."""
 STAYS = 1.05
-"""The same from pretrained weights."""
+"""Largest ratio of final to initial loss, from pretrained weights."""
 LEAST_SPREAD = 0.5
-"""Least entropy of a layer's loads: this far from that of a router that sends all tokens to the same experts (0) to
-that of an even load (1)."""
+"""Smallest relative entropy of a layer's loads. 0: a router sends all tokens to the same experts. 1: an even load."""
 USUAL_NORMS = (0.1, 10.0)
-"""Gradient norms between which the median usually is."""
+"""Usual range of the median gradient norm."""
 
 
 def smoke_test(config: RunConfig, strategy: Strategy, train: Callable[[RunConfig, int], int]) -> int:
-    """Trains the recipe's first steps, resumes them from the middle, and prints pass or fail per part; all ranks.
+    """Trains the recipe's first steps, resumes from the middle, and prints pass or fail per part. Runs on all ranks.
 
-    train: trains a config for a number of steps and returns the exit status. Everything is written to <output>-smoke,
-    replacing what is there. Returns 0 if every part passes, 1 if one fails, or the status of training.
+    train: trains a config for a number of steps and returns the exit status. It replaces <output>-smoke. Returns 0 if
+    all parts pass, 1 if one fails, or the status of training.
     """
     run = derive(config, strategy.data_ranks * strategy.micro_batches_per_call)
     steps = min(SMOKE_STEPS, run.total_steps)
@@ -53,10 +52,10 @@ def smoke_test(config: RunConfig, strategy: Strategy, train: Callable[[RunConfig
     strategy.ranks.barrier()
     if code := train(config, steps):
         return code
-    # The second training appends to the same log: what it adds begins after these events.
+    # The second training appends to the same log, after these events.
     first = read_metrics(folder)
     if strategy.ranks.is_main:
-        # Without its last checkpoint and final/ the run continues from the middle.
+        # Without its last checkpoint and final/, the run resumes from the middle.
         (folder / "checkpoints" / checkpoint_name(steps)).rename(folder / "first-end")
         shutil.rmtree(folder / "final")
     strategy.ranks.barrier()
@@ -74,7 +73,7 @@ def smoke_test(config: RunConfig, strategy: Strategy, train: Callable[[RunConfig
             "checkpoint": "; ".join(checkpoint_damage(folder / "checkpoints" / checkpoint_name(steps))) or None,
             "model folder": model_verdict(folder),
         }
-        if strategy.device.type == "cuda":  # whose allocator counts
+        if strategy.device.type == "cuda":  # only the CUDA allocator counts bytes
             measured = max(event["peak_memory_bytes"] for event in trained)
             verdicts["memory as planned"] = memory_problem(measured, planned_memory(strategy, config).total)
         if "expert_entropy_min" in trained[0]:
@@ -86,12 +85,12 @@ def smoke_test(config: RunConfig, strategy: Strategy, train: Callable[[RunConfig
             print(f"{'FAIL' if problem else 'ok':<5} {name}{f': {problem}' if problem else ''}", flush=True)
         if unusual := unusual_norms(trained):
             print(f"      {unusual}", flush=True)
-    # Only the main rank has verdicts; every rank returns the same status.
+    # Only the main rank has verdicts, but all ranks must return the same status.
     return FAILED if strategy.ranks.gather(any(verdicts.values()))[0] else 0
 
 
 def short(config: RunConfig, folder: Path, half: int) -> RunConfig:
-    """Copies the recipe with everything that a smoke test checks, and without trackers, evaluations or uploads."""
+    """Returns a short version of the recipe, without trackers, evaluations and uploads."""
     every_half = {"every_steps": half, "every_tokens": None}
     sections = {
         "checkpoint": {**every_half, "keep_last": 9, "save_final": True, "mirror": None},
@@ -104,7 +103,7 @@ def short(config: RunConfig, folder: Path, half: int) -> RunConfig:
 
 
 def loss_verdict(events: list[dict], most: float) -> str | None:
-    """Compares the loss at the end with the beginning: on validation, which is the same text, or else in training."""
+    """Compares final and initial loss, on validation data if possible, because it stays the same."""
     of_step: dict[int, list[float]] = {}
     for event in events:
         if event["event"] == "validation":
@@ -123,16 +122,16 @@ def norm_verdict(events: list[dict], most: float) -> str | None:
     skipped = sum(event["event"] == "skip" for event in events)
     norms = [event["grad_norm"] for event in events if event["event"] == "train"]
     if skipped or None in norms:
-        return f"{skipped or norms.count(None)} steps had gradients that are not finite"
+        return f"{skipped or norms.count(None)} steps had non-finite gradients"
     return None if max(norms) <= most else f"up to {max(norms):.3g}, above {most:g}"
 
 
 def unusual_norms(trained: list[dict]) -> str | None:
-    """Reports unusual gradient norms, which are no failure: large batches have small ones."""
+    """Reports unusual gradient norms. They are no failure, because large batches have small norms."""
     norms = [event["grad_norm"] for event in trained if event["grad_norm"] is not None]
     median = statistics.median(norms) if norms else 1.0
     low, high = USUAL_NORMS
-    return None if low <= median <= high else f"gradient norms of {median:.2g}, where {low:g} to {high:g} are usual"
+    return None if low <= median <= high else f"median gradient norm {median:.2g}, usually {low:g} to {high:g}"
 
 
 def rate_verdict(trained: list[dict], planned: Callable[[int], float]) -> str | None:
@@ -141,7 +140,7 @@ def rate_verdict(trained: list[dict], planned: Callable[[int], float]) -> str | 
 
 
 def spread_verdict(trained: list[dict], model_config: PreTrainedConfig) -> str | None:
-    """Checks that every layer uses many of its experts, in the first step and in the last."""
+    """Checks that every layer uses many of its experts in the first and the last step."""
     model = build_meta_model(model_config)
     router = routers_of(model)[0]
     experts = expert_parameters(router)[1]
@@ -151,21 +150,21 @@ def spread_verdict(trained: list[dict], model_config: PreTrainedConfig) -> str |
         entropy = event["expert_entropy_min"]
         if entropy < lowest + LEAST_SPREAD * (1 - lowest):
             return (
-                f"in step {event['step']} a layer's load is that of {experts**entropy:.1f} of {experts} experts, the "
+                f"in step {event['step']} a layer uses effectively {experts**entropy:.1f} of {experts} experts, the "
                 f"busiest with {event['expert_load_max']:.1f} times its share; {chosen} is a collapsed router"
             )
     return None
 
 
 def resume_verdict(trained: list[dict], again: list[dict], half: int) -> str | None:
-    """Compares losses bit by bit; on a GPU atomic additions may change the last digits, which is only reported."""
+    """Compares losses bit by bit. On a GPU, differences from atomic additions are only reported."""
     whole = {event["step"]: event["loss"] for event in trained if event["step"] > half}
     resumed = {event["step"]: event["loss"] for event in again if event["event"] == "train"}
     if set(whole) != set(resumed):
         return f"continued with step {min(resumed, default=None)} instead of {half + 1}"
     largest = max(abs(whole[step] - resumed[step]) for step in whole) if whole else 0.0
     if largest and device_type() == "cuda" and largest < 1e-3:
-        print(f"      losses after resuming differ by {largest:.1e}: kernels that add in no fixed order")
+        print(f"      losses after resuming differ by {largest:.1e}, because kernels add in no fixed order")
         return None
     return f"losses differ by up to {largest:.2e}" if largest else None
 
@@ -177,14 +176,13 @@ def model_verdict(folder: Path) -> str | None:
     config = json.loads((folder / "final" / "config.json").read_text())
     with torch.no_grad():
         logits = model(torch.arange(8)[None] % config["vocab_size"]).logits
-    return None if logits.isfinite().all() else "its logits are not finite"
+    return None if logits.isfinite().all() else "its logits aren't finite"
 
 
 def memory_problem(measured: float, planned: float) -> str | None:
-    """Compares the bytes at the peak with plan.py's prediction; less than planned passes."""
+    """Compares peak bytes with plan.py's prediction. Less than planned passes."""
     if measured - planned <= max(MEMORY_TOLERANCE * planned, SMALL_BYTES):
         return None
     return (
-        f"{measured / 1e9:.3g} GB measured, {planned / 1e9:.3g} GB planned; in this recipe's plan, trust the measured "
-        "figure"
+        f"{measured / 1e9:.3g} GB measured, {planned / 1e9:.3g} GB planned; for this recipe, trust the measured figure"
     )

@@ -1,6 +1,6 @@
-"""Estimates the time of a step: computing at an MFU, and moving bytes.
+"""Estimates the time of a step from an assumed MFU and the bytes moved.
 
-It serves to compare strategies and to know the order of magnitude.
+Use it to compare strategies and for the order of magnitude.
 """
 
 import math
@@ -12,21 +12,21 @@ from pretrain_tools.planning.memory import Sizes
 from pretrain_tools.planning.traffic import Links
 
 FRAGMENTATION = 0.08
-"""Share of a GPU's memory that torch's allocator cannot use: pieces of the wrong size."""
+"""Share of a GPU's memory lost to fragmentation."""
 CONTEXT_BYTES = 1.0 * 2**30
-"""CUDA's context and cuBLAS workspaces, which torch does not count."""
+"""CUDA context and cuBLAS workspaces, which torch doesn't count."""
 COMMUNICATION_BYTES = 1.0 * 2**30
 """NCCL's buffers."""
 LINK_EFFICIENCY = 0.7
-"""Share of a link's rate that collectives reach."""
+"""Share of a link's bandwidth reached by collectives."""
 MFU_BY_PARAMETERS = ((5e8, 0.40), (4e9, 0.42), (math.inf, 0.46))
-"""(largest size, MFU) of the best published codebases on H100s, in the formula that train.py logs: llm.c 40.7 %
-at 124M, llm-foundry 41.8 % at 1.3B and 46.4 % at 7B. A plan at these is an aim: measure yours."""
+"""(largest size, MFU) of the best published codebases on H100s, in train.py's MFU formula: llm.c 40.7% at 124M,
+llm-foundry 41.8% at 1.3B and 46.4% at 7B. They are targets; measure your own."""
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """The machines that a run is planned for."""
+    """The machines of a planned run."""
 
     gpu: Gpu
     gpus: int
@@ -47,14 +47,14 @@ class Hardware:
 
     @property
     def usable_bytes(self) -> float:
-        """Bytes of a GPU for tensors. On a CPU the system and Python take the share of CUDA."""
-        # NCCL allocates its buffers outside of torch's allocator.
+        """Bytes of a GPU available for tensors. On a CPU, the share of CUDA goes to the system and Python."""
+        # NCCL allocates its buffers outside torch's allocator.
         reserved = CONTEXT_BYTES + (COMMUNICATION_BYTES if self.gpus > 1 else 0.0)
         return self.gpu.memory_bytes * (1 - FRAGMENTATION) - reserved
 
     @property
     def links(self) -> Links:
-        """Rates that collectives reach."""
+        """Bandwidths reached by collectives."""
         rates = (self.gpu.link_bytes_per_second, self.gpu.network_bytes_per_second)
         return Links(*(rate * LINK_EFFICIENCY for rate in rates), self.gpus_per_machine)
 
@@ -65,11 +65,11 @@ class RunWork:
 
     sizes: Sizes
     active: int
-    """Parameters that a token meets; all but for a mixture of experts."""
+    """Active parameters; fewer than all parameters only in an MoE model."""
     non_embedding: int
-    """N of 6N: the active parameters in matmuls."""
+    """Active parameters in matmuls: N of 6N."""
     ramp: BatchRamp
-    """The batch over the run."""
+    """Batch size over the run."""
     tokens: int
     tokens_per_step: int
     flops_per_token: float
@@ -84,7 +84,7 @@ class RunWork:
 
 
 MFU_OF_CPUS = 0.4
-"""MFU a little below the 42 to 51 % of small models on two cores in docs/performance.md."""
+"""MFU a little below the 42% to 51% of small models on two cores in docs/performance.md."""
 
 
 def default_mfu(parameters: int, device_type: str = "cuda") -> tuple[float, str]:
@@ -96,25 +96,25 @@ def default_mfu(parameters: int, device_type: str = "cuda") -> tuple[float, str]
 
 
 MFU_AND_SIZE = {("cpu", "bf16"): (0.3, 2e6), ("cpu", "fp32"): (0.42, 5e5), ("cuda", "bf16"): (0.35, 1e8)}
-"""{(device, precision): (MFU, parameters from which a model reaches it)}. Assumed, from what small models reached on
-two cores: in bf16 0.14 at 0.6M parameters and 0.34 to 0.4 at 2M to 3M; in fp32 with AVX2, whose peak is half as high,
-0.46 at 0.6M."""
+"""{(device, precision): (MFU, smallest number of parameters that reaches it)}. These are assumptions, based on small
+models on two cores: in bf16 0.14 at 0.6M parameters and 0.34 to 0.4 at 2M to 3M, and in fp32 with AVX2, which has half
+the peak, 0.46 at 0.6M."""
 MFU_EXPONENT = 0.4
-"""Power of the parameters with which the MFU falls below that size: small matmuls do not fill the device."""
+"""Exponent of the parameters in the MFU below that size, where matmuls don't fill the device."""
 
 
 def mfu_of_small(parameters: int, device_type: str, precision: str) -> float:
-    """Estimates the MFU of models that may be too small to fill the device, in runs of minutes."""
+    """Estimates the MFU in runs of minutes, for models that may be too small to fill the device."""
     most, full = MFU_AND_SIZE.get((device_type, precision), MFU_AND_SIZE["cuda", "bf16"])
     return most * min(1.0, parameters / full) ** MFU_EXPONENT
 
 
 def mfu_of_size(parameters: int, device_type: str, precision: str) -> float:
-    """Estimates the MFU of a compiled run of hours: on GPUs `default_mfu`, less for small models."""
+    """Estimates the MFU of a compiled run of hours. On GPUs this is `default_mfu`, less for small models."""
     small = mfu_of_small(parameters, device_type, precision)
     if device_type == "cpu":
         return small
-    # The fall of small models, applied to the published MFU.
+    # The decrease for small models, applied to the published MFU.
     return small / MFU_AND_SIZE["cuda", "bf16"][0] * default_mfu(parameters)[0]
 
 
@@ -127,22 +127,22 @@ WORDS = {
     "pp": "passing hidden states over pp",
     "update": "exchanging matrices for the update",
 }
-"""What a step's traffic is, by the name of its flow."""
+"""{name of a flow: description of its traffic}"""
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of a step, by what they are spent on."""
+    """Seconds of a step, by cause."""
 
     computing: float
     waiting: float = 0.0
-    """For the results of other stages: a pipeline's bubble."""
+    """A pipeline's bubble."""
     sending: dict[str, float] = field(default_factory=dict)
-    """{a dimension or `update`: seconds that computing does not hide}"""
+    """{dimension or `update`: seconds not overlapped with computing}"""
     on_host: float = 0.0
-    """Of an update that is not on the GPU."""
+    """An update on the CPU."""
     sent: dict[str, float] = field(default_factory=dict)
-    """{a dimension or `update`: bytes that a GPU sends}"""
+    """{dimension or `update`: bytes that a GPU sends}"""
 
     @property
     def exposed(self) -> float:
@@ -155,10 +155,10 @@ class StepTime:
 
     @property
     def parts(self) -> dict[str, float]:
-        """Returns {what, in words: seconds}."""
+        """Returns {description: seconds}."""
         parts = {"computing": self.computing, "waiting in the pipeline": self.waiting}
         parts |= {WORDS[name]: seconds for name, seconds in self.sending.items()}
-        return {**parts, "updating on the host": self.on_host}
+        return {**parts, "updating on the CPU": self.on_host}
 
 
 @dataclass(frozen=True)
@@ -167,4 +167,4 @@ class Speed:
 
     mfu: float
     source: str
-    """Where the MFU comes from."""
+    """Source of the MFU."""

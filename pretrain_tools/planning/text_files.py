@@ -1,4 +1,4 @@
-"""Finds the files that train.py --text trains on: the text in folders and patterns, and one line about the rest."""
+"""Finds train.py --text's files in folders and patterns, and summarizes the skipped ones."""
 
 import codecs
 import collections
@@ -23,29 +23,29 @@ from pretrain_tools.preparation.documents.sources import (
 )
 
 MOST_SHOWN = 3
-"""Files of a kind that a message names."""
+"""Number of files per reason named in a message."""
 MOST_EXCLUDED = 2000
-"""Files left out by name, each on the command line of prepare_data.py."""
+"""Maximum number of files excluded by name, each on prepare_data.py's command line."""
 
 
 class LeftOut(NamedTuple):
-    """A file that is left out."""
+    """A skipped file."""
 
     path: str
     reason: str
-    """What it is; files of the same reason, up to a bracket, are counted together."""
+    """Reason. Files with the same reason, up to a bracket, are counted together."""
     remedy: str = ""
 
 
 @dataclass(frozen=True)
 class TextFiles:
-    """The files to train on, and the options with which prepare_data.py reads them."""
+    """The files to train on, and prepare_data.py's options for them."""
 
     sources: list[InputFile]
     inputs: list[str]
     exclude: list[str]
     left_out: str
-    """'3 of 175 files left out: ...'; '' if none is."""
+    """'3 of 175 files left out: ...', or ''."""
 
     @property
     def arguments(self) -> list[str]:
@@ -54,7 +54,7 @@ class TextFiles:
 
 
 class Found(NamedTuple):
-    """The files of one word of the command line: a folder, a pattern or a file."""
+    """The files of one argument: a folder, a pattern or a file."""
 
     inputs: list[str]
     taken: list[str]
@@ -62,13 +62,13 @@ class Found(NamedTuple):
 
 
 def find_text_files(given: Sequence[str], exclude: Sequence[str] = ()) -> TextFiles:
-    """Finds the text in the folders, of the patterns and in the files given, without what `exclude` matches.
+    """Finds the text in the given folders, patterns and files, without the matches of `exclude`.
 
-    Raises InputError for a file that is named and is not text, for a folder or pattern without text, and for an
-    --exclude that matches nothing.
+    Raises InputError for a named file that isn't text, a folder or pattern without text, and an --exclude without
+    matches.
     """
     problems = Problems()
-    # A folder is left out with everything in it: fnmatch's * also matches '/'.
+    # Excluding a folder excludes everything in it, because fnmatch's * also matches '/'.
     rules = {word: f"{glob.escape(word.rstrip('/'))}/*" if os.path.isdir(word) else word for word in exclude}
     matches: dict[str, list[str]] = {}
     for word in given:
@@ -84,10 +84,10 @@ def find_text_files(given: Sequence[str], exclude: Sequence[str] = ()) -> TextFi
     problems.stop_if_any()
     inputs = list(dict.fromkeys(pattern for search in searches.values() for pattern in search.inputs))
     taken = {path for search in searches.values() for path in search.taken}
-    # A file that one word leaves out may be named by another.
+    # A file skipped by one argument may be named by another.
     left_out = {each.path: each for search in searches.values() for each in search.left_out if each.path not in taken}
     said = left_out_text(left_out.values(), len(taken))
-    # Left-out files that the patterns match are excluded by name, so that the shown command reads the same files.
+    # Skipped files that match a pattern are excluded by name, so that the printed command reads the same files.
     others = {path for pattern in inputs for path in files_matching(pattern)} - taken
     excluded = list(dict.fromkeys(rules.values()))
     excluded += [glob.escape(path) for path in sorted(others) if not matches_any(path, excluded)]
@@ -97,9 +97,9 @@ def find_text_files(given: Sequence[str], exclude: Sequence[str] = ()) -> TextFi
 
 
 def pattern_of(word: str) -> str:
-    """Returns the pattern that finds the files of a word.
+    """Returns the pattern for an argument's files.
 
-    Raises InputError for a folder that holds the current one, and so what the command itself writes.
+    Raises InputError for a folder that contains the current one, and thus the command's own output.
     """
     path = os.path.expanduser(word)
     if is_url(word) or not os.path.exists(path):
@@ -108,14 +108,14 @@ def pattern_of(word: str) -> str:
         return glob.escape(path)
     if Path.cwd().resolve().is_relative_to(Path(path).resolve()):
         raise InputError(
-            f"--text {shown(word)}: holds the folders that this command writes (data, runs, ...); put the text "
-            "into a folder of its own, or name patterns such as '*.txt'"
+            f"--text {shown(word)}: contains the folders that this command writes (data, runs, ...); put the text "
+            "into a separate folder, or give patterns such as '*.txt'"
         )
     return f"{glob.escape(path.rstrip('/'))}/**/*"
 
 
 def files_of(word: str) -> list[str]:
-    """Lists the files of a word. Raises InputError for none."""
+    """Lists an argument's files. Raises InputError if there are none."""
     found = files_matching(pattern_of(word))
     if not found:
         raise InputError(f"--text {shown(word)}: {why_nothing(word)}")
@@ -123,7 +123,7 @@ def files_of(word: str) -> list[str]:
 
 
 def sorted_out(word: str, paths: Sequence[str]) -> Found:
-    """Tells text from other files. Data files (.json, .parquet ...) are taken from a folder without plain text."""
+    """Separates text from other files. Uses data files (.json, .parquet, ...) only in folders without plain text."""
     problems = {path: problem for path in paths if (problem := why_unread(path))}
     readable = [path for path in paths if path not in problems]
     pattern = pattern_of(word)
@@ -131,9 +131,9 @@ def sorted_out(word: str, paths: Sequence[str]) -> Found:
     if is_any_file and any(format_by_name(path) == "txt" for path in readable):
         for path in readable:
             if format_by_name(path) != "txt":
-                problems[path] = LeftOut(path, "data beside text, taken where it is named")
+                problems[path] = LeftOut(path, "a data file next to text, used only if named")
     taken = [path for path in readable if path not in problems]
-    # By their suffixes as they are written: the many other files of a folder need not be excluded one by one.
+    # Excludes whole suffixes, as spelled, so that a folder's many other files aren't excluded one by one.
     suffixes = sorted({written_suffix(path) for path in taken}) if is_any_file else [""]
     return Found([pattern + suffix for suffix in suffixes], taken, list(problems.values()))
 
@@ -142,8 +142,8 @@ def why_nothing(word: str) -> str:
     if os.path.isdir(word):
         return "is a folder without files"
     if not is_url(word) and os.path.exists(word):
-        return "is a pipe or a device; write its content into a file"
-    return "no such file; quote patterns, ** looks into folders"
+        return "is a pipe or a device; write its contents to a file"
+    return "no such file; quote patterns, and use ** to search subfolders"
 
 
 def matches_any(path: str, rules: Iterable[str]) -> bool:
@@ -151,7 +151,7 @@ def matches_any(path: str, rules: Iterable[str]) -> bool:
 
 
 def written_suffix(path: str) -> str:
-    """Returns '.TXT' of 'a.TXT', '.txt.gz' of 'a.b.txt.gz': as far as it tells the format."""
+    """Returns the suffix that determines the format: '.TXT' for 'a.TXT', '.txt.gz' for 'a.b.txt.gz'."""
     stem, last = os.path.splitext(path)
     inner = os.path.splitext(stem)[1]
     is_compressed = format_by_name("a" + last) is None and format_by_name("a" + inner) is not None
@@ -159,7 +159,7 @@ def written_suffix(path: str) -> str:
 
 
 def why_unread(path: str) -> LeftOut | None:
-    """Returns the reason why a file cannot be trained on, if there is one; plain text is read to its end."""
+    """Returns the reason why a file is unusable, or None. Reads plain text to the end."""
     found = format_by_name(path)
     if found is None:
         suffix = os.path.splitext(shown(path))[1].lower() or "without a suffix"
@@ -176,7 +176,7 @@ def why_unread(path: str) -> LeftOut | None:
 
 
 def encoding_problem(path: str) -> LeftOut | None:
-    """Returns the problem of a file that is not text in UTF-8. Raises DamagedFileError and OSError."""
+    """Returns the problem if a file isn't UTF-8 text. Raises DamagedFileError and OSError."""
     source = find_sources([path if is_url(path) else glob.escape(path)])[0]
     decoder = codecs.getincrementaldecoder("utf-8")()
     read = 0
@@ -189,7 +189,7 @@ def encoding_problem(path: str) -> LeftOut | None:
                 decoder.decode(block)
             decoder.decode(b"", final=True)
     except UnicodeDecodeError as error:
-        # The decoder puts the bytes of a character that the last block cut before the next block.
+        # The decoder keeps the start of a character split by a block and prepends it to the next block.
         place = read - len(error.object) + error.start + 1
         where = f"byte 0x{error.object[error.start]:02x} at {place:,}"
         remedy = f"if it is text, convert it: iconv -f cp1252 -t utf-8 {quoted(path)} > NEW.txt"
@@ -202,7 +202,7 @@ def quoted(path: str) -> str:
 
 
 def no_text_problems(searches: dict[str, Found]) -> list[str]:
-    """Lists the problems of folders and patterns without text, and of files that are named and no text."""
+    """Lists problems of folders and patterns without text, and of named files that aren't text."""
     problems = []
     named = []
     for word, found in searches.items():
@@ -212,18 +212,18 @@ def no_text_problems(searches: dict[str, Found]) -> list[str]:
             named += found.left_out
         else:
             said = left_out_text(found.left_out, 0) or "--exclude leaves none of its files"
-            problems.append(f"--text {shown(word)}: has no text that can be read: {said}")
-    if len(named) > MOST_SHOWN:  # the shell has expanded a pattern
+            problems.append(f"--text {shown(word)}: has no readable text: {said}")
+    if len(named) > MOST_SHOWN:  # the shell expanded a pattern
         taken = sum(len(found.taken) for found in searches.values())
         said = left_out_text(named, taken, "no text")
-        return [*problems, f"--text: {said}; name the folder, or quote the pattern, and they are left out"]
+        return [*problems, f"--text: {said}; name the folder or quote the pattern to skip them"]
     return problems + [f"{quoted(each.path)}: is {each.reason}; {each.remedy or 'leave it out'}" for each in named]
 
 
 def left_out_text(left_out: Iterable[LeftOut], taken: int, how: str = "left out") -> str:
-    """Says '3 of 175 files left out: 2 of unknown format .pdf: a.pdf, b.pdf; 1 not text: c.txt'; '' if none is."""
+    """Returns '3 of 175 files left out: 2 of unknown format .pdf: a.pdf, b.pdf; 1 not text: c.txt', or ''."""
     by_reason: dict[str, list[LeftOut]] = collections.defaultdict(list)
-    for each in sorted(left_out):  # a listing of a folder has no order
+    for each in sorted(left_out):  # folder listings are unordered
         by_reason[each.reason.split(" (")[0]].append(each)
     if not by_reason:
         return ""

@@ -1,4 +1,4 @@
-"""Recipes that plan.py and train.py --text write, and plan.py's sentences, from templates/. Imports nothing heavy."""
+"""Renders recipes and plan.py's sentences from templates/. Imports nothing heavy."""
 
 import json
 from dataclasses import dataclass
@@ -15,20 +15,20 @@ if TYPE_CHECKING:
 
 
 MADE_BY = "# Made by: "
-"""The beginning of the first line of a recipe; the command follows."""
+"""Start of a recipe's first line, followed by the command."""
 
 
 @dataclass(frozen=True)
 class RecipePlace:
-    """Paths of a recipe and its parts: recipes/mine.yaml, model_configs/mine.json, data/mine, runs/mine."""
+    """Paths of a recipe's parts: recipes/mine.yaml, model_configs/mine.json, data/mine, runs/mine."""
 
     recipe: Path
     shards: Path
-    """The data: as given, else to be prepared there."""
+    """The given shards, or the folder for shards to be prepared."""
     output: Path
     """The run's folder."""
     tokenizer: str | None = None
-    """The tokenizer for the command that prepares the data; None: not named."""
+    """The tokenizer for the preparation command, if given."""
     is_prepared: bool = False
 
     @property
@@ -43,12 +43,12 @@ class RecipePlace:
 
 
 def render(template: str, **values: Any) -> str:
-    """Fills in a file of templates/. Raises UndefinedError for a name that the template mistypes."""
+    """Fills in a file of templates/. Raises UndefinedError for an unknown name in the template."""
     return _templates().get_template(template).render(values)
 
 
 def lines_of(template: str, macro: str, *arguments: Any, **names: Any) -> list[str]:
-    """Calls a macro of a file of templates/; returns its lines. names: what the file uses beside the arguments."""
+    """Returns the lines of a macro in a file of templates/. names: other variables of the file."""
     module = _templates().get_template(template).make_module(names)
     return str(getattr(module, macro)(*arguments)).splitlines()
 
@@ -64,7 +64,7 @@ def _templates() -> "jinja2.Environment":
         keep_trailing_newline=True,
         undefined=jinja2.StrictUndefined,
     )
-    # count replaces Jinja's own filter, an alias of length. A JSON string is a YAML string, whatever its characters.
+    # `count` replaces Jinja's own filter, an alias of length. Every JSON string is a valid YAML string.
     templates.filters.update(
         bytes=bytes_text,
         count=count_text,

@@ -1,7 +1,7 @@
-"""Counts the bytes that a GPU sends in a step along each dimension, what can hide them, and idle time.
+"""Counts a GPU's bytes per step along each dimension, the computing that can hide them, and idle time.
 
-Ring collectives: a sum of B bytes over n processes moves 2 B (n - 1) / n, a gather or a scatter half of that, an
-all-to-all as much as a gather. tests/parallel/test_products.py compares the bytes with what the trainer sends.
+In a ring, an all-reduce of B bytes over n processes moves 2 B (n - 1) / n. All-gather, reduce-scatter and all-to-all
+move half of that. tests/parallel/test_products.py compares these bytes with the trainer's.
 """
 
 import math
@@ -15,14 +15,14 @@ from pretrain_tools.planning.memory import FP32, Sizes, Work
 from pretrain_tools.planning.optimizer_bytes import exchanged_bytes, with_experts_in_parts
 
 CPU_ADAM_BYTES_PER_SECOND = 100e9
-"""Bytes that an update on the host moves per second, on one machine."""
+"""Bytes per second of an update on the CPU, per machine."""
 NVME_BYTES_PER_SECOND = 5e9
-"""Bytes that a machine's disk moves per second."""
+"""Bytes per second of a machine's disk."""
 
 
 @dataclass(frozen=True)
 class Links:
-    """Bytes per second of a GPU, one direction."""
+    """A GPU's bytes per second in one direction."""
 
     inside: float
     """To the other GPUs of its machine."""
@@ -34,8 +34,8 @@ class Links:
     def seconds(self, sent: float, size: int, distance: int, *, is_exchange: bool = False) -> float:
         """Returns the seconds in which each GPU of a group sends these bytes. Neighbors are `distance` ranks apart.
 
-        A ring of several machines goes through the network adapters of all members in a machine at once. In an
-        all-to-all each sends the others' shares through its own.
+        A ring across machines uses the network adapters of all members in a machine. In an all-to-all, each member
+        sends through its own adapter.
         """
         here = min(size, max(1, self.per_machine // distance))  # members in one machine
         if here == size:
@@ -47,18 +47,18 @@ class Links:
 
 @dataclass(frozen=True)
 class Flow:
-    """Bytes that a GPU sends in a step along one dimension, and the seconds that takes."""
+    """A GPU's traffic per step along one dimension."""
 
     name: str
-    """A dimension; `update` for exchanges of matrices by the optimizer."""
+    """A dimension, or `update` for the optimizer's exchanges of matrices."""
     sent: float
     """Bytes that a GPU sends."""
     seconds: float
     hides_behind: float = 0.0
-    """Part of the computing behind which it can hide."""
+    """Share of the computing that it can overlap with."""
 
     def exposed(self, compute: float) -> float:
-        """Returns the seconds that so many seconds of computing do not hide."""
+        """Returns the seconds not overlapped with `compute` seconds of computing."""
         return max(0.0, self.seconds - self.hides_behind * compute)
 
 
@@ -77,12 +77,12 @@ class Step:
 
     @property
     def reductions(self) -> int:
-        """Reductions of gradients over the processes that shard them; a pipeline holds them whole until the last."""
+        """Number of gradient reductions per step. A pipeline reduces only after its last microbatch."""
         return 1 if self.config.batch.no_sync or self.work.layout.pp > 1 else self.micro_steps
 
     @property
     def passes(self) -> int:
-        """Forward passes, recomputation included, and backward passes."""
+        """Number of forward passes, including recomputation, and backward passes."""
         return self.micro_steps * (3 if self.work.recomputed else 2)
 
     def flow(
@@ -95,7 +95,7 @@ class Step:
         exchanges: float = 0.0,
         hides: float = 0.0,
     ) -> Flow:
-        """Adds up collectives in a group of several processes, in bytes of whole tensors."""
+        """Adds up a group's collectives, in bytes of whole tensors."""
         size, distance = self.work.layout.groups[group]
         in_rings = (gathers + 2 * sums) * (size - 1) / size
         exchanged = exchanges * (size - 1) / size
@@ -105,7 +105,7 @@ class Step:
 
 
 def flows(step: Step) -> list[Flow]:
-    """Lists everything that a GPU sends in a step."""
+    """Lists all traffic of a GPU in a step."""
     layout = step.work.layout
     if layout.ranks == 1:
         return []
@@ -114,7 +114,7 @@ def flows(step: Step) -> list[Flow]:
 
 
 def copies_flows(step: Step) -> list[Flow]:
-    """Lists what plain copies and DeepSpeed's partitions send; copies are summed in the last backward pass."""
+    """Lists the traffic of DDP and DeepSpeed. DDP reduces in the last backward pass."""
     work = step.work
     total = work.sizes.total
     match work.layout.zero.get("stage"):
@@ -127,7 +127,7 @@ def copies_flows(step: Step) -> list[Flow]:
 
 
 def mesh_flows(step: Step) -> list[Flow]:
-    """Lists what a product of dimensions sends, dimension by dimension."""
+    """Lists the traffic of a mesh, by dimension."""
     work = step.work
     layout = work.layout
     sizes = work.sizes
@@ -137,11 +137,11 @@ def mesh_flows(step: Step) -> list[Flow]:
     experts = sizes.experts / layout.pp if layout.ep > 1 else 0.0
     padding = work.padding
     root = root_of_stage(sizes, layout)
-    # Hidden states of a micro-step; a pipeline's process computes one microbatch at a time.
+    # Hidden states of a micro-step. A pipeline's process computes one microbatch at a time.
     hidden = work.tokens * microbatches * sizes.width
     found = []
-    # Forward, and backward but for the last layer, which is still there. A pipeline gathers once for all microbatches
-    # of the step, before the first, and reduces after the last.
+    # Layers are gathered in forward and backward, except the last one in backward, which is still gathered. A pipeline
+    # gathers once before the step's first microbatch, and reduces after the last.
     times = 2 - 1 / sizes.layers if layout.pp == 1 else 1
     gathers = calls if layout.pp == 1 else 1
     hides = 0.9 if layout.pp == 1 else 0.3 / microbatches
@@ -177,15 +177,15 @@ def mesh_flows(step: Step) -> list[Flow]:
 
 
 def root_of_stage(sizes: Sizes, layout: Layout) -> float:
-    """Returns the elements in no layer, of a pipeline's first or last stage: the larger."""
+    """Returns the parameters outside the layers in a pipeline's first or last stage, whichever has more."""
     return sizes.root if layout.pp == 1 else max(sizes.embedding, sizes.root - sizes.embedding)
 
 
 def tp_flow(step: Step, hidden: float) -> Flow:
-    """Returns sums of hidden states, two per layer and direction, and of the gradients of what is not split.
+    """Returns the all-reduces of hidden states, two per layer and direction, and of unsplit parameters' gradients.
 
-    Processes that exchange rows with experts each send a part of them, and gather the results. The gradient of the
-    last hidden states is gathered, as each computes the loss of its part of the tokens.
+    With ep, each process sends its part of the rows to experts, and gathers the results. The gradient of the last
+    hidden states is gathered too, because each process computes the loss of its part of the tokens.
     """
     work = step.work
     layout = work.layout
@@ -198,7 +198,7 @@ def tp_flow(step: Step, hidden: float) -> Flow:
 
 
 def pp_flow(step: Step, hidden: float) -> Flow:
-    """Returns hidden states to the next stage, and their gradients back, for which the schedules wait."""
+    """Returns the hidden states and gradients sent between stages. The schedules wait for them."""
     layout = step.work.layout
     stages = STAGE_LAYOUTS[step.config.pipeline.schedule].stages_per_rank
     sent = 2 * step.work.compute * hidden * stages * step.micro_steps
@@ -208,15 +208,15 @@ def pp_flow(step: Step, hidden: float) -> Flow:
 
 
 def update_flow(step: Step) -> Flow:
-    """Returns exchanges for an update: of matrices, which Muon multiplies whole, or of Adafactor's sums."""
+    """Returns an update's exchanges: Muon's matrices, which it needs whole, or Adafactor's sums."""
     work = step.work
     layout = work.layout
     size = layout.sharing_states * layout.tp if layout.is_mesh else layout.ranks
-    # ZeRO-1 and 2 exchange only the matrices that their flat partitions cut.
+    # ZeRO-1 and 2 exchange only the matrices cut by their flat partitions.
     if size == 1 or layout.zero.get("stage") in (1, 2):
         return Flow("update", 0.0, 0.0)
     shapes = work.whole.shapes
-    if layout.ep > 1:  # each process updates its own experts alone
+    if layout.ep > 1:  # each process updates only its own experts
         shapes = with_experts_in_parts(shapes, 0)
     form = "sharded" if layout.is_mesh or layout.zero else "whole"
     sent = exchanged_bytes(OPTIMIZERS[step.config.optim.name](shapes), form, size) / layout.pp
@@ -224,22 +224,19 @@ def update_flow(step: Step) -> Flow:
 
 
 def pipeline_microbatches(config: RunConfig, layout: Layout) -> int:
-    """Returns the microbatches of a micro-step; 1 without a pipeline."""
+    """Returns the number of microbatches per micro-step; 1 without a pipeline."""
     if layout.pp == 1:
         return 1
     return len(STAGE_LAYOUTS[config.pipeline.schedule].owners(layout.pp)) * config.pipeline.microbatches_per_stage
 
 
 def uneven(layout: Layout, layers: int) -> float:
-    """Returns the layers of the stage that has most, relative to the mean: the others wait for it."""
+    """Returns the largest stage's layers relative to the mean. The other stages wait for it."""
     return math.ceil(layers / layout.pp) * layout.pp / layers
 
 
 def idle(config: RunConfig, layout: Layout) -> float:
-    """Returns the time in which processes wait for each other's results, relative to the time they compute.
-
-    That is a pipeline's bubble (Narayanan et al., arXiv 2104.04473).
-    """
+    """Returns a pipeline's bubble relative to its computing time (Narayanan et al., arXiv 2104.04473)."""
     if layout.pp == 1:
         return 0.0
     schedule = STAGE_LAYOUTS[config.pipeline.schedule]
@@ -249,9 +246,9 @@ def idle(config: RunConfig, layout: Layout) -> float:
 
 
 def offload_seconds(layout: Layout, parameters: int) -> float:
-    """Returns how much longer an update takes because it is not on the GPU.
+    """Returns the additional seconds of an offloaded update.
 
-    Weights, moments and gradients are read, most written, in the machine's memory.
+    It reads weights, moments and gradients in the machine's memory, and writes most of them.
     """
     offload = layout.zero.get("offload_optimizer")
     if not offload:
@@ -263,8 +260,8 @@ def offload_seconds(layout: Layout, parameters: int) -> float:
 
 
 def reduces_by_choice(layout: Layout, precision: str) -> bool:
-    """Tells if batch.no_sync trades memory for communication. Otherwise it changes nothing or is refused."""
+    """Tells if batch.no_sync trades memory for communication. Otherwise it has no effect or is rejected."""
     if layout.is_mesh:
         return layout.sharing_states > 1 and layout.pp == 1
-    # DeepSpeed adds gradients that it does not reduce up in the dtype of the weights.
+    # DeepSpeed accumulates unreduced gradients in the weights' dtype.
     return layout.zero.get("stage") in (2, 3) and not layout.zero.get("offload_optimizer") and precision == "fp32"

@@ -1,7 +1,7 @@
-"""Runs the coordinate check of muP: a step changes activations as much in a wide model as in a narrow one.
+"""Runs the coordinate check of muP (Yang et al., arXiv 2203.03466, D.1).
 
-Small copies of the architecture at growing widths take a few steps of the recipe's optimizer on the same tokens. The
-change of the hidden states and logits per element must not grow with the width (Yang et al., arXiv 2203.03466, D.1).
+Small copies of the architecture at several widths take a few steps with the recipe's optimizer on the same tokens. The
+change per element of hidden states and logits must not grow with the width.
 """
 
 import math
@@ -22,23 +22,23 @@ RATIOS = (1, 2, 4)
 STEPS = 4
 SEEDS = (0, 1)
 MOST_GROWTH = 0.25
-"""Largest exponent of the growth: without muP the logits' change grows with the width itself, an exponent of 1."""
+"""Largest allowed exponent of the growth. Without muP, the logits' change has an exponent of 1."""
 Growth = dict[str, float]
 
 
 def width_verdict(optim: Optim, config: PreTrainedConfig, learning_rate: float) -> str | None:
-    """Says what grows with the width; None if nothing does."""
+    """Names the activation that grows with the width; None if none does."""
     growing = growth(activation_changes(optim, config, learning_rate))
     worst = max(growing, key=growing.get)
     if growing[worst] <= MOST_GROWTH:
         return None
-    return f"in {STEPS} steps {worst} change by width^{growing[worst]:.2f}; rates found at one width will not hold"
+    return f"in {STEPS} steps {worst} change by width^{growing[worst]:.2f}; learning rates won't transfer across it"
 
 
 def activation_changes(optim: Optim, config: PreTrainedConfig, learning_rate: float) -> dict[int, Growth]:
-    """Measures {width: {what: root mean square of its change over STEPS steps}}, averaged over SEEDS.
+    """Measures {width: {activation: root mean square of its change over STEPS steps}}, averaged over SEEDS.
 
-    learning_rate: the peak at the narrowest of the widths.
+    learning_rate: peak learning rate at the smallest width.
     """
     narrow = narrow_copy(config)
     widths = {}
@@ -50,7 +50,7 @@ def activation_changes(optim: Optim, config: PreTrainedConfig, learning_rate: fl
 
 
 def narrow_copy(config: PreTrainedConfig) -> PreTrainedConfig:
-    """Finds the smallest copy that can be built at other widths too. Raises InputError if there is none."""
+    """Finds the smallest copy that can also be built at other widths. Raises InputError if there is none."""
     copies = sorted(small_copies(config, []), key=hidden_width)
     for copy in copies:
         try:
@@ -62,18 +62,18 @@ def narrow_copy(config: PreTrainedConfig) -> PreTrainedConfig:
 
 
 def changes_of(optim: Optim, config: PreTrainedConfig, mup_base_width: int, learning_rate: float, seed: int) -> Growth:
-    """Measures the changes of the hidden states of every layer, and of the logits."""
+    """Measures the change of logits and each layer's hidden states."""
     settings = optim.model_copy(update={"mup_base_width": mup_base_width}) if optim.parametrization == "mup" else optim
     model = build_model(config, seed=seed)
     if settings.mup_base_width:
         scales = initial_scales(config, settings.mup_base_width)
-        # build_model initializes as for the standard parametrization; muP's initial scales come on top.
+        # build_model initializes for the standard parametrization. muP's initial scales are applied afterwards.
         for name, parameter in model.named_parameters():
             parameter.data *= scales.get(name, 1.0)
     named = list(model.named_parameters())
     spec = OPTIMIZERS[settings.name](ModelShapes.of(model, settings, learning_rate))
     optimizer = spec.make(named, settings, learning_rate, seed, "cpu")
-    # Without the schedule of a run the groups' own scales must be applied here.
+    # Without a run's schedule, the groups' own scales must be applied here.
     for group in optimizer.param_groups:
         group["lr"] = learning_rate * group.get("learning_rate_scale", 1.0)
     ids_BT = torch.randint(VOCABULARY, (4, 33), generator=torch.Generator().manual_seed(seed))
@@ -95,7 +95,7 @@ def activations(model: torch.nn.Module, ids_BT: torch.Tensor) -> dict[str, torch
 
 
 def growth(changes: dict[int, Growth]) -> Growth:
-    """Fits {what: exponent of its change in the width}, by least squares."""
+    """Fits {activation: exponent of its change in the width} by least squares."""
     widths = [math.log(width) for width in changes]
     return {
         name: linear_regression(widths, [math.log(max(change[name], 1e-12)) for change in changes.values()]).slope

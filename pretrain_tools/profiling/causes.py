@@ -1,7 +1,7 @@
-"""Finds what slows a run down by rules over the ranks' steps, each with a threshold and a text with numbers.
+"""Diagnoses slow runs with rules, each with a threshold and a message with numbers.
 
-Everything is a median over the profiled steps, so that a single outlier step triggers no rule. Ranks are compared by
-their own time, which excludes the time they wait for others.
+All values are medians over the profiled steps, so a single outlier triggers no rule. Ranks are compared by their own
+time, which excludes waiting for other ranks.
 """
 
 import statistics
@@ -21,25 +21,25 @@ SLOW_SHARE = 0.15
 COMMUNICATION_SHARE = 0.30
 """Share of a step spent in exposed communication."""
 BUSY_SHARE = 0.15
-"""Share of a step that the main thread was runnable but waited for a core."""
+"""Share of a step in which the main thread was runnable but waited for a core."""
 IDLE_SHARE = 0.15
-"""Share of a step that a GPU is idle."""
+"""Share of a step in which a GPU is idle."""
 IDLE_SHARE_OF_CPU = 0.60
-"""IDLE_SHARE for a CPU, where Python between small operators is part of every step."""
+"""IDLE_SHARE on a CPU, higher because Python runs between small operators in every step."""
 BETWEEN_SHARE = 0.15
-"""Share of a step spent after its update: logging, agreement of the ranks."""
+"""Share of a step spent after its update, on logging and agreement of the ranks."""
 POINTWISE_SHARE = 0.45
 """Share of the GPU's kernel time spent in memory-bound kernels (pointwise, copies)."""
 BUSY = "busy machine"
 MOST_SWAPPED = 1000
-"""Pages per step that the machine reads back from swap."""
+"""Pages read back from swap per step."""
 LEAST_SECONDS = 1e-3
 """Time per step below which no rule applies, whatever the share."""
 
 
 @dataclass(frozen=True)
 class Cause:
-    """A reason for which the run is slow."""
+    """A reason why the run is slow."""
 
     name: str
     seconds: float
@@ -95,11 +95,11 @@ class Evidence:
 
     @cached_property
     def communication(self) -> float:
-        """Seconds per step in which no rank computes or is late: the minimum blocked time over ranks, by phase."""
+        """Seconds of pure communication per step: the minimum blocked time over ranks, summed over phases."""
         if len(self.ranks) == 1:
             return 0.0
         blocked = [rank.typical_parts("blocked_in") for rank in self.ranks]
-        # The last rank to enter a collective waits only for the transfer itself, so the minimum excludes stragglers.
+        # The last rank to enter a collective waits only for the transfer, so the minimum excludes stragglers.
         return sum(min(of_rank.get(part, 0.0) for of_rank in blocked) for part in blocked[0])
 
     def each(self, name: str) -> list[float]:
@@ -115,7 +115,7 @@ class Evidence:
         return max(0.0, rank.typical("blocked") - self.communication)
 
     def least(self, share: float) -> float:
-        """Returns the threshold of a rule in seconds, for its share of a step."""
+        """Returns a rule's threshold in seconds, for its share of a step."""
         return max(share * self.seconds, LEAST_SECONDS)
 
     def part(self, seconds: float) -> str:
@@ -124,9 +124,9 @@ class Evidence:
 
 
 def find_causes(evidence: Evidence) -> list[Cause]:
-    """Returns the causes found, the costliest first; [] if nothing is wrong.
+    """Returns the causes found, costliest first; [] if nothing is wrong.
 
-    A busy machine comes before all others, because it may be their reason.
+    A busy machine comes first, because it may explain the others.
     """
     rules = (
         busy_machine, slow_data, slow_rank, slow_communication, recompilations, synchronizing_lines, idle_device,
@@ -137,7 +137,7 @@ def find_causes(evidence: Evidence) -> list[Cause]:
 
 
 def named(ranks: list[RankSteps]) -> str:
-    """Formats ranks as 'rank 1' or 'ranks 0, 1 and 5'; of more than six, names the first five."""
+    """Formats ranks as 'rank 1' or 'ranks 0, 1 and 5'. If there are more than six, names the first five."""
     numbers = [f"{rank.rank}" for rank in ranks]
     if len(numbers) == 1:
         return f"rank {numbers[0]}"
@@ -163,7 +163,7 @@ def busy_machine(evidence: Evidence) -> Cause | None:
         f"({starved / evidence.seconds:.0%}) for a core"
     )
     remedy = (
-        "end what else runs there, or give this run fewer threads (OMP_NUM_THREADS) or processes; what is said of "
+        "stop other programs there, or give this run fewer threads (OMP_NUM_THREADS) or processes; findings about "
         "ranks and communication below may be its effect"
     )
     return Cause(BUSY, starved, text, remedy)
@@ -184,7 +184,7 @@ def slow_data(evidence: Evidence) -> Cause | None:
     seconds = worst.typical("data")
     verb = "waits" if len(late) == 1 else "wait"
     text = f"{named(late)} {verb} for data {evidence.part(seconds)} on {worst.facts['host']}{detail}"
-    remedy = "copy the shards to a disk of the machine itself, or look at what else loads the disk or the network"
+    remedy = "copy the shards to a local disk, or check for other load on the disk or the network"
     return Cause("waiting for data", seconds, text, remedy)
 
 
@@ -195,34 +195,34 @@ def slow_rank(evidence: Evidence) -> Cause | None:
     others = [other for other in evidence.ranks if other is not rank]
     own = rank.typical("own_with_core")
     usual = statistics.median(other.typical("own_with_core") for other in others)
-    # The median excludes the rank itself: with two ranks it would otherwise be half of its own baseline.
+    # The median excludes the rank itself. Otherwise, with two ranks, it would be half of its own baseline.
     excess = own - usual
     if excess < evidence.least(SLOW_SHARE):
         return None
     usual_idle = statistics.median(other.typical("idle") for other in others)
     how = "computing"
-    # Idle time explains most of the excess.
+    # True if idle time explains most of the excess.
     if rank.typical("idle") - usual_idle > excess / 2:
-        how = "the GPU idle" if evidence.on_device else "outside of any operator: Python, a lock or a sleep"
+        how = "the GPU idle" if evidence.on_device else "outside any operator: Python, a lock or a sleep"
     waits = ", ".join(
         f"rank {other.rank} {milliseconds(evidence.waiting(other))}"
         for other in sorted(others, key=evidence.waiting, reverse=True)[:3]
     )
     text = (
         f"rank {rank.rank} on {rank.facts['host']} ({rank.facts['device']}) takes {milliseconds(excess)} per step "
-        f"longer for itself than the others' median ({milliseconds(own)} against {milliseconds(usual)}, "
+        f"longer than the others' median ({milliseconds(own)} against {milliseconds(usual)}, "
         f"{excess / evidence.seconds:.0%} of the step), most of it in {phase_of_excess(rank, others)}, {how}; the "
         f"others wait for it: {waits}"
     )
     remedy = (
-        "look at that machine: other processes, a GPU that is hot or clocked down (nvidia-smi -q -d PERFORMANCE), "
-        "code that only this rank runs; or leave the machine out"
+        "check that machine for other processes, a hot or throttled GPU (nvidia-smi -q -d PERFORMANCE), or "
+        "code that only this rank runs; or exclude the machine"
     )
     return Cause("slow rank", excess, text, remedy)
 
 
 def phase_of_excess(rank: RankSteps, others: list[RankSteps]) -> str:
-    """Returns the phase in which the rank's own time exceeds that of the others most."""
+    """Returns the phase in which the rank's own time exceeds the others' most."""
 
     def own_phases(of: RankSteps) -> dict[str, float]:
         phases = of.typical_parts("phases")
@@ -240,10 +240,10 @@ def slow_communication(evidence: Evidence) -> Cause | None:
     seconds = evidence.communication
     if seconds < evidence.least(COMMUNICATION_SHARE):
         return None
-    text = f"communication takes {evidence.part(seconds)} in which nothing is computed and no rank is late"
+    text = f"communication takes {evidence.part(seconds)} during which nothing is computed and no rank is late"
     remedy = (
-        "more micro-steps or larger micro-batches per exchange, another strategy (plan.py ranks them), or a faster "
-        "link: NCCL_DEBUG=INFO names the one that is used"
+        "use more micro-steps or larger micro-batches per exchange, another strategy (plan.py ranks them), or a "
+        "faster link (NCCL_DEBUG=INFO prints the one in use)"
     )
     return Cause(COMMUNICATION, seconds, text, remedy)
 
@@ -255,7 +255,7 @@ def recompilations(evidence: Evidence) -> Cause | None:
         return None
     steps = len(evidence.ranks[0].steps)
     longest = max(found, key=lambda compiled: compiled["seconds"])
-    # All ranks wait for the one that compiles longest.
+    # All ranks wait for the slowest to compile.
     seconds = max(sum(compiled["seconds"] for compiled in rank.facts["compilations"]) for rank in compiling) / steps
     reason = f": {longest['reason']}" if longest["reason"] else ""
     text = (
@@ -267,9 +267,9 @@ def recompilations(evidence: Evidence) -> Cause | None:
 
 
 def synchronizing_lines(evidence: Evidence) -> Cause | None:
-    """Finds lines that wait for the device in every micro-step; those in the update are only listed in the report."""
+    """Finds lines that wait for the device in every micro-step. The report lists lines in the update separately."""
     lines = {line: count for line, count in lines_per_step(evidence).items() if line[2] in (FORWARD, BACKWARD)}
-    # Fewer than one per micro-step is normal: reading the loss for the log, for example.
+    # Fewer than one per micro-step is normal, for example reading the loss for the log.
     lines = {line: count for line, count in lines.items() if count >= evidence.micro_steps}
     if not lines:
         return None
@@ -279,7 +279,7 @@ def synchronizing_lines(evidence: Evidence) -> Cause | None:
     )
     more = f" and {len(lines) - 5} more" if len(lines) > 5 else ""
     idle = evidence.median("idle") if evidence.on_device else 0.0
-    cost = "on a CPU it costs little; on a GPU the host waits there for all that it has launched"
+    cost = "on a CPU it costs little; on a GPU, the CPU would wait there for all launched kernels"
     if evidence.on_device:
         cost = f"the GPU is idle {milliseconds(idle)} per step"
     verb = "waits" if len(lines) == 1 else "wait"
@@ -289,7 +289,7 @@ def synchronizing_lines(evidence: Evidence) -> Cause | None:
 
 
 def lines_per_step(evidence: Evidence) -> dict[tuple[str, str, str], float]:
-    """Returns {(place, call, phase): times per step} for lines that wait for the device, the most frequent first."""
+    """Returns {(place, call, phase): times per step} for lines that wait for the device, most frequent first."""
     found: Counter[tuple[str, str, str]] = Counter()
     for rank in evidence.ranks:
         for line in rank.facts["sync_lines"]:
@@ -299,16 +299,16 @@ def lines_per_step(evidence: Evidence) -> dict[tuple[str, str, str], float]:
 
 
 def idle_device(evidence: Evidence) -> Cause | None:
-    """Finds idle time that all ranks have; a single rank's idle time is found by `slow_rank`."""
+    """Finds idle time on all ranks. `slow_rank` finds a single rank's idle time."""
     idle = min(evidence.each("idle_in_passes"))
     if idle < evidence.least(IDLE_SHARE if evidence.on_device else IDLE_SHARE_OF_CPU):
         return None
     if not evidence.on_device:
-        text = f"Python takes {evidence.part(idle)} between operators: they are too small"
-        return Cause("host", idle, text, "compile: regional, and larger micro-batches")
+        text = f"Python takes {evidence.part(idle)} between operators, which are too small"
+        return Cause("host", idle, text, "use compile: regional and larger micro-batches")
     kernels = max(evidence.each("launched"))
-    text = f"the GPU is idle {evidence.part(idle)}: the host is too slow to launch {kernels:,.0f} kernels per step"
-    remedy = "compile: regional or full makes fewer kernels, larger micro-batches larger ones; a faster core helps too"
+    text = f"the GPU is idle {evidence.part(idle)}: the CPU is too slow to launch {kernels:,.0f} kernels per step"
+    remedy = "use compile: regional or full for fewer kernels, larger micro-batches for larger ones, or a faster CPU"
     return Cause("host", idle, text, remedy)
 
 
@@ -316,8 +316,8 @@ def slow_between_steps(evidence: Evidence) -> Cause | None:
     seconds = max(evidence.each("idle_between"))
     if seconds < evidence.least(BETWEEN_SHARE):
         return None
-    text = f"what is done between steps takes {evidence.part(seconds)}: logs, trackers, the agreement of the ranks"
-    remedy = "a larger logging.every_steps, fewer trackers, a run folder on a faster disk"
+    text = f"work between steps takes {evidence.part(seconds)}: logs, trackers, agreement of the ranks"
+    remedy = "use a larger logging.every_steps, fewer trackers, or a run folder on a faster disk"
     return Cause("between steps", seconds, text, remedy)
 
 
@@ -328,26 +328,26 @@ def full_memory(evidence: Evidence) -> Cause | None:
     retries, rank = most("retries_per_step")
     if retries:
         text = (
-            f"the GPU's memory is too full: on {named([rank])} torch gave its caches back and asked again "
+            f"the GPU's memory is too full: on {named([rank])} torch freed its cache and retried an allocation "
             f"{retries:.1f} times per step"
         )
-        return Cause("memory", 0.0, text, "smaller micro-batches, or PYTORCH_ALLOC_CONF=expandable_segments:True")
+        return Cause("memory", 0.0, text, "use smaller micro-batches, or PYTORCH_ALLOC_CONF=expandable_segments:True")
     pages, rank = most("swapped_per_step")
     if pages >= MOST_SWAPPED:
-        text = f"the machine of {named([rank])} swaps: {pages:,.0f} pages per step are read back from its disk"
-        return Cause("memory", 0.0, text, "fewer processes on it, or smaller micro-batches")
+        text = f"the machine of {named([rank])} swaps: {pages:,.0f} pages per step are read back from disk"
+        return Cause("memory", 0.0, text, "use fewer processes on it, or smaller micro-batches")
     return None
 
 
 def kernel_shares(evidence: Evidence) -> dict[str, tuple[float, float]]:
-    """Returns {kind: (seconds per step, share of the step)}, medians over the ranks; exposed communication only."""
+    """Returns {kind: (seconds per step, share of the step)}, medians over the ranks. Counts exposed communication."""
     found = medians(rank.typical_parts("kernels") for rank in evidence.ranks)
     found[COMMUNICATION] = evidence.communication
     return {kind: (seconds, seconds / evidence.seconds) for kind, seconds in found.items()}
 
 
 def wasteful_kernels(evidence: Evidence) -> Cause | None:
-    """Finds memory-bound kernels. GPU only: on a CPU, a small model's step is mostly overhead."""
+    """Finds memory-bound kernels on GPUs. On a CPU, a small model's step is mostly overhead."""
     if not evidence.on_device:
         return None
     shares = kernel_shares(evidence)
@@ -358,6 +358,6 @@ def wasteful_kernels(evidence: Evidence) -> Cause | None:
             f"pointwise kernels and copies take {moved / computed:.0%} of the GPU's work ({milliseconds(moved)} per "
             f"step): they move memory and compute little; compile is {evidence.compile_mode}"
         )
-        # The time lost assumes that fusion leaves such kernels at 25% of the work.
-        return Cause("kernels", moved - 0.25 * computed, text, "compile: regional joins them")
+        # The time lost assumes that fusion reduces these kernels to 25% of the work.
+        return Cause("kernels", moved - 0.25 * computed, text, "use compile: regional to fuse them")
     return None

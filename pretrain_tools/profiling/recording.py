@@ -1,7 +1,7 @@
 """Records the steps of a profile on one rank: trace, machine load, memory, and lines that wait for the device.
 
-A step of a large model has 100,000 profiler events, so they are collected in blocks of steps that fit into host
-memory, and only the last block's trace is written to a file.
+A step of a large model has 100,000 profiler events. They are collected in blocks of steps that fit into CPU memory,
+and only the last block's trace is written to a file.
 """
 
 import os
@@ -43,12 +43,12 @@ LOADAVG = Path("/proc/loadavg")
 
 
 class PhaseMarks:
-    """Marks the phases of a step in the trace; exactly one is open at any time, so that they add up to the step."""
+    """Marks the phases of a step in the trace. Exactly one is open at any time, so they add up to the step."""
 
     def __init__(self, run: Run, read_ahead: ReadAhead):
         strategy = run.strategy
         self.phase = BETWEEN_STEPS
-        """The phase that is open now."""
+        """The current phase."""
         self._step: record_function | None = None
         self._open: record_function | None = None
         self._marked: list[tuple[Any, str]] = []
@@ -59,7 +59,7 @@ class PhaseMarks:
         self._mark_pauses(run)
 
     def _mark(self, owner: Any, verb: str, during: str, after: str | None) -> None:
-        """Wraps a method so that it enters a phase, and another one on return (None: the previous one)."""
+        """Wraps a method to enter the phase `during` and, on return, `after` (None: the previous phase)."""
         call = getattr(owner, verb)
 
         def marked(*arguments: Any, **named: Any) -> Any:
@@ -69,7 +69,7 @@ class PhaseMarks:
             self._enter(after or before)
             return result
 
-        # Set on the instance, not on its class, so that `remove` can restore the method by deleting the attribute.
+        # Set on the instance, so that `remove` can restore the class's method by deleting the attribute.
         setattr(owner, verb, marked)
         self._marked.append((owner, verb))
 
@@ -98,13 +98,13 @@ class PhaseMarks:
         self._open.__enter__()
 
     def begin_step(self, step: int) -> None:
-        """Opens a step's mark. step: number as in the log."""
+        """Opens a step's mark. step: its number in the log."""
         self._step = record_function(f"{STEP}{step}")
         self._step.__enter__()
         self._enter(BETWEEN_STEPS)
 
     def end_step(self) -> None:
-        # record_function ranges must nest: close the inner one first.
+        # record_function ranges must nest, so close the inner one first.
         for mark in (self._open, self._step):
             mark.__exit__(None, None, None)
         self._open = None
@@ -138,7 +138,7 @@ class Recording:
         self._retries = self._count_retries()
 
     def begin_block(self, step: int) -> None:
-        """Starts the profiler for a block of steps, on all ranks together. step: number of the next step."""
+        """Starts the profiler for a block of steps, on all ranks. step: number of the next step."""
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # otherwise the profiler logs to stderr
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self.on_device else [])]
         self._profiler = profile(activities=activities)
@@ -186,11 +186,11 @@ class Recording:
                 self._profiler.export_chrome_trace(str(path))
             except (OSError, RuntimeError) as error:
                 self._problem(error)
-        # The events take hundreds of megabytes; training goes on.
+        # Frees the events, which take hundreds of megabytes.
         del self._profiler
 
     def close(self) -> None:
-        """Removes the marks and ends everything that was begun."""
+        """Removes the marks and ends the current step and profiler."""
         self._lines.end()
         self._marks.remove()
 
@@ -203,8 +203,8 @@ class Recording:
         self.problems.append(f"rank {self.strategy.ranks.rank}: {one_line(error)}")
 
     def summary(self) -> dict[str, Any]:
-        """Returns everything that the verdict needs from this rank, as plain values that can be gathered."""
-        # If a block could not be read there are fewer records than steps, and then there is no verdict.
+        """Returns this rank's data for the verdict, as plain values for gathering."""
+        # If a block could not be read, there are fewer records than steps, and no verdict is made.
         steps = [asdict(record) | beside for record, beside in zip(self.records, self._beside, strict=False)]
         return {
             "rank": self.strategy.ranks.rank,
@@ -236,17 +236,17 @@ class Recording:
         return count / max(1, len(self.records))
 
     def _count_retries(self) -> int:
-        """Returns how often an allocation failed and torch freed its cached memory and tried again."""
+        """Returns how often torch freed its cache and retried a failed allocation."""
         return torch.cuda.memory_stats(self.strategy.device).get("num_alloc_retries", 0) if self.on_device else 0
 
 
 def pages_swapped_in() -> int:
-    """Returns the pages that the machine has read back from swap since it booted; 0 if unknown."""
+    """Returns the pages read back from swap since the machine booted; 0 if unknown."""
     return psutil.swap_memory().sin // resource.getpagesize()
 
 
 def read_machine() -> dict[str, float]:
-    """Reads the fields cpu, starved and runnable of a StepRecord; the first two count from the thread's start.
+    """Reads the fields cpu, starved and runnable of a StepRecord. The first two count from the thread's start.
 
     The last two are 0 except on Linux.
     """
@@ -259,7 +259,7 @@ def read_machine() -> dict[str, float]:
 
 
 def compilations_since(began: float) -> list[dict[str, Any]]:
-    """Returns place, reason and seconds of every compilation by torch.compile since `began` (seconds since 1970)."""
+    """Returns place, reason and seconds of torch.compile's compilations since `began` (seconds since 1970)."""
     if "torch._dynamo" not in sys.modules:
         return []
     # Private, but the only source of recompilation reasons besides the log.

@@ -35,7 +35,7 @@ def verdict_of(evidence: Evidence, causes: Sequence[Cause]) -> str:
         "neither": evidence.median("idle"),
     }
     said = ", ".join(f"{name} {seconds / evidence.seconds:.0%}" for name, seconds in shares.items())
-    return f"Nothing is wrong: of a step of {milliseconds(evidence.seconds)} {said}"
+    return f"Nothing is wrong. A step takes {milliseconds(evidence.seconds)}: {said}"
 
 
 def report_text(evidence: Evidence, causes: Sequence[Cause], title: str) -> str:
@@ -53,7 +53,7 @@ def report_text(evidence: Evidence, causes: Sequence[Cause], title: str) -> str:
 
 
 def ranks_text(evidence: Evidence) -> str:
-    """Formats a table of how each rank spends a step; of many ranks only the slowest RANKS_SHOWN."""
+    """Formats a table of each rank's time per step, limited to the RANKS_SHOWN slowest."""
     columns = ("step", "worst", "computing", "data", "communication", "waiting for ranks", "idle", "no core")
     rows = [["ms per step", *columns]]
 
@@ -65,7 +65,7 @@ def ranks_text(evidence: Evidence) -> str:
             max(step.seconds for step in rank.steps),
             rank.typical("busy"),
             rank.typical("data"),
-            # Blocked time beyond waiting for slower ranks is the transfer itself.
+            # Blocked time beyond waiting for slower ranks is communication.
             rank.typical("blocked") - waiting,
             waiting,
             rank.typical("idle"),
@@ -73,7 +73,7 @@ def ranks_text(evidence: Evidence) -> str:
         ]
         rows.append([f"rank {rank.rank}", *(f"{1e3 * value:,.1f}" for value in seconds)])
     left_out = len(evidence.ranks) - len(slowest)
-    more = f"\n... and {left_out} that take less" if left_out else ""
+    more = f"\n... and {left_out} faster ones" if left_out else ""
     return table(rows, right=set(range(1, len(rows[0])))) + more
 
 
@@ -92,7 +92,7 @@ def kernels_text(evidence: Evidence) -> str:
 
 
 def lines_text(evidence: Evidence) -> str:
-    """Formats the lines that wait for the device, including harmless ones; '' if there are none."""
+    """Formats the lines that wait for the device, including harmless ones."""
     lines = [
         f"  {place}  {call} in {phase}, {count:.3g} per step"
         for (place, call, phase), count in list(lines_per_step(evidence).items())[:LINES_SHOWN]
@@ -108,14 +108,14 @@ def memory_text(evidence: Evidence) -> str:
     memory = most.facts["memory"]
     if "total" in memory:
         return (
-            f"memory of rank {most.rank}: tensors {bytes_text(memory['allocated_peak'])} at the peak, torch holds "
+            f"memory of rank {most.rank}: tensors {bytes_text(memory['allocated_peak'])} at the peak, torch reserves "
             f"{bytes_text(memory['reserved_peak'])} of {bytes_text(memory['total'])}"
         )
     return f"memory of rank {most.rank}: {bytes_text(memory['resident_peak'])} resident at the peak"
 
 
 def write_profile(folder: Path, run: Path, evidence: Evidence, causes: Sequence[Cause]) -> str:
-    """Writes report.txt and report.json, and returns the text. Raises OSError."""
+    """Writes report.txt and report.json. Returns the text. Raises OSError."""
     folder.mkdir(parents=True, exist_ok=True)
     steps = [step.step for step in evidence.ranks[0].steps]
     title = (

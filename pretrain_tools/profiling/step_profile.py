@@ -12,24 +12,24 @@ from pretrain_tools.profiling.report import verdict_of, write_profile
 from pretrain_tools.profiling.trace_events import StepRecord
 
 STEPS_OF_BLOCK = 5
-"""Steps whose events are in memory together: a step of a large model has 100,000, about 30 MB of trace as JSON."""
+"""Steps per block. A large model's step has 100,000 events, about 30 MB of trace as JSON."""
 WARM_UP_STEPS = 5
-"""Steps after the start that are not profiled, because they compile and create the optimizer's state."""
+"""Number of steps skipped after the start, because they compile and create the optimizer's state."""
 MOST_STEPS = 100
 """Largest number of profiled steps."""
 
 
 def refuse_profile(steps: int, first_step: int, total_steps: int) -> None:
-    """Raises InputError if --profile asks for more steps than the run has left, or than a report is made of."""
+    """Raises InputError if --profile exceeds MOST_STEPS or the run's remaining steps."""
     if not 1 <= steps <= MOST_STEPS:
-        raise InputError(f"--profile: {steps} steps cannot be profiled; give 1 to {MOST_STEPS}")
+        raise InputError(f"--profile: {steps} steps can't be profiled; give 1 to {MOST_STEPS}")
     begins_at = first_step + WARM_UP_STEPS
     left = max(0, total_steps - begins_at - 1)
     if steps > left:
-        remedy = f"give {left} or fewer" if left else "nothing is left to profile"
+        remedy = f"give {left} or fewer" if left else "no steps are left to profile"
         raise InputError(
-            f"--profile: {steps} steps from step {begins_at + 2:,} on are more than the {left} that the run of "
-            f"{total_steps:,} has; {remedy}"
+            f"--profile: {steps} steps from step {begins_at + 2:,} on are more than the {left} left in the run of "
+            f"{total_steps:,}; {remedy}"
         )
 
 
@@ -37,7 +37,7 @@ class StepProfile:
     """Takes and reports one profile. All ranks must call its methods at the same steps.
 
     Args:
-        steps: number of steps, checked by `refuse_profile`. One more before them warms up the profiler.
+        steps: number of steps, checked by `refuse_profile`. One extra step warms up the profiler.
     """
 
     def __init__(self, run: Run, read_ahead: ReadAhead, steps: int):
@@ -47,7 +47,7 @@ class StepProfile:
         self.log = run.log
         self._steps = steps
         self._begins_at: int | None = run.state.step + WARM_UP_STEPS
-        """Step after which the recording begins; None once it has ended."""
+        """Step after which the recording begins; None after it has ended."""
         self._recording: Recording | None = None
 
     def after_step(self) -> None:
@@ -64,7 +64,7 @@ class StepProfile:
 
     def _begin(self) -> None:
         step = self.run.state.step
-        self.log.say(f"profiling {self._steps} steps from step {step + 2:,} on; training goes on")
+        self.log.say(f"profiling {self._steps} steps from step {step + 2:,} on; training continues")
         self._recording = Recording(self.run, self.read_ahead, self.folder)
         self._next = step + 1
         self._recording.begin_block(step + 1)
@@ -73,16 +73,16 @@ class StepProfile:
         step = self.run.state.step
         if step != self._next:  # the run rolled back
             self._recording.abandon()
-            return self._finish({"problem": f"given up: the run went back to step {step:,} in the profiled steps"})
+            return self._finish({"problem": f"canceled: the run rolled back to step {step:,} during the profile"})
         self._next = step + 1
-        recorded = step - self._begins_at - 1  # without the first, which warms the profiler up
+        recorded = step - self._begins_at - 1  # without the warm-up step
         is_last = recorded == self._steps
         if recorded % STEPS_OF_BLOCK and not is_last:
             return self._recording.end_step(following=step + 1)
         self._recording.end_step(following=None)
         with self.run.pausing("the profile"):
             self._recording.end_block(is_first=recorded == 0, is_last=is_last)
-            # Reading a trace takes seconds; without a heartbeat the watchdog would report a hang.
+            # Reading a trace takes seconds. Without a heartbeat, the watchdog would report a hang.
             self.run.watch.beat()
             if not is_last:
                 return self._recording.begin_block(step + 1)
@@ -91,7 +91,7 @@ class StepProfile:
             return self._finish(self._report(summaries) if self.strategy.ranks.is_main else {})
 
     def _report(self, summaries: list[dict]) -> dict:
-        """Writes the report and returns the verdict, or the problem; no failure here ends the run."""
+        """Writes the report and returns the verdict or the problem. A failure here doesn't end the run."""
         config = self.run.config
         plan = self.run.plan
         last_step = self._begins_at + self._steps
@@ -99,7 +99,7 @@ class StepProfile:
         batches = plan.batches
         width = batches.readers[batches.folders[0]].manifest.bytes_per_id
         sequences = stage.sequences_per_micro_batch * self.strategy.micro_batches_per_call
-        # If a rank lacks steps, its median would be over other steps than those of the other ranks.
+        # If a rank lacks steps, its medians aren't comparable with the other ranks'.
         if short := [summary for summary in summaries if len(summary["steps"]) < self._steps]:
             return {"problem": f"cannot be read: {'; '.join(short[0]['problems']) or 'steps are missing'}"}
         try:

@@ -1,7 +1,7 @@
 """Finds lines of code that wait for the device: `.item()`, `if tensor:`, `.tolist()`, `.cpu()`, boolean masks.
 
-Each of them drains the GPU's queue, and the GPU then idles until the host has launched more kernels. They are counted
-by wrapping the methods, and on a GPU also through torch's synchronization warnings. Stack traces of the profiler would
+Each of them drains the GPU's queue, and the GPU idles until the CPU has launched more kernels. They are counted by
+wrapping the methods, and on a GPU also through torch's synchronization warnings. The profiler's stack traces would
 find them too, but slow down every call.
 """
 
@@ -27,11 +27,11 @@ PASSED_OVER = (str(Path(torch.__file__).parent), __file__, warnings.__file__)
 READS_OF_THE_HOST = tuple(
     str(PACKAGES / "pretrain" / name) for name in ("model/cpu_attention", "parallel/pipeline_stages")
 )
-"""Code that reads tensors which are on the host even if there is a GPU; in a CPU run they cannot be told apart."""
+"""Code that reads CPU tensors even on a machine with a GPU. In a CPU run they can't be distinguished."""
 PHASES = (WAITING_FOR_DATA, FORWARD, BACKWARD, UPDATE)
-# Threads that C++ code starts, such as autograd's, appear in Python only as this private class.
+# Python represents threads started by C++ code, such as autograd's, only by this private class.
 OF_THE_PASSES = type(threading.main_thread()), threading._DummyThread
-"""Types of the threads that compute: the main thread and autograd's. Others write checkpoints or read ahead."""
+"""Types of computing threads: the main thread and autograd's. Others write checkpoints or read ahead."""
 WARNING = "called a synchronizing CUDA operation"
 
 
@@ -39,8 +39,8 @@ class SyncLines:
     """Counts the lines that wait for the device between `begin` and `end`.
 
     Args:
-        phase: returns the current phase of the step; waiting between steps is allowed.
-        device_type: type of the device that computes, cuda or cpu.
+        phase: returns the current phase of the step. Waiting between steps is allowed.
+        device_type: cuda or cpu.
     """
 
     def __init__(self, phase: Callable[[], str], device_type: str):
@@ -71,7 +71,7 @@ class SyncLines:
         self._counts.clear()
 
     def found(self) -> list[dict[str, Any]]:
-        """Returns dicts of place ('file:line'), call, phase and count, the most frequent first."""
+        """Returns dicts of place ('file:line'), call, phase and count, most frequent first."""
         return [
             {"place": place, "call": call, "phase": phase, "count": count}
             for (place, call, phase), count in self._counts.most_common()
@@ -79,7 +79,7 @@ class SyncLines:
 
     def _replace(self, name: str) -> None:
         method = getattr(torch.Tensor, name)
-        # Inherited methods are restored by deletion; setting them on the class would shadow the parent's for good.
+        # Inherited methods are restored by deletion. Setting them would shadow the parent's permanently.
         if own := vars(torch.Tensor).get(name):
             self._undo.callback(setattr, torch.Tensor, name, own)
         else:
@@ -90,13 +90,13 @@ class SyncLines:
             was = self._is_inside
             self._is_inside = True
             try:
-                if not was and tensor.device.type == self._device_type:  # a tensor on the host needs no wait
+                if not was and tensor.device.type == self._device_type:  # a CPU tensor needs no wait
                     self._count(called)
                 return method(tensor, *arguments, **named)
             finally:
                 self._is_inside = was
 
-        # Compiled code does not call these methods, but a graph break may; dynamo must then not trace the wrapper.
+        # Compiled code calls these methods only at graph breaks. Dynamo must not trace the wrapper.
         compiles = "torch._dynamo" in sys.modules
         setattr(torch.Tensor, name, torch.compiler.disable(counted_method) if compiles else counted_method)
 
@@ -107,7 +107,7 @@ class SyncLines:
             self._count("an operation that waits for the device")
 
     def _count(self, called: str) -> None:
-        # Waiting is fine between steps and in threads that write or read files.
+        # Waiting between steps, and in threads that read or write files, doesn't count.
         if self._phase() not in PHASES or not isinstance(threading.current_thread(), OF_THE_PASSES):
             return
         frame = sys._getframe(1)

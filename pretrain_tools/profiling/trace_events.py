@@ -1,7 +1,7 @@
-"""Divides a step into work, waiting and kinds of kernels, from torch.profiler's events.
+"""Divides a step into work, waiting and kinds of kernels, based on torch.profiler's events.
 
-On a GPU this uses the device's timeline: kernels, exposed collectives, and idle time. On a CPU it uses the main
-thread's: its operators, and collectives that run while it is idle.
+A GPU's timeline has kernels, exposed collectives and idle time. On a CPU, the main thread's timeline has operators,
+and collectives that run while it is idle.
 """
 
 import functools
@@ -16,13 +16,13 @@ import numpy as np
 
 MARK = "groundwork: "
 STEP = f"{MARK}step "
-"""Prefix of the mark of a whole step."""
+"""Prefix of a whole step's mark."""
 WAITING_FOR_DATA = "data"
 FORWARD = "forward"
 BACKWARD = "backward"
 UPDATE = "update"
 BETWEEN_STEPS = "between"
-"""Phase between two micro-steps or two steps; tasks such as a save have phases of their own."""
+"""Phase between two micro-steps or two steps. Tasks such as a save have separate phases."""
 
 OPTIMIZER = "optimizer"
 COMMUNICATION = "communication"
@@ -46,18 +46,18 @@ KERNEL_NAMES = (
 KINDS = ("matmuls", "attention", "loss", OPTIMIZER, POINTWISE, "copies")
 """Kinds of kernels, in the order of the report."""
 COMPILED = ("## Call CompiledFxGraph", "Torch-Compiled Region")
-"""Prefixes of torch's names for compiled code, whose generated CPU kernels have no events of their own."""
+"""Prefixes of torch's names for compiled code. Its generated CPU kernels have no separate events."""
 NO_WORK = ("autograd::", "c10d::", "_c10d_functional", "profiler::")
 LAUNCH = re.compile(r"^(cuda|cu|hip)[A-Z]")
-"""Names of runtime calls. Operators have correlation IDs of their own that may coincide with those of kernels."""
+"""Names of runtime calls. Operators use separate correlation IDs, which may coincide with the kernels'."""
 
 
 Work = dict[str, list[tuple[int, int]]]
-"""{kind: spans of time in which such work was done}; times in nanoseconds, which may overlap."""
+"""{kind: time spans of this work}, in nanoseconds; they may overlap."""
 
 
 class TraceEvent(NamedTuple):
-    """An event of a trace; times in nanoseconds since 1970."""
+    """A trace event, with times in nanoseconds since 1970."""
 
     name: str
     start: int
@@ -66,11 +66,11 @@ class TraceEvent(NamedTuple):
     kind: str = "operator"
     """operator, mark (a record_function range), collective, or kernel (on the device)."""
     correlation: int = 0
-    """Number that a kernel shares with the call that launched it; 0: none."""
+    """ID shared by a kernel and its launching call; 0: none."""
 
 
 class Spans:
-    """A sorted set of non-overlapping time spans, shape (n, 2), in nanoseconds; overlapping input is merged."""
+    """A sorted set of non-overlapping time spans, shape (n, 2), in nanoseconds. Merges overlapping input."""
 
     def __init__(self, pairs: Iterable[tuple[int, int]]):
         pairs = np.array(sorted(pairs), dtype=np.int64).reshape(-1, 2)
@@ -96,20 +96,20 @@ class Spans:
 
 @dataclass
 class StepRecord:
-    """The times of one rank's step, in seconds: `busy`, `blocked`, `data` and `idle` add up to `seconds`."""
+    """Times of one rank's step in seconds. `busy`, `blocked`, `data` and `idle` add up to `seconds`."""
 
     step: int
     seconds: float
     busy: float = 0.0
-    """Time in which the device computed, or on a CPU the main thread's operators."""
+    """Time of computing on the device, or of the main thread's operators on a CPU."""
     blocked: float = 0.0
-    """Time in which a collective ran that no computation hid."""
+    """Time of exposed collectives."""
     data: float = 0.0
-    """Time in which neither happened and the loop waited for a batch."""
+    """Time of waiting for a batch, without computing or communication."""
     idle: float = 0.0
-    """Time in which neither happened for another reason: Python between operators, or tasks between steps."""
+    """Remaining time: Python between operators, or tasks between steps."""
     phases: dict[str, float] = field(default_factory=dict)
-    """Total time by phase; adds up to `seconds` as well."""
+    """Total time by phase; also adds up to `seconds`."""
     blocked_in: dict[str, float] = field(default_factory=dict)
     """Part of `blocked` by 'MICRO_STEP/PHASE'."""
     idle_in: dict[str, float] = field(default_factory=dict)
@@ -123,7 +123,7 @@ class StepRecord:
     starved: float = 0.0
     """Time in which the main thread was runnable but waited for a core."""
     runnable: int = 0
-    """Number of runnable processes and threads on the machine at the end of the step."""
+    """Runnable processes and threads on the machine at the end of the step."""
 
     @property
     def unblocked(self) -> float:
@@ -132,17 +132,17 @@ class StepRecord:
 
     @property
     def own(self) -> float:
-        """Time that this rank spent itself, without waiting for other ranks or data."""
+        """This rank's time without waiting for other ranks or data."""
         return self.unblocked - self.data
 
     @property
     def own_with_core(self) -> float:
-        """Own time without the time that the rank waited for a core."""
+        """Own time minus the time without a core."""
         return max(0.0, self.own - self.starved)
 
     @property
     def idle_in_passes(self) -> float:
-        """Idle time in forward, backward and update, but not that of a thread without a core: the machine is busy."""
+        """Idle time in forward, backward and update, minus the time without a core on a busy machine."""
         return sum(self.idle_in.get(phase, 0.0) for phase in (FORWARD, BACKWARD, UPDATE)) - self.starved
 
     @property
@@ -152,11 +152,11 @@ class StepRecord:
 
 
 def read_events(profiler: Any) -> list[TraceEvent]:
-    """Reads the events of a torch.profiler.profile that has stopped."""
+    """Reads the events of a stopped torch.profiler.profile."""
     from torch.autograd import DeviceType
 
     found = []
-    # The raw events: profiler.events() would build a tree of Python objects, which is slow for so many.
+    # Uses the raw events, because profiler.events() builds a tree of Python objects, which is slow.
     for event in profiler.profiler.kineto_results.events():
         name = event.name()
         on_device = event.device_type() != DeviceType.CPU
@@ -166,7 +166,7 @@ def read_events(profiler: Any) -> list[TraceEvent]:
         kind = "kernel" if on_device else "mark" if is_mark else "operator"
         if name.startswith("gloo:"):
             kind = "collective"
-        # Ignore the correlation IDs of operators: they count from 1 as well, and do not refer to kernels.
+        # Ignore the operators' correlation IDs. They also start at 1, but don't refer to kernels.
         correlation = event.correlation_id() if on_device or LAUNCH.match(name) else 0
         found.append(TraceEvent(name, event.start_ns(), event.end_ns(), event.start_thread_id(), kind, correlation))
     return found
@@ -174,34 +174,34 @@ def read_events(profiler: Any) -> list[TraceEvent]:
 
 @functools.cache
 def kernel_kind(name: str) -> str:
-    """Classifies an operator or kernel by its name alone."""
+    """Classifies an operator or kernel by its name."""
     return next((kind for kind, pattern in KERNEL_NAMES if pattern.search(name)), POINTWISE)
 
 
 def is_work(name: str) -> bool:
-    """Tells if an operator's own time is work; that of autograd nodes and of calls to collectives is not."""
+    """Tells if an operator's own time is work. Autograd nodes and calls to collectives aren't work."""
     return name.startswith(COMPILED) or ("::" in name and not name.startswith(NO_WORK))
 
 
 @dataclass
 class _Open:
-    """An operator that has begun and not ended."""
+    """An operator that hasn't ended."""
 
     event: TraceEvent
     inherited: str | None
     since: int
-    """Start of its current own time: the end of the last operator that it called."""
+    """Start of its current own time: the end of the last called operator."""
     waits: bool = False
-    """True for a Python-level operator (DTensor) that dispatches itself again or communicates: its own time may be
+    """True for a Python-level operator (DTensor) that dispatches itself again or communicates. Its own time may be
     waiting."""
     pieces: list[tuple[str, tuple[int, int]]] = field(default_factory=list)
-    """Its own time, without the operators that it called: (kind, (start, end))."""
+    """Its own time, without called operators: (kind, (start, end))."""
 
 
 def walk(events: Iterable[TraceEvent], is_update: Callable[[int], bool], launched: dict[int, str]) -> Work:
-    """Walks one thread's operators; returns their own work.
+    """Walks one thread's operators and returns their own work.
 
-    launched: receives the inherited kinds of kernels by correlation ID.
+    launched: filled with the kinds that kernels inherit, by correlation ID.
     """
     work: Work = defaultdict(list)
     stack: list[_Open] = []
@@ -242,7 +242,7 @@ def walk(events: Iterable[TraceEvent], is_update: Callable[[int], bool], launche
 def read_steps(events: list[TraceEvent], *, on_device: bool) -> list[StepRecord]:
     """Returns the whole steps in a trace.
 
-    on_device: True if kernels run on a GPU; otherwise the main thread's operators count as work.
+    on_device: True if kernels run on a GPU. Otherwise the main thread's operators count as work.
     """
     marks = sorted((event for event in events if event.name.startswith(MARK)), key=lambda mark: mark.start)
     steps = [mark for mark in marks if mark.name.startswith(STEP)]
@@ -267,7 +267,7 @@ def read_steps(events: list[TraceEvent], *, on_device: bool) -> list[StepRecord]
             work[COMMUNICATION].append((event.start, event.end))
     by_kind = {kind: Spans(work[kind]) for kind in KINDS}
     busy = Spans(itertools.chain.from_iterable(work[kind] for kind in KINDS))
-    # Communication that no computation hides is the time in which there is either, but no computation.
+    # Exposed communication is the union of communication and computing, minus computing.
     either = Spans(itertools.chain.from_iterable(work.values()))
     starts = np.array([start for spans in work.values() for start, _ in spans])
     records = []
@@ -292,7 +292,7 @@ def read_steps(events: list[TraceEvent], *, on_device: bool) -> list[StepRecord]
             worked = either.seconds(*within)
             _add(record.phases, name, seconds)
             _add(record.blocked_in, f"{micro_step}/{name}", worked - busy.seconds(*within))
-            # Clamp: host and device times may overlap by a few nanoseconds.
+            # Clamped, because CPU and device times may overlap by a few nanoseconds.
             _add(record.idle_in, name, max(0.0, seconds - worked))
         record.data = record.idle_in.pop(WAITING_FOR_DATA, 0.0)
         record.idle = max(0.0, record.seconds - record.busy - record.blocked - record.data)
@@ -305,7 +305,7 @@ def _add(sums: dict[str, float], name: str, seconds: float) -> None:
 
 
 def kind_of_kernel(event: TraceEvent, launched: Mapping[int, str]) -> str:
-    """Returns the kind of a kernel: that of the operators around its launch, except for communication, by name."""
-    # The launching operator comes before the kernel's name: a matmul within attention counts as attention.
+    """Returns a kernel's kind, from the operators around its launch. Communication is classified by name."""
+    # The launching operator takes precedence over the kernel's name, so a matmul in attention counts as attention.
     by_name = kernel_kind(event.name)
     return by_name if by_name == COMMUNICATION else launched.get(event.correlation, by_name)

@@ -1,13 +1,13 @@
 """Publishes models on the Hub: publish.py.
 
-A card states what the run's files say, and nothing else (docs/publish.md).
+A card only states facts from the run's files (docs/publish.md).
 
     publish, staging, hub_upload: the command; the files of a revision; the upload
-    facts: what a run's files say of a model
+    facts: facts about a model from the run's files
     card: the model card, from templates/
-    training_content: the summary of training content that EU law asks for, from templates/
+    training_content: the summary of training content required by EU law, from templates/
     materials: the bill of materials (CycloneDX)
-    provenance: what a published folder was made from, and whether it was changed
-    gguf_file, gguf_comparison: the model as one file for llama.cpp; the two compared
-    signature: by a key, on request
+    provenance: the origin of a published folder; detects changes
+    gguf_file, gguf_comparison: the model as one file for llama.cpp; a comparison of the two
+    signature: an optional signature with a key
 """

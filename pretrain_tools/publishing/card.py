@@ -1,7 +1,7 @@
-"""Writes the model card: README.md with the Hub's metadata, and a plot of the loss. Nothing else writes cards.
+"""Writes the model card: README.md with the Hub's metadata, and a plot of the loss.
 
-Metadata: https://github.com/huggingface/hub-docs/blob/main/modelcard.md; results in its model-index format. The text
-is in templates/, with the statements that the bill of materials and the provenance repeat.
+Metadata follows https://github.com/huggingface/hub-docs/blob/main/modelcard.md, with results in model-index format.
+The text is in templates/, including the statements repeated in the bill of materials and the provenance.
 """
 
 import sys
@@ -22,11 +22,11 @@ from pretrain_tools.runs.plots import Line, Panel, color_of, draw_panel, points_
 
 TAGS = ("pretraining", "base-model", "groundwork")
 METRIC_TYPES = {"acc": "accuracy", "acc_norm": "accuracy", "exact_match": "exact_match", "perplexity": "perplexity"}
-"""{measure: the Hub's metric id}; the others keep their names."""
+"""{measure: the Hub's metric ID}. Other measures keep their names."""
 CARD_MEASURES = ("loss", "perplexity", "bits_per_byte")
-"""Measures of a validation that the card, the bill of materials and the provenance state."""
+"""Validation measures in the card, the bill of materials and the provenance."""
 CPUS = ("x86_64", "AMD64", "aarch64", "arm64", "arm", "i386")
-"""Names that operating systems give to processors: the device of a run without a GPU."""
+"""Device names of runs without a GPU, as named by operating systems."""
 
 
 def write_card(facts: Facts, folder: Path) -> None:
@@ -36,7 +36,7 @@ def write_card(facts: Facts, folder: Path) -> None:
 
 
 def model_card(facts: Facts, *, has_picture: bool) -> str:
-    """Renders the whole card: Markdown with YAML metadata in front."""
+    """Renders the whole card as Markdown with YAML metadata at the top."""
     text = yaml.safe_dump(without_folders(facts.config), sort_keys=False, allow_unicode=True).rstrip()
     grid = facts.setting("energy.carbon_grams_per_kwh")
     joules = facts.history.joules
@@ -66,7 +66,7 @@ def statements(name: str, facts: Facts) -> list[str]:
 
 @cache
 def environment() -> jinja2.Environment:
-    """Returns the templates' settings. A name that a template mistypes raises UndefinedError."""
+    """Returns the environment of the templates. An unknown name in a template raises UndefinedError."""
     templates = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent / "templates", encoding="utf-8"),
         trim_blocks=True,
@@ -74,7 +74,7 @@ def environment() -> jinja2.Environment:
         keep_trailing_newline=True,
         undefined=jinja2.StrictUndefined,
     )
-    # count replaces Jinja's own filter, an alias of length.
+    # `count` replaces Jinja's own filter, an alias of length.
     templates.filters.update(
         bytes=bytes_text,
         cell=cell,
@@ -88,7 +88,7 @@ def environment() -> jinja2.Environment:
 
 
 def number(value: Any, form: str = ",") -> str:
-    """Formats a number; '' for None, and text unchanged."""
+    """Formats a number. None becomes '', and text is unchanged."""
     return "" if value is None else value if isinstance(value, str) else format(value, form)
 
 
@@ -120,7 +120,7 @@ def metadata(facts: Facts) -> str:
 
 
 def emissions(facts: Facts) -> dict[str, Any] | None:
-    """Returns the Hub's metadata on CO2; None if the energy or the grid is not known."""
+    """Returns the Hub's metadata on CO2; None if energy or grid are unknown."""
     joules = facts.history.joules
     grams = facts.setting("energy.carbon_grams_per_kwh")
     if joules is None or grams is None:
@@ -135,7 +135,7 @@ def emissions(facts: Facts) -> dict[str, Any] | None:
 
 
 def eval_results(facts: Facts) -> list[Any]:
-    """Returns the scores as huggingface_hub.EvalResult, for the model-index, without those over part of a task."""
+    """Returns the scores over whole tasks as huggingface_hub.EvalResult, for the model-index."""
     from huggingface_hub import EvalResult
 
     return [
@@ -174,7 +174,7 @@ def marked_name(score: Score) -> str:
 
 
 def without_folders(value: Any) -> Any:
-    """Copies values with only the last part of absolute and home paths: the others name users and machines."""
+    """Copies values, shortening absolute and home paths to their last part, because they name users and machines."""
     if isinstance(value, dict):
         return {key: without_folders(item) for key, item in value.items()}
     if isinstance(value, list):
@@ -185,7 +185,7 @@ def without_folders(value: Any) -> Any:
 
 
 def plot_losses(facts: Facts, path: Path) -> bool:
-    """Draws training and validation loss against tokens as a PNG; False for fewer than two points."""
+    """Draws training and validation loss against tokens as a PNG. Returns False for fewer than two points."""
     curves = curves_of(facts.history)
     if points_of(curves.train, "tokens", "loss").shape[1] < 2:
         return False
@@ -196,11 +196,11 @@ def plot_losses(facts: Facts, path: Path) -> bool:
     lines = [Line(color_of(n), columns, "loss", label=name) for n, (name, columns) in enumerate(named.items())]
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     draw_panel(figure.subplots(), Panel(f"{facts.run_name}: loss (nats per token)", lines, "tokens"))
-    # Without date and version: the same run gives the same picture, which need not be uploaded twice.
+    # Without date and version, the same run gives the same file, which isn't uploaded twice.
     figure.savefig(path, dpi=150, metadata={"Software": None})
     return True
 
 
-if __name__ == "__main__":  # started by a run that exports its model: RUN FOLDER
+if __name__ == "__main__":  # a run starts this after exporting its model, with arguments RUN FOLDER
     model_folder = Path(sys.argv[2])
     write_card(read_facts(Path(sys.argv[1]), model_folder=model_folder), model_folder)

@@ -1,7 +1,6 @@
-"""Reads the facts about a model that its card and other records state, from the run's folder alone.
+"""Reads the facts for a model's card and other records from the run's folder alone.
 
-So any run can be described at any time. Facts that the run lacks (a moved data folder, no evaluation) are left out;
-nothing is guessed.
+Any run can be described at any time. Missing facts (a moved data folder, no evaluation) are omitted, never guessed.
 """
 
 import math
@@ -31,26 +30,26 @@ SHAPES = {
     "longest context": ("max_position_embeddings", "n_positions"),
     "activation": ("hidden_act", "activation_function"),
 }
-"""{name in the card: keys of config.json that may hold it}"""
+"""{name in the card: possible keys in config.json}"""
 
 
 @dataclass(frozen=True)
 class Publication:
-    """Facts of a publication that a run's files do not have. All None: not published yet."""
+    """Facts about a publication, which a run's files don't have. None if not published yet."""
 
     repository: str | None = None
     """owner/name on the Hub."""
     revision: str = "main"
     license: str | None = None
-    """A license id of the Hub, apache-2.0."""
+    """License ID of the Hub, such as apache-2.0."""
     languages: tuple[str, ...] = ()
     """ISO 639 codes."""
     dtype: str | None = None
-    """Dtype of the weights, as a recipe's export.dtype."""
+    """Dtype of the weights, as in a recipe's export.dtype."""
     trust_remote_code: bool = False
     """True if the code in a checkpoint may run."""
     gguf: tuple[str, str] | None = None
-    """Name of the GGUF file, and how it compares with the model."""
+    """Name of the GGUF file, and a sentence comparing it with the model."""
 
     @property
     def name(self) -> str | None:
@@ -65,36 +64,36 @@ class Publication:
 
 @dataclass(frozen=True)
 class DataSource:
-    """A folder of shards in the mixture. Counts are of its training split; None if they were not kept."""
+    """A folder of shards in the data mixture. Counts are for its training split; None if not recorded."""
 
     name: str
     weight: float
-    """Share of the sequences of its stage, 0 to 1."""
+    """Share of its stage's sequences, 0 to 1."""
     stage: str | None
-    """Stage of a curriculum; None in a run of one mixture."""
+    """Stage of a curriculum; None in a run with one stage."""
     max_epochs: float | None
     tokens: int | None
     documents: int | None
     text_bytes: int | None
     manifest_sha256: str | None
-    """Identity of the shards: the manifest has the hash of each."""
+    """Hash of the manifest, which contains each shard's hash."""
     tokenizer: str | None
     tokenizer_sha256: str | None
     vocabulary_size: int | None
     hub_datasets: tuple[str, ...]
     contamination: tuple[dict[str, Any], ...]
-    """An entry per benchmark, see `contamination_of`."""
+    """One entry per benchmark, see `contamination_of`."""
     preparation: dict[str, Any]
     """See `preparation_of`."""
 
 
 @dataclass(frozen=True)
 class Facts:
-    """Everything known of one model of a run."""
+    """All known facts about one model of a run."""
 
     run_name: str
     config: dict[str, Any]
-    """config.yaml as it stands."""
+    """Contents of config.yaml."""
     model: dict[str, Any]
     """config.json of the model."""
     strategy: dict[str, Any]
@@ -106,15 +105,15 @@ class Facts:
     sources: list[DataSource]
     scores: list[Score]
     lineage: list[dict[str, Any]]
-    """The runs that this one branched from, see `RunState`."""
+    """Runs from which this one branched, see `RunState`."""
     offer: Publication
 
     def setting(self, name: str) -> Any:
-        """Returns a value of the recipe by its dotted name; None if the recipe does not have it."""
+        """Returns a value of the recipe by its dotted name, or None."""
         return setting(self.config, name)
 
     def shape(self, name: str) -> Any:
-        """Returns a size of the model by its name in SHAPES; None if config.json has none of its keys."""
+        """Returns a size of the model by its name in SHAPES, or None if config.json lacks it."""
         return next((self.model[key] for key in SHAPES[name] if self.model.get(key) is not None), None)
 
     @property
@@ -123,22 +122,22 @@ class Facts:
 
     @property
     def start(self) -> Event:
-        """The event of the run's last start; empty without one."""
+        """The run's last start event, or an empty event."""
         return self.history.last("start")
 
     @property
     def model_source(self) -> str | None:
-        """The file, folder or Hub id of the recipe's model."""
+        """File, folder or Hub ID of the recipe's model."""
         return self.setting("model.config") or self.setting("model")
 
     @property
     def is_continued(self) -> bool:
-        """Tells if training began with another model's weights."""
+        """True if training began with another model's weights."""
         return self.setting("init") == "pretrained"
 
     @property
     def is_partial(self) -> bool:
-        """Tells if the model is from before the run's last step."""
+        """True if the model is from before the run's last step."""
         return bool(self.total_steps and self.step < self.total_steps)
 
     @property
@@ -152,44 +151,44 @@ class Facts:
 
     @property
     def active_parameters(self) -> int | None:
-        """Parameters used for each token, if they are fewer than all: in a mixture of experts."""
+        """Active parameters per token of an MoE model; None for dense models."""
         active = self.start.get("active_parameters")
         return active if active != self.parameters else None
 
     @property
     def validation(self) -> dict[str, Event]:
-        """{source: its last validation up to the step}"""
+        """{source: last validation up to the step}"""
         return {source: events[-1] for source, events in self.history.validation().items()}
 
     @property
     def trained_lengths(self) -> list[int]:
-        """Lengths in tokens of the sequences that the model was trained on, in the order of the run's stages."""
+        """Sequence lengths in tokens, in the order of the run's stages."""
         first = next(iter(self.setting("data.stages") or []), {}).get("sequence_length")
         later = [event["sequence_length"] for event in self.history.of("stage")]
         return [*dict.fromkeys(filter(None, [first or self.setting("data.sequence_length"), *later]))]
 
     @property
     def distinct_sources(self) -> list[DataSource]:
-        """Every folder of shards once, in whatever stages it is."""
+        """Folders of shards over all stages, without duplicates."""
         return list({(source.name, source.manifest_sha256): source for source in self.sources}.values())
 
     @property
     def training_flops(self) -> tuple[float | None, bool]:
-        """The FLOPs of the training by the formula of MFU, and True if the run recorded those of a token.
+        """The training's FLOPs by the formula of MFU, and True if the run recorded the FLOPs per token.
 
-        Repeated steps count once, and the training of a model that the run began with does not count. None if the
-        tokens or the model's size are not known.
+        Repeated steps count once. Earlier training of the initial model doesn't count. None if the tokens or the
+        model's size are unknown.
         """
         if self.tokens is None:
             return None, False
-        # Stages may have sequences of other lengths, whose tokens take other FLOPs.
+        # Stages may have other sequence lengths, and thus other FLOPs per token.
         places = Places(self.history)
         flops = float(places.at([self.step])["flops"][0])
         return None if math.isnan(flops) else flops, places.flops_are_exact
 
     @property
     def budget_text(self) -> str:
-        """The budget as text: '1.5M tokens in 733 steps, 0.5 per parameter'."""
+        """The budget as text, such as '1.5M tokens in 733 steps, 0.5 per parameter'."""
         if self.tokens is None:
             return f"{self.step:,} steps"
         text = f"{count_text(self.tokens)} tokens in {self.step:,} steps"
@@ -206,8 +205,8 @@ def read_facts(
     """Reads the facts of a run's model.
 
     Args:
-        step: the model's optimizer step; None: the last step in the run's log.
-        model_folder: holds the model's config.json; None: the run's model.json is read.
+        step: the model's optimizer step. None: the last step in the run's log.
+        model_folder: folder with the model's config.json. None: reads the run's model.json.
     """
     logged = read_metrics(run)
     whole = History.of_events(run, logged)
@@ -221,7 +220,7 @@ def read_facts(
         model=model or read_json(run / "model.json"),
         strategy=read_json(run / "strategy.json"),
         environment=read_json(run / "environment.json"),
-        # A rollback is logged after the step that it goes back to, and belongs to the model from that step on.
+        # A rollback is logged after the step it returns to, and concerns the model from that step on.
         history=History.of_events(run, [e for e in logged if (e.get("to_step") or e.get("step") or 0) <= at]),
         step=at,
         total_steps=whole.last("start").get("total_steps"),
@@ -235,7 +234,7 @@ def read_facts(
 def read_sources(config: dict[str, Any], records: dict[str, Any]) -> list[DataSource]:
     """Lists the sources of every stage, in the recipe's order.
 
-    records: {folder: what the run kept of its manifest}; of a folder that is not in it, the manifest itself is read.
+    records: {folder: the run's record of its manifest}. For other folders, reads the manifest itself.
     """
     data = config.get("data") or {}
     stages = data.get("stages") or [{"train": data.get("train") or []}]
@@ -256,7 +255,7 @@ def read_sources(config: dict[str, Any], records: dict[str, Any]) -> list[DataSo
                     source.get("max_epochs"),
                     **{key: totals.get(key) for key in ("tokens", "documents", "text_bytes")},
                     manifest_sha256=record.get("manifest_sha256"),
-                    # A tokenizer may have been given by its path, which stays private.
+                    # A tokenizer's path stays private.
                     tokenizer=public_name(setting(record, "tokenizer.name")),
                     tokenizer_sha256=setting(record, "tokenizer.sha256"),
                     vocabulary_size=record.get("vocabulary_size"),
@@ -270,13 +269,13 @@ def read_sources(config: dict[str, Any], records: dict[str, Any]) -> list[DataSo
 
 
 def read_scores(run: Path, events: list[Event], step: int) -> list[Score]:
-    """Reads the scores of this step's model, from the log and from evaluation*.json; the last measured counts."""
+    """Reads this step's scores from the log and evaluation*.json. For each task, the newest counts."""
     found = [event for event in events if event["event"] == "evaluation" and event.get("step") == step]
     for path in sorted(run.glob("evaluation*.json"), key=lambda path: path.stat().st_mtime):
         contents = read_json(path)
         for model in contents.get("models") or []:
-            # A folder of evaluations may hold those of other runs too.
-            # The run is compared by name: its folder may have moved since the evaluation.
+            # A folder may contain evaluations of other runs too.
+            # Compares the run's name, because its folder may have moved since the evaluation.
             if model.get("step") != step or PurePath(model.get("run") or "").name != run.resolve().name:
                 continue
             for kind, named, limit in (("sources", "source", "sequences"), ("tasks", "task", "limit")):

@@ -1,4 +1,4 @@
-"""Compares a GGUF file, as llama.cpp computes it, with the model as transformers does: tokens and logits."""
+"""Compares llama.cpp's tokens and logits for a GGUF file with transformers' for the model."""
 
 import math
 import tempfile
@@ -17,9 +17,9 @@ from pretrain.runs.run_folder import read_config, setting
 from pretrain.units import bytes_text
 
 LARGEST_DIFFERENCE = 1e-3
-"""Difference of a logit that sums of fp32 in another order explain."""
+"""Difference of a logit explained by another order of fp32 summation."""
 LARGEST_SHARE = 1e-2
-"""Difference in standard deviations of the logits, for GPT-2: llama.cpp looks GELU up in a table of fp16."""
+"""Difference in standard deviations of the logits, for GPT-2. llama.cpp uses an fp16 lookup table for GELU."""
 MOST_TOKENS = 512
 PASSAGE = """The committee met on 3 March 1994 at 10:45. "We'll need 1,250 more," she said; they'd asked for 12345678.
 
@@ -27,11 +27,11 @@ PASSAGE = """The committee met on 3 March 1994 at 10:45. "We'll need 1,250 more,
 Die Straße führt über Zürich nach Köln.  Ελληνικά, русский язык, עברית, العربية, हिन्दी, 日本語の文章、中文，한국어.
 🙂👩‍🔬
 """
-"""Text with what splits differently from one tokenizer to the next: digits, contractions, spaces, scripts."""
+"""Text that tokenizers split differently: digits, contractions, spaces, scripts."""
 
 
 def validation_text(run: Path) -> str:
-    """Returns the beginning of the run's validation data; "" if it is no longer there."""
+    """Returns the beginning of the run's validation data, or "" if it no longer exists."""
     for source in setting(read_config(run), "data.validation") or setting(read_config(run), "data.train") or []:
         try:
             shards = open_shards(source["shards"], "validation", source.get("tokenizer"))
@@ -44,46 +44,46 @@ def validation_text(run: Path) -> str:
 
 
 def comparison_note(folder: Path, text: str, write: Callable[[Path], None]) -> str:
-    """Compares a model with its GGUF file in fp32, which `write` writes; returns a sentence for the card.
+    """Compares a model with its GGUF file in fp32, written by `write`. Returns a sentence for the card.
 
     Raises InputError as `compare` does.
     """
     try:
         import llama_cpp
     except ImportError:
-        return "llama.cpp was not run to compare the two (`pip install llama-cpp-python`)."
-    # The weights in fp32 for each of the two.
+        return "The two were not compared, because llama.cpp isn't installed (`pip install llama-cpp-python`)."
+    # Both programs need the weights in fp32.
     needed = 2 * sum(4 * math.prod(shape) for shape in SavedTensors(folder, "model").shapes().values())
     free = psutil.virtual_memory().available
     if needed > free:
         return (
-            f"The two were not compared: that takes {bytes_text(needed)} of memory, and {bytes_text(free)} were free."
+            f"The two were not compared: this needs {bytes_text(needed)} of memory, but {bytes_text(free)} were free."
         )
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".gguf-") as temporary:
         file = Path(temporary) / "fp32.gguf"
         write(file)
         tokens, largest = compare(folder, file, text)
     return (
-        f"Run by llama.cpp (llama-cpp-python {llama_cpp.__version__}), the same weights in fp32 gave the same tokens "
-        f"and logits that differ from transformers' by at most {largest:.1e}, on {tokens} tokens of text."
+        f"With llama.cpp (llama-cpp-python {llama_cpp.__version__}) and the same weights in fp32, the tokens are the "
+        f"same and the logits differ from transformers' by at most {largest:.1e}, on {tokens} tokens of text."
     )
 
 
 def compare(folder: Path, file: Path, text: str) -> tuple[int, float]:
-    """Returns the number of tokens compared and the largest difference of a logit, computed by both.
+    """Returns the number of tokens compared and the largest difference between the logits.
 
     Args:
         folder: the model, for transformers.
         file: the same weights as GGUF, in fp32.
 
-    Raises InputError if llama.cpp makes other tokens of the text, or if a logit differs by more than rounding.
+    Raises InputError if llama.cpp's tokens differ, or if a logit differs by more than rounding.
     """
     import llama_cpp
     from tokenizers import Tokenizer
     from transformers import AutoModelForCausalLM
 
     text = PASSAGE + text
-    fp32 = llama_cpp.GGML_TYPE_F32  # its cache of keys and values is fp16 unless asked
+    fp32 = llama_cpp.GGML_TYPE_F32  # the KV cache's default is fp16
     theirs = llama_cpp.Llama(
         str(file), n_ctx=MOST_TOKENS, n_batch=MOST_TOKENS, logits_all=True, type_k=fp32, type_v=fp32, verbose=False
     )
@@ -92,8 +92,8 @@ def compare(folder: Path, file: Path, text: str) -> tuple[int, float]:
     if found != ids:
         same = next((n for n, pair in enumerate(zip(ids, found, strict=False)) if pair[0] != pair[1]), len(ids))
         raise InputError(
-            f"--gguf: llama.cpp makes other tokens of the same text, from token {same} on "
-            f"({found[same : same + 5]} for {ids[same : same + 5]}): the file would not be this model"
+            f"--gguf: llama.cpp's tokens differ from token {same} on "
+            f"({found[same : same + 5]} instead of {ids[same : same + 5]}), so the file isn't equivalent"
         )
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     ids = ids[: min(MOST_TOKENS, model.config.max_position_embeddings)]
@@ -105,7 +105,7 @@ def compare(folder: Path, file: Path, text: str) -> tuple[int, float]:
     limit = LARGEST_SHARE * float(ours_TV.std()) if model.config.model_type == "gpt2" else LARGEST_DIFFERENCE
     if not largest <= limit:  # nan included
         raise InputError(
-            f"--gguf: llama.cpp's logits differ from transformers' by up to {largest:.3g}, and rounding explains no "
-            f"more than {limit:.3g}: the file would not be this model"
+            f"--gguf: llama.cpp's logits differ from transformers' by up to {largest:.3g}, but rounding explains "
+            f"only {limit:.3g}, so the file isn't equivalent"
         )
     return len(ids), largest

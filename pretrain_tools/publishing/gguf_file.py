@@ -1,7 +1,7 @@
-"""Writes a model as one GGUF file, which llama.cpp and the programs built on it load.
+"""Writes a model as one GGUF file for llama.cpp and programs built on it.
 
-Format: gguf.md of https://github.com/ggml-org/ggml. llama.cpp has its own code for each architecture, so this writes
-only families whose every setting it can represent. Tests compare the logits.
+Format: gguf.md of https://github.com/ggml-org/ggml. llama.cpp has separate code for each architecture, so only
+families with fully supported settings are written. Tests compare the logits.
 """
 
 import json
@@ -44,7 +44,7 @@ FAMILY_KEYS = {
         "add_cross_attention": (False,),
     },
 }
-"""{model_type: {key of config.json that changes what is computed: the values that llama.cpp computes}}"""
+"""{model_type: {key of config.json that affects the logits: values supported by llama.cpp}}"""
 SIZES = {
     "llama": ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
               "head_dim", "max_position_embeddings", "rms_norm_eps", "rope_parameters"),
@@ -57,7 +57,7 @@ NOT_COMPUTED = {
     "summary_activation", "summary_first_dropout", "summary_proj_to_labels", "summary_type", "summary_use_proj",
     "tie_word_embeddings", "torch_dtype", "transformers_version", "use_cache", "vocab_size",
 }  # fmt: skip
-"""Keys of config.json that do not change the logits, or that show in the tensors."""
+"""Keys of config.json that don't affect the logits, or that follow from the tensors."""
 ROPE_KEYS = {
     "default": {"rope_theta"},
     "linear": {"rope_theta", "factor"},
@@ -72,12 +72,12 @@ SPLITTERS = {
     "qwen2": [SPLIT_PATTERN.replace(r"\p{N}{1,3}", r"\p{N}")],
     "smollm": ["digits", None],
 }
-"""{llama.cpp's name: the patterns that cut text before BPE; None is GPT-2's, which ByteLevel has}"""
+"""{llama.cpp's name: patterns that split text before BPE. None: GPT-2's pattern, built into ByteLevel}"""
 
 
 @dataclass(frozen=True)
 class Conversion:
-    """A model that has a place in GGUF."""
+    """A model that can be written as GGUF."""
 
     folder: Path
     tokenizer: dict[str, Any]
@@ -87,7 +87,7 @@ class Conversion:
 
 
 def read_conversion(folder: Path) -> Conversion:
-    """Reads what GGUF needs of a model's folder. Raises InputError with everything that has no place in it."""
+    """Reads a model's folder. Raises InputError listing everything that GGUF can't represent."""
     try:
         import gguf  # noqa: F401
     except ImportError:
@@ -99,8 +99,8 @@ def read_conversion(folder: Path) -> Conversion:
     if splitter is None:
         shown = json.dumps(tokenizer.get("pre_tokenizer"), ensure_ascii=False)[:200]
         problems.append(
-            f"--gguf: the tokenizer cuts text by {shown}, which llama.cpp has no name for; it has those of tokenizers "
-            "that prepare_data.py trains, of GPT-2, Llama 3, Qwen and SmolLM"
+            f"--gguf: the tokenizer splits text by {shown}, which llama.cpp doesn't support; use a tokenizer trained "
+            "by prepare_data.py, or GPT-2's, Llama 3's, Qwen's or SmolLM's"
         )
     if problems:
         raise InputError(*problems)
@@ -108,11 +108,11 @@ def read_conversion(folder: Path) -> Conversion:
 
 
 def config_problems(config: Mapping[str, Any]) -> list[str]:
-    """Lists what of a config.json llama.cpp would not compute as transformers does."""
+    """Lists settings of a config.json for which llama.cpp's results would differ."""
     family = config.get("model_type")
     if family not in FAMILY_KEYS:
         return [
-            f"--gguf: a model of type {family} cannot be written; {', '.join(FAMILY_KEYS)} can. For others see "
+            f"--gguf: a model of type {family} cannot be written, only {', '.join(FAMILY_KEYS)}; for others see "
             "llama.cpp's convert_hf_to_gguf.py, and compare the logits yourself"
         ]
     problems = []
@@ -121,35 +121,35 @@ def config_problems(config: Mapping[str, Any]) -> list[str]:
         if key in allowed:
             if value not in allowed[key]:
                 choices = " or ".join(map(json.dumps, allowed[key]))
-                problems.append(f"--gguf: {key} is {json.dumps(value)}; llama.cpp computes {family} with {choices}")
+                problems.append(f"--gguf: {key} is {json.dumps(value)}; llama.cpp needs {choices} for {family}")
         elif key not in NOT_COMPUTED and key not in SIZES[family]:
-            problems.append(f"--gguf: {key} has no place in a GGUF file of a {family} model")
+            problems.append(f"--gguf: {key} can't be represented in a GGUF file of a {family} model")
     if set(config.get("layer_types") or ()) - {"full_attention"}:
-        problems.append("--gguf: layer_types: llama.cpp computes qwen3 with full_attention in every layer")
+        problems.append("--gguf: layer_types: for qwen3, llama.cpp supports only full_attention in every layer")
     rope = config.get("rope_parameters") or {}
     kind = rope.get("rope_type", "default")
     if kind not in ROPE_KEYS:
-        problems.append(f"--gguf: rope_type {kind} cannot be written; {', '.join(ROPE_KEYS)} can")
+        problems.append(f"--gguf: rope_type {kind} cannot be written, only {', '.join(ROPE_KEYS)}")
     elif unknown := rope.keys() - ROPE_KEYS[kind] - {"rope_type"}:
-        problems.append(f"--gguf: rope_parameters has {', '.join(sorted(unknown))}, which has no place in a GGUF file")
+        problems.append(f"--gguf: rope_parameters has {', '.join(sorted(unknown))}, which GGUF can't represent")
     return problems
 
 
 def tokenizer_problems(tokenizer: Mapping[str, Any]) -> list[str]:
-    """Lists what of a tokenizer.json llama.cpp would not do."""
+    """Lists settings of a tokenizer.json that llama.cpp doesn't support."""
     model = tokenizer["model"]
     if model.get("type") != "BPE" or model.get("byte_fallback"):
-        kind = "BPE with byte fallback, as SentencePiece's" if model.get("byte_fallback") else model.get("type")
-        return [f"--gguf: the tokenizer is {kind}; only byte-level BPE can be written, as prepare_data.py trains"]
+        kind = "BPE with byte fallback, like SentencePiece's" if model.get("byte_fallback") else model.get("type")
+        return [f"--gguf: the tokenizer is {kind}; only byte-level BPE can be written, such as prepare_data.py's"]
     normalizer = tokenizer.get("normalizer")
-    # Qwen's: llama.cpp leaves it out as well, and the comparison shows what that changes.
+    # Qwen has NFC. llama.cpp omits it, and the comparison shows the effect.
     if normalizer and normalizer.get("type") != "NFC":
-        return [f"--gguf: the tokenizer normalizes text ({normalizer.get('type')}), and llama.cpp does not"]
+        return [f"--gguf: the tokenizer normalizes text ({normalizer.get('type')}), but llama.cpp doesn't"]
     return []
 
 
 def splitter_of(tokenizer: Mapping[str, Any]) -> str | None:
-    """Returns llama.cpp's name of how a tokenizer.json cuts text before BPE; None if it has none."""
+    """Returns llama.cpp's name for the pre-tokenizer of a tokenizer.json, or None."""
     whole = tokenizer.get("pre_tokenizer") or {}
     patterns = []
     for step in whole.get("pretokenizers") or [whole]:
@@ -163,20 +163,20 @@ def splitter_of(tokenizer: Mapping[str, Any]) -> str | None:
         else:
             return None
     found = next((name for name, of_name in SPLITTERS.items() if of_name == patterns), None)
-    # Llama 3 cuts as DBRX does, and takes words that are tokens without merging them.
+    # Llama 3 splits like DBRX, but takes whole words that are tokens without merging.
     merges_all = not tokenizer["model"].get("ignore_merges")
     return found if merges_all else {"dbrx": "llama-bpe"}.get(found)
 
 
 def convert(folder: Path, path: Path, *, dtype: str, text: str, **general: str | list[str] | None) -> str:
-    """Writes a model's folder as GGUF and compares the two; returns a sentence on the comparison, for the card.
+    """Writes a model's folder as GGUF and compares the two. Returns a sentence on the comparison, for the card.
 
     Args:
-        dtype: of the folder's weights: bf16, fp16 or fp32.
-        text: to compare on, after a passage that tokenizers split differently.
+        dtype: dtype of the folder's weights: bf16, fp16 or fp32.
+        text: text for the comparison, appended to a passage that tokenizers split differently.
         general: see `write_gguf`.
 
-    Raises InputError if the model has no place in GGUF, or if llama.cpp computes something else.
+    Raises InputError if GGUF can't represent the model, or if llama.cpp's results differ.
     """
     from pretrain_tools.publishing.gguf_comparison import comparison_note
 
@@ -192,8 +192,8 @@ def write_gguf(conversion: Conversion, path: Path, dtype: str, **general: str | 
     """Writes the file, one tensor in memory at a time.
 
     Args:
-        dtype: bf16, fp16 or fp32, of matrices; vectors and position embeddings are fp32.
-        general: name, license and languages, which programs show.
+        dtype: dtype of matrices: bf16, fp16 or fp32. Vectors and position embeddings are fp32.
+        general: name, license and languages, displayed by programs.
     """
     import gguf
 
@@ -225,21 +225,21 @@ def write_gguf(conversion: Conversion, path: Path, dtype: str, **general: str | 
     writer.write_ti_data_to_file()
     for name in dtypes:
         tensor = added[name] if name in added else in_order_of_llama_cpp(name, saved[name], config)
-        # NumPy has no bf16: its bytes are written.
+        # NumPy has no bf16, so its bytes are written.
         writer.write_tensor_data(tensor.to(dtypes[name]).contiguous().view(torch.uint8).numpy())
     writer.close()
 
 
 def is_conv1d(name: str, shape: tuple[int, ...]) -> bool:
-    """Tells if a tensor is a matrix that GPT-2 stores as (inputs, outputs), the other way round than nn.Linear."""
+    """Tells if a tensor is one of GPT-2's matrices of shape (inputs, outputs), the transpose of nn.Linear's."""
     return len(shape) == 2 and name.endswith((".c_attn.weight", ".c_proj.weight", ".c_fc.weight"))
 
 
 def in_order_of_llama_cpp(name: str, tensor: Tensor, config: PreTrainedConfig) -> Tensor:
-    """Returns a tensor as llama.cpp multiplies by it.
+    """Returns a tensor in llama.cpp's layout.
 
-    Its Llama rotates neighboring pairs of a head's elements (0 and 1, 2 and 3), where transformers rotates element i
-    with i + D / 2: the rows of queries and keys are reordered for that. Its Qwen3 rotates as transformers does.
+    For Llama, llama.cpp rotates neighboring elements of a head (0 and 1, 2 and 3), but transformers rotates i with
+    i + D / 2, so the rows of queries and keys are reordered. For Qwen3 both are the same.
     """
     if is_conv1d(name, tuple(tensor.shape)):
         return tensor.T
@@ -277,10 +277,10 @@ def add_sizes(writer: Any, config: PreTrainedConfig) -> None:
 
 
 def rope_factors(config: PreTrainedConfig) -> dict[str, Tensor]:
-    """Returns the tensor by which llama.cpp divides the frequencies of Llama 3's longer contexts; {} for others.
+    """Returns the divisors of the RoPE frequencies for Llama 3's longer contexts; {} for others.
 
-    Each of the D / 2 frequencies is divided by 1 if its wave is short, by `factor` if it is long, and by a value in
-    between otherwise: https://arxiv.org/abs/2407.21783, as transformers computes it.
+    Each of the D / 2 frequencies is divided by 1 if its wavelength is short, by `factor` if it is long, and by a value
+    in between otherwise (https://arxiv.org/abs/2407.21783, in transformers' formula).
     """
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type") != "llama3":
@@ -293,9 +293,9 @@ def rope_factors(config: PreTrainedConfig) -> dict[str, Tensor]:
 
 
 def add_tokenizer(writer: Any, conversion: Conversion, *, rows: int) -> None:
-    """Adds a byte-level BPE.
+    """Adds a byte-level BPE tokenizer.
 
-    rows: rows of the embedding. IDs that the tokenizer does not have, which pad the matrix, become unused tokens.
+    rows: rows of the embedding. Padding rows become unused tokens.
     """
     from gguf import TokenType
 
@@ -322,13 +322,13 @@ def add_tokenizer(writer: Any, conversion: Conversion, *, rows: int) -> None:
         token = token.get("content") if isinstance(token, dict) else token
         if token in ids:
             getattr(writer, f"add_{role}_token_id")(ids[token])
-    # In training a document begins after the token that ends the one before: nothing is put in front by itself.
+    # In training, documents are only separated by the end token, so no BOS token is added.
     writer.add_add_bos_token(starts_with_bos(conversion.tokenizer))
     writer.add_add_eos_token(False)
 
 
 def starts_with_bos(tokenizer: Mapping[str, Any]) -> bool:
-    """Tells if a tokenizer.json puts a token in front of a text, as Llama 3's does."""
+    """Tells if a tokenizer.json adds a token before the text, like Llama 3's."""
     whole = tokenizer.get("post_processor") or {}
     steps = whole.get("processors") or [whole]
     return any("SpecialToken" in (step.get("single") or [{}])[0] for step in steps)

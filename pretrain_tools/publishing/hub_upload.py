@@ -1,6 +1,6 @@
-"""Uploads with huggingface_hub, which skips files that are already there, so the same call resumes an upload.
+"""Uploads with huggingface_hub. It skips existing files, so repeating the call resumes an upload.
 
-During training, this runs in a separate process.
+During training, it runs in a separate process.
 """
 
 from collections.abc import Iterator
@@ -20,23 +20,23 @@ REPLACED_ON_HUB = (
     "*.safetensors", "*.safetensors.index.json", "*.py", PICTURE_FILE, "trainer_state.json", SEAL_FILE,
     SIGNATURE_FILE,
 )  # fmt: skip
-"""Patterns of files to delete from the repository if this model does not have them."""
+"""Patterns of files to delete from the repository if this model lacks them."""
 
 
 class PublishError(Exception):
-    """Raised if the disk, the network or the Hub fails; the run is unchanged, and the same command resumes."""
+    """Raised if the disk, the network or the Hub fails. The run is unchanged, and the same command resumes."""
 
 
 def open_repository(repository: str, *, private: bool) -> str:
-    """Creates the repository if it does not exist; returns its URL.
+    """Creates the repository if it doesn't exist. Returns its URL.
 
-    Raises InputError for what the user must change (login, rights, visibility), PublishError for all else.
+    Raises InputError for problems of login, rights or visibility, and PublishError for all others.
     """
     with hub_api(repository) as api:
         # A wrong token fails here, before anything is created.
         api.whoami()
         url = api.create_repo(repository, private=private, exist_ok=True)
-        # create_repo leaves an existing repository as public as it is, and says nothing.
+        # create_repo silently keeps an existing repository public.
         if private and not api.model_info(repository).private:
             raise InputError(
                 f"{repository} is already public, not private as requested: make it private in its settings on the "
@@ -46,9 +46,9 @@ def open_repository(repository: str, *, private: bool) -> str:
 
 
 def upload(folder: Path, model: Model, repository: str, *, message: str | None) -> str:
-    """Uploads a folder to the model's branch of an existing repository; returns the commit.
+    """Uploads a folder to the model's branch of an existing repository. Returns the commit.
 
-    Raises InputError if the Hub rejects the model card, PublishError for all else.
+    Raises InputError if the Hub rejects the model card, and PublishError for all other problems.
     """
     tokens = f", {count_text(model.tokens)} tokens" if model.tokens else ""
     with hub_api(repository) as api:
@@ -67,7 +67,7 @@ def upload(folder: Path, model: Model, repository: str, *, message: str | None) 
 
 @contextmanager
 def hub_api(repository: str) -> Iterator["HfApi"]:
-    """Yields the Hub's API; turns its errors into InputError or PublishError, without the token in their texts."""
+    """Yields the Hub's API. Turns its errors into InputError or PublishError and removes the token from them."""
     from huggingface_hub import HfApi, constants, get_token
 
     api = HfApi(token=get_token())
@@ -75,7 +75,7 @@ def hub_api(repository: str) -> Iterator["HfApi"]:
         yield api
     except InputError:
         raise
-    except Exception as error:  # whatever the network, the server and three libraries may raise
+    except Exception as error:  # the network, the server and three libraries raise many types
         response = getattr(error, "response", None)
         status = getattr(response, "status_code", None)
         text = " ".join(str(error).split())[:500].replace(api.token, "***")
@@ -85,7 +85,7 @@ def hub_api(repository: str) -> Iterator["HfApi"]:
             ) from None
         if status == 403:
             raise InputError(
-                f"--repo {repository}: the token may not write there ({text}); use a token with write access, or a "
+                f"--repo {repository}: the token has no write access ({text}); use a token with write access, or a "
                 "repository of your own account or organization"
             ) from None
         if isinstance(error, ValueError) and "README.md" in text:

@@ -1,6 +1,6 @@
 """Writes bom.cdx.json: the files and origin of a published model, as a CycloneDX bill of materials (ML-BOM).
 
-https://cyclonedx.org/docs/1.6/json (ECMA-424). Written here: cyclonedx-python-lib has no model cards.
+Format: https://cyclonedx.org/docs/1.6/json (ECMA-424). cyclonedx-python-lib has no model cards.
 """
 
 import hashlib
@@ -23,49 +23,49 @@ MATERIALS_FORMAT = {
     "$schema": "http://cyclonedx.org/schema/bom-1.6.schema.json", "bomFormat": "CycloneDX", "specVersion": "1.6"
 }  # fmt: skip
 MODEL = "model"
-"""Reference to the model within the bill."""
+"""The model's reference within the bill."""
 SPDX = {
     "apache-2.0": "Apache-2.0", "mit": "MIT", "bsd-3-clause": "BSD-3-Clause", "cc0-1.0": "CC0-1.0",
     "cc-by-4.0": "CC-BY-4.0", "cc-by-sa-4.0": "CC-BY-SA-4.0", "cc-by-nc-4.0": "CC-BY-NC-4.0",
     "cc-by-nc-sa-4.0": "CC-BY-NC-SA-4.0", "gpl-3.0": "GPL-3.0", "agpl-3.0": "AGPL-3.0", "lgpl-3.0": "LGPL-3.0",
     "mpl-2.0": "MPL-2.0", "odc-by": "ODC-By-1.0", "unlicense": "Unlicense",
 }  # fmt: skip
-"""{license id of the Hub: SPDX's}; the others go by name."""
+"""{license ID of the Hub: SPDX ID}. Other licenses are given by name."""
 CONFIDENCE = 1.96
-"""Standard errors to each side of a score: 95 %."""
+"""Standard errors on each side of a score for 95%."""
 GRAMS_PER_TONNE = 1e6
 
 Entry = dict[str, Any]
 
 
 def write_materials(facts: Facts, folder: Path) -> None:
-    """Writes the bill into a folder that has all files except those that cover it. It is reproducible byte by byte."""
-    # The seal, the provenance and the signature hold the bill's hash, so the bill cannot hold theirs.
+    """Writes the bill, reproducibly byte by byte. Provenance and signature are written after it."""
+    # Provenance and signature contain the bill's hash, so the bill can't contain theirs.
     beside = {MATERIALS_FILE, SEAL_FILE, PROVENANCE_FILE, SIGNATURE_FILE}
     files = {path.name: sha256_of(path) for path in sorted(folder.iterdir()) if path.name not in beside}
     bill = bill_of_materials(facts, files)
     digest = hashlib.sha256(json.dumps(bill, default=str).encode()).hexdigest()
-    # A UUID of the content, not a random one: the same run gives the same bytes.
+    # A UUID of the content instead of a random one, so that the same run gives the same bytes.
     named = {"serialNumber": f"urn:uuid:{uuid.uuid5(uuid.NAMESPACE_OID, digest)}", "version": 1}
     text = json.dumps({**MATERIALS_FORMAT, **named, **bill}, indent=1, ensure_ascii=False) + "\n"
     (folder / MATERIALS_FILE).write_text(text, encoding="utf-8")
 
 
 def known(value: Any) -> Any:
-    """Copies values without the keys of dicts whose value is None or empty."""
+    """Copies values, removing dict keys with None or empty values."""
     if isinstance(value, dict):
         return {key: found for key, item in value.items() if (found := known(item)) not in (None, "", [], {})}
     return [known(item) for item in value] if isinstance(value, list) else value
 
 
 def bill_of_materials(facts: Facts, files: dict[str, str]) -> Entry:
-    """Builds the bill: metadata with the model, its data and packages, and which depends on which.
+    """Builds the bill: metadata with the model, its data and packages, and their dependencies.
 
     files: {name: sha256}
     """
     times = [event["time"] for event in facts.history.events if is_number(event.get("time"))]
     metadata = {
-        # The time of the training, not of now: the same run gives the same bytes.
+        # The training's time instead of the current time, so that the same run gives the same bytes.
         "timestamp": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(max(times))) if times else None,
         "lifecycles": [{"phase": "build"}],
         "tools": {
@@ -87,7 +87,7 @@ def bill_of_materials(facts: Facts, files: dict[str, str]) -> Entry:
 
 
 def properties_of(values: Entry) -> list[Entry]:
-    """Returns CycloneDX properties, with names that begin with the project's name."""
+    """Returns CycloneDX properties, with the project's name as a prefix."""
     return [{"name": f"groundwork:{name}", "value": str(value)} for name, value in known(values).items()]
 
 
@@ -96,7 +96,7 @@ def hashed(sha256: str | None) -> list[Entry]:
 
 
 def model_entry(facts: Facts, files: dict[str, str]) -> Entry:
-    """Describes the model: its files, where it came from, and its card."""
+    """Describes the model: its files, origin and card."""
     offer = facts.offer
     links = [{"type": "model-card", "url": CARD_FILE}, {"type": "documentation", "url": TRAINING_CONTENT_FILE}]
     if offer.repository:
@@ -131,14 +131,14 @@ def model_entry(facts: Facts, files: dict[str, str]) -> Entry:
                 "training_flops": flops and f"{flops:.6g}",
                 "dtype": offer.dtype,
                 "languages": ", ".join(offer.languages),
-                "evaluation_confidence": "95 %, of the standard error",
+                "evaluation_confidence": "95%, from the standard error",
             }
         ),
     }
 
 
 def pedigree_of(facts: Facts) -> Entry:
-    """Lists the models that the weights came from, the code that trained them, and every restart."""
+    """Lists the models that the weights came from, the training code, and every restart."""
     ancestors = [
         {"type": "machine-learning-model", "name": public_name(trunk["run"]), "version": f"step-{trunk['step']}"}
         for trunk in facts.lineage
@@ -151,7 +151,7 @@ def pedigree_of(facts: Facts) -> Entry:
     commit = facts.environment.get("commit")
     return {
         "ancestors": ancestors,
-        "commits": [{"uid": commit, "message": "the code that trained it"}] if commit else [],
+        "commits": [{"uid": commit, "message": "the training code"}] if commit else [],
         "notes": "; ".join(statements("lineage", facts)),
     }
 
@@ -178,13 +178,13 @@ def model_card_entry(facts: Facts) -> Entry:
         },
         "quantitativeAnalysis": {"performanceMetrics": [*validations, *map(score_entry, facts.scores)]},
         "considerations": {
-            "useCases": ["continuing text; it has not been trained to follow instructions or to chat"],
+            "useCases": ["text completion; the model has not been trained to follow instructions or to chat"],
             "technicalLimitations": statements("limits", facts),
             "ethicalConsiderations": [
                 {
-                    "name": "It continues text as its training text would, wrong, private or offensive parts "
-                    "included.",
-                    "mitigationStrategy": "none in the model: no safety training and no filter of what it writes",
+                    "name": "The model continues text in the style of its training text, including wrong, private or "
+                    "offensive content.",
+                    "mitigationStrategy": "none in the model: no safety training and no output filter",
                 }
             ],
             "environmentalConsiderations": environment_entry(facts),
@@ -193,10 +193,10 @@ def model_card_entry(facts: Facts) -> Entry:
 
 
 def score_entry(score: Score) -> Entry:
-    """Describes a score, with its 95 % interval if its error is known."""
+    """Describes a score, with its 95% interval if its error is known."""
     about = score_name(score) + (f" {score.split}" if score.split else "")
     entry = {"type": score.metric, "value": f"{score.value:.6g}"}
-    entry["slice"] = about if score.is_whole else f"{about}, a part of the task: not comparable"
+    entry["slice"] = about if score.is_whole else f"{about}, part of the task, not comparable"
     if score.standard_error is not None:
         reach = CONFIDENCE * score.standard_error
         bounds = {"lowerBound": f"{score.value - reach:.6g}", "upperBound": f"{score.value + reach:.6g}"}
@@ -205,14 +205,14 @@ def score_entry(score: Score) -> Entry:
 
 
 def environment_entry(facts: Facts) -> Entry:
-    """Describes the energy of the training, and its CO2 if the grid is known; empty if the energy is not."""
+    """Describes the training's energy, and its CO2 if the grid is known; empty if the energy is unknown."""
     if facts.history.joules is None:
         return {}
     kilowatt_hours = facts.history.joules / JOULES_PER_KWH
     grams = facts.setting("energy.carbon_grams_per_kwh")
     energy = {"value": round(kilowatt_hours, 6), "unit": "kWh"}
     provider = {
-        "description": "who provided the energy is not recorded",
+        "description": "energy provider not recorded",
         "organization": {"name": "not recorded"},
         "energySource": "unknown",
         "energyProvided": energy,
@@ -230,9 +230,9 @@ def data_reference(source: DataSource) -> str:
 
 
 def dataset_entry(facts: Facts, source: DataSource) -> Entry:
-    """Describes a folder of shards, identified by the hash of its manifest, which has that of every shard."""
+    """Describes a folder of shards, identified by its manifest's hash. The manifest contains each shard's hash."""
     made = source.preparation
-    # A curriculum may use a folder in several stages, each with a share of its own.
+    # A curriculum may use a folder in several stages, with different shares.
     parts = [one for one in facts.sources if data_reference(one) == data_reference(source)]
     names = [dataset.get("name") for dataset in made.get("datasets") or []] or source.hub_datasets
     about = {
@@ -253,7 +253,7 @@ def dataset_entry(facts: Facts, source: DataSource) -> Entry:
         "type": "data",
         "bom-ref": data_reference(source),
         "name": source.name,
-        "description": "text that it was trained on, as token ids",
+        "description": "training text, as token IDs",
         "hashes": hashed(source.manifest_sha256),
         "externalReferences": [
             {"type": "distribution", "url": f"https://huggingface.co/datasets/{name}"}

@@ -1,8 +1,8 @@
 """Writes and checks provenance.json of a published folder: the sha256 of every file and the origin of the model.
 
-The file also has its own hash, the seal: the sha256 of its bytes with 64 zeros in place of the seal. This reveals any
-accidental change to any file. It does not protect against someone who can write to the folder: they can also write a
-matching provenance.json.
+The file also contains its own hash, the seal: the sha256 of its bytes with 64 zeros instead of the seal. This detects
+accidental changes to any file, but not deliberate ones: anyone with write access can also write a matching
+provenance.json.
 """
 
 import dataclasses
@@ -30,13 +30,13 @@ def write_provenance(facts: Facts, folder: Path, *, signed: bool = False) -> Non
     files = {name: seal(path) for name, path in sorted(files_of(folder).items())}
     contents = {"seal": UNSEALED, **PROVENANCE_FORMAT, "signed": signed, **provenance_of(facts)}
     contents["files"] = files
-    # The text is hashed with zeros where its own hash goes, and written with the hash there: once, at the top.
+    # The text is hashed with zeros as a placeholder, which is then replaced by the hash, once, at the top.
     text = json.dumps(contents, indent=1, ensure_ascii=False, default=str) + "\n"
     (folder / PROVENANCE_FILE).write_text(text.replace(UNSEALED, digest_of(text.encode()), 1), encoding="utf-8")
 
 
 def provenance_of(facts: Facts) -> dict[str, Any]:
-    """Collects the origin of a model from the run's files; None for values that they lack."""
+    """Collects a model's origin from the run's files, with None for missing values."""
     return {
         "model": {
             "run": facts.run_name,
@@ -62,9 +62,9 @@ def provenance_of(facts: Facts) -> dict[str, Any]:
 
 
 def files_of(folder: Path) -> dict[str, Path]:
-    """Returns {name: path} of the files that a provenance covers.
+    """Returns {name: path} of the files covered by a provenance.
 
-    It covers neither itself nor its signature, nor hidden files, which downloads and the Hub add.
+    Itself, its signature and hidden files, which downloads and the Hub add, are not covered.
     """
     found = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.is_file()}
     return {
@@ -79,7 +79,7 @@ def digest_of(content: bytes) -> str:
 
 
 def provenance_problems(folder: Path) -> list[str]:
-    """Lists by name every file of a published folder that was changed, is missing or was added; [] if none."""
+    """Lists all files of a published folder that were changed, are missing or were added."""
     try:
         content = (folder / PROVENANCE_FILE).read_bytes()
         contents = json.loads(content)
@@ -94,11 +94,11 @@ def provenance_problems(folder: Path) -> list[str]:
         return [f"{PROVENANCE_FILE} was changed: it {why}; without it no other file can be checked"]
     problems = []
     if not is_whole:
-        problems.append(f"{PROVENANCE_FILE} was changed: it does not have its own sha256 (seal)")
+        problems.append(f"{PROVENANCE_FILE} was changed: it doesn't match its own sha256 (seal)")
     elif {key: contents.get(key) for key in PROVENANCE_FORMAT} != PROVENANCE_FORMAT:
-        return [f"{PROVENANCE_FILE} is not of {PROVENANCE_FORMAT['format']} version {PROVENANCE_FORMAT['version']}"]
+        return [f"{PROVENANCE_FILE} isn't {PROVENANCE_FORMAT['format']} version {PROVENANCE_FORMAT['version']}"]
     present = files_of(folder)
-    # `is not`: a value such as 1 was not written here.
+    # Compared with `is not`, because a value such as 1 was not written here.
     if contents.get("signed") is not (folder / SIGNATURE_FILE).exists():
         problems.append(f"{SIGNATURE_FILE} {'is missing' if contents.get('signed') else 'was added'}")
     problems += [f"{name} was added" for name in sorted(present.keys() - recorded)]
@@ -116,7 +116,7 @@ def published_folder(place: str) -> Path:
         return folder
     if folder.exists() or place.startswith((".", "/", "~")) or len(Path(place.partition("@")[0]).parts) != 2:
         raise InputError(
-            f"--verify {place}: neither a folder nor a repository of the Hub; give a folder that publish.py wrote, or "
+            f"--verify {place}: neither a folder nor a repository on the Hub; give a folder written by publish.py, "
             "OWNER/NAME or OWNER/NAME@REVISION"
         )
     return download("--verify", place)

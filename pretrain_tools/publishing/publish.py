@@ -22,15 +22,14 @@ from pretrain_tools.publishing.staging import Model, find_publishable, stage, wr
 from pretrain_tools.runs.history import append_events, refuse_url
 
 EXIT_NOT_PUBLISHED = 1
-"""Exit status of a failed upload, and of a verification that finds a difference."""
+"""Exit status of a failed upload, or of a verification with differences."""
 LONGEST_WAIT_SECONDS = 3600
 
 
 def publish(arguments: Namespace, problems: list[str]) -> int:
-    """Publishes models, or writes a GGUF file; returns the exit status.
+    """Publishes models or writes a GGUF file. Returns the exit status.
 
-    problems: problems of the command line so far. Raises InputError with these and all others that can be found
-    without the Hub.
+    problems: problems of the command line so far. Raises InputError with these and all others found without the Hub.
     """
     try:
         if isinstance(arguments.gguf, Path):
@@ -51,7 +50,7 @@ def publish(arguments: Namespace, problems: list[str]) -> int:
 
 
 def find_models(arguments: Namespace, problems: Problems) -> list[Model]:
-    """Finds the models that the command line asks for. Adds to `problems` what is wrong with --run or them."""
+    """Finds the requested models. Adds their problems and those with --run to `problems`."""
     run = arguments.run
     if run is None:
         problems.append("--run is missing: give the folder of a run, such as runs/x")
@@ -73,7 +72,7 @@ def find_models(arguments: Namespace, problems: Problems) -> list[Model]:
 
 
 def models_to_publish(arguments: Namespace, problems: Problems) -> list[Model]:
-    """Finds the models to publish, and takes from the run's recipe what the command line does not set.
+    """Finds the models to publish. Missing options are taken from the run's recipe.
 
     Raises InputError with all problems.
     """
@@ -112,7 +111,7 @@ def write_gguf_file(arguments: Namespace, problems: Problems) -> None:
         problems.append(f"--gguf {file}: {file.parent} is not a folder; create it, or give another")
     models = find_models(arguments, problems)
     if len(models) > 1:
-        problems.append("--gguf FILE: takes one model; give one --checkpoint or --final")
+        problems.append("--gguf FILE: accepts only one model; give one --checkpoint or --final")
     problems.stop_if_any()
     dtype = setting(read_config(arguments.run), "export.dtype") or "bf16"
     with writing_to(file.parent):
@@ -130,7 +129,7 @@ def publish_models(arguments: Namespace, models: list[Model]) -> None:
         url = retry(arguments, lambda: open_repository(arguments.repo, private=arguments.private))
     for model in models:
         publish_model(arguments, model, staging, url)
-    # The model is uploaded before its scores are there: an evaluation can take hours.
+    # The model is uploaded before its scores exist, because an evaluation can take hours.
     for model in models if arguments.beside_training else []:
         log = evaluation_log(arguments.run, checkpoint_name(model.step))
         if is_held(log):
@@ -149,7 +148,7 @@ def publish_model(arguments: Namespace, model: Model, staging: Path, url: str) -
         trust_remote_code=arguments.trust_remote_code,
     )
     folder = staging / model.revision
-    # One process per revision: two at the same time would upload each other's unfinished files.
+    # Two processes for one revision would upload each other's unfinished files.
     with folder_lock(staging / f".{model.revision}.lock"):
         with writing_to(staging):
             stage(arguments.run, model, publication, folder, arguments.sign, gguf=bool(arguments.gguf))
@@ -162,7 +161,7 @@ def publish_model(arguments: Namespace, model: Model, staging: Path, url: str) -
         try:
             commit = retry(arguments, partial(upload, folder, model, arguments.repo, message=arguments.message))
         finally:
-            # Staged weights are a second copy of the model on the run's disk.
+            # Staged weights are a second copy on the run's disk.
             shutil.rmtree(folder)
     print(f"{model.revision} is at {url}/tree/{model.revision}, commit {commit[:12]}", flush=True)
     waiting_mark(arguments.run, model.revision).unlink(missing_ok=True)
@@ -182,7 +181,7 @@ def writing_to(folder: Path) -> Iterator[None]:
 
 
 def record(arguments: Namespace, **facts: object) -> None:
-    """Records an upload during training in the run's metrics.jsonl, because nobody watches its output."""
+    """Records an upload during training in the run's metrics.jsonl."""
     if arguments.beside_training and arguments.run:
         event = {"event": "publish", **facts, "repository": arguments.repo, "time": round(time.time(), 3)}
         try:
@@ -192,7 +191,7 @@ def record(arguments: Namespace, **facts: object) -> None:
 
 
 def retry(arguments: Namespace, act: Callable[[], str]) -> str:
-    """Calls `act` up to --attempts times; returns its result. Raises the last PublishError."""
+    """Calls `act` up to --attempts times. Returns its result, or raises the last PublishError."""
     for attempt in range(1, arguments.attempts):
         try:
             return act()
@@ -203,12 +202,12 @@ def retry(arguments: Namespace, act: Callable[[], str]) -> str:
             text = f"{failure}\nattempt {attempt} of {arguments.attempts}; the next in {wait} s"
             print(text, file=sys.stderr, flush=True)
             time.sleep(wait)
-    # The last attempt: its error is the caller's.
+    # The caller handles the last attempt's error.
     return act()
 
 
 def verify(place: str, public_key: Path | None) -> int:
-    """Prints every file that differs from what was published and signed; returns the exit status.
+    """Prints every file that differs from the published and signed version. Returns the exit status.
 
     place: a folder, or OWNER/NAME[@REVISION] on the Hub. Raises InputError if it is signed but no key is given.
     """
@@ -226,9 +225,7 @@ def verify(place: str, public_key: Path | None) -> int:
     print(f"{place}: {provenance_text(folder)}")
     if is_signed and verifier is None:
         raise InputError(
-            f"--public_key is missing: {place} is signed, and that was not checked; give the signer's key"
+            f"--public_key is missing: {place} is signed, but the signature was not checked; give the signer's key"
         )
-    print(
-        f"signed by the owner of {public_key}" if is_signed else "not signed: anyone who can write it can have made it"
-    )
+    print(f"signed by the owner of {public_key}" if is_signed else "not signed: anyone could have made it")
     return 0

@@ -31,10 +31,10 @@ SHORTEST_SECRET = 12
 
 @dataclass(frozen=True)
 class Model:
-    """A model of a run to publish."""
+    """A model to publish."""
 
     folder: Path
-    """final/ or a checkpoint."""
+    """Folder final/ or a checkpoint."""
     step: int
     tokens: int | None
     revision: str
@@ -46,7 +46,7 @@ class Model:
 
 
 def find_publishable(run: Path, *, steps: list[int | str], milestones: bool, final: bool) -> list[Model]:
-    """Finds the requested models, oldest first; final/ if none is requested.
+    """Finds the requested models, oldest first, or final/ by default.
 
     steps: steps of checkpoints; "best" is the one with the lowest validation loss. Raises InputError with all missing
     or damaged models.
@@ -62,14 +62,14 @@ def find_publishable(run: Path, *, steps: list[int | str], milestones: bool, fin
         elif given == "best":
             problems.append(f"--checkpoint best: no checkpoint of {run} has a validation loss; give a step")
         else:
-            problems.append(f"--checkpoint {step}: {run} has no checkpoint of this step; steps there: {there}")
+            problems.append(f"--checkpoint {step}: {run} has no checkpoint of this step; available steps: {there}")
     if milestones:
         wanted.update(problems.attempt(_milestones, run, checkpoints, final) or [])
     found = [checkpoint_model(checkpoints[step], step) for step in sorted(wanted)]
     if final or not (steps or milestones):
         if (run / "final" / "config.json").is_file():
             end = last_good_end(run)
-            # A run whose log has lost its end has the step of its newest checkpoint.
+            # If the log has lost its end, use the step of the newest checkpoint.
             step = end["step"] if end.get("step") is not None else max(checkpoints, default=0)
             found.append(Model(run / "final", step, end.get("tokens"), revision="main"))
         else:
@@ -101,19 +101,19 @@ def checkpoint_model(folder: Path, step: int) -> Model:
 def stage(
     run: Path, model: Model, publication: Publication, target: Path, key: Path | None = None, *, gguf: bool = False
 ) -> Path:
-    """Writes exactly the files to upload into `target`, complete or not at all. Returns it.
+    """Writes exactly the files to upload into `target`, complete or not at all. Returns `target`.
 
-    A checkpoint's fp32 weights are rounded to the export dtype and named as in final/, and its optimizer and trainer
-    state are left out. bom.cdx.json lists all files, provenance.json covers all. Raises InputError if a file contains
-    a secret of this process's environment.
+    A checkpoint's fp32 weights are rounded to the export dtype and named as in final/. Its optimizer and trainer state
+    are omitted. bom.cdx.json lists all files, and provenance.json covers them. Raises InputError if a file contains a
+    secret from this process's environment.
 
     Args:
-        key: private, in PEM, to sign it all with.
+        key: private key in PEM for signing the folder.
         gguf: add the model as GGUF.
     """
     dtype = publication.dtype or "bf16"
     publication = replace(publication, revision=model.revision, dtype=dtype)
-    # A crash leaves either no folder of the target's name or a whole one: it is renamed into place at the end.
+    # Renamed into place at the end, so a crash leaves either a complete folder or none.
     unfinished = target.with_name(f".staging-{target.name}")
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)
@@ -125,14 +125,14 @@ def stage(
             general = {"name": name, "license": publication.license, "languages": list(publication.languages)}
             note = write_gguf(run, unfinished, dtype, unfinished / file, **general)
             publication = replace(publication, gguf=(file, note))
-        # The order matters: each of these files has the hashes of those written before it, and the provenance of all.
-        # The staged config.json is read, which has the dtype of the export.
+        # The order matters, because each file contains the hashes of the files written before it.
+        # Reads the staged config.json, which has the export dtype.
         facts = read_facts(run, model.step, unfinished, publication)
         write_card(facts, unfinished)
         write_training_content(facts, unfinished)
         write_materials(facts, unfinished)
         write_provenance(facts, unfinished, signed=key is not None)
-        # Before signing and renaming: a folder with a secret must not look finished.
+        # Checked before signing and renaming, because a folder with a secret must not look finished.
         if problems := secret_problems(unfinished):
             raise InputError(*problems)
     except InputError:
@@ -147,14 +147,14 @@ def stage(
 
 
 def write_model_as_gguf(run: Path, model: Model, dtype: str, file: Path) -> str:
-    """Writes a run's model as a GGUF file; returns how it compares."""
+    """Writes a run's model as a GGUF file. Returns the comparison's sentence."""
     with tempfile.TemporaryDirectory(dir=file.parent, prefix=".gguf-") as temporary:
         copy_model(model, Path(temporary), dtype)
         return write_gguf(run, Path(temporary), dtype, file, name=run.resolve().name)
 
 
 def write_gguf(run: Path, folder: Path, dtype: str, file: Path, **general: Any) -> str:
-    """Writes a model folder of a run as a GGUF file; returns how it compares. general: see `convert`."""
+    """Writes a run's model folder as a GGUF file. Returns the comparison's sentence. general: see `convert`."""
     from pretrain_tools.publishing.gguf_comparison import validation_text
     from pretrain_tools.publishing.gguf_file import convert
 
@@ -162,7 +162,7 @@ def write_gguf(run: Path, folder: Path, dtype: str, file: Path, **general: Any) 
 
 
 def copy_model(model: Model, target: Path, dtype: str, *, trusted: bool = False) -> None:
-    """Copies the files of the model itself; the weights of a checkpoint in `dtype`."""
+    """Copies the model's files, with a checkpoint's weights in `dtype`."""
     for path in sorted(model.folder.iterdir()):
         if STAYS_HERE.fullmatch(path.name) or not path.is_file() or path.name in WRITTEN_ANEW:
             continue
@@ -175,7 +175,7 @@ def copy_model(model: Model, target: Path, dtype: str, *, trusted: bool = False)
 
 
 def link_or_copy(source: Path, target: Path) -> None:
-    """Links the file under a second name, or copies it to another file system."""
+    """Hard-links the file, or copies it if `target` is on another file system."""
     try:
         os.link(source, target)
     except OSError:
@@ -183,9 +183,9 @@ def link_or_copy(source: Path, target: Path) -> None:
 
 
 def write_rounded(source: Path, target: Path, dtype: str, *, trusted: bool) -> None:
-    """Writes the weights of a checkpoint, rounded and named as in final/, and notes their dtype in config.json.
+    """Writes a checkpoint's weights, rounded and named as in final/, and records their dtype in config.json.
 
-    trusted: run the model's own code, which knows its buffers.
+    trusted: run the model's own code to find its buffers.
     """
     import torch
 
@@ -201,7 +201,7 @@ def write_rounded(source: Path, target: Path, dtype: str, *, trusted: bool) -> N
     published = PublishedNames.of(load_model_config(str(source)))
     saved = SavedTensors(source, "model")
     group = TensorGroup(saved.shapes(), dict.fromkeys(saved, torch.float32), saved.__getitem__)
-    # Buffers stay in fp32, as in final/: a router's bias that is rounded would choose other experts.
+    # Buffers stay in fp32, as in final/, because a rounded router bias would choose other experts.
     buffers = {name for name, _ in published.meta_model.named_buffers()}
     dtypes = dict.fromkeys(saved.keys() - buffers, DTYPES[dtype])
     write_group(target, "model", group, 0, 1, dtypes, published=published)
@@ -209,16 +209,16 @@ def write_rounded(source: Path, target: Path, dtype: str, *, trusted: bool) -> N
 
 
 def secret_problems(folder: Path) -> list[str]:
-    """Lists files that contain the value of a secret environment variable, without that value."""
+    """Lists files that contain the value of a secret environment variable, without printing it."""
     secrets = {
         name: value.encode()
         for name, value in os.environ.items()
         if SECRET_NAMES.search(name) and len(value) >= SHORTEST_SECRET
     }
     return [
-        f"{path.name} holds the value of {name}, a secret: remove it from the recipe and publish again"
+        f"{path.name} contains the value of the secret {name}; remove it from the recipe and publish again"
         for path in sorted(folder.iterdir())
-        # Weights and pictures hold no text, and are too large to search.
+        # Weights and images contain no text and are too large to search.
         if path.suffix not in (".safetensors", ".gguf", ".png")
         for name, value in secrets.items()
         if value in path.read_bytes()

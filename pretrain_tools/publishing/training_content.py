@@ -1,7 +1,8 @@
-"""training_content.md: the public summary of training content that the EU's AI Act asks for, from the run's records.
+"""Writes training_content.md, the public summary of training content required by the EU's AI Act.
 
-The template of the European Commission's AI Office (24 July 2025, explanatory notice and template, Article 53(1)(d) of
-Regulation (EU) 2024/1689), in its three sections. What the records do not say is left to the provider, never guessed.
+It follows the three sections of the template by the European Commission's AI Office (24 July 2025, explanatory notice
+and template, Article 53(1)(d) of Regulation (EU) 2024/1689). Facts missing from the run's records are left to the
+provider, never guessed.
 """
 
 import time
@@ -16,12 +17,12 @@ from pretrain_tools.runs.history import is_number
 
 TRAINING_CONTENT_FILE = "training_content.md"
 GENERAL_PURPOSE_FLOPS = 1e23
-"""Above this a model that generates language counts as of general purpose: the Commission's indicative criterion."""
+"""FLOPs above which the Commission regards a language model as general-purpose (indicative criterion)."""
 SIZES = ((1e9, "less than 1 billion tokens"), (1e13, "1 billion to 10 trillion tokens"))
-"""(tokens below which it holds, category of the AI Office's template)."""
+"""(upper limit of tokens, category of the AI Office's template)."""
 FILL = "**To be filled in by the provider**"
 LARGE_SHARE = 0.03
-"""Share of all public datasets' tokens from which the template lists a dataset by name."""
+"""Share of all public datasets' tokens above which the template lists a dataset by name."""
 MOST_LANGUAGES = 12
 MOST_DOMAINS = 30
 
@@ -50,7 +51,7 @@ def training_content(facts: Facts) -> str:
         general_purpose_flops=GENERAL_PURPOSE_FLOPS,
         unique_tokens=unique,
         size=next((text for most, text in SIZES if unique < most), "more than 10 trillion tokens"),
-        # The data was there when training began: a bound, which is all that a run knows.
+        # The data existed when training began. A run's records contain only this bound.
         last_start=time.strftime("%m/%Y", time.gmtime(max(starts))) if starts else "",
         languages=", ".join(shares),
         domains=", ".join(f"{name} ({count})" for name, count in domains.most_common(MOST_DOMAINS)),
@@ -63,14 +64,14 @@ def training_content(facts: Facts) -> str:
 
 
 def dataset_rows(sources: list[DataSource]) -> list[list[str]]:
-    """Returns a row for each dataset of the Hub: name, subset and split, tokens, share of all tokens, link."""
+    """Returns one row per dataset on the Hub: name, subset and split, tokens, share of all tokens, link."""
     total = sum(source.tokens or 0 for source in sources)
     rows = []
     for source in sources:
         found = source.preparation.get("datasets") or [{"name": name} for name in source.hub_datasets]
         share = (source.tokens or 0) / total if total else None
         size = "" if share is None else f"{share:.1%}, {'large' if share > LARGE_SHARE else 'not large'}"
-        # Several datasets in one source were not counted separately.
+        # Several datasets in one source have no separate counts.
         others = f" with {len(found) - 1} others" if len(found) > 1 else ""
         for dataset in found:
             name = str(dataset.get("name"))
@@ -81,9 +82,9 @@ def dataset_rows(sources: list[DataSource]) -> list[list[str]]:
 
 
 def filter_rows(source: DataSource) -> list[tuple[str, Any, int]]:
-    """Returns rows (source, rule, documents removed); 0 for a filter none of whose rules removed any."""
+    """Returns rows (source, rule, documents removed). A filter that removed none has one row with 0."""
     removed = {rule: count for rule, count in (source.preparation.get("removed") or {}).items() if count}
     filters = source.preparation.get("filters") or []
-    # A manifest names removals 'filter: rule'.
+    # Removals in a manifest are named 'filter: rule'.
     idle = [name for name in filters if not any(rule.startswith(str(name)) for rule in removed)]
     return [(source.name, rule, count) for rule, count in {**removed, **dict.fromkeys(idle, 0)}.items()]

@@ -281,7 +281,7 @@ def test_a_state_that_names_no_step_is_damage(run, state):
     (run / "checkpoints/step-00000002/trainer_state.json").write_text(state)
     seal_again(run / "checkpoints/step-00000002")
     chosen, (said,) = newest(run)
-    assert chosen.name == "step-00000001" and "does not say of which step it is" in said
+    assert chosen.name == "step-00000001" and "has no step" in said
 
 
 def test_an_optimizer_without_state_is_none_that_is_missing(run):

@@ -173,7 +173,9 @@ def test_a_cut_object_is_refused_at_the_start_or_when_it_is_read(tmp_path):
     with pytest.raises(InputError, match=f"{url}/train-00002.bin: has 199,990 bytes, must have 200,000"):
         open_shards(url, "train")
     reader = ShardReader(read_manifest(url), "train")
-    with pytest.raises(InputError, match=f"{url}/train-00002.bin: is cut off: it has 199,990 bytes, at least 200,000"):
+    with pytest.raises(
+        InputError, match=f"{url}/train-00002.bin: is truncated: it has 199,990 bytes, but needs at least 200,000"
+    ):
         reader.read(TOKENS - 10, np.empty(10, np.uint16))
 
 

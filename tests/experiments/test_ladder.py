@@ -77,7 +77,7 @@ def test_a_larger_size_is_predicted_as_text_json_and_picture(sweep, tmp_path):
     assert "not_ended: left out: it has not finished" in said and "1 run of the same size" in said
     assert [len(rung["folders"]) for rung in values["rungs"]] == [2, 2, 2, 2]
     assert values["rungs"][0]["spread"] > 0 and abs(values["rungs"][0]["residual"]) < 0.005
-    assert "back-test: without the largest size" in said and "within the interval" in said
+    assert "back-test: fitted without the largest size" in said and "within the interval" in said
     assert "tokens grew with size" in said and "mostly the prior" in said
     assert second["times_compute"] > 1000 and "llama_125m.yaml: " in said.split("warning: ")[-1]
     assert (sweep / "ladder.png").stat().st_size > 10_000
@@ -90,7 +90,7 @@ def test_what_would_be_a_guess_is_refused(tmp_path, capsys):
     few = refusal(tmp_path / "three", predict=asked)
     assert "3 sizes" in few and "too few to predict" in few
     report_ladder([tmp_path / "three"], predict=[], count="matrix", output=None)
-    assert "3 sizes show no law" in capsys.readouterr().out
+    assert "3 sizes don't determine a scaling law" in capsys.readouterr().out
     assert "all runs have one size" in refusal(tmp_path / "three/32")
 
     for number, width in enumerate(WIDTHS):
@@ -116,4 +116,4 @@ def test_a_larger_size_with_fewer_steps_is_warned_of(tmp_path, capsys):
     first, second = (round(tokens / batch) for (_, tokens), batch in zip(sizes, (256, 1024), strict=False))
     report_ladder([tmp_path / "runs"], predict=[], count="matrix", output=None)
     (said,) = [line for line in capsys.readouterr().out.splitlines() if "steps of" in line]
-    assert f"had {second:,} steps of 1,024 tokens, " in said and f"{first:,} of 256: such a ladder bends" in said
+    assert f"had {second:,} steps of 1,024 tokens, " in said and f"{first:,} of 256: this ladder bends" in said

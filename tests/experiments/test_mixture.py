@@ -87,7 +87,7 @@ def test_small_runs_propose_a_recipe_and_bad_requests_are_refused(recipe, shards
     for count, more, problem in (
         (5, [], "too few to fit 2 sources; give 6 or more"),
         (7, [], "--vary data.train"),
-        (6, ["--data.train", f"[{{shards: {other}}}]"], "1 source makes no mixture"),
+        (6, ["--data.train", f"[{{shards: {other}}}]"], "1 source isn't a mixture"),
     ):
         with pytest.raises(InputError, match=problem):
             mixture(count, *more)

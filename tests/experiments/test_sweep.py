@@ -51,13 +51,13 @@ def test_values_are_split_outside_brackets_alone():
     [
         ({"vary": ["a"]}, "give a setting and its values"),
         ({"vary": ["a=1", "a=2"]}, "given twice"),
-        ({"vary": ["a=1,1"]}, "names a value twice"),
-        ({"vary": ["a=2..1"]}, "a range rises"),
-        ({"vary": ["a=1..2"]}, "give --search"),
+        ({"vary": ["a=1,1"]}, "contains a value twice"),
+        ({"vary": ["a=2..1"]}, "a range must be ascending"),
+        ({"vary": ["a=1..2"]}, "needs --search"),
         ({"vary": ["a=1,2"], "search": 5}, "searches ranges"),
-        ({"vary": ["seed=1,2"], "seeds": 2}, "give one of the two"),
-        ({"vary": ["output=a,b"]}, "a folder of its own"),
-        ({"vary": ["a=1,2"], "changes": (("a", "3"),)}, "give one of the two"),
+        ({"vary": ["seed=1,2"], "seeds": 2}, "give only one of them"),
+        ({"vary": ["output=a,b"]}, "its own folder"),
+        ({"vary": ["a=1,2"], "changes": (("a", "3"),)}, "give only one of them"),
     ],
 )
 def test_what_cannot_be_swept_is_said(arguments, problem):
@@ -103,8 +103,8 @@ def finished_run(folder, loss):
 @pytest.mark.parametrize(
     ("second", "said"),
     [
-        ([3.11, 3.21], "0.1095 below the next (90 % interval 0.1063 to 0.1127"),
-        ([2.9, 3.5], "which shows no difference"),
+        ([3.11, 3.21], "0.1095 below the next (90% interval 0.1063 to 0.1127"),
+        ([2.9, 3.5], "not significant"),
         ([], "best"),
     ],
 )
@@ -208,7 +208,7 @@ def test_a_killed_sweep_is_continued_and_then_reported(recipe, tmp_path, capsys)
         wait_for((output / "runs/learning_rate=3e-3,seed=2/metrics.jsonl").exists)
         second.send_signal(signal.SIGINT)
         said = second.communicate(timeout=120)[1]
-    assert second.returncode == 130 and "give the same command to continue" in said
+    assert second.returncode == 130 and "run the same command to continue" in said
     done = sweep(recipe, output, *arguments, "--parallel", "2")
     assert len(events(run, "start")) == 1, "it was not started twice"
     values = json.loads((output / "results.json").read_text())

@@ -97,12 +97,12 @@ def test_sigterm_in_what_is_done_between_steps(recipe, tmp_path):
     if EVERYTHING:
         settings += ["--samples.every_steps", 4, "--samples.prompts", "['def']"]
         warnings = stop("sample", 4, {"where": "sample", "step": 4, "what": "sleep", "seconds": 600, "rank": 0})
-        assert "samples skipped: the run is stopping" in warnings
+        assert "samples skipped because the run is stopping" in warnings
         assert (end_of(run)["code"], end_of(run)["step"]) == (75, 4) and not events(run, "sample")
         settings = settings[:-4]
     # 32 batches of two seconds on the last rank, the signal in the first on the other.
     warnings = stop("validation", 8, {"where": "validation", "step": 8, "what": "sleep", "seconds": 2, "always": True})
-    assert "validation skipped: the run is stopping" in warnings
+    assert "validation skipped because the run is stopping" in warnings
     assert (end_of(run)["code"], end_of(run)["step"]) == (75, 8)
     assert {event["step"] for event in events(run, "validation")} == {0}
     assert damage(run / "checkpoints/step-00000008") == [] and not (run / "final").exists()

@@ -492,7 +492,7 @@ def test_missing_flash_package_is_named(gpu):
 
 
 def test_varlen_without_documents_is_refused(gpu):
-    with pytest.raises(InputError, match="varlen has nothing to keep apart"):
+    with pytest.raises(InputError, match="varlen has no documents to separate"):
         choose_attention("varlen", device_type="cuda", dtype=torch.bfloat16, window=WindowSpec(64, False))
 
 

@@ -269,9 +269,9 @@ def test_the_end_of_document_row_gets_a_gradient(config):
 def test_a_vocabulary_that_does_not_fit_is_named_with_the_remedy():
     assert check_vocabulary(tiny("llama"), 128) == []
     assert check_vocabulary(tiny("llama"), 50257) == [
-        "the data's tokenizer has 50,257 ids, but the model's vocab_size is 128: give --model.vocab_size auto (or "
-        "leave vocab_size out of the model's JSON), which makes it 50,304 here, or prepare the data with a tokenizer "
-        "of at most 128 ids"
+        "the data's tokenizer has 50,257 IDs, but the model's vocab_size is 128: give --model.vocab_size auto (or "
+        "omit vocab_size in the model's JSON), which makes it 50,304 here, or prepare the data with a tokenizer "
+        "of at most 128 IDs"
     ]
     (pretrained,) = check_vocabulary(tiny("llama"), 50257, has_weights=True)
     assert "vocab_size is 128: prepare the data with the model's own tokenizer, or, if this one extends" in pretrained
@@ -307,7 +307,7 @@ def test_pretrained_weights_become_fp32_masters_without_a_padding_row(tmp_path):
 
 
 def test_pretrained_refuses_what_has_no_weights(tmp_path):
-    with pytest.raises(InputError, match=r"a JSON describes a model but holds no weights.*init: scratch"):
+    with pytest.raises(InputError, match=r"a JSON describes a model but has no weights.*init: scratch"):
         load_pretrained(write_json(tmp_path, LLAMA))
     save_model_metadata(build_meta_model(tiny("llama")), tmp_path / "folder")
     with pytest.raises(InputError, match=r"no safetensors weights could be read"):
@@ -413,7 +413,7 @@ def test_what_the_class_itself_refuses_is_an_input_error(tmp_path):
     ("text", "expected"),
     [
         ("{", "not a valid JSON file: Expecting property name"),
-        ("[1]", "a model's JSON is an object of keys and values, this is a list"),
+        ("[1]", "must be a JSON object of keys and values (got list)"),
         ('{"model_type": "llama", "vocab_size": 1, "vocab_size": 2}', "vocab_size is given more than once"),
     ],
 )

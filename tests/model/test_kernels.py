@@ -81,7 +81,7 @@ def test_what_is_used(gpu, attention, capability, dtype, window, used):
         ({"head_dim": 256}, (9, 0), None),
         ({"head_dim": 200}, (8, 9), "has no kernels for heads of width 200 here"),
         ({"hidden_size": 4096, "num_attention_heads": 8}, (9, 0), "has no kernels for heads of width 512 here"),
-        ({"attention_dropout": 0.1}, (9, 0), "has no dropout, which this model's attention uses in training"),
+        ({"attention_dropout": 0.1}, (9, 0), "supports no dropout, which this model's attention uses in training"),
         ({"model_type": "deepseek_v3"}, (9, 0), "has no kernels for values of width 128 with keys of width 192"),
     ],
 )
@@ -104,7 +104,7 @@ def test_nothing_faster_is_passed_over_in_silence(gpu):
     assert "flash_attention_3: needs the package" in told() and "varlen" not in told() and "compiled" not in told()
     assert "compiled layers: compile is none; " in told(compile_mode="none")
     assert "bf16 matrix units: precision is fp32; varlen: computes in bf16 or fp16 only" in told(dtype=FP32)
-    assert "varlen: has nothing to keep apart" in told(window=UNDIVIDED)
+    assert "varlen: has no documents to separate" in told(window=UNDIVIDED)
     gpu["modules"] = {"flash_attn", "flash_attn_interface"}
     two = "flash_attention_2: available here, but attention is auto"
     assert told() == f"{two}; flash_attention_3: fails here (no such kernel)"
@@ -151,7 +151,7 @@ def test_flash_attention_3_is_tried_with_the_models_heads(gpu):
         ({"modules": {"triton"}}, "needs the package flash_attn_interface"),
         ({"capability": (8, 0)}, "torch runs it on Hopper only"),
         ({"flash 3": None}, "fails here (no such kernel)"),
-        ({"flash 3": lambda out: out.flip(0)}, "its results differ from those of torch's kernel by"),
+        ({"flash 3": lambda out: out.flip(0)}, "its results differ from torch's kernel by"),
     ],
     ids=["not installed", "A100", "another version", "wrong"],
 )

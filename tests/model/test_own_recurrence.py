@@ -133,7 +133,7 @@ def own(recipe, tmp_path):
 def test_it_keeps_documents_apart_resumes_and_loads_again(own, tmp_path):
     unbroken = tmp_path / "run"
     told = run_script("train.py", "--config", own).stdout
-    assert "GatedRecurrence with each document in a row of its own" in told
+    assert "GatedRecurrence with each document in a separate row" in told
     # Of the last check of final/, by the library's own forward pass.
     assert "each document alone" in told
     run_script(

@@ -102,10 +102,10 @@ def test_parameters_that_cannot_be_are_refused(tmp_path, second, problem):
 @pytest.mark.parametrize(
     ("kind", "second", "problem"),
     [
-        ("gpt2", {"sequence_length": 1 << 20}, "learns a vector for each; give the model that many from the start"),
+        ("gpt2", {"sequence_length": 1 << 20}, "learns a vector for each; give the model enough from the start"),
         ("gpt2", {"rope_parameters": {"rope_theta": 1e6}}, "gpt2 has no rotary positions"),
-        ("gemma3_text", {"rope_parameters": {"rope_theta": 1e6}}, "has one set for each kind of its layers"),
-        ("gptj", {"sequence_length": 1 << 12}, "has a table of all; give the model that many from the start"),
+        ("gemma3_text", {"rope_parameters": {"rope_theta": 1e6}}, "has one set for each kind of layer"),
+        ("gptj", {"sequence_length": 1 << 12}, "has a table of all; give the model enough from the start"),
     ],
 )
 def test_models_whose_positions_cannot_change_are_refused_with_what_to_do(kind, second, problem):

@@ -94,10 +94,9 @@ def test_the_mean_and_the_weights_change_places_and_back_to_the_last_bit():
         ),
         (
             {"averaging.kind": "tail"},
-            "averaging.every_steps: 10 takes the weights of 0 of the 2 steps that are averaged, and a mean needs two; "
-            "use at most 1,",
+            "averaging.every_steps: 10 averages only 0 of the 2 steps, but a mean needs two; use at most 1,",
         ),
-        ({"averaging.kind": "ema"}, "averaging.every_steps: 10 takes the weights of 1 of the 12 steps"),
+        ({"averaging.kind": "ema"}, "averaging.every_steps: 10 averages only 1 of the 12 steps"),
     ],
 )
 def test_what_cannot_be_averaged_is_refused(recipe, settings, problem):

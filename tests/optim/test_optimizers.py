@@ -451,7 +451,7 @@ def test_a_rate_for_a_group_without_parameters_is_refused():
     config = LlamaConfig(hidden_size=64, intermediate_size=128, num_hidden_layers=1, tie_word_embeddings=True)
     settings = Optim(learning_rate=0.01, group_learning_rates={"head": 0.1, "scalars": 0.1})
     (problem,) = optimizer_problems(settings, config, "cpu")
-    assert problem.startswith("optim.group_learning_rates.head: no parameter of this model is in it; leave it out")
+    assert problem.startswith("optim.group_learning_rates.head: no parameter of this model is in this group; omit it")
 
 
 def test_rates_of_groups_follow_the_schedule():

@@ -117,8 +117,8 @@ def test_8bit_blocks_that_a_layout_cuts_are_refused_with_what_works():
     assert problem_of(Sizes(dp_shard=4), vocab_size=575) == "", "shards begin at rows 144, 288, 432 of 64 columns"
     found = problem_of(Sizes(dp_shard=4), vocab_size=568)  # at row 142
     assert found == (
-        "optim.name: adamw_8bit does not run with parameters in 4 shards (dp_shard x cp): each of its scales covers "
-        "256 neighboring elements, and shards of model.embed_tokens.weight (568 x 64) begin inside one; use "
+        "optim.name: adamw_8bit does not run with parameters in 4 shards (dp_shard x cp), because each of its scales "
+        "covers 256 neighboring elements, but shards of model.embed_tokens.weight (568 x 64) begin inside one; use "
         "adamw, or dp_shard x cp of 2, with dp_replicate for the other processes"
     )
     found = problem_of(Sizes(dp_shard=64), hidden_size=56)

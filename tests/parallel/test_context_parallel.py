@@ -117,11 +117,12 @@ def test_refusals_before_the_start(launched, recipe):
     assert problems(recipe).endswith("parallelism_config_cp_size can be 2, 4")
     launched(4, "3")
     assert problems(recipe) == (
-        "launcher: parallelism_config_cp_size 3 does not divide 4 processes; use 0 (all that are left) or 2, 4"
+        "launcher: parallelism_config_cp_size 3 does not divide 4 processes; use 0 (all that remain) or 2, 4"
     )
     launched(1)
-    assert "parallelism_config_cp_size: no process is left for it of 1; use another strategy, or --num" in problems(
-        recipe
+    assert (
+        "parallelism_config_cp_size: none of 1 processes is left for it; use another strategy, or --num"
+        in problems(recipe)
     )
     launched(4, "2", DP_REPLICATE_SIZE="2")
     assert problems(recipe) == ""

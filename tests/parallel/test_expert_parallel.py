@@ -54,7 +54,7 @@ def problems(recipe, tmp_path, monkeypatch):
             {},
             4,
             "3",
-            "parallelism_config_ep_size: 3 does not divide dp_shard x cp x tp = 4; use 0 (all that are left)",
+            "parallelism_config_ep_size: 3 does not divide dp_shard x cp x tp = 4; use 0 (all that remain)",
         ),
         (
             TINY_LLAMA

@@ -262,7 +262,7 @@ def test_zero_without_a_json_takes_what_the_file_says(environment, tmp_path, mon
     ("answers", "message"),
     [
         ({"torch dynamo": "yes"}, "dynamo_backend: INDUCTOR conflicts with the recipe's compile: auto"),
-        ({"Megatron": "yes"}, "distributed_type: MEGATRON_LM is not run here; use NO, MULTI_CPU, MULTI_GPU, FSDP or"),
+        ({"Megatron": "yes"}, "distributed_type: MEGATRON_LM is unsupported; use NO, MULTI_CPU, MULTI_GPU, FSDP or"),
         (DEEPSPEED | {"ZeRO optimization": "0"}, "launcher: zero_optimization.stage is 0; it must be 1, 2 or 3"),
         (DEEPSPEED | {"offload optimizer": "nvme"}, "accelerate does not pass its path on"),
         (DEEPSPEED | {"gradient accumulation steps": "4"}, "the recipe's batch.tokens_per_step"),

@@ -96,7 +96,7 @@ def test_settings_that_cannot_run_are_refused(launched, deeper, overrides, messa
 def test_all_problems_are_found_at_once(launched, deeper):
     launched(3, "2")
     found = problems(deeper, "attention", "flex_attention", "pipeline.schedule", "1F1B")
-    assert "parallelism_config_pp_size 2 does not divide 3 processes; use 0 (all that are left) or 3" in found
+    assert "parallelism_config_pp_size 2 does not divide 3 processes; use 0 (all that remain) or 3" in found
     assert "flex_attention" in found
 
 

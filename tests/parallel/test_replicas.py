@@ -58,9 +58,9 @@ def test_the_minority_is_named_and_both_of_two():
     digests = torch.tensor([[1, 5, 7], [1, 5, 8], [1, 6, 9], [1, 5, 7]])
     assert compare(["a", "b", "c"], digests, [0, 2, 4, 6]) == [
         "b: rank 4 differs from the other 3",
-        "c: ranks 0, 2, 4, 6 do not hold the same",
+        "c: ranks 0, 2, 4, 6 have different values",
     ]
-    assert compare(["a"], torch.tensor([[1], [2]]), [0, 1]) == ["a: ranks 0, 1 do not hold the same"]
+    assert compare(["a"], torch.tensor([[1], [2]]), [0, 1]) == ["a: ranks 0, 1 have different values"]
     five = torch.tensor([[1], [2], [1], [3], [1]])
     assert compare(["a"], five, range(5)) == ["a: ranks 1, 3 differ from the other 3"]
 

@@ -176,7 +176,7 @@ def test_refusals_before_the_start(launched, recipe, tmp_path):
     assert "cannot all be divided by 4 tensor-parallel processes; 2 can be used" in problems(recipe)
     launched(4, "3")
     assert (
-        "launcher: parallelism_config_tp_size 3 does not divide 4 processes; use 0 (all that are left) or 2, 4"
+        "launcher: parallelism_config_tp_size 3 does not divide 4 processes; use 0 (all that remain) or 2, 4"
     ) in problems(recipe)
     launched(2)
     (tmp_path / "one_head.json").write_text(json.dumps(TINY_LLAMA | {"num_key_value_heads": 1}))

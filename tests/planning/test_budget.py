@@ -91,7 +91,7 @@ def test_a_model_that_does_not_fit_is_not_chosen(quick_traces):
 
 
 def test_budgets_that_fit_no_model_are_refused(quick_traces):
-    with pytest.raises(InputError, match="the start alone takes some 60 s"):
+    with pytest.raises(InputError, match="startup alone takes about 60 s"):
         choose_run(budget(hours=1 / 3600))
     with pytest.raises(InputError, match=r"makes \d+ steps of .* fewer than 100"):
         choose_run(budget(flops=1e12))

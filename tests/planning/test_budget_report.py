@@ -77,7 +77,7 @@ def test_a_mixture_of_experts_is_sized_by_what_a_token_meets(made):
 
 def test_data_that_is_too_little_is_said(made):
     text, printed = made(asked(2e8, replace(PLACE, is_prepared=True)))
-    assert "beyond 5 a text is learned by heart" in printed
+    assert "beyond 5 the model memorizes the text" in printed
     assert "not all of the time" in printed
     assert "Prepare the data" not in text
     values = yaml.safe_load(text)
@@ -99,7 +99,7 @@ def test_a_ladder_says_what_loss_to_expect(made, tmp_path):
     truth = 1.7 + 400 / found["parameters"] ** 0.34 + 1200 / found["tokens"] ** 0.34
     assert expected["low"] < truth < expected["high"]
     assert expected["loss"] == pytest.approx(truth, rel=0.05)
-    assert "times the compute of its largest run: if the law holds so far" in expected["source"]
+    assert "times the compute of its largest run, if the scaling law holds that far" in expected["source"]
 
 
 def test_ladders_that_predict_nothing_are_refused(tmp_path):

@@ -57,9 +57,9 @@ def test_everything_wrong_is_said_at_once(refused):
         "--family lama: is not one of llama, qwen3, gpt2, nanochat, deepone, qwen3_moe; did you mean llama?",
         "tokenizers/none",
         "data/none: no such folder of prepared shards",
-        "--write x.txt: a recipe ends in .yaml",
+        "--write x.txt: the name of a recipe must end in .yaml",
         "--optimizer sgd",
-        "--config: is for a recipe that is there",
+        "--config: needs an existing recipe",
         "--mfu 40.0",
         "--seed",
     ):
@@ -69,7 +69,7 @@ def test_everything_wrong_is_said_at_once(refused):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("--hours", "0.0003", "--vocabulary", "32000"), "the start alone takes some 60 s"),
+        (("--hours", "0.0003", "--vocabulary", "32000"), "startup alone takes about 60 s"),
         (("--flops", "1e30", "--vocabulary", "32000"), "the largest llama here has 12.9B"),
         (("--hours", "1"), "--vocabulary: is missing"),
         (("--family", "llama"), "give one of --hours, --dollars and --flops"),

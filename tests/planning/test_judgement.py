@@ -48,7 +48,7 @@ def test_a_text_that_is_read_again_and_again(read):
     epochs = run.total_tokens / (reader.tokens // 64 * 64)
     message = repeated_data(run)
     assert f"{epochs:,.1f} times: the budget has 20M tokens" in message
-    assert message.endswith(f"Add text, or use --budget.tokens {4 * reader.tokens}")
+    assert message.endswith(f"add text, or use --budget.tokens {4 * reader.tokens}")
     _, remedied = read(budget__tokens=4 * reader.tokens)
     assert repeated_data(remedied) is None
 
@@ -76,14 +76,14 @@ def test_a_vocabulary_that_outweighs_the_layers(read):
     )
     message = heavy_vocabulary(run)
     share = 512 * 32 / run.parameters
-    assert share > 0.5 and f"512 ids take 16.4k of {run.parameters / 1000:.1f}k parameters ({share:.0%})" in message
+    assert share > 0.5 and f"512 IDs take 16.4k of {run.parameters / 1000:.1f}k parameters ({share:.0%})" in message
 
 
 @pytest.mark.parametrize("budget", [{"budget__tokens": "12_800"}, {"budget__steps": 50}])
 def test_a_batch_too_large_for_the_budget(read, budget):
     config, run = read(**budget)
     message = few_steps(config, run)
-    assert "256 tokens per step leave 50 steps, of which 2 are warmup" in message
+    assert "256 tokens per step leave 50 steps, including 2 of warmup" in message
     if "budget__steps" in budget:
         assert message.endswith("raise the budget")
     else:
@@ -124,7 +124,7 @@ def test_an_architecture_whose_memory_cannot_be_traced_is_said(read, monkeypatch
         raise TypeError("no such argument\nsecond line")
 
     monkeypatch.setattr(judgement_module, "largest_footprint", fails)
-    said = "memory: what a step of llama needs is not known here (TypeError: no such argument)"
+    said = "memory: unknown for a step of llama (TypeError: no such argument)"
     assert small_memory(*read(), torch.device("cpu")) is None, "it fits by far: nothing is traced"
     monkeypatch.setattr(judgement_module, "memory_bytes", lambda device: 100_000)
     assert small_memory(*read(), torch.device("cpu")) == said
@@ -138,8 +138,8 @@ def test_the_time_rests_on_the_measured_peak(read, monkeypatch):
     assert line.startswith(
         f"time on this machine: about {round(seconds)} s for 3.07k tokens in one process, at an MFU of 40%"
     )
-    monkeypatch.setattr(judgement_module, "peak_flops", lambda device, precision: (None, "no peak is known for X"))
-    assert "unknown (no peak is known for X)" in judgement_module.time_here(config, run, torch.device("cpu"))
+    monkeypatch.setattr(judgement_module, "peak_flops", lambda device, precision: (None, "unknown peak of X"))
+    assert "unknown (unknown peak of X)" in judgement_module.time_here(config, run, torch.device("cpu"))
 
 
 def test_the_command_is_the_one_that_was_checked_without_the_check(read, monkeypatch):

@@ -64,7 +64,7 @@ def test_one_command_trains_on_a_text(trained, text):
 
 def test_it_prints_the_everyday_commands_and_they_are_those_that_ran(trained):
     folder, printed = trained
-    shown = printed.partition("The same by hand")[2].splitlines()
+    shown = printed.partition("The same steps by hand")[2].splitlines()
     commands = [line.strip() for line in shown if line.startswith("  python ")]
     assert [command.split()[1] for command in commands] == [
         "prepare_data.py", "prepare_data.py", "train.py", "runs.py", "evaluate.py",
@@ -108,7 +108,7 @@ def test_the_same_command_finds_everything_done(trained, monkeypatch, capsys):
     monkeypatch.chdir(folder)
     before = {path: path.stat().st_mtime_ns for path in folder.rglob("*.bin")}
     assert with_own_text(["--text", "novel.txt", "--minutes", MINUTES]) == ["--config", "recipes/novel.yaml"]
-    assert "recipes/novel.yaml: was made by this command; continuing with it" in capsys.readouterr().out
+    assert "recipes/novel.yaml: made by this command earlier; continuing with it" in capsys.readouterr().out
     assert {path: path.stat().st_mtime_ns for path in folder.rglob("*.bin")} == before
 
 
@@ -128,7 +128,7 @@ def test_a_changed_text_is_refused(tmp_path, trained):
     with (copied / "novel.txt").open("a") as file:
         file.write("One line more.\n")
     told = refused(copied, "novel.txt", "--minutes", MINUTES)
-    assert "data/novel: the text is no longer what it was made from: source novel.txt has changed" in told
+    assert "data/novel: the text has changed since preparation: source novel.txt has changed" in told
     assert "--output runs/NAME" in told and "python train.py --config recipes/novel.yaml" in told
 
 
@@ -189,7 +189,7 @@ def test_text_that_cannot_be_trained_on_is_refused_with_figures(tmp_path):
     (tmp_path / "image.txt").write_bytes(b"\0\1\2" * 9000)
     (tmp_path / "book.log").write_text("text " * 9000)
     told = refused(tmp_path, "small.txt", "--minutes", MINUTES)
-    assert "--text small.txt: 11 bytes in 1 file are too few to learn from; give at least 20,000" in told
+    assert "--text small.txt: 11 bytes in 1 file are too few; give at least 20,000" in told
     assert "--text none*.txt: no such file" in refused(tmp_path, "none*.txt")
     told = refused(tmp_path, "latin.txt", "image.txt")
     assert "latin.txt: is not text in UTF-8 (byte 0xe9 at 4)" in told and "iconv" in told
@@ -197,7 +197,7 @@ def test_text_that_cannot_be_trained_on_is_refused_with_figures(tmp_path):
     told = refused(tmp_path, "book.log")
     assert "unknown format .log" in told and "rename" in told
     assert "must be a number of minutes above 0 (got 'ten')" in refused(tmp_path, "small.txt", "--minutes", "ten")
-    assert "--output a b: its last part names recipe, shards and model" in refused(
+    assert "--output a b: its last part must be a name for recipe, shards and model" in refused(
         tmp_path, "small.txt", "--output", "a b"
     )
     told = refused(tmp_path, "small.txt", "--optim.lerning_rate", "1e-3", "--seed", "x")
@@ -238,7 +238,9 @@ def test_several_processes_take_only_what_is_prepared(trained, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     command = ["--text", "novel.txt", "--minutes", MINUTES, "--seed", "1"]
     assert with_own_text(command) == ["--config", "recipes/novel.yaml", "--seed", "1"]
-    with pytest.raises(InputError, match=r"one of several; first run python train.py --text novel.txt .* --check"):
+    with pytest.raises(
+        InputError, match=r"a launcher started several; first run python train.py --text novel.txt .* --check"
+    ):
         with_own_text([*command, "--output", "runs/unprepared"])
 
 

@@ -39,8 +39,8 @@ def test_gradient_norms_outside_of_a_tenth_to_ten_are_told():
         return unusual_norms([{"grad_norm": norm} for norm in norms])
 
     assert told(0.1, 0.2, 10.0) is None and told(0.01, 9.9, 99.0) is None, "by the median"
-    assert told(12.0, 11.0, 1.0) == "gradient norms of 11, where 0.1 to 10 are usual"
-    assert told(0.01, None, 0.03) == "gradient norms of 0.02, where 0.1 to 10 are usual"
+    assert told(12.0, 11.0, 1.0) == "median gradient norm 11, usually 0.1 to 10"
+    assert told(0.01, None, 0.03) == "median gradient norm 0.02, usually 0.1 to 10"
 
 
 def test_a_router_that_sends_all_tokens_to_the_same_experts_is_a_failure():
@@ -55,10 +55,10 @@ def test_a_router_that_sends_all_tokens_to_the_same_experts_is_a_failure():
 
     assert spread_verdict(trained(0.9, 0.6, 0.8), config) is None
     assert spread_verdict(trained(0.9, 0.8, 0.55), config) == (
-        "in step 3 a layer's load is that of 9.8 of 64 experts, the busiest with 6.5 times its share; 8 is a "
+        "in step 3 a layer uses effectively 9.8 of 64 experts, the busiest with 6.5 times its share; 8 is a "
         "collapsed router"
     )
-    assert spread_verdict(trained(0.7, 0.9, 0.9), config).startswith("in step 1 a layer's load is that of 18.4 of 64")
+    assert spread_verdict(trained(0.7, 0.9, 0.9), config).startswith("in step 1 a layer uses effectively 18.4 of 64")
 
 
 ONE_PROCESS = SimpleNamespace(is_main=True, barrier=lambda: None, gather=lambda value: [value], print=print)

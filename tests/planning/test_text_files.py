@@ -52,7 +52,7 @@ def test_a_folder_is_searched_for_text_in_any_case(mine, word):
     assert files.left_out.startswith("12 of 17 files left out: ")
     for said in ("2 of unknown format .pdf: ", "1 of unknown format without a suffix: "):
         assert said in files.left_out
-    for said in ("1 data beside text, taken where it is named: ", "1 damaged gz data"):
+    for said in ("1 a data file next to text, used only if named: ", "1 damaged gz data"):
         assert said in files.left_out
     assert "\n" not in files.left_out and len(files.left_out) < 700
     by_prepare_data = find_sources(files.inputs, files.exclude)
@@ -92,7 +92,7 @@ def test_what_is_excluded_is_not_counted_and_must_exist(mine):
     assert "sub dir/d[1].txt" not in names(files) and files.left_out.startswith("10 of 14 files left out")
     assert refusal("mine", exclude=["*.nix", "mine/old"]) == ["--exclude '*.nix': matches none of the files"]
     assert refusal("mine/sub dir", exclude=["*.txt"]) == [
-        "--text mine/sub dir: has no text that can be read: --exclude leaves none of its files"
+        "--text mine/sub dir: has no readable text: --exclude leaves none of its files"
     ]
 
 
@@ -101,10 +101,10 @@ def test_what_holds_no_text_is_refused(mine):
     assert refusal("mine/empty", "mine/*.pdf", "none") == [
         "--text mine/empty: is a folder without files",
         "--text none: no such file; quote patterns, and use ** to search subfolders",
-        "--text mine/*.pdf: has no text that can be read: 1 of 1 files left out: 1 of unknown format .pdf: mine/f.pdf",
+        "--text mine/*.pdf: has no readable text: 1 of 1 files left out: 1 of unknown format .pdf: mine/f.pdf",
     ]
     (problem,) = refusal(".")
-    assert "holds the folders that this command writes" in problem
+    assert "contains the folders that this command writes" in problem
     assert refusal("..")[0].startswith("--text ..: holds")
 
 

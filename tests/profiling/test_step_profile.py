@@ -85,7 +85,7 @@ def test_a_healthy_run_is_said_to_be_one(train, tmp_path):
     ended = train("--profile", STEPS)
     assert causes_of(ended, tmp_path / "run") == {}
     report = report_of(tmp_path / "run")
-    assert ("Nothing is wrong: of a step of" in report["text"]) == (report["causes"] == [])
+    assert ("Nothing is wrong. A step takes" in report["text"]) == (report["causes"] == [])
     (event,) = events(tmp_path / "run", "profile")
     assert event["verdict"] == report["verdict"]
 
@@ -137,9 +137,9 @@ def test_a_profile_begins_after_the_warm_up_and_is_given_up_if_the_run_goes_back
         step_to(step)
     assert said == []
     step_to(5)
-    assert said == ["profiling 10 steps from step 7 on; training goes on"]
+    assert said == ["profiling 10 steps from step 7 on; training continues"]
     step_to(3)
-    assert said[1:] == ["profile given up: the run went back to step 3 in the profiled steps"]
+    assert said[1:] == ["profile canceled: the run rolled back to step 3 during the profile"]
     step_to(5)
     assert len(said) == 2, "a run that goes back once more would never end it"
 

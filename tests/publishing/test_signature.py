@@ -101,7 +101,7 @@ def test_by_whom_it_is_signed_is_checked(folder, keys, capsys, tmp_path):
     assert f"signed by the owner of {keys / 'mine.pub'}" in capsys.readouterr().out
     assert publish.main([*verify, str(keys / "other.pub")]) == 1
     assert "model.sig was changed, or made with another key" in capsys.readouterr().out
-    with pytest.raises(InputError, match=r"--public_key is missing: .* is signed, and that was not checked"):
+    with pytest.raises(InputError, match=r"--public_key is missing: .* is signed, but the signature was not checked"):
         publish.main(["--verify", str(folder)])
     (tmp_path / "links").mkdir()  # as in the Hub's cache
     for path in folder.iterdir():
@@ -112,7 +112,7 @@ def test_by_whom_it_is_signed_is_checked(folder, keys, capsys, tmp_path):
 @pytest.mark.parametrize("name", ["nothing", "mine.pub", "edwards", "protected"])
 def test_keys_that_do_not_sign_are_refused(keys, name):
     with pytest.raises(
-        InputError, match=rf"--sign .*{name}: not usable .*give an elliptic private key in PEM without"
+        InputError, match=rf"--sign .*{name}: not usable .*give an elliptic-curve private key in PEM without"
     ):
         load_key("--sign", keys / name)
 

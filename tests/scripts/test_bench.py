@@ -205,7 +205,7 @@ def test_gpu_bench_crosses_what_runs_and_says_why_the_rest_does_not(monkeypatch,
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_gpu_bench_says_that_there_is_no_gpu():
-    assert "torch sees none here" in run_script("bench/gpu.py").stdout
+    assert "torch finds none here" in run_script("bench/gpu.py").stdout
 
 
 def test_gpu_bench_refuses_names_that_there_are_not():

@@ -57,7 +57,7 @@ def test_a_cut_call_says_what_it_has_and_the_next_goes_on_with_the_row_that_was_
             time.sleep(0.02)
         process.send_signal(signal.SIGTERM)
         said = process.communicate(timeout=60)[0]
-    assert process.returncode == 75 and "cut: run the same command again" in said
+    assert process.returncode == 75 and "interrupted; run the same command again" in said
     assert "| first | passed | said by first |" in said and "| slow | missing |" in said
     assert "incomplete: 1 passed, 1 not run, 3 missing" in said
     assert not is_alive(int((tmp_path / "child").read_text())), "what the row has started lives on"
@@ -101,7 +101,7 @@ def test_what_matters_most_comes_first(tmp_path):
 
 def test_what_cannot_run_here_says_why(monkeypatch, tmp_path):
     reasons = {check.name: check.why_not for check in strategy_checks(Runs(tmp_path, "cuda"), 0, None)}
-    assert reasons["strategy ddp"] == "needs a GPU, and there is none"
+    assert reasons["strategy ddp"] == "needs a GPU, but there is none"
     monkeypatch.setattr(gpu_check.importlib.util, "find_spec", lambda name: None)
     checks = {check.name: check for check in strategy_checks(Runs(tmp_path, "cuda"), 6, "no triton")}
     assert checks["strategy fsdp2 with default kernels"].why_not == "no triton"
@@ -118,7 +118,7 @@ def test_what_cannot_run_here_says_why(monkeypatch, tmp_path):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_it_says_so():
     ended = run_script("bench/gpu_check.py", check=False)
-    assert ended.returncode == 2 and "torch sees none here" in ended.stderr
+    assert ended.returncode == 2 and "torch finds none here" in ended.stderr
 
 
 def results_with(folder, mfu: dict[str, float]) -> tuple[list[Check], Results]:

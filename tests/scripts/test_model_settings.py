@@ -50,7 +50,7 @@ def test_changes_are_recorded_resumed_and_exported(shorter, tmp_path):
     # A model of two layers would take what it finds of one and leave the second as it was made.
     named = train(shorter, "--model.num_hidden_layers", "2", "--model.vocab_size", "auto", check=False)
     assert named.returncode == 2 and "Traceback" not in named.stderr
-    assert "num_hidden_layers 1, now 2: the weights of the checkpoint do not fit" in named.stderr
+    assert "num_hidden_layers 1, now 2: the checkpoint's weights do not fit" in named.stderr
 
 
 def test_a_key_without_shape_may_change_when_it_is_named(recipe, tmp_path):
@@ -100,12 +100,12 @@ def test_a_pretrained_model_takes_new_tokens(recipe, text_files, tokenizer, tmp_
     assert refused.returncode == 2 and not (tmp_path / "more").exists()
     assert "is not the model's final: " in refused.stderr and " of 512 IDs are other tokens" in refused.stderr
     refused = train(recipe, *start, "--check", check=False).stderr
-    assert "has 600 ids, but the model's vocab_size is 512" in refused and "give --model.vocab_size auto" in refused
+    assert "has 600 IDs, but the model's vocab_size is 512" in refused and "give --model.vocab_size auto" in refused
     auto = ("--model.vocab_size", "auto")
     refused = train(recipe, *start, *auto, "--data.train", f"[{{shards: {tmp_path / 'other_shards'}}}]", check=False)
     assert refused.returncode == 2 and "is not an extension of the model's (512): " in refused.stderr
     said = train(recipe, *start, *auto, "--optim.learning_rate", "1e-9").stderr
-    assert "88 new tokens start as the mean of their parts" in said
+    assert "88 new tokens are initialized with the mean of their parts" in said
     # The rows are those of the parts, but for two steps of a tiny rate.
     old, new = (load_file(tmp_path / name / "final/model.safetensors") for name in ("run", "more"))
     name = next(name for name in old if name.endswith("embed_tokens.weight"))

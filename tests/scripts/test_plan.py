@@ -249,9 +249,9 @@ def test_the_choice_among_equals_has_a_reason():
         "ddp is the simplest of the fastest: the estimate cannot tell zero1 from it (within 3%)."
     )
     assert recommend([zero1, large := able("ddp", 1.0, fits=False)]) is zero1
-    assert reason_of(zero1, [zero1, large]).startswith("zero1 is the simplest that takes the recipe's micro-batch of")
+    assert reason_of(zero1, [zero1, large]).startswith("zero1 is the simplest with the recipe's micro-batch of")
     assert reason_of(zero1, [zero1, slow]) == "zero1 is the fastest that fits."
-    assert reason_of(slow, [slow, Candidate(layout("ddp", 8), ["no"])]) == "Nothing but pp fits."
+    assert reason_of(slow, [slow, Candidate(layout("ddp", 8), ["no"])]) == "Only pp fits."
     near = able("zero2", 1.02)
     assert next_best(ddp, [ddp, zero1, near, slow]) is slow and next_best(ddp, [ddp, near]) is None
     tp = replace(slow, time=StepTime(0.9, 0.1, {"tp": 0.5}))
@@ -267,7 +267,7 @@ def test_one_gpu_runs_single(recipe):
 
 def test_needless_recomputation_is_reported(recipe):
     plan = plan_of(recipe, ("activation_checkpointing", "full"), gpus=1)
-    assert "single: fits with --activation_checkpointing none too, which takes 25% less time" in remarks(plan)
+    assert "single: also fits with --activation_checkpointing none, which takes 25% less time" in remarks(plan)
 
 
 def test_a_plan_where_nothing_fits(recipe):
@@ -342,12 +342,12 @@ def test_a_gpu_is_found_by_the_name_that_torch_gives_it(device_name, gpu):
     ("arguments", "message"),
     [
         (["--gpu", "h10O"], "--gpu: h10O is not in the table; did you mean h100?"),
-        (["--gpu", "mine", "--gpu_memory", "48GB"], "any other can be described with --gpu_memory 80GB and --peak"),
+        (["--gpu", "mine", "--gpu_memory", "48GB"], "describe another GPU with --gpu_memory 80GB and --peak"),
         (["--gpus", "0"], "--gpus 0: at least 1"),
         (["--gpus", "12"], "--gpus 12: is not a multiple of 8 GPUs per machine; set --machines"),
         (["--gpus", "8", "--machines", "3"], "--machines 3: 8 GPUs cannot be divided equally"),
-        (["--mfu", "40"], "--mfu 40.0: must be above 0 and at most 1; 40 % is 0.4"),
-        (["--gpu_memory", "lots"], "--gpu_memory lots: a size such as 80GB"),
+        (["--mfu", "40"], "--mfu 40.0: must be above 0 and at most 1; write 40% as 0.4"),
+        (["--gpu_memory", "lots"], "--gpu_memory lots: must be a size, such as 80GB"),
         (["--optim.learning_rat", "1"], "--optim.learning_rat: unknown key; did you mean learning_rate?"),
     ],
 )

@@ -225,7 +225,7 @@ def test_what_the_user_must_change_is_said(run, hub, home):
         return out.stderr
 
     assert "does not accept the token: log in again" in refused(HF_TOKEN="hf_wrong" + "0" * 20)
-    assert "--repo you/tiny: the token may not write there" in refused("--repo", "you/tiny")
+    assert "--repo you/tiny: the token has no write access" in refused("--repo", "you/tiny")
     assert "does not accept the model card" in refused("--license", "my-own")
     # The card was refused before a file of the model went up.
     assert set(hub.files("me/tiny")) == {".gitattributes"} and not hub.uploads
@@ -264,7 +264,7 @@ def test_everything_wrong_is_said_at_once(finished_run, logged_out):
         "--license is missing: a license is required; give one, such as apache-2.0",
         "--language english: must be an ISO 639 code",
         "not logged in to the Hub: run `hf auth login`",
-        f"--checkpoint 5: {finished_run} has no checkpoint of this step; steps there: 4, 8",
+        f"--checkpoint 5: {finished_run} has no checkpoint of this step; available steps: 4, 8",
     ):
         assert any(words in problem for problem in problems), (words, problems)
     assert len(problems) == 9
@@ -319,7 +319,7 @@ def test_no_secret_goes_up(tmp_path, logged_out, monkeypatch):
     run = write_run(tmp_path / "x", steps=(4,), trackers=["https://user:canary-0123456789@host"])
     problems = refusal("--run", run, "--repo", "me/x", *OFFER, "--dry_run", "--output", tmp_path / "dry")
     assert problems == [
-        f"{name} holds the value of WANDB_API_KEY, a secret: remove it from the recipe and publish again"
+        f"{name} contains the value of the secret WANDB_API_KEY; remove it from the recipe and publish again"
         for name in ("README.md", "provenance.json")
     ]
     assert not list((tmp_path / "dry").iterdir()), "not even staged"

@@ -319,7 +319,7 @@ def test_check_looks_at_the_places_that_a_run_comes_to(recipe, tmp_path):
         recipe, ("output", f"{tmp_path}/file")
     )
     assert "is no folder but a file" in check_problems(recipe, ("output", f"{tmp_path}/file/run"))
-    assert "a name has at most 255 bytes" in check_problems(recipe, ("output", f"{tmp_path}/{'x' * 500}"))
+    assert "a name may have 255 bytes" in check_problems(recipe, ("output", f"{tmp_path}/{'x' * 500}"))
     assert "a name cannot contain a NUL character" in check_problems(recipe, ("output", '"a\\0b"'))
     evaluates = ("benchmarks.every_steps", "4")
     found = check_problems(
@@ -347,7 +347,7 @@ def test_check_finds_what_optimizer_and_loss_would_refuse(recipe):
         ("batch.tokens_per_step", "300"),
     )
     assert "optim.name: adamw_8bit needs bitsandbytes" in found
-    assert "loss.backend: torch has no z-loss: use chunked or logits, or z_loss 0" in found
+    assert "loss.backend: torch has no z-loss; use chunked or logits, or z_loss 0" in found
     assert "batch.tokens_per_step: 300 is not a multiple" in found
 
 

@@ -92,7 +92,7 @@ def reason_of(refusal: str) -> str:
         "gives no initial values": "some parameters get no initial values",
         "is multimodal": "it's multimodal",
         "no default configuration": "it has no working default configuration",
-        "does not run on token ids alone": "its default configuration needs more inputs than token IDs",
+        "does not run on token IDs alone": "its default configuration needs more inputs than token IDs",
     }.items():
         if pattern in refusal:
             return words

@@ -105,7 +105,7 @@ def test_the_log_says_once_what_the_mirror_does_not_take(copies):
 
     failing = {"problem": "OSError: No space left", "failures": 3}
     (said,) = look(**failing)
-    assert "s3://x/run does not take step 8 (3 attempts): OSError: No space left; nothing was copied" in said
+    assert "s3://x/run failed to store step 8 (3 attempts): OSError: No space left; nothing was copied" in said
     assert len(look(**failing)) == 1 and len(look()) == 1
     assert len(look(**failing)) == 2, "it had recovered"
     copied = {"copied_step": 4, "bytes": 3 * 10**9, "seconds": 300.0}
@@ -119,7 +119,7 @@ def test_the_log_says_once_what_the_mirror_does_not_take(copies):
     copier.beaten = time.monotonic()
     copier.damaged.update({"run.json": "is cut", "model.json": "is empty"})
     (*_, said) = look(**copied)
-    assert "damaged on the mirror: run.json (is cut); model.json (is empty); what this folder has" in said
+    assert "damaged on the mirror: run.json (is cut); model.json (is empty); files that exist in this folder" in said
     del copier.damaged["run.json"]
     count = len(look(**copied))
     copies.settle(lambda: None)

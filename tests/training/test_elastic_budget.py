@@ -67,7 +67,7 @@ def test_a_decayed_run_without_an_earlier_checkpoint_is_not_extended(trunk, tmp_
     train(change(trunk, checkpoint={"keep_last": 1}))
     refused = train(change(trunk, budget={"steps": 20}), check=False)
     assert refused.returncode == 2 and "Traceback" not in refused.stderr
-    assert "has been decaying its learning rate since step 6, and no earlier checkpoint is left" in refused.stderr
+    assert "has been decaying its learning rate since step 6, but no earlier checkpoint is left" in refused.stderr
 
 
 def test_a_branch_is_a_finished_model_with_its_lineage(trunk, tmp_path):
@@ -91,7 +91,7 @@ def test_a_branch_is_a_finished_model_with_its_lineage(trunk, tmp_path):
 def test_no_branch_from_a_run_that_decays(trunk, tmp_path):
     train(trunk)
     refused = train(trunk, "--output", tmp_path / "branch", "--branch_from", f"{tmp_path}/run@8", check=False)
-    assert refused.returncode == 2 and "take a checkpoint of step 6 or before" in refused.stderr
+    assert refused.returncode == 2 and "use a checkpoint of step 6 or before" in refused.stderr
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "wsd"])
@@ -233,7 +233,7 @@ def test_minutes_count_over_all_starts(timed, tmp_path):
     assert refused.returncode == 2 and "raise it, or set it to null" in refused.stderr
     assert "up to step 4" in refused.stderr and "Traceback" not in refused.stderr
     told = train(timed, "--check").stdout
-    assert "of budget.minutes are used" in told and "0.1 min at most, as budget.minutes says" in told
+    assert "of budget.minutes are used" in told and "0.1 min at most (budget.minutes)" in told
     train(timed, "--budget.minutes", "null", "--budget.steps", "12")
     assert events(tmp_path / "run", "end")[-1]["step"] == 12 and not events(tmp_path / "run", "control")
 

@@ -359,7 +359,7 @@ def test_a_recipe_s_coefficient_goes_before_the_models():
 @pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "llama"])
 def test_a_model_without_a_bias_is_refused_its_rate(name):
     config = tiny_config(name) if name in MODELS else AutoConfig.for_model(name, **COMMON)
-    with pytest.raises(InputError, match=rf"loss.router_bias_rate: .*{name} .*has no bias"):
+    with pytest.raises(InputError, match=rf"loss.router_bias_rate: .*{name} .*has no router bias"):
         losses_of(Loss(router_bias_rate=0.001), config)
 
 
@@ -376,7 +376,7 @@ def test_a_model_without_a_coefficient_is_refused_until_one_is_stated(recipe, tm
     refused = run_script("train.py", "--config", recipe, "--check", check=False)
     assert refused.returncode == 2 and "Traceback" not in refused.stderr
     remedy = (
-        "give loss.router_bias_rate: 0.001, which balances by the model's bias, or loss.router_balance: 0.001, or 0"
+        "give loss.router_bias_rate: 0.001, which balances with the model's bias, or loss.router_balance: 0.001, or 0"
     )
     assert f"{remedy} to train without" in refused.stderr + refused.stdout
     accepted = run_script("train.py", "--config", recipe, "--check", "--loss.router_balance", "0.002")

@@ -142,7 +142,7 @@ def test_gradients_must_be_there_and_finite(monkeypatch):
         found_of_llama()
     told = str(refused.value)
     assert " parameters get no gradient: model.layers.*.self_attn.q_proj.weight, " in told
-    assert " more; in a class of your own" in told
+    assert " more; in your own class" in told
 
     def infinite(self, *args, **kwargs):
         output = forward(self, *args, **kwargs)
@@ -224,7 +224,7 @@ def test_documents_in_rows_refuse_what_changes_shapes_or_divides_windows(recipe,
 @pytest.mark.parametrize(
     ("values", "attention", "strategy"),
     [
-        (MAMBA, "eager, within documents; MambaMixer with each document in a row of its own", "ddp"),
+        (MAMBA, "eager, within documents; MambaMixer with each document in a separate row", "ddp"),
         ({"model_type": "bloom", "vocab_size": 512, "hidden_size": 32, "n_layer": 2, "n_head": 4}, "eager+mask", None),
     ],
     ids=["mamba", "bloom"],

@@ -26,13 +26,13 @@ AUTO, AUTO_MUON = (OPTIMIZERS[name].auto_learning_rate(0, 256) for name in ("ada
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ({"optim.learning_rate": f"{10 * AUTO}"}, "is 10 times what auto gives adamw at"),
-        ({"optim.learning_rate": f"{AUTO / 10}"}, "is 1/10 of what auto gives adamw at"),
-        ({"optim.learning_rate_per_sequence": f"{10 * AUTO}"}, "the peak of 0.0543 is 20 times what auto"),
+        ({"optim.learning_rate": f"{10 * AUTO}"}, "is 10 times auto's value for adamw at"),
+        ({"optim.learning_rate": f"{AUTO / 10}"}, "is 1/10 of auto's value for adamw at"),
+        ({"optim.learning_rate_per_sequence": f"{10 * AUTO}"}, "the peak of 0.0543 is 20 times auto's"),
         ({"optim.learning_rate": f"{4 * AUTO}"}, None),
         ({"optim.learning_rate": "auto"}, None),
         ({"optim.name": "muon", "optim.learning_rate": f"{AUTO_MUON}"}, None),
-        ({"optim.name": "muon", "optim.learning_rate": f"{AUTO_MUON / 8}"}, "1/8 of what auto gives muon at"),
+        ({"optim.name": "muon", "optim.learning_rate": f"{AUTO_MUON / 8}"}, "1/8 of auto's value for muon at"),
         # The recipe's rate of 3e-3 is not far from what AdamW takes, but nobody chose it for Muon.
         ({"optim.name": "muon"}, "the recipe's, while --optim.name muon is the command line's, and 1/2.59 of"),
         ({"optim.name": "muon", "optim.learning_rate": "3e-3"}, None),
@@ -51,7 +51,7 @@ def test_the_demo_under_adamw_says_both_rates(shards):
     )
     assert name == "optim.learning_rate"
     assert rate.startswith("the peak of 0.01 is the recipe's, while --optim.name adamw is the command line's, and 3.")
-    assert "what auto gives adamw at 2.69M parameters, 0.00272;" in rate
+    assert "auto's value for adamw at 2.69M parameters, 0.00272;" in rate
     assert said("recipes/demo.yaml", ("data.train.0.shards", str(shards))) == []
 
 
@@ -60,7 +60,7 @@ def test_the_demo_under_adamw_says_both_rates(shards):
     [
         (512, None),
         (520, None),  # eight rows more than needed are less than 1 % of the parameters
-        (2048, "vocabulary: the model has 2,048 rows and the data 512 ids: 98.3k of "),
+        (2048, "vocabulary: the model has 2,048 rows but the data only 512 IDs: 98.3k of "),
         ("auto", None),
     ],
 )

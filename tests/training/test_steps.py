@@ -142,4 +142,4 @@ def test_all_ranks_leave_long_work_at_the_same_place_whoever_was_told(tmp_path):
         os.waitpid(child, 0)
     assert [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1)] == [[3, "PREEMPT", True, True]] * 2
     (warning,) = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
-    assert warning["message"] == "the work skipped: the run is stopping"
+    assert warning["message"] == "the work skipped because the run is stopping"

@@ -72,8 +72,8 @@ def test_all_that_accelerate_has_are_known_and_others_are_refused(own, monkeypat
     assert tracker_problems(["mlflow", "tensorbord", "comet_ml", "nothing_like_it"]) == [
         "trackers: tensorbord is unknown; did you mean tensorboard?",
         f"trackers: nothing_like_it is unknown; allowed: {', '.join(sorted([*SETTING_NAMES, 'own']))}",
-        "trackers: mlflow is not installed: pip install mlflow, or leave it out",
-        "trackers: comet_ml is not installed: pip install comet_ml, or leave it out",
+        "trackers: mlflow is not installed; pip install mlflow, or omit it",
+        "trackers: comet_ml is not installed; pip install comet_ml, or omit it",
     ]
 
 
@@ -159,9 +159,7 @@ def test_a_restart_continues_the_run_and_another_project_is_a_new_one(tmp_path, 
         trackers = Trackers(tmp_path, config_of("mlflow", project=project), warnings.append)
         trackers.log({"train/loss": 1.0}, step=1)
     assert [settings.get("run_id") for settings in told] == [None, "id of a", None]
-    assert warnings == [
-        "the tracker mlflow did not take the settings: ValueError: Changing param values is not allowed"
-    ]
+    assert warnings == ["the tracker mlflow rejected the settings: ValueError: Changing param values is not allowed"]
     assert list(trackers._running) == ["mlflow"]
     assert json.loads((tmp_path / ".trackers.json").read_text()) == {"mlflow": {"project": "b", "id": "id of b"}}
 
@@ -211,5 +209,5 @@ def test_group_is_read_where_it_was_before():
     assert read_run_config(recipe, [("group", "g")]).tracking.group == "g"
     assert read_run_config(recipe, [("group", "null")]).tracking.group is None
     assert read_run_config(recipe, [("group", "g"), ("tracking.tags", "a")]).tracking.tags == ["a"]
-    with pytest.raises(InputError, match=r"group is tracking\.group now, and both are given"):
+    with pytest.raises(InputError, match=r"group is tracking\.group now, but both are given"):
         read_run_config(recipe, [("group", "g"), ("tracking.group", "h")])

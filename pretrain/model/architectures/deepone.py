@@ -1,12 +1,12 @@
 """DeepOne: a deep decoder-only language model with DeepNet's residual scaling.
 
 Post-norm blocks with an up-weighted residual branch, x = LayerNorm(alpha * x + f(x)), and down-scaled initial weights
-keep the expected update of the model bounded whatever its depth (DeepNet, arXiv 2203.00555, section 3; for a decoder
+keep the expected update of the model bounded at any depth (DeepNet, arXiv 2203.00555, section 3; for a decoder
 of N layers alpha = (2N)^(1/4) and beta = (8N)^(-1/4)). It also has rotary positions (arXiv 2104.09864), RMS-normalized
 queries and keys as in Qwen3 (arXiv 2505.09388), and a SwiGLU feed-forward (arXiv 2002.05202) or ReLU squared.
 
-What does not differ from Llama and Qwen3 is taken from transformers. This file imports nothing else but torch, because
-it is copied into every saved model folder.
+Parts shared with Llama and Qwen3 are imported from transformers. This file imports only transformers and torch,
+because it is copied into every saved model folder.
 
 Shape suffixes:
     B  sequences in the batch    T  query positions       S  key positions (cache included)
@@ -35,10 +35,10 @@ FEED_FORWARDS = ("swiglu", "relu2")
 
 
 class DeepOneConfig(PreTrainedConfig):
-    """Shape of a DeepOne model; the defaults give the 162M model.
+    """Shape of a DeepOne model. The defaults give the 162M model.
 
-    head_dim is hidden_size // num_attention_heads unless given; num_key_value_heads is num_attention_heads unless
-    given. Raises ValueError when the shape is impossible.
+    By default, head_dim is hidden_size // num_attention_heads, and num_key_value_heads is num_attention_heads. Raises
+    ValueError for an impossible shape.
     """
 
     model_type = "deepone"
@@ -129,8 +129,8 @@ class DeepOneAttention(Qwen3Attention):
 
     def __init__(self, config: DeepOneConfig, layer_idx: int):
         super().__init__(config, layer_idx)
-        # On the layers themselves: for code outside the library, transformers never passes a module without parameters
-        # of its own, such as this one, to `_init_weights`.
+        # Set on the layers themselves, because for code outside the library transformers never passes modules without
+        # parameters, such as this one, to `_init_weights`.
         self.q_proj.initial_gain = self.k_proj.initial_gain = 1.0
         self.v_proj.initial_gain = self.o_proj.initial_gain = config.initial_gain
 
@@ -152,14 +152,14 @@ class DeepOneAttention(Qwen3Attention):
         if past_key_values is not None:
             key_BKSE, value_BKSE = past_key_values.update(key_BKSE, value_BKSE, self.layer_idx)
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
-        # kwargs carry what a backend needs besides the mask, such as the document boundaries of packed sequences.
+        # kwargs contain further arguments of a backend, such as the document boundaries of packed sequences.
         kwargs |= {"dropout": self.attention_dropout if self.training else 0.0, "scaling": self.scaling}
         y_BTHE, weights_BHTS = attend(self, query_BHTE, key_BKSE, value_BKSE, attention_mask, **kwargs)
         return self.o_proj(y_BTHE.reshape(*x_BTD.shape[:-1], -1).contiguous()), weights_BHTS
 
 
 class DeepOneMLP(nn.Module):
-    """Feed-forward of the kind `DeepOneConfig.feed_forward`; only SwiGLU has a gate."""
+    """Feed-forward network of type `DeepOneConfig.feed_forward`. Only SwiGLU has a gate."""
 
     def __init__(self, config: DeepOneConfig):
         super().__init__()
@@ -195,7 +195,7 @@ class DeepOneDecoderLayer(GradientCheckpointingLayer):
 
 
 class DeepOnePreTrainedModel(LlamaPreTrainedModel):
-    """Base class of the base model and the language model: initialization and what the library records."""
+    """Base class of the base model and the language model, with initialization and class attributes."""
 
     config_class = DeepOneConfig
     _no_split_modules = ["DeepOneDecoderLayer"]
@@ -205,7 +205,7 @@ class DeepOnePreTrainedModel(LlamaPreTrainedModel):
     def _init_weights(self, module: nn.Module) -> None:
         """Draws Xavier normal weights: gain beta for values, outputs and feed-forward, 1 for queries and keys.
 
-        The paper does not specify embedding, head and norms; they follow transformers: normal with initializer_range,
+        The paper does not specify embedding, head and norms. They follow transformers: normal with initializer_range,
         ones and zeros.
         """
         if hasattr(module, "initial_gain"):
