@@ -52,7 +52,7 @@ test: .venv/requirements-dev .venv/gpu/requirements
 test-strategies: .venv/requirements-dev
 	STRATEGIES=all $(BIN)/python -m pytest tests/parallel/test_strategies.py tests/parallel/test_model_parallel.py tests/parallel/test_mesh.py \
 		tests/parallel/test_kill_strategies.py tests/parallel/test_muon_and_adafactor.py tests/parallel/test_nvme.py \
-		tests/parallel/test_product_features.py \
+		tests/parallel/test_product_features.py tests/parallel/test_term_strategies.py tests/planning/test_step_memory.py \
 		tests/training/test_expert_strategies.py tests/training/test_experts.py tests/model/test_compile.py tests/model/test_gpu_traffic.py \
 		tests/data/test_dispatch.py
 
