@@ -14,7 +14,7 @@ from support.loaded_by_training import PREFIX
 from support.project import ROOT, events, free_port, losses
 
 MOST_MODULES = 75
-MOST_TOKENS = 98_000
+MOST_TOKENS = 98_500
 """Modules of the project, and their tokens of code, that are loaded at the end of a run of two steps."""
 NO_CODE = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENCODING)
 

@@ -150,7 +150,7 @@ def test_mistakes_in_the_recipe_are_named(extended, arguments, said):
     [
         ("import torch\n", "import torch as\n", "ideas.py, line 2: SyntaxError"),
         ("return 0.5**step\n", "return 0.5**step\n\n\nnowhere()\n", "line 29: NameError: name 'nowhere'"),
-        ('"my_sgd"', '"adamw"', "ideas.py: there is an optimizer adamw already"),
+        ('"my_sgd"', '"adamw"', "ideas.py: an optimizer adamw already exists"),
         ("def state_shapes", "def shapes", "line 9: TypeError: MySGD, an optimizer, needs state_shapes"),
     ],
 )

@@ -273,7 +273,7 @@ def test_help_tells_a_default_that_holds_only_where_its_section_is_given(capsys)
     }
     assert left_out == SECTIONS_LEFT_OUT
     text, _ = help_of("--help", "batch", capsys=capsys)
-    assert "--batch.ramp.from  [null; 0.25 once batch.ramp is given]" in text
+    assert "--batch.ramp.from  [null; 0.25 if batch.ramp is given]" in text
 
 
 def test_help_of_one_section(capsys):
@@ -337,7 +337,7 @@ def test_only_a_file_of_text_is_a_recipe(tmp_path):
     os.mkfifo(tmp_path / "pipe.yaml")
     for path, expected in (
         (nested, "nested too deeply"),
-        (large, "more than the 1,048,576"),
+        (large, "more than the allowed 1,048,576"),
         ("/dev/zero", "not a regular file"),
         (tmp_path / "pipe.yaml", "not a regular file"),
         (tmp_path, "is a folder"),

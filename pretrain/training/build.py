@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 from transformers import PreTrainedModel
 
-from pretrain.config import RunConfig
+from pretrain.config import MemoryBudget, RunConfig
 from pretrain.hardware import DTYPES
 from pretrain.model.attention import classes_in_rows, without_rows
 from pretrain.model.build import InitialWeights, build_meta_model
@@ -116,7 +116,8 @@ def build_training(
 
         QkClip(causal_lm, strategy, config.optim.muon.qk_clip).attach()
     lengths = {config.data.window, *config.data.windows}
-    budget = getattr(config.activation_checkpointing, "memory_budget", 1.0)
+    mode = config.activation_checkpointing
+    budget = mode.memory_budget if isinstance(mode, MemoryBudget) else 1.0
     compile_model(prepared, causal_lm, compile_mode, len(lengths), budget)
     return Built(prepared, causal_lm, experts, terms)
 

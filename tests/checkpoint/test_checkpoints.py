@@ -60,10 +60,10 @@ def flip_a_bit(path):
 @pytest.mark.parametrize(
     ("harm", "message"),
     [
-        (flip_a_bit, "does not have the sha256 that was written"),
+        (flip_a_bit, "does not match its sha256"),
         (lambda path: path.write_bytes(path.read_bytes()[:-1]), "bytes instead of"),
         (lambda path: path.unlink(), "is missing"),
-        (lambda path: path.write_bytes(bytes(path.stat().st_size)), "does not have the sha256 that was written"),
+        (lambda path: path.write_bytes(bytes(path.stat().st_size)), "does not match its sha256"),
     ],
 )
 def test_damage_is_found_and_named(checkpoint, name, harm, message):

@@ -196,7 +196,7 @@ def test_an_id_outside_the_vocabulary_names_its_shards(tmp_path):
     manifest = json.loads((folder / "manifest.json").read_text()) | {"vocabulary_size": 500}
     (folder / "manifest.json").write_text(json.dumps(manifest))
     batches = batches_of({"shards": folder})
-    with pytest.raises(InputError, match=r"a: id \d+ in the training tokens .* outside the vocabulary of 500"):
+    with pytest.raises(InputError, match=r"a: ID \d+ in the training tokens .* outside the vocabulary of 500"):
         for step in range(10):
             batches.read(step, 0, 0, ranks=1, sequences=4)
 

@@ -102,7 +102,7 @@ def test_what_would_be_a_guess_is_refused(tmp_path, capsys):
     none = ("runs.py", "ladder", tmp_path / "noisy", tmp_path / "none", "--predict", "parameters=1M")
     mixed = run_script(*none, check=False)
     assert mixed.returncode == 2 and "Traceback" not in mixed.stderr
-    assert "none: holds no runs" in mixed.stderr and "give parameters=30M,tokens=600M" in mixed.stderr
+    assert "none: contains no runs" in mixed.stderr and "give parameters=30M,tokens=600M" in mixed.stderr
     mixed = refusal(tmp_path / "noisy")
     assert "differ in the tokenizer" in mixed and "differ in optim.schedule" in mixed
 

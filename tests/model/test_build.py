@@ -426,7 +426,7 @@ def test_a_missing_file_or_folder_is_refused_with_its_neighbour(tmp_path):
     write_json(tmp_path, LLAMA)
     with pytest.raises(InputError, match=r"tinny\.json: no such file; did you mean .*tiny\.json\?"):
         load_model_config(str(tmp_path / "tinny.json"))
-    with pytest.raises(InputError, match=r"no such folder; give a model's \.json file, a model folder or a Hub id"):
+    with pytest.raises(InputError, match=r"no such folder; give a model's \.json file, a model folder or a Hub ID"):
         load_model_config(str(tmp_path / "nothing"))
     with pytest.raises(InputError, match=r"llama_30m: no such folder; did you mean model_configs/llama_30m\.json\?"):
         load_model_config("llama_30m")

@@ -289,7 +289,7 @@ def test_several_processes_on_cpus_are_refused_if_accelerate_starts_one(tmp_path
     answers = {"type of machine": "multi-CPU", "How many processes": "2"}
     path = accelerate_config(tmp_path / "mine.yaml", answers, monkeypatch)
     (problem,) = process_problems(path, 1)
-    assert problem.startswith("mine.yaml: num_processes: 2 was asked for, but 1 runs; set distributed_type: MULTI_GPU")
+    assert problem.startswith("mine.yaml: num_processes: 2 was requested, but 1 runs; set distributed_type: MULTI_GPU")
     monkeypatch.setattr(launcher_files, "launcher_command", lambda: (["--config_file", str(path), "train.py"], ROOT))
     assert command_problems("single", 1) == [problem]
     words = ["--config_file", str(path), "--num_processes", "1", "train.py"]
@@ -310,7 +310,7 @@ def test_a_deepspeed_file_for_the_trainer_leaves_precision_to_the_recipe(tmp_pat
 
 def test_a_file_that_asks_for_another_strategy_than_runs():
     (problem,) = launcher_file_problems(ROOT / "accelerate_configs/zero3.yaml", "single")
-    assert "distributed_type: DEEPSPEED was asked for, but single runs; remove --cpu" in problem
+    assert "distributed_type: DEEPSPEED was requested, but single runs; remove --cpu" in problem
 
 
 def test_the_launchers_command_line_is_compared_with_what_runs(monkeypatch):
@@ -319,7 +319,7 @@ def test_the_launchers_command_line_is_compared_with_what_runs(monkeypatch):
     monkeypatch.setattr(launcher_files, "launcher_command", lambda: (words, Path("nowhere")))
     monkeypatch.setattr(launcher_files, "launcher_file_problems", lambda path, strategy: [f"{path} for {strategy}"])
     assert command_problems("ddp", 4) == ["nowhere/a.yaml for ddp"]
-    assert command_problems("ddp", 1)[0].startswith("launcher: --num_processes 4 was asked for, but 1 runs;")
+    assert command_problems("ddp", 1)[0].startswith("launcher: --num_processes 4 was requested, but 1 runs;")
 
 
 def test_the_launcher_itself_is_checked(tmp_path, shards):
@@ -339,7 +339,7 @@ def test_the_launcher_itself_is_checked(tmp_path, shards):
     command = ["--main_process_port", free_port(), "train.py", "--config", recipe]
     two = ["--num_processes", "2", "--cpu"]
     refused = run_script(*launcher, "accelerate_configs/ddp.yaml", *two, *command, check=False, fresh=True)
-    assert "--num_processes 2 was asked for, but 1 runs" in refused.stderr
+    assert "--num_processes 2 was requested, but 1 runs" in refused.stderr
 
     path = changed(ROOT / "accelerate_configs/fsdp2.yaml", tmp_path, "fsdp_config", fsdp_offload_param=True)
     refused = run_script(*launcher, path, "--num_processes", "1", *command, check=False, fresh=True)

@@ -41,7 +41,7 @@ def test_a_recipe_of_a_budget_passes_the_check(tmp_path, shards, refused):
         assert f"# {choice['name']}" in text
     checked = run_script(ROOT / "train.py", "--config", "recipes/mine.yaml", "--check", cwd=tmp_path)
     assert "start it with:" in checked.stdout
-    assert "\n".join(refused(*written)).count("is there already") == 2
+    assert "\n".join(refused(*written)).count("already exists") == 2
 
 
 def test_everything_wrong_is_said_at_once(refused):

@@ -162,7 +162,7 @@ def test_interrupted_anywhere_the_same_command_continues(tmp_path, text):
             if line.startswith("step 10/"):
                 process.send_signal(signal.SIGINT)
         assert process.wait(300) == 130, printed
-    assert "vocabulary  600 ids" in printed, "what the interrupted start had chosen"
+    assert "vocabulary  600 IDs" in printed, "what the interrupted start had chosen"
     assert "tokenizers/novel: already complete" in printed
     recipe = (tmp_path / "recipes/novel.yaml").read_text()
     result = run_script(ROOT / "train.py", *command, cwd=tmp_path)
@@ -225,7 +225,7 @@ def test_a_folder_is_taken_and_the_same_command_finds_it_unchanged(tmp_path, tex
     monkeypatch.chdir(tmp_path)
     assert with_own_text(list(command))[-1] == "--check"
     again = capsys.readouterr().out
-    assert "was made by this command" in again and "2 of 4 files left out" in again
+    assert "made by this command earlier" in again and "2 of 4 files left out" in again
     (mine / "new.rst").write_text(text)
     told = refused(tmp_path, "mine", "--exclude", "mine/draft*", "--minutes", MINUTES)
     assert "source new.rst is new" in told

@@ -105,7 +105,7 @@ def test_what_holds_no_text_is_refused(mine):
     ]
     (problem,) = refusal(".")
     assert "contains the folders that this command writes" in problem
-    assert refusal("..")[0].startswith("--text ..: holds")
+    assert refusal("..")[0].startswith("--text ..: contains")
 
 
 def test_file_names_that_are_not_utf8(mine):

@@ -223,7 +223,7 @@ def test_training_is_deterministic_and_reports_compression_on_unseen_text(tmp_pa
     train(tmp_path, tmp_path / "one", validation_fraction=0.1)
     printed = capsys.readouterr().out
     assert "bytes per token on" in printed
-    assert "held out" in printed
+    assert "held-out" in printed
     train(tmp_path, tmp_path / "two", validation_fraction=0.1)
     for path in (tmp_path / "one").iterdir():
         assert path.read_bytes() == (tmp_path / "two" / path.name).read_bytes()

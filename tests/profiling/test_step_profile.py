@@ -146,7 +146,7 @@ def test_a_profile_begins_after_the_warm_up_and_is_given_up_if_the_run_goes_back
 
 @pytest.mark.parametrize(
     ("given", "problem"),
-    [("0", "give 1 to 100"), ("7", "more than the 6 that the run of 12 has"), ("x", "as in --profile 20")],
+    [("0", "give 1 to 100"), ("7", "more than the 6 left in the run of 12"), ("x", "as in --profile 20")],
 )
 def test_steps_that_cannot_be_profiled_are_refused(recipe, given, problem):
     result = run_script("train.py", recipe, "--profile", given, check=False)

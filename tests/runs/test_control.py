@@ -119,7 +119,7 @@ def test_an_invalid_request_is_ignored_with_a_warning(run, content):
     (run / REQUEST_FILE).write_text(content)
     control = Control(run, START, warn=said.append)
     assert control.poll() is None and control.poll() is None
-    assert len(said) == 1 and "send save, stop, abort, anneal by runs.py" in said[0]
+    assert len(said) == 1 and "send save, stop, abort, anneal with runs.py" in said[0]
     send(run, "save")
     assert control.poll() == "save"
 

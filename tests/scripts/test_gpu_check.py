@@ -108,7 +108,7 @@ def test_what_cannot_run_here_says_why(monkeypatch, tmp_path):
     assert checks["strategy zero2"].why_not == "deepspeed is not installed" and checks["strategy tp"].why_not is None
     assert checks["strategy tp"].measure.args == ("tp", 4), "the model's heads and layers are divided by powers of two"
     assert "triton" in gpu_check.missing_compiler()
-    with pytest.raises(InputError, match=r"has no torch, transformers, accelerate, pydantic: install them"):
+    with pytest.raises(InputError, match=r"has no torch, transformers, accelerate, pydantic; install them"):
         gpu_check.require_packages()
     speeds = {check.name: check.why_not for check in speed_checks(SCALES["cuda"], "cpu", None)}
     assert "flash_attention_2 does not run on cpu" in speeds["speed 124m documents flash_attention_2 logits"]

@@ -343,7 +343,7 @@ def test_a_gpu_is_found_by_the_name_that_torch_gives_it(device_name, gpu):
     [
         (["--gpu", "h10O"], "--gpu: h10O is not in the table; did you mean h100?"),
         (["--gpu", "mine", "--gpu_memory", "48GB"], "describe another GPU with --gpu_memory 80GB and --peak"),
-        (["--gpus", "0"], "--gpus 0: at least 1"),
+        (["--gpus", "0"], "--gpus 0: must be at least 1"),
         (["--gpus", "12"], "--gpus 12: is not a multiple of 8 GPUs per machine; set --machines"),
         (["--gpus", "8", "--machines", "3"], "--machines 3: 8 GPUs cannot be divided equally"),
         (["--mfu", "40"], "--mfu 40.0: must be above 0 and at most 1; write 40% as 0.4"),

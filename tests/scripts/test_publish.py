@@ -296,7 +296,7 @@ def test_a_damaged_model_is_not_published(run, logged_out):
     content[-1] ^= 1
     weights.write_bytes(content)
     problems = refusal("--run", run, "--milestones")
-    assert f"{weights.parent} is damaged: model.safetensors does not have the sha256 that was written" in problems
+    assert f"{weights.parent} is damaged: model.safetensors does not match its sha256" in problems
 
 
 def test_a_recipe_without_milestones_has_none(run, logged_out):

@@ -167,7 +167,7 @@ def test_a_damaged_checkpoint_is_passed_over(recipe, tmp_path):
     for name in ("step-00000008.bak", "step-00000010"):  # a user's copy, and a renamed one
         shutil.copytree(folder / "step-00000008", folder / name)
     out = train(recipe).stdout
-    assert "step-00000012 cannot be used: model.safetensors does not have the sha256" in out
+    assert "step-00000012 cannot be used: model.safetensors does not match its sha256" in out
     assert "step-00000010 cannot be used: trainer_state.json is of step 8; to use it, name it step-00000008" in out
     assert "not saved" not in out
     assert events(tmp_path / "run", "resume")[-1]["path"] == "step-00000008"

@@ -110,7 +110,7 @@ def test_the_log_says_once_what_the_mirror_does_not_take(copies):
     assert len(look(**failing)) == 2, "it had recovered"
     copied = {"copied_step": 4, "bytes": 3 * 10**9, "seconds": 300.0}
     (*_, said) = look(**copied, dropped=2, dropped_step=7)
-    assert "slower than checkpoints are written: 2 checkpoints up to step 7 left out" in said and "300 s" in said
+    assert "slower than checkpoints are written: 2 checkpoints up to step 7 skipped" in said and "300 s" in said
     assert len(look(**copied, dropped=3, dropped_step=8)) == 3
     assert [(event["step"], event["latest_step"]) for event in events(run, "mirror")] == [(4, 8)]
     copier.beaten -= 2 * background_jobs.STALLED_SECONDS
