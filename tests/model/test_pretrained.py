@@ -187,7 +187,7 @@ def test_weights_that_are_damaged_are_refused_before_anything_starts(tmp_path, d
         (tmp_path / "model.safetensors.index.json").write_text("[5]")
     else:
         file.unlink()
-    with pytest.raises(InputError, match=r"is not a valid index|lists no weights|has no model.safetensors"):
+    with pytest.raises(InputError, match=r"is damaged|is not a valid index|lists no weights|has no model.safetensors"):
         find_weights(path)
     with pytest.raises(InputError):
         open_pretrained(path)
