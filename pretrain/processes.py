@@ -36,7 +36,7 @@ def folder_lock(path: Path, silence_seconds: float | None = None) -> Iterator[No
 
 def hold_while_open(file: IO) -> None:
     """Locks an open file until the last process that inherits it closes it or dies."""
-    with suppress(OSError):  # without locks on this file system, nobody waits for it either
+    with suppress(OSError):  # waiting processes ignore file systems without locks, too
         fcntl.flock(file, fcntl.LOCK_SH)
 
 
@@ -83,7 +83,7 @@ def _acquire(path: Path, silence_seconds: float | None) -> int:
 
 
 def _is_silent(path: Path, silence_seconds: float | None) -> bool:
-    """Tells if nobody touches the file for this long. Compares the file's own times, because clocks may differ.
+    """Tells if the file hasn't been touched for this long, by its own timestamps, because clocks may differ.
 
     Counts polls instead of seconds, because this machine may be suspended.
     """

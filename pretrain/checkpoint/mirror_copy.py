@@ -319,7 +319,7 @@ class MirrorCopier:
         except FileNotFoundError:
             if (self.run / name_of(step)).is_dir() and not is_abandoned():
                 raise
-            return  # the run has rolled back or pruned it meanwhile, so there is a newer one
+            return  # rolled back or pruned during the copy; a newer checkpoint follows
         finally:
             shutil.rmtree(held.parent, ignore_errors=True)
         self._copied(name_of(step), manifest)
@@ -364,7 +364,7 @@ class MirrorCopier:
 def hold(folder: Path, held: Path) -> Path:
     """Links a checkpoint's files into `held`, which pruning ignores. Returns the original on a disk without links.
 
-    Raises FileNotFoundError if the checkpoint is pruned meanwhile.
+    Raises FileNotFoundError if the run prunes the checkpoint before all files are linked.
     """
     try:
         for path in sorted(path for path in folder.rglob("*") if path.is_file()):

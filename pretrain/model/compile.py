@@ -62,7 +62,7 @@ def compile_model(
     # Documented, though its module has a private name. Layers are compiled later, in the first step.
     functorch_config.activation_memory_budget = memory_budget
     # Under tp, process groups are inputs of the graph. They hold no activations. Older torch doesn't measure them.
-    if hasattr(functorch_config, "unsafe_treat_script_objects_as_zero_size"):
+    if memory_budget < 1.0 and hasattr(functorch_config, "unsafe_treat_script_objects_as_zero_size"):
         functorch_config.unsafe_treat_script_objects_as_zero_size = True
     if mode != "none":
         # Beyond torch's limit of eight, layers would silently run uncompiled. Most share one compilation, unless a

@@ -21,7 +21,7 @@ from pretrain.model.cpu_attention import HALF_DTYPES
 from pretrain.model.model_config import first_line
 
 HOPPER = (9, 0)
-"""Compute capability of GPUs on which torch can run FlashAttention 3 instead of its own flash attention."""
+"""Compute capability that FlashAttention 3 requires."""
 FLASH_3_TOLERANCE = 2e-2
 """Maximum difference of two flash attentions due to bf16 or fp16 rounding, relative to the largest number."""
 

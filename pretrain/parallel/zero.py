@@ -92,7 +92,7 @@ class Zero(Strategy):
         )
         self.settings = {**deepspeed_file(), **derived_settings(self.config, self.precision)}
         self.stage: int = self.settings["zero_optimization"]["stage"]
-        # accelerate rejects a JSON together with these settings of its own file. The checks have compared them.
+        # accelerate rejects a DeepSpeed JSON if this variable is set. deepspeed_problems has checked its settings.
         os.environ.pop("ACCELERATE_CONFIG_DS_FIELDS", None)
         self._unreduced = ExitStack()
         """DeepSpeed's context that keeps gradients whole instead of reducing them, for `batch.no_sync`."""

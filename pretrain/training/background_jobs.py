@@ -64,8 +64,8 @@ def task_arguments(settings: Benchmarks) -> list[str]:
 class Evaluations:
     """Evaluations of checkpoints in separate processes. Only the main rank starts and collects them.
 
-    evaluations/step-00000500 has hard links to the model's files, because the checkpoint may be pruned meanwhile. It
-    is removed when its process ends, even if the run has ended before. Log and results are kept next to it.
+    evaluations/step-00000500 holds hard links to the model's files, so pruning the checkpoint doesn't affect the
+    evaluation. It's removed when the process ends, even after the run has ended. Log and results stay next to it.
 
     Args:
         threads: OMP_NUM_THREADS of each process; more than 1 if training leaves cores free.

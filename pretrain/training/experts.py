@@ -17,8 +17,8 @@ A router's loss is not part of the model's output. It joins the backward pass wh
 Megatron-LM's MoEAuxLossAutoScaler. So no tensor has to be passed out of a compiled, sharded or recomputed block. A
 router overwrites its record, so recomputation changes nothing.
 
-In a pipeline, a rank monitors the routers of its own stages in every microbatch. After the step, all ranks' counts are
-summed, so every rank has f and the metrics of all layers.
+In a pipeline, each rank records the routers of its own stages for every microbatch. Ranks sum their counts after the
+step, so every rank has f and the metrics of all layers.
 
 Shapes: L routers, E experts (maximum over the routers), N tokens of a microbatch, K experts per token.
 """

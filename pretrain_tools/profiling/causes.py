@@ -195,7 +195,7 @@ def slow_rank(evidence: Evidence) -> Cause | None:
     others = [other for other in evidence.ranks if other is not rank]
     own = rank.typical("own_with_core")
     usual = statistics.median(other.typical("own_with_core") for other in others)
-    # The median excludes the rank itself. Otherwise, with two ranks, it would be half of its own baseline.
+    # The median excludes this rank, which would otherwise be half of its own baseline with two ranks.
     excess = own - usual
     if excess < evidence.least(SLOW_SHARE):
         return None

@@ -156,7 +156,7 @@ def read_benchmarks(names: Sequence[str]) -> tuple[Benchmark, ...]:
 
 
 def _files_of(name: str) -> list[Path]:
-    """Lists the item files for a name, or [] if the name stands for tasks."""
+    """Lists the benchmark files at a path, or [] if the name is an lm-eval task."""
     path = Path(name)
     if path.is_dir():
         files = sorted(file for file in path.rglob("*") if file.suffix in (*FILE_SUFFIXES, *TASK_SUFFIXES))
