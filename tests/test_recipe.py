@@ -43,6 +43,22 @@ def problems_of(path, *overrides):
     return caught.value.problems
 
 
+def test_activations_are_recomputed_by_a_word_a_share_or_a_budget(recipe):
+    def read(text):
+        return read_run_config(recipe, [("activation_checkpointing", text)]).activation_checkpointing
+
+    assert [read("full"), read("50%"), read("{memory_budget: 80%}").memory_budget] == ["full", 0.5, 0.8]
+    assert read_run_config(recipe, [("activation_checkpointing.memory_budget", "0.5")])
+    for text, problem in (
+        ("some", "--activation_checkpointing: Input should be 'none' or 'full'"),
+        ("1.5", "--activation_checkpointing: Input should be less than 1"),
+        ("{memory_budget: 0}", "activation_checkpointing.memory_budget: Input should be greater than 0 (got 0)"),
+        ("{memory_budgt: 0.5}", "activation_checkpointing.memory_budgt: unknown key; did you mean memory_budget?"),
+    ):
+        problems = problems_of(recipe, ("activation_checkpointing", text))
+        assert any(problem in found for found in problems), problems
+
+
 def test_numbers_with_units_parse(recipe):
     config = read_run_config(recipe, [("budget.tokens", "10B"), ("optim.warmup_steps", "2k")])
     assert config.data.sequence_length == 2048, "k is 1,024 in lengths and batches"

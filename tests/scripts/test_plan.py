@@ -270,6 +270,13 @@ def test_needless_recomputation_is_reported(recipe):
     assert "single: also fits with --activation_checkpointing none, which takes 25% less time" in remarks(plan)
 
 
+def test_a_memory_budget_that_frees_nothing_is_reported(recipe):
+    """Nothing is compiled, so the compiler recomputes nothing."""
+    budget = ("activation_checkpointing", "{memory_budget: 0.5}")
+    plan = plan_of(recipe, budget, ("compile", "none"), gpus=1)
+    assert "single: activation_checkpointing: {memory_budget: 0.5} frees no memory" in remarks(plan)
+
+
 def test_a_plan_where_nothing_fits(recipe):
     plan = plan_of(recipe, gpu=find_gpu("h100", memory_bytes=2.2e9))
     assert plan.recommended is None and plan.command is None and plan.hours is None

@@ -101,7 +101,7 @@ TYPICAL = [
     MemorySetup("ddp", "llama_125m", layers=2),
     MemorySetup("fsdp2", "gpt2_124m", micro_steps=2, layers=2, sequences=16, length=1024),
     MemorySetup("cp", "llama_125m", layers=3, size=4),
-    MemorySetup("ddp", "llama_125m", layers=2, checkpointing=MemoryBudget(memory_budget=0.5)),
+    MemorySetup("tp", "llama_125m", layers=3, size=4, checkpointing=MemoryBudget(memory_budget=0.6)),
     zero(1, 2),
     zero(2, 1),
     zero(3, 1),
@@ -113,7 +113,7 @@ WHOLE = ("gpt2_124m", "llama_125m", "qwen3_0.6b", "qwen3_moe_500m", "llama_1b", 
 FURTHER = [
     *(
         MemorySetup(strategy, "llama_125m", layers=3, checkpointing=MemoryBudget(memory_budget=budget))
-        for strategy in ("fsdp2", "tp", "cp")
+        for strategy in ("ddp", "fsdp2", "cp")
         for budget in (0.2, 0.6)
     ),
     *(MemorySetup("ddp", model, sequences=2) for model in WHOLE),
