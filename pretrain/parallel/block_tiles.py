@@ -1,4 +1,4 @@
-"""Checks which layouts 8-bit AdamW can train: every shard must consist of whole blocks of the unsharded tensor."""
+"""Checks if 8-bit AdamW can train a layout: every shard must consist of whole blocks of the unsharded tensor."""
 
 from dataclasses import dataclass
 
@@ -12,7 +12,7 @@ from pretrain.optim.adamw_8bit import has_blocks, unit_rows
 from pretrain.parallel.expert_parallel import dimension_to_shard, expert_modules
 
 SHOWN = 3
-"""Number of parameters named in a message."""
+"""Number of parameters to list in a message."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class LargeParameter:
     is_in_layer: bool
 
     def keeps_blocks(self, sizes: Sizes) -> bool:
-        """Tells if its parts under these sizes consist of whole blocks; tp must be 1."""
+        """Returns True if its shards consist of whole blocks with these sizes, in which tp must be 1."""
         experts = sizes.ep if self.is_expert else 1
         shards = sizes.fsdp // experts
         rows = self.shape[0] // experts
@@ -38,9 +38,9 @@ class LargeParameter:
 
 
 def blocks_problems(model_config: PreTrainedConfig, sizes: Sizes) -> list[str]:
-    """Lists why parameters cannot have 8-bit moments under these sizes, with what works.
+    """Lists the reasons why parameters can't have 8-bit moments with these sizes, and suggests alternatives.
 
-    Sizes with tp get no problem here, because tp itself rejects 8-bit AdamW.
+    Sizes with tp pass this check, because tp itself rejects 8-bit AdamW.
     """
     offloaded = (
         "optim.name: adamw_8bit does not run with fsdp_offload_params: use adamw with it, or leave the parameters on "
@@ -67,7 +67,7 @@ def blocks_problems(model_config: PreTrainedConfig, sizes: Sizes) -> list[str]:
 
 
 def cut_blocks(model_config: PreTrainedConfig, sizes: Sizes) -> list[LargeParameter]:
-    """Lists the parameters that these sizes would cut inside a block."""
+    """Lists the parameters for which a shard would begin inside a block."""
     return [each for each in _large_parameters(model_config) if not each.keeps_blocks(sizes)]
 
 

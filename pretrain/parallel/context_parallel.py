@@ -1,13 +1,13 @@
-"""Context parallelism: each rank holds a part of every sequence, but in attention some heads of the whole sequence.
+"""Context parallelism: each rank holds part of every sequence, and attends with some of the heads over all of it.
 
-Everything except attention treats each position separately, so a rank only needs its own positions. Before attention,
-the ranks that share a sequence exchange heads for positions: each rank sends the others its positions of their heads,
-and receives the other positions of its own heads. The outputs are sent back in the same way (Ulysses, Jacobs et al.,
-arXiv 2309.14509). In between, any attention works as on one rank, including sliding windows and
-documents that cross rank boundaries, and all ranks have the same amount of work, causal or not. docs/long_context.md
-compares this with gathering keys and values.
+Every layer except attention processes each position separately, so a rank only needs its own positions. Before
+attention, the ranks that share a sequence exchange heads for positions: each rank receives all positions for its share
+of the heads. After attention, a second exchange sends the outputs back (Ulysses, Jacobs et al., arXiv 2309.14509).
+Between the two exchanges, any attention works as it does on one rank, including sliding windows and documents that
+cross rank boundaries. All ranks have the same amount of work, causal or not. docs/long_context.md compares this method
+with gathering keys and values.
 
-Shapes: B sequences, T positions of a whole sequence, P positions of this rank, N ranks of a group, H query heads, G
+Shapes: B sequences, T positions of a whole sequence, P positions on this rank, N ranks in a group, H query heads, G
 key heads, E head width.
 """
 
@@ -41,18 +41,18 @@ from pretrain.model.small_copy import (
 from pretrain.parallel.dimension import Dimension
 
 PER_HEAD = ("s_aux", "position_bias")
-"""Attention arguments with a value for each head or pair of positions."""
+"""Attention arguments that have a value for each head or each pair of positions."""
 EXCHANGING = "groundwork_exchanging"
-"""Name under which `exchanging` is registered."""
+"""Name of the registered `exchanging` function."""
 FOLDED = "groundwork_folded"
-"""Name under which `folded` is registered."""
+"""Name of the registered `folded` function."""
 
 Attention = Callable[..., tuple[Tensor, Tensor | None]]
-"""A function of transformers' attention interface."""
+"""A function for transformers' attention interface."""
 
 
 class ContextParallel(Dimension):
-    """Context parallelism (cp) as a dimension."""
+    """The context-parallel (cp) dimension of a mesh."""
 
     @classmethod
     def recipe_problems(cls, config: RunConfig, sizes: Sizes) -> list[str]:
@@ -84,7 +84,7 @@ class ContextParallel(Dimension):
 
 
 def heads_problem(model_config: PreTrainedConfig, parts: int, tp: int = 1) -> str | None:
-    """Returns why this model's heads cannot be split over the ranks, with what works; None if they can."""
+    """Explains why this model's heads can't be split over the ranks, with alternatives. Returns None if they can."""
     heads = getattr(model_config, "num_attention_heads", None)
     if not isinstance(heads, int):
         return f"model: {model_config.model_type} does not run under cp: its layers differ in their heads; use fsdp2"
@@ -104,12 +104,15 @@ def heads_problem(model_config: PreTrainedConfig, parts: int, tp: int = 1) -> st
 
 
 def divides(heads: int, key_heads: int, parts: int) -> bool:
-    """Tells if all ranks can have equally many query heads, and the key heads that these need."""
+    """Returns True if all ranks can have equally many query heads, and the key heads for them."""
     return heads % parts == 0 and (key_heads % parts == 0 or parts % key_heads == 0)
 
 
 def part_of_batch(part: int, parts: int, module: torch.nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-    """Pre-hook of `LanguageModelLoss` that takes this rank's positions of a batch; attention's arguments stay."""
+    """Cuts a batch down to this rank's positions, as a pre-hook of `LanguageModelLoss`.
+
+    Attention arguments stay whole.
+    """
     batch = {**dict(zip(("input_ids_BT", "targets_BT"), args, strict=False)), **kwargs}
     length = batch["input_ids_BT"].shape[1] // parts
     if "position_ids" not in batch:
@@ -121,14 +124,14 @@ def part_of_batch(part: int, parts: int, module: torch.nn.Module, args: tuple, k
 
 @dataclass(frozen=True)
 class PartsOfSequences:
-    """Sequences of which this rank holds a part, for terms of the loss; see `loss_terms.Sequences`."""
+    """Sequences whose parts are on different ranks, for loss terms; see `loss_terms.Sequences`."""
 
     part: int
     parts: int
     group: str
 
     def whole(self, values_BP: Tensor) -> Tensor:
-        """Returns (B, T, ...) from the parts of all ranks; a collective call, differentiable."""
+        """Gathers (B, T, ...) from the parts on all ranks. This collective call is differentiable."""
         sent_NBP = values_BP.expand(self.parts, *values_BP.shape)
         return exchange(sent_NBP, self.parts, self.group).transpose(0, 1).flatten(1, 2)
 
@@ -138,13 +141,13 @@ class PartsOfSequences:
 
 
 def exchange_heads(causal_lm: PreTrainedModel, parts: int, group: str) -> None:
-    """Makes a model attend over whole sequences although its inputs are parts of them.
+    """Makes a model attend over whole sequences although its inputs are parts of sequences.
 
-    group: name of the group of ranks that hold the parts, which torch's functional collectives take.
+    group: name of the process group whose ranks hold the parts, for torch's functional collectives.
 
-    Raises InputError for transformers' own attentions, whose masks would treat a part as the whole sequence.
+    Raises InputError for transformers' own attentions, whose masks would treat a part as a whole sequence.
     """
-    name = causal_lm.config._attn_implementation  # private, but transformers has no public name for it
+    name = causal_lm.config._attn_implementation  # private, because transformers has no public name for it
     if name in ("sdpa", "eager"):
         raise InputError(
             f"model: {causal_lm.config.model_type} works only with transformers' own {name} attention, which would "
@@ -168,7 +171,7 @@ def exchanging(
     """Exchanges heads for positions, calls `attend` on whole sequences with some heads, and reverses the exchange."""
     refuse_per_head(kwargs)
     query_BHPE, key_BGPE, value_BGPE = in_one_dtype(query_BHPE, key_BGPE, value_BGPE)
-    copies = max(1, parts // key_BGPE.shape[1])  # with fewer key heads than ranks, some ranks get the same one
+    copies = max(1, parts // key_BGPE.shape[1])  # with fewer key heads than ranks, some ranks share one
     if copies > 1:
         key_BGPE, value_BGPE = (x.repeat_interleave(copies, dim=1) for x in (key_BGPE, value_BGPE))
     out_BTHE, _ = attend(module, *to_whole((query_BHPE, key_BGPE, value_BGPE), parts, group), attention_mask, **kwargs)
@@ -176,7 +179,7 @@ def exchanging(
 
 
 def to_whole(tensors: Sequence[Tensor], parts: int, group: str) -> list[Tensor]:
-    """Turns (B, heads, P, E) of this rank's positions into (B, heads / N, T, E); one exchange for all tensors."""
+    """Turns (B, heads, P, E) for this rank's positions into (B, heads / N, T, E), in one exchange for all tensors."""
     sent = [x.unflatten(1, (parts, -1)).permute(1, 0, 3, 2, 4) for x in tensors]  # (N, B, P, heads / N, E)
     received_NBPW = exchange(torch.cat([x.flatten(3) for x in sent], dim=-1), parts, group)
     whole_BTW = received_NBPW.transpose(0, 1).flatten(1, 2)
@@ -185,20 +188,20 @@ def to_whole(tensors: Sequence[Tensor], parts: int, group: str) -> list[Tensor]:
 
 
 def to_parts(out_BTHE: Tensor, parts: int, group: str) -> Tensor:
-    """Turns (B, T, H / N, E) of this rank's heads into (B, P, H, E)."""
+    """Turns (B, T, H / N, E) for this rank's heads into (B, P, H, E)."""
     sent_NBPW = out_BTHE.flatten(2).unflatten(1, (parts, -1)).transpose(0, 1)
     received_NBPW = exchange(sent_NBPW, parts, group)
     return received_NBPW.permute(1, 2, 0, 3).unflatten(-1, out_BTHE.shape[2:]).flatten(2, 3)
 
 
 def exchange(x: Tensor, parts: int, group: str) -> Tensor:
-    """Sends entry n of (N, ...) to rank n of the group, and returns the entries that the ranks sent to this one.
+    """Sends entry n of (N, ...) to the group's rank n, and returns the entries that this rank receives.
 
-    Recomputed layers exchange again, which works because all ranks recompute them at the same time.
+    Recomputed layers exchange again. This works because all ranks recompute them at the same time.
     """
     ones = [1] * parts
-    # The operator behind torch's functional collectives, whose module is private as well: autograd and torch.compile
-    # support it, but not the public dist.all_to_all_single.
+    # This private operator is behind torch's functional collectives. Unlike the public dist.all_to_all_single, it
+    # supports autograd and torch.compile.
     received = torch.ops._c10d_functional.all_to_all_single(x.contiguous(), ones, ones, group)
     return torch.ops._c10d_functional.wait_tensor(received)
 
@@ -209,7 +212,7 @@ def refuse_per_head(arguments: dict[str, Any]) -> None:
 
 
 def folded(parts: int, module, query_RHPE, key_RGPE, value_RGPE, attention_mask, **kwargs) -> tuple[Tensor, None]:
-    """Computes the same as `exchanging` in one process: parts of a sequence are rows of the batch, R = B x N."""
+    """Computes what `exchanging` computes, but in one process: parts of a sequence are batch rows, R = B x N."""
     refuse_per_head(kwargs)
     whole = [x.unflatten(0, (-1, parts)).transpose(1, 2).flatten(2, 3) for x in (query_RHPE, key_RGPE, value_RGPE)]
     out_BTHE, _ = without_cap(module, *whole, attention_mask, **kwargs)
@@ -217,7 +220,7 @@ def folded(parts: int, module, query_RHPE, key_RGPE, value_RGPE, attention_mask,
 
 
 def without_cap(module, query, key, value, attention_mask, softcap=None, **kwargs) -> tuple[Tensor, None]:
-    """Calls `sdpa` without capping scores, which is enough to find other places where positions mix."""
+    """Calls `sdpa` without capping scores. That is precise enough to find other layers that mix positions."""
     return sdpa(module, query, key, value, attention_mask, **kwargs)
 
 
@@ -228,9 +231,10 @@ AttentionInterface.register(f"{FOLDED}_whole", without_cap)
 @once_per_config
 @one_thread()
 def mixing_problem(model_config: PreTrainedConfig) -> str | None:
-    """Returns why a rank cannot compute this model's layers from its own positions; None if it can.
+    """Explains why a rank can't compute this model's layers from its own positions. Returns None if it can.
 
-    Found by running a small copy on two halves that meet only in attention. Raises InputError as `reference_of` does.
+    The check runs a small copy of the model on two halves that meet only in attention. Raises InputError as
+    `reference_of` does.
     """
     reference = reference_of(KeyedConfig.of(model_config))
     model_type = model_config.model_type
@@ -255,8 +259,8 @@ def mixing_problem(model_config: PreTrainedConfig) -> str | None:
             }
             logits = logits_of(model, cut["input_ids_BT"], position_ids=cut["position_ids"], **inputs)
             found.append(logits.unflatten(0, (-1, parts)).flatten(1, 2))
-    except Exception as error:  # a model's own code may fail in any way on arguments it does not know
-        # transformers' own message for mixers that carry a state names packages that would not help here.
+    except Exception as error:  # a model's own code may fail in any way on arguments it doesn't support
+        # If a mixer carries a state, transformers' message recommends packages that wouldn't help here.
         if "can't keep packed sequences apart" not in str(error):
             return (
                 f"model: {model_type} does not run under cp ({described(error)}); use fsdp2, or another architecture"

@@ -1,7 +1,7 @@
-"""Base class of a mesh's dimensions: its checks, its changes to a model, its completion of gradients.
+"""Base class for a mesh's dimensions: checks, model changes and gradient completion.
 
-`pretrain.mesh_sizes.DIMENSIONS` lists the classes. For each dimension of several ranks, `MeshStrategy` calls all
-methods, innermost dimension first. A dimension overrides the methods that it needs.
+`pretrain.mesh_sizes.DIMENSIONS` lists the classes. `MeshStrategy` calls the methods of each dimension with several
+ranks, innermost dimension first. A dimension overrides only the methods it needs.
 """
 
 from collections.abc import Mapping
@@ -20,46 +20,46 @@ if TYPE_CHECKING:
 
 
 class Dimension:
-    """A dimension that only divides the ranks, such as dp_shard: fully_shard does the rest."""
+    """A dimension that only divides the ranks, such as dp_shard. fully_shard does the rest."""
 
     repeats_loss = False
-    """True if its ranks compute the loss of the same tokens, so that only the first rank's loss counts."""
+    """True if the dimension's ranks compute the same tokens' loss, so that only the first rank's loss counts."""
 
     @classmethod
     def recipe_problems(cls, config: RunConfig, sizes: Sizes) -> list[str]:
-        """Lists the recipe's settings that do not run with these sizes."""
+        """Lists the recipe settings that don't run with these sizes."""
         return []
 
     @classmethod
     def model_problem(cls, model_config: PreTrainedConfig, sizes: Sizes, schedule: str) -> str | None:
-        """Returns why this model cannot be split, with what works. Raises InputError as `reference_of` does."""
+        """Explains why this model can't be split, with alternatives. Raises InputError as `reference_of` does."""
         return None
 
     def __init__(self, strategy: Any, name: str):
         self.strategy = strategy
-        """The `MeshStrategy`, untyped because its module imports this one."""
+        """The `MeshStrategy`. It has no type here because its module imports this one."""
         self.name = name
 
     @property
     def group(self) -> dist.ProcessGroup:
         """The ranks that differ from this one only along this dimension."""
         mesh = self.strategy.mesh
-        views = (mesh.dense, mesh.expert, mesh.data)  # the first that has it, so that views share a communicator
+        views = (mesh.dense, mesh.expert, mesh.data)  # the first that has it, so that views share communicators
         return next(view for view in views if self.name in view.mesh_dim_names).get_group(self.name)
 
     def before_sharding(self, model: "LanguageModelLoss") -> None:
-        """Changes the whole model, on the meta device."""
+        """Changes the whole model on the meta device."""
 
     def divide(self, unit: str, module: nn.Module) -> None:
-        """Splits the weights of one unit of the model, just initialized, before fully_shard shards them."""
+        """Splits the weights of a newly initialized unit of the model before fully_shard shards them."""
 
     def after_sharding(self, model: "LanguageModelLoss", called: nn.Module) -> None:
-        """Prepares for the steps. called: the module that the loop calls."""
+        """Prepares the model for training steps. called: the module that the loop calls."""
 
     def combine(self, gradients: Mapping[nn.Parameter, Tensor]) -> None:
-        """Completes, in place, this rank's parts of the gradients once a step.
+        """Completes this rank's parts of the gradients in place, once per step.
 
-        fully_shard has already averaged over dp_replicate, dp_shard and cp.
+        fully_shard has already averaged them over dp_replicate, dp_shard and cp.
         """
 
     def replicas(self, parts: dict[str, Tensor]) -> list[ReplicaGroup]:
@@ -68,7 +68,7 @@ class Dimension:
 
 
 class Replicas(Dimension):
-    """dp_replicate: its ranks hold the same parts of everything."""
+    """The dp_replicate dimension, whose ranks hold identical parts."""
 
     def replicas(self, parts: dict[str, Tensor]) -> list[ReplicaGroup]:
         return [(self.group, parts)]

@@ -1,9 +1,9 @@
 """Expert parallelism: each rank holds some of every layer's experts, and tokens are sent to the experts they choose.
 
-The other dimensions divide the rest of the model. A layer sends its tokens' rows, sorted by expert, to the ranks that
-hold these experts, and gets the results back (Lepikhin et al., arXiv 2006.16668). The exchange is transformers': two
-all-to-alls, and two more for the gradients. Experts have no capacity limit, so no token is dropped. The CPU must know
-how many rows are sent, so it waits for the GPU once per layer and forward pass.
+The other dimensions shard the rest of the model. Each layer sorts its tokens' rows by expert, sends them to the ranks
+with these experts, and gets the results back (Lepikhin et al., arXiv 2006.16668). transformers implements the exchange
+with two all-to-alls in the forward pass and two in the backward pass. Experts have no capacity limit, so no token is
+dropped. The CPU must know how many rows to send, so it waits for the GPU once per layer and forward pass.
 """
 
 import importlib.util
@@ -23,11 +23,11 @@ from pretrain.model.routers import expert_parameters, routers_of
 from pretrain.parallel.dimension import Dimension
 
 DISPATCH = "transformers.distributed.expert_parallel"
-"""transformers' module that exchanges rows; 5.17 does not have it."""
+"""The transformers module that exchanges rows. transformers 5.17 doesn't have it."""
 
 
 class ExpertParallel(Dimension):
-    """Expert parallelism (ep) as a dimension."""
+    """The expert-parallel (ep) dimension of a mesh."""
 
     @classmethod
     def model_problem(cls, model_config: PreTrainedConfig, sizes: Sizes, schedule: str) -> str | None:
@@ -39,15 +39,15 @@ class ExpertParallel(Dimension):
             divide_experts(experts.to(self.strategy.device), mesh.expert["ep"], mesh.dense["tp"])
 
     def combine(self, gradients: Mapping[nn.Parameter, Tensor]) -> None:
-        # fully_shard has divided by the number of ranks that hold the same experts. But these have also processed rows
-        # of other ranks, so the divisor must be the number of all ranks whose tokens differ.
+        # fully_shard has divided by the number of ranks with the same experts. But these experts have also processed
+        # other ranks' rows, so the divisor must be the number of all ranks with different tokens.
         # set_gradient_divide_factor would do that, but torch 2.13 divides twice if only one rank holds the experts.
         experts = [grad for parameter, grad in gradients.items() if "ep" in parameter.device_mesh.mesh_dim_names]
         torch._foreach_mul_(experts, self.strategy.sizes.tp / self.strategy.sizes.ep)
 
 
 def model_problem(model_config: PreTrainedConfig, size: int) -> str | None:
-    """Returns why this many ranks cannot share this model's experts, with what works; None if they can."""
+    """Explains why this many ranks can't share this model's experts, with alternatives. Returns None if they can."""
     if importlib.util.find_spec(DISPATCH) is None:
         return f"model: ep needs a transformers with {DISPATCH}, such as 5.23, and this is {transformers.__version__}"
     model = build_meta_model(model_config)
@@ -74,21 +74,24 @@ def model_problem(model_config: PreTrainedConfig, size: int) -> str | None:
 
 
 def expert_modules(module: nn.Module) -> dict[str, nn.Module]:
-    """Returns {name: module} of the experts that transformers' experts interface runs, (E, ...) in each parameter."""
-    # The interface marks them only by this private attribute.
+    """Returns {name: module} for the modules that transformers' experts interface runs.
+
+    Their parameters are (E, ...).
+    """
+    # The interface marks these modules only with this private attribute.
     return {name: inner for name, inner in module.named_modules() if hasattr(inner, "_is_expert_parallel")}
 
 
 def pads_much(experts: int, ranks: int) -> bool:
-    """Tells if sharding a stack by its experts pads it by more than a quarter, as 2 experts over 8 ranks become 8."""
+    """Returns True if padding makes an expert-sharded stack over 25% larger, as when 8 ranks pad 2 experts to 8."""
     return math.ceil(experts / ranks) * ranks > 1.25 * experts
 
 
 def dimension_to_shard(ranks: int, parameter: nn.Parameter) -> Shard | None:
-    """Returns the dimension along which fully_shard should split a stack of experts over this many ranks.
+    """Returns the dimension along which fully_shard should shard a stack of experts over this many ranks.
 
-    None means the first, as for all other parameters. The dimension must split evenly, and tp or ep must not have
-    split it already, since a shard would then mix rows of two matrices.
+    None means the first dimension, as for all other parameters. The dimension must divide evenly. tp or ep must not
+    have split it already, because a shard would then mix rows of two matrices.
     """
     is_divided = isinstance(parameter, DTensor)
     shape = parameter.to_local().shape if is_divided else parameter.shape
@@ -100,25 +103,25 @@ def dimension_to_shard(ranks: int, parameter: nn.Parameter) -> Shard | None:
 
 
 def divide_experts(experts: nn.Module, mesh: DeviceMesh, tp_mesh: DeviceMesh) -> None:
-    """Keeps only this rank's experts of a layer, and makes all ranks send their rows to them.
+    """Keeps only this rank's experts in a layer, and makes all ranks send their rows to the experts' ranks.
 
-    tp_mesh: ranks that hold the same rows; each sends its part of them.
+    tp_mesh: ranks that hold the same rows. Each rank sends its part of them.
     """
     from transformers.distributed.expert_parallel import EpDispatchExpertsParallel, MoEParamShard
 
     sharding = MoEParamShard(Shard(0), shards_expert_dim=True)
     for name in list(experts._parameters):
         sharding.shard_param(experts, name, mesh)
-    # It makes transformers mask rows of experts on other ranks, but no such row arrives here.
+    # With this attribute, transformers would mask rows for experts on other ranks, but no such rows arrive here.
     experts._is_expert_parallel = False
     EpDispatchExpertsParallel().install_forward(experts, mesh, tp_mesh=tp_mesh, ep_implementation="all_to_all")
     exchanged = experts.forward
 
-    @torch.compiler.disable  # the numbers of rows change in every step
+    @torch.compiler.disable  # the number of rows changes in every step
     def forward(hidden_ND: Tensor, chosen_NK: Tensor, weights_NK: Tensor) -> Tensor:
         device_type = hidden_ND.device.type
         if torch.is_autocast_enabled(device_type):
-            hidden_ND = hidden_ND.to(torch.get_autocast_dtype(device_type))  # rows are then sent in half precision
+            hidden_ND = hidden_ND.to(torch.get_autocast_dtype(device_type))  # this sends the rows in half precision
         return exchanged(hidden_ND, chosen_NK, weights_NK)
 
     experts.forward = forward

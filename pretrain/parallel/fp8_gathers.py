@@ -1,8 +1,9 @@
-"""Gathers the weights of fp8 layers in fp8: half the bytes of bf16, and rounded only once, as on one process.
+"""All-gathers fp8 layers' weights in fp8, which takes half the bytes of bf16 and rounds each weight only once.
 
-fully_shard calls a local tensor's `fsdp_pre_all_gather` and `fsdp_post_all_gather` in place of its own cast. torchao
-has both on a tensor subclass. Here the parameters stay plain, so optimizers and checkpoints don't handle fp8. Their
-local tensors borrow the two methods from a subclass instance that shares their memory.
+Before each all-gather, fully_shard calls a local tensor's `fsdp_pre_all_gather` and `fsdp_post_all_gather` if it has
+them, instead of doing its own cast. torchao implements both methods on a tensor subclass. We keep plain parameters, so
+optimizers and checkpoints don't have to handle fp8, and attach to each local tensor the two methods of a subclass
+instance that shares its memory.
 """
 
 import math
@@ -15,8 +16,9 @@ from torch import nn
 class Fp8Gathers:
     """The fp8 weights of a module under fully_shard, and their scales.
 
-    A weight has one scale for the whole matrix, so all ranks need the largest value of all shards: one all-reduce for
-    all weights, before the first call of a step and before every call without gradients.
+    Each weight matrix has a single scale, which depends on the largest value across all shards. One all-reduce
+    computes the scales of all weights. It runs before the first forward pass of a step, and before every forward pass
+    without gradients.
     """
 
     def __init__(self, root: nn.Module, group: dist.ProcessGroup):
@@ -25,13 +27,13 @@ class Fp8Gathers:
 
         self.group = group
         self.is_stale = True
-        """True until the scales of the current weights are known."""
+        """True if the scales may not belong to the current weights."""
         self.weights = []
-        """The weights as torchao's subclass."""
+        """The weights, wrapped in torchao's subclass."""
         for module in root.modules():
             if isinstance(module, Float8Linear):
                 part = module.weight.to_local().detach()
-                # All ranks send the same number of rows, because fully_shard pads shorter shards with zeros.
+                # Every rank must send the same number of rows. fully_shard pads shorter shards with zeros.
                 rows, columns = module.weight.shape
                 padded = part.as_strided((math.ceil(rows / group.size()), columns), (columns, 1))
                 dtype = module.config.cast_config_weight.target_dtype
@@ -40,14 +42,15 @@ class Fp8Gathers:
                     setattr(module.weight._local_tensor, name, getattr(weight, name))
                 self.weights.append(weight)
         if self.weights:
-            # It must run first, because fully_shard's own hook makes its streams wait for earlier work.
+            # This hook must run before fully_shard's own hook, which makes its streams wait for earlier work.
             root.register_forward_pre_hook(self.measure, prepend=True)
 
     def measure(self, *_) -> None:
-        """Computes the scales of the current weights, unless the step has done so."""
+        """Computes the scales of the current weights, unless this step has already computed them."""
         from torchao.float8.float8_utils import amax_to_scale
 
-        # Outside of a step, the weights may have been swapped with their average, or loaded.
+        # Outside of a step, we can't rely on the old scales: the weights may have been loaded or swapped with their
+        # average.
         is_step = torch.is_grad_enabled()
         if is_step and not self.is_stale:
             return

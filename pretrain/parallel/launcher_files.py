@@ -1,7 +1,7 @@
-"""Checks the two kinds of launcher files, because accelerate and DeepSpeed silently ignore misspelled keys.
+"""Checks accelerate configs and DeepSpeed JSONs for unknown keys and for settings that belong in the recipe.
 
-accelerate drops unknown keys inside sections such as fsdp_config, and DeepSpeed at the top of its JSON. These files
-must not contain settings of the recipe, so that every setting has one place.
+accelerate silently drops unknown keys inside sections such as fsdp_config, and DeepSpeed ignores them at the top of
+its JSON. These files must not contain recipe settings, so that each setting is defined in only one place.
 """
 
 import json
@@ -31,19 +31,19 @@ FROM_RECIPE = {
     "activation_checkpointing": "activation_checkpointing",
     "compile": "compile",
 }
-"""{key at the top of a DeepSpeed JSON: the recipe's equivalent}."""
+"""{key at the top of a DeepSpeed JSON: equivalent recipe setting}"""
 
 ALLOWED_IN_DEEPSPEED_JSON = (
     *("zero_optimization", "aio", "zero_force_ds_cpu_optimizer", "zero_allow_untested_optimizer", "comms_logger"),
     *("flops_profiler", "wall_clock_breakdown", "memory_breakdown", "steps_per_print", "nebula", "timers"),
 )
 RUN_HERE = ("NO", "MULTI_CPU", "MULTI_GPU", "FSDP", "DEEPSPEED")
-"""Values of distributed_type."""
+"""Supported values of distributed_type."""
 AIO_KEYS = ("block_size", "queue_depth", "intra_op_parallelism", "single_submit", "overlap_events", "use_gds")
 
 
 def conflict(file: str, key: str, value: Any, config: RunConfig, setting: str) -> str:
-    """Returns the message for a key whose equivalent in the recipe is at the dotted path `setting`."""
+    """Returns the error message for a key whose equivalent in the recipe is at the dotted path `setting`."""
     in_recipe = reduce(getattr, setting.split("."), config)
     where = "the launcher's file" if file == "launcher" else file
     return f"{file}: {key}: {value} conflicts with the recipe's {setting}: {in_recipe}; remove it from {where}"
@@ -65,7 +65,7 @@ def command_problems(strategy: str, processes: int) -> list[str]:
             f"launcher: --num_processes {asked.num_processes} was requested, but {processes} runs; even without a "
             "GPU, files in accelerate_configs start all requested processes; remove --cpu, or use_cpu from the file"
         )
-    default = None if asked.cpu else config_args.default_config_file  # accelerate's own choice
+    default = None if asked.cpu else config_args.default_config_file  # accelerate makes the same choice
     if (name := asked.config_file or default) is not None:
         path = folder / name
         if asked.num_processes is None:
@@ -75,21 +75,21 @@ def command_problems(strategy: str, processes: int) -> list[str]:
 
 
 def process_problems(path: Path, processes: int) -> list[str]:
-    """Lists the problem if accelerate did not start the file's number of processes."""
+    """Lists the problem if accelerate hasn't started as many processes as the file requests."""
     settings = read_launcher_file(path)
     asked = settings.get("num_processes")
     if asked in (None, processes):
         return []
     problem = f"{path.name}: num_processes: {asked} was requested, but {processes} runs"
     if settings.get("use_cpu"):
-        # accelerate starts several processes on CPUs with mpirun only.
+        # On CPUs, accelerate starts several processes only with mpirun.
         problem += "; set distributed_type: MULTI_GPU and use_cpu: false, which works without a GPU too, or use "
         problem += f"accelerate_configs/ddp.yaml with --num_processes {asked}"
     return [problem]
 
 
 def read_launcher_file(path: Path) -> dict[str, Any]:
-    """Reads an accelerate config; {} if unreadable, which accelerate has already reported."""
+    """Reads an accelerate config, or returns {} if it's unreadable, which accelerate has already reported."""
     try:
         settings = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, yaml.YAMLError):
@@ -98,11 +98,11 @@ def read_launcher_file(path: Path) -> dict[str, Any]:
 
 
 def launcher_file_problems(path: Path, strategy: str) -> list[str]:
-    """Lists parts of this file that accelerate ignored: unknown keys in sections, an unsupported strategy."""
+    """Lists the parts of this file that accelerate ignored: unknown keys in sections and an unsupported strategy."""
     from accelerate.commands.launch import launch_command_parser
 
     settings = read_launcher_file(path)
-    # Private, but argparse has no public list. Two sizes are read from the file only by this project.
+    # _actions is private, but argparse has no public list. Only this project reads two of the sizes from the file.
     known = {action.dest for action in launch_command_parser()._actions} | set(map(setting, DIMENSIONS))
     problems = []
     asked = settings.get("distributed_type", "NO")
@@ -127,11 +127,11 @@ def launcher_file_problems(path: Path, strategy: str) -> list[str]:
 
 
 def deepspeed_problems(path: str | None, in_launcher: dict[str, Any], config: RunConfig) -> list[str]:
-    """Lists the problems of the launcher's DeepSpeed settings, including those that belong in the recipe.
+    """Lists problems in the launcher's DeepSpeed settings, including settings that belong in the recipe.
 
     Args:
-        path: the JSON named in the launcher's file, if any.
-        in_launcher: stage and offload from the launcher's file itself, in a JSON's form. Used without a JSON.
+        path: the JSON named in the accelerate config, if any.
+        in_launcher: stage and offload from the accelerate config itself, in the form of a JSON. Used without a JSON.
         config: the recipe.
     """
     if path is None and not in_launcher:
@@ -172,7 +172,7 @@ def deepspeed_problems(path: str | None, in_launcher: dict[str, Any], config: Ru
 
 
 def zero_problems(name: str, settings: Any) -> list[str]:
-    """Lists unknown keys and unsupported values in the zero_optimization section of a DeepSpeed JSON."""
+    """Lists unknown keys and unsupported values in a DeepSpeed JSON's zero_optimization section."""
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
     from deepspeed.runtime.zero.offload_config import (
         DeepSpeedZeroOffloadOptimizerConfig,

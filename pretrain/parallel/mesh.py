@@ -1,13 +1,14 @@
-"""The mesh of ranks for any combination of parallel dimensions, and the strategy for it.
+"""The mesh of ranks for any combination of parallel dimensions, and its strategy.
 
     dense   (pp, dp_replicate, fsdp = dp_shard x cp, tp)   parameters
     data    (pp, batch = dp_replicate x dp_shard, cp, tp)  a rank's sequences; the ranks that exchange heads
     expert  (pp, dp_replicate, efsdp, ep)                  experts; efsdp x ep = fsdp x tp
 
-The dimensions are applied to a model in this order: attention over whole sequences (cp), pipeline stages (pp), slices
-of matrices (tp), experts on their ranks (ep), and then torch's fully_shard of experts, layers and the rest.
-fully_shard is applied even over a single rank, so that every parameter is a DTensor and all meshes share this code.
-Checkpoints have whole tensors, so a run can resume under any other mesh.
+A model is changed in this order: context parallelism (cp) makes attention see whole sequences, pipeline parallelism
+(pp) selects this rank's stages, tensor parallelism (tp) slices matrices, and expert parallelism (ep) moves experts to
+their ranks. Then torch's fully_shard shards experts, layers and the rest. We apply fully_shard even on a single rank,
+so that every parameter is a DTensor and all meshes share this code. Checkpoints contain whole tensors, so a run can
+resume on any other mesh.
 """
 
 import copy
@@ -52,7 +53,7 @@ if TYPE_CHECKING:
 
 
 class Mesh:
-    """Three views of the same ranks, each with all of its dimensions, including those of size 1."""
+    """Three views of the same ranks. Each view has all of its dimensions, including those of size 1."""
 
     def __init__(self, sizes: Sizes, device_type: str):
         s = sizes
@@ -77,7 +78,7 @@ class Mesh:
 
     @property
     def data_rank(self) -> int:
-        """Index of this rank among those that read different sequences."""
+        """This rank's index among the ranks that read different sequences."""
         names = [name for name, row in DIMENSIONS.items() if row.reads]
         return reduce(lambda rank, name: rank * getattr(self.sizes, name) + self.rank(name), names, 0)
 
@@ -87,14 +88,14 @@ class Mesh:
         return self.dense.mesh.movedim(chosen, [*range(-len(chosen), 0)]).flatten(-len(chosen)).flatten(0, -2)
 
     def shards(self, *, experts: bool = False) -> DeviceMesh:
-        """Returns the mesh for fully_shard: one-dimensional, or two-dimensional if there are replicas (HSDP)."""
+        """Returns the mesh for fully_shard. It has one dimension, or two if there are replicas (HSDP)."""
         mesh, name = (self.expert, "efsdp") if experts else (self.dense, "fsdp")
         return mesh["dp_replicate", name] if self.sizes.dp_replicate > 1 else mesh[name]
 
     def replica_group(self) -> dist.ProcessGroup | None:
-        """Returns the group of this rank's stage and replica, fsdp x tp or efsdp x ep; a collective call.
+        """Creates the group for this rank's stage and replica, fsdp x tp or efsdp x ep, in a collective call.
 
-        None if the group of a single dimension is the same.
+        Returns None if it would be the same group as a single dimension's.
         """
         s = self.sizes
         if min(s.fsdp, s.tp) == 1 and min(s.efsdp, s.ep) == 1:
@@ -103,7 +104,7 @@ class Mesh:
 
 
 def dimensions_of(sizes: Sizes) -> dict[str, type[Dimension]]:
-    """Returns {name: class} of the dimensions larger than 1, the innermost first."""
+    """Returns {name: class} for the dimensions larger than 1, innermost first."""
     return {name: resolve_name(DIMENSIONS[name].kind) for name in reversed(sizes.named())}
 
 
@@ -123,17 +124,17 @@ class MeshStrategy(Strategy):
 
     @classmethod
     def problems(cls, config: RunConfig, name: str) -> list[str]:
-        """Lists the problems of the base class, the sizes, the recipe and the model."""
+        """Lists the base class's problems and those of the sizes, the recipe and the model."""
         problems = Problems(super().problems(config, name))
         sizes = problems.attempt(launched_sizes)
-        # If a size is invalid, the recipe is still checked against the requested dimensions.
+        # If a size is invalid, we still check the recipe against the requested dimensions.
         asked = {dimension: 2 for dimension in requested_sizes() if dimension != "cp"}
         judged = sizes or Sizes(**asked)
         for kind in dimensions_of(judged).values():
             problems += kind.recipe_problems(config, judged)
         if sizes is None:
             return problems
-        with suppress(InputError):  # `derive` reports this problem of the model
+        with suppress(InputError):  # `derive` reports this error
             model_config = planned_model_config(config.model, config.data)
             of_model = model_problems(model_config, sizes, config.pipeline.schedule)
             if config.optim.name == "adamw_8bit" and not of_model:  # otherwise there are no shards to check
@@ -164,14 +165,14 @@ class MeshStrategy(Strategy):
             self.microbatches = len(self.stage_owners) * config.pipeline.microbatches_per_stage
 
     def make_accelerator(self) -> Accelerator:
-        # accelerate must see plain processes, because it supports neither pipelines nor expert parallelism, and its
+        # We hide the mesh from accelerate, because it supports neither pipelines nor expert parallelism, and its
         # context parallelism ignores document boundaries.
         with patch_environment(ACCELERATE_USE_FSDP="false", ACCELERATE_USE_PARALLELISM_CONFIG="false"):
             return super().make_accelerator()
 
     @property
     def dropout_rank(self) -> int:
-        """Offset shared by ranks of tp and pp, which compute the same hidden states. cp ranks have other positions."""
+        """Seed offset for dropout. tp and pp ranks share it because they compute the same hidden states."""
         return self.data_rank * self.sizes.cp + self.part
 
     @property
@@ -181,7 +182,10 @@ class MeshStrategy(Strategy):
 
     @property
     def reports_loss(self) -> bool:
-        """True on ranks with counted metrics, so that no token counts twice. In a pipeline, this is the last stage."""
+        """True if this rank's metrics count, so that no token counts twice.
+
+        In a pipeline, only the last stage reports.
+        """
         return self.is_first and self.mesh.rank("pp") == self.stage_owners[-1]
 
     def running_modules(self) -> list[nn.Module]:
@@ -194,7 +198,10 @@ class MeshStrategy(Strategy):
     def prepare(
         self, model: LanguageModelLoss, weights: InitialWeights, build_optimizer: OptimizerBuilder
     ) -> torch.nn.Module:
-        """Prepares as in `Strategy`. A rank never holds more than a layer, or all parameters outside layers."""
+        """Prepares the model as in `Strategy`.
+
+        A rank never holds more than a layer, or all parameters outside layers.
+        """
         self.causal_lm = causal_lm = model.causal_lm
         self.loss_terms = model.loss_terms
         self.embeds = model.terms is not None and model.terms.embeds
@@ -205,15 +212,16 @@ class MeshStrategy(Strategy):
         sizes = self.sizes
         for dimension in self.dimensions:
             dimension.before_sharding(model)
-        # With one rank there is nothing to free, because the gathered weights are the shards. A pipeline's schedule
-        # keeps them gathered from the first backward pass to the last. Otherwise each microbatch would gather them
-        # again. A split backward pass needs them too, because torch computes gradients only for the modules' current
-        # parameters, and silently skips weights that fully_shard has swapped out.
+        # With one rank there is nothing to free, because the gathered weights are the shards. A pipeline keeps weights
+        # gathered from the first backward pass to the last, because otherwise each microbatch would gather them again.
+        # A split backward pass needs them too: torch computes gradients only for the modules' current parameters, and
+        # silently skips weights that fully_shard has swapped out.
         self.reshards = (
             sizes.fsdp > 1 and sizes.pp == 1 and os.environ.get("FSDP_RESHARD_AFTER_FORWARD", "true") == "true"
         )
         self.offloads = environment_flag("FSDP_OFFLOAD_PARAMS")
-        # With a pipeline this costs no memory, because a schedule holds whole gradients from its first backward on.
+        # With a pipeline, this costs no memory, because the schedule keeps unsharded gradients after its first
+        # backward pass.
         self.reduces_once = not self.reshards or bool(self.config and self.config.batch.no_sync)
         self.roots = self.stages_of(model)
         self.shard(list(self.roots.values()), weights)
@@ -227,7 +235,10 @@ class MeshStrategy(Strategy):
         return self.model
 
     def stages_of(self, model: LanguageModelLoss) -> dict[int, nn.Module]:
-        """Returns this rank's stages by number, on the meta device; without a pipeline, the whole model."""
+        """Returns {number: stage} for this rank's stages, on the meta device.
+
+        Without a pipeline, the only stage is the model.
+        """
         if self.sizes.pp == 1:
             return {0: model}
         stages = len(self.stage_owners)
@@ -235,7 +246,7 @@ class MeshStrategy(Strategy):
         ranges, self.parameters_of_stages = stage_parameters(self.causal_lm, stages, of_terms)
         mine = [number for number, owner in enumerate(self.stage_owners) if owner == self.mesh.rank("pp")]
         if stages - 1 not in mine:
-            self.loss_terms.to("meta")  # like the layers of other stages
+            self.loss_terms.to("meta")  # as for the layers of other stages
         return {number: Stage(model, ranges[number], self.precision) for number in mine}
 
     def shard(self, roots: list[nn.Module], weights: InitialWeights) -> None:
@@ -259,7 +270,7 @@ class MeshStrategy(Strategy):
             if module not in here:
                 continue
             weights.fill(causal_lm, unit)
-            # The backward pass begins with the last layer, so its weights stay gathered.
+            # The backward pass begins with the last layer, so we keep its weights gathered.
             frees = self.reshards and module is not layers[-1]
             for dimension in self.dimensions:
                 dimension.divide(unit, module)
@@ -276,31 +287,32 @@ class MeshStrategy(Strategy):
         """Module with the last stage's own copy of the embedding, if this rank also has the first stage."""
         owners = {self.stage_owners[0], self.stage_owners[-1]}
         if self.embeds_twice and len(roots) > 1 and owners == {self.mesh.rank("pp")}:
-            # The first and the last stage are both on this rank, but fully_shard can give a parameter to only one.
+            # The first and the last stage are both on this rank, but fully_shard can assign a parameter to only one of
+            # them.
             second = copy.deepcopy(embedding)
             if self.embeds:
                 roots[-1].embedding = second
             if is_tied:
                 head.weight = second.weight
             self.copying = head if is_tied else second
-        # Parameters outside the layers are used last in forward and first in backward, so they stay gathered.
+        # Parameters outside the layers are used last in forward and first in backward, so we keep them gathered.
         for root in roots:
             apply(root, mesh=self.mesh.shards(), reshard_after_forward=False)
             root.register_forward_hook(reshard_without_backward)
-        # Not with offload, because fully_shard would gather copies on the GPU, which lack the methods for fp8.
+        # With offload, fully_shard gathers from GPU copies, which lack the fp8 methods.
         if self.precision == "fp8" and self.sizes.fsdp > 1 and not self.offloads:
             from pretrain.parallel.fp8_gathers import Fp8Gathers
 
             self.fp8_gathers = [Fp8Gathers(root, self.mesh.dense.get_group("fsdp")) for root in roots]
         if is_tied and self.copying is None:
-            # fully_shard has replaced the parameter only in the module in this rank's stage.
+            # fully_shard has replaced the parameter in only one module, the one in this rank's stage.
             if head in here and 0 not in self.roots:
                 embedding.weight = head.weight
             else:
                 head.weight = embedding.weight
 
     def called(self, model: LanguageModelLoss) -> nn.Module:
-        """Returns the module that the loop calls."""
+        """Returns the module that the training loop calls."""
         called: nn.Module = self.roots[0] if self.sizes.pp == 1 else self.pipeline()
         if self.copying is not None:
             called.register_forward_pre_hook(self.copy_embedding)
@@ -308,7 +320,7 @@ class MeshStrategy(Strategy):
 
     @torch.no_grad()
     def copy_embedding(self, *_) -> None:
-        """Copies the first stage's embedding into the last stage's, before each call of the model."""
+        """Copies the first stage's embedding into the last stage's before each call of the model."""
         local_tensor(self.copying.weight).copy_(local_tensor(self.causal_lm.get_input_embeddings().weight))
 
     def trained_parameters(self) -> list[tuple[str, nn.Parameter]]:
@@ -316,15 +328,15 @@ class MeshStrategy(Strategy):
         return [pair for pair in super().trained_parameters() if pair[1] is not copied]
 
     def pipeline(self) -> PipelineModel:
-        """Returns the pipeline of this rank's stages."""
+        """Builds the pipeline from this rank's stages."""
         schedule = self.config.pipeline.schedule
         if STAGE_LAYOUTS[schedule].splits_backward and self.config.compile != "none":
             self.ranks.print(
                 f"compile: {self.config.compile} has no effect with {schedule}, because a compiled layer cannot "
                 "compute the gradients of its inputs and of its weights separately"
             )
-        # NCCL creates a group's communicator in its first operation, which needs all of its ranks. The first sends
-        # between stages involve only some of them.
+        # NCCL creates a group's communicator in the group's first operation, which all of its ranks must join. But
+        # only some of them take part in the first sends between stages.
         dist.all_reduce(torch.zeros(1, device=self.device), group=self.pp_group)
         return PipelineModel(
             self.roots,
@@ -338,7 +350,7 @@ class MeshStrategy(Strategy):
         )
 
     def find_copies(self) -> None:
-        """Counts the ranks with the same part of each parameter, and finds an embedding in two stages."""
+        """Counts the ranks that hold the same part of each parameter, and finds an embedding shared by two stages."""
         stage_ranks = self.sizes.world // self.sizes.pp
         self.copies_of = {
             parameter: stage_ranks // math.prod(map(parameter.device_mesh.size, divided_axes(parameter)))
@@ -349,7 +361,7 @@ class MeshStrategy(Strategy):
         self.tied_group: dist.ProcessGroup | None = None
         self.tied: nn.Parameter | None = None
         if self.embeds_twice and first != last:
-            # Creating a group is collective, so every rank has to take part for every group.
+            # Every rank must take part in creating every group, because the call is collective.
             pairs = self.mesh.ranks_along("pp")[:, [first, last]].tolist()
             group, _ = dist.new_subgroups_by_enumeration(pairs)
             if self.mesh.rank("pp") in (first, last):
@@ -359,7 +371,7 @@ class MeshStrategy(Strategy):
         super().begin_step(learning_rate, micro_steps)
         for gathers in self.fp8_gathers:
             gathers.is_stale = True
-        if self.sizes.pp > 1:  # its call runs the backward pass, so the loop cannot divide the loss
+        if self.sizes.pp > 1:  # the pipeline runs the backward pass itself, so the loop can't divide the loss
             self.model.micro_steps = micro_steps
 
     @contextmanager
@@ -368,12 +380,12 @@ class MeshStrategy(Strategy):
             self.model.reduces = is_last
         else:
             self.model.set_requires_gradient_sync(is_last or not self.reduces_once)
-            self.model.set_requires_all_reduce(is_last)  # between replicas; the line before sets it too
+            self.model.set_requires_all_reduce(is_last)  # between replicas; the previous line also sets it
             self.model.set_is_last_backward(is_last)
         yield
 
     def backward(self, loss: Tensor) -> None:
-        if self.sizes.pp == 1:  # a pipeline's call has computed the gradients
+        if self.sizes.pp == 1:  # with a pipeline, the forward call has already computed the gradients
             loss.backward()
 
     def combine_gradients(self) -> None:
@@ -391,14 +403,14 @@ class MeshStrategy(Strategy):
             self.sum_gradients([gradients[self.tied]], self.tied_group)
 
     def sum_gradients(self, gradients: list[Tensor], group: dist.ProcessGroup) -> None:
-        """Sums gradients over the ranks of a group, in place. Offloaded ones are summed on the GPU."""
+        """Sums gradients in place over a group's ranks. Offloaded gradients are summed on the GPU."""
         here = [gradient.to(self.device) for gradient in gradients] if self.offloads else gradients
         sum_in_place(here, group)
         if self.offloads and gradients:
             torch._foreach_copy_(gradients, here)
 
     def gradient_norm(self) -> Tensor:
-        """Returns the norm, from one sum over all ranks of local squares, divided by their number of replicas."""
+        """Returns the gradient norm from one all-reduce of local squares, each divided by its number of replicas."""
         self.combine_gradients()
         by_share: dict[float, list[Tensor]] = {}
         for parameter in self.name_of:
@@ -415,9 +427,9 @@ class MeshStrategy(Strategy):
         return 0.0 if is_copy else 1 / self.copies_of[parameter]
 
     def of_all_stages(self, mine: TensorGroup) -> TensorGroup:
-        """Returns the tensors of all stages, of which this rank has `mine`, in the whole model's order.
+        """Returns all stages' tensors in the whole model's order; `mine` has those on this rank.
 
-        When a tensor is fetched, its rank broadcasts it over the pipeline.
+        Fetching a tensor broadcasts it to the whole pipeline from the rank that holds it.
         """
         if self.sizes.pp == 1:
             return mine
@@ -445,12 +457,14 @@ class MeshStrategy(Strategy):
         return self.places.get(parameter, len(self.places)), name
 
     def load(self, model: Mapping[str, Tensor], optimizer: Mapping[str, Tensor]) -> None:
-        """Loads only the tensors of this rank's stages."""
+        """Loads only the tensors for this rank's stages."""
         mine = set(self.name_of.values())
         super().load(model, {name: optimizer[name] for name in optimizer if name.rpartition(".")[0] in mine})
 
     def replicas(self) -> list[ReplicaGroup]:
-        """Lists replicated weights: everything over dp_replicate, weights not split by tp, a tied embedding."""
+        """Lists replicated weights: everything over dp_replicate, weights that tp doesn't split, and a
+        tied embedding.
+        """
         parts = {name: local_tensor(parameter.detach()) for parameter, name in self.name_of.items()}
         groups = [group for dimension in self.dimensions for group in dimension.replicas(parts)]
         if self.tied is not None:
@@ -470,13 +484,13 @@ class MeshStrategy(Strategy):
 
 
 def model_problems(model_config: PreTrainedConfig, sizes: Sizes, schedule: str) -> list[str]:
-    """Lists why these sizes can't split this model, with alternatives. Raises InputError as `reference_of` does."""
+    """Explains why these sizes can't split this model, with alternatives. Raises InputError as `reference_of` does."""
     kinds = dimensions_of(sizes).values()
     return [problem for kind in kinds if (problem := kind.model_problem(model_config, sizes, schedule))]
 
 
 def separate_kinds(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Splits each group by its parameters' mesh, because fused and foreach kernels accept only one mesh per call."""
+    """Splits each parameter group by mesh, because fused and foreach kernels accept only one mesh per call."""
     groups = list(optimizer.param_groups)
     optimizer.param_groups.clear()
     for group in groups:
@@ -488,9 +502,9 @@ def separate_kinds(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 
 
 def reshard_without_backward(model: nn.Module, *_) -> None:
-    """Forward hook that frees gathered weights if no backward pass follows.
+    """Frees gathered weights if no backward pass follows; a forward hook.
 
-    They would be out of date after the next update, or after swapping the weights with their average.
+    The gathered weights would be stale after the next update, or after a swap with the averaged weights.
     """
     if not torch.is_grad_enabled():
         for module in model.modules():

@@ -1,4 +1,4 @@
-"""Pipeline stages of a model: each runs the model's own forward pass over some of its layers.
+"""Pipeline stages, each of which runs the model's own forward pass over some of its layers.
 
 Shapes: B sequences, T positions, D hidden width.
 """
@@ -20,10 +20,10 @@ from pretrain.model.small_copy import TOLERANCE, ReferenceWindow, one_thread, re
 
 
 def split_layers(parameters_per_layer: list[int], stages: int, first: int, last: int) -> list[range]:
-    """Partitions layers into a consecutive range per stage, at least one layer each, balanced by parameters.
+    """Splits layers into consecutive ranges, one per stage and at least one layer each, balanced by parameters.
 
-    `first` and `last` are the parameters outside of layers in the first stage (the embedding) and in the last (final
-    norm and head). Minimizes the sum over stages of parameters^2, by dynamic programming.
+    `first` and `last` count the parameters outside the layers in the first stage (the embedding) and in the last stage
+    (final norm and head). Dynamic programming minimizes the sum of parameters^2 over the stages.
     """
     layers = len(parameters_per_layer)
     before = [0]
@@ -50,19 +50,19 @@ def split_layers(parameters_per_layer: list[int], stages: int, first: int, last:
 
 @dataclass(frozen=True)
 class PipelineMicroBatch:
-    """What a stage needs of a pipeline microbatch, apart from the hidden states that it receives."""
+    """A pipeline microbatch's inputs to a stage, except the hidden states from the previous stage."""
 
     input_ids_BT: Tensor
     targets_BT: Tensor
     weight: Tensor
-    """This microbatch's share of the micro-batch's targets; the losses times these weights add up to its loss."""
+    """This microbatch's share of the micro-batch's targets. Losses times weights add up to the micro-batch's loss."""
     attention_arguments: dict[str, Any]
 
 
 def split_micro_batch(
     input_ids_BT: Tensor, targets_BT: Tensor, arguments: Mapping[str, Any], parts: int, sequence_parts: int = 1
 ) -> list[PipelineMicroBatch]:
-    """Splits a micro-batch by rows into equal parts, each with its own arguments for attention.
+    """Splits a micro-batch by rows into equal parts, each with its own attention arguments.
 
     sequence_parts: number of ranks that share each sequence; `cu_seq_lens` describe whole sequences.
     """
@@ -77,7 +77,7 @@ def split_micro_batch(
         part = {}
         for name, value in arguments.items():
             if name.startswith("cu_seq_lens"):
-                # Segments of other rows become empty, which kernels accept, and the tensor's shape stays the same.
+                # Segments from other rows become empty. Kernels accept that, and the tensor keeps its shape.
                 part[name] = (value - first * length).clamp(0, rows * length)
             elif isinstance(value, Tensor):
                 part[name] = value if len(value) == 1 else value[here]  # positions that all rows share
@@ -89,16 +89,16 @@ def split_micro_batch(
 
 
 class Stage(nn.Module):
-    """Some layers of a model, plus the embedding in the first stage and everything after the layers in the last.
+    """Some of a model's layers, with the embedding in the first stage and everything after the layers in the last.
 
-    The first stage takes token IDs (B, T), the others hidden states (B, T, D). The last stage returns the pipeline
-    microbatch's loss times its weight / micro-steps, the others hidden states. The modules are the model's own, on the
-    meta device until they are initialized.
+    The first stage takes token IDs (B, T), and all others take hidden states (B, T, D). The last stage returns the
+    pipeline microbatch's loss times its weight / micro-steps, and all others return hidden states. The stage uses the
+    model's own modules, which are on the meta device until they are initialized.
 
     Args:
         model: the whole model.
         layers: indices of this stage's layers.
-        precision: "fp32" for no autocast; with any other, autocast to bf16.
+        precision: "fp32" for no autocast; any other value for autocast to bf16.
     """
 
     def __init__(self, model: LanguageModelLoss, layers: range, precision: str):
@@ -117,23 +117,23 @@ class Stage(nn.Module):
         self.embedding = model.causal_lm.get_input_embeddings() if embeds else None
         self.recorder = model.recorder
         self.microbatches: list[PipelineMicroBatch] = []
-        """Pipeline microbatches of the current micro-batch."""
+        """The current micro-batch's pipeline microbatches."""
         self.microbatches_run = 0
         self.micro_steps = 1
         self.cross_entropy: Tensor | None = None
-        """Weighted sum over the pipeline microbatches so far, in the last stage."""
+        """Weighted sum over the pipeline microbatches so far. Only the last stage has it."""
 
     def begin(self, microbatches: list[PipelineMicroBatch], micro_steps: int) -> None:
-        """Sets the pipeline microbatches of the next call of the pipeline, and the step's number of micro-steps."""
+        """Sets the pipeline microbatches for the next pipeline call, and the step's number of micro-steps."""
         self.microbatches = microbatches
         self.micro_steps = micro_steps
         self.microbatches_run = 0
         self.cross_entropy = None
 
     def forward(self, x: Tensor) -> Tensor:
-        """Runs the stage on the next pipeline microbatch, whose inputs are `x`."""
-        # Every schedule runs a stage's microbatches in order, so counting them is enough. A number passed with `x`
-        # would have to be a tensor; fully_shard would copy it to the device, and reading it would wait for the device.
+        """Runs the stage on the next pipeline microbatch, with inputs `x`."""
+        # Every schedule runs a stage's microbatches in order, so we can count them. A number passed with `x` would
+        # have to be a tensor, which fully_shard would copy to the device. Reading it would then wait for the device.
         microbatch = self.microbatches[self.microbatches_run]
         self.microbatches_run += 1
         inputs = {"input_ids" if self.is_first else "inputs_embeds": x}
@@ -141,8 +141,8 @@ class Stage(nn.Module):
             hidden_BTD = self.base(**inputs, use_cache=False, **microbatch.attention_arguments).last_hidden_state
             if not self.is_last:
                 hidden_BTD = hidden_BTD.to(self.dtype)
-                # Zero-bubble schedules detach a stage's output in place, which torch forbids for views. `_is_view` is
-                # private, but there is no public way to ask.
+                # Zero-bubble schedules detach a stage's output in place, which torch forbids for views. There is no
+                # public alternative to `_is_view`.
                 return hidden_BTD.clone() if hidden_BTD._is_view() else hidden_BTD
             loss, cross_entropy = self.loss_of_hidden(hidden_BTD, microbatch.targets_BT)
             of_terms = self.of_terms(hidden_BTD, microbatch)
@@ -151,7 +151,7 @@ class Stage(nn.Module):
         return (loss * microbatch.weight + of_terms) / self.micro_steps
 
     def of_terms(self, hidden_BTD: Tensor, microbatch: PipelineMicroBatch) -> Tensor | float:
-        """Returns this pipeline microbatch's share of the terms of the loss."""
+        """Returns this pipeline microbatch's share of the loss terms."""
         if self.terms is None or not torch.is_grad_enabled():
             return 0.0
         ids_BT = microbatch.input_ids_BT
@@ -161,17 +161,17 @@ class Stage(nn.Module):
 
 
 def cut(causal_lm: PreTrainedModel, layers: range, is_first: bool, is_last: bool) -> nn.Module:
-    """Returns the base model with only these layers, the embeddings in the first part, the final norm in the last.
+    """Returns the base model with only these layers, with embeddings in the first part and the final norm in the last.
 
-    Its own forward pass does the rest (masks, rotary tables, the layers' arguments); all parts except the first take
-    `inputs_embeds`. The modules are shared with the whole model.
+    The base model's own forward pass provides masks, rotary tables and the layers' arguments. All parts except the
+    first take `inputs_embeds`. The modules are shared with the whole model.
     """
     whole = causal_lm.base_model
     all_layers = layers_of(causal_lm)
     part = copy.copy(whole)
-    # A shallow copy shares this dict; it is private, but nn.Module has no public way to replace it.
+    # A shallow copy shares this dict. It is private, but nn.Module has no public way to replace it.
     part._modules = dict(whole._modules)
-    # The models index per-layer lists by the layer's position in their own list.
+    # Models index per-layer lists by the layer's position in their own list.
     part.config = copy.copy(whole.config)
     part.config.num_hidden_layers = len(layers)
     if getattr(whole.config, "layer_types", None):
@@ -193,7 +193,7 @@ def cut(causal_lm: PreTrainedModel, layers: range, is_first: bool, is_last: bool
 
 
 class Nothing(nn.Module):
-    """Stands in for an embedding that an earlier stage has already added; returns zero."""
+    """Stands in for an embedding that an earlier stage has already added. Returns zero."""
 
     def forward(self, ids: Tensor) -> Tensor:
         return torch.zeros((), device=ids.device)
@@ -202,10 +202,10 @@ class Nothing(nn.Module):
 @once_per_config
 @one_thread()
 def cut_problem(model_config: PreTrainedConfig) -> str | None:
-    """Returns why stages of this architecture do not compute the same as the whole; None if they do.
+    """Explains why this architecture's stages compute a different result from the whole model, or returns None.
 
-    Found by cutting a small copy in two. `cut` cannot split models that scale their embeddings in the forward pass, or
-    compute something between layers.
+    The check cuts a small copy in two. `cut` can't split models that scale their embeddings in the forward pass, or
+    compute anything between layers.
     """
     reference = reference_of(KeyedConfig.of(model_config))
     window = ReferenceWindow.of(reference.config)
@@ -225,7 +225,7 @@ def cut_problem(model_config: PreTrainedConfig) -> str | None:
                 stage = Stage(model, part, "fp32")
                 stage.begin(split_micro_batch(ids_BT, targets_BT, {}, 1), micro_steps=1)
                 x = stage(x)
-    except Exception as error:  # a base model that does not consist of embeddings, layers and a norm
+    except Exception as error:  # a base model that doesn't consist of embeddings, layers and a norm
         return f"{said} ({described(error)}); {works}"
     if not abs(x - wanted) <= TOLERANCE * wanted:
         return f"{said}: the loss of two stages is {x:.4f}, that of the whole {wanted:.4f}; {works}"
@@ -233,7 +233,7 @@ def cut_problem(model_config: PreTrainedConfig) -> str | None:
 
 
 def layer_problem(model_config: Any, stages: int, ranks: int, schedule: str) -> str | None:
-    """Returns why this model has too few layers for this many stages; None if each can have one."""
+    """Explains why this model has too few layers for this many stages. Returns None if each stage can have one."""
     layers = model_config.num_hidden_layers
     if layers >= stages:
         return None
@@ -248,9 +248,9 @@ def layer_problem(model_config: Any, stages: int, ranks: int, schedule: str) -> 
 
 
 def stage_parameters(causal_lm: PreTrainedModel, stages: int, in_last: int = 0) -> tuple[list[range], list[int]]:
-    """Returns (layers, parameters) of this many balanced stages. A tied embedding counts in the first and the last.
+    """Returns (layers, parameters) for balanced stages. A tied embedding counts in the first and the last stage.
 
-    in_last: number of parameters of terms of the loss, which the last stage has as well.
+    in_last: number of the loss terms' parameters, which are in the last stage.
     """
     layers = layers_of(causal_lm)
     sizes = [sum(parameter.numel() for parameter in layer.parameters()) for layer in layers]

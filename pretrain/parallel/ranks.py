@@ -1,4 +1,4 @@
-"""The launched processes, and their communication over CPU memory, without the device."""
+"""The launched processes, and their communication through CPU memory."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -19,28 +19,37 @@ _Value = TypeVar("Value")
 
 
 def slow_host_group() -> dist.ProcessGroup:
-    """Creates a group of all ranks over CPU memory, for one background thread. A collective call of all ranks."""
+    """Creates a CPU-memory group of all ranks for use by one background thread (a collective call)."""
     return dist.new_group(backend="gloo", timeout=timedelta(hours=12))
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process's rank and the others. Communicating methods are collective; a single process never waits."""
+    """This process's rank and the number of ranks.
+
+    Communicating methods are collective; a single process never waits.
+    """
 
     rank: int = 0
-    """Rank of this process, from 0."""
+    """This process's rank, from 0."""
     count: int = 1
     host_group: dist.ProcessGroup | None = None
-    """Group of all ranks over CPU memory, for the loop."""
+    """Group of all ranks over CPU memory, for the training loop."""
     background_group: dist.ProcessGroup | None = None
-    """Another such group, for a background thread. It has a long timeout, since the slowest disk may take hours to
-    write a checkpoint; the watchdog detects hangs of the loop."""
+    """Second group of all ranks over CPU memory, for a background thread.
+
+    It has a long timeout because the slowest disk may take hours to write a checkpoint. The watchdog detects a hanging
+    loop.
+    """
 
     @classmethod
     def of_launch(cls) -> "Ranks":
-        """Builds the ranks once torch.distributed runs. Raises RuntimeError if a launched process is missing."""
+        """Builds the ranks after torch.distributed has started.
+
+        Raises RuntimeError if a launched process is missing.
+        """
         running = dist.get_world_size() if dist.is_initialized() else 1
-        if running != processes_launched():  # accelerate silently falls back to fewer
+        if running != processes_launched():  # accelerate silently falls back to fewer processes
             raise RuntimeError(f"{processes_launched()} processes were launched, but accelerate runs {running}")
         if not dist.is_initialized():
             return cls()
@@ -52,9 +61,9 @@ class Ranks:
         return self.rank == 0
 
     def gather(self, value: Any, in_background: bool = False) -> list[Any]:
-        """Returns one small object from every rank, on every rank.
+        """Gathers one small object from each rank, and returns the list on every rank.
 
-        in_background: called from the one background thread.
+        in_background: True if the caller is the background thread.
         """
         if self.count == 1:
             return [value]
@@ -64,7 +73,7 @@ class Ranks:
 
     @contextmanager
     def together(self, error: type[Exception]) -> Iterator[None]:
-        """Raises `error` on all ranks if this block fails on any, so that no rank waits for a failed one."""
+        """Raises `error` on all ranks if this block fails on any rank, so that no rank waits for a failed one."""
         problem = None
         try:
             yield
@@ -74,9 +83,9 @@ class Ranks:
             raise error("; ".join(problems))
 
     def by_main(self, work: Callable[[], _Value], beat: Callable[[], None]) -> _Value | None:
-        """Runs `work` in a thread of the main rank while all ranks wait and call `beat`; returns None on others.
+        """Runs `work` in a thread on the main rank while all ranks wait and call `beat`. Other ranks get None.
 
-        If `beat` raises, which it must do on all ranks at the same call, the work continues but nobody waits for it.
+        If `beat` raises, it must do so on all ranks in the same call. The work continues, but no rank waits for it.
         """
         executor = ThreadPoolExecutor(max_workers=1)
         future = executor.submit(work) if self.is_main else None
@@ -87,19 +96,19 @@ class Ranks:
         return future.result() if self.is_main else None
 
     def print(self, text: str) -> None:
-        """Prints from the main rank only."""
+        """Prints text on the main rank only."""
         if self.is_main:
             say(text)
 
     def barrier(self) -> None:
-        """Returns once every rank has called."""
+        """Waits until every rank has called this method."""
         self.gather(None)
 
     def exit(self, code: int) -> NoReturn:
-        """Ends every process of a finished script, without Python's own shutdown.
+        """Ends every process of a finished script without Python's own shutdown.
 
-        torch's and DeepSpeed's destructors over gloo sometimes hang or abort after everything was written, and Python
-        would wait for abandoned threads.
+        With gloo, torch's and DeepSpeed's destructors sometimes hang or abort after everything has been written, and
+        Python's shutdown would wait for abandoned threads.
         """
         self.barrier()
         end_now(code)

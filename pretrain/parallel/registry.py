@@ -1,4 +1,4 @@
-"""The strategies by name, and the construction of the one that the launcher asks for."""
+"""Lists all strategies by name, and builds the one requested by the launcher."""
 
 import os
 from pkgutil import resolve_name
@@ -21,32 +21,32 @@ STRATEGIES: dict[str, str] = {
     **dict.fromkeys(("hsdp", "tp", "fsdp_tp", "pp", "cp", "ep", "mesh"), MESH),
     **dict.fromkeys(("zero3_offload", "zero3_offload_nvme"), ZERO),
 }
-"""{accelerate config: module and class}, simplest first; plans list them in this order."""
+"""{accelerate config: module and class}, simplest first. Plans list the strategies in this order."""
 
 
 def strategy_named(name: str) -> type[Strategy]:
-    """Imports one strategy of STRATEGIES; a run imports no other."""
+    """Imports a single strategy from STRATEGIES."""
     return resolve_name(STRATEGIES[name])
 
 
 def micro_batches_launched() -> int:
-    """Returns how many micro-batches the launched processes take together in a micro-step."""
+    """Returns the number of micro-batches that all launched processes together run in a micro-step."""
     try:
         sizes = launched_sizes()
-    except InputError:  # the strategy's own check reports it
+    except InputError:  # the strategy's own check reports this error
         return processes_launched()
     return sizes.batch * sizes.pp
 
 
 def parts_of_micro_batch(config: RunConfig) -> int:
-    """Returns the divisor that batch.sequences_per_micro_batch must have under the launched strategy."""
+    """Returns a number that must divide batch.sequences_per_micro_batch with the launched strategy."""
     name = launched_strategy()
     strategy = strategy_named(name) if name in STRATEGIES else Strategy
     return strategy.parts_of_micro_batch(config)
 
 
 def make_strategy(config: RunConfig) -> Strategy:
-    """Builds the strategy that the launcher asks for. Raises InputError as `strategy_class` does."""
+    """Builds the strategy requested by the launcher. Raises InputError as `strategy_class` does."""
     if config.deterministic:
         compute_deterministically()
     strategy = strategy_class(config)(resolve_precision(config.precision), config)
@@ -56,7 +56,10 @@ def make_strategy(config: RunConfig) -> Strategy:
 
 
 def share_shards(data: Data) -> None:
-    """With `dispatch_batches`, sends the first rank's description of the shards to all, before anything opens them."""
+    """Sends the first rank's description of the shards to all ranks, if the recipe sets `dispatch_batches`.
+
+    It must run before any process opens the shards.
+    """
     if data.dispatch_batches and processes_launched() > 1:
         from pretrain.data.dispatch import describe_shards, rely_on_description
 
@@ -66,9 +69,9 @@ def share_shards(data: Data) -> None:
 
 
 def strategy_class(config: RunConfig) -> type[Strategy]:
-    """Returns the class of the strategy that the launcher asks for.
+    """Returns the class of the strategy requested by the launcher.
 
-    Raises InputError with everything in the launcher's settings that contradicts the recipe or cannot run.
+    Raises InputError that lists all launcher settings that contradict the recipe or can't run.
     """
     name = launched_strategy()
     problems = launcher_problems(config, resolve_precision(config.precision), name)
@@ -85,7 +88,7 @@ def strategy_class(config: RunConfig) -> type[Strategy]:
 
 
 def evaluation_strategy() -> Strategy:
-    """Builds the strategy of scripts that do not train: whole models on every rank; InputError for any other."""
+    """Builds the strategy for scripts that don't train. Raises InputError unless every rank has a whole model."""
     name = launched_strategy()
     if name not in ("single", "ddp"):
         raise InputError(

@@ -1,10 +1,11 @@
-"""The common interface of all strategies, implemented for one process and DDP. Subclasses implement the others.
+"""Base class of all strategies, which also runs a single process or DDP.
 
 `accelerate launch --config_file accelerate_configs/X.yaml` chooses the strategy. `Strategy` builds the Accelerator,
-checks that accelerate runs the requested strategy, and defines the methods for the loop (prepare, accumulate,
-backward, update, sum) and for checkpoints (tensors by name, load). Memory and traffic are in pretrain_tools/planning.
+checks that accelerate runs the requested strategy, and defines the methods that the training loop calls (prepare,
+accumulate, backward, update, sum) and those for checkpoints (tensors by name, load). Memory and traffic estimates are
+in pretrain_tools/planning.
 
-The same accelerate configs work with and without GPUs: without one, processes communicate over gloo.
+The accelerate configs work with and without GPUs. Without GPUs, processes communicate over gloo.
 """
 
 import warnings
@@ -48,22 +49,24 @@ if TYPE_CHECKING:
 _Value = TypeVar("_Value")
 
 FP16_CAPABILITY = (7, 0)
-"""Minimum CUDA compute capability of matrix units for fp16: V100, T4."""
+"""Minimum CUDA compute capability with fp16 tensor cores (V100, T4)."""
 LOSS_TERMS = "loss_terms"
-"""Prefix of the names of parameters of terms of the loss."""
+"""Name prefix for the loss terms' parameters."""
 SCALE_LOSS = ("single", "ddp")
-"""Strategies that train in fp16."""
+"""Strategies that can train in fp16."""
 WHY_NOT = {
     "fp16": "weights would be in it and, with them, the head's gradient, a sum over tokens that can exceed 65,504, "
     "its largest number, at any loss scale",
 }
-"""{value of optim.name, precision or compile: why a strategy does not support it}, if not obvious."""
+"""{value of optim.name, precision or compile: reason why a strategy doesn't support it}, for reasons that aren't
+obvious.
+"""
 
 
 def device_type() -> str:
     """Returns 'cuda' if a GPU is visible, otherwise 'cpu'. accelerate's ACCELERATE_USE_CPU forces 'cpu'.
 
-    Raises InputError for a GPU that torch can't use.
+    Raises InputError if torch can't use a GPU that is present.
     """
     if environment_flag("ACCELERATE_USE_CPU"):
         return "cpu"
@@ -75,10 +78,10 @@ def device_type() -> str:
 
 
 def resolve_precision(requested: str) -> str:
-    """Turns auto into bf16 if the device has bf16 matmuls, otherwise into fp16 or fp32.
+    """Resolves auto to bf16 if the device has bf16 matmuls, and otherwise to fp16 or fp32.
 
-    fp16 is for GPUs with tensor cores (V100, T4: eight times fp32) under the strategies that scale the loss. Raises
-    InputError for unsupported precisions.
+    fp16 is for GPUs with tensor cores (eight times the fp32 speed on V100 and T4), with strategies that scale the
+    loss. Raises InputError for unsupported precisions.
     """
     device = device_type()
     if requested == "fp8":
@@ -97,32 +100,36 @@ def resolve_precision(requested: str) -> str:
 
 
 class Strategy:
-    """Strategy of a run: one process, or data parallel (DDP). The others are subclasses.
+    """Base class of all strategies, for one process or data parallelism (DDP).
 
-    The loop calls, in this order: prepare, load (to continue a run), then for every step begin_step, accumulate around
-    the forward pass and backward of every micro-step, and update. All methods are collective calls of all ranks.
+    The training loop calls `prepare`, then `load` to continue a run. In each step it calls `begin_step`, wraps every
+    micro-step's forward and backward pass in `accumulate`, and calls `update`. All methods are collective: every rank
+    must call them.
     """
 
     parameter_form: str = "whole"
-    """Form of the parameters that the optimizer gets; see `OptimizerSpec.takes`."""
+    """Form of the parameters that the optimizer receives; see `OptimizerSpec.takes`."""
     precisions: tuple[str, ...] = tuple(PRECISIONS)
-    """The recipe's precisions that this strategy supports."""
+    """Values of the recipe's precision that this strategy supports."""
     compilations: tuple[str, ...] = ("auto", "none", "regional", "full")
-    """The recipe's values of compile that this strategy supports."""
+    """Values of the recipe's compile setting that this strategy supports."""
     holds_whole_model = True
     """True if each rank has all fp32 weights on its device."""
 
     untrained: list[str] | None = None
-    """Names of this rank's parameters that got no gradient in the first step; None before its update."""
+    """Names of this rank's parameters without a gradient in the first step. None before the first update."""
     before_step: tuple[Callable[[int], None], ...] = ()
-    """Functions called with the number of micro-steps before each step's first one."""
+    """Functions to call before each step's first micro-step, with the number of micro-steps."""
     before_update: tuple[Callable[[], None], ...] = ()
-    """Functions called once the gradients are complete, before they are clipped. ZeRO hides them and calls none."""
+    """Functions to call when the gradients are complete but not yet clipped.
+
+    ZeRO doesn't expose them, so it calls none.
+    """
     after_update: tuple[Callable[[torch.Tensor], None], ...] = ()
-    """Functions called with `skipped` at the end of every update, including skipped ones."""
+    """Functions to call with `skipped` at the end of every update, including skipped updates."""
 
     def __init__(self, precision: str, config: RunConfig | None = None):
-        """Starts the communication between processes; `config` may be None if nothing is trained."""
+        """Starts communication between the processes. `config` may be None if there's no training."""
         self.precision = precision
         self.config = config
         self.name = launched_strategy()
@@ -134,49 +141,51 @@ class Strategy:
         self.device: torch.device = self.accelerator.device
         self.ranks = Ranks.of_launch()
         self.data_rank = self.ranks.rank
-        """Index of the part of the batch that this rank reads. Ranks that share one model share a part."""
+        """Index of the part of the batch that this rank reads. Ranks that share a model read the same part."""
         self.data_ranks = self.ranks.count
         """Number of parts of the batch."""
         self.sequence_parts: int = 1
-        """Number of ranks that share each sequence, and the targets in it."""
+        """Number of ranks that share each sequence and its targets."""
         self.part: int = 0
         """Index of this rank's part of each sequence."""
         self.head_parts: int = 1
-        """Number of ranks that split the attention heads of the same tokens, in equal parts and in order."""
+        """Number of ranks that split the attention heads for the same tokens, in equal parts and in order."""
         self.head_part: int = 0
         """Index of this rank's part of the heads."""
         self.micro_batches_per_call: int = 1
-        """Factor of batch.sequences_per_micro_batch for one call of the model."""
+        """Factor by which one model call multiplies batch.sequences_per_micro_batch."""
         self.microbatches: int = 1
-        """Number of equal parts of a micro-step's sequences that run forward one after another, as in a pipeline."""
+        """Number of equal parts into which a micro-step's sequences are split, if they run one after another as in a
+        pipeline.
+        """
         self.dispatcher: Dispatcher | None = None
-        """Sender of this rank's windows; None: the rank reads them itself."""
+        """Sender of this rank's windows, or None if the rank reads them itself."""
         self.optimizer_built = ""
-        """Description of the optimizer, once prepared."""
+        """Description of the optimizer, set by `prepare`."""
         self.average: WeightAverage | None = None
         """Average of the weights, if the recipe asks for one."""
         self.loss_terms: torch.nn.Module = torch.nn.ModuleDict()
-        """Modules that terms of the loss train, from `prepare` on; checkpoints store them apart from the model."""
-        use_all_cores()  # with a GPU too: offloaded AdamW, initialization and export checks run on the CPU
+        """Modules trained by loss terms, set by `prepare`. Checkpoints store them separately from the model."""
+        use_all_cores()  # also with a GPU, because offloaded AdamW, initialization and export checks run on the CPU
         if self.device.type == "cpu":
             keep_freed_memory()
 
     def dispatch_batches(self) -> None:
-        """Makes the first rank read for all ranks from now on."""
+        """Makes the first rank read data for all ranks from now on."""
         from pretrain.data.dispatch import Dispatcher
 
         if self.ranks.count > 1:
             self.dispatcher = Dispatcher(self.ranks.gather(self.data_rank), self.ranks.rank, slow_host_group())
 
     def read(self, number: int, read: Callable[[int], np.ndarray]) -> np.ndarray:
-        """Returns the token IDs of this rank's part, read here or by the first rank; see `Dispatcher.take`."""
+        """Returns this rank's token IDs, read by this rank or the first one; see `Dispatcher.take`."""
         if self.dispatcher is None:
             return read(self.data_rank)
         return self.dispatcher.take(number, read).result()
 
     @classmethod
     def problems(cls, config: RunConfig, name: str) -> list[str]:
-        """Lists everything in the recipe that this strategy, called `name`, does not support."""
+        """Lists all recipe settings that this strategy, called `name`, doesn't support."""
         problems = []
         if config.optim.stochastic_rounding and cls.parameter_form == "pieces":
             problems.append(
@@ -185,7 +194,7 @@ class Strategy:
             )
         optimizers = [config.optim.name]
         if cls.parameter_form not in OPTIMIZERS[config.optim.name].takes:
-            # Only now, because this imports every optimizer.
+            # Only done on failure, because it imports every optimizer.
             optimizers = [name for name, spec in OPTIMIZERS.items() if cls.parameter_form in spec.takes]
         given = {
             "optim.name": (config.optim.name, optimizers),
@@ -201,11 +210,11 @@ class Strategy:
 
     @classmethod
     def parts_of_micro_batch(cls, config: RunConfig) -> int:
-        """Returns the divisor that batch.sequences_per_micro_batch must have."""
+        """Returns a number that must divide batch.sequences_per_micro_batch."""
         return 1
 
     def make_accelerator(self) -> Accelerator:
-        """Builds accelerate's entry object. Raises RuntimeError if it silently falls back to another strategy."""
+        """Builds the Accelerator. Raises RuntimeError if accelerate silently falls back to a different strategy."""
         return Accelerator(
             cpu=device_type() == "cpu",
             mixed_precision=PRECISIONS[self.precision],
@@ -216,12 +225,12 @@ class Strategy:
     def prepare(
         self, model: LanguageModelLoss, weights: InitialWeights, build_optimizer: OptimizerBuilder
     ) -> torch.nn.Module:
-        """Gives the model its weights, places it and builds the optimizer; returns the model to call from now on.
+        """Initializes the model, moves it to the device and builds the optimizer; returns the model to call.
 
         Args:
-            model: on the meta device; its parameters have no values yet.
-            weights: fills the model, unit by unit if the strategy shards.
-            build_optimizer: builds the optimizer of the (name, parameter) pairs that this rank updates.
+            model: the model on the meta device, so its parameters have no values yet.
+            weights: fills the model, unit by unit if the strategy shards it.
+            build_optimizer: builds the optimizer from the (name, parameter) pairs that this rank updates.
         """
         if self.precision == "fp8":
             from pretrain.model.fp8 import use_fp8
@@ -232,7 +241,7 @@ class Strategy:
         self.causal_lm = model.causal_lm
         self.loss_terms = model.loss_terms
         optimizer = self.optimizer_of_parameters(build_optimizer)
-        with warnings.catch_warnings():  # torch renamed broadcast_buffers; accelerate still passes the old name
+        with warnings.catch_warnings():  # torch renamed broadcast_buffers, but accelerate still passes the old name
             warnings.filterwarnings("ignore", message=".*broadcast_buffers.*", category=FutureWarning)
             self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
         if isinstance(self.model, DistributedDataParallel):
@@ -240,12 +249,12 @@ class Strategy:
         return self.model
 
     def trained_parameters(self) -> list[tuple[str, torch.nn.Parameter]]:
-        """Lists (name, parameter) of all parameters that this rank updates."""
+        """Lists (name, parameter) for all parameters that this rank updates."""
         named = [*self.causal_lm.named_parameters(), *self.loss_terms.named_parameters(prefix=LOSS_TERMS)]
         return [(name, parameter) for name, parameter in named if not parameter.is_meta]
 
     def optimizer_of_parameters(self, build_optimizer: OptimizerBuilder) -> torch.optim.Optimizer:
-        """Builds the optimizer of this rank's parameters, and sets `name_of` to their names."""
+        """Builds the optimizer for this rank's parameters, and sets `name_of` to their names."""
         named_parameters = self.trained_parameters()
         self.name_of = {parameter: name for name, parameter in named_parameters}
         self.spec = build_optimizer.spec
@@ -257,7 +266,7 @@ class Strategy:
 
     @contextmanager
     def accumulate(self, is_last: bool) -> Iterator[None]:
-        """Wraps forward and backward of a micro-step; ranks exchange gradients only in the last one."""
+        """Wraps a micro-step's forward and backward pass. Ranks exchange gradients only in the last micro-step."""
         if is_last:
             yield
         else:
@@ -265,22 +274,26 @@ class Strategy:
                 yield
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Adds the gradient of `loss` (already divided by the number of micro-steps)."""
+        """Adds the gradient of `loss`, which is already divided by the number of micro-steps."""
         self.accelerator.backward(loss)
 
     def begin_step(self, learning_rate: float, micro_steps: int) -> None:
-        """Prepares a step of `micro_steps` forward and backward passes."""
+        """Prepares a step with `micro_steps` forward and backward passes."""
         self.set_learning_rate(learning_rate)
         for call in self.before_step:
             call(micro_steps)
 
     def set_learning_rate(self, learning_rate: float) -> None:
-        """Sets the learning rate before a step's first backward pass: some strategies update inside the last one."""
+        """Sets the learning rate.
+
+        Call it before a step's first backward pass, because some strategies update in the last.
+        """
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate * group.get("learning_rate_scale", 1.0)
 
     def update(self, max_grad_norm: float | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Clips, steps and clears the gradients; a step whose gradient norm is not finite changes nothing.
+        """Clips the gradients, updates the weights and clears the gradients. A non-finite gradient norm skips the
+        update.
 
         Returns (gradient norm before clipping, 1 if the step was skipped else 0), both on the device, without waiting.
         """
@@ -297,16 +310,16 @@ class Strategy:
         for call in self.before_update:
             call()
         skipped = (~torch.isfinite(grad_norm)).float()
-        divisor = None  # torch.nn.utils.clip_grad_norm_ would multiply by its inverse
+        divisor = None  # torch.nn.utils.clip_grad_norm_ would multiply by the inverse
         if max_grad_norm is not None:
             divisor = ((grad_norm + 1e-6) / max_grad_norm).clamp(min=1.0)
         inner = self.inner_optimizer
         scaler = self.accelerator.scaler
         if getattr(inner, "_step_supports_amp_scaling", False):
-            # torch's GradScaler sets these attributes for fused kernels, and Muon and Adafactor follow the same
-            # protocol. The kernels read both on the device: they divide on the fly, which saves a pass over the
-            # gradients, and change nothing if found_inf is 1. Offloaded parameters are on the CPU: torch would copy
-            # both values there without waiting for the copies, so they are moved here.
+            # torch's GradScaler sets these attributes for fused kernels, and Muon and Adafactor follow its protocol.
+            # The kernels read both values on the device. They divide on the fly, which saves a pass over the
+            # gradients, and change nothing if found_inf is 1. For offloaded parameters, torch would copy both values
+            # to the CPU without waiting for the copies, so we move them here.
             device = inner.param_groups[0]["params"][0].device
             inner.grad_scale = divisor if divisor is None else divisor.to(device)
             inner.found_inf = skipped.to(device)
@@ -323,50 +336,53 @@ class Strategy:
 
     @property
     def inner_optimizer(self) -> torch.optim.Optimizer:
-        """torch's optimizer, without accelerate's wrapper."""
+        """torch's optimizer without accelerate's wrapper."""
         return getattr(self.optimizer, "optimizer", self.optimizer)
 
     def gradient_norm(self) -> torch.Tensor:
-        """Returns the norm of the whole model's gradient, a scalar on the device."""
+        """Returns the norm of the whole model's gradient as a scalar on the device."""
         if self.accelerator.scaler is not None:
             self.accelerator.unscale_gradients()
         return total_norm(self.gradients())
 
     def without_gradient(self) -> list[str]:
-        """Lists the parameters that should have a gradient by now but have none."""
+        """Lists the parameters without a gradient, once all of them should have one."""
         return [name for parameter, name in self.name_of.items() if parameter.requires_grad and parameter.grad is None]
 
     def gradients(self) -> list[torch.Tensor]:
-        """Returns this rank's parts of the parameters' gradients."""
+        """Returns this rank's parts of the gradients."""
         return [local_tensor(parameter.grad) for parameter in self.name_of if parameter.grad is not None]
 
     def share_of(self, parameter: torch.nn.Parameter) -> float:
-        """Returns the weight of this rank's part of a parameter in a sum over ranks that counts each element once."""
+        """Returns this rank's factor for a parameter in a sum over ranks that counts each element once."""
         return 1 / self.ranks.count
 
     @property
     def dropout_rank(self) -> int:
-        """Seed offset shared by ranks that compute the same hidden states and must drop the same elements."""
+        """Seed offset for dropout.
+
+        Ranks that compute the same hidden states share it, so they drop the same elements.
+        """
         return self.data_rank
 
     def running_modules(self) -> list[torch.nn.Module]:
-        """Returns the modules of this rank that run forward on every microbatch: the model, or pipeline stages."""
+        """Returns this rank's modules that run forward on every microbatch: the model, or pipeline stages."""
         return [self.model]
 
     def sum(self, tensor: torch.Tensor, *, by_layer: bool = False) -> torch.Tensor:
-        """Sums over the ranks that see different data; all ranks get the sum.
+        """Sums a tensor over the ranks with different data, and returns the sum on all ranks.
 
-        by_layer: each rank contributes figures of its own layers, and zeros for all others.
+        by_layer: each rank contributes its own layers' values, and zeros for all other layers.
         """
         return self.accelerator.reduce(tensor, reduction="sum")
 
     @property
     def reports_loss(self) -> bool:
-        """True if this rank's loss counts in the mean; of ranks that share one model, only one reports its loss."""
+        """True if this rank's loss counts in the mean. Only one of the ranks that share a model reports the loss."""
         return True
 
     def describe(self) -> dict[str, Any]:
-        """Returns what was built, for the run's record."""
+        """Describes what was built, for the run's record."""
         return {
             "strategy": self.name,
             "ranks": self.ranks.count,
@@ -376,30 +392,30 @@ class Strategy:
         }
 
     def of_all_stages(self, mine: TensorGroup) -> TensorGroup:
-        """Returns the tensors of all pipeline stages, of which this rank has `mine`."""
+        """Returns all pipeline stages' tensors; `mine` has those on this rank."""
         return mine
 
     def model_tensors(self) -> TensorGroup:
-        """Returns the parameters by HF name, tied ones once, in fp32."""
+        """Returns the parameters by HF name in fp32, with tied parameters only once."""
         return self.of_all_stages(TensorGroup.of(without_terms(self.weights()) | self.saved_buffers()))
 
     def term_tensors(self) -> TensorGroup:
-        """Returns the parameters of terms of the loss, with names that begin with "loss_terms."."""
+        """Returns the loss terms' parameters, with names that begin with "loss_terms."."""
         return self.of_all_stages(TensorGroup.of(of_terms(self.weights())))
 
     def saved_buffers(self) -> dict[str, torch.Tensor]:
-        """Returns the buffers that are saved with the weights, although no gradient trains them."""
+        """Returns the buffers that checkpoints contain although they aren't trained by gradients."""
         saved = self.causal_lm.state_dict().keys()
         return {
             name: buffer for name, buffer in self.causal_lm.named_buffers() if name in saved and not buffer.is_meta
         }
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """Returns this rank's parts of the weights that the optimizer updates, in fp32, by name."""
+        """Returns this rank's parts of the optimized fp32 weights, by name."""
         return {name: parameter for parameter, name in self.name_of.items()}
 
     def update_average(self, share: float) -> None:
-        """Moves the average toward the weights by this share of the distance; a share of 1 starts it."""
+        """Moves the average toward the weights by this share of the distance. A share of 1 starts the average."""
         if share == 1.0:
             self.average = WeightAverage(self.weights())
         else:
@@ -407,7 +423,7 @@ class Strategy:
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
-        """Uses the average as the model's weights inside the context, and then restores the weights bit for bit."""
+        """Swaps in the averaged weights inside the context, and afterwards restores the weights bit for bit."""
         self.average.exchange(self.weights())
         try:
             yield
@@ -415,20 +431,20 @@ class Strategy:
             self.average.exchange(self.weights())
 
     def average_tensors(self) -> TensorGroup:
-        """Returns the average by HF name, in fp32, with buffers as in `model_tensors`."""
+        """Returns the averaged weights by HF name in fp32, with buffers as in `model_tensors`."""
         return self.of_all_stages(TensorGroup.of(without_terms(self.average.means) | self.saved_buffers()))
 
     def average_term_tensors(self) -> TensorGroup:
-        """Returns the average of the parameters that `term_tensors` returns."""
+        """Returns the averaged parameters of the loss terms."""
         return self.of_all_stages(TensorGroup.of(of_terms(self.average.means)))
 
     def load_average(self, average: Mapping[str, torch.Tensor]) -> None:
-        """Copies whole tensors by name into the average."""
+        """Copies named whole tensors into the average."""
         self.average = WeightAverage(self.weights())
         load_parts(self.average.means, average)
 
     def optimizer_tensors(self) -> TensorGroup:
-        """Returns the optimizer's state as '<parameter>.<state>'."""
+        """Returns the optimizer state, with names of the form '<parameter>.<state>'."""
         shapes = {
             f"{name}.{key}": shape
             for name in self.name_of.values()
@@ -437,12 +453,12 @@ class Strategy:
         return self.of_all_stages(TensorGroup.of(optimizer_state_by_name(self.inner_optimizer, self.name_of), shapes))
 
     def load(self, model: Mapping[str, torch.Tensor], optimizer: Mapping[str, torch.Tensor]) -> None:
-        """Copies whole tensors by name into the running model, its terms of the loss, and the optimizer."""
+        """Copies named whole tensors into the running model, its loss terms, and the optimizer."""
         load_parts(self.weights() | self.saved_buffers(), model)
         load_optimizer_state(self.inner_optimizer, self.spec, self.name_of, optimizer)
 
     def state(self) -> dict[str, float]:
-        """Returns the remaining state for an exact continuation: the fp16 loss scale."""
+        """Returns any remaining state that an exact resume needs, such as the fp16 loss scale."""
         if self.accelerator.scaler is None:
             return {}
         saved = self.accelerator.scaler.state_dict()
@@ -454,45 +470,47 @@ class Strategy:
             self.accelerator.scaler.load_state_dict(self.accelerator.scaler.state_dict() | saved)
 
     def copies(self) -> "Holders | None":
-        """Returns the ranks that update the same whole parameters and can share that work; None for a single rank."""
+        """Returns the ranks that update the same whole parameters and can share that work, or None for a
+        single rank.
+        """
         from pretrain.optim.matrix_exchange import Holders
 
         return Holders(dist.group.WORLD, self.device) if self.ranks.count > 1 else None
 
     def replicas(self) -> list[ReplicaGroup]:
-        """Lists the weights that several ranks replicate, bit for bit: see `replica_differences`."""
+        """Lists the weights that several ranks replicate bit for bit; see `replica_differences`."""
         if self.ranks.count == 1:
             return []
         return [(None, {name: parameter.detach() for parameter, name in self.name_of.items()})]
 
 
 def of_terms(by_name: Mapping[str, _Value]) -> dict[str, _Value]:
-    """Returns the entries of parameters of terms of the loss."""
+    """Returns the entries for the loss terms' parameters."""
     return {name: value for name, value in by_name.items() if name.startswith(f"{LOSS_TERMS}.")}
 
 
 def without_terms(by_name: Mapping[str, _Value]) -> dict[str, _Value]:
-    """Returns the entries of the model's own parameters."""
+    """Returns the entries for the model's own parameters."""
     return {name: value for name, value in by_name.items() if not name.startswith(f"{LOSS_TERMS}.")}
 
 
 def order_buckets(model: DistributedDataParallel) -> None:
-    """Makes DDP order its buckets before the first step, by a backward pass that leaves no gradients.
+    """Makes DDP order its buckets before the first step, with a backward pass that leaves no gradients.
 
-    DDP orders them after its first backward pass, by when gradients arrive. A gradient's position in a bucket
-    decides in which order three or more ranks sum it, and so how it rounds: the first step after a resume would
-    round differently from the same step of the uninterrupted run.
+    DDP normally orders its buckets after the first backward pass, by the arrival time of the gradients. A gradient's
+    position in a bucket determines the order in which three or more ranks sum it, and so its rounding. Without this
+    function, the first step after a resume would round differently from the same step in an uninterrupted run.
     """
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     loss = torch.zeros((), device=parameters[0].device)
-    # The backward pass visits the terms in reverse: the last one added gets its gradient first, like the last layer.
-    # A norm gets its gradient after its block's matrices, although the model lists it after them. So vectors are added
-    # first.
+    # The backward pass visits the sum's terms in reverse, so the last parameter added gets its gradient first, as the
+    # last layer does. Vectors are added first because a norm gets its gradient after its block's matrices, although
+    # the model lists the norm after them.
     for parameter in sorted(parameters, key=lambda parameter: parameter.dim() > 1):
         loss = loss + 0 * parameter.sum()
     model.reducer.prepare_for_backward([])
     loss.backward()
     model.zero_grad()
-    # torch does this in the first forward pass after a backward pass; the method is private.
+    # torch calls this private method in the first forward pass after a backward pass.
     if not model.reducer._rebuild_buckets():
         raise RuntimeError("DDP has not ordered its buckets: a resumed run would differ from an uninterrupted one")

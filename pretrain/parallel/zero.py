@@ -1,8 +1,8 @@
-"""ZeRO stages 1, 2 and 3 (Rajbhandari et al., arXiv 1910.02054), with or without offload, with DeepSpeed.
+"""ZeRO stages 1, 2 and 3 (Rajbhandari et al., arXiv 1910.02054) through DeepSpeed, with or without offload.
 
-Stage 1 shards the optimizer's state and the fp32 master weights over the ranks, stage 2 the gradients too, stage 3
-the weights as well. The files in ds_configs/ set the details. Settings that follow from the recipe are written into
-DeepSpeed's configuration here, and compared with those that DeepSpeed then uses.
+Stage 1 shards the optimizer state and the fp32 master weights over the ranks. Stage 2 also shards the gradients, and
+stage 3 the weights. The files in ds_configs/ set the details. This module adds the settings that follow from the
+recipe to DeepSpeed's configuration, and checks that DeepSpeed uses them.
 """
 
 import os
@@ -36,11 +36,11 @@ from pretrain.parallel.zero_partitions import Masters, full_shape
 
 
 class Zero(Strategy):
-    """ZeRO-1, 2 and 3."""
+    """Strategy for ZeRO-1, 2 and 3."""
 
-    parameter_form = "pieces"  # flat tensors of many parameters
+    parameter_form = "pieces"  # each rank has pieces of flat tensors that contain many parameters
     precisions = ("fp32", "bf16")
-    compilations = ("auto", "none", "regional")  # in a full graph, every layer's hooks would be a break
+    compilations = ("auto", "none", "regional")  # in a full graph, every layer's hooks would be a graph break
 
     holds_whole_model = False
 
@@ -60,7 +60,7 @@ class Zero(Strategy):
                 "every few steps; use accelerate_configs/zero3_offload.yaml, or none"
             )
         offloads = "offload" in name or bool(deepspeed_file().get("zero_optimization", {}).get("offload_optimizer"))
-        # DeepSpeed accumulates gradients that it does not reduce in the dtype of the weights.
+        # If DeepSpeed accumulates gradients without reducing them, it uses the weights' dtype.
         can_choose = not offloads and name in ("zero2", "zero3") and resolve_precision(config.precision) == "fp32"
         if config.batch.no_sync and name != "zero1" and not can_choose:
             reason = "with offload" if offloads else "except in fp32: DeepSpeed would accumulate in bf16"
@@ -84,21 +84,22 @@ class Zero(Strategy):
             print("compiling DeepSpeed's file I/O operator, once per machine; this takes minutes ...", flush=True)
         import deepspeed
 
-        # DeepSpeed would compile an operator for all-reduces within one CPU at the first start; gloo works as well.
-        # Private, but DeepSpeed has no setting for it.
+        # At the first start, DeepSpeed would compile an operator for all-reduces within one CPU. gloo works as well.
+        # The attribute is private, but DeepSpeed has no setting for it.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         warnings.filterwarnings(
             "ignore", message=".*is deprecated. Please use `torch.distributed", category=FutureWarning
         )
         self.settings = {**deepspeed_file(), **derived_settings(self.config, self.precision)}
         self.stage: int = self.settings["zero_optimization"]["stage"]
-        # accelerate rejects a DeepSpeed JSON if this variable is set. deepspeed_problems has checked its settings.
+        # accelerate rejects a DeepSpeed JSON if this variable is set. deepspeed_problems has already checked its
+        # settings.
         os.environ.pop("ACCELERATE_CONFIG_DS_FIELDS", None)
         self._unreduced = ExitStack()
-        """DeepSpeed's context that keeps gradients whole instead of reducing them, for `batch.no_sync`."""
+        """DeepSpeed's context that accumulates gradients without reducing them, for `batch.no_sync`."""
         self._keeps_whole = False
         kwargs_handlers = []
-        if device_type() == "cpu":  # without a backend, every process would train on its own
+        if device_type() == "cpu":  # without a backend, each process would train independently
             kwargs_handlers.append(InitProcessGroupKwargs(backend="gloo"))
         accelerator = Accelerator(
             deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=self.settings, zero3_init_flag=False),
@@ -107,7 +108,7 @@ class Zero(Strategy):
             step_scheduler_with_optimizer=False,
             kwargs_handlers=kwargs_handlers,
         )
-        # Otherwise, transformers would partition every model built from now on, with different initial weights.
+        # While this is set, transformers would partition every new model and give it different initial weights.
         from transformers.integrations import unset_hf_deepspeed_config
 
         unset_hf_deepspeed_config()
@@ -118,7 +119,7 @@ class Zero(Strategy):
     def prepare(
         self, model: LanguageModelLoss, weights: InitialWeights, build_optimizer: OptimizerBuilder
     ) -> torch.nn.Module:
-        """Prepares as in `Strategy`. In stage 3, a rank never holds more than one whole layer."""
+        """Prepares the model as described in `Strategy`. In stage 3, a rank never holds more than one whole layer."""
         self.causal_lm = causal_lm = model.causal_lm
         self.loss_terms = model.loss_terms
         drawn = {name: parameter.detach().clone() for name, parameter in self.loss_terms.named_parameters()}
@@ -126,22 +127,23 @@ class Zero(Strategy):
         buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
         optimizer = self.optimizer_of_parameters(build_optimizer)
         self.parameter_of = {name: parameter for parameter, name in self.name_of.items()}
-        # Gradients can't be looked up later, because DeepSpeed removes each immediately, and uses zeros for others.
+        # We record which parameters get a gradient, because DeepSpeed frees each gradient immediately and substitutes
+        # zeros for missing ones.
         self.reached: set[torch.Tensor] = set()
         trained = [parameter for parameter in self.name_of if parameter.requires_grad]
         self.notes = [parameter.register_post_accumulate_grad_hook(self.reached.add) for parameter in trained]
         if self.stage == 3 and (head := causal_lm.get_output_embeddings()) is not None:
             import deepspeed
 
-            # The loss uses the head's weight outside of the head's own forward, whose hooks would gather it.
+            # The loss uses the head's weight outside of the head's forward, so the head's hooks don't gather it.
             deepspeed.zero.register_external_parameter(model, head.weight)
-            for parameter in self.loss_terms.parameters():  # terms may use theirs outside of a forward, too
+            for parameter in self.loss_terms.parameters():  # terms may also use their parameters outside of a forward
                 deepspeed.zero.register_external_parameter(model, parameter)
         if self.stage == 3:
             from deepspeed.utils import set_z3_leaf_module
 
-            # Gathers each layer's weights together. Hooks on its individual modules would break a compiled layer's
-            # graph at each of them, until nothing is compiled.
+            # A leaf module's weights are gathered together. With hooks on its submodules, a compiled layer would have
+            # so many graph breaks that nothing would be compiled.
             for layer in layers_of(causal_lm):
                 set_z3_leaf_module(layer, True)
         self.model, _ = self.accelerator.prepare(model, optimizer)
@@ -158,7 +160,7 @@ class Zero(Strategy):
         return self.model
 
     def _fill(self, causal_lm: PreTrainedModel, weights: InitialWeights) -> None:
-        """Initializes the model; in stage 3, each unit is partitioned before the next one is created."""
+        """Initializes the model. Stage 3 partitions each unit before it creates the next one."""
         if self.stage < 3:
             weights.fill(causal_lm, "")
             causal_lm.tie_weights()
@@ -169,7 +171,7 @@ class Zero(Strategy):
             if self.precision != "fp32":  # DeepSpeed casts whole models, but not partitioned parameters
                 for parameter in module.parameters():
                     parameter.data = parameter.data.to(torch.bfloat16)
-            if not any(parameter.is_meta for parameter in module.parameters()):  # a tied head has no own weights
+            if not any(parameter.is_meta for parameter in module.parameters()):  # a tied head has no weights
                 deepspeed.zero.Init(module=module, config_dict_or_path=self.settings)
 
         for unit in units_of(causal_lm):
@@ -187,13 +189,13 @@ class Zero(Strategy):
     ) -> None:
         """Restores the original fp32 master weights and rotary tables, which DeepSpeed has rounded.
 
-        A second model is initialized unit by unit, so that only one unit of it is in memory at a time.
+        The values come from a second model, of which only one unit is in memory at a time.
         """
         for name, buffer in buffers.items():
             module, _, key = name.rpartition(".")
-            # Assigned directly: register_buffer would make buffers persistent, and no checkpoint contains them.
+            # register_buffer would make the buffers persistent, but checkpoints don't contain them.
             model.get_submodule(module)._buffers[key] = buffer.to(self.device)
-        if weights.are_loaded:  # directly into the masters
+        if weights.are_loaded:  # loading writes directly into the masters
             return
         for name, values in drawn.items():
             self.masters.set(self.parameter_of[f"{LOSS_TERMS}.{name}"], None, values.to(self.device))
@@ -207,7 +209,7 @@ class Zero(Strategy):
             module.to("meta")
 
     def _check_in_effect(self) -> None:
-        """Raises RuntimeError unless DeepSpeed uses the derived settings, over its own and accelerate's defaults."""
+        """Raises RuntimeError if DeepSpeed's or accelerate's defaults have replaced one of the derived settings."""
         engine = self.model
         settings = self.settings
         dtype = torch.bfloat16 if self.precision == "bf16" else torch.float32
@@ -232,7 +234,7 @@ class Zero(Strategy):
         if not (is_last or self._keeps_whole) and self.stage > 1 and self.config.batch.no_sync:
             self._unreduced.enter_context(self.model.coalesce_grad_reduction())
             self._keeps_whole = True
-        # Set explicitly: a batch ramp changes the number of micro-steps, but DeepSpeed counts to a fixed one.
+        # DeepSpeed counts up to a fixed number of micro-steps, but a batch ramp changes that number.
         self.model.set_gradient_accumulation_boundary(is_last)
         yield
         if is_last and self._keeps_whole:
@@ -244,7 +246,10 @@ class Zero(Strategy):
         self.model.backward(loss, scale_wrt_gas=False)
 
     def clip_and_step(self, max_grad_norm: float | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Updates as in `Strategy`. DeepSpeed clips to its configured norm, and skips non-finite gradients."""
+        """Updates the weights as in `Strategy`.
+
+        DeepSpeed clips to its configured norm and skips non-finite gradients.
+        """
         self.model.step()
         grad_norm = torch.as_tensor(self.model.get_global_grad_norm(), dtype=torch.float32, device=self.device)
         return grad_norm, torch.tensor(float(self.optimizer.overflow), device=self.device)
@@ -274,11 +279,11 @@ class Zero(Strategy):
         return gathered_group(shapes, self.get)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Returns {name: whole shape} of all parameters."""
+        """Returns {name: unsharded shape} for all parameters."""
         return {name: full_shape(parameter) for name, parameter in self.parameter_of.items()}
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """Returns the flat tensors of master weights, by their index."""
+        """Returns the flat tensors of master weights by index."""
         return {str(number): flat for number, flat in enumerate(self.masters.flats)}
 
     @contextmanager
@@ -291,12 +296,12 @@ class Zero(Strategy):
             self._compute_with_masters()
 
     def _compute_with_masters(self) -> None:
-        """Copies the changed master weights into the weights of the forward pass."""
+        """Copies the changed master weights into the forward pass's weights."""
         for name, parameter in self.parameter_of.items():
             self.masters.compute_with(parameter, self.get(name))
 
     def _average(self, name: str) -> torch.Tensor:
-        """Returns a weight's average, whole on every rank; a collective call."""
+        """Gathers a weight's average on every rank (a collective call)."""
         return self.masters.gathered(self.parameter_of[name], self._average_part(name))
 
     def _average_part(self, name: str) -> torch.Tensor:
@@ -313,7 +318,7 @@ class Zero(Strategy):
     def load(self, model: Mapping[str, torch.Tensor], optimizer: Mapping[str, torch.Tensor]) -> None:
         for name, parameter in self.parameter_of.items():
             self.masters.set(parameter, None, model[name].to(self.device))
-        # Checkpoints that earlier releases saved under ZeRO have no buffers.
+        # ZeRO checkpoints from earlier releases have no buffers.
         load_parts({name: buffer for name, buffer in self.saved_buffers().items() if name in model}, model)
         self.masters.release()
         if not optimizer:
@@ -328,7 +333,7 @@ class Zero(Strategy):
         step = next(optimizer[f"{name}.step"] for name, keys in kept.items() if "step" in keys)
 
         def state_of(parameter: torch.Tensor, flat: torch.Tensor) -> dict[str, torch.Tensor]:
-            keys = kept[self.name_of[parameter]]  # all parameters of a group have the same
+            keys = kept[self.name_of[parameter]]  # all parameters of a group have the same keys
             return {key: step.clone().to(flat.device) if key == "step" else torch.zeros_like(flat) for key in keys}
 
         self.masters.create_state(state_of)
@@ -338,7 +343,9 @@ class Zero(Strategy):
         self.masters.release()
 
     def get(self, name: str) -> torch.Tensor:
-        """Returns a master weight, or '<parameter>.<state>', whole on every rank; a collective call."""
+        """Gathers a master weight, or an optimizer state named '<parameter>.<state>', on every rank (a collective
+        call).
+        """
         key = None
         if name not in self.parameter_of:
             name, _, key = name.rpartition(".")
@@ -356,9 +363,10 @@ class Zero(Strategy):
 
 
 def derived_settings(config: RunConfig, precision: str) -> dict[str, Any]:
-    """Derives the settings of DeepSpeed that follow from the recipe and the number of processes.
+    """Derives the DeepSpeed settings that follow from the recipe and the number of processes.
 
-    A gradient_clipping of 0 means off, while DeepSpeed's default is 1. Gradients are accumulated and reduced in fp32.
+    A gradient_clipping of 0 turns clipping off (DeepSpeed's default is 1). Gradients are accumulated and reduced in
+    fp32.
     """
     batch = config.batch
     sequences_per_micro_step = batch.sequences_per_micro_batch * processes_launched()
@@ -373,19 +381,19 @@ def derived_settings(config: RunConfig, precision: str) -> dict[str, Any]:
         "communication_data_type": "fp32",
         "data_types": {"grad_accum_dtype": "fp32"},
         "zero_allow_untested_optimizer": True,
-        # With offload, DeepSpeed replaces AdamW by its CPU version; other optimizers run on the CPU as they are.
+        # With offload, DeepSpeed replaces AdamW with its CPU version. All other optimizers run on the CPU unchanged.
         **({} if config.optim.name == "adamw" else {"zero_force_ds_cpu_optimizer": False}),
     }
 
 
 def uses_nvme() -> bool:
-    """Tells if the launcher's DeepSpeed JSON puts the optimizer's state on disk."""
+    """Returns True if the accelerate config's DeepSpeed JSON puts the optimizer state on NVMe."""
     offload = deepspeed_file().get("zero_optimization", {}).get("offload_optimizer") or {}
     return offload.get("device") == "nvme"
 
 
 def missing_for_nvme() -> str | None:
-    """Returns what is missing to build DeepSpeed's asynchronous file operator; None if nothing is."""
+    """Names the missing requirement for building DeepSpeed's asynchronous file operator, or returns None."""
     prepare_extensions_folder()
     from deepspeed.ops.op_builder import AsyncIOBuilder
     from deepspeed.ops.op_builder.builder import MissingCUDAException, installed_cuda_version
@@ -408,7 +416,7 @@ def gathered_group(
     gather: Callable[[str], torch.Tensor],
     buffers: Mapping[str, torch.Tensor] = MappingProxyType({}),
 ) -> TensorGroup:
-    """Builds a group of fp32 tensors of these shapes, which `gather` returns flat, and of whole buffers."""
+    """Builds a group of fp32 tensors with these shapes, which `gather` returns flat, and of unsharded buffers."""
     whole = TensorGroup.of(buffers)
 
     def either(name: str) -> torch.Tensor:

@@ -1,8 +1,8 @@
-"""Locates parameters in DeepSpeed's flat tensors; reads and writes its fp32 weights and optimizer state by parameter.
+"""Reads and writes fp32 weights and optimizer state by parameter in DeepSpeed's flat tensors.
 
-They may be on the device, in CPU memory or, in stage 3, on disk. DeepSpeed's own functions for this differ between the
-stages, do not update the weights of the forward pass, and read a whole sub-group of parameters, up to 12 GB, from disk
-for each tensor. Here, a sub-group stays in memory until a tensor of another one is needed.
+The flat tensors may be on the device, in CPU memory or, in stage 3, on NVMe. DeepSpeed's own functions differ between
+stages and don't update the forward pass's weights. For each tensor, they also read a whole sub-group of parameters (up
+to 12 GB) from NVMe. Here, a sub-group stays in memory until a tensor from a different one is needed.
 """
 
 from collections.abc import Callable, Mapping
@@ -22,34 +22,34 @@ GROUPS_OF = {
     "single_partition_of_fp32_groups": "bit16_groups",
     "fp32_groups_flat_partition": "bf16_groups",
 }
-"""{attribute with the flat fp32 tensors, in DeepSpeed's three optimizers: attribute with their parameters}."""
+"""{attribute with the flat fp32 tensors, in DeepSpeed's three optimizers: attribute with their parameters}"""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Place of a parameter in the flat tensors."""
+    """A parameter's location in the flat tensors."""
 
     group: int
     """Index of the flat tensor."""
     offset: int
-    """Index in it of this rank's first element."""
+    """Index of this rank's first element in the flat tensor."""
     ranges: tuple[tuple[int, int], ...]
-    """(first, end) element of each rank's part of the parameter."""
+    """(first, end) element of the parameter's part on each rank."""
 
     @property
     def mine(self) -> tuple[int, int]:
         return self.ranges[dist.get_rank()]
 
     def narrow(self, flat: torch.Tensor) -> torch.Tensor:
-        """Returns this rank's part of the parameter in a tensor of the flat one's layout."""
+        """Returns this rank's part of the parameter, from a tensor with the flat tensor's layout."""
         first, end = self.mine
         return flat.narrow(0, self.offset, end - first)
 
 
 class Masters:
-    """This rank's shards of the fp32 master weights and of the optimizer's state; a collective call.
+    """This rank's shards of the fp32 master weights and the optimizer state. Its methods are collective.
 
-    Uses private names of DeepSpeed: there is no public way to swap sub-groups or to find a part.
+    It uses private DeepSpeed names, because there is no public way to swap sub-groups or to find a part.
     """
 
     def __init__(self, optimizer: Any, stage: int, device: torch.device):
@@ -61,7 +61,7 @@ class Masters:
         self.groups: list[list[torch.Tensor]] = getattr(optimizer, GROUPS_OF[name])
         self.places = self._partitions() if stage == 3 else self._fragments()
         self._present: int | None = None
-        """Sub-group that was read from disk."""
+        """The sub-group in memory that was read from NVMe."""
         self._changed = False
 
     def _partitions(self) -> dict[torch.Tensor, Place]:
@@ -73,7 +73,7 @@ class Masters:
         return places
 
     def _fragments(self) -> dict[torch.Tensor, Place]:
-        """Finds the places in stages 1 and 2, whose parts can begin and end inside a parameter."""
+        """Finds the places in stages 1 and 2, in which a part can begin and end inside a parameter."""
         mine = {}
         for number, group in enumerate(self.groups):
             for parameter in group:
@@ -91,14 +91,17 @@ class Masters:
         }
 
     def _bring_in(self, group: int) -> None:
-        """Reads a sub-group from disk unless it is in memory, after releasing the previous one."""
+        """Reads a sub-group from NVMe unless it is in memory, and releases the previous one first."""
         if self._stage == 3 and group != self._present and self._optimizer._swappable_optimizer_subgroup(group):
             self.release()
             self._optimizer._optimizer_states_and_gradient_swap_in(group)
             self._present = group
 
     def release(self) -> None:
-        """Frees the sub-group, written back if it has changed: DeepSpeed needs the memory, and reads from disk."""
+        """Frees the sub-group, and first writes it back if it has changed.
+
+        DeepSpeed needs the memory, and reads the sub-group from NVMe.
+        """
         if self._present is None:
             return
         if self._changed:
@@ -109,20 +112,23 @@ class Masters:
         self._changed = False
 
     def create_state(self, state_of: Callable[[torch.Tensor, torch.Tensor], dict[str, torch.Tensor]]) -> None:
-        """Creates the optimizer's state, which it would otherwise create in its first step.
+        """Creates the optimizer state, which the optimizer would otherwise create in its first step.
 
-        state_of: maps (a parameter, the flat tensor that contains it) to the state of that tensor.
+        state_of: maps (a parameter, the flat tensor that contains it) to that tensor's state.
         """
         for group, flat in enumerate(self.flats):
-            self._bring_in(group)  # until then, the flat tensor has no elements
+            self._bring_in(group)  # before this call, the flat tensor has no elements
             self._optimizer.optimizer.state[flat] = state_of(self.groups[group][0], flat)
             if group == self._present:
-                # DeepSpeed registers new tensors when it swaps them out, and only then can read them back.
+                # DeepSpeed can read new tensors back only after it has swapped them out once, which registers them.
                 self._changed = True
                 self.release()
 
     def part(self, parameter: torch.Tensor, key: str | None) -> torch.Tensor:
-        """Returns this rank's part of a master weight (key None) or a moment, flat; valid until the next call."""
+        """Returns this rank's flat part of a moment, or of a master weight if key is None.
+
+        Valid until the next call.
+        """
         place = self.places[parameter]
         self._bring_in(place.group)
         flat = self.flats[place.group]
@@ -130,7 +136,7 @@ class Masters:
 
     @torch.no_grad()
     def gathered(self, parameter: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
-        """Returns the whole flat tensor on every rank, from the parts of all; a collective call."""
+        """Gathers a flat tensor from its parts on all ranks, and returns it on every rank (a collective call)."""
         ranges = self.places[parameter].ranges
         part = part.to(self._device)
         if self._stage == 3:
@@ -146,7 +152,7 @@ class Masters:
 
     @torch.no_grad()
     def set(self, parameter: torch.Tensor, key: str | None, whole: torch.Tensor) -> None:
-        """Copies this rank's part of `whole` into a master weight and the forward pass's weight, or into a moment."""
+        """Copies this rank's part of `whole` into a moment, or into a master weight and the forward pass's weight."""
         first, end = self.places[parameter].mine
         self.part(parameter, key).copy_(whole.flatten()[first:end])
         self._changed = self._present is not None
@@ -155,7 +161,7 @@ class Masters:
 
     @torch.no_grad()
     def compute_with(self, parameter: torch.Tensor, whole: torch.Tensor) -> None:
-        """Copies a whole weight into that of the forward pass."""
+        """Copies a whole weight into the forward pass's weight."""
         if self._stage == 3:
             first, end = self.places[parameter].mine
             parameter.ds_tensor[: end - first] = whole.flatten()[first:end]
@@ -165,7 +171,7 @@ class Masters:
     def pieces(
         self, matrices: Mapping[torch.Tensor, HiddenMatrix], holders: Holders
     ) -> dict[torch.Tensor, list[MatrixPiece]]:
-        """Returns {flat tensor: its pieces of matrices}, for Muon."""
+        """Returns {flat tensor: its pieces of matrices} for Muon."""
         found: dict[torch.Tensor, list[MatrixPiece]] = {}
         for parameter, place in self.places.items():
             if parameter not in matrices:
@@ -182,7 +188,7 @@ class Masters:
         return found
 
     def parts(self, holders: Holders) -> dict[torch.Tensor, list[ParameterPart]]:
-        """Returns {flat tensor: its parts of all parameters}, for Adafactor."""
+        """Returns {flat tensor: its parts of all parameters} for Adafactor."""
         found: dict[torch.Tensor, list[ParameterPart]] = {}
         for parameter, place in self.places.items():
             first, end = place.mine
@@ -193,5 +199,5 @@ class Masters:
 
 
 def full_shape(parameter: torch.Tensor) -> tuple[int, ...]:
-    """Returns a parameter's whole shape; under stage 3 the parameter itself is empty."""
+    """Returns a parameter's unsharded shape. In stage 3, the parameter itself is empty."""
     return tuple(getattr(parameter, "ds_shape", parameter.shape))
